@@ -14,7 +14,7 @@ What is simulated depends on the job alone, not on clocks or threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -23,10 +23,11 @@ from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy, predict_candidate
 from motet.planner.comparison import rivals
-from motet.planner.infeasible import TENSOR_DEGREES
+from motet.planner.infeasible import possible_tensor_degrees
 from motet.planner.job import Job
 from motet.planner.module_pins import unmet_pin
 from motet.planner.order import with_pinned_deal
+from motet.planner.refinement import Refinement
 from motet.planner.search_result import PassedOver, SearchResult, SimulatedCandidate
 from motet.planner.variants import fastest_variant
 from motet.simulate.predict.prediction import Prediction
@@ -54,11 +55,21 @@ NO_QUOTA = Quota(0, lambda plan: False)
 class CandidateEvaluation:
     """The candidates of a job so far: simulated, passed over, ruled out.
 
-    max_simulated, quota: as in `search`.
+    max_simulated, quota, is_refined: as in `search`.
     """
 
-    def __init__(self, job: Job, pins: Pins, max_simulated: int | None, quota: Quota, progress: SearchProgress) -> None:
+    def __init__(
+        self,
+        job: Job,
+        pins: Pins,
+        max_simulated: int | None,
+        quota: Quota,
+        progress: SearchProgress,
+        *,
+        is_refined: bool = True,
+    ) -> None:
         self.job, self.pins, self.max_simulated, self.quota, self.progress = job, pins, max_simulated, quota, progress
+        self.is_refined = is_refined
         self.candidates: list[Candidate] = []
         self.results: list[SimulatedCandidate] = []
         self.passed_over: list[PassedOver] = []
@@ -149,9 +160,12 @@ class CandidateEvaluation:
             self.results.append(SimulatedCandidate(candidate, prediction))
         return prediction.step_s
 
-    def vary(self) -> None:
+    def vary(self, strategies: Collection[str]) -> None:
         """Give the fastest Plan of each strategy that may win, and what the best is compared with, the variant that is
-        fastest (`variants.py`); all Plans where nothing limits the simulations.
+        fastest (`variants.py`); all Plans where nothing limits the simulations. Then refine the fastest
+        (`refinement.py`).
+
+        strategies: the names of those that are searched.
         """
 
         def varied(index: int) -> SimulatedCandidate:
@@ -165,6 +179,10 @@ class CandidateEvaluation:
             for index, result in zip(indices, map(varied, indices)):
                 self.results[index] = result
                 done.append(result)
+        if self.is_refined:
+            self.progress("refining the fastest", self.num_simulated, self.num_simulated)
+            refinement = Refinement(self.job, self.pins, strategies, self.quota.suitable)
+            self.results = refinement.refined(self.results, done)
 
     def _to_vary(self) -> list[int]:
         """Indices in `results`, which are sorted first."""
@@ -207,7 +225,7 @@ def _proposals(name: str, strategy: Strategy, job: Job, pins: Pins) -> Iterator[
 
 def _unpriced(job: Job, pins: Pins) -> list[RuledOut]:
     """Tensor-parallel degrees without times. No strategy considers them, unless the degree is pinned."""
-    degrees = [tp for tp in TENSOR_DEGREES[1:] if job.cluster.ranks_per_node % tp == 0 and pins.tp is None]
+    degrees = possible_tensor_degrees(job.cluster)[1:] if pins.tp is None else []
     ruled_out = [RuledOut("tensor parallelism", f"TP {tp}", job.why_unpriced(tp)) for tp in degrees]
     return [ruled for ruled in ruled_out if ruled.why]
 

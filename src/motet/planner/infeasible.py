@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from motet.core.cluster import Cluster
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
 from motet.planner.job import Job
@@ -9,11 +10,21 @@ from motet.planner.job import Job
 TENSOR_DEGREES = (1, 2, 4, 8)
 
 
+def possible_tensor_degrees(cluster: Cluster) -> list[int]:
+    """The tensor-parallel degrees whose groups divide a node, or are whole nodes.
+
+    Example: nodes of one device.
+        >>> from motet.cost.catalogue import cluster
+        >>> possible_tensor_degrees(cluster("a40", num_nodes=4, ranks_per_node=1))
+        [1, 2, 4]
+    """
+    node, most = cluster.ranks_per_node, cluster.num_ranks
+    return [tp for tp in TENSOR_DEGREES if tp <= most and (node % tp == 0 or tp % node == 0)]
+
+
 def tensor_degrees(job: Job) -> list[int]:
-    """The tensor-parallel degrees that divide a node and that the cost model has times for."""
-    return [
-        tp for tp in TENSOR_DEGREES if job.cluster.ranks_per_node % tp == 0 and (tp == 1 or not job.why_unpriced(tp))
-    ]
+    """The possible tensor-parallel degrees that the cost model has times for."""
+    return [tp for tp in possible_tensor_degrees(job.cluster) if tp == 1 or not job.why_unpriced(tp)]
 
 
 def indivisible(job: Job, pins: Pins, num_blocks: int, of: str = "backbone") -> str | None:
@@ -22,7 +33,9 @@ def indivisible(job: Job, pins: Pins, num_blocks: int, of: str = "backbone") -> 
     num_blocks: the blocks of `of`, the backbone or the model; a pipeline is cut between them.
     """
     if pins.tp is not None and pins.tp not in tensor_degrees(job):
-        return f"TP is pinned to {pins.tp}; it must be one of {listed(tensor_degrees(job))}, within a node."
+        return (
+            f"TP is pinned to {pins.tp}; it must be one of {listed(tensor_degrees(job))}, in a node or over whole ones."
+        )
     if pins.pp is not None and pins.pp > num_blocks:
         return f"PP is pinned to {pins.pp}; it must be 1 to {num_blocks}, the layers of the {of}."
     pinned = {name: getattr(pins, name) for name in ("tp", "pp", "dp") if getattr(pins, name) is not None}

@@ -84,12 +84,13 @@ def check_module_pins(job: Job, pins: Pins) -> None:
         num_blocks, cluster = len(job.model.module(name).blocks), job.cluster
         if stated.cp not in (None, 1):
             raise UserError(
-                f"{name} is pinned to cp = {stated.cp}, and no plan has context parallelism yet; remove it."
+                f"{name} is pinned to cp = {stated.cp}; context parallelism is tried for what is proposed, and"
+                " cannot be pinned above 1 yet; remove it."
             )
         if stated.tp is not None and stated.tp not in tensor_degrees(job):
             raise UserError(
-                f"{name} is pinned to tp = {stated.tp}; it must be one of {listed(tensor_degrees(job))}, within a node"
-                " and with known times."
+                f"{name} is pinned to tp = {stated.tp}; it must be one of {listed(tensor_degrees(job))}, in a"
+                " node or over whole ones, and with known times."
             )
         if stated.pp is not None and stated.pp > num_blocks:
             raise UserError(f"{name} is pinned to pp = {stated.pp}; it must be 1 to {num_blocks}, its blocks.")

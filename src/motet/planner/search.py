@@ -37,6 +37,7 @@ def search(
     max_simulated: int | None = MAX_SIMULATED,
     quota: Quota = NO_QUOTA,
     progress: SearchProgress | None = None,
+    is_refined: bool = True,
 ) -> SearchResult:
     """The Plans for a job that were simulated, ranked by their step.
 
@@ -46,12 +47,14 @@ def search(
                    case. None: no limit, neither on candidates nor on Timelines, so that no candidate can be faster than
                    the first result.
     quota:         Plans that are simulated in addition to those that can be the fastest.
+    is_refined:    whether the fastest Plans are refined by their neighbours (`refinement.py`).
     Raises UserError for a workload that lacks the lengths of a module, and for pins of modules that no Plan has.
     """
     _check_lengths(job)
     check_module_pins(job, pins)
     progress = progress or (lambda what, done, total: None)
-    result = _search_halves(CandidateEvaluation(job, pins, max_simulated, quota, progress), strategies)
+    evaluation = CandidateEvaluation(job, pins, max_simulated, quota, progress, is_refined=is_refined)
+    result = _search_halves(evaluation, strategies)
     if not result.results and (nearest := nearest_miss(result.ruled_out)):
         progress("looking for what would fit", 0, 1)
         quick = {
@@ -75,10 +78,12 @@ def _search_halves(evaluation: CandidateEvaluation, strategies: Mapping[str, Str
     evaluation.consider({name: strategy for name, strategy in chosen.items() if name not in pruning})
     to_beat_s = evaluation.fastest_s if max_simulated is not None else math.inf
     evaluation.consider({name: strategy.to_beat(to_beat_s) for name, strategy in pruning.items()})
-    evaluation.vary()
+    evaluation.vary(chosen)
     half = half_of(job)
     if half is not None and least_step_s(half) < evaluation.fastest_s:
-        on_half = CandidateEvaluation(half, pins, max_simulated, NO_QUOTA, evaluation.progress)
+        on_half = CandidateEvaluation(
+            half, pins, max_simulated, NO_QUOTA, evaluation.progress, is_refined=evaluation.is_refined
+        )
         fewer = _search_halves(on_half, strategies)
         if fewer.results and fewer.best.prediction.step_s < evaluation.fastest_s:
             candidate = on_cluster(fewer.best.candidate, job, evaluation.fastest_s)

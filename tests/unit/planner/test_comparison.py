@@ -55,7 +55,9 @@ def test_a_pinned_way_of_balancing_stays(balance):
 def test_a_pipelines_leader_is_balanced_where_that_is_faster():
     """Its microbatches are of very different work, and replicas of a chain get even sums of them."""
     given_job = job(batch_size=32, spread=1.0)
-    found = search(given_job, STRATEGIES, Pins(strategies=("chain",), dp=4, order="given", microbatch_size=1))
+    found = search(
+        given_job, STRATEGIES, Pins(strategies=("chain",), dp=4, order="given", microbatch_size=1), is_refined=False
+    )
     plan, best_s = found.best.candidate.plan, found.best.prediction.step_s
     assert plan.balance == "joint" and "less than with balance" in found.best.candidate.facts[0]
     unbalanced = replace(found.best.candidate, plan=replace(plan, balance="off"))

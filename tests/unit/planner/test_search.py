@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from itertools import pairwise, product
 
@@ -25,8 +26,11 @@ from motet.planner.candidate import Candidate, Pins, PruningStrategy, RuledOut, 
 from motet.planner.evaluation import Quota
 from motet.planner.job import Job
 from motet.planner.report import COLUMNS, print_result
-from motet.planner.search import search
+from motet.planner.search import search as refined_search
 from motet.planner.search_result import nothing_fits
+
+search = partial(refined_search, is_refined=False)
+"""The choice among what strategies propose, which is what these tests are of."""
 
 SAMPLER = Sampler.model_validate(
     {

@@ -1,9 +1,9 @@
 """The degrees of parallelism that a job allows for a chain, ranked by the seconds that each would take at best.
 
 At best means: an even cut, no messages and collectives, and the recomputation that ranks need if all are as full as the
-mean. Tensor parallelism stays within a node, pipelines divide the other ranks, and data parallelism takes as many
-replicas as ranks and batch allow. Interleaving needs a multiple of the pipeline ranks as the number of microbatches, as
-in Megatron-LM.
+mean. Tensor parallelism stays within a node or takes whole ones, pipelines divide the other ranks unless these are few,
+and data parallelism takes as many replicas as ranks and batch allow. Interleaving needs a multiple of the pipeline
+ranks as the number of microbatches, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ MAX_STAGES = 96
 
 MAX_CHUNKED = 32
 """The most pipeline ranks that have several chunks each, unless the pipeline ranks are pinned."""
+
+FEW_RANKS = 16
+"""Up to so many ranks, a pipeline may have any number of them, which leaves some over."""
 
 _NUM_PROBES = 64
 """The number of limits that `_slowest_stage_s` tries."""
@@ -117,7 +120,7 @@ def _allowed(job: Job, pins: Pins, num_blocks: int) -> Iterator[Degrees]:
     for tp in tensor_degrees(job):
         if not pins.allow(tp=tp):
             continue
-        for pp in _divisors(job.cluster.num_ranks // tp, num_blocks) if pins.pp is None else (pins.pp,):
+        for pp in _pipeline_degrees(job.cluster.num_ranks // tp, num_blocks) if pins.pp is None else (pins.pp,):
             if not least <= pp <= most:
                 continue
             dp = most_replicas(job, tp * pp, pins) if pp <= num_blocks else 0
@@ -127,8 +130,11 @@ def _allowed(job: Job, pins: Pins, num_blocks: int) -> Iterator[Degrees]:
                     yield Degrees(tp, pp, dp, size, num, kind, num_chunks)
 
 
-def _divisors(number: int, most: int) -> list[int]:
-    return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
+def _pipeline_degrees(num_ranks: int, most: int) -> list[int]:
+    """Divisors of the ranks; of few ranks every number, as all of them may be more than the batch can use."""
+    return [
+        degree for degree in range(1, min(num_ranks, most) + 1) if num_ranks <= FEW_RANKS or num_ranks % degree == 0
+    ]
 
 
 def _schedules(pp: int, num_microbatches: int, num_blocks: int, pins: Pins) -> Iterator[tuple[ScheduleKind, int]]:

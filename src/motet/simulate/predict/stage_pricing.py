@@ -16,7 +16,7 @@ import numpy as np
 
 from motet.assign.step import StepAssignment
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
-from motet.core.plan import Plan
+from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
 from motet.cost.flops import layer_flops, work_of
@@ -53,11 +53,15 @@ class StagePrices(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Priced:
-    """The price of one layer: columns [num_replicas * num_microbatches] of its unit, replica by replica."""
+    """The price of one layer: columns [num_replicas * num_microbatches] of its unit, replica by replica.
+
+    context_s: of one gather of keys and values over context-parallel ranks.
+    """
 
     work: Work
     seconds: LayerSeconds
     tensor_s: Float64Array
+    context_s: Float64Array
 
 
 class Pricing:
@@ -231,7 +235,8 @@ class Pricing:
     def _passes(self, placed: StageLayer, priced: _Priced, tp: int) -> dict[str, Float64Array]:
         """The prices of a layer by field of StagePrices, flat. Gradients are as in `cost.model.backward_seconds`."""
         layer, (forward_s, input_s, weight_s) = placed.layer, priced.seconds
-        passes = {"forward": forward_s, "forward_tensor": priced.tensor_s}
+        context_s = priced.context_s
+        passes = {"forward": forward_s, "forward_tensor": priced.tensor_s + context_s}
         if placed.needs_input or (layer.trainable and layer.in_block):
             passes["input"] = input_s
         if layer.trainable:
@@ -240,7 +245,8 @@ class Pricing:
         if placed.recomputed:
             passes["recompute"] = forward_s
         if placed.has_backward:
-            passes["backward_tensor"] = priced.tensor_s * (2 if placed.recomputed else 1)
+            # Backward gathers keys and values again, and reduces their gradients.
+            passes["backward_tensor"] = (priced.tensor_s + context_s) * (2 if placed.recomputed else 1) + context_s
             row_bytes = activation_bytes(
                 layer, 1.0, element_bytes=self.precision.compute, tp=tp, recomputed=placed.recomputed
             )
@@ -270,4 +276,15 @@ class Pricing:
         tensor_s = np.zeros(size)
         if unit.tp > 1:
             tensor_s = self.cost.tensor_seconds(layer, work, range(unit.first_rank, unit.first_rank + unit.tp))
-        return _Priced(work, self.cost.layer_seconds(name, layer, work, unit.tp), tensor_s)
+        context_s = self._context_s(unit, layer, work.rows * unit.cp)
+        return _Priced(work, self.cost.layer_seconds(name, layer, work, unit.tp), tensor_s, context_s)
+
+    def _context_s(self, unit: Unit, layer: Layer, rows: Float64Array) -> Float64Array:
+        """Seconds in which context-parallel ranks gather the keys and values of all rows; 0 without attention."""
+        if unit.cp == 1 or layer.attention is None:
+            return np.zeros_like(rows)
+        ranks = [unit.rank(0, 0, c) for c in range(unit.cp)]
+        row_bytes = 2 * layer.attention.kv_width * self.precision.compute / unit.tp
+        distinct, number = np.unique(rows, return_inverse=True)
+        seconds = [self.cost.gather_seconds(count * row_bytes, ranks) for count in distinct.tolist()]
+        return np.array(seconds)[number]

@@ -15,6 +15,7 @@ from motet.simulate.predict.stage_pricing import Pricing
 from unit.simulate.jobs import (
     BACKBONE,
     FORWARD_S,
+    GATHER_S,
     INPUT_S,
     MODELS,
     PLANS,
@@ -65,9 +66,12 @@ def test_every_stage_costs_what_its_layers_and_examples_do(any_plan, learns):
                     half = "weight" if layer.kind in ("attention", "projector") else "input"  # matrices wait for W
                     expected[half] += layer.trainable * work * WEIGHT_S
                     expected["recompute"] += again * work * FORWARD_S
-                    expected["forward_tensor"] += sent
+                    # Context-parallel ranks gather keys and values, again in backward, and reduce their gradients.
+                    cp, attention = stage.unit.cp, layer.attention
+                    keys = rows * cp * 4 * attention.kv_width / tp * GATHER_S if attention and cp > 1 else 0.0
+                    expected["forward_tensor"] += sent + keys
                     if before or layer.trainable:
-                        expected["backward_tensor"] += sent * (1 + again)
+                        expected["backward_tensor"] += sent * (1 + again) + keys * (2 + again)
                         kept = min(layer.output_width, layer.activation_width) if again else layer.activation_width
                         expected["held"] += rows * math.ceil(kept * 2 / tp)
                 got = {name: float(table[i]) for name, table in found._asdict().items()}

@@ -1,0 +1,223 @@
+"""Plans that differ from a given one by one decision: sharding, cut, schedule, recomputation, order, or degrees.
+
+Strategies propose by closed forms, which leave out what only simulation shows, and give all units one ZeRO stage, no
+context parallelism, and degrees that divide each other. `refinement.py` goes from a proposed Plan to faster neighbours.
+
+A neighbour is of the same strategy: modules that share a unit stay together. It may be no Plan that fits: callers
+check it (`check_fit`), simulate it, and compare its memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Literal, get_args
+
+import numpy as np
+
+from motet.core.plan import BalancingMethod, Order, Plan, ScheduleKind, Unit
+from motet.planner.infeasible import tensor_degrees
+from motet.planner.job import Job
+from motet.planner.order import is_even
+from motet.planner.stages.partition import partition
+from motet.schedule.plan_units import backbone_unit, units_in_bubbles
+
+Zero = Literal[0, 1, 2, 3]
+_NEAREST = 2
+"""So many microbatch sizes on either side of a Plan's are tried."""
+
+
+def neighbours(job: Job, plan: Plan) -> Iterator[Plan]:
+    """The neighbours of a Plan, what gains most often first. None of a Plan with encoders in bubbles, whose fills name
+    its actions."""
+    if units_in_bubbles(plan):
+        return
+    # Caps are of groups of a number, for the microbatches and replicas that there are.
+    without_caps = replace(plan, microbatch_caps={})
+    yield from _microbatches(without_caps)
+    yield from _schedules(plan)
+    yield from _shardings(plan)
+    if plan.schedule == "data_parallel":
+        yield from _replicas(without_caps)
+    else:
+        yield from _cuts(plan)
+        yield from _degrees(job, without_caps)
+    yield from _less_recomputed(plan)
+    yield from _dealt(job, plan)
+
+
+def _microbatches(plan: Plan) -> Iterator[Plan]:
+    per_replica = plan.batch_size // backbone_unit(plan).dp
+    sizes = [size for size in range(1, per_replica + 1) if per_replica % size == 0]
+    at = sizes.index(plan.microbatch_size) if plan.microbatch_size in sizes else 0
+    for size in (*sizes[at + 1 : at + 1 + _NEAREST], *reversed(sizes[max(at - _NEAREST, 0) : at])):
+        yield replace(plan, microbatch_size=size)
+
+
+def _schedules(plan: Plan) -> Iterator[Plan]:
+    """1F1B and ZB-H1 have the same stages; ZB-H1 is of one pipeline."""
+    others: Mapping[ScheduleKind, ScheduleKind] = {"1f1b": "zb_h1", "zb_h1": "1f1b"}
+    if plan.schedule in others and len(plan.units) == 1 and plan.units[0].pp > 1:
+        yield replace(plan, schedule=others[plan.schedule])
+
+
+def _shardings(plan: Plan) -> Iterator[Plan]:
+    """Every ZeRO stage of each unit that has several copies of its parameters; in data parallelism also smaller groups.
+
+    A pipeline's unit shards over all of its copies.
+    """
+    for index, unit in enumerate(plan.units):
+        if unit.dp * unit.cp == 1:
+            continue
+        colocated = plan.schedule == "data_parallel"
+        groups = [size for size in range(2, unit.dp) if unit.dp % size == 0] if colocated else []
+        for zero in get_args(Zero):
+            for size in (0, *groups) if zero else (0,):
+                if (zero, size) != (unit.zero, unit.shard_size):
+                    yield _with_unit(plan, index, replace(unit, zero=zero, shard_size=size))
+
+
+def _replicas(plan: Plan) -> Iterator[Plan]:
+    """Data parallelism over the next smaller and larger numbers of replicas that divide the batch."""
+    (unit,) = plan.units
+    most = min(plan.cluster.num_ranks // unit.tp, plan.batch_size)
+    sizes = [dp for dp in range(1, most + 1) if plan.batch_size % dp == 0]
+    for dp in (max([size for size in sizes if size < unit.dp], default=0), *[s for s in sizes if s > unit.dp][:1]):
+        if dp:
+            zero = unit.zero if dp > 1 else 0
+            changed = replace(plan, units=(replace(unit, dp=dp, zero=zero, shard_size=0),))
+            yield from with_microbatches(changed, plan)
+
+
+def _cuts(plan: Plan) -> Iterator[Plan]:
+    """One block moves from a stage to the one before or after it."""
+    for index, unit in enumerate(plan.units):
+        blocks = [name for stage in unit.stages for name, count in stage.items() for _ in range(count)]
+        bounds = list(accumulate((sum(stage.values()) for stage in unit.stages), initial=0))
+        for edge in range(1, len(bounds) - 1):
+            for shift in (-1, 1):
+                moved = [*bounds[:edge], bounds[edge] + shift, *bounds[edge + 1 :]]
+                if all(start < stop for start, stop in pairwise(moved)):
+                    yield _with_unit(plan, index, _recut(unit, blocks, moved))
+
+
+def _less_recomputed(plan: Plan) -> Iterator[Plan]:
+    """A stage recomputes nothing of a module, half of it, or a block less."""
+    for index, unit in enumerate(plan.units):
+        for stage, counts in enumerate(unit.recompute):
+            for name, count in counts.items():
+                for fewer in sorted({0, count // 2, count - 1} - {count, -1}):
+                    changed = {**counts, name: fewer}
+                    recompute = (*unit.recompute[:stage], changed, *unit.recompute[stage + 1 :])
+                    yield _with_unit(plan, index, replace(unit, recompute=recompute))
+
+
+def _dealt(job: Job, plan: Plan) -> Iterator[Plan]:
+    """Other orders of examples and ways of balancing."""
+    if is_even(job.batch) or plan.microbatch_caps:
+        return
+    for balance in get_args(BalancingMethod):
+        if plan.schedule == "data_parallel":
+            yield replace(plan, balance=balance, policy=job.policy_under(balance))
+        elif balance != "auto":  # In pipelines, "per_phase" is the same.
+            yield replace(plan, balance=balance, order="given")
+    for order in get_args(Order) if plan.schedule != "data_parallel" else ():
+        yield replace(plan, balance="off", order=order)
+
+
+def _degrees(job: Job, plan: Plan) -> Iterator[Plan]:
+    """Other degrees of one unit on its ranks, and replicas that it takes from another unit or of ranks left over."""
+    left = plan.cluster.num_ranks - sum(unit.num_ranks for unit in plan.units)
+    for index, unit in enumerate(plan.units):
+        for changed in _reshaped(job, plan, unit):
+            yield from _resized(plan, index, changed)
+        for giver, other in enumerate(plan.units):
+            if giver != index and other.dp > 1 and _of_replica(other) + left >= _of_replica(unit):
+                fewer = _with_unit(plan, giver, replace(other, dp=other.dp - 1))
+                yield from _resized(fewer, index, replace(unit, dp=unit.dp + 1))
+        if left >= _of_replica(unit):
+            yield from _resized(plan, index, replace(unit, dp=unit.dp + 1))
+
+
+def _reshaped(job: Job, plan: Plan, unit: Unit) -> Iterator[Unit]:
+    """A unit with the same ranks, in which one degree takes a factor of 2 from another."""
+    sizes = {"tp": unit.tp, "cp": unit.cp, "pp": unit.pp, "dp": unit.dp}
+    known = tensor_degrees(job)
+    for giver, given in sizes.items():
+        for taker, taken in sizes.items():
+            if giver == taker or given % 2 or (taker == "tp" and 2 * taken not in known):
+                continue
+            degrees: dict[str, int] = {giver: given // 2, taker: 2 * taken}
+            changed = replace(unit, **degrees)  # type: ignore[arg-type]
+            if changed.pp != unit.pp:
+                recut = evenly_cut(job, changed, plan.microbatch_size, len(unit.stages) // unit.pp)
+                if recut is None:
+                    continue
+                changed = recut
+            yield changed
+
+
+def evenly_cut(job: Job, unit: Unit, num_examples: int, num_chunks: int = 1) -> Unit | None:
+    """The unit with its blocks in an even cut for its PP, without recomputation; None if there are too few blocks."""
+    names = [name for name in unit.modules if name not in unit.replicated]
+    costs = [job.block_costs(name, num_examples, unit.tp) for name in names]
+    seconds = np.concatenate([cost.forward_s + cost.backward_s for cost in costs]).tolist()
+    if len(seconds) < unit.pp * num_chunks:
+        return None
+    counts = partition(seconds, unit.pp, num_chunks=num_chunks)
+    blocks = [name for name, cost in zip(names, costs) for _ in range(cost.num_blocks)]
+    return _recut(replace(unit, recompute=()), blocks, list(accumulate(counts, initial=0)))
+
+
+def _resized(plan: Plan, index: int, unit: Unit) -> Iterator[Plan]:
+    """The Plan with a unit of other degrees: placed anew and, for another DP of the backbone, with microbatches that
+    divide the batch."""
+    yield from with_microbatches(on_first_ranks(_with_unit(plan, index, unit)), plan)
+
+
+def with_microbatches(plan: Plan, before: Plan) -> Iterator[Plan]:
+    """A Plan with as many examples in a microbatch, over all replicas of the backbone, as another one has; where its
+    replicas do not divide them, with those numbers that come nearest."""
+    dp, old = backbone_unit(plan).dp, backbone_unit(before)
+    if plan.batch_size % dp:
+        return
+    per_replica = plan.batch_size // dp
+    sizes = [size for size in range(1, per_replica + 1) if per_replica % size == 0]
+    as_many = old.dp * before.microbatch_size / dp
+    for size in sorted(sizes, key=lambda size: (abs(size - as_many), size))[: 1 if dp == old.dp else _NEAREST]:
+        yield replace(plan, microbatch_size=size)
+
+
+def on_first_ranks(plan: Plan) -> Plan:
+    """The Plan with its units on the first ranks: those of larger TP first, so that no group crosses nodes."""
+    first_rank, next_rank = {}, 0
+    for unit in sorted(plan.units, key=lambda unit: -unit.tp):
+        first_rank[unit.name] = next_rank
+        next_rank += unit.num_ranks
+    return replace(plan, units=tuple(replace(unit, first_rank=first_rank[unit.name]) for unit in plan.units))
+
+
+def _of_replica(unit: Unit) -> int:
+    return unit.num_ranks // unit.dp
+
+
+def _recut(unit: Unit, blocks: Sequence[str], bounds: Sequence[int]) -> Unit:
+    """The unit with other stages. A stage that recomputed all blocks of a module still does."""
+    stages: list[Mapping[str, int]] = [dict(Counter(blocks[start:stop])) for start, stop in pairwise(bounds)]
+    recompute = []
+    for before, stage, counts in zip(unit.stages, stages, unit.recompute):
+        whole = {name for name, count in counts.items() if count and count == before[name]}
+        some = any(counts.values())
+        recompute.append(
+            {
+                name: num if name in whole or (some and name not in before) else min(counts.get(name, 0), num)
+                for name, num in stage.items()
+            }
+        )
+    return replace(unit, stages=tuple(stages), recompute=tuple(recompute))
+
+
+def _with_unit(plan: Plan, index: int, unit: Unit) -> Plan:
+    return replace(plan, units=(*plan.units[:index], unit, *plan.units[index + 1 :]))

@@ -1,0 +1,210 @@
+"""The fastest Plans of a search, made faster step by step: from each to a neighbour that is faster, until none is.
+
+Estimates in closed form decide what is proposed and simulated. They are some per cent wrong, so a neighbour of a
+proposed Plan, or one that was proposed and not given its best order of examples, may be the fastest. On few ranks,
+where a simulation takes milliseconds, neighbours are simulated; a budget in spans of Timelines leaves large jobs as
+they are proposed. It depends on the job alone, so the answer is the same every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from itertools import chain
+
+from motet.core.errors import UserError
+from motet.core.plan import Plan, Unit
+from motet.core.workload import BACKBONE
+from motet.planner.candidate import (
+    BUBBLE_FILLING,
+    CHAIN,
+    DATA_PARALLEL,
+    DISAGGREGATED,
+    MODALITY_PARALLEL,
+    Candidate,
+    Pins,
+    predict_candidate,
+)
+from motet.planner.degrees import SCHEDULE_NAMES
+from motet.planner.fewer_ranks import least_step_s
+from motet.planner.job import Job
+from motet.planner.module_pins import unmet_pin
+from motet.planner.neighbours import neighbours
+from motet.planner.quick_estimate import quick_estimate
+from motet.planner.regrouping import regrouped
+from motet.planner.search_result import SimulatedCandidate
+from motet.planner.variants import fastest_variant
+from motet.schedule import check_fit
+from motet.schedule.plan_units import units_in_bubbles
+from motet.simulate.predict.prediction import Prediction
+
+BUDGET, SIMULATION = 240_000, 1_500
+"""What one search spends on refinement. A simulation costs as many spans as its Timeline has, and SIMULATION more: what
+does not depend on spans takes about as long."""
+FEW_RANKS = 16
+"""On more ranks than this, the budget falls with the square of their number: closed forms are the better, and a search
+takes the longer."""
+NEAR, NEAR_LEADER = 1.15, 1.6
+"""Plans within the first factor of the fastest are refined, and those within the second that lead a strategy."""
+_NUM_VARIANTS = 9
+"""Simulations of `fastest_variant`, at most."""
+_SHARE = 0.4
+"""The share of what is left that one Plan's descent may spend, so that other strategies' Plans have theirs."""
+
+
+class Refinement:
+    """The refinement of one search.
+
+    strategies: the names of those that are searched.
+    suitable:   a Plan for which it holds is replaced only by Plans for which it holds too.
+    """
+
+    def __init__(self, job: Job, pins: Pins, strategies: Collection[str], suitable: Callable[[Plan], bool]) -> None:
+        self.job, self.pins, self.strategies, self.suitable = job, pins, strategies, suitable
+        self.left = BUDGET * min(1.0, FEW_RANKS / job.cluster.num_ranks) ** 2
+        self.seen = set[str]()
+
+    def refined(
+        self, results: Sequence[SimulatedCandidate], varied: Sequence[SimulatedCandidate]
+    ) -> list[SimulatedCandidate]:
+        """The results, the fastest of them made faster. varied: those that have their best variants already."""
+        if self.pins.recompute == "full" or not results:
+            return list(results)
+        # 1. Orders and ways of balancing.
+        fastest_s = min(result.prediction.step_s for result in results)
+        improved = sorted(results, key=lambda result: result.prediction.step_s)
+        for index, one in enumerate(improved):
+            if one.prediction.step_s > NEAR * fastest_s or one.candidate.bound_s >= fastest_s:
+                continue
+            if all(one is not other for other in varied) and self._spend(one.prediction, _NUM_VARIANTS):
+                candidate, prediction = fastest_variant(self.job, one.candidate, one.prediction, self.pins)
+                if self._may_replace(one.candidate.plan, candidate.plan):
+                    improved[index] = SimulatedCandidate(candidate, prediction)
+        # 2. Neighbours: of the fastest of each strategy, then of the others.
+        improved.sort(key=lambda result: result.prediction.step_s)
+        self.seen.update(_key(result.candidate.plan) for result in improved)
+        leaders = {result.candidate.strategy: result for result in reversed(improved)}
+        others = [one for one in improved if all(one is not leader for leader in leaders.values())]
+        ranked = [*sorted(leaders.values(), key=lambda one: one.prediction.step_s), *others]
+        for number, start in enumerate(ranked):
+            limit = NEAR_LEADER if number < len(leaders) else NEAR
+            fastest_s = min(one.prediction.step_s for one in improved)
+            end = self._descended(start) if start.prediction.step_s <= limit * fastest_s else start
+            if end is start:
+                continue
+            # What became another strategy's Plan stands beside the one that it began as.
+            if start.candidate.strategy == end.candidate.strategy:
+                improved = [one for one in improved if one is not start]
+            improved.append(end)
+        return improved
+
+    def _descended(self, start: SimulatedCandidate) -> SimulatedCandidate:
+        """The Plan from which no neighbour is faster that was not seen, as far as the budget reaches."""
+        found, stop_at = start, (1 - _SHARE) * self.left
+        while faster := self._faster_neighbour(found, stop_at):
+            found = faster
+        if found is start:
+            return start
+        gain = 1 - found.prediction.step_s / start.prediction.step_s
+        fact = f"Refined by simulation from {start.candidate.what}: a step takes {gain:.1%} less."
+        candidate = replace(
+            found.candidate,
+            what=_words(start.candidate, found.candidate.plan),
+            estimate_s=found.prediction.step_s,
+            bound_s=least_step_s(self.job),
+            facts=(fact,),
+        )
+        return SimulatedCandidate(candidate, found.prediction)
+
+    def _faster_neighbour(self, found: SimulatedCandidate, stop_at: float) -> SimulatedCandidate | None:
+        """The first neighbour that is faster; None if none is, or the budget is down to stop_at."""
+        limit_s = found.prediction.step_s
+        if self.left - self._cost(found.prediction) < stop_at:
+            return None
+        for other in self._new_neighbours(found):
+            if self.left <= stop_at or not self._spend(found.prediction):
+                return None
+            self.seen.add(_key(other))
+            candidate = replace(found.candidate, plan=other, strategy=strategy_of(other))
+            try:
+                prediction = predict_candidate(self.job, candidate)
+            except UserError:
+                continue
+            if prediction.step_s < limit_s and prediction.peak_bytes.max() <= self.job.capacity_bytes:
+                return SimulatedCandidate(candidate, prediction)
+        return None
+
+    def _new_neighbours(self, found: SimulatedCandidate) -> list[Plan]:
+        """The neighbours that were not seen, fit and are allowed, and may be faster: the least estimate first."""
+        plan, ranked = found.candidate.plan, []
+        for other in chain(neighbours(self.job, plan), regrouped(self.job, plan)):
+            if _key(other) in self.seen:
+                continue
+            try:
+                check_fit(other)
+            except UserError:
+                continue
+            if not self._allows(other) or not self._may_replace(plan, other):
+                continue
+            estimate = quick_estimate(self.job, other)
+            if estimate.busiest_s < found.prediction.step_s:
+                ranked.append((estimate.estimate_s, other))
+        return [other for _, other in sorted(ranked, key=lambda entry: entry[0])]
+
+    def _may_replace(self, plan: Plan, other: Plan) -> bool:
+        return not self.suitable(plan) or self.suitable(other)
+
+    def _allows(self, plan: Plan) -> bool:
+        """Whether a Plan that fits is as pinned."""
+        unit, pins = plan.unit_of(BACKBONE), self.pins
+        degrees = pins.allow(tp=unit.tp, pp=unit.pp, dp=unit.dp, microbatch_size=plan.microbatch_size)
+        rest = pins.allow(schedule=plan.schedule, order=plan.order, balance=plan.balance)
+        return degrees and rest and strategy_of(plan) in self.strategies and not unmet_pin(plan, pins.modules)
+
+    def _spend(self, like: Prediction, times: int = 1) -> bool:
+        """Whether the budget has some simulations like this one left, which are then spent."""
+        cost = times * self._cost(like)
+        if cost > self.left:
+            return False
+        self.left -= cost
+        return True
+
+    def _cost(self, like: Prediction) -> int:
+        return len(like.timeline) + SIMULATION
+
+
+def strategy_of(plan: Plan) -> str:
+    """The name of the strategy that proposes such Plans."""
+    if plan.schedule == "data_parallel":
+        return DATA_PARALLEL
+    if units_in_bubbles(plan):
+        return BUBBLE_FILLING
+    if len(plan.units) == 1:
+        return CHAIN
+    alike = {(unit.tp, unit.cp, unit.dp) for unit in plan.units}
+    return MODALITY_PARALLEL if len(alike) == 1 and plan.schedule == "1f1b" else DISAGGREGATED
+
+
+def _key(plan: Plan) -> str:
+    return repr((plan.units, plan.microbatch_size, plan.schedule, plan.balance, plan.order, plan.microbatch_caps))
+
+
+def _words(start: Candidate, plan: Plan) -> str:
+    """The degrees of a refined Plan: those of the Plan that it began with, if they are the same."""
+    if _degrees(start.plan) == _degrees(plan):
+        return start.what
+    schedule = SCHEDULE_NAMES.get(plan.schedule, "")
+    parts = [*map(_unit_words, plan.units), schedule, f"microbatches of {plan.microbatch_size}"]
+    return "; ".join(part for part in parts if part)
+
+
+def _degrees(plan: Plan) -> tuple[object, ...]:
+    units = [(unit.tp, unit.cp, unit.pp, unit.dp, unit.zero, unit.shard_size) for unit in plan.units]
+    return plan.schedule, plan.microbatch_size, *units
+
+
+def _unit_words(unit: Unit) -> str:
+    sizes = {"TP": unit.tp, "CP": unit.cp, "PP": unit.pp, "DP": unit.dp}
+    words = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name != "CP")
+    groups = f" in groups of {unit.shard_size}" if unit.shard_size else ""
+    return f"{unit.name} {words}, ZeRO {unit.zero}{groups}"

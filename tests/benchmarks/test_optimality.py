@@ -1,0 +1,58 @@
+"""The enumerator: its bounds are bounds, its answer is a Plan that fits; and the planner's answer on two small jobs."""
+
+import pytest
+
+from benchmark import benchmark
+from motet.core.errors import UserError
+from motet.schedule import check_fit
+from motet.simulate.predict.predict import assign_batch, predict_assigned
+
+NUMBERS = (2, 12)
+"""Two ranks in two nodes, and eight in one, of which the batch uses few."""
+
+
+@pytest.fixture(scope="module")
+def programs():
+    with benchmark("optimality") as optimality, benchmark("enumerated_plans") as enumerated:
+        yield optimality, enumerated, optimality.workload_at("")
+
+
+@pytest.fixture(scope="module", params=NUMBERS)
+def outcome(programs, request):
+    optimality, _, workload = programs
+    job = optimality.random_job(request.param, 0, workload)
+    return job, optimality.outcome_of(request.param, job, optimality.answered(job), 60)
+
+
+def test_the_answer_is_within_one_per_cent_of_the_best_that_is_enumerated(programs, outcome):
+    _, one = outcome
+    assert 1 <= one.loss <= programs[0].WITHIN
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_no_order_or_balance_is_below_the_bound(programs, number):
+    optimality, enumerated, workload = programs
+    job = optimality.random_job(number, 0, workload)
+    small = enumerated.SmallJob(job.model, job.cluster, job.batch, job.cost, job.capacity_bytes)
+    structures = sorted(enumerated._Structures(small, 1e9), key=lambda one: one[0])
+    assert len(structures) > 20
+    for bound_s, plan in structures[:: len(structures) // 12]:
+        for made in (plan, *enumerated._dealt(plan)):
+            try:
+                check_fit(made)
+            except UserError:
+                continue
+            prediction = predict_assigned(
+                made, enumerated.planned(made), assign_batch(made, job.batch, job.cost), job.cost
+            )
+            assert bound_s <= prediction.step_s * (1 + 1e-9)
+
+
+def test_a_slow_answer_is_found_out(programs):
+    optimality, enumerated, workload = programs
+    job = optimality.random_job(NUMBERS[0], 0, workload)
+    small = enumerated.SmallJob(job.model, job.cluster, job.batch, job.cost, job.capacity_bytes)
+    best_s = optimality.answered(job).best.prediction.step_s
+    found = enumerated.enumerate_plans(small, 1.3 * best_s, 30)
+    assert found.plan is not None and found.step_s < 1.3 * best_s
+    assert optimality.words_of_plan(found.plan)

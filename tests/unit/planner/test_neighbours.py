@@ -1,0 +1,127 @@
+"""Neighbours of a Plan: they hold the same blocks, differ from it, and reach every degree, cut and grouping."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from motet.core.errors import UserError
+from motet.core.plan import Plan, Unit
+from motet.planner.neighbours import neighbours
+from motet.planner.quick_estimate import quick_estimate
+from motet.planner.regrouping import regrouped
+from motet.schedule import check_fit, planned
+from motet.simulate.predict.predict import predict
+from unit.planner.jobs import job
+
+JOB = job(spread=0.5, batch_size=8)
+ALL = ({"image": 6, "audio": 2}, {"audio": 2, "backbone": 8})
+
+
+def plan(*units, schedule="1f1b", microbatch_size=2, **options):
+    return Plan(JOB.model, JOB.cluster, units, JOB.batch_size, microbatch_size, schedule, **options)
+
+
+PLANS = {
+    "chain": plan(Unit("all", ALL, dp=2, pp=2), schedule="zb_h1"),
+    "recomputed": plan(Unit("all", ALL, dp=2, pp=2, recompute=({"image": 6}, {"audio": 1, "backbone": 3}))),
+    "interleaved": plan(
+        Unit("all", ({"image": 6}, {"audio": 4}, {"backbone": 5}, {"backbone": 3}), pp=2), schedule="interleaved_1f1b"
+    ),
+    "side by side": plan(
+        Unit("image", ({"image": 3}, {"image": 3}), 0, pp=2),
+        Unit("audio", ({"audio": 4},), 2, dp=2),
+        Unit("backbone", ({"backbone": 8},), 4, dp=2),
+    ),
+    "in caps": plan(Unit("all", ALL, dp=2, pp=2), order="both", microbatch_caps={"image": 4000, "backbone": 4000}),
+    "colocated": plan(
+        Unit("all", ({"image": 6, "audio": 4, "backbone": 8},), dp=8, zero=3),
+        schedule="data_parallel",
+        microbatch_size=1,
+    ),
+}
+
+
+def fitting(made):
+    for other in (*neighbours(JOB, made), *regrouped(JOB, made)):
+        try:
+            check_fit(other)
+        except UserError:
+            continue
+        yield other
+
+
+def key(made):
+    fields = made.units, made.microbatch_size, made.schedule, made.balance, made.order, made.microbatch_caps
+    return repr(fields)
+
+
+def blocks(made):
+    held = Counter()
+    for unit in made.units:
+        for stage in unit.stages:
+            held.update(stage)
+    return held
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_neighbours_hold_the_same_blocks_and_can_be_executed(name):
+    found = list(fitting(PLANS[name]))
+    assert len(found) > 8
+    for other in found:
+        assert blocks(other) == blocks(PLANS[name])
+        assert (other.model, other.cluster, other.batch_size) == (JOB.model, JOB.cluster, JOB.batch_size)
+    for other in found[::7]:
+        planned(other)
+
+
+def test_what_differs_is_one_decision():
+    """Every field has a neighbour in which it, and of units nothing else, is another one."""
+    found = list(fitting(PLANS["side by side"]))
+    assert {unit.zero for other in found for unit in other.units} == {0, 1, 2, 3}
+    assert {other.microbatch_size for other in found} == {1, 2, 4}
+    assert {(other.order, other.balance) for other in found} >= {
+        ("both", "off"), ("intra", "off"), ("inter", "off"), ("given", "joint"), ("given", "per_phase")
+    }  # fmt: skip
+    image = [next(unit for unit in other.units if "image" in unit.modules) for other in found]
+    assert {(unit.tp, unit.cp, unit.pp, unit.dp) for unit in image if unit.modules == ("image",)} >= {
+        (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 1, 2), (1, 1, 2, 2)
+    }  # fmt: skip
+    assert {unit.modules for unit in image} >= {("image", "audio"), ("image", "backbone")}
+    assert any(sum(unit.num_ranks for unit in other.units) > 6 for other in found), "ranks left over are taken"
+
+
+def test_replicas_of_an_encoder_need_not_divide_the_examples():
+    found = fitting(PLANS["side by side"])
+    sizes = {(unit.dp, 4 % unit.dp) for other in found for unit in other.units if unit.modules == ("audio",)}
+    assert (3, 1) in sizes
+
+
+def test_a_chain_gives_an_encoder_ranks_of_its_own():
+    found = [{unit.modules for unit in other.units} for other in fitting(PLANS["chain"])]
+    assert {("image",), ("audio", "backbone")} in found and {("audio",), ("image", "backbone")} in found
+
+
+def test_cuts_move_by_one_block_and_what_recomputes_all_still_does():
+    found = [other.units[0] for other in fitting(PLANS["recomputed"])]
+    moved = [unit for unit in found if unit.pp == unit.dp == 2 and unit.stages[0] == {"image": 6, "audio": 1}]
+    assert {repr(unit.recompute) for unit in moved} >= {repr(({"image": 6, "audio": 0}, {"audio": 1, "backbone": 3}))}
+
+
+def test_tensor_parallel_groups_keep_to_nodes():
+    for other in fitting(PLANS["side by side"]):
+        assert all(unit.first_rank % unit.tp == 0 for unit in other.units)
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if name != "colocated"])
+def test_few_orders_take_less_than_the_busiest_rank_computes(name):
+    made = replace(PLANS[name], order="given", microbatch_caps={})
+    estimate = quick_estimate(JOB, made)
+    step_s = predict(made, JOB.workload, JOB.cost, seed=JOB.seed).step_s
+    assert estimate.busiest_s * (1 - 1e-9) <= step_s
+    assert estimate.busiest_s <= estimate.estimate_s <= 1.2 * step_s
+
+
+def test_encoders_in_bubbles_have_no_neighbours():
+    made = plan(Unit("backbone", ({"backbone": 4},) * 2, pp=2), Unit("image", ({"image": 6},), dp=2))
+    assert not list(neighbours(JOB, made)) and not list(regrouped(JOB, made))

@@ -1,0 +1,114 @@
+"""Refinement: never slower, within memory, as pinned, the same every time; and the classes that proposals leave out."""
+
+from dataclasses import replace
+
+import pytest
+
+from motet.core.cluster import Cluster, Device, Link
+from motet.core.sampler import Sampler
+from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
+from motet.cost.analytic import Analytic
+from motet.planner.candidate import CHAIN, Pins, predict_candidate
+from motet.planner.evaluation import Quota
+from motet.planner.infeasible import possible_tensor_degrees
+from motet.planner.job import Job
+from motet.planner.refinement import strategy_of
+from motet.planner.search import search
+from motet.planner.strategies import STRATEGIES
+from motet.schedule import program_of, validate
+from unit.planner.jobs import job
+
+SMALL = job(batch_size=8, num_nodes=1, spread=0.7)
+
+
+def long_job(num_nodes, ranks_per_node):
+    """Long sequences, a batch of one: only tensor or context parallelism uses several ranks well."""
+    block = Transformer(2048, 8192, 16, 4, norm="rms", biases=(), causal=True)
+    model = multimodal("long", language_model(block, 2, 1000), [connect(vit("image", block, 1), 2048, "linear")])
+    items = {"image": {"length": {"value": 8000}, "length_per_token": 4}}
+    tasks = [{"name": "all", "text": {"value": 6000}, "items": items}]
+    workload = Sampler.model_validate({"task": tasks}).workload(num_examples=4)
+    device, link = Device("test", {"bf16": 2e13}, 80 * 10**9, 1e12), Link(1e11, 3e-6)
+    cluster = Cluster(device, num_nodes, ranks_per_node, link, link)
+    return Job(model, cluster, workload, 1, Analytic(cluster))
+
+
+@pytest.fixture(scope="module")
+def found():
+    return search(SMALL, STRATEGIES)
+
+
+def test_it_is_never_slower_and_what_it_finds_runs(found):
+    plain = search(SMALL, STRATEGIES, is_refined=False)
+    assert found.best.prediction.step_s <= plain.best.prediction.step_s
+    for one in found.results:
+        validate(program_of(one.candidate.plan))
+        simulated = predict_candidate(SMALL, one.candidate)
+        assert simulated.step_s == one.prediction.step_s
+        assert simulated.peak_bytes.max() <= SMALL.capacity_bytes
+        assert one.candidate.bound_s <= simulated.step_s
+        assert one.candidate.strategy == strategy_of(one.candidate.plan)
+
+
+def test_the_same_every_time(found):
+    again = search(replace(SMALL), STRATEGIES)
+    assert [one.candidate.plan for one in again.results] == [one.candidate.plan for one in found.results]
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [Pins(tp=1, dp=2), Pins(strategies=(CHAIN,), order="given"), Pins(microbatch_size=1, schedule="1f1b"),
+     Pins(recompute="none", balance="off")],
+)  # fmt: skip
+def test_what_is_pinned_stays(pins):
+    for one in search(SMALL, STRATEGIES, pins).results:
+        plan = one.candidate.plan
+        unit = plan.unit_of("backbone")
+        assert pins.allow(tp=unit.tp, dp=unit.dp, order=plan.order, balance=plan.balance, schedule=plan.schedule)
+        assert pins.allow(microbatch_size=plan.microbatch_size)
+        assert not pins.strategies or one.candidate.strategy in pins.strategies
+        assert pins.recompute is None or not any(any(stage.values()) for each in plan.units for stage in each.recompute)
+
+
+def test_a_suitable_plan_becomes_only_a_suitable_one():
+    def suitable(plan):
+        return all(unit.tp == unit.cp == 1 for unit in plan.units)
+
+    result = search(SMALL, STRATEGIES, quota=Quota(1, suitable))
+    plain = search(SMALL, STRATEGIES, quota=Quota(1, suitable), is_refined=False)
+    best, before = (
+        min(one.prediction.step_s for one in each.results if suitable(one.candidate.plan)) for each in (result, plain)
+    )
+    assert best <= before
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(4, 1), (1, 4), (2, 2)])
+def test_one_long_example_is_shared_by_all_ranks(nodes, per_node):
+    """Over nodes of one device as well as in a node."""
+    best = search(long_job(nodes, per_node), STRATEGIES).best.candidate.plan
+    unit = best.unit_of("backbone")
+    assert unit.tp * unit.cp == 4
+
+
+def test_context_parallelism_is_found_where_it_moves_less():
+    """Keys and values of four heads of sixteen are a quarter as wide as the rows that tensor parallelism gathers."""
+    plan = search(long_job(1, 4), STRATEGIES).best.candidate.plan
+    assert any(unit.cp > 1 for unit in plan.units)
+
+
+def test_tensor_parallel_groups_divide_a_node_or_are_whole_nodes():
+    def degrees(nodes, per_node):
+        return possible_tensor_degrees(Cluster(SMALL.cluster.device, nodes, per_node, *(Link(1e11, 0.0),) * 2))
+
+    assert degrees(1, 8) == [1, 2, 4, 8] and degrees(320, 8) == [1, 2, 4, 8]
+    assert degrees(4, 1) == [1, 2, 4] and degrees(4, 2) == [1, 2, 4, 8]
+    assert degrees(3, 3) == [1] and degrees(2, 6) == [1, 2]
+
+
+def test_a_rank_that_divides_nothing_is_left_over():
+    """Five ranks and a batch of four: four of them are faster than a chain of five."""
+    five = replace(SMALL.cluster, ranks_per_node=5)
+    result = search(replace(SMALL, cluster=five, cost=Analytic(five), batch_size=4), STRATEGIES)
+    four = replace(SMALL.cluster, ranks_per_node=4)
+    fewer = search(replace(SMALL, cluster=four, cost=Analytic(four), batch_size=4), STRATEGIES)
+    assert result.best.prediction.step_s <= 1.02 * fewer.best.prediction.step_s
