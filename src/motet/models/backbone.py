@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -255,30 +255,13 @@ class Backbone(nn.Module):
         features: of encoders that enter again before these blocks; others are not read. Of `sequences` it reads the
         offsets alone, and the places of these features.
         """
-        entries = {block for blocks in self.again.values() for block in blocks if first <= block < stop}
-        for begin, end in pairwise(sorted({first, *entries, stop})):
-            hidden = self._run_blocks(self._entered_again(hidden, begin, features, sequences), sequences, begin, end)
-        return hidden
-
-    def _entered_again(
-        self, hidden: Tensor, block: int, features: Mapping[str, Tensor], sequences: Sequences
-    ) -> Tensor:
-        """The hidden states before a block with the rows of encoders that enter again there."""
-        for name, blocks in self.again.items():
-            if block in blocks and name in features:
-                rows = features[name].to(hidden.dtype)
-                hidden = hidden.index_add(0, places_of(name, rows, sequences), rows)
-        return hidden
-
-    def _run_blocks(self, hidden: Tensor, sequences: Sequences, first: int, stop: int) -> Tensor:
-        """The blocks first ... stop - 1, which nothing enters in between."""
         if len(hidden) == 0:
             for block in self._blocks[first:stop]:
                 hidden = block(hidden)
             return hidden
         segments = PackedItems(sequences.offsets.numpy(), causal=True)
         positions = np.arange(len(hidden)) - np.repeat(segments.offsets[:-1], segments.lengths)
-        with self._only(first, stop):
+        with self._only(first, stop), self._entering(features, sequences):
             return self.causal_lm.model(
                 inputs_embeds=hidden[None],
                 position_ids=torch.from_numpy(positions).to(hidden.device)[None],
@@ -292,6 +275,26 @@ class Backbone(nn.Module):
             return hidden.sum(dtype=torch.promote_types(hidden.dtype, torch.float32)), 0
         rows = _predicted_rows(sequences).to(hidden.device)
         return self.loss(hidden[rows - 1], sequences.tokens[rows]), len(rows)
+
+    @contextmanager
+    def _entering(self, features: Mapping[str, Tensor], sequences: Sequences) -> Iterator[None]:
+        """In the block, rows of encoders that enter again are added before their blocks."""
+
+        def add(name: str, inner: Callable[[Tensor], Tensor] | None, hidden: Tensor) -> Tensor:
+            """hidden [1, total, dim]. inner: of another encoder that enters before the same block."""
+            rows = features[name].to(hidden.dtype)
+            hidden = hidden if inner is None else inner(hidden)
+            return hidden.index_add(1, places_of(name, rows, sequences), rows[None])
+
+        entered = [(name, block) for name in features for block in self.again.get(name, ())]
+        for name, number in entered:
+            block = self._blocks[number]
+            block.entering = partial(add, name, block.entering)
+        try:
+            yield
+        finally:
+            for _, number in entered:
+                self._blocks[number].entering = None
 
     @contextmanager
     def _only(self, first: int, stop: int) -> Iterator[None]:

@@ -7,7 +7,7 @@ in the same order as on the other ranks, without compute and without dummy media
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ class Block(nn.Module):
 
     recompute: free the activations of the layer after forward and compute them again in backward.
     skipped:   return the hidden states as they are: another stage, or another part of this one, runs the layer.
+    entering:  changes hidden states that are not empty before the layer, such as by rows that are added to them.
     """
 
     def __init__(self, inner: nn.Module, recompute: bool = False) -> None:
@@ -29,6 +30,7 @@ class Block(nn.Module):
         self.inner = inner
         self.recompute = recompute
         self.skipped = False
+        self.entering: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         # FSDP reduces a block's gradients when backward reaches its input, or at the very end if the input needs no
@@ -43,6 +45,8 @@ class Block(nn.Module):
             return hidden
         if hidden.numel() == 0:
             return take_part(hidden, self.inner.parameters())
+        if self.entering is not None:
+            hidden = self.entering(hidden)
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self.inner, hidden, *args, use_reentrant=False, **kwargs)
         return self.inner(hidden, *args, **kwargs)
