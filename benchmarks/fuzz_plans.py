@@ -3,19 +3,24 @@
     python benchmarks/fuzz_plans.py --seed 0 --seconds 300 --json benchmarks/results/fuzz_plans-2-cpu-cores.json
     python benchmarks/fuzz_plans.py --seed 0 --case 17
 
-Strategy, cuts, schedule, replicas, ZeRO, recomputation, frozen parts, mixture and microbatches are drawn; a case is
-made again from the seed and its number (`tests/parity/drawn_plans.py`). A run goes on from what its file has. A case
-that fails is made as small as it can be, and the command that repeats it is printed; the exit code is 1 then.
+Strategy, cuts, schedule, replicas, ZeRO, recomputation, frozen parts, mixture and microbatches are drawn
+(`tests/parity/drawn_plans.py`); a case is made again from the seed and its number. Ranks are processes on gloo, several
+jobs at a time, as a job mostly waits. A run goes on from what its file has. A case that fails is stored with what
+differs; the first one is made as small as it can be, the command that repeats it is printed, and the exit code is 1.
+
+The file has counts, the largest errors with the numbers of their cases, and all failures.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -26,15 +31,18 @@ from rows import ROOT, commit_of
 
 sys.path.insert(0, str(ROOT / "tests"))
 
+import ranks
 from parity.drawn_plans import DrawnCase, draw, smaller
 from parity.fuzzing import run_cases
-from parity.planned import PlannedCase
+from parity.planned import MIXED_TOLERANCE, TOLERANCE, PlannedCase
 from ranks import RankFailed, RanksHung, run_ranks
 
-NUM_TOGETHER = 12
-"""Cases of one number of ranks that the same processes run."""
-CASE_LIMIT_S = 60
-"""A case that takes longer hangs."""
+WINDOW = 160
+"""Cases whose results are stored together; those of one number of ranks are one job."""
+CASE_LIMIT_S, START_LIMIT_S = 30, 300
+"""A job that takes longer, by its cases, hangs. A machine that does other work may take a minute to start one."""
+NUM_LARGEST = 20
+"""The largest errors that the file names."""
 
 
 @dataclass(frozen=True)
@@ -50,56 +58,80 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, help="how many cases the file has in the end; default: as time allows")
     parser.add_argument("--seconds", type=float, default=300.0, help="begin no case after so many seconds")
+    parser.add_argument("--jobs", type=int, default=2 * (os.cpu_count() or 1), help="jobs at a time")
     parser.add_argument("--json", type=Path, help="results; those that it has are not run again")
     parser.add_argument("--case", type=int, help="run this case alone")
     parser.add_argument("--smaller", default="", help="with --case: what is made smaller, as a failure prints it")
     options = parser.parse_args()
+    _import_once()
     if options.case is not None:
         raise SystemExit(_run_one(options.seed, options.case, options.smaller))
-    stored = _stored(options.json, options.seed)
-    began_s, before_s = time.monotonic(), float(stored.get("seconds", 0.0))
-    failed = False
-    for together in _groups(options.seed, len(stored["cases"]), options.cases):
-        if time.monotonic() - began_s > options.seconds or failed:
-            break
-        for drawn, outcome in zip(together, outcomes([drawn.case for drawn in together])):
-            stored["cases"].append(_row(drawn, outcome))
-            if outcome.wrong:
-                failed = True
-                _say_failure(options.seed, drawn, outcome)
-        stored["seconds"] = round(before_s + time.monotonic() - began_s, 1)
+    record = Record.read(options.json, options.seed)
+    ranks.start_server()  # Before there are threads that start it.
+    began_s, before_s = time.monotonic(), record.seconds
+    windows = _windows(options.seed, record.num_cases, options.cases)
+    in_time = iter(lambda: time.monotonic() - began_s <= options.seconds, False)
+    for drawn, found in _run(zip(windows, in_time), options.jobs):
+        record.add(drawn, found)
+        record.seconds = round(before_s + time.monotonic() - began_s, 1)
         if options.json is not None:
-            _write(options.json, stored)
-    _say_counts(stored["cases"])
-    raise SystemExit(1 if failed else 0)
+            record.write(options.json)
+    record.say()
+    if record.failures:
+        _say_failure(options.seed, record.failures[0])
+    raise SystemExit(1 if record.failures else 0)
 
 
-def _groups(seed: int, first: int, num_cases: int | None) -> Iterator[list[DrawnCase]]:
-    """Cases in the order of their numbers, in groups that the same processes can run."""
-    together: list[DrawnCase] = []
-    number = first
-    while num_cases is None or number < num_cases:
-        drawn = draw(seed, number)
-        together.append(drawn)
-        number += 1
-        if len(together) == NUM_TOGETHER:
-            yield together
-            together = []
-    if together:
-        yield together
+def _import_once() -> None:
+    """Let the server that ranks are forked from import what they run."""
+    ranks.PRELOADED.append("parity.fuzzing")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+
+
+def _windows(seed: int, first: int, num_cases: int | None) -> Iterator[list[DrawnCase]]:
+    """Cases in the order of their numbers, in lists of WINDOW."""
+    while num_cases is None or first < num_cases:
+        stop = first + WINDOW if num_cases is None else min(first + WINDOW, num_cases)
+        yield [draw(seed, number) for number in range(first, stop)]
+        first = stop
+
+
+def _run(
+    windows: Iterable[tuple[list[DrawnCase], bool]], num_jobs: int
+) -> Iterator[tuple[list[DrawnCase], list[Outcome]]]:
+    """Windows with their outcomes, in order. The jobs of the next window begin before the last of this one has ended.
+
+    A job is the cases of one number of ranks; the longest begin first.
+    """
+    ahead: deque[tuple[list[DrawnCase], list[tuple[list[int], Future[list[Outcome]]]]]] = deque()
+    with ThreadPoolExecutor(num_jobs) as pool:
+        for drawn, _ in windows:
+            by_ranks: dict[int, list[int]] = defaultdict(list)
+            for index, each in enumerate(drawn):
+                by_ranks[each.case.num_ranks].append(index)
+            jobs = sorted(by_ranks.values(), key=len, reverse=True)
+            ahead.append((drawn, [(job, pool.submit(outcomes, [drawn[index].case for index in job])) for job in jobs]))
+            if len(ahead) > 1:
+                yield _joined(*ahead.popleft())
+        while ahead:
+            yield _joined(*ahead.popleft())
+
+
+def _joined(
+    drawn: list[DrawnCase], jobs: list[tuple[list[int], Future[list[Outcome]]]]
+) -> tuple[list[DrawnCase], list[Outcome]]:
+    found = {index: outcome for job, future in jobs for index, outcome in zip(job, future.result())}
+    return drawn, [found[index] for index in range(len(drawn))]
 
 
 def outcomes(cases: Sequence[PlannedCase]) -> list[Outcome]:
-    """What becomes of cases. Those of a number of ranks share processes, and are run alone if one ends them."""
-    found: dict[int, Outcome] = {}
-    for num_ranks in sorted({case.num_ranks for case in cases}):
-        chosen = [index for index, case in enumerate(cases) if case.num_ranks == num_ranks]
-        try:
-            found |= zip(chosen, _on_ranks([cases[index] for index in chosen]))
-        except (RankFailed, RanksHung) as failure:
-            for index in chosen:
-                found[index] = outcomes([cases[index]])[0] if len(chosen) > 1 else Outcome(0.0, _reasons(failure))
-    return [found[index] for index in range(len(cases))]
+    """What becomes of cases of one number of ranks, on the same processes; alone if one of them ends these."""
+    try:
+        return _on_ranks(cases)
+    except (RankFailed, RanksHung) as failure:
+        if len(cases) > 1:
+            return [outcome for case in cases for outcome in outcomes([case])]
+        return [Outcome(0.0, _reasons(failure))]
 
 
 def _reasons(failure: AssertionError) -> list[str]:
@@ -108,7 +140,7 @@ def _reasons(failure: AssertionError) -> list[str]:
 
 
 def _on_ranks(cases: Sequence[PlannedCase]) -> list[Outcome]:
-    by_rank = run_ranks(run_cases, cases[0].num_ranks, cases, timeout_s=CASE_LIMIT_S * len(cases))
+    by_rank = run_ranks(run_cases, cases[0].num_ranks, cases, timeout_s=START_LIMIT_S + CASE_LIMIT_S * len(cases))
     return [
         Outcome(max(error for error, _ in of_ranks), [line for _, wrong in of_ranks for line in wrong])
         for of_ranks in zip(*by_rank)
@@ -142,58 +174,103 @@ def _run_one(seed: int, number: int, steps: str) -> int:
     return 1 if outcome.wrong else 0
 
 
-def _say_failure(seed: int, drawn: DrawnCase, outcome: Outcome) -> None:
-    print(f"Case {drawn.number} differs from one process:", *outcome.wrong[:8], sep="\n  ", flush=True)
-    case, steps = shrunk(drawn.case)
+def _say_failure(seed: int, failure: dict[str, Any]) -> None:
+    number = failure["number"]
+    print(f"Case {number} differs from one process:", *failure["wrong"], sep="\n  ", flush=True)
+    case, steps = shrunk(draw(seed, number).case)
     print(f"The smallest such case: {case}\nRepeat it:")
     chosen = f" --smaller {','.join(map(str, steps))}" if steps else ""
-    print(f"  python benchmarks/fuzz_plans.py --seed {seed} --case {drawn.number}{chosen}", flush=True)
+    print(f"  python benchmarks/fuzz_plans.py --seed {seed} --case {number}{chosen}", flush=True)
 
 
-def _row(drawn: DrawnCase, outcome: Outcome) -> dict[str, Any]:
-    case = drawn.case
-    return {
-        "number": drawn.number,
-        "attempt": drawn.attempt,
-        "strategy": drawn.strategy,
-        "schedule": case.schedule,
-        "ranks": case.num_ranks,
-        "dp": [unit.dp for unit in case.units],
-        "pp": [unit.pp for unit in case.units],
-        "zero": [unit.zero for unit in case.units],
-        "microbatches": case.batch_size // case.microbatch_size,
-        "recompute": any(unit.recompute for unit in case.units),
-        "frozen": list(case.frozen),
-        "largest_error": outcome.error,
-        "differs": bool(outcome.wrong),
-    }
+def features(case: PlannedCase) -> Iterator[str]:
+    """What a case has, in words to be counted."""
+    yield f"{case.num_ranks} ranks"
+    for name in ("tied", "frozen", "caps", "blocking", "deferred_warmup", "left_out", "is_mixed", "dropout"):
+        if getattr(case, name):
+            yield name
+    for part in case.parts:
+        yield f"part {part}"
+    for name in ("balance", "example_order"):
+        yield f"{name} {getattr(case, name)}"
+    units = case.units
+    yield from {f"zero {unit.zero}" for unit in units if unit.dp > 1}
+    yield from {f"shard_size {unit.shard_size}" for unit in units if unit.dp > 1 and unit.shard_size > 1}
+    yield from {"recompute" for unit in units if any(count for of in unit.recompute for count in of.values())}
+    yield from {"two blocks or more in a stage" for unit in units if any(sum(of.values()) > 1 for of in unit.stages)}
+    yield from {f"dp {unit.dp} beside {units[-1].dp}" for unit in units[:-1] if unit.dp != units[-1].dp}
+    if set(case.contents) < {"image", "audio"}:
+        yield "absent modality"
+    if case.then is not None:
+        yield "goes on under another Plan"
+    if case.fill_seed >= 0 and any(unit.first_rank == 0 for unit in units[1:]):
+        yield f"random fills, {case.filling}"
 
 
-def _stored(path: Path | None, seed: int) -> dict[str, Any]:
-    """What a file has, if it is of this seed and this commit."""
-    fresh = {"commit": commit_of(), "device": "cpu", "emulated": False, "seed": seed, "cases": []}
-    if path is None or not path.exists():
-        return fresh
-    stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if (stored["seed"], stored["commit"]) != (seed, fresh["commit"]):
-        raise SystemExit(f"{path} is of seed {stored['seed']} at {stored['commit'][:12]}: name another file, or none.")
-    return stored
+@dataclass
+class Record:
+    """What a file has. Cases are 0 ... num_cases - 1 of the seed.
 
+    cells: strategy -> schedule -> cases. features: words -> cases. largest, failures: by number of the case.
+    """
 
-def _write(path: Path, stored: dict[str, Any]) -> None:
-    """A line a case."""
-    stored["written"] = datetime.now(UTC).isoformat(timespec="seconds")
-    about = {name: value for name, value in stored.items() if name != "cases"}
-    lines = ",\n".join(json.dumps(row) for row in stored["cases"])
-    text = json.dumps(about, indent=1)[:-2] + f',\n "cases": [\n{lines}\n]\n}}\n'
-    path.write_text(text, encoding="utf-8")
+    seed: int
+    num_cases: int
+    seconds: float
+    cells: dict[str, Counter[str]]
+    features: Counter[str]
+    largest: list[dict[str, Any]]
+    failures: list[dict[str, Any]]
 
+    @staticmethod
+    def read(path: Path | None, seed: int) -> Record:
+        """That of a file of this seed and this commit, or an empty one."""
+        if path is None or not path.exists():
+            return Record(seed, 0, 0.0, {}, Counter(), [], [])
+        stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if (stored["seed"], stored["commit"]) != (seed, commit_of()):
+            found = f"seed {stored['seed']} at {stored['commit'][:12]}"
+            raise SystemExit(f"{path} is of {found}: name another file, or none.")
+        cells = {strategy: Counter(counts) for strategy, counts in stored["cells"].items()}
+        kept = (stored[name] for name in ("largest", "failures"))
+        return Record(seed, stored["num_cases"], stored["seconds"], cells, Counter(stored["features"]), *kept)
 
-def _say_counts(rows: Sequence[dict[str, Any]]) -> None:
-    for (strategy, schedule), num in sorted(Counter((row["strategy"], row["schedule"]) for row in rows).items()):
-        print(f"{strategy:<24} {schedule:<18} {num:6d}")
-    largest = max((row["largest_error"] for row in rows), default=0.0)
-    print(f"{len(rows)} cases, {sum(row['differs'] for row in rows)} differ; the largest error is {largest:.1e}")
+    def add(self, drawn: Sequence[DrawnCase], found: Sequence[Outcome]) -> None:
+        """Take in the cases that follow those that are there."""
+        for each, outcome in zip(drawn, found, strict=True):
+            self.cells.setdefault(each.strategy, Counter())[each.case.schedule] += 1
+            self.features.update(features(each.case))
+            tolerance = MIXED_TOLERANCE if each.case.is_mixed else TOLERANCE
+            self.largest.append({"number": each.number, "error": outcome.error, "tolerance": tolerance})
+            if outcome.wrong:
+                self.failures.append({"number": each.number, "wrong": outcome.wrong[:4]})
+        self.largest = sorted(self.largest, key=lambda row: -row["error"] / row["tolerance"])[:NUM_LARGEST]
+        self.num_cases += len(drawn)
+
+    def write(self, path: Path) -> None:
+        """Store it."""
+        rows = {"cells": self.cells, "features": dict(sorted(self.features.items()))}
+        about = {
+            "commit": commit_of(),
+            "device": "cpu",
+            "emulated": False,
+            "written": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seed": self.seed,
+            "num_cases": self.num_cases,
+            "seconds": self.seconds,
+        }
+        lists = {name: [json.dumps(row) for row in getattr(self, name)] for name in ("largest", "failures")}
+        text = json.dumps(about | rows, indent=1)[:-2]
+        for name, lines in lists.items():
+            text += f',\n "{name}": [' + ",".join(f"\n  {line}" for line in lines) + "\n ]"
+        path.write_text(text + "\n}\n", encoding="utf-8")
+
+    def say(self) -> None:
+        """Print counts by strategy and schedule, and the largest error."""
+        for strategy, counts in self.cells.items():
+            print(f"{strategy:<24}", *(f"{schedule} {num}" for schedule, num in counts.items()), sep="  ")
+        largest = max((row["error"] for row in self.largest if row["tolerance"] == TOLERANCE), default=0.0)
+        print(f"{self.num_cases} cases, {len(self.failures)} differ; the largest error in float64 is {largest:.1e}")
 
 
 if __name__ == "__main__":

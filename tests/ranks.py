@@ -55,7 +55,7 @@ def run_ranks(
     on_gpus: each rank has a CUDA device of its own, whose tensors go over NCCL.
     Raises RankFailed or RanksHung; no process is left over in any case.
     """
-    context = _forkserver()
+    context = start_server()
     with tempfile.TemporaryDirectory(prefix="motet-ranks-") as folder:
         # Plain pickle, not multiprocessing's: tensors go by value, not as handles that die with their process.
         payload = pickle.dumps((fn, args))
@@ -80,7 +80,7 @@ def run_ranks(
                 receiver.close()
 
 
-def _forkserver() -> Any:
+def start_server() -> Any:
     """The context whose server is started once per session, with one thread a process from the very import of torch."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)

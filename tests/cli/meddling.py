@@ -71,11 +71,11 @@ def motet(
 ) -> Done:
     """Run the command line. stdout: a file to write to, in place of what is returned."""
     # Late: PROGRAM is run without pytest's path.
-    from ranks import _forkserver
+    from ranks import start_server
 
     with tempfile.TemporaryDirectory() as folder:
         streams = [stdout or f"{folder}/out", f"{folder}/err"]
-        process = _forkserver().Process(
+        process = start_server().Process(
             target=_run, args=(arguments, meddling, streams, environment or {}, max_file_bytes)
         )
         process.start()

@@ -27,7 +27,8 @@ from ranks import run_ranks
 DEEPER = (
     "data.heldout=[]",
     "run.dtype=float64",
-    "model.encoders.audio.config.dropout=0.0",
+    "model.encoders.audio.config.dropout=0.2",
+    "model.backbone.config.attention_dropout=0.1",
     "model.encoders.audio.config.encoder_layers=2",
     "model.encoders.image.config.depth=2",
     "model.backbone.config.num_hidden_layers=3",

@@ -66,6 +66,6 @@ def test_the_comparison_sees_every_fault():
 
 @pytest.mark.parametrize("fault", ["", OF_RECOMPUTATION])
 def test_what_is_recomputed_draws_the_same_numbers(fault):
-    """Dropout draws other numbers than one process, so this is held against the same Plan without recomputation."""
+    """Without keys of items torch's generators draw: this is held against the same Plan without recomputation."""
     errors = run_ranks(recomputed_errors, 2, RECOMPUTED, fault)
     assert (max(errors) > TOLERANCE) == bool(fault)

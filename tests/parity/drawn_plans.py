@@ -1,16 +1,20 @@
-"""The cases of the fuzzer of Plans: each is made again from (seed, number, attempt).
+"""The cases of the fuzzer of Plans: each is made again from (seed, number).
 
 Everything that a Plan can say is drawn, and what training cannot run yet (`planning/trainable.obstacle`) is drawn anew.
 So what it learns to run is drawn from then on; a field that `PlannedCase` gets joins with a line in `_OPTIONS`.
+
+The number says strategy and schedule, so that there are equally many cases of each pair. PER_MIXTURE cases that follow
+each other have the same model and examples, so that one process computes them once.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import pairwise
+from zlib import crc32
 
 import numpy as np
 
@@ -22,7 +26,7 @@ from motet.train.recipe.recipe import Recipe
 from parity.planned import PHASES, PlannedCase
 from parity.planned_parts import SECOND, has_second, num_blocks_with
 
-NUM_BLOCKS = {"image": 3, "audio": 2, "backbone": 3}
+NUM_BLOCKS = {"image": 3, "audio": 2, "backbone": 4}
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
 GROUPINGS = {
     "chain": (("image", "audio", "backbone"),),
@@ -35,87 +39,122 @@ GROUPINGS = {
     "bubbles": (("backbone",), ("image",), ("audio",)),
 }
 """Strategy -> the modules of each unit. The units of "bubbles" share the backbone's ranks."""
-_OPTIONS = {
-    "blocking": lambda rng: bool(rng.random() < 0.3),
-    "tied": lambda rng: bool(rng.random() < 0.3),
-    "frozen": lambda rng: tuple(
-        map(str, rng.choice(["image encoder", "image", "audio", "backbone"], rng.choice([0, 0, 1, 2]), replace=False))
-    ),
-    "contents": lambda rng: tuple(name for name in PHASES if rng.random() < 0.8),
-    "caps": lambda rng: {"image": 40, "backbone": 120} if rng.random() < 0.1 else {},
-    "deferred_warmup": lambda rng: bool(rng.random() < 0.5),
-    "balance": lambda rng: str(rng.choice(["off", "off", "joint", "per_phase"])),
-    "example_order": lambda rng: str(rng.choice(["given", "given", "intra", "inter", "both"])),
-}
-"""Field of a PlannedCase -> how it is drawn. All are drawn, so that cases stay the same when a field is new."""
+_IN_CHUNKS, _ZERO_BUBBLE = ("interleaved_1f1b", "zb_v"), ("zb_h1", "zb_v")
+"""Schedules with several stages a rank, of which no rank has copies of encoders; schedules of one pipeline."""
+_ONE_PIPELINE = ("chain", "replicated", "bubbles")
+CELLS = tuple(
+    (strategy, schedule)
+    for schedule in SCHEDULES
+    for strategy in GROUPINGS
+    if not ("replicated" in strategy and schedule in _IN_CHUNKS)
+    if strategy in _ONE_PIPELINE or schedule not in _ZERO_BUBBLE
+)
+"""(strategy, schedule) of the cases 0, 1, 2, ..., over and over."""
+PER_MIXTURE = 20
+FROZEN = ("image", "image encoder", "image block", "audio", "audio encoder", "backbone", "backbone block")
 _PARTS = (
     *[()] * 6,
     *[("queries",), ("tiles",), ("queries", "tiles")],
     *[("rows",), ("sum",), ("rows", "tiles"), ("rows", "queries"), ("sum", "queries")],
     *[("again",), ("again",), ("again", "tiles"), ("again", "rows", "queries")],
 )
-"""Parts of the model in cases of odd seeds; those of even seeds have none, as they were before there were any."""
-_MAX_ATTEMPTS = 2000
+"""Parts of the model, as of `parity.planned_parts`."""
+_MIXTURE = {
+    "tied": lambda rng: bool(rng.random() < 0.3),
+    "frozen": lambda rng: tuple(map(str, rng.choice(FROZEN, rng.choice([0, 0, 1, 2]), replace=False))),
+    "contents": lambda rng: tuple(name for name in PHASES if rng.random() < 0.8),
+    "parts": lambda rng: _PARTS[int(rng.integers(len(_PARTS)))],
+    "left_out": lambda rng: float(rng.choice([0, 0, 0, 0.3])),
+    "batch_size": lambda rng: int(rng.choice([1, 2, 3, 4, 6, 6, 8, 12, 12, 18, 24])),
+    "dropout": lambda rng: float(rng.choice([0, 0, 0, 0.2])),
+    "num_layers": lambda rng: NUM_BLOCKS["backbone"],
+    "seed": lambda rng: int(rng.integers(2**31)),
+}
+"""Field of a PlannedCase -> how it is drawn for a mixture: what one process computes."""
+_OPTIONS = {
+    "blocking": lambda rng: bool(rng.random() < 0.3),
+    "caps": lambda rng: {"image": int(rng.choice([25, 40])), "backbone": 120} if rng.random() < 0.1 else {},
+    "deferred_warmup": lambda rng: bool(rng.random() < 0.5),
+    "balance": lambda rng: str(rng.choice(["off", "off", "joint", "per_phase", "auto"])),
+    "example_order": lambda rng: str(rng.choice(["given", "given", "intra", "inter", "both"])),
+    "fill_seed": lambda rng: int(rng.integers(-1000, 1000)),
+    "filling": lambda rng: str(rng.choice(["static", "by_step"])),
+    "is_mixed": lambda rng: bool(rng.random() < 0.1),
+}
+"""Field of a PlannedCase -> how it is drawn for a case. Each has random numbers of its own, so that a new field leaves
+the others as they were.
+"""
+_RESUMED = 0.1
+"""The share of cases that stop after a step, and go on under another Plan."""
+_MAX_ATTEMPTS = 5000
 
 
 @dataclass(frozen=True)
 class DrawnCase:
-    """number, attempt: what makes it again, with the seed. obstacles: what was drawn before, and cannot be run."""
+    """number: what makes it again, with the seed. obstacles: what was drawn before, and cannot be run."""
 
     number: int
-    attempt: int
     strategy: str
     case: PlannedCase
     obstacles: Counter[str]
 
 
 def draw(seed: int, number: int) -> DrawnCase:
-    """The first case of these numbers that training can run."""
+    """The first case of this number that training can run."""
     obstacles: Counter[str] = Counter()
+    strategy, schedule = CELLS[number % len(CELLS)]
+    mixture = _drawn(_MIXTURE, (seed, number // PER_MIXTURE))
+    rng = np.random.default_rng((seed, number))
+    is_resumed = rng.random() < _RESUMED
     for attempt in range(_MAX_ATTEMPTS):
-        strategy, case = drawn_at(seed, number, attempt)
-        why = obstacle_of(case)
-        if not why:
-            return DrawnCase(number, attempt, strategy, case, obstacles)
-        obstacles[why] += 1
-    raise RuntimeError(f"nothing that can be run in {_MAX_ATTEMPTS} draws: {obstacles}")
+        case = _drawn_case(strategy, schedule, mixture, (seed, number, attempt))
+        if why := obstacle_of(case):
+            obstacles[why] += 1
+            continue
+        if is_resumed and not case.is_mixed:
+            case = replace(case, then=_another(case, mixture, (seed, number)))
+        return DrawnCase(number, strategy, case, obstacles)
+    raise RuntimeError(f"case {number}: nothing that can be run in {_MAX_ATTEMPTS} draws: {obstacles}")
 
 
-def drawn_at(seed: int, number: int, attempt: int) -> tuple[str, PlannedCase]:
-    """A strategy and a case, which training may not be able to run."""
-    rng = np.random.default_rng((seed, number, attempt))
-    strategy = str(rng.choice(list(GROUPINGS)))
-    num_ranks = int(rng.choice([2, 3, 4]))
-    schedule = str(rng.choice(SCHEDULES))
-    parts = _PARTS[int(np.random.default_rng((seed, number, attempt, 1)).integers(len(_PARTS)))] if seed % 2 else ()
-    units = tuple(_units(rng, strategy, num_ranks, schedule, parts))
-    known = {field.name for field in fields(PlannedCase)}
-    options = {name: draw_option(rng) for name, draw_option in _OPTIONS.items()}
-    microbatch_size, num_microbatches = int(rng.integers(1, 4)), int(rng.choice([1, 2, 2, 3, 4, 4, 6]))
+def _another(case: PlannedCase, mixture: dict[str, object], numbers: tuple[int, ...]) -> PlannedCase:
+    """Another Plan for the same model, examples and ranks."""
+    rng = np.random.default_rng((*numbers, 1))
+    for attempt in range(_MAX_ATTEMPTS):
+        strategy, schedule = CELLS[rng.integers(len(CELLS))]
+        other = _drawn_case(strategy, schedule, mixture, (*numbers, 1, attempt), case.num_ranks)
+        if other.num_ranks == case.num_ranks and not obstacle_of(other):
+            return replace(other, is_mixed=False)
+    raise RuntimeError(f"nothing to go on under in {_MAX_ATTEMPTS} draws: {case}")
+
+
+def _drawn_case(
+    strategy: str, schedule: str, mixture: dict[str, object], numbers: tuple[int, ...], num_ranks: int = 0
+) -> PlannedCase:
+    """A case, which training may not be able to run. num_ranks: 0 to draw it."""
+    rng = np.random.default_rng(numbers)
+    num_ranks = num_ranks or int(rng.choice([2, 3, 4, 5], p=[0.3, 0.3, 0.25, 0.15]))
+    units = tuple(_units(rng, strategy, num_ranks, schedule, mixture["parts"]))
     backbone = next(unit for unit in units if "backbone" in unit.modules)
-    return strategy, PlannedCase(
-        units,
-        schedule,
-        batch_size=backbone.dp * microbatch_size * num_microbatches,
-        microbatch_size=microbatch_size,
-        seed=int(rng.integers(2**31)),
-        fill_seed=int(rng.integers(-1000, 1000)),
-        parts=parts,
-        filling=_filling(strategy, units, np.random.default_rng((seed, number, attempt, 2))),
-        **{name: value for name, value in options.items() if name in known},
-    )
+    sizes = [size for size in (1, 2, 3, 4) if mixture["batch_size"] % (backbone.dp * size) == 0]
+    size = int(rng.choice(sizes or [1]))
+    options = _drawn(_OPTIONS, numbers) | ({} if strategy == "bubbles" else {"filling": "static"})
+    return PlannedCase(units, schedule, microbatch_size=size, **mixture, **options)
 
 
-def _filling(strategy: str, units: tuple[Unit, ...], rng: np.random.Generator) -> str:
-    """Whether bubbles are filled by step, where they can be; drawn apart from all else."""
-    can = strategy == "bubbles" and not any(unit.zero > 1 and unit.dp > 1 for unit in units)
-    return "by_step" if can and rng.random() < 0.5 else "static"
+def _drawn(options: dict[str, Callable[[np.random.Generator], object]], numbers: tuple[int, ...]) -> dict[str, object]:
+    known = {field.name for field in fields(PlannedCase)}
+    return {
+        name: draw_option(np.random.default_rng((*numbers, crc32(name.encode()))))
+        for name, draw_option in options.items()
+        if name in known
+    }
 
 
 def _units(
     rng: np.random.Generator, strategy: str, num_ranks: int, schedule: str, parts: tuple[str, ...]
 ) -> Iterator[Unit]:
-    grouping, first_rank, num_blocks = GROUPINGS[strategy], 0, num_blocks_with(parts, NUM_BLOCKS)
+    grouping, first_rank, pp, num_blocks = GROUPINGS[strategy], 0, 0, num_blocks_with(parts, NUM_BLOCKS)
     is_shared = strategy == "bubbles"
     num_of = [num_ranks] * len(grouping) if is_shared else _parts(rng, num_ranks, len(grouping))
     missing = [name for name in num_blocks if not any(name in group for group in grouping)]
@@ -123,8 +162,9 @@ def _units(
         grouping = tuple(_with_second(group) for group in grouping)
         missing = [name for name in missing if name != SECOND or "image" in missing]
     for group, num in zip(grouping, num_of):
-        pp = int(rng.choice([size for size in range(1, num + 1) if num % size == 0]))
-        has_chunks = "backbone" in group and schedule in ("interleaved_1f1b", "zb_v")
+        is_filling = is_shared and pp > 0  # Its pp divides that of the backbone, which comes first.
+        pp = int(rng.choice([size for size in range(1, num + 1) if (pp if is_filling else num) % size == 0]))
+        has_chunks = "backbone" in group and schedule in _IN_CHUNKS
         num_stages = pp * (2 if has_chunks else 1)
         stages = _stages(rng, group, num_stages, num_blocks)
         recompute = tuple({name: int(rng.integers(0, n + 1)) for name, n in stage.items()} for stage in stages)
@@ -136,8 +176,8 @@ def _units(
             pp=pp,
             replicated=tuple(missing) if "backbone" in group else (),
             recompute=recompute if rng.random() < 0.4 else (),
-            zero=int(rng.integers(0, 4)),
-            shard_size=int(rng.choice([0, 0, 0, 1, 2])),
+            zero=int(rng.integers(0, 2 if is_filling else 4)),
+            shard_size=int(rng.choice([0, 0, *(size for size in (1, 2) if num // pp % size == 0)])),
         )
         first_rank += 0 if is_shared else num
 
@@ -165,7 +205,7 @@ def _stages(
 
 
 @cache
-def _recipe() -> Recipe:
+def _recipe(is_mixed: bool) -> Recipe:
     """What `obstacle` asks of a recipe, as `PlannedCase` trains."""
     return Recipe.model_validate(
         {
@@ -173,6 +213,7 @@ def _recipe() -> Recipe:
             "model": {"backbone": {"family": "qwen2", "path": "weights"}},
             "data": {"train": ["train.jsonl"], "tokenizer": "tokenizer"},
             "optimizer": {"lr": 1e-4},
+            "fsdp": {"param_dtype": "float32", "reduce_dtype": "float64"} if is_mixed else {},
         }
     )
 
@@ -187,7 +228,7 @@ def obstacle_of(case: PlannedCase) -> str:
     """Why training cannot run a case: no Plan, or one that it cannot run yet; "" if it can."""
     try:
         plan = plan_of(case)
-        if why := obstacle(plan, _recipe()):
+        if why := obstacle(plan, _recipe(case.is_mixed)):
             return why
         program = planned(plan).program
     except UserError as error:
@@ -196,12 +237,11 @@ def obstacle_of(case: PlannedCase) -> str:
     return ""
 
 
-_STEPWISE = ("frozen", "contents")
-"""Options that `smaller` makes smaller one name at a time."""
-
-
 def smaller(case: PlannedCase) -> Iterator[PlannedCase]:
     """Cases with one thing less that training can run, in one order."""
+    if case.then is not None:
+        yield replace(case, then=None)
+        yield case.then
     backbone = next(unit for unit in case.units if "backbone" in unit.modules)
     step = backbone.dp * case.microbatch_size
     num_microbatches = case.batch_size // step
@@ -213,23 +253,21 @@ def smaller(case: PlannedCase) -> Iterator[PlannedCase]:
         *({"parts": tuple(name for name in case.parts if name != left)} for left in case.parts),
         *({"frozen": tuple(name for name in case.frozen if name != left)} for left in case.frozen),
         *({"schedule": schedule} for schedule in SCHEDULES[: SCHEDULES.index(case.schedule)]),
-        *(
-            {name: plain[name]}
-            for name in _OPTIONS
-            if plain.get(name, MISSING) is not MISSING and name not in _STEPWISE
-        ),
+        *({name: plain[name]} for name in (_MIXTURE | _OPTIONS) if _is_smallest(plain.get(name))),
         {"caps": {}},
-        {"filling": "static"},
-        {"fill_seed": -1},
         *({"units": units} for units in _smaller_units(case.units)),
     ]
     for change in changes:
-        try:
-            one = replace(case, **change)
-        except (TypeError, ValueError):
-            continue
-        if one != case and one.batch_size % (backbone.dp * one.microbatch_size) == 0 and not obstacle_of(one):
+        one = replace(case, **change)
+        if one.then is not None:
+            one = replace(one, then=replace(one.then, **{name: getattr(one, name) for name in _MIXTURE}))
+        if one != case and not any(obstacle_of(each) for each in (one, one.then) if each is not None):
             yield one
+
+
+def _is_smallest(default: object) -> bool:
+    """Whether the default of a field of a PlannedCase has nothing of what the field says."""
+    return default is False or default in ("off", "given", "static", 0.0, -1)
 
 
 def _smaller_units(units: tuple[Unit, ...]) -> Iterator[tuple[Unit, ...]]:

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from motet.runtime import groups, holders, mesh, p2p
-from parity.planned import PlannedCase, differences, errors_of
+from parity.planned import MIXED_TOLERANCE, TOLERANCE, PlannedCase, differences, errors_of
 
 _made: dict[object, dist.ProcessGroup] = {}
 
@@ -21,7 +21,8 @@ def run_cases(rank: int, num_ranks: int, cases: Sequence[PlannedCase]) -> list[t
     for case in cases:
         with _groups_of_before():
             errors = errors_of(case)
-        found.append((max(errors.values()), [f"rank {rank}: {line}" for line in differences(errors)]))
+        wrong = differences(errors, MIXED_TOLERANCE if case.is_mixed else TOLERANCE)
+        found.append((max(errors.values()), [f"rank {rank}: {line}" for line in wrong]))
         dist.barrier()
     return found
 

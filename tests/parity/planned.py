@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from motet.cost.catalogue import cluster
 from motet.dispatch import LoadedExample, RankBatch
 from motet.dispatch.loaded import LoadedTables, tables_of
 from motet.dispatch.stage_batch import assemble_stages
+from motet.dropout import example_keys
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
 from motet.models.families.siglip import SiglipEncoder
@@ -46,6 +48,7 @@ from motet.runtime.step import StepResult
 from motet.train.input.planned import StageNeeds, StepDecider
 from motet.train.optimizer import OptimizerConfig, build_optimizer
 from motet.train.planned_job import holders_of
+from parity.going_on import gone_on
 from parity.planned_parts import SECOND, again_with, has_second, read_twice, second_tower, with_parts
 from parity.random_fills import with_random_fills
 from parity.tiny import draw_example, reference_step
@@ -55,18 +58,28 @@ DIM, VOCABULARY = 16, 40
 ROW_DIMS = {"image": 12, "audio": 5}
 SIZE_DIMS = {"image": 2, "audio": 1, SECOND: 2}
 PHASES = tuple(ROW_DIMS)
-TOLERANCE = 1e-10
+TOLERANCE, MIXED_TOLERANCE = 1e-10, 1e-5
 NUM_STEPS = 3
 OPTIMIZER = OptimizerConfig(lr=1e-2, clip_norm=0.5)
 
 
-def build_hf_model(frozen: Sequence[str] = (), tied: bool = False, parts: Sequence[str] = ()) -> MLLM:
-    """The same parameters in every call. frozen: of "image encoder", "image", "audio", "backbone".
+def build_hf_model(
+    frozen: Sequence[str] = (),
+    tied: bool = False,
+    parts: Sequence[str] = (),
+    num_layers: int = 3,
+    dropout: float = 0.0,
+) -> MLLM:
+    """The same parameters in every call.
 
-    parts: as of `parity.planned_parts`.
+    parts: as of `parity.planned_parts`. num_layers: of the backbone. dropout: of all that HF drops out.
+
+    frozen: of "image", "audio", "backbone"; of "image encoder", "audio encoder"; of "image block", "audio block",
+    "backbone block", the second one alone.
     """
     torch.manual_seed(5)
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "attn_implementation": ATTENTION}
+    sizes["attention_dropout"] = dropout
     image = SiglipVisionConfig(num_hidden_layers=3, image_size=8, patch_size=2, vision_use_head=False, **sizes)
     audio = WhisperConfig(
         d_model=8,
@@ -76,16 +89,20 @@ def build_hf_model(frozen: Sequence[str] = (), tied: bool = False, parts: Sequen
         num_mel_bins=ROW_DIMS["audio"],
         max_source_positions=40,
         attn_implementation=ATTENTION,
+        dropout=dropout,
+        attention_dropout=dropout,
+        activation_dropout=dropout,
     )
     backbone = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=DIM,
         intermediate_size=24,
-        num_hidden_layers=3,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         tie_word_embeddings=tied,
         attn_implementation=ATTENTION,
+        attention_dropout=dropout,
     )
     towers = {
         "image": (SiglipEncoder(SiglipVisionModel(image)), 1),
@@ -108,6 +125,9 @@ def build_hf_model(frozen: Sequence[str] = (), tied: bool = False, parts: Sequen
     }
     causal_lm = Qwen2ForCausalLM(backbone).to(torch.float64)
     model = MLLM(encoders, Backbone(causal_lm, train=BACKBONE not in frozen, again=again_with(parts)))
+    for name, module in {**encoders, BACKBONE: model.backbone}.items():
+        if f"{name} block" in frozen:
+            module.blocks[1].requires_grad_(False)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:  # Biases are zero otherwise; that of keys has a gradient of rounding alone.
@@ -120,9 +140,12 @@ class PlannedCase:
     """A Plan by its units, and what it is run on.
 
     contents: media that examples have. blocking: whether messages hold up compute. caps: of microbatches.
-    example_order: `order` of the Plan; the fuzzer's stored cases have none.
+    example_order: `order` of the Plan.
     fill_seed: of random fills of bubbles; -1: coarse ones. filling: as in Plan.
     parts: of the model, as of `parity.planned_parts`.
+    left_out: the share of examples that are found bad after the step was decided.
+    is_mixed: passes compute in float32, and gradients are summed in float64, as parameters are stored.
+    then:     goes on behind the first step, from its checkpoint: another Plan for the same model, examples and ranks.
     """
 
     units: tuple[Unit, ...]
@@ -131,6 +154,8 @@ class PlannedCase:
     microbatch_size: int = 1
     frozen: tuple[str, ...] = ()
     tied: bool = False
+    num_layers: int = 3
+    dropout: float = 0.0
     contents: tuple[str, ...] = PHASES
     blocking: bool = False
     caps: dict[str, int] = field(default_factory=dict)
@@ -139,6 +164,9 @@ class PlannedCase:
     example_order: str = "given"
     fill_seed: int = -1
     filling: str = "static"
+    left_out: float = 0.0
+    is_mixed: bool = False
+    then: PlannedCase | None = None
     seed: int = 0
     parts: tuple[str, ...] = ()
 
@@ -147,16 +175,22 @@ class PlannedCase:
         """Ranks of the job."""
         return max(unit.ranks.stop for unit in self.units)
 
+    @property
+    def built(self) -> tuple[tuple[str, ...], bool, tuple[str, ...], int, float]:
+        """Arguments of `build_hf_model`."""
+        return self.frozen, self.tied, self.parts, self.num_layers, self.dropout
+
     def plan(self) -> Plan:
         """The Plan of the tiny model."""
         where = cluster("h100", num_nodes=1)
         peaks = {**where.device.peak_flops, "fp64": 6.7e13}
         where = replace(where, device=replace(where.device, peak_flops=peaks, overlaps=not self.blocking))
-        spec = _spec(self.frozen, self.tied, self.parts)
+        spec = _spec(*self.built)
         sizes = self.batch_size, self.microbatch_size
         options = {"microbatch_caps": self.caps, "balance": self.balance, "deferred_warmup": self.deferred_warmup}
         options |= {"order": self.example_order, "filling": self.filling}
-        plan = Plan(spec, where, self.units, *sizes, self.schedule, precision="fp64", **options)
+        precision = "fp32" if self.is_mixed else "fp64"
+        plan = Plan(spec, where, self.units, *sizes, self.schedule, precision=precision, **options)
         return plan if self.fill_seed < 0 else with_random_fills(plan, self.fill_seed)
 
     def examples(self, step: int) -> list[LoadedExample]:
@@ -170,12 +204,16 @@ class PlannedCase:
 
     def model(self) -> MLLM:
         """The whole model."""
-        return build_hf_model(self.frozen, self.tied, self.parts)
+        return build_hf_model(*self.built)
+
+    def kept(self, step: int) -> np.ndarray:
+        """The examples that are not left out, bool [batch_size]."""
+        return np.random.default_rng((self.seed, step, 1)).random(self.batch_size) >= self.left_out
 
 
 @cache
-def _spec(frozen: tuple[str, ...], tied: bool, parts: tuple[str, ...]) -> ModelSpec:
-    return model_spec(build_hf_model(frozen, tied, parts))
+def _spec(*model: Any) -> ModelSpec:
+    return model_spec(build_hf_model(*model))
 
 
 def run_planned(
@@ -190,11 +228,15 @@ def run_planned(
     stored: dtype of parameters and optimizer. types: those of passes. evaluated: gets the loss of the last step's
     examples, as if they were held out, right before that step.
     """
-    step, whole = build_step(case, stored, types), case.model()
+    step, whole = build_step(case, stored, types), _whole_model(*case.built)
     parameters = dict(step.model.named_parameters())
     assert parameters.keys() == {name for spans in step.place.stage_spans for name in names_of_spans(whole, spans)}
     results = []
-    for number in range(num_steps):
+    if case.then is not None:
+        results.append(step.run(batches_of(case, step.place, whole, 0), 0))
+        case, step = case.then, gone_on(step, build_step(case.then, stored, types))
+        parameters = dict(step.model.named_parameters())
+    for number in range(len(results), num_steps):
         batches = batches_of(case, step.place, whole, number)
         if evaluated is not None and number == num_steps - 1:
             loss_sum, num_targets = step.evaluate(batches).tolist()
@@ -204,12 +246,19 @@ def run_planned(
     return results, weights, {name: _whole(parameter.grad) for name, parameter in parameters.items()}
 
 
+@lru_cache(maxsize=8)
+def _whole_model(*model: Any) -> MLLM:
+    """A model that nobody changes."""
+    return build_hf_model(*model)
+
+
 def build_step(case: PlannedCase, stored: torch.dtype = torch.float64, types: ComputeTypes = SAME_TYPES) -> PlannedStep:
     """The step of this rank, on its part of the model. A collective. Arguments: as above."""
     rank, device, plan = dist.get_rank(), rank_device(), case.plan()
     model, place = case.model(), Place.of(plan, rank)
     holders = holders_of(model, place.program)
     keep_spans(model.to(device, stored), *place.stage_spans)
+    model.train()  # As the trainer does.
     groups = sharing_groups(place.program, holders.values())
     share_out_part(model, place, holders, groups, device, types)
     held = HeldParameters(model, place, holders, groups, types)
@@ -238,36 +287,54 @@ def batches_of(case: PlannedCase, place: Place, model: MLLM, step: int) -> list[
     examples, plan, phases = case.examples(step), place.program.layout.plan, tuple(model.encoders)
     lengths = LoadedTables.read([tables_of(examples, phases, model.encoders)], phases).lengths
     needs = StageNeeds.of(place.replicas, place.stages.values(), plan.model)
-    batches = []
+    batches, all_kept = [], case.kept(step)
     for number, part in enumerate(StepDecider(place)(lengths).microbatches):
-        chosen = [examples[number] for number in part.examples]
+        kept = all_kept[part.examples]
+        decision, lengths = part.decision.keep(kept, part.lengths), part.lengths.keep(kept)
+        chosen = [examples[number] for number in part.examples[kept]]
         items = {p: [m for e in chosen for q, m in zip(e.sequence.media, e.media) if q == p] for p in phases}
         taken = {
-            phase: [items[phase][i] for i in part.decision.assignments[phase].on_rank(replica)]
+            phase: [items[phase][i] for i in decision.assignments[phase].on_rank(replica)]
             for phase, replica in place.replicas.items()
             if needs.reads(phase, number, part.decision.program)
         }
         sizes = {p: np.array([m.size for m in items[p]], np.int64).reshape(-1, SIZE_DIMS[p]) for p in phases}
         sequences = None
         if needs.tokens:
-            sequences = [chosen[i].sequence for i in part.decision.backbone.on_rank(place.replicas[BACKBONE])]
-        batch = assemble_stages(part.decision, part.lengths, place.replicas, sequences, taken, sizes)
+            sequences = [chosen[i].sequence for i in decision.backbone.on_rank(place.replicas[BACKBONE])]
+        batch = assemble_stages(decision, lengths, place.replicas, sequences, taken, sizes)
+        if case.dropout:
+            batch = batch.with_draws(example_keys(case.seed, step, part.examples[kept]), place.replicas)
         batches.append(batch.to(rank_device(), dtype=torch.float64))
     return batches
 
 
-def expected(case: PlannedCase) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], dict[str, object]]:
-    """(loss, norm) of each step in one process; weights after the last, and its gradients, clipped."""
-    model = case.model()
+Expected = tuple[list[tuple[float, float]], dict[str, torch.Tensor], dict[str, torch.Tensor | None]]
+"""(loss, norm) of each step in one process; weights after the last, and its gradients, clipped."""
+
+
+def expected(case: PlannedCase, num_steps: int = NUM_STEPS) -> Expected:
+    """What one process computes. Of cases with the same model and examples, it does so once."""
+    return _expected(case.built, case.contents, case.batch_size, case.left_out, case.seed, num_steps)
+
+
+@lru_cache(maxsize=32)
+def _expected(
+    built: tuple[Any, ...], contents: tuple[str, ...], batch_size: int, left_out: float, seed: int, num_steps: int
+) -> Expected:
+    case = PlannedCase((), contents=contents, batch_size=batch_size, left_out=left_out, seed=seed, parts=built[2])
+    model = build_hf_model(*built)
     optimizer = build_optimizer(model, OPTIMIZER)
     figures = []
-    for number in range(NUM_STEPS):
+    for number in range(num_steps):
         optimizer.zero_grad()
-        loss = reference_step(model, case.examples(number))
+        kept, examples = np.flatnonzero(case.kept(number)), case.examples(number)
+        keys = example_keys(seed, number, kept) if built[-1] else None
+        loss = reference_step(model, [examples[index] for index in kept], keys=keys)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         norm = sum(float(gradient.square().sum()) for gradient in gradients) ** 0.5
         for gradient in gradients:
-            gradient *= min(1.0, OPTIMIZER.clip_norm / norm)
+            gradient *= min(1.0, OPTIMIZER.clip_norm / max(norm, 1e-9))
         figures.append((loss, norm))
         optimizer.step()
     return (
@@ -292,33 +359,46 @@ def assert_planned(num_ranks: int, cases: Sequence[PlannedCase], *, on_gpus: boo
     assert not wrong, "\n".join(wrong)
 
 
-def differences(errors: Mapping[str, float]) -> list[str]:
-    """The errors above TOLERANCE, in words."""
-    return [f"{name} is off by {error:g}" for name, error in errors.items() if not error <= TOLERANCE]
+def differences(errors: Mapping[str, float], tolerance: float = TOLERANCE) -> list[str]:
+    """The errors above the tolerance, in words."""
+    return [f"{name} is off by {error:g}" for name, error in errors.items() if not error <= tolerance]
 
 
 def errors_of(case: PlannedCase) -> dict[str, float]:
-    """How far this rank's losses, norms, weights and gradients are from one process, as shares of it. A collective."""
+    """How far this rank's losses, norms, weights and gradients are from one process, as shares of it. A collective.
+
+    In mixed precision, of one step, and gradients as shares of the largest of all: AdamW makes steps of the same size
+    from any gradient, so that weights differ where a gradient is rounding alone.
+    """
     evaluated: list[float] = []
-    results, weights, gradients = run_planned(case, evaluated=evaluated)
-    wanted = [expected(case) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(wanted)
+    num_steps, types = (1, ComputeTypes(torch.float32, torch.float64)) if case.is_mixed else (NUM_STEPS, SAME_TYPES)
+    results, weights, gradients = run_planned(case, num_steps, types=types, evaluated=evaluated)
+    source = case.seed % dist.get_world_size()  # Ranks compute references in turn.
+    wanted = [expected(case, num_steps) if dist.get_rank() == source else None]
+    dist.broadcast_object_list(wanted, source)
     figures, expected_weights, expected_gradients = wanted[0]
     last = figures[-1][0]
     errors = {"evaluated loss": abs(evaluated[0] - last) / max(abs(last), 1e-9)}
-    for number, (result, (loss, norm)) in enumerate(zip(results, figures)):
+    for number, (result, (loss, norm)) in enumerate(zip(results, figures, strict=True)):
         errors[f"loss {number}"] = abs(result.loss - loss) / max(abs(loss), 1e-9)
         errors[f"norm {number}"] = abs(result.grad_norm - norm) / max(abs(norm), 1e-9)
+    largest = max((_largest(other) for other in expected_gradients.values() if other is not None), default=0.0)
     for name, weight in weights.items():
-        errors[f"weight {name}"] = _error(weight, expected_weights[name])
+        if not case.is_mixed:
+            errors[f"weight {name}"] = _error(weight, expected_weights[name])
         gradient, other = gradients[name], expected_gradients[name]
         if (gradient is None) != (other is None):
             errors[f"gradient of {name} ({gradient is None} instead of {other is None}: none)"] = math.inf
         elif gradient is not None:
-            errors[f"gradient of {name}"] = _error(gradient, other)
+            errors[f"gradient of {name}"] = _error(gradient, other, largest if case.is_mixed else None)
     return errors
 
 
-def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    largest = wanted.abs().max().item()
+def _error(found: torch.Tensor, wanted: torch.Tensor, largest: float | None = None) -> float:
+    """The largest difference, as a share of the largest number, by default of `wanted`."""
+    largest = _largest(wanted) if largest is None else largest
     return (found - wanted).abs().max().item() / (largest if largest > 1e-15 else 1.0)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return tensor.abs().max().item()

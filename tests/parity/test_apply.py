@@ -54,6 +54,25 @@ def alone():
     return losses, {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
 
 
+def losses_with_dropout(rank, num_ranks, plan):
+    model = build()
+    for module in model.modules():
+        for name in ("dropout", "attention_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.2)
+    torch.manual_seed(7 + rank)
+    part = motet.apply(model, plan, sgd)
+    return [part.step(batch).loss for batch in example_module("hf_parts").batches()]
+
+
+def test_every_plan_drops_out_the_same(alone):
+    beside, chain = (
+        run_ranks(losses_with_dropout, 2, plan_of(units, schedule="gpipe"))[0] for units in (BESIDE, CHAIN)
+    )
+    assert beside == pytest.approx(chain, rel=1e-10)
+    assert beside[0] != pytest.approx(alone[0][0], rel=1e-6)
+
+
 @pytest.mark.parametrize("plan", ["degrees", "beside", "chain"])
 def test_the_example_trains_as_one_process_does(plan, alone):
     given = {"beside": plan_of(BESIDE), "chain": plan_of(CHAIN, schedule="gpipe")}.get(

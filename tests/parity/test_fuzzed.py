@@ -1,48 +1,111 @@
 """The fuzzer of Plans: stored cases are made again and equal one process; a failure is made small."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from benchmark import BENCHMARKS, benchmark
-from parity.drawn_plans import draw, drawn_at, obstacle_of, smaller
+from motet.core.plan import Unit
+from parity.drawn_plans import CELLS, PER_MIXTURE, draw, obstacle_of, smaller
 from parity.fuzzing import run_cases
+from parity.planned import PlannedCase, expected
 from ranks import run_ranks
 
 STORED = json.loads((BENCHMARKS / "results" / "fuzz_plans-2-cpu-cores.json").read_text())
 NUM_REPLAYED = 3
-"""Stored cases a number of ranks: evenly chosen ones."""
+"""Stored cases a number of ranks."""
+CHAIN = PlannedCase((Unit("all", ({"image": 3, "audio": 2, "backbone": 1}, {"backbone": 2}), pp=2, zero=0),))
+DATA_PARALLEL = (Unit("all", ({"image": 3, "audio": 2, "backbone": 3},), dp=2, zero=3),)
+ABSENT_AT_FIRST = replace(CHAIN, batch_size=1, contents=("audio",), seed=30)
+"""Audio in the second step and the third."""
 
 
 def stored(num_ranks):
-    rows = [row for row in STORED["cases"] if row["ranks"] == num_ranks]
-    return rows[:: max(1, len(rows) // NUM_REPLAYED)][:NUM_REPLAYED]
+    """Cases from all over the stored ones."""
+    numbers = range(0, STORED["num_cases"], max(1, STORED["num_cases"] // 60))
+    drawn = (draw(STORED["seed"], number).case for number in numbers)
+    return [case for case in drawn if case.num_ranks == num_ranks][:NUM_REPLAYED]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
 def test_stored_cases_equal_one_process(num_ranks):
-    rows, cases = stored(num_ranks), []
-    assert rows
-    for row in rows:
-        strategy, case = drawn_at(STORED["seed"], row["number"], row["attempt"])
-        assert (strategy, case.schedule, case.num_ranks) == (row["strategy"], row["schedule"], num_ranks)
-        assert obstacle_of(case) == ""
-        cases.append(case)
+    cases = stored(num_ranks)
+    assert cases
     for found in run_ranks(run_cases, num_ranks, cases):
         assert [wrong for _, wrong in found] == [[]] * len(cases)
 
 
 def test_no_stored_case_differs():
-    assert STORED["cases"] and not any(row["differs"] for row in STORED["cases"])
-    assert [row["number"] for row in STORED["cases"]] == list(range(len(STORED["cases"])))
-    assert max(row["largest_error"] for row in STORED["cases"]) < 1e-10
+    assert STORED["failures"] == []
+    assert sum(sum(counts.values()) for counts in STORED["cells"].values()) == STORED["num_cases"] > 0
+    assert all(row["error"] < row["tolerance"] for row in STORED["largest"])
 
 
-def test_a_case_is_made_again_from_its_numbers():
-    first, second = draw(3, 5), draw(3, 5)
-    assert first == second
-    assert (first.strategy, first.case) == drawn_at(3, 5, first.attempt)
-    assert draw(3, 6).case != first.case
+def test_stored_cases_have_every_strategy_and_schedule_equally_often():
+    counts = {(strategy, schedule): num for strategy, row in STORED["cells"].items() for schedule, num in row.items()}
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_a_case_is_made_again_from_its_number():
+    assert draw(3, 5) == draw(3, 5)
+    assert draw(3, 6).case != draw(3, 5).case
+
+
+def test_cases_have_all_that_a_plan_can_say():
+    with benchmark("fuzz_plans") as fuzz:
+        drawn = [draw(1, number) for number in range(300)]
+        seen = {word for each in drawn for word in fuzz.features(each.case)}
+    assert {(each.strategy, each.case.schedule) for each in drawn} == {*CELLS}
+    assert seen >= {
+        *(f"{num} ranks" for num in (2, 3, 4, 5)),
+        *(f"zero {stage}" for stage in range(4)),
+        *(f"balance {way}" for way in ("off", "joint", "per_phase", "auto")),
+        *(f"example_order {order}" for order in ("given", "intra", "inter", "both")),
+        *("tied", "frozen", "caps", "blocking", "deferred_warmup", "left_out", "is_mixed", "dropout"),
+        *(
+            "recompute",
+            "shard_size 2",
+            "absent modality",
+            "two blocks or more in a stage",
+            "goes on under another Plan",
+        ),
+        *("part queries", "part tiles", "part rows", "part sum", "random fills, static"),
+        *("dp 2 beside 1", "dp 1 beside 2", "dp 3 beside 2", "dp 2 beside 3"),
+    }
+    assert not any(obstacle_of(each.case) for each in drawn[:20])
+
+
+def test_cases_that_follow_each_other_have_one_reference():
+    first, *others = (draw(0, number).case for number in range(PER_MIXTURE))
+    assert len({str(case.units) for case in others}) > PER_MIXTURE / 2
+    figures = expected(first)
+    assert all(expected(case) is figures for case in others)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(CHAIN, is_mixed=True),
+        replace(CHAIN, left_out=0.3, batch_size=8),
+        replace(CHAIN, frozen=("backbone block", "audio block")),
+        replace(CHAIN, then=PlannedCase(DATA_PARALLEL, "gpipe")),
+        replace(CHAIN, contents=("audio",), then=PlannedCase(DATA_PARALLEL, "gpipe", contents=("audio",))),
+        replace(ABSENT_AT_FIRST, then=replace(ABSENT_AT_FIRST, schedule="gpipe")),
+    ],
+    ids=[
+        "mixed precision",
+        "examples left out",
+        "a frozen block",
+        "goes on",
+        "goes on in one stage",
+        "goes on, absent",
+    ],
+)
+def test_what_the_fuzzer_alone_draws_equals_one_process(case):
+    """Each is a way to run a case that no other test has."""
+    for found in run_ranks(run_cases, 2, [case]):
+        assert [wrong for _, wrong in found] == [[]]
 
 
 def test_a_failure_is_made_as_small_as_it_can_be(monkeypatch):

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from motet.core.arrays import Int64Array
 from motet.core.example import Media, TokenSequence
 from motet.core.item_segments import ItemSegments
+from motet.core.workload import BACKBONE
 from motet.dispatch import LoadedExample, PackedSequences
+from motet.dropout import drawing, item_keys
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
 from motet.models.exact import keep_float64
@@ -232,12 +235,21 @@ def draw_example(
     return LoadedExample(TokenSequence(tokens, targets, tuple(map(str, media)), places), tuple(items))
 
 
-def reference_step(model: MLLM, examples: Sequence[LoadedExample], dtype: torch.dtype = torch.float64) -> float:
-    """Loss and, in `.grad`, gradients of the whole batch; in modules that ran, unused parameters get zero gradients."""
+def reference_step(
+    model: MLLM,
+    examples: Sequence[LoadedExample],
+    dtype: torch.dtype = torch.float64,
+    keys: Int64Array | None = None,
+) -> float:
+    """Loss and, in `.grad`, gradients of the whole batch; in modules that ran, unused parameters get zero gradients.
+
+    keys: of the examples, by which dropout is drawn, int64 [num_examples]; None: there is no dropout.
+    """
     num_targets = sum(int(example.sequence.targets.sum()) for example in examples)
     total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32))
     ran = [model.backbone] if examples else []
-    for example in examples:
+    for index, example in enumerate(examples):
+        key = None if keys is None else keys[index : index + 1]
         features: dict[str, list[Tensor]] = {phase: [] for phase in model.encoders}
         positions: dict[str, list[int]] = {phase: [] for phase in model.encoders}
         tokens, targets, item = [], [], 0
@@ -250,7 +262,8 @@ def reference_step(model: MLLM, examples: Sequence[LoadedExample], dtype: torch.
             for _ in range(media_positions.count(place)):
                 phase, media = example.sequence.media[item], example.media[item]
                 values = torch.from_numpy(np.array(media.values)).to(dtype)
-                rows = model.encoders[phase](values, torch.from_numpy(np.array(media.size))[None])
+                with drawing(phase, _of_item(key, phase, len(features[phase]))):
+                    rows = model.encoders[phase](values, torch.from_numpy(np.array(media.size))[None])
                 features[phase].append(rows)
                 positions[phase] += range(len(tokens), len(tokens) + len(rows))
                 ran.append(model.encoders[phase])
@@ -263,7 +276,8 @@ def reference_step(model: MLLM, examples: Sequence[LoadedExample], dtype: torch.
             offsets=torch.tensor([0, len(tokens)], dtype=torch.int32),
             feature_positions={phase: torch.tensor(places) for phase, places in positions.items() if places},
         )
-        loss_sum, _ = model.backbone(sequence, {phase: torch.cat(rows) for phase, rows in features.items() if rows})
+        with drawing(BACKBONE, None if key is None else {BACKBONE: key}):
+            loss_sum, _ = model.backbone(sequence, {phase: torch.cat(rows) for phase, rows in features.items() if rows})
         total = total + loss_sum / num_targets
     if total.requires_grad:
         total.backward()
@@ -272,3 +286,9 @@ def reference_step(model: MLLM, examples: Sequence[LoadedExample], dtype: torch.
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
     return total.item()
+
+
+def _of_item(key: Int64Array | None, phase: str, number: int) -> dict[str, Int64Array] | None:
+    """The draws of an item of an example. number: of the item among those of its phase."""
+    of_example = np.zeros(number + 1, dtype=np.int64)
+    return None if key is None else {phase: item_keys(key, of_example, np.array([number]))}

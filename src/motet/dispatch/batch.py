@@ -15,9 +15,10 @@ from motet.absent import take_part
 from motet.assign.orchestrator import Decision
 from motet.core.arrays import Int64Array
 from motet.core.example import Media, TokenSequence
-from motet.core.workload import BatchLengths
+from motet.core.workload import BACKBONE, BatchLengths
 from motet.dispatch.exchange import exchange, exchange_rows
 from motet.dispatch.route import GatherRoute, Route, compose_route
+from motet.dropout import item_keys
 
 _NO_TARGET = -100
 """The label of a token on which no loss is taken: `ignore_index` of torch's cross entropy."""
@@ -170,6 +171,8 @@ class RankBatch:
     num_step_targets: tokens on which loss is taken, over all ranks and all microbatches of the step; None: the step has
                this microbatch alone.
     num_microbatches: of the step.
+    draws:     module -> the key of each of its sequences or items here, int64, by which dropout is drawn
+               (`motet/dropout.py`); None: torch's generators draw it.
 
     Example:
         >>> from motet.dispatch import Orchestrator, Packed
@@ -192,6 +195,24 @@ class RankBatch:
     group: dist.ProcessGroup | None = None
     num_step_targets: int | None = None
     num_microbatches: int = 1
+    draws: Mapping[str, Int64Array] | None = None
+
+    def with_draws(self, keys: Int64Array, replicas: Mapping[str, int] | None = None) -> RankBatch:
+        """The same batch, with dropout drawn by item. keys: of its examples, int64 [num_examples], of all ranks.
+
+        replicas: as of `assemble_stages`; None: this rank computes whole modules.
+        """
+        if replicas is None:
+            replicas = dict.fromkeys([*self.lengths.items, BACKBONE], self.rank)
+        of_items = {
+            phase: item_keys(keys, self.lengths.items[phase].example, self.decision.assignments[phase].on_rank(replica))
+            for phase, replica in replicas.items()
+            if phase != BACKBONE
+        }
+        of_sequences = (
+            {BACKBONE: keys[self.decision.backbone.on_rank(replicas[BACKBONE])]} if BACKBONE in replicas else {}
+        )
+        return replace(self, draws=of_items | of_sequences)
 
     @property
     def num_targets(self) -> int:

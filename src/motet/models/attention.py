@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from motet.core.arrays import Int64Array
+from motet.dropout import dropped_out, next_rows, of_heads
 from motet.models.kernel_calls import KernelCalls, plan_calls
 
 ATTENTION = "motet_packed"
@@ -77,15 +78,19 @@ class PackedItems:
         if query.device not in self._calls:
             self._calls[query.device] = plan_calls(self.offsets, query.device)
         plan = self._calls[query.device]
+        drawn = _drawn(dropout, (query.shape[2],), query.device)
         if plan.gather is not None:
             query, key, value = (x.index_select(2, plan.gather) for x in (query, key, value))
+            drawn = None if drawn is None else drawn[plan.gather]
         # A split is one node of the autograd graph; each slice would add a gradient of the size of the whole pack.
         pieces = zip(*(x.split(plan.pieces, dim=2) for x in (query, key, value)), strict=True)
+        rows = [None] * len(plan.calls) if drawn is None else drawn.split(plan.pieces)
         outputs = []
-        for call, piece in zip(plan.calls, pieces, strict=True):
+        for call, piece, drawn in zip(plan.calls, pieces, rows, strict=True):
             if call.count > 1:
                 piece = [x[0].unflatten(1, (call.count, -1)).transpose(0, 1) for x in piece]
-            out = self._attend_equal(*piece, call.keys, scale, dropout, window)
+            of_call = None if drawn is None else drawn.view(call.count, -1)
+            out = self._attend_equal(*piece, call.keys, scale, dropout, window, of_call)
             outputs.append(out.transpose(0, 1).flatten(1, 2)[None] if call.count > 1 else out)
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
         return (joined if plan.restore is None else joined.index_select(2, plan.restore)).transpose(1, 2)
@@ -99,17 +104,17 @@ class PackedItems:
         scale: float | None,
         dropout: float,
         window: int | None,
+        drawn: Tensor | None,
     ) -> Tensor:
         """Query, key and value [count, heads, length, head_dim] -> the same shape.
 
         keys: bool [count, 1, 1, length], False at padding rows; the output at padding rows is meaningless.
+        drawn: keys of rows by which dropout is drawn, int64 [count, length]; None: torch draws.
         """
         if self.causal:
             # Padding rows stand behind the segment, where a causal row cannot see them.
             keys = _band(query.shape[2], window, query.device) if window is not None else None
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask=keys, dropout_p=dropout, scale=scale, is_causal=self.causal and keys is None
-        )
+        return _attended(query, key, value, keys, self.causal and keys is None, scale, dropout, drawn)
 
     def _attend_varlen(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
@@ -173,13 +178,18 @@ class QueriedItems:
             order, keys = torch.from_numpy(self._order), torch.from_numpy(self._keys)
             self._indices[query.device] = tuple(x.to(query.device) for x in (order, keys, order.argsort()))
         order, keys, restore = self._indices[query.device]
+        drawn = _drawn(dropout, (len(self.counts), self.num_queries), query.device)
+        rows = [None] * len(self._calls)
+        if drawn is not None:
+            rows = drawn[order].split([count for count, _ in self._calls])
         by_item = query[0].unflatten(1, (-1, self.num_queries)).index_select(1, order)
         heads_per_kv = query.shape[1] // key.shape[1]
         key, value = (x[0].index_select(1, keys) for x in (key, value))
         pieces = [count * length for count, length in self._calls]
         outputs = []
-        for (count, length), queries, *both in zip(
+        for (count, length), of_call, queries, *both in zip(
             self._calls,
+            rows,
             by_item.split([count for count, _ in self._calls], 1),
             key.split(pieces, 1),
             value.split(pieces, 1),
@@ -187,9 +197,7 @@ class QueriedItems:
             own_keys, own_values = (
                 x.unflatten(1, (count, length)).transpose(0, 1).repeat_interleave(heads_per_kv, dim=1) for x in both
             )
-            out = scaled_dot_product_attention(
-                queries.transpose(0, 1), own_keys, own_values, dropout_p=dropout, scale=scale
-            )
+            out = _attended(queries.transpose(0, 1), own_keys, own_values, None, False, scale, dropout, of_call)
             outputs.append(out.transpose(0, 1))
         joined = torch.cat(outputs, dim=1).index_select(1, restore)  # [heads, items, queries, head_dim]
         return joined.flatten(1, 2).transpose(0, 1)[None]
@@ -216,11 +224,11 @@ class PaddedClips:
         """
         if window is not None:
             raise ValueError("padded attention has no sliding window")
-        shared = query.shape[1] != key.shape[1]
-        out = scaled_dot_product_attention(
-            query, key, value, attn_mask=self.keys, dropout_p=dropout, scale=scale, enable_gqa=shared
-        )
-        return out.transpose(1, 2)
+        heads_per_kv = query.shape[1] // key.shape[1]
+        if heads_per_kv > 1:
+            key, value = (x.repeat_interleave(heads_per_kv, dim=1) for x in (key, value))
+        drawn = _drawn(dropout, (query.shape[0], query.shape[2]), query.device)
+        return _attended(query, key, value, self.keys, False, scale, dropout, drawn).transpose(1, 2)
 
 
 def _attention(
@@ -254,6 +262,38 @@ def _attention(
             f"{type(module).__name__} is {'' if causal else 'not '}causal, and the extents of its rows say the opposite"
         )
     return extents.attend(query, key, value, scaling, dropout, sliding_window), None
+
+
+def _drawn(dropout: float, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
+    """Keys of rows by which dropout is drawn; None without dropout, or where torch draws."""
+    return next_rows(shape, device) if dropout else None
+
+
+def _attended(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    dropout: float,
+    drawn: Tensor | None,
+) -> Tensor:
+    """Query, key and value [count, heads, length, head_dim] -> the same shape. keys: True where a row sees a key.
+
+    drawn: keys of rows, int64 [count, length]. No kernel takes a mask of dropped weights, so these are in memory then.
+    """
+    if drawn is None:
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=keys, dropout_p=dropout, scale=scale, is_causal=causal
+        )
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        keys = _band(query.shape[2], query.shape[2], query.device)
+    if keys is not None:
+        scores = scores.masked_fill(~keys, -torch.inf)
+    weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    return dropped_out(weights, of_heads(drawn, query.shape[1]).flatten(), dropout) @ value
 
 
 def _has_varlen_kernel(query: Tensor, dropout: float) -> bool:

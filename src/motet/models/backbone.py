@@ -26,6 +26,7 @@ from motet.core.errors import UserError
 from motet.core.shapes import Transformer, embedding, final_norm, head
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE
+from motet.dropout import ENTER, arranged
 from motet.models.attention import ATTENTION, PackedItems
 from motet.models.block import Block, outside_blocks, wrap_blocks
 from motet.models.callbacks import callback_name, check_callback
@@ -83,6 +84,8 @@ class Backbone(nn.Module):
                     f"again: {name!r} enters before block {wrong[0]}; it must be a block from 1 to "
                     f"{len(self._blocks) - 1}, as its rows enter before block 0 in any case."
                 )
+        for number, block in enumerate(self._blocks):
+            block.number = number
         frozen_to_eval(causal_lm)
 
     def train(self, mode: bool = True) -> Backbone:
@@ -236,7 +239,8 @@ class Backbone(nn.Module):
         embeds = table.weight.new_zeros(0, self.dim) if empty else table(sequences.tokens)
         if empty:
             embeds = take_part(embeds, outside_blocks(self))
-        embeds = self._merged(embeds, {name: rows.to(embeds.dtype) for name, rows in features.items()}, sequences)
+        with arranged(ENTER, lambda: [np.diff(sequences.offsets.numpy())]):
+            embeds = self._merged(embeds, {name: rows.to(embeds.dtype) for name, rows in features.items()}, sequences)
         if torch.is_grad_enabled() and not embeds.requires_grad:
             # The same on every rank: with a frozen backbone a rank without media must still run backward.
             embeds.requires_grad_()
@@ -261,7 +265,11 @@ class Backbone(nn.Module):
             return hidden
         segments = PackedItems(sequences.offsets.numpy(), causal=True)
         positions = np.arange(len(hidden)) - np.repeat(segments.offsets[:-1], segments.lengths)
-        with self._only(first, stop), self._entering(features, sequences):
+        with (
+            self._only(first, stop),
+            self._entering(features, sequences),
+            arranged(2 * first, lambda: [segments.lengths]),
+        ):
             return self.causal_lm.model(
                 inputs_embeds=hidden[None],
                 position_ids=torch.from_numpy(positions).to(hidden.device)[None],

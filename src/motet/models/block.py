@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from motet.absent import take_part
+from motet.dropout import in_block
 
 
 class Block(nn.Module):
@@ -23,6 +24,7 @@ class Block(nn.Module):
     recompute: free the activations of the layer after forward and compute them again in backward.
     skipped:   return the hidden states as they are: another stage, or another part of this one, runs the layer.
     entering:  changes hidden states that are not empty before the layer, such as by rows that are added to them.
+    number:    of the block in its module.
     """
 
     def __init__(self, inner: nn.Module, recompute: bool = False) -> None:
@@ -31,6 +33,7 @@ class Block(nn.Module):
         self.recompute = recompute
         self.skipped = False
         self.entering: Callable[[Tensor], Tensor] | None = None
+        self.number = 0
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         # FSDP reduces a block's gradients when backward reaches its input, or at the very end if the input needs no
@@ -47,9 +50,10 @@ class Block(nn.Module):
             return take_part(hidden, self.inner.parameters())
         if self.entering is not None:
             hidden = self.entering(hidden)
+        run = in_block(self.number, self.inner)
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self.inner, hidden, *args, use_reentrant=False, **kwargs)
-        return self.inner(hidden, *args, **kwargs)
+            return checkpoint(run, hidden, *args, use_reentrant=False, **kwargs)
+        return run(hidden, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """Public attributes are those of the wrapped layer: models read them from their layers."""

@@ -9,6 +9,7 @@ from torch import nn
 from motet.core.shapes import unused
 from motet.core.spec import Layer
 
+_TRAINED_ELSEWHERE = "is_trained_elsewhere"
 _PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -51,8 +52,15 @@ def frozen_to_eval(*parts: nn.Module) -> None:
     """Put each part without trainable parameters into eval mode. A part is a whole encoder, projector or backbone.
 
     In train mode a frozen part would add dropout noise, and statistics of its norms would still change. A part with
-    some trainable parameters (adapters) keeps its mode: dropout inside it belongs to their training.
+    some trainable parameters (adapters) keeps its mode: dropout inside it belongs to their training. They may be on
+    other ranks (`part.keep_spans`).
     """
     for part in parts:
-        if not any_trainable(part):
+        if not any_trainable(part) and not getattr(part, _TRAINED_ELSEWHERE, False):
             part.eval()
+
+
+def note_trained(*parts: nn.Module) -> None:
+    """Note of each part whether it has trainable parameters, before some of them are taken from it."""
+    for part in parts:
+        setattr(part, _TRAINED_ELSEWHERE, any_trainable(part))

@@ -15,6 +15,7 @@ from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError, UserError
 from motet.core.item_segments import ItemSegments
 from motet.core.spec import Module
+from motet.dropout import AFTER, BEFORE, BETWEEN, ENTER, PROJECTOR, arranged
 from motet.models.block import Block, outside_blocks, wrap_blocks
 from motet.models.callbacks import callback_name, check_callback
 from motet.models.cross_projector import CrossProjector
@@ -80,6 +81,8 @@ class ModalityModule(nn.Module):
             self.encoder.blocks = list(self._blocks)
         self._num_encoder_blocks = len(self._blocks)
         self._blocks += tuple(wrap_blocks(self.projector, self.projector.blocks))
+        for number, block in enumerate(self._blocks):
+            block.number = number
 
     def train(self, mode: bool = True) -> ModalityModule:
         """`nn.Module.train`, except that an encoder or projector without trainable parameters stays in eval mode."""
@@ -222,10 +225,10 @@ class ModalityModule(nn.Module):
         if len(sizes) == 0:
             return self._forward_empty()
         seen, seen_sizes = self._before(values, sizes)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
+        has_graph = torch.is_grad_enabled() and self._has_graph
+        with torch.set_grad_enabled(has_graph), arranged(ENTER, lambda: self._encoder_rows(sizes)):
             rows = self.encoder(self._cast(seen), seen_sizes)
-        rows = self._between(rows, seen_sizes)
-        return self._after(self.projector(rows, self._projected(seen_sizes.numpy())), sizes)
+        return self._after(self._project(self._between(rows, seen_sizes, sizes), seen_sizes, sizes), sizes)
 
     @property
     def uncuttable(self) -> str:
@@ -258,7 +261,8 @@ class ModalityModule(nn.Module):
         the sizes of the items themselves; hidden states are [rows, width].
         """
         seen, seen_sizes = self._before(values, sizes)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
+        has_graph = torch.is_grad_enabled() and self._has_graph
+        with torch.set_grad_enabled(has_graph), arranged(ENTER, lambda: self._encoder_rows(sizes)):
             return self.encoder.enter(self._cast(seen), seen_sizes)
 
     def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
@@ -268,36 +272,60 @@ class ModalityModule(nn.Module):
         """
         seen_sizes, end = self._seen_sizes(sizes), self._num_encoder_blocks
         goes_on = first < end <= stop and bool(self.projector.blocks)
-        with self._graph_behind(hidden):
+        with self._graph_behind(hidden), arranged(2 * first, lambda: self._encoder_rows(sizes)):
             if first < end:
                 hidden = self.encoder.through(hidden, seen_sizes, first, min(stop, end))
             if goes_on:
                 hidden = self.encoder.leave(hidden, seen_sizes)
         if goes_on:
-            hidden = self.projector.enter(self._between(hidden, seen_sizes))
-        return self.projector.through(hidden, self._projected(seen_sizes.numpy())) if stop > end else hidden
+            hidden = self.projector.enter(self._between(hidden, seen_sizes, sizes))
+        if stop <= end:
+            return hidden
+        with arranged(PROJECTOR, lambda: self._projected_rows(sizes)):
+            return self.projector.through(hidden, self._projected(seen_sizes.numpy()))
 
     def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
         """What stands behind the blocks, up to what `forward` returns."""
         if self.projector.blocks:
             return self._after(self.projector.leave(hidden), sizes)
         seen_sizes = self._seen_sizes(sizes)
-        with self._graph_behind(hidden):
+        with self._graph_behind(hidden), arranged(2 * self._num_encoder_blocks, lambda: self._encoder_rows(sizes)):
             rows = self.encoder.leave(hidden, seen_sizes)
-        rows = self._between(rows, seen_sizes)
-        return self._after(self.projector(rows, self._projected(seen_sizes.numpy())), sizes)
+        return self._after(self._project(self._between(rows, seen_sizes, sizes), seen_sizes, sizes), sizes)
 
     def _cast(self, values: Tensor) -> Tensor:
         """The items' rows in the dtype in which the encoder computes."""
         parameters = [*outside_blocks(self.encoder), *self.projector.parameters()]
         return values.to(next(p.dtype for p in parameters if p.is_floating_point()))
 
-    def _between(self, rows: Tensor, seen_sizes: Tensor) -> Tensor:
+    def _encoder_rows(self, sizes: Tensor) -> list[Int64Array]:
+        """Rows of each item in tensors of the encoder, in each way in which they may be, for `arranged`."""
+        seen, counts = self._seen(sizes.numpy())
+        outputs = _num_rows(self._extents(seen))
+        class_rows = getattr(self.encoder, "class_rows", 0)
+        return [_sums(rows, counts) for rows in (np.prod(seen, axis=1), outputs, outputs + class_rows)]
+
+    def _projected_rows(self, sizes: Tensor) -> list[Int64Array]:
+        """As `_encoder_rows`, behind the projector."""
+        seen, counts = self._seen(sizes.numpy())
+        return [_sums(self.projector.num_outputs(self._projected(seen)), counts)]
+
+    def _between_rows(self, sizes: Tensor) -> list[Int64Array]:
+        """As `_encoder_rows`, before `between` and behind it."""
+        seen, counts = self._seen(sizes.numpy())
+        return [_sums(_num_rows(extents), counts) for extents in (self._extents(seen), self._projected(seen))]
+
+    def _project(self, rows: Tensor, seen_sizes: Tensor, sizes: Tensor) -> Tensor:
+        with arranged(PROJECTOR, lambda: self._projected_rows(sizes)):
+            return self.projector(rows, self._projected(seen_sizes.numpy()))
+
+    def _between(self, rows: Tensor, seen_sizes: Tensor, sizes: Tensor) -> Tensor:
         """The encoder's rows through `between`, in the projector's dtype. seen_sizes: sizes behind `before`."""
         on_host, num_items = seen_sizes.numpy(), len(seen_sizes)
         _check_rows(f"{type(self.encoder).__name__}", rows, self._extents(on_host), num_items, "num_outputs")
         if self.between:
-            rows = self.between(rows.to(_dtype_of(self.between, rows.dtype)), seen_sizes)
+            with arranged(BETWEEN, lambda: self._between_rows(sizes)):
+                rows = self.between(rows.to(_dtype_of(self.between, rows.dtype)), seen_sizes)
             extents = self._projected(on_host)
             _check_rows(f"between ({callback_name(self.between)})", rows, extents, num_items, "num_rows beside it")
         return rows.to(_dtype_of(self.projector, rows.dtype))
@@ -305,7 +333,8 @@ class ModalityModule(nn.Module):
     def _after(self, rows: Tensor, sizes: Tensor) -> Tensor:
         """The projected rows through `after`. sizes: of the items themselves."""
         if self.after:
-            rows = self.after(rows.to(_dtype_of(self.after, rows.dtype)), sizes)
+            with arranged(AFTER, lambda: [*self._projected_rows(sizes), self.num_tokens(sizes.numpy())]):
+                rows = self.after(rows.to(_dtype_of(self.after, rows.dtype)), sizes)
             expected = self.num_tokens(sizes.numpy())
             _check_rows(f"after ({callback_name(self.after)})", rows, expected, len(sizes), "num_rows beside it")
         # FSDP gathers for backward in hooks of outputs. If the output of the projector's Block were that of the module
@@ -329,7 +358,8 @@ class ModalityModule(nn.Module):
         if self.before is None:
             return values, sizes
         who = f"before ({callback_name(self.before)})"
-        given = self.before(values.to(_dtype_of(self.before, values.dtype)), sizes)
+        with arranged(BEFORE, lambda: [np.prod(sizes.numpy(), axis=1)]):
+            given = self.before(values.to(_dtype_of(self.before, values.dtype)), sizes)
         if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, Tensor) for part in given)):
             raise UserError(f"{who} returned {type(given).__name__}; it must return (values, sizes), two tensors")
         seen, seen_sizes = given[0], given[1].cpu()
@@ -356,6 +386,11 @@ def _sums(values: Int64Array, counts: Int64Array) -> Int64Array:
     """The sums of the first counts[0] values, of the next counts[1], and so on."""
     ends, stops = np.concatenate([[0], np.cumsum(values)]), np.cumsum(counts)
     return ends[stops] - ends[stops - counts]
+
+
+def _num_rows(extents: Int64Array) -> Int64Array:
+    """Rows of items of these extents, int64 [num_items] or [num_items, 2]."""
+    return extents if extents.ndim == 1 else extents.prod(axis=1)
 
 
 def _checked(

@@ -15,6 +15,7 @@ from torch import nn
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE
 from motet.models.backbone import Backbone
+from motet.models.layers import note_trained
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
 
@@ -34,8 +35,9 @@ def keep_spans(mllm: MLLM, *stages: HeldSpans) -> None:
     A parameter that is tied stays where any of the blocks that use it stays.
     """
     for name in [*mllm.encoders, BACKBONE]:
-        spans = [spans[name] for spans in stages if name in spans]
-        _empty(_module(mllm, name), spans)
+        spans, module = [spans[name] for spans in stages if name in spans], _module(mllm, name)
+        note_trained(*([module.causal_lm] if isinstance(module, Backbone) else [module.encoder, module.projector]))
+        _empty(module, spans)
         if not spans:
             _remove(mllm, name)
 

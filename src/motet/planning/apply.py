@@ -18,6 +18,7 @@ import torch.distributed as dist
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import nn
 
+from motet.assign.whole_step import DecidedMicrobatch
 from motet.core.cluster import Cluster
 from motet.core.errors import JointUserError, UserError
 from motet.core.module_degrees import ModuleDegrees
@@ -28,6 +29,7 @@ from motet.cost.memory import PRECISION_OF_DTYPE
 from motet.cost.source import cost_model
 from motet.dispatch import LoadedExample, RankBatch
 from motet.dispatch.loaded import LoadedTables, tables_of
+from motet.dropout import drops_out, example_keys
 from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
 from motet.planner.job import Job
@@ -59,6 +61,7 @@ class ParallelMLLM:
     def __init__(self, model: MLLM, plan: Plan, make_optimizer: Any, max_grad_norm: float | None, world: World) -> None:
         self.plan, self.model, self._world = plan, model, world
         self._encoders, self._num_steps = dict(model.encoders), 0
+        self._drops_out, self._seed = drops_out(model), world.gather(torch.initial_seed())[0]
         place = Place.of(plan, world.rank)
         part = PartConfig(lambda held: held.to(world.device), make_optimizer, max_grad_norm)
         self._needs = StageNeeds.of(place.replicas, place.stages.values(), plan.model)
@@ -71,6 +74,7 @@ class ParallelMLLM:
 
         batch: all examples of the step, `plan.batch_size` of them, the same on all ranks in the same order. A rank
                computes on what its stages need of them.
+        Dropout is drawn by the example's place in the batch, the number of the step, and torch's seed on rank 0.
         The result has the loss of the whole step, the mean over its targets, and the gradient norm before clipping.
         Raises JointUserError on all ranks for a batch that is not as it must be on any of them.
         """
@@ -95,8 +99,14 @@ class ParallelMLLM:
     def _batches(self, batch: Sequence[LoadedExample], lengths: Any) -> list[RankBatch]:
         if len(batch) != self.plan.batch_size:
             raise UserError(f"a step of the plan takes {self.plan.batch_size} examples, not {len(batch)}")
-        parts = enumerate(self._decide(lengths).microbatches)
-        return [stages_of_examples(number, part, batch, self._needs).to(self._world.device) for number, part in parts]
+        return [self._microbatch(number, part, batch) for number, part in enumerate(self._decide(lengths).microbatches)]
+
+    def _microbatch(self, number: int, part: DecidedMicrobatch, batch: Sequence[LoadedExample]) -> RankBatch:
+        made = stages_of_examples(number, part, batch, self._needs).to(self._world.device)
+        if not self._drops_out:
+            return made
+        keys = example_keys(self._seed, self._num_steps, part.examples)
+        return made.with_draws(keys, self._needs.replicas)
 
 
 def apply(

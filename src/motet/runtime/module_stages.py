@@ -12,6 +12,7 @@ from torch import Tensor
 
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
+from motet.dropout import drawing
 from motet.runtime.fsdp import end_of_step, recompute_first, sum_over_shard_groups
 from motet.runtime.mesh import Mesh
 from motet.runtime.replicas import ReplicatedGradients
@@ -61,7 +62,8 @@ class EncoderStage(_ModuleStage):
 
     def forward(self, batch: RankBatch, inputs: dict[str, Tensor]) -> Tensor:
         self._set_recomputation(batch)
-        return self._encoder(*batch.media[self._phase])
+        with drawing(self._phase, batch.draws):
+            return self._encoder(*batch.media[self._phase])
 
 
 class BackboneStage(_ModuleStage):
@@ -80,7 +82,8 @@ class BackboneStage(_ModuleStage):
 
     def forward(self, batch: RankBatch, inputs: dict[str, Tensor]) -> Tensor:
         self._set_recomputation(batch)
-        loss_sum, num_targets = self._backbone(batch.sequences, inputs)
+        with drawing(BACKBONE, batch.draws):
+            loss_sum, num_targets = self._backbone(batch.sequences, inputs)
         self._totals[1] += loss_sum.detach()
         self._totals[2] += num_targets
         return loss_sum

@@ -20,6 +20,7 @@ from torch import Tensor
 from motet.core.spec import ModelSpec, Module
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import PackedSequences, RankBatch
+from motet.dropout import drawing
 from motet.runtime.stage import Model
 from motet.schedule import PlannedStage, parts_of
 
@@ -146,7 +147,8 @@ class Section:
 
     def run(self, batch: RankBatch, taken: dict[str, Tensor]) -> Tensor:
         """The output; of the last section of the backbone the sum of the loss."""
-        return self._run_backbone(batch, taken) if self._is_backbone else self._run_encoder(batch, taken)
+        with drawing(self.span.module, batch.draws):
+            return self._run_backbone(batch, taken) if self._is_backbone else self._run_encoder(batch, taken)
 
     def _run_encoder(self, batch: RankBatch, taken: dict[str, Tensor]) -> Tensor:
         module: CuttableEncoder = self._module  # type: ignore[assignment]

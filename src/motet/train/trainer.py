@@ -14,6 +14,7 @@ from motet.core.errors import JointUserError, originating
 from motet.core.plan_file import plan_digest
 from motet.core.timeline import Span, Timeline
 from motet.dispatch import RankBatch
+from motet.dropout import drops_out, example_keys
 from motet.runtime.planned_step import PlannedStep
 from motet.runtime.step import StepResult
 from motet.schedule.plan_units import recomputed_in
@@ -105,6 +106,7 @@ class _Run:
         self.spans: list[Span] | None = [] if trace else None
         self.evaluations: dict[int, Evaluation] = {}
         self.has_warned = False
+        self.drops_out = drops_out(job.model)
         self.spec, self.plan_hash = job.spec, None if job.plan is None else plan_digest(job.plan)
         self.recomputed = (
             self.recipe.fsdp.recomputed(self.spec.num_blocks) if job.plan is None else recomputed_in(job.plan)
@@ -258,7 +260,7 @@ class _Run:
         """Take a step; with the cause if it is not finite. A collective."""
         set_learning_rate(self.job.optimizer, learning_rate(self.recipe.optimizer, step, self.recipe.run.steps))
         self._seed(step)
-        batches = [batch.to(self.world.device, non_blocking=True) for batch in fed.batches]
+        batches = [batch.to(self.world.device, non_blocking=True) for batch in self._drawn(step, fed)]
         if self.predicted is not None:
             self.predicted.start(fed.batches)
         with self._correcting(fed):
@@ -271,8 +273,19 @@ class _Run:
         self._say(self.bad_steps.met(result, fed, cause))
         return result, cause
 
+    def _drawn(self, step: int, fed: StepInput) -> list[RankBatch]:
+        """The microbatches; if a module drops out, with keys by which every rank draws as one process would."""
+        if not self.drops_out:
+            return fed.batches
+        replicas = self.job.step.place.replicas if isinstance(self.job.step, PlannedStep) else None
+        keys = (example_keys(self.recipe.run.seed, step, ids) for ids in fed.examples)
+        return [batch.with_draws(of_batch, replicas) for batch, of_batch in zip(fed.batches, keys, strict=True)]
+
     def _seed(self, step: int) -> None:
-        """Seed torch from (run.seed, step, rank), so that a resumed run needs no generator state."""
+        """Seed torch from (run.seed, step, rank), so that a resumed run needs no generator state.
+
+        It draws what is not keyed by item: noise of a user's own modules.
+        """
         seed = np.random.SeedSequence((self.recipe.run.seed, step, self.world.rank)).generate_state(1, np.uint64)
         torch.manual_seed(int(seed[0]) >> 1)
 

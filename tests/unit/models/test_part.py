@@ -58,6 +58,14 @@ def test_modules_without_blocks_here_are_gone():
     assert any("projector" in name for name in names)
 
 
+@pytest.mark.parametrize("frozen", ["image", "image block"])
+def test_a_stage_of_frozen_blocks_is_in_the_mode_of_the_whole_part(frozen):
+    """Where other blocks are trained, one process drops out in the frozen ones too."""
+    model = build_hf_model([frozen])
+    keep_spans(model, {"image": (1, 2)})
+    assert model.train().encoders["image"].encoder.training == (frozen == "image block")
+
+
 def cut_in_two(mllm, name, cut):
     """Two parts of a model, with the blocks of one module before `cut` and from there on; and how many it has."""
     num_blocks = model_spec(mllm).num_blocks[name]

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from motet.core.errors import JointUserError, UserError
 from motet.train.checkpoint.contents import Damaged, Progress, StoredTensor, read_state, read_tensors
-from motet.train.checkpoint.state import describe_tensor, set_step, tensors_of
+from motet.train.checkpoint.state import describe_tensor, is_step, set_step, tensors_of, without_steps
 from motet.train.checkpoint.storage import Reader, first_line
 
 
@@ -40,12 +40,14 @@ def load(
             progress, stored = read_state(checkpoint).progress, read_tensors(checkpoint)
         except Damaged as damage:
             raise UserError(f"{unread}: {damage}.") from damage
+        if not any(is_step(key) for key in stored):
+            tensors = without_steps(tensors)
+            set_step(optimizer, progress.step - progress.num_skipped)
         _check_fit(checkpoint, stored, tensors, everywhere)
     try:
         dcp.load(dict(tensors), storage_reader=Reader(checkpoint, stored), process_group=group)
     except CheckpointException as error:  # Raised by all ranks if any fails; no subclass of Exception.
         raise JointUserError(f"{unread}: {first_line(error)}.") from error
-    set_step(optimizer, progress.step - progress.num_skipped)
     return progress
 
 

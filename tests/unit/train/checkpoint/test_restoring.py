@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from motet.core.errors import UserError
+from motet.train.checkpoint import saving
 from motet.train.checkpoint.contents import Progress
 from motet.train.checkpoint.restoring import load
 from motet.train.checkpoint.saving import CheckpointConfig, Checkpointer
-from motet.train.checkpoint.state import tensors_of
+from motet.train.checkpoint.state import tensors_of, without_steps
 from motet.train.optimizer import OptimizerConfig, build_optimizer
 from unit.train.checkpoint import damages
 from unit.train.checkpoint.small_run import build, write_checkpoints
@@ -31,6 +32,32 @@ def test_weights_buffers_and_moments_come_back_to_the_bit(tmp_path):
     assert slots["step"] == 2
     assert slots["exp_avg"].any() and slots["exp_avg_sq"].any()
     assert model[2].num_batches_tracked == 2, "a scalar of whole numbers"
+
+
+def test_steps_of_each_parameter_come_back(tmp_path):
+    """A module that no example needed has taken fewer steps than the run."""
+    model, optimizer = build()
+    tensors_of(model, optimizer)
+    optimizer.state[model[1].weight]["step"] += 3
+    write(tmp_path, model, optimizer, Progress(5, 0, 0, 7, ""))
+    model, optimizer = build()
+    load(tmp_path / "step-00000005", model, optimizer, None)
+    assert optimizer.state[model[1].weight]["step"] == 3
+    assert optimizer.state[model[2].weight]["step"] == 0
+
+
+def test_a_checkpoint_without_steps_of_parameters_has_those_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "tensors_of", lambda *parts: without_steps(tensors_of(*parts)))
+    write(tmp_path, *build(), Progress(5, 0, 0, 7, "", num_skipped=1))
+    model, optimizer = build()
+    load(tmp_path / "step-00000005", model, optimizer, None)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {4}
+
+
+def write(folder, model, optimizer, progress):
+    checkpointer = Checkpointer(folder, CheckpointConfig(), None)
+    checkpointer.save(model, optimizer, progress)
+    checkpointer.wait()
 
 
 def test_the_files_are_plain_safetensors_for_whoever_may_read_the_folder(newest):
