@@ -27,6 +27,7 @@ ScheduleKind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "da
 Order = Literal["given", "intra", "inter", "both"]
 BalancingMethod = Literal["off", "joint", "per_phase", "auto"]
 FillingMethod = Literal["static", "by_step"]
+Zero = Literal[0, 1, 2, 3]
 Rank = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
 
 
@@ -62,7 +63,7 @@ class Unit:
     cp: NumRanks = 1
     replicated: tuple[str, ...] = ()
     recompute: tuple[Mapping[str, Count], ...] = ()
-    zero: Literal[0, 1, 2, 3] = 1
+    zero: Zero = 1
     shard_size: Annotated[int, Field(ge=0, le=MAX_RANKS)] = 0
 
     @property

@@ -13,18 +13,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
-from motet.core.plan import BalancingMethod, Order, Plan, ScheduleKind, Unit
+from motet.core.plan import BalancingMethod, Order, Plan, ScheduleKind, Unit, Zero
 from motet.planner.infeasible import tensor_degrees
 from motet.planner.job import Job
 from motet.planner.order import is_even
 from motet.planner.stages.partition import partition
 from motet.schedule.plan_units import backbone_unit, units_in_bubbles
 
-Zero = Literal[0, 1, 2, 3]
 _NEAREST = 2
 """So many microbatch sizes on either side of a Plan's are tried."""
 

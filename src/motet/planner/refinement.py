@@ -41,7 +41,7 @@ from motet.simulate.predict.prediction import Prediction
 BUDGET, SIMULATION = 240_000, 1_500
 """What one search spends on refinement. A simulation costs as many spans as its Timeline has, and SIMULATION more: what
 does not depend on spans takes about as long."""
-FEW_RANKS = 16
+_FEW_RANKS = 16
 """On more ranks than this, the budget falls with the square of their number: closed forms are the better, and a search
 takes the longer."""
 NEAR, NEAR_LEADER = 1.15, 1.6
@@ -61,7 +61,7 @@ class Refinement:
 
     def __init__(self, job: Job, pins: Pins, strategies: Collection[str], suitable: Callable[[Plan], bool]) -> None:
         self.job, self.pins, self.strategies, self.suitable = job, pins, strategies, suitable
-        self.left = BUDGET * min(1.0, FEW_RANKS / job.cluster.num_ranks) ** 2
+        self.left = BUDGET * min(1.0, _FEW_RANKS / job.cluster.num_ranks) ** 2
         self.seen = set[str]()
 
     def refined(

@@ -16,10 +16,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
-from typing import Literal
 
 from motet.core.errors import ArgumentError
-from motet.core.plan import Plan, Unit
+from motet.core.plan import Plan, Unit, Zero
 from motet.core.workload import BACKBONE
 from motet.schedule.check.fit import check_fit
 from motet.schedule.generators.disaggregated import Island, Pipeline, UnitEdge, island, touched
@@ -54,7 +53,7 @@ class PlannedStage:
     index:        its index among the stages of its unit.
 
     Example:
-        >>> from motet.core.plan import Plan, Unit
+        >>> from motet.core.plan import Plan, Unit, Zero
         >>> from motet.core.shapes import Transformer, language_model, multimodal
         >>> from motet.cost.catalogue import cluster
         >>> model = multimodal("toy", language_model(Transformer(64, 256, num_heads=4), 8, 1000), [])
@@ -107,7 +106,7 @@ class PlannedStage:
         return microbatch in self.microbatches
 
     @property
-    def zero(self) -> Literal[0, 1, 2, 3]:
+    def zero(self) -> Zero:
         """The ZeRO stage that applies: 0 if shard groups are single ranks, which shard nothing."""
         return 0 if self.unit.shard_size == 1 else self.unit.zero
 
@@ -162,7 +161,7 @@ class Layout:
     num_microbatches: microbatches of a step.
 
     Example:
-        >>> from motet.core.plan import Plan, Unit
+        >>> from motet.core.plan import Plan, Unit, Zero
         >>> from motet.core.shapes import Transformer, language_model, multimodal
         >>> from motet.cost.catalogue import cluster
         >>> model = multimodal("toy", language_model(Transformer(64, 256, num_heads=4), 8, 1000), [])

@@ -32,7 +32,7 @@ MAX_STAGES = 96
 MAX_CHUNKED = 32
 """The most pipeline ranks that have several chunks each, unless the pipeline ranks are pinned."""
 
-FEW_RANKS = 16
+_FEW_RANKS = 16
 """Up to so many ranks, a pipeline may have any number of them, which leaves some over."""
 
 _NUM_PROBES = 64
@@ -133,7 +133,7 @@ def _allowed(job: Job, pins: Pins, num_blocks: int) -> Iterator[Degrees]:
 def _pipeline_degrees(num_ranks: int, most: int) -> list[int]:
     """Divisors of the ranks; of few ranks every number, as all of them may be more than the batch can use."""
     return [
-        degree for degree in range(1, min(num_ranks, most) + 1) if num_ranks <= FEW_RANKS or num_ranks % degree == 0
+        degree for degree in range(1, min(num_ranks, most) + 1) if num_ranks <= _FEW_RANKS or num_ranks % degree == 0
     ]
 
 

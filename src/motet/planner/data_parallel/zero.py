@@ -11,18 +11,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from motet.core.arrays import Float64Array
-from motet.core.plan import Unit
+from motet.core.plan import Unit, Zero
 from motet.planner.data_parallel.loads import Load
 from motet.planner.job import Job
 from motet.schedule.layout import MAX_PARTS
 from motet.simulate.predict.collectives import fsdp_slices
-
-Zero = Literal[0, 1, 2, 3]
 
 
 class ZeroSharding(NamedTuple):
