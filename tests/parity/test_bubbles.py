@@ -117,7 +117,7 @@ def random_case(seed, num_ranks):
         ]
         case = replace(case, units=tuple(units))
     case = replace(case, fill_seed=seed) if rng.random() < 0.6 else case
-    can_change = not any(unit.zero > 1 and unit.dp > 1 for unit in case.units)
+    can_change = not any(unit.zero > 1 and (unit.dp > 1 or unit.replicated) for unit in case.units)
     return replace(case, filling="by_step") if can_change and rng.random() < 0.5 else case
 
 

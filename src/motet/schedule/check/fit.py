@@ -246,7 +246,7 @@ def _check_filling(plan: Plan) -> None:
             "of every step: filling must be 'static'."
         )
     for unit in pipelined_units(plan):
-        if unit.zero > 1 and unit.dp > 1:
+        if unit.zero > 1 and (unit.dp > 1 or unit.replicated):
             raise UserError(
                 f"unit {unit.name!r}: zero is {unit.zero}, and filling is 'by_step', in which replicas run passes in "
                 "orders of their own; zero must be 0 or 1, or filling 'static'."
