@@ -24,6 +24,12 @@ from motet.planner.order import is_even
 from motet.planner.stages.partition import partition
 from motet.schedule.plan_units import backbone_unit, units_in_bubbles
 
+_SAME_STAGES: Mapping[ScheduleKind, ScheduleKind] = {
+    "1f1b": "zb_h1",
+    "zb_h1": "1f1b",
+    "interleaved_1f1b": "zb_v",
+    "zb_v": "interleaved_1f1b",
+}
 _NEAREST = 2
 """So many microbatch sizes on either side of a Plan's are tried."""
 
@@ -36,7 +42,7 @@ def neighbours(job: Job, plan: Plan) -> Iterator[Plan]:
     # Caps are of groups of a number, for the microbatches and replicas that there are.
     without_caps = replace(plan, microbatch_caps={})
     yield from _microbatches(without_caps)
-    yield from _schedules(plan)
+    yield from _schedules(job, plan)
     yield from _shardings(plan)
     if plan.schedule == "data_parallel":
         yield from _replicas(without_caps)
@@ -55,11 +61,16 @@ def _microbatches(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, microbatch_size=size)
 
 
-def _schedules(plan: Plan) -> Iterator[Plan]:
-    """1F1B and ZB-H1 have the same stages; ZB-H1 is of one pipeline."""
-    others: Mapping[ScheduleKind, ScheduleKind] = {"1f1b": "zb_h1", "zb_h1": "1f1b"}
-    if plan.schedule in others and len(plan.units) == 1 and plan.units[0].pp > 1:
-        yield replace(plan, schedule=others[plan.schedule])
+def _schedules(job: Job, plan: Plan) -> Iterator[Plan]:
+    """Schedules with the same stages: 1F1B and ZB-H1; interleaved 1F1B in two chunks and ZB-V. And those with two
+    chunks in place of one, and with one in place of two, cut anew. ZB schedules are of one pipeline."""
+    unit = plan.units[0]
+    if len(plan.units) > 1 or unit.pp == 1 or plan.schedule not in _SAME_STAGES:
+        return
+    yield replace(plan, schedule=_SAME_STAGES[plan.schedule])
+    is_whole = plan.schedule in ("1f1b", "zb_h1")
+    if recut := evenly_cut(job, unit, plan.microbatch_size, 2 if is_whole else 1):
+        yield replace(_with_unit(plan, 0, recut), schedule="zb_v" if is_whole else "1f1b")
 
 
 def _shardings(plan: Plan) -> Iterator[Plan]:

@@ -41,7 +41,7 @@ from motet.simulate.predict.prediction import Prediction
 BUDGET, SIMULATION = 240_000, 1_500
 """What one search spends on refinement. A simulation costs as many spans as its Timeline has, and SIMULATION more: what
 does not depend on spans takes about as long."""
-_FEW_RANKS = 16
+_FEW_RANKS = 8
 """On more ranks than this, the budget falls with the square of their number: closed forms are the better, and a search
 takes the longer."""
 NEAR, NEAR_LEADER = 1.15, 1.6
