@@ -59,7 +59,8 @@ def run(recompute):
         for span in spans_of(stages[0], model)
     ]
     stage = SectionedStage(sections, True, torch.device("cpu"))
-    batch = SimpleNamespace(media={"image": (torch.arange(12.0).view(4, 3) / 12, torch.ones(1, 1, dtype=torch.int64))})
+    media = {"image": (torch.arange(12.0).view(4, 3) / 12, torch.ones(1, 1, dtype=torch.int64))}
+    batch = SimpleNamespace(media=media, draws=None)
     torch.manual_seed(1)
     held, runs = stage.forward(batch, {})
     in_forward = module.num_run
