@@ -109,7 +109,8 @@ def _try_backbone(job: Job, pins: Pins, shape: PipelineShape, faster_than_s: flo
     # 2. What its busiest rank computes with the memory of all encoders to itself.
     plans = EncoderPlans(job, shape, pins.recompute or "least")
     memory = EncoderMemory(plans)
-    alone = memory.backbone_alone() if faster_than_s < math.inf else None
+    has_plans = next(iter(plans), None) is not None
+    alone = memory.backbone_alone() if has_plans and faster_than_s < math.inf else None
     if alone is not None and plans.busiest_s(alone) >= faster_than_s:
         return _Outcome(True, [_too_slow(shape)], [])
     # 3. The encoder plans that fit.
