@@ -262,7 +262,7 @@ def test_what_cannot_be_measured(recipe, tmp_path, monkeypatch, capsys):
     assert "--measure runs on what is at hand, 1 rank of cpu, and the job is to be planned for 1 of h100" in said
     said = fails(monkeypatch, capsys, "plan", trainable, "--measure", "1", "--workload", recipe)
     assert said == "--measure runs steps of the recipe's own data, so --workload cannot say other lengths."
-    monkeypatch.setattr(measure, "obstacle", lambda plan, recipe: "what is not there yet")
+    monkeypatch.setattr(measure, "obstacle_in", lambda recipe: lambda plan: "what is not there yet")
     said = fails(monkeypatch, capsys, "plan", trainable, "--measure", "1")
     assert "training can run none of the" in said and "because of what is not there yet" in said
 
