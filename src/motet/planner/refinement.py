@@ -38,9 +38,9 @@ from motet.schedule import check_fit
 from motet.schedule.plan_units import units_in_bubbles
 from motet.simulate.predict.prediction import Prediction
 
-BUDGET, SIMULATION = 240_000, 1_500
-"""What one search spends on refinement. A simulation costs as many spans as its Timeline has, and SIMULATION more: what
-does not depend on spans takes about as long."""
+BUDGET, SIMULATION = 120_000, 1_500
+"""What the refinement of one strategy's Plans spends, so that it finds what it would find alone. A simulation costs as
+many spans as its Timeline has, and SIMULATION more: what does not depend on spans takes about as long."""
 _FEW_RANKS = 8
 """On more ranks than this, the budget falls with the square of their number: closed forms are the better, and a search
 takes the longer."""
@@ -49,7 +49,7 @@ NEAR, NEAR_LEADER = 1.15, 1.6
 _NUM_VARIANTS = 9
 """Simulations of `fastest_variant`, at most."""
 _SHARE = 0.4
-"""The share of what is left that one Plan's descent may spend, so that other strategies' Plans have theirs."""
+"""The share of what is left that one Plan's descent may spend, so that other Plans of its strategy have theirs."""
 
 
 class Refinement:
@@ -61,7 +61,8 @@ class Refinement:
 
     def __init__(self, job: Job, pins: Pins, strategies: Collection[str], suitable: Callable[[Plan], bool]) -> None:
         self.job, self.pins, self.strategies, self.suitable = job, pins, strategies, suitable
-        self.left = BUDGET * min(1.0, _FEW_RANKS / job.cluster.num_ranks) ** 2
+        budget = BUDGET * min(1.0, _FEW_RANKS / job.cluster.num_ranks) ** 2
+        self.left = dict.fromkeys((*strategies,), budget)
         self.seen = set[str]()
 
     def refined(
@@ -76,7 +77,8 @@ class Refinement:
         for index, one in enumerate(improved):
             if one.prediction.step_s > NEAR * fastest_s or one.candidate.bound_s >= fastest_s:
                 continue
-            if all(one is not other for other in varied) and self._spend(one.prediction, _NUM_VARIANTS):
+            strategy = one.candidate.strategy
+            if all(one is not other for other in varied) and self._spend(strategy, one.prediction, _NUM_VARIANTS):
                 candidate, prediction = fastest_variant(self.job, one.candidate, one.prediction, self.pins)
                 if self._may_replace(one.candidate.plan, candidate.plan):
                     improved[index] = SimulatedCandidate(candidate, prediction)
@@ -100,8 +102,9 @@ class Refinement:
 
     def _descended(self, start: SimulatedCandidate) -> SimulatedCandidate:
         """The Plan from which no neighbour is faster that was not seen, as far as the budget reaches."""
-        found, stop_at = start, (1 - _SHARE) * self.left
-        while faster := self._faster_neighbour(found, stop_at):
+        strategy = start.candidate.strategy
+        found, stop_at = start, (1 - _SHARE) * self.left[strategy]
+        while faster := self._faster_neighbour(found, strategy, stop_at):
             found = faster
         if found is start:
             return start
@@ -116,13 +119,13 @@ class Refinement:
         )
         return SimulatedCandidate(candidate, found.prediction)
 
-    def _faster_neighbour(self, found: SimulatedCandidate, stop_at: float) -> SimulatedCandidate | None:
-        """The first neighbour that is faster; None if none is, or the budget is down to stop_at."""
+    def _faster_neighbour(self, found: SimulatedCandidate, strategy: str, stop_at: float) -> SimulatedCandidate | None:
+        """The first neighbour that is faster; None if none is, or the strategy's budget is down to stop_at."""
         limit_s = found.prediction.step_s
-        if self.left - self._cost(found.prediction) < stop_at:
+        if self.left[strategy] - self._cost(found.prediction) < stop_at:
             return None
         for other in self._new_neighbours(found):
-            if self.left <= stop_at or not self._spend(found.prediction):
+            if self.left[strategy] <= stop_at or not self._spend(strategy, found.prediction):
                 return None
             self.seen.add(_key(other))
             candidate = replace(found.candidate, plan=other, strategy=strategy_of(other))
@@ -161,12 +164,12 @@ class Refinement:
         rest = pins.allow(schedule=plan.schedule, order=plan.order, balance=plan.balance)
         return degrees and rest and strategy_of(plan) in self.strategies and not unmet_pin(plan, pins.modules)
 
-    def _spend(self, like: Prediction, times: int = 1) -> bool:
-        """Whether the budget has some simulations like this one left, which are then spent."""
+    def _spend(self, strategy: str, like: Prediction, times: int = 1) -> bool:
+        """Whether a strategy's budget has some simulations like this one left, which are then spent."""
         cost = times * self._cost(like)
-        if cost > self.left:
+        if cost > self.left[strategy]:
             return False
-        self.left -= cost
+        self.left[strategy] -= cost
         return True
 
     def _cost(self, like: Prediction) -> int:

@@ -206,7 +206,7 @@ def test_the_planner_balances_by_the_recipes_policy(recipe_file):
     given = JobOptions(ClusterOptions("a40", ranks_per_node=2))
     plan, job = read_recipe_as_plan(recipe_file, ["balance.policy=padded", "run.batch_size=48"], given)
     assert plan.policy == job.policy == {"image": "padded"}
-    found = search(job, {"data parallel": propose_data_parallel}).results
+    found = search(job, {"data parallel": propose_data_parallel}, max_simulated=None, is_refined=False).results
     policies = {(each.candidate.plan.balance == "off", str(each.candidate.plan.policy)) for each in found}
     assert policies <= {(False, str(job.policy)), (True, "{}")} and (False, str(job.policy)) in policies
     plans = [replace(plan, balance="per_phase", policy=policy) for policy in (plan.policy, {})]
@@ -305,7 +305,7 @@ def test_what_a_recipe_is_simulated_to_take_is_what_it_is_planned_with(recipe_fi
     given = JobOptions(ClusterOptions("a40", ranks_per_node=2))
     _, job = read_recipe_as_plan(recipe_file, [], given)
     recipe = load_recipe(recipe_file)
-    found = search(job, {"data parallel": propose_data_parallel}).results
+    found = search(job, {"data parallel": propose_data_parallel}, max_simulated=None, is_refined=False).results
     results = [result for result in found if not obstacle(result.candidate.plan, recipe)]
     assert len(results) > 1
     for result in results:
