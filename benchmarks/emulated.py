@@ -174,7 +174,7 @@ def batches_of(
     needs = StageNeeds.of(place.replicas, place.stages.values(), plan.model)
     for microbatch, part in enumerate((decide or partial(decide_planned_step, plan))(lengths).microbatches):
         sequences = []
-        for number in part.examples:
+        for number in part.examples[part.decision.backbone.on_rank(place.replicas[BACKBONE])] if needs.tokens else ():
             images, total = items.num_tokens[items.example == number], int(lengths.sequence[number])
             text = total - int(images.sum())
             tokens = np.arange(text + len(images)) % VOCABULARY
