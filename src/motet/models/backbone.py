@@ -84,8 +84,6 @@ class Backbone(nn.Module):
                     f"again: {name!r} enters before block {wrong[0]}; it must be a block from 1 to "
                     f"{len(self._blocks) - 1}, as its rows enter before block 0 in any case."
                 )
-        for number, block in enumerate(self._blocks):
-            block.number = number
         frozen_to_eval(causal_lm)
 
     def train(self, mode: bool = True) -> Backbone:

@@ -65,18 +65,19 @@ class Block(nn.Module):
             return getattr(super().__getattr__("inner"), name)
 
 
-def wrap_blocks(root: nn.Module, layers: Iterable[nn.Module]) -> list[Block]:
+def wrap_blocks(root: nn.Module, layers: Iterable[nn.Module], first: int = 0) -> list[Block]:
     """Replace each of `layers` inside `root` by a Block around it, and return the Blocks in the order of `layers`.
 
-    Raises ValueError for a layer that is not a submodule of `root`.
+    first: the number of the first one. Raises ValueError for a layer that is not a submodule of `root`.
     """
     owners = {child: (parent, name) for parent in root.modules() for name, child in parent._modules.items() if child}
     blocks = []
-    for layer in layers:
+    for number, layer in enumerate(layers, first):
         if layer not in owners:
             raise ValueError(f"a block of {type(root).__name__} ({type(layer).__name__}) is not one of its submodules")
         parent, name = owners[layer]
         block = layer if isinstance(layer, Block) else Block(layer)
+        block.number = number
         parent._modules[name] = block
         blocks.append(block)
     return blocks

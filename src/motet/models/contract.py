@@ -70,6 +70,11 @@ class Encoder(Protocol):
         """Output rows of each item, int64 [num_items]: pure arithmetic, called before any item is decoded."""
 
 
+def item_rows(extents: Int64Array) -> Int64Array:
+    """Rows of items, int64 [num_items]. extents: these, or rows and columns of rasters, int64 [num_items, 2]."""
+    return extents if extents.ndim == 1 else extents.prod(axis=1)
+
+
 class Sequences(Protocol):
     """Documents packed without padding, as `dispatch.PackedSequences` holds them.
 

@@ -24,6 +24,7 @@ from motet.core.errors import UserError
 from motet.core.shapes import qformer, resampler
 from motet.models.attention import ATTENTION, PackedItems, QueriedItems
 from motet.models.config_file import hf_options, one_line, quiet_transformers
+from motet.models.contract import item_rows
 from motet.models.families.bounds import check_bounds
 from motet.models.layers import LayerModules, any_trainable
 
@@ -81,8 +82,7 @@ class CrossProjector(nn.Module):
 
     def through(self, rows: Tensor, extents: Int64Array) -> Tensor:
         """The block: what `enter` gives -> [num_items * queries, width]."""
-        counts = extents if extents.ndim == 1 else extents.prod(axis=1)
-        items = QueriedItems(counts, self.queries, sees_queries=self.kind == "resampler")
+        items = QueriedItems(item_rows(extents), self.queries, sees_queries=self.kind == "resampler")
         return self.layers(rows, items).flatten(0, -2)
 
     def leave(self, rows: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from motet.core.spec import Module
 from motet.dropout import AFTER, BEFORE, BETWEEN, ENTER, PROJECTOR, arranged
 from motet.models.block import Block, outside_blocks, wrap_blocks
 from motet.models.callbacks import callback_name, check_callback
+from motet.models.contract import item_rows
 from motet.models.cross_projector import CrossProjector
 from motet.models.layers import LayerModules, any_trainable, frozen_to_eval, products_layer
 from motet.models.projector import Projector
@@ -80,9 +81,7 @@ class ModalityModule(nn.Module):
             # A plain list of layers beside the registered submodules would call the layers without their Blocks.
             self.encoder.blocks = list(self._blocks)
         self._num_encoder_blocks = len(self._blocks)
-        self._blocks += tuple(wrap_blocks(self.projector, self.projector.blocks))
-        for number, block in enumerate(self._blocks):
-            block.number = number
+        self._blocks += tuple(wrap_blocks(self.projector, self.projector.blocks, self._num_encoder_blocks))
 
     def train(self, mode: bool = True) -> ModalityModule:
         """`nn.Module.train`, except that an encoder or projector without trainable parameters stays in eval mode."""
@@ -301,7 +300,7 @@ class ModalityModule(nn.Module):
     def _encoder_rows(self, sizes: Tensor) -> list[Int64Array]:
         """Rows of each item in tensors of the encoder, in each way in which they may be, for `arranged`."""
         seen, counts = self._seen(sizes.numpy())
-        outputs = _num_rows(self._extents(seen))
+        outputs = item_rows(self._extents(seen))
         class_rows = getattr(self.encoder, "class_rows", 0)
         return [_sums(rows, counts) for rows in (np.prod(seen, axis=1), outputs, outputs + class_rows)]
 
@@ -313,7 +312,7 @@ class ModalityModule(nn.Module):
     def _between_rows(self, sizes: Tensor) -> list[Int64Array]:
         """As `_encoder_rows`, before `between` and behind it."""
         seen, counts = self._seen(sizes.numpy())
-        return [_sums(_num_rows(extents), counts) for extents in (self._extents(seen), self._projected(seen))]
+        return [_sums(item_rows(extents), counts) for extents in (self._extents(seen), self._projected(seen))]
 
     def _project(self, rows: Tensor, seen_sizes: Tensor, sizes: Tensor) -> Tensor:
         with arranged(PROJECTOR, lambda: self._projected_rows(sizes)):
@@ -388,11 +387,6 @@ def _sums(values: Int64Array, counts: Int64Array) -> Int64Array:
     return ends[stops] - ends[stops - counts]
 
 
-def _num_rows(extents: Int64Array) -> Int64Array:
-    """Rows of items of these extents, int64 [num_items] or [num_items, 2]."""
-    return extents if extents.ndim == 1 else extents.prod(axis=1)
-
-
 def _checked(
     kind: str, callback: Any, member: str, said: Any, num_items: int, dimensions: tuple[int, ...]
 ) -> Int64Array:
@@ -407,7 +401,7 @@ def _checked(
 
 
 def _check_rows(who: str, rows: Tensor, extents: Int64Array, num_items: int, said_by: str) -> None:
-    expected = int(extents.sum() if extents.ndim == 1 else extents.prod(axis=1).sum())
+    expected = int(item_rows(extents).sum())
     if not isinstance(rows, Tensor) or rows.ndim != 2 or len(rows) != expected:
         gave = f"{len(rows)} rows" if isinstance(rows, Tensor) and rows.ndim == 2 else "no rows [n, width]"
         raise UserError(

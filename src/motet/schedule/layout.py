@@ -53,7 +53,7 @@ class PlannedStage:
     index:        its index among the stages of its unit.
 
     Example:
-        >>> from motet.core.plan import Plan, Unit, Zero
+        >>> from motet.core.plan import Plan, Unit
         >>> from motet.core.shapes import Transformer, language_model, multimodal
         >>> from motet.cost.catalogue import cluster
         >>> model = multimodal("toy", language_model(Transformer(64, 256, num_heads=4), 8, 1000), [])
@@ -161,7 +161,7 @@ class Layout:
     num_microbatches: microbatches of a step.
 
     Example:
-        >>> from motet.core.plan import Plan, Unit, Zero
+        >>> from motet.core.plan import Plan, Unit
         >>> from motet.core.shapes import Transformer, language_model, multimodal
         >>> from motet.cost.catalogue import cluster
         >>> model = multimodal("toy", language_model(Transformer(64, 256, num_heads=4), 8, 1000), [])
