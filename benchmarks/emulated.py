@@ -31,6 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from rank_step import rank_step
 from rows import Row, finish, options, show
 from transformers import Qwen2Config, Qwen2ForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
@@ -48,15 +49,10 @@ from motet.models.backbone import Backbone
 from motet.models.families.siglip import SiglipEncoder
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
-from motet.models.part import keep_spans
 from motet.models.projector import Projector, ProjectorConfig
 from motet.models.spec import model_spec
 from motet.runtime import planned_step
 from motet.runtime.executor import Executor
-from motet.runtime.held import HeldParameters
-from motet.runtime.holders import sharing_groups
-from motet.runtime.mesh import build_mesh
-from motet.runtime.p2p import Lanes
 from motet.runtime.place import Place
 from motet.runtime.planned_step import PlannedStep
 from motet.schedule import PlannedStage
@@ -64,7 +60,6 @@ from motet.schedule.coordinates import replica_of
 from motet.schedule.program import Action, Kind
 from motet.simulate import StageTimes, bubbles, simulate
 from motet.train.input.planned import StageNeeds
-from motet.train.planned_job import holders_of
 
 DIM, VOCABULARY, NUM_BLOCKS, IMAGE_BLOCKS = 16, 40, 12, 4
 NUM_MICROBATCHES, NOISE = 8, 0.2
@@ -268,7 +263,7 @@ def run_rank(rank: int, num_ranks: int, rendezvous: str, case: Case, num_steps: 
     """Run pairs of steps of a case; rank 0 writes a `Figures` of each pair."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, init_method=rendezvous)
-    model, device = build_model(), torch.device("cpu")
+    model = build_model()
     plan = Plan(
         model_spec(model),
         cluster("h100", 1, num_ranks),
@@ -278,13 +273,8 @@ def run_rank(rank: int, num_ranks: int, rendezvous: str, case: Case, num_steps: 
         case.schedule,
         precision="fp32",
     )
-    place = Place.of(plan, rank)
-    holders = holders_of(model, place.program)
-    keep_spans(model, *place.stage_spans)
-    lanes = Lanes(place.pairs, rank, device)
-    lanes.connect()
-    held = HeldParameters(model, place, holders, sharing_groups(place.program, holders.values()))
-    step = PlannedStep(model, plan.model, place, lanes, build_mesh(device), held)
+    step = rank_step(plan, model, rank)
+    place = step.place
     planned_step.Executor = Emulated
     figures = []
     for number in range(num_steps + 1):

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from emulated import NOISE, SHARES, Emulated, batches_of, build_model, measured_step
+from rank_step import rank_step
 from rows import Row, finish, options, show
 
 from motet.assign.plan import assign_step
@@ -39,16 +40,11 @@ from motet.core.workload import BatchLengths, ItemLengths, Workload
 from motet.cost.catalogue import cluster
 from motet.cost.source import cost_model
 from motet.models.mllm import MLLM
-from motet.models.part import keep_spans
 from motet.models.spec import model_spec
 from motet.planner.bubble_filling.propose import propose_bubble_filling
 from motet.planner.candidate import Candidate, Pins
 from motet.planner.job import Job
 from motet.runtime import planned_step
-from motet.runtime.held import HeldParameters
-from motet.runtime.holders import sharing_groups
-from motet.runtime.mesh import build_mesh
-from motet.runtime.p2p import Lanes
 from motet.runtime.place import Place
 from motet.runtime.planned_step import PlannedStep
 from motet.schedule import coarse_fills, fillable, planned
@@ -56,7 +52,6 @@ from motet.schedule.program import Action, Kind
 from motet.simulate.filling.step_filler import StepFiller
 from motet.simulate.predict.stage_pricing import Pricing
 from motet.train.input.planned import StepDecider
-from motet.train.planned_job import holders_of
 
 STEP_S = 3.0
 """Seconds of a step without fills, to which the speed of the device is set."""
@@ -133,13 +128,8 @@ class EmulatedParts(Emulated):
 
 
 def built(plan: Plan, rank: int) -> tuple[PlannedStep, StepDecider]:
-    model, place, cpu = build_model(), Place.of(plan, rank), torch.device("cpu")
-    holders = holders_of(model, place.program)
-    keep_spans(model, *place.stage_spans)
-    lanes = Lanes(place.pairs, rank, cpu)
-    lanes.connect()
-    held = HeldParameters(model, place, holders, sharing_groups(place.program, holders.values()))
-    return PlannedStep(model, plan.model, place, lanes, build_mesh(cpu), held), StepDecider(place)
+    step = rank_step(plan, build_model(), rank)
+    return step, StepDecider(step.place)
 
 
 def run_rank(rank: int, num_ranks: int, rendezvous: str, case: dict[str, Plan], num_steps: int, seed: int, out: Path):

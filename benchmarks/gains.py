@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from emulated import IMAGE_BLOCKS, NUM_BLOCKS, OFF, ROW_S, Emulated, batches_of, build_model, measured_step
 from order import rows_of
+from rank_step import rank_step
 from rows import Row, finish, options, show
 
 from motet.assign.plan import assign_step
@@ -37,22 +38,14 @@ from motet.cost.analytic import Analytic
 from motet.cost.catalogue import cluster
 from motet.cost.model import LayerSeconds
 from motet.models.mllm import MLLM
-from motet.models.part import keep_spans
 from motet.models.spec import model_spec
 from motet.runtime import planned_step
-from motet.runtime.held import HeldParameters
-from motet.runtime.holders import sharing_groups
-from motet.runtime.mesh import build_mesh
-from motet.runtime.p2p import Lanes
-from motet.runtime.place import Place
-from motet.runtime.planned_step import PlannedStep
 from motet.schedule.program import Kind
 from motet.simulate.predict.predict import predict_assigned
 from motet.simulate.predict.program_times import stage_times_of
 from motet.simulate.predict.stage_pricing import Pricing
 from motet.simulate.predict.step_seconds import PricedSteps
 from motet.simulate.predict.traffic import Traffic
-from motet.train.planned_job import holders_of
 
 STEP_S = 1.2
 """Seconds that the first step of a case takes, as simulated; rows take as long as makes it so."""
@@ -171,17 +164,12 @@ class Side:
     """One of the two Plans on this rank."""
 
     def __init__(self, case: Case, way: Way, rank: int, first: BatchLengths) -> None:
-        model, device = build_model(), torch.device("cpu")
+        model = build_model()
         if case.frozen:
             model.encoders["image"].requires_grad_(False)
         self.plan = plan_of(model, way, case.num_ranks, first)
-        self.place = Place.of(self.plan, rank)
-        holders = holders_of(model, self.place.program)
-        keep_spans(model, *self.place.stage_spans)
-        lanes = Lanes(self.place.pairs, rank, device)
-        lanes.connect()
-        held = HeldParameters(model, self.place, holders, sharing_groups(self.place.program, holders.values()))
-        self.step = PlannedStep(model, self.plan.model, self.place, lanes, build_mesh(device), held)
+        self.step = rank_step(self.plan, model, rank)
+        self.place = self.step.place
         self.cost = Rows(self.plan.cluster, "fp32")
         self.seconds = PricedSteps(self.plan, self.cost, self.place.program)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from rank_step import rank_step
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -34,13 +35,9 @@ from motet.models.part import keep_spans
 from motet.models.spec import model_spec
 from motet.runtime import deferred, sections
 from motet.runtime.held import HeldParameters
-from motet.runtime.holders import sharing_groups
-from motet.runtime.mesh import build_mesh
 from motet.runtime.p2p import Lanes
 from motet.runtime.place import Place
-from motet.runtime.planned_step import PlannedStep
 from motet.schedule.program import Kind
-from motet.train.planned_job import holders_of
 
 SCHEDULES = {
     "gpipe": (1, schedules.ScheduleGPipe),
@@ -143,14 +140,9 @@ class Ours:
     """Steps by `PlannedStep`. received_s: seconds of the last step in which this rank waited for messages."""
 
     def __init__(self, schedule: str, rank: int, tokens: Sequence[Sequence[np.ndarray]]) -> None:
-        plan, model, device = plan_of(schedule), build_model(), torch.device("cpu")
-        self._place = Place.of(plan, rank)
-        holders = holders_of(model, self._place.program)
-        keep_spans(model, *self._place.stage_spans)
-        lanes = Lanes(self._place.pairs, rank, device)
-        lanes.connect()
-        held = HeldParameters(model, self._place, holders, sharing_groups(self._place.program, holders.values()))
-        self._step = PlannedStep(model, plan.model, self._place, lanes, build_mesh(device), held)
+        plan = plan_of(schedule)
+        self._step = rank_step(plan, build_model(), rank)
+        self._place = self._step.place
         self._batches = [self._microbatches(plan, batch) for batch in tokens]
         self.num_actions = len(self._place.row.row)
         self.received_s = 0.0
