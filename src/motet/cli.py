@@ -1,4 +1,4 @@
-"""The command line: `motet train | checkpoints | plan | simulate | profile | analyze | demo-data`.
+"""The command line: `motet train | checkpoints | plan | simulate | profile | analyze | recipe-schema | demo-data`.
 
 Wrong input ends in one sentence on stderr and exit code 2; `crash.py` handles every other exception. A command imports
 what it needs when it runs, so that `motet --help` answers at once.
@@ -379,6 +379,16 @@ def profile_model(
     from motet.train.recipe.recipe import load_recipe
 
     run_profile(load_recipe(recipe, overrides or ()), recipe.stem, out=out, seconds=seconds)
+
+
+@app.command("recipe-schema")
+def print_recipe_schema() -> None:
+    """Print a JSON Schema of recipes, which describes every key: for editors, and to look keys up."""
+    import json
+
+    from motet.train.recipe.schema import recipe_schema
+
+    print(json.dumps(recipe_schema(), indent=2))
 
 
 @app.command("demo-data")

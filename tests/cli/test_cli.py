@@ -38,6 +38,10 @@ def test_an_unknown_command_exits_with_2_and_no_traceback():
         (["trian"], "motet: no such command 'trian'; did you mean 'train'?"),
         (["zebra"], "motet: no such command 'zebra'; see `motet --help`."),
         (["train"], "motet train: missing argument 'RECIPE.toml'; see `motet train --help`."),
+        (
+            ["recipe-schema", "x"],
+            "motet recipe-schema: got unexpected extra argument(s) (x); see `motet recipe-schema --help`.",
+        ),
         (["train", "--bogus"], "motet train: no such option: --bogus; see `motet train --help`."),
         (["train", "a", "b"], "motet train: got unexpected extra argument(s) (b); see `motet train --help`."),
         (["plan", "a.toml", "--nodes"], "'--nodes' requires an argument"),

@@ -39,7 +39,7 @@ def line_of(text, part):
         ("steps = 8", 'steps = "many"', "steps", "'run.steps' must be a whole number, not 'many'."),
         ("steps = 8", "steps = 0", "steps", "'run.steps' must be greater than 0, not 0."),
         ("steps = 8", "", "[run]", "'run.steps' is missing and has no default (optimizer steps of the whole run)."),
-        ("warmup_steps = 4", 'schedule = "cosin"', "schedule", "'cosine', 'linear' or 'constant', not 'cosin'."),
+        ("warmup_steps = 4", 'schedule = "cosin"', "schedule", "'cosine', 'linear', 'constant' or 'wsd', not 'cosin'."),
         ("batch_size = 6", "batch_size = 6\nmicrobatches = 4", "[run]", "microbatches = 4 must divide batch_size = 6"),
         ("seed = 3", "num_workers = 3", "num_workers", "'num_workers' belongs into [data]"),
         ("[transforms.image]\npatch_size", "[transforms.image]\npatchsize", "patchsize", "did you mean 'patch_size'?"),

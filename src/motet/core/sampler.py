@@ -42,8 +42,14 @@ Weight = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 class Distribution(BaseModel):
     """A distribution of lengths or counts.
 
-    One of three kinds: `value`; `choices`, optionally with `weights`; or log-normal, exp(normal(log median, spread)),
-    clipped to min ... max.
+    One of three kinds: a value; choices; or log-normal, exp(normal(log median, spread)), clipped to min ... max.
+
+    value:    always this one.
+    choices:  one of these.
+    weights:  how often each choice comes, in any unit; () is equally often.
+    median:   of a log-normal distribution.
+    spread:   the standard deviation of the logarithm.
+    min, max: what samples of a log-normal distribution are clipped to.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -52,7 +58,7 @@ class Distribution(BaseModel):
     choices: tuple[Amount, ...] = ()
     weights: tuple[Weight, ...] = ()
     median: float | None = Field(default=None, ge=1e-6, le=_MAX_AMOUNT)
-    spread: float = Field(default=0.0, ge=0, le=10, description="standard deviation of the logarithm")
+    spread: float = Field(default=0.0, ge=0, le=10)
     min: Amount = 1
     max: Amount = _MAX_AMOUNT
 
@@ -83,7 +89,11 @@ class Distribution(BaseModel):
 
 
 class Items(BaseModel):
-    """The items of one module in an example of a task."""
+    """The items of one module in an example of a task.
+
+    length_per_token: the length that makes a row of the backbone's sequence.
+    segment:          items are computed in segments of this length, beyond which no row attends; None: as a whole.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -94,7 +104,13 @@ class Items(BaseModel):
 
 
 class Task(BaseModel):
-    """A kind of examples."""
+    """A kind of examples.
+
+    name:   in tables and messages.
+    share:  of the examples, in any unit.
+    answer: the share of the text on which loss is taken.
+    items:  by module, the items that an example has.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -106,7 +122,10 @@ class Task(BaseModel):
 
 
 class Sampler(BaseModel):
-    """A mixture of tasks."""
+    """A mixture of tasks.
+
+    task: the tasks, at least one.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

@@ -45,7 +45,25 @@ from motet.core.spec import ModelSpec, Module
 
 
 class _Layers(BaseModel):
-    """Equal transformer layers. The keys are those of `core.shapes.Transformer`."""
+    """Equal transformer layers of one shape (`core.shapes.Transformer`).
+
+    num_layers:   the number of layers.
+    hidden:       the width of a row.
+    mlp:          the width of the MLP's inner row.
+    num_heads:    heads of queries.
+    num_kv_heads: heads of keys and values; 0 is num_heads.
+    head_dim:     the width of a head; 0 is hidden / num_heads.
+    gated:        the MLP is down(activation(gate(x)) * up(x)): three matrices.
+    activation:   of the MLP.
+    norm:         the kind of all norms.
+    biases:       the products that have a bias.
+    qk_norm:      queries and keys of each head are normalised.
+    qk_norm_rows: queries and keys are normalised as whole rows of all heads (OLMo2).
+    num_norms:    norms of whole rows in a layer: 2 before or after attention and MLP, 4 for both (Gemma3).
+    layer_scale:  both residual branches are multiplied by a trainable vector.
+    window:       the rows that a row attends to, itself included; 0 is all that attention allows.
+    train:        whether the layers learn.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -53,8 +71,8 @@ class _Layers(BaseModel):
     hidden: int = Field(gt=0, le=MAX_WIDTH)
     mlp: int = Field(gt=0, le=MAX_MLP)
     num_heads: int = Field(gt=0, le=MAX_HEADS)
-    num_kv_heads: int = Field(0, ge=0, le=MAX_HEADS, description="0 is num_heads")
-    head_dim: int = Field(0, ge=0, le=MAX_WIDTH, description="0 is hidden / num_heads")
+    num_kv_heads: int = Field(0, ge=0, le=MAX_HEADS)
+    head_dim: int = Field(0, ge=0, le=MAX_WIDTH)
     gated: bool = False
     activation: Activation = "gelu"
     norm: Norm = "layer"
@@ -78,10 +96,14 @@ class _Layers(BaseModel):
 
 
 class BackboneShape(_Layers):
-    """`[model.backbone]`: a causal decoder with an embedding and an output layer."""
+    """`[model.backbone]`: a causal decoder with an embedding and an output layer.
+
+    vocab_size: the number of tokens.
+    tied:       the output layer's matrix is the embedding's.
+    """
 
     vocab_size: int = Field(gt=0, le=MAX_VOCABULARY)
-    tied: bool = Field(False, description="the output layer's matrix is the embedding's")
+    tied: bool = False
 
     def module(self) -> Module:
         """The backbone."""
@@ -90,7 +112,12 @@ class BackboneShape(_Layers):
 
 
 class ProjectorShape(BaseModel):
-    """A projector: `downsample` rows are joined, then one matrix, or two with GELU between them."""
+    """A projector of an encoder's rows into the backbone.
+
+    kind:       one matrix, or two with GELU between them.
+    downsample: rows that are joined into one before.
+    train:      whether it learns.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -102,6 +129,7 @@ class ProjectorShape(BaseModel):
 class EncoderShape(_Layers):
     """`[model.encoders.NAME]`, `[model.generators.NAME]`: transformer layers after patches or convolutions.
 
+    kind:          of images, "vit"; or of audio, after Whisper's convolutions.
     row_dim:       the number of values of a patch.
     class_row:     each image has one more row.
     num_positions: the length of the position table.
@@ -146,7 +174,11 @@ class EncoderShape(_Layers):
 
 
 class ModelShapes(BaseModel):
-    """`[model]`: an encoder or generator has the name of the column of lengths that it computes on."""
+    """`[model]`: a model made of shapes.
+
+    encoders:   by the name of the column of lengths that each computes on.
+    generators: those that the backbone feeds, named likewise; they are planned for, and not trained.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

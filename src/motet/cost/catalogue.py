@@ -105,17 +105,17 @@ class ClusterConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     device: str = Field(description=f"one of {', '.join(DEVICES)}; cpu is measured")
-    nodes: int = Field(1, gt=0, le=MAX_NODES)
-    ranks_per_node: int | None = Field(None, gt=0, le=MAX_RANKS_PER_NODE)
+    nodes: int = Field(1, gt=0, le=MAX_NODES, description="the number of nodes")
+    ranks_per_node: int | None = Field(None, gt=0, le=MAX_RANKS_PER_NODE, description="devices of a node")
     peak_tflops: dict[str, Rate] = Field(
         default_factory=dict, description=f"10^12 operations a second, dense, by precision: {', '.join(PRECISIONS)}"
     )
     memory_gbytes: float | None = Field(None, ge=1e-3, le=1e9, description="10^9 bytes of a device")
-    memory_gbytes_per_s: Rate | None = None
+    memory_gbytes_per_s: Rate | None = Field(None, description="that a device reads from its memory")
     intra_node_gbytes_per_s: Rate | None = Field(None, description="that a rank sends inside a node")
-    intra_node_latency_us: Latency | None = None
+    intra_node_latency_us: Latency | None = Field(None, description="of a message inside a node")
     inter_node_gbytes_per_s: Rate | None = Field(None, description="that a rank sends to another node")
-    inter_node_latency_us: Latency | None = None
+    inter_node_latency_us: Latency | None = Field(None, description="of a message to another node")
 
     @field_validator("device")
     @classmethod

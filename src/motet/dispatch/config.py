@@ -26,6 +26,8 @@ class LengthCostConfig(BaseModel):
 
     It has an effect only with `cost = "length"`.
 
+    linear, quadratic: the factors of the length, and of its square.
+
     Example:
         >>> config = BalanceConfig(cost="length", costs={"image": LengthCostConfig(linear=3, quadratic=1)})
         >>> config.length_costs(config.policies({"image": "packed"}))[1].coefficients

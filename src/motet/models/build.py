@@ -37,17 +37,20 @@ from motet.models.stored import stored_tensors
 
 
 class EncoderConfig(BaseModel):
-    """One encoder and its projector. The encoder's weights have one source:
+    """One encoder and its projector.
 
-    family, config: random weights; `config` holds HF's options.
-    family, path:   a local directory with safetensors; `config` overrides its options. If the directory holds a larger
-                    model, only the tower is read: the projector starts from random weights.
+    The encoder is `family`, with random weights or those of `path`; or `module`.
+
+    family:         an HF model that Motet knows.
+    config:         HF's options of the family; they override those of `path`.
+    path:           a local directory with safetensors. If it holds a larger model, only the tower is read: the
+                    projector starts from random weights.
     module, args:   "package.module:Class", called with `args`; see `contract.Encoder`.
-
     reads:          the media that it is given; by default that after which it is named. Several encoders may read one
                     kind of media (`ModelConfig.combine`).
     before, between, after: callbacks before the encoder, between encoder and projector, and after the projector, as
                     "package.module:function" (`models/callbacks.py`).
+    train_encoder, train_projector: whether each learns.
     feature_layer:  the layer of a vision tower whose output is used, counted as transformers counts hidden states: -1
                     is the last layer, -2 the one before it (LLaVA), without the norm behind the layers. Default: the
                     tower's own output.
@@ -88,7 +91,13 @@ class EncoderConfig(BaseModel):
 
 
 class BackboneConfig(BaseModel):
-    """The backbone: `family` with `config` (HF options) for random weights, or with `path`, a local HF directory."""
+    """The backbone, with random weights or those of a directory.
+
+    family: an HF model that Motet knows.
+    config: HF's options of the family; they override those of `path`.
+    path:   a local HF directory.
+    train:  whether it learns.
+    """
 
     model_config = ConfigDict(extra="forbid")
     family: Literal["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3", "phi3", "olmo2"]
@@ -103,13 +112,14 @@ class BackboneConfig(BaseModel):
 
 
 class ModelConfig(BaseModel):
-    """The whole model; the name of an encoder is the name of its phase.
+    """The whole model.
 
-    combine: what the backbone is given of media that several encoders read: "rows", those of one encoder after those of
-             the other, in the order of the recipe; or "sum", one row for all of them. A sum of linear projections is
-             the linear projection of joined channels.
-    merge:   a callback in place of the merge of rows into the backbone's embeddings, as "package.module:function"
-             (`models/callbacks.py`).
+    encoders: by name, which is that of a phase.
+    combine:  what the backbone is given of media that several encoders read: "rows", those of one encoder after those
+              of the other, in the order of the recipe; or "sum", one row for all of them. A sum of linear projections
+              is the linear projection of joined channels.
+    merge:    a callback in place of the merge of rows into the backbone's embeddings, as "package.module:function"
+              (`models/callbacks.py`).
     """
 
     model_config = ConfigDict(extra="forbid")

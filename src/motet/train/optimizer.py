@@ -11,7 +11,7 @@ import math
 from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -26,13 +26,25 @@ class OptimizerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     lr: float = Field(gt=0, le=1000, description="peak learning rate")
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the first and of the second moment")
     eps: float = Field(1e-8, ge=1e-15, le=1, description="added to the root of the second moment")
     weight_decay: float = Field(0.1, ge=0, le=1000, description="on matrices; never on norms, biases and embeddings")
     clip_norm: float = Field(1.0, gt=0, allow_inf_nan=True, description="largest global gradient norm; inf never clips")
     warmup_steps: int = Field(0, ge=0, le=MAX_STEPS, description="steps in which the rate rises linearly to its peak")
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine",
+        description="how the rate falls after warm-up; wsd: it stays, and falls linearly in the last decay_steps",
+    )
+    decay_steps: int | None = Field(
+        None, gt=0, le=MAX_STEPS, description="of wsd: the last steps, in which the rate falls; default: a tenth of all"
+    )
     final_lr_ratio: float = Field(0.1, ge=0, le=1, description="rate of the last step over the peak rate")
+
+    @model_validator(mode="after")
+    def _only_wsd_has_decay_steps(self) -> OptimizerConfig:
+        if self.decay_steps is not None and self.schedule != "wsd":
+            raise ValueError(f'decay_steps has no effect with schedule = "{self.schedule}"; set "wsd", or remove it')
+        return self
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
@@ -42,11 +54,15 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    decay_steps = num_steps - 1 - config.warmup_steps
-    progress = min(1.0, (step - config.warmup_steps) / decay_steps) if decay_steps > 0 else 0.0
+    first = config.warmup_steps
+    if config.schedule == "wsd":
+        first = max(first, num_steps - 1 - (config.decay_steps or math.ceil(num_steps / 10)))
+    decay_steps = num_steps - 1 - first
+    progress = min(1.0, max(0, step - first) / decay_steps) if decay_steps > 0 else 0.0
     remaining = {
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
         "linear": 1 - progress,
+        "wsd": 1 - progress,
         "constant": 1.0,
     }[config.schedule]
     return config.lr * (config.final_lr_ratio + (1 - config.final_lr_ratio) * remaining)

@@ -120,7 +120,8 @@ class _Run:
         with ExitStack() as opened:
             with self._on_first_rank():
                 if self.world.is_first:
-                    log = MetricsLog(self.recipe.run.dir, self.first_step, self.recipe.run.steps)
+                    run, config = self.recipe.run, self.recipe.model_dump(mode="json")
+                    log = MetricsLog(run.dir, self.first_step, run.steps, run.report_to, config)
                     self.log = opened.enter_context(log)
                     # Only now: a recipe that is refused must not replace the recipe of an earlier run.
                     text = dump_recipe(self.recipe)

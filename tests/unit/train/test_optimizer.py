@@ -39,3 +39,15 @@ def test_matrices_decay_and_norms_biases_embeddings_and_frozen_parameters_do_not
     decayed = next(group["params"] for group in groups if group["weight_decay"])
     assert decayed[0] is model[1].weight
     assert sum(len(group["params"]) for group in build_optimizer(model, OptimizerConfig(lr=1e-3)).param_groups) == 5
+
+
+def test_wsd_stays_and_falls_in_its_last_steps():
+    found = rates(11, schedule="wsd", warmup_steps=2, decay_steps=4, final_lr_ratio=0.0)
+    assert found == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0])
+    assert rates(20, schedule="wsd", final_lr_ratio=0.2) == pytest.approx([1.0] * 18 + [0.6, 0.2])
+    assert rates(3, schedule="wsd", warmup_steps=1, decay_steps=9, final_lr_ratio=0.0) == pytest.approx([1, 1, 0])
+
+
+def test_decay_steps_are_refused_where_they_have_no_effect():
+    with pytest.raises(ValueError, match='decay_steps has no effect with schedule = "linear"'):
+        OptimizerConfig(lr=1.0, schedule="linear", decay_steps=5)

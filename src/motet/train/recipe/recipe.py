@@ -54,6 +54,7 @@ from motet.train.recipe.toml_text import dump_toml, read_recipe
 
 _DRAWN_LR = 1e-4
 """The peak learning rate of a recipe whose examples are drawn, if it says none."""
+Service = Literal["tensorboard", "wandb", "trackio"]
 _DTYPE_OF = {"bf16": "bfloat16", "fp32": "float32"}
 _PRECISION = {"param_dtype", "reduce_dtype"}
 
@@ -77,19 +78,26 @@ class RunConfig(BaseModel):
         description="parts of a batch whose gradients are accumulated; data.group sets it to the groups of a rank",
     )
     seed: int = Field(0, ge=0, le=MAX_SEED, description="of weights and dropout; data.seed orders the examples")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if there are any")
     dtype: Literal["float32", "float64"] = Field("float32", description="of parameters and optimizer state")
     plan: Path | None = Field(None, description="a plan of `motet plan` to train under; --plan outweighs it")
     on_bad_step: Literal["stop", "skip"] = Field(
         "stop", description="what is done about a step whose loss or gradient is not finite; it changes no weight"
     )
-
+    report_to: tuple[Service, ...] = Field(
+        ("tensorboard",), description="what scalars are reported to beside metrics.jsonl: one, or a list; [] is nothing"
+    )
     wait_limit_s: float = Field(
         600.0,
         gt=0,
         le=MAX_WAIT_S,
         description="how long a rank waits for another that is alive; one whose process is gone ends the run at once",
     )
+
+    @field_validator("report_to", mode="before", json_schema_input_type=Service | tuple[Service, ...])
+    @classmethod
+    def _one_or_several(cls, given: Any) -> Any:
+        return (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else given
 
     @model_validator(mode="after")
     def _whole_microbatches(self) -> RunConfig:

@@ -1,17 +1,16 @@
-"""Where a run's metrics go: `metrics.jsonl` (a line a step), TensorBoard events, and the terminal. Rank 0 only.
+"""Where a run's metrics go: `metrics.jsonl` (a line a step), trackers, and the terminal. Rank 0 only.
 
 A resumed run removes the lines after the step from which it resumes, so that the file has every step once. If a file
 cannot be written, nothing is raised: `failure` says why, and all ranks stop together (`trainer.py`). A run goes on if
-its terminal has gone.
+its terminal has gone, or a service that it reports to.
 """
 
 from __future__ import annotations
 
 import math
-import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from motet.core.errors import UserError
 from motet.crash import silence
 from motet.train.report.step_lines import BAD_STEPS, METRICS, Lines, cut_lines, to_json
+from motet.train.report.trackers import Tracker, open_trackers
 from motet.train.run_folder import writing
 
 _PLAIN_LINE_EVERY_S = 5.0
@@ -31,13 +31,15 @@ class MetricsLog:
     """Logs the metrics of a run; a context manager, which closes its files and the live line.
 
     first_step: the step from which the run goes on.
+    report_to:  as of `run.report_to`. config: the recipe, as plain data, which services are given.
     failure:    why metrics could not be written, a sentence without full stop; "" if they could.
-    Raises UserError if the files cannot be written at the start, or metrics.jsonl is no file of a run.
+    Raises UserError if the files cannot be written at the start, metrics.jsonl is no file of a run, or a service cannot
+    be reported to.
     """
 
-    def __init__(self, run_dir: Path, first_step: int, num_steps: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
+    def __init__(
+        self, run_dir: Path, first_step: int, num_steps: int, report_to: tuple[str, ...], config: Mapping[str, Any]
+    ) -> None:
         self.failure = ""
         self._num_steps = num_steps
         self._path = run_dir / "metrics.jsonl"
@@ -45,9 +47,7 @@ class MetricsLog:
             cut_lines(self._path, first_step, METRICS)
             cut_lines(run_dir / "bad_steps.jsonl", first_step, BAD_STEPS)
             self._file = Lines(self._path)
-            if first_step == 0:
-                shutil.rmtree(run_dir / "tensorboard", ignore_errors=True)
-            self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
+            self._trackers = open_trackers(report_to, run_dir, first_step, config)
         self._console = Console(file=Terminal())
         self._live = _live_line(self._console) if self._console.is_terminal else None
         if self._live:
@@ -60,21 +60,18 @@ class MetricsLog:
         step = metrics["step"]
         with self._noting_failure():
             self._file.write(to_json(metrics))
-            for name, value in _scalars(metrics).items():
-                self._events.add_scalar(name, value, step)
+        scalars = _scalars(metrics)
+        self._to_trackers(lambda tracker: tracker.add(scalars, step))
         self._show(step, f"loss {metrics['loss']:.4f}  {metrics['tokens_per_s']:,.0f} tokens/s")
 
     def write_heldout(self, step: int, loss: float, exact_match: dict[str, float]) -> None:
         """Log an evaluation after a step. exact_match: by task, the share of answers that match."""
-        with self._noting_failure():
-            self._events.add_scalar("heldout/loss", loss, step)
-            for task, share in exact_match.items():
-                self._events.add_scalar(f"heldout/exact_match/{task}", share, step)
+        shares = {f"heldout/exact_match/{task}": share for task, share in exact_match.items()}
+        self._to_trackers(lambda tracker: tracker.add({"heldout/loss": loss, **shares}, step))
 
     def flush(self) -> None:
         """Flush events to the disk; done before a checkpoint, which counts their steps as done."""
-        with self._noting_failure():
-            self._events.flush()
+        self._to_trackers(lambda tracker: tracker.flush())
 
     def check(self) -> None:
         """Flush, and raise UserError if anything could not be written."""
@@ -92,7 +89,7 @@ class MetricsLog:
             self._live.stop()
         with self._noting_failure():
             self._file.close()
-            self._events.close()
+        self._to_trackers(lambda tracker: tracker.close())
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -108,6 +105,15 @@ class MetricsLog:
             self.failure = (
                 self.failure or f"{error.filename or self._path} cannot be written: {error.strerror or error}"
             )
+
+    def _to_trackers(self, do: Callable[[Tracker], None]) -> None:
+        """A tracker that fails is told of once, and left."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                do(tracker)
+            except Exception as error:  # What a service raises is its own.
+                del self._trackers[name]
+                self.say(f"{name} is not reported to any more ({error}); metrics.jsonl has every step.")
 
     def _show(self, step: int, text: str) -> None:
         if self._live:
