@@ -166,7 +166,7 @@ def batches_of(
 ) -> list[RankBatch]:
     """The microbatches of a step, as far as the rank needs them. decide: by default with the Plan's own fills."""
     batches, items = [], lengths.items["image"]
-    needs = StageNeeds.of(place.replicas, place.stages.values(), plan.model)
+    needs = StageNeeds.of(place)
     for microbatch, part in enumerate((decide or partial(decide_planned_step, plan))(lengths).microbatches):
         sequences = []
         for number in part.examples[part.decision.backbone.on_rank(place.replicas[BACKBONE])] if needs.tokens else ():

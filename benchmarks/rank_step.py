@@ -13,6 +13,7 @@ from motet.runtime.mesh import build_mesh
 from motet.runtime.p2p import Lanes
 from motet.runtime.place import Place
 from motet.runtime.planned_step import PlannedStep
+from motet.runtime.unit_groups import UnitGroups
 from motet.train.planned_job import holders_of
 
 
@@ -24,4 +25,4 @@ def rank_step(plan: Plan, model: MLLM, rank: int) -> PlannedStep:
     lanes = Lanes(place.pairs, rank, device)
     lanes.connect()
     held = HeldParameters(model, place, holders, sharing_groups(place.program, holders.values()))
-    return PlannedStep(model, plan.model, place, lanes, build_mesh(device), held)
+    return PlannedStep(model, plan.model, place, lanes, build_mesh(device), held, UnitGroups.of(place))

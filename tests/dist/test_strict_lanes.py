@@ -35,6 +35,7 @@ from motet.schedule import (
     zb_h1,
     zb_v,
 )
+from motet.schedule.coordinates import RankLink
 from motet.simulate.filling.step_filler import StepFiller
 from ranks import RankFailed, run_ranks
 from unit.schedule.plans import PLANS
@@ -92,14 +93,17 @@ def walk(program, rank, lanes, device=CPU, width=WIDTH):
     has_backward = {action.stage for row in program.actions for action in row if action.kind in (Kind.B, Kind.I)}
     tensors = StageTensors()
 
-    def parts(edge, microbatch):
+    def parts(edge, microbatch, shares):
         source = program.edges[edge][0]
         return [MessagePart(str(source), width, None, 1, 1, source in has_backward)]
 
     place = SimpleNamespace(
         row=row,
         edges=edges,
-        rank_of=lambda stage: program.stages[stage].rank,
+        c=0,
+        program_rank_of=lambda stage: program.stages[stage].rank,
+        senders=lambda action: [RankLink(program.stages[action.peer].rank, rank, (0, 0))],
+        receivers=lambda action: [RankLink(rank, program.stages[action.peer].rank, (0, 0))],
         local_edges={},
         answered=answered_sends(program, rank),
     )

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch.distributed as dist
 
-from motet.runtime import groups, holders, mesh, p2p
+from motet.runtime import groups, holders, mesh, p2p, unit_groups
 from parity.planned import MIXED_TOLERANCE, TOLERANCE, PlannedCase, differences, errors_of
 
 _made: dict[object, dist.ProcessGroup] = {}
@@ -40,6 +40,6 @@ def _groups_of_before() -> Iterator[None]:
         return _made[key, asked[key]]
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (p2p, holders, mesh):
+        for module in (p2p, holders, mesh, unit_groups):
             patch.setattr(module, "new_group", again)
         yield

@@ -45,6 +45,7 @@ from motet.runtime.place import Place
 from motet.runtime.planned_step import PlannedStep
 from motet.runtime.sharded_state import SAME_TYPES, ComputeTypes
 from motet.runtime.step import StepResult
+from motet.runtime.unit_groups import UnitGroups
 from motet.train.input.planned import StageNeeds, StepDecider
 from motet.train.optimizer import OptimizerConfig, build_optimizer
 from motet.train.planned_job import holders_of
@@ -266,7 +267,7 @@ def build_step(case: PlannedCase, stored: torch.dtype = torch.float64, types: Co
     lanes.connect()
     optimizer = build_optimizer(model, OPTIMIZER)
     return PlannedStep(
-        model, plan.model, place, lanes, build_mesh(device), held, optimizer,
+        model, plan.model, place, lanes, build_mesh(device), held, UnitGroups.of(place), optimizer,
         max_grad_norm=OPTIMIZER.clip_norm,
     )  # fmt: skip
 
@@ -284,9 +285,9 @@ def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def batches_of(case: PlannedCase, place: Place, model: MLLM, step: int) -> list[RankBatch]:
     """The microbatches of a step, as far as this rank needs them."""
-    examples, plan, phases = case.examples(step), place.program.layout.plan, tuple(model.encoders)
+    examples, phases = case.examples(step), tuple(model.encoders)
     lengths = LoadedTables.read([tables_of(examples, phases, model.encoders)], phases).lengths
-    needs = StageNeeds.of(place.replicas, place.stages.values(), plan.model)
+    needs = StageNeeds.of(place)
     batches, all_kept = [], case.kept(step)
     for number, part in enumerate(StepDecider(place)(lengths).microbatches):
         kept = all_kept[part.examples]
@@ -302,7 +303,7 @@ def batches_of(case: PlannedCase, place: Place, model: MLLM, step: int) -> list[
         sequences = None
         if needs.tokens:
             sequences = [chosen[i].sequence for i in decision.backbone.on_rank(place.replicas[BACKBONE])]
-        batch = assemble_stages(decision, lengths, place.replicas, sequences, taken, sizes)
+        batch = assemble_stages(decision, lengths, place.replicas, sequences, taken, sizes, needs.context)
         if case.dropout:
             batch = batch.with_draws(example_keys(case.seed, step, part.examples[kept]), place.replicas)
         batches.append(batch.to(rank_device(), dtype=torch.float64))

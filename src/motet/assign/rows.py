@@ -10,9 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from motet.assign.step import StepAssignment
+from motet.assign.step import ModuleAssignment, StepAssignment
+from motet.balance import assign
 from motet.core.arrays import Float64Array, Int64Array
-from motet.schedule.coordinates import replica_of
+from motet.core.plan import Plan
+from motet.core.workload import BACKBONE
+from motet.schedule.coordinates import share_of
 from motet.schedule.edges import consumers_in
 from motet.schedule.from_plan import PlannedProgram
 
@@ -30,36 +33,104 @@ class SentRows:
     sink: Int64Array
 
 
+@dataclass(frozen=True)
+class Dealing:
+    """How context-parallel ranks of the backbone take in the items of an encoder: whole, each on one rank.
+
+    Where tokens stand that items belong to, senders do not know. So the ranks that share sequences get items by length,
+    and then give rows to each other (`dispatch/context.py`).
+
+    c, cp:      of the rank that takes in, and how many there are.
+    is_of_unit: whether the encoder is of the backbone's unit: then items stay on the rank that has encoded them.
+    """
+
+    c: int
+    cp: int
+    is_of_unit: bool
+
+    @staticmethod
+    def of(plan: Plan, name: str, taker: str, shares: tuple[int, int] | None) -> Dealing | None:
+        """Of the items of a module; None if all that a replica takes in is meant. shares: as of `edge_rows`."""
+        unit = plan.unit_of(BACKBONE)
+        if shares is None or taker != BACKBONE or unit.cp == 1:
+            return None
+        return Dealing(shares[1], unit.cp, name in unit.modules)
+
+    def ranks(self, items: ModuleAssignment, arriving: Int64Array) -> Int64Array:
+        """The c of each item that a replica takes in, int64 [num_arriving]. items: of the whole step."""
+        if self.is_of_unit:
+            return items.replica[arriving].astype(np.int64) % self.cp
+        return dealt_out(items.num_tokens[arriving], self.cp)
+
+
+def dealt_out(work: Int64Array, cp: int) -> Int64Array:
+    """Whole items dealt out over context-parallel ranks by their work, int64 [num_items]."""
+    return assign(work, cp).ranks.astype(np.int64)
+
+
 def edge_rows(
-    planned: PlannedProgram, assignment: StepAssignment, edge: int, island: int, microbatch: int
+    planned: PlannedProgram,
+    assignment: StepAssignment,
+    edge: int,
+    island: int,
+    microbatch: int,
+    shares: tuple[int, int] | None = None,
 ) -> dict[tuple[str, str], SentRows | None]:
     """The rows that go along an edge of a Program, by (module whose output they are, module that takes them in).
 
-    edge: index into `planned.program.edges`.
+    edge: index into `planned.program.edges`. shares: as of `coordinates.RankLink`, where items are numbered
+    as in training (`coordinates.share_of`); None: rows go from replica to replica, whatever ranks share them.
     A module that continues in the sink stage, or only passes through it, has the key (module, module) and the value
     None: all of its rows go, in their order. So they do to a later stage of the module that has taken them in.
     """
+    layout = planned.layout
     source, sink = (planned.stages[stage] for stage in planned.program.edges[edge])
-    ends = replica_of(planned.layout, source, island), replica_of(planned.layout, sink, island)
     rows: dict[tuple[str, str], SentRows | None] = {}
     for name, stop in planned.outputs(edge):
-        has_ended = stop == len(planned.layout.plan.model.module(name).blocks)
-        consumers = consumers_in(planned.layout, name, sink) if has_ended else []
+        sender = name, share_of(layout, name, source, island, shares and shares[0])
+        has_ended = stop == len(layout.plan.model.module(name).blocks)
+        consumers = consumers_in(layout, name, sink) if has_ended else []
         consumers = [consumer for consumer in consumers if consumer not in source.layers]
         for consumer in consumers:
-            rows[name, consumer] = sent_rows(assignment, (name, ends[0]), (consumer, ends[1]), microbatch)
+            receiver = consumer, share_of(layout, consumer, sink, island, shares and shares[1])
+            dealing = Dealing.of(layout.plan, name, consumer, shares)
+            rows[name, consumer] = sent_rows(assignment, sender, receiver, microbatch, dealing)
         if not consumers:
             rows[name, name] = None
     return rows
 
 
-def sent_rows(assignment: StepAssignment, source: tuple[str, int], sink: tuple[str, int], microbatch: int) -> SentRows:
+def sent_rows(
+    assignment: StepAssignment,
+    source: tuple[str, int],
+    sink: tuple[str, int],
+    microbatch: int,
+    dealing: Dealing | None = None,
+) -> SentRows:
     """The rows that a replica of one module sends to a replica of a module that takes its output in.
 
     source, sink: (module, replica). A row goes to every replica of the sink that computes an item of the row's example.
+    dealing:      which of these rows one rank of the replica takes in; None: all.
     O(items log items).
     """
-    (name, sender), (taker, receiver) = source, sink
+    name, sender = source
+    items = assignment.modules[name]
+    arriving = arriving_items(assignment, name, sink, microbatch, dealing)
+    sent = arriving[items.replica[arriving] == sender]
+    return SentRows(
+        row_order(items.items_of(sender, microbatch), sent, items.num_tokens),
+        row_order(arriving, sent, items.num_tokens),
+    )
+
+
+def arriving_items(
+    assignment: StepAssignment, name: str, sink: tuple[str, int], microbatch: int, dealing: Dealing | None = None
+) -> Int64Array:
+    """The items of a module whose rows a replica takes in, by the position of their example, then by item, int64 [n].
+
+    Arguments: as of `sent_rows`.
+    """
+    taker, receiver = sink
     items = assignment.modules[name]
     examples = assignment.modules[taker].example[assignment.modules[taker].items_of(receiver, microbatch)]
     arrival = np.full(assignment.batch.num_examples, -1)
@@ -67,11 +138,7 @@ def sent_rows(assignment: StepAssignment, source: tuple[str, int], sink: tuple[s
     arrival[examples[::-1]] = np.arange(len(examples))[::-1]
     arriving = np.flatnonzero(arrival[items.example] >= 0)
     arriving = arriving[np.argsort(arrival[items.example[arriving]], kind="stable")]
-    sent = arriving[items.replica[arriving] == sender]
-    return SentRows(
-        row_order(items.items_of(sender, microbatch), sent, items.num_tokens),
-        row_order(arriving, sent, items.num_tokens),
-    )
+    return arriving if dealing is None else arriving[dealing.ranks(items, arriving) == dealing.c]
 
 
 def sent_shares(assignment: StepAssignment, name: str, taker: str, receiver: int, num_islands: int = 1) -> Float64Array:

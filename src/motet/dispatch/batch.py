@@ -16,6 +16,7 @@ from motet.assign.orchestrator import Decision
 from motet.core.arrays import Int64Array
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BACKBONE, BatchLengths
+from motet.dispatch.context import ContextShare
 from motet.dispatch.exchange import exchange, exchange_rows
 from motet.dispatch.route import GatherRoute, Route, compose_route
 from motet.dropout import item_keys
@@ -32,6 +33,8 @@ class PackedSequences:
     targets:           BoolTensor [total]; the loss counts the prediction of tokens[t] where targets[t].
     offsets:           IntTensor on the CPU [num_sequences + 1]; sequence i is tokens[offsets[i]:offsets[i + 1]].
     feature_positions: per phase, LongTensor [rows]; the position of each row of the phase's features; ascending.
+    context:           the rows of this rank, where context-parallel ranks share the sequences: tokens, targets and
+                       positions are of its rows, and offsets of all; None: this rank has all rows.
 
     Example:
         >>> text = TokenSequence(np.array([7, 0, 9]), np.array([False, False, True]), ("image",), np.array([1]))
@@ -46,6 +49,7 @@ class PackedSequences:
     targets: Tensor
     offsets: Tensor
     feature_positions: dict[str, Tensor]
+    context: ContextShare | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -101,6 +105,7 @@ class PackedSequences:
             tokens=change(self.tokens),
             targets=change(self.targets),
             feature_positions={phase: change(positions) for phase, positions in self.feature_positions.items()},
+            context=None if self.context is None else self.context.with_tensors(change),
         )
 
 
@@ -213,6 +218,13 @@ class RankBatch:
             {BACKBONE: keys[self.decision.backbone.on_rank(replicas[BACKBONE])]} if BACKBONE in replicas else {}
         )
         return replace(self, draws=of_items | of_sequences)
+
+    def sharing(self, group: dist.ProcessGroup | None) -> RankBatch:
+        """The same batch, whose sequences the ranks of a group share; as it is if no other rank shares them."""
+        context = self.sequences.context
+        if context is None:
+            return self
+        return replace(self, sequences=replace(self.sequences, context=replace(context, group=group)))
 
     @property
     def num_targets(self) -> int:

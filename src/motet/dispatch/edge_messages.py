@@ -10,14 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from motet.assign.rows import SentRows, edge_rows
+from motet.assign.context_rows import context_rows
+from motet.assign.rows import Dealing, SentRows, arriving_items, edge_rows
 from motet.assign.step import ModuleAssignment, StepAssignment, joined
 from motet.core.arrays import Int64Array
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.schedule import PlannedProgram
-from motet.schedule.coordinates import replica_of
+from motet.schedule.coordinates import share_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,24 +55,42 @@ def assignment_of(batches: Sequence[RankBatch]) -> StepAssignment:
 
 
 def message_parts(
-    planned: PlannedProgram, assignment: StepAssignment, edge: int, island: int, microbatch: int
+    planned: PlannedProgram,
+    assignment: StepAssignment,
+    edge: int,
+    island: int,
+    microbatch: int,
+    shares: tuple[int, int] | None = None,
 ) -> tuple[MessagePart, ...]:
-    """The parts of a message along an edge, those without rows left out. edge: as of `assign.rows.edge_rows`."""
+    """The parts of a message along an edge, those without rows left out. edge, shares: as of `assign.rows.edge_rows`.
+
+    Where other context-parallel ranks have rows of the backbone, a part without any stays: all run its blocks.
+    """
     layout, model = planned.layout, planned.layout.plan.model
     source, sink = (planned.stages[stage] for stage in planned.program.edges[edge])
-    sender, receiver = replica_of(layout, source, island), replica_of(layout, sink, island)
-    rows, parts = edge_rows(planned, assignment, edge, island, microbatch), []
+    rows, parts = edge_rows(planned, assignment, edge, island, microbatch, shares), []
     for name, stop in planned.outputs(edge):
         module, items = model.module(name), assignment.modules[name]
         index, layer = module.blocks[stop - 1][-1], module.sent(stop)
-        num_sent = _num_rows(module, stop, items, items.items_of(sender, microbatch))
+        computed = items.items_of(share_of(layout, name, source, island, shares and shares[0]), microbatch)
+        num_sent = _num_rows(module, stop, items, computed)
+        is_kept = name == BACKBONE and num_sent > 0
+        if name == BACKBONE and source.unit.cp > 1 and shares is not None:
+            num_sent = len(context_rows(items.length[computed], source.unit.cp).rows[shares[0]])
         for (source_module, taker), sent in rows.items():
             if source_module == name:
-                num_taken = num_sent if sent is None else _num_taken(assignment, name, taker, receiver, microbatch)
+                num_taken = num_sent
+                if sent is not None:
+                    sink_share = taker, share_of(layout, taker, sink, island, shares and shares[1])
+                    dealing = Dealing.of(layout.plan, name, taker, shares)
+                    arriving = arriving_items(assignment, name, sink_share, microbatch, dealing)
+                    num_taken = int(items.num_tokens[arriving].sum())
                 has_gradient = layer.trainable or model.input_gradients[name][index]
                 moved = None if sent is None or _are_all(sent, num_sent, num_taken) else sent
-                parts.append(MessagePart(name, layer.output_width, moved, num_sent, num_taken, has_gradient))
-    return tuple(part for part in parts if part.num_rows)
+                part = MessagePart(name, layer.output_width, moved, num_sent, num_taken, has_gradient)
+                if part.num_rows or is_kept:
+                    parts.append(part)
+    return tuple(parts)
 
 
 def _are_all(sent: SentRows, num_sent: int, num_taken: int) -> bool:
@@ -96,10 +115,3 @@ def _num_rows(module: Module, stop: int, items: ModuleAssignment, computed: Int6
     )
     is_padded = module.padded and module.keys_of(stop) is None
     return int(rows.max(initial=0)) * len(rows) if is_padded else int(rows.sum())
-
-
-def _num_taken(assignment: StepAssignment, name: str, taker: str, receiver: int, microbatch: int) -> int:
-    """Rows of a module that a replica of the module that takes them in gets in a microbatch, from all senders."""
-    items, taken = assignment.modules[name], assignment.modules[taker]
-    examples = taken.example[taken.items_of(receiver, microbatch)]
-    return int(items.num_tokens[np.isin(items.example, examples)].sum())

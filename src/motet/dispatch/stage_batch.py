@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from motet.assign.context_rows import context_rows
 from motet.assign.orchestrator import Decision
+from motet.assign.rows import dealt_out
 from motet.core.arrays import Int64Array
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.dispatch.batch import PackedSequences, RankBatch, check_lengths, pack, stacked_media
+from motet.dispatch.context import ContextPlace, route_to_places, share_sequences
 
 
 def assemble_stages(
@@ -21,6 +25,7 @@ def assemble_stages(
     sequences: Sequence[TokenSequence] | None,
     media: Mapping[str, Sequence[Media]],
     sizes: Mapping[str, Int64Array],
+    context: ContextPlace | None = None,
 ) -> RankBatch:
     """The RankBatch of a rank whose stages run parts of modules. It has no routes: the Program's messages move rows.
 
@@ -29,6 +34,7 @@ def assemble_stages(
                have their extents then, and neither tokens nor targets.
     media:     items of the replica, in its order, of the encoders whose first block the rank has.
     sizes:     phase -> sizes of all items of the microbatch, int64 [num_items, size_dim].
+    context:   where the rank stands among those that share the replica's sequences; None: it shares them with none.
     Raises ValueError where what was loaded differs from what `lengths` says.
     """
     values = {}
@@ -50,14 +56,43 @@ def assemble_stages(
             sequences, {phase: _rows(decision, lengths, phase, replicas[BACKBONE]) for phase in lengths.items}
         )
         check_lengths(packed, lengths, examples)
+    if context is not None and BACKBONE in replicas:
+        packed = _shared_out(packed, decision, lengths, replicas[BACKBONE], context)
     return RankBatch(packed, values, {}, lengths, decision)
 
 
 def _rows(decision: Decision, lengths: BatchLengths, phase: str, replica: int) -> Int64Array:
     """Rows of each item of a phase in the sequences of a replica, in their order."""
-    items = lengths.items[phase]
-    ranks, order = decision.backbone.follow(items.example)
-    return items.num_tokens[order[ranks[order] == replica]]
+    return lengths.items[phase].num_tokens[_items(decision, lengths, phase, replica)]
+
+
+def _items(decision: Decision, lengths: BatchLengths, phase: str, replica: int) -> Int64Array:
+    """The items of a phase in the sequences of a replica, in their order, int64 [n]."""
+    ranks, order = decision.backbone.follow(lengths.items[phase].example)
+    return order[ranks[order] == replica]
+
+
+def _shared_out(
+    packed: PackedSequences, decision: Decision, lengths: BatchLengths, replica: int, place: ContextPlace
+) -> PackedSequences:
+    """The rows of one rank in sequences of its replica. packed: all rows."""
+    rows = context_rows(np.diff(packed.offsets.numpy()).astype(np.int64), place.cp)
+    share = share_sequences(rows, place.c, packed.tokens, packed.targets, packed.offsets)
+    own, routes, positions = share.own, {}, {}
+    for phase in packed.feature_positions:
+        owner = rows.owner[places := packed.feature_positions[phase].numpy()].astype(np.int64)
+        positions[phase] = torch.from_numpy(np.searchsorted(own, places[owner == place.c]))
+        if len(places) and phase in place.sources:
+            items = _items(decision, lengths, phase, replica)
+            num_tokens = lengths.items[phase].num_tokens[items]
+            if phase in place.of_unit:
+                takers = decision.assignments[phase].ranks[items].astype(np.int64) % place.cp
+            else:
+                takers = dealt_out(num_tokens, place.cp)
+            routes[phase] = route_to_places(owner, np.repeat(takers, num_tokens), place.c, place.cp)
+    tokens, targets = (each[own] if len(each) else each for each in (packed.tokens, packed.targets))
+    share = replace(share, routes=routes, trained=place.trained, method=place.method)
+    return PackedSequences(tokens, targets, packed.offsets, positions, share)
 
 
 def _extents(rows: Int64Array) -> PackedSequences:

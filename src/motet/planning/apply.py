@@ -64,7 +64,7 @@ class ParallelMLLM:
         self._drops_out, self._seed = drops_out(model), world.gather(torch.initial_seed())[0]
         place = Place.of(plan, world.rank)
         part = PartConfig(lambda held: held.to(world.device), make_optimizer, max_grad_norm)
-        self._needs = StageNeeds.of(place.replicas, place.stages.values(), plan.model)
+        self._needs = StageNeeds.of(place)
         self._decide = StepDecider(place)
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
         self._step, self.optimizer = build_part(model, plan.model, place, part, mesh, world)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from motet.core.cluster import Cluster
 from motet.core.plan import Plan
+from motet.core.workload import BACKBONE
 from motet.cost.catalogue import DEVICES
 from motet.cost.memory import PRECISION_OF_DTYPE
 from motet.schedule import parse_action, planned
-from motet.schedule.plan_units import pipelined_units
+from motet.schedule.plan_units import pipelined_units, units_in_bubbles
 
 if TYPE_CHECKING:
     from motet.models.mllm import MLLM
@@ -25,7 +26,8 @@ def obstacle(plan: Plan, recipe: Recipe) -> str:
     precision = PRECISION_OF_DTYPE[recipe.fsdp.param_dtype or recipe.run.dtype]
     obstacles = {
         "tensor parallelism (tp > 1)": any(unit.tp > 1 for unit in plan.units),
-        "context parallelism (cp > 1)": any(unit.cp > 1 for unit in plan.units),
+        "context parallelism (cp > 1) of the backbone's unit": plan.unit_of(BACKBONE).cp > 1,
+        "context parallelism (cp > 1) of what runs in bubbles": any(unit.cp > 1 for unit in units_in_bubbles(plan)),
         "another precision than the recipe": plan.precision != precision,
     }
     own = _data_parallel(plan) if plan.schedule == "data_parallel" else _in_stages(plan)

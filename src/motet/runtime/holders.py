@@ -23,7 +23,10 @@ RankGroups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
 
 @dataclass(frozen=True)
 class Holders:
-    """ranks: the ranks of the job that hold a parameter. stages: the stages of the Program that use it."""
+    """ranks: the ranks of the job that hold a parameter; of tensor-parallel ranks the first of each group.
+
+    stages: the stages of the Program that use it.
+    """
 
     ranks: tuple[int, ...]
     stages: tuple[int, ...]
@@ -63,10 +66,11 @@ class Sharing:
         number, *others = (number for number in holders.stages if number in place.stages)
         stage = place.stages[number]
         is_of_stage = not others and stage.data_ranks == holders.ranks
+        ranks = place.held_by(holders.ranks, stage)
         is_shared = stage.zero == 3 or (stage.zero > 0 and (parameter.requires_grad or casts))
         if not is_of_stage or not is_shared or stage.shard_size == 1 or parameter.ndim == 0:
-            return Sharing(module, holders.ranks, holders.stages, is_of_stage)
-        return Sharing(module, holders.ranks, holders.stages, is_of_stage, stage.zero, stage.shard_size)
+            return Sharing(module, ranks, holders.stages, is_of_stage)
+        return Sharing(module, ranks, holders.stages, is_of_stage, stage.zero, stage.shard_size)
 
     def shards(self, rank: int) -> tuple[int, ...]:
         """The ranks that share one copy with `rank`."""
@@ -83,9 +87,14 @@ def sharing_groups(program: PlannedProgram, holders: Iterable[Holders]) -> RankG
 
     holders: of all parameters of the whole model, the same on all ranks.
     """
-    sets = {each.ranks for each in holders}
+    sets = {
+        tuple(rank + t for rank in each.ranks)
+        for each in holders
+        for t in range(program.stages[each.stages[0]].unit.tp)
+    }
     for stage in program.stages:
-        if stage.shard_size > 1:
-            whole = Sharing("", stage.data_ranks, (), True, stage.zero, stage.shard_size)
-            sets |= {of(rank) for rank in whole.ranks for of in (whole.shards, whole.copies)}
+        for t in range(stage.unit.tp) if stage.shard_size > 1 else ():
+            ranks = tuple(rank + t for rank in stage.data_ranks)
+            whole = Sharing("", ranks, (), True, stage.zero, stage.shard_size)
+            sets |= {of(rank) for rank in ranks for of in (whole.shards, whole.copies)}
     return {ranks: new_group(ranks) if len(ranks) > 1 else None for ranks in sorted(sets)}

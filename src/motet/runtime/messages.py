@@ -6,6 +6,7 @@ an empty message is not sent. Between two stages of one rank nothing is sent: wh
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -18,14 +19,15 @@ from motet.runtime.executor import Handler
 from motet.runtime.p2p import Inbox, Lanes
 from motet.runtime.place import Place
 from motet.runtime.tensors import PassKey, StageTensors
+from motet.schedule.coordinates import RankLink
 from motet.schedule.program import Action, Kind
 
 _SENDS = (Kind.SEND_F, Kind.SEND_B)
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 _FORWARD = (Kind.SEND_F, Kind.RECV_F)
 
-Parts = Callable[[int, int], Sequence[MessagePart]]
-"""(number of an edge, microbatch) -> the parts of its message forward."""
+Parts = Callable[[int, int, tuple[int, int]], Sequence[MessagePart]]
+"""(number of an edge, microbatch, `RankLink.shares`) -> the parts of its message forward."""
 
 
 class Messages:
@@ -37,14 +39,16 @@ class Messages:
     def __init__(self, place: Place, lanes: Lanes, parts: Parts, tensors: StageTensors, like: Tensor) -> None:
         """like: a tensor of the dtype and on the device of all messages."""
         self._place, self._lanes, self._tensors, self._like = place, lanes, tensors, like
-        self._parts = cache(parts)
+        self._parts, self._own_shares = cache(parts), (place.c, place.c)
         self.sent_bytes = 0
-        self._sent_before: defaultdict[int, list[int]] = defaultdict(lambda: [0])
+        # Per rank of the Program, its SENDs so far; per rank of the job, the numbers of those that were not empty.
+        self._num_sent, self._sent = Counter[int](), defaultdict[int, list[int]](list)
         self._num_sends = Counter((a.kind, a.stage, a.microbatch) for a in place.row.row if a.kind in _SENDS)
         lengths: dict[int, list[int]] = {}
         for action in place.row.row:
-            if action.kind in _RECEIVES and (num_elements := self._num_elements(action)):
-                lengths.setdefault(place.rank_of(action.peer), []).append(num_elements)
+            for link in place.senders(action) if action.kind in _RECEIVES else ():
+                if num_elements := sum(part.num_elements for part in self._parts_of(action, link)):
+                    lengths.setdefault(link.sender, []).append(num_elements)
         self._inboxes = {sender: Inbox(lanes, sender, counts, like) for sender, counts in lengths.items()}
 
     @property
@@ -63,7 +67,7 @@ class Messages:
         if self._is_sent(Kind.SEND_F, stage, microbatch):
             self._tensors.outputs[stage, microbatch] = outputs
         for sink, edge in self._place.local_edges.get(stage, {}).items():
-            parts = self._parts(edge, microbatch)
+            parts = self._parts(edge, microbatch, self._own_shares)
             pieces = self._output_pieces(parts, outputs, Action(stage, Kind.F, microbatch))
             self._take_outputs(sink, microbatch, zip(parts, pieces, strict=True))
 
@@ -73,21 +77,22 @@ class Messages:
             self._tensors.input_gradients[stage, microbatch] = gradients
         for source, sinks in self._place.local_edges.items():
             if stage in sinks and self._place.stages[source].takes(microbatch):
-                parts = [part for part in self._parts(sinks[stage], microbatch) if part.has_gradient]
+                parts = self._parts(sinks[stage], microbatch, self._own_shares)
+                parts = [part for part in parts if part.has_gradient]
                 pieces = zip(parts, self._gradient_pieces(parts, gradients), strict=True)
                 own = ((part, piece.clone() if part.rows is None else piece) for part, piece in pieces)
                 self._take_gradients(source, microbatch, own)
 
     def _send_outputs(self, action: Action) -> None:
-        outputs = self._sent(action, self._tensors.outputs)
-        self._send(action, self._output_pieces(self._parts_of(action), outputs, action))
+        outputs = self._made(action, self._tensors.outputs)
+        self._send(action, lambda parts: self._output_pieces(parts, outputs, action))
 
     def _receive_inputs(self, action: Action) -> None:
         self._take_outputs(action.stage, action.microbatch, self._received(action))
 
     def _send_gradients(self, action: Action) -> None:
-        gradients = self._sent(action, self._tensors.input_gradients)
-        self._send(action, self._gradient_pieces(self._parts_of(action), gradients))
+        gradients = self._made(action, self._tensors.input_gradients)
+        self._send(action, lambda parts: self._gradient_pieces(parts, gradients))
 
     def _receive_gradients(self, action: Action) -> None:
         self._take_gradients(action.stage, action.microbatch, self._received(action))
@@ -134,7 +139,7 @@ class Messages:
             else:
                 gradients[part.module].index_add_(0, self._index(part.rows.source), rows)
 
-    def _sent(self, action: Action, held: dict[PassKey, dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _made(self, action: Action, held: dict[PassKey, dict[str, Tensor]]) -> dict[str, Tensor]:
         """What a pass made; the last SEND of it removes it."""
         key = action.stage, action.microbatch
         self._num_sends[action.kind, *key] -= 1
@@ -144,34 +149,32 @@ class Messages:
         """Whether a message of this kind is still to be sent."""
         return self._num_sends[kind, stage, microbatch] > 0
 
-    def _send(self, action: Action, pieces: Iterable[Tensor]) -> None:
-        receiver = self._place.rank_of(action.peer)
-        if flat := [piece.detach().reshape(-1) for piece in pieces]:
-            message = flat[0] if len(flat) == 1 else torch.cat(flat)
-            self.sent_bytes += message.nbytes
-            self._lanes.send(message, receiver)
-        # Entry n: how many of the first n SENDs to a rank were not empty.
-        self._sent_before[receiver].append(self._sent_before[receiver][-1] + bool(flat))
+    def _send(self, action: Action, pieces: Callable[[Iterable[MessagePart]], Iterable[Tensor]]) -> None:
+        peer = self._place.program_rank_of(action.peer)
+        for link in self._place.receivers(action):
+            if flat := [piece.detach().reshape(-1) for piece in pieces(self._parts_of(action, link))]:
+                message = flat[0] if len(flat) == 1 else torch.cat(flat)
+                if message.numel():
+                    self.sent_bytes += message.nbytes
+                    self._lanes.send(message, link.receiver)
+                    self._sent[link.receiver].append(self._num_sent[peer])
+        self._num_sent[peer] += 1
 
-    def _received(self, action: Action) -> list[tuple[MessagePart, Tensor]]:
+    def _received(self, action: Action) -> Iterator[tuple[MessagePart, Tensor]]:
         """The parts of a message with their rows, [num_rows, width] each."""
-        parts = self._parts_of(action)
-        if not parts:
-            return []
-        sender = self._place.rank_of(action.peer)
-        message = self._inboxes[sender].take()
-        self._lanes.arrived(sender, self._sent_before[sender][self._place.answered[action]])
-        pieces = (message,) if len(parts) == 1 else message.split([part.num_elements for part in parts])
-        return [(part, piece.view(-1, part.width)) for part, piece in zip(parts, pieces, strict=True)]
+        for link in self._place.senders(action):
+            parts, message = self._parts_of(action, link), self._like.new_empty(0)
+            if any(part.num_elements for part in parts):
+                message = self._inboxes[link.sender].take()
+                self._lanes.arrived(link.sender, bisect_left(self._sent[link.sender], self._place.answered[action]))
+            pieces = (message,) if len(parts) == 1 else message.split([part.num_elements for part in parts])
+            yield from ((part, piece.view(-1, part.width)) for part, piece in zip(parts, pieces, strict=True))
 
-    def _num_elements(self, action: Action) -> int:
-        return sum(part.num_elements for part in self._parts_of(action))
-
-    def _parts_of(self, action: Action) -> list[MessagePart]:
+    def _parts_of(self, action: Action, link: RankLink) -> list[MessagePart]:
         """The parts of the message of a SEND or RECV; of gradients, those parts whose gradient comes back."""
         is_from_source = action.kind in (Kind.SEND_F, Kind.RECV_B)
         ends = (action.stage, action.peer) if is_from_source else (action.peer, action.stage)
-        parts = self._parts(self._place.edges[ends], action.microbatch)
+        parts = self._parts(self._place.edges[ends], action.microbatch, link.shares)
         return [part for part in parts if action.kind in _FORWARD or part.has_gradient]
 
     def _index(self, rows: object) -> Tensor:

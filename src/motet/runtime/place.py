@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
-from motet.core.plan import Plan
+from motet.core.plan import Plan, Unit
 from motet.runtime.executor import RankProgram
 from motet.schedule import PlannedProgram, PlannedStage, planned
-from motet.schedule.coordinates import coordinates, ranks_of, replica_of
+from motet.schedule.coordinates import RankLink, coordinates, edge_links, share_of
 from motet.schedule.dependencies import PARTNERS, partner
 from motet.schedule.program import WHOLE_RANK, Action, Kind, Program, action_words
 
@@ -22,7 +23,7 @@ _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 class Place:
     """The part of a Plan that one rank of the job executes.
 
-    island, program_rank: as in `schedule.coordinates.Coordinates`.
+    island, program_rank, c, t: as in `schedule.coordinates.Coordinates`.
 
     Example:
         >>> from motet.core.plan import Unit
@@ -39,13 +40,21 @@ class Place:
     rank: int
     island: int
     program_rank: int
+    c: int = 0
+    t: int = 0
 
     @staticmethod
     def of(plan: Plan, rank: int) -> Place:
         """The place of a rank. Raises as `schedule.planned` and `coordinates` do."""
         program = planned(plan)
         found = coordinates(program.layout, rank)
-        return Place(program, rank, found.island, found.program_rank)
+        return Place(program, rank, found.island, found.program_rank, found.c, found.t)
+
+    @cached_property
+    def unit(self) -> Unit:
+        """The unit that owns the rank."""
+        layout = self.program.layout
+        return next(unit for unit in layout.units if self.rank in unit.ranks)
 
     def under(self, program: PlannedProgram | None) -> Place:
         """The same place in the Program of a step with fills of its own; None: in that of the Plan. Stages, ranks that
@@ -89,9 +98,21 @@ class Place:
 
     @cached_property
     def replicas(self) -> dict[str, int]:
-        """Module -> the replica of its unit that the rank is part of, for the modules of its stages."""
+        """Module -> whose items the rank computes, for the modules of its stages (`coordinates.share_of`)."""
         layout = self.program.layout
-        return {name: replica_of(layout, stage, self.island) for stage in self.stages.values() for name in stage.layers}
+        return {
+            name: share_of(layout, name, stage, self.island, self.c)
+            for stage in self.stages.values()
+            for name in stage.layers
+        }
+
+    def held_by(self, ranks: tuple[int, ...], stage: PlannedStage) -> tuple[int, ...]:
+        """The ranks that hold the same parameters of a stage as this rank, context-parallel ones included.
+
+        ranks: the first of each tensor-parallel group, such as `PlannedStage.data_ranks`.
+        """
+        t = self.t % stage.unit.tp
+        return tuple(rank + t for rank in ranks) if t else ranks
 
     @cached_property
     def edges(self) -> dict[tuple[int, int], int]:
@@ -108,13 +129,28 @@ class Place:
                 local.setdefault(source, {})[sink] = number
         return local
 
-    def rank_of(self, stage: int) -> int:
-        """The rank of the job that computes a stage at either end of an edge of this rank, in this rank's island."""
-        return self._ranks[stage]
+    def program_rank_of(self, stage: int) -> int:
+        """The rank of the Program that computes a stage."""
+        return self.program.stages[stage].rank
+
+    def senders(self, action: Action) -> tuple[RankLink, ...]:
+        """From whom the message of a RECV of this rank comes, in parts."""
+        return self._links[action.peer, action.stage, action.kind is Kind.RECV_B][1]
+
+    def receivers(self, action: Action) -> tuple[RankLink, ...]:
+        """To whom the message of a SEND of this rank goes."""
+        return self._links[action.stage, action.peer, action.kind is Kind.SEND_B][0]
 
     @cached_property
-    def _ranks(self) -> dict[int, int]:
-        return {stage: self._rank(stage, self.island) for ends in self.edges for stage in ends}
+    def _links(self) -> dict[tuple[int, int, bool], tuple[tuple[RankLink, ...], tuple[RankLink, ...]]]:
+        """(stage that sends, stage that receives, is of gradients) -> links from this rank, and links to it."""
+        links = {}
+        for (source, sink), backward in product(self.edges, (False, True)):
+            ends = (sink, source) if backward else (source, sink)
+            every = self._edge_links((source, sink), self.island, backward)
+            from_here = tuple(link for link in every if link.sender == self.rank)
+            links[*ends, backward] = from_here, tuple(link for link in every if link.receiver == self.rank)
+        return links
 
     @cached_property
     def answered(self) -> dict[Action, int]:
@@ -124,13 +160,9 @@ class Place:
     @cached_property
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """(sender, receiver) of all messages of the job, in the order that is the same on all ranks."""
-        pairs = set()
-        for source, sink in self.program.program.edges:
-            for island in range(self.program.layout.num_islands):
-                ends = self._rank(source, island), self._rank(sink, island)
-                if ends[0] != ends[1]:
-                    pairs |= {ends, ends[::-1]}
-        return tuple(sorted(pairs))
+        islands = range(self.program.layout.num_islands)
+        every = product(self.program.program.edges, islands, (False, True))
+        return tuple(sorted({(link.sender, link.receiver) for of in every for link in self._edge_links(*of)}))
 
     @cached_property
     def action_words(self) -> tuple[str, ...]:
@@ -139,8 +171,9 @@ class Place:
         kinds = {(a.kind, "" if a.kind in WHOLE_RANK else stages[a.stage].module) for row in rows for a in row}
         return tuple(dict.fromkeys(action_words(*pair) for pair in sorted(kinds)))
 
-    def _rank(self, stage: int, island: int) -> int:
-        return ranks_of(self.program.layout, self.program.stages[stage].rank, island)[0]
+    def _edge_links(self, ends: tuple[int, int], island: int, backward: bool) -> tuple[RankLink, ...]:
+        source, sink = (self.program.stages[stage] for stage in ends)
+        return edge_links(self.program.layout, source, sink, island, backward=backward)
 
 
 def answered_sends(program: Program, rank: int) -> dict[Action, int]:

@@ -36,6 +36,7 @@ from motet.runtime.sent_bytes import by_kind
 from motet.runtime.stage import Model
 from motet.runtime.step import StepResult, update_if_finite
 from motet.runtime.tensors import StageTensors
+from motet.runtime.unit_groups import UnitGroups
 from motet.schedule.program import Action, Kind
 
 _IN_PARTS = (Kind.F, Kind.B)
@@ -46,7 +47,7 @@ class PlannedStep:
 
     model:    this rank's part; a module that the rank holds nothing of is absent, or None.
     spec:     of the whole model.
-    held:     the part's parameters.
+    held:     the part's parameters. groups: of the ranks that share its work.
     Others as in `TrainStep`.
     """
 
@@ -58,12 +59,14 @@ class PlannedStep:
         lanes: Lanes,
         mesh: Mesh,
         held: HeldParameters,
+        groups: UnitGroups,
         optimizer: torch.optim.Optimizer | None = None,
         *,
         max_grad_norm: float | None = None,
         clock: ActionClock | None = None,
     ) -> None:
         self.model, self.place, self.lanes, self.mesh, self.held = model, place, lanes, mesh, held
+        self.groups = groups
         self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
         self.clock = clock or ActionClock(mesh.rank, mesh.device)
         self.modules: dict[str, nn.Module] = {
@@ -118,6 +121,7 @@ class PlannedStep:
             running = _RunningPlan(self, place, batches, model=model, trains=False)
             Executor(place.row, running.handlers, self.clock, in_parts=_IN_PARTS).run(0)
         self.clock.take()  # Of no step.
+        running.count_losses_once()
         dist.all_reduce(running.totals, group=self.mesh.group)
         self.lanes.wait_for_sends()
         return running.totals[1:3]
@@ -146,6 +150,7 @@ class _RunningPlan:
         mesh, model = step.mesh, model or step.model
         compute = step.held.types.compute
         self.step, self.place = step, place
+        batches = [batch.sharing(step.groups.context) for batch in batches]
         self.batches = [batch.to(mesh.device, dtype=compute) for batch in batches] if compute else batches
         for _, parameter in step.parameters.values():
             parameter.grad = None
@@ -167,7 +172,9 @@ class _RunningPlan:
         self.messages = Messages(
             place,
             step.lanes,
-            lambda edge, microbatch: message_parts(place.program, assignment, edge, place.island, microbatch),
+            lambda edge, microbatch, shares: message_parts(
+                place.program, assignment, edge, place.island, microbatch, shares
+            ),
             self.tensors,
             step.like,
         )
@@ -280,6 +287,7 @@ class _RunningPlan:
             self._check_no_products(stage)
         mesh = self.step.mesh
         self.totals[0] = self.step.held.finish(mesh.device)
+        self.count_losses_once()
         sent_bytes = self.messages.sent_bytes, *self.step.held.sent.take()
         self.totals[3:] = torch.tensor(sent_bytes, dtype=torch.float64)
         dist.all_reduce(self.totals, group=mesh.group)
@@ -288,6 +296,11 @@ class _RunningPlan:
         if self.step.max_grad_norm is not None:
             parameters = [parameter for _, parameter in self.step.parameters.values()]
             scale_gradients(parameters, clip_factor(self.totals[0].sqrt(), self.step.max_grad_norm))
+
+    def count_losses_once(self) -> None:
+        """Leave the loss and the targets to the first of the tensor-parallel ranks, which all compute the same loss."""
+        if self.place.t:
+            self.totals[1:3] = 0
 
     def _check_no_products(self, stage: int, microbatch: int = -1) -> None:
         """Raise RuntimeError if gradients of weights of a stage still wait: of a microbatch, or (-1) of any."""

@@ -14,7 +14,19 @@ import numpy as np
 from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError
 from motet.core.plan import Unit
+from motet.core.workload import BACKBONE
 from motet.schedule.layout import Layout, PlannedStage
+
+
+class RankLink(NamedTuple):
+    """Two ranks of the cluster, of which one sends to the other along an edge.
+
+    shares: the context-parallel coordinates of the edge's source and of its sink; each has a share of the rows.
+    """
+
+    sender: int
+    receiver: int
+    shares: tuple[int, int]
 
 
 class Coordinates(NamedTuple):
@@ -87,6 +99,27 @@ def ranks_a_program_rank(layout: Layout) -> Int64Array:
     return np.repeat([unit.cp * unit.tp for unit in units], [layout.num_replicas(unit) * unit.pp for unit in units])
 
 
+def edge_links(
+    layout: Layout, source: PlannedStage, sink: PlannedStage, island: int, *, backward: bool = False
+) -> tuple[RankLink, ...]:
+    """Who sends to whom along an edge of the Program in an island, by receiver. backward: gradients, to the source.
+
+    Inside a unit, each rank sends to the one with its own coordinates. Between units, each context-parallel rank sends
+    to all of the other unit what they take of its rows. Tensor-parallel ranks have the same rows, so that a receiver
+    takes them from one of these. Two stages of one rank send nothing.
+    """
+    ends = [(host_of(layout, stage.unit), ranks_of(layout, stage.rank, island)) for stage in (source, sink)]
+    (unit, senders), (taker, receivers) = reversed(ends) if backward else ends
+    links = []
+    for index, receiver in enumerate(receivers):
+        c, t = divmod(index, taker.tp)
+        for from_c in (c,) if taker == unit else range(unit.cp):
+            sender = senders[from_c * unit.tp + t % unit.tp]
+            if sender != receiver:
+                links.append(RankLink(sender, receiver, (c, from_c) if backward else (from_c, c)))
+    return tuple(links)
+
+
 def host_of(layout: Layout, unit: Unit) -> Unit:
     """The unit whose ranks a unit runs on: the backbone's unit if it runs in bubbles, else itself."""
     return layout.backbone if unit in layout.in_bubbles else unit
@@ -101,3 +134,13 @@ def replica_of(layout: Layout, stage: PlannedStage, island: int) -> int:
     host = host_of(layout, stage.unit)
     pipelines = 1 if host is stage.unit else host.pp // stage.unit.pp
     return island * layout.num_replicas(host) + stage.replica // pipelines
+
+
+def share_of(layout: Layout, module: str, stage: PlannedStage, island: int, c: int | None) -> int:
+    """Whose items of a module a context-parallel rank of a stage computes, as training numbers them.
+
+    The ranks of a replica run the same sequences of the backbone, each some of their rows: it is the replica
+    (`replica_of`). Items of encoders are dealt out whole: it is replica * cp + c. c: None numbers replicas alone.
+    """
+    replica = replica_of(layout, stage, island)
+    return replica if module == BACKBONE or c is None else replica * stage.unit.cp + c

@@ -249,7 +249,7 @@ def _build_planned_job(
     with world.together():
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
     step, optimizer = build_part(model, spec, place, PartConfig.of_recipe(recipe, world.device), mesh, world)
-    needs, evaluator = StageNeeds.of(place.replicas, place.stages.values(), spec), None
+    needs, evaluator = StageNeeds.of(place), None
     if heldout is not None:
         evaluator = PlannedEvaluator(heldout, vocabulary, decoder, plan, needs, step, world, recipe.evaluate, say)
     progress, line = _resume(recipe, world, resume, model, optimizer, _start(recipe, dataset, order), say)

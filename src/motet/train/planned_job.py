@@ -27,6 +27,7 @@ from motet.runtime.place import Place
 from motet.runtime.planned_step import PlannedStep
 from motet.runtime.sections import is_layered
 from motet.runtime.sharded_state import SAME_TYPES, ComputeTypes
+from motet.runtime.unit_groups import UnitGroups
 from motet.schedule import PlannedProgram, parts_of, planned, validate
 from motet.train.optimizer import build_optimizer
 from motet.train.recipe.recipe import Recipe
@@ -179,7 +180,7 @@ def build_part(
     """
     with world.together():
         holders = holders_of(model, place.program)
-    groups = sharing_groups(place.program, holders.values())
+    groups, unit_groups = sharing_groups(place.program, holders.values()), UnitGroups.of(place)
     with world.together():
         keep_spans(model, *place.stage_spans)
         share_out_part(model, place, holders, groups, world.device, config.types)
@@ -195,6 +196,7 @@ def build_part(
         lanes,
         mesh,
         held,
+        unit_groups,
         optimizer,
         max_grad_norm=config.max_grad_norm,
         clock=ActionClock(world.rank, world.device),

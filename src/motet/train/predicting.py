@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from motet.assign.planned_step import by_replica
 from motet.core.errors import UserError
 from motet.cost.model import CostModel
 from motet.cost.profile import PROFILE_FILE
@@ -82,7 +83,7 @@ class PredictedRun:
         """Start to predict a step from its microbatches, if it is the turn of one."""
         is_turn, self._number = self._number % self._every == 0, self._number + 1
         if self._cost is not None and is_turn:
-            assignment = assignment_of(batches)
+            assignment = by_replica(self._plan, assignment_of(batches))
             step = self._plan, self._stages, assignment, self._cost
             self._future = self._pool.submit(predict_assigned, *step, filler=self._filler)
 

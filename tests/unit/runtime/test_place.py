@@ -20,10 +20,17 @@ BESIDE = (
 
 
 IN_TURNS = (replace(CHAIN[0], pp=2),)
+SHARED = (
+    Unit("image", ({"image": 1}, {"image": 1}), pp=2, cp=2, zero=0),
+    Unit("llm", ({"backbone": 2}, {"backbone": 2}), first_rank=4, pp=2, cp=3, tp=2, zero=0),
+)
+"""Context- and tensor-parallel ranks: two, three, and two of them."""
+NUM_LANES = {id(CHAIN): 12, id(BESIDE): 12, id(IN_TURNS): 4, id(SHARED): 4 + 12 + 2 * 3 * 2 + 2 * 3}
+"""Of SHARED: within both units, from both encoder ranks to all six, and back from one of two that have the same."""
 
 
 def places(units, schedule, overlaps):
-    where = cluster("h100", 1)
+    where = cluster("h100", 2)
     where = replace(where, device=replace(where.device, overlaps=overlaps))
     plan = Plan(MODEL, where, units, batch_size=12, schedule=schedule)
     return [Place.of(plan, rank) for rank in range(units[-1].ranks.stop)]
@@ -33,7 +40,7 @@ def places(units, schedule, overlaps):
 @pytest.mark.parametrize(
     ("units", "schedule"),
     [
-        *((units, schedule) for units in (CHAIN, BESIDE) for schedule in ("gpipe", "1f1b")),
+        *((units, schedule) for units in (CHAIN, BESIDE, SHARED) for schedule in ("gpipe", "1f1b")),
         *((IN_TURNS, schedule) for schedule in ("interleaved_1f1b", "zb_v")),
         (CHAIN, "zb_h1"),
     ],
@@ -44,12 +51,16 @@ def test_both_ends_of_a_lane_have_one_order(units, schedule, overlaps):
         for action in place.row.row:
             name = "F" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "B"
             if action.kind in (Kind.SEND_F, Kind.SEND_B):
-                lane = place.rank, place.rank_of(action.peer)
-                sent.setdefault(lane, []).append((name, action.stage, action.peer, action.microbatch))
+                for link in place.receivers(action):
+                    lane = place.rank, link.receiver
+                    message = name, action.stage, action.peer, action.microbatch, link.shares
+                    sent.setdefault(lane, []).append(message)
             if action.kind in (Kind.RECV_F, Kind.RECV_B):
-                lane = place.rank_of(action.peer), place.rank
-                received.setdefault(lane, []).append((name, action.peer, action.stage, action.microbatch))
-    assert sent == received and len(sent) == (4 if units is IN_TURNS else 12)
+                for link in place.senders(action):
+                    lane = link.sender, place.rank
+                    message = name, action.peer, action.stage, action.microbatch, link.shares
+                    received.setdefault(lane, []).append(message)
+    assert sent == received and len(sent) == NUM_LANES[id(units)]
     assert set(sent) == set(place.pairs) and not any(sender == receiver for sender, receiver in sent)
 
 
@@ -66,3 +77,14 @@ def test_what_a_rank_holds():
     ]  # fmt: skip
     assert [place.replicas["backbone"] for place in of_chain[2:]] == [0, 1] * 3
     assert len({place.action_words for place in of_chain}) == 1
+
+
+def test_ranks_of_a_replica_hold_the_same_parameters_under_context_parallelism_alone():
+    of_shared = places(SHARED, "1f1b", True)
+    (stage,) = of_shared[0].stages.values()
+    assert of_shared[0].held_by(stage.data_ranks, stage) == (0, 1)
+    (stage,) = of_shared[5].stages.values()
+    assert (of_shared[5].c, of_shared[5].t) == (0, 1)
+    assert of_shared[5].held_by(stage.data_ranks, stage) == (5, 7, 9)
+    assert [place.replicas for place in of_shared[:4]] == [{"image": 0}, {"image": 1}] * 2
+    assert {place.replicas["backbone"] for place in of_shared[4:]} == {0}

@@ -6,7 +6,7 @@ backbone's first or last block read tokens. The other stages need sizes and leng
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,12 +16,12 @@ from motet.assign.step import StepAssignment
 from motet.assign.whole_step import DecidedMicrobatch, DecidedStep
 from motet.core.arrays import BoolArray
 from motet.core.example import Media
-from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.source import cost_model
 from motet.data.examples import Examples
 from motet.data.order import StepExamples
 from motet.dispatch import LoadedExample, RankBatch
+from motet.dispatch.context import ContextExchange, ContextPlace
 from motet.dispatch.stage_batch import assemble_stages
 from motet.runtime.place import Place
 from motet.schedule import PlannedProgram, PlannedStage
@@ -53,16 +53,23 @@ class StageNeeds:
     replicas: Mapping[str, int]
     readers: Mapping[str, PlannedStage]
     tokens: bool
+    context: ContextPlace | None = None
 
     @staticmethod
-    def of(replicas: Mapping[str, int], stages: Collection[PlannedStage], model: ModelSpec) -> StageNeeds:
-        """stages: those of the rank. Places of rows that enter the backbone again are read with the tokens."""
+    def of(place: Place, exchange: ContextExchange = "auto") -> StageNeeds:
+        """Of the rank of a Place. Places of rows that enter the backbone again are read with the tokens.
+
+        exchange: how attention gets rows of other ranks that share its sequences.
+        """
+        plan, stages = place.program.layout.plan, place.stages.values()
+        model = plan.model
         begun = {name: one for one in stages for name, (first, _) in one.layers.items() if first == 0}
         ended = {name for one in stages for name, (_, stop) in one.layers.items() if stop == model.num_blocks[name]}
         spans = [range(*one.layers[BACKBONE]) for one in stages if BACKBONE in one.layers]
         enters_again = any(block in span for *_, block in model.reentries for span in spans)
         readers = {name: stage for name, stage in begun.items() if name != BACKBONE}
-        return StageNeeds(replicas, readers, BACKBONE in begun.keys() | ended or enters_again)
+        context = ContextPlace.of(plan, place.c, exchange) if BACKBONE in place.replicas else None
+        return StageNeeds(place.replicas, readers, BACKBONE in begun.keys() | ended or enters_again, context)
 
     def reads(self, phase: str, microbatch: int, program: PlannedProgram | None) -> bool:
         """Whether it reads the items of a phase in a microbatch. program: of the step; None: that of the Plan."""
@@ -115,7 +122,7 @@ def stages_of_examples(
     if needs.tokens:
         sequences = [chosen[index].sequence for index in decided.decision.backbone.on_rank(needs.replicas[BACKBONE])]
     sizes = {phase: np.stack([m.size for m in each]) if each else _NO_SIZES for phase, each in items.items()}
-    return assemble_stages(decided.decision, decided.lengths, needs.replicas, sequences, media, sizes)
+    return assemble_stages(decided.decision, decided.lengths, needs.replicas, sequences, media, sizes, needs.context)
 
 
 class PlannedLoading:
@@ -162,5 +169,6 @@ class PlannedLoading:
             [tokens for index, tokens in pending.sequences.items() if kept[index]] if needs.tokens else None,
             media,
             sizes,
+            needs.context,
         )
         return Loaded(batch)

@@ -1,0 +1,88 @@
+"""The rows of packed sequences that each context-parallel rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.core.arrays import Int64Array
+
+
+@dataclass(frozen=True, eq=False)
+class ContextRows:
+    """Rows of packed sequences on ranks that share them.
+
+    lengths: int64 [num_sequences], rows of each.
+    owner:   int [num_rows], the rank that has each row, from 0.
+
+    Example:
+        >>> ContextRows(np.array([3, 2]), np.array([0, 1, 1, 0, 1]), num_ranks=2).rows[1].tolist()
+        [1, 2, 4]
+    """
+
+    lengths: Int64Array
+    owner: NDArray[np.integer]
+    num_ranks: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all sequences."""
+        return len(self.owner)
+
+    @cached_property
+    def rows(self) -> tuple[Int64Array, ...]:
+        """By rank: its rows, ascending, int64."""
+        return tuple(np.flatnonzero(self.owner == rank) for rank in range(self.num_ranks))
+
+    @cached_property
+    def positions(self) -> Int64Array:
+        """The position of each row in its sequence, from 0, int64 [num_rows]."""
+        starts: Int64Array = np.cumsum(self.lengths) - self.lengths
+        return np.arange(self.num_rows) - np.repeat(starts, self.lengths)
+
+    def most_moved(self, wanted: Sequence[Int64Array]) -> int:
+        """The most rows that a rank gives or gets, its own left out. wanted: as of `moves`."""
+        moved = np.array([np.bincount(self.owner[rows], minlength=self.num_ranks) for rows in wanted])
+        np.fill_diagonal(moved, 0)
+        return int(max(moved.sum(axis=0).max(), moved.sum(axis=1).max()))
+
+    def moves(self, rank: int, wanted: Sequence[Int64Array]) -> RowMoves:
+        """How one rank gets and gives copies of rows. wanted: by rank, the rows that it is to have, ascending."""
+        own, mine = self.rows[rank], wanted[rank]
+        index = np.zeros(self.num_rows, dtype=np.int64)
+        index[own] = np.arange(len(own))
+        sent = [index[rows[self.owner[rows] == rank]] for rows in wanted]
+        senders = self.owner[mine]
+        order = np.empty(len(mine), dtype=np.int64)
+        order[np.argsort(senders, kind="stable")] = np.arange(len(mine))
+        return RowMoves(
+            np.concatenate(sent),
+            tuple(map(len, sent)),
+            tuple(np.bincount(senders, minlength=self.num_ranks).tolist()),
+            order,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RowMoves:
+    """How one rank gets copies of rows of others, and gives copies of its own; itself included.
+
+    send:         int64 [n], which of its rows it gives, by receiver.
+    num_sent, num_received: rows to each rank, and from each.
+    order:        int64 [num_wanted], where each row stands in what it gets, which comes by sender.
+
+    Example:
+        >>> rows = ContextRows(np.array([4]), np.array([0, 1, 1, 0]), num_ranks=2)
+        >>> moves = rows.moves(0, [np.arange(4), np.arange(3)])
+        >>> moves.send.tolist(), moves.num_sent, moves.num_received, moves.order.tolist()
+        ([0, 1, 0], (2, 1), (2, 2), [0, 2, 3, 1])
+    """
+
+    send: Int64Array
+    num_sent: tuple[int, ...]
+    num_received: tuple[int, ...]
+    order: Int64Array

@@ -1,0 +1,149 @@
+"""What a context-parallel rank runs of packed sequences: some of their rows, of all of them.
+
+The ranks that share sequences read the tokens of all of them, which are few bytes, and know from lengths alone who has
+which rows (`assign/context_rows.py`). The rows of encoders come to these ranks by items, as senders do not know where
+they stand (`assign.rows.Dealing`); a Route brings them to their places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from motet.core.arrays import Int64Array
+from motet.core.context_rows import ContextRows
+from motet.core.plan import Plan
+from motet.core.workload import BACKBONE
+from motet.dispatch.exchange import exchange, exchange_rows
+from motet.dispatch.route import Route
+
+ContextExchange = Literal["auto", "group_cast", "all_gather", "ulysses"]
+"""How rows of other ranks get to attention: the keys that are seen, all keys, or each head's rows of all ranks."""
+
+
+@dataclass(frozen=True)
+class ContextPlace:
+    """Where a rank stands among the ranks that share sequences of the backbone.
+
+    c, cp:   its number, and how many there are.
+    of_unit: encoders of the backbone's unit: each rank has encoded some of their items.
+    sources: encoders that feed the backbone. trained: those of them to which gradients go back.
+    method:  as of `ContextShare`.
+    """
+
+    c: int
+    cp: int
+    of_unit: frozenset[str]
+    sources: frozenset[str]
+    trained: frozenset[str]
+    method: ContextExchange = "auto"
+
+    @staticmethod
+    def of(plan: Plan, c: int, method: ContextExchange = "auto") -> ContextPlace | None:
+        """The place of a rank of the backbone's unit; None if no other rank shares its sequences."""
+        unit, model = plan.unit_of(BACKBONE), plan.model
+        sources = frozenset(model.sources(BACKBONE))
+        trained = frozenset(
+            name for name in sources if model.module(name).layers[-1].trainable or model.input_gradients[name][-1]
+        )
+        of_unit = frozenset(unit.modules)
+        return ContextPlace(c, unit.cp, of_unit, sources, trained, method) if unit.cp > 1 else None
+
+
+@dataclass(frozen=True, eq=False)
+class ContextShare:
+    """The part of packed sequences that one of several ranks runs.
+
+    rows:      which rank has which rows. rank: which of them this one is.
+    predicted: LongTensor [n], those of its rows behind which a target stands. labels: LongTensor [n], that target: it
+               may be a row of another rank.
+    ended:     int64 [n], sequences whose last row is here. ends: LongTensor [n], that row among those of this rank.
+    routes:    phase -> the way of its rows from the ranks that take them in to the ranks of their places; of phases
+               that have any, in the same order on all ranks.
+    trained:   the phases whose rows' gradients go back.
+    group:     the ranks that share the sequences. method: how attention gets rows of others.
+    sent:      what `count_bytes` has been told.
+    """
+
+    rows: ContextRows
+    rank: int
+    predicted: Tensor
+    labels: Tensor
+    ended: Int64Array
+    ends: Tensor
+    routes: Mapping[str, Route] = field(default_factory=dict)
+    trained: frozenset[str] = frozenset()
+    group: dist.ProcessGroup | None = None
+    method: ContextExchange = "auto"
+    sent: list[int] = field(default_factory=list)
+
+    def count_bytes(self, size_bytes: int) -> None:
+        """Note bytes that this rank has given to others that share the sequences."""
+        self.sent.append(size_bytes)
+
+    @property
+    def own(self) -> Int64Array:
+        """The rows of this rank, ascending, int64 [n]."""
+        return self.rows.rows[self.rank]
+
+    def placed(self, phase: str, rows: Tensor) -> Tensor:
+        """Rows of a phase that this rank has taken in -> those whose places are here. A collective, in backward too."""
+        move = exchange if phase in self.trained and torch.is_grad_enabled() else exchange_rows
+        return move(rows, self.routes[phase], self.group)
+
+    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> ContextShare:
+        """The same with all tensors changed, as to another device. Routes have their own `to`."""
+        predicted, labels, ends = (change(tensor) for tensor in (self.predicted, self.labels, self.ends))
+        routes = {phase: route._with_indices(change) for phase, route in self.routes.items()}
+        return replace(self, predicted=predicted, labels=labels, ends=ends, routes=routes)
+
+
+def share_sequences(rows: ContextRows, rank: int, tokens: Tensor, targets: Tensor, offsets: Tensor) -> ContextShare:
+    """The part of a rank in sequences, whose tokens and targets are of all rows; no rows of encoders yet.
+
+    tokens, targets: as of `PackedSequences`; empty on a rank that neither embeds nor takes the loss.
+    """
+    own, starts = rows.rows[rank], offsets[:-1].long()
+    is_own = torch.from_numpy(rows.owner == rank)
+    predicted = torch.empty(0, dtype=torch.int64)
+    if len(tokens):
+        is_target = targets.clone()
+        is_target[starts[starts < len(is_target)]] = False  # Nothing predicts a first token.
+        predicted = is_target.nonzero()[:, 0]
+        predicted = predicted[is_own[predicted - 1]]
+    last = np.cumsum(rows.lengths) - 1
+    ended = (
+        np.flatnonzero((rows.lengths > 0) & (rows.owner[np.maximum(last, 0)] == rank)) if rows.num_rows else last[:0]
+    )
+    return ContextShare(
+        rows,
+        rank,
+        torch.from_numpy(np.searchsorted(own, predicted.numpy() - 1)),
+        tokens[predicted] if len(tokens) else predicted,
+        ended,
+        torch.from_numpy(np.searchsorted(own, last[ended])),
+    )
+
+
+def route_to_places(owner: Int64Array, taken_in: Int64Array, rank: int, num_ranks: int) -> Route:
+    """The Route of one rank for the rows of a phase.
+
+    owner:    int64 [num_rows], the rank that has the place of each row. taken_in: int64 [num_rows], the rank that has
+              the row before. All rows are those of the ranks that share sequences, in the order of their places.
+    """
+    here, wanted = np.flatnonzero(taken_in == rank), np.flatnonzero(owner == rank)
+    send, received = (np.argsort(ranks, kind="stable") for ranks in (owner[here], taken_in[wanted]))
+    return Route(
+        send_index=torch.from_numpy(send),
+        send_splits=np.bincount(owner[here], minlength=num_ranks).tolist(),
+        recv_splits=np.bincount(taken_in[wanted], minlength=num_ranks).tolist(),
+        recv_index=torch.from_numpy(np.argsort(received, kind="stable")),
+        moved_rows=int((owner != taken_in).sum()),
+        crossing_rows=0,
+    )

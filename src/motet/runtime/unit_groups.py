@@ -1,0 +1,38 @@
+"""Process groups of ranks that share the work of one rank of the Program (context and tensor parallelism)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+import torch.distributed as dist
+
+from motet.runtime.groups import new_group
+from motet.runtime.place import Place
+
+
+@dataclass(frozen=True)
+class UnitGroups:
+    """The groups of one rank inside its unit. They have communicators of their own, apart from those of gradients.
+
+    context: ranks that run the same sequences, by c. tensor: ranks that share the same layers, by t. None: it is alone.
+    """
+
+    context: dist.ProcessGroup | None = None
+    tensor: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def of(place: Place) -> UnitGroups:
+        """Make the groups of all ranks of a Plan. A collective, which does nothing where no unit has such ranks."""
+        context = tensor = None
+        for unit in place.program.layout.units:
+            for p, d in product(range(unit.pp), range(unit.dp)):
+                for t in range(unit.tp) if unit.cp > 1 else ():
+                    ranks = [unit.rank(p, d, c, t) for c in range(unit.cp)]
+                    group = new_group(ranks)
+                    context = group if place.rank in ranks else context
+                for c in range(unit.cp) if unit.tp > 1 else ():
+                    ranks = [unit.rank(p, d, c, t) for t in range(unit.tp)]
+                    group = new_group(ranks)
+                    tensor = group if place.rank in ranks else tensor
+        return UnitGroups(context, tensor)
