@@ -171,16 +171,18 @@ class AttentionTable:
         """
         shape = -(-self.num_rows // block), -(-self.num_keys // block)
         width = shape[1] + 2
-        interval, row = np.nonzero(self.start < self.end)
-        base = row // block * width
-        first, last = np.divmod(self.start[interval, row], block), np.divmod(self.end[interval, row], block)
-        at_first, at_last = base + first[0], base + last[0]
+        row = np.arange(self.num_rows) // block * width
+        sees = self.start < self.end
+        base, start, end = np.broadcast_to(row, sees.shape)[sees], self.start[sees], self.end[sees]
+        first, last = start // block, end // block
+        at_first, at_last = base + first, base + last
         size = shape[0] * width
         # Sums of whole numbers far below 2^53: exact in float64.
-        parts = np.bincount(at_first, block - first[1], size) + np.bincount(at_last, last[1], size)
+        parts = np.bincount(at_first, (first + 1) * block - start, size)
+        parts += np.bincount(at_last, end - last * block, size)
         steps = np.bincount(at_first + 1, minlength=size) - np.bincount(at_last, minlength=size)
-        inside = parts.reshape(-1, width) + block * np.cumsum(steps.reshape(-1, width), axis=1)
-        pairs: Int64Array = inside[:, : shape[1]].astype(np.int64)
+        inside = parts.astype(np.int64).reshape(-1, width) + block * np.cumsum(steps.reshape(-1, width), axis=1)
+        pairs: Int64Array = inside[:, : shape[1]]
         return pairs
 
 

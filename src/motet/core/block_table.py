@@ -28,13 +28,8 @@ class BlockLists:
     @classmethod
     def of(cls, belongs: BoolArray) -> BlockLists:
         """belongs: bool [n, m]."""
-        counts = np.count_nonzero(belongs, axis=1)
-        before = np.cumsum(belongs, axis=1, dtype=np.int32)
-        block = np.arange(belongs.shape[1], dtype=np.int32)
-        at = np.where(belongs, before - 1, counts[:, None] + block - before)
-        indices = np.empty(belongs.shape, dtype=np.int32)
-        np.put_along_axis(indices, at, np.broadcast_to(block, belongs.shape), axis=1)
-        return cls(counts.astype(np.int32), indices)
+        counts = np.count_nonzero(belongs, axis=1).astype(np.int32)
+        return cls(counts, np.argsort(~belongs, axis=1, kind="stable").astype(np.int32))
 
 
 @dataclass(frozen=True, eq=False)

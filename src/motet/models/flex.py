@@ -12,6 +12,7 @@ from functools import cache
 import numpy as np
 import torch
 from torch import Tensor
+from torch.fx.experimental import _config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from motet.core.attention_table import AttentionTable
@@ -47,7 +48,7 @@ class FlexTable:
         sinks: Tensor | None,
     ) -> Tensor:
         """query [1, heads, num_rows, head_dim], key and value [1, kv_heads, num_keys, head_dim] -> as the query."""
-        run = _compiled(scale, softcap, self.block)
+        run = _of_constants(scale, softcap, self.block)
         return run(query, key, value, self.start, self.end, self.blocks, sinks)
 
 
@@ -105,9 +106,21 @@ def attend_by(scale: float | None, softcap: float | None, block: int) -> Callabl
     return attend
 
 
+def compiled(run: Callable[..., Tensor], backend: str | Callable[..., object] = "inductor") -> Callable[..., Tensor]:
+    """`attend_by`, compiled at the first call for all later ones."""
+    made = torch.compile(run, backend=backend, dynamic=True, fullgraph=True)
+
+    def call(*tensors: object) -> Tensor:
+        # Sizes that are equal by chance at the first call, such as rows and keys, are no more so later.
+        with _config.patch(use_duck_shape=False):
+            return made(*tensors)
+
+    return call
+
+
 @cache
-def _compiled(scale: float | None, softcap: float | None, block: int) -> Callable[..., Tensor]:
-    return torch.compile(attend_by(scale, softcap, block), dynamic=True, fullgraph=True)
+def _of_constants(scale: float | None, softcap: float | None, block: int) -> Callable[..., Tensor]:
+    return compiled(attend_by(scale, softcap, block))
 
 
 def _moved(columns: list[np.ndarray], device: torch.device) -> list[Tensor]:

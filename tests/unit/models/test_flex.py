@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from motet.balance import Segments
 from motet.core.attention_table import AttentionTable
 from motet.core.block_table import BlockTable
-from motet.models.flex import FlexTable, attend_by, has_flex
+from motet.models.flex import FlexTable, attend_by, compiled, has_flex
 from unit.balance.test_tokens import tables
 from unit.models.test_table_items import CAUSAL, TABLES, dense, draw
 
@@ -70,10 +70,10 @@ def test_equals_the_dense_mask(name, softcap, with_sinks):
 
 def test_a_new_length_compiles_nothing():
     counter = CompileCounter()
-    run = torch.compile(attend_by(None, None, 128), backend=counter, dynamic=True, fullgraph=True)
+    run = compiled(attend_by(None, None, 128), counter)
     rows = np.arange(400)
     shapes = [
-        AttentionTable.packed([300, 400], together=[[20, 90]]),
+        AttentionTable.packed([300, 212], together=[[20, 90]]),  # as many rows as keys, as many blocks as heads
         AttentionTable.packed([300, 700, 20]),
         AttentionTable.packed([50], together=[[3, 9]]),
         AttentionTable.packed([900, 77]).of(rows, rows),
