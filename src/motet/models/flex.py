@@ -96,7 +96,7 @@ def attend_by(scale: float | None, softcap: float | None, block: int) -> Callabl
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
             kernel_options={"BACKEND": "TRITON"},  # else short sequences take, and compile, another kernel
-            return_aux=AuxRequest(lse=True),
+            return_aux=AuxRequest(lse=sinks is not None),
         )
         if sinks is None:
             return out

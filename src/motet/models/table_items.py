@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from motet.core.attention_table import AttentionTable
 from motet.dropout import counted_from, next_rows, of_heads
@@ -130,15 +131,30 @@ class TableItems:
             for tile in group.tiles:
                 own = slice(tile.low, tile.high)
                 piece = [x.narrow(2, tile.low - group.low, tile.high - tile.low) for x in (group_keys, group_values)]
-                mask = None if tile.full else _mask(tile, *self._bounds[at])
-                of_tile = None if draws is None else draws[:, :, tile.first : tile.last]
-                if softcap is None and sinks is None and of_tile is None and tile.high > tile.low:
+                bounds = self._bounds[at]
+                if softcap is None and sinks is None and draws is None and tile.high > tile.low:
+                    mask = _mask(tile, *bounds)
                     out = scaled_dot_product_attention(
                         next(rows), *piece, attn_mask=mask, dropout_p=dropout, scale=scale
                     )
                 else:
+                    of_tile = None if draws is None else draws[:, :, tile.first : tile.last]
                     numbers = None if columns is None else columns[own]
-                    out = attended(next(rows), *piece, mask, scale, softcap, sinks, dropout, of_tile, numbers)
+                    # Scores are computed again in backward, as kernels do: those of all tiles would fill the memory.
+                    out = checkpoint(
+                        lambda mask, *rest: attended(*rest[:3], _mask(*mask), *rest[3:]),
+                        (tile, *bounds),
+                        next(rows),
+                        *piece,
+                        scale,
+                        softcap,
+                        sinks,
+                        dropout,
+                        of_tile,
+                        numbers,
+                        use_reentrant=False,
+                        preserve_rng_state=bool(dropout) and draws is None,
+                    )
                 outputs.append(out)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
@@ -215,8 +231,10 @@ def _area(tile: Tile) -> int:
     return (tile.last - tile.first) * (tile.high - tile.low)
 
 
-def _mask(tile: Tile, start: Tensor, end: Tensor) -> Tensor:
-    """bool [rows, keys] of a tile. start, end: int64 [num_intervals, num_rows] of the table."""
+def _mask(tile: Tile, start: Tensor, end: Tensor) -> Tensor | None:
+    """bool [rows, keys] of a tile; None if it is full. start, end: int64 [num_intervals, num_rows] of the table."""
+    if tile.full:
+        return None
     key = torch.arange(tile.low, tile.high, device=start.device)
     rows = slice(tile.first, tile.last)
     mask = (start[0, rows, None] <= key) & (key < end[0, rows, None])
