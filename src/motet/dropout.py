@@ -222,16 +222,18 @@ def _rows_of_items(draws: _Draws, shape: tuple[int, ...]) -> tuple[Int64Array, I
     return item, np.arange(num_rows) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def dropped_out(values: Tensor, rows: Tensor, rate: float) -> Tensor:
+def dropped_out(values: Tensor, rows: Tensor, rate: float, numbers: Tensor | None = None) -> Tensor:
     """Values with elements set to 0, with probability `rate`, and the others scaled by 1 / (1 - rate).
 
     values: [..., columns]. rows: the key of each row, int64 [product of the leading dimensions].
+    numbers: of the columns, int64 [columns]; by default from 0.
     """
     if rate >= 1:
         return values * 0
     num_columns = values.shape[-1]
     drops = torch.empty(len(rows), num_columns, dtype=torch.bool, device=values.device)
-    columns = torch.arange(num_columns, device=values.device) * _signed(_GAMMA)
+    numbers = torch.arange(num_columns, device=values.device) if numbers is None else numbers
+    columns = numbers * _signed(_GAMMA)
     size = max(1, _AT_ONCE // max(num_columns, 1))
     limit = int(rate * 2**64) - 2**63
     for part, keys in zip(drops.split(size), rows.split(size)):
@@ -243,6 +245,11 @@ def of_heads(rows: Tensor, num_heads: int) -> Tensor:
     """Row keys [count, length] -> those of the same rows in each head, [count, num_heads, length]."""
     heads = torch.arange(1, num_heads + 1, device=rows.device) * _signed(_GAMMA)
     return _mixed(rows[:, None] ^ _mixed(heads)[:, None])
+
+
+def counted_from(rows: Tensor, first: Tensor) -> Tensor:
+    """Row keys for which columns have numbers from `first` on, which is a number for each row; both int64."""
+    return rows - first * _signed(_GAMMA)
 
 
 def _mixed(bits: Tensor) -> Tensor:

@@ -44,7 +44,12 @@ def line_of(text, part):
         ("seed = 3", "num_workers = 3", "num_workers", "'num_workers' belongs into [data]"),
         ("[transforms.image]\npatch_size", "[transforms.image]\npatchsize", "patchsize", "did you mean 'patch_size'?"),
         ("[optimizer]", "[optimiser]", "[optimiser]", "unknown key 'optimiser'; did you mean 'optimizer'?"),
-        ('family = "qwen2"', 'family = "qwen9"', 'family = "qwen9"', "'mistral', 'gemma', 'gemma3', 'phi3' or 'olmo2'"),
+        (
+            'family = "qwen2"',
+            'family = "qwen9"',
+            'family = "qwen9"',
+            "'mistral', 'gemma', 'gemma2', 'gemma3', 'phi3' or 'olmo2'",
+        ),
         ("[data]", "[data]\ngroup = 3", "group", "'data.group' must be 'auto'"),
         (
             "[data]",

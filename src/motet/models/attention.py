@@ -8,6 +8,7 @@ transformers builds no masks; each would cost a device synchronisation per forwa
 from __future__ import annotations
 
 from functools import cached_property
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,8 +17,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from motet.core.arrays import Int64Array
-from motet.dropout import dropped_out, next_rows, of_heads
+from motet.core.attention_table import AttentionTable
+from motet.dropout import next_rows, of_heads
 from motet.models.kernel_calls import KernelCalls, plan_calls
+from motet.models.scores import attended
+
+if TYPE_CHECKING:
+    from motet.models.table_items import TableItems
 
 ATTENTION = "motet_packed"
 """The `attn_implementation` of every HF model that Motet builds."""
@@ -28,6 +34,28 @@ _USED_BEFORE = ("position_ids",)
 Every other unknown keyword must be None or False (`use_cache`, `output_attentions`). Ignoring a soft cap, a sink or a
 bias would silently train another model.
 """
+
+_SCORES = {"softcap": "softcap", "s_aux": "sinks"}
+"""Keywords of HF layers that change scores (Gemma 2, gpt-oss) -> what `TableItems.attend` calls them."""
+
+
+@runtime_checkable
+class Extents(Protocol):
+    """Who sees whom, in place of a mask.
+
+    causal: what the layers that attend so say of themselves.
+    `with_scores` is optional: it gives what computes the same with a soft cap or sinks, `TableItems`.
+    """
+
+    causal: bool
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, window: int | None
+    ) -> Tensor:
+        """query [1, heads, rows, head_dim], key and value [1, kv_heads, keys, head_dim] -> [1, rows, heads, head_dim].
+
+        Raises ValueError for a window that it does not compute.
+        """
 
 
 class PackedItems:
@@ -59,6 +87,16 @@ class PackedItems:
         """Rows of the longest item; 0 without items."""
         return int(self.lengths.max(initial=0))
 
+    @cached_property
+    def _table(self) -> TableItems:
+        from motet.models.table_items import TableItems
+
+        return TableItems(AttentionTable.packed(self.lengths, self.causal), self.causal)
+
+    def with_scores(self) -> TableItems:
+        """What computes the same with a soft cap or sinks."""
+        return self._table
+
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, window: int | None
     ) -> Tensor:
@@ -68,6 +106,8 @@ class PackedItems:
         """
         if query.shape[2] != self.offsets[-1]:
             raise ValueError(f"attention got {query.shape[2]} rows, its segments have {self.offsets[-1]}")
+        if window is not None and not self.causal:
+            raise ValueError("attention in both directions has no sliding window here")
         if window is not None and window >= self.longest:
             window = None
         if _has_varlen_kernel(query, dropout):
@@ -236,21 +276,24 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: PackedItems | QueriedItems | PaddedClips | None,
+    attention_mask: Extents | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
-    segments: PackedItems | None = None,
+    segments: Extents | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     extents = segments if segments is not None else attention_mask
-    if not isinstance(extents, PackedItems | QueriedItems | PaddedClips):
+    if not isinstance(extents, Extents):
         # No default: attention over the whole pack would look plausible and be wrong.
         raise TypeError(
-            f"{type(module).__name__}: packed attention needs PackedItems, QueriedItems or PaddedClips, got "
+            f"{type(module).__name__}: packed attention needs the extents of its items, such as PackedItems, got "
             f"{type(extents).__name__}"
         )
+    scores = {}
+    if hasattr(extents, "with_scores"):
+        scores = {own: others.pop(name, None) for name, own in _SCORES.items()}
     for name, option in others.items():
         if name not in _USED_BEFORE and option is not None and option is not False:
             raise TypeError(
@@ -261,7 +304,11 @@ def _attention(
         raise TypeError(
             f"{type(module).__name__} is {'' if causal else 'not '}causal, and the extents of its rows say the opposite"
         )
-    return extents.attend(query, key, value, scaling, dropout, sliding_window), None
+    if any(given is not None for given in scores.values()):
+        extents = extents.with_scores()
+    else:
+        scores = {}
+    return extents.attend(query, key, value, scaling, dropout, sliding_window, **scores), None
 
 
 def _drawn(dropout: float, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
@@ -287,13 +334,10 @@ def _attended(
         return scaled_dot_product_attention(
             query, key, value, attn_mask=keys, dropout_p=dropout, scale=scale, is_causal=causal
         )
-    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if causal:
         keys = _band(query.shape[2], query.shape[2], query.device)
-    if keys is not None:
-        scores = scores.masked_fill(~keys, -torch.inf)
-    weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-    return dropped_out(weights, of_heads(drawn, query.shape[1]).flatten(), dropout) @ value
+    draws = of_heads(drawn, query.shape[1])
+    return attended(query, key, value, keys, scale, dropout=dropout, draws=draws)
 
 
 def _has_varlen_kernel(query: Tensor, dropout: float) -> bool:

@@ -182,7 +182,7 @@ class Backbone(nn.Module):
     def likeliest(self, hidden: Tensor, sequences: Sequences) -> Tensor:
         """The likeliest next token of each sequence, int64 [num_sequences]. hidden: as `leave` takes them."""
         last = sequences.offsets[1:].to(hidden.device, torch.int64) - 1
-        return self.causal_lm.lm_head(hidden[last]).argmax(-1)
+        return self.logits(hidden[last]).argmax(-1)
 
     def next_tokens(self, sequences: Sequences, features: dict[str, Tensor]) -> Tensor:
         """The likeliest next token of each sequence, int64 [num_sequences], by forward, which has FSDP's hooks."""
@@ -198,8 +198,14 @@ class Backbone(nn.Module):
         losses = [checkpoint(self._part_loss, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
         return torch.stack(losses).sum()
 
-    def _part_loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [n, dim] behind the norm -> [n, vocab_size], capped where the family caps them (Gemma 2)."""
         logits = self.causal_lm.lm_head(hidden)
+        cap = getattr(self.causal_lm.config, "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _part_loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        logits = self.logits(hidden)
         return cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), tokens, reduction="sum")
 
     def _merged(self, embeds: Tensor, features: dict[str, Tensor], sequences: Sequences) -> Tensor:

@@ -100,7 +100,7 @@ class BackboneConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-    family: Literal["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3", "phi3", "olmo2"]
+    family: Literal["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2"]
     config: dict[str, Any] = Field(default_factory=dict)
     path: Path | None = None
     train: bool = True

@@ -90,7 +90,7 @@ def test_refuses_rows_without_extents():
     from transformers import AttentionInterface
 
     function = AttentionInterface._global_mapping[ATTENTION]
-    with pytest.raises(TypeError, match="needs PackedItems, QueriedItems or PaddedClips"):
+    with pytest.raises(TypeError, match="needs the extents of its items"):
         function(torch.nn.Linear(1, 1), *draw([3]), None)
     with pytest.raises(ValueError, match="segments have 4"):
         PackedItems.from_lengths(np.array([4])).attend(*draw([3]), None, 0.0, None)
@@ -104,9 +104,14 @@ def test_refuses_what_it_does_not_compute():
     harmless = {"position_ids": torch.arange(3)[None], "use_cache": False, "output_attentions": False, "softcap": None}
     out, _ = function(module, *draw([3]), None, segments=segments, **harmless)
     assert out.shape == (1, 3, 4, 8)
-    for name, given in {"softcap": 50.0, "s_aux": torch.zeros(4), "position_bias": torch.zeros(3), "sinks": 1}.items():
+    for name, given in {"position_bias": torch.zeros(3), "sinks": 1}.items():
         with pytest.raises(TypeError, match=f"does not compute '{name}'"):
             function(module, *draw([3]), None, segments=segments, **{name: given})
+    for name, given in {"softcap": 50.0, "s_aux": torch.zeros(4)}.items():
+        with pytest.raises(TypeError, match=f"does not compute '{name}'"):
+            function(module, *draw([3]), PaddedClips(np.array([3]), 3, torch.device("cpu")), **{name: given})
+    with pytest.raises(ValueError, match="in both directions has no sliding window"):
+        function(module, *draw([3]), PackedItems.from_lengths(np.array([3]), causal=False), sliding_window=2)
     module.is_causal = False
     with pytest.raises(TypeError, match="Linear is not causal"):
         function(module, *draw([3]), None, segments=segments)

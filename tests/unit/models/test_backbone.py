@@ -8,7 +8,7 @@ from motet.core.errors import UserError
 from motet.models.backbone import Backbone
 from motet.models.merge import merge_rows
 
-FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3", "phi3", "olmo2"]
+FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2"]
 WITHOUT_WINDOW = ["llama", "gemma", "olmo2"]
 LENGTHS = [7, 1, 12, 5]
 
@@ -19,7 +19,7 @@ def hf_reference(backbone):
 
     names = plain_names(backbone.causal_lm)
     config = type(backbone.causal_lm.config).from_dict(backbone.causal_lm.config.to_dict())
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = "sdpa" if type(backbone.causal_lm)._supports_sdpa else "eager"
     model = type(backbone.causal_lm)(config)
     model.load_state_dict({names[k]: v for k, v in backbone.causal_lm.state_dict().items()})
     for parameter in model.parameters():

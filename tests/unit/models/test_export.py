@@ -40,7 +40,7 @@ def test_a_model_built_from_its_export_gives_the_same_loss(tiny, tmp_path):
     assert torch.equal(mllm(packed, media)[0], loaded(packed, media)[0])
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3", "phi3", "olmo2"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_transformers_loads_the_backbone(tiny, tmp_path, family, tied):
     encoders = {"audio": {"family": "whisper", "config": tiny.encoders["whisper"]}}
@@ -53,7 +53,7 @@ def test_transformers_loads_the_backbone(tiny, tmp_path, family, tied):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "backbone", dtype=torch.float32)
     assert model.config._attn_implementation != "motet_packed"
     logits = model(packed.tokens[None]).logits[0]
-    expected = mllm.backbone.causal_lm.lm_head(mllm.backbone.hidden_states(packed, {}))
+    expected = mllm.backbone.logits(mllm.backbone.hidden_states(packed, {}))
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
     encoder = WhisperEncoder.from_pretrained(tmp_path / "encoders" / "audio")
     clip = tiny.values("whisper", torch.tensor([[40]]))

@@ -25,7 +25,11 @@ from unit.cost.forward_flops import forward_flops
 from unit.models.test_module import tile, untile
 
 ENCODERS = ["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio"]
-BACKBONES = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3", "phi3", "olmo2"]
+BACKBONES = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2"]
+
+
+UNCAPPED = {"attn_logit_softcapping": None}
+"""On a CPU, capped scores are those of tiles, and are computed again in backward."""
 
 
 def counted(function) -> int:
@@ -105,7 +109,7 @@ def test_padding_is_computed_on(tiny):
 @pytest.mark.parametrize("family", BACKBONES)
 @pytest.mark.parametrize("train", [True, False])
 def test_backbone(tiny, family, train):
-    backbone = tiny.backbone(family, train, torch.float32)
+    backbone = tiny.backbone(family, train, torch.float32, **(UNCAPPED if family == "gemma2" else {}))
     packed = tiny.Packed.of([64])
     num_targets = backbone(packed, {})[1]
     lengths, spec = np.array([64]), all_pairs(backbone.spec_module())
@@ -217,6 +221,17 @@ FULL_SIZE = {
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
         "head_dim": 256,
+    },
+    "gemma2": {  # google/gemma-2-9b
+        "vocab_size": 256000,
+        "hidden_size": 3584,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 42,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        **UNCAPPED,
     },
     "gemma3": {  # google/gemma-3-4b-it, its text model
         "vocab_size": 262208,

@@ -103,10 +103,10 @@ def test_encoder(family):
     check(module, lambda: module(values, sizes), module.lengths(sizes.numpy()), more)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3", "phi3", "olmo2"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2"])
 def test_backbone(tiny, family):
     wide = {"head_dim": 32}
-    options = {"qwen3": wide, "gemma": wide, "gemma3": wide, "phi3": {"num_key_value_heads": 4}}
+    options = {"qwen3": wide, "gemma": wide, "gemma2": wide, "gemma3": wide, "phi3": {"num_key_value_heads": 4}}
     config = BACKBONE | options.get(family, {})
     backbone = build_backbone(BackboneConfig(family=family, config=config), 50, torch.bfloat16, 0)
     packed = tiny.Packed.of([300])

@@ -18,7 +18,7 @@ from motet.models.projector import Projector, ProjectorConfig
 from motet.models.spec import model_spec, spec_of_config, spec_of_directory
 
 ENCODERS = ["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio"]
-BACKBONES = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3", "phi3", "olmo2"]
+BACKBONES = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2"]
 VARIANTS = {
     "dinov2": [{"use_swiglu_ffn": True}, {"qkv_bias": False}],
     "siglip": [{"vision_use_head": False}],

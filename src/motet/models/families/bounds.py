@@ -69,6 +69,7 @@ BOUNDS: dict[str, Bound] = {
     "mlp_ratio": Bound(0, 64, whole=False, open=True),
     **_counts(64, "temporal_patch_size", "spatial_merge_size", "num_channels", "in_channels"),
     **_counts(2**12, "num_mel_bins"),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), _FACTOR),
     "initializer_range": _RANGE,
     "init_std": _RANGE,
     "initializer_factor": Bound(0, 100, whole=False, open=True),

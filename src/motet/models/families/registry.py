@@ -1,7 +1,8 @@
 """The HF classes of each family, and the position of its tower in a larger checkpoint.
 
-`Backbone` computes embedding, layers, output layer and cross entropy, and nothing else: no soft cap, logit scale, sink
-or auxiliary loss. So a backbone is listed only if a test compares its loss and gradients with transformers' own.
+`Backbone` computes embedding, layers, output layer and cross entropy, and nothing else: no logit scale, sink or
+auxiliary loss, and soft caps of Gemma 2 alone. So a backbone is listed only if a test compares its loss and gradients
+with transformers' own.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ BACKBONES = {
     "llama": Family(transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "mistral": Family(transformers.MistralConfig, transformers.MistralForCausalLM),
     "gemma": Family(transformers.GemmaConfig, transformers.GemmaForCausalLM, norm="rms_float32"),
+    "gemma2": Family(transformers.Gemma2Config, transformers.Gemma2ForCausalLM, norm="rms_float32"),
     "gemma3": Family(transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, norm="rms_float32"),
     "phi3": Family(transformers.Phi3Config, transformers.Phi3ForCausalLM),
     "olmo2": Family(transformers.Olmo2Config, transformers.Olmo2ForCausalLM, norm="rms_float32"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from transformers import Gemma3TextConfig, Phi3Config, PreTrainedConfig
+from transformers import Gemma2Config, Gemma3TextConfig, Phi3Config, PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from motet.core.errors import UserError
@@ -38,6 +38,9 @@ _ONLY_BACKBONE: dict[str, tuple[Any, ...]] = {
 }
 """Option of a backbone -> the values that Motet computes. No family of the registry has other values of these."""
 
+_SOFT_CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
+"""Options that are numbers in Gemma 2. Gemma 3 has them, too; transformers reads one of them, and Motet none."""
+
 _KINDS = ("full_attention", "sliding_attention")
 
 _ROPE: dict[str, frozenset[str]] = {
@@ -64,7 +67,8 @@ def check_backbone(config: PreTrainedConfig, where: str = "") -> None:
 
     where: the prefix of a key in the error sentence, such as "model.backbone.config.".
     """
-    _check_only(config, where, _ONLY | _ONLY_BACKBONE)
+    capped = _SOFT_CAPS if isinstance(config, Gemma2Config) else ()
+    _check_only(config, where, {key: only for key, only in (_ONLY | _ONLY_BACKBONE).items() if key not in capped})
     _check_kinds(config, where)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:

@@ -1,0 +1,131 @@
+"""Attention by a table on CUDA: torch's flex attention with a BlockMask made from the table.
+
+The function is compiled once, for all lengths. The BlockMask is put together inside it from tensors, since its lengths
+would otherwise be constants of the compiled code. Another number of intervals a row compiles once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.fx.experimental import _config
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from motet.core.attention_table import AttentionTable
+from motet.core.block_table import BlockTable
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MIN_HEAD_DIM = 16
+"""Triton multiplies no narrower matrices."""
+
+
+class FlexTable:
+    """A table and its blocks on a device, as flex attention reads them.
+
+    start, end: int32 [num_intervals, num_rows].
+    blocks:     counts and indices of `BlockTable`, in the order of BlockMask's arguments, [1, 1, n] and [1, 1, n, m].
+    """
+
+    def __init__(self, table: AttentionTable, device: torch.device) -> None:
+        made = BlockTable.of(table, least=2)  # torch compiles anew for a dimension of 1
+        lists = (made.partial, made.full, made.partial_of_keys, made.full_of_keys)
+        columns = [table.start, table.end, *(column for each in lists for column in (each.counts, each.indices))]
+        self.start, self.end, *blocks = _moved(columns, device)
+        self.blocks = tuple(block[None, None] for block in blocks)
+        self.block = made.block
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """query [1, heads, num_rows, head_dim], key and value [1, kv_heads, num_keys, head_dim] -> as the query."""
+        run = _of_constants(scale, softcap, self.block)
+        return run(query, key, value, self.start, self.end, self.blocks, sinks)
+
+
+def has_flex(query: Tensor, dropout: float) -> bool:
+    """Whether flex attention computes this on the device. It has no dropout by item."""
+    return query.is_cuda and not dropout and query.dtype in _DTYPES and query.shape[-1] >= _MIN_HEAD_DIM
+
+
+def block_mask(
+    start: Tensor, end: Tensor, blocks: tuple[Tensor, ...], lengths: tuple[int, int], block: int
+) -> BlockMask:
+    """The BlockMask of a table: equal to that of `create_block_mask`. lengths: (num_rows, num_keys)."""
+
+    def sees(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        seen = (start[0, row] <= key) & (key < end[0, row])
+        for interval in range(1, start.shape[0]):
+            seen = seen | ((start[interval, row] <= key) & (key < end[interval, row]))
+        return seen
+
+    return BlockMask(lengths, *blocks, BLOCK_SIZE=(block, block), mask_mod=sees)
+
+
+def attend_by(scale: float | None, softcap: float | None, block: int) -> Callable[..., Tensor]:
+    """Flex attention over a table with these constants, not compiled."""
+
+    def cap(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return torch.tanh(score / softcap) * softcap
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        start: Tensor,
+        end: Tensor,
+        blocks: tuple[Tensor, ...],
+        sinks: Tensor | None,
+    ) -> Tensor:
+        mask = block_mask(start, end, blocks, (query.shape[2], key.shape[2]), block)
+        out, aux = flex_attention(
+            query,
+            key,
+            value,
+            score_mod=None if softcap is None else cap,
+            block_mask=mask,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+            kernel_options={"BACKEND": "TRITON"},  # else short sequences take, and compile, another kernel
+            return_aux=AuxRequest(lse=sinks is not None),
+        )
+        if sinks is None:
+            return out
+        # A sink adds exp(sink) to the sum of each row's weights, and nothing to their sum of values.
+        return (out * torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[:, None])[..., None]).to(out.dtype)
+
+    return attend
+
+
+def compiled(run: Callable[..., Tensor], backend: str | Callable[..., object] = "inductor") -> Callable[..., Tensor]:
+    """`attend_by`, compiled at the first call for all later ones."""
+    made = torch.compile(run, backend=backend, dynamic=True, fullgraph=True)
+
+    def call(*tensors: object) -> Tensor:
+        # Sizes that are equal by chance at the first call, such as rows and keys, are no more so later.
+        with _config.patch(use_duck_shape=False):
+            return made(*tensors)
+
+    return call
+
+
+@cache
+def _of_constants(scale: float | None, softcap: float | None, block: int) -> Callable[..., Tensor]:
+    return compiled(attend_by(scale, softcap, block))
+
+
+def _moved(columns: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Whole numbers on a device as int32, in one copy that the host does not wait for."""
+    flat = torch.from_numpy(np.concatenate([column.ravel() for column in columns], dtype=np.int32, casting="unsafe"))
+    flat = flat.pin_memory() if device.type == "cuda" else flat
+    parts = flat.to(device, non_blocking=True).split([column.size for column in columns])
+    return [part.view(column.shape) for part, column in zip(parts, columns, strict=True)]

@@ -1,0 +1,243 @@
+"""Attention in which a table says who sees whom: images that see themselves in both directions, prefixes, and the rows
+of one rank against the keys of all (context parallelism).
+
+On CUDA flex attention computes it (`models/flex.py`). Elsewhere it is computed by tiles: some consecutive rows against
+the range of keys that they see, with a mask of this size. What is a plain pack takes the kernels for packs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from motet.core.attention_table import AttentionTable
+from motet.dropout import counted_from, next_rows, of_heads
+from motet.models.attention import PackedItems
+from motet.models.flex import FlexTable, has_flex
+from motet.models.scores import attended
+
+_TILE = 256
+"""The most rows of a tile: causal rows of a long document then have few keys in their mask that they do not see."""
+_CALL = 48**2
+"""What a call costs, in entries of a mask (`kernel_calls` has the measurement)."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The rows first to last (exclusive) of a table against its keys low to high. full: each row sees them all."""
+
+    first: int
+    last: int
+    low: int
+    high: int
+    full: bool
+
+
+class TableItems:
+    """Rows that attend as a table says.
+
+    causal: what the layers say of themselves; in a decoder text is causal, whatever its images are.
+    One object serves all layers of a forward and keeps what it computed for each window and device.
+
+    Example:
+        Row 3 of a document of 4, against all keys:
+        >>> table = AttentionTable.packed([4]).of(rows=[3], keys=[0, 1, 2, 3])
+        >>> query, key, value = torch.zeros(1, 2, 1, 8), torch.zeros(1, 1, 4, 8), torch.ones(1, 1, 4, 8)
+        >>> TableItems(table).attend(query, key, value, None, 0.0, None).shape
+        torch.Size([1, 1, 2, 8])
+    """
+
+    def __init__(self, table: AttentionTable, causal: bool = True) -> None:
+        self.table, self.causal = table, causal
+        pack = table.as_pack()
+        self._pack = None if pack is None else PackedItems(*pack)
+        self._windowed: dict[int | None, AttentionTable] = {None: table}
+        self._groups: dict[int | None, list[_Group]] = {}
+        self._flex: dict[tuple[int | None, torch.device], FlexTable] = {}
+        self._bounds: dict[tuple[int | None, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def with_scores(self) -> TableItems:
+        """What computes soft caps and sinks: this does."""
+        return self
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        dropout: float,
+        window: int | None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """query [1, heads, num_rows, head_dim], key and value [1, kv_heads, num_keys, head_dim] ->
+        [1, num_rows, heads, head_dim].
+
+        window:  a row sees no key that stands `window` places or more before it in the pack.
+        softcap: a score s becomes softcap * tanh(s / softcap).
+        sinks:   [heads], a score without a value, which takes its share of the weights.
+        A row that sees no key gets 0.
+        """
+        if (query.shape[2], key.shape[2]) != (self.table.num_rows, self.table.num_keys):
+            raise ValueError(
+                f"attention got {query.shape[2]} rows and {key.shape[2]} keys, its table has {self.table.num_rows} and "
+                f"{self.table.num_keys}"
+            )
+        plain = softcap is None and sinks is None and self.table.num_rows > 0
+        if plain and self._pack is not None and (window is None or self._pack.causal):
+            return self._pack.attend(query, key, value, scale, dropout, window)
+        if window is not None and window not in self._windowed:
+            self._windowed[window] = self.table.windowed(window)
+        if has_flex(query, dropout) and query.shape[2] and key.shape[2]:
+            at = (window, query.device)
+            if at not in self._flex:
+                self._flex[at] = FlexTable(self._windowed[window], query.device)
+            return self._flex[at].attend(query, key, value, scale, softcap, sinks).transpose(1, 2)
+        return self._attend_by_tiles(query, key, value, scale, dropout, window, softcap, sinks).transpose(1, 2)
+
+    def _attend_by_tiles(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        dropout: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """As `attend`, but [1, heads, num_rows, head_dim]."""
+        table, at = self._windowed[window], (window, query.device)
+        if window not in self._groups:
+            self._groups[window] = _groups(table)
+        if at not in self._bounds:
+            self._bounds[at] = tuple(torch.from_numpy(x).to(query.device) for x in (table.start, table.end))
+        heads_per_kv = query.shape[1] // key.shape[1]
+        if heads_per_kv > 1:
+            key, value = (x.repeat_interleave(heads_per_kv, dim=1) for x in (key, value))
+        draws, columns = self._draws(dropout, query)
+        outputs = []
+        # A split is one node of the autograd graph; each slice would add a gradient of the size of the whole pack.
+        groups = self._groups[window]
+        keys, values = (x.split([group.high - group.low for group in groups], dim=2) for x in (key, value))
+        rows = iter(query.split([tile.last - tile.first for group in groups for tile in group.tiles], dim=2))
+        for group, group_keys, group_values in zip(groups, keys, values, strict=True):
+            for tile in group.tiles:
+                own = slice(tile.low, tile.high)
+                piece = [x.narrow(2, tile.low - group.low, tile.high - tile.low) for x in (group_keys, group_values)]
+                bounds = self._bounds[at]
+                if softcap is None and sinks is None and draws is None and tile.high > tile.low:
+                    mask = _mask(tile, *bounds)
+                    out = scaled_dot_product_attention(
+                        next(rows), *piece, attn_mask=mask, dropout_p=dropout, scale=scale
+                    )
+                else:
+                    of_tile = None if draws is None else draws[:, :, tile.first : tile.last]
+                    numbers = None if columns is None else columns[own]
+                    # Scores are computed again in backward, as kernels do: those of all tiles would fill the memory.
+                    out = checkpoint(
+                        lambda mask, *rest: attended(*rest[:3], _mask(*mask), *rest[3:]),
+                        (tile, *bounds),
+                        next(rows),
+                        *piece,
+                        scale,
+                        softcap,
+                        sinks,
+                        dropout,
+                        of_tile,
+                        numbers,
+                        use_reentrant=False,
+                        preserve_rng_state=bool(dropout) and draws is None,
+                    )
+                outputs.append(out)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+    def _draws(self, dropout: float, query: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Keys of rows and numbers of keys by which dropout is drawn: both count from where their document begins.
+
+        int64 [1, heads, num_rows] and int64 [num_keys]; None without dropout, or where torch draws.
+        """
+        drawn = next_rows((query.shape[2],), query.device) if dropout else None
+        if drawn is None:
+            return None, None
+        document, keys = (torch.from_numpy(x).to(query.device) for x in (self.table.document, self.table.keys))
+        return counted_from(of_heads(drawn[None], query.shape[1]), document), keys
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Tiles that see the keys low to high (exclusive), which those of other groups do not see."""
+
+    low: int
+    high: int
+    tiles: list[Tile]
+
+
+def _groups(table: AttentionTable) -> list[_Group]:
+    """The tiles of a table, by ranges of keys that together are all of its keys."""
+    tiles = plan_tiles(table)
+    seen = np.maximum.accumulate([tile.high for tile in tiles])
+    needed = np.minimum.accumulate([tile.low for tile in reversed(tiles)])[::-1]
+    cuts = [0, *(np.flatnonzero(seen[:-1] <= needed[1:]) + 1).tolist(), len(tiles)]
+    ends = [*(int(needed[cut]) for cut in cuts[1:-1]), table.num_keys]
+    starts = [0, *ends[:-1]]
+    return [
+        _Group(low, high, tiles[first:last])
+        for low, high, first, last in zip(starts, ends, cuts[:-1], cuts[1:], strict=True)
+    ]
+
+
+def plan_tiles(table: AttentionTable) -> list[Tile]:
+    """Tiles that together have each row of the table once, in order. At least one, which may be empty."""
+    pairs = table.pairs
+    sees = table.start < table.end
+    low = np.where(sees, table.start, table.num_keys).min(axis=0, initial=table.num_keys)
+    high = np.where(sees, table.end, 0).max(axis=0, initial=0)
+    cuts = _cuts(table)
+    tiles: list[Tile] = []
+    for first, last in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+        tile = _tile(first, last, low, high, pairs)
+        if tiles and last - tiles[-1].first <= _TILE:
+            joined = _tile(tiles[-1].first, last, low, high, pairs)
+            if _area(joined) <= _area(tiles[-1]) + _area(tile) + _CALL:
+                tiles[-1] = joined
+                continue
+        tiles.append(tile)
+    return tiles or [Tile(0, 0, 0, 0, True)]
+
+
+def _cuts(table: AttentionTable) -> np.ndarray:
+    """Where tiles may begin, int64: at the first row of each document, and every `_TILE` rows from there."""
+    number = np.arange(table.num_rows)
+    new = np.diff(table.document, prepend=-1) != 0
+    first = np.flatnonzero(new)[np.cumsum(new) - 1] if table.num_rows else number
+    return np.append(np.flatnonzero((number - first) % _TILE == 0), table.num_rows)
+
+
+def _tile(first: int, last: int, low: np.ndarray, high: np.ndarray, pairs: np.ndarray) -> Tile:
+    bottom, top = int(low[first:last].min()), int(high[first:last].max())
+    if top <= bottom:  # its rows see nothing
+        return Tile(first, last, 0, 0, True)
+    return Tile(first, last, bottom, top, bool((pairs[first:last] == top - bottom).all()))
+
+
+def _area(tile: Tile) -> int:
+    return (tile.last - tile.first) * (tile.high - tile.low)
+
+
+def _mask(tile: Tile, start: Tensor, end: Tensor) -> Tensor | None:
+    """bool [rows, keys] of a tile; None if it is full. start, end: int64 [num_intervals, num_rows] of the table."""
+    if tile.full:
+        return None
+    key = torch.arange(tile.low, tile.high, device=start.device)
+    rows = slice(tile.first, tile.last)
+    mask = (start[0, rows, None] <= key) & (key < end[0, rows, None])
+    for interval in range(1, len(start)):
+        mask |= (start[interval, rows, None] <= key) & (key < end[interval, rows, None])
+    return mask
