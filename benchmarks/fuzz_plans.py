@@ -8,7 +8,8 @@ Strategy, cuts, schedule, replicas, ZeRO, recomputation, frozen parts, mixture a
 jobs at a time, as a job mostly waits. A run goes on from what its file has. A case that fails is stored with what
 differs; the first one is made as small as it can be, the command that repeats it is printed, and the exit code is 1.
 
-The file has counts, the largest errors with the numbers of their cases, and all failures.
+The file has counts, the largest errors with the numbers of their cases, and all failures. Cases add up over commits:
+`runs` says which numbers ran at which commit, where a number means what that commit draws.
 """
 
 from __future__ import annotations
@@ -68,18 +69,18 @@ def main() -> None:
         raise SystemExit(_run_one(options.seed, options.case, options.smaller))
     record = Record.read(options.json, options.seed)
     ranks.start_server()  # Before there are threads that start it.
-    began_s, before_s = time.monotonic(), record.seconds
+    began_s, before_s = time.monotonic(), record.begin(commit_of())
     windows = _windows(options.seed, record.num_cases, options.cases)
     in_time = iter(lambda: time.monotonic() - began_s <= options.seconds, False)
     for drawn, found in _run(zip(windows, in_time), options.jobs):
         record.add(drawn, found)
-        record.seconds = round(before_s + time.monotonic() - began_s, 1)
+        record.runs[-1]["seconds"] = round(before_s + time.monotonic() - began_s, 1)
         if options.json is not None:
             record.write(options.json)
     record.say()
-    if record.failures:
-        _say_failure(options.seed, record.failures[0])
-    raise SystemExit(1 if record.failures else 0)
+    if failures := record.failures_here():
+        _say_failure(options.seed, failures[0])
+    raise SystemExit(1 if failures else 0)
 
 
 def _import_once() -> None:
@@ -211,12 +212,12 @@ def features(case: PlannedCase) -> Iterator[str]:
 class Record:
     """What a file has. Cases are 0 ... num_cases - 1 of the seed.
 
+    runs:  in order, each with its `commit`, the numbers of its cases (`first`, `num_cases`), `seconds` and `written`.
     cells: strategy -> schedule -> cases. features: words -> cases. largest, failures: by number of the case.
     """
 
     seed: int
-    num_cases: int
-    seconds: float
+    runs: list[dict[str, Any]]
     cells: dict[str, Counter[str]]
     features: Counter[str]
     largest: list[dict[str, Any]]
@@ -224,16 +225,30 @@ class Record:
 
     @staticmethod
     def read(path: Path | None, seed: int) -> Record:
-        """That of a file of this seed and this commit, or an empty one."""
+        """That of a file of this seed, or an empty one."""
         if path is None or not path.exists():
-            return Record(seed, 0, 0.0, {}, Counter(), [], [])
+            return Record(seed, [], {}, Counter(), [], [])
         stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if (stored["seed"], stored["commit"]) != (seed, commit_of()):
-            found = f"seed {stored['seed']} at {stored['commit'][:12]}"
-            raise SystemExit(f"{path} is of {found}: name another file, or none.")
+        if stored["seed"] != seed:
+            raise SystemExit(f"{path} is of seed {stored['seed']}: name another file, or none.")
         cells = {strategy: Counter(counts) for strategy, counts in stored["cells"].items()}
         kept = (stored[name] for name in ("largest", "failures"))
-        return Record(seed, stored["num_cases"], stored["seconds"], cells, Counter(stored["features"]), *kept)
+        return Record(seed, stored["runs"], cells, Counter(stored["features"]), *kept)
+
+    @property
+    def num_cases(self) -> int:
+        """Cases of all runs."""
+        return sum(run["num_cases"] for run in self.runs)
+
+    def begin(self, commit: str) -> float:
+        """Let what follows be of this commit. Returns the seconds that its last run took, if that goes on."""
+        if not self.runs or self.runs[-1]["commit"] != commit:
+            self.runs.append({"commit": commit, "first": self.num_cases, "num_cases": 0, "seconds": 0.0})
+        return self.runs[-1]["seconds"]
+
+    def failures_here(self) -> list[dict[str, Any]]:
+        """Those of the last run: a number of another commit may be another case."""
+        return [failure for failure in self.failures if failure["number"] >= self.runs[-1]["first"]]
 
     def add(self, drawn: Sequence[DrawnCase], found: Sequence[Outcome]) -> None:
         """Take in the cases that follow those that are there."""
@@ -245,21 +260,14 @@ class Record:
             if outcome.wrong:
                 self.failures.append({"number": each.number, "wrong": outcome.wrong[:4]})
         self.largest = sorted(self.largest, key=lambda row: -row["error"] / row["tolerance"])[:NUM_LARGEST]
-        self.num_cases += len(drawn)
+        self.runs[-1]["num_cases"] += len(drawn)
+        self.runs[-1]["written"] = datetime.now(UTC).isoformat(timespec="seconds")
 
     def write(self, path: Path) -> None:
         """Store it."""
         rows = {"cells": self.cells, "features": dict(sorted(self.features.items()))}
-        about = {
-            "commit": commit_of(),
-            "device": "cpu",
-            "emulated": False,
-            "written": datetime.now(UTC).isoformat(timespec="seconds"),
-            "seed": self.seed,
-            "num_cases": self.num_cases,
-            "seconds": self.seconds,
-        }
-        lists = {name: [json.dumps(row) for row in getattr(self, name)] for name in ("largest", "failures")}
+        about = {"device": "cpu", "emulated": False, "seed": self.seed, "num_cases": self.num_cases}
+        lists = {name: [json.dumps(row) for row in getattr(self, name)] for name in ("runs", "largest", "failures")}
         text = json.dumps(about | rows, indent=1)[:-2]
         for name, lines in lists.items():
             text += f',\n "{name}": [' + ",".join(f"\n  {line}" for line in lines) + "\n ]"
@@ -270,7 +278,8 @@ class Record:
         for strategy, counts in self.cells.items():
             print(f"{strategy:<24}", *(f"{schedule} {num}" for schedule, num in counts.items()), sep="  ")
         largest = max((row["error"] for row in self.largest if row["tolerance"] == TOLERANCE), default=0.0)
-        print(f"{self.num_cases} cases, {len(self.failures)} differ; the largest error in float64 is {largest:.1e}")
+        counted = f"{self.num_cases} cases of {len(self.runs)} runs, {len(self.failures)} differ"
+        print(f"{counted}; the largest error in float64 is {largest:.1e}")
 
 
 if __name__ == "__main__":

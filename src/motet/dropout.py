@@ -33,6 +33,8 @@ from torch.overrides import TorchFunctionMode
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 
+_SECOND_HALF = 2**15
+"""The number of the first draw of a block's second half, so that it draws the same where the halves run apart."""
 ENTER, BEFORE, BETWEEN, PROJECTOR, AFTER = range(-5, 0)
 """Places outside of blocks. Block n is place 2 n + 1, and behind it is place 2 n + 2."""
 _GAMMA = 0x9E3779B97F4A7C15
@@ -130,14 +132,22 @@ def _arranged(draws: _Draws, place: int, counts: Callable[[], Iterable[Int64Arra
         draws.counts = before
 
 
-def in_block(number: int, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs block `number`. It draws the same if backward calls it again, outside of all contexts."""
+def draws_by_item() -> bool:
+    """Whether masks are drawn by item here, and not by torch's generators."""
+    return _active.draws is not None
+
+
+def in_block(number: int, run: Callable[..., Any], half: int = 0) -> Callable[..., Any]:
+    """A function that runs block `number`, or its second half (half 1).
+
+    It draws the same if backward calls it again, outside of all contexts.
+    """
     draws = _active.draws
     if draws is None:
         return run
 
     def running(*args: Any, **kwargs: Any) -> Any:
-        own = _Draws(draws.module, draws.keys, counts, 2 * number + 1)
+        own = _Draws(draws.module, draws.keys, counts, 2 * number + 1, half * _SECOND_HALF)
         with nullcontext() if _active.draws is draws else _Mode(), _in(own):
             ran = run(*args, **kwargs)
         draws.place, draws.number = own.place + 1, 0

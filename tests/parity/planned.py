@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.models.whisper.modeling_whisper import WhisperEncoder as HFWhisperEncoder
 
-from motet.core.plan import Plan, Unit
+from motet.core.plan import Fill, Plan, Unit
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
 from motet.cost.catalogue import cluster
@@ -142,7 +142,7 @@ class PlannedCase:
 
     contents: media that examples have. blocking: whether messages hold up compute. caps: of microbatches.
     example_order: `order` of the Plan.
-    fill_seed: of random fills of bubbles; -1: coarse ones. filling: as in Plan.
+    fill_seed: of random fills of bubbles; -1: coarse ones. filling, fills: as in Plan.
     parts: of the model, as of `parity.planned_parts`.
     left_out: the share of examples that are found bad after the step was decided.
     is_mixed: passes compute in float32, and gradients are summed in float64, as parameters are stored.
@@ -170,6 +170,7 @@ class PlannedCase:
     then: PlannedCase | None = None
     seed: int = 0
     parts: tuple[str, ...] = ()
+    fills: tuple[Fill, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -189,7 +190,7 @@ class PlannedCase:
         spec = _spec(*self.built)
         sizes = self.batch_size, self.microbatch_size
         options = {"microbatch_caps": self.caps, "balance": self.balance, "deferred_warmup": self.deferred_warmup}
-        options |= {"order": self.example_order, "filling": self.filling}
+        options |= {"order": self.example_order, "filling": self.filling, "fills": self.fills}
         precision = "fp32" if self.is_mixed else "fp64"
         plan = Plan(spec, where, self.units, *sizes, self.schedule, precision=precision, **options)
         return plan if self.fill_seed < 0 else with_random_fills(plan, self.fill_seed)

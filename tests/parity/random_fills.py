@@ -5,17 +5,30 @@ from dataclasses import replace
 import numpy as np
 
 from motet.core.plan import Fill, Plan
-from motet.schedule import EncoderPipeline, Kind, Program, coarse_fills, fill_bubbles, fillable, parse_action, planned
+from motet.schedule import (
+    EncoderPipeline,
+    Kind,
+    Program,
+    coarse_fills,
+    fill_bubbles,
+    fillable,
+    parse_action,
+    pieces_of,
+    planned,
+)
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.plan_units import units_in_bubbles
 
 
 def with_random_fills(plan: Plan, seed: int) -> Plan:
-    """The Plan with its encoders' passes whole or in blocks, in any order that can run; itself without bubbles."""
+    """The Plan with its encoders' passes whole, in blocks or in halves, in any order that can run.
+
+    Itself without bubbles.
+    """
     if not units_in_bubbles(plan):
         return plan
     rng = np.random.default_rng((seed, 3))
-    program, encoders, fills = _in_parts(plan, rng)
+    program, encoders, fills = _in_parts(plan, rng, np.random.default_rng((seed, 4)))
     filled = fill_bubbles(program, encoders, fills)
     needs, done, placed = Dependencies(filled), set(), []
     rows = [list(row) for row in program.actions]
@@ -34,11 +47,16 @@ def with_random_fills(plan: Plan, seed: int) -> Plan:
     return replace(plan, fills=tuple(placed))
 
 
-def _in_parts(plan: Plan, rng: np.random.Generator) -> tuple[Program, tuple[EncoderPipeline, ...], list[Fill]]:
+def _in_parts(
+    plan: Plan, rng: np.random.Generator, in_halves: np.random.Generator
+) -> tuple[Program, tuple[EncoderPipeline, ...], list[Fill]]:
     """The backbone's Program, the encoder pipelines, and fills of their passes, whole or in parts of blocks."""
     unfilled, encoders = fillable(plan)
     stages, fills = planned(plan).stages, []
     num_parts = [int(rng.integers(1, stage.num_layers + 1)) for stage in stages]
+    for number, stage in enumerate(stages):
+        if in_halves.random() < 0.4 and (num_pieces := len(pieces_of(stage, plan.model))) > stage.num_layers:
+            num_parts[number] = int(in_halves.integers(stage.num_layers + 1, num_pieces + 1))
     is_whole = {(number, kind): rng.random() < 0.2 for number in range(len(stages)) for kind in (Kind.F, Kind.B)}
     for fill in coarse_fills(unfilled.program, encoders):
         action = parse_action(fill.action)

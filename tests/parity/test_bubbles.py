@@ -13,6 +13,7 @@ import pytest
 from motet.core.plan import Unit
 from motet.dispatch.loaded import LoadedTables, tables_of
 from motet.runtime.place import Place
+from motet.schedule import coarse_fills, fillable, parse_action, planned
 from motet.train.input.planned import StepDecider
 from parity.planned import NUM_STEPS, PHASES, PlannedCase, assert_planned, build_hf_model
 
@@ -56,6 +57,28 @@ CASES_OF_2 = [
     beside(LLM, IMAGE, cut("audio", 1, 1), zero=1, blocking=True),
     beside(({"audio": 2}, {"backbone": 1}, {"backbone": 1}, {"backbone": 1}), IMAGE, schedule="interleaved_1f1b"),
 ]
+
+
+def in_halves(case, num_parts):
+    """The case with passes of encoders in so many parts, before and after the backbone's. num_parts: by module."""
+    plan = case.plan()
+    unfilled, encoders = fillable(plan)
+    stages, fills = planned(plan).stages, []
+    for fill in coarse_fills(unfilled.program, encoders):
+        num = num_parts[stages[parse_action(fill.action).stage].modules[0]]
+        fills += [replace(fill, action=f"{fill.action}.{part}" if num > 1 else fill.action) for part in range(num)]
+    return replace(case, fills=tuple(fills))
+
+
+IN_HALVES = [
+    in_halves(beside(LLM, IMAGE, AUDIO), {"image": 6, "audio": 4}),
+    in_halves(beside(LLM, IMAGE, AUDIO, recompute=RECOMPUTE, frozen=("image block",)), {"image": 5, "audio": 3}),
+    in_halves(beside(LLM, BOTH, dropout=0.2, recompute={"image+audio": BOTH}), {"image": 10}),
+    in_halves(beside(LLM, cut("image", 1, 2), AUDIO, frozen=("image encoder",)), {"image": 2, "audio": 4}),
+    in_halves(beside(LLM, cut("image", 4), cut("audio", 3), parts=("queries",)), {"image": 7, "audio": 5}),
+    in_halves(beside(LLM, IMAGE, AUDIO, dropout=0.2, filling="by_step"), {"image": 6, "audio": 4}),
+]
+"""Parts of passes that are halves of blocks; a projector with queries is a block without halves."""
 
 CASES_OF_4 = [
     beside(LLM, IMAGE, AUDIO, dp=2, tied=True),
@@ -164,6 +187,10 @@ def test_fills_by_step_equal_one_process(num_ranks):
 )
 def test_encoders_in_bubbles_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)
+
+
+def test_halves_of_blocks_in_bubbles_equal_one_process():
+    assert_planned(2, IN_HALVES)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])

@@ -42,6 +42,37 @@ def test_no_stored_case_differs():
     assert all(row["error"] < row["tolerance"] for row in STORED["largest"])
 
 
+def test_stored_runs_have_every_case_once():
+    runs = STORED["runs"]
+    assert [run["first"] for run in runs] == [sum(run["num_cases"] for run in runs[:n]) for n in range(len(runs))]
+    assert sum(run["num_cases"] for run in runs) == STORED["num_cases"] and all(run["commit"] for run in runs)
+
+
+def test_cases_add_up_over_commits(tmp_path):
+    file, drawn = tmp_path / "cases.json", [draw(0, number) for number in range(3)]
+    with benchmark("fuzz_plans") as fuzz:
+
+        def run(commit, cases, *wrong):
+            record = fuzz.Record.read(file, 0)
+            record.begin(commit)
+            record.add(cases, [fuzz.Outcome(1e-15, list(wrong)) for _ in cases])
+            record.write(file)
+            return record
+
+        run("a", drawn[:1], "off")
+        run("a", drawn[1:2])
+        last = run("b", drawn[2:])
+        stored = json.loads(file.read_text())
+        assert [(each["commit"], each["first"], each["num_cases"]) for each in stored["runs"]] == [
+            ("a", 0, 2),
+            ("b", 2, 1),
+        ]
+        assert stored["num_cases"] == 3 == sum(sum(counts.values()) for counts in stored["cells"].values())
+        assert [failure["number"] for failure in stored["failures"]] == [0] and last.failures_here() == []
+        with pytest.raises(SystemExit, match="is of seed 0: name another file"):
+            fuzz.Record.read(file, 1)
+
+
 def test_stored_cases_have_every_strategy_and_schedule_equally_often():
     counts = {(strategy, schedule): num for strategy, row in STORED["cells"].items() for schedule, num in row.items()}
     assert max(counts.values()) - min(counts.values()) <= 1

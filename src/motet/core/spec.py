@@ -97,6 +97,18 @@ class Layer:
         """
         return self.weights > 0 and not self.targets_only and self.kind not in _CONVOLUTIONS
 
+    @property
+    def attention_weights(self) -> int:
+        """The entries of a transformer layer's matrices of queries, keys, values and output; 0 of any other layer."""
+        if self.attention is None or self.attention.queries or self.continues:
+            return 0
+        return 2 * self.output_width * (self.attention.width + self.attention.kv_width)
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether it is attention, then an MLP: parts that bubbles can be filled with."""
+        return 0 < self.attention_weights < self.weights
+
     def rows(self, lengths: Int64Array) -> Int64Array:
         """The rows of each item, or of each segment, in the layer, int64 [n]. lengths: int64 [n]."""
         if self.item_rows:
@@ -159,6 +171,22 @@ class Module:
     def block_layers(self, first: int, stop: int) -> range:
         """The indexes into `layers` of the blocks first ... stop - 1."""
         return range(self.blocks[first].start, self.blocks[stop - 1].stop) if stop > first else range(0)
+
+    def halved_layer(self, block: int) -> int:
+        """The index of the layer whose attention ends the first half of a block; -1 if the block has no halves.
+
+        The first half also has all layers of the block before it, and the second one all layers behind it.
+        """
+        inner = [index for index in self.blocks[block] if self.layers[index].in_block]
+        return inner[0] if len(inner) == 1 and self.layers[inner[0]].has_halves else -1
+
+    def pieces(self, first: int, stop: int) -> list[tuple[int, int]]:
+        """(block, half) of the smallest parts of a pass through the blocks first ... stop - 1.
+
+        Half 0 is attention, 1 an MLP; a block that has no halves is one piece, of half -1.
+        """
+        halves = {block: (-1,) if self.halved_layer(block) < 0 else (0, 1) for block in range(first, stop)}
+        return [(block, half) for block, both in halves.items() for half in both]
 
     def keys_of(self, block: int) -> Layer | None:
         """The layer of a block in which queries read an encoder's rows (a resampler); None if the block has none."""

@@ -80,6 +80,21 @@ def layer_flops(layer: Layer, work: Work) -> LayerFlops:
     return LayerFlops(products + attention, products + 2 * attention, products)
 
 
+class HalfShares(NamedTuple):
+    """The shares of a transformer layer's attention in the operations of its passes; its MLP has the rest."""
+
+    forward: float
+    input: float
+    weight: float
+
+
+def attention_shares(layer: Layer, work: Work) -> HalfShares:
+    """The shares of attention over all microbatches, with its matrices. Of a layer without rows: by weights."""
+    whole, attention = (layer_flops(each, work) for each in (layer, replace(layer, weights=layer.attention_weights)))
+    sums = ((float(part.sum()), float(of_all.sum())) for part, of_all in zip(attention, whole))
+    return HalfShares(*(part / of_all if of_all else layer.attention_weights / layer.weights for part, of_all in sums))
+
+
 def step_flops(
     module: Module,
     lengths: Int64Array,

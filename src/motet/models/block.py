@@ -8,6 +8,7 @@ in the same order as on the other ranks, without compute and without dummy media
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from motet.absent import take_part
-from motet.dropout import in_block
+from motet.dropout import draws_by_item, in_block
+
+Halves = tuple[()] | tuple[Callable[..., Tensor], Callable[..., Tensor]]
+"""The attention and the MLP of a layer: functions of the layer, and of what it is called with."""
 
 
 class Block(nn.Module):
@@ -25,6 +29,8 @@ class Block(nn.Module):
     skipped:   return the hidden states as they are: another stage, or another part of this one, runs the layer.
     entering:  changes hidden states that are not empty before the layer, such as by rows that are added to them.
     number:    of the block in its module.
+    halves:    of the layer, as in `contract`; () if it has none.
+    half:      which half runs: the first (0), the second (1), or both (-1).
     """
 
     def __init__(self, inner: nn.Module, recompute: bool = False) -> None:
@@ -34,6 +40,8 @@ class Block(nn.Module):
         self.skipped = False
         self.entering: Callable[[Tensor], Tensor] | None = None
         self.number = 0
+        self.halves: Halves = ()
+        self.half = -1
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         # FSDP reduces a block's gradients when backward reaches its input, or at the very end if the input needs no
@@ -50,10 +58,22 @@ class Block(nn.Module):
             return take_part(hidden, self.inner.parameters())
         if self.entering is not None:
             hidden = self.entering(hidden)
-        run = in_block(self.number, self.inner)
+        run = self._running()
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(run, hidden, *args, use_reentrant=False, **kwargs)
         return run(hidden, *args, **kwargs)
+
+    def _running(self) -> Callable[..., Any]:
+        """The layer, or the half of it that runs.
+
+        Where masks are drawn by item, a layer with halves runs as them, which draw the same together and apart.
+        """
+        if not self.halves or (self.half < 0 and not draws_by_item()):
+            return in_block(self.number, self.inner)
+        first, second = (in_block(self.number, partial(run, self.inner), half) for half, run in enumerate(self.halves))
+        if self.half >= 0:
+            return second if self.half else first
+        return lambda hidden, *args, **kwargs: second(first(hidden, *args, **kwargs), *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """Public attributes are those of the wrapped layer: models read them from their layers."""

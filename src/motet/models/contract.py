@@ -19,6 +19,9 @@ Any `torch.nn.Module` with the members of `Encoder` can be an encoder. Further m
                      blocks, the blocks first ... stop - 1, and behind the blocks; hidden states are [rows, width]. With
                      them a pipeline can cut the encoder between its blocks, as many as layers() describe. Default: it
                      runs whole on one stage.
+    halves:          two functions (layer, hidden, ...) of a block's layer and of what the block is called with: its
+                     attention, then its MLP, each with its norm and residual. Together they compute what the layer
+                     does. With them, halves of blocks can fill bubbles of a pipeline. Default: a block runs whole.
     layers():        list of `layers.LayerModules` in execution order, for FLOPs, memory, profiles and plans. Default:
                      one product of every row with all linear layers and convolutions.
 """

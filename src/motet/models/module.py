@@ -81,6 +81,8 @@ class ModalityModule(nn.Module):
             # A plain list of layers beside the registered submodules would call the layers without their Blocks.
             self.encoder.blocks = list(self._blocks)
         self._num_encoder_blocks = len(self._blocks)
+        for block in self._blocks:
+            block.halves = getattr(self.encoder, "halves", ())
         self._blocks += tuple(wrap_blocks(self.projector, self.projector.blocks, self._num_encoder_blocks))
 
     def train(self, mode: bool = True) -> ModalityModule:
@@ -241,6 +243,11 @@ class ModalityModule(nn.Module):
             return f"{name} has {len(self.blocks)} blocks with its projector, and its layers() describe {described}"
         return ""
 
+    @property
+    def unhalvable(self) -> str:
+        """Why the module's blocks cannot be cut into halves, in words; "" if they can."""
+        return "" if hasattr(self.encoder, "halves") else f"{type(self.encoder).__name__} has no halves"
+
     def unsendable(self, stop: int) -> str:
         """Why no message can carry what is computed behind the block stop - 1, in words; "" if one can."""
         if not 0 < stop == self._num_encoder_blocks or not self.projector.blocks:
@@ -270,7 +277,7 @@ class ModalityModule(nn.Module):
         What stands between the two belongs to the encoder's last block.
         """
         seen_sizes, end = self._seen_sizes(sizes), self._num_encoder_blocks
-        goes_on = first < end <= stop and bool(self.projector.blocks)
+        goes_on = first < end <= stop and bool(self.projector.blocks) and self._blocks[end - 1].half != 0
         with self._graph_behind(hidden), arranged(2 * first, lambda: self._encoder_rows(sizes)):
             if first < end:
                 hidden = self.encoder.through(hidden, seen_sizes, first, min(stop, end))

@@ -13,7 +13,7 @@ from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.cost.catalogue import DEVICES
 from motet.cost.memory import PRECISION_OF_DTYPE
-from motet.schedule import parse_action, planned
+from motet.schedule import parse_action, pieces_of, planned
 from motet.schedule.plan_units import pipelined_units, units_in_bubbles
 
 if TYPE_CHECKING:
@@ -108,16 +108,22 @@ def training_line(recipe_file: Path, plan_file: Path, cluster: Cluster, override
 
 
 def _cut_block(plan: Plan) -> str:
-    """The first part of a pass in a Plan's fills that is not made of whole blocks, such as "9F3.2"; "" if all are.
+    """The first part of a pass that is not made of blocks and halves, such as "9F3.2 of fills"; "" if all are.
 
     Parts of the backbone's passes are halves of layers and tensor-parallel communication.
     """
     if halves := [fill.before for fill in plan.fills if "." in fill.before]:
-        return halves[0]
+        return f"{halves[0]} of fills"
     if not any("." in fill.action for fill in plan.fills):
         return ""
-    cut = {number for number, stage in enumerate(planned(plan).stages) if stage.num_parts > stage.num_layers}
-    return next((fill.action for fill in plan.fills if parse_action(fill.action).stage in cut), "")
+    stages = planned(plan).stages
+    for action in (fill.action for fill in plan.fills):
+        stage = stages[parse_action(action).stage]
+        pieces = pieces_of(stage, plan.model)
+        if stage.num_parts > len(pieces):
+            whole = (f"; block {block} of {name!r} has no halves" for name, block, half in pieces if half < 0)
+            return f"{action} of fills{next(whole, '')}"
+    return ""
 
 
 def _data_parallel(plan: Plan) -> dict[str, bool]:
@@ -137,5 +143,5 @@ def _in_stages(plan: Plan) -> dict[str, bool]:
         f"bubbles filled by step in {plan.precision}, of which its device states no peak": (
             plan.filling == "by_step" and plan.precision not in plan.cluster.device.peak_flops
         ),
-        f"parts of passes that are no blocks ({(part := _cut_block(plan))} of fills)": bool(part),
+        f"parts of passes that are no blocks and no halves of blocks ({(part := _cut_block(plan))})": bool(part),
     }

@@ -10,7 +10,7 @@ Tensors between sections and stages go by the module whose output, or unfinished
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -25,8 +25,16 @@ from motet.runtime.stage import Model
 from motet.schedule import PlannedStage, parts_of
 
 
+class CuttableBlock(Protocol):
+    """A block of an encoder. half: which half it runs: attention (0), its MLP (1), or both (-1)."""
+
+    half: int
+
+
 class CuttableEncoder(Protocol):
     """An encoder with its projector, whole or in parts; the parts in turn do what the whole does."""
+
+    blocks: Sequence[CuttableBlock]
 
     def __call__(self, values: Tensor, sizes: Tensor) -> Tensor: ...
     def enter(self, values: Tensor, sizes: Tensor) -> Tensor: ...
@@ -53,6 +61,7 @@ class BlockSpan:
     kept:         those of them that enter again behind it.
     is_trainable: whether any parameter of the blocks is updated.
     part:         the part of the stage's forward pass that it belongs to.
+    begins_inside, ends_inside: as in `PlannedStage`, of its first block and of its last one.
     """
 
     module: str
@@ -66,6 +75,8 @@ class BlockSpan:
     is_trainable: bool
     kept: tuple[str, ...] = ()
     part: int = 0
+    begins_inside: bool = False
+    ends_inside: bool = False
 
     @property
     def taken(self) -> tuple[str, ...]:
@@ -76,16 +87,22 @@ class BlockSpan:
 def spans_of(stage: PlannedStage, model: ModelSpec) -> Iterator[BlockSpan]:
     """The sections of a stage, in the order in which they run. What takes the loss is one of its own.
 
-    Raises ArgumentError for parts of passes that are no blocks.
+    Raises ArgumentError for parts of passes that are no blocks and no halves of blocks.
     """
-    for number, part in enumerate(parts_of(stage)):
-        yield from (replace(span, part=number) for span in _spans_of_part(part, model))
+    for number, part in enumerate(parts_of(stage, model)):
+        spans = list(_spans_of_part(part, model))
+        if part.begins_inside:
+            spans[0] = replace(spans[0], begins_inside=True)
+        if part.ends_inside:
+            spans[-1] = replace(spans[-1], ends_inside=True)
+        yield from (replace(span, part=number) for span in spans)
 
 
 def _spans_of_part(stage: PlannedStage, model: ModelSpec) -> Iterator[BlockSpan]:
     for name, (first, stop) in stage.layers.items():
         module, num_recomputed = model.module(name), stage.recomputed.get(name, 0)
-        enters, is_last = first == 0, stop == len(module.blocks)
+        enters = first == 0 and not (stage.begins_inside and name == stage.modules[0])
+        is_last = stop == len(module.blocks) and not (stage.ends_inside and name == stage.modules[-1])
         takes_loss = is_last and name == BACKBONE
         leaves = is_last and not takes_loss
         is_whole = enters and leaves
@@ -157,7 +174,8 @@ class Section:
             return module(values, sizes)
         hidden = module.enter(values, sizes) if span.enters else taken[span.module]
         if span.first < span.stop:
-            hidden = module.through(hidden, sizes, span.first, span.stop)
+            with halved(module, span):
+                hidden = module.through(hidden, sizes, span.first, span.stop)
         return module.leave(hidden, sizes) if span.leaves else hidden
 
     def _run_backbone(self, batch: RankBatch, taken: dict[str, Tensor]) -> Tensor:
@@ -173,6 +191,20 @@ class Section:
         self._totals[1] += loss_sum.detach()
         self._totals[2] += num_targets
         return loss_sum
+
+
+@contextmanager
+def halved(module: CuttableEncoder, span: BlockSpan) -> Iterator[None]:
+    """While it lasts, the first and the last block of a span run the halves that the span has of them."""
+    ends = (span.begins_inside, span.first, 1), (span.ends_inside, span.stop - 1, 0)
+    halves = [(module.blocks[number], half) for is_inside, number, half in ends if is_inside]
+    for block, half in halves:
+        block.half = half
+    try:
+        yield
+    finally:
+        for block, _ in halves:
+            block.half = -1
 
 
 @dataclass

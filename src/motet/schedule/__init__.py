@@ -15,7 +15,7 @@ from motet.schedule.generators.modality_parallel import add_replicas, modality_p
 from motet.schedule.generators.one_f_one_b import one_f_one_b
 from motet.schedule.generators.zb_h1 import zb_h1
 from motet.schedule.generators.zb_v import zb_v
-from motet.schedule.layout import PlannedStage, parts_of
+from motet.schedule.layout import PlannedStage, parts_of, pieces_of
 from motet.schedule.passes import (
     Presence,
     Sharding,
@@ -68,6 +68,7 @@ __all__ = [
     "one_f_one_b",
     "parse_action",
     "parts_of",
+    "pieces_of",
     "planned",
     "program_of",
     "program_of_batch",

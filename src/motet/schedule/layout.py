@@ -11,7 +11,6 @@ Program ranks are numbered by unit, replica, and pipeline rank. Under "data_para
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,6 +18,7 @@ from math import gcd
 
 from motet.core.errors import ArgumentError
 from motet.core.plan import Plan, Unit, Zero
+from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
 from motet.schedule.check.fit import check_fit
 from motet.schedule.generators.disaggregated import Island, Pipeline, UnitEdge, island, touched
@@ -51,6 +51,8 @@ class PlannedStage:
     trainable:    whether any parameter of the stage is updated.
     num_parts:    number of parts of its forward pass, and of its backward pass, in the Program; 1 is whole.
     index:        its index among the stages of its unit.
+    begins_inside, ends_inside: of a part of a stage (`parts_of`): it is without the first half of its first block, and
+                  without the second half of its last one.
 
     Example:
         >>> from motet.core.plan import Plan, Unit
@@ -75,6 +77,8 @@ class PlannedStage:
     trainable: bool
     num_parts: int = 1
     index: int = 0
+    begins_inside: bool = False
+    ends_inside: bool = False
 
     @cached_property
     def key(self) -> tuple[object, ...]:
@@ -121,29 +125,42 @@ def part_layers(num_layers: int, num_parts: int) -> tuple[tuple[int, int], ...]:
     return tuple((part * num_layers // num_parts, (part + 1) * num_layers // num_parts) for part in range(num_parts))
 
 
-def parts_of(stage: PlannedStage) -> tuple[PlannedStage, ...]:
+def pieces_of(stage: PlannedStage, model: ModelSpec) -> list[tuple[str, int, int]]:
+    """(module, block, half) of the smallest parts of a stage's forward pass (`Module.pieces`)."""
+    return [(name, *piece) for name, span in stage.layers.items() for piece in model.module(name).pieces(*span)]
+
+
+def parts_of(stage: PlannedStage, model: ModelSpec) -> tuple[PlannedStage, ...]:
     """A stage for each part of a stage's forward pass, with the part's blocks; its backward pass has them in reverse.
 
-    Raises ArgumentError for more parts than blocks: such parts are cut inside a block.
+    Parts are spans of blocks; if there are more parts than blocks, of pieces of blocks.
+    Raises ArgumentError for more parts than pieces.
     """
-    if stage.num_parts > stage.num_layers:
-        raise ArgumentError(
-            f"passes of a stage with {stage.num_layers} blocks are in {stage.num_parts} parts; parts that are executed "
-            "are blocks."
-        )
     if stage.num_parts == 1:
         return (stage,)
-    parts, modules = [], [name for name, (first, stop) in stage.layers.items() for _ in range(first, stop)]
-    done = {name: first for name, (first, _) in stage.layers.items()}
-    for first, stop in part_layers(stage.num_layers, stage.num_parts):
-        layers = {name: (done[name], done[name] + num) for name, num in Counter(modules[first:stop]).items()}
-        recomputed = {
-            name: min(max(stage.layers[name][0] + stage.recomputed.get(name, 0) - begin, 0), end - begin)
-            for name, (begin, end) in layers.items()
-        }
-        done |= {name: end for name, (_, end) in layers.items()}
-        parts.append(replace(stage, layers=layers, recomputed=recomputed, num_parts=1))
-    return tuple(parts)
+    pieces = [(name, block, -1) for name, (first, stop) in stage.layers.items() for block in range(first, stop)]
+    if stage.num_parts > len(pieces):
+        num_blocks, pieces = len(pieces), pieces_of(stage, model)
+        if stage.num_parts > len(pieces):
+            raise ArgumentError(
+                f"passes of a stage with {num_blocks} blocks are in {stage.num_parts} parts; parts that are executed "
+                f"are blocks and halves of blocks, of which there are {len(pieces)}."
+            )
+    return tuple(_part(stage, pieces[first:stop]) for first, stop in part_layers(len(pieces), stage.num_parts))
+
+
+def _part(stage: PlannedStage, pieces: list[tuple[str, int, int]]) -> PlannedStage:
+    layers: dict[str, tuple[int, int]] = {}
+    for name, block, _ in pieces:
+        layers[name] = layers.get(name, (block, block))[0], block + 1
+    recomputed = {
+        name: min(max(stage.layers[name][0] + stage.recomputed.get(name, 0) - begin, 0), end - begin)
+        for name, (begin, end) in layers.items()
+    }
+    inside = pieces[0][2] == 1, pieces[-1][2] == 0
+    return replace(
+        stage, layers=layers, recomputed=recomputed, num_parts=1, begins_inside=inside[0], ends_inside=inside[1]
+    )
 
 
 def num_microbatches(plan: Plan) -> int:

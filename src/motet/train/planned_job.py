@@ -93,6 +93,7 @@ def check_cuts(model: MLLM, plan: Plan) -> None:
 def impossible_cut(model: MLLM, plan: Plan) -> str:
     """What a Plan does with an encoder that has no such parts, as "unit 'x' cuts ..."; "" if nothing."""
     in_parts = _modules_in_parts(plan)
+    in_halves = {name for name, is_halved in in_parts.items() if is_halved}
     for unit in plan.units:
         for name in unit.modules:
             if name == BACKBONE:
@@ -109,15 +110,24 @@ def impossible_cut(model: MLLM, plan: Plan) -> str:
                 what = f"recomputes blocks of {name!r}"
             if what and (why := encoder.uncuttable):
                 return f"unit {unit.name!r} {what}, which cannot be cut between its blocks: {why}"
+            if name in in_halves and (why := encoder.unhalvable):
+                return f"unit {unit.name!r} fills bubbles with halves of blocks of {name!r}, which cannot be: {why}"
     return ""
 
 
-def _modules_in_parts(plan: Plan) -> set[str]:
-    """The modules of which some blocks run in one part of a pass, and others in another."""
-    if not plan.fills:
-        return set()
-    counts = (Counter(name for part in parts_of(stage) for name in part.layers) for stage in planned(plan).stages)
-    return {name for count in counts for name, num in count.items() if num > 1}
+def _modules_in_parts(plan: Plan) -> dict[str, bool]:
+    """The modules of which some blocks run in one part of a pass, and others in another.
+
+    Module -> whether the halves of any block do.
+    """
+    found: dict[str, bool] = {}
+    for stage in planned(plan).stages if plan.fills else ():
+        parts = parts_of(stage, plan.model)
+        for name, num in Counter(name for part in parts for name in part.layers).items():
+            if num > 1:
+                halved = (part.ends_inside and part.modules[-1] == name for part in parts)
+                found[name] = found.get(name, False) or any(halved)
+    return found
 
 
 def holders_of(model: MLLM, program: PlannedProgram) -> dict[str, Holders]:

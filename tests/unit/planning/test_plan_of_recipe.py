@@ -274,16 +274,19 @@ def test_what_training_cannot_run_of_a_pipeline(recipe_file, change, of_unit, wh
 
 
 @pytest.mark.parametrize(
-    ("num_parts", "split", "part"), [(1, False, ""), (2, False, ""), (3, False, "2F0.0"), (1, True, "0F0.0")]
+    ("num_parts", "split", "part"),
+    [(1, False, ""), (2, False, ""), (3, False, ""), (4, False, ""), (5, False, "2F0.0"), (1, True, "0F0.0")],
 )
-def test_parts_of_fills_are_run_if_they_are_blocks(recipe_file, num_parts, split, part):
+def test_parts_of_fills_are_run_if_they_are_blocks_or_halves_of_blocks(recipe_file, num_parts, split, part):
     recipe, (plan, *_) = candidates(recipe_file, 2, Pins(pp=2, tp=1, schedule="1f1b"), "run.batch_size=8")
     llm = Unit("llm", ({"backbone": 1}, {"backbone": 1}), pp=2)
     units = llm, Unit("encoders", ({"image": 1, "audio": 1},), dp=2)
     plan = replace(plan, units=units, microbatch_size=1)
     unfilled, pipelines = fillable(plan, split=split)
     plan = replace(plan, fills=coarse_fills(unfilled.program, pipelines, num_parts))
-    assert obstacle(plan, recipe) == (part and f"parts of passes that are no blocks ({part} of fills)")
+    assert obstacle(plan, recipe) == (
+        part and f"parts of passes that are no blocks and no halves of blocks ({part} of fills)"
+    )
 
 
 def test_a_recipe_is_planned_with_its_own_data(recipe_file):

@@ -90,9 +90,31 @@ def test_a_part_of_a_pass_is_a_span_of_blocks_with_what_is_recomputed_of_them():
         (1, 1, 2, False, True),
         (2, 2, 3, False, False),
     ]
-    assert [part.layers for part in parts_of(replace(stage, num_parts=2))] == [{"image": (0, 1)}, {"image": (1, 3)}]
-    with pytest.raises(ArgumentError, match="a stage with 3 blocks are in 4 parts; parts that are executed are blocks"):
-        list(spans_of(replace(stage, num_parts=4), model))
+    parts = parts_of(replace(stage, num_parts=2), model)
+    assert [part.layers for part in parts] == [{"image": (0, 1)}, {"image": (1, 3)}]
+
+
+def test_a_part_of_a_pass_is_a_span_of_halves_of_blocks_if_there_are_more_parts_than_blocks():
+    model, (stage, last) = stages_of(({"image": 2}, {}))
+    spans = [
+        (s.part, s.first, s.stop, s.begins_inside, s.ends_inside, s.enters, s.is_recomputed)
+        for s in spans_of(replace(stage, num_parts=4), model)
+    ]
+    assert spans == [
+        (0, 0, 0, False, False, True, False),
+        (0, 0, 1, False, True, False, True),
+        (1, 0, 2, True, True, False, True),
+        (2, 1, 2, True, False, False, True),
+        (3, 2, 3, False, False, False, False),
+    ]
+    ends = [(s.module, s.first, s.stop, s.begins_inside, s.ends_inside, s.leaves, s.is_whole)
+            for s in spans_of(replace(last, layers={"image": (3, 4)}, num_parts=2), model)]  # fmt: skip
+    assert ends == [
+        ("image", 3, 4, False, True, False, False),
+        ("image", 3, 4, True, False, True, False),
+    ]
+    with pytest.raises(ArgumentError, match="blocks and halves of blocks, of which there are 6"):
+        list(spans_of(replace(stage, num_parts=7), model))
 
 
 def test_what_stands_around_the_blocks_is_not_recomputed():

@@ -21,6 +21,17 @@ from motet.models.contract import AudioRows
 from motet.models.layers import LayerModules, any_trainable
 
 
+def _attention(layer: nn.Module, hidden: Tensor, extents: PaddedClips) -> Tensor:
+    attended, _ = layer.self_attn(layer.self_attn_layer_norm(hidden), attention_mask=extents)
+    return hidden + dropout(attended, p=layer.dropout, training=layer.training)
+
+
+def _mlp(layer: nn.Module, hidden: Tensor, extents: PaddedClips) -> Tensor:
+    inner = layer.activation_fn(layer.fc1(layer.final_layer_norm(hidden)))
+    inner = layer.fc2(dropout(inner, p=layer.activation_dropout, training=layer.training))
+    return hidden + dropout(inner, p=layer.dropout, training=layer.training)
+
+
 class AudioEncoder(nn.Module):
     """Rows are log-mel frames, sizes are (frames,). Clips are padded, so the phase has the padded cost.
 
@@ -29,6 +40,7 @@ class AudioEncoder(nn.Module):
 
     cost = "padded"
     pooled = 1
+    halves = (_attention, _mlp)
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

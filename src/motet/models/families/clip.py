@@ -12,7 +12,9 @@ from motet.core.shapes import Transformer, patches
 from motet.models.families.patches import (
     PatchEncoder,
     add_class_rows,
+    attention_half,
     embed_patches,
+    mlp_half,
     patch_positions,
     without_class_rows,
 )
@@ -23,6 +25,7 @@ class ClipEncoder(PatchEncoder):
     """feature_layer: as in `patches.num_computed`; LLaVA takes -2."""
 
     class_rows = 1
+    halves = (attention_half, mlp_half)
 
     def __init__(self, model: CLIPVisionModel, feature_layer: int | None = None) -> None:
         super().__init__(model, model.post_layernorm, feature_layer)

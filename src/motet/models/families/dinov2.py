@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Dinov2Model
 
 from motet.core.errors import UserError
 from motet.core.shapes import BIASES, Transformer, final_norm, patches
+from motet.models.attention import PackedItems
 from motet.models.families.patches import (
     PatchEncoder,
     add_class_rows,
@@ -17,11 +18,21 @@ from motet.models.families.patches import (
 from motet.models.layers import LayerModules, any_trainable, unused_layer
 
 
+def _attention(layer: nn.Module, hidden: Tensor, segments: PackedItems) -> Tensor:
+    attended, _ = layer.attention(layer.norm1(hidden), attention_mask=segments)
+    return layer.layer_scale1(attended) + hidden
+
+
+def _mlp(layer: nn.Module, hidden: Tensor, segments: PackedItems) -> Tensor:
+    return layer.layer_scale2(layer.mlp(layer.norm2(hidden))) + hidden
+
+
 class Dinov2Encoder(PatchEncoder):
     """feature_layer: as in `patches.num_computed`."""
 
     stack = "layer"
     class_rows = 1
+    halves = (_attention, _mlp)
 
     def __init__(self, model: Dinov2Model, feature_layer: int | None = None) -> None:
         super().__init__(model, model.layernorm, feature_layer)

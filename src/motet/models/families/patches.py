@@ -74,6 +74,17 @@ class PatchEncoder(nn.Module):
         raise NotImplementedError
 
 
+def attention_half(layer: nn.Module, hidden: Tensor, segments: PackedItems) -> Tensor:
+    """The attention of a layer of Siglip or CLIP: a norm, attention, and what went in. hidden [1, rows, dim]."""
+    attended, _ = layer.self_attn(layer.layer_norm1(hidden), attention_mask=segments)
+    return hidden + attended
+
+
+def mlp_half(layer: nn.Module, hidden: Tensor, segments: PackedItems) -> Tensor:
+    """The MLP of such a layer, on what its attention returns."""
+    return hidden + layer.mlp(layer.layer_norm2(hidden))
+
+
 def raster_rows(config: PreTrainedConfig) -> ImageRows:
     """The input rows of a tower whose position table is a raster of patches."""
     return ImageRows(config.patch_size, channels=config.num_channels)

@@ -6,6 +6,8 @@ could not be exact to 1e-10, and calls the kernel once for each image.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -37,8 +39,18 @@ class _Attention(nn.Module):
         return self.proj(cu_seqlens.attend(query, key, value, None, 0.0, None).reshape(hidden.shape))
 
 
+def _attention_half(layer: nn.Module, hidden: Tensor, **arrangement: Any) -> Tensor:
+    return hidden + layer.attn(layer.norm1(hidden), **arrangement)
+
+
+def _mlp_half(layer: nn.Module, hidden: Tensor, **arrangement: Any) -> Tensor:
+    return hidden + layer.mlp(layer.norm2(hidden))
+
+
 class Qwen2VLEncoder(nn.Module):
     """Rows are patches (channel, time, y, x), merge x merge neighbours consecutive; sizes are (patch rows, columns)."""
+
+    halves = (_attention_half, _mlp_half)
 
     def __init__(self, model: Qwen2VisionTransformerPretrainedModel) -> None:
         super().__init__()

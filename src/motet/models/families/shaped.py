@@ -182,6 +182,7 @@ class ShapedVisionEncoder(nn.Module):
     """Rows are patches in the order of a sequence, sizes are (rows,); neighbours in it are joined by a projector."""
 
     grid = None
+    halves = (ShapedLayer.attention_half, ShapedLayer.mlp_half)
 
     def __init__(self, model: ShapedVisionTransformer) -> None:
         super().__init__()
@@ -246,6 +247,8 @@ class ShapedVisionEncoder(nn.Module):
 
 class ShapedAudioEncoder(AudioEncoder):
     """Whisper's encoder with layers of any shape."""
+
+    halves = (ShapedLayer.attention_half, ShapedLayer.mlp_half)
 
     def __init__(self, model: ShapedAudioTransformer) -> None:
         nn.Module.__init__(self)

@@ -79,8 +79,17 @@ class ShapedLayer(nn.Module):
 
     def forward(self, hidden: Tensor, extents: PackedItems | PaddedClips, rotation: Rotation | None = None) -> Tensor:
         """hidden [batch, rows, dim] -> the same shape. rotation: of the rows; None if they have positions already."""
+        return self.mlp_half(self.attention_half(hidden, extents, rotation), extents, rotation)
+
+    def attention_half(
+        self, hidden: Tensor, extents: PackedItems | PaddedClips, rotation: Rotation | None = None
+    ) -> Tensor:
+        """Attention with its norms, and what went in."""
         attended = self._attend(self.attention_norm(hidden), extents, rotation)
-        hidden = hidden + _ended(attended, self.attention_end_norm, self.attention_scale)
+        return hidden + _ended(attended, self.attention_end_norm, self.attention_scale)
+
+    def mlp_half(self, hidden: Tensor, extents: PackedItems | PaddedClips, rotation: Rotation | None = None) -> Tensor:
+        """The MLP with its norms, on what attention returns."""
         inner = self.mlp_norm(hidden)
         if self.gate_proj is None:
             inner = self.activation(self.up_proj(inner))

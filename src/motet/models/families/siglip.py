@@ -6,12 +6,14 @@ from torch import Tensor
 from transformers import SiglipVisionModel
 
 from motet.core.shapes import Transformer, final_norm, patches
-from motet.models.families.patches import PatchEncoder, embed_patches, patch_positions
+from motet.models.families.patches import PatchEncoder, attention_half, embed_patches, mlp_half, patch_positions
 from motet.models.layers import LayerModules, any_trainable, unused_layer
 
 
 class SiglipEncoder(PatchEncoder):
     """feature_layer: as in `patches.num_computed`; LLaVA-OneVision takes -1."""
+
+    halves = (attention_half, mlp_half)
 
     def __init__(self, model: SiglipVisionModel, feature_layer: int | None = None) -> None:
         super().__init__(model, model.post_layernorm, feature_layer)

@@ -49,12 +49,16 @@ def _max_slices(plans: EncoderPlans, num_layers: int) -> int:
 
 
 def _slices(plans: EncoderPlans, unit: Unit, pp_rank: int, num_slices: int) -> tuple[Slices, Slices]:
-    """A microbatch's forward pass and its backward pass, with what is recomputed, on a pp rank."""
+    """A microbatch's forward pass and its backward pass, with what is recomputed, on a pp rank.
+
+    Slices of a pass are placed as if they took equally long; the simulator prices each by itself.
+    """
     costs, (first, stop) = plans.costs(unit), unit_spans(plans.job.model, unit, pp_rank)[unit.name]
     num_recomputed = unit.recompute[pp_rank].get(unit.name, 0) if unit.recompute else 0
     forward_s = float(costs.forward_s[first:stop].sum())
     backward_s = float(costs.backward_s[first:stop].sum() + costs.recompute_s[first : first + num_recomputed].sum())
-    num = max(num_slices * (stop - first), 1)
+    num_pieces = len(plans.job.model.module(unit.name).pieces(first, stop))
+    num = max(min(num_slices * (stop - first), num_pieces), 1)
     return Slices(forward_s / num, num), Slices(backward_s / num, num)
 
 

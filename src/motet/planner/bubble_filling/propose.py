@@ -37,12 +37,11 @@ _MAX_TRIED, _MAX_FITTING, _NUM_PROPOSED = 12, 3, 2
 """So many backbones are tried, the best by estimate; until so many of them fit; and so many are proposed."""
 _MAX_PLACED = 3
 """So many encoder plans of a backbone are placed."""
-_SLICES, _FEWER_SLICES = 8, (1, 2, 4)
-"""Slices of an encoder's layer and pass, and the numbers that are tried instead. A pass has some 15 kernels, and
-tensor-parallel communication leaves room for about one of ViT-22B's slices at a time (Optimus section 2.3). Without
-tensor parallelism slices are layers, as training runs them."""
+_HALVES, _WHOLE = 2, 1
+"""Slices of an encoder's layer and pass: attention and MLP, or both as one. Training runs no finer ones; Optimus
+(section 2.3) cuts down to kernels, as tensor-parallel communication leaves room for about one at a time."""
 _THINNING_COST = 0.002
-"""A step may take longer by this share if a Plan needs fewer slices."""
+"""A step may take longer by this share if a Plan needs no halves of layers."""
 _ESTIMATE_ERROR = 1.1
 """The factor by which the simulated step may be shorter than the estimate."""
 
@@ -175,7 +174,6 @@ class _Filler:
 
     def __init__(self, plans: EncoderPlans) -> None:
         self.plans, self.alone = plans, BackboneAlone(plans)
-        self.num_slices = _SLICES if plans.shape.tp > 1 else 1
 
     def bounded(self, fitting: list[FittedPlan]) -> list[_Bounded]:
         """The plans by their bounds, the least first.
@@ -192,10 +190,10 @@ class _Filler:
 
     def best(self, bounded: list[_Bounded]) -> tuple[FittedPlan, Filling]:
         """The plan whose fine placement ends first, of the few that could be best."""
-        best, filling = bounded[0].fitted, self._fill(bounded[0].fitted, self.num_slices)
+        best, filling = bounded[0].fitted, self._fill(bounded[0].fitted, _HALVES)
         for bound_s, fitted in bounded[1:_MAX_PLACED]:
             if bound_s < filling.fine_s:
-                other = self._fill(fitted, self.num_slices)
+                other = self._fill(fitted, _HALVES)
                 if other.fine_s < filling.fine_s:
                     best, filling = fitted, other
         return best, filling
@@ -225,12 +223,9 @@ class _Filler:
         return fill(backbone, encoders, len(self.plans.backbone.stages))
 
     def _thinned(self, fitted: FittedPlan, filling: Filling) -> PlacedFills:
-        """The same placement in fewer slices, if it then takes about as long: Plans are shorter, and kernels larger."""
-        for num_slices in (num for num in _FEWER_SLICES if num < self.num_slices):
-            fewer = filling.sliced(encoders_beside(self.plans, fitted, num_slices))
-            if fewer.fine_s <= filling.fine_s * (1 + _THINNING_COST):
-                return fewer.fine
-        return filling.fine
+        """The same placement in whole layers, if it then takes about as long: Plans are shorter, and kernels larger."""
+        whole = filling.sliced(encoders_beside(self.plans, fitted, _WHOLE))
+        return (whole if whole.fine_s <= filling.fine_s * (1 + _THINNING_COST) else filling).fine
 
     def _candidate(self, fitted: FittedPlan, placed: PlacedFills, how: str, facts: tuple[str, ...]) -> Candidate:
         backbone = self.alone.pipeline(fitted.units, parted=True)

@@ -10,11 +10,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from motet.balance.backend import Backend
 from motet.core.arrays import Int64Array
 from motet.schedule.check.dry_run import dry_run
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.passes.part_runs import joined_parts
 from motet.schedule.program import Action, Kind, Program
+from motet.simulate.engine.backend import engine
 from motet.simulate.engine.table import PASSES
 
 _INDEX = {kind: index for index, kind in enumerate(PASSES)}
@@ -48,15 +50,29 @@ class PassOrder:
             np.array([action.microbatch for action in self.actions]),
         )
         self._num_parts = np.array([counts[action[:3]] for action in self.actions])
+        streams = {action: rank for rank, row in enumerate(program.actions) for action in row}
+        needs = [(index, needed) for index, before in enumerate(self.before) for needed in before]
+        self._streams = np.array([streams[action] for action in self.actions], dtype=np.int32)
+        self._operations = np.arange(len(self.actions), dtype=np.int32)
+        self._needs = np.array(needs, dtype=np.int32).reshape(-1, 2).T.copy()
 
-    def ends(self, ticks: Int64Array) -> tuple[list[int], list[int]]:
+    def ends(self, ticks: Int64Array, backend: Backend = "native") -> tuple[list[int], list[int]]:
         """Start and end of each action. ticks: int64 [len(PASSES), num_stages, num_microbatches], of whole passes.
 
-        The parts of a pass take equally long, rounded up. O(actions + dependencies).
+        The parts of a pass take equally long, rounded up. O(actions + dependencies). The native engine adds up whole
+        numbers below 2^53, and is exact.
         """
+        taken = -(-ticks[self._cell] // self._num_parts) * self._num
+        if (native := engine(backend)) is not None:
+            columns = native.run(self._streams, self._operations, taken.astype(np.float64), *self._needs)
+            starts, ends = (column.astype(np.int64).tolist() for column in columns)
+            return starts, ends
+        return self._reference(taken.tolist())
+
+    def _reference(self, taken: list[int]) -> tuple[list[int], list[int]]:
         starts, ends = list[int](), list[int]()
-        for before, taken in zip(self.before, (-(-ticks[self._cell] // self._num_parts) * self._num).tolist()):
+        for before, own in zip(self.before, taken):
             start = max([ends[each] for each in before], default=0)
             starts.append(start)
-            ends.append(start + taken)
+            ends.append(start + own)
         return starts, ends

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -77,6 +78,7 @@ class StepFiller:
             for stage, kind, _, part, _ in row:
                 self._num_parts[stage, kind] = max(self._num_parts[stage, kind], part + 1, 1)
         self._encoders = tuple(self._found_encoders())
+        self._parts_of_pass = cache(self._all_parts)
 
     def program(self, assignment: StepAssignment, island: int) -> PlannedProgram:
         """The Program of an island in a step; `own` if nothing is predicted to be faster. Deterministic."""
@@ -189,7 +191,9 @@ class StepFiller:
     def _run(self, bubbles: RankBubbles, run: PlacedRun, pipelines: ChosenPipelines) -> PartRun:
         pipeline = pipelines[run.encoder][run.microbatch]
         number, kind = self._encoders[run.encoder].stages[pipeline][run.stage], Kind.B if run.is_backward else Kind.F
-        is_whole = self._num_parts[number, kind] == 1
-        numbers = (-1,) if is_whole else range(run.part, run.part + run.num)
-        parts = tuple(Action(number, kind, run.microbatch, part) for part in numbers)
-        return PartRun(bubbles.before[run.bubble], parts)
+        parts = self._parts_of_pass(number, kind, run.microbatch)
+        return PartRun(bubbles.before[run.bubble], parts[run.part : run.part + run.num])
+
+    def _all_parts(self, number: int, kind: Kind, microbatch: int) -> tuple[Action, ...]:
+        num = self._num_parts[number, kind]
+        return tuple(Action(number, kind, microbatch, part) for part in (range(num) if num > 1 else (-1,)))

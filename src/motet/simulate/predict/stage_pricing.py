@@ -19,7 +19,7 @@ from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
-from motet.cost.flops import layer_flops, work_of
+from motet.cost.flops import attention_shares, layer_flops, work_of
 from motet.cost.memory import (
     StageLayer,
     activation_bytes,
@@ -27,7 +27,7 @@ from motet.cost.memory import (
     stage_layers,
 )
 from motet.cost.model import CostModel, LayerSeconds, Work
-from motet.schedule import PlannedProgram, PlannedStage, parts_of
+from motet.schedule import PlannedProgram, PlannedStage, parts_of, pieces_of
 from motet.schedule.coordinates import host_of, replica_of
 from motet.schedule.from_plan import StageKind
 from motet.schedule.layout import LAYER_PARTS
@@ -161,27 +161,54 @@ class Pricing:
     def parts(self, stage: PlannedStage, *, backward: bool = False) -> tuple[Part, ...]:
         """The parts of a stage's pass, in execution order.
 
-        A part is a group of blocks in data parallelism, and of encoders in bubbles if there are no more parts than
-        blocks; it is a half of a layer or its communication in a backbone whose bubbles are filled. In backward, a part
-        takes no time if it is frozen and passes no gradient on.
+        A part is a group of blocks in data parallelism, and of blocks or halves of blocks of encoders in bubbles; it
+        is a half of a layer or its communication in a backbone whose bubbles are filled. In backward, a part takes no
+        time if it is frozen and passes no gradient on. Finer parts of encoders, which training refuses, are equal.
         """
         parts: tuple[Part, ...] = self._parts(stage.key, backward)
         return parts
 
     def _slices(self, stage: PlannedStage, backward: bool) -> tuple[Part, ...]:
         in_bubbles = host_of(self.layout, stage.unit) is not stage.unit
-        if in_bubbles and stage.num_parts > stage.num_layers:
+        if in_bubbles and self._is_finer(stage):
             return (Part(1 / stage.num_parts),) * stage.num_parts
         if self.plan.schedule != "data_parallel" and not in_bubbles:
             num_halves = 2 * (stage.num_parts // LAYER_PARTS)
             return (Part(1 / num_halves, "tensor"), Part(1 / num_halves)) * num_halves
-        seconds = []
-        for part in parts_of(stage):
-            prices = self._sum(stage, Counter(self.layers(part)))
-            passes = (prices.input, prices.weight, prices.recompute) if backward else (prices.forward,)
-            seconds.append(sum(float(table.sum()) for table in passes))
+        seconds = [self._part_s(stage, part, backward) for part in parts_of(stage, self.plan.model)]
         shares = [second / sum(seconds) if sum(seconds) else 1 / len(seconds) for second in seconds]
         return tuple(Part(share) for share in (reversed(shares) if backward else shares))
+
+    def _part_s(self, stage: PlannedStage, part: PlannedStage, backward: bool) -> float:
+        """Seconds of a part of a stage's pass, over all microbatches and replicas.
+
+        The halves of a layer divide what it takes by their operations: profiles time whole layers.
+        """
+        layers = self.layers(part)
+        first, last = (self.plan.model.module(part.modules[end]) for end in (0, -1))
+        begin, stop = part.layers[part.modules[0]][0], part.layers[part.modules[-1]][1] - 1
+        num_before = first.halved_layer(begin) - first.blocks[begin].start if part.begins_inside else 0
+        num_behind = last.blocks[stop].stop - 1 - last.halved_layer(stop) if part.ends_inside else 0
+        layers = layers[num_before : len(layers) - num_behind]
+        total_s = sum(self._pass_s(stage, Counter(layers), backward))
+        if part.begins_inside:
+            total_s -= self._attention_s(stage, layers[0], backward)
+        if part.ends_inside:
+            total_s -= sum(self._pass_s(stage, {layers[-1]: 1}, backward))
+            total_s += self._attention_s(stage, layers[-1], backward)
+        return max(total_s, 0.0)
+
+    def _pass_s(self, stage: PlannedStage, layers: Mapping[StageLayer, int], backward: bool) -> tuple[float, ...]:
+        """Seconds of layers: in forward, or in backward for the input, for the weights, and of recomputation."""
+        prices = self._sum(stage, layers)
+        passes = (prices.input, prices.weight, prices.recompute) if backward else (prices.forward,)
+        return tuple(float(table.sum()) for table in passes)
+
+    def _attention_s(self, stage: PlannedStage, placed: StageLayer, backward: bool) -> float:
+        """What the attention of a layer takes of its pass."""
+        shares = attention_shares(placed.layer, self._priced(placed.module, placed.layer, stage.num_shares).work)
+        of_passes = (shares.input, shares.weight, shares.forward) if backward else (shares.forward,)
+        return sum(share * s for share, s in zip(of_passes, self._pass_s(stage, {placed: 1}, backward), strict=True))
 
     def hardware_flops(self) -> int:
         """Operations of all ranks, with padding, recomputation and replicated encoders."""
@@ -219,9 +246,28 @@ class Pricing:
     def _of_stage(self, stage: PlannedStage) -> StagePrices:
         cases = [(self._sum(stage, layers), chosen) for layers, chosen in self._cases(stage)]
         if len(cases) == 1:
-            return cases[0][0]
+            prices = cases[0][0]
+            return prices._replace(held=prices.held + self._held_inside(stage))
         which = [chosen for _, chosen in cases]
         return StagePrices(*(np.select(which, columns) for columns in zip(*(prices for prices, _ in cases))))
+
+    def _held_inside(self, stage: PlannedStage) -> Float64Array:
+        """Bytes that a part keeps which begins inside a recomputed block: its input, which the block would not keep."""
+        held = np.zeros(self._shape(stage))
+        if not any(stage.recomputed.values()) or stage.num_parts <= stage.num_layers or self._is_finer(stage):
+            return held
+        for part in parts_of(stage, self.plan.model):
+            if part.begins_inside and part.recomputed[part.modules[0]]:
+                module = self.plan.model.module(part.modules[0])
+                begin = part.layers[module.name][0]
+                placed = self.layers(part)[module.halved_layer(begin) - module.blocks[begin].start]
+                priced = self._priced(placed.module, placed.layer, stage.num_shares)
+                held += self._passes(placed, priced, stage.unit.tp).get("held", 0.0 * held.ravel()).reshape(held.shape)
+        return held
+
+    def _is_finer(self, stage: PlannedStage) -> bool:
+        """Whether the passes of a stage are in parts that are finer than halves of blocks."""
+        return stage.num_parts > len(pieces_of(stage, self.plan.model))
 
     def _sum(self, stage: PlannedStage, layers: Mapping[StageLayer, int]) -> StagePrices:
         shape = self._shape(stage)

@@ -21,7 +21,10 @@ def test_passes_end_when_the_simulator_says(name):
     has_recompute = any(action.kind is Kind.R for row in program.actions for action in row)
     ticks = dict(zip((Kind.F, Kind.I, Kind.W, Kind.R), (forward, backward, weight, recompute)))
     ticks[Kind.B] = backward + weight
-    _, ends = PassOrder(program).ends(np.stack([ticks[kind] for kind in PASSES]))
+    order = PassOrder(program)
+    starts, ends = order.ends(np.stack([ticks[kind] for kind in PASSES]))
+    assert (starts, ends) == order.ends(np.stack([ticks[kind] for kind in PASSES]), "reference")
+    assert all(type(each) is int for each in starts + ends)
     recompute_s = recompute * 1.0 if has_recompute else np.zeros(shape)
     # A stage without R would recompute in B.
     recomputed = {action.stage for row in program.actions for action in row if action.kind is Kind.R}

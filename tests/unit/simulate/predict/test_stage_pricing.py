@@ -6,9 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from motet.core.plan import Fill, Unit
+from motet.core.plan import Fill, Plan, Unit
+from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
+from motet.cost.catalogue import cluster
 from motet.cost.flops import batch_flops
-from motet.schedule import planned
+from motet.schedule import coarse_fills, fillable, planned
 from motet.simulate.engine.stage_times import Part
 from motet.simulate.predict.predict import assign_batch
 from motet.simulate.predict.stage_pricing import Pricing
@@ -144,6 +146,36 @@ def test_slices_of_fills_do_not_change_what_is_computed():
     stage = sliced.planned.stages[3]
     shares = [part.share for part in sliced.parts(stage)]
     assert sum(shares) == pytest.approx(1) and shares[0] != shares[1], "what stands around the blocks is not alike"
+
+
+@pytest.mark.parametrize("num_parts", [4, 5, 6, 8])
+@pytest.mark.parametrize("recompute", [0, 3])
+def test_halves_of_blocks_divide_what_blocks_take_by_operations(num_parts, recompute):
+    shape = Transformer(32, 128, 4)
+    image = connect(vit("image", shape, num_layers=4), output_dim=64)
+    spec = multimodal("vlm", language_model(Transformer(64, 256, 4), 2, 100), [image])
+    units = (
+        Unit("llm", ({"backbone": 1}, {"backbone": 1}), pp=2),
+        Unit("image", ({"image": 4},), dp=2, recompute=({"image": recompute},)),
+    )
+    made = Plan(spec, cluster("h100", 1, 2), units, batch_size=2)
+    unfilled, encoders = fillable(made)
+    pricing, batch = priced(replace(made, fills=coarse_fills(unfilled.program, encoders, num_parts)))
+    in_blocks, _ = priced(replace(made, fills=coarse_fills(unfilled.program, encoders, 4)))
+    stage = pricing.planned.stages[2]
+    for backward in (False, True):
+        shares = [part.share for part in pricing.parts(stage, backward=backward)]
+        assert len(shares) == num_parts and sum(shares) == pytest.approx(1) and min(shares) > 0
+        if num_parts == 8:
+            blocks = [part.share for part in in_blocks.parts(in_blocks.planned.stages[2], backward=backward)]
+            assert np.add.reduceat(shares, range(0, 8, 2)) == pytest.approx(blocks)
+    if num_parts == 8:
+        shares = [part.share for part in pricing.parts(stage)]
+        rows, pairs = batch.items["image"].length.sum(), (batch.items["image"].length ** 2).sum()
+        attention, mlp = 2 * 4 * 32**2 * rows + 4 * 32 * pairs, 2 * 8 * 32**2 * rows
+        assert shares[2] / shares[3] == pytest.approx(attention / mlp)
+    held, held_in_blocks = (each.stage(each.planned.stages[2], 0).held for each in (pricing, in_blocks))
+    assert (held > held_in_blocks).any() == (recompute > 0 and num_parts > 4), "inputs of recomputed MLPs are kept"
 
 
 def test_the_backbones_slices_are_halves_of_layers_each_after_its_communication():
