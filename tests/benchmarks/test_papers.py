@@ -42,6 +42,7 @@ def test_nothing_that_is_promised_has_left_the_table(rows):
         ("OmniBal, Table 9", 2): 1,
         ("OmniBal, Table 9", 0): 1,
         ("MMScale, Figure 22", 0.02): 3,
+        ("Cornstarch, Table 4", 0.03): 9,
     }
 
 
