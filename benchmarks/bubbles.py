@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import papers_optimus as optimus
-from papers_optimus import GATHER_SHARE, GPT, NUM_CHUNKS, PP, TABLES, VIT, Constants, Published
+from papers_optimus import GATHER_SHARE, GPT, NUM_CHUNKS, PP, TABLES_5_7, VIT, Constants, Published
 from rich.console import Console
 from rich.table import Table
 
@@ -133,13 +133,13 @@ def simulated_s(column: Published, times: StageTimes, encoders: Encoders, placed
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    constants = optimus._fit(TABLES[0])
+    constants = optimus.constants()
     table = Table(title="Optimus, Table 7: share of the encoder's computation in bubbles, and what the step takes")
     for name in ("GPUs", "microbatches", "who", "bubbles"):
         table.add_column(name, no_wrap=True)
     for name in ("Eff_coarse", "Eff_fine", "backbone s", "coarse s", "fine s", "encoder PP", "search s"):
         table.add_column(name, justify="right", no_wrap=True)
-    for column in TABLES:
+    for column in TABLES_5_7:
         who = f"{column.num_gpus:,}", f"{column.num_microbatches}"
         shares = f"{column.coarse:.1%}", f"{column.fine:.1%}"
         table.add_row(

@@ -23,6 +23,7 @@ import planner_mmscale
 import planner_omnibal
 import planner_optimus
 import planner_orchmllm
+from published import NEAR, Range, Row
 from rich.console import Console
 from rich.table import Table
 from trials import Baseline, Outcome, Tried
@@ -107,6 +108,22 @@ def reasons(tried: list[Tried]) -> Iterator[str]:
                 yield f"{case.name}, {name}: {outcome.why}"
 
 
+def summary(tried: list[Tried]) -> str:
+    """How many gains the papers publish of these jobs, and how many of ours are near them."""
+    rows = [
+        Row(one.case.paper, baseline.name, "", Range(min(baseline.published), max(baseline.published)), gain)
+        for one in tried
+        for baseline, outcome in zip(one.case.baselines, one.baselines)
+        if baseline.published and (gain := one.method.over(outcome)) is not None
+    ]
+    inside, near = sum(not row.difference for row in rows), sum(row.is_near for row in rows)
+    return (
+        f"{len(tried)} jobs, {len(rows)} published gains of the papers' methods, none of which is promised here: "
+        f"{inside} are met or in the published range, {near - inside} more within {NEAR:.0%}, and {len(rows) - near} are"
+        " not."
+    )
+
+
 def write(path: Path, tried: list[Tried]) -> None:
     """The figures, in place of those of the same jobs; in the order of the table."""
     known = json.loads(path.read_text())["jobs"] if path.exists() else []
@@ -140,6 +157,7 @@ def main() -> None:
     if any(one.case.fitted for one in tried):
         found = dict.fromkeys(f"{one.case.paper}: {one.case.fitted}" for one in tried if one.case.fitted)
         console.print(f"† found from other numbers of the paper: {'; '.join(found)}.", highlight=False)
+    console.print(summary(tried), highlight=False)
     for sentence in reasons(tried):
         console.print(sentence, style="dim", highlight=False, markup=False)
     if options.json:

@@ -20,6 +20,7 @@ from motet.planner.candidate import Pins
 from motet.planner.disaggregated.allocate import rigid
 from motet.planner.disaggregated.allocation import Allocation, Limits, UnitOptions
 from motet.planner.disaggregated.propose import Allocate, fastest_allocated, options
+from motet.planner.job import Job
 
 _NAMES = ("num_layers", "hidden", "mlp", "num_heads", "num_kv_heads")
 BACKBONES = {
@@ -44,15 +45,22 @@ def cases() -> Iterator[Case]:
         yield _case(name, 12, batch_size, ALLOCATION)
 
 
-def _case(name: str, num_nodes: int, batch_size: int, published: tuple[float, ...]) -> Case:
+def job_with(name: str, num_nodes: int, batch_size: int, model: Mapping[str, Any] | None = None) -> Job:
+    """A model on nodes of 8 A800. model: what else its tables say, of all but the backbone's shape."""
+    tables = {key: dict(table) for key, table in (model or {}).items()}
+    tables["backbone"] = tables.get("backbone", {}) | dict(zip(_NAMES, BACKBONES[name]))
     changes: dict[str, Any] = {
         "run": {"batch_size": batch_size},
         "cluster": {"nodes": num_nodes},
-        "model": {"backbone": dict(zip(_NAMES, BACKBONES[name]))},
+        "model": tables,
     }
     if name != "MLLM-72B":
         changes["workload"] = {"task": _small_images()}
-    subject = Subject(job_of("mllm_72b", changes, name))
+    return job_of("mllm_72b", changes, name)
+
+
+def _case(name: str, num_nodes: int, batch_size: int, published: tuple[float, ...]) -> Case:
+    subject = Subject(job_with(name, num_nodes, batch_size))
     megatron = Pins(tp=8, pp=PP[name], microbatch_size=1)
     flops = {module: float(count) for module, count in batch_flops(subject.job.model, subject.job.batch).items()}
     by_operations = partial(_proportional, flops)
@@ -65,11 +73,11 @@ def _case(name: str, num_nodes: int, batch_size: int, published: tuple[float, ..
         (
             Baseline(
                 f"Megatron-LM, TP 8, PP {PP[name]} + 2",
-                partial(_allocated, subject, rigid, megatron),
+                partial(allocated, subject, rigid, megatron),
                 published,
             ),
-            Baseline("rigid, any TP and PP", partial(_allocated, subject, rigid, Pins())),
-            Baseline("proportional to operations", partial(_allocated, subject, by_operations, Pins())),
+            Baseline("rigid, any TP and PP", partial(allocated, subject, rigid, Pins())),
+            Baseline("proportional to operations", partial(allocated, subject, by_operations, Pins())),
         ),
     )
 
@@ -78,7 +86,9 @@ def _proportional(flops: Mapping[str, float], units: Sequence[UnitOptions], limi
     return proportional(units, flops, limits)
 
 
-def _allocated(subject: Subject, allocate: Allocate, pins: Pins) -> Outcome:
+def allocated(subject: Subject, allocate: Allocate, pins: Pins) -> Outcome:
+    """The fastest Plan of what `allocate` gives the units."""
+
     def plans() -> Iterator[tuple[str, Plan]]:
         placed = fastest_allocated(subject.job, pins, options(subject.job, pins), allocate)
         if placed is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
-from typing import NamedTuple
+from math import prod
 
 import numpy as np
 from baselines.chains import Cut, chain_plan
@@ -56,26 +56,6 @@ SAMPLES = Sampler.model_validate(
 )
 
 
-class Run(NamedTuple):
-    """TP, PP and DP of Table 9, and GPU-days of its baseline."""
-
-    tp: int
-    pp: int
-    dp: int
-    baseline_days: float
-
-
-RUNS = {
-    "InternVL-6B + Llama3-8B": Run(1, 4, 8, 27.7),
-    "InternVL-6B + InternLM2-20B": Run(2, 4, 4, 61.8),
-    "InternVL-6B + Yi-34B": Run(4, 4, 2, 75.4),
-    "InternVL-6B + Llama3-70B": Run(4, 8, 2, 129),
-    "InternVL-6B + Qwen1.5-110B": Run(8, 8, 1, 243),
-    "EVA-CLIP-1B + InternLM2-20B": Run(2, 4, 4, 23.6),
-    "EVA-CLIP-4B + InternLM2-20B": Run(2, 4, 4, 38.1),
-    "EVA-CLIP-8B + InternLM2-20B": Run(2, 4, 4, 41.8),
-    "EVA-CLIP-18B + InternLM2-20B": Run(4, 4, 4, 63.6),
-}
 ABLATED = "InternVL-6B + InternLM2-20B"
 TABLE_7 = {"no model or memory balance": 51.9, "no memory balance": 29.0}
 
@@ -102,28 +82,28 @@ def groups() -> tuple[Workload, float]:
 
 
 def cases() -> Iterator[Case]:
-    for name, run in RUNS.items():
-        pair = next(own for own in TABLE_9 if own.name == name)
+    for pair in TABLE_9:
+        name, (tp, pp, dp) = pair.name, pair.degrees
         grouped, size = groups()
         num_groups = round(BATCH_SIZE / size / 8) * 8
-        balanced = Subject(_job(pair, run, grouped, num_groups), size)
-        random = Subject(_job(pair, run, samples(), BATCH_SIZE, padded=True))
-        degrees = Pins(("chain",), run.tp, run.pp, run.dp, 1, "1f1b", order="given")
-        baselines = [_baseline("random, equal parameters", random, run, pair, run.baseline_days)]
+        balanced = Subject(_job(pair, grouped, num_groups), size)
+        random = Subject(_job(pair, samples(), BATCH_SIZE, padded=True))
+        degrees = Pins(("chain",), tp, pp, dp, 1, "1f1b", order="given")
+        baselines = [_baseline("random, equal parameters", random, pair, pair.baseline_days)]
         if name == ABLATED:
             steps = zip(TABLE_7.items(), (anchored_cut.by_parameters, None))
-            baselines += [_baseline(step, balanced, run, pair, days, cut) for (step, days), cut in steps]
+            baselines += [_baseline(step, balanced, pair, days, cut) for (step, days), cut in steps]
             baselines.append(
-                _baseline("random, equal layers", random, run, pair, run.baseline_days, anchored_cut.by_layers)
+                _baseline("random, equal layers", random, pair, pair.baseline_days, anchored_cut.by_layers)
             )
         yield Case(
             "OmniBal",
             name,
             balanced,
-            f"chain, TP {run.tp}, PP {run.pp}, DP {run.dp}, 1F1B",
+            f"chain, TP {tp}, PP {pp}, DP {dp}, 1F1B",
             partial(balanced.searched, degrees),
             tuple(baselines),
-            _step_s(pair.gpu_days, run, num_groups * size),
+            _step_s(pair.gpu_days, pair, num_groups * size),
             "lengths, on Table 3's means",
         )
 
@@ -131,7 +111,6 @@ def cases() -> Iterator[Case]:
 def _baseline(
     name: str,
     subject: Subject,
-    run: Run,
     pair: Pair,
     days: float,
     cut: Cut | None = anchored_cut.by_parameters,
@@ -141,20 +120,21 @@ def _baseline(
     size = 1 if subject.samples > 1 else MICROBATCH
 
     def plans() -> Iterator[tuple[str, Plan]]:
-        degrees = Degrees(run.tp, run.pp, run.dp, size, job.batch_size // (run.dp * size))
+        tp, pp, dp = pair.degrees
+        degrees = Degrees(tp, pp, dp, size, job.batch_size // (dp * size))
         yield degrees.words, chain_plan(job, degrees, cut, Pins(recompute="full"))
 
-    published_s = _step_s(days, run, job.batch_size * subject.samples)
+    published_s = _step_s(days, pair, job.batch_size * subject.samples)
     return Baseline(name, partial(subject.fastest, plans), (days / pair.gpu_days,), published_s)
 
 
-def _step_s(gpu_days: float, run: Run, num_samples: float) -> float:
+def _step_s(gpu_days: float, pair: Pair, num_samples: float) -> float:
     """Of a step of so many samples, what the GPU-days of the whole dataset come to."""
-    return gpu_days * DAY_S * num_samples / (NUM_SAMPLES * run.tp * run.pp * run.dp)
+    return gpu_days * DAY_S * num_samples / (NUM_SAMPLES * prod(pair.degrees))
 
 
-def _job(pair: Pair, run: Run, lengths: Workload, batch_size: int, *, padded: bool = False) -> Job:
-    devices = cluster("a100-80g", run.tp * run.pp * run.dp // 8)
+def _job(pair: Pair, lengths: Workload, batch_size: int, *, padded: bool = False) -> Job:
+    devices = cluster("a100-80g", prod(pair.degrees) // 8)
     return Job(_model(pair, padded), devices, lengths, batch_size, cost_model(devices, "bf16"))
 
 

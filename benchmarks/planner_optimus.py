@@ -7,13 +7,14 @@ encoder on the first of PP stages in 1F1B; "balanced" cuts all layers into V chu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from baselines.chains import chain_plan, encoders_first
 from trials import Baseline, Case, Outcome, Subject, job_of
 
+from motet.core.module_degrees import ModuleDegrees
 from motet.core.plan import Plan
 from motet.planner.candidate import Pins
 from motet.planner.degrees import Degrees
@@ -81,17 +82,17 @@ def cases() -> Iterator[Case]:
             row.name,
             subject,
             "bubble filling",
-            partial(_optimus, subject, row),
+            partial(optimus, subject, row),
             (
                 Baseline(
                     "Megatron-LM",
-                    partial(_megatron, subject, row, balanced=False),
+                    partial(megatron, subject, row, balanced=False),
                     row.over(row.megatron_s, 1.22),
                     row.megatron_s,
                 ),
                 Baseline(
                     "Megatron-LM balanced",
-                    partial(_megatron, subject, row, balanced=True),
+                    partial(megatron, subject, row, balanced=True),
                     row.over(row.balanced_s, 1.18),
                     row.balanced_s,
                 ),
@@ -100,12 +101,15 @@ def cases() -> Iterator[Case]:
         )
 
 
-def _optimus(subject: Subject, row: Published) -> Outcome:
-    interleaved = Pins(("bubble filling",), 8, row.pp, microbatch_size=2, schedule="interleaved_1f1b", recompute="full")
-    return subject.searched(interleaved)
+def optimus(subject: Subject, row: Published, modules: Mapping[str, ModuleDegrees] | None = None) -> Outcome:
+    """The backbone in the paper's degrees, encoders in its bubbles. modules: degrees of encoders that are pinned."""
+    fixed = {"schedule": "interleaved_1f1b", "recompute": "full", "modules": modules or {}}
+    return subject.searched(Pins(("bubble filling",), 8, row.pp, microbatch_size=2, **fixed))
 
 
-def _megatron(subject: Subject, row: Published, *, balanced: bool) -> Outcome:
+def megatron(subject: Subject, row: Published, *, balanced: bool) -> Outcome:
+    """In the paper's degrees: all encoders on the first stage, or all layers cut evenly."""
+
     def plans() -> Iterator[tuple[str, Plan]]:
         dp = row.num_gpus // (8 * row.pp)
         count = row.batch_size // (2 * dp)

@@ -43,6 +43,12 @@ def test_the_table_shows_the_job_once_and_each_baseline_in_a_row(planner, tried)
     assert planner.table_of([tried]).row_count == 1 + len(tried.baselines)
 
 
+def test_published_gains_are_counted(planner, tried):
+    """Of two baselines one has a published gain; ours is 7 % below it."""
+    assert planner.summary([tried]).startswith("1 jobs, 1 published gains")
+    assert "0 are met or in the published range, 1 more within 10%, and 0 are not" in planner.summary([tried])
+
+
 def test_the_stored_figures_are_of_the_jobs_that_there_are(planner):
     stored = json.loads((BENCHMARKS / "results" / "planner.json").read_text())["jobs"]
     cases = [case for paper in planner.PAPERS.values() for case in paper.cases()]
