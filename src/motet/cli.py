@@ -184,6 +184,14 @@ def plan_recipe(
     explain: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Write a page of all plans that were simulated, side by side.")
     ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            help="Write the figures of all plans that were simulated, best first; -: print it.",
+        ),
+    ] = None,
     launch: Annotated[
         str | None,
         typer.Option(
@@ -204,7 +212,7 @@ def plan_recipe(
     _collect_garbage_less_often()
     pinned = parse_pins(pins or (), STRATEGIES)
     given = JobOptions(ClusterOptions(cluster, nodes, ranks_per_node), workload, profile)
-    outputs = PlanOutputs(out, png or out.with_suffix(".png"), html, explain)
+    outputs = PlanOutputs(out, png or out.with_suffix(".png"), html, explain, json_file)
     if is_trainable and measure is not None:
         raise UserError("--measure runs plans that can be trained, and no others; leave --trainable out.")
     if launch is not None and measure is not None:
@@ -222,20 +230,22 @@ def plan_recipe(
 
         plan_measured(MeasureRequest(recipe, overrides or (), given, pinned, measure), outputs)
     else:
-        from motet.planning.trainable import trainable_in, training_line
+        from motet.planning.trainable import trainable_in, training_line, untrained
 
         is_trainable = is_trainable or launch is not None
         job = job_of_recipe(recipe, given, overrides or ())
         obstacle = trainable_in(recipe, overrides or (), is_asked=is_trainable)
-        best = plan_command(job, pinned, outputs, obstacle, is_trainable=is_trainable)
+        best = plan_command(job, pinned, outputs, obstacle, untrained, is_trainable=is_trainable)
         if obstacle is not None and not best.obstacle:
             where = best.candidate.plan.cluster
-            print(f"Train it: {training_line(recipe, out, where, overrides or ())}")
+            told = [f"Train it: {training_line(recipe, out, where, overrides or ())}"]
             if launch is not None:
                 from motet.planning.launch import Launch, write_launch
 
                 start = write_launch(Launch(recipe, overrides or (), out, where, Path.cwd()), launch)
-                print(f"Start the job: {start}")
+                told.append(f"Start the job: {start}")
+            if not outputs.is_json_alone:
+                print(*told, sep="\n")
 
 
 @app.command("simulate")
@@ -261,6 +271,10 @@ def simulate_plan(
     trace: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a trace for Perfetto.")] = None,
     html: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a page to zoom and pan in.")] = None,
     png: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a picture.")] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the figures as JSON; -: print it, and no tables."),
+    ] = None,
     actions: Annotated[
         int | None,
         typer.Option(
@@ -277,9 +291,11 @@ def simulate_plan(
     ] = 0.0,
 ) -> None:
     """Predict a step of a plan or a recipe before any GPU is hired: time, throughput, MFU, memory, bubbles."""
+    from motet.planner.refinement import strategy_of
+    from motet.planning.trainable import untrained
     from motet.simulate.command import PredictionOutputs, show_predictions
 
-    outputs = PredictionOutputs(trace, html, png, actions)
+    outputs = PredictionOutputs(trace, html, png, actions, json_file)
     outputs.check()
     if plan.suffix == ".toml":
         from motet.planning.cluster import ClusterOptions
@@ -306,7 +322,8 @@ def simulate_plan(
     _collect_garbage_less_often()
     drawn = {"seed": seed, "jitter": jitter}
     predicted = predictions(read_plan, lengths, cost, batches, **drawn, balancing=balancing, recomputes=recomputes)
-    show_predictions(read_plan, predicted, outputs, title=f"{plan.stem}, predicted")
+    about = {"title": f"{plan.stem}, predicted", "strategy": strategy_of(read_plan), "obstacle": untrained(read_plan)}
+    show_predictions(read_plan, predicted, outputs, **about)
 
 
 @app.command("analyze")

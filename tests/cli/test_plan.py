@@ -1,5 +1,6 @@
 """`motet plan`: from a recipe to a Plan that `motet simulate` reads; what is wrong is one sentence and exit code 2."""
 
+import html
 import json
 import os
 import re
@@ -46,6 +47,9 @@ length_per_token = 4
 """
 
 
+TRAINS = ("--set", "run.dir=run", "--set", "run.steps=2")
+
+
 @pytest.fixture
 def recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -88,6 +92,44 @@ def test_the_plan_is_written_and_simulates_to_the_step_that_was_shown(recipe, tm
     assert " ".join(step) in winner
 
 
+FIGURES = {"strategy", "trainable", "why_not", "step_s", "bound_s", "peak_bytes", "bubbles_s", "mfu", "hfu"}
+
+
+def test_figures_as_json(recipe, tmp_path, monkeypatch, capsys):
+    """A list, best first; alone on standard output where that is asked for."""
+    motet(monkeypatch, "plan", recipe, "--json", "figures.json", "--out", "first.json")
+    assert "figures.json" in capsys.readouterr().out
+    written = json.loads((tmp_path / "figures.json").read_text())
+    motet(monkeypatch, "plan", recipe, "--json", "-", "--launch", "slurm", *TRAINS)
+    printed = json.loads(capsys.readouterr().out)
+    assert (tmp_path / "plan.json").exists() and (tmp_path / "plan.sbatch").exists()
+    for tables in (written, printed):
+        assert all(table.keys() >= FIGURES and "tokens_per_s" in table for table in tables)
+        assert [table["step_s"] for table in tables] == sorted(table["step_s"] for table in tables)
+        assert all(table["trainable"] == (table["why_not"] == "") for table in tables)
+        assert all(len(table["peak_bytes"]) == len(table["ranks"]) for table in tables)
+    assert "data parallel" in {table["strategy"] for table in written}
+    assert any("tensor parallelism" in table["why_not"] for table in written) and all(t["trainable"] for t in printed)
+    motet(monkeypatch, "simulate", "first.json", "--workload", recipe, "--json", "-")
+    simulated = json.loads(capsys.readouterr().out)
+    assert simulated.keys() >= FIGURES
+    assert [simulated[key] for key in ("strategy", "step_s", "trainable")] == [
+        written[0][key] for key in ("strategy", "step_s", "trainable")
+    ]
+
+
+def test_the_explanation_has_all_that_the_terminal_has(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "400")
+    motet(monkeypatch, "plan", recipe, "--explain", "all.html")
+    shown = capsys.readouterr().out
+    page = html.unescape((tmp_path / "all.html").read_text())
+    told = [line.strip() for line in shown.splitlines() if line.strip() and not line.startswith("Wrote")]
+    for line in told:
+        missing = [part for part in re.split(r" {2,}", line) if part not in page]
+        assert not missing
+    assert "memory by rank" in page and (tmp_path / "all.html").stat().st_size < 2_000_000
+
+
 def test_pins_are_kept(recipe, tmp_path, monkeypatch, capsys):
     motet(monkeypatch, "plan", recipe, "--pin", "strategy=chain", "--pin", "pp=2", "--pin", "schedule=1f1b")
     plan = json.loads((tmp_path / "plan.json").read_text())
@@ -128,7 +170,10 @@ def test_nothing_fits(recipe, monkeypatch, capsys):
         (["--pin", "schedule=gpipe"], "--pin schedule=gpipe: must be one of 1f1b, interleaved_1f1b, zb_h1, zb_v, data"),
         (["--out", "none/plan.json"], "none/plan.json cannot be written: there is no folder none."),
         (["--html", "."], ". cannot be written: it is a folder; name a file."),
-        (["--explain", "plan.png"], "plan.png cannot be written: two of --out, --png, --html and --explain name it."),
+        (
+            ["--explain", "plan.png"],
+            "plan.png cannot be written: two of --out, --png, --html, --explain and --json name it.",
+        ),
         (["--set", "model.backbone.mpl=3"], "unknown key 'model.backbone.mpl'; did you mean 'mlp'?"),
         (["--set", "model.encoders.image.num_mel_bins=3"], "num_mel_bins, which has no effect on an encoder of kind"),
         (["--set", "model.backbone.num_heads=3"], "3 heads do not divide a row of 256"),

@@ -36,7 +36,7 @@ from motet.core.errors import ArgumentError
 from motet.core.exchange import Moved
 from motet.core.spec import Layer
 from motet.cost import communication
-from motet.cost.model import LayerSeconds, Work
+from motet.cost.model import Beyond, LayerSeconds, Work
 
 ELEMENT_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of an activation's element by the precision of products. Products in fp8 read and write bf16."""
@@ -115,6 +115,10 @@ class Analytic:
     def on(self, cluster: Cluster) -> Analytic:
         """The model of the same devices, precision and efficiency in another cluster."""
         return Analytic(cluster, self.precision, self.efficiency)
+
+    def beyond(self, module: str, layer: Layer, work: Work, tp: int = 1) -> Beyond:
+        """Nothing: it measures nothing."""
+        return Beyond()
 
     def unwrapped(self) -> Analytic:
         """This model: it prices no hooks."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,6 +18,9 @@ from motet.core.arrays import Float64Array
 from motet.core.errors import ArgumentError
 from motet.core.exchange import NS_PER_S
 
+_SLOWER_PAIRS = 2
+"""An operation of attention takes at most so many times as long as one of a product: it reaches half of the peak, where
+products reach more (`cost/analytic.py`), and its softmax is not counted."""
 _SAME_ROWS_RATIO = 1.2
 """Points whose numbers of rows differ by at most this ratio are averaged."""
 
@@ -87,6 +91,13 @@ def relative_error(predicted: ArrayLike, measured: ArrayLike) -> RelativeError:
     return RelativeError(float(errors.mean()), float(errors.max()), overall, int(known.sum()))
 
 
+class Operations(NamedTuple):
+    """Operations of a layer in a pass: of a row, and of a pair of a query and a key."""
+
+    row: float
+    pair: float = 0.0
+
+
 class Surface:
     """Seconds over rows and pairs, through all measured points. Points of about the same number of rows are averaged.
 
@@ -94,10 +105,19 @@ class Surface:
        its intercept, which is at least 0. Beyond its last point it has the slope of its last half.
     2. Between two lines, seconds at a number of rows are interpolated linearly in pairs / rows. Beyond the last line
        the last slope continues, unless it falls.
+    3. Where operations are given, they bound what is beyond the points. A row beyond the last point of a line takes no
+       longer than the mean row up to there. Beyond the last line, seconds grow no faster than operations do, those of
+       pairs counted _SLOWER_PAIRS times.
     So at a given number of rows, seconds are piecewise linear in pairs. 0 rows take 0 s.
     """
 
-    def __init__(self, rows: Sequence[float], pairs: Sequence[float], seconds: Sequence[float]) -> None:
+    def __init__(
+        self,
+        rows: Sequence[float],
+        pairs: Sequence[float],
+        seconds: Sequence[float],
+        operations: Operations | None = None,
+    ) -> None:
         """rows, pairs, seconds: [num_points]. Raises ArgumentError if no point has any rows."""
         known = np.asarray(rows) > 0
         if not known.any():
@@ -108,20 +128,31 @@ class Surface:
         self._lines = [
             _line(known_rows[keys_per_row == key], measured[keys_per_row == key]) for key in self._keys_per_row
         ]
+        self._operations = operations
 
     def __call__(self, rows: Float64Array, pairs: Float64Array) -> Float64Array:
         """rows, pairs: float64 [n] -> seconds, float64 [n]. O(n * lines)."""
-        on_lines = np.stack([_along(line, rows) for line in self._lines])
+        on_lines = np.stack([_along(line, rows, self._operations is not None) for line in self._lines])
+        keys_per_row = pairs / np.maximum(rows, 1e-9)
         if len(on_lines) == 1:
             return np.where(rows > 0, on_lines[0], 0.0)
-        keys_per_row = pairs / np.maximum(rows, 1e-9)
         low = np.clip(np.searchsorted(self._keys_per_row, keys_per_row) - 1, 0, len(on_lines) - 2)
         column = np.arange(len(rows))
         below, above = on_lines[low, column], on_lines[low + 1, column]
         share = (keys_per_row - self._keys_per_row[low]) / (self._keys_per_row[low + 1] - self._keys_per_row[low])
         rise = np.where(share > 1, np.maximum(above - below, 0), above - below)
         seconds = np.where(share > 1, above + (share - 1) * rise, below + share * rise)
+        seconds = self._bounded(seconds, on_lines[-1], keys_per_row)
         return np.where(rows > 0, np.maximum(seconds, 0.0), 0.0)
+
+    def _bounded(self, seconds: Float64Array, last_s: Float64Array, keys_per_row: Float64Array) -> Float64Array:
+        """seconds: as extrapolated. last_s: on the last line. All are [n]."""
+        if self._operations is None:
+            return seconds
+        row, pair = self._operations.row, _SLOWER_PAIRS * self._operations.pair
+        last = float(self._keys_per_row[-1])
+        most_s = last_s * (row + pair * keys_per_row) / (row + pair * last)
+        return np.where(keys_per_row > last, np.minimum(seconds, most_s), seconds)
 
 
 def _line(rows: Float64Array, seconds: Float64Array) -> tuple[Float64Array, Float64Array]:
@@ -144,10 +175,12 @@ def _line(rows: Float64Array, seconds: Float64Array) -> tuple[Float64Array, Floa
     return np.concatenate([[0.0], corner_rows]), np.concatenate([[first_s], corner_s])
 
 
-def _along(line: tuple[Float64Array, Float64Array], rows: Float64Array) -> Float64Array:
+def _along(line: tuple[Float64Array, Float64Array], rows: Float64Array, is_bounded: bool = False) -> Float64Array:
     """Seconds of a line at `rows`. The slope beyond the last corner is that from the last corner at or before half of
-    its rows."""
+    its rows; if bounded, at most the mean of all rows."""
     corner_rows, corner_s = line
     back = int(np.searchsorted(corner_rows, corner_rows[-1] / 2, side="right")) - 1
     slope = max(0.0, float((corner_s[-1] - corner_s[back]) / (corner_rows[-1] - corner_rows[back])))
+    if is_bounded:
+        slope = min(slope, float(corner_s[-1] / corner_rows[-1]))
     return np.asarray(np.interp(rows, corner_rows, corner_s) + np.maximum(rows - corner_rows[-1], 0.0) * slope)

@@ -67,6 +67,22 @@ def backward_seconds(
     return total + seconds.forward_s if recomputed and (input_gradient or layer.trainable) else total
 
 
+class Beyond(NamedTuple):
+    """How far the work of a layer is beyond what was measured of it; up to 1 is within.
+
+    rows: rows of the largest microbatch over the most that were measured. keys: keys that a row attends to, likewise.
+    operations: of a row, over those of a row with the most keys that were measured.
+    """
+
+    rows: float = 0.0
+    keys: float = 0.0
+    operations: float = 0.0
+
+    def or_further(self, other: Beyond) -> Beyond:
+        """The larger of each."""
+        return Beyond(*map(max, self, other))
+
+
 class CostModel(Protocol):
     """Seconds of one rank.
 
@@ -92,6 +108,9 @@ class CostModel(Protocol):
 
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
         """Seconds of a layer's passes on one of `tp` tensor-parallel ranks, without communication."""
+
+    def beyond(self, module: str, layer: Layer, work: Work, tp: int = 1) -> Beyond:
+        """How far work is beyond what was measured; nothing of a model that measures nothing."""
 
     def tensor_seconds(self, layer: Layer, work: Work, ranks: Sequence[int]) -> Float64Array:
         """Seconds of a layer's tensor-parallel communication in one pass, float64 [num_microbatches]."""

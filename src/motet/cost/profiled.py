@@ -18,8 +18,8 @@ from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.core.exchange import Moved
 from motet.core.spec import Layer
-from motet.cost.fit import Curve, Surface, fit_curve
-from motet.cost.model import LayerSeconds, Work
+from motet.cost.fit import Curve, Operations, Surface, fit_curve
+from motet.cost.model import Beyond, LayerSeconds, Work
 from motet.cost.profile import LayerTimes, MessageKind, MessageTimes, Profile
 
 _ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -53,13 +53,31 @@ class Profiled:
         return Profiled(self.profile, self.cluster, hooks=False) if self._hooks and has_hooks else self
 
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
-        """Interpolated seconds. A layer without attention is not split over ranks, so it takes as long as on one."""
+        """Interpolated seconds, and bounded by operations beyond what was measured.
+
+        A layer without attention is not split over ranks, so it takes as long as on one.
+        """
         tp = tp if layer.attention is not None else 1
         key = (module, layer.kind, layer.weights, tp)
         if key not in self._surfaces:
-            self._surfaces[key] = _surfaces(self._times(module, layer, tp), self._hooks)
+            self._surfaces[key] = _surfaces(self._times(module, layer, tp), layer, self._hooks)
         forward, of_input, of_weights = (surface(work.rows, work.pairs) for surface in self._surfaces[key])
         return LayerSeconds(forward, of_input, of_weights)
+
+    def beyond(self, module: str, layer: Layer, work: Work, tp: int = 1) -> Beyond:
+        grid = self._times(module, layer, tp if layer.attention is not None else 1).grid
+        rows, pairs = np.array(grid.rows), np.array(grid.pairs)
+        asked = work.rows > 0
+        if not asked.any() or not rows.any():
+            return Beyond()
+        most_keys = float((pairs[rows > 0] / rows[rows > 0]).max())
+        keys = float((work.pairs[asked] / work.rows[asked]).max())
+        of = _operations(layer)
+        return Beyond(
+            float(work.rows.max() / rows.max()),
+            keys / most_keys if most_keys else 0.0,
+            (of.row + of.pair * keys) / (of.row + of.pair * most_keys),
+        )
 
     def tensor_seconds(self, layer: Layer, work: Work, ranks: Sequence[int]) -> Float64Array:
         """Seconds of two all-reduces of the layer's rows; 0 for a layer without attention, which is not split."""
@@ -145,11 +163,22 @@ def _ring_scales(kind: MessageKind, num_measured: int, num_ranks: int) -> tuple[
     return steps, 1.0 if kind == "exchange" else steps * num_measured / num_ranks
 
 
-def _surfaces(times: LayerTimes, hooks: bool) -> tuple[Surface, Surface, Surface]:
+def _operations(layer: Layer) -> Operations:
+    """Operations of a forward pass. A look-up or a norm has none: it moves its rows, and the time goes with them."""
+    return Operations(max(2 * layer.weights, layer.output_width), 4 * layer.attention.width if layer.attention else 0)
+
+
+def _surfaces(times: LayerTimes, layer: Layer, hooks: bool) -> tuple[Surface, Surface, Surface]:
     """Seconds of forward, of backward for the input, and of backward for the weights."""
     points, (forward_s, weight_s) = times.grid, (0.0, 0.0) if hooks else times.hooks_s
-    columns = (points.forward_s, forward_s), (points.input_s, 0.0), (points.weight_s, weight_s)
+    row, pair = _operations(layer)
+    columns = (
+        (points.forward_s, forward_s, Operations(row, pair)),
+        (points.input_s, 0.0, Operations(row, 2 * pair)),
+        (points.weight_s, weight_s, Operations(row)),
+    )
     forward, of_input, of_weights = (
-        Surface(points.rows, points.pairs, [max(one - less_s, 0.0) for one in seconds]) for seconds, less_s in columns
+        Surface(points.rows, points.pairs, [max(one - less_s, 0.0) for one in seconds], operations)
+        for seconds, less_s, operations in columns
     )
     return forward, of_input, of_weights

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -16,12 +17,13 @@ from motet.core.plan_file import write_plan
 from motet.planner.candidate import Pins
 from motet.planner.evaluation import NO_QUOTA, Quota
 from motet.planner.job import Job
-from motet.planner.report import print_result
+from motet.planner.report import print_result, winner_in_words
 from motet.planner.search import search
 from motet.planner.search_result import SearchResult, SimulatedCandidate
 from motet.planner.strategies import STRATEGIES
 from motet.simulate.show.picture import write_png
 from motet.simulate.show.plan_words import rows_in_words
+from motet.simulate.show.prediction_json import STDOUT, prediction_tables, write_prediction
 
 _MAX_ROWS = 24
 """The most rows of the picture. More would take longer to draw than the search takes."""
@@ -32,25 +34,32 @@ class PlanOutputs:
     """Files to write.
 
     plan: the Plan as JSON, for `motet simulate`. png: a picture of its step. html: a page of its step, to zoom in.
-    explanation: a page of all plans that were simulated.
+    explanation: a page of all plans that were simulated. json: their figures; "-": what is printed is JSON alone.
     """
 
     plan: Path
     png: Path
     html: Path | None = None
     explanation: Path | None = None
+    json: Path | None = None
 
     @property
     def paths(self) -> list[Path]:
         """The files that are written."""
-        return [path for path in (self.plan, self.png, self.html, self.explanation) if path is not None]
+        files = self.plan, self.png, self.html, self.explanation, None if self.is_json_alone else self.json
+        return [path for path in files if path is not None]
+
+    @property
+    def is_json_alone(self) -> bool:
+        """Whether JSON is all that is printed."""
+        return self.json == STDOUT
 
     def check(self) -> None:
         """Raises UserError for a file that cannot be written, and for one path that is named twice."""
         for path in self.paths:
             check_output(path)
             if self.paths.count(path) > 1:
-                raise UserError(f"{path} cannot be written: two of --out, --png, --html and --explain name it.")
+                raise UserError(f"{path} cannot be written: two of --out, --png, --html, --explain and --json name it.")
 
 
 def plan_command(
@@ -58,6 +67,7 @@ def plan_command(
     pins: Pins,
     outputs: PlanOutputs,
     obstacle: Callable[[Plan], str] | None = None,
+    untrained: Callable[[Plan], str] = lambda plan: "",
     *,
     is_trainable: bool = False,
 ) -> SimulatedCandidate:
@@ -65,6 +75,7 @@ def plan_command(
 
     obstacle:     what of a Plan training cannot run yet, in words; "" if it can run the Plan. None: the job is none
                   that trains. Plans that cannot be trained are marked as such.
+    untrained:    what of a Plan no job can train yet, in words, for JSON.
     is_trainable: only Plans that training can run count.
     Raises UserError, which names the nearest miss, if nothing fits; and for a file that cannot be written, before the
     search where that can be known.
@@ -79,14 +90,16 @@ def plan_command(
     result = find_plans(job, pins, quota)
     if obstacle is not None:
         result = result.with_obstacles(obstacle, is_trainable=is_trainable)
-    write_outputs(result, outputs)
+    write_outputs(result, outputs, untrained)
     return result.best
 
 
-def write_outputs(result: SearchResult, outputs: PlanOutputs) -> None:
+def write_outputs(
+    result: SearchResult, outputs: PlanOutputs, untrained: Callable[[Plan], str] = lambda plan: ""
+) -> None:
     """Write the best Plan, then print the result: files are written even where nobody reads standard output.
 
-    Raises UserError as `plan_command` does.
+    untrained: as of `plan_command`. Raises UserError as `plan_command` does.
     """
     best = result.best
     title = f"{result.job.model.name}: {best.candidate.strategy}, {best.candidate.what}, predicted"
@@ -98,12 +111,25 @@ def write_outputs(result: SearchResult, outputs: PlanOutputs) -> None:
         from motet.simulate.show.page import write_timeline_html
 
         write_timeline_html(timeline, outputs.html, title=title, note=note)
+    words = [] if outputs.explanation is None and outputs.is_json_alone else winner_in_words(result)
     if outputs.explanation is not None:
         from motet.planner.explain import write_explanation
 
-        write_explanation(result, outputs.explanation)
-    print_result(result)
-    print(f"\nWrote {', '.join(map(str, outputs.paths))}.")
+        write_explanation(result, outputs.explanation, words)
+    if outputs.json is not None:
+        write_prediction(list(_tables(result, untrained)), outputs.json)
+    if not outputs.is_json_alone:
+        print_result(result, words=words)
+        print(f"\nWrote {', '.join(map(str, outputs.paths))}.")
+
+
+def _tables(result: SearchResult, untrained: Callable[[Plan], str]) -> Iterator[dict[str, Any]]:
+    """The figures of each Plan, best first. measured_s: seconds of a real step; null where none was run."""
+    for one in result.results:
+        candidate = one.candidate
+        why_not = one.obstacle or untrained(candidate.plan)
+        figures = prediction_tables(candidate.strategy, one.prediction, why_not)
+        yield {"strategy": candidate.strategy, "what": candidate.what, "measured_s": one.measured_s, **figures}
 
 
 def find_plans(job: Job, pins: Pins, quota: Quota = NO_QUOTA) -> SearchResult:

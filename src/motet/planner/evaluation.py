@@ -30,6 +30,7 @@ from motet.planner.order import with_pinned_deal
 from motet.planner.refinement import Refinement
 from motet.planner.search_result import PassedOver, SearchResult, SimulatedCandidate
 from motet.planner.variants import fastest_variant
+from motet.simulate.predict.beyond_profile import guesses
 from motet.simulate.predict.prediction import Prediction
 
 MAX_SPANS = 2_000_000
@@ -153,6 +154,9 @@ class CandidateEvaluation:
             self.ruled_out.append(RuledOut(candidate.strategy, candidate.what, str(prediction)))
             return math.inf
         self.num_spans += len(prediction.timeline)
+        if guess := guesses(prediction.beyond):
+            self.ruled_out.append(RuledOut(candidate.strategy, candidate.what, guess))
+            return prediction.step_s
         shortfall_bytes = float(prediction.peak_bytes.max()) - self.job.capacity_bytes
         if shortfall_bytes > 0:
             self.ruled_out.append(_too_large(candidate, prediction, shortfall_bytes))

@@ -14,10 +14,12 @@ from rich.text import Text
 
 from motet.core.plan import Plan, Unit
 from motet.planner.candidate import RuledOut
-from motet.planner.comparison import MIN_DIFFERENCE, Comparison, compare
+from motet.planner.comparison import compare
 from motet.planner.job import Job
 from motet.planner.pins import pins_in_words
 from motet.planner.search_result import SearchResult, SimulatedCandidate
+from motet.planner.why_it_wins import against, device_hours, in_bubbles
+from motet.simulate.predict.beyond_profile import extrapolated
 from motet.simulate.show.drawing import shown_seconds
 from motet.simulate.show.plan_words import plan_in_words
 
@@ -27,12 +29,15 @@ COLUMNS = ("strategy and degrees", "step", "tokens/s", "MFU", "GB a rank", "bubb
 """The columns of the ranking."""
 
 
-def print_result(result: SearchResult, console: Console | None = None) -> None:
-    """Print to the console, by default to stdout. Raises UserError, which names the nearest miss, if nothing fits."""
+def print_result(result: SearchResult, console: Console | None = None, words: Sequence[str] | None = None) -> None:
+    """Print to the console, by default to stdout. Raises UserError, which names the nearest miss, if nothing fits.
+
+    words: `winner_in_words` of the result, where they are known.
+    """
     console = console or Console()
     if result.results:
         _print_ranking(result, console)
-        for sentence in (*_not_simulated(result), *_lengths(result.job)):
+        for sentence in remarks(result):
             console.print(sentence, style="dim", highlight=False, markup=False)
         console.print()
     if result.ruled_out:
@@ -40,20 +45,20 @@ def print_result(result: SearchResult, console: Console | None = None) -> None:
         console.print()
     best = result.best
     console.print(f"{best.candidate.strategy}, {best.candidate.what}", style="bold", highlight=False, markup=False)
-    for sentence in winner_in_words(result):
+    for sentence in winner_in_words(result) if words is None else words:
         console.print(sentence, highlight=False, markup=False)
 
 
 def winner_in_words(result: SearchResult) -> list[str]:
-    """Sentences: which ranks run what, what is recomputed and balanced, why the Plan won, and what it costs."""
+    """Sentences: which ranks run what, what is recomputed and balanced, why the Plan won and what it pays for that, and
+    what its devices cost."""
     best = result.best
-    prediction = best.prediction
-    hours = prediction.num_ranks * best.step_s / prediction.num_tokens * 1e9 / 3600
     plan = best.candidate.plan
-    sentences = [*plan_in_words(plan), *recomputed_in_words(plan), *best.candidate.facts[:_MAX_FACTS]]
+    sentences = [*plan_in_words(plan), *recomputed_in_words(plan), *in_bubbles(plan, best.prediction)]
+    sentences += best.candidate.facts[:_MAX_FACTS]
     for comparison in compare(result):
-        sentences += _against(best, comparison)
-    return [*sentences, f"A billion tokens take {hours:,.4g} hours of one {plan.cluster.device.name}."]
+        sentences += against(best, comparison)
+    return [*sentences, device_hours(best)]
 
 
 def recomputed_in_words(plan: Plan) -> Iterator[str]:
@@ -72,43 +77,6 @@ def _by_pipeline_rank(plan: Plan, unit: Unit, stages: Sequence[Mapping[str, int]
         returns = plan.schedule == "zb_v" and stage >= unit.pp
         total[2 * unit.pp - 1 - stage if returns else stage % unit.pp] += sum(counts.values())
     return total
-
-
-def _against(best: SimulatedCandidate, comparison: Comparison) -> Iterator[str]:
-    """How much faster the best is than a rival, and why: bubbles, added operations, ranks, share of the peak."""
-    rival, gain = comparison.rival, comparison.gain
-    name = f"{rival.candidate.strategy} ({rival.candidate.what})"
-    if gain <= -MIN_DIFFERENCE:
-        yield f"{name} is slower in the batch that plans are ranked by, and {-gain:.1%} faster{_range(comparison, 1)}."
-        return
-    if gain < MIN_DIFFERENCE:
-        yield f"{name} is as fast, but for {gain:.1%}{_range(comparison, 1)}."
-        return
-    own, other = best.prediction, rival.prediction
-    reasons = []
-    idle, other_idle = (each.bubbles.total_share for each in (own, other))
-    if other_idle - idle > MIN_DIFFERENCE:
-        reasons.append(f"{idle:.0%} of it are bubbles, of the other's step {other_idle:.0%}")
-    added, other_added = (each.hardware_flops / each.model_flops - 1 for each in (own, other))
-    if other_added - added > MIN_DIFFERENCE:
-        reasons.append(f"recomputation and padding add {added:.0%} to the operations, there {other_added:.0%}")
-    if own.num_ranks > other.num_ranks:
-        reasons.append(f"it uses {own.num_ranks:,} ranks, that {other.num_ranks:,}")
-    busy, other_busy = (
-        each.hardware_flops / each.peak_flops / (each.step_s * (1 - each.bubbles.total_share)) for each in (own, other)
-    )
-    if busy - other_busy > MIN_DIFFERENCE:
-        reasons.append(f"while they compute, ranks reach {busy:.0%} of their peak, there {other_busy:.0%}")
-    why = f": {'; '.join(reasons[:_MAX_FACTS])}" if reasons else ""
-    yield f"It is {gain:.0%} faster than {name}{_range(comparison, 0)}{why}."
-
-
-def _range(comparison: Comparison, digits: int) -> str:
-    """The batches that a gain is the median of, and the least and most of them as gains; "" for one."""
-    gains = comparison.gains if comparison.gain > -MIN_DIFFERENCE else -comparison.gains
-    if len(gains) == 1:
-        return ""
-    return f", the median of {len(gains)} batches with {gains.min():.{digits}%} to {gains.max():.{digits}%}"
 
 
 def _print_ranking(result: SearchResult, console: Console) -> None:
@@ -172,6 +140,13 @@ def _measured(simulated: SimulatedCandidate) -> str:
     return "" if simulated.measured_s is None else shown_seconds(simulated.measured_s)
 
 
+def remarks(result: SearchResult) -> Iterator[str]:
+    """Sentences below the ranking: what was not simulated, what training cannot run, what is assumed of lengths."""
+    yield from _not_simulated(result)
+    yield from _lengths(result.job)
+    yield from extrapolated(result.best.prediction.beyond)
+
+
 def _not_simulated(result: SearchResult) -> Iterator[str]:
     """How many candidates were not simulated, and how many training cannot run."""
     counts = Counter(passed.why for passed in result.passed_over)
@@ -201,18 +176,25 @@ def _plans(count: int) -> str:
     return f"{count:,} more {'plan' if count == 1 else 'plans'}"
 
 
-def _ruled_out(ruled_out: tuple[RuledOut, ...]) -> Table:
-    """By strategy: candidates that lack memory, with the nearest to fit; then other reasons, most frequent first."""
+def _ruled_out(ruled_out: Sequence[RuledOut]) -> Table:
     table = _table("Ruled out")
     table.add_column("strategy", header_style="dim")
     table.add_column("plans", justify="right", header_style="dim")
     table.add_column("why", header_style="dim")
+    before = ""
+    for strategy, count, why in ruled_out_rows(ruled_out):
+        table.add_row("" if strategy == before else strategy, count, Text(why))
+        before = strategy
+    return table
+
+
+def ruled_out_rows(ruled_out: Sequence[RuledOut]) -> Iterator[tuple[str, str, str]]:
+    """(strategy, how many plans, why): those that lack memory, with the nearest to fit; then other reasons, most
+    frequent first."""
     for strategy in dict.fromkeys(ruled.strategy for ruled in ruled_out):
         of_strategy = [ruled for ruled in ruled_out if ruled.strategy == strategy]
-        reasons = [*_lack_of_memory(of_strategy), *_other_reasons(of_strategy)]
-        for index, (count, why) in enumerate(reasons):
-            table.add_row(strategy if index == 0 else "", f"{count:,}", why)
-    return table
+        for count, why in (*_lack_of_memory(of_strategy), *_other_reasons(of_strategy)):
+            yield strategy, f"{count:,}", why
 
 
 def _lack_of_memory(ruled_out: list[RuledOut]) -> Iterator[tuple[int, str]]:

@@ -11,6 +11,7 @@ from rich.table import Table
 from motet.core.errors import UserError
 from motet.core.files import check_output
 from motet.core.plan import Plan
+from motet.planner.refinement import strategy_of
 from motet.planning.at_hand import device_at_hand
 from motet.planning.cluster import ClusterOptions
 from motet.planning.fullest import fullest_steps
@@ -61,7 +62,7 @@ def show_memory(
             if json_file != STDOUT:
                 _print(plan, stages, prediction, steps.words)
             if json_file is not None:
-                write_prediction(prediction_tables(plan, prediction, lacking), json_file)
+                write_prediction(prediction_tables(strategy_of(plan), prediction, lacking), json_file)
             if lacking:
                 raise UserError(f"{file} does not fit: {lacking}")
 

@@ -24,11 +24,15 @@ if TYPE_CHECKING:
 def obstacle(plan: Plan, recipe: Recipe) -> str:
     """What a Plan has that training cannot run yet, in a few words that name the field; "" if training can run it."""
     precision = PRECISION_OF_DTYPE[recipe.fsdp.param_dtype or recipe.run.dtype]
+    return untrained(plan) or ("another precision than the recipe" if plan.precision != precision else "")
+
+
+def untrained(plan: Plan) -> str:
+    """What a Plan has that training can run of no recipe yet; "" if it has nothing such."""
     obstacles = {
         "tensor parallelism (tp > 1)": any(unit.tp > 1 for unit in plan.units),
         "context parallelism (cp > 1) of the backbone's unit": plan.unit_of(BACKBONE).cp > 1,
         "context parallelism (cp > 1) of what runs in bubbles": any(unit.cp > 1 for unit in units_in_bubbles(plan)),
-        "another precision than the recipe": plan.precision != precision,
     }
     own = _data_parallel(plan) if plan.schedule == "data_parallel" else _in_stages(plan)
     return next((what for what, is_there in (obstacles | own).items() if is_there), "")

@@ -15,6 +15,7 @@ any rank ends, is a bubble. Its cause is the first of these that applies:
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -159,6 +160,34 @@ def _causes(timeline: Timeline) -> tuple[NDArray[np.int8], BoolArray]:
     is_step = np.array([name == Kind.STEP for name in kind.names])
     cause = table[stream.number, kind.number]
     return cause, (cause == _BUSY) & ~is_step[kind.number]
+
+
+def share_between_passes(timeline: Timeline, inside: Collection[str], around: Collection[str]) -> float:
+    """The share of what some modules compute that lies between the first and the last pass of others on the same rank.
+
+    inside, around: names of modules. A span of a stage with several modules is of the first that is named. 1 if the
+    modules compute nothing.
+
+    Example: an encoder's pass before the backbone's first, and one between two of them.
+        >>> from motet.core.timeline import Span
+        >>> kinds = [("image", 0.0, 1.0), ("backbone", 1.0, 2.0), ("image", 2.0, 5.0), ("backbone", 5.0, 6.0)]
+        >>> spans = [Span(0, "F", 0, 0, start_s, end_s, "F", name) for name, start_s, end_s in kinds]
+        >>> share_between_passes(Timeline.of(spans), ["image"], ["backbone"])
+        0.75
+    """
+    module = Labels.of(timeline.module)
+    first_named = [next((one for one in name.split("+") if one in (*inside, *around)), "") for name in module.names]
+    is_pass = _causes(timeline)[1]
+    is_inside, is_around = (
+        is_pass & np.array([one in names for one in first_named], dtype=bool)[module.number]
+        for names in (inside, around)
+    )
+    first_s, last_s = np.full(timeline.num_ranks, np.inf), np.full(timeline.num_ranks, -np.inf)
+    np.minimum.at(first_s, timeline.rank[is_around], timeline.start_s[is_around])
+    np.maximum.at(last_s, timeline.rank[is_around], timeline.end_s[is_around])
+    took_s = np.where(is_inside, timeline.end_s - timeline.start_s, 0.0)
+    between = is_inside & (timeline.start_s >= first_s[timeline.rank]) & (timeline.end_s <= last_s[timeline.rank])
+    return float(took_s[between].sum() / total_s) if (total_s := took_s.sum()) else 1.0
 
 
 def _cause(stream: str, kind: str) -> int:

@@ -11,11 +11,12 @@ from motet.core.cluster import Cluster, Device, Link
 from motet.core.errors import ArgumentError, UserError
 from motet.core.exchange import Moved
 from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
-from motet.cost.fit import Surface, fit_curve, relative_error
-from motet.cost.model import Work
+from motet.cost.fit import Operations, Surface, fit_curve, relative_error
+from motet.cost.model import Beyond, Work
 from motet.cost.phases import phase_times
 from motet.cost.profile import LayerTimes, MessageTimes, ModuleTimes, OptimizerTimes, Points, Profile, read_profile
 from motet.cost.profiled import Profiled
+from motet.simulate.predict.beyond_profile import extrapolated, guesses
 
 # Seconds of a layer: a constant, a row, a pair; of backward twice that for the input, and of the weights no pair.
 CONSTANT, ROW, PAIR = 1e-5, 1e-6, 1e-9
@@ -166,6 +167,61 @@ def test_no_surface_is_ever_negative_or_falls_beyond_its_grid(measured):
 def test_one_line_without_attention_is_piecewise_linear():
     surface = Surface([10, 20, 40], [0, 0, 0], [1.0, 2.0, 8.0])
     assert surface(np.array([15.0, 30.0, 80.0]), np.zeros(3)).tolist() == [1.5, 5.0, 20.0]
+
+
+def noisy(rows, keys, values) -> Surface:
+    return Surface(rows, [r * k for r, k in zip(rows, keys)], values, Operations(row=200, pair=32))
+
+
+def test_beyond_the_points_seconds_grow_no_faster_than_operations():
+    """Lines whose keys are close differ by noise; without bounds, a row of 4,096 keys would take 400 times as long."""
+    found, free = (
+        make(np.array([64.0]), np.array([64.0 * 4096]))[0]
+        for make in (noisy([64, 64], [8, 9], [1.0, 1.1]), Surface([64, 64], [64 * 8, 64 * 9], [1.0, 1.1]))
+    )
+    assert free > 400
+    most = 1.1 * (200 + 2 * 32 * 4096) / (200 + 2 * 32 * 9)
+    assert found == pytest.approx(min(free, most)) and found < free
+
+
+def test_rows_beyond_the_points_take_no_longer_than_the_mean_row():
+    ask = np.array([80.0]), np.zeros(1)
+    assert Surface([10, 20, 40], [0, 0, 0], [1.0, 2.0, 8.0])(*ask).tolist() == [20.0]
+    assert noisy([10, 20, 40], [0, 0, 0], [1.0, 2.0, 8.0])(*ask).tolist() == [16.0]
+    assert noisy([10, 20, 40], [0, 0, 0], [1.0, 1.5, 2.0])(*ask).tolist() == [3.0]
+
+
+@given(st.integers(1, 10**5), st.integers(0, 10**5))
+def test_bounds_shorten_what_is_beyond_the_points_and_nothing_else(rows, keys):
+    grid = [16, 64, 256, 16, 64, 256], [4, 4, 4, 32, 32, 32], [1.0, 2.0, 9.0, 1.5, 4.0, 21.0]
+    bounded, free = noisy(*grid), Surface(grid[0], [r * k for r, k in zip(*grid[:2])], grid[2])
+    ask = np.array([float(rows)]), np.array([float(rows) * keys])
+    assert bounded(*ask)[0] <= free(*ask)[0] * (1 + 1e-9)
+    if rows <= 256 and keys <= 32:
+        assert bounded(*ask)[0] == free(*ask)[0]
+
+
+def test_how_far_work_is_beyond_what_was_measured(profile):
+    cost, layer = Profiled(profile, cluster()), Layer("attention", 100, 100, 8, 8, Attention(8, 8))
+
+    def beyond(rows, keys):
+        return cost.beyond("backbone", layer, Work(np.array([1.0, rows]), np.array([1.0, rows * keys])))
+
+    # 16 items of 256 are the most rows, and 256 the most keys.
+    assert beyond(4096.0, 256.0) == (1.0, 1.0, 1.0)
+    assert beyond(8192.0, 64.0) == (2.0, 0.25, pytest.approx((200 + 32 * 64) / (200 + 32 * 256)))
+    assert beyond(1.0, 1024.0) == (1 / 4096, 4.0, pytest.approx((200 + 32 * 1024) / (200 + 32 * 256)))
+    assert cost.beyond("backbone", layer, Work(np.zeros(2), np.zeros(2))) == Beyond()
+
+
+def test_what_is_beyond_is_said_and_a_guess_is_refused():
+    said = {"image": Beyond(3.0, 1.0, 1.0), "audio": Beyond(0.5, 1.5, 1.2), "backbone": Beyond(1.05, 1.0, 1.0)}
+    first, second = extrapolated(said)
+    assert first.startswith("Beyond the profile: a microbatch of image has 3 times the rows of the profile;")
+    assert "a microbatch of audio has 1.5 times the keys a row of the profile" in second
+    assert guesses(said) == ""
+    assert "'image' takes would be a guess: a microbatch has 20 times the rows of" in guesses({"image": Beyond(20.0)})
+    assert "9 times the keys a row" in guesses({"audio": Beyond(1.0, 9.0, 2.5)})
 
 
 def test_what_was_not_measured_is_named(profile):

@@ -10,7 +10,7 @@ from motet.core.cluster import Cluster, Device, Link
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Attention, Layer, ModelSpec, Module
 from motet.core.workload import BatchLengths, ItemLengths, Workload
-from motet.cost.model import LayerSeconds
+from motet.cost.model import Beyond, LayerSeconds
 
 FORWARD_S, INPUT_S, WEIGHT_S = 1e-6, 2e-6, 5e-6
 """Of a row and a weight."""
@@ -25,6 +25,9 @@ class Linear:
 
     cluster: Cluster
     asked: list = field(default_factory=list)
+
+    def beyond(self, *asked):
+        return Beyond()
 
     def unwrapped(self):
         return self

@@ -48,7 +48,7 @@ class PipelineShape:
 
     def __str__(self) -> str:
         chunks = f", {self.num_chunks} chunks" if self.num_chunks > 1 else ""
-        return f"TP {self.tp}, PP {self.pp}{chunks}, DP {self.dp}, microbatches of {self.microbatch_size}"
+        return f"backbone TP {self.tp}, PP {self.pp}{chunks}, DP {self.dp}, microbatches of {self.microbatch_size}"
 
 
 def backbone_shapes(job: Job, pins: Pins) -> Iterator[PipelineShape]:

@@ -36,7 +36,7 @@ class EncoderPlan:
     tp: Mapping[str, int]
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} TP {tp}" for name, tp in self.tp.items()) + f", PP {self.pp} in bubbles"
+        return ", ".join(f"{name} TP {tp}" for name, tp in self.tp.items()) + f", encoders PP {self.pp}"
 
 
 class EncoderPlans:

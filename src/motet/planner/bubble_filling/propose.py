@@ -201,13 +201,9 @@ class _Filler:
     def candidates(self, fitted: FittedPlan, filling: Filling, limit_s: float) -> list[Candidate]:
         """The plan finely placed, and coarsely if that differs and is estimated to take less than limit_s."""
         fine, coarse = self._thinned(fitted, filling), self._fill(fitted, 0).coarse
-        facts = (
-            f"{fine.hidden:.1%} of the encoders' computation runs in bubbles of the backbone; "
-            f"{coarse.hidden:.1%} where passes stay whole, before and after the backbone's.",
-        )
-        candidates = [self._candidate(fitted, fine, "fine", facts)]
+        candidates = [self._candidate(fitted, fine, "fine")]
         if fine.fills != coarse.fills and coarse.step_s * self.alone.slowdown(fitted.units) < limit_s:
-            candidates.append(self._candidate(fitted, coarse, "coarse", ()))
+            candidates.append(self._candidate(fitted, coarse, "coarse"))
         return candidates
 
     def _filled_s(self, backbone: BackbonePipeline, fitted: FittedPlan) -> float:
@@ -227,10 +223,10 @@ class _Filler:
         whole = filling.sliced(encoders_beside(self.plans, fitted, _WHOLE))
         return (whole if whole.fine_s <= filling.fine_s * (1 + _THINNING_COST) else filling).fine
 
-    def _candidate(self, fitted: FittedPlan, placed: PlacedFills, how: str, facts: tuple[str, ...]) -> Candidate:
+    def _candidate(self, fitted: FittedPlan, placed: PlacedFills, how: str) -> Candidate:
         backbone = self.alone.pipeline(fitted.units, parted=True)
         bound_s = max(row.computing_s for row in backbone.rows)
         estimate_s = placed.step_s * self.alone.slowdown(fitted.units)
         what = f"{self.plans.shape}; {fitted.plan}, {how}"
         plan = self.plans.plan(fitted.units, placed.fills)
-        return Candidate(BUBBLE_FILLING, what, plan, estimate_s, bound_s, facts)
+        return Candidate(BUBBLE_FILLING, what, plan, estimate_s, bound_s)

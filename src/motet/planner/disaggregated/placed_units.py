@@ -66,7 +66,7 @@ class PlacedUnits:
     def what(self) -> str:
         """The degrees of all units, in words."""
         share = self.backbone
-        first = f"TP {share.tp}, PP {share.pp}, DP {share.dp}, microbatch {share.num_examples}"
+        first = f"backbone TP {share.tp}, PP {share.pp}, DP {share.dp}, microbatch {share.num_examples}"
         others = [
             f"{share.name} TP {share.tp}, PP {share.pp}, DP {share.dp}"
             for share in self.allocation.shares

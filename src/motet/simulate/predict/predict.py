@@ -123,6 +123,7 @@ def predict_assigned(
         plan.cluster.device.memory_bytes,
         _present(pricing),
         program,
+        pricing.beyond,
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from motet.core.arrays import Int64Array
 from motet.core.timeline import Timeline
+from motet.cost.model import Beyond
 from motet.schedule import Presence, Program
 from motet.simulate.bubbles import Bubbles, bubbles
 
@@ -29,6 +30,7 @@ class Prediction:
     capacity_bytes: memory of one rank's device.
     present:        what each microbatch has, under "data_parallel" (`schedule.executed_program`).
     program:        what the ranks of the Timeline do, where each step fills bubbles by itself; None: as the Plan says.
+    beyond:         by module, how far its microbatches are beyond what a profile has measured.
 
     Example:
         >>> from motet.schedule import one_f_one_b
@@ -50,6 +52,7 @@ class Prediction:
     capacity_bytes: int
     present: tuple[Presence, ...] = ()
     program: Program | None = None
+    beyond: Mapping[str, Beyond] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:

@@ -26,7 +26,7 @@ from motet.cost.memory import (
     mixed_precision,
     stage_layers,
 )
-from motet.cost.model import CostModel, LayerSeconds, Work
+from motet.cost.model import Beyond, CostModel, LayerSeconds, Work
 from motet.schedule import PlannedProgram, PlannedStage, parts_of, pieces_of
 from motet.schedule.coordinates import host_of, replica_of
 from motet.schedule.from_plan import StageKind
@@ -69,6 +69,7 @@ class Pricing:
 
     recomputed: in place of the Plan's numbers.
     like: a Pricing of another batch of the same Plan, with which it shares what does not depend on lengths.
+    beyond: by module, how far what was priced is beyond what was measured.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Pricing:
         self.backbone = plan.unit_of(BACKBONE)
         self.layout = planned.layout
         self._priced = cache(self._price)
+        self.beyond: dict[str, Beyond] = {}
         self._first = {kind.stage.key: kind.stage for kind in planned.kinds}
         self._recomputed = recomputed or {}
         self._layers: dict[tuple[object, ...], Counter[StageLayer]] = {} if like is None else like._layers
@@ -323,6 +325,8 @@ class Pricing:
         if unit.tp > 1:
             tensor_s = self.cost.tensor_seconds(layer, work, range(unit.first_rank, unit.first_rank + unit.tp))
         context_s = self._context_s(unit, layer, work.rows * unit.cp)
+        beyond = self.cost.beyond(name, layer, work, unit.tp)
+        self.beyond[name] = self.beyond.get(name, Beyond()).or_further(beyond)
         return _Priced(work, self.cost.layer_seconds(name, layer, work, unit.tp), tensor_s, context_s)
 
     def _context_s(self, unit: Unit, layer: Layer, rows: Float64Array) -> Float64Array:

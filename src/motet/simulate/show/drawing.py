@@ -1,6 +1,7 @@
 """The drawing of a Timeline, which becomes a PNG (picture.py) or a page (page.py).
 
-- A row is a rank: compute above, communication in a thin band below. Free background is bubble.
+- A row is a rank, or ranks that do the same at the same times: compute above, communication in a thin band below. Free
+  background is bubble.
 - The hue of a box is its module. The colour-blind can distinguish hues (Okabe and Ito, 2008). Communication is grey.
 - The lightness of a box is its kind, from light to dark: recomputation, forward, backward, backward for the weights.
 """
@@ -75,11 +76,12 @@ class LegendEntry(NamedTuple):
 class Drawing:
     """Boxes in rows.
 
-    ranks:          int64 [num_rows], the ranks that are drawn, ascending. names: their names.
+    ranks:          int64 [num_rows], the ranks that are drawn, ascending. names: their names, and how many do the same.
     bubble_share:   float64 [num_rows], share of the makespan that is bubble.
     row, paint:     int64 [num_boxes], index of the box's row, and of its colour in `paints`.
     start_s, end_s: float64 [num_boxes], from the first start of the Timeline.
-    number:         int64 [num_boxes], the microbatch, or -1.
+    number:         int64 [num_boxes], the microbatch, or -1. is_numbered: whether there are several, which numbers
+                    tell apart.
     span:           int64 [num_boxes], index of the span in the Timeline.
     facts:          a sentence: makespan, bubbles over all ranks, and, if only some ranks are drawn, which.
     """
@@ -92,6 +94,7 @@ class Drawing:
     start_s: Float64Array
     end_s: Float64Array
     number: Int64Array
+    is_numbered: bool
     span: Int64Array
     paints: tuple[Paint, ...]
     legend: tuple[LegendEntry, ...]
@@ -100,30 +103,49 @@ class Drawing:
 
 
 def draw(timeline: Timeline, *, max_rows: int) -> Drawing:
-    """The drawing of a Timeline. Of more than `max_rows` ranks only some are drawn. O(spans)."""
+    """The drawing of a Timeline. Of more than `max_rows` ranks that differ only some are drawn. O(spans)."""
     styles, paint = _styles(timeline)
     hues = _hues([module for kind, module, stream in styles if _computes(kind, stream)])
     idle = bubbles(timeline)
     bubble_share = idle.idle_s.sum(axis=1) / (idle.step_s or 1.0)
-    ranks = _chosen(bubble_share, max_rows)
+    leader = _alike(timeline, paint)
+    leaders, num_alike = np.unique(leader, return_counts=True)
+    chosen = _chosen(bubble_share[leaders], max_rows)
+    ranks = leaders[chosen]
     drawn = np.flatnonzero(np.isin(timeline.rank, ranks))
     start_s = timeline.start_s - timeline.start_s.min(initial=np.inf)
     drawn = drawn[np.lexsort((start_s[drawn], timeline.rank[drawn]))]
     return Drawing(
         ranks=ranks,
-        names=tuple(map(timeline.rank_name, ranks.tolist())),
+        names=tuple(map(_row_name, map(timeline.rank_name, ranks.tolist()), num_alike[chosen].tolist())),
         bubble_share=bubble_share[ranks],
         row=np.searchsorted(ranks, timeline.rank[drawn]),
         paint=paint[drawn],
         start_s=start_s[drawn],
         end_s=start_s[drawn] + (timeline.end_s - timeline.start_s)[drawn],
         number=timeline.microbatch[drawn].astype(np.int64),
+        is_numbered=bool((timeline.microbatch > 0).any()),
         span=drawn,
         paints=tuple(_paint(style, hues) for style in styles),
         legend=_legend(styles, hues),
         makespan_s=timeline.makespan_s,
-        facts=_facts(timeline.makespan_s, idle.total_share, len(ranks), len(bubble_share)),
+        facts=_facts(timeline.makespan_s, idle.total_share, len(ranks), len(leaders), len(leader)),
     )
+
+
+def _alike(timeline: Timeline, paint: Int64Array) -> Int64Array:
+    """For each rank the first that has the same spans at the same times, int64 [num_ranks], by sums over its spans."""
+    rank, scale = timeline.rank, timeline.makespan_s or 1.0
+    start, end = ((each - timeline.start_s.min(initial=np.inf)) / scale for each in (timeline.start_s, timeline.end_s))
+    told = np.ones(len(rank)), start, end, start * (paint + 1), end * (timeline.microbatch + 2), start**2
+    sums = np.stack([np.bincount(rank, each, timeline.num_ranks) for each in told], axis=1)
+    _, first, group = np.unique(np.round(sums, 7), axis=0, return_index=True, return_inverse=True)
+    leader: Int64Array = first[group.reshape(-1)].astype(np.int64)
+    return leader
+
+
+def _row_name(rank_name: str, num_alike: int) -> str:
+    return f"{rank_name} x{num_alike:,}" if num_alike > 1 else rank_name
 
 
 def _styles(timeline: Timeline) -> tuple[list[SpanStyle], Int64Array]:
@@ -168,10 +190,12 @@ def shown_seconds(seconds: float) -> str:
     return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.4g} {unit}"
 
 
-def _facts(makespan_s: float, bubble_share: float, num_drawn: int, num_ranks: int) -> str:
+def _facts(makespan_s: float, bubble_share: float, num_drawn: int, num_rows: int, num_ranks: int) -> str:
     facts = f"{shown_seconds(makespan_s)}, {bubble_share:.1%} bubbles"
-    if num_drawn < num_ranks:
-        facts += f". {num_drawn} of {num_ranks:,} rows: evenly spaced ones, and the most and the least busy"
+    if num_drawn < num_rows:
+        facts += f". {num_drawn} of {num_rows:,} rows: evenly spaced ones, and the most and the least busy"
+    if num_rows < num_ranks:
+        facts += ". A row with x2 stands for two that do the same at the same times"
     return facts
 
 
@@ -219,6 +243,11 @@ def _legend(styles: Sequence[SpanStyle], hues: dict[str, str]) -> tuple[LegendEn
 
     entries = [LegendEntry(m, colours([(kind, m) for kind in shades]) or (hues[m],)) for m in modules]
     entries += [LegendEntry(_SHADE_NAMES[kind], colours([(kind, m) for m in hues])[:_MAX_HUES]) for kind in shades]
+    # What belongs to no module, and kinds without a shade.
+    explained = {colour for entry in entries for colour in entry.colours}
+    all_drawn = dict.fromkeys(_shaded(hues[m], kind) for kind, m in sorted(computing) if kind != Kind.STEP)
+    if others := tuple(colour for colour in all_drawn if colour not in explained):
+        entries.append(LegendEntry("other computation", others))
     if any(kind == Kind.STEP for kind, _ in computing):
         entries.append(LegendEntry("optimizer", (_OPTIMIZER,)))
     drawn = {_communication(kind, stream) for kind, _, stream in styles if not _computes(kind, stream)}

@@ -55,7 +55,7 @@ function draw() {
     context.restore();
     context.fillStyle = ink;
     context.textAlign = "right";
-    context.fillText(row.name, LEFT - 8, top + (height * COMPUTE) / 2);
+    context.fillText(row.name, LEFT - 8, top + (height * COMPUTE) / 2, LEFT - 12);
     context.textAlign = "left";
     context.fillText(`${(100 * row.bubble).toFixed(1)}%`, width - RIGHT + 8, top + (height * COMPUTE) / 2);
   });
@@ -77,7 +77,7 @@ function drawRow(context, row, top, font) {
     context.fillStyle = fill;
     context.fillRect(left, y, Math.max(right - left - gap, 0.3), (band ? 0.2 : COMPUTE) * height);
     const number = row.microbatches[i];
-    if (band || number < 0 || right - left < (String(number).length * 0.62 + 0.3) * font) continue;
+    if (band || !DATA.numbered || number < 0 || right - left < (String(number).length * 0.62 + 0.3) * font) continue;
     context.fillStyle = text;
     context.fillText(number, (Math.max(left, LEFT) + Math.min(right, width - RIGHT)) / 2, y + (height * COMPUTE) / 2);
   }
@@ -125,7 +125,8 @@ function hover(event) {
   if (found < 0) return;
   const times = `${seconds(row.durations[found], 4)}, from ${seconds(row.starts[found], 6)}`;
   const of = DATA.paints[row.paints[found]][3];
-  tip.textContent = `${row.actions[found]}${of ? ` (${of})` : ""}\n${row.name}\n${times}`;
+  const action = DATA.texts[row.actions[found]].replace("\u0001", row.microbatches[found]);
+  tip.textContent = `${action}${of ? ` (${of})` : ""}\n${row.name}\n${times}`;
   const room = document.documentElement.clientWidth - tip.offsetWidth - 8;
   tip.style.left = `${Math.min(event.pageX + 14, room)}px`;
   tip.style.top = `${event.pageY + 16}px`;

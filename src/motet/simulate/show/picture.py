@@ -118,10 +118,11 @@ def _draw_labels(pen: ImageDraw.ImageDraw, drawing: Drawing, row_height: int, to
     size = float(np.clip(height * 0.66, 10.0, 20.0))
     middle = [top + row * row_height + height / 2 for row in range(len(drawing.ranks))]
     for y, name, share in zip(middle, drawing.names, drawing.bubble_share.tolist()):
-        pen.text((_LEFT - 8, y), name, INK, _font(size), anchor="rm")
+        narrower = min(1.0, (_LEFT - 12) / max(_font(size).getlength(name), 1.0))
+        pen.text((_LEFT - 8, y), name, INK, _font(float(round(size * narrower))), anchor="rm")
         pen.text((_LEFT + _BREADTH + 14, y), f"{share:.1%}", INK, _font(size), anchor="lm")
     fitting = _widths(drawing) / (np.char.str_len(drawing.number.astype(str)) * 0.62 + 0.2)
-    has_room = (fitting > max(0.5 * size, 9.0)) & (drawing.number >= 0) & ~_in_band(drawing)
+    has_room = (fitting > max(0.5 * size, 9.0)) & (drawing.number >= 0) & ~_in_band(drawing) & drawing.is_numbered
     ink = [INK if is_light(paint.colour) else "white" for paint in drawing.paints]
     x = _LEFT + (drawing.start_s + drawing.end_s) / 2 * _pixels_per_s(drawing)
     for box in np.flatnonzero(has_room).tolist():

@@ -14,7 +14,7 @@ from motet.core.timeline import Span, Timeline
 from motet.schedule.program import action_words
 from motet.simulate.predict.prediction import Prediction
 from motet.simulate.show.drawing import shown_seconds
-from motet.simulate.show.page import HINT, page_of
+from motet.simulate.show.page import HINT, framed_page
 from motet.simulate.show.report import BUBBLE_NAMES
 
 COMPARED_STEPS = 20
@@ -105,7 +105,7 @@ def beside_sections(run_dir: Path, summary: Mapping[str, Any]) -> list[str]:
     longest_s = max(timeline.makespan_s for timeline in timelines.values())
     frames = [
         f'<h3>{name}, {shown_seconds(timeline.makespan_s)}</h3><iframe height="320" title="{name}" '
-        f'srcdoc="{html.escape(page_of(timeline, title="", max_spans=_MAX_SPANS, framed_s=longest_s))}"></iframe>'
+        f'srcdoc="{html.escape(framed_page(timeline, max_spans=_MAX_SPANS, framed_s=longest_s))}"></iframe>'
         for name, timeline in timelines.items()
     ]
     return [

@@ -102,7 +102,7 @@ def test_the_legend_has_what_there_is_and_no_more():
 
 
 def test_of_many_ranks_some_stand_for_all():
-    busy = np.full(3072, 0.5)
+    busy = np.linspace(0.4, 0.6, 3072)
     busy[[700, 2001]] = 0.9, 0.1
     timeline = Timeline.of(
         [Span(rank, "F", 0, 0, 0.0, float(busy[rank]), "F", "backbone") for rank in range(3072)]
@@ -114,6 +114,40 @@ def test_of_many_ranks_some_stand_for_all():
     assert f"{len(drawing.ranks)} of 3,072 rows" in drawing.facts
     assert set(drawing.row.tolist()) == set(range(len(drawing.ranks)))
     assert draw(timeline, max_rows=4096).ranks.tolist() == list(range(3072))
+
+
+def test_ranks_that_do_the_same_at_the_same_times_are_one_row():
+    longer = {2: 1.5, 5: 1.5, 4: 1.0}
+    spans = [Span(rank, f"0F{part}", 0, part, part, part + longer.get(rank, 1.25) / 2, "F", "backbone")
+             for rank in range(6) for part in range(2)]  # fmt: skip
+    drawing = draw(Timeline.of(spans), max_rows=9)
+    assert drawing.names == ("rank 0 x3", "rank 2 x2", "rank 4")
+    assert drawing.ranks.tolist() == [0, 2, 4] and len(drawing.span) == 6
+    assert "x2 stands for two" in drawing.facts
+    # Of another module, or of another microbatch, they would not do the same.
+    other = [*spans[:-1], Span(5, "0F1", 0, 3, 1, 1.75, "F", "backbone")]
+    assert draw(Timeline.of(other), max_rows=9).names == ("rank 0 x3", "rank 2", "rank 4", "rank 5")
+    other = [*spans[:-1], Span(5, "0F1", 0, 1, 1, 1.75, "F", "image")]
+    assert draw(Timeline.of(other), max_rows=9).names == ("rank 0 x3", "rank 2", "rank 4", "rank 5")
+
+
+def test_boxes_are_numbered_where_there_are_several_microbatches():
+    assert not draw(one_rank(("F", "backbone")), max_rows=9).is_numbered
+    assert draw(simulate(one_f_one_b(2, 2), stage_times([1.0] * 2, [1.0] * 2)), max_rows=9).is_numbered
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [("F", ""), ("B", ""), ("F", "image"), ("NEW", "image"), ("NEW", "")],
+        [(kind, f"{name}") for name in range(9) for kind in ("R", "F", "B", "I", "W")],
+        [("STEP", ""), ("GATHER", "image"), ("REDUCE", ""), ("NORM", ""), ("EXCHANGE_F", "image")],
+    ],
+)
+def test_the_legend_explains_every_colour_that_is_drawn(kinds):
+    drawing = draw(one_rank(*kinds), max_rows=9)
+    explained = {colour for entry in drawing.legend for colour in entry.colours}
+    assert {paint.colour for paint in drawing.paints} <= explained
 
 
 def test_mixing():

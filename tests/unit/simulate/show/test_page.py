@@ -9,11 +9,16 @@ from motet.core.errors import UserError
 from motet.core.timeline import Span, Timeline
 from motet.schedule import one_f_one_b
 from motet.simulate import simulate, stage_times
-from motet.simulate.show.page import page_of, write_timeline_html
+from motet.simulate.show.page import framed_page, write_timeline_html
 
 
 def data_of(path) -> dict:
-    return json.loads(re.search(r"const DATA = (.*);\n", path.read_text(encoding="utf-8"))[1])
+    """What the page's script reads, with the texts of actions as it shows them."""
+    data = json.loads(re.search(r"const DATA = (.*);\n", path.read_text(encoding="utf-8"))[1])
+    for row in data["rows"]:
+        texts = zip(row["actions"], row["microbatches"])
+        row["actions"] = [data["texts"][text].replace("\x01", str(number)) for text, number in texts]
+    return data
 
 
 @pytest.fixture
@@ -56,7 +61,7 @@ def test_ranks_are_called_by_those_that_they_stand_for(page):
 def test_pages_in_frames_have_one_scale_and_no_heading(page):
     for seconds in (1.0, 2.0):
         timeline = simulate(one_f_one_b(2, 2), stage_times([seconds] * 2, [seconds] * 2))
-        page.write_text(page_of(timeline, title="a frame", max_spans=1000, framed_s=40.0), encoding="utf-8")
+        page.write_text(framed_page(timeline, max_spans=1000, framed_s=40.0), encoding="utf-8")
         data = data_of(page)
         assert data["shown"] / data["ticks"] == pytest.approx(40.0 / timeline.makespan_s)
         assert "<h1>" not in page.read_text(encoding="utf-8")
