@@ -119,8 +119,8 @@ def summary(tried: list[Tried]) -> str:
     inside, near = sum(not row.difference for row in rows), sum(row.is_near for row in rows)
     return (
         f"{len(tried)} jobs, {len(rows)} published gains of the papers' methods, none of which is promised here: "
-        f"{inside} are met or in the published range, {near - inside} more within {NEAR:.0%}, and {len(rows) - near} are"
-        " not."
+        f"{inside} are met or in the published range, {near - inside} more within {NEAR:.0%}, and {len(rows) - near} "
+        "are not."
     )
 
 
