@@ -200,5 +200,6 @@ TABLES: Mapping[str, Callable[[], Iterable[Row]]] = {
 ABSENT = (
     Absent("Cornstarch, Figure 2", "a drawing of 8 microbatches, without seconds or degrees."),
     Absent("Cornstarch, Figure 3", "needs GPUs: seconds of single modules on an A40."),
+    Absent("Cornstarch, Tables 7 and 8", "are jobs of benchmarks/planner.py, with Tables 2 and 3 once more."),
     Absent("Cornstarch, Figure 12", "needs GPUs: bars of one sample of Table 4, without numbers."),
 )

@@ -181,6 +181,10 @@ def _stage_flops(pair: Pair) -> tuple[np.ndarray, np.ndarray]:
 
 TABLES: Mapping[str, Callable[[], Iterable[Row]]] = {"OmniBal, Table 9": _table_9}
 ABSENT = (
+    Absent("OmniBal, Tables 1 and 4", "needs GPUs: spreads of forward milliseconds and of memory."),
     Absent("OmniBal, Table 2", "needs GPUs: what models answer after training; GPU-days under ZeRO-3: omnibal.py."),
-    Absent("OmniBal, Table 6", "of samples that are not published; groups.py has Dist Ratios of InternVL's lengths."),
+    Absent("OmniBal, Tables 3, 5 and 7", "are in benchmarks/omnibal.py and groups.py, recompute.py, and planner.py."),
+    Absent(
+        "OmniBal, Tables 6, 8 and 10 to 16", "of samples whose lengths are not published, on other GPUs and settings."
+    ),
 )

@@ -159,3 +159,25 @@ def test_frozen_settings_train_the_named_module_and_all_projectors(papers):
     trained = {module.name: {layer.kind for layer in module.layers if layer.trainable} for module in job.model.modules}
     assert trained["backbone"] == set() and trained["generated"] == {"projector"}
     assert {"attention", "projector"} <= trained["image"]
+
+
+def test_both_encoders_of_optimus_read_2048_rows_of_a_sequence_of_2048(papers):
+    row, subject = papers.papers_optimus_plans._dual("DualEnc(22B, 5B)")
+    batch = subject.job.batch
+    assert set(batch.sequence.tolist()) == {2048} and row.num_gpus == subject.job.cluster.num_ranks
+    assert {name: set(items.length.tolist()) for name, items in batch.items.items()} == {
+        "image": {2048},
+        "second": {2048},
+    }
+    widths = [subject.job.model.module(name).layers[1].output_width for name in ("image", "second")]
+    assert widths == [6144, 3072]
+
+
+def test_only_attention_that_tp_does_not_divide_weighs_more(papers):
+    weights = {}
+    for pair in papers.papers_omnibal.TABLE_9:
+        weights[pair.vit[:3], pair.degrees[0]] = pair.vit_weight
+    assert {weight for (vit, _), weight in weights.items() if vit == "EVA"} == {1.0}
+    found = [weights["Int", tp] for tp in (1, 2, 4, 8)]
+    assert found[0] == 1.0
+    assert [(weight - 1) / (tp - 1) for weight, tp in zip(found[1:], (2, 4, 8))] == pytest.approx([found[1] - 1] * 3)
