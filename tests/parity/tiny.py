@@ -162,7 +162,8 @@ def _encoders(frozen: Sequence[str], readers: str) -> dict[str, ModalityModule]:
 def build_model(dtype: torch.dtype = torch.float64, frozen: Sequence[str] = (), readers: str = "") -> MLLM:
     """The same parameters in every call and on every rank. frozen: of "image encoder", "image", "audio", "backbone".
 
-    readers: as of `_encoders`; with "sum" rows of images enter the backbone again, too.
+    readers: as of `_encoders`; with "sum" rows of images enter the backbone again, too, and see each other in both
+             directions.
     """
     torch.manual_seed(3)
     config = Qwen2Config(
@@ -179,7 +180,8 @@ def build_model(dtype: torch.dtype = torch.float64, frozen: Sequence[str] = (), 
     merge = Scaled() if readers == "rows" else None
     causal_lm = Qwen2ForCausalLM(config).to(dtype)
     again = {"image": (1,)} if readers == "sum" else {}
-    backbone = Backbone(causal_lm, train="backbone" not in frozen, merge=merge, again=again)
+    both_ways = ("image",) if readers == "sum" else ()
+    backbone = Backbone(causal_lm, train="backbone" not in frozen, merge=merge, again=again, bidirectional=both_ways)
     model = MLLM(encoders, backbone).to(dtype)
     keep_float64(model.encoders)
     return model

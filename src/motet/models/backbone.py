@@ -22,6 +22,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from motet.absent import take_part
+from motet.core.arrays import Int64Array
+from motet.core.attention_table import AttentionTable
 from motet.core.errors import UserError
 from motet.core.shapes import Transformer, embedding, final_norm, head
 from motet.core.spec import Module
@@ -38,6 +40,7 @@ from motet.models.families.supported import check_backbone, has_option
 from motet.models.layers import LayerModules, any_trainable, frozen_to_eval, products_layer
 from motet.models.merge import merge_rows, places_of
 from motet.models.rotary import use_document_rotary
+from motet.models.table_items import TableItems
 
 _MAX_LOGITS = 2**28
 """The number of logits in memory at a time: 1 GiB in float32. A long pack has many times as many."""
@@ -51,6 +54,8 @@ class Backbone(nn.Module):
     merge: a callback in place of `merge_rows` (`models/callbacks.py`).
     again: encoder -> blocks, not the first, before which its rows are added to the hidden states at their places again,
            as DeepStack does.
+    bidirectional: encoders whose rows see each other in both directions, as images do in Gemma 3: rows that follow each
+           other without a token between.
     Raises UserError for another class, and for a config with options that Motet does not compute
     (`supported.check_backbone`).
     """
@@ -61,8 +66,10 @@ class Backbone(nn.Module):
         train: bool = True,
         merge: Callable[[Tensor, dict[str, Tensor], Sequences], Tensor] | None = None,
         again: Mapping[str, Sequence[int]] = MappingProxyType({}),
+        bidirectional: Sequence[str] = (),
     ) -> None:
         super().__init__()
+        self.bidirectional = tuple(bidirectional)
         if causal_lm.config._attn_implementation != ATTENTION:
             raise ValueError(f"{type(causal_lm).__name__} must be built with attn_implementation={ATTENTION!r}")
         shaped = isinstance(causal_lm, ShapedCausalLM)
@@ -261,18 +268,20 @@ class Backbone(nn.Module):
         """Hidden states [total, dim] after the blocks first ... stop - 1; behind the last block also after the norm.
 
         features: of encoders that enter again before these blocks; others are not read. Of `sequences` it reads the
-        offsets alone, and the places of these features.
+        offsets alone, the places of these features, and of those that see each other in both directions.
         """
         if len(hidden) == 0:
             for block in self._blocks[first:stop]:
                 hidden = block(hidden)
             return hidden
-        segments = PackedItems(sequences.offsets.numpy(), causal=True)
-        positions = np.arange(len(hidden)) - np.repeat(segments.offsets[:-1], segments.lengths)
+        offsets = sequences.offsets.numpy().astype(np.int64)
+        lengths = np.diff(offsets)
+        segments = self._extents(offsets, lengths, sequences)
+        positions = np.arange(len(hidden)) - np.repeat(offsets[:-1], lengths)
         with (
             self._only(first, stop),
             self._entering(features, sequences),
-            arranged(2 * first, lambda: [segments.lengths]),
+            arranged(2 * first, lambda: [lengths]),
         ):
             return self.causal_lm.model(
                 inputs_embeds=hidden[None],
@@ -280,6 +289,21 @@ class Backbone(nn.Module):
                 use_cache=False,
                 segments=segments,
             ).last_hidden_state[0]
+
+    def _extents(self, offsets: Int64Array, lengths: Int64Array, sequences: Sequences) -> PackedItems | TableItems:
+        """Documents that see themselves up to each row, and runs of rows that see each other in both directions."""
+        if self.bidirectional and len(sequences.tokens) != offsets[-1]:
+            raise ValueError("a stage behind the first does not know where rows stand that see each other")
+        held = [sequences.feature_positions[name] for name in self.bidirectional if name in sequences.feature_positions]
+        places = np.unique(torch.cat(held).cpu().numpy()) if held else np.zeros(0, np.int64)
+        if not len(places):
+            return PackedItems(offsets, causal=True)
+        begins = np.diff(places, prepend=-2) > 1
+        begins |= np.isin(places, offsets[:-1])  # a run ends with its document
+        first = np.flatnonzero(begins)
+        last = np.append(first[1:], len(places)) - 1
+        together = np.stack([places[first], places[last] + 1], axis=1)
+        return TableItems(AttentionTable.packed(lengths, together=together))
 
     def leave(self, hidden: Tensor, sequences: Sequences) -> tuple[Tensor, int]:
         """What stands behind the blocks and the norm: the loss and the number of targets, as `forward` returns them."""

@@ -97,6 +97,8 @@ class BackboneConfig(BaseModel):
     config: HF's options of the family; they override those of `path`.
     path:   a local HF directory.
     train:  whether it learns.
+    bidirectional: encoders whose rows see each other in both directions, as images do in Gemma 3: rows that follow each
+            other without a token between. Text stays causal.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -104,6 +106,7 @@ class BackboneConfig(BaseModel):
     config: dict[str, Any] = Field(default_factory=dict)
     path: Path | None = None
     train: bool = True
+    bidirectional: tuple[str, ...] = ()
 
     @property
     def classes(self) -> Family:
@@ -144,6 +147,12 @@ class ModelConfig(BaseModel):
     def _combine_is_said(self) -> ModelConfig:
         if wrong := combine_error(self.readers, self.combine):
             raise ValueError(wrong)
+        return self
+
+    @model_validator(mode="after")
+    def _bidirectional_are_encoders(self) -> ModelConfig:
+        if wrong := [name for name in self.backbone.bidirectional if name not in self.encoders]:
+            raise ValueError(f"`backbone.bidirectional` names {wrong[0]!r}, which is no encoder of the model")
         return self
 
     @field_validator("encoders")
@@ -213,7 +222,7 @@ def build_backbone(
     causal_lm = _build_hf("backbone", config.classes, config.path, options, dtype, seed, deferred)
     if (rows := causal_lm.config.vocab_size) < vocab_size:
         raise UserError(f"model.backbone: its vocabulary has {rows} entries, but the tokenizer needs {vocab_size}")
-    return Backbone(causal_lm, train=config.train, merge=merge)
+    return Backbone(causal_lm, train=config.train, merge=merge, bidirectional=config.bidirectional)
 
 
 def build_modality(

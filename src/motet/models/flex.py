@@ -112,7 +112,8 @@ def compiled(run: Callable[..., Tensor], backend: str | Callable[..., object] = 
 
     def call(*tensors: object) -> Tensor:
         # Sizes that are equal by chance at the first call, such as rows and keys, are no more so later.
-        with _config.patch(use_duck_shape=False):
+        # A number that a closure holds (a soft cap) is a constant.
+        with _config.patch(use_duck_shape=False), torch._dynamo.config.patch(specialize_float=True):
             return made(*tensors)
 
     return call

@@ -97,6 +97,14 @@ def impossible_cut(model: MLLM, plan: Plan) -> str:
     for unit in plan.units:
         for name in unit.modules:
             if name == BACKBONE:
+                num_stages = sum(name in stage for stage in unit.stages)
+                if model.backbone.bidirectional and (num_stages > 1 or unit.cp > 1):
+                    what = f"cuts the backbone into {num_stages} stages" if num_stages > 1 else f"has cp {unit.cp}"
+                    return (
+                        f"unit {unit.name!r} {what}, which cannot be: rows of {model.backbone.bidirectional[0]!r} see "
+                        "each other in both directions (model.backbone.bidirectional), and only a rank with whole "
+                        "sequences and the first block knows where they stand"
+                    )
                 continue
             encoder = model.encoders[name]
             for stop in accumulate(stage.get(name, 0) for stage in unit.stages):

@@ -7,10 +7,15 @@ dtype: with them the two agree to 2e-6, without to 4e-15. Weights are as if trai
 
 from contextlib import contextmanager, nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from transformers import Gemma3TextConfig
+from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model, get_block_sequence_ids_for_mask
 
+from motet.models.attention import PackedItems
+from motet.models.backbone import Backbone
 from motet.models.block import plain_names
 from motet.models.exact import keep_float64
 
@@ -94,7 +99,8 @@ def wide_softmax():
         yield
 
 
-def hf_loss(model: torch.nn.Module, packed, features: torch.Tensor) -> torch.Tensor:
+def hf_loss(model: torch.nn.Module, packed, features: torch.Tensor, masks=None) -> torch.Tensor:
+    """masks: gives HF's masks for a document; None: HF makes those of text."""
     total, start = 0.0, 0
     for i in range(len(packed.offsets) - 1):
         document = packed.document(i)
@@ -103,10 +109,67 @@ def hf_loss(model: torch.nn.Module, packed, features: torch.Tensor) -> torch.Ten
         # As HF's multimodal models merge: embeddings of tokens as the model's table gives them, features as they are.
         embeds = embeds.index_copy(0, places, features[start : start + len(places)])
         start += len(places)
-        logits = model(inputs_embeds=embeds[None], use_cache=False).logits[0, :-1]
+        mask = None if masks is None else masks(embeds, document)
+        logits = model(inputs_embeds=embeds[None], attention_mask=mask, use_cache=False).logits[0, :-1]
         rows = document.targets[1:]
         total = total + cross_entropy(logits[rows], document.tokens[1:][rows], reduction="sum")
     return total
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+def test_images_see_themselves_in_both_directions_as_in_gemma_3(tiny, family):
+    """Layers with and without a window, against HF's Gemma 3 masks for images."""
+    lengths = [14, 3, 30, 9]
+    places = [0, 1, 2, *range(5, 12), *range(18, 30), 31, 32, 33, 34, *range(47, 56)]
+    options = {"sliding_window": 5, "num_hidden_layers": 3} if family == "gemma3" else {}
+    causal_lm = tiny.backbone(family, **options).causal_lm
+    trained_like(causal_lm)
+    backbone = Backbone(causal_lm, bidirectional=("image",))
+    packed = tiny.Packed.of(lengths, image=places)
+    features = torch.randn(len(places), tiny.dim, dtype=torch.float64, requires_grad=True)
+    model = hf_model(causal_lm, exact=True)
+
+    def masks(embeds, document):
+        is_image = torch.zeros(1, len(document.tokens), dtype=torch.int64)
+        is_image[0, document.feature_positions["image"]] = 1
+        config = Gemma3TextConfig(**tiny.backbone_options, sliding_window=5)
+        config._attn_implementation = "sdpa"
+        positions = torch.arange(is_image.shape[1])[None]
+        blocks = get_block_sequence_ids_for_mask(is_image)
+        made = create_masks_for_vision_model(config, embeds[None], None, None, positions, blocks)
+        return made if family == "gemma3" else made["full_attention"]
+
+    got, wanted = backbone(packed, {"image": features})[0], hf_loss(model, packed, features, masks)
+    assert relative(got, wanted) < 1e-12
+    assert relative(Backbone(causal_lm)(packed, {"image": features})[0], wanted) > 1e-6
+    names = plain_names(causal_lm)
+    mine = {names[name]: parameter for name, parameter in causal_lm.named_parameters()}
+    got = torch.autograd.grad(got, [features, *mine.values()])
+    wanted = torch.autograd.grad(wanted, [features, *(dict(model.named_parameters())[name] for name in mine)])
+    assert max(map(relative, got, wanted)) < 1e-12
+
+
+def test_runs_of_rows_end_with_their_document_and_text(tiny):
+    """And a pack without such rows is a plain one."""
+    backbone = Backbone(tiny.backbone().causal_lm, bidirectional=("image", "audio"))
+    packed = tiny.Packed.of([6, 4, 5], image=[1, 2, 5, 6, 7], audio=[3, 11, 12])
+
+    def extents(sequences):
+        offsets = sequences.offsets.numpy().astype(np.int64)
+        return backbone._extents(offsets, np.diff(offsets), sequences)
+
+    end = extents(packed).table.end[0]
+    assert end.tolist() == [1, 4, 4, 4, 5, 6, 8, 8, 9, 10, 11, 13, 13, 14, 15]
+    assert isinstance(extents(tiny.Packed.of([6, 4])), PackedItems)
+
+
+def test_a_stage_without_tokens_does_not_guess_who_sees_whom(tiny):
+    backbone = Backbone(tiny.backbone().causal_lm, bidirectional=("image",))
+    sequences = tiny.Packed(
+        torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool), torch.tensor([0, 6]), {}
+    )
+    with pytest.raises(ValueError, match="a stage behind the first does not know"):
+        backbone.through(torch.zeros(6, tiny.dim, dtype=torch.float64), sequences, 1, 2)
 
 
 def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -68,9 +68,11 @@ def test_equals_the_dense_mask(name, softcap, with_sinks):
     torch.testing.assert_close(got, dense(*tensors, table, 0.3, None, softcap, sinks), rtol=1e-4, atol=1e-5)
 
 
-def test_a_new_length_compiles_nothing():
+@pytest.mark.parametrize(("scale", "softcap", "with_sinks"), [(None, None, False), (0.25, 2.0, True)])
+def test_a_new_length_compiles_nothing(scale, softcap, with_sinks):
     counter = CompileCounter()
-    run = compiled(attend_by(None, None, 128), counter)
+    run = compiled(attend_by(scale, softcap, 128), counter)
+    sinks = torch.linspace(-1, 2, 4) if with_sinks else None
     rows = np.arange(400)
     shapes = [
         AttentionTable.packed([300, 212], together=[[20, 90]]),  # as many rows as keys, as many blocks as heads
@@ -81,7 +83,8 @@ def test_a_new_length_compiles_nothing():
     ]
     for table in shapes:
         tensors = [x.detach() for x in draw(table, head_dim=16, dtype=torch.float32)]
-        torch.testing.assert_close(flex(run, table, tensors), dense(*tensors, table, 0.25), rtol=1e-4, atol=1e-5)
+        expected = dense(*tensors, table, 0.25, None, softcap, sinks)
+        torch.testing.assert_close(flex(run, table, tensors, sinks), expected, rtol=1e-4, atol=1e-5)
     assert counter.frame_count == 1
 
 

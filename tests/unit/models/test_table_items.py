@@ -1,11 +1,14 @@
 """Attention by a table, against attention with the dense mask of the same table."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AttentionInterface
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 
 from motet.balance import Segments
 from motet.core.attention_table import AttentionTable
@@ -141,6 +144,18 @@ def test_refuses_other_numbers_of_rows_and_keys():
     query, key, value = draw(CAUSAL)
     with pytest.raises(ValueError, match="got 1046 rows and 5 keys, its table has 1046 and 1046"):
         TableItems(CAUSAL).attend(query, key[:, :, :5], value[:, :, :5], None, 0.0, None)
+
+
+def test_sinks_are_those_of_gpt_oss():
+    table = IMAGES.of(SOME, np.arange(1046))
+    query, key, value = draw(table)
+    layer = SimpleNamespace(sinks=torch.linspace(-1, 2, 4, dtype=torch.float64), num_key_value_groups=2, training=False)
+    mask = torch.zeros(1, 1, *table.dense().shape, dtype=torch.float64)
+    mask.masked_fill_(~torch.from_numpy(table.dense()), -torch.inf)
+    expected, _ = gpt_oss_attention(layer, query, key, value, mask, scaling=0.3)
+    function, module = AttentionInterface._global_mapping[ATTENTION], torch.nn.Linear(1, 1)
+    out, _ = function(module, query, key, value, None, scaling=0.3, segments=TableItems(table), s_aux=layer.sinks)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_layers_of_transformers_give_soft_caps_and_sinks():
