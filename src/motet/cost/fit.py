@@ -91,7 +91,7 @@ def relative_error(predicted: ArrayLike, measured: ArrayLike) -> RelativeError:
     return RelativeError(float(errors.mean()), float(errors.max()), overall, int(known.sum()))
 
 
-class Operations(NamedTuple):
+class PassOperations(NamedTuple):
     """Operations of a layer in a pass: of a row, and of a pair of a query and a key."""
 
     row: float
@@ -116,7 +116,7 @@ class Surface:
         rows: Sequence[float],
         pairs: Sequence[float],
         seconds: Sequence[float],
-        operations: Operations | None = None,
+        operations: PassOperations | None = None,
     ) -> None:
         """rows, pairs, seconds: [num_points]. Raises ArgumentError if no point has any rows."""
         known = np.asarray(rows) > 0

@@ -18,7 +18,7 @@ from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.core.exchange import Moved
 from motet.core.spec import Layer
-from motet.cost.fit import Curve, Operations, Surface, fit_curve
+from motet.cost.fit import Curve, PassOperations, Surface, fit_curve
 from motet.cost.model import Beyond, LayerSeconds, Work
 from motet.cost.profile import LayerTimes, MessageKind, MessageTimes, Profile
 
@@ -163,9 +163,11 @@ def _ring_scales(kind: MessageKind, num_measured: int, num_ranks: int) -> tuple[
     return steps, 1.0 if kind == "exchange" else steps * num_measured / num_ranks
 
 
-def _operations(layer: Layer) -> Operations:
+def _operations(layer: Layer) -> PassOperations:
     """Operations of a forward pass. A look-up or a norm has none: it moves its rows, and the time goes with them."""
-    return Operations(max(2 * layer.weights, layer.output_width), 4 * layer.attention.width if layer.attention else 0)
+    return PassOperations(
+        max(2 * layer.weights, layer.output_width), 4 * layer.attention.width if layer.attention else 0
+    )
 
 
 def _surfaces(times: LayerTimes, layer: Layer, hooks: bool) -> tuple[Surface, Surface, Surface]:
@@ -173,9 +175,9 @@ def _surfaces(times: LayerTimes, layer: Layer, hooks: bool) -> tuple[Surface, Su
     points, (forward_s, weight_s) = times.grid, (0.0, 0.0) if hooks else times.hooks_s
     row, pair = _operations(layer)
     columns = (
-        (points.forward_s, forward_s, Operations(row, pair)),
-        (points.input_s, 0.0, Operations(row, 2 * pair)),
-        (points.weight_s, weight_s, Operations(row)),
+        (points.forward_s, forward_s, PassOperations(row, pair)),
+        (points.input_s, 0.0, PassOperations(row, 2 * pair)),
+        (points.weight_s, weight_s, PassOperations(row)),
     )
     forward, of_input, of_weights = (
         Surface(points.rows, points.pairs, [max(one - less_s, 0.0) for one in seconds], operations)

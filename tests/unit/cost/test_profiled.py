@@ -11,7 +11,7 @@ from motet.core.cluster import Cluster, Device, Link
 from motet.core.errors import ArgumentError, UserError
 from motet.core.exchange import Moved
 from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
-from motet.cost.fit import Operations, Surface, fit_curve, relative_error
+from motet.cost.fit import PassOperations, Surface, fit_curve, relative_error
 from motet.cost.model import Beyond, Work
 from motet.cost.phases import phase_times
 from motet.cost.profile import LayerTimes, MessageTimes, ModuleTimes, OptimizerTimes, Points, Profile, read_profile
@@ -170,7 +170,7 @@ def test_one_line_without_attention_is_piecewise_linear():
 
 
 def noisy(rows, keys, values) -> Surface:
-    return Surface(rows, [r * k for r, k in zip(rows, keys)], values, Operations(row=200, pair=32))
+    return Surface(rows, [r * k for r, k in zip(rows, keys)], values, PassOperations(row=200, pair=32))
 
 
 def test_beyond_the_points_seconds_grow_no_faster_than_operations():
