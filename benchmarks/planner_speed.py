@@ -3,7 +3,8 @@
     python benchmarks/planner_speed.py [--repeats 5] [--only PART_OF_NAME]
         [--json benchmarks/results/planner_speed.json]
 
-Each plan is the whole command in a process of its own: reading, searching, simulating, drawing and writing. Its
+Each plan is the whole command with --no-what-if in a process of its own: reading, searching, simulating, drawing and
+writing. Its
 processor time, of all threads, is divided by that of a loop of 10 million `s += i * i` in Python, which runs in this
 process before and after it; so a figure is about the same on other machines. Figures are medians over repeats. Memory
 is the peak of the resident set. The goals are 2 loops and 1 GB, and 4 loops for 100,000 GPUs. Linux only.
@@ -70,7 +71,7 @@ def loop_s() -> float:
 
 def run(case: Case, folder: Path) -> Taken:
     """Run the command once. Ends the program if it fails."""
-    command = [sys.executable, "-m", "motet", "plan", str(ROOT / "recipes" / f"{case.recipe}.toml")]
+    command = [sys.executable, "-m", "motet", "plan", str(ROOT / "recipes" / f"{case.recipe}.toml"), "--no-what-if"]
     command += [word for override in case.overrides for word in ("--set", override)]
     before_s = loop_s()
     with (folder / "output.txt").open("wb") as output:

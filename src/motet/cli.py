@@ -192,6 +192,13 @@ def plan_recipe(
             help="Write the figures of all plans that were simulated, best first; -: print it.",
         ),
     ] = None,
+    what_if: Annotated[
+        bool | None,
+        typer.Option(
+            "--what-if/--no-what-if",
+            help="Plan anew with more memory, a node more and larger batches; default: if the job is small.",
+        ),
+    ] = None,
     launch: Annotated[
         str | None,
         typer.Option(
@@ -215,6 +222,8 @@ def plan_recipe(
     outputs = PlanOutputs(out, png or out.with_suffix(".png"), html, explain, json_file)
     if is_trainable and measure is not None:
         raise UserError("--measure runs plans that can be trained, and no others; leave --trainable out.")
+    if what_if and measure is not None:
+        raise UserError("--what-if compares predictions, and --measure runs real steps; leave one of them out.")
     if launch is not None and measure is not None:
         raise UserError(
             "--launch writes a job for another place, and --measure runs plans here; leave one of them out."
@@ -235,7 +244,8 @@ def plan_recipe(
         is_trainable = is_trainable or launch is not None
         job = job_of_recipe(recipe, given, overrides or ())
         obstacle = trainable_in(recipe, overrides or (), is_asked=is_trainable)
-        best = plan_command(job, pinned, outputs, obstacle, untrained, is_trainable=is_trainable)
+        asked = {"is_trainable": is_trainable, "says_what_if": what_if}
+        best = plan_command(job, pinned, outputs, obstacle, untrained, **asked)
         if obstacle is not None and not best.obstacle:
             where = best.candidate.plan.cluster
             told = [f"Train it: {training_line(recipe, out, where, overrides or ())}"]

@@ -118,6 +118,24 @@ def test_figures_as_json(recipe, tmp_path, monkeypatch, capsys):
     ]
 
 
+def test_what_would_change_the_best_is_tried_where_it_is_quick_or_asked_for(recipe, monkeypatch, capsys):
+    def told(*options):
+        motet(monkeypatch, "plan", recipe, "--pin", "strategy=data-parallel", *options)
+        return [
+            line for line in capsys.readouterr().out.splitlines() if "--what-if" in line or line.startswith("With ")
+        ]
+
+    monkeypatch.setenv("COLUMNS", "400")
+    quick = told()
+    assert len(quick) >= 3 and [line.split()[1] for line in quick] == ["2", *["2"] * (len(quick) - 2), "batches"]
+    assert quick[0].startswith("With 2 times the memory, 160 GB a device: ")
+    assert "With batches of 64 examples instead of 32: at least " in quick[-1]
+    assert told("--no-what-if") == []
+    many = "--set", "run.batch_size=2048"
+    assert told(*many) == ["--what-if tries what more memory, a node more and larger batches would change."]
+    assert len(told(*many, "--what-if")) >= 3
+
+
 def test_the_explanation_has_all_that_the_terminal_has(recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "400")
     motet(monkeypatch, "plan", recipe, "--explain", "all.html")
@@ -159,6 +177,7 @@ def test_nothing_fits(recipe, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (["--what-if", "--measure", "1"], "--what-if compares predictions, and --measure runs real steps; leave one"),
         (["--pin", "tpp=2"], "--pin tpp=2: there is no 'tpp' to pin; did you mean 'tp'?"),
         (["--pin", "tp"], "--pin tp: must be written as KEY=VALUE, for example --pin tp=8."),
         (["--pin", "tp=0"], "--pin tp=0: tp must be a whole number of at least 1, and below a billion."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,14 @@ from motet.planner.report import print_result, winner_in_words
 from motet.planner.search import search
 from motet.planner.search_result import SearchResult, SimulatedCandidate
 from motet.planner.strategies import STRATEGIES
+from motet.planner.what_if import is_quick, what_if
 from motet.simulate.show.picture import write_png
 from motet.simulate.show.plan_words import rows_in_words
 from motet.simulate.show.prediction_json import STDOUT, prediction_tables, write_prediction
 
 _MAX_ROWS = 24
 """The most rows of the picture. More would take longer to draw than the search takes."""
+_NOT_TRIED = ("--what-if tries what more memory, a node more and larger batches would change.",)
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ def plan_command(
     untrained: Callable[[Plan], str] = lambda plan: "",
     *,
     is_trainable: bool = False,
+    says_what_if: bool | None = None,
 ) -> SimulatedCandidate:
     """Search, print the result, and write it. Returns the best.
 
@@ -77,6 +80,8 @@ def plan_command(
                   that trains. Plans that cannot be trained are marked as such.
     untrained:    what of a Plan no job can train yet, in words, for JSON.
     is_trainable: only Plans that training can run count.
+    says_what_if: whether the job is planned anew with more memory, a node more and larger batches; None: if that is
+                  quick.
     Raises UserError, which names the nearest miss, if nothing fits; and for a file that cannot be written, before the
     search where that can be known.
     """
@@ -90,6 +95,9 @@ def plan_command(
     result = find_plans(job, pins, quota)
     if obstacle is not None:
         result = result.with_obstacles(obstacle, is_trainable=is_trainable)
+    if result.results and says_what_if is not False:
+        sentences = map(str, what_if(result, STRATEGIES, quota)) if says_what_if or is_quick(job) else _NOT_TRIED
+        result = replace(result, what_if=tuple(sentences))
     write_outputs(result, outputs, untrained)
     return result.best
 

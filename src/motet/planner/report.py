@@ -51,14 +51,14 @@ def print_result(result: SearchResult, console: Console | None = None, words: Se
 
 def winner_in_words(result: SearchResult) -> list[str]:
     """Sentences: which ranks run what, what is recomputed and balanced, why the Plan won and what it pays for that, and
-    what its devices cost."""
+    what its devices cost, and what would change it."""
     best = result.best
     plan = best.candidate.plan
     sentences = [*plan_in_words(plan), *recomputed_in_words(plan), *in_bubbles(plan, best.prediction)]
     sentences += best.candidate.facts[:_MAX_FACTS]
     for comparison in compare(result):
         sentences += against(best, comparison)
-    return [*sentences, device_hours(best)]
+    return [*sentences, device_hours(best), *result.what_if]
 
 
 def recomputed_in_words(plan: Plan) -> Iterator[str]:

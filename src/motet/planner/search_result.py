@@ -50,6 +50,7 @@ class SearchResult:
 
     results:  simulated candidates, fastest first; measured ones come before all others.
     remedies: where there are no results, changes that make the nearest miss fit. Each was tried.
+    what_if:  sentences about what would change the best Plan (`what_if.py`).
     """
 
     job: Job
@@ -58,6 +59,7 @@ class SearchResult:
     passed_over: tuple[PassedOver, ...]
     ruled_out: tuple[RuledOut, ...]
     remedies: tuple[str, ...] = ()
+    what_if: tuple[str, ...] = ()
 
     @property
     def best(self) -> SimulatedCandidate:

@@ -1,0 +1,114 @@
+"""What would change if the devices had more memory, if there were one node more, or if batches were larger.
+
+Each change is planned anew, by the strategy of the best Plan alone and with its TP, so that a gain is at least what is
+said. The best Plan itself counts as an answer: more memory and a further node take nothing away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from motet.core.errors import UserError
+from motet.core.workload import BACKBONE
+from motet.planner.candidate import Candidate, Pins, Strategy, predict_candidate
+from motet.planner.evaluation import NO_QUOTA, Quota
+from motet.planner.job import Job
+from motet.planner.search import search
+from motet.planner.search_result import SearchResult, SimulatedCandidate
+
+MAX_RANKS, MAX_EXAMPLES = 64, 1024
+"""Jobs of more ranks, or of more examples a step, take seconds to plan: they are planned anew only where that is asked
+for."""
+_MEMORY, _BATCH = 2, 2
+"""The factors by which memory and batches grow."""
+_MAX_SIMULATED = 3
+_LEAST_GAIN = 0.005
+"""A smaller gain is none."""
+
+
+class Change(NamedTuple):
+    """A change of a job. what: in words. gain: by which share more tokens a second are trained, at least.
+
+    plan: the degrees by which they are, and what they take; "" for those of the best Plan.
+    """
+
+    what: str
+    gain: float
+    plan: str = ""
+
+    def __str__(self) -> str:
+        if self.gain < _LEAST_GAIN:
+            return f"{self.what}: no gain was found."
+        return f"{self.what}: at least {self.gain:.1%} more tokens a second{f', by {self.plan}' if self.plan else ''}."
+
+
+def is_quick(job: Job) -> bool:
+    """Whether changes of a job are planned anew without being asked for."""
+    return job.cluster.num_ranks <= MAX_RANKS and job.batch_size <= MAX_EXAMPLES
+
+
+def what_if(result: SearchResult, strategies: Mapping[str, Strategy], quota: Quota = NO_QUOTA) -> Iterator[Change]:
+    """The changes of a job that was planned, each by itself. strategies, quota: as in `search`."""
+    job, best = result.job, result.best
+    cluster, device = job.cluster, job.cluster.device
+    memory = replace(device, memory_bytes=_MEMORY * device.memory_bytes)
+    larger = replace(cluster, device=memory)
+    answer = _planned(replace(job, cluster=larger, cost=job.cost.on(larger)), result, strategies, quota)
+    words = f"With {_MEMORY} times the memory, {memory.memory_bytes / 1e9:,.4g} GB a device"
+    held = "" if answer is None else f", which fill {answer.prediction.peak_bytes.max() / 1e9:,.1f} GB of it"
+    yield _change(words, best, answer, held)
+    more = replace(cluster, num_nodes=cluster.num_nodes + 1)
+    answer = _planned(replace(job, cluster=more, cost=job.cost.on(more)), result, strategies, quota)
+    nodes = f"With {more.num_nodes:,} nodes instead of {cluster.num_nodes:,}"
+    change = _change(f"{nodes} and the same batch", best, answer, "")
+    yield change
+    if change.gain < _LEAST_GAIN:
+        # The batch may not divide among the ranks: one that has as many examples for each rank does.
+        size = -(-job.batch_size * more.num_nodes // cluster.num_nodes)
+        answer = _planned(
+            replace(job, cluster=more, cost=job.cost.on(more), batch_size=size), result, strategies, quota
+        )
+        yield _change(f"{nodes} and batches of {size:,}", best, answer, "")
+    batches = replace(job, batch_size=_BATCH * job.batch_size)
+    answer = _planned(batches, result, strategies, quota)
+    yield _change(f"With batches of {batches.batch_size:,} examples instead of {job.batch_size:,}", best, answer, "")
+
+
+def _change(words: str, best: SimulatedCandidate, answer: SimulatedCandidate | None, note: str) -> Change:
+    if answer is None:
+        return Change(words, 0.0)
+    gain = answer.prediction.tokens_per_s / best.prediction.tokens_per_s - 1
+    is_other = answer.candidate.what != best.candidate.what
+    return Change(words, gain, f"{answer.candidate.what}{note}" if is_other else "")
+
+
+def _planned(
+    job: Job, result: SearchResult, strategies: Mapping[str, Strategy], quota: Quota
+) -> SimulatedCandidate | None:
+    """The fastest Plan found for a changed job, by tokens a second; None if there is none."""
+    best, pins = result.best.candidate, result.pins
+    found = [one for one in (_as_it_is(job, best, pins),) if one is not None]
+    tp = best.plan.unit_of(BACKBONE).tp
+    pins = replace(pins, strategies=(best.strategy,), tp=tp)
+    try:
+        search_of_one = {best.strategy: strategies[best.strategy]}
+        anew = search(job, search_of_one, pins, max_simulated=_MAX_SIMULATED, quota=quota)
+        found += [one for one in anew.results if not quota.num_plans or quota.suitable(one.candidate.plan)]
+    except UserError:  # No Plan of the changed job is as pinned.
+        pass
+    return max(found, key=lambda one: one.prediction.tokens_per_s, default=None)
+
+
+def _as_it_is(job: Job, best: Candidate, pins: Pins) -> SimulatedCandidate | None:
+    """The best Plan in the changed job; None if it cannot be, as its fills and caps name microbatches."""
+    plan = replace(best.plan, cluster=job.cluster, batch_size=job.batch_size)
+    if job.batch_size != best.plan.batch_size and (plan.fills or plan.microbatch_caps):
+        return None
+    candidate = replace(best, plan=plan)
+    try:
+        prediction = predict_candidate(job, candidate)
+    except UserError:
+        return None
+    return SimulatedCandidate(candidate, prediction) if prediction.peak_bytes.max() <= job.capacity_bytes else None
