@@ -67,3 +67,47 @@ def test_float32_passes():
 
 def _mixed(rank, num_ranks, cases):
     return [line for case in cases for line in differences(errors_of(case), MIXED_TOLERANCE)]
+
+
+IMAGE, LLM = {"image": 3}, {"audio": 2, "backbone": 3}
+
+
+def beside(image, llm):
+    """An encoder's unit and the backbone's. image, llm: options of each."""
+    first = Unit("image", (IMAGE,), **{"zero": 0, **image})
+    return first, Unit("llm", (LLM,), first.num_ranks, **{"zero": 0, **llm})
+
+
+def test_units_with_degrees_of_their_own():
+    assert_planned(
+        3,
+        [
+            PlannedCase(beside({}, {"tp": 2})),
+            PlannedCase(beside({"tp": 2}, {}), family="qwen3"),
+            PlannedCase(beside({}, {"tp": 2}), frozen=("image",), microbatch_size=2),
+        ],
+    )
+
+
+def test_encoders_in_bubbles_and_replicated_ones():
+    backbone = Unit("llm", ({"backbone": 2}, {"backbone": 1}), pp=2, tp=2, zero=0)
+    others = [Unit(name, ({name: count},), tp=2, dp=2, zero=1) for name, count in (("image", 3), ("audio", 2))]
+    replicated = Unit("llm", ({"backbone": 2}, {"backbone": 1}), pp=2, tp=2, zero=0, replicated=("image", "audio"))
+    assert_planned(4, [PlannedCase((backbone, *others)), PlannedCase((replicated,), tied=True)])
+
+
+def test_a_run_goes_on_with_and_without():
+    whole = (Unit("all", CUT, pp=2, zero=0),)
+    shared = (Unit("all", (ALL,), dp=2, zero=3),)
+    assert_planned(
+        2,
+        [
+            PlannedCase(chain(ALL), tied=True, then=PlannedCase(whole, tied=True)),
+            PlannedCase(shared, family="qwen3", then=PlannedCase(chain(ALL), family="qwen3")),
+        ],
+    )
+
+
+def test_a_run_goes_on_under_other_shares():
+    shared, staged = chain(ALL, dp=2, zero=2), chain(*CUT)
+    assert_planned(4, [PlannedCase(shared, then=PlannedCase(staged)), PlannedCase(staged, then=PlannedCase(shared))])
