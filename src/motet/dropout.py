@@ -87,6 +87,7 @@ class _Draws:
     """What a module draws for. keys: of its items. counts: rows of each item, as any tensor may have them.
 
     number: of the next draw at this place.
+    divided: the first of the heads, and of the columns, that this rank has where tensor-parallel ranks divide them.
     """
 
     module: str
@@ -94,6 +95,7 @@ class _Draws:
     counts: tuple[Int64Array, ...] = ()
     place: int = ENTER
     number: int = 0
+    divided: tuple[int, int] = (0, 0)
 
 
 class _Active(local):
@@ -166,6 +168,12 @@ def _in(draws: _Draws) -> Iterator[None]:
         _active.draws = before
 
 
+def set_divided(first_head: int = 0, first_column: int = 0) -> None:
+    """From here on, tensors have heads, or columns, from these on (`tensor_parallel.py`); 0 where they have all."""
+    if _active.draws is not None:
+        _active.draws.divided = first_head, first_column
+
+
 class _Mode(TorchFunctionMode):
     """Draws by the keys of items where torch would draw by itself."""
 
@@ -194,9 +202,10 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     """As `torch.nn.functional.dropout`; `torch.dropout` calls the third argument `train`."""
     if not train.get("train", training) or p == 0 or input.numel() == 0:
         return input
-    rows = next_rows(input.shape[:-1], input.device)
+    rows, draws = next_rows(input.shape[:-1], input.device), _active.draws
     assert rows is not None, "the mode is entered with draws"
-    return dropped_out(input, rows.view(-1), p)
+    first = 0 if draws is None else draws.divided[1]
+    return dropped_out(input, rows.view(-1), p, torch.arange(first, first + input.shape[-1], device=input.device))
 
 
 def next_rows(shape: torch.Size | tuple[int, ...], device: torch.device) -> Tensor | None:
@@ -252,8 +261,9 @@ def dropped_out(values: Tensor, rows: Tensor, rate: float, numbers: Tensor | Non
 
 
 def of_heads(rows: Tensor, num_heads: int) -> Tensor:
-    """Row keys [count, length] -> those of the same rows in each head, [count, num_heads, length]."""
-    heads = torch.arange(1, num_heads + 1, device=rows.device) * _signed(_GAMMA)
+    """Row keys [count, length] -> those of the same rows in each head that is here, [count, num_heads, length]."""
+    first = 1 if _active.draws is None else 1 + _active.draws.divided[0]
+    heads = torch.arange(first, first + num_heads, device=rows.device) * _signed(_GAMMA)
     return _mixed(rows[:, None] ^ _mixed(heads)[:, None])
 
 

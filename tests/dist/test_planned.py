@@ -136,13 +136,19 @@ def test_a_plan_trains_as_one_process_does(job, alone, tmp_path, monkeypatch, ca
 
 
 ENCODERS = Unit("encoders", ({"image": 2, "audio": 2},), dp=2, zero=0)
+IMAGE_ALONE = Unit("image", ({"image": 2},), zero=0)
+IN_TENSORS = Unit("llm", ({"audio": 2, "backbone": 3},), first_rank=1, tp=2, zero=0)
 COPIES = Unit("llm", ({"backbone": 1}, {"backbone": 2}), pp=2, zero=0, replicated=("image", "audio"))
 
 
 @pytest.mark.parametrize(
     ("units", "balance"),
-    [((ENCODERS, Unit("llm", ({"backbone": 3},), first_rank=2)), "per_phase"), ((COPIES,), "off")],
-    ids=["two replicas of encoders share items", "each stage has the encoders"],
+    [
+        ((ENCODERS, Unit("llm", ({"backbone": 3},), first_rank=2)), "per_phase"),
+        ((COPIES,), "off"),
+        ((IMAGE_ALONE, IN_TENSORS), "off"),
+    ],
+    ids=["two replicas of encoders share items", "each stage has the encoders", "tensor parallelism"],
 )
 def test_encoders_of_several_ranks_train_as_one_process_does(job, alone, tmp_path, monkeypatch, capsys, units, balance):
     """And a run in one process goes on from there."""

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import (
-    Qwen2Config,
-    Qwen2ForCausalLM,
     SiglipVisionConfig,
     SiglipVisionModel,
     WhisperConfig,
@@ -31,6 +29,7 @@ from motet.dispatch.stage_batch import assemble_stages
 from motet.dropout import example_keys
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
+from motet.models.families.registry import BACKBONES
 from motet.models.families.siglip import SiglipEncoder
 from motet.models.families.whisper import WhisperEncoder
 from motet.models.mllm import MLLM
@@ -48,7 +47,7 @@ from motet.runtime.step import StepResult
 from motet.runtime.unit_groups import UnitGroups
 from motet.train.input.planned import StageNeeds, StepDecider
 from motet.train.optimizer import OptimizerConfig, build_optimizer
-from motet.train.planned_job import holders_of
+from motet.train.planned_job import divide_part, holders_of
 from parity.going_on import gone_on
 from parity.planned_parts import SECOND, again_with, has_second, read_twice, second_tower, with_parts
 from parity.random_fills import with_random_fills
@@ -69,11 +68,12 @@ def build_hf_model(
     tied: bool = False,
     parts: Sequence[str] = (),
     num_layers: int = 3,
+    family: str = "qwen2",
     dropout: float = 0.0,
 ) -> MLLM:
     """The same parameters in every call.
 
-    parts: as of `parity.planned_parts`. num_layers: of the backbone. dropout: of all that HF drops out.
+    parts: as of `parity.planned_parts`. num_layers, family: of the backbone. dropout: of all that HF drops out.
 
     frozen: of "image", "audio", "backbone"; of "image encoder", "audio encoder"; of "image block", "audio block",
     "backbone block", the second one alone.
@@ -94,13 +94,14 @@ def build_hf_model(
         attention_dropout=dropout,
         activation_dropout=dropout,
     )
-    backbone = Qwen2Config(
+    of_family = BACKBONES[family]
+    backbone = of_family.config(
         vocab_size=VOCABULARY,
         hidden_size=DIM,
         intermediate_size=24,
         num_hidden_layers=num_layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         tie_word_embeddings=tied,
         attn_implementation=ATTENTION,
         attention_dropout=dropout,
@@ -124,7 +125,7 @@ def build_hf_model(
         )
         for phase, (tower, downsample) in towers.items()
     }
-    causal_lm = Qwen2ForCausalLM(backbone).to(torch.float64)
+    causal_lm = of_family.model(backbone).to(torch.float64)
     model = MLLM(encoders, Backbone(causal_lm, train=BACKBONE not in frozen, again=again_with(parts)))
     for name, module in {**encoders, BACKBONE: model.backbone}.items():
         if f"{name} block" in frozen:
@@ -156,6 +157,7 @@ class PlannedCase:
     frozen: tuple[str, ...] = ()
     tied: bool = False
     num_layers: int = 3
+    family: str = "qwen2"
     dropout: float = 0.0
     contents: tuple[str, ...] = PHASES
     blocking: bool = False
@@ -178,9 +180,9 @@ class PlannedCase:
         return max(unit.ranks.stop for unit in self.units)
 
     @property
-    def built(self) -> tuple[tuple[str, ...], bool, tuple[str, ...], int, float]:
+    def built(self) -> tuple[tuple[str, ...], bool, tuple[str, ...], int, str, float]:
         """Arguments of `build_hf_model`."""
-        return self.frozen, self.tied, self.parts, self.num_layers, self.dropout
+        return self.frozen, self.tied, self.parts, self.num_layers, self.family, self.dropout
 
     def plan(self) -> Plan:
         """The Plan of the tiny model."""
@@ -261,14 +263,16 @@ def build_step(case: PlannedCase, stored: torch.dtype = torch.float64, types: Co
     holders = holders_of(model, place.program)
     keep_spans(model.to(device, stored), *place.stage_spans)
     model.train()  # As the trainer does.
-    groups = sharing_groups(place.program, holders.values())
+    unit_groups = UnitGroups.of(place)
+    groups = {**sharing_groups(place.program, holders.values()), place.tensor_ranks: unit_groups.tensor}
+    divide_part(model, place, unit_groups)
     share_out_part(model, place, holders, groups, device, types)
     held = HeldParameters(model, place, holders, groups, types)
     lanes = Lanes(place.pairs, rank, device)
     lanes.connect()
     optimizer = build_optimizer(model, OPTIMIZER)
     return PlannedStep(
-        model, plan.model, place, lanes, build_mesh(device), held, UnitGroups.of(place), optimizer,
+        model, plan.model, place, lanes, build_mesh(device), held, unit_groups, optimizer,
         max_grad_norm=OPTIMIZER.clip_norm,
     )  # fmt: skip
 

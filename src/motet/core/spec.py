@@ -33,6 +33,8 @@ class Attention:
     density:  the share of these pairs that a mask leaves.
     queries:  if not 0, so many queries of each item attend to its rows (cross attention), which do not attend.
     whole:    rows attend over the whole item, also where it has segments (`core/item_segments.py`).
+    num_heads, num_kv_heads: which tensor parallelism must divide; 0 where it does not divide the layer, or where they
+              are not known.
     """
 
     width: Count
@@ -42,6 +44,8 @@ class Attention:
     density: Annotated[float, Field(ge=0, le=1)] = 1.0
     queries: Count = 0
     whole: bool = False
+    num_heads: Count = 0
+    num_kv_heads: Count = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.density <= 1:

@@ -41,6 +41,7 @@ from motet.models.layers import LayerModules, any_trainable, frozen_to_eval, pro
 from motet.models.merge import merge_rows, places_of
 from motet.models.rotary import use_document_rotary
 from motet.models.table_items import TableItems
+from motet.tensor_parallel import TensorRanks, copied, likeliest_entry, vocabulary_cross_entropy
 
 _MAX_LOGITS = 2**28
 """The number of logits in memory at a time: 1 GiB in float32. A long pack has many times as many."""
@@ -80,6 +81,7 @@ class Backbone(nn.Module):
         if not train:
             causal_lm.requires_grad_(False)
         self.causal_lm = causal_lm
+        self.tensor_ranks: TensorRanks | None = None  # Those that share the vocabulary (`divided.py`).
         self.merge = merge
         if merge is not None:
             check_callback("merge", "merge", merge)
@@ -189,7 +191,10 @@ class Backbone(nn.Module):
     def likeliest(self, hidden: Tensor, sequences: Sequences) -> Tensor:
         """The likeliest next token of each sequence, int64 [num_sequences]. hidden: as `leave` takes them."""
         last = sequences.offsets[1:].to(hidden.device, torch.int64) - 1
-        return self.logits(hidden[last]).argmax(-1)
+        logits = self.logits(hidden[last])
+        if self.tensor_ranks is not None:
+            return likeliest_entry(logits, self.tensor_ranks, self.causal_lm.config.vocab_size)
+        return logits.argmax(-1)
 
     def next_tokens(self, sequences: Sequences, features: dict[str, Tensor]) -> Tensor:
         """The likeliest next token of each sequence, int64 [num_sequences], by forward, which has FSDP's hooks."""
@@ -198,6 +203,8 @@ class Backbone(nn.Module):
 
     def loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Cross entropy of predicting `tokens` [n] from `hidden` [n, dim], summed over tokens."""
+        if self.tensor_ranks is not None:
+            hidden = copied(hidden, self.tensor_ranks)
         part_size = max(1, _MAX_LOGITS // self.causal_lm.config.vocab_size)
         if len(tokens) <= part_size:
             return self._part_loss(hidden, tokens)
@@ -213,7 +220,10 @@ class Backbone(nn.Module):
 
     def _part_loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         logits = self.logits(hidden)
-        return cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), tokens, reduction="sum")
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.tensor_ranks is not None:
+            return vocabulary_cross_entropy(logits, tokens, self.tensor_ranks, self.causal_lm.config.vocab_size)
+        return cross_entropy(logits, tokens, reduction="sum")
 
     def _merged(self, embeds: Tensor, features: dict[str, Tensor], sequences: Sequences) -> Tensor:
         """The embeddings with the rows of all encoders. A merge of the user's own is called where there are rows."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from motet.core.errors import UserError
@@ -23,15 +23,16 @@ from motet.models.initialise import drawn
 from motet.models.load import on_meta
 from motet.models.mllm import MLLM
 from motet.models.stored import stored_tensors
+from motet.tensor_parallel import part_of
 
 if TYPE_CHECKING:
     from motet.models.build import ModelConfig
 
 
 class Source(Protocol):
-    """A whole weight: a tensor, or one in a file. Some of its rows are [first:stop], all of it is [...]."""
+    """A whole weight: a tensor, or one in a file. A part of it is [slices], all of it is [...]."""
 
-    def __getitem__(self, rows: slice | EllipsisType, /) -> Tensor: ...
+    def __getitem__(self, part: tuple[slice, ...] | EllipsisType, /) -> Tensor: ...
 
 
 def materialise(mllm: MLLM, config: ModelConfig, seed: int, device: torch.device) -> None:
@@ -93,23 +94,27 @@ def _sources(
 
 @torch.no_grad()
 def _copy_own_rows(source: Source, value: Tensor) -> None:
-    """Of a DTensor, the rows that this rank holds."""
+    """Of a DTensor, the part that this rank holds."""
     if not isinstance(value, DTensor):
         value.copy_(source[...])
         return
-    first, stop = _row_range(value)
-    if first < stop:
-        value.to_local().copy_(source[first:stop])
+    part = _own_part(value)
+    if all(each.start < each.stop for each in part):
+        value.to_local().copy_(source[part])
 
 
-def _row_range(tensor: DTensor) -> tuple[int, int]:
-    """The rows of a sharded tensor that this rank holds, (first, stop), cut as torch.chunk cuts."""
-    first, stop = 0, tensor.shape[0]
+def _own_part(tensor: DTensor) -> tuple[slice, ...]:
+    """The part of a sharded tensor that this rank holds, a slice a dimension. Each axis of the mesh cuts what those
+    before it have left, as torch.chunk cuts.
+    """
+    spans = [(0, size) for size in tensor.shape]
     for axis, placement in enumerate(tensor.placements):
-        if placement == Shard(0):
-            size = -(-(stop - first) // tensor.device_mesh.size(axis))
-            first = min(first + size * tensor.device_mesh.get_local_rank(axis), stop)
-            stop = min(first + size, stop)
-        elif placement != Replicate():
-            raise ValueError(f"a weight with the placement {placement} cannot be filled: rows are sharded, or nothing")
-    return first, stop
+        if placement.is_shard():
+            dimension = placement.dim  # type: ignore[attr-defined]
+            first, stop = spans[dimension]
+            mesh = tensor.device_mesh
+            begin, end = part_of(stop - first, mesh.get_local_rank(axis), mesh.size(axis))
+            spans[dimension] = first + begin, first + end
+        elif not placement.is_replicate():
+            raise ValueError(f"a weight with the placement {placement} cannot be filled: it is sharded, or whole")
+    return tuple(slice(*span) for span in spans)

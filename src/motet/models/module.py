@@ -80,10 +80,10 @@ class ModalityModule(nn.Module):
         if isinstance(vars(self.encoder).get("blocks"), list):
             # A plain list of layers beside the registered submodules would call the layers without their Blocks.
             self.encoder.blocks = list(self._blocks)
-        self._num_encoder_blocks = len(self._blocks)
+        self.num_encoder_blocks = len(self._blocks)
         for block in self._blocks:
             block.halves = getattr(self.encoder, "halves", ())
-        self._blocks += tuple(wrap_blocks(self.projector, self.projector.blocks, self._num_encoder_blocks))
+        self._blocks += tuple(wrap_blocks(self.projector, self.projector.blocks, self.num_encoder_blocks))
 
     def train(self, mode: bool = True) -> ModalityModule:
         """`nn.Module.train`, except that an encoder or projector without trainable parameters stays in eval mode."""
@@ -250,7 +250,7 @@ class ModalityModule(nn.Module):
 
     def unsendable(self, stop: int) -> str:
         """Why no message can carry what is computed behind the block stop - 1, in words; "" if one can."""
-        if not 0 < stop == self._num_encoder_blocks or not self.projector.blocks:
+        if not 0 < stop == self.num_encoder_blocks or not self.projector.blocks:
             return ""
         if getattr(self.encoder, "pooled", 1) > 1:
             return f"{type(self.encoder).__name__} averages rows and leaves out some, which layers do not say"
@@ -276,7 +276,7 @@ class ModalityModule(nn.Module):
 
         What stands between the two belongs to the encoder's last block.
         """
-        seen_sizes, end = self._seen_sizes(sizes), self._num_encoder_blocks
+        seen_sizes, end = self._seen_sizes(sizes), self.num_encoder_blocks
         goes_on = first < end <= stop and bool(self.projector.blocks) and self._blocks[end - 1].half != 0
         with self._graph_behind(hidden), arranged(2 * first, lambda: self._encoder_rows(sizes)):
             if first < end:
@@ -295,7 +295,7 @@ class ModalityModule(nn.Module):
         if self.projector.blocks:
             return self._after(self.projector.leave(hidden), sizes)
         seen_sizes = self._seen_sizes(sizes)
-        with self._graph_behind(hidden), arranged(2 * self._num_encoder_blocks, lambda: self._encoder_rows(sizes)):
+        with self._graph_behind(hidden), arranged(2 * self.num_encoder_blocks, lambda: self._encoder_rows(sizes)):
             rows = self.encoder.leave(hidden, seen_sizes)
         return self._after(self._project(self._between(rows, seen_sizes, sizes), seen_sizes, sizes), sizes)
 
@@ -381,9 +381,9 @@ class ModalityModule(nn.Module):
         weight = outside_blocks(self.projector)[0]
         x = weight.new_zeros(0, self.projector.output_dim)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
-            for block in self._blocks[: self._num_encoder_blocks]:
+            for block in self._blocks[: self.num_encoder_blocks]:
                 x = block(x)
-        for block in self._blocks[self._num_encoder_blocks :]:
+        for block in self._blocks[self.num_encoder_blocks :]:
             x = block(x)
         return take_part(x, outside_blocks(self))
 

@@ -27,9 +27,9 @@ class TensorInFile:
     file: Path
     key: str
 
-    def __getitem__(self, rows: slice | EllipsisType) -> Tensor:
+    def __getitem__(self, part: tuple[slice, ...] | EllipsisType) -> Tensor:
         with safe_open(self.file, framework="pt") as opened:
-            return opened.get_slice(self.key)[rows].clone()
+            return opened.get_slice(self.key)[part].clone()
 
 
 def stored_tensors(model: PreTrainedModel, family: Family, path: Path) -> dict[str, TensorInFile] | None:

@@ -6,6 +6,7 @@ from motet.core.cluster import Cluster
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
 from motet.planner.job import Job
+from motet.schedule.check.fit import undivided_heads
 
 TENSOR_DEGREES = (1, 2, 4, 8)
 
@@ -22,19 +23,28 @@ def possible_tensor_degrees(cluster: Cluster) -> list[int]:
     return [tp for tp in TENSOR_DEGREES if tp <= most and (node % tp == 0 or tp % node == 0)]
 
 
-def tensor_degrees(job: Job) -> list[int]:
-    """The possible tensor-parallel degrees that the cost model has times for."""
-    return [tp for tp in possible_tensor_degrees(job.cluster) if tp == 1 or not job.why_unpriced(tp)]
+def tensor_degrees(job: Job, *names: str) -> list[int]:
+    """The possible tensor-parallel degrees that divide the heads of these modules, by default of all, and that the cost
+    model has times for.
+    """
+    modules = [module for module in job.model.modules if not names or module.name in names]
+    degrees = possible_tensor_degrees(job.cluster)
+    degrees = [tp for tp in degrees if not any(undivided_heads(module, tp) for module in modules)]
+    return [tp for tp in degrees if tp == 1 or not job.why_unpriced(tp)]
 
 
-def indivisible(job: Job, pins: Pins, num_blocks: int, of: str = "backbone") -> str | None:
+def indivisible(
+    job: Job, pins: Pins, num_blocks: int, of: str = "backbone", modules: tuple[str, ...] = ()
+) -> str | None:
     """Which pinned degree does not divide or is too large, as a sentence; None if none is.
 
     num_blocks: the blocks of `of`, the backbone or the model; a pipeline is cut between them.
+    modules: those that the pinned TP is of; () is all.
     """
-    if pins.tp is not None and pins.tp not in tensor_degrees(job):
+    if pins.tp is not None and pins.tp not in (known := tensor_degrees(job, *modules)):
         return (
-            f"TP is pinned to {pins.tp}; it must be one of {listed(tensor_degrees(job))}, in a node or over whole ones."
+            f"TP is pinned to {pins.tp}; it must be one of {listed(known)}, in a node or over whole ones, and divide"
+            " the heads of what it is of."
         )
     if pins.pp is not None and pins.pp > num_blocks:
         return f"PP is pinned to {pins.pp}; it must be 1 to {num_blocks}, the layers of the {of}."

@@ -87,10 +87,10 @@ def check_module_pins(job: Job, pins: Pins) -> None:
                 f"{name} is pinned to cp = {stated.cp}; context parallelism is tried for what is proposed, and"
                 " cannot be pinned above 1 yet; remove it."
             )
-        if stated.tp is not None and stated.tp not in tensor_degrees(job):
+        if stated.tp is not None and stated.tp not in tensor_degrees(job, name):
             raise UserError(
-                f"{name} is pinned to tp = {stated.tp}; it must be one of {listed(tensor_degrees(job))}, in a"
-                " node or over whole ones, and with known times."
+                f"{name} is pinned to tp = {stated.tp}; it must be one of {listed(tensor_degrees(job, name))}, in"
+                " a node or over whole ones, a divisor of its heads, and with known times."
             )
         if stated.pp is not None and stated.pp > num_blocks:
             raise UserError(f"{name} is pinned to pp = {stated.pp}; it must be 1 to {num_blocks}, its blocks.")

@@ -154,7 +154,7 @@ def _degrees(job: Job, plan: Plan) -> Iterator[Plan]:
 def _reshaped(job: Job, plan: Plan, unit: Unit) -> Iterator[Unit]:
     """A unit with the same ranks, in which one degree takes a factor of 2 from another."""
     sizes = {"tp": unit.tp, "cp": unit.cp, "pp": unit.pp, "dp": unit.dp}
-    known = tensor_degrees(job)
+    known = tensor_degrees(job, *unit.modules)
     for giver, given in sizes.items():
         for taker, taken in sizes.items():
             if giver == taker or given % 2 or (taker == "tp" and 2 * taken not in known):

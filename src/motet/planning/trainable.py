@@ -30,7 +30,12 @@ def obstacle(plan: Plan, recipe: Recipe) -> str:
 def untrained(plan: Plan) -> str:
     """What a Plan has that training can run of no recipe yet; "" if it has nothing such."""
     obstacles = {
-        "tensor parallelism (tp > 1)": any(unit.tp > 1 for unit in plan.units),
+        "tensor parallelism (tp > 1) under the schedule 'data_parallel'": (
+            plan.schedule == "data_parallel" and any(unit.tp > 1 for unit in plan.units)
+        ),
+        "another tp of what runs in bubbles than the backbone's": any(
+            unit.tp != plan.unit_of(BACKBONE).tp for unit in units_in_bubbles(plan)
+        ),
         "context parallelism (cp > 1) of the backbone's unit": plan.unit_of(BACKBONE).cp > 1,
         "context parallelism (cp > 1) of what runs in bubbles": any(unit.cp > 1 for unit in units_in_bubbles(plan)),
     }
@@ -57,7 +62,8 @@ def obstacle_in(recipe: Recipe) -> Callable[[Plan], str]:
 
     def found(plan: Plan) -> str:
         what = obstacle(plan, recipe)
-        return what if what or not may_refuse else cut_obstacle(plan, model())
+        asks = may_refuse or any(unit.tp > 1 for unit in plan.units)
+        return what if what or not asks else cut_obstacle(plan, model())
 
     return found
 

@@ -38,6 +38,12 @@ def square_sum(parameters: Iterable[nn.Parameter], num_ranks: int, device: torch
 
 
 @torch.no_grad()
+def square_sum_of_copies(gradients: Sequence[Tensor], num_copies: int, device: torch.device) -> Tensor:
+    """As `square_sum`, for gradients of which `num_copies` ranks hold the same part as this rank."""
+    return _square(gradients) / num_copies if gradients else torch.zeros((), dtype=torch.float64, device=device)
+
+
+@torch.no_grad()
 def square_sum_of_share(flat: Sequence[Tensor], rank: int, num_ranks: int, device: torch.device) -> Tensor:
     """As `square_sum`, for gradients of which all ranks hold the same whole copy, as tensors of one dimension.
 

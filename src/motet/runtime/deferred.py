@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from motet.tensor_parallel import RowLinear
+
 
 @dataclass(frozen=True)
 class WeightProduct:
@@ -62,8 +64,10 @@ class DeferredWeights:
         for module in modules:
             for child in module.modules():
                 # A subclass with a forward of its own may compute something else.
-                if isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward:
-                    child.forward = partial(_forward, child, self)  # type: ignore[method-assign]
+                if isinstance(child, RowLinear):
+                    child.product = partial(_forward, child, self, False)
+                elif isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward:
+                    child.forward = partial(_forward, child, self, True)  # type: ignore[method-assign]
 
     @contextmanager
     def into(self, products: list[WeightProduct]) -> Iterator[None]:
@@ -82,15 +86,15 @@ class DeferredWeights:
         return True
 
 
-def _forward(layer: nn.Linear, deferred: DeferredWeights, x: Tensor) -> Tensor:
-    weight = layer.weight
+def _forward(layer: nn.Linear, deferred: DeferredWeights, has_bias: bool, x: Tensor) -> Tensor:
+    weight, bias = layer.weight, layer.bias if has_bias else None
     # The gradient of a weight that is computed from others (parametrizations) goes on into their graph, and autocast
     # multiplies copies in another type.
     if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf) or torch.is_autocast_enabled(
         x.device.type
     ):
-        return linear(x, weight, layer.bias)
-    return _DeferredLinear.apply(x, weight, layer.bias, deferred)
+        return linear(x, weight, bias)
+    return _DeferredLinear.apply(x, weight, bias, deferred)
 
 
 class _DeferredLinear(torch.autograd.Function):

@@ -60,7 +60,7 @@ class HeldParameters:
         for name, parameter in model.named_parameters():
             casts = types.casts(parameter.dtype)
             sharing = Sharing.of(name, parameter, holders[name], place, casts=casts)
-            is_apart = casts or sharing.shard_size > 1
+            is_apart = casts or sharing.is_shared_out
             if is_apart or parameter.requires_grad:
                 parts.setdefault((sharing, is_apart), []).append(parameter)
         self.all = [
@@ -87,7 +87,10 @@ class HeldParameters:
         if is_apart:
             return ShardedState(parameters, sharing, rank, groups, self.types, self.sent)
         group = groups[sharing.ranks]
-        return OwnGradients(parameters) if group is None else ReplicatedGradients(parameters, group, sent=self.sent)
+        copies = sharing.num_tensor_copies
+        if group is None:
+            return OwnGradients(parameters, copies)
+        return ReplicatedGradients(parameters, group, sent=self.sent, num_tensor_copies=copies)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -177,7 +180,7 @@ def share_out_part(
         name: Sharing.of(name, parameter, holders[name], place, casts=types.casts(parameter.dtype))
         for name, parameter in model.named_parameters()
     }
-    shared = {name: sharing for name, sharing in sharings.items() if sharing.shard_size > 1}
+    shared = {name: sharing for name, sharing in sharings.items() if sharing.is_shared_out}
     share_out(model, shared, place.rank, groups, device.type)
 
 

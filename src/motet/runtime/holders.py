@@ -26,10 +26,12 @@ class Holders:
     """ranks: the ranks of the job that hold a parameter; of tensor-parallel ranks the first of each group.
 
     stages: the stages of the Program that use it.
+    cut:    the dimension in which tensor-parallel ranks cut it; None: each of them holds all of it.
     """
 
     ranks: tuple[int, ...]
     stages: tuple[int, ...]
+    cut: int | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Sharing:
     is_of_stage: whether one stage of each of these ranks uses it, whose GATHER and REDUCE are for it too.
     zero:        the ZeRO stage; 0 where every rank holds all of the state.
     shard_size:  the number of ranks that share one copy of the sharded state: consecutive ones.
+    cut:         as in `Holders`.
+    tensor_ranks: this rank's tensor-parallel ranks: each has another part of a parameter that is cut, or all of it.
 
     Example:
         >>> sharing = Sharing("image", ranks=(4, 5, 6, 7), stages=(1,), is_of_stage=True, zero=1, shard_size=2)
@@ -55,6 +59,18 @@ class Sharing:
     is_of_stage: bool
     zero: int = 0
     shard_size: int = 1
+    cut: int | None = None
+    tensor_ranks: tuple[int, ...] = (0,)
+
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether a rank stores a part of the parameter alone."""
+        return self.shard_size > 1 or self.cut is not None
+
+    @property
+    def num_tensor_copies(self) -> int:
+        """Tensor-parallel ranks that hold the same."""
+        return len(self.tensor_ranks) if self.cut is None else 1
 
     @staticmethod
     def of(name: str, parameter: nn.Parameter, holders: Holders, place: Place, *, casts: bool) -> Sharing:
@@ -66,11 +82,12 @@ class Sharing:
         number, *others = (number for number in holders.stages if number in place.stages)
         stage = place.stages[number]
         is_of_stage = not others and stage.data_ranks == holders.ranks
-        ranks = place.held_by(holders.ranks, stage)
+        ranks, tensor_ranks = place.held_by(holders.ranks, stage), place.tensor_ranks
+        cut = holders.cut if len(tensor_ranks) > 1 else None
         is_shared = stage.zero == 3 or (stage.zero > 0 and (parameter.requires_grad or casts))
         if not is_of_stage or not is_shared or stage.shard_size == 1 or parameter.ndim == 0:
-            return Sharing(module, ranks, holders.stages, is_of_stage)
-        return Sharing(module, ranks, holders.stages, is_of_stage, stage.zero, stage.shard_size)
+            return Sharing(module, ranks, holders.stages, is_of_stage, cut=cut, tensor_ranks=tensor_ranks)
+        return Sharing(module, ranks, holders.stages, is_of_stage, stage.zero, stage.shard_size, cut, tensor_ranks)
 
     def shards(self, rank: int) -> tuple[int, ...]:
         """The ranks that share one copy with `rank`."""

@@ -13,6 +13,7 @@ from motet.runtime.clip import square_sum
 class OwnGradients:
     """The gradients of one module's parameters. A step begins without them, so that its first pass adds up nothing.
 
+    num_copies:    tensor-parallel ranks that have the same parameters, and the same gradients.
     has_gradients: whether the step has gradients of them; `wait` makes those zero that no pass has used.
 
     Example:
@@ -25,7 +26,8 @@ class OwnGradients:
         ([3.0, 4.0], [0.0], 25.0)
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], num_copies: int = 1) -> None:
+        self._num_copies = num_copies
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.has_gradients = False
 
@@ -49,5 +51,5 @@ class OwnGradients:
                 parameter.grad = torch.zeros_like(parameter)
 
     def square_sum(self, device: torch.device) -> Tensor:
-        """The squared norm of the gradients, a float64 scalar."""
-        return square_sum(self._parameters, 1, device)
+        """This rank's share of the squared norm of the gradients, a float64 scalar."""
+        return square_sum(self._parameters, self._num_copies, device)

@@ -106,6 +106,11 @@ class Place:
             for name in stage.layers
         }
 
+    @property
+    def tensor_ranks(self) -> tuple[int, ...]:
+        """The ranks that share products with this one, by t; itself where it shares none."""
+        return tuple(range(self.rank - self.t, self.rank - self.t + self.unit.tp))
+
     def held_by(self, ranks: tuple[int, ...], stage: PlannedStage) -> tuple[int, ...]:
         """The ranks that hold the same parameters of a stage as this rank, context-parallel ones included.
 

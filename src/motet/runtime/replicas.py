@@ -28,6 +28,7 @@ BUCKET_BYTES = 25 * 2**20
 class ReplicatedGradients:
     """The gradients of one module. group: the ranks that hold a copy of it; each calls every method alike. None: this
     rank alone holds it. reduce_dtype: in which gradients are summed over ranks; None: their own. sent: counts bytes.
+    num_tensor_copies: tensor-parallel ranks that have the same parameters; each of them is in a group of its own.
 
     Example, on one rank of a group:
 
@@ -44,10 +45,11 @@ class ReplicatedGradients:
         group: dist.ProcessGroup | None,
         reduce_dtype: torch.dtype | None = None,
         sent: SentBytes | None = None,
+        num_tensor_copies: int = 1,
     ) -> None:
         # Backward reaches the last parameters first.
         self._buckets = [_Bucket(part) for part in _parts(reversed([*parameters]))]
-        self._group, self._sent = group, sent or SentBytes()
+        self._group, self._sent, self._num_tensor_copies = group, sent or SentBytes(), num_tensor_copies
         self._num_started = 0
         self._reduce_dtype = reduce_dtype
         self._under_way: list[tuple[dist.Work, Tensor, Tensor]] = []
@@ -73,7 +75,7 @@ class ReplicatedGradients:
     def square_sum(self, device: torch.device) -> Tensor:
         """This rank's share of the squared norm of the gradients, a float64 scalar; shares add up over all ranks."""
         rank, num_ranks = (0, 1) if self._group is None else (self._group.rank(), self._group.size())
-        return square_sum_of_share(self.flat, rank, num_ranks, device)
+        return square_sum_of_share(self.flat, rank, num_ranks, device) / self._num_tensor_copies
 
     def zero(self) -> None:
         """Begin a step: gradients are zero, and no longer None."""

@@ -2,8 +2,9 @@
 
     stored: what names, checkpoints and the optimizer know: DTensors of this rank's rows, or the whole parameter, in
             `run.dtype`.
-    whole:  what passes compute with, in `fsdp.param_dtype`. Under ZeRO 3 its memory is there between a GATHER and the
-            end of the pass alone (Rajbhandari et al. 2020, section 5).
+    whole:  what passes compute with, in `fsdp.param_dtype`; of a parameter that tensor-parallel ranks cut, this rank's
+            part. Under ZeRO 3 its memory is there between a GATHER and the end of the pass alone (Rajbhandari et al.
+            2020, section 5).
 
 FSDP2 does this in hooks around the forward pass of a module. A stage runs parts of modules, and its Program says when
 parameters are gathered and gradients reduced, so the actions of the Program call it here (docs/runtime.md).
@@ -22,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from motet.runtime.clip import square_sum
+from motet.runtime.clip import square_sum_of_copies
 from motet.runtime.holders import RankGroups, Sharing
 from motet.runtime.replicas import BUCKET_BYTES
 from motet.runtime.sent_bytes import SentBytes
-from motet.runtime.shards import as_shard, row_range
+from motet.runtime.shards import as_shard, cut_range, row_range
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class ShardedState:
     ) -> None:
         """sent: counts bytes."""
         self.sharing = sharing
-        self._pieces = [_Piece(parameter, types.compute) for parameter in parameters]
+        self._pieces = [_Piece(parameter, sharing, types.compute) for parameter in parameters]
         sets = sharing.shards(rank), sharing.copies(rank)
         shards, copies = (groups[ranks] if len(ranks) > 1 else None for ranks in sets)
         self._buckets = [
@@ -143,7 +144,10 @@ class ShardedState:
 
     def square_sum(self, device: torch.device) -> Tensor:
         """This rank's share of the squared norm of the gradients, a float64 scalar; shares add up over all ranks."""
-        return square_sum((piece.stored for piece in self._pieces), len(self.sharing.ranks), device)
+        sharing = self.sharing
+        gradients = [_local(piece.stored.grad) for piece in self._pieces if piece.stored.grad is not None]
+        num_copies = len(sharing.ranks) // sharing.shard_size * sharing.num_tensor_copies
+        return square_sum_of_copies(gradients, num_copies, device)
 
     @property
     def _trainable(self) -> list[_Bucket]:
@@ -151,22 +155,36 @@ class ShardedState:
 
 
 class _Piece:
-    """One parameter. num_rows: of each rank in a message, the last ones of which may be padding."""
+    """One parameter. shape: of what passes use. first, stop: the rows of that which this rank stores. num_rows: of each
+    rank in a message, the last ones of which may be padding.
+    """
 
-    def __init__(self, parameter: nn.Parameter, compute: torch.dtype | None) -> None:
-        self.shape, self.dtype = parameter.shape, compute or parameter.dtype
-        self.mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+    def __init__(self, parameter: nn.Parameter, sharing: Sharing, compute: torch.dtype | None) -> None:
+        self.stored, self.dtype = parameter, compute or parameter.dtype
         self.is_trainable = parameter.requires_grad
-        self.first, self.stop = (0, len(parameter)) if self.mesh is None else row_range(len(parameter), self.mesh)
-        size = 1 if self.mesh is None else self.mesh.size(self.mesh.ndim - 1)
-        self.num_rows = -(-len(parameter) // size)
-        self.width = parameter.shape[1:].numel()
-        self.is_same = self.mesh is None and self.dtype == parameter.dtype
-        self.stored, self.whole = parameter, parameter
+        sizes = list(parameter.shape)
+        self.first, self.stop = 0, len(parameter) if sizes else 0
+        if isinstance(parameter, DTensor):
+            if sharing.cut is not None:
+                first, stop = cut_range(sizes[sharing.cut], parameter.device_mesh)
+                sizes[sharing.cut] = stop - first
+            self.first, self.stop = row_range(sizes[0], parameter.device_mesh)
+        self.shape = torch.Size(sizes)
+        self.num_rows = -(-sizes[0] // sharing.shard_size)
+        self.width = self.shape[1:].numel()
+        self.is_same = sharing.shard_size == 1 and self.dtype == parameter.dtype
+        self.whole = parameter
         if not self.is_same:
             whole = torch.empty(self.shape, dtype=self.dtype, device=self.rows.device)
             self.whole = nn.Parameter(whole, self.is_trainable)
+        elif isinstance(parameter, DTensor):
+            self.whole = nn.Parameter(self.rows, self.is_trainable)  # The same memory.
         self.stored_gradient: Tensor | None = None
+
+    def as_stored(self, rows: Tensor) -> Tensor:
+        """A tensor of this rank's rows in the form of the stored parameter."""
+        like = self.stored
+        return as_shard(rows, like.device_mesh, like.placements, like.shape) if isinstance(like, DTensor) else rows
 
     @property
     def rows(self) -> Tensor:
@@ -225,7 +243,7 @@ class _Bucket:
                 own = self._sums[-1][piece.first : piece.stop]
             else:
                 own = torch.zeros(of_rank, dtype=self._stored_dtype, device=self._device)
-            piece.stored_gradient = own if piece.mesh is None else as_shard(own, piece.mesh, piece.shape)
+            piece.stored_gradient = piece.as_stored(own)
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -279,6 +297,8 @@ class _Bucket:
     @torch.no_grad()
     def reduce(self) -> None:
         self.wait_for_reduce()  # That of an earlier microbatch.
+        if self._size == 1 and self._copies is None and self._reduce_dtype == self._stored_dtype:
+            return  # What passes have left is the sum.
         message = torch.zeros(self._size, sum(self._lengths), dtype=self._reduce_dtype, device=self._device)
         for number, (piece, part) in enumerate(zip(self.pieces, message.split(self._lengths, dim=1), strict=True)):
             gradient = self._sums[number] if self._zero < 2 else piece.whole.grad

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from motet.runtime.holders import RankGroups, Sharing
 from motet.runtime.mesh import REPLICATE, SHARD
+from motet.tensor_parallel import part_of
+
+TENSOR = "tensor"
+"""The axis of a mesh over the tensor-parallel ranks that cut a parameter. It is the first: its parts are shared out."""
 
 
 def share_out(
     model: nn.Module, sharings: Mapping[str, Sharing], rank: int, groups: RankGroups, device_type: str
 ) -> None:
-    """Replace parameters of a model, in place, by DTensors with the rows of this rank. It communicates nothing.
+    """Replace parameters of a model, in place, by DTensors with the part of this rank. It communicates nothing.
 
     sharings: name -> sharing, of the parameters that are shared out. Values of a parameter that is not on meta must be
               the same on all ranks.
@@ -24,40 +28,64 @@ def share_out(
     meshes: dict[tuple[object, ...], DeviceMesh] = {}
     parameters, shards = dict(model.named_parameters()), {}
     for name, sharing in sharings.items():
-        key = sharing.ranks, sharing.shard_size
+        key = sharing.ranks, sharing.shard_size, sharing.cut is not None
         if key not in meshes:
             meshes[key] = _mesh(sharing, rank, groups, device_type)
         parameter, mesh = parameters[name], meshes[key]
-        first, stop = row_range(len(parameter), mesh)
-        rows = parameter.detach()[first:stop].clone()
+        whole = parameter.detach()
+        if sharing.cut is not None:
+            first, stop = cut_range(parameter.shape[sharing.cut], mesh)
+            whole = whole.narrow(sharing.cut, first, stop - first)
+        first, stop = row_range(len(whole), mesh)
+        rows = whole[first:stop].clone(memory_format=torch.contiguous_format)
         rows = rows if rows.is_meta else rows.to(device_type)
-        shards[id(parameter)] = nn.Parameter(as_shard(rows, mesh, parameter.shape), parameter.requires_grad)
+        placements = [_placement(axis, sharing.cut) for axis in mesh.mesh_dim_names or ()]
+        shards[id(parameter)] = nn.Parameter(as_shard(rows, mesh, placements, parameter.shape), parameter.requires_grad)
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if id(parameter) in shards:
                 module._parameters[key] = shards[id(parameter)]
 
 
-def as_shard(rows: Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTensor:
-    """The DTensor of a tensor of this shape, of which this rank has these rows."""
-    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+def as_shard(rows: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+    """The DTensor of a tensor of this shape, of which this rank has this part."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def row_range(num_rows: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """(first, stop) of the rows of this rank, cut as torch.chunk cuts."""
-    size = -(-num_rows // mesh.size(mesh.ndim - 1))
-    first = min(mesh.get_local_rank(SHARD) * size, num_rows)
-    return first, min(first + size, num_rows)
+    """(first, stop) of the rows that this rank stores of those that its passes use, cut as torch.chunk cuts."""
+    return _range(num_rows, mesh, SHARD)
+
+
+def cut_range(num: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """(first, stop) of the rows or columns that the passes of this rank use, of all; cut as torch.chunk cuts."""
+    return _range(num, mesh, TENSOR)
+
+
+def _range(num: int, mesh: DeviceMesh, axis: str) -> tuple[int, int]:
+    names = mesh.mesh_dim_names or ()
+    return part_of(num, mesh.get_local_rank(axis), mesh.size(names.index(axis))) if axis in names else (0, num)
+
+
+def _placement(axis: str, cut: int | None) -> Placement:
+    return {REPLICATE: Replicate(), SHARD: Shard(0), TENSOR: Shard(cut or 0)}[axis]
 
 
 def _mesh(sharing: Sharing, rank: int, groups: RankGroups, device_type: str) -> DeviceMesh:
-    shards = groups[sharing.shards(rank)]
-    assert shards is not None, "a single rank shares nothing out"
-    if sharing.shard_size == len(sharing.ranks):
-        return DeviceMesh.from_group(shards, device_type, mesh_dim_names=(SHARD,))
-    copies = groups[sharing.copies(rank)]
-    assert copies is not None
-    mesh = torch.tensor(sharing.ranks).view(-1, sharing.shard_size)
-    return DeviceMesh.from_group([copies, shards], device_type, mesh=mesh, mesh_dim_names=(REPLICATE, SHARD))
+    sets: dict[str, tuple[int, ...]] = {}
+    if sharing.cut is not None:
+        sets[TENSOR] = sharing.tensor_ranks
+    if 1 < sharing.shard_size < len(sharing.ranks):
+        sets[REPLICATE] = sharing.copies(rank)
+    if sharing.shard_size > 1:
+        sets[SHARD] = sharing.shards(rank)
+    of_axes, names = [groups[ranks] for ranks in sets.values()], tuple(sets)
+    assert None not in of_axes, "a single rank shares nothing out"
+    if len(sets) == 1:
+        return DeviceMesh.from_group(of_axes[0], device_type, mesh_dim_names=names)
+    ranks = torch.tensor(sharing.ranks)
+    if TENSOR in sets:
+        ranks = ranks + (torch.tensor(sharing.tensor_ranks) - rank)[:, None]
+    mesh = ranks.view([len(of_axis) for of_axis in sets.values()])
+    return DeviceMesh.from_group(of_axes, device_type, mesh=mesh, mesh_dim_names=names)

@@ -15,6 +15,7 @@ from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
+from motet.models.divided import cuts_of, divide, why_undivided
 from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
 from motet.models.part import keep_spans, names_of_spans
@@ -29,6 +30,7 @@ from motet.runtime.sections import is_layered
 from motet.runtime.sharded_state import SAME_TYPES, ComputeTypes
 from motet.runtime.unit_groups import UnitGroups
 from motet.schedule import PlannedProgram, parts_of, planned, validate
+from motet.tensor_parallel import TensorRanks
 from motet.train.optimizer import build_optimizer
 from motet.train.recipe.recipe import Recipe
 from motet.train.world import World
@@ -96,6 +98,8 @@ def impossible_cut(model: MLLM, plan: Plan) -> str:
     in_halves = {name for name, is_halved in in_parts.items() if is_halved}
     for unit in plan.units:
         for name in unit.modules:
+            if unit.tp > 1 and (why := why_undivided(model, name)):
+                return f"unit {unit.name!r} has tp {unit.tp}, and {name!r} cannot be divided: {why}"
             if name == BACKBONE:
                 num_stages = sum(name in stage for stage in unit.stages)
                 if model.backbone.bidirectional and (num_stages > 1 or unit.cp > 1):
@@ -151,7 +155,15 @@ def holders_of(model: MLLM, program: PlannedProgram) -> dict[str, Holders]:
             stages.setdefault(name, []).append(number)
     if left := [name for name, _ in model.named_parameters() if name not in ranks]:
         raise UserError(f"The weight {left[0]} belongs to no block of its module, so no stage of a plan can hold it.")
-    return {name: Holders(tuple(sorted(ranks[name])), tuple(stages[name])) for name in ranks}
+    divided = {name for stage in program.stages for name in stage.layers if stage.unit.tp > 1}
+    cuts = {name: cut for module in divided for name, cut in cuts_of(model, module).items()}
+    return {name: Holders(tuple(sorted(ranks[name])), tuple(stages[name]), cuts.get(name)) for name in ranks}
+
+
+def divide_part(model: MLLM, place: Place, groups: UnitGroups) -> None:
+    """Change the layers of this rank's part, in place, to those of a tensor-parallel rank."""
+    if groups.tensor is not None:
+        divide(model, dict.fromkeys(place.modules, TensorRanks(groups.tensor, place.t, len(place.tensor_ranks))))
 
 
 def connected(place: Place, world: World) -> Lanes:
@@ -198,9 +210,11 @@ def build_part(
     """
     with world.together():
         holders = holders_of(model, place.program)
-    groups, unit_groups = sharing_groups(place.program, holders.values()), UnitGroups.of(place)
+    unit_groups = UnitGroups.of(place)
+    groups = {**sharing_groups(place.program, holders.values()), place.tensor_ranks: unit_groups.tensor}
     with world.together():
         keep_spans(model, *place.stage_spans)
+        divide_part(model, place, unit_groups)
         share_out_part(model, place, holders, groups, world.device, config.types)
         config.fill(model)
         held = HeldParameters(model, place, holders, groups, config.types)

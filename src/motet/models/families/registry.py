@@ -18,6 +18,16 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder as HFWhi
 
 from motet.core.errors import UserError
 from motet.core.shapes import Norm
+from motet.models.families.branches import (
+    AUDIO_BRANCHES,
+    GEMMA2_BRANCHES,
+    GEMMA3_BRANCHES,
+    LLAMA_BRANCHES,
+    QWEN3_BRANCHES,
+    SHAPED_BRANCHES,
+    VISION_BRANCHES,
+    TensorBranch,
+)
 from motet.models.families.clip import ClipEncoder
 from motet.models.families.dinov2 import Dinov2Encoder
 from motet.models.families.qwen2_audio import Qwen2AudioEncoder
@@ -48,6 +58,7 @@ class Family:
     norm:           the norm of a backbone's layers.
     class_row:      whether the tower computes a class row, which its encoder leaves out.
     feature_layers: whether the encoder can return the output of any layer.
+    branches:       how tensor-parallel ranks divide a layer; () if they cannot.
     """
 
     config: type[transformers.PreTrainedConfig]
@@ -59,6 +70,7 @@ class Family:
     norm: Norm = "rms"
     class_row: bool = False
     feature_layers: bool = False
+    branches: tuple[TensorBranch, ...] = ()
 
     def check(self, config: transformers.PreTrainedConfig, where: str) -> None:
         """Raise UserError for options that Motet does not compute; `where` as in `check_backbone`."""
@@ -75,6 +87,7 @@ ENCODERS = {
         "vision_config",
         _TOWER,
         feature_layers=True,
+        branches=VISION_BRANCHES,
     ),
     "clip": Family(
         transformers.CLIPVisionConfig,
@@ -84,6 +97,7 @@ ENCODERS = {
         _TOWER,
         class_row=True,
         feature_layers=True,
+        branches=VISION_BRANCHES,
     ),
     "dinov2": Family(
         transformers.Dinov2Config, transformers.Dinov2Model, Dinov2Encoder, class_row=True, feature_layers=True
@@ -103,6 +117,7 @@ ENCODERS = {
         "",
         r"^(model\.)?encoder\.",
         depth="encoder_layers",
+        branches=AUDIO_BRANCHES,
     ),
     "qwen2_audio": Family(
         transformers.Qwen2AudioEncoderConfig,
@@ -111,26 +126,37 @@ ENCODERS = {
         "audio_config",
         r"^(model\.)?audio_tower\.",
         depth="encoder_layers",
+        branches=AUDIO_BRANCHES,
     ),
 }
 
 BACKBONES = {
-    "qwen2": Family(transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "qwen3": Family(transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    "llama": Family(transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    "mistral": Family(transformers.MistralConfig, transformers.MistralForCausalLM),
-    "gemma": Family(transformers.GemmaConfig, transformers.GemmaForCausalLM, norm="rms_float32"),
-    "gemma2": Family(transformers.Gemma2Config, transformers.Gemma2ForCausalLM, norm="rms_float32"),
-    "gemma3": Family(transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, norm="rms_float32"),
+    "qwen2": Family(transformers.Qwen2Config, transformers.Qwen2ForCausalLM, branches=LLAMA_BRANCHES),
+    "qwen3": Family(transformers.Qwen3Config, transformers.Qwen3ForCausalLM, branches=QWEN3_BRANCHES),
+    "llama": Family(transformers.LlamaConfig, transformers.LlamaForCausalLM, branches=LLAMA_BRANCHES),
+    "mistral": Family(transformers.MistralConfig, transformers.MistralForCausalLM, branches=LLAMA_BRANCHES),
+    "gemma": Family(
+        transformers.GemmaConfig, transformers.GemmaForCausalLM, norm="rms_float32", branches=LLAMA_BRANCHES
+    ),
+    "gemma2": Family(
+        transformers.Gemma2Config, transformers.Gemma2ForCausalLM, norm="rms_float32", branches=GEMMA2_BRANCHES
+    ),
+    "gemma3": Family(
+        transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, norm="rms_float32", branches=GEMMA3_BRANCHES
+    ),
     "phi3": Family(transformers.Phi3Config, transformers.Phi3ForCausalLM),
     "olmo2": Family(transformers.Olmo2Config, transformers.Olmo2ForCausalLM, norm="rms_float32"),
 }
 
-SHAPED_BACKBONE = Family(ShapedLMConfig, ShapedCausalLM, depth="num_layers")
+SHAPED_BACKBONE = Family(ShapedLMConfig, ShapedCausalLM, depth="num_layers", branches=SHAPED_BRANCHES)
 
 SHAPED_ENCODERS = {
-    "vit": Family(ShapedVisionConfig, ShapedVisionTransformer, ShapedVisionEncoder, depth="num_layers"),
-    "audio": Family(ShapedAudioConfig, ShapedAudioTransformer, ShapedAudioEncoder, depth="num_layers"),
+    "vit": Family(
+        ShapedVisionConfig, ShapedVisionTransformer, ShapedVisionEncoder, depth="num_layers", branches=SHAPED_BRANCHES
+    ),
+    "audio": Family(
+        ShapedAudioConfig, ShapedAudioTransformer, ShapedAudioEncoder, depth="num_layers", branches=SHAPED_BRANCHES
+    ),
 }
 """By `kind` of an encoder's table of shapes."""
 

@@ -15,6 +15,7 @@ from motet.planner.candidate import Pins
 from motet.planner.degrees import most_replicas
 from motet.planner.infeasible import tensor_degrees
 from motet.planner.job import BlockCosts, Job
+from motet.schedule.check.fit import undivided_heads
 
 _MICROBATCH_SIZES = (1, 2, 4, 8)
 _UNHIDDEN_MICROBATCHES = 2.0
@@ -55,7 +56,7 @@ def backbone_shapes(job: Job, pins: Pins) -> Iterator[PipelineShape]:
     """Every TP, PP and microbatch size that divides the ranks and the batch, with the most replicas and the number of
     chunks that is estimated best."""
     num_ranks, num_blocks = job.cluster.num_ranks, len(job.model.module(BACKBONE).blocks)
-    for tp, pp in product(tensor_degrees(job), divisors(num_ranks)):
+    for tp, pp in product(tensor_degrees(job, BACKBONE), divisors(num_ranks)):
         dp = 0 if num_ranks % (tp * pp) else most_replicas(job, tp * pp, pins)
         if not dp or not 2 <= pp <= num_blocks or not pins.allow(tp=tp, pp=pp):
             continue
@@ -65,6 +66,8 @@ def backbone_shapes(job: Job, pins: Pins) -> Iterator[PipelineShape]:
                 continue
             chunks = [n for n in range(1, num_blocks // pp + 1) if num_blocks % (pp * n) == 0 or n == 1]
             shapes = [PipelineShape(tp, pp, dp, n, microbatch_size, count) for n in chunks]
+            if not all(encoder_degrees(job, shapes[0], name) for name in encoders_of(job)):
+                continue
             shapes = [_estimated(job, shape) for shape in shapes if pins.allow(schedule=shape.schedule)]
             yield from sorted(shapes, key=lambda shape: shape.estimate_s)[:1]
 
@@ -74,9 +77,10 @@ def encoders_of(job: Job) -> list[str]:
     return [module.name for module in job.model.modules if module.name != BACKBONE]
 
 
-def encoder_degrees(shape: PipelineShape) -> list[int]:
-    """Tensor parallelism of encoders that leaves whole examples to each rank."""
-    return [tp for tp in divisors(shape.tp) if shape.microbatch_size % (shape.tp // tp) == 0]
+def encoder_degrees(job: Job, shape: PipelineShape, name: str) -> list[int]:
+    """Tensor parallelism of an encoder that leaves whole heads, and whole examples, to each rank."""
+    module, degrees = job.model.module(name), divisors(shape.tp)
+    return [tp for tp in degrees if shape.microbatch_size % (shape.tp // tp) == 0 and not undivided_heads(module, tp)]
 
 
 def divisors(number: int) -> list[int]:
@@ -106,7 +110,8 @@ def _estimated(job: Job, shape: PipelineShape) -> PipelineShape:
     # 4. The least that a rank computes: each encoder with the TP that is best for it, and nothing recomputed.
     least_s = _passes_s(costs) + sum(
         min(
-            _passes_s(job.block_costs(name, shape.microbatch_size * tp / shape.tp, tp)) for tp in encoder_degrees(shape)
+            _passes_s(job.block_costs(name, shape.microbatch_size * tp / shape.tp, tp))
+            for tp in encoder_degrees(job, shape, name)
         )
         for name in encoders_of(job)
     )

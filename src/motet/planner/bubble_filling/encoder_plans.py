@@ -57,7 +57,7 @@ class EncoderPlans:
         shape, num_blocks = self.shape, [len(self.job.model.module(name).blocks) for name in self.encoders]
         for pp in divisors(shape.pp):
             if pp <= min(num_blocks) and shape.pp // pp <= shape.num_microbatches:
-                for degrees in product(encoder_degrees(shape), repeat=len(self.encoders)):
+                for degrees in product(*(encoder_degrees(self.job, shape, name) for name in self.encoders)):
                     yield EncoderPlan(pp, dict(zip(self.encoders, degrees)))
 
     def degrees(self, plan: EncoderPlan) -> dict[str, dict[str, int]]:

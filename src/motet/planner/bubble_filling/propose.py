@@ -88,7 +88,7 @@ def _never(job: Job, pins: Pins) -> str:
 def _no_shape(job: Job, pins: Pins) -> str:
     if pins.pp == 1:
         return "PP is pinned to 1; a pipeline has bubbles from PP 2 on."
-    return indivisible(job, pins, len(job.model.module(BACKBONE).blocks)) or nothing_divides(job)
+    return indivisible(job, pins, len(job.model.module(BACKBONE).blocks), modules=(BACKBONE,)) or nothing_divides(job)
 
 
 class _Outcome(NamedTuple):

@@ -41,7 +41,9 @@ def propose_disaggregated(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut
     """Each module on ranks of its own, in 1F1B across units or with the backbone's chunks interleaved: the best by
     estimate, and those that lack memory."""
     pins = backbone_pins(pins)
-    why = not_apart(job, pins, interleaved=True) or indivisible(job, pins, len(job.model.module(BACKBONE).blocks))
+    why = not_apart(job, pins, interleaved=True) or indivisible(
+        job, pins, len(job.model.module(BACKBONE).blocks), modules=(BACKBONE,)
+    )
     if why:
         yield RuledOut(DISAGGREGATED, "", why)
         return

@@ -67,7 +67,7 @@ def unit_options(
     every = np.arange(1, len(job.model.module(name).blocks) + 1)
     for size in sizes:
         longest = longest_of(job.unevenness(name, size), len(every))
-        for tp in tensor_degrees(job):
+        for tp in tensor_degrees(job, name):
             part = _of_costs(job, name, size, tp, np.asarray(shares))
             kept = _shorter(part["stage_s"]) if pp is None else np.broadcast_to(every == pp, part["stage_s"].shape)
             part["stage_s"] = part["stage_s"] * longest

@@ -11,6 +11,7 @@ from itertools import pairwise
 from motet.core.errors import UserError
 from motet.core.limits import check_size
 from motet.core.plan import Plan, Unit
+from motet.core.spec import Module
 from motet.core.workload import BACKBONE
 from motet.schedule.plan_units import backbone_unit, pipelined_units, units_in_bubbles
 
@@ -25,6 +26,7 @@ def check_fit(plan: Plan) -> None:
     """Refuse a Plan that does not fit: raises UserError for the first thing that is wrong. O(layers + units^2)."""
     _check_units(plan)
     _check_layers(plan)
+    _check_heads(plan)
     _check_order(plan)
     _check_ranks(plan)
     _check_batch(plan)
@@ -104,6 +106,25 @@ def _check_layers(plan: Plan) -> None:
     for unit in plan.units:
         if unit.replicated and unit is not backbone_unit(plan):
             raise UserError(f"unit {unit.name!r} replicates modules; only the backbone's unit may.")
+
+
+def _check_heads(plan: Plan) -> None:
+    """Tensor-parallel ranks have whole heads, and as many each."""
+    for unit in plan.units:
+        for name in unit.modules if unit.tp > 1 else ():
+            if what := undivided_heads(plan.model.module(name), unit.tp):
+                raise UserError(f"unit {unit.name!r}: tp is {unit.tp}, and {name!r} has {what}; tp must divide them.")
+
+
+def undivided_heads(module: Module, tp: int) -> str:
+    """Heads of a module that tensor parallelism does not divide, such as "25 heads"; "" if it divides all."""
+    for stack in module.stacks:
+        if (attention := stack.layer.attention) is not None:
+            if attention.num_heads % tp:
+                return f"{attention.num_heads} heads"
+            if attention.num_kv_heads % tp:
+                return f"{attention.num_kv_heads} heads of keys and values"
+    return ""
 
 
 def _check_order(plan: Plan) -> None:

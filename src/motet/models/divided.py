@@ -1,0 +1,132 @@
+"""Models whose products tensor-parallel ranks share: which parameters are cut, and how layers change.
+
+A family of the registry says how its layers are divided (`TensorBranch`). Embedding and output layer of a backbone are
+cut by the vocabulary, and an MLP between encoder and backbone by its inner columns. All else (norms, patch embeddings,
+convolutions, position tables, other projectors) is whole on every rank, and computed by each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from motet.core.workload import BACKBONE
+from motet.dropout import set_divided
+from motet.models.backbone import Backbone
+from motet.models.families.branches import TensorBranch
+from motet.models.families.registry import BACKBONES, ENCODERS, SHAPED_BACKBONE, SHAPED_ENCODERS, Family
+from motet.models.mllm import MLLM
+from motet.models.module import ModalityModule
+from motet.models.projector import Projector
+from motet.tensor_parallel import RowLinear, TensorRanks, copied, divide_vocabulary, sum_gradients
+
+_PROJECTOR = (TensorBranch("", ("layers.0",), "layers.2"),)
+
+
+def why_undivided(mllm: MLLM, name: str) -> str:
+    """Why tensor-parallel ranks cannot share the layers of a module, in words; "" if they can."""
+    module = _module(mllm, name)
+    model = module.causal_lm if isinstance(module, Backbone) else getattr(module.encoder, "model", module.encoder)
+    if (family := _family(model)) is None or not family.branches:
+        return f"Motet knows no way to divide the layers of {type(model).__name__}"
+    for block in _layers(module):
+        if getattr(getattr(block, "shape", None), "qk_norm_rows", False):
+            return f"{type(model).__name__} normalises queries and keys over all heads"
+    return ""
+
+
+def cuts_of(mllm: MLLM, name: str) -> dict[str, int]:
+    """Name in the model -> the dimension in which tensor-parallel ranks cut a parameter, of those of a module."""
+    cuts: dict[int, int] = {}
+    for root, branch in _branches(_module(mllm, name)):
+        for path in branch.columns:
+            if (column := _at(root, path)) is not None:
+                cuts |= {id(parameter): 0 for parameter in column.parameters()}
+        cuts[id(_at(root, branch.row).weight)] = 1
+    if name == BACKBONE:
+        for part in _vocabulary(mllm.backbone):
+            cuts |= {id(parameter): 0 for parameter in part.parameters()}
+    return {name: cuts[id(parameter)] for name, parameter in mllm.named_parameters() if id(parameter) in cuts}
+
+
+def divide(mllm: MLLM, ranks: Mapping[str, TensorRanks]) -> None:
+    """Change a model's layers, in place, to those of this rank. Parameters that `cuts_of` names are cut elsewhere.
+
+    mllm: may be a part (`part.py`), with its parameters or before it has them. ranks: module -> those that share it.
+    """
+    for name, of_module in ranks.items():
+        module = _module(mllm, name)
+        for root, branch in _branches(module):
+            if _at(root, branch.row).weight is not None:
+                _divide_branch(root, branch, of_module)
+        if isinstance(module, Backbone):
+            module.tensor_ranks = of_module
+            table = module.causal_lm.model.embed_tokens
+            divide_vocabulary(table, of_module)
+
+
+def _divide_branch(root: nn.Module, branch: TensorBranch, ranks: TensorRanks) -> None:
+    columns = [column for path in branch.columns if (column := _at(root, path)) is not None]
+    if branch.norm:
+        _at(root, branch.norm).register_forward_hook(lambda module, args, output: copied(output, ranks))
+    else:
+        columns[0].register_forward_pre_hook(lambda module, args: (copied(args[0], ranks),))
+    for path in branch.head_norms:
+        if (norm := _at(root, path)) is not None:
+            sum_gradients(norm, ranks)
+    owner_path, _, name = branch.row.rpartition(".")
+    owner = _at(root, owner_path) if owner_path else root
+    first_column = ranks.part(columns[0].out_features)[0]
+    first_head = first_column // _head_dim(owner) if branch.has_heads else 0
+    columns[0].register_forward_hook(lambda module, args, output: set_divided(first_head, first_column))
+    if branch.has_heads and hasattr(owner, "num_heads"):
+        owner.num_heads //= ranks.size
+    setattr(owner, name, RowLinear(getattr(owner, name), ranks))
+
+
+def _head_dim(attention: Any) -> int:
+    return attention.shape.head_width if hasattr(attention, "shape") else attention.head_dim
+
+
+def _branches(module: ModalityModule | Backbone) -> Iterator[tuple[nn.Module, TensorBranch]]:
+    """(the module in which a branch is, the branch)."""
+    model = module.causal_lm if isinstance(module, Backbone) else getattr(module.encoder, "model", None)
+    family = _family(model)
+    for layer in _layers(module) if family is not None else ():
+        yield from ((layer, branch) for branch in family.branches)
+    if (
+        isinstance(module, ModalityModule)
+        and isinstance(module.projector, Projector)
+        and module.projector.kind == "mlp"
+    ):
+        yield from ((module.projector, branch) for branch in _PROJECTOR)
+
+
+def _layers(module: ModalityModule | Backbone) -> list[nn.Module]:
+    """The transformer layers, without the Blocks around them and without those of a projector."""
+    blocks = module.blocks if isinstance(module, Backbone) else module.blocks[: module.num_encoder_blocks]
+    return [block.inner for block in blocks]
+
+
+def _vocabulary(backbone: Backbone) -> tuple[nn.Module, nn.Module]:
+    return backbone.causal_lm.model.embed_tokens, backbone.causal_lm.lm_head
+
+
+def _family(model: nn.Module | None) -> Family | None:
+    """The family of exactly this class."""
+    known = (*BACKBONES.values(), *ENCODERS.values(), SHAPED_BACKBONE, *SHAPED_ENCODERS.values())
+    return next((family for family in known if type(model) is family.model), None)
+
+
+def _module(mllm: MLLM, name: str) -> ModalityModule | Backbone:
+    return mllm.backbone if name == BACKBONE else mllm.encoders[name]
+
+
+def _at(root: nn.Module, path: str) -> Any:
+    """The submodule at a path; None where a layer of this shape has none."""
+    found: Any = root
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found

@@ -1,0 +1,190 @@
+"""Products that tensor-parallel ranks share (Shoeybi et al. 2019, section 3).
+
+In a branch of a layer, each rank has some of the heads, or some of the MLP's inner columns:
+
+    hidden ─ norm ─ `copied` ─ columns of the first products ─ ... ─ rows of the last product ─ `summed` ─ + hidden
+
+Hidden states between branches, norms and biases behind a sum are the same on all ranks, and so are their gradients: the
+gradient of what is copied is summed in backward. All ranks of a group call everything here alike, on the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from motet.dropout import set_divided
+
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """The ranks that share products. index: of this rank among the `size` ranks of the group.
+
+    Example:
+        >>> [TensorRanks(None, index, size=2).part(5) for index in range(2)]
+        [(0, 3), (3, 5)]
+    """
+
+    group: dist.ProcessGroup | None
+    index: int
+    size: int
+
+    def part(self, num: int) -> tuple[int, int]:
+        """(first, stop) of this rank's share of `num` rows or columns, cut as torch.chunk cuts."""
+        return part_of(num, self.index, self.size)
+
+
+def part_of(num: int, index: int, size: int) -> tuple[int, int]:
+    """(first, stop) of part `index` of `num` rows or columns in `size` parts, cut as torch.chunk cuts."""
+    most = -(-num // size)
+    first = min(index * most, num)
+    return first, min(first + most, num)
+
+
+def copied(x: Tensor, ranks: TensorRanks) -> Tensor:
+    """x, which is the same on all ranks; its gradient is summed over them."""
+    return _Copied.apply(x, ranks)
+
+
+def summed(x: Tensor, ranks: TensorRanks) -> Tensor:
+    """The sum of x over ranks; its gradient, which is the same on all ranks, goes to each of them."""
+    return _Summed.apply(x, ranks)
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_reduced(gradient, ctx.ranks), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
+        return _all_reduced(x, ranks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _all_reduced(x: Tensor, ranks: TensorRanks) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)  # What is given may be read by others.
+    dist.all_reduce(total, group=ranks.group)
+    return total
+
+
+class RowLinear(nn.Linear):
+    """The last product of a branch, of which each rank has some columns of the weight: it sums over ranks, then adds
+    the bias. It has the parameters of `layer`.
+
+    product: multiplies without the bias; `runtime/deferred.py` puts another one in its place.
+    """
+
+    def __init__(self, layer: nn.Linear, ranks: TensorRanks) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight, self.bias = layer.weight, layer.bias
+        self.ranks = ranks
+        self.product: Callable[[Tensor], Tensor] = self._product
+
+    def forward(self, x: Tensor) -> Tensor:
+        set_divided()  # Behind the sum, all ranks have all columns.
+        rows = summed(self.product(x), self.ranks)
+        return rows if self.bias is None else rows + self.bias
+
+    def _product(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
+def sum_gradients(module: nn.Module, ranks: TensorRanks) -> None:
+    """Let the gradients of a module's own parameters be summed over ranks, each of which calls it with heads of its own
+    (norms of queries and keys). It gets another `forward`, with the same result, in place.
+    """
+    module.forward = partial(_with_copies, module, module.forward, ranks)  # type: ignore[method-assign]
+
+
+def _with_copies(module: nn.Module, forward: Callable[..., Tensor], ranks: TensorRanks, *args: Any) -> Tensor:
+    own = dict(module._parameters)
+    try:
+        for name, parameter in own.items():
+            if parameter is not None:
+                module._parameters[name] = copied(parameter, ranks)  # type: ignore[assignment]
+        return forward(*args)
+    finally:
+        module._parameters.update(own)
+
+
+def divide_vocabulary(embedding: nn.Embedding, ranks: TensorRanks) -> None:
+    """Let an embedding, of which this rank has some rows, sum what ranks look up. It changes in place."""
+    first, stop = ranks.part(embedding.num_embeddings)
+    if embedding.padding_idx is not None:
+        # Its row gets no gradient, on the rank that has it.
+        is_here = first <= embedding.padding_idx < stop
+        embedding.padding_idx = embedding.padding_idx - first if is_here else None
+    embedding.forward = partial(_looked_up, embedding.forward, ranks, first, stop)  # type: ignore[method-assign]
+
+
+def _looked_up(
+    forward: Callable[[Tensor], Tensor], ranks: TensorRanks, first: int, stop: int, tokens: Tensor
+) -> Tensor:
+    is_here = (tokens >= first) & (tokens < stop)
+    rows = forward(torch.where(is_here, tokens - first, 0))
+    return summed(rows.masked_fill(~is_here[..., None], 0), ranks)
+
+
+def vocabulary_cross_entropy(logits: Tensor, tokens: Tensor, ranks: TensorRanks, vocabulary_size: int) -> Tensor:
+    """Cross entropy, summed over tokens, of logits of which each rank has those of some entries of the vocabulary.
+
+    logits: [n, entries of this rank], float32 or float64. tokens: int64 [n]. No rank has more than three numbers of
+    another one's logits.
+    """
+    return _VocabularyCrossEntropy.apply(logits, tokens, ranks, ranks.part(vocabulary_size)[0])
+
+
+class _VocabularyCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, ranks: TensorRanks, first: int) -> Tensor:
+        largest = logits.amax(-1)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ranks.group)
+        is_here = (tokens >= first) & (tokens < first + logits.shape[1])
+        column = torch.where(is_here, tokens - first, 0)[:, None]
+        shifted = logits - largest[:, None]
+        of_token = shifted.gather(1, column)[:, 0].masked_fill(~is_here, 0)
+        shares = shifted.exp_()
+        totals = torch.stack([shares.sum(-1), of_token])
+        dist.all_reduce(totals, group=ranks.group)
+        ctx.save_for_backward(shares.div_(totals[0][:, None]), column, is_here)
+        return (totals[0].log() - totals[1]).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        shares, column, is_here = ctx.saved_tensors
+        of_logits = shares.scatter_add(1, column, -is_here.to(shares.dtype)[:, None])
+        return of_logits.mul_(gradient), None, None, None
+
+
+def likeliest_entry(logits: Tensor, ranks: TensorRanks, vocabulary_size: int) -> Tensor:
+    """The entry of the vocabulary with the largest logit, int64 [n], the first of equal ones. logits: as above."""
+    largest, entry = logits.max(-1)
+    own = torch.stack([largest.double(), (entry + ranks.part(vocabulary_size)[0]).double()])
+    every = [torch.empty_like(own) for _ in range(ranks.size)]
+    dist.all_gather(every, own, group=ranks.group)
+    values, entries = torch.stack(every).unbind(1)  # [size, n] each
+    best = (values == values.amax(0)).to(torch.int64).argmax(0, keepdim=True)
+    return entries.gather(0, best)[0].to(torch.int64)

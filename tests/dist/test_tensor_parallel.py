@@ -1,0 +1,211 @@
+"""Layers whose products tensor-parallel ranks share equal whole ones: loss, gradients, next tokens, dropout."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from motet.core.workload import BACKBONE
+from motet.dispatch.batch import PackedSequences
+from motet.dropout import drawing
+from motet.models.build import ModelConfig, build_mllm
+from motet.models.divided import cuts_of, divide, why_undivided
+from motet.runtime.deferred import DeferredWeights
+from motet.tensor_parallel import TensorRanks, likeliest_entry, part_of, vocabulary_cross_entropy
+from ranks import run_ranks
+
+VOCABULARY = 51  # No multiple of the ranks: the last one has fewer entries.
+BACKBONE_SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 49,
+}
+VISION = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+}
+AUDIO = {
+    "d_model": 16,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 24,
+    "num_mel_bins": 8,
+    "max_source_positions": 20,
+}
+FAMILIES = {
+    "siglip": (VISION | {"vision_use_head": False}, [[2, 4], [3, 5]]),
+    "clip": (VISION, [[2, 4], [3, 5]]),
+    "whisper": (AUDIO, [[7], [20]]),
+    "qwen2_audio": (AUDIO, [[8], [20]]),
+}
+CASES = [
+    ("qwen2", {"tie_word_embeddings": True}, "siglip"),
+    ("qwen2", {"pad_token_id": 40, "sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}, "clip"),
+    ("qwen3", {"head_dim": 12, "attention_bias": True}, "whisper"),
+    ("llama", {"attention_bias": True, "mlp_bias": True}, "qwen2_audio"),
+    ("gemma", {"head_dim": 12}, "siglip"),
+    ("gemma2", {"head_dim": 12, "sliding_window": 4}, "siglip"),
+    ("gemma3", {"head_dim": 12, "sliding_window": 4}, "whisper"),
+    ("mistral", {"sliding_window": 4}, "siglip"),
+]
+
+
+def build(family, options, encoder):
+    """A model in float64 whose norms and biases are as if trained; the same in every call."""
+    sizes, _ = FAMILIES[encoder]
+    dropout = {"attention_dropout": 0.2} if family in ("qwen2", "qwen3") else {}
+    of_encoder = {"attention_dropout": 0.1} | (
+        {"dropout": 0.1, "activation_dropout": 0.2} if encoder == "whisper" else {}
+    )
+    config = ModelConfig(
+        backbone={"family": family, "config": BACKBONE_SIZES | dropout | options},
+        encoders={"item": {"reads": "image", "family": encoder, "config": sizes | of_encoder}},
+    )
+    model = build_mllm(config, VOCABULARY, torch.float64)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return model.train()
+
+
+def examples(model, encoder):
+    """Two documents with an item each, whose rows follow two tokens: (sequences, media, keys of items)."""
+    sizes = np.array(FAMILIES[encoder][1])
+    rows = model.encoders["item"].num_tokens(sizes)
+    generator = torch.Generator().manual_seed(1)
+    lengths = [int(count) + 9 for count in rows]
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    places = np.concatenate([start + 2 + np.arange(count) for start, count in zip(offsets, rows)])
+    sequences = PackedSequences(
+        torch.randint(0, VOCABULARY, (sum(lengths),), generator=generator),
+        torch.rand(sum(lengths), generator=generator) > 0.4,
+        torch.tensor(offsets, dtype=torch.int32),
+        {"item": torch.from_numpy(places)},
+    )
+    width = 8 if sizes.shape[1] == 1 else 3 * 4 * 4
+    values = torch.randn(int(sizes.prod(1).sum()), width, generator=generator, dtype=torch.float64)
+    return sequences, {"item": (values, torch.from_numpy(sizes))}
+
+
+def run(model, encoder, deferred=None):
+    """(loss, gradients by name, next tokens)."""
+    sequences, media = examples(model, encoder)
+    keys = np.arange(7, 9)
+    for module in (model.encoders["item"], model.backbone):
+        for block in module.blocks:
+            block.recompute = block.number == 1
+    with drawing("item", {"item": keys}):
+        features = {"item": model.encoders["item"](*media["item"])}
+    products = []
+    with drawing(BACKBONE, {BACKBONE: keys}):
+        loss, _ = model.backbone(sequences, features)
+    if deferred is None:
+        loss.backward()
+    else:
+        with deferred.into(products):
+            loss.backward()
+        for product in products:
+            product.add()
+    tokens = model.eval().backbone.next_tokens(sequences, {"item": features["item"].detach()})
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}, tokens.tolist()
+
+
+def divided(model, ranks):
+    """The model, in place, with this rank's part of what is cut. Returns name -> dimension."""
+    cuts = cuts_of(model, "item") | cuts_of(model, BACKBONE)
+    named, own = dict(model.named_parameters()), {}
+    for name, dimension in cuts.items():
+        first, stop = ranks.part(named[name].shape[dimension])
+        own[id(named[name])] = nn.Parameter(named[name].detach().narrow(dimension, first, stop - first).clone())
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if id(parameter) in own:
+                module._parameters[key] = own[id(parameter)]
+    divide(model, {"item": ranks, BACKBONE: ranks})
+    return cuts
+
+
+def _compare(rank, num_ranks, cases):
+    ranks = TensorRanks(dist.group.WORLD, rank, num_ranks)
+    for family, options, encoder in cases:
+        loss, gradients, tokens = run(build(family, options, encoder), encoder)
+        for is_deferred in (False, True):
+            model = build(family, options, encoder)
+            cuts = divided(model, ranks)
+            deferred = DeferredWeights([model]) if is_deferred else None
+            own_loss, own, own_tokens = run(model, encoder, deferred)
+            case = f"{family}, {encoder}, deferred {is_deferred}"
+            assert abs(own_loss - loss) < 1e-10 * abs(loss), case
+            assert own_tokens == tokens, case
+            assert own.keys() == gradients.keys(), case
+            for name, expected in gradients.items():
+                if expected is None:  # It is frozen.
+                    assert own[name] is None, f"{case}: {name}"
+                    continue
+                if name in cuts:
+                    first, stop = ranks.part(expected.shape[cuts[name]])
+                    expected = expected.narrow(cuts[name], first, stop - first)
+                # The gradient of a key's bias is rounding alone.
+                error = (own[name] - expected).abs().max() / max(expected.abs().max(), 1e-3)
+                assert error < 1e-10, f"{case}: {name} is off by {error}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[2]}")
+def test_divided_models_equal_whole_ones(case):
+    run_ranks(_compare, 2, [case])
+
+
+def test_four_ranks_have_a_head_of_keys_each():
+    run_ranks(_compare, 4, [("qwen3", {"num_key_value_heads": 4}, "siglip")])
+
+
+def _vocabulary(rank, num_ranks):
+    ranks = TensorRanks(dist.group.WORLD, rank, num_ranks)
+    logits = torch.randn(6, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits[0, 1] = logits[0, 5] = 9.0  # Equal largest ones, on different ranks.
+    logits[1] += 1e4
+    tokens = torch.tensor([0, 1, 6, 5, 3, 4])
+    whole = logits.clone().requires_grad_()
+    expected = nn.functional.cross_entropy(whole, tokens, reduction="sum")
+    (3 * expected).backward()
+    first, stop = ranks.part(7)
+    own = logits[:, first:stop].clone().requires_grad_()
+    loss = vocabulary_cross_entropy(own, tokens, ranks, 7)
+    (3 * loss).backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(own.grad, whole.grad[:, first:stop], rtol=1e-10, atol=1e-12)
+    assert likeliest_entry(own.detach(), ranks, 7).tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_loss_over_a_divided_vocabulary_is_cross_entropy(num_ranks):
+    run_ranks(_vocabulary, num_ranks)
+
+
+@pytest.mark.parametrize(("num", "size"), [(7, 2), (7, 3), (8, 4), (5, 4), (2, 4)])
+def test_parts_are_those_of_torch_chunk(num, size):
+    parts = [list(range(*part_of(num, index, size))) for index in range(size)]
+    chunks = [chunk.tolist() for chunk in torch.arange(num).chunk(size)]
+    assert parts == chunks + [[]] * (size - len(chunks))
+
+
+@pytest.mark.parametrize(("backbone", "encoder", "says"), [
+    ("phi3", "siglip", "Phi3ForCausalLM"),
+    ("olmo2", "siglip", "Olmo2ForCausalLM"),
+    ("qwen2", "dinov2", "Dinov2Model"),
+])  # fmt: skip
+def test_families_that_cannot_be_divided_are_named(backbone, encoder, says):
+    encoders = {"item": {"reads": "image", "family": encoder, "config": {} if encoder == "dinov2" else VISION}}
+    config = ModelConfig(backbone={"family": backbone, "config": BACKBONE_SIZES}, encoders=encoders)
+    with torch.device("meta"):
+        model = build_mllm(config, VOCABULARY)
+    reasons = [why for name in ("item", BACKBONE) if (why := why_undivided(model, name))]
+    assert reasons == [f"Motet knows no way to divide the layers of {says}"]

@@ -1,0 +1,113 @@
+"""Plans with `tp` 2 equal one process: chains, replicas, ZeRO, recomputation, W apart, tied embeddings."""
+
+import pytest
+
+from motet.core.plan import Unit
+from parity.planned import MIXED_TOLERANCE, PlannedCase, assert_planned, differences, errors_of
+from ranks import run_ranks
+
+ALL = {"image": 3, "audio": 2, "backbone": 3}
+CUT = {"image": 3, "audio": 2, "backbone": 1}, {"backbone": 2}
+
+
+def chain(*stages, **options):
+    """One unit of two tensor-parallel ranks a stage."""
+    return (Unit("all", stages, pp=len(stages), **{"zero": 0, "tp": 2, **options}),)
+
+
+def families(units, **options):
+    return [PlannedCase(units, family=family, **options) for family in ("qwen2", "qwen3", "llama")]
+
+
+@pytest.mark.parametrize("case", families(chain(ALL)), ids=lambda case: case.family)
+def test_one_stage(case):
+    assert_planned(2, [case])
+
+
+def test_what_one_stage_may_have():
+    assert_planned(
+        2,
+        [
+            PlannedCase(chain(ALL), tied=True, contents=("audio",), microbatch_size=2),
+            PlannedCase(chain(ALL, recompute=({"image": 2, "audio": 1, "backbone": 2},)), family="qwen3", dropout=0.2),
+            PlannedCase(chain(ALL), frozen=("image", "audio encoder")),
+            PlannedCase(chain(ALL), frozen=("backbone",), contents=()),
+        ],
+    )
+
+
+def test_stages():
+    assert_planned(
+        4,
+        [
+            *families(chain(*CUT)),
+            PlannedCase(chain(*CUT), "gpipe", tied=True, blocking=True),
+            PlannedCase(chain(*CUT), "zb_h1", tied=True, family="qwen3"),
+            PlannedCase(chain({"image": 3, "audio": 1}, {"audio": 1, "backbone": 3}), "zb_h1", frozen=("image",)),
+            PlannedCase(chain(*CUT, recompute=({"image": 2, "backbone": 1}, {"backbone": 1}))),
+        ],
+    )
+
+
+def test_replicas_and_shared_state():
+    assert_planned(
+        4,
+        [
+            *(PlannedCase(chain(ALL, dp=2, zero=zero), family="qwen3", tied=zero == 1) for zero in range(4)),
+            PlannedCase(chain(ALL, dp=2, zero=2), frozen=("image encoder",), microbatch_size=3),
+        ],
+    )
+
+
+def test_float32_passes():
+    cases = [PlannedCase(chain(ALL, dp=2, zero=zero), is_mixed=True) for zero in (0, 3)]
+    wrong = [line for of_rank in run_ranks(_mixed, 4, cases) for line in of_rank]
+    assert not wrong, "\n".join(wrong)
+
+
+def _mixed(rank, num_ranks, cases):
+    return [line for case in cases for line in differences(errors_of(case), MIXED_TOLERANCE)]
+
+
+IMAGE, LLM = {"image": 3}, {"audio": 2, "backbone": 3}
+
+
+def beside(image, llm):
+    """An encoder's unit and the backbone's. image, llm: options of each."""
+    first = Unit("image", (IMAGE,), **{"zero": 0, **image})
+    return first, Unit("llm", (LLM,), first.num_ranks, **{"zero": 0, **llm})
+
+
+def test_units_with_degrees_of_their_own():
+    assert_planned(
+        3,
+        [
+            PlannedCase(beside({}, {"tp": 2})),
+            PlannedCase(beside({"tp": 2}, {}), family="qwen3"),
+            PlannedCase(beside({}, {"tp": 2}), frozen=("image",), microbatch_size=2),
+        ],
+    )
+
+
+def test_encoders_in_bubbles_and_replicated_ones():
+    backbone = Unit("llm", ({"backbone": 2}, {"backbone": 1}), pp=2, tp=2, zero=0)
+    others = [Unit(name, ({name: count},), tp=2, dp=2, zero=1) for name, count in (("image", 3), ("audio", 2))]
+    replicated = Unit("llm", ({"backbone": 2}, {"backbone": 1}), pp=2, tp=2, zero=0, replicated=("image", "audio"))
+    assert_planned(4, [PlannedCase((backbone, *others)), PlannedCase((replicated,), tied=True)])
+
+
+def test_a_run_goes_on_with_and_without():
+    whole = (Unit("all", CUT, pp=2, zero=0),)
+    shared = (Unit("all", (ALL,), dp=2, zero=3),)
+    assert_planned(
+        2,
+        [
+            PlannedCase(chain(ALL), tied=True, then=PlannedCase(whole, tied=True)),
+            PlannedCase(shared, family="qwen3", then=PlannedCase(chain(ALL), family="qwen3")),
+        ],
+    )
+
+
+def test_a_run_goes_on_under_other_shares():
+    shared, staged = chain(ALL, dp=2, zero=2), chain(*CUT)
+    assert_planned(4, [PlannedCase(shared, then=PlannedCase(staged)), PlannedCase(staged, then=PlannedCase(shared))])
