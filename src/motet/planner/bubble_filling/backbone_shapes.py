@@ -12,7 +12,7 @@ from itertools import product
 from motet.core.plan import ScheduleKind
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
-from motet.planner.degrees import most_replicas
+from motet.planner.degrees import divisors, most_replicas
 from motet.planner.infeasible import tensor_degrees
 from motet.planner.job import BlockCosts, Job
 
@@ -77,11 +77,6 @@ def encoders_of(job: Job) -> list[str]:
 def encoder_degrees(shape: PipelineShape) -> list[int]:
     """Tensor parallelism of encoders that leaves whole examples to each rank."""
     return [tp for tp in divisors(shape.tp) if shape.microbatch_size % (shape.tp // tp) == 0]
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def _estimated(job: Job, shape: PipelineShape) -> PipelineShape:
