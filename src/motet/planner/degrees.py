@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isqrt
 
 from motet.core.plan import ScheduleKind
 from motet.planner.candidate import Pins
@@ -44,6 +45,17 @@ class Degrees:
         )
 
 
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, ascending.
+
+    Example:
+        >>> divisors(12)
+        [1, 2, 3, 4, 6, 12]
+    """
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
+
+
 def most_replicas(job: Job, num_ranks: int, pins: Pins) -> int:
     """The most replicas of num_ranks ranks each that fit on the cluster and divide the batch; 0 if there are none.
 
@@ -52,7 +64,7 @@ def most_replicas(job: Job, num_ranks: int, pins: Pins) -> int:
     most = job.cluster.num_ranks // num_ranks
     if pins.dp is not None:
         return pins.dp if pins.dp <= most and job.batch_size % pins.dp == 0 else 0
-    return next((dp for dp in range(min(most, job.batch_size), 0, -1) if job.batch_size % dp == 0), 0)
+    return max((dp for dp in divisors(job.batch_size) if dp <= most), default=0)
 
 
 def allowed_microbatch_sizes(job: Job, dp: int, pins: Pins) -> list[int]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Literal
 
 from motet.core.errors import UserError
@@ -92,23 +91,20 @@ class CandidateEvaluation:
         for candidate in sorted(others, key=lambda other: other.estimate_s * correction[other.strategy]):
             if (why := self._why_not(candidate)) is None:
                 self.progress(f"simulating {candidate.strategy}: {candidate.what}", self.num_simulated, self._total)
-                self._add(candidate, self._predict(candidate))
+                self._simulate(candidate)
             else:
                 self.passed_over.append(PassedOver(candidate, why))
 
     def _propose(self, strategies: Mapping[str, Strategy]) -> list[Candidate]:
         """Candidates with Plans that were not proposed before, least estimate first."""
-
-        def proposals(strategy: tuple[str, Strategy]) -> list[Candidate | RuledOut]:
-            return list(_proposals(*strategy, self.job, self.pins))
-
         new: list[Candidate] = []
         self.progress(f"considering {', '.join(strategies)}", 0, len(strategies))
-        for proposed in chain.from_iterable(map(proposals, strategies.items())):
-            if isinstance(proposed, RuledOut):
-                self.ruled_out.append(proposed)
-            elif all(proposed.plan != known.plan for known in (*self.candidates, *new)):
-                new.append(proposed)
+        for name, strategy in strategies.items():
+            for proposed in _proposals(name, strategy, self.job, self.pins):
+                if isinstance(proposed, RuledOut):
+                    self.ruled_out.append(proposed)
+                elif all(proposed.plan != known.plan for known in (*self.candidates, *new)):
+                    new.append(proposed)
         new.sort(key=lambda candidate: candidate.estimate_s)  # Stable: equal estimates stay as they were proposed.
         self.candidates += new
         return new
@@ -116,8 +112,7 @@ class CandidateEvaluation:
     def _simulate_leaders(self, leaders: Sequence[Candidate]) -> dict[str, float]:
         """Simulated by estimated seconds of each strategy's best candidate."""
         self.progress(f"simulating the best of {', '.join(leader.strategy for leader in leaders)}", 0, self._total)
-        seconds = map(self._add, leaders, map(self._predict, leaders))
-        return {leader.strategy: step_s / leader.estimate_s for leader, step_s in zip(leaders, seconds)}
+        return {leader.strategy: self._simulate(leader) / leader.estimate_s for leader in leaders}
 
     def _why_not(self, candidate: Candidate) -> Literal["bound", "estimate"] | None:
         """Why a candidate is passed over; None if it is simulated."""
@@ -140,18 +135,13 @@ class CandidateEvaluation:
     def _total(self) -> int:
         return min(len(self.candidates), self.max_simulated or len(self.candidates))
 
-    def _predict(self, candidate: Candidate) -> Prediction | UserError:
-        """The simulated step, or the error if the Plan cannot run on the cluster."""
-        try:
-            return predict_candidate(self.job, candidate)
-        except UserError as error:
-            return error
-
-    def _add(self, candidate: Candidate, prediction: Prediction | UserError) -> float:
+    def _simulate(self, candidate: Candidate) -> float:
         """Seconds of a step; infinite if the Plan cannot run on the cluster. It is a result if it fits memory."""
         self.num_simulated += 1
-        if isinstance(prediction, UserError):
-            self.ruled_out.append(RuledOut(candidate.strategy, candidate.what, str(prediction)))
+        try:
+            prediction = predict_candidate(self.job, candidate)
+        except UserError as error:
+            self.ruled_out.append(RuledOut(candidate.strategy, candidate.what, str(error)))
             return math.inf
         self.num_spans += len(prediction.timeline)
         if guess := guesses(prediction.beyond):
@@ -171,18 +161,15 @@ class CandidateEvaluation:
 
         strategies: the names of those that are searched.
         """
-
-        def varied(index: int) -> SimulatedCandidate:
-            result = self.results[index]
-            return SimulatedCandidate(*fastest_variant(self.job, result.candidate, result.prediction, self.pins))
-
         done: list[SimulatedCandidate] = []
         self.progress("ordering and balancing the examples of the fastest", self.num_simulated, self.num_simulated)
         # A variant may be faster than what it was to be compared with: then that is another one.
         while indices := [index for index in self._to_vary() if all(self.results[index] is not one for one in done)]:
-            for index, result in zip(indices, map(varied, indices)):
-                self.results[index] = result
-                done.append(result)
+            for index in indices:
+                given = self.results[index]
+                varied = fastest_variant(self.job, given.candidate, given.prediction, self.pins)
+                self.results[index] = SimulatedCandidate(*varied)
+                done.append(self.results[index])
         if self.is_refined:
             self.progress("refining the fastest", self.num_simulated, self.num_simulated)
             refinement = Refinement(self.job, self.pins, strategies, self.quota.suitable)

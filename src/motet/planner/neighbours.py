@@ -18,6 +18,7 @@ from typing import get_args
 import numpy as np
 
 from motet.core.plan import BalancingMethod, Order, Plan, ScheduleKind, Unit, Zero
+from motet.planner.degrees import divisors
 from motet.planner.infeasible import tensor_degrees
 from motet.planner.job import Job
 from motet.planner.order import is_even
@@ -55,7 +56,7 @@ def neighbours(job: Job, plan: Plan) -> Iterator[Plan]:
 
 def _microbatches(plan: Plan) -> Iterator[Plan]:
     per_replica = plan.batch_size // backbone_unit(plan).dp
-    sizes = [size for size in range(1, per_replica + 1) if per_replica % size == 0]
+    sizes = divisors(per_replica)
     at = sizes.index(plan.microbatch_size) if plan.microbatch_size in sizes else 0
     for size in (*sizes[at + 1 : at + 1 + _NEAREST], *reversed(sizes[max(at - _NEAREST, 0) : at])):
         yield replace(plan, microbatch_size=size)
@@ -82,7 +83,7 @@ def _shardings(plan: Plan) -> Iterator[Plan]:
         if unit.dp * unit.cp == 1:
             continue
         colocated = plan.schedule == "data_parallel"
-        groups = [size for size in range(2, unit.dp) if unit.dp % size == 0] if colocated else []
+        groups = divisors(unit.dp)[1:-1] if colocated else []
         for zero in get_args(Zero):
             for size in (0, *groups) if zero else (0,):
                 if (zero, size) != (unit.zero, unit.shard_size):
@@ -93,7 +94,7 @@ def _replicas(plan: Plan) -> Iterator[Plan]:
     """Data parallelism over the next smaller and larger numbers of replicas that divide the batch."""
     (unit,) = plan.units
     most = min(plan.cluster.num_ranks // unit.tp, plan.batch_size)
-    sizes = [dp for dp in range(1, most + 1) if plan.batch_size % dp == 0]
+    sizes = [dp for dp in divisors(plan.batch_size) if dp <= most]
     for dp in (max([size for size in sizes if size < unit.dp], default=0), *[s for s in sizes if s > unit.dp][:1]):
         if dp:
             zero = unit.zero if dp > 1 else 0
@@ -194,7 +195,7 @@ def with_microbatches(plan: Plan, before: Plan) -> Iterator[Plan]:
     if plan.batch_size % dp:
         return
     per_replica = plan.batch_size // dp
-    sizes = [size for size in range(1, per_replica + 1) if per_replica % size == 0]
+    sizes = divisors(per_replica)
     as_many = old.dp * before.microbatch_size / dp
     for size in sorted(sizes, key=lambda size: (abs(size - as_many), size))[: 1 if dp == old.dp else _NEAREST]:
         yield replace(plan, microbatch_size=size)

@@ -16,7 +16,7 @@ from motet.core.arrays import Float64Array
 from motet.core.plan import Plan, Unit
 from motet.planner.job import Job
 from motet.schedule.layout import num_microbatches
-from motet.schedule.plan_units import backbone_unit
+from motet.schedule.plan_units import backbone_unit, rank_of_stage
 
 _ZERO_BUBBLE = 0.4
 """The share of the other ranks' passes of one microbatch that ZB-H1 and ZB-V do not hide."""
@@ -57,8 +57,7 @@ def _rank_seconds(job: Job, plan: Plan, unit: Unit, num_examples: float) -> Floa
     size = max(int(num_examples), 1) if num_examples > 1 else num_examples
     seconds, done = np.zeros(unit.pp), Counter[str]()
     for number, stage in enumerate(unit.stages):
-        is_back = plan.schedule == "zb_v" and number >= unit.pp
-        rank = 2 * unit.pp - 1 - number if is_back else number % unit.pp
+        rank = rank_of_stage(plan, unit, number)
         for name, count in stage.items():
             costs, span = job.block_costs(name, size, unit.tp), slice(done[name], done[name] + count)
             seconds[rank] += float((costs.forward_s[span] + costs.backward_s[span]).sum()) / unit.cp

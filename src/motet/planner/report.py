@@ -19,6 +19,7 @@ from motet.planner.job import Job
 from motet.planner.pins import pins_in_words
 from motet.planner.search_result import SearchResult, SimulatedCandidate
 from motet.planner.why_it_wins import against, device_hours, in_bubbles
+from motet.schedule.plan_units import rank_of_stage
 from motet.simulate.predict.beyond_profile import extrapolated
 from motet.simulate.show.drawing import shown_seconds
 from motet.simulate.show.plan_words import plan_in_words
@@ -74,8 +75,7 @@ def recomputed_in_words(plan: Plan) -> Iterator[str]:
 def _by_pipeline_rank(plan: Plan, unit: Unit, stages: Sequence[Mapping[str, int]]) -> list[int]:
     total = [0] * unit.pp
     for stage, counts in enumerate(stages):
-        returns = plan.schedule == "zb_v" and stage >= unit.pp
-        total[2 * unit.pp - 1 - stage if returns else stage % unit.pp] += sum(counts.values())
+        total[rank_of_stage(plan, unit, stage)] += sum(counts.values())
     return total
 
 

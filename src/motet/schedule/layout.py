@@ -22,7 +22,13 @@ from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
 from motet.schedule.check.fit import check_fit
 from motet.schedule.generators.disaggregated import Island, Pipeline, UnitEdge, island, touched
-from motet.schedule.plan_units import backbone_unit, joins_all_replicas, pipelined_units, units_in_bubbles
+from motet.schedule.plan_units import (
+    backbone_unit,
+    joins_all_replicas,
+    pipelined_units,
+    rank_of_stage,
+    units_in_bubbles,
+)
 
 MAX_PARTS = 16
 """Most parts of a module's pass in a "data_parallel" Program. It is enough to show which gathers overlap compute."""
@@ -282,9 +288,7 @@ class Layout:
 
     def pipeline_rank(self, unit: Unit, stage: int) -> int:
         """The pipeline rank of a unit's stage. stage: its index in the unit."""
-        if self.plan.schedule == "zb_v" and stage >= unit.pp:
-            return 2 * unit.pp - 1 - stage
-        return stage % unit.pp
+        return rank_of_stage(self.plan, unit, stage)
 
     def ranks(self, unit: Unit, pipeline_rank: int, replica: int) -> tuple[int, ...]:
         """The ranks of the cluster that share the work of one pipeline rank of one replica of a unit."""

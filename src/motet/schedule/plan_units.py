@@ -25,6 +25,13 @@ def pipelined_units(plan: Plan) -> tuple[Unit, ...]:
     return tuple(unit for unit in plan.units if unit not in in_bubbles)
 
 
+def rank_of_stage(plan: Plan, unit: Unit, stage: int) -> int:
+    """The pipeline rank that runs a stage of a unit of the Plan. stage: its index in the unit."""
+    if plan.schedule == "zb_v" and stage >= unit.pp:
+        return 2 * unit.pp - 1 - stage
+    return stage % unit.pp
+
+
 def shares_items(plan: Plan, module: str) -> bool:
     """Whether the replicas of a module's unit may share the items of an example: the unit has ranks of its own beside
     the backbone's, and no other module that feeds this one, or is fed by it.

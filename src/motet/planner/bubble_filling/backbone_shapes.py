@@ -12,7 +12,7 @@ from itertools import product
 from motet.core.plan import ScheduleKind
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
-from motet.planner.degrees import most_replicas
+from motet.planner.degrees import divisors, most_replicas
 from motet.planner.infeasible import tensor_degrees
 from motet.planner.job import BlockCosts, Job
 from motet.schedule.check.fit import undivided_heads
@@ -81,11 +81,6 @@ def encoder_degrees(job: Job, shape: PipelineShape, name: str) -> list[int]:
     """Tensor parallelism of an encoder that leaves whole heads, and whole examples, to each rank."""
     module, degrees = job.model.module(name), divisors(shape.tp)
     return [tp for tp in degrees if shape.microbatch_size % (shape.tp // tp) == 0 and not undivided_heads(module, tp)]
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def _estimated(job: Job, shape: PipelineShape) -> PipelineShape:

@@ -18,7 +18,8 @@ import numpy as np
 from motet.assign.step import StepAssignment
 from motet.core.plan import Fill, Plan, Unit
 from motet.core.workload import BACKBONE
-from motet.planner.bubble_filling.backbone_shapes import PipelineShape, divisors, encoder_degrees, encoders_of
+from motet.planner.bubble_filling.backbone_shapes import PipelineShape, encoder_degrees, encoders_of
+from motet.planner.degrees import divisors
 from motet.planner.job import BlockCosts, Job
 from motet.planner.stages.partition import partition
 from motet.schedule import fillable

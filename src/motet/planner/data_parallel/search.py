@@ -20,7 +20,7 @@ from motet.planner.candidate import Pins
 from motet.planner.data_parallel.loads import EvenBatch, Load, ModuleState, assigned_load, sample_of, state_of
 from motet.planner.data_parallel.recomputation import fit_recomputation
 from motet.planner.data_parallel.zero import ShardedUnit, ZeroSharding, shardings, step_s
-from motet.planner.degrees import most_replicas
+from motet.planner.degrees import divisors, most_replicas
 from motet.planner.job import Job
 from motet.planner.stages.recompute import Fit, RecomputeMode
 
@@ -77,8 +77,7 @@ class DataParallelSearch:
     def microbatch_sizes(self) -> list[int]:
         """Examples that a rank can take at a time, the most first."""
         per_rank = self.job.batch_size // self.dp
-        divisors = [size for size in range(per_rank, 0, -1) if per_rank % size == 0]
-        return [size for size in divisors if self.pins.allow(microbatch_size=size)]
+        return [size for size in reversed(divisors(per_rank)) if self.pins.allow(microbatch_size=size)]
 
     def unit(self, sharding: ZeroSharding, recompute: Mapping[str, int] | None = None) -> Unit:
         """The one unit of a Plan. recompute: recomputed blocks by module, here and below."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
+from motet.planner.degrees import divisors
 from motet.planner.disaggregated.allocation import Allocation, Limits, Share, UnitOptions
 
 _CHUNK = 1 << 16
@@ -58,9 +59,9 @@ def fastest(
 def _global_microbatch_sizes(limits: Limits) -> Sequence[int]:
     """Divisors of the batch: all of them, or the one that is given."""
     fixed = limits.global_microbatch_size
-    sizes = np.array([fixed]) if fixed else np.arange(1, limits.batch_size + 1)
-    divisors: list[int] = sizes[limits.batch_size % sizes == 0].tolist()
-    return divisors
+    if fixed:
+        return [fixed] if limits.batch_size % fixed == 0 else []
+    return divisors(limits.batch_size)
 
 
 class _Rows(NamedTuple):

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from itertools import chain
 
 import numpy as np
 
-from motet.core.arrays import Float64Array, Int32Array
+from motet.core.arrays import Float64Array, Int32Array, Int64Array
 from motet.core.timeline import Timeline
 from motet.schedule.dependencies import COLLECTIVES
 from motet.schedule.program import AlikeRows, Program
 from motet.simulate.engine.lower import Waits
 from motet.simulate.engine.stage_times import StageTimes
 from motet.simulate.engine.table import CODES, ActionTable
+from motet.simulate.engine.turns import NEVER, turns
 
 _COLUMNS = tuple(field.name for field in fields(Timeline) if field.name not in ("num_ranks", "rank_names"))
 _COLLECTIVE_CODES = np.array([CODES[kind] for kind in COLLECTIVES])
@@ -71,12 +73,12 @@ def run_alike(
     start_s: if given, it is filled with the starts, in the same shape.
     """
     before = _before(held, needs)
-    order = _order(before)
-    if len(order) < len(before):
+    turn = turns(len(before), *_pairs(before))
+    if (turn == NEVER).any():
         return False
     is_collective = np.isin(table.kind, _COLLECTIVE_CODES).tolist()
     ready = np.empty(seconds.shape[1])
-    for action in order:
+    for action in np.argsort(turn, kind="stable").tolist():
         ready.fill(0.0)
         for needed in before[action]:
             np.maximum(ready, seconds[needed], out=ready)
@@ -103,20 +105,10 @@ def _before(held: Int32Array, needs: Waits) -> list[list[int]]:
     return before
 
 
-def _order(before: list[list[int]]) -> list[int]:
-    """An order in which each action comes after all that it waits for. Actions in a circle are left out."""
-    after: list[list[int]] = [[] for _ in before]
-    for action, needed in enumerate(before):
-        for one in needed:
-            after[one].append(action)
-    waiting = list(map(len, before))
-    order = [action for action, count in enumerate(waiting) if not count]
-    for action in order:  # It grows while it is walked.
-        for later in after[action]:
-            waiting[later] -= 1
-            if not waiting[later]:
-                order.append(later)
-    return order
+def _pairs(before: list[list[int]]) -> tuple[Int64Array, Int64Array]:
+    """The pairs of an action and one that it waits for, [num_pairs] each."""
+    dependent = np.repeat(np.arange(len(before)), np.array(list(map(len, before)), dtype=np.int64))
+    return dependent, np.array(list(chain.from_iterable(before)), dtype=np.int64)
 
 
 class AlikeTimeline(Timeline):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from motet.simulate.engine.stage_times import StageTimes
+from motet.simulate.engine.stage_times import Part, StageTimes
+from motet.simulate.predict.collectives import Collectives
 from motet.simulate.predict.stage_pricing import Pricing
 from motet.simulate.predict.traffic import Traffic
+
+PassParts = Mapping[int, tuple[Part, ...]]
+"""The parts of a pass, by number of the stage."""
 
 
 def stage_times_of(pricing: Pricing, traffic: Traffic, island: int = 0) -> StageTimes:
@@ -18,30 +23,44 @@ def stage_times_of(pricing: Pricing, traffic: Traffic, island: int = 0) -> Stage
 
 def times_in_islands(pricing: Pricing, traffic: Traffic, islands: Sequence[int]) -> StageTimes:
     """The StageTimes of several islands: the stages, edges and ranks of the first, then those of the second, ..."""
-    stages, colocated = pricing.planned.stages, pricing.plan.schedule == "data_parallel"
     num_microbatches = pricing.assignment.num_microbatches
     tables = (table.reshape(-1, num_microbatches) for table in pricing.in_islands(islands)[:-1])
     forward, backward_input, weight, recompute, forward_tensor, backward_tensor = tables
-    none = np.zeros((1, 1))
-    gather_s, reduce_s, replicas_s = np.tile(traffic.collectives.of_stages(), len(islands))
-    in_parts = [(number, stage) for number, stage in enumerate(stages) if stage.num_parts > 1]
-    return StageTimes(
-        forward,
-        backward_input,
-        weight,
-        recompute,
-        forward_tensor,
-        backward_tensor,
+    colocated, none = pricing.plan.schedule == "data_parallel", np.zeros((1, 1))
+    forward_parts, backward_parts = parts_of_passes(pricing)
+    return replace(
+        constant_times(traffic.collectives, len(islands)),
+        forward_s=forward,
+        input_s=backward_input,
+        weight_s=weight,
+        recompute_s=recompute,
+        forward_tensor_s=forward_tensor,
+        backward_tensor_s=backward_tensor,
         send_s=none if colocated else traffic.send_s(islands).reshape(-1, num_microbatches),
         return_s=none if colocated else traffic.send_s(islands, gradient=True).reshape(-1, num_microbatches),
         exchange_s=traffic.exchange_s() if colocated else none,
+        forward_parts=forward_parts,
+        backward_parts=backward_parts,
+    )
+
+
+def constant_times(collectives: Collectives, num_islands: int = 1) -> StageTimes:
+    """The StageTimes of what does not depend on lengths, in each of several islands; all else takes no time."""
+    gather_s, reduce_s, replicas_s = np.tile(collectives.of_stages(), num_islands)
+    return StageTimes(
+        *np.zeros((3, 1, 1)),
         gather_s=gather_s,
         reduce_s=reduce_s,
         replicas_s=replicas_s,
-        norm_s=traffic.collectives.norm_s(),
-        step_s=np.tile(traffic.collectives.step_s(), len(islands)),
-        forward_parts={number: pricing.parts(stage) for number, stage in in_parts},
-        backward_parts={
-            number: pricing.parts(stage, backward=True) for number, stage in in_parts if stage.has_backward
-        },
+        norm_s=collectives.norm_s(),
+        step_s=np.tile(collectives.step_s(), num_islands),
+    )
+
+
+def parts_of_passes(pricing: Pricing) -> tuple[PassParts, PassParts]:
+    """The parts of forward passes, and of backward passes, by stage; of stages whose passes are in parts."""
+    in_parts = [(number, stage) for number, stage in enumerate(pricing.planned.stages) if stage.num_parts > 1]
+    return (
+        {number: pricing.parts(stage) for number, stage in in_parts},
+        {number: pricing.parts(stage, backward=True) for number, stage in in_parts if stage.has_backward},
     )

@@ -9,7 +9,7 @@ share, plus what does not depend on the microbatch: collectives and the optimize
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -33,9 +33,12 @@ from motet.schedule.program import Kind
 from motet.simulate.engine.action_index import ActionIndex
 from motet.simulate.engine.action_seconds import action_seconds
 from motet.simulate.engine.lower import waits
-from motet.simulate.engine.stage_times import Part, StageTimes
+from motet.simulate.engine.stage_times import StageTimes
 from motet.simulate.engine.streams import COMPUTE, STREAMS, TENSOR
 from motet.simulate.engine.table import CODES, KINDS, PASSES, action_table
+from motet.simulate.engine.turns import NEVER, turns
+from motet.simulate.predict.collectives import Collectives
+from motet.simulate.predict.program_times import PassParts, constant_times, parts_of_passes
 from motet.simulate.predict.stage_pricing import Pricing, StagePrices
 from motet.simulate.predict.traffic import Traffic
 
@@ -45,7 +48,6 @@ _COLUMNS = (*_OF_STAGE, "send_s", "return_s")
 _SENT_KIND = np.array([CODES[PARTNERS[kind]] if kind in (Kind.RECV_F, Kind.RECV_B) else CODES[kind] for kind in KINDS])
 """The code of each kind, but of RECV that of its SEND: both take place together."""
 _NONE = np.zeros((1, 1))
-_Parts = Mapping[int, tuple[Part, ...]]
 
 
 class StepOperations:
@@ -57,8 +59,8 @@ class StepOperations:
         self._lookup = ActionIndex(action_table(planned.program))
         nothing = _no_examples(self.plan, planned.layout.num_microbatches)
         self._empty = Pricing(self.plan, planned, nothing, cost)
-        self._parts = _parts_of(self._empty)
-        self._constants = _constant_times(self._empty)
+        self._parts = parts_of_passes(self._empty)
+        self._constants = constant_times(Collectives(self._empty))
 
     @cached_property
     def _pairs(self) -> tuple[Int64Array, Int64Array]:
@@ -73,13 +75,16 @@ class StepOperations:
 
     @cached_property
     def _first_rows(self) -> Int64Array:
-        """The row of the first action of each operation, in an order in which each comes behind what it waits for: that
-        of their starts if each took a second.
+        """The row of the first action of each operation, in an order in which each comes behind what it waits for.
+
+        Raises ArgumentError for operations that wait for each other.
         """
         operation = self._lookup.operation
         rows = np.flatnonzero(operation == np.arange(len(operation)))
-        starts = _starts(len(operation), *self._pairs)
-        return rows[np.argsort(starts[rows], kind="stable")]
+        turn = turns(len(operation), *self._pairs)
+        if (turn == NEVER).any():
+            raise ArgumentError("the program cannot run: actions wait for each other.")
+        return rows[np.argsort(turn[rows], kind="stable")]
 
     @cached_property
     def _index(self) -> Int64Array:
@@ -214,7 +219,7 @@ class StepOperations:
     def durations(self, assignment: StepAssignment) -> Int64Array:
         """Nanoseconds of the rows of the graph, int64 [num_islands * num_microbatches, num_rows], island by island."""
         pricing = Pricing(self.plan, self.planned, assignment, self.cost, like=self._empty)
-        if self._parts != (parts := _parts_of(pricing)):
+        if self._parts != (parts := parts_of_passes(pricing)):
             self._parts = parts
             self.__dict__.pop("_shares", None)
         constant, shares = self._shares
@@ -264,7 +269,7 @@ class StepOperations:
         shares = {name: seconds(self._times(self._parts, **{name: np.ones((1, 1))}))[at] for name in _COLUMNS}
         return self._constant_s[at], shares
 
-    def _times(self, parts: tuple[_Parts, _Parts], **columns: Float64Array) -> StageTimes:
+    def _times(self, parts: tuple[PassParts, PassParts], **columns: Float64Array) -> StageTimes:
         """StageTimes that are 0, but for the given columns."""
         forward_s, input_s, weight_s, recompute_s, forward_tensor_s, backward_tensor_s, send_s, return_s = (
             columns.get(name, _NONE) for name in _COLUMNS
@@ -283,26 +288,6 @@ class StepOperations:
         )
 
 
-def _starts(num: int, dependent: Int64Array, dependency: Int64Array) -> Int64Array:
-    """When each of `num` operations would start if each took 1, int64 [num].
-
-    Raises ArgumentError for operations that wait for each other.
-    """
-    starts, missing = [0] * num, np.bincount(dependent, minlength=num).tolist()
-    order = np.argsort(dependency, kind="stable")
-    after, first = dependent[order].tolist(), np.searchsorted(dependency[order], np.arange(num + 1)).tolist()
-    ready = [operation for operation, count in enumerate(missing) if count == 0]
-    for operation in ready:  # grows while it is walked
-        for waiting in after[first[operation] : first[operation + 1]]:
-            starts[waiting] = max(starts[waiting], starts[operation] + 1)
-            missing[waiting] -= 1
-            if missing[waiting] == 0:
-                ready.append(waiting)
-    if len(ready) < num:
-        raise ArgumentError("the program cannot run: actions wait for each other.")
-    return np.array(starts, dtype=np.int64)
-
-
 def _first_alike(keys: Sequence[Hashable]) -> Int64Array:
     """For each key, the number of the first one that equals it."""
     first: dict[Hashable, int] = {}
@@ -317,21 +302,3 @@ def _no_examples(plan: Plan, num_microbatches: int) -> StepAssignment:
     }
     batch = BatchLengths(none, none, nowhere, {name: ItemLengths(none, none, none) for name in modules})
     return StepAssignment(batch, num_microbatches, modules)
-
-
-def _parts_of(pricing: Pricing) -> tuple[_Parts, _Parts]:
-    """The parts of forward and backward passes, by stage."""
-    in_parts = [(number, stage) for number, stage in enumerate(pricing.planned.stages) if stage.num_parts > 1]
-    return (
-        {number: pricing.parts(stage) for number, stage in in_parts},
-        {number: pricing.parts(stage, backward=True) for number, stage in in_parts if stage.has_backward},
-    )
-
-
-def _constant_times(pricing: Pricing) -> StageTimes:
-    """StageTimes of what does not depend on lengths."""
-    collectives = Traffic(pricing).collectives
-    gather_s, reduce_s, replicas_s = np.array([collectives.seconds(stage) for stage in pricing.planned.stages]).T
-    return StageTimes(
-        _NONE, _NONE, _NONE, gather_s=gather_s, reduce_s=reduce_s, replicas_s=replicas_s, step_s=collectives.step_s()
-    )

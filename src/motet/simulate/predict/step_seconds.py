@@ -78,7 +78,7 @@ class PricedSteps:
         return np.rint(taken_s * NS_PER_S).astype(np.int64)
 
     def of_operations(self, assignment: StepAssignment) -> Int64Array:
-        """Nanoseconds of the rows of the graph, int64 [num_islands, num_rows, num_microbatches]."""
+        """As `StepOperations.durations`: int64 [num_islands * num_microbatches, num_rows]."""
         return self._operations.durations(assignment)
 
     @cached_property

@@ -8,9 +8,8 @@ import numpy as np
 
 from motet.assign.rows import sent_shares
 from motet.core.arrays import Float64Array
-from motet.schedule import PlannedStage
 from motet.schedule.coordinates import replica_of
-from motet.schedule.edges import consumers_in, edge_outputs
+from motet.schedule.edges import consumers_in
 from motet.simulate.predict.collectives import Collectives
 from motet.simulate.predict.stage_pricing import Pricing
 
@@ -42,7 +41,7 @@ class Traffic:
         ends = source.ranks[0], sink.ranks[0]
         if ends[0] == ends[1]:
             return 0.0
-        return self.cost.send_seconds(self._sent_bytes(source, sink, islands, gradient=gradient), ends)
+        return self.cost.send_seconds(self._sent_bytes(edge, islands, gradient=gradient), ends)
 
     def exchange_s(self) -> Float64Array:
         """Seconds of exchanges of encoder outputs, [num_edges, num_microbatches]: rows go to their sequences' ranks."""
@@ -57,16 +56,15 @@ class Traffic:
         names = [self.planned.stages[source].modules[0] for source, _ in self.planned.program.edges]
         return np.stack([seconds[name] for name in names]) if names else np.zeros((1, 1))
 
-    def _sent_bytes(
-        self, source: PlannedStage, sink: PlannedStage, islands: Sequence[int], *, gradient: bool
-    ) -> Float64Array:
-        """Bytes that one tensor-parallel rank of a stage sends to another stage, or gets back.
+    def _sent_bytes(self, edge: int, islands: Sequence[int], *, gradient: bool) -> Float64Array:
+        """Bytes that one tensor-parallel rank of a stage sends along an edge, or gets back.
 
         [len(islands), num_microbatches].
         """
+        source, sink = (self.planned.stages[end] for end in self.planned.program.edges[edge])
         total, model = np.zeros((len(islands), self.assignment.num_microbatches)), self.plan.model
         layout = self.planned.layout
-        for name, stop in edge_outputs(layout, source, sink):
+        for name, stop in self.planned.outputs(edge):
             module = model.module(name)
             index, layer = module.blocks[stop - 1][-1], module.sent(stop)
             if gradient and not (layer.trainable or model.input_gradients[name][index]):
