@@ -8,16 +8,19 @@ does not. `motet plan`'s search answers; `enumerated_plans.py` then looks for a 
 same simulator and the same check of memory, and without the planner. Whatever it finds is named.
 
 Rows: the share of jobs whose answer is within 1 % of the best Plan, with the goal 1; the share that equals it, with the
-goal 0.95; the largest loss. Nothing is measured, so any machine gives the same.
+goal 0.95; the largest loss. Of the lower bound that the planner says beside its answer (`planner/step_bound.py`): the
+most by which it is above the best Plan found, which must be none; the median of best / bound, with the goal 1.15; and
+how many jobs each of its terms binds. Nothing is measured, so any machine gives the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from costs import of_model, workload_at
@@ -33,6 +36,7 @@ from motet.planner.candidate import Pins
 from motet.planner.job import Job
 from motet.planner.search import search
 from motet.planner.search_result import SearchResult
+from motet.planner.step_bound import StepBound, Term
 from motet.planner.strategies import STRATEGIES
 
 SHAPES = (
@@ -54,7 +58,7 @@ SHAPES = (
 """Nodes and ranks of each."""
 MAX_SIMULATED = 400
 WITHIN, EQUAL = 1.01, 1 + 1e-6
-MAX_TRIES = 20
+BOUND_GOAL = 1.15
 
 
 @dataclass(frozen=True)
@@ -66,12 +70,18 @@ class Outcome:
     planned_s: float
     planned: str
     found: Enumerated
+    bound: StepBound
     took_s: tuple[float, float]
 
     @property
     def loss(self) -> float:
         """Seconds of the answer over those of the best."""
         return self.planned_s / self.found.step_s
+
+    @property
+    def over_bound(self) -> float:
+        """Seconds of the best over the lower bound of all Plans."""
+        return self.found.step_s / self.bound.step_s
 
 
 def random_job(number: int, seed: int, workload: Workload) -> Job:
@@ -146,18 +156,23 @@ def outcome_of(number: int, job: Job, result: SearchResult, max_simulated: int) 
     found = enumerate_plans(small, best.prediction.step_s, max_simulated)
     took_s = time.process_time() - started
     plan = f"{best.candidate.strategy}: {words_of_plan(best.candidate.plan)}"
-    return Outcome(number, words_of(job), best.prediction.step_s, plan, found, (0.0, took_s))
+    return Outcome(number, words_of(job), best.prediction.step_s, plan, found, result.bound, (0.0, took_s))
 
 
 def rows_of(outcomes: list[Outcome]) -> list[Row]:
     """The rows with their goals."""
     losses = np.array([one.loss for one in outcomes])
+    over_bound = np.array([one.over_bound for one in outcomes])
+    median, terms = float(np.median(over_bound)), Counter(one.bound.term for one in outcomes)
     within, equal = float((losses <= WITHIN).mean()), float((losses <= EQUAL).mean())
     return [
         Row("jobs", len(outcomes)),
         Row("share of jobs whose answer is within 1 % of the best", within, 1.0, within >= 1.0),
         Row("share of jobs whose answer is the best", equal, 0.95, equal >= 0.95),
         Row("largest loss", float(losses.max()) - 1, 0.01),
+        Row("least best / bound", float(over_bound.min()), 1.0, bool((over_bound >= 1).all())),
+        Row("median best / bound", median, BOUND_GOAL, median <= BOUND_GOAL),
+        *(Row(f"jobs whose bound is of {term}", terms[term]) for term in get_args(Term)),
         Row("share of jobs whose space was searched whole", float(np.mean([one.found.is_whole for one in outcomes]))),
     ]
 
@@ -171,6 +186,8 @@ def told(one: Outcome) -> dict[str, Any]:
         "best_s": one.found.step_s,
         "best": words_of_plan(one.found.plan),
         "loss": one.loss - 1,
+        "bound_s": one.bound.step_s,
+        "bound_is_of": one.bound.term,
         "structures": one.found.num_structures,
         "simulated": one.found.num_simulated,
         "is_whole": one.found.is_whole,
@@ -200,7 +217,8 @@ def main() -> None:
         outcomes.append(one)
         print(
             f"{number:4d} {one.words}: loss {one.loss - 1:.2%}, {one.found.num_simulated} of "
-            f"{one.found.num_structures} simulated{'' if one.found.is_whole else ', NOT WHOLE'}, "
+            f"{one.found.num_structures} simulated, {one.over_bound:.3f} x bound ({one.bound.term})"
+            f"{'' if one.found.is_whole else ', NOT WHOLE'}, "
             f"{planned_s:.1f} + {one.took_s[1]:.1f} s",
             flush=True,
         )

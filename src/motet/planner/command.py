@@ -132,12 +132,17 @@ def write_outputs(
 
 
 def _tables(result: SearchResult, untrained: Callable[[Plan], str]) -> Iterator[dict[str, Any]]:
-    """The figures of each Plan, best first. measured_s: seconds of a real step; null where none was run."""
+    """The figures of each Plan, best first.
+
+    bound_s: of every Plan of the job (`step_bound.py`), by the predicted seconds; bound_by: the term that binds.
+    measured_s: seconds of a real step; null where none was run.
+    """
     for one in result.results:
         candidate = one.candidate
         why_not = one.obstacle or untrained(candidate.plan)
         figures = prediction_tables(candidate.strategy, one.prediction, why_not)
-        yield {"strategy": candidate.strategy, "what": candidate.what, "measured_s": one.measured_s, **figures}
+        bound = {"bound_s": result.bound.step_s, "bound_by": result.bound.term}
+        yield {"strategy": candidate.strategy, "what": candidate.what, "measured_s": one.measured_s, **figures, **bound}
 
 
 def find_plans(job: Job, pins: Pins, quota: Quota = NO_QUOTA) -> SearchResult:

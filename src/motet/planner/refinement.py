@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 
 from motet.core.errors import UserError
@@ -26,13 +27,13 @@ from motet.planner.candidate import (
     predict_candidate,
 )
 from motet.planner.degrees import SCHEDULE_NAMES
-from motet.planner.fewer_ranks import least_step_s
 from motet.planner.job import Job
 from motet.planner.module_pins import unmet_pin
 from motet.planner.neighbours import neighbours
 from motet.planner.quick_estimate import quick_estimate
 from motet.planner.regrouping import regrouped
 from motet.planner.search_result import SimulatedCandidate
+from motet.planner.step_bound import step_bound
 from motet.planner.variants import fastest_variant
 from motet.schedule import check_fit
 from motet.schedule.plan_units import units_in_bubbles
@@ -64,6 +65,11 @@ class Refinement:
         budget = BUDGET * min(1.0, _FEW_RANKS / job.cluster.num_ranks) ** 2
         self.left = dict.fromkeys((*strategies,), budget)
         self.seen = set[str]()
+
+    @cached_property
+    def _bound_s(self) -> float:
+        """Below it is the step of no Plan of the job."""
+        return step_bound(self.job).step_s
 
     def refined(
         self, results: Sequence[SimulatedCandidate], varied: Sequence[SimulatedCandidate]
@@ -114,7 +120,7 @@ class Refinement:
             found.candidate,
             what=_words(start.candidate, found.candidate.plan),
             estimate_s=found.prediction.step_s,
-            bound_s=least_step_s(self.job),
+            bound_s=self._bound_s,
             facts=(fact,),
         )
         return SimulatedCandidate(candidate, found.prediction)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,7 +60,28 @@ def winner_in_words(result: SearchResult) -> list[str]:
     sentences += best.candidate.facts[:_MAX_FACTS]
     for comparison in compare(result):
         sentences += against(best, comparison)
+    sentences += bound_in_words(result)
     return [*sentences, device_hours(best), *result.what_if]
+
+
+_BINDING = {
+    "work": "devices that all compute all the time",
+    "item": "the longest examples",
+    "memory": "memory",
+    "bubbles": "pipelines that fill and empty",
+    "communication": "messages",
+}
+
+
+def bound_in_words(result: SearchResult) -> Iterator[str]:
+    """How far the predicted step can be from the best of the whole space, by a lower bound, and what binds it."""
+    bound_s, term = result.bound
+    if 0 < bound_s < math.inf:
+        gap = max(result.best.prediction.step_s / bound_s - 1, 0.0)
+        yield (
+            f"No plan takes less than {shown_seconds(bound_s)}, by a lower bound ({_BINDING[term]}): this one is at "
+            f"most {gap:.0%} above the best possible."
+        )
 
 
 def recomputed_in_words(plan: Plan) -> Iterator[str]:

@@ -4,8 +4,8 @@
 2. Each `PruningStrategy` learns the fastest step so far, and proposes only what may be faster.
 3. The fastest Plan of each strategy gets the order of examples, the balancing and the fills that make it fastest
    (`variants.py`).
-4. Half of the cluster is searched as well, unless a lower bound shows that it cannot be faster (`fewer_ranks.py`). So
-   twice the devices are never slower.
+4. Smaller clusters are searched as well, unless a lower bound shows that they cannot be faster (`fewer_ranks.py`). So
+   more nodes are never slower.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins, PruningStrategy, Strategy
 from motet.planner.evaluation import NO_QUOTA, CandidateEvaluation, Quota, SearchProgress
-from motet.planner.fewer_ranks import half_of, least_step_s, on_cluster
+from motet.planner.fewer_ranks import on_cluster, smaller_jobs
 from motet.planner.job import Job
 from motet.planner.module_pins import check_module_pins
 from motet.planner.nearest_miss import nearest_miss, would_fit
 from motet.planner.search_result import SearchResult, SimulatedCandidate
+from motet.planner.step_bound import step_bound
 
 MAX_SIMULATED = 12
 
@@ -54,7 +55,9 @@ def search(
     check_module_pins(job, pins)
     progress = progress or (lambda what, done, total: None)
     evaluation = CandidateEvaluation(job, pins, max_simulated, quota, progress, is_refined=is_refined)
-    result = _search_halves(evaluation, strategies)
+    chosen = _search_whole(evaluation, strategies)
+    _search_smaller(evaluation, strategies)
+    result = evaluation.result(chosen)
     if not result.results and (nearest := nearest_miss(result.ruled_out)):
         progress("looking for what would fit", 0, 1)
         quick = {
@@ -66,9 +69,9 @@ def search(
     return result
 
 
-def _search_halves(evaluation: CandidateEvaluation, strategies: Mapping[str, Strategy]) -> SearchResult:
-    """The search on the whole cluster and, where it may be faster, on half of it, on a quarter, ..."""
-    job, pins, max_simulated = evaluation.job, evaluation.pins, evaluation.max_simulated
+def _search_whole(evaluation: CandidateEvaluation, strategies: Mapping[str, Strategy]) -> tuple[str, ...]:
+    """The search on all of an evaluation's ranks. Returns the strategies that it chose, by name."""
+    pins, max_simulated = evaluation.pins, evaluation.max_simulated
     chosen = {name: strategy for name, strategy in strategies.items() if name in (pins.strategies or strategies)}
     pruning = {
         name: strategy
@@ -79,16 +82,33 @@ def _search_halves(evaluation: CandidateEvaluation, strategies: Mapping[str, Str
     to_beat_s = evaluation.fastest_s if max_simulated is not None else math.inf
     evaluation.consider({name: strategy.to_beat(to_beat_s) for name, strategy in pruning.items()})
     evaluation.vary(chosen)
-    half = half_of(job)
-    if half is not None and least_step_s(half) < evaluation.fastest_s:
-        on_half = CandidateEvaluation(
-            half, pins, max_simulated, NO_QUOTA, evaluation.progress, is_refined=evaluation.is_refined
+    return tuple(chosen)
+
+
+def _search_smaller(evaluation: CandidateEvaluation, strategies: Mapping[str, Strategy]) -> None:
+    """Add the best Plan of smaller clusters, each searched for itself, if it is faster."""
+    best, all_s = None, evaluation.fastest_s
+    for job in smaller_jobs(evaluation.job):
+        to_beat_s = best.prediction.step_s if best is not None else all_s
+        if step_bound(job).step_s >= to_beat_s:
+            continue
+        fewer = CandidateEvaluation(
+            job,
+            evaluation.pins,
+            evaluation.max_simulated,
+            NO_QUOTA,
+            evaluation.progress,
+            is_refined=evaluation.is_refined,
         )
-        fewer = _search_halves(on_half, strategies)
-        if fewer.results and fewer.best.prediction.step_s < evaluation.fastest_s:
-            candidate = on_cluster(fewer.best.candidate, job, evaluation.fastest_s)
-            evaluation.results.append(SimulatedCandidate(candidate, fewer.best.prediction))
-    return evaluation.result(tuple(chosen))
+        _search_whole(fewer, strategies)
+        best = min([*filter(None, [best]), *fewer.results], key=_step_s, default=None)
+    if best is not None and best.prediction.step_s < all_s:
+        candidate = on_cluster(best.candidate, evaluation.job, all_s)
+        evaluation.results.append(SimulatedCandidate(candidate, best.prediction))
+
+
+def _step_s(result: SimulatedCandidate) -> float:
+    return result.prediction.step_s
 
 
 def _check_lengths(job: Job) -> None:

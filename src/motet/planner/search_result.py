@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from motet.core.errors import UserError
@@ -12,6 +13,7 @@ from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.job import Job
 from motet.planner.nearest_miss import nearest_miss
 from motet.planner.pins import pins_in_words
+from motet.planner.step_bound import StepBound, step_bound
 from motet.simulate.predict.prediction import Prediction
 
 
@@ -67,6 +69,11 @@ class SearchResult:
         if not self.results:
             raise UserError(nothing_fits(self))
         return self.results[0]
+
+    @cached_property
+    def bound(self) -> StepBound:
+        """A lower bound of the predicted step of every Plan of the job, searched or not."""
+        return step_bound(self.job)
 
     def with_obstacles(self, obstacle: Callable[[Plan], str], *, is_trainable: bool) -> SearchResult:
         """The result with what training cannot run yet marked; if `is_trainable`, ruled out.

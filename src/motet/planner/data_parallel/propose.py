@@ -132,7 +132,9 @@ def _candidate(placed: PlacedSharding) -> Candidate:
     search, estimate = placed.search, placed.estimate
     recompute = estimate.fit.recompute[0]
     plan = search.plan(search.unit(estimate.sharding, recompute), estimate.microbatch_size)
-    bound_s = placed.load.busiest_s(recompute) + search.sharded(estimate.sharding).step_s
+    # Of a perfect balance: variants are balanced otherwise, and may be faster than this one's busiest rank.
+    even = search.even.load(search.dp, plan.batch_size // (search.dp * plan.microbatch_size), search.tp)
+    bound_s = even.busiest_s(recompute) + search.sharded(estimate.sharding).step_s
     facts = (*_balance_facts(placed), *_sharding_facts(search, estimate), *_recompute_facts(placed))
     return Candidate(DATA_PARALLEL, _what(search, estimate), plan, estimate.estimate_s, bound_s, facts)
 

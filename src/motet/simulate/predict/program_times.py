@@ -47,8 +47,11 @@ def times_in_islands(pricing: Pricing, traffic: Traffic, islands: Sequence[int])
 def constant_times(collectives: Collectives, num_islands: int = 1) -> StageTimes:
     """The StageTimes of what does not depend on lengths, in each of several islands; all else takes no time."""
     gather_s, reduce_s, replicas_s = np.tile(collectives.of_stages(), num_islands)
+    none = np.zeros((1, 1))
     return StageTimes(
-        *np.zeros((3, 1, 1)),
+        none,
+        none,
+        none,
         gather_s=gather_s,
         reduce_s=reduce_s,
         replicas_s=replicas_s,

@@ -1,0 +1,86 @@
+"""A lower bound of every Plan's step: each term binds in some job, and no Plan of any kind is below it."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from motet.core.cluster import Link
+from motet.core.plan import Plan, Unit
+from motet.cost.analytic import Analytic
+from motet.planner.report import winner_in_words
+from motet.planner.search import search
+from motet.planner.step_bound import step_bound
+from motet.planner.strategies import STRATEGIES
+from motet.simulate.predict.predict import predict
+from unit.planner.jobs import job
+
+
+def on_links(small, link):
+    cluster = replace(small.cluster, intra_node=link, inter_node=link)
+    return replace(small, cluster=cluster, cost=Analytic(cluster))
+
+
+JOBS = {
+    "work": lambda: job(batch_size=32),
+    "item": lambda: job(batch_size=6, spread=1.2, num_nodes=2),
+    "memory": lambda: job(batch_size=2, memory_mbytes=95),
+    "bubbles": lambda: job(batch_size=32),
+    "communication": lambda: on_links(job(batch_size=8), Link(1e8, 1e-3)),
+}
+
+
+@pytest.mark.parametrize("term", ["item", "memory", "bubbles", "communication"])
+def test_each_term_binds_in_some_job(term):
+    planned = JOBS[term]()
+    assert step_bound(planned, without=(term,)).step_s < step_bound(planned).step_s
+
+
+def test_the_term_that_binds_is_named():
+    assert [step_bound(JOBS[term]()).term for term in ("work", "memory", "communication")] == [
+        "work",
+        "memory",
+        "communication",
+    ]
+
+
+def test_the_bound_is_the_work_of_ranks_that_all_compute():
+    one, eight = (step_bound(job(num_nodes=2, batch_size=size)).step_s for size in (8, 64))
+    assert 6 < eight / one < 8.5
+
+
+def test_of_a_job_that_no_cluster_memory_holds_there_is_no_bound():
+    assert step_bound(job(memory_mbytes=50)).step_s == math.inf
+    assert step_bound(job(memory_mbytes=50), without=("memory",)).step_s < math.inf
+
+
+@pytest.mark.parametrize("units", ["one", "apart", "replicated", "context", "bubbles"])
+def test_no_plan_made_by_hand_is_below_the_bound(units):
+    planned = job(batch_size=8, spread=0.6, memory_mbytes=1e5)
+    image, audio, llm = {"image": 6}, {"audio": 4}, {"backbone": 8}
+    half = {"backbone": 4}
+    plans = {
+        "one": (Unit("all", ({**image, **audio, **llm},), dp=8, zero=0),),
+        "apart": (
+            Unit("image", (image,), 0, dp=2),
+            Unit("audio", (audio,), 2, dp=2),
+            Unit("backbone", (half, half), 4, dp=2, pp=2),
+        ),
+        "replicated": (Unit("all", (half, half), dp=4, pp=2, replicated=("image", "audio")),),
+        "context": (Unit("all", ({**image, **audio, "backbone": 3}, {"backbone": 5}), dp=2, pp=2, cp=2),),
+        "bubbles": (
+            Unit("backbone", (half, half), dp=4, pp=2),
+            Unit("image", (image,), dp=8),
+            Unit("audio", (audio,), dp=8),
+        ),
+    }
+    schedule = "data_parallel" if units == "one" else "1f1b"
+    plan = Plan(planned.model, planned.cluster, plans[units], 8, 1, schedule)
+    assert step_bound(planned).step_s <= predict(plan, planned.workload, planned.cost, seed=planned.seed).step_s
+
+
+def test_the_report_says_how_far_the_answer_can_be_from_the_best():
+    found = search(job(spread=0.5), STRATEGIES)
+    gap = found.best.prediction.step_s / found.bound.step_s - 1
+    assert 0 < gap < 1
+    assert any(f"at most {gap:.0%} above the best possible" in words for words in winner_in_words(found))
