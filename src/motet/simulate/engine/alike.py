@@ -21,7 +21,7 @@ from motet.schedule.program import AlikeRows, Program
 from motet.simulate.engine.lower import Waits
 from motet.simulate.engine.stage_times import StageTimes
 from motet.simulate.engine.table import CODES, ActionTable
-from motet.simulate.engine.turns import NEVER, turns
+from motet.simulate.engine.turns import NO_TURN, turns
 
 _COLUMNS = tuple(field.name for field in fields(Timeline) if field.name not in ("num_ranks", "rank_names"))
 _COLLECTIVE_CODES = np.array([CODES[kind] for kind in COLLECTIVES])
@@ -74,7 +74,7 @@ def run_alike(
     """
     before = _before(held, needs)
     turn = turns(len(before), *_pairs(before))
-    if (turn == NEVER).any():
+    if (turn == NO_TURN).any():
         return False
     is_collective = np.isin(table.kind, _COLLECTIVE_CODES).tolist()
     ready = np.empty(seconds.shape[1])

@@ -7,11 +7,11 @@ import numpy as np
 
 from motet.core.arrays import Int64Array
 
-NEVER = -1
+NO_TURN = -1
 
 
 def turns(num: int, dependent: Int64Array, dependency: Int64Array) -> Int64Array:
-    """The turn of each of `num` operations, int64 [num]; NEVER for those in a circle, and for what waits for them.
+    """The turn of each of `num` operations, int64 [num]; NO_TURN for those in a circle, and for what waits for them.
 
     dependent[i] waits for dependency[i]. O(num + dependencies).
 
@@ -29,6 +29,6 @@ def turns(num: int, dependent: Int64Array, dependency: Int64Array) -> Int64Array
             missing[waiting] -= 1
             if missing[waiting] == 0:
                 ready.append(waiting)
-    found = np.full(num, NEVER, dtype=np.int64)
+    found = np.full(num, NO_TURN, dtype=np.int64)
     found[ready] = np.array(turn, dtype=np.int64)[ready]
     return found

@@ -12,7 +12,7 @@ from motet.simulate.predict.collectives import Collectives
 from motet.simulate.predict.stage_pricing import Pricing
 from motet.simulate.predict.traffic import Traffic
 
-PassParts = Mapping[int, tuple[Part, ...]]
+StageParts = Mapping[int, tuple[Part, ...]]
 """The parts of a pass, by number of the stage."""
 
 
@@ -60,7 +60,7 @@ def constant_times(collectives: Collectives, num_islands: int = 1) -> StageTimes
     )
 
 
-def parts_of_passes(pricing: Pricing) -> tuple[PassParts, PassParts]:
+def parts_of_passes(pricing: Pricing) -> tuple[StageParts, StageParts]:
     """The parts of forward passes, and of backward passes, by stage; of stages whose passes are in parts."""
     in_parts = [(number, stage) for number, stage in enumerate(pricing.planned.stages) if stage.num_parts > 1]
     return (

@@ -36,9 +36,9 @@ from motet.simulate.engine.lower import waits
 from motet.simulate.engine.stage_times import StageTimes
 from motet.simulate.engine.streams import COMPUTE, STREAMS, TENSOR
 from motet.simulate.engine.table import CODES, KINDS, PASSES, action_table
-from motet.simulate.engine.turns import NEVER, turns
+from motet.simulate.engine.turns import NO_TURN, turns
 from motet.simulate.predict.collectives import Collectives
-from motet.simulate.predict.program_times import PassParts, constant_times, parts_of_passes
+from motet.simulate.predict.program_times import StageParts, constant_times, parts_of_passes
 from motet.simulate.predict.stage_pricing import Pricing, StagePrices
 from motet.simulate.predict.traffic import Traffic
 
@@ -82,7 +82,7 @@ class StepOperations:
         operation = self._lookup.operation
         rows = np.flatnonzero(operation == np.arange(len(operation)))
         turn = turns(len(operation), *self._pairs)
-        if (turn == NEVER).any():
+        if (turn == NO_TURN).any():
             raise ArgumentError("the program cannot run: actions wait for each other.")
         return rows[np.argsort(turn[rows], kind="stable")]
 
@@ -269,7 +269,7 @@ class StepOperations:
         shares = {name: seconds(self._times(self._parts, **{name: np.ones((1, 1))}))[at] for name in _COLUMNS}
         return self._constant_s[at], shares
 
-    def _times(self, parts: tuple[PassParts, PassParts], **columns: Float64Array) -> StageTimes:
+    def _times(self, parts: tuple[StageParts, StageParts], **columns: Float64Array) -> StageTimes:
         """StageTimes that are 0, but for the given columns."""
         forward_s, input_s, weight_s, recompute_s, forward_tensor_s, backward_tensor_s, send_s, return_s = (
             columns.get(name, _NONE) for name in _COLUMNS
