@@ -165,7 +165,6 @@ class Tried:
             "job": case.name,
             "fitted": case.fitted,
             "num_gpus": case.subject.job.cluster.num_ranks,
-            "planner_s": round(self.planned.took_s, 1),
             "planner": {"strategy": self.planned.strategy, **_record(best)},
             "strategies": {name: _record(one) for name, one in self.planned.strategies.items()},
             "method": {
