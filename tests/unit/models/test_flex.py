@@ -90,6 +90,20 @@ def test_a_new_length_compiles_nothing(scale, softcap, with_sinks):
     assert counter.frame_count == 1
 
 
+def test_few_numbers_of_intervals_are_compiled():
+    """Text that does not see images has an interval for each text before it."""
+    counter = CompileCounter()
+    run = compiled(attend_by(None, None, 128), counter)
+    for num_images in (2, 3, 6, 7):
+        modality = np.arange(2 * num_images + 1) % 2
+        instance = np.where(modality, np.arange(len(modality)) + 1, 0)
+        table = Segments(modality * 0 + 30, modality * 0, modality, instance, 1 - modality).table()
+        assert len(table.start) == num_images + 1
+        tensors = [x.detach() for x in draw(table, head_dim=16, dtype=torch.float32)]
+        torch.testing.assert_close(flex(run, table, tensors), dense(*tensors, table, 0.25), rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 2
+
+
 def test_table_items_take_it(monkeypatch):
     """As on CUDA, but not compiled."""
     monkeypatch.setattr(table_items, "has_flex", lambda query, dropout: True)
