@@ -63,6 +63,11 @@ NUM_STEPS = 3
 OPTIMIZER = OptimizerConfig(lr=1e-2, clip_norm=0.5)
 
 
+OF_FAMILY = {
+    "gemma2": {"head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}
+}
+
+
 def build_hf_model(
     frozen: Sequence[str] = (),
     tied: bool = False,
@@ -105,6 +110,7 @@ def build_hf_model(
         tie_word_embeddings=tied,
         attn_implementation=ATTENTION,
         attention_dropout=dropout,
+        **OF_FAMILY.get(family, {}),
     )
     towers = {
         "image": (SiglipEncoder(SiglipVisionModel(image)), 1),

@@ -176,14 +176,14 @@ class AttentionTable:
         base, start, end = np.broadcast_to(row, sees.shape)[sees], self.start[sees], self.end[sees]
         first, last = start // block, end // block
         at_first, at_last = base + first, base + last
-        size = shape[0] * width
-        # Sums of whole numbers far below 2^53: exact in float64.
-        parts = np.bincount(at_first, (first + 1) * block - start, size)
-        parts += np.bincount(at_last, end - last * block, size)
-        steps = np.bincount(at_first + 1, minlength=size) - np.bincount(at_last, minlength=size)
-        inside = parts.astype(np.int64).reshape(-1, width) + block * np.cumsum(steps.reshape(-1, width), axis=1)
-        pairs: Int64Array = inside[:, : shape[1]]
-        return pairs
+        # In place: new pages of memory cost more than the sums.
+        pairs = np.zeros(shape[0] * width, dtype=np.int64)
+        np.add.at(pairs, at_first + 1, block)
+        np.subtract.at(pairs, at_last, block)
+        np.cumsum(pairs.reshape(-1, width), axis=1, out=pairs.reshape(-1, width))
+        np.add.at(pairs, at_first, (first + 1) * block - start)
+        np.add.at(pairs, at_last, end - last * block)
+        return pairs.reshape(-1, width)[:, : shape[1]]
 
 
 def _check_ascending(places: Int64Array, name: str) -> None:

@@ -1,7 +1,8 @@
 """Attention by a table on CUDA: torch's flex attention with a BlockMask made from the table.
 
 The function is compiled once, for all lengths. The BlockMask is put together inside it from tensors, since its lengths
-would otherwise be constants of the compiled code. Another number of intervals a row compiles once more.
+would otherwise be constants of the compiled code. Tables with several intervals a row have 2, 4, 8, ... of them; each
+number compiles once.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ _MIN_HEAD_DIM = 16
 class FlexTable:
     """A table and its blocks on a device, as flex attention reads them.
 
-    start, end: int32 [num_intervals, num_rows].
+    start, end: int32 [num_intervals, num_rows]; some intervals may be empty in all rows.
     blocks:     counts and indices of `BlockTable`, in the order of BlockMask's arguments, [1, 1, n] and [1, 1, n, m].
     """
 
     def __init__(self, table: AttentionTable, device: torch.device) -> None:
         made = BlockTable.of(table, least=2)  # torch compiles anew for a dimension of 1
         lists = (made.partial, made.full, made.partial_of_keys, made.full_of_keys)
-        columns = [table.start, table.end, *(column for each in lists for column in (each.counts, each.indices))]
+        missing = (1 << (len(table.start) - 1).bit_length()) - len(table.start)
+        start, end = (np.pad(column, [(0, missing), (0, 0)]) for column in (table.start, table.end))
+        columns = [start, end, *(column for each in lists for column in (each.counts, each.indices))]
         self.start, self.end, *blocks = _moved(columns, device)
         self.blocks = tuple(block[None, None] for block in blocks)
         self.block = made.block

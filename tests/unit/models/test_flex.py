@@ -11,6 +11,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 from motet.balance import Segments
 from motet.core.attention_table import AttentionTable
 from motet.core.block_table import BlockTable
+from motet.models import flex as flex_module
+from motet.models import table_items
 from motet.models.flex import FlexTable, attend_by, compiled, has_flex
 from unit.balance.test_tokens import tables
 from unit.models.test_table_items import CAUSAL, TABLES, dense, draw
@@ -86,6 +88,34 @@ def test_a_new_length_compiles_nothing(scale, softcap, with_sinks):
         expected = dense(*tensors, table, 0.25, None, softcap, sinks)
         torch.testing.assert_close(flex(run, table, tensors, sinks), expected, rtol=1e-4, atol=1e-5)
     assert counter.frame_count == 1
+
+
+def test_few_numbers_of_intervals_are_compiled():
+    """Text that does not see images has an interval for each text before it."""
+    counter = CompileCounter()
+    run = compiled(attend_by(None, None, 128), counter)
+    for num_images in (2, 3, 6, 7):
+        modality = np.arange(2 * num_images + 1) % 2
+        instance = np.where(modality, np.arange(len(modality)) + 1, 0)
+        table = Segments(modality * 0 + 30, modality * 0, modality, instance, 1 - modality).table()
+        assert len(table.start) == num_images + 1
+        tensors = [x.detach() for x in draw(table, head_dim=16, dtype=torch.float32)]
+        torch.testing.assert_close(flex(run, table, tensors), dense(*tensors, table, 0.25), rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 2
+
+
+def test_table_items_take_it(monkeypatch):
+    """As on CUDA, but not compiled."""
+    monkeypatch.setattr(table_items, "has_flex", lambda query, dropout: True)
+    monkeypatch.setattr(flex_module, "_of_constants", attend_by)
+    table, sinks = TABLES["rows and keys of a rank"], torch.linspace(-1, 2, 4)
+    tensors = [x.detach() for x in draw(table, head_dim=16, dtype=torch.float32)]
+    items = table_items.TableItems(table)
+    for window in (None, 50, None):
+        got = items.attend(*tensors, 0.3, 0.0, window, softcap=2.0, sinks=sinks)
+        torch.testing.assert_close(got, dense(*tensors, table, 0.3, window, 2.0, sinks), rtol=1e-4, atol=1e-5)
+    nothing = [x.detach() for x in draw(TABLES["no rows"], head_dim=16, dtype=torch.float32)]
+    assert table_items.TableItems(TABLES["no rows"]).attend(*nothing, 0.3, 0.0, None).shape == (1, 0, 4, 16)
 
 
 def test_is_for_cuda_alone():
