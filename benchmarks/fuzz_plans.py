@@ -30,10 +30,12 @@ from typing import Any
 
 from rows import ROOT, commit_of
 
+from motet.schedule import planned
+
 sys.path.insert(0, str(ROOT / "tests"))
 
 import ranks
-from parity.drawn_plans import DrawnCase, draw, smaller
+from parity.drawn_plans import DrawnCase, draw, plan_of, smaller
 from parity.fuzzing import run_cases
 from parity.planned import MIXED_TOLERANCE, TOLERANCE, PlannedCase
 from ranks import RankFailed, RanksHung, run_ranks
@@ -206,6 +208,8 @@ def features(case: PlannedCase) -> Iterator[str]:
         yield "goes on under another Plan"
     if case.fill_seed >= 0 and any(unit.first_rank == 0 for unit in units[1:]):
         yield f"random fills, {case.filling}"
+        if any(stage.num_parts > stage.num_layers for stage in planned(plan_of(case)).stages):
+            yield "fills of halves of blocks"
 
 
 @dataclass

@@ -134,8 +134,6 @@ def _drawn_case(
 ) -> PlannedCase:
     """A case, which training may not be able to run. num_ranks: 0 to draw it."""
     rng = np.random.default_rng(numbers)
-    if strategy == "bubbles":  # What runs there may feed the first block alone.
-        mixture = mixture | {"parts": tuple(name for name in mixture["parts"] if name != "again")}
     num_ranks = num_ranks or int(rng.choice([2, 3, 4, 5], p=[0.3, 0.3, 0.25, 0.15]))
     units = tuple(_units(rng, strategy, num_ranks, schedule, mixture["parts"]))
     backbone = next(unit for unit in units if "backbone" in unit.modules)

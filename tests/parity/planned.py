@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
@@ -213,8 +214,8 @@ class PlannedCase:
         return [read_twice(example, self.parts) for example in examples] if has_second(self.parts) else examples
 
     def model(self) -> MLLM:
-        """The whole model."""
-        return build_hf_model(*self.built)
+        """The whole model, to be changed."""
+        return deepcopy(_whole_model(*self.built))
 
     def kept(self, step: int) -> np.ndarray:
         """The examples that are not left out, bool [batch_size]."""
@@ -223,7 +224,7 @@ class PlannedCase:
 
 @cache
 def _spec(*model: Any) -> ModelSpec:
-    return model_spec(build_hf_model(*model))
+    return model_spec(_whole_model(*model))
 
 
 def run_planned(
@@ -232,28 +233,33 @@ def run_planned(
     stored: torch.dtype = torch.float64,
     types: ComputeTypes = SAME_TYPES,
     evaluated: list[float] | None = None,
+    is_whole: bool = True,
 ) -> tuple[list[StepResult], dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
     """Steps on this rank: results; weights after the last, and its gradients (clipped), by name.
 
     stored: dtype of parameters and optimizer. types: those of passes. evaluated: gets the loss of the last step's
-    examples, as if they were held out, right before that step.
+    examples, as if they were held out, right before that step. is_whole: whether tensors are whole, or as this rank
+    holds them.
     """
     step, whole = build_step(case, stored, types), _whole_model(*case.built)
     parameters = dict(step.model.named_parameters())
     assert parameters.keys() == {name for spans in step.place.stage_spans for name in names_of_spans(whole, spans)}
-    results = []
+    results, decide = [], StepDecider(step.place)
     if case.then is not None:
-        results.append(step.run(batches_of(case, step.place, whole, 0), 0))
+        results.append(step.run(batches_of(case, step.place, whole, 0, decide), 0))
         case, step = case.then, gone_on(step, build_step(case.then, stored, types))
-        parameters = dict(step.model.named_parameters())
+        parameters, decide = dict(step.model.named_parameters()), StepDecider(step.place)
     for number in range(len(results), num_steps):
-        batches = batches_of(case, step.place, whole, number)
+        batches = batches_of(case, step.place, whole, number, decide)
         if evaluated is not None and number == num_steps - 1:
             loss_sum, num_targets = step.evaluate(batches).tolist()
             evaluated.append(loss_sum / max(num_targets, 1))
         results.append(step.run(batches, number))
-    weights = {name: _whole(parameter.detach()) for name, parameter in parameters.items()}
-    return results, weights, {name: _whole(parameter.grad) for name, parameter in parameters.items()}
+    weights = {name: parameter.detach() for name, parameter in parameters.items()}
+    gradients = {name: parameter.grad for name, parameter in parameters.items()}
+    if not is_whole:
+        return results, weights, gradients
+    return results, *({name: _whole(tensor) for name, tensor in table.items()} for table in (weights, gradients))
 
 
 @lru_cache(maxsize=8)
@@ -294,13 +300,15 @@ def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if whole is None else whole.cpu()
 
 
-def batches_of(case: PlannedCase, place: Place, model: MLLM, step: int) -> list[RankBatch]:
-    """The microbatches of a step, as far as this rank needs them."""
+def batches_of(
+    case: PlannedCase, place: Place, model: MLLM, step: int, decide: StepDecider | None = None
+) -> list[RankBatch]:
+    """The microbatches of a step, as far as this rank needs them. decide: that of the place, by default a new one."""
     examples, phases = case.examples(step), tuple(model.encoders)
     lengths = LoadedTables.read([tables_of(examples, phases, model.encoders)], phases).lengths
     needs = StageNeeds.of(place)
     batches, all_kept = [], case.kept(step)
-    for number, part in enumerate(StepDecider(place)(lengths).microbatches):
+    for number, part in enumerate((decide or StepDecider(place))(lengths).microbatches):
         kept = all_kept[part.examples]
         decision, lengths = part.decision.keep(kept, part.lengths), part.lengths.keep(kept)
         chosen = [examples[number] for number in part.examples[kept]]
@@ -335,7 +343,7 @@ def _expected(
     built: tuple[Any, ...], contents: tuple[str, ...], batch_size: int, left_out: float, seed: int, num_steps: int
 ) -> Expected:
     case = PlannedCase((), contents=contents, batch_size=batch_size, left_out=left_out, seed=seed, parts=built[2])
-    model = build_hf_model(*built)
+    model = deepcopy(_whole_model(*built))
     optimizer = build_optimizer(model, OPTIMIZER)
     figures = []
     for number in range(num_steps):
@@ -354,6 +362,12 @@ def _expected(
         {name: p.detach() for name, p in model.named_parameters()},
         {name: p.grad for name, p in model.named_parameters()},
     )
+
+
+def _in_numpy(figures: Expected) -> tuple[Any, ...]:
+    """What `expected` gives with arrays for tensors: torch writes each tensor as a file of its own."""
+    losses, *tables = figures
+    return losses, *({name: t if t is None else t.numpy() for name, t in table.items()} for table in tables)
 
 
 def check_planned(rank: int, num_ranks: int, cases: Sequence[PlannedCase]) -> list[str]:
@@ -384,11 +398,14 @@ def errors_of(case: PlannedCase) -> dict[str, float]:
     """
     evaluated: list[float] = []
     num_steps, types = (1, ComputeTypes(torch.float32, torch.float64)) if case.is_mixed else (NUM_STEPS, SAME_TYPES)
-    results, weights, gradients = run_planned(case, num_steps, types=types, evaluated=evaluated)
+    results, weights, gradients = run_planned(case, num_steps, types=types, evaluated=evaluated, is_whole=False)
     source = case.seed % dist.get_world_size()  # Ranks compute references in turn.
-    wanted = [expected(case, num_steps) if dist.get_rank() == source else None]
-    dist.broadcast_object_list(wanted, source)
-    figures, expected_weights, expected_gradients = wanted[0]
+    sent = [_in_numpy(expected(case, num_steps)) if dist.get_rank() == source else None]
+    dist.broadcast_object_list(sent, source)
+    figures, *tables = sent[0]
+    expected_weights, expected_gradients = (
+        {name: array if array is None else torch.from_numpy(array) for name, array in table.items()} for table in tables
+    )
     last = figures[-1][0]
     errors = {"evaluated loss": abs(evaluated[0] - last) / max(abs(last), 1e-9)}
     for number, (result, (loss, norm)) in enumerate(zip(results, figures, strict=True)):
@@ -407,10 +424,15 @@ def errors_of(case: PlannedCase) -> dict[str, float]:
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor, largest: float | None = None) -> float:
-    """The largest difference, as a share of the largest number, by default of `wanted`."""
+    """The largest difference, as a share of the largest number, by default of `wanted`. Of a DTensor: in its rows."""
     largest = _largest(wanted) if largest is None else largest
-    return (found - wanted).abs().max().item() / (largest if largest > 1e-15 else 1.0)
+    if isinstance(found, DTensor):
+        mesh, found = found.device_mesh, found.to_local()
+        rows = (*wanted.chunk(mesh.size(mesh.ndim - 1)), wanted[:0])
+        wanted = rows[min(mesh.get_local_rank(mesh.ndim - 1), len(rows) - 1)]
+        assert found.shape == wanted.shape
+    return _largest(found.cpu() - wanted) / (largest if largest > 1e-15 else 1.0)
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    return tensor.abs().max().item()
+    return tensor.abs().max().item() if tensor.numel() else 0.0

@@ -4,12 +4,15 @@ import pytest
 
 from motet.core.plan import Unit
 from parity.planned import PlannedCase, assert_planned
+from parity.test_bubbles import beside, cut
 from parity.test_planned import chain
 
 AGAIN = ("again",)
 IMAGE, AUDIO = Unit("image", ({"image": 3},), zero=0), Unit("audio", ({"audio": 2},), first_rank=1, zero=0)
 BY_ONE = ({"backbone": 1}, {"backbone": 1}, {"backbone": 1})
 """The rows of audio enter each stage, those of images the first and the last."""
+BY_TWO = ({"audio": 2}, *BY_ONE)
+"""Stages of two ranks."""
 CASES = {
     2: [
         PlannedCase(chain({"i": 3, "a": 2, "b": 1}, {"b": 2}), parts=AGAIN),
@@ -28,6 +31,17 @@ CASES = {
             "interleaved_1f1b",
             parts=AGAIN,
             batch_size=8,
+        ),
+        # In bubbles: an encoder has an edge to each stage of the backbone that its rows enter.
+        beside(({"backbone": 2}, {"backbone": 1}), cut("image", 3), cut("audio", 1, 1), parts=AGAIN, fill_seed=2),
+        beside(BY_TWO, cut("image", 1, 2), parts=AGAIN, schedule="interleaved_1f1b", batch_size=8, blocking=True),
+        beside(
+            ({"backbone": 1}, {"backbone": 2}),
+            ({"image": 3, "audio": 2},),
+            parts=AGAIN,
+            frozen=("image",),
+            filling="by_step",
+            fill_seed=5,
         ),
     ],
     3: [

@@ -101,7 +101,7 @@ def test_cases_have_all_that_a_plan_can_say():
             "two blocks or more in a stage",
             "goes on under another Plan",
         ),
-        *("part queries", "part tiles", "part rows", "part sum", "random fills, static"),
+        *("part queries", "part tiles", "part rows", "part sum", "random fills, static", "fills of halves of blocks"),
         *("dp 2 beside 1", "dp 1 beside 2", "dp 3 beside 2", "dp 2 beside 3"),
     }
     assert not any(obstacle_of(each.case) for each in drawn[:20])

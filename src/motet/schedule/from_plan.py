@@ -347,9 +347,9 @@ def _encoder_pipelines(
     """
     backbone = [stage for stage in layout.stages if stage.unit is layout.backbone]
     number = program.num_stages
-    sinks = _first_backbone_stages(layout)
     for unit in layout.in_bubbles:
         num_pipelines = layout.backbone.pp // unit.pp
+        sinks = _sinks(layout, unit)
         for replica in range(layout.num_replicas(layout.backbone)):
             on_rank = {stage.rank: stage for stage in backbone if stage.replica == replica}
             numbers = [range(number + j * unit.pp, number + (j + 1) * unit.pp) for j in range(num_pipelines)]
@@ -360,7 +360,8 @@ def _encoder_pipelines(
                 stages = _encoder_stages(layout, unit, replica * num_pipelines + j, hosts, microbatches)
                 has_backward = tuple(stage.has_backward for stage in stages)
                 module = "+".join(unit.modules)
-                yield EncoderPipeline(module, ranks, microbatches, sinks[replica], has_backward), stages
+                sink, *again = sinks[replica]
+                yield EncoderPipeline(module, ranks, microbatches, sink, has_backward, tuple(again)), stages
 
 
 def _encoder_stages(
@@ -386,13 +387,15 @@ def _encoder_stages(
     ]
 
 
-def _first_backbone_stages(layout: Layout) -> dict[int, int]:
-    """For each replica of the backbone, the number of the first stage that runs layers of the backbone."""
-    first: dict[int, int] = {}
+def _sinks(layout: Layout, unit: Unit) -> dict[int, list[int]]:
+    """For each replica of the backbone, the numbers of the stages that take in the outputs of a unit's modules."""
+    model = layout.plan.model
+    entries = {block for name in unit.modules for block in model.entries(name, BACKBONE)}
+    sinks: dict[int, list[int]] = {}
     for number, stage in enumerate(layout.stages):
-        if BACKBONE in stage.modules:
-            first.setdefault(stage.replica, number)
-    return first
+        if entries.intersection(range(*stage.layers.get(BACKBONE, (0, 0)))):
+            sinks.setdefault(stage.replica, []).append(number)
+    return sinks
 
 
 def _encoded_microbatches(layout: Layout, fills: Sequence[Fill], pipelines: list[range]) -> tuple[tuple[int, ...], ...]:

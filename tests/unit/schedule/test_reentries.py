@@ -2,9 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
-from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
 from motet.core.plan_file import read_plan, write_plan
 from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
@@ -68,11 +65,18 @@ def test_copies_feed_the_stages_that_their_rows_enter():
     assert audios == {0: ["audio"], 1: [], 2: [], 3: []}
 
 
-def test_what_enters_again_cannot_be_computed_in_bubbles():
-    units = Unit("llm", BLOCKS, pp=4), Unit("image", ({"image": 2},), dp=4, zero=0)
-    units = (*units, Unit("audio", ({"audio": 2},), dp=4, zero=0))
-    with pytest.raises(UserError, match="'image' enters 'backbone' again before its block 1; what runs in the"):
-        carried(*units)
+def test_pipelines_in_bubbles_feed_the_stages_that_their_rows_enter():
+    units = Unit("llm", BLOCKS, pp=4), Unit("image", ({"image": 1}, {"image": 1}), dp=2, pp=2, zero=0)
+    sent = carried(*units, Unit("audio", ({"audio": 2},), dp=4, zero=0))
+    images, audios = (
+        {edge: sent[edge] for edge in sent if edge[0] in stages} for stages in (range(4, 8), range(8, 12))
+    )
+    assert images == {
+        (4, 5): ["image"],
+        (6, 7): ["image"],
+        **{(last, sink): ["image"] for last in (5, 7) for sink in (0, 1, 3)},
+    }
+    assert audios == {(only, 0): ["audio"] for only in range(8, 12)}
 
 
 def test_a_plan_file_has_them(tmp_path):

@@ -78,8 +78,6 @@ def _never(job: Job, pins: Pins) -> str:
         return "the model has no encoders to run in bubbles."
     if set(job.model.edges) != {(name, BACKBONE) for name in encoders}:
         return "bubbles are filled with modules that feed the backbone alone, and the model has others."
-    if job.model.reentries:
-        return "bubbles are filled with modules that feed the backbone's first block alone."
     if not (pins.allow(schedule="interleaved_1f1b") or pins.allow(schedule="1f1b")):
         return f"the schedule is pinned to {pins.schedule!r}; bubbles are filled under 'interleaved_1f1b' and '1f1b'."
     return ""

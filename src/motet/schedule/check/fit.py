@@ -138,11 +138,6 @@ def _check_order(plan: Plan) -> None:
             raise UserError(
                 f"{source!r} feeds {sink!r}; what runs in the backbone's bubbles may feed the backbone alone."
             )
-        if unit in units_in_bubbles(plan) and len(entries := plan.model.entries(source, sink)) > 1:
-            raise UserError(
-                f"{source!r} enters {sink!r} again before its block {entries[1]}; what runs in the backbone's bubbles "
-                "may feed its first block alone."
-            )
         if unit is other and source not in replicated and _stages_of(unit, source)[-1] > _stages_of(unit, sink)[0]:
             raise UserError(f"unit {unit.name!r}: {source!r} feeds {sink!r}, so its stages must not come after.")
     left = list(plan.units)

@@ -27,6 +27,7 @@ class EncoderPipeline:
     microbatches: the backbone's microbatches that it encodes, in order.
     sink:         the stage of the backbone that takes in its output.
     has_backward: per stage; () is all.
+    again:        later stages of the backbone that take in its output again.
 
     Example:
         >>> from motet.schedule import coarse_fills, fill_bubbles, one_f_one_b
@@ -42,6 +43,7 @@ class EncoderPipeline:
     microbatches: tuple[int, ...]
     sink: int = 0
     has_backward: tuple[bool, ...] = ()
+    again: tuple[int, ...] = ()
 
 
 def global_order(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -116,8 +118,9 @@ def _check_encoders(program: Program, encoders: Sequence[EncoderPipeline]) -> No
     for encoder in encoders:
         if not encoder.ranks or any(not 0 <= rank < program.num_ranks for rank in encoder.ranks):
             raise ArgumentError(f"encoder {encoder.module} is on ranks {encoder.ranks}; there are {program.num_ranks}.")
-        if not 0 <= encoder.sink < program.num_stages:
-            raise ArgumentError(f"encoder {encoder.module} feeds stage {encoder.sink}; there are {program.num_stages}.")
+        for sink in (encoder.sink, *encoder.again):
+            if not 0 <= sink < program.num_stages:
+                raise ArgumentError(f"encoder {encoder.module} feeds stage {sink}; there are {program.num_stages}.")
         if len(_has_backward(encoder)) != len(encoder.ranks):
             raise ArgumentError(
                 f"encoder {encoder.module}: has_backward has {len(encoder.has_backward)} flags; it must have one a "
@@ -140,7 +143,7 @@ def _with_stages(program: Program, encoders: Sequence[EncoderPipeline]) -> Progr
         for index, rank in enumerate(encoder.ranks):
             stage_group = groups.setdefault((encoder.module, index), group + len(groups))
             stages.append(Stage(rank, encoder.module, stage_group, tuple(sorted(encoder.microbatches))))
-        edges += [*pairwise(numbers), (numbers[-1], encoder.sink)]
+        edges += [*pairwise(numbers), *((numbers[-1], sink) for sink in (encoder.sink, *encoder.again))]
     return replace(program, stages=tuple(stages), edges=tuple(edges))
 
 

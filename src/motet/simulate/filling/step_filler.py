@@ -117,7 +117,8 @@ class StepFiller:
         for number, stage in enumerate(self.own.stages[first:], first):
             replica, pipeline = divmod(stage.replica, layout.backbone.pp // stage.unit.pp)
             numbers.setdefault((stage.unit.name, replica), {}).setdefault(pipeline, []).append(number)
-        sinks = dict(self._bare.edges[len(self._bubbles.program.edges) :])
+        # Of several sinks the first takes a microbatch in before the others, and gives its gradient back behind them.
+        sinks = dict(reversed(self._bare.edges[len(self._bubbles.program.edges) :]))
         for by_pipeline in numbers.values():
             stages = tuple(map(tuple, by_pipeline.values()))
             own = [0] * layout.num_microbatches
