@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from motet.core.module_degrees import ANY_DEGREES, ModuleDegrees
-from motet.core.plan import BalancingMethod, FillingMethod, Order, Plan
+from motet.core.plan import BalancingMethod, Fill, FillingMethod, Order, Plan, Zero
 from motet.planner.job import Job
 from motet.simulate.predict.predict import predict_assigned
 from motet.simulate.predict.prediction import Prediction
@@ -74,13 +74,44 @@ def size_words(size_bytes: float) -> str:
 
 
 @dataclass(frozen=True)
+class FieldPins:
+    """Pinned fields of one module and of its unit, beside its degrees (`core.plan.Unit`). None leaves a field to the
+    search.
+
+    unit:       a name; modules with the same one share a unit.
+    blocks:     the module's blocks in each stage of its unit. recompute: those that are recomputed.
+    replicated: whether every stage computes the module whole.
+    cap:        of the module's lengths in a microbatch (`Plan.microbatch_caps`).
+
+    Example:
+        >>> FieldPins(blocks=(4, 2), zero=3).stated
+        {'blocks': (4, 2), 'zero': 3}
+    """
+
+    unit: str | None = None
+    blocks: tuple[int, ...] | None = None
+    recompute: tuple[int, ...] | None = None
+    zero: Zero | None = None
+    shard_size: int | None = None
+    first_rank: int | None = None
+    replicated: bool | None = None
+    cap: int | None = None
+
+    @property
+    def stated(self) -> dict[str, Any]:
+        """The fields that are pinned, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
 class Pins:
     """What the search may not change. None leaves a field to the search.
 
     strategies: the strategies that are searched; () is all.
     tp, pp, dp: degrees of the backbone. recompute: the mode of all trainable modules.
     schedule:   one that a strategy can propose. GPipe is none: 1F1B takes as long, and holds less.
-    modules:    degrees of single modules by name (`module_pins.py`).
+    modules:    degrees of single modules by name (`module_pins.py`). fields: their other fields (`field_pins.py`).
+    fills:      all of them; () is none.
 
     Example:
         >>> pins = Pins(tp=8, schedule="1f1b")
@@ -99,6 +130,9 @@ class Pins:
     order: Order | None = None
     filling: FillingMethod | None = None
     modules: Mapping[str, ModuleDegrees] = field(default_factory=dict)
+    fields: Mapping[str, FieldPins] = field(default_factory=dict)
+    deferred_warmup: bool | None = None
+    fills: tuple[Fill, ...] | None = None
 
     def allow(self, **chosen: object) -> bool:
         """Whether each chosen value is the pinned one, or its field is not pinned."""

@@ -16,7 +16,9 @@ from motet.core.plan import Plan
 from motet.core.plan_file import write_plan
 from motet.planner.candidate import Pins
 from motet.planner.evaluation import NO_QUOTA, Quota
+from motet.planner.field_pins import pins_of
 from motet.planner.job import Job
+from motet.planner.pins import pin_texts
 from motet.planner.report import print_result, winner_in_words
 from motet.planner.search import search
 from motet.planner.search_result import SearchResult, SimulatedCandidate
@@ -135,14 +137,21 @@ def _tables(result: SearchResult, untrained: Callable[[Plan], str]) -> Iterator[
     """The figures of each Plan, best first.
 
     bound_s: of every Plan of the job (`step_bound.py`), by the predicted seconds; bound_by: the term that binds.
-    measured_s: seconds of a real step; null where none was run.
+    measured_s: seconds of a real step; null where none was run. pins: of every field, as `--pin` takes them.
     """
     for one in result.results:
         candidate = one.candidate
         why_not = one.obstacle or untrained(candidate.plan)
         figures = prediction_tables(candidate.strategy, one.prediction, why_not)
         bound = {"bound_s": result.bound.step_s, "bound_by": result.bound.term}
-        yield {"strategy": candidate.strategy, "what": candidate.what, "measured_s": one.measured_s, **figures, **bound}
+        yield {
+            "strategy": candidate.strategy,
+            "what": candidate.what,
+            "measured_s": one.measured_s,
+            **figures,
+            **bound,
+            "pins": pin_texts(pins_of(candidate.plan)),
+        }
 
 
 def find_plans(job: Job, pins: Pins, quota: Quota = NO_QUOTA) -> SearchResult:

@@ -22,9 +22,9 @@ from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy, predict_candidate
 from motet.planner.comparison import rivals
+from motet.planner.field_pins import before_context, with_pinned_fields
 from motet.planner.infeasible import possible_tensor_degrees
 from motet.planner.job import Job
-from motet.planner.module_pins import unmet_pin
 from motet.planner.order import with_pinned_deal
 from motet.planner.refinement import Refinement
 from motet.planner.search_result import PassedOver, SearchResult, SimulatedCandidate
@@ -202,13 +202,12 @@ def _leaders(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def _proposals(name: str, strategy: Strategy, job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     try:
-        for proposal in strategy(job, pins):
+        for proposal in strategy(job, before_context(pins)):
             if isinstance(proposal, RuledOut):
                 yield proposal
-            elif why := unmet_pin(proposal.plan, pins.modules):
-                yield RuledOut(name, proposal.what, f"{why}, as is pinned.")
             else:
-                yield with_pinned_deal(proposal, pins)
+                dealt = with_pinned_deal(proposal, pins)
+                yield dealt if isinstance(dealt, RuledOut) else with_pinned_fields(dealt, pins)
     except UserError as error:
         # A profile may lack what one strategy needs (tensor-parallel layers, say); the others are still searched.
         yield RuledOut(name, "", str(error))

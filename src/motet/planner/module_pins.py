@@ -7,6 +7,7 @@ module's beside them. What a strategy proposes all the same without a pin is rul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -75,18 +76,12 @@ def _with_degrees(pins: Pins, modules: Mapping[str, ModuleDegrees], degrees: Ite
 
 def check_module_pins(job: Job, pins: Pins) -> None:
     """Raise UserError for pins of a module that the model lacks, and for degrees that no Plan of the job has."""
-    for name, stated in pins.modules.items():
-        known = [module.name for module in job.model.modules]
+    known = [module.name for module in job.model.modules]
+    for name in (*pins.modules, *pins.fields):
         if name not in known:
-            raise UserError(
-                f"{name} is pinned to {stated}, and the model has no module {name!r}; it has {', '.join(known)}."
-            )
+            raise UserError(f"{name} is pinned, and the model has no module {name!r}; it has {', '.join(known)}.")
+    for name, stated in pins.modules.items():
         num_blocks, cluster = len(job.model.module(name).blocks), job.cluster
-        if stated.cp not in (None, 1):
-            raise UserError(
-                f"{name} is pinned to cp = {stated.cp}; context parallelism is tried for what is proposed, and"
-                " cannot be pinned above 1 yet; remove it."
-            )
         if stated.tp is not None and stated.tp not in tensor_degrees(job, name):
             raise UserError(
                 f"{name} is pinned to tp = {stated.tp}; it must be one of {listed(tensor_degrees(job, name))}, in"
@@ -94,7 +89,7 @@ def check_module_pins(job: Job, pins: Pins) -> None:
             )
         if stated.pp is not None and stated.pp > num_blocks:
             raise UserError(f"{name} is pinned to pp = {stated.pp}; it must be 1 to {num_blocks}, its blocks.")
-        if (needed := (stated.tp or 1) * (stated.pp or 1) * (stated.dp or 1)) > cluster.num_ranks:
+        if (needed := math.prod(stated.stated.values())) > cluster.num_ranks:
             raise UserError(
                 f"{name} is pinned to {stated}, {needed:,} ranks, and the cluster has {cluster.num_ranks:,}."
             )

@@ -15,8 +15,8 @@ from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy
+from motet.planner.field_pins import before_context, with_pinned_fields
 from motet.planner.job import Job
-from motet.planner.module_pins import unmet_pin
 
 _NODE_FACTORS = (2, 3, 4, 8)
 """Multiples of the job's nodes, in the order in which they are tried."""
@@ -85,7 +85,8 @@ def _on_more_nodes(job: Job, strategy: Strategy, pins: Pins) -> Iterator[str]:
 def _proposed(strategy: Strategy, job: Job, pins: Pins) -> Candidate | None:
     """The candidate with the least estimate; None if there is none."""
     try:
-        proposals = (each for each in strategy(job, pins) if isinstance(each, Candidate))
-        return next((each for each in proposals if not unmet_pin(each.plan, pins.modules)), None)
+        proposals = (each for each in strategy(job, before_context(pins)) if isinstance(each, Candidate))
+        adapted = (with_pinned_fields(each, pins) for each in proposals)
+        return next((each for each in adapted if isinstance(each, Candidate)), None)
     except UserError:  # A profile may lack what the strategy needs.
         return None

@@ -127,7 +127,8 @@ def is_even(batch: BatchLengths) -> bool:
 def _reordered_plans(job: Job, plan: Plan, pins: Pins) -> Iterator[Plan]:
     for order in _ORDERS:
         yield replace(plan, order=order)
-    if pins.microbatch_size is None and (caps := caps_for(job, plan)):
+    is_capped = any(stated.cap is not None for stated in pins.fields.values())
+    if pins.microbatch_size is None and not is_capped and (caps := caps_for(job, plan)):
         yield replace(plan, order="both", microbatch_caps=caps)
 
 

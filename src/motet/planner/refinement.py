@@ -27,8 +27,8 @@ from motet.planner.candidate import (
     predict_candidate,
 )
 from motet.planner.degrees import SCHEDULE_NAMES
+from motet.planner.field_pins import unmet
 from motet.planner.job import Job
-from motet.planner.module_pins import unmet_pin
 from motet.planner.neighbours import neighbours
 from motet.planner.quick_estimate import quick_estimate
 from motet.planner.regrouping import regrouped
@@ -168,7 +168,7 @@ class Refinement:
         unit, pins = plan.unit_of(BACKBONE), self.pins
         degrees = pins.allow(tp=unit.tp, pp=unit.pp, dp=unit.dp, microbatch_size=plan.microbatch_size)
         rest = pins.allow(schedule=plan.schedule, order=plan.order, balance=plan.balance)
-        return degrees and rest and strategy_of(plan) in self.strategies and not unmet_pin(plan, pins.modules)
+        return degrees and rest and strategy_of(plan) in self.strategies and not unmet(plan, pins)
 
     def _spend(self, strategy: str, like: Prediction, times: int = 1) -> bool:
         """Whether a strategy's budget has some simulations like this one left, which are then spent."""

@@ -15,13 +15,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from motet.core.errors import UserError
+from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
-from motet.planner.candidate import Pins, PruningStrategy, Strategy
+from motet.planner.candidate import Candidate, Pins, PruningStrategy, Strategy
 from motet.planner.evaluation import NO_QUOTA, CandidateEvaluation, Quota, SearchProgress
 from motet.planner.fewer_ranks import on_cluster, smaller_jobs
+from motet.planner.field_pins import pinned_plan
 from motet.planner.job import Job
 from motet.planner.module_pins import check_module_pins
 from motet.planner.nearest_miss import nearest_miss, would_fit
+from motet.planner.refinement import strategy_of
 from motet.planner.search_result import SearchResult, SimulatedCandidate
 from motet.planner.step_bound import step_bound
 
@@ -55,8 +58,13 @@ def search(
     check_module_pins(job, pins)
     progress = progress or (lambda what, done, total: None)
     evaluation = CandidateEvaluation(job, pins, max_simulated, quota, progress, is_refined=is_refined)
+    plan = pinned_plan(job, pins)
+    if plan is not None:
+        evaluation.is_refined = False
+        strategies = {strategy_of(plan): lambda job, pins: iter([_as_pinned(job, plan)])}
     chosen = _search_whole(evaluation, strategies)
-    _search_smaller(evaluation, strategies)
+    if plan is None:
+        _search_smaller(evaluation, strategies)
     result = evaluation.result(chosen)
     if not result.results and (nearest := nearest_miss(result.ruled_out)):
         progress("looking for what would fit", 0, 1)
@@ -105,6 +113,11 @@ def _search_smaller(evaluation: CandidateEvaluation, strategies: Mapping[str, St
     if best is not None and best.prediction.step_s < all_s:
         candidate = on_cluster(best.candidate, evaluation.job, all_s)
         evaluation.results.append(SimulatedCandidate(candidate, best.prediction))
+
+
+def _as_pinned(job: Job, plan: Plan) -> Candidate:
+    """The candidate of a Plan that is pinned whole."""
+    return Candidate(strategy_of(plan), "as pinned", plan, step_bound(job).step_s or 1.0)
 
 
 def _step_s(result: SimulatedCandidate) -> float:

@@ -159,7 +159,7 @@ class _Bounds:
 
     def _shapes(self) -> Iterator[_Shape]:
         """Those with the most ranks first, so that others are left out early."""
-        degrees = [tp for tp in tensor_degrees(self.job) if tp <= self.num_ranks]
+        degrees = [tp for tp in tensor_degrees(self.job, BACKBONE) if tp <= self.num_ranks]
         most_stages = sum(self.num_blocks.values())
         if self.num_ranks > MAX_RANKS_BY_SHAPE:
             for tp in degrees:

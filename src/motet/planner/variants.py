@@ -36,7 +36,11 @@ def fastest_variant(job: Job, candidate: Candidate, given: Prediction, pins: Pin
     given: the candidate's step as it is; both are returned unchanged if nothing is faster. Simulates up to 13 times.
     """
     best = with_best_order(job, candidate, given, pins)
-    others = *_otherwise_balanced(job, candidate, pins), *_without_fills(candidate), *_by_step(job, candidate, pins)
+    others = (
+        *_otherwise_balanced(job, candidate, pins),
+        *_without_fills(candidate, pins),
+        *_by_step(job, candidate, pins),
+    )
     for variant in others:
         variant, prediction = with_best_order(job, variant, predict_candidate(job, variant), pins)
         if prediction.step_s < best[1].step_s and prediction.peak_bytes.max() <= job.capacity_bytes:
@@ -89,9 +93,9 @@ def _in_pipelines(plan: Plan) -> Iterator[BalancingMethod]:
         yield "joint"
 
 
-def _without_fills(candidate: Candidate) -> Iterator[Candidate]:
+def _without_fills(candidate: Candidate, pins: Pins) -> Iterator[Candidate]:
     """Passes of encoders stay whole, before and after the backbone's."""
-    if candidate.plan.fills:
+    if candidate.plan.fills and pins.fills is None:
         plan = replace(candidate.plan, fills=())
         yield replace(candidate, plan=plan, what=f"{candidate.what}, no fills", facts=())
 

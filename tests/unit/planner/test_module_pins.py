@@ -46,7 +46,7 @@ def test_every_plan_that_is_found_has_the_pinned_degrees(pins, strategies):
     ("pins", "said"),
     [
         (["video.tp=2"], "the model has no module 'video'; it has image, audio, backbone."),
-        (["image.cp=2"], "cannot be pinned above 1 yet"),
+        (["image.cp=2", "image.dp=8"], "image is pinned to cp = 2, dp = 8, 16 ranks, and the cluster has 8."),
         (["image.tp=3"], "image is pinned to tp = 3; it must be one of 1, 2, 4"),
         (["audio.pp=5"], "audio is pinned to pp = 5; it must be 1 to 4, its blocks."),
         (["image.pp=2", "image.dp=8"], "image is pinned to pp = 2, dp = 8, 16 ranks, and the cluster has 8."),

@@ -1,0 +1,231 @@
+"""Pins of the fields of a Plan that are no degrees: of each module's unit, and of the whole Plan.
+
+A field that can be changed alone (ZeRO stage, recomputation, first rank, caps, ...) is changed in what strategies
+propose (`with_pinned_fields`); what then still has no pin is ruled out (`unmet`). Where units, blocks and degrees of
+every module are pinned there is one Plan (`pinned_plan`). `pins_of` has every field of a Plan as pins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from motet.core.errors import UserError
+from motet.core.module_degrees import ModuleDegrees
+from motet.core.plan import Fill, Plan, Unit
+from motet.core.spec import ModelSpec
+from motet.core.workload import BACKBONE
+from motet.planner.candidate import Candidate, FieldPins, Pins, RuledOut
+from motet.planner.job import Job
+from motet.planner.module_pins import degrees_of, unmet_pin
+from motet.planner.neighbours import on_first_ranks
+from motet.schedule import check_fit
+
+_ALONE = ("zero", "shard_size", "first_rank")
+"""Fields of a unit that can be changed by themselves."""
+
+
+def pins_of(plan: Plan) -> Pins:
+    """Every decision of a Plan as a pin; units, and modules in a unit, in the order of the Plan.
+
+    Not pinned are what the job decides (model, cluster, batch, precision, policy) and the names of units.
+    """
+    backbone, names = plan.unit_of(BACKBONE), [name for unit in plan.units for name in unit.modules]
+    return Pins(
+        tp=backbone.tp,
+        pp=backbone.pp,
+        dp=backbone.dp,
+        microbatch_size=plan.microbatch_size,
+        schedule=plan.schedule,  # type: ignore[arg-type]
+        balance=plan.balance,
+        order=plan.order,
+        filling=plan.filling,
+        modules={name: degrees_of(plan, name) for name in names},
+        fields={name: fields_of(plan, name) for name in names},
+        deferred_warmup=plan.deferred_warmup,
+        fills=plan.fills,
+    )
+
+
+def fields_of(plan: Plan, module: str) -> FieldPins:
+    """The fields of a module and of its unit, all of them stated but a cap that the Plan does not have."""
+    unit = plan.unit_of(module)
+    recompute = unit.recompute or tuple({} for _ in unit.stages)
+    return FieldPins(
+        unit=unit.name,
+        blocks=tuple(stage.get(module, 0) for stage in unit.stages),
+        recompute=tuple(counts.get(module, 0) for counts in recompute),
+        zero=unit.zero,
+        shard_size=unit.shard_size,
+        first_rank=unit.first_rank,
+        replicated=module in unit.replicated,
+        cap=plan.microbatch_caps.get(module),
+    )
+
+
+def unmet(plan: Plan, pins: Pins) -> str:
+    """The first pin of a module, of its unit or of its Plan that a Plan does not have, in words; "" if it has all."""
+    return unmet_pin(plan, pins.modules) or next(_unmet_fields(plan, pins), "")
+
+
+def _unmet_fields(plan: Plan, pins: Pins) -> Iterator[str]:
+    units: dict[str, str] = {}
+    for name, stated in pins.fields.items():
+        found = fields_of(plan, name)
+        for field, value in stated.stated.items():
+            if field == "unit":  # What counts is which modules share one.
+                if units.setdefault(value, found.unit or "") != found.unit:
+                    yield f"{name} is not in the unit of the other modules of {value!r}"
+            elif (has := getattr(found, field)) != value:
+                yield f"{name} has {field} = {pin_text(has)}, not {pin_text(value)}"
+    if len(set(units.values())) < len(units):
+        yield f"modules that are pinned to the units {' and '.join(map(repr, units))} share one"
+    for field in ("deferred_warmup", "fills"):
+        if (value := getattr(pins, field)) is not None and getattr(plan, field) != value:
+            yield f"{field} is not what is pinned"
+
+
+def with_pinned_fields(candidate: Candidate, pins: Pins) -> Candidate | RuledOut:
+    """A proposed candidate with the pinned fields, as far as they can be changed alone; ruled out with the reason if it
+    does not have all pins then, or does not fit."""
+    plan = candidate.plan
+    for name, degrees in pins.modules.items():
+        plan = _with_context(plan, name, degrees)
+    for name, stated in pins.fields.items():
+        plan = _with_fields(plan, name, stated)
+    if pins.deferred_warmup is not None and plan.schedule == "interleaved_1f1b":
+        plan = replace(plan, deferred_warmup=pins.deferred_warmup)
+    if pins.fills == ():
+        plan = replace(plan, fills=())
+    if why := unmet(plan, pins):
+        return RuledOut(candidate.strategy, candidate.what, f"{why}, as is pinned.")
+    if plan == candidate.plan:
+        return candidate
+    try:
+        check_fit(plan)
+    except UserError as error:
+        return RuledOut(candidate.strategy, candidate.what, str(error))
+    return replace(candidate, plan=plan, bound_s=0.0)
+
+
+def before_context(pins: Pins) -> Pins:
+    """The pins that strategies are given, which propose no context parallelism: it takes its ranks from replicas."""
+
+    def whole(degrees: ModuleDegrees) -> ModuleDegrees:
+        return replace(degrees, cp=None, dp=degrees.dp and degrees.dp * (degrees.cp or 1))
+
+    dp = pins.dp and pins.dp * (pins.of(BACKBONE).cp or 1)
+    return replace(pins, dp=dp, modules={name: whole(degrees) for name, degrees in pins.modules.items()})
+
+
+def pinned_plan(job: Job, pins: Pins) -> Plan | None:
+    """The Plan whose every unit is pinned, with defaults for what is not; None where some module's unit, blocks or dp
+    is open, or the schedule or the microbatch. Raises UserError where it does not fit."""
+    names = list(pins.fields)
+    parts = [(pins.fields[name], pins.of(name)) for name in names]
+    is_open = any(None in (stated.unit, stated.blocks, degrees.dp) for stated, degrees in parts)
+    if is_open or set(names) != set(job.model.num_blocks) or not (pins.schedule and pins.microbatch_size):
+        return None
+    by_unit: dict[str, list[str]] = {}
+    for name, (stated, _) in zip(names, parts):
+        by_unit.setdefault(stated.unit or "", []).append(name)
+    units = tuple(_pinned_unit(job.model, unit, modules, pins) for unit, modules in by_unit.items())
+    balance = pins.balance or "off"
+    plan = Plan(
+        job.model,
+        job.cluster,
+        units,
+        job.batch_size,
+        pins.microbatch_size,
+        pins.schedule,
+        deferred_warmup=bool(pins.deferred_warmup),
+        precision=job.precision,
+        balance=balance,
+        fills=pins.fills or (),
+        order=pins.order or "given",
+        microbatch_caps={name: stated.cap for name, (stated, _) in zip(names, parts) if stated.cap is not None},
+        policy=job.policy_under(balance) if pins.schedule == "data_parallel" else {},
+        filling=pins.filling or "static",
+    )
+    if any(stated.first_rank is None for stated, _ in parts):
+        plan = on_first_ranks(plan)
+    check_fit(plan)
+    return plan
+
+
+def _pinned_unit(model: ModelSpec, name: str, modules: Sequence[str], pins: Pins) -> Unit:
+    stated, degrees = pins.fields[modules[0]], pins.of(modules[0])
+    blocks = {module: pins.fields[module].blocks or () for module in modules}
+    num_stages = max(map(len, blocks.values()))
+    for module, counts in blocks.items():
+        expected = 0 if pins.fields[module].replicated else model.num_blocks[module]
+        if len(counts) != num_stages or sum(counts) != expected:
+            raise UserError(
+                f"{module}.blocks is pinned to {pin_text(counts)}; it must have a number for each of the {num_stages} "
+                f"stages of its unit, {expected} in all."
+            )
+    own = [module for module in modules if not pins.fields[module].replicated]
+    stages = ({module: blocks[module][stage] for module in own} for stage in range(num_stages))
+    recompute = {module: pins.fields[module].recompute or (0,) * num_stages for module in modules}
+    return Unit(
+        name,
+        tuple({module: count for module, count in stage.items() if count} for stage in stages),
+        stated.first_rank or 0,
+        degrees.dp or 1,
+        (pins.pp or num_stages) if BACKBONE in modules else num_stages,
+        degrees.tp or 1,
+        degrees.cp or 1,
+        tuple(module for module in modules if pins.fields[module].replicated),
+        _recomputed(recompute, num_stages),
+        1 if stated.zero is None else stated.zero,
+        stated.shard_size or 0,
+    )
+
+
+def _recomputed(counts: Mapping[str, Sequence[int]], num_stages: int) -> tuple[Mapping[str, int], ...]:
+    """Per stage, the recomputed blocks of each module; () for none at all."""
+    if not any(map(any, counts.values())):
+        return ()
+    return tuple({name: of[stage] for name, of in counts.items() if of[stage]} for stage in range(num_stages))
+
+
+def _with_context(plan: Plan, module: str, degrees: ModuleDegrees) -> Plan:
+    """The unit of a module with its pinned CP, from ranks of its replicas."""
+    unit, cp = plan.unit_of(module), degrees.cp or 1
+    if unit.cp == cp or unit.cp > 1 or unit.dp % cp or plan.schedule == "data_parallel":
+        return plan
+    return _with_unit(plan, unit, replace(unit, cp=cp, dp=unit.dp // cp))
+
+
+def _with_fields(plan: Plan, module: str, stated: FieldPins) -> Plan:
+    unit = plan.unit_of(module)
+    changed: dict[str, Any] = {field: value for field, value in stated.stated.items() if field in _ALONE}
+    if stated.recompute is not None and len(stated.recompute) == len(unit.stages):
+        before = unit.recompute or tuple({} for _ in unit.stages)
+        changed["recompute"] = tuple(
+            {**counts, module: number} for counts, number in zip(before, stated.recompute, strict=True)
+        )
+    if stated.cap is not None:
+        plan = replace(plan, microbatch_caps={**plan.microbatch_caps, module: stated.cap})
+    return _with_unit(plan, unit, replace(unit, **changed)) if changed else plan
+
+
+def _with_unit(plan: Plan, unit: Unit, changed: Unit) -> Plan:
+    return replace(plan, units=tuple(changed if one is unit else one for one in plan.units))
+
+
+def pin_text(value: object) -> str:
+    """The value of a pin as it is written after `=`.
+
+    Example:
+        >>> pin_text((4, 2, 0)), pin_text(True), pin_text("1f1b")
+        ('4,2,0', 'yes', '1f1b')
+    """
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Fill):
+        return f"{value.rank}:{value.action}<{value.before}"
+    if isinstance(value, tuple):
+        return ",".join(map(pin_text, value)) if value else "none"
+    return str(value)

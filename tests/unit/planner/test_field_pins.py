@@ -1,0 +1,109 @@
+"""Every field of a Plan has a pin, and a Plan whose every field is pinned is found again, with the same step."""
+
+from dataclasses import fields, replace
+
+import pytest
+
+from motet.core.errors import UserError
+from motet.core.plan import Plan, Unit
+from motet.planner.candidate import FieldPins, Pins
+from motet.planner.field_pins import fields_of, pinned_plan, pins_of
+from motet.planner.module_pins import check_module_pins
+from motet.planner.pins import parse_pins, pin_texts
+from motet.planner.search import search
+from motet.planner.strategies import STRATEGIES
+from unit.planner.jobs import job
+
+OF_THE_JOB = {"model", "cluster", "batch_size", "precision", "policy"}
+OTHERWISE = {
+    "units": "fields",
+    "stages": "blocks",
+    "microbatch_caps": "cap",
+    "name": "unit",
+}
+"""Fields of a Plan and of its units, and the pins that hold them under another name."""
+
+
+@pytest.fixture(scope="module")
+def found():
+    planned = job(batch_size=16, spread=0.7)
+    return planned, search(planned, STRATEGIES)
+
+
+def test_every_field_has_a_pin():
+    pins = {field.name for each in (Pins, FieldPins) for field in fields(each)}
+    decided = {field.name for each in (Plan, Unit) for field in fields(each)} - OF_THE_JOB
+    assert {OTHERWISE.get(name, name) for name in decided} <= pins | {"cp"}
+
+
+def test_every_plan_of_a_search_is_made_of_its_pins(found):
+    planned, result = found
+    for one in result.results:
+        plan = one.candidate.plan
+        pins = pins_of(plan)
+        again = pinned_plan(planned, pins)
+        assert [(unit.name, unit.stages, unit.num_ranks) for unit in again.units] == [
+            (unit.name, unit.stages, unit.num_ranks) for unit in plan.units
+        ]
+        assert pins_of(again) == pins and list(pins.fields) == list(pins_of(again).fields)
+        assert replace(again, units=plan.units) == plan
+        assert parse_pins(pin_texts(pins), STRATEGIES) == pins
+
+
+def test_all_pins_of_each_strategys_leader_give_its_step_exactly(found):
+    planned, result = found
+    leaders = {one.candidate.strategy: one for one in reversed(result.results)}
+    assert len(leaders) >= 4
+    for leader in leaders.values():
+        pins = parse_pins(pin_texts(pins_of(leader.candidate.plan)), STRATEGIES)
+        again = search(planned, STRATEGIES, pins)
+        assert [one.prediction.step_s for one in again.results] == [leader.prediction.step_s]
+        assert pins_of(again.best.candidate.plan) == pins
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["image.zero=3", "backbone.zero=3"],
+        ["strategy=chain", "backbone.recompute=8", "pp=1"],
+        ["backbone.cp=2", "backbone.dp=2", "audio.cp=2"],
+        ["strategy=bubble-filling", "fills=none"],
+        ["schedule=interleaved_1f1b", "deferred_warmup=yes"],
+    ],
+)
+def test_what_is_found_has_the_pinned_fields(texts):
+    pins = parse_pins(texts, STRATEGIES)
+    result = search(job(batch_size=16), STRATEGIES, pins, is_refined=False)
+    assert result.results
+    for one in result.results:
+        plan = one.candidate.plan
+        for name, stated in pins.fields.items():
+            assert stated.stated.items() <= fields_of(plan, name).stated.items()
+        assert all(plan.unit_of(name).cp == stated.cp for name, stated in pins.modules.items() if stated.cp)
+        assert pins.deferred_warmup in (None, plan.deferred_warmup) and pins.fills in (None, plan.fills)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("image.zero=4", "must be 0, 1, 2 or 3"),
+        ("image.blocks=4,x", "whole numbers by stage"),
+        ("image.replicated=maybe", "must be one of yes, no"),
+        ("image.unit=", "must have a name"),
+        ("fills=0-1F0", "RANK:ACTION<BEFORE"),
+        ("image.recomputes=1", "did you mean 'recompute'"),
+    ],
+)
+def test_a_field_that_cannot_be_read_is_refused(text, said):
+    with pytest.raises(UserError, match=said):
+        parse_pins([text], STRATEGIES)
+
+
+def test_blocks_that_are_not_those_of_the_model_are_refused(found):
+    planned, result = found
+    pins = pins_of(result.best.candidate.plan)
+    stated = replace(pins.fields["image"], blocks=tuple(5 for _ in pins.fields["image"].blocks))
+    with pytest.raises(UserError, match="in all"):
+        pinned_plan(planned, replace(pins, fields={**pins.fields, "image": stated}))
+    with pytest.raises(UserError, match="the model has no module 'video'"):
+        check_module_pins(planned, Pins(fields={"video": FieldPins(zero=1)}))
