@@ -125,7 +125,7 @@ class Analytic:
         return self
 
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
-        product_s = self._product_s(layer, work.rows, tp, layer.weights)
+        product_s = self._product_s(layer, work.rows, tp, layer.weights + layer.idle_weights)
         attention_s = self._attention_s(layer, work, tp)
         moved_s = work.rows * layer.activation_width * self._element_bytes / tp / self._bytes_per_s
         passes = LayerSeconds(
@@ -167,7 +167,9 @@ class Analytic:
         """Seconds of the layer's products in one pass. num_entries: parameters or gradients, read or written."""
         share = self.efficiency
         width_factor = 1 + share.half_width * tp / max(_narrower(layer), 1)
-        computed_s = 2 * layer.weights * (rows * width_factor + share.half_rows) / (self._peak_flops * share.products)
+        # Rows go to all experts of a mixture: each of them has partly filled tiles, and is read.
+        filled = layer.weights * (rows * width_factor + share.half_rows) + layer.idle_weights * share.half_rows
+        computed_s = 2 * filled / (self._peak_flops * share.products)
         moved_s = (num_entries + 2 * rows * layer.output_width) * self._element_bytes / self._bytes_per_s
         return np.maximum(computed_s, moved_s) / tp
 

@@ -162,6 +162,23 @@ def test_tensor_parallel_bubbles_are_of_the_published_size():
     assert bubble_s == pytest.approx(300e-6, rel=0.15)
 
 
+def test_idle_experts_are_read_and_compute_nothing_more():
+    """With many rows a mixture takes as long as its active weights do, with one row as long as all of them are read."""
+    both = {"num_experts": 8, "experts_per_token": 2}
+    mixture = Transformer(4096, 14336, 32, gated=True, biases=(), **both).layer()
+    assert 1.9 < (mixture.weights - 4 * 4096**2) / (3 * 4096 * 14336) < 2.1 and mixture.idle_weights > 10**9
+    active = dataclasses.replace(mixture, idle_weights=0)
+    cost = Analytic(cluster("h100"))
+
+    def forward_s(layer, rows):
+        return float(cost.layer_seconds("x", layer, Work(np.array([rows]), np.array([0.0]))).forward_s[0])
+
+    assert forward_s(mixture, 1e6) == pytest.approx(forward_s(active, 1e6), rel=0.01)
+    bytes_per_s = cluster("h100").device.memory_bytes_per_s * cost.efficiency.memory
+    read_s = 2 * (mixture.weights + mixture.idle_weights) / bytes_per_s
+    assert forward_s(mixture, 1.0) > read_s > forward_s(active, 1.0)
+
+
 def test_links_are_used_at_their_efficiency():
     model = Analytic(cluster("h100", num_nodes=2), efficiency=Efficiency(links=0.5))
     link = model.cluster.inter_node
