@@ -141,7 +141,14 @@ class Analytic:
         width = layer.output_width if layer.attention else _narrower(layer)
         pairs = 2 if layer.attention else 1
         # A reduce-scatter takes as long as an all-gather.
-        return 2 * pairs * communication.gather_s(self._reached, work.rows * width * self._element_bytes, ranks)
+        pieces, size_bytes = self.cluster.tensor_pieces, work.rows * width * self._element_bytes
+        piece_s = 2 * pairs * communication.gather_s(self._reached, size_bytes / pieces, ranks)
+        if pieces == 1:
+            return piece_s
+        # The first piece of each product is waited for; the others are hidden behind products, as far as these last.
+        # Backward has twice the products of forward, whose messages are as many.
+        product_s = self._product_s(layer, work.rows, len(ranks), layer.weights + layer.idle_weights)
+        return piece_s + (pieces - 1) * np.maximum(piece_s - product_s / pieces, 0.0)
 
     def send_seconds(self, size_bytes: Float64Array, ranks: Sequence[int]) -> Float64Array:
         return communication.send_s(self._reached, size_bytes, ranks)
