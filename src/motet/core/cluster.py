@@ -14,6 +14,7 @@ from motet.core.arrays import Float64Array
 from motet.core.errors import ArgumentError
 from motet.core.limits import (
     MAX_NODES,
+    MAX_PIECES,
     MAX_RANKS,
     Bytes,
     BytesPerSecond,
@@ -82,6 +83,9 @@ class Device:
 class Cluster:
     """`num_nodes` nodes of `ranks_per_node` ranks, one device a rank. Rank r is in node r // ranks_per_node.
 
+    tensor_pieces: tensor parallelism cuts a product and its messages into so many pieces, and sends one while it
+                   computes another (StepCCL, MMScale section 6); 1 is nothing hidden.
+
     Example:
         >>> device = Device("gpu", {"bf16": 1e15}, memory_bytes=80 * 10**9, memory_bytes_per_s=3e12)
         >>> cluster = Cluster(device, 2, 8, intra_node=Link(450e9, 3e-6), inter_node=Link(50e9, 14e-6))
@@ -94,6 +98,7 @@ class Cluster:
     ranks_per_node: NumRanks
     intra_node: Link
     inter_node: Link
+    tensor_pieces: Annotated[int, Field(ge=1, le=MAX_PIECES)] = 1
 
     def __post_init__(self) -> None:
         if self.num_ranks > MAX_RANKS:

@@ -28,6 +28,7 @@ MAX_WAIT_S = 10**6
 MAX_BATCHES = 10_000
 """The most batches that an analysis or a prediction draws."""
 MAX_NODES = 100_000
+MAX_PIECES = 64
 MAX_RANKS_PER_NODE = 1024
 MAX_RANKS = 2**20
 """The most ranks of a job."""

@@ -82,6 +82,8 @@ class _Layers(BaseModel):
     window: int = Field(0, ge=0, le=2**30)
     qk_norm_rows: bool = False
     num_norms: int = Field(2, gt=0, le=4)
+    num_experts: int = Field(0, ge=0, le=2**16, description="MLPs of a mixture, each of `mlp`; 0 is one MLP")
+    experts_per_token: int = Field(0, ge=0, le=2**16, description="how many of them compute a row")
     train: bool = True
 
     @model_validator(mode="after")

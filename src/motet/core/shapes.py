@@ -53,6 +53,7 @@ class Transformer:
     num_norms:      norms of whole rows in the layer: 2 before or after attention and MLP, 4 for both (Gemma3).
     layer_scale:    both residual branches are multiplied by a trainable vector.
     causal, window: as in core.spec.Attention.
+    num_experts, experts_per_token: a mixture of MLPs, each of mlp, and how many of them compute a row; 0 is one MLP.
 
     Example:
         >>> layer = Transformer(hidden=1024, mlp=4096, num_heads=16).layer()
@@ -75,6 +76,8 @@ class Transformer:
     window: int = 0
     qk_norm_rows: bool = False
     num_norms: int = 2
+    num_experts: int = 0
+    experts_per_token: int = 0
 
     def __post_init__(self) -> None:
         if not self.head_dim and self.hidden % self.num_heads:
@@ -83,6 +86,11 @@ class Transformer:
             raise ArgumentError(f"{self.num_heads} heads cannot share {self.num_kv_heads} heads of keys and values.")
         if unknown := set(self.biases) - set(BIASES):
             raise ArgumentError(f"No product is named {min(unknown)!r}; biases may be {', '.join(BIASES)}.")
+        if bool(self.num_experts) != bool(self.experts_per_token) or self.experts_per_token > self.num_experts:
+            raise ArgumentError(
+                f"{self.experts_per_token} of {self.num_experts} experts cannot compute a row; give both numbers, the "
+                "first at most the second, or neither."
+            )
 
     @property
     def head_width(self) -> int:
@@ -101,9 +109,20 @@ class Transformer:
 
     @property
     def weights(self) -> int:
-        """The number of entries of all matrices."""
+        """The number of entries of the matrices that multiply each row: of a mixture, those of its experts, and the
+        router."""
         attention = self.hidden * 2 * (self.width + self.kv_width)
-        return attention + (3 if self.gated else 2) * self.hidden * self.mlp
+        return attention + (self.experts_per_token or 1) * self._expert + self.hidden * self.num_experts
+
+    @property
+    def _expert(self) -> int:
+        """The number of entries of the matrices of one MLP."""
+        return (3 if self.gated else 2) * self.hidden * self.mlp
+
+    @property
+    def idle_weights(self) -> int:
+        """The number of entries of the matrices of experts that do not compute a row."""
+        return (self.num_experts - self.experts_per_token) * self._expert
 
     @property
     def parameters(self) -> int:
@@ -113,13 +132,21 @@ class Transformer:
             "key": self.kv_width,
             "value": self.kv_width,
             "output": self.hidden,
-            "mlp": (2 if self.gated else 1) * self.mlp + self.hidden,
+            "mlp": (self.num_experts or 1) * ((2 if self.gated else 1) * self.mlp + self.hidden),
         }
         biases = sum(length for name, length in lengths.items() if name in self.biases)
         norms = self.num_norms * _norm_parameters(self.norm, self.hidden)
         heads = 2 * _norm_parameters(self.norm, self.head_width) if self.qk_norm else 0
         rows = _norm_parameters(self.norm, self.width + self.kv_width) if self.qk_norm_rows else 0
-        return self.weights + biases + norms + heads + rows + (2 * self.hidden if self.layer_scale else 0)
+        return (
+            self.weights
+            + self.idle_weights
+            + biases
+            + norms
+            + heads
+            + rows
+            + (2 * self.hidden if self.layer_scale else 0)
+        )
 
     @property
     def activation_width(self) -> int:
@@ -127,6 +154,9 @@ class Transformer:
         norms = self.num_norms * _norm_keeps(self.norm, self.hidden) + 2 * self.hidden
         attention = 2 * (self.width + self.kv_width + self.num_heads)
         mlp = (_ACTIVATION_KEEPS.get(self.activation, 1) + (3 if self.gated else 1)) * self.mlp
+        if self.num_experts:
+            # Each expert keeps its own input and output of a row, and the router its scores in float32.
+            mlp = self.experts_per_token * (mlp + 2 * self.hidden) + 2 * self.num_experts
         heads = 0
         if self.qk_norm:
             heads = (self.width + self.kv_width) // self.head_width * _norm_keeps(self.norm, self.head_width)
@@ -153,6 +183,7 @@ class Transformer:
             divisor=divisor,
             extra_rows=extra_rows,
             trainable=trainable,
+            idle_weights=self.idle_weights,
         )
 
 

@@ -72,6 +72,8 @@ class Layer:
     targets_only:     it sees only the rows on which loss is taken (the output layer).
     item_rows:        if not 0, each item has so many rows in it, whatever its length (queries of a resampler).
     continues:        it belongs to the block of the layer before it: a block of a resampler has several layers.
+    idle_weights:     entries of the matrices of experts that a row is not sent to (mixture of experts): they multiply
+                      other rows, and are read all the same.
     """
 
     kind: str
@@ -86,6 +88,7 @@ class Layer:
     targets_only: bool = False
     item_rows: Count = 0
     continues: bool = False
+    idle_weights: Parameters = 0
 
     @property
     def in_block(self) -> bool:

@@ -125,7 +125,7 @@ class Analytic:
         return self
 
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
-        product_s = self._product_s(layer, work.rows, tp, layer.weights)
+        product_s = self._product_s(layer, work.rows, tp, layer.weights + layer.idle_weights)
         attention_s = self._attention_s(layer, work, tp)
         moved_s = work.rows * layer.activation_width * self._element_bytes / tp / self._bytes_per_s
         passes = LayerSeconds(
@@ -141,7 +141,14 @@ class Analytic:
         width = layer.output_width if layer.attention else _narrower(layer)
         pairs = 2 if layer.attention else 1
         # A reduce-scatter takes as long as an all-gather.
-        return 2 * pairs * communication.gather_s(self._reached, work.rows * width * self._element_bytes, ranks)
+        pieces, size_bytes = self.cluster.tensor_pieces, work.rows * width * self._element_bytes
+        piece_s = 2 * pairs * communication.gather_s(self._reached, size_bytes / pieces, ranks)
+        if pieces == 1:
+            return piece_s
+        # The first piece of each product is waited for; the others are hidden behind products, as far as these last.
+        # Backward has twice the products of forward, whose messages are as many.
+        product_s = self._product_s(layer, work.rows, len(ranks), layer.weights + layer.idle_weights)
+        return piece_s + (pieces - 1) * np.maximum(piece_s - product_s / pieces, 0.0)
 
     def send_seconds(self, size_bytes: Float64Array, ranks: Sequence[int]) -> Float64Array:
         return communication.send_s(self._reached, size_bytes, ranks)
@@ -167,7 +174,9 @@ class Analytic:
         """Seconds of the layer's products in one pass. num_entries: parameters or gradients, read or written."""
         share = self.efficiency
         width_factor = 1 + share.half_width * tp / max(_narrower(layer), 1)
-        computed_s = 2 * layer.weights * (rows * width_factor + share.half_rows) / (self._peak_flops * share.products)
+        # Rows go to all experts of a mixture: each of them has partly filled tiles, and is read.
+        filled = layer.weights * (rows * width_factor + share.half_rows) + layer.idle_weights * share.half_rows
+        computed_s = 2 * filled / (self._peak_flops * share.products)
         moved_s = (num_entries + 2 * rows * layer.output_width) * self._element_bytes / self._bytes_per_s
         return np.maximum(computed_s, moved_s) / tp
 

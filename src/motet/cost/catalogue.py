@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from motet.core.cluster import Cluster, Device, Link
 from motet.core.errors import ArgumentError
-from motet.core.limits import MAX_NODES, MAX_RANKS_PER_NODE, Latency, Rate
+from motet.core.limits import MAX_NODES, MAX_PIECES, MAX_RANKS_PER_NODE, Latency, Rate
 from motet.cost.cpu import measured_cpu
 
 PRECISIONS = ("fp8", "bf16", "fp16", "tf32", "fp32", "fp64")
@@ -116,6 +116,9 @@ class ClusterConfig(BaseModel):
     intra_node_latency_us: Latency | None = Field(None, description="of a message inside a node")
     inter_node_gbytes_per_s: Rate | None = Field(None, description="that a rank sends to another node")
     inter_node_latency_us: Latency | None = Field(None, description="of a message to another node")
+    tensor_pieces: int = Field(
+        1, gt=0, le=MAX_PIECES, description="in which tensor parallelism hides messages behind products; 1 hides none"
+    )
 
     @field_validator("device")
     @classmethod
@@ -149,7 +152,8 @@ class ClusterConfig(BaseModel):
             _or(self.inter_node_gbytes_per_s, 1e9, usual.inter_node.bytes_per_s),
             _or(self.inter_node_latency_us, 1e-6, usual.inter_node.latency_s),
         )
-        return replace(usual, device=device, intra_node=intra_node, inter_node=inter_node)
+        links = {"intra_node": intra_node, "inter_node": inter_node}
+        return replace(usual, device=device, tensor_pieces=self.tensor_pieces, **links)
 
 
 def _or(given: float | None, unit: float, usual: float) -> float:

@@ -7,20 +7,21 @@ variables, rows and keys that a row attends to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from motet.core.arrays import Float64Array
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import ArgumentError
 from motet.core.exchange import NS_PER_S
 
 _SLOWER_PAIRS = 2
 """An operation of attention takes at most so many times as long as one of a product: it reaches half of the peak, where
 products reach more (`cost/analytic.py`), and its softmax is not counted."""
+_SAME_KEYS_RATIO = 1.02
 _SAME_ROWS_RATIO = 1.2
 """Points whose numbers of rows differ by at most this ratio are averaged."""
 
@@ -101,8 +102,8 @@ class PassOperations(NamedTuple):
 class Surface:
     """Seconds over rows and pairs, through all measured points. Points of about the same number of rows are averaged.
 
-    1. Points of equal pairs / rows make a line over rows, interpolated linearly. Below its first point a line runs to
-       its intercept, which is at least 0. Beyond its last point it has the slope of its last half.
+    1. Points of about equal pairs / rows make a line over rows, interpolated linearly. Below its first point it runs
+       to its intercept, which is at least 0. Beyond its last point it has the slope of its last half.
     2. Between two lines, seconds at a number of rows are interpolated linearly in pairs / rows. Beyond the last line
        the last slope continues, unless it falls.
     3. Where operations are given, they bound what is beyond the points. A row beyond the last point of a line takes no
@@ -123,11 +124,9 @@ class Surface:
         if not known.any():
             raise ArgumentError("a surface of seconds needs a point that has rows.")
         known_rows, measured = np.asarray(rows, dtype=np.float64)[known], np.asarray(seconds, dtype=np.float64)[known]
-        keys_per_row = np.round(np.asarray(pairs)[known] / known_rows, 6)
-        self._keys_per_row = np.unique(keys_per_row)
-        self._lines = [
-            _line(known_rows[keys_per_row == key], measured[keys_per_row == key]) for key in self._keys_per_row
-        ]
+        lines = list(_about_equal(np.asarray(pairs, dtype=np.float64)[known] / known_rows))
+        self._keys_per_row = np.array([keys for keys, _ in lines])
+        self._lines = [_line(known_rows[points], measured[points]) for _, points in lines]
         self._operations = operations
 
     def __call__(self, rows: Float64Array, pairs: Float64Array) -> Float64Array:
@@ -153,6 +152,19 @@ class Surface:
         last = float(self._keys_per_row[-1])
         most_s = last_s * (row + pair * keys_per_row) / (row + pair * last)
         return np.where(keys_per_row > last, np.minimum(seconds, most_s), seconds)
+
+
+def _about_equal(keys_per_row: Float64Array) -> Iterator[tuple[float, Int64Array]]:
+    """(mean, indices) of values that differ by at most _SAME_KEYS_RATIO, ascending.
+
+    Items in segments attend to about as many rows whatever their length: noise between two would be an arbitrary slope.
+    """
+    order = np.argsort(keys_per_row, kind="stable")
+    ascending, first = keys_per_row[order], 0
+    while first < len(order):
+        stop = int(np.searchsorted(ascending, ascending[first] * _SAME_KEYS_RATIO + 1e-6, side="right"))
+        yield float(np.round(ascending[first:stop].mean(), 6)), order[first:stop]
+        first = stop
 
 
 def _line(rows: Float64Array, seconds: Float64Array) -> tuple[Float64Array, Float64Array]:

@@ -18,7 +18,7 @@ from motet.core.limits import INT64_MAX
 from motet.core.spec import Layer, ModelSpec, Module
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.cost.fit import Curve, RelativeError, fit_curve, relative_error
-from motet.cost.profile import LayerTimes, ModuleTimes, Points, Profile, amounts
+from motet.cost.profile import LayerTimes, ModuleTimes, Points, Profile
 
 PS_PER_NS = 1000
 
@@ -85,7 +85,7 @@ def phase_times(profile: Profile, model: ModelSpec, name: str, num_recomputed: i
     seconds = _Seconds(profile, model, module, times, _of_first_blocks(module, num_recomputed))
     body = seconds.fit(times)
     targets = [seconds.target_fit(layer, number) for number, layer in enumerate(module.layers) if layer.targets_only]
-    predicted = body.seconds(*amounts(times.held_out, padded=module.padded))
+    predicted = body.seconds(*times.amounts(held_out=True, padded=module.padded))
     return PhaseTimes(
         round(body.constant_ns * PS_PER_NS),
         round(body.linear_ns * PS_PER_NS),
@@ -114,7 +114,7 @@ class _Seconds:
     def fit(self, times: ModuleTimes) -> Curve:
         """The fit to the batches of the grid, without layers that see targets alone."""
         seconds = self.total(lambda layer: layer.grid, len(times.grid))
-        return fit_curve(seconds, *amounts(times.grid, padded=self.module.padded))
+        return fit_curve(seconds, *times.amounts(padded=self.module.padded))
 
     def target_fit(self, layer: Layer, number: int) -> Curve:
         """The fit of a layer that sees targets alone, to its number of rows. number: the layer's index."""

@@ -7,6 +7,7 @@ lengths. Neither the interpolation nor the fit sees these, so their error is the
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -70,19 +71,35 @@ class ModuleTimes(_Stored):
 
     grid:     the batches for interpolation and fit.
     held_out: the batches that measure the error of both.
+    grid_squares, held_out_squares: of a module that computes items in segments, the sum of their squared lengths in
+                                    each batch; () for one that does not.
     """
 
     name: str
     grid: tuple[Batch, ...]
     held_out: tuple[Batch, ...]
     layers: tuple[LayerTimes, ...]
+    grid_squares: Column = ()
+    held_out_squares: Column = ()
 
     @model_validator(mode="after")
     def _a_point_a_batch(self) -> ModuleTimes:
         for layer in self.layers:
             if len(layer.grid.rows) != len(self.grid) or len(layer.held_out.rows) != len(self.held_out):
                 raise ValueError(f"layer {layer.kind!r} must have a point for each batch of module {self.name!r}")
+        for batches, squares in ((self.grid, self.grid_squares), (self.held_out, self.held_out_squares)):
+            if squares and len(squares) != len(batches):
+                raise ValueError(f"module {self.name!r} must have a sum of squares for each batch, or none")
         return self
+
+    def amounts(self, *, held_out: bool = False, padded: bool) -> tuple[Sequence[float], Sequence[float]]:
+        """The sum of lengths and the sum of squared lengths of each batch, with each segment as an item.
+
+        padded: each item is as long as the longest.
+        """
+        batches, squares = (self.held_out, self.held_out_squares) if held_out else (self.grid, self.grid_squares)
+        sums, square_sums = amounts(batches, padded=padded)
+        return sums, squares or square_sums
 
 
 class MessageTimes(_Stored):

@@ -15,7 +15,8 @@ _MEASURED_IN = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64"
 def cost_model(cluster: Cluster, precision: str, profile_file: Path | None = None) -> CostModel:
     """The cost model of a profile or, without one, the analytic model. precision: the plan's.
 
-    Raises UserError for a file that is no profile, or a profile in another precision.
+    Raises UserError for a file that is no profile, for a profile in another precision, and for a cluster that hides
+    what a profile measures.
     """
     if profile_file is None:
         return Analytic(cluster, precision)
@@ -28,5 +29,10 @@ def cost_model(cluster: Cluster, precision: str, profile_file: Path | None = Non
         raise UserError(
             f"{profile_file} was measured in {profile.precision} and the plan computes in {precision}: profile a "
             "recipe that computes as the plan does, or change the plan's precision."
+        )
+    if cluster.tensor_pieces > 1:
+        raise UserError(
+            f"{profile_file} has messages as they are, and tensor_pieces = {cluster.tensor_pieces} hides those of "
+            "tensor parallelism behind products, which no profile measures; leave one of them out."
         )
     return Profiled(profile, cluster)

@@ -74,6 +74,10 @@ def _options(shape: Transformer, num_layers: int, **own: Any) -> dict[str, Any]:
 
 
 def _check_computed(where: str, shape: Transformer, *, rotated: bool) -> None:
+    if shape.num_experts:
+        raise UserError(
+            f"{where}.num_experts: training computes no mixture of experts yet; leave it out, or plan alone."
+        )
     if shape.num_norms not in (2, 4):
         raise UserError(
             f"{where}.num_norms is {shape.num_norms}: a layer is computed with 2 norms, before attention and MLP, or "

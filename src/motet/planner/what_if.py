@@ -81,7 +81,8 @@ def _change(words: str, best: SimulatedCandidate, answer: SimulatedCandidate | N
         return Change(words, 0.0)
     gain = answer.prediction.tokens_per_s / best.prediction.tokens_per_s - 1
     is_other = answer.candidate.what != best.candidate.what
-    return Change(words, gain, f"{answer.candidate.what}{note}" if is_other else "")
+    by = answer.candidate.what if is_other else "the same degrees" if note else ""
+    return Change(words, gain, f"{by}{note}")
 
 
 def _planned(

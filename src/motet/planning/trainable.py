@@ -36,6 +36,9 @@ def untrained(plan: Plan) -> str:
         "another tp of what runs in bubbles than the backbone's": any(
             unit.tp != plan.unit_of(BACKBONE).tp for unit in units_in_bubbles(plan)
         ),
+        "tensor-parallel messages hidden behind products (tensor_pieces > 1)": (
+            plan.cluster.tensor_pieces > 1 and any(unit.tp > 1 for unit in plan.units)
+        ),
         "context parallelism (cp > 1) of the backbone's unit": plan.unit_of(BACKBONE).cp > 1,
         "context parallelism (cp > 1) of what runs in bubbles": any(unit.cp > 1 for unit in units_in_bubbles(plan)),
     }

@@ -1,7 +1,7 @@
 """`motet profile`: measures a recipe's layers, messages and optimizer on the device at hand.
 
-It trains nothing, and of the recipe's data it reads the tokenizer only: contents are random, with lengths that the
-recipe allows. It prints how far predictions from the profile are from batches that were held out.
+It trains nothing, and of the recipe's data it reads the tokenizer and lengths only: contents are random. It prints how
+far predictions from the profile are from batches that were held out.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from motet.core.errors import UserError
 from motet.core.files import check_output
 from motet.core.spec import ModelSpec
 from motet.cost.profile import PROFILE_FILE, MessageTimes, ModuleTimes, OptimizerTimes, Profile
 from motet.models.build import ModelConfig, build_mllm
 from motet.models.mllm import MLLM
 from motet.models.spec import spec_of_config
+from motet.profiling.job_lengths import AskedLengths, asked_lengths
 from motet.profiling.measure import MeasuredSubject, Stopwatch, measure
 from motet.profiling.ranks import measure_messages, measure_shared
 from motet.profiling.subjects import one_layer_deep, subjects
@@ -61,7 +63,8 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
             # Whole copies are cast once a step; what FSDP wraps, it casts in its hooks.
             stored = dtype_name(recipe) if recipe.fsdp.shard_size == 1 else recipe.run.dtype
             sharded = _build(recipe, vocab_size, stored, world.device)
-            to_measure = subjects(recipe, model, sharded, world.device)
+            asked, unread = _asked(recipe, model, world.num_ranks)
+            to_measure = subjects(recipe, model, sharded, world.device, asked)
             spec = spec_of_config(recipe.modules, vocab_size)
         mesh = build_mesh(world.device, shard_size=1, ranks_per_node=world.ranks_per_node)
         mesh = replace(mesh, shards=mesh.shards[SHARD])
@@ -83,12 +86,23 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
             modules=modules,
             messages=messages,
             optimizer=_optimizer_times(recipe, vocab_size, watch, world, mesh.shards),
-            left_out=left_out,
+            left_out=[*unread, *left_out],
         )
         with world.together():
             if world.is_first:
                 _finish(measured_profile, spec, recipe, out or recipe.run.dir / PROFILE_FILE)
         return measured_profile
+
+
+def _asked(recipe: Recipe, model: MLLM, num_ranks: int) -> tuple[dict[str, AskedLengths], list[str]]:
+    """What the job's own lengths ask for; none, and why, where its data cannot be read."""
+    try:
+        if recipe.data.is_split:
+            raise UserError("data.train is another file for each rank.")
+        return asked_lengths(recipe, model, num_ranks), []
+    except UserError as error:
+        told = str(error).rstrip(".")
+        return {}, [f"the job's own lengths ({told}), so that all lengths were measured which the recipe allows"]
 
 
 def dtype_name(recipe: Recipe) -> str:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from motet.core.arrays import Float64Array
 from motet.cost.flops import work_of
 from motet.cost.profile import Batch, LayerTimes, ModuleTimes, Points
-from motet.profiling.subjects import Subject, grid_of, items
+from motet.profiling.subjects import MAX_ROWS, Subject, grid_of, items
 from motet.train.world import World
 
 _Result = TypeVar("_Result")
@@ -33,10 +33,9 @@ Calls = dict[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any]]]]
 
 MIN_ROUNDS = 3
 """Rounds that are measured in any case."""
-_AIMED_ROUNDS = 8
-"""Batches are made so small that the time is enough for about so many rounds."""
-_MAX_ROWS = 2**16
-"""Rows of the largest batch."""
+_AIMED_ROUNDS = (8, 3)
+"""Batches are made so small that the time is enough for about so many rounds; for the fewer where batches would else be
+smaller than the job's."""
 _PASSES_A_ROUND = 20
 """Time of a round of a module, in passes of its largest batch: the whole and each layer, on some 20 batches."""
 _SETTLED = 0.02
@@ -225,7 +224,13 @@ class MeasuredSubject:
                         kind=layer.kind, weights=layer.weights, hooks_s=hooks_s, grid=points[0], held_out=points[1]
                     )
                 )
-        return ModuleTimes(name=self.subject.name, grid=self.grid, held_out=self.held_out, layers=layers)
+        squares = {"grid_squares": self._squares(self.grid), "held_out_squares": self._squares(self.held_out)}
+        return ModuleTimes(name=self.subject.name, grid=self.grid, held_out=self.held_out, layers=layers, **squares)
+
+    def _squares(self, batches: Sequence[Batch]) -> list[float]:
+        """The sum of squared lengths of each batch's segments; none of a module without segments."""
+        cut = [self.subject.segments(batch) for batch in batches]
+        return [float((segments.length**2).sum()) for segments in cut if segments is not None]
 
     def points(self, number: int, seconds: Float64Array) -> tuple[Points, Points]:
         """One layer's seconds, [num_batches, 3], as points of the grid and held-out points. number: of the layer."""
@@ -235,7 +240,8 @@ class MeasuredSubject:
             lengths = items(batch)
             # A feature row begins each sequence, and no loss is taken on it.
             num_targets = int(lengths.sum()) - len(lengths) if layer.targets_only else None
-            work = work_of(layer, lengths, padded=self.subject.spec.padded, num_targets=num_targets)
+            segments = self.subject.segments(batch)
+            work = work_of(layer, lengths, padded=self.subject.spec.padded, num_targets=num_targets, segments=segments)
             rows.append(float(work.rows[0]))
             pairs.append(float(work.pairs[0]))
         columns = [rows, pairs, *seconds.T.tolist()]
@@ -278,10 +284,13 @@ def measure(
     show:    is called with the share of the time that is spent.
     """
     start_s = time.perf_counter()
-    most_s = seconds / len(subjects) / _AIMED_ROUNDS / _PASSES_A_ROUND
     measured = []
     for subject in subjects:
-        max_rows = min(world.gather(_max_rows(subject, watch, most_s)))
+        for num_rounds in _AIMED_ROUNDS:
+            most_s = seconds / len(subjects) / num_rounds / _PASSES_A_ROUND
+            max_rows = min(world.gather(_max_rows(subject, watch, most_s)))
+            if max_rows >= subject.job_rows:
+                break
         measured.append(MeasuredSubject(subject, *grid_of(subject.lengths, max_rows, padded=subject.spec.padded)))
     for each in measured:
         each.samples = [[] for _ in each.batches]
@@ -303,9 +312,9 @@ def measure(
 
 
 def _max_rows(subject: Subject, watch: Stopwatch, most_s: float) -> int:
-    """The largest sum of lengths, found by doubling, that a rank computes within most_s and has memory for."""
+    """The largest sum of lengths, found by doubling, that a rank computes within most_s, has memory for, and needs."""
     rows = int(subject.lengths[0])
-    while rows < _MAX_ROWS:
+    while rows < (subject.job_rows or MAX_ROWS):
         length = int(subject.lengths[subject.lengths <= 2 * rows][-1])
         batch = ((max(2 * rows // length, 1), length),)
         try:

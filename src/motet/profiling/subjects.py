@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import NormalDist
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
+from motet.core.item_segments import ItemSegments
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE
 from motet.cost.profile import Batch
@@ -29,8 +30,11 @@ from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig
 from motet.models.layers import LayerModules
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
+from motet.profiling.job_lengths import AskedLengths
 from motet.train.recipe.recipe import DrawnRecipe, Recipe
 
+MAX_ROWS = 2**16
+"""Rows of the largest batch."""
 _SHORTEST = 8
 """Shorter items are not measured if there are longer ones."""
 _NUM_CANDIDATES = 40
@@ -50,7 +54,9 @@ class Subject:
     """A module to measure.
 
     spec:    layers and sizes of the truncated module. layers: what computes each of its layers.
-    lengths: int64 [n], ascending: the lengths that its items can have.
+    lengths: int64 [n], ascending: the lengths that its items can have and, where the job's are known, those about them.
+    job_rows: of the job's large microbatches; 0 where they are not known.
+    segments: those of a batch's items, or None if the module computes items whole.
     sharded: the same module again, under FSDP as the recipe has it, on this rank alone: with all of FSDP's hooks and
              copies, and without messages.
     prepare: makes a call of either module on a batch, with random contents.
@@ -65,6 +71,8 @@ class Subject:
     sharded: nn.Module
     prepare: Callable[[Batch, nn.Module], Callable[[], Tensor]]
     head: Callable[[Tensor], Tensor] | None = None
+    job_rows: int = 0
+    segments: Callable[[Batch], ItemSegments | None] = lambda batch: None
 
 
 def one_layer_deep(config: ModelConfig) -> ModelConfig:
@@ -91,15 +99,27 @@ def _truncated(part: EncoderConfig | BackboneConfig) -> dict[str, Any]:
     return truncated
 
 
-def subjects(recipe: Recipe, model: MLLM, sharded: MLLM, device: torch.device) -> list[Subject]:
+def subjects(
+    recipe: Recipe,
+    model: MLLM,
+    sharded: MLLM,
+    device: torch.device,
+    asked: Mapping[str, AskedLengths] = MappingProxyType({}),
+) -> list[Subject]:
     """The modules to measure, encoders first. Raises UserError for an encoder that no item fits.
 
     model, sharded: the same model twice, on `device`; the second under FSDP once it is measured.
+    asked:          what the job asks for, by module, as far as it is known.
     """
     encoders = [
         _encoder(recipe, name, module, sharded.encoders[name], device) for name, module in model.encoders.items()
     ]
-    return [*encoders, _backbone(recipe, model.backbone, sharded.backbone, device)]
+    found = [*encoders, _backbone(recipe, model.backbone, sharded.backbone, device)]
+    return [_as_asked(subject, asked[subject.name]) if subject.name in asked else subject for subject in found]
+
+
+def _as_asked(subject: Subject, asked: AskedLengths) -> Subject:
+    return replace(subject, lengths=asked.among(subject.lengths), job_rows=min(asked.rows, MAX_ROWS))
 
 
 def grid_of(lengths: Int64Array, max_rows: int, *, padded: bool) -> tuple[list[Batch], list[Batch]]:
@@ -166,11 +186,6 @@ def items(batch: Batch) -> Int64Array:
 
 
 def _encoder(recipe: Recipe, name: str, module: ModalityModule, sharded: nn.Module, device: torch.device) -> Subject:
-    if module.cut is not None:
-        raise UserError(
-            f"model.encoders.{name} computes items in segments, and a profile times whole items; "
-            'balance it by its operations, with balance.cost = "flops".'
-        )
     sizes = _sizes(recipe, name, module)
     row_dim = recipe.transform(name).row_dim
 
@@ -180,8 +195,12 @@ def _encoder(recipe: Recipe, name: str, module: ModalityModule, sharded: nn.Modu
         on_host = torch.from_numpy(chosen)
         return lambda: called(values, on_host)
 
+    def segments(batch: Batch) -> ItemSegments | None:
+        return module.cut(np.stack([sizes[length] for length in items(batch).tolist()])) if module.cut else None
+
     lengths = np.array(sorted(sizes), dtype=np.int64)
-    return Subject(name, module, module.spec_module(name), module.layers(), lengths, sharded, prepare)
+    spec, layers = module.spec_module(name), module.layers()
+    return Subject(name, module, spec, layers, lengths, sharded, prepare, segments=segments)
 
 
 def _sizes(recipe: Recipe, name: str, module: ModalityModule) -> dict[int, Int64Array]:

@@ -33,7 +33,32 @@ def test_grouped_queries_and_a_gated_mlp():
     assert replace(shape, biases=BIASES).layer().parameters == layer.parameters + 8 + 2 * 20 + 8
 
 
+MIXTRAL = {
+    "num_layers": 32, "hidden": 4096, "mlp": 14336, "num_heads": 32, "num_kv_heads": 8, "gated": True, "norm": "rms",
+    "biases": (), "vocab_size": 32000, "num_experts": 8, "experts_per_token": 2,
+}  # fmt: skip
+
+
+def test_a_mixture_of_experts_has_active_and_idle_weights():
+    """Mixtral-8x7B: 46.7 B parameters, of which 12.9 B compute a token (Jiang et al. 2024, section 1)."""
+    module = BackboneShape.model_validate(MIXTRAL).module()
+    assert module.num_parameters == pytest.approx(46.7e9, rel=0.002)
+    idle = sum(layer.idle_weights for layer in module.layers)
+    assert module.num_parameters - idle == pytest.approx(12.9e9, rel=0.003)
+    assert idle == 32 * 6 * 3 * 4096 * 14336
+    dense = BackboneShape.model_validate({**MIXTRAL, "num_experts": 0, "experts_per_token": 0}).module()
+    assert not any(layer.idle_weights for layer in dense.layers)
+    attention, of_dense = (next(each for each in one.layers if each.attention) for one in (module, dense))
+    assert attention.weights == of_dense.weights + 3 * 4096 * 14336 + 4096 * 8
+    assert attention.activation_width > of_dense.activation_width + 4 * 14336
+
+
 def test_shapes_that_cannot_be():
+    for experts, active in ((8, 0), (0, 2), (2, 3)):
+        with pytest.raises(
+            ArgumentError, match=f"{active} of {experts} experts cannot compute a row; give both numbers"
+        ):
+            Transformer(8, 16, 4, num_experts=experts, experts_per_token=active)
     with pytest.raises(ArgumentError, match="3 heads do not divide a row of 8; give head_dim"):
         Transformer(8, 16, 3)
     with pytest.raises(ArgumentError, match="4 heads cannot share 3 heads"):

@@ -78,7 +78,7 @@ def test_a_recipe_states_numbers_otherwise():
     config = ClusterConfig(
         device="h100", nodes=2, ranks_per_node=4, peak_tflops={"bf16": 500.0}, memory_gbytes=40,
         memory_gbytes_per_s=1000, intra_node_gbytes_per_s=100, intra_node_latency_us=7,
-        inter_node_gbytes_per_s=10, inter_node_latency_us=20,
+        inter_node_gbytes_per_s=10, inter_node_latency_us=20, tensor_pieces=4,
     )  # fmt: skip
     found, usual = config.cluster(), cluster("h100")
     assert (found.num_nodes, found.ranks_per_node) == (2, 4)
@@ -87,6 +87,7 @@ def test_a_recipe_states_numbers_otherwise():
     assert (found.device.memory_bytes, found.device.memory_bytes_per_s) == (40e9, 1000e9)
     assert found.intra_node == Link(100e9, 7 * 1e-6)
     assert found.inter_node == Link(10e9, 20 * 1e-6)
+    assert found.tensor_pieces == 4 and usual.tensor_pieces == 1
 
 
 def test_what_a_recipe_does_not_state_is_usual():

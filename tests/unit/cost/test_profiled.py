@@ -1,6 +1,7 @@
 """Profiles, what is fitted to them, and the cost model that interpolates between their points."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from motet.cost.model import Beyond, Work
 from motet.cost.phases import phase_times
 from motet.cost.profile import LayerTimes, MessageTimes, ModuleTimes, OptimizerTimes, Points, Profile, read_profile
 from motet.cost.profiled import Profiled
+from motet.cost.source import cost_model
 from motet.simulate.predict.beyond_profile import extrapolated, guesses
 
 # Seconds of a layer: a constant, a row, a pair; of backward twice that for the input, and of the weights no pair.
@@ -368,6 +370,15 @@ def test_a_wrong_file_is_one_sentence(profile, tmp_path, change, said):
     with pytest.raises(UserError, match=said) as raised:
         read_profile(path)
     assert str(raised.value).startswith(f"{path} is no profile of format 1") and "\n" not in str(raised.value)
+
+
+def test_what_hides_messages_is_not_for_a_profile(profile, tmp_path):
+    profile.write(tmp_path / "p.json")
+    assert isinstance(cost_model(cluster(), "fp32", tmp_path / "p.json"), Profiled)
+    with pytest.raises(
+        UserError, match="tensor_pieces = 4 hides those of tensor parallelism behind products, which no"
+    ):
+        cost_model(replace(cluster(), tensor_pieces=4), "fp32", tmp_path / "p.json")
 
 
 @pytest.mark.parametrize("text", ["", "[" * 100_000, '{"format": ' + "1" * 5000 + "}", '{"format": NaN}', "\x00"])

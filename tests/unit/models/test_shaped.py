@@ -223,6 +223,10 @@ def test_an_audio_encoder_equals_that_of_transformers():
     ("change", "said"),
     [
         ({"generators": {"made": VISION}}, "model.generators.made: training computes no generators yet"),
+        (
+            {"backbone": DECODER | {"num_experts": 4, "experts_per_token": 1}},
+            "model.backbone.num_experts: training computes no mixture of experts yet; leave it out, or plan alone.",
+        ),
         ({"backbone": DECODER | {"num_norms": 3}}, "model.backbone.num_norms is 3: .* 2 norms, .* or with 4"),
         ({"backbone": DECODER | {"head_dim": 7}}, "model.backbone: heads of 7 channels"),
         ({"encoders": {"image": VISION | {"window": 3}}}, "model.encoders.image.window is 3"),

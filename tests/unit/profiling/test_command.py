@@ -1,6 +1,7 @@
 """What is measured and how it is taken apart; the seconds themselves are the machine's matter."""
 
 import time
+from dataclasses import replace
 from itertools import cycle
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from cli.tiny_job import write_tiny_job
 from motet.core.errors import UserError
 from motet.core.item_segments import ItemSegments
 from motet.core.shapes import Transformer, language_model, multimodal
-from motet.core.workload import BACKBONE
+from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.cost.fit import relative_error
 from motet.cost.profile import LayerTimes, ModuleTimes, Points, Profile
 from motet.data.text import ChatTokenizer
@@ -23,6 +24,7 @@ from motet.models.build import ModelConfig, build_mllm
 from motet.models.families.registry import BACKBONES, ENCODERS
 from motet.models.spec import spec_of_config
 from motet.profiling import measure as measuring
+from motet.profiling.job_lengths import AskedLengths, asked_lengths, of_examples
 from motet.profiling.measure import MeasuredSubject, Stopwatch, hooks_once, measure, measure_once, time_passes
 from motet.profiling.subjects import grid_of, items, one_layer_deep, subjects
 from motet.profiling.table import HeldOut, print_tables
@@ -123,6 +125,51 @@ def test_lengths_are_those_that_transform_and_encoder_allow(recipe, chosen):
     assert chosen[BACKBONE].lengths.min() == 8
 
 
+def test_seconds_are_spent_where_the_jobs_lengths_are(recipe, chosen):
+    """4 training examples, 2 in a microbatch of a rank of 3: no batch is longer, or has more rows than twice those."""
+    model = SimpleNamespace(
+        encoders={name: chosen[name].module for name in ("image", "audio")}, backbone=chosen[BACKBONE].module
+    )
+    asked = asked_lengths(recipe, model, 1)
+    found = {one.name: one for one in subjects(recipe, model, model, torch.device("cpu"), asked)}
+    for name, subject in found.items():
+        longest = asked[name].longest
+        assert subject.lengths.max() <= longest < 10**4 and subject.job_rows == asked[name].rows >= longest
+        assert set(subject.lengths) <= set(chosen[name].lengths)
+        assert (subject.lengths < asked[name].shortest).sum() <= 1
+    assert found[BACKBONE].lengths.max() < chosen[BACKBONE].lengths.max()
+
+
+def test_a_jobs_rows_are_those_of_its_microbatches():
+    items = {"image": ItemLengths(np.array([0, 0, 1]), np.array([100, 200, 300]), np.array([25, 50, 75]))}
+    batch = BatchLengths(np.array([400, 600]), np.array([300, 500]), np.zeros(2, np.int32), items)
+    assert of_examples(batch, 4.0) == {
+        "image": AskedLengths(104, 300, 2 * 4 * 300), BACKBONE: AskedLengths(404, 600, 2 * 4 * 500)
+    }  # fmt: skip
+    assert of_examples(batch, 4.0, {"image": 700})["image"].rows == 700
+    assert AskedLengths(100, 300, 1).among(np.array([8, 64, 128, 256, 512])).tolist() == [64, 128, 256]
+    assert AskedLengths(3, 5, 1).among(np.array([8, 64])).tolist() == [8]
+
+
+def test_small_batches_are_for_many_rounds_and_those_of_a_job_for_some(chosen, monkeypatch):
+    """A row takes 1 ms: 0.1 s are 30 rows for 8 rounds. The job's microbatches have 64, and 3 rounds reach them."""
+    aimed = []
+
+    def most(subject, watch, most_s):
+        aimed.append(most_s)
+        return int(most_s * 1000)
+
+    monkeypatch.setattr("motet.profiling.measure._max_rows", most)
+    subject = replace(chosen["image"], job_rows=64)
+    seconds = 8 * 20 * 0.03
+    watch = lambda work: (0.001, work())  # noqa: E731
+    measure([subject], watch, ALONE, seconds, lambda share: None)
+    assert aimed == pytest.approx([0.03, 0.08])
+    aimed.clear()
+    measure([replace(subject, job_rows=30)], watch, ALONE, seconds, lambda share: None)
+    assert aimed == pytest.approx([0.03])
+
+
 def test_an_encoder_that_no_item_fits_is_named(recipe, chosen, monkeypatch):
     model = SimpleNamespace(encoders={"image": chosen["image"].module}, backbone=chosen[BACKBONE].module)
 
@@ -134,11 +181,21 @@ def test_an_encoder_that_no_item_fits_is_named(recipe, chosen, monkeypatch):
         subjects(recipe, model, model, torch.device("cpu"))
 
 
-def test_an_encoder_whose_items_have_segments_is_named(recipe, chosen, monkeypatch):
+def test_pairs_of_an_encoder_with_segments_end_at_them(recipe, chosen, monkeypatch):
+    """In segments of 4 rows a row attends to 4, however long the item is."""
     model = SimpleNamespace(encoders={"image": chosen["image"].module}, backbone=chosen[BACKBONE].module)
     monkeypatch.setattr(chosen["image"].module, "cut", lambda sizes: ItemSegments.cut(sizes.prod(axis=1), 4))
-    with pytest.raises(UserError, match=r"model.encoders.image computes items in segments, and a profile times whole"):
-        subjects(recipe, model, model, torch.device("cpu"))
+    subject, _ = subjects(recipe, model, model, torch.device("cpu"))
+    lengths = subject.lengths[subject.lengths % 4 == 0]
+    batches = [((3, int(lengths[-1])),), ((2, int(lengths[0])),)]
+    measured = MeasuredSubject(subject, batches[:1], batches[1:])
+    number = next(number for number, (layer, _) in enumerate(subject.layers) if layer.attention)
+    grid, held_out = measured.points(number, np.ones((2, 3)))
+    assert grid.pairs[0] == 4 * grid.rows[0] and held_out.pairs[0] == 4 * held_out.rows[0]
+    measured.samples = [[np.ones((1 + len(subject.layers), 3))] for _ in batches]
+    times = measured.times(ALONE)
+    assert times.amounts(padded=False)[1] == (4.0 * 3 * int(lengths[-1]),)
+    assert times.amounts(held_out=True, padded=False)[1] == (4.0 * 2 * int(lengths[0]),)
 
 
 def test_passes_are_timed_apart_and_only_where_there_are_any():

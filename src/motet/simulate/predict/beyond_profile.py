@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from motet.cost.model import Beyond
 
-MAX_ROWS, MAX_OPERATIONS = 16.0, 2.0
+_MAX_TIMES_ROWS, _MAX_TIMES_OPERATIONS = 16.0, 2.0
 """The most times as many rows as were measured, and operations a row, of which seconds are no guess."""
 _SAID = 1.1
 """What is beyond by less than this factor is not worth a sentence."""
@@ -20,7 +20,7 @@ _SAID = 1.1
 def guesses(beyond: Mapping[str, Beyond]) -> str:
     """The module of which a prediction would be a guess, in a sentence; "" if there is none."""
     for name, by in beyond.items():
-        if by.rows > MAX_ROWS or by.operations > MAX_OPERATIONS:
+        if by.rows > _MAX_TIMES_ROWS or by.operations > _MAX_TIMES_OPERATIONS:
             return (
                 f"What module {name!r} takes would be a guess: a microbatch has {_words(by)} of the profile. Profile "
                 "for more --seconds, or predict smaller microbatches."
