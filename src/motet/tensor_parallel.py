@@ -6,11 +6,16 @@ In a branch of a layer, each rank has some of the heads, or some of the MLP's in
 
 Hidden states between branches, norms and biases behind a sum are the same on all ranks, and so are their gradients: the
 gradient of what is copied is summed in backward. All ranks of a group call everything here alike, on the same rows.
+
+In a backbone each rank has a part of the rows between branches (`RowParts`; Korthikanti et al. 2022, section 4.2.2): it
+gathers all of them where it would copy, and sums those of each rank where it would sum. Then ranks keep, and normalise,
+their rows alone, and gradients of norms and biases there are sums over ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -88,6 +93,120 @@ def _all_reduced(x: Tensor, ranks: TensorRanks) -> Tensor:
     return total
 
 
+class RowParts:
+    """How hidden states between the branches of a module are: whole on all ranks or, in the block of `of`, in parts."""
+
+    def __init__(self, ranks: TensorRanks) -> None:
+        self.ranks, self.num_rows = ranks, 0
+
+    @contextmanager
+    def of(self, num_rows: int) -> Iterator[None]:
+        """In the block, each rank has a part of so many rows, equally many each; the last ones may be padding."""
+        self.num_rows = num_rows
+        try:
+            yield
+        finally:
+            self.num_rows = 0
+
+    def own(self, rows: Tensor) -> Tensor:
+        """This rank's part of rows [num_rows, width] that all ranks have, as they have their gradient."""
+        return _OwnRows.apply(rows, self.ranks)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """All rows [num_rows, width] of the parts, on all ranks, whose gradients are the same."""
+        return _WholeRows.apply(part, self.ranks, self.num_rows)
+
+    def into_products(self, hidden: Tensor) -> Tensor:
+        """What the first products of a branch multiply, [..., all rows, width], from what its norm has made."""
+        if not self.num_rows:
+            return copied(hidden, self.ranks)
+        return _GatheredRows.apply(hidden.flatten(0, -2), self.ranks, self.num_rows).view(
+            *hidden.shape[:-2], -1, hidden.shape[-1]
+        )
+
+    def from_products(self, products: Tensor) -> Tensor:
+        """The sum over ranks of what the last products of a branch have made, [..., rows, width]."""
+        if not self.num_rows:
+            return summed(products, self.ranks)
+        width = products.shape[-1]
+        return _ScatteredRows.apply(products.flatten(0, -2), self.ranks).view(*products.shape[:-2], -1, width)
+
+    def shared(self, parameter: Tensor) -> Tensor:
+        """A parameter that each rank uses on its own rows; where all use it on all rows, their gradients are alike."""
+        return copied(parameter, self.ranks) if self.num_rows else parameter
+
+
+class _OwnRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks, ctx.num_rows = ranks, len(rows)
+        return _part(rows, ranks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _gathered(gradient, ctx.ranks, ctx.num_rows), None
+
+
+class _WholeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, ranks: TensorRanks, num_rows: int) -> Tensor:
+        ctx.ranks = ranks
+        return _gathered(part, ranks, num_rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _part(gradient, ctx.ranks), None, None
+
+
+class _GatheredRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, ranks: TensorRanks, num_rows: int) -> Tensor:
+        ctx.ranks = ranks
+        return _gathered(part, ranks, num_rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _scattered(gradient, ctx.ranks), None, None
+
+
+class _ScatteredRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks, ctx.num_rows = ranks, len(rows)
+        return _scattered(rows, ranks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _gathered(gradient, ctx.ranks, ctx.num_rows), None
+
+
+def _padded(rows: Tensor, ranks: TensorRanks) -> Tensor:
+    """rows [n, width] with rows of zeros behind them, so that all ranks have as many."""
+    lacking = -len(rows) % ranks.size
+    return torch.cat([rows, rows.new_zeros(lacking, rows.shape[1])]) if lacking else rows.contiguous()
+
+
+def _part(rows: Tensor, ranks: TensorRanks) -> Tensor:
+    return _padded(rows, ranks).chunk(ranks.size)[ranks.index].clone()
+
+
+def _gathered(part: Tensor, ranks: TensorRanks, num_rows: int) -> Tensor:
+    every = part.new_empty(ranks.size * len(part), part.shape[1])
+    dist.all_gather_single(every, part.contiguous(), group=ranks.group)
+    return every[:num_rows]
+
+
+def _scattered(rows: Tensor, ranks: TensorRanks) -> Tensor:
+    padded = _padded(rows, ranks)
+    part = padded.new_empty(len(padded) // ranks.size, padded.shape[1])
+    dist.reduce_scatter_single(part, padded, group=ranks.group)
+    return part
+
+
 class RowLinear(nn.Linear):
     """The last product of a branch, of which each rank has some columns of the weight: it sums over ranks, then adds
     the bias. It has the parameters of `layer`.
@@ -95,36 +214,41 @@ class RowLinear(nn.Linear):
     product: multiplies without the bias; `runtime/deferred.py` puts another one in its place.
     """
 
-    def __init__(self, layer: nn.Linear, ranks: TensorRanks) -> None:
+    def __init__(self, layer: nn.Linear, parts: RowParts) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
-        self.ranks = ranks
+        self.parts = parts
         self.product: Callable[[Tensor], Tensor] = self._product
 
     def forward(self, x: Tensor) -> Tensor:
         set_divided()  # Behind the sum, all ranks have all columns.
-        rows = summed(self.product(x), self.ranks)
-        return rows if self.bias is None else rows + self.bias
+        rows = self.parts.from_products(self.product(x))
+        return rows if self.bias is None else rows + self.parts.shared(self.bias)
 
     def _product(self, x: Tensor) -> Tensor:
         return linear(x, self.weight)
 
 
-def sum_gradients(module: nn.Module, ranks: TensorRanks) -> None:
-    """Let the gradients of a module's own parameters be summed over ranks, each of which calls it with heads of its own
-    (norms of queries and keys). It gets another `forward`, with the same result, in place.
+def sum_gradients(module: nn.Module, shared: Callable[[Tensor], Tensor]) -> None:
+    """Let the gradients of a module's own parameters be summed over ranks. It gets another `forward`, with the same
+    result, in place.
+
+    shared: `copied` for norms of queries and keys, which each rank calls with heads of its own, and `RowParts.shared`
+            for those that it calls with rows of its own.
     """
-    module.forward = partial(_with_copies, module, module.forward, ranks)  # type: ignore[method-assign]
+    module.forward = partial(_with_copies, module, module.forward, shared)  # type: ignore[method-assign]
 
 
-def _with_copies(module: nn.Module, forward: Callable[..., Tensor], ranks: TensorRanks, *args: Any) -> Tensor:
+def _with_copies(
+    module: nn.Module, forward: Callable[..., Tensor], shared: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+) -> Tensor:
     own = dict(module._parameters)
     try:
         for name, parameter in own.items():
             if parameter is not None:
-                module._parameters[name] = copied(parameter, ranks)  # type: ignore[assignment]
-        return forward(*args)
+                module._parameters[name] = shared(parameter)  # type: ignore[assignment]
+        return forward(*args, **kwargs)
     finally:
         module._parameters.update(own)
 

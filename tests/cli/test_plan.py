@@ -109,7 +109,7 @@ def test_figures_as_json(recipe, tmp_path, monkeypatch, capsys):
         assert all(table["trainable"] == (table["why_not"] == "") for table in tables)
         assert all(len(table["peak_bytes"]) == len(table["ranks"]) for table in tables)
     assert "data parallel" in {table["strategy"] for table in written}
-    assert any("tensor parallelism" in table["why_not"] for table in written) and all(t["trainable"] for t in printed)
+    assert all(table["trainable"] for table in printed)
     motet(monkeypatch, "simulate", "first.json", "--workload", recipe, "--json", "-")
     simulated = json.loads(capsys.readouterr().out)
     assert simulated.keys() >= FIGURES

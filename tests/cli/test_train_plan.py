@@ -84,12 +84,6 @@ def test_a_unit_that_is_not_trained_yet_is_named_by_its_field(refused, job):
     assert "has tensor parallelism (tp > 1) under the schedule 'data_parallel', which training" in said
 
 
-def test_heads_that_tensor_parallelism_does_not_divide_are_named(refused, job):
-    units = json.loads(job.with_name("plan.json").read_text())["units"]
-    unit = {**units[0], "tp": 4, "pp": 1, "stages": [{"image": 2, "audio": 2, "backbone": 3}]}
-    assert "unit 'all': tp is 4, and 'image' has 2 heads; tp must divide them." in refused(units=[unit])
-
-
 def dry_run(job, run_dir, monkeypatch, capsys, *options):
     sets = [word for one in (f"run.dir={run_dir}", *AS_PLANNED) for word in ("--set", one)]
     monkeypatch.setattr(sys, "argv", ["motet", "train", str(job), "--dry-run", *options, *sets])

@@ -95,13 +95,13 @@ def examples(model, encoder):
     return sequences, {"item": (values, torch.from_numpy(sizes))}
 
 
-def run(model, encoder, deferred=None):
-    """(loss, gradients by name, next tokens)."""
+def run(model, encoder, deferred=None, recomputes=True):
+    """(loss, gradients by name, next tokens). recomputes: layers see all rows then, else ranks have a part each."""
     sequences, media = examples(model, encoder)
     keys = np.arange(7, 9)
     for module in (model.encoders["item"], model.backbone):
         for block in module.blocks:
-            block.recompute = block.number == 1
+            block.recompute = recomputes and block.number == 1
     with drawing("item", {"item": keys}):
         features = {"item": model.encoders["item"](*media["item"])}
     products = []
@@ -137,11 +137,11 @@ def _compare(rank, num_ranks, cases):
     ranks = TensorRanks(dist.group.WORLD, rank, num_ranks)
     for family, options, encoder in cases:
         loss, gradients, tokens = run(build(family, options, encoder), encoder)
-        for is_deferred in (False, True):
+        for is_deferred, recomputes in ((False, True), (True, False)):
             model = build(family, options, encoder)
             cuts = divided(model, ranks)
             deferred = DeferredWeights([model]) if is_deferred else None
-            own_loss, own, own_tokens = run(model, encoder, deferred)
+            own_loss, own, own_tokens = run(model, encoder, deferred, recomputes)
             case = f"{family}, {encoder}, deferred {is_deferred}"
             assert abs(own_loss - loss) < 1e-10 * abs(loss), case
             assert own_tokens == tokens, case
@@ -165,6 +165,22 @@ def test_divided_models_equal_whole_ones(case):
 
 def test_four_ranks_have_a_head_of_keys_each():
     run_ranks(_compare, 4, [("qwen3", {"num_key_value_heads": 4}, "siglip")])
+
+
+def _rows_of_norms(rank, num_ranks):
+    model = build("llama", {}, "siglip")
+    divided(model, TensorRanks(dist.group.WORLD, rank, num_ranks))
+    sequences, media = examples(model, "siglip")
+    seen = []
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        getattr(model.backbone.blocks[1], name).register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    model.backbone(sequences, {"item": model.encoders["item"](*media["item"])})
+    return seen, len(sequences.tokens)
+
+
+def test_each_rank_normalises_a_part_of_the_rows():
+    for seen, num_rows in run_ranks(_rows_of_norms, 2):
+        assert seen == [-(-num_rows // 2)] * 2
 
 
 def _vocabulary(rank, num_ranks):

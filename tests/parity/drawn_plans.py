@@ -68,6 +68,7 @@ _MIXTURE = {
     "batch_size": lambda rng: int(rng.choice([1, 2, 3, 4, 6, 6, 8, 12, 12, 18, 24])),
     "dropout": lambda rng: float(rng.choice([0, 0, 0, 0.2])),
     "num_layers": lambda rng: NUM_BLOCKS["backbone"],
+    "family": lambda rng: str(rng.choice(["qwen2", "qwen2", "qwen3", "llama"])),
     "seed": lambda rng: int(rng.integers(2**31)),
 }
 """Field of a PlannedCase -> how it is drawn for a mixture: what one process computes."""
@@ -136,6 +137,7 @@ def _drawn_case(
     rng = np.random.default_rng(numbers)
     num_ranks = num_ranks or int(rng.choice([2, 3, 4, 5], p=[0.3, 0.3, 0.25, 0.15]))
     units = tuple(_units(rng, strategy, num_ranks, schedule, mixture["parts"]))
+    units = _in_tensors(np.random.default_rng((*numbers, crc32(b"tp"))), units, is_shared=strategy == "bubbles")
     backbone = next(unit for unit in units if "backbone" in unit.modules)
     sizes = [size for size in (1, 2, 3, 4) if mixture["batch_size"] % (backbone.dp * size) == 0]
     size = int(rng.choice(sizes or [1]))
@@ -181,6 +183,21 @@ def _units(
             shard_size=int(rng.choice([0, 0, *(size for size in (1, 2) if num // pp % size == 0)])),
         )
         first_rank += 0 if is_shared else num
+
+
+def _in_tensors(rng: np.random.Generator, units: tuple[Unit, ...], is_shared: bool) -> tuple[Unit, ...]:
+    """Two replicas of some units become two tensor-parallel ranks; of units that share ranks, of all or of none."""
+    chosen = [rng.random() < 0.3 and unit.dp % 2 == 0 for unit in units]
+    if is_shared:
+        chosen = [chosen[0] and all(unit.dp % 2 == 0 for unit in units)] * len(units)
+    return tuple(
+        replace(
+            unit, tp=2, dp=unit.dp // 2, shard_size=unit.shard_size if unit.dp // 2 % (unit.shard_size or 1) == 0 else 0
+        )
+        if is_chosen
+        else unit
+        for unit, is_chosen in zip(units, chosen)
+    )
 
 
 def _parts(rng: np.random.Generator, num: int, num_parts: int) -> list[int]:
@@ -273,7 +290,7 @@ def _is_smallest(default: object) -> bool:
 
 def _smaller_units(units: tuple[Unit, ...]) -> Iterator[tuple[Unit, ...]]:
     for index, unit in enumerate(units):
-        for change in ({"recompute": ()}, {"zero": 0}, {"shard_size": 0}):
+        for change in ({"recompute": ()}, {"zero": 0}, {"shard_size": 0}, {"tp": 1, "dp": unit.dp * unit.tp}):
             yield (*units[:index], replace(unit, **change), *units[index + 1 :])
     if len(units) == 1 and units[0].pp > 1 and len(units[0].stages) == units[0].pp:
         (unit,) = units

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ from motet.models.layers import LayerModules, any_trainable, frozen_to_eval, pro
 from motet.models.merge import merge_rows, places_of
 from motet.models.rotary import use_document_rotary
 from motet.models.table_items import TableItems
-from motet.tensor_parallel import TensorRanks, copied, likeliest_entry, vocabulary_cross_entropy
+from motet.tensor_parallel import RowParts, TensorRanks, copied, likeliest_entry, vocabulary_cross_entropy
 
 _MAX_LOGITS = 2**28
 """The number of logits in memory at a time: 1 GiB in float32. A long pack has many times as many."""
@@ -81,7 +82,7 @@ class Backbone(nn.Module):
         if not train:
             causal_lm.requires_grad_(False)
         self.causal_lm = causal_lm
-        self.tensor_ranks: TensorRanks | None = None  # Those that share the vocabulary (`divided.py`).
+        self.row_parts: RowParts | None = None  # On tensor-parallel ranks (`divided.py`).
         self.merge = merge
         if merge is not None:
             check_callback("merge", "merge", merge)
@@ -188,6 +189,11 @@ class Backbone(nn.Module):
             return self.likeliest(hidden, sequences)
         return self.leave(hidden, sequences)
 
+    @property
+    def tensor_ranks(self) -> TensorRanks | None:
+        """The tensor-parallel ranks that share the vocabulary; None: this rank has all of it."""
+        return None if self.row_parts is None else self.row_parts.ranks
+
     def likeliest(self, hidden: Tensor, sequences: Sequences) -> Tensor:
         """The likeliest next token of each sequence, int64 [num_sequences]. hidden: as `leave` takes them."""
         last = sequences.offsets[1:].to(hidden.device, torch.int64) - 1
@@ -293,12 +299,20 @@ class Backbone(nn.Module):
             self._entering(features, sequences),
             arranged(2 * first, lambda: [lengths]),
         ):
-            return self.causal_lm.model(
-                inputs_embeds=hidden[None],
-                position_ids=torch.from_numpy(positions).to(hidden.device)[None],
-                use_cache=False,
-                segments=segments,
-            ).last_hidden_state[0]
+            return self._through(
+                hidden, position_ids=torch.from_numpy(positions).to(hidden.device)[None], segments=segments
+            )
+
+    def _through(self, hidden: Tensor, **arguments: Any) -> Tensor:
+        """HF's layers on rows [total, dim]. Tensor-parallel ranks have a part of them each, unless layers are to see
+        all: where rows are added before a block, or where backward calls a block again, outside of this context.
+        """
+        model, parts = self.causal_lm.model, self.row_parts
+        if parts is None or any(block.recompute or block.entering for block in self._blocks):
+            return model(inputs_embeds=hidden[None], use_cache=False, **arguments).last_hidden_state[0]
+        with parts.of(len(hidden)):
+            own = parts.own(hidden)[None]
+            return parts.whole(model(inputs_embeds=own, use_cache=False, **arguments).last_hidden_state[0])
 
     def _extents(self, offsets: Int64Array, lengths: Int64Array, sequences: Sequences) -> PackedItems | TableItems:
         """Documents that see themselves up to each row, and runs of rows that see each other in both directions."""

@@ -7,7 +7,8 @@ convolutions, position tables, other projectors) is whole on every rank, and com
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,7 +21,7 @@ from motet.models.families.registry import BACKBONES, ENCODERS, SHAPED_BACKBONE,
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
 from motet.models.projector import Projector
-from motet.tensor_parallel import RowLinear, TensorRanks, copied, divide_vocabulary, sum_gradients
+from motet.tensor_parallel import RowLinear, RowParts, TensorRanks, copied, divide_vocabulary, sum_gradients
 
 _PROJECTOR = (TensorBranch("", ("layers.0",), "layers.2"),)
 
@@ -28,7 +29,7 @@ _PROJECTOR = (TensorBranch("", ("layers.0",), "layers.2"),)
 def why_undivided(mllm: MLLM, name: str) -> str:
     """Why tensor-parallel ranks cannot share the layers of a module, in words; "" if they can."""
     module = _module(mllm, name)
-    model = module.causal_lm if isinstance(module, Backbone) else getattr(module.encoder, "model", module.encoder)
+    model = _tower(module)
     if (family := _family(model)) is None or not family.branches:
         return f"Motet knows no way to divide the layers of {type(model).__name__}"
     for block in _layers(module):
@@ -57,25 +58,39 @@ def divide(mllm: MLLM, ranks: Mapping[str, TensorRanks]) -> None:
     mllm: may be a part (`part.py`), with its parameters or before it has them. ranks: module -> those that share it.
     """
     for name, of_module in ranks.items():
-        module = _module(mllm, name)
+        module, parts = _module(mllm, name), RowParts(of_module)
+        family = _family(_tower(module))
+        branches = () if family is None else family.branches
+        for layer in _layers(module):
+            _share_norms(layer, branches, parts)
         for root, branch in _branches(module):
             if _at(root, branch.row).weight is not None:
-                _divide_branch(root, branch, of_module)
+                _divide_branch(root, branch, parts)
         if isinstance(module, Backbone):
-            module.tensor_ranks = of_module
-            table = module.causal_lm.model.embed_tokens
-            divide_vocabulary(table, of_module)
+            module.row_parts = parts
+            sum_gradients(module.causal_lm.model.norm, parts.shared)
+            divide_vocabulary(module.causal_lm.model.embed_tokens, of_module)
 
 
-def _divide_branch(root: nn.Module, branch: TensorBranch, ranks: TensorRanks) -> None:
+def _share_norms(layer: nn.Module, branches: Sequence[TensorBranch], parts: RowParts) -> None:
+    """Norms of whole rows, and factors of rows: the parameters of a layer that are in no branch."""
+    head_norms = [_at(layer, path) for branch in branches for path in branch.head_norms]
+    for module in (layer, *layer.children()):
+        is_product = isinstance(module, nn.Linear) or module in head_norms
+        if not is_product and any(parameter is not None for parameter in module._parameters.values()):
+            sum_gradients(module, parts.shared)
+
+
+def _divide_branch(root: nn.Module, branch: TensorBranch, parts: RowParts) -> None:
+    ranks = parts.ranks
     columns = [column for path in branch.columns if (column := _at(root, path)) is not None]
     if branch.norm:
-        _at(root, branch.norm).register_forward_hook(lambda module, args, output: copied(output, ranks))
+        _at(root, branch.norm).register_forward_hook(lambda module, args, output: parts.into_products(output))
     else:
-        columns[0].register_forward_pre_hook(lambda module, args: (copied(args[0], ranks),))
+        columns[0].register_forward_pre_hook(lambda module, args: (parts.into_products(args[0]),))
     for path in branch.head_norms:
         if (norm := _at(root, path)) is not None:
-            sum_gradients(norm, ranks)
+            sum_gradients(norm, partial(copied, ranks=ranks))
     owner_path, _, name = branch.row.rpartition(".")
     owner = _at(root, owner_path) if owner_path else root
     first_column = ranks.part(columns[0].out_features)[0]
@@ -83,7 +98,7 @@ def _divide_branch(root: nn.Module, branch: TensorBranch, ranks: TensorRanks) ->
     columns[0].register_forward_hook(lambda module, args, output: set_divided(first_head, first_column))
     if branch.has_heads and hasattr(owner, "num_heads"):
         owner.num_heads //= ranks.size
-    setattr(owner, name, RowLinear(getattr(owner, name), ranks))
+    setattr(owner, name, RowLinear(getattr(owner, name), parts))
 
 
 def _head_dim(attention: Any) -> int:
@@ -92,8 +107,7 @@ def _head_dim(attention: Any) -> int:
 
 def _branches(module: ModalityModule | Backbone) -> Iterator[tuple[nn.Module, TensorBranch]]:
     """(the module in which a branch is, the branch)."""
-    model = module.causal_lm if isinstance(module, Backbone) else getattr(module.encoder, "model", None)
-    family = _family(model)
+    family = _family(_tower(module))
     for layer in _layers(module) if family is not None else ():
         yield from ((layer, branch) for branch in family.branches)
     if (
@@ -102,6 +116,11 @@ def _branches(module: ModalityModule | Backbone) -> Iterator[tuple[nn.Module, Te
         and module.projector.kind == "mlp"
     ):
         yield from ((module.projector, branch) for branch in _PROJECTOR)
+
+
+def _tower(module: ModalityModule | Backbone) -> nn.Module:
+    """The HF model, or an encoder of another class."""
+    return module.causal_lm if isinstance(module, Backbone) else getattr(module.encoder, "model", module.encoder)
 
 
 def _layers(module: ModalityModule | Backbone) -> list[nn.Module]:
@@ -114,7 +133,7 @@ def _vocabulary(backbone: Backbone) -> tuple[nn.Module, nn.Module]:
     return backbone.causal_lm.model.embed_tokens, backbone.causal_lm.lm_head
 
 
-def _family(model: nn.Module | None) -> Family | None:
+def _family(model: nn.Module) -> Family | None:
     """The family of exactly this class."""
     known = (*BACKBONES.values(), *ENCODERS.values(), SHAPED_BACKBONE, *SHAPED_ENCODERS.values())
     return next((family for family in known if type(model) is family.model), None)

@@ -42,10 +42,11 @@ def indivisible(
     modules: those that the pinned TP is of; () is all.
     """
     if pins.tp is not None and pins.tp not in (known := tensor_degrees(job, *modules)):
-        return (
-            f"TP is pinned to {pins.tp}; it must be one of {listed(known)}, in a node or over whole ones, and divide"
-            " the heads of what it is of."
-        )
+        of_modules = [module for module in job.model.modules if not modules or module.name in modules]
+        for module in of_modules:
+            if pins.tp in possible_tensor_degrees(job.cluster) and (what := undivided_heads(module, pins.tp)):
+                return f"TP is pinned to {pins.tp}, and {module.name} has {what}; it must be one of {listed(known)}."
+        return f"TP is pinned to {pins.tp}; it must be one of {listed(known)}, in a node or over whole ones."
     if pins.pp is not None and pins.pp > num_blocks:
         return f"PP is pinned to {pins.pp}; it must be 1 to {num_blocks}, the layers of the {of}."
     pinned = {name: getattr(pins, name) for name in ("tp", "pp", "dp") if getattr(pins, name) is not None}

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from motet.core.errors import UserError
-from motet.core.plan import Fill, Unit
+from motet.core.plan import Fill, Plan, Unit
+from motet.core.shapes import Transformer, language_model, multimodal
+from motet.cost.catalogue import cluster
 from motet.schedule import check_fit, program_of
 from unit.schedule.plans import PLANS, VLM, model, plan
 
@@ -171,3 +173,15 @@ def test_a_plan_needs_a_backbone():
     spec = replace(spec, modules=(replace(spec.modules[0], name="llm"),))
     with pytest.raises(UserError, match="no unit holds a module named 'backbone'"):
         program_of(plan(spec, Unit("llm", ({"llm": 2},))))
+
+
+@pytest.mark.parametrize(
+    ("tp", "kv_heads", "what"), [(3, 0, "4 heads"), (4, 2, "2 heads of keys and values"), (2, 1, "1 heads of keys")]
+)
+def test_heads_that_tensor_parallelism_does_not_divide_are_refused(tp, kv_heads, what):
+    layer = Transformer(48, 96, num_heads=4, num_kv_heads=kv_heads, causal=True)
+    llm = multimodal("toy", language_model(layer, 8, vocab_size=101), [])
+    unit = Unit("llm", ({"backbone": 8},), tp=tp)
+    with pytest.raises(UserError, match=f"unit 'llm': tp is {tp}, and 'backbone' has {what}.*; tp must divide them"):
+        check_fit(Plan(llm, cluster("h100"), (unit,), 8))
+    check_fit(Plan(llm, cluster("h100"), (replace(unit, tp=2 if kv_heads != 1 else 1),), 8))
