@@ -97,7 +97,9 @@ FIGURES = {"strategy", "trainable", "why_not", "step_s", "bound_s", "peak_bytes"
 
 def test_figures_as_json(recipe, tmp_path, monkeypatch, capsys):
     """A list, best first; alone on standard output where that is asked for."""
-    motet(monkeypatch, "plan", recipe, "--json", "figures.json", "--out", "first.json")
+    # What hides messages is planned, and not trained.
+    hides = "--set", "cluster.tensor_pieces=2"
+    motet(monkeypatch, "plan", recipe, "--json", "figures.json", "--out", "first.json", *hides)
     assert "figures.json" in capsys.readouterr().out
     written = json.loads((tmp_path / "figures.json").read_text())
     motet(monkeypatch, "plan", recipe, "--json", "-", "--launch", "slurm", *TRAINS)
@@ -109,7 +111,7 @@ def test_figures_as_json(recipe, tmp_path, monkeypatch, capsys):
         assert all(table["trainable"] == (table["why_not"] == "") for table in tables)
         assert all(len(table["peak_bytes"]) == len(table["ranks"]) for table in tables)
     assert "data parallel" in {table["strategy"] for table in written}
-    assert all(table["trainable"] for table in printed)
+    assert any("tensor_pieces" in table["why_not"] for table in written) and all(t["trainable"] for t in printed)
     motet(monkeypatch, "simulate", "first.json", "--workload", recipe, "--json", "-")
     simulated = json.loads(capsys.readouterr().out)
     assert simulated.keys() >= FIGURES

@@ -148,7 +148,8 @@ class Analytic:
         # The first piece of each product is waited for; the others are hidden behind products, as far as these last.
         # Backward has twice the products of forward, whose messages are as many.
         product_s = self._product_s(layer, work.rows, len(ranks), layer.weights + layer.idle_weights)
-        return piece_s + (pieces - 1) * np.maximum(piece_s - product_s / pieces, 0.0)
+        longer_s: Float64Array = np.maximum(piece_s - product_s / pieces, 0.0)
+        return piece_s + (pieces - 1) * longer_s
 
     def send_seconds(self, size_bytes: Float64Array, ranks: Sequence[int]) -> Float64Array:
         return communication.send_s(self._reached, size_bytes, ranks)

@@ -152,8 +152,8 @@ class ClusterConfig(BaseModel):
             _or(self.inter_node_gbytes_per_s, 1e9, usual.inter_node.bytes_per_s),
             _or(self.inter_node_latency_us, 1e-6, usual.inter_node.latency_s),
         )
-        links = {"intra_node": intra_node, "inter_node": inter_node}
-        return replace(usual, device=device, tensor_pieces=self.tensor_pieces, **links)
+        pieces = self.tensor_pieces
+        return replace(usual, device=device, intra_node=intra_node, inter_node=inter_node, tensor_pieces=pieces)
 
 
 def _or(given: float | None, unit: float, usual: float) -> float:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from motet.core.arrays import Float64Array
 from motet.cost.flops import work_of
 from motet.cost.profile import Batch, LayerTimes, ModuleTimes, Points
-from motet.profiling.subjects import MAX_ROWS, Subject, grid_of, items
+from motet.profiling.subjects import MAX_BATCH_ROWS, Subject, grid_of, items
 from motet.train.world import World
 
 _Result = TypeVar("_Result")
@@ -314,7 +314,7 @@ def measure(
 def _max_rows(subject: Subject, watch: Stopwatch, most_s: float) -> int:
     """The largest sum of lengths, found by doubling, that a rank computes within most_s, has memory for, and needs."""
     rows = int(subject.lengths[0])
-    while rows < (subject.job_rows or MAX_ROWS):
+    while rows < (subject.job_rows or MAX_BATCH_ROWS):
         length = int(subject.lengths[subject.lengths <= 2 * rows][-1])
         batch = ((max(2 * rows // length, 1), length),)
         try:

@@ -33,7 +33,7 @@ from motet.models.module import ModalityModule
 from motet.profiling.job_lengths import AskedLengths
 from motet.train.recipe.recipe import DrawnRecipe, Recipe
 
-MAX_ROWS = 2**16
+MAX_BATCH_ROWS = 2**16
 """Rows of the largest batch."""
 _SHORTEST = 8
 """Shorter items are not measured if there are longer ones."""
@@ -119,7 +119,7 @@ def subjects(
 
 
 def _as_asked(subject: Subject, asked: AskedLengths) -> Subject:
-    return replace(subject, lengths=asked.among(subject.lengths), job_rows=min(asked.rows, MAX_ROWS))
+    return replace(subject, lengths=asked.among(subject.lengths), job_rows=min(asked.rows, MAX_BATCH_ROWS))
 
 
 def grid_of(lengths: Int64Array, max_rows: int, *, padded: bool) -> tuple[list[Batch], list[Batch]]:
