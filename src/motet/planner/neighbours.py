@@ -44,6 +44,7 @@ def neighbours(job: Job, plan: Plan) -> Iterator[Plan]:
     without_caps = replace(plan, microbatch_caps={})
     yield from _microbatches(without_caps)
     yield from _schedules(job, plan)
+    yield from _chunks(job, plan)
     yield from _shardings(plan)
     if plan.schedule == "data_parallel":
         yield from _replicas(without_caps)
@@ -72,6 +73,17 @@ def _schedules(job: Job, plan: Plan) -> Iterator[Plan]:
     is_whole = plan.schedule in ("1f1b", "zb_h1")
     if recut := evenly_cut(job, unit, plan.microbatch_size, 2 if is_whole else 1):
         yield replace(_with_unit(plan, 0, recut), schedule="zb_v" if is_whole else "1f1b")
+
+
+def _chunks(job: Job, plan: Plan) -> Iterator[Plan]:
+    """Interleaved 1F1B with other numbers of chunks of the backbone's unit, cut anew."""
+    if plan.schedule != "interleaved_1f1b":
+        return
+    unit = backbone_unit(plan)
+    chunks = len(unit.stages) // unit.pp
+    for other in sorted({chunks // 2, chunks - 1, chunks + 1, 2 * chunks} - {0, 1, chunks}):
+        if recut := evenly_cut(job, unit, plan.microbatch_size, other):
+            yield _with_unit(plan, plan.units.index(unit), recut)
 
 
 def _shardings(plan: Plan) -> Iterator[Plan]:
@@ -168,6 +180,12 @@ def _reshaped(job: Job, plan: Plan, unit: Unit) -> Iterator[Unit]:
                     continue
                 changed = recut
             yield changed
+
+
+def all_recomputed(plan: Plan) -> Plan:
+    """The Plan with every block recomputed: for a neighbour that lacks memory. `_less_recomputed` goes on from it."""
+    units = (replace(unit, recompute=tuple(dict(stage) for stage in unit.stages)) for unit in plan.units)
+    return replace(plan, units=tuple(units))
 
 
 def evenly_cut(job: Job, unit: Unit, num_examples: int, num_chunks: int = 1) -> Unit | None:

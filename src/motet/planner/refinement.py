@@ -29,7 +29,7 @@ from motet.planner.candidate import (
 from motet.planner.degrees import SCHEDULE_NAMES
 from motet.planner.field_pins import unmet
 from motet.planner.job import Job
-from motet.planner.neighbours import neighbours
+from motet.planner.neighbours import all_recomputed, neighbours
 from motet.planner.quick_estimate import quick_estimate
 from motet.planner.regrouping import regrouped
 from motet.planner.search_result import SimulatedCandidate
@@ -134,14 +134,29 @@ class Refinement:
             if self.left[strategy] <= stop_at or not self._spend(strategy, found.prediction):
                 return None
             self.seen.add(_key(other))
-            candidate = replace(found.candidate, plan=other, strategy=strategy_of(other))
-            try:
-                prediction = predict_candidate(self.job, candidate)
-            except UserError:
+            neighbour = self._predicted(found, other)
+            if neighbour is None or neighbour.prediction.step_s >= limit_s:
                 continue
-            if prediction.step_s < limit_s and prediction.peak_bytes.max() <= self.job.capacity_bytes:
-                return SimulatedCandidate(candidate, prediction)
+            if not self._fits(neighbour):
+                full = all_recomputed(other)
+                if _key(full) in self.seen or not self._allows(full) or not self._spend(strategy, found.prediction):
+                    continue
+                self.seen.add(_key(full))
+                neighbour = self._predicted(found, full)
+            if neighbour is not None and neighbour.prediction.step_s < limit_s and self._fits(neighbour):
+                return neighbour
         return None
+
+    def _predicted(self, found: SimulatedCandidate, plan: Plan) -> SimulatedCandidate | None:
+        """A neighbour's step; None if it cannot run on the cluster."""
+        candidate = replace(found.candidate, plan=plan, strategy=strategy_of(plan))
+        try:
+            return SimulatedCandidate(candidate, predict_candidate(self.job, candidate))
+        except UserError:
+            return None
+
+    def _fits(self, one: SimulatedCandidate) -> bool:
+        return bool(one.prediction.peak_bytes.max() <= self.job.capacity_bytes)
 
     def _new_neighbours(self, found: SimulatedCandidate) -> list[Plan]:
         """The neighbours that were not seen, fit and are allowed, and may be faster: the least estimate first."""
@@ -166,6 +181,8 @@ class Refinement:
     def _allows(self, plan: Plan) -> bool:
         """Whether a Plan that fits is as pinned."""
         unit, pins = plan.unit_of(BACKBONE), self.pins
+        if pins.recompute == "none" and any(any(stage.values()) for each in plan.units for stage in each.recompute):
+            return False
         degrees = pins.allow(tp=unit.tp, pp=unit.pp, dp=unit.dp, microbatch_size=plan.microbatch_size)
         rest = pins.allow(schedule=plan.schedule, order=plan.order, balance=plan.balance)
         return degrees and rest and strategy_of(plan) in self.strategies and not unmet(plan, pins)

@@ -108,6 +108,14 @@ def test_cuts_move_by_one_block_and_what_recomputes_all_still_does():
     assert {repr(unit.recompute) for unit in moved} >= {repr(({"image": 6, "audio": 0}, {"audio": 1, "backbone": 3}))}
 
 
+def test_chunks_become_fewer_and_more():
+    chain = PLANS["chain"]
+    halves = replace(chain.units[0], stages=({"image": 6}, {"audio": 4}, {"backbone": 4}, {"backbone": 4}), pp=2)
+    interleaved = replace(chain, units=(replace(halves, recompute=()),), schedule="interleaved_1f1b")
+    found = [other for other in fitting(interleaved) if other.schedule == "interleaved_1f1b"]
+    assert {len(other.units[0].stages) // 2 for other in found if other.units[0].pp == 2} >= {2, 3, 4}
+
+
 def test_tensor_parallel_groups_keep_to_nodes():
     for other in fitting(PLANS["side by side"]):
         assert all(unit.first_rank % unit.tp == 0 for unit in other.units)

@@ -50,6 +50,16 @@ def test_it_is_never_slower_and_what_it_finds_runs(found):
         assert one.candidate.strategy == strategy_of(one.candidate.plan)
 
 
+def test_a_neighbour_that_lacks_memory_recomputes(monkeypatch):
+    """So a step with little memory is refined too: other cuts and microbatches begin with everything recomputed."""
+    tight = job(batch_size=16, num_nodes=1, spread=0.7, memory_mbytes=430)
+    pins = Pins(strategies=(CHAIN,), pp=2, dp=2)
+    refined = search(tight, STRATEGIES, pins).best
+    monkeypatch.setattr("motet.planner.refinement.all_recomputed", lambda plan: plan)
+    assert refined.prediction.step_s < 0.99 * search(tight, STRATEGIES, pins).best.prediction.step_s
+    assert any(any(stage.values()) for unit in refined.candidate.plan.units for stage in unit.recompute)
+
+
 def test_the_same_every_time(found):
     again = search(replace(SMALL), STRATEGIES)
     assert [one.candidate.plan for one in again.results] == [one.candidate.plan for one in found.results]
