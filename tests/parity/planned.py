@@ -424,12 +424,16 @@ def errors_of(case: PlannedCase) -> dict[str, float]:
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor, largest: float | None = None) -> float:
-    """The largest difference, as a share of the largest number, by default of `wanted`. Of a DTensor: in its rows."""
+    """The largest difference, as a share of the largest number, by default of `wanted`. Of a DTensor: in this part."""
     largest = _largest(wanted) if largest is None else largest
     if isinstance(found, DTensor):
-        mesh, found = found.device_mesh, found.to_local()
-        rows = (*wanted.chunk(mesh.size(mesh.ndim - 1)), wanted[:0])
-        wanted = rows[min(mesh.get_local_rank(mesh.ndim - 1), len(rows) - 1)]
+        mesh = found.device_mesh
+        for axis, placement in enumerate(found.placements):
+            if placement.is_shard():
+                parts = wanted.chunk(mesh.size(axis), placement.dim)
+                rank = mesh.get_local_rank(axis)
+                wanted = parts[rank] if rank < len(parts) else wanted.narrow(placement.dim, 0, 0)
+        found = found.to_local()
         assert found.shape == wanted.shape
     return _largest(found.cpu() - wanted) / (largest if largest > 1e-15 else 1.0)
 

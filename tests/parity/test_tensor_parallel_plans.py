@@ -4,6 +4,7 @@ import pytest
 
 from motet.core.plan import Unit
 from parity.planned import MIXED_TOLERANCE, PlannedCase, assert_planned, differences, errors_of
+from parity.test_bubbles import in_halves
 from ranks import run_ranks
 
 ALL = {"image": 3, "audio": 2, "backbone": 3}
@@ -93,7 +94,9 @@ def test_encoders_in_bubbles_and_replicated_ones():
     backbone = Unit("llm", ({"backbone": 2}, {"backbone": 1}), pp=2, tp=2, zero=0)
     others = [Unit(name, ({name: count},), tp=2, dp=2, zero=1) for name, count in (("image", 3), ("audio", 2))]
     replicated = Unit("llm", ({"backbone": 2}, {"backbone": 1}), pp=2, tp=2, zero=0, replicated=("image", "audio"))
-    assert_planned(4, [PlannedCase((backbone, *others)), PlannedCase((replicated,), tied=True)])
+    filled = PlannedCase((backbone, *others))
+    halved = in_halves(filled, {"image": 6, "audio": 3})
+    assert_planned(4, [filled, halved, PlannedCase((replicated,), tied=True)])
 
 
 def test_a_run_goes_on_with_and_without():

@@ -1,20 +1,32 @@
 """Encoders that a Plan cuts where they cannot be cut: one sentence, before anything is built."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from motet.core.plan import Plan, Unit
 from motet.cost.catalogue import cluster
+from motet.models.families.siglip import SiglipEncoder
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
 from motet.models.spec import model_spec
+from motet.schedule import coarse_fills, fillable, parse_action
 from motet.train.planned_job import impossible_cut
 from parity.planned import DIM, build_hf_model
 from parity.planned_parts import Tiles
 from parity.tiny import QFORMER, Halves, ToyEncoder
 
 LLM = {"backbone": 3}
+
+
+class Whole(SiglipEncoder):
+    """A tower whose layers run whole."""
+
+    @property
+    def halves(self):
+        raise AttributeError
 
 
 class Undescribed(ToyEncoder):
@@ -92,6 +104,23 @@ def test_encoders_of_the_families_can_be_cut_anywhere():
 )
 def test_a_cut_that_cannot_be_is_named(options, said):
     assert said in said_of(**options)
+
+
+@pytest.mark.parametrize(("num_parts", "said"), [(3, ""), (4, "fills bubbles with halves of blocks of 'image'")])
+def test_halves_that_cannot_be_are_named(num_parts, said):
+    model = build_hf_model()
+    llm = Unit("llm", ({"backbone": 1}, {"backbone": 2}), pp=2, zero=0)
+    units = llm, Unit("image", ({"image": 3},), dp=2, zero=0), Unit("audio", ({"audio": 2},), dp=2, zero=0)
+    plan = Plan(model_spec(model), cluster("h100", 1, 2), units, 2)
+    unfilled, encoders = fillable(plan)
+    fills = []
+    for fill in coarse_fills(unfilled.program, encoders):
+        is_image = parse_action(fill.action).stage < 4
+        fills += [replace(fill, action=f"{fill.action}.{part}") for part in range(num_parts)] if is_image else [fill]
+    plan = replace(plan, fills=tuple(fills))
+    assert not impossible_cut(model, plan)
+    model.encoders["image"].encoder.__class__ = Whole
+    assert impossible_cut(model, plan) == (said and f"unit 'image' {said}, which cannot be: Whole has no halves")
 
 
 def test_an_encoder_that_is_not_cut_needs_no_parts():
