@@ -114,3 +114,9 @@ def test_a_run_goes_on_with_and_without():
 def test_a_run_goes_on_under_other_shares():
     shared, staged = chain(ALL, dp=2, zero=2), chain(*CUT)
     assert_planned(4, [PlannedCase(shared, then=PlannedCase(staged)), PlannedCase(staged, then=PlannedCase(shared))])
+
+
+def test_shared_copies_of_cut_parameters():
+    """Hybrid sharding: a mesh of tensor-parallel ranks, copies and shards."""
+    cases = [PlannedCase(chain(ALL, dp=4, zero=zero, shard_size=2), batch_size=4, tied=zero == 1) for zero in (1, 3)]
+    assert_planned(8, cases)

@@ -85,7 +85,7 @@ def check_module_pins(job: Job, pins: Pins) -> None:
         if stated.tp is not None and stated.tp not in tensor_degrees(job, name):
             raise UserError(
                 f"{name} is pinned to tp = {stated.tp}; it must be one of {listed(tensor_degrees(job, name))}, in"
-                " a node or over whole ones, and with known times."
+                " a node or over whole ones, with whole heads and with known times."
             )
         if stated.pp is not None and stated.pp > num_blocks:
             raise UserError(f"{name} is pinned to pp = {stated.pp}; it must be 1 to {num_blocks}, its blocks.")
