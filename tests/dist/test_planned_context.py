@@ -10,10 +10,10 @@ from dist.test_planned import DEEPER, FEW_CUTS, plan_of, row_of, run_planned, tr
 from motet.core.errors import UserError
 from motet.core.plan import Unit
 from motet.core.plan_file import write_plan
+from motet.models.merge import merge_rows
 from motet.planning.trainable import obstacle
-from motet.planning.under_plan import recipe_under_plan
 from motet.train.checkpoint.contents import name_of
-from motet.train.planned_job import unshareable
+from motet.train.planned_job import check_context, impossible_cut
 from motet.train.recipe.recipe import load_recipe
 from parity.planned import build_hf_model
 from ranks import run_ranks
@@ -68,19 +68,17 @@ def test_an_exchange_without_ranks_that_share_sequences_is_refused(job, tmp_path
         run_ranks(train_under, 2, str(job), overrides, str(file) if has_plan else None)
 
 
-def test_heads_that_ranks_do_not_divide_are_refused_for_ulysses():
-    model = build_hf_model()
-    assert unshareable(model, 2, "ulysses") == unshareable(model, 3, "auto") == unshareable(model, 3) == ""
-    assert unshareable(model, 3, "ulysses") == (
-        "context.exchange is 'ulysses', and 2 heads are not divided by 3; set 'group_cast'"
-    )
+def test_heads_that_ranks_do_not_divide_are_refused_for_ulysses(job):
+    model, plan = build_hf_model(), shared(job)
+    check_context(model, plan, "ulysses")
+    plan = replace(plan, units=(replace(plan.units[0], cp=3),))
+    check_context(model, plan, "auto")
+    with pytest.raises(UserError, match=r"the 3 context-parallel ranks \(cp\) of unit 'all' do not divide the 2 heads"):
+        check_context(model, plan, "ulysses")
 
 
-def test_what_cannot_be_shared_yet_is_refused(job, tmp_path):
-    recipe = load_recipe(job, DEEPER)
-    plan, file = shared(job), tmp_path / "plan.json"
-    assert obstacle(plan, recipe) == ""
-    merging = recipe.model_copy(update={"model": recipe.model.model_copy(update={"merge": "package.module:function"})})
-    write_plan(plan, file)
-    with pytest.raises(UserError, match=r"a backbone with model\.merge, which training cannot run yet"):
-        recipe_under_plan(merging, job, file)
+def test_what_cannot_be_shared_yet_is_refused(job):
+    model, plan = build_hf_model(), shared(job)
+    assert obstacle(plan, load_recipe(job, DEEPER)) == impossible_cut(model, plan) == ""
+    model.backbone.merge = merge_rows
+    assert impossible_cut(model, plan) == "unit 'all' has cp 2, which cannot be: model.merge takes whole sequences"

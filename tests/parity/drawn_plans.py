@@ -26,7 +26,7 @@ from motet.train.recipe.recipe import Recipe
 from parity.planned import PHASES, PlannedCase
 from parity.planned_parts import SECOND, has_second, num_blocks_with
 
-NUM_HEADS = 2
+NUM_HEADS = 4
 NUM_BLOCKS = {"image": 3, "audio": 2, "backbone": 4}
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
 GROUPINGS = {

@@ -63,6 +63,7 @@ OF_BACKBONES = {
             batch_size=8,
         ),
         PlannedCase(chain(4, WHOLE), contents=(), batch_size=2),
+        *(PlannedCase(chain(2, WHOLE, tp=2), exchange=way, dropout=0.2) for way in ("group_cast", "ulysses")),
         PlannedCase(chain(2, WHOLE, dp=2, zero=2, shard_size=2)),
         PlannedCase((ENCODERS, *chain(2, {"backbone": 3}, first_rank=2)), microbatch_size=2, tied=True),
     ],

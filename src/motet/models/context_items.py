@@ -84,6 +84,13 @@ class ContextItems:
     """Extents of causal documents of which this rank has some rows. One object serves all layers and passes of a pack.
 
     It is used as `models.attention.PackedItems` is, by all ranks of a group.
+
+    Example:
+        Rank 0 has the first row and the last of four, and sees both rows of rank 1:
+        >>> from types import SimpleNamespace
+        >>> rows = ContextRows(np.array([4]), np.array([0, 1, 1, 0]), num_ranks=2)
+        >>> ContextItems(SimpleNamespace(rows=rows, rank=0, method="auto")).method_for(4, 2, None)
+        'group_cast'
     """
 
     causal = True
