@@ -73,7 +73,7 @@ def test_heads_that_ranks_do_not_divide_are_refused_for_ulysses(job):
     check_context(model, plan, "ulysses")
     plan = replace(plan, units=(replace(plan.units[0], cp=3),))
     check_context(model, plan, "auto")
-    with pytest.raises(UserError, match=r"the 3 context-parallel ranks \(cp\) of unit 'all' do not divide the 2 heads"):
+    with pytest.raises(UserError, match=r"the 3 context-parallel ranks \(cp\) of unit 'all' do not divide the 4 heads"):
         check_context(model, plan, "ulysses")
 
 

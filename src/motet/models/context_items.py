@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from motet.core.arrays import Int64Array
 from motet.core.attention_table import AttentionTable
-from motet.core.context_rows import ContextRows, RowMoves
+from motet.core.context_rows import ContextRows, RowMoves, moved_heads
 from motet.core.errors import UserError
 from motet.dropout import heads_from
 from motet.models.table_items import TableItems
@@ -192,12 +192,9 @@ class ContextItems:
             )
         if method != "auto":
             return method
-        if heads % num_ranks:
-            return GROUP_CAST
-        of_keys = self._rows.most_moved(self._wanted(window, False)) * 2 * kv_heads
-        kv_heads = kv_heads if kv_heads % num_ranks == 0 else heads
-        by_heads = self._rows.most_moved([np.arange(self._rows.num_rows)] * num_ranks) * 2 * (heads + kv_heads)
-        return ULYSSES if by_heads < of_keys * num_ranks else GROUP_CAST
+        counts = (self._rows.most_moved(self._wanted(window, everything)) for everything in (False, True))
+        by_cast, by_heads = moved_heads(*counts, num_ranks, heads, kv_heads)
+        return ULYSSES if by_heads < by_cast else GROUP_CAST
 
     def _windowed_table(self, window: int | None) -> AttentionTable:
         if window not in self._windowed:
