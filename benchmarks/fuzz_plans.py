@@ -199,6 +199,10 @@ def features(case: PlannedCase) -> Iterator[str]:
     units = case.units
     yield from {f"zero {unit.zero}" for unit in units if unit.dp > 1}
     yield from {f"shard_size {unit.shard_size}" for unit in units if unit.dp > 1 and unit.shard_size > 1}
+    yield from {
+        f"cp {unit.cp} of {'llm' if 'backbone' in unit.modules else 'encoders'}" for unit in units if unit.cp > 1
+    }
+    yield from {f"exchange {case.exchange}" for unit in units if unit.cp > 1 and "backbone" in unit.modules}
     yield from {"recompute" for unit in units if any(count for of in unit.recompute for count in of.values())}
     yield from {"two blocks or more in a stage" for unit in units if any(sum(of.values()) > 1 for of in unit.stages)}
     yield from {f"dp {unit.dp} beside {units[-1].dp}" for unit in units[:-1] if unit.dp != units[-1].dp}

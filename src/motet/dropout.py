@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import local
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -82,6 +82,13 @@ def item_keys(keys: Int64Array, example: Int64Array, items: Int64Array) -> Int64
     return _stream(keys[example[items]].view(np.uint64), numbers).view(np.int64)
 
 
+class ItemRows(NamedTuple):
+    """Rows of items of which other ranks have the rest: each row's item, and its number there; int64 [num_rows]."""
+
+    item: Int64Array
+    row: Int64Array
+
+
 @dataclass
 class _Draws:
     """What a module draws for. keys: of its items. counts: rows of each item, as any tensor may have them.
@@ -92,7 +99,7 @@ class _Draws:
 
     module: str
     keys: Int64Array
-    counts: tuple[Int64Array, ...] = ()
+    counts: tuple[Int64Array | ItemRows, ...] = ()
     place: int = ENTER
     number: int = 0
     divided: tuple[int, int] = (0, 0)
@@ -115,17 +122,17 @@ def drawing(module: str, draws: Mapping[str, Int64Array] | None) -> Iterator[Non
         yield
 
 
-def arranged(place: int, counts: Callable[[], Iterable[Int64Array]]) -> AbstractContextManager[None]:
+def arranged(place: int, counts: Callable[[], Iterable[Int64Array | ItemRows]]) -> AbstractContextManager[None]:
     """In the block, tensors have the rows of the items one after the other.
 
-    counts: gives the rows of each item, int64 [num_items], in each way in which tensors inside may have them; it is
-            called if there is anything to draw for.
+    counts: gives the rows of each item, int64 [num_items], in each way in which tensors inside may have them, or some
+            rows of items; it is called if there is anything to draw for.
     """
     return nullcontext() if _active.draws is None else _arranged(_active.draws, place, counts)
 
 
 @contextmanager
-def _arranged(draws: _Draws, place: int, counts: Callable[[], Iterable[Int64Array]]) -> Iterator[None]:
+def _arranged(draws: _Draws, place: int, counts: Callable[[], Iterable[Int64Array | ItemRows]]) -> Iterator[None]:
     before = draws.counts
     draws.counts, draws.place, draws.number = tuple(counts()), place, 0
     try:
@@ -157,6 +164,20 @@ def in_block(number: int, run: Callable[..., Any], half: int = 0) -> Callable[..
 
     counts = draws.counts
     return running
+
+
+@contextmanager
+def heads_from(first: int) -> Iterator[None]:
+    """In the block, attention has the heads from `first` on, of those that this rank has."""
+    draws = _active.draws
+    before = (0, 0) if draws is None else draws.divided
+    if draws is not None:
+        draws.divided = before[0] + first, before[1]
+    try:
+        yield
+    finally:
+        if draws is not None:
+            draws.divided = before
 
 
 @contextmanager
@@ -226,12 +247,16 @@ def next_rows(shape: torch.Size | tuple[int, ...], device: torch.device) -> Tens
 def _rows_of_items(draws: _Draws, shape: tuple[int, ...]) -> tuple[Int64Array, Int64Array]:
     """Item and number in the item of each row. Raises UserError if no arrangement of the module has such rows."""
     num_items, num_rows = len(draws.keys), int(np.prod(shape))
+    for some in draws.counts:
+        if isinstance(some, ItemRows) and len(some.row) == num_rows:
+            return some
     if len(shape) > 1 and shape[0] == num_items:
         counts = np.full(num_items, num_rows // max(num_items, 1))
     else:
-        fitting = [counts for counts in draws.counts if counts.sum() == num_rows]
+        known_counts = [counts for counts in draws.counts if not isinstance(counts, ItemRows)]
+        fitting = [counts for counts in known_counts if counts.sum() == num_rows]
         if not fitting or any((counts != fitting[0]).any() for counts in fitting):
-            known = " or ".join(str(int(counts.sum())) for counts in draws.counts) or "unknown numbers of"
+            known = " or ".join(str(int(counts.sum())) for counts in known_counts) or "unknown numbers of"
             raise UserError(
                 f"{draws.module} drops out of a tensor of {list(shape)} rows where its {num_items} items have {known} "
                 "rows, so that Motet cannot tell which row is whose and draw by item; set that rate to 0"

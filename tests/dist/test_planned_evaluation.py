@@ -71,6 +71,7 @@ PLANS = {
     ),
     "two replicas": lambda job: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, zero=0)),
     "ZeRO 1": lambda job: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, zero=1)),
+    "shared sequences": lambda job: beside(job, Unit("all", FEW_CUTS, pp=2, cp=2, zero=0)),
     "ZeRO 3": lambda job: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, zero=3)),
 }
 

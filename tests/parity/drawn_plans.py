@@ -26,6 +26,7 @@ from motet.train.recipe.recipe import Recipe
 from parity.planned import PHASES, PlannedCase
 from parity.planned_parts import SECOND, has_second, num_blocks_with
 
+NUM_HEADS = 4
 NUM_BLOCKS = {"image": 3, "audio": 2, "backbone": 4}
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
 GROUPINGS = {
@@ -81,6 +82,7 @@ _OPTIONS = {
     "fill_seed": lambda rng: int(rng.integers(-1000, 1000)),
     "filling": lambda rng: str(rng.choice(["static", "by_step"])),
     "is_mixed": lambda rng: bool(rng.random() < 0.1),
+    "exchange": lambda rng: str(rng.choice(["auto", "group_cast", "all_gather", "ulysses"])),
 }
 """Field of a PlannedCase -> how it is drawn for a case. Each has random numbers of its own, so that a new field leaves
 the others as they were.
@@ -136,7 +138,7 @@ def _drawn_case(
     """A case, which training may not be able to run. num_ranks: 0 to draw it."""
     rng = np.random.default_rng(numbers)
     num_ranks = num_ranks or int(rng.choice([2, 3, 4, 5], p=[0.3, 0.3, 0.25, 0.15]))
-    units = tuple(_units(rng, strategy, num_ranks, schedule, mixture["parts"]))
+    units = tuple(_units(rng, numbers, strategy, num_ranks, schedule, mixture["parts"]))
     units = _in_tensors(np.random.default_rng((*numbers, crc32(b"tp"))), units, is_shared=strategy == "bubbles")
     backbone = next(unit for unit in units if "backbone" in unit.modules)
     sizes = [size for size in (1, 2, 3, 4) if mixture["batch_size"] % (backbone.dp * size) == 0]
@@ -155,7 +157,12 @@ def _drawn(options: dict[str, Callable[[np.random.Generator], object]], numbers:
 
 
 def _units(
-    rng: np.random.Generator, strategy: str, num_ranks: int, schedule: str, parts: tuple[str, ...]
+    rng: np.random.Generator,
+    numbers: tuple[int, ...],
+    strategy: str,
+    num_ranks: int,
+    schedule: str,
+    parts: tuple[str, ...],
 ) -> Iterator[Unit]:
     grouping, first_rank, pp, num_blocks = GROUPINGS[strategy], 0, 0, num_blocks_with(parts, NUM_BLOCKS)
     is_shared = strategy == "bubbles"
@@ -167,6 +174,10 @@ def _units(
     for group, num in zip(grouping, num_of):
         is_filling = is_shared and pp > 0  # Its pp divides that of the backbone, which comes first.
         pp = int(rng.choice([size for size in range(1, num + 1) if (pp if is_filling else num) % size == 0]))
+        # Drawn from random numbers of its own, so that all else stays as it was.
+        sharing = np.random.default_rng((*numbers, crc32(f"cp of {group[0]}".encode())))
+        sizes = [size for size in range(1, num // pp + 1) if num // pp % size == 0]
+        cp = 1 if is_shared else int(sharing.choice([1, *sizes]))
         has_chunks = "backbone" in group and schedule in _IN_CHUNKS
         num_stages = pp * (2 if has_chunks else 1)
         stages = _stages(rng, group, num_stages, num_blocks)
@@ -175,12 +186,13 @@ def _units(
             "+".join(group),
             stages,
             first_rank,
-            dp=num // pp,
+            dp=num // pp // cp,
             pp=pp,
+            cp=cp,
             replicated=tuple(missing) if "backbone" in group else (),
             recompute=recompute if rng.random() < 0.4 else (),
             zero=int(rng.integers(0, 2 if is_filling else 4)),
-            shard_size=int(rng.choice([0, 0, *(size for size in (1, 2) if num // pp % size == 0)])),
+            shard_size=int(rng.choice([0, 0, *(size for size in (1, 2) if num // pp // cp % size == 0)])),
         )
         first_rank += 0 if is_shared else num
 
@@ -248,6 +260,8 @@ def obstacle_of(case: PlannedCase) -> str:
         plan = plan_of(case)
         if why := obstacle(plan, _recipe(case.is_mixed)):
             return why
+        if case.exchange == "ulysses" and NUM_HEADS % plan.unit_of("backbone").cp:
+            return "heads that ranks do not divide"
         program = planned(plan).program
     except UserError as error:
         return f"no Plan: {error}"

@@ -152,6 +152,7 @@ class PlannedCase:
     example_order: `order` of the Plan.
     fill_seed: of random fills of bubbles; -1: coarse ones. filling, fills: as in Plan.
     parts: of the model, as of `parity.planned_parts`.
+    exchange: how attention gets rows of other context-parallel ranks.
     left_out: the share of examples that are found bad after the step was decided.
     is_mixed: passes compute in float32, and gradients are summed in float64, as parameters are stored.
     then:     goes on behind the first step, from its checkpoint: another Plan for the same model, examples and ranks.
@@ -180,6 +181,7 @@ class PlannedCase:
     seed: int = 0
     parts: tuple[str, ...] = ()
     fills: tuple[Fill, ...] = ()
+    exchange: str = "auto"
 
     @property
     def num_ranks(self) -> int:
@@ -306,7 +308,7 @@ def batches_of(
     """The microbatches of a step, as far as this rank needs them. decide: that of the place, by default a new one."""
     examples, phases = case.examples(step), tuple(model.encoders)
     lengths = LoadedTables.read([tables_of(examples, phases, model.encoders)], phases).lengths
-    needs = StageNeeds.of(place)
+    needs = StageNeeds.of(place, case.exchange)
     batches, all_kept = [], case.kept(step)
     for number, part in enumerate((decide or StepDecider(place))(lengths).microbatches):
         kept = all_kept[part.examples]

@@ -1,10 +1,14 @@
 """Units with context-parallel ranks equal one process."""
 
+from dataclasses import replace
+
 import pytest
 
 from motet.core.plan import Unit
 from parity.planned import PlannedCase, assert_planned
+from parity.planned_parts import SECOND
 
+WAYS = ("group_cast", "all_gather", "ulysses")
 ENCODERS = Unit("encoders", ({"image": 3, "audio": 2},), cp=2, zero=1)
 CUT = Unit("encoders", ({"image": 2}, {"image": 1, "audio": 2}), pp=2, cp=2, zero=0, recompute=({"image": 1}, {}))
 OF_ENCODERS = {
@@ -16,6 +20,67 @@ OF_ENCODERS = {
     5: [PlannedCase((CUT, Unit("llm", ({"backbone": 3},), first_rank=4)), "gpipe", microbatch_size=3)],
 }
 """Encoders whose items are dealt out over the ranks of a replica, beside a backbone."""
+
+
+def chain(cp, *stages, **options):
+    return (Unit("all", stages, pp=len(stages), cp=cp, **options),)
+
+
+WHOLE = {"image": 3, "audio": 2, "backbone": 3}
+LLM = {"backbone": 1}, {"backbone": 2}
+RECOMPUTED = {"image": 1, "backbone": 2}, {"backbone": 1}
+OF_BACKBONES = {
+    2: [
+        *(PlannedCase(chain(2, WHOLE, zero=stage), exchange=way) for stage, way in enumerate(WAYS)),
+        *(PlannedCase(chain(2, WHOLE), contents=(), batch_size=3, dropout=0.2, exchange=way) for way in WAYS),
+        PlannedCase(chain(2, WHOLE, zero=3), left_out=0.7, microbatch_size=2, tied=True),
+        PlannedCase(chain(2, WHOLE), frozen=("image", "backbone"), parts=("again",)),
+        PlannedCase(chain(2, {"backbone": 3}, replicated=("image", "audio"))),
+    ],
+    3: [
+        PlannedCase((Unit("encoders", ({"image": 3, "audio": 2},)), *chain(2, {"backbone": 3}, first_rank=1))),
+        PlannedCase(chain(3, WHOLE | {SECOND: 2}), exchange="all_gather", parts=("rows",)),
+    ],
+    4: [
+        *(
+            PlannedCase(
+                chain(2, {"image": 3, "audio": 2, "backbone": 2}, {"backbone": 1}, zero=0), "gpipe", exchange=way
+            )
+            for way in WAYS
+        ),
+        PlannedCase(chain(2, {"image": 2}, {"image": 1, "audio": 2, "backbone": 3}), "zb_h1"),
+        PlannedCase(
+            chain(2, {"image": 3, "audio": 2, "backbone": 2}, {"backbone": 1}, recompute=RECOMPUTED), dropout=0.2
+        ),
+        PlannedCase(
+            (replace(chain(2, {"image": 2}, {"image": 1, "audio": 2}, {"backbone": 2}, {"backbone": 1})[0], pp=2),),
+            "zb_v",
+        ),
+        PlannedCase(
+            (replace(chain(2, {"image": 2}, {"image": 1, "audio": 2}, {"backbone": 2}, {"backbone": 1})[0], pp=2),),
+            "interleaved_1f1b",
+            parts=("again",),
+            batch_size=8,
+        ),
+        PlannedCase(chain(4, WHOLE), contents=(), batch_size=2),
+        *(PlannedCase(chain(2, WHOLE, tp=2), exchange=way, dropout=0.2) for way in ("group_cast", "ulysses")),
+        PlannedCase(chain(2, WHOLE, dp=2, zero=2, shard_size=2)),
+        PlannedCase((ENCODERS, *chain(2, {"backbone": 3}, first_rank=2)), microbatch_size=2, tied=True),
+    ],
+    5: [
+        PlannedCase(
+            (Unit("encoders", ({"image": 3, "audio": 2},), dp=3), *chain(2, {"backbone": 3}, first_rank=3)),
+            balance="per_phase",
+        ),
+        PlannedCase((Unit("encoders", ({"image": 3, "audio": 2},)), *chain(2, *LLM, first_rank=1)), parts=("again",)),
+    ],
+}
+"""The backbone's rows are shared."""
+
+
+@pytest.mark.parametrize("num_ranks", OF_BACKBONES)
+def test_ranks_that_share_sequences_equal_one_process(num_ranks):
+    assert_planned(num_ranks, OF_BACKBONES[num_ranks])
 
 
 @pytest.mark.parametrize("num_ranks", OF_ENCODERS)

@@ -8,6 +8,7 @@ import numpy as np
 
 from motet.balance import Segments, distribute_tokens
 from motet.core.arrays import Int64Array
+from motet.core.attention_table import AttentionTable
 from motet.core.context_rows import ContextRows
 
 BLOCK = 128
@@ -23,6 +24,22 @@ def context_rows(lengths: Int64Array, num_ranks: int) -> ContextRows:
     attention goes with rows. The same on all ranks that know the lengths.
     """
     return _dealt(tuple(lengths.tolist()), num_ranks)
+
+
+def moved_rows(lengths: Int64Array, num_ranks: int, window: int = 0) -> tuple[int, int]:
+    """The most rows that a rank moves in attention: if ranks get the keys that their rows see, and if they get all.
+
+    lengths: as of `context_rows`. window: rows that a row sees at most; 0 is all before it.
+    """
+    return _moved(tuple(lengths.tolist()), num_ranks, window)
+
+
+@lru_cache(maxsize=4096)
+def _moved(lengths: tuple[int, ...], num_ranks: int, window: int) -> tuple[int, int]:
+    rows, table = _dealt(lengths, num_ranks), AttentionTable.packed(lengths)
+    table = table.windowed(window) if window else table
+    seen = [table.of(own, table.keys).seen for own in rows.rows]
+    return rows.most_moved(seen), rows.most_moved([table.keys] * num_ranks)
 
 
 @lru_cache(maxsize=256)

@@ -67,6 +67,20 @@ class ContextRows:
         )
 
 
+def moved_heads(of_keys: float, of_all: float, num_ranks: int, heads: int, kv_heads: int) -> tuple[float, float]:
+    """Rows of heads that the busiest rank moves in a layer's attention: by group-cast, and by Ulysses.
+
+    of_keys, of_all: rows that it moves if ranks get the rows that they see, and if they get all (`most_moved`).
+    Under Ulysses a rank gets all rows of its heads of queries, keys and values, and gives back as many of queries. It
+    is infinite where ranks do not divide the heads. Keys whose heads they do not divide are repeated for each query.
+    """
+    by_heads = float("inf")
+    if heads and heads % num_ranks == 0:
+        sent_kv_heads = kv_heads if kv_heads % num_ranks == 0 else heads
+        by_heads = of_all * 2 * (heads + sent_kv_heads) / num_ranks
+    return of_keys * 2.0 * kv_heads, by_heads
+
+
 @dataclass(frozen=True, eq=False)
 class RowMoves:
     """How one rank gets copies of rows of others, and gives copies of its own; itself included.

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from motet.core.arrays import Int64Array
@@ -25,6 +26,19 @@ from motet.dispatch.route import Route
 
 ContextExchange = Literal["auto", "group_cast", "all_gather", "ulysses"]
 """How rows of other ranks get to attention: the keys that are seen, all keys, or each head's rows of all ranks."""
+
+
+class ContextConfig(BaseModel):
+    """`[context]` of a recipe.
+
+    exchange: how attention gets rows of other context-parallel ranks; "auto" takes the way that moves least.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    exchange: ContextExchange = Field(
+        "auto", description="how attention gets rows of other ranks that share a sequence, under a plan with `cp`"
+    )
 
 
 @dataclass(frozen=True)
@@ -94,8 +108,12 @@ class ContextShare:
 
     def placed(self, phase: str, rows: Tensor) -> Tensor:
         """Rows of a phase that this rank has taken in -> those whose places are here. A collective, in backward too."""
-        move = exchange if phase in self.trained and torch.is_grad_enabled() else exchange_rows
-        return move(rows, self.routes[phase], self.group)
+        goes_back, route = phase in self.trained and torch.is_grad_enabled(), self.routes[phase]
+        row_bytes = rows.element_size() * rows.shape[1]
+        self.count_bytes((route.num_rows_in - route.send_splits[self.rank]) * row_bytes)
+        if goes_back:
+            self.count_bytes((route.num_rows_out - route.recv_splits[self.rank]) * row_bytes)
+        return (exchange if goes_back else exchange_rows)(rows, route, self.group)
 
     def with_tensors(self, change: Callable[[Tensor], Tensor]) -> ContextShare:
         """The same with all tensors changed, as to another device. Routes have their own `to`."""

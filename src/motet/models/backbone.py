@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -29,10 +30,11 @@ from motet.core.errors import UserError
 from motet.core.shapes import Transformer, embedding, final_norm, head
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE
-from motet.dropout import ENTER, arranged
+from motet.dropout import ENTER, ItemRows, arranged
 from motet.models.attention import ATTENTION, PackedItems
 from motet.models.block import Block, outside_blocks, wrap_blocks
 from motet.models.callbacks import callback_name, check_callback
+from motet.models.context_items import ContextItems, SharedRows, context_of, placed, spare_row
 from motet.models.contract import Sequences
 from motet.models.exact import keep_float64
 from motet.models.families.registry import backbone_family
@@ -40,7 +42,7 @@ from motet.models.families.shaped import ShapedCausalLM
 from motet.models.families.supported import check_backbone, has_option
 from motet.models.layers import LayerModules, any_trainable, frozen_to_eval, products_layer
 from motet.models.merge import merge_rows, places_of
-from motet.models.rotary import use_document_rotary
+from motet.models.rotary import document_lengths, use_document_rotary
 from motet.models.table_items import TableItems
 from motet.tensor_parallel import RowParts, TensorRanks, copied, likeliest_entry, vocabulary_cross_entropy
 
@@ -83,6 +85,7 @@ class Backbone(nn.Module):
             causal_lm.requires_grad_(False)
         self.causal_lm = causal_lm
         self.row_parts: RowParts | None = None  # On tensor-parallel ranks (`divided.py`).
+        self._shared: WeakKeyDictionary[SharedRows, ContextItems] = WeakKeyDictionary()
         self.merge = merge
         if merge is not None:
             check_callback("merge", "merge", merge)
@@ -195,8 +198,12 @@ class Backbone(nn.Module):
         return None if self.row_parts is None else self.row_parts.ranks
 
     def likeliest(self, hidden: Tensor, sequences: Sequences) -> Tensor:
-        """The likeliest next token of each sequence, int64 [num_sequences]. hidden: as `leave` takes them."""
-        last = sequences.offsets[1:].to(hidden.device, torch.int64) - 1
+        """The likeliest next token of each sequence, int64 [num_sequences]. hidden: as `leave` takes them.
+
+        Where ranks share sequences, of those whose last row is here.
+        """
+        context = context_of(sequences)
+        last = sequences.offsets[1:].to(hidden.device, torch.int64) - 1 if context is None else context.ends
         logits = self.logits(hidden[last])
         if self.tensor_ranks is not None:
             return likeliest_entry(logits, self.tensor_ranks, self.causal_lm.config.vocab_size)
@@ -266,8 +273,11 @@ class Backbone(nn.Module):
         embeds = table.weight.new_zeros(0, self.dim) if empty else table(sequences.tokens)
         if empty:
             embeds = take_part(embeds, outside_blocks(self))
-        with arranged(ENTER, lambda: [np.diff(sequences.offsets.numpy())]):
-            embeds = self._merged(embeds, {name: rows.to(embeds.dtype) for name, rows in features.items()}, sequences)
+        features = {name: rows.to(embeds.dtype) for name, rows in features.items()}
+        if (context := context_of(sequences)) is not None:
+            features = placed(features, context, context.routes, embeds)
+        with arranged(ENTER, lambda: _rows_of(sequences)):
+            embeds = self._merged(embeds, features, sequences)
         if torch.is_grad_enabled() and not embeds.requires_grad:
             # The same on every rank: with a frozen backbone a rank without media must still run backward.
             embeds.requires_grad_()
@@ -286,22 +296,34 @@ class Backbone(nn.Module):
         features: of encoders that enter again before these blocks; others are not read. Of `sequences` it reads the
         offsets alone, the places of these features, and of those that see each other in both directions.
         """
-        if len(hidden) == 0:
+        context = context_of(sequences)
+        if len(hidden) == 0 and context is None:
             for block in self._blocks[first:stop]:
                 hidden = block(hidden)
             return hidden
         offsets = sequences.offsets.numpy().astype(np.int64)
         lengths = np.diff(offsets)
-        segments = self._extents(offsets, lengths, sequences)
-        positions = np.arange(len(hidden)) - np.repeat(offsets[:-1], lengths)
+        segments: PackedItems | TableItems | ContextItems
+        if context is None:
+            segments, of_rows = self._extents(offsets, lengths, sequences), None
+            positions = np.arange(len(hidden)) - np.repeat(offsets[:-1], lengths)
+        else:
+            if (segments := self._shared.get(context)) is None:
+                segments = self._shared[context] = ContextItems(context)
+            own, hidden = spare_row(context.rows.rows[context.rank], hidden)
+            positions, of_rows = context.rows.positions[own], np.repeat(lengths, lengths)[own]
+            again = [name for name, blocks in self.again.items() if any(first <= block < stop for block in blocks)]
+            features = placed(features, context, [name for name in context.routes if name in again], hidden)
         with (
             self._only(first, stop),
             self._entering(features, sequences),
-            arranged(2 * first, lambda: [lengths]),
+            arranged(2 * first, lambda: _rows_of(sequences)),
+            document_lengths(self.causal_lm, of_rows),
         ):
-            return self._through(
+            passed = self._through(
                 hidden, position_ids=torch.from_numpy(positions).to(hidden.device)[None], segments=segments
             )
+        return passed if context is None else passed[: len(context.rows.rows[context.rank])]
 
     def _through(self, hidden: Tensor, **arguments: Any) -> Tensor:
         """HF's layers on rows [total, dim]. Tensor-parallel ranks have a part of them each, unless layers are to see
@@ -333,6 +355,8 @@ class Backbone(nn.Module):
         """What stands behind the blocks and the norm: the loss and the number of targets, as `forward` returns them."""
         if len(hidden) == 0:
             return hidden.sum(dtype=torch.promote_types(hidden.dtype, torch.float32)), 0
+        if (context := context_of(sequences)) is not None:
+            return self.loss(hidden[context.predicted], context.labels), len(context.labels)
         rows = _predicted_rows(sequences).to(hidden.device)
         return self.loss(hidden[rows - 1], sequences.tokens[rows]), len(rows)
 
@@ -373,6 +397,16 @@ class Backbone(nn.Module):
             model.norm = norm
             for block in self._blocks:
                 block.skipped = False
+
+
+def _rows_of(sequences: Sequences) -> list[Int64Array | ItemRows]:
+    """The rows of sequences as tensors of the backbone have them, for `arranged`: this rank's, if others have some."""
+    lengths = np.diff(sequences.offsets.numpy()).astype(np.int64)
+    if (context := context_of(sequences)) is None:
+        return [lengths]
+    own, item = context.rows.rows[context.rank], np.repeat(np.arange(len(lengths)), lengths)
+    own = own if len(own) else np.zeros(1, dtype=np.int64)  # The spare row.
+    return [ItemRows(item[own], context.rows.positions[own]), lengths]
 
 
 def _predicted_rows(sequences: Sequences) -> Tensor:

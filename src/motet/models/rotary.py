@@ -7,8 +7,13 @@ would decide for all others in the pack.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
+
+from motet.core.arrays import Int64Array
 
 
 class Rotation:
@@ -32,22 +37,48 @@ class DocumentRotary(nn.Module):
     """HF's rotary module on packed documents; each document gets the result of a call with it alone.
 
     original: the length, in rows, of the longest document for the first set of frequencies.
+    lengths: int64 [1, rows], of the document of each row; None: the rows are whole documents, one after the other.
     """
 
     def __init__(self, rotary: nn.Module, original: int) -> None:
         super().__init__()
         self.rotary = rotary
         self.original = original
+        self.lengths: Tensor | None = None
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """position_ids int64 [1, rows], from 0 in each document -> cos, sin [1, rows, channels]."""
-        document = (position_ids == 0).cumsum(-1) - 1
-        last = torch.zeros_like(position_ids).scatter_reduce(-1, document, position_ids, "amax")
-        long = last.gather(-1, document) >= self.original
+        """position_ids int64 [1, rows] -> cos, sin [1, rows, channels].
+
+        They count from 0 in each document. Where rows are of documents that ranks share, `lengths` says how long these
+        are.
+        """
+        if self.lengths is not None:
+            long = (self.lengths > self.original).to(position_ids.device)
+        else:
+            document = (position_ids == 0).cumsum(-1) - 1
+            last = torch.zeros_like(position_ids).scatter_reduce(-1, document, position_ids, "amax")
+            long = last.gather(-1, document) >= self.original
         # Rows of the other documents get position 0, which does not affect HF's choice.
         short_turns = self.rotary(x, position_ids=position_ids.masked_fill(long, 0))
         long_turns = self.rotary(x, position_ids=position_ids.masked_fill(~long, 0))
         return tuple(torch.where(long[..., None], b, a) for a, b in zip(short_turns, long_turns, strict=True))
+
+
+@contextmanager
+def document_lengths(causal_lm: nn.Module, lengths: Int64Array | None) -> Iterator[None]:
+    """In the block, rows are of documents that ranks share. lengths: int64 [rows], of the document of each row.
+
+    None: the rows are whole documents.
+    """
+    rotary = causal_lm.model.rotary_emb
+    if lengths is None or not isinstance(rotary, DocumentRotary):
+        yield
+        return
+    rotary.lengths = torch.from_numpy(lengths)[None]
+    try:
+        yield
+    finally:
+        rotary.lengths = None
 
 
 def use_document_rotary(causal_lm: nn.Module) -> None:

@@ -39,8 +39,9 @@ def untrained(plan: Plan) -> str:
         "tensor-parallel messages hidden behind products (tensor_pieces > 1)": (
             plan.cluster.tensor_pieces > 1 and any(unit.tp > 1 for unit in plan.units)
         ),
-        "context parallelism (cp > 1) of the backbone's unit": plan.unit_of(BACKBONE).cp > 1,
-        "context parallelism (cp > 1) of what runs in bubbles": any(unit.cp > 1 for unit in units_in_bubbles(plan)),
+        "context parallelism (cp > 1) beside encoders in bubbles": (
+            any(unit.cp > 1 for unit in plan.units) and bool(units_in_bubbles(plan))
+        ),
     }
     own = _data_parallel(plan) if plan.schedule == "data_parallel" else _in_stages(plan)
     return next((what for what, is_there in (obstacles | own).items() if is_there), "")
@@ -61,7 +62,7 @@ def obstacle_in(recipe: Recipe) -> Callable[[Plan], str]:
     # Encoders of the families can be cut anywhere, unless a callback prevents it, or the rows that queries read.
     parts = recipe.modules.encoders.values()
     may_refuse = any(part.module or part.before or part.between or part.projector.queries for part in parts)
-    may_refuse |= bool(recipe.modules.backbone.bidirectional)
+    may_refuse |= bool(recipe.modules.backbone.bidirectional or recipe.modules.merge)
 
     def found(plan: Plan) -> str:
         what = obstacle(plan, recipe)

@@ -104,7 +104,7 @@ class PlannedStep:
             running.lengths.num_examples,
             round(sent_bytes[0]),
             0,
-            by_kind(sent_bytes[0], 0, *sent_bytes[1:]),
+            by_kind(*sent_bytes),
             self.clock.take(),
             running.totals[:3],
             self.place.action_words,
@@ -132,7 +132,7 @@ class PlannedStep:
 
 
 class _RunningPlan:
-    """One step while it runs. totals: float64 [6]; of this rank, after `end` of all.
+    """One step while it runs. totals: float64 [7]; of this rank, after `end` of all.
 
     place: in the Program of the step.
     model: has the modules to run, by default those of the step. trains: False runs forward passes alone.
@@ -159,7 +159,7 @@ class _RunningPlan:
         assignment = assignment_of(batches)
         self.lengths = assignment.batch
         self.num_targets = int(self.lengths.num_targets.sum())
-        self.totals = torch.zeros(6, dtype=torch.float64, device=mesh.device)
+        self.totals = torch.zeros(7, dtype=torch.float64, device=mesh.device)
         self.stages = {
             number: SectionedStage(
                 [Section(span, model, self.totals) for span in step.spans[number]],
@@ -288,7 +288,7 @@ class _RunningPlan:
         mesh = self.step.mesh
         self.totals[0] = self.step.held.finish(mesh.device)
         self.count_losses_once()
-        sent_bytes = self.messages.sent_bytes, *self.step.held.sent.take()
+        sent_bytes = self.messages.sent_bytes, self._exchanged_bytes(), *self.step.held.sent.take()
         self.totals[3:] = torch.tensor(sent_bytes, dtype=torch.float64)
         dist.all_reduce(self.totals, group=mesh.group)
         self.step.clock.meet(restarts=True)
@@ -296,6 +296,11 @@ class _RunningPlan:
         if self.step.max_grad_norm is not None:
             parameters = [parameter for _, parameter in self.step.parameters.values()]
             scale_gradients(parameters, clip_factor(self.totals[0].sqrt(), self.step.max_grad_norm))
+
+    def _exchanged_bytes(self) -> int:
+        """Bytes that this rank has given to others that share its sequences."""
+        contexts = (batch.sequences.context for batch in self.batches)
+        return sum(sum(context.sent) for context in contexts if context is not None)
 
     def count_losses_once(self) -> None:
         """Leave the loss and the targets to the first of the tensor-parallel ranks, which all compute the same loss."""

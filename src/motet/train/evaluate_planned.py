@@ -143,6 +143,8 @@ class PlannedEvaluator:
         own: dict[int, int] = {}
         for microbatch, tokens in zip(self._predicted_microbatches(batches), predicting.found, strict=True):
             sequences = batches[microbatch].decision.backbone.on_rank(self._needs.replicas[BACKBONE])
+            if (context := batches[microbatch].sequences.context) is not None:
+                sequences = sequences[context.ended]
             own |= dict(zip(examples[microbatch][sequences].tolist(), tokens.tolist(), strict=True))
         return {example: token for of_rank in self._world.gather(own) for example, token in of_rank.items()}
 

@@ -55,7 +55,7 @@ from motet.train.input.own_splits import check_same_splits, joined_splits, own_s
 from motet.train.input.planned import PlannedLoading, StageNeeds, StepDecider
 from motet.train.input.rows import check_rows
 from motet.train.optimizer import build_optimizer
-from motet.train.planned_job import ChosenPlan, PartConfig, build_part, check_cuts
+from motet.train.planned_job import ChosenPlan, PartConfig, build_part, check_context, check_cuts, context_unused
 from motet.train.recipe.recipe import DrawnRecipe, Recipe
 from motet.train.recompute import Recomputation, RecomputeRanks, auto_recompute, memory_bytes
 from motet.train.report.metrics import peak_memory_bytes
@@ -102,6 +102,8 @@ def build_job(
     if chosen is not None and chosen.plan.schedule != "data_parallel":
         return _build_planned_job(recipe, world, resume, say, cleanup, chosen)
     check_same_backend(world)
+    if recipe.context.exchange != "auto":
+        raise UserError(context_unused(recipe.context.exchange))
     rank_bytes, before_bytes = _memory_bytes(recipe, world), peak_memory_bytes(world.device)
     with world.together():
         _check_transport(recipe, world)
@@ -237,6 +239,7 @@ def _build_planned_job(
         spec = model_spec(model)
         chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
         check_cuts(model, plan)
+        check_context(model, plan, recipe.context.exchange)
         check_rows(recipe, model)
         dataset = open_dataset(recipe, recipe.data.train, vocabulary, model, say)
         heldout = open_dataset(recipe, recipe.data.heldout, vocabulary, model, say) if recipe.data.heldout else None
@@ -249,7 +252,7 @@ def _build_planned_job(
     with world.together():
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
     step, optimizer = build_part(model, spec, place, PartConfig.of_recipe(recipe, world.device), mesh, world)
-    needs, evaluator = StageNeeds.of(place), None
+    needs, evaluator = StageNeeds.of(place, recipe.context.exchange), None
     if heldout is not None:
         evaluator = PlannedEvaluator(heldout, vocabulary, decoder, plan, needs, step, world, recipe.evaluate, say)
     progress, line = _resume(recipe, world, resume, model, optimizer, _start(recipe, dataset, order), say)

@@ -15,6 +15,7 @@ from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
+from motet.models.context_items import GROUP_CAST, ULYSSES
 from motet.models.divided import cuts_of, divide, why_undivided
 from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
@@ -109,6 +110,8 @@ def impossible_cut(model: MLLM, plan: Plan) -> str:
                         "each other in both directions (model.backbone.bidirectional), and only a rank with whole "
                         "sequences and the first block knows where they stand"
                     )
+                if model.backbone.merge is not None and unit.cp > 1:
+                    return f"unit {unit.name!r} has cp {unit.cp}, which cannot be: model.merge takes whole sequences"
                 continue
             encoder = model.encoders[name]
             for stop in accumulate(stage.get(name, 0) for stage in unit.stages):
@@ -125,6 +128,27 @@ def impossible_cut(model: MLLM, plan: Plan) -> str:
             if name in in_halves and (why := encoder.unhalvable):
                 return f"unit {unit.name!r} fills bubbles with halves of blocks of {name!r}, which cannot be: {why}"
     return ""
+
+
+def check_context(model: MLLM, plan: Plan, exchange: str) -> None:
+    """Raise UserError for a way in which ranks that share sequences exchange rows, and cannot or need not."""
+    unit = plan.unit_of(BACKBONE)
+    if unit.cp == 1 and exchange != "auto":
+        raise UserError(context_unused(exchange))
+    heads = model.backbone.causal_lm.config.num_attention_heads // unit.tp
+    if exchange == ULYSSES and heads % unit.cp:
+        raise UserError(
+            f"context.exchange is {exchange!r}, and the {unit.cp} context-parallel ranks (cp) of unit {unit.name!r} do "
+            f"not divide the {heads} heads of a rank; set {GROUP_CAST!r}."
+        )
+
+
+def context_unused(exchange: str) -> str:
+    """What to say of a setting that has no effect."""
+    return (
+        f"context.exchange is {exchange!r}, but no ranks share a sequence: leave it out, or train under a plan whose "
+        "backbone has cp above 1."
+    )
 
 
 def _modules_in_parts(plan: Plan) -> dict[str, bool]:

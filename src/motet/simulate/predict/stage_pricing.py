@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from motet.assign.context_rows import moved_rows
 from motet.assign.step import StepAssignment
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
+from motet.core.context_rows import moved_heads
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
@@ -32,6 +34,9 @@ from motet.schedule.coordinates import host_of, replica_of
 from motet.schedule.from_plan import StageKind
 from motet.schedule.layout import LAYER_PARTS
 from motet.simulate.engine.stage_times import Part
+
+_MAX_DEALT = 32
+"""Packs of a step whose rows are dealt out to be priced, where context-parallel ranks share them."""
 
 Recomputed = Mapping[str, Int64Array]
 """Module -> recomputed blocks, int64 [num_replicas, num_microbatches]; for Plans of data parallelism."""
@@ -55,7 +60,7 @@ class StagePrices(NamedTuple):
 class _Priced:
     """The price of one layer: columns [num_replicas * num_microbatches] of its unit, replica by replica.
 
-    context_s: of one gather of keys and values over context-parallel ranks.
+    context_s: of one exchange of rows between context-parallel ranks.
     """
 
     work: Work
@@ -293,8 +298,8 @@ class Pricing:
         if placed.recomputed:
             passes["recompute"] = forward_s
         if placed.has_backward:
-            # Backward gathers keys and values again, and reduces their gradients.
-            passes["backward_tensor"] = (priced.tensor_s + context_s) * (2 if placed.recomputed else 1) + context_s
+            # Backward keeps the keys and values that it got, and sends their gradients back.
+            passes["backward_tensor"] = (priced.tensor_s + context_s) * (2 if placed.recomputed else 1)
             row_bytes = activation_bytes(
                 layer, 1.0, element_bytes=self.precision.compute, tp=tp, recomputed=placed.recomputed
             )
@@ -324,17 +329,35 @@ class Pricing:
         tensor_s = np.zeros(size)
         if unit.tp > 1:
             tensor_s = self.cost.tensor_seconds(layer, work, range(unit.first_rank, unit.first_rank + unit.tp))
-        context_s = self._context_s(unit, layer, work.rows * unit.cp)
+        context_s = self._context_s(name, unit, layer)
         beyond = self.cost.beyond(name, layer, work, unit.tp)
         self.beyond[name] = self.beyond.get(name, Beyond()).or_further(beyond)
         return _Priced(work, self.cost.layer_seconds(name, layer, work, unit.tp), tensor_s, context_s)
 
-    def _context_s(self, unit: Unit, layer: Layer, rows: Float64Array) -> Float64Array:
-        """Seconds in which context-parallel ranks gather the keys and values of all rows; 0 without attention."""
-        if unit.cp == 1 or layer.attention is None:
-            return np.zeros_like(rows)
-        ranks = [unit.rank(0, 0, c) for c in range(unit.cp)]
-        row_bytes = 2 * layer.attention.kv_width * self.precision.compute / unit.tp
-        distinct, number = np.unique(rows, return_inverse=True)
-        seconds = [self.cost.gather_seconds(count * row_bytes, ranks) for count in distinct.tolist()]
-        return np.array(seconds)[number]
+    def _context_s(self, name: str, unit: Unit, layer: Layer) -> Float64Array:
+        """Seconds in which context-parallel ranks exchange rows in a layer's attention, [replicas * microbatches].
+
+        As executed (`models/context_items.py`): the busiest rank moves what `moved_heads` says, by the cheaper way. The
+        items of encoders are dealt out whole, so that nothing moves.
+        """
+        items, attention, cp = self.assignment.modules[name], layer.attention, unit.cp
+        num, seconds = self.assignment.num_microbatches, np.zeros(items.num_replicas * self.assignment.num_microbatches)
+        if cp == 1 or attention is None or name != BACKBONE:
+            return seconds
+        cells = [items.length[items.items_of(*divmod(index, num))] for index in range(len(seconds))]
+        rows = np.array([lengths.sum() for lengths in cells])
+        # Dealing out a pack takes 2 ms; beyond some, packs move the same share of their rows.
+        dealt = cells[:: -(-len(cells) // _MAX_DEALT)]
+        moved = np.array([moved_rows(lengths, cp, attention.window) for lengths in dealt])
+        if len(dealt) < len(cells):
+            moved = np.outer(rows, moved.sum(axis=0) / max(sum(lengths.sum() for lengths in dealt), 1))
+        ranks = [unit.rank(0, 0, c) for c in range(cp)]
+        # Where the description has no heads, all keys of a row count as one.
+        heads, kv_heads = attention.num_heads // unit.tp, max(attention.num_kv_heads // unit.tp, 1)
+        head_bytes = attention.kv_width / unit.tp / kv_heads * self.precision.compute
+        for index in np.flatnonzero(rows).tolist():
+            of_keys, of_all = moved[index].tolist()
+            fewest = min(moved_heads(of_keys, of_all, cp, heads, kv_heads))
+            # As of an all-gather in which each rank gets as much.
+            seconds[index] = self.cost.gather_seconds(fewest * head_bytes * cp / (cp - 1), ranks) if fewest else 0.0
+        return seconds

@@ -42,6 +42,7 @@ from motet.data.drawn import DrawnTransform, DrawnVocabulary
 from motet.data.images import ImageTransform
 from motet.data.text import ChatTokenizer
 from motet.dispatch import BalanceConfig
+from motet.dispatch.context import ContextConfig
 from motet.models.build import ModelConfig
 from motet.models.shaped_config import config_of_shapes
 from motet.runtime.fsdp import FSDPConfig
@@ -142,6 +143,7 @@ class Recipe(BaseModel):
     )
     balance: BalanceConfig = BalanceConfig()
     fsdp: FSDPConfig = FSDPConfig()
+    context: ContextConfig = ContextConfig()
     optimizer: OptimizerConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()

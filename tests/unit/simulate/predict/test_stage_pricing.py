@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from motet.assign.context_rows import context_rows
 from motet.core.plan import Fill, Plan, Unit
 from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
 from motet.cost.catalogue import cluster
@@ -68,16 +69,42 @@ def test_every_stage_costs_what_its_layers_and_examples_do(any_plan, learns):
                     half = "weight" if layer.kind in ("attention", "projector") else "input"  # matrices wait for W
                     expected[half] += layer.trainable * work * WEIGHT_S
                     expected["recompute"] += again * work * FORWARD_S
-                    # Context-parallel ranks gather keys and values, again in backward, and reduce their gradients.
-                    cp, attention = stage.unit.cp, layer.attention
-                    keys = rows * cp * 4 * attention.kv_width / tp * GATHER_S if attention and cp > 1 else 0.0
+                    # Context-parallel ranks of the backbone exchange rows, and gradients of them in backward.
+                    cp, keys = stage.unit.cp, 0.0
+                    if layer.attention and cp > 1 and name == "backbone":
+                        found_items, _ = items_of(made, batch, name, stage, island, i, islands)
+                        moved = _moved_bytes(layer.attention, [int(length) for length in found_items], cp, tp)
+                        keys = moved * cp / (cp - 1) * GATHER_S
                     expected["forward_tensor"] += sent + keys
                     if before or layer.trainable:
-                        expected["backward_tensor"] += sent * (1 + again) + keys * (2 + again)
+                        expected["backward_tensor"] += (sent + keys) * (1 + again)
                         kept = min(layer.output_width, layer.activation_width) if again else layer.activation_width
                         expected["held"] += rows * math.ceil(kept * 2 / tp)
                 got = {name: float(table[i]) for name, table in found._asdict().items()}
                 assert got == pytest.approx(expected, rel=1e-9), (stage.modules, stage.replica, island, i)
+
+
+def _moved_bytes(attention, lengths, cp, tp):
+    """Bytes in bf16 that the busiest rank gives or gets, by the cheaper of group-cast and Ulysses, row by row."""
+    rows = context_rows(np.array(lengths, dtype=np.int64), cp)
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    given, got = np.zeros((2, 2, cp))  # by seen keys, and all
+    for sender in range(cp):
+        for receiver in set(range(cp)) - {sender}:
+            own = rows.rows[receiver]
+            seen = [
+                key for key in rows.rows[sender] if any(document[key] == document[row] and key <= row for row in own)
+            ]
+            for way, count in enumerate((len(seen), len(rows.rows[sender]))):
+                given[way, sender] += count
+                got[way, receiver] += count
+    of_keys, of_all = np.maximum(given, got).max(axis=1)
+    heads, kv_heads = attention.num_heads // tp, attention.num_kv_heads // tp
+    ways = [of_keys * 2 * attention.kv_width / tp]
+    if heads and heads % cp == 0:
+        sent_heads = heads + (kv_heads if kv_heads % cp == 0 else heads)
+        ways.append(of_all * 2 * sent_heads * attention.kv_width / tp / kv_heads / cp)
+    return 2 * min(ways)
 
 
 def test_hardware_does_the_work_of_all_stages(any_plan):

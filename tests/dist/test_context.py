@@ -1,0 +1,121 @@
+"""Backbones whose rows ranks share equal one process, in each way in which rows get to attention."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from motet.assign.context_rows import context_rows
+from motet.core.attention_table import AttentionTable
+from motet.dispatch import PackedSequences
+from motet.dispatch.context import share_sequences
+from motet.dropout import drawing
+from motet.models.attention import ATTENTION
+from motet.models.backbone import Backbone
+from ranks import run_ranks
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attn_implementation": ATTENTION,
+}
+FAMILIES = {
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, attention_dropout=0.3)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=4)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=4, sliding_window=4, query_pre_attn_scalar=4)),
+}
+DOCUMENTS = ([17, 1, 30, 8], [1], [], [0, 2, 0], [64])
+"""Lengths of packed documents; with few rows, ranks have none."""
+
+
+def sequences_of(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    num_rows = sum(lengths)
+    return PackedSequences(
+        torch.from_numpy(rng.integers(0, 40, num_rows)),
+        torch.from_numpy(rng.random(num_rows) < 0.6),
+        torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
+        {},
+    )
+
+
+def passed(backbone, sequences):
+    """Sum of the loss, number of targets, and gradients by name."""
+    backbone.zero_grad()
+    with drawing("backbone", {"backbone": np.arange(sequences.num_sequences)}):
+        loss, num_targets = backbone(sequences, {})
+    loss.backward()
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in backbone.named_parameters()}
+    return loss.detach().clone(), num_targets, {name: gradient.clone() for name, gradient in gradients.items()}
+
+
+def shared(sequences, rank, num_ranks, method):
+    lengths = np.diff(sequences.offsets.numpy()).astype(np.int64)
+    share = share_sequences(
+        context_rows(lengths, num_ranks), rank, sequences.tokens, sequences.targets, sequences.offsets
+    )
+    share = replace(share, group=dist.group.WORLD, method=method)
+    own = torch.from_numpy(share.own)
+    return replace(sequences, tokens=sequences.tokens[own], targets=sequences.targets[own], context=share)
+
+
+def errors(rank, num_ranks, family, methods):
+    torch.manual_seed(1)
+    backbone, found = Backbone(FAMILIES[family]().to(torch.float64)).train(), {}
+    for lengths in DOCUMENTS:
+        sequences = sequences_of(lengths)
+        loss, num_targets, gradients = passed(backbone, sequences)
+        for method in methods:
+            if not sum(lengths):
+                continue  # No rank runs anything.
+            of_rank = shared(sequences, rank, num_ranks, method)
+            own_loss, own_targets, own_gradients = passed(backbone, of_rank)
+            dist.all_reduce(own_loss)
+            counts = torch.tensor(own_targets)
+            dist.all_reduce(counts)
+            assert counts == num_targets
+            worst = (own_loss - loss).abs().item() / max(loss.abs().item(), 1)
+            for name, gradient in own_gradients.items():
+                dist.all_reduce(gradient)
+                worst = max(worst, (gradient - gradients[name]).abs().max().item())
+            found[method, tuple(lengths)] = worst, sum(of_rank.context.sent)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_that_share_documents_equal_one_process(family, num_ranks):
+    for found in run_ranks(errors, num_ranks, family, ("group_cast", "all_gather", "ulysses", "auto")):
+        assert max(worst for worst, _ in found.values()) < 1e-10
+
+
+def test_group_cast_moves_no_row_that_is_not_seen():
+    """Keys and values of two layers, each forward and, as gradients, backward; rows of 2 heads of 4 in float64."""
+    of_ranks = run_ranks(errors, 2, "llama", ("group_cast", "all_gather"))
+    for lengths in ([17, 1, 30, 8], [64]):
+        rows, table = context_rows(np.array(lengths), 2), AttentionTable.packed(lengths)
+        seen = [table.of(own, table.keys).seen for own in rows.rows]
+        needed = sum(int((rows.owner[keys] != rank).sum()) for rank, keys in enumerate(seen))
+        row_bytes = 2 * (2 * 2 * 4) * 8 * 2
+        sent = {way: sum(found[way, tuple(lengths)][1] for found in of_ranks) for way in ("group_cast", "all_gather")}
+        assert sent["group_cast"] == needed * row_bytes < sent["all_gather"] == rows.num_rows * row_bytes

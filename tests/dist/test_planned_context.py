@@ -1,0 +1,84 @@
+"""`motet train RECIPE --plan PLAN.json` where ranks share sequences: losses, rows, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from cli.tiny_job import losses, metrics, write_tiny_job
+from dist.test_executed import traced
+from dist.test_planned import DEEPER, FEW_CUTS, plan_of, row_of, run_planned, train_under
+from motet.core.errors import UserError
+from motet.core.plan import Unit
+from motet.core.plan_file import write_plan
+from motet.models.merge import merge_rows
+from motet.planning.trainable import obstacle
+from motet.train.checkpoint.contents import name_of
+from motet.train.planned_job import check_context, impossible_cut
+from motet.train.recipe.recipe import load_recipe
+from parity.planned import build_hf_model
+from ranks import run_ranks
+
+WHOLE = ({"image": 2, "audio": 2, "backbone": 3},)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
+
+
+@pytest.fixture(scope="module")
+def alone(job, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("alone")
+    run_ranks(train_under, 1, str(job), [*DEEPER, f"run.dir={run_dir}"], None)
+    return run_dir
+
+
+def shared(job, stages=WHOLE, **options):
+    """A chain whose ranks share sequences in pairs."""
+    chain, unit = plan_of(job, FEW_CUTS), Unit("all", stages, pp=len(stages), cp=2, **options)
+    where = replace(chain.cluster, ranks_per_node=unit.num_ranks)
+    return replace(chain, units=(unit,), microbatch_size=1, cluster=where)
+
+
+@pytest.mark.parametrize(("stages", "exchange"), [(WHOLE, "group_cast"), (FEW_CUTS, "ulysses")])
+def test_ranks_that_share_sequences_train_as_one_process_does(
+    job, alone, tmp_path, monkeypatch, capsys, stages, exchange
+):
+    """And a run in one process goes on from there."""
+    plan, back = shared(job, stages), tmp_path / "back"
+    run_dir = run_planned(job, tmp_path, plan, f"context.exchange={exchange}")
+    assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-10)
+    norms = [[step["grad_norm"] for step in metrics(each)] for each in (run_dir, alone)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-10)
+    assert all(step["bytes"]["exchange"] > 0 and step["bytes"]["reduce"] > 0 for step in metrics(run_dir))
+    run_ranks(train_under, 1, str(job), [*DEEPER, f"run.dir={back}"], None, str(run_dir / "checkpoints" / name_of(4)))
+    assert [step["loss"] for step in metrics(back)] == pytest.approx(losses(alone)[4:], rel=1e-10)
+    found = traced(run_dir)
+    for rank in range(plan.cluster.num_ranks):
+        expected = row_of(tmp_path / "plan.json", job, rank, monkeypatch, capsys)
+        assert all([name for name, _, _ in found[rank, step]] == expected for step in range(8))
+
+
+@pytest.mark.parametrize("has_plan", [False, True])
+def test_an_exchange_without_ranks_that_share_sequences_is_refused(job, tmp_path, has_plan):
+    file = tmp_path / "plan.json"
+    write_plan(plan_of(job, FEW_CUTS), file)
+    overrides = [*DEEPER, "context.exchange=ulysses", f"run.dir={tmp_path / 'run'}"]
+    with pytest.raises(Exception, match=r"context\.exchange is 'ulysses', but no ranks share a sequence: leave it out"):
+        run_ranks(train_under, 2, str(job), overrides, str(file) if has_plan else None)
+
+
+def test_heads_that_ranks_do_not_divide_are_refused_for_ulysses(job):
+    model, plan = build_hf_model(), shared(job)
+    check_context(model, plan, "ulysses")
+    plan = replace(plan, units=(replace(plan.units[0], cp=3),))
+    check_context(model, plan, "auto")
+    with pytest.raises(UserError, match=r"the 3 context-parallel ranks \(cp\) of unit 'all' do not divide the 4 heads"):
+        check_context(model, plan, "ulysses")
+
+
+def test_what_cannot_be_shared_yet_is_refused(job):
+    model, plan = build_hf_model(), shared(job)
+    assert obstacle(plan, load_recipe(job, DEEPER)) == impossible_cut(model, plan) == ""
+    model.backbone.merge = merge_rows
+    assert impossible_cut(model, plan) == "unit 'all' has cp 2, which cannot be: model.merge takes whole sequences"
