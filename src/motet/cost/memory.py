@@ -23,8 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from motet.core.errors import ArgumentError
 from motet.core.plan import Unit
 from motet.core.spec import Layer, ModelSpec
@@ -261,23 +259,53 @@ def stage_memory(
     in_flight: the most microbatches at once whose forward pass is done and backward is not; the schedule decides it.
     by_stage:  the stage is gathered and reduced as a whole, as in pipelines; else layer by layer, as by FSDP.
     """
-    state, activations = np.zeros(3, dtype=np.int64), 0
-    working, gathered, unreduced = [0], [0, 0], [0]
-    for stage_layer in layers:
-        layer = stage_layer.layer
-        num_parameters = math.ceil(layer.parameters / unit.tp)
-        num_trainable = num_parameters if layer.trainable else 0
-        shard_ranks = unit.shard_size or unit.dp
-        state += state_bytes(
-            num_parameters, num_trainable, precision=precision, zero=unit.zero, shard_ranks=shard_ranks
-        )
-        size = LayerBytes.of(layer, rows(stage_layer.module, layer) / unit.cp, unit.tp, precision)
-        kept = (size.input if stage_layer.recomputed else size.saved) if stage_layer.has_backward else 0
-        activations += kept
-        working.append(size.saved - kept + (size.gradients if stage_layer.has_backward else 0))
-        gathered.append(num_parameters * precision.compute if unit.zero == 3 else 0)
-        unreduced.append(num_trainable * (precision.compute + precision.gradient) if unit.zero >= 2 else 0)
+    known: dict[tuple[object, ...], tuple[StageLayer, _LayerMemory]] = {}
+    found: list[_LayerMemory] = []
+    for placed in layers:
+        # Hashing a layer takes longer than this; what is kept beside the answer keeps its id.
+        key = placed.module, id(placed.layer), placed.needs_input, placed.recomputed
+        if key not in known:
+            known[key] = placed, _layer_memory(unit, placed, rows, precision)
+        found.append(known[key][1])
+    gathered, unreduced = [0, 0, *(one.gathered for one in found)], [0, *(one.unreduced for one in found)]
     together = (sum(gathered), sum(unreduced)) if by_stage else (sum(sorted(gathered)[-2:]), max(unreduced))
-    transient = max(working) + sum(together)
-    parameters, gradients, optimizer = state.tolist()
-    return StageMemory(parameters, gradients, optimizer, activations, in_flight, transient)
+    transient = max([0, *(one.working for one in found)]) + sum(together)
+    return StageMemory(
+        sum(one.state.parameters for one in found),
+        sum(one.state.gradients for one in found),
+        sum(one.state.optimizer for one in found),
+        sum(one.kept for one in found),
+        in_flight,
+        transient,
+    )
+
+
+class _LayerMemory(NamedTuple):
+    """Bytes of one layer of a stage: its state, what is kept of it, what it needs while it runs, and sharding's."""
+
+    state: StateBytes
+    kept: int
+    working: int
+    gathered: int
+    unreduced: int
+
+
+def _layer_memory(unit: Unit, placed: StageLayer, rows: RowsOfLayer, precision: MixedPrecision) -> _LayerMemory:
+    layer = placed.layer
+    num_parameters = math.ceil(layer.parameters / unit.tp)
+    num_trainable = num_parameters if layer.trainable else 0
+    size = LayerBytes.of(layer, rows(placed.module, layer) / unit.cp, unit.tp, precision)
+    kept = (size.input if placed.recomputed else size.saved) if placed.has_backward else 0
+    return _LayerMemory(
+        state_bytes(
+            num_parameters,
+            num_trainable,
+            precision=precision,
+            zero=unit.zero,
+            shard_ranks=unit.shard_size or unit.dp,
+        ),
+        kept,
+        size.saved - kept + (size.gradients if placed.has_backward else 0),
+        num_parameters * precision.compute if unit.zero == 3 else 0,
+        num_trainable * (precision.compute + precision.gradient) if unit.zero >= 2 else 0,
+    )

@@ -7,20 +7,24 @@ so a predicted gain is the median of several batches, and its range is said.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 
 import numpy as np
 
 from motet.core.arrays import Float64Array
+from motet.core.plan import Plan
 from motet.planner.candidate import predict_candidate
+from motet.planner.data_parallel.loads import sample_of
+from motet.planner.degrees import divisors
 from motet.planner.job import Job
 from motet.planner.order import is_even
 from motet.planner.search_result import SearchResult, SimulatedCandidate
 
 NUM_COMPARED = 8
 """Batches that a predicted gain is the median of; the first is the job's own."""
-_MIN_BATCHES, _MAX_EXAMPLES = 3, 1 << 16
-"""Large batches differ less and take longer: no more than so many examples are simulated, but of at least 3 batches."""
+_MAX_EXAMPLES = 1 << 13
+"""Of larger batches, a part is simulated (`fewer_replicas`): large batches differ less than the parts do."""
 MIN_DIFFERENCE = 0.02
 """The least share of a step that counts as a difference between two Plans."""
 
@@ -45,7 +49,8 @@ class Comparison:
 def compare(result: SearchResult) -> list[Comparison]:
     """The best beside its rivals; a measured best beside measured ones.
 
-    Simulates NUM_COMPARED - 1 steps of each of up to three Plans, unless they were measured.
+    Simulates NUM_COMPARED - 1 steps of each of up to three Plans, unless they were measured. Of batches that are too
+    large for that, as many parts: what a step of a part takes longer than that of the first part, the step does.
     """
     best = result.best
     alike = [other for other in result.results if (other.measured_s is None) == (best.measured_s is None)]
@@ -76,11 +81,26 @@ def rivals(results: Sequence[SimulatedCandidate]) -> Iterator[SimulatedCandidate
 
 def _steps(job: Job, simulated: SimulatedCandidate) -> Float64Array:
     """Seconds of a step of each batch, float64 [num_batches]."""
-    further = (predict_candidate(job, simulated.candidate, number).step_s for number in range(1, _num_batches(job)))
-    return np.array([simulated.prediction.step_s, *further])
-
-
-def _num_batches(job: Job) -> int:
     if is_even(job.workload.examples):
-        return 1
-    return int(np.clip(_MAX_EXAMPLES // job.batch_size, _MIN_BATCHES, NUM_COMPARED))
+        return np.array([simulated.prediction.step_s])
+    candidate, numbers = simulated.candidate, range(1, NUM_COMPARED)
+    if job.batch_size <= _MAX_EXAMPLES:
+        further = [predict_candidate(job, candidate, number).step_s for number in numbers]
+        return np.array([simulated.prediction.step_s, *further])
+    part = replace(candidate, plan=fewer_replicas(candidate.plan, _MAX_EXAMPLES))
+    of_part = replace(job, batch_size=max(part.plan.batch_size, _MAX_EXAMPLES))
+    first, *others = [predict_candidate(of_part, part, number).step_s for number in range(NUM_COMPARED)]
+    return simulated.prediction.step_s * np.array([1.0, *(other / first for other in others)])
+
+
+def fewer_replicas(plan: Plan, max_examples: int) -> Plan:
+    """The Plan with fewer replicas of each unit, so that its batch has at most max_examples, as far as that goes.
+
+    What a replica computes is the same, and so is the schedule; collectives are over fewer ranks.
+    """
+    if plan.schedule == "data_parallel":
+        return sample_of(plan)
+    shared = divisors(gcd(*(unit.dp for unit in plan.units)))
+    by = next((by for by in shared if plan.batch_size <= by * max_examples), shared[-1])
+    units = tuple(replace(unit, dp=unit.dp // by, shard_size=0) for unit in plan.units)
+    return replace(plan, units=units, batch_size=plan.batch_size // by)

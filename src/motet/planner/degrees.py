@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import isqrt
 
 from motet.core.plan import ScheduleKind
@@ -45,15 +46,16 @@ class Degrees:
         )
 
 
-def divisors(number: int) -> list[int]:
+@cache
+def divisors(number: int) -> tuple[int, ...]:
     """All divisors of a positive number, ascending.
 
     Example:
         >>> divisors(12)
-        [1, 2, 3, 4, 6, 12]
+        (1, 2, 3, 4, 6, 12)
     """
     small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
-    return sorted({*small, *(number // size for size in small)})
+    return tuple(sorted({*small, *(number // size for size in small)}))
 
 
 def most_replicas(job: Job, num_ranks: int, pins: Pins) -> int:

@@ -104,7 +104,7 @@ def _smaller(simulated: SimulatedCandidate, shown_s: float, size_bytes: int) -> 
     for factor in (3.0, 1.0, 0.25):  # Of rows that are too many, a third is drawn.
         drawing = drawing_of(timeline, int(factor * size_bytes) // _SPAN_BYTES)
         note = rows_in_words(simulated.candidate.plan)
-        yield _Frame(head_of(drawing, note), data_text(timeline, drawing, shown_s))
+        yield _Frame(head_of(drawing, note), data_text(drawing, shown_s))
 
 
 def _scripts(frames: Sequence[_Frame]) -> str:

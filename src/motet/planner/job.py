@@ -9,10 +9,12 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from motet.assign.balancing import Balancing, by_operations, recomputed_blocks
+from motet.assign.plan import assign_step
 from motet.assign.step import StepAssignment
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.cluster import Cluster
@@ -35,6 +37,7 @@ from motet.cost.model import CostModel, Work, backward_seconds
 from motet.schedule import PlannedProgram, planned
 from motet.simulate.predict.predict import assign_batch
 from motet.simulate.predict.stage_pricing import Recomputes
+from motet.simulate.predict.step_seconds import PricedSteps
 
 _NUM_PLANNED = 4
 
@@ -67,6 +70,14 @@ class BlockCosts:
     def num_blocks(self) -> int:
         """The blocks of the module."""
         return len(self.forward_s)
+
+
+class _KnownPlan(NamedTuple):
+    """A Plan, its Program, and the seconds of its steps."""
+
+    plan: Plan
+    program: PlannedProgram
+    seconds: PricedSteps
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +134,9 @@ class Job:
         batch = self.drawn(number)
         if plan.batch_size != batch.num_examples:
             batch = batch.take(np.arange(plan.batch_size))
-        if plan.schedule != "data_parallel" or plan.order != "given" or plan.microbatch_caps:
+        if plan.schedule != "data_parallel":
+            return assign_step(plan, batch, self.balancing, self._known(plan).seconds)
+        if plan.order != "given" or plan.microbatch_caps:
             return assign_batch(plan, batch, self.cost, self.balancing)
         (unit,) = plan.units
         recompute = tuple(sorted(recomputed_blocks(plan).items()))
@@ -138,17 +151,22 @@ class Job:
 
         The last ones are kept: a leader is simulated with several orders and balances.
         """
+        return self._known(plan).program
+
+    def _known(self, plan: Plan) -> _KnownPlan:
+        """The Program of a Plan, and the seconds by which its examples are ordered."""
         alike = replace(plan, order="given", microbatch_caps={})
         if plan.schedule != "data_parallel" and plan.balance == "joint":
             alike = replace(alike, balance="off")
-        found = next((program for known, program in self._planned if known == alike), None)
+        found = next((known for known in self._planned if known.plan == alike), None)
         if found is None:
-            found = planned(alike)
-            self._planned.append((alike, found))
+            program = planned(alike)
+            found = _KnownPlan(alike, program, PricedSteps(alike, self.cost, program))
+            self._planned.append(found)
         return found
 
     @cached_property
-    def _planned(self) -> deque[tuple[Plan, PlannedProgram]]:
+    def _planned(self) -> deque[_KnownPlan]:
         return deque(maxlen=_NUM_PLANNED)
 
     @cached_property

@@ -95,7 +95,7 @@ def _shardings(plan: Plan) -> Iterator[Plan]:
         if unit.dp * unit.cp == 1:
             continue
         colocated = plan.schedule == "data_parallel"
-        groups = divisors(unit.dp)[1:-1] if colocated else []
+        groups = divisors(unit.dp)[1:-1] if colocated else ()
         for zero in get_args(Zero):
             for size in (0, *groups) if zero else (0,):
                 if (zero, size) != (unit.zero, unit.shard_size):

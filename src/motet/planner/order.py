@@ -25,7 +25,7 @@ from motet.core.workload import BACKBONE, BatchLengths, total_lengths
 from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.job import Job
 from motet.schedule.plan_units import pipelined_units, units_in_bubbles
-from motet.simulate.predict.predict import assign_batch, predict_assigned
+from motet.simulate.predict.predict import predict_assigned
 from motet.simulate.predict.prediction import Prediction
 
 NUM_BATCHES = 4
@@ -75,12 +75,12 @@ def with_best_order(job: Job, candidate: Candidate, given: Prediction, pins: Pin
     if pins.order is not None or plan.schedule == "data_parallel" or plan.balance != "off" or is_even(job.batch):
         return candidate, given
     stages = job.planned(candidate.plan)
-    assignment_given = assign_batch(candidate.plan, job.batch, job.cost)
+    assignment_given = job.assignment(candidate.plan)
     best, best_plan = given, candidate.plan
     for plan in _reordered_plans(job, candidate.plan, pins):
         if best_plan.order == "both" and plan.order != "both":
             continue  # "both" is faster already: its halves are not tried.
-        assignment = assign_batch(plan, job.batch, job.cost)
+        assignment = job.assignment(plan)
         if not _are_alike(assignment, assignment_given):
             prediction = predict_assigned(plan, stages, assignment, job.cost)
             if prediction.step_s < best.step_s and prediction.peak_bytes.max() <= job.capacity_bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from rich.console import Console
 from rich.padding import Padding
@@ -132,7 +131,7 @@ def figures(simulated: SimulatedCandidate) -> tuple[str, ...]:
         f"{prediction.tokens_per_s:,.0f}",
         f"{prediction.mfu:.1%}",
         f"{prediction.peak_bytes.max() / 1e9:,.1f}",
-        f"{prediction.bubbles.total_share:.1%}",
+        f"{prediction.bubble_share:.1%}",
         f"{prediction.num_ranks:,}",
     )
 
@@ -144,8 +143,6 @@ def _ranking(result: SearchResult, with_degrees: bool = True) -> Table:
     table.add_column(first if with_degrees else "strategy", header_style="dim", no_wrap=True)
     for name in (*(("predicted", "measured") if is_measured else (step,)), *others):
         table.add_column(name, justify="right", header_style="dim", no_wrap=True)
-    with ThreadPoolExecutor() as pool:  # Array arithmetic of several threads runs side by side.
-        list(pool.map(lambda simulated: simulated.prediction.bubbles, result.results))
     for index, simulated in enumerate(result.results):
         title, predicted, *rest = figures(simulated)
         steps = (predicted, _measured(simulated)) if is_measured else (predicted,)

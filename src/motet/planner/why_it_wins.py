@@ -49,7 +49,7 @@ class _Figure(NamedTuple):
 
 
 def _figures(own: Prediction, other: Prediction) -> Iterator[_Figure]:
-    idle, other_idle = (each.bubbles.total_share for each in (own, other))
+    idle, other_idle = (each.bubble_share for each in (own, other))
     yield _Figure(other_idle - idle, f"{idle:.0%} of it are bubbles, of the other's step {other_idle:.0%}")
     added, other_added = (each.hardware_flops / each.model_flops - 1 for each in (own, other))
     words = f"recomputation and padding add {added:.0%} to the operations, there {other_added:.0%}"
@@ -57,7 +57,7 @@ def _figures(own: Prediction, other: Prediction) -> Iterator[_Figure]:
     words = f"it uses {own.num_ranks:,} ranks, that {other.num_ranks:,}"
     yield _Figure(own.num_ranks / other.num_ranks - 1, words, can_pay=False)
     busy, other_busy = (
-        each.hardware_flops / each.peak_flops / (each.step_s * (1 - each.bubbles.total_share)) for each in (own, other)
+        each.hardware_flops / each.peak_flops / (each.step_s * (1 - each.bubble_share)) for each in (own, other)
     )
     yield _Figure(
         busy - other_busy, f"while they compute, ranks reach {busy:.0%} of their peak, there {other_busy:.0%}"

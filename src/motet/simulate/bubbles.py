@@ -28,6 +28,7 @@ from motet.core.arrays import BoolArray, Float64Array, IndexArray, Int32Array
 from motet.core.timeline import COMPUTE_STREAM, Timeline
 from motet.schedule.program import COMPUTE_KINDS as PASSES_AND_STEP
 from motet.schedule.program import Kind
+from motet.simulate.engine.alike import AlikeTimeline
 from motet.simulate.engine.spans import Labels
 
 BUBBLE_KINDS = ("tp", "exchange", "dp_gather", "dp_reduce", "norm", "straggler", "pp_warmup", "pp_cooldown", "pp_other")
@@ -89,6 +90,15 @@ def bubbles(timeline: Timeline) -> Bubbles:
     if (counted := _cache.get(timeline)) is None:
         counted = _cache[timeline] = _counted(timeline)
     return counted
+
+
+def bubble_shares(timeline: Timeline) -> Float64Array:
+    """The share of the step in which each rank computes nothing, [num_ranks]. O(actions) for ranks that are alike."""
+    if isinstance(timeline, AlikeTimeline):
+        return 1 - timeline.busy_s / (timeline.makespan_s or 1.0)
+    found = bubbles(timeline)
+    shares: Float64Array = found.idle_s.sum(axis=1) / (found.step_s or 1.0)
+    return shares
 
 
 _cache: WeakKeyDictionary[Timeline, Bubbles] = WeakKeyDictionary()

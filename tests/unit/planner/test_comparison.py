@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given, settings
 
 from motet.core.plan import BalancingMethod, Order
+from motet.planner import comparison as comparing
 from motet.planner.candidate import Pins, predict_candidate
-from motet.planner.comparison import NUM_COMPARED, compare, rivals
+from motet.planner.comparison import NUM_COMPARED, compare, fewer_replicas, rivals
 from motet.planner.report import winner_in_words
 from motet.planner.search import search
 from motet.planner.strategies import STRATEGIES
+from motet.schedule import check_fit
 from unit.planner.jobs import job, jobs
 
 BUBBLES, DATA = "bubble filling", "data parallel"
@@ -93,3 +95,20 @@ def test_where_all_batches_are_alike_one_is_enough():
     found = search(job(batch_size=32), STRATEGIES)
     assert all(len(comparison.gains) == 1 for comparison in compare(found))
     assert "the median of" not in " ".join(winner_in_words(found))
+
+
+def test_gains_of_large_batches_are_those_of_parts_of_them(monkeypatch):
+    monkeypatch.setattr(comparing, "_MAX_EXAMPLES", 8)
+    given_job = job(batch_size=32, spread=1.0)
+    found = search(given_job, STRATEGIES)
+    whole = found.best.prediction.step_s
+    for one in compare(found):
+        assert len(set(one.gains)) == NUM_COMPARED
+        assert one.gains[0] == pytest.approx(one.rival.prediction.step_s / whole - 1)
+    pipelines = [one.candidate for one in found.results if one.candidate.plan.schedule != "data_parallel"]
+    for candidate in pipelines:
+        part = fewer_replicas(candidate.plan, 8)
+        check_fit(part)
+        assert part.batch_size <= 8 or any(unit.dp == 1 for unit in part.units)
+        assert part.microbatch_size == candidate.plan.microbatch_size
+    assert pipelines

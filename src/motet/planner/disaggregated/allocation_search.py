@@ -60,7 +60,7 @@ def _global_microbatch_sizes(limits: Limits) -> Sequence[int]:
     """Divisors of the batch: all of them, or the one that is given."""
     fixed = limits.global_microbatch_size
     if fixed:
-        return [fixed] if limits.batch_size % fixed == 0 else []
+        return (fixed,) if limits.batch_size % fixed == 0 else ()
     return divisors(limits.batch_size)
 
 

@@ -74,11 +74,15 @@ def least_recompute(
         return dict.fromkeys(recompute_s, 0)
     grown_bytes = grown_bytes or {key: np.zeros(len(seconds)) for key, seconds in recompute_s.items()}
     tables = _tables_of(recompute_s, saved_bytes, grown_bytes)
+    needed = math.ceil(lacking_bytes)
+    if len(tables) == 1:  # Each further block costs more: the first number that suffices is the cheapest.
+        ((key, table),) = tables.items()
+        suffices = table.saved - table.grown >= needed
+        return {key: int(np.argmax(suffices))} if suffices.any() else None
     # A state is a choice for the modules so far: (cost, saved, grown). counts: its blocks of each module.
     states = np.zeros((3, 1), dtype=np.int64)
     counts = np.zeros((0, 1), dtype=np.int64)
     still_savable = sum(int(table.saved[-1]) for table in tables.values())
-    needed = math.ceil(lacking_bytes)
     for table in tables.values():
         still_savable -= int(table.saved[-1])
         joined = states[:, :, None] + np.stack(table)[:, None, :]
@@ -102,7 +106,9 @@ def _tables_of(
     total = 0.0
     for key, seconds in recompute_s.items():
         for name, column in (("recompute_s", seconds), ("saved_bytes", saved_bytes[key]), ("grown", grown_bytes[key])):
-            if len(column) != len(seconds) or not np.isfinite(column).all() or (np.asarray(column) < 0).any():
+            column = np.asarray(column)
+            is_sound = column.min(initial=0) >= 0 and column.max(initial=0) < math.inf  # False for what is no number.
+            if len(column) != len(seconds) or not is_sound:
                 raise ArgumentError(f"{name} of {key!r} must be {len(seconds)} finite numbers, none of them negative.")
         total += float(np.sum(seconds))
     exponent = _TOTAL_BITS - int(np.frexp(total)[1])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
@@ -114,29 +115,35 @@ def _pairs(before: list[list[int]]) -> tuple[Int64Array, Int64Array]:
 class AlikeTimeline(Timeline):
     """The Timeline of ranks that are alike: its columns are made when one of them is read.
 
-    The columns of a step of thousands of ranks have millions of entries, and a search reads few of them.
+    The columns of a step of thousands of ranks have millions of entries. A search reads few of them, and a picture
+    shows some ranks (`some`).
 
-    num_spans: how many spans it has. makespan_s: as of a Timeline. expand: makes the whole Timeline.
+    num_spans: how many spans it has. makespan_s: as of a Timeline. expand: makes the Timeline of some ranks.
+    computing: gives what each rank computes, [num_ranks], and the seconds of all actions, [num_actions, num_ranks].
     """
 
     _num_spans: int
     _makespan_s: float
-    _expand: Callable[[], Timeline]
+    _expand: Callable[[Int64Array], Timeline]
+    _computing: Callable[[], tuple[Float64Array, Float64Array]]
 
     def __init__(
         self,
         num_ranks: int,
         num_spans: int,
         makespan_s: float,
-        expand: Callable[[], Timeline],
+        expand: Callable[[Int64Array], Timeline],
+        computing: Callable[[], tuple[Float64Array, Float64Array]],
         rank_names: Sequence[str] = (),
     ) -> None:
         # The fields of a Timeline cannot be assigned.
         self.__dict__.update(num_ranks=num_ranks, rank_names=rank_names)
-        self.__dict__.update(_num_spans=num_spans, _makespan_s=makespan_s, _expand=expand)
+        self.__dict__.update(_num_spans=num_spans, _makespan_s=makespan_s, _expand=expand, _computing=computing)
 
     def named(self, rank_names: Sequence[str]) -> AlikeTimeline:
-        return AlikeTimeline(self.num_ranks, self._num_spans, self._makespan_s, self._expand, rank_names)
+        return AlikeTimeline(
+            self.num_ranks, self._num_spans, self._makespan_s, self._expand, self._computing, rank_names
+        )
 
     def __len__(self) -> int:
         return self._num_spans
@@ -145,10 +152,37 @@ class AlikeTimeline(Timeline):
     def makespan_s(self) -> float:
         return self._makespan_s
 
+    @cached_property
+    def _told(self) -> tuple[Float64Array, Int64Array]:
+        """What each rank computes, [num_ranks], and the first rank that takes the same seconds for each action."""
+        busy_s, seconds = self._computing()
+        weighted_s = seconds * np.linspace(0.0, 1.0, len(seconds))[:, None]
+        told = np.stack([busy_s, seconds.sum(axis=0), weighted_s.sum(axis=0)], axis=1)
+        scale = told.max() or 1.0
+        _, first, group = np.unique(np.round(told / scale, 9), axis=0, return_index=True, return_inverse=True)
+        return busy_s, first[group.reshape(-1)].astype(np.int64)
+
+    @property
+    def busy_s(self) -> Float64Array:
+        """Seconds that each rank computes, [num_ranks]: `Bubbles.busy_s`, without the spans."""
+        return self._told[0]
+
+    @property
+    def leader(self) -> Int64Array:
+        """For each rank the first that takes the same time for all that it does, int64 [num_ranks]."""
+        return self._told[1]
+
+    def some(self, ranks: Int64Array) -> Timeline:
+        """The Timeline of some ranks alone, ascending, numbered from 0; they keep their names."""
+        shown = self._expand(ranks)
+        names = [self.rank_name(rank) for rank in ranks.tolist()]
+        numbers = np.searchsorted(ranks, shown.rank).astype(np.int32)
+        return replace(shown, rank=numbers, num_ranks=len(ranks), rank_names=names)
+
     def __getattr__(self, name: str) -> object:
         """A column, which is not there before it is read."""
         if name not in _COLUMNS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        whole = self._expand()
+        whole = self._expand(np.arange(self.num_ranks))
         self.__dict__.update({column: getattr(whole, column) for column in _COLUMNS})
         return self.__dict__[name]

@@ -12,12 +12,12 @@ from functools import cached_property
 import numpy as np
 
 from motet.balance.backend import Backend
-from motet.core.arrays import Float64Array, Int32Array
+from motet.core.arrays import Float64Array, Int32Array, Int64Array
 from motet.core.errors import ArgumentError
 from motet.core.timeline import Timeline
 from motet.schedule.dependencies import PARTNERS
 from motet.schedule.passes import add_communication
-from motet.schedule.program import EXCHANGES, Program
+from motet.schedule.program import COMPUTE_KINDS, EXCHANGES, Program
 from motet.simulate.engine import reference
 from motet.simulate.engine.action_index import ActionIndex
 from motet.simulate.engine.action_seconds import ActionSeconds, action_seconds
@@ -28,7 +28,7 @@ from motet.simulate.engine.lower import Waits, waits
 from motet.simulate.engine.spans import timeline_of
 from motet.simulate.engine.stage_times import StageTimes
 from motet.simulate.engine.streams import COMPUTE, STREAMS, TENSOR
-from motet.simulate.engine.table import ActionTable, action_table
+from motet.simulate.engine.table import CODES, ActionTable, action_table
 
 MAX_JITTER = 2.0
 """Largest sigma. With a larger one nearly all factors are nearly 0, so some thousands of them miss the mean of 1."""
@@ -149,7 +149,9 @@ class _Alike:
         num_tails = int(np.count_nonzero(seconds.tensor_s)) if seconds.tensor_s.any() else 0
         num_spans, num_ranks = seconds.held_s.size + num_tails, self.prepared.num_copies
         end_s = self._ends(seconds)
-        return None if end_s is None else AlikeTimeline(num_ranks, num_spans, float(end_s.max()), self._expand)
+        if end_s is None:
+            return None
+        return AlikeTimeline(num_ranks, num_spans, float(end_s.max()), self._expand, self._computing)
 
     def _seconds(self) -> ActionSeconds:
         lookup, times = self.prepared.lookup, of_first_rank(self.times, self.prepared.lookup.shape[0])
@@ -163,16 +165,23 @@ class _Alike:
         runs = run_alike(self.prepared.lookup.table, _held(seconds, self.overlap), total_s, needs, start_s)
         return total_s if runs else None
 
-    def _expand(self) -> Timeline:
-        """The spans of all ranks. Simulating twice takes less than keeping what a search hardly reads."""
+    def _computing(self) -> tuple[Float64Array, Float64Array]:
+        """What ranks compute, [num_ranks], and the seconds of their actions, [num_actions, num_ranks]."""
+        seconds = self._seconds()
+        kinds = [CODES[kind] for kind in COMPUTE_KINDS]
+        computes = (seconds.stream == COMPUTE) & np.isin(self.prepared.lookup.table.kind, kinds)
+        return seconds.held_s[computes].sum(axis=0), seconds.held_s + seconds.tensor_s
+
+    def _expand(self, ranks: Int64Array) -> Timeline:
+        """The spans of some ranks. Simulating twice takes less than keeping what a search hardly reads."""
         seconds = self._seconds()
         start_s = np.empty_like(seconds.held_s)
         end_s = self._ends(replace(seconds, held_s=seconds.held_s.copy()), start_s)
         assert end_s is not None, "what was simulated once runs"
-        columns = seconds.held_s, seconds.tensor_s, start_s, end_s
-        held_s, tensor_s, starts_s, ends_s = (np.ascontiguousarray(column.T).reshape(-1, 1) for column in columns)
-        whole = ActionSeconds(np.tile(seconds.stream, self.prepared.num_copies), held_s, tensor_s)
-        return timeline_of(action_table(self.prepared.program), whole, starts_s[:, 0], ends_s[:, 0])
+        columns = (column[:, ranks].T for column in (seconds.held_s, seconds.tensor_s, start_s, end_s))
+        held_s, tensor_s, starts_s, ends_s = (np.ascontiguousarray(column).reshape(-1, 1) for column in columns)
+        tiled = ActionSeconds(np.tile(seconds.stream, len(ranks)), held_s, tensor_s)
+        return timeline_of(action_table(self.prepared.program, ranks), tiled, starts_s[:, 0], ends_s[:, 0])
 
 
 def _held(seconds: ActionSeconds, overlap: bool) -> Int32Array:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from motet.core.arrays import BoolArray, IndexArray, Int32Array
+from motet.core.arrays import BoolArray, IndexArray, Int32Array, Int64Array
 from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import PARTNERS
 from motet.schedule.program import EXCHANGES, Action, AlikeRows, Kind, Program, Row
@@ -55,18 +55,25 @@ class ActionTable:
         return Action(int(self.stage[row]), KINDS[self.kind[row]], microbatch, part, peer)
 
 
-def action_table(program: Program) -> ActionTable:
-    """The ActionTable of a Program. Raises ArgumentError for a number that is out of range. O(actions)."""
+def action_table(program: Program, ranks: Int64Array | None = None) -> ActionTable:
+    """The ActionTable of a Program. Raises ArgumentError for a number that is out of range. O(actions).
+
+    ranks: only their actions, ascending, in a Program of ranks that are alike; by default all.
+    """
     rows = program.actions
-    table = ActionTable(program, *(_tiled(rows) if isinstance(rows, AlikeRows) else _columns(rows)))
+    if isinstance(rows, AlikeRows):
+        columns = _tiled(rows, np.arange(len(rows)) if ranks is None else ranks)
+    else:
+        columns = _columns(rows)
+    table = ActionTable(program, *columns)
     _check(table)
     return table
 
 
-def _tiled(rows: AlikeRows) -> tuple[Int32Array, ...]:
+def _tiled(rows: AlikeRows, ranks: Int64Array) -> tuple[Int32Array, ...]:
     _, *columns = _columns((rows.first,))
-    stage, kind, microbatch, part, peer = (np.tile(column, len(rows)) for column in columns)
-    rank = np.repeat(np.arange(len(rows), dtype=np.int32), len(rows.first))
+    stage, kind, microbatch, part, peer = (np.tile(column, len(ranks)) for column in columns)
+    rank = np.repeat(ranks.astype(np.int32), len(rows.first))
     first = rank * rows.num_stages
     return rank, stage + first, kind, microbatch, part, np.where(peer >= 0, peer + first, peer)
 

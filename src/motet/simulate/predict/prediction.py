@@ -12,7 +12,7 @@ from motet.core.arrays import Int64Array
 from motet.core.timeline import Timeline
 from motet.cost.model import Beyond
 from motet.schedule import Presence, Program
-from motet.simulate.bubbles import Bubbles, bubbles
+from motet.simulate.bubbles import Bubbles, bubble_shares, bubbles
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +88,11 @@ class Prediction:
     def bubbles(self) -> Bubbles:
         """Bubbles of the Timeline, by cause."""
         return bubbles(self.timeline)
+
+    @cached_property
+    def bubble_share(self) -> float:
+        """The share of the step in which nothing computes, mean over the ranks of the Timeline."""
+        return float(bubble_shares(self.timeline).mean())
 
     @cached_property
     def peak_bytes(self) -> Int64Array:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,8 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.core.timeline import COMPUTE_STREAM, Timeline
 from motet.core.workload import BACKBONE
 from motet.schedule.program import COMPUTE_KINDS, Kind
-from motet.simulate.bubbles import bubbles
+from motet.simulate.bubbles import bubble_shares, bubbles
+from motet.simulate.engine.alike import AlikeTimeline
 from motet.simulate.engine.spans import Labels
 
 BUBBLE = "#e8eaed"
@@ -82,8 +83,9 @@ class Drawing:
     start_s, end_s: float64 [num_boxes], from the first start of the Timeline.
     number:         int64 [num_boxes], the microbatch, or -1. is_numbered: whether there are several, which numbers
                     tell apart.
-    span:           int64 [num_boxes], index of the span in the Timeline.
+    span:           int64 [num_boxes], index of the span in `timeline`.
     facts:          a sentence: makespan, bubbles over all ranks, and, if only some ranks are drawn, which.
+    timeline:       what is drawn; of ranks that are alike, where they are many, the Timeline of those that are drawn.
     """
 
     ranks: Int64Array
@@ -100,10 +102,13 @@ class Drawing:
     legend: tuple[LegendEntry, ...]
     makespan_s: float
     facts: str
+    timeline: Timeline
 
 
 def draw(timeline: Timeline, *, max_rows: int) -> Drawing:
     """The drawing of a Timeline. Of more than `max_rows` ranks that differ only some are drawn. O(spans)."""
+    if isinstance(timeline, AlikeTimeline) and timeline.num_ranks > max_rows:
+        return _drawn_in_part(timeline, max_rows)
     styles, paint = _styles(timeline)
     hues = _hues([module for kind, module, stream in styles if _computes(kind, stream)])
     idle = bubbles(timeline)
@@ -130,7 +135,20 @@ def draw(timeline: Timeline, *, max_rows: int) -> Drawing:
         legend=_legend(styles, hues),
         makespan_s=timeline.makespan_s,
         facts=_facts(timeline.makespan_s, idle.total_share, len(ranks), len(leaders), len(leader)),
+        timeline=timeline,
     )
+
+
+def _drawn_in_part(timeline: AlikeTimeline, max_rows: int) -> Drawing:
+    """The drawing of thousands of ranks that do the same, of which only those that are drawn are expanded."""
+    share = bubble_shares(timeline)
+    leaders, num_alike = np.unique(timeline.leader, return_counts=True)
+    chosen = _chosen(share[leaders], max_rows)
+    names = map(timeline.rank_name, leaders[chosen].tolist())
+    some = timeline.some(leaders[chosen]).named(list(map(_row_name, names, num_alike[chosen].tolist())))
+    drawing = draw(some, max_rows=max_rows)
+    facts = _facts(timeline.makespan_s, float(share.mean()), len(drawing.ranks), len(leaders), timeline.num_ranks)
+    return replace(drawing, ranks=leaders[chosen][drawing.ranks], makespan_s=timeline.makespan_s, facts=facts)
 
 
 def _alike(timeline: Timeline, paint: Int64Array) -> Int64Array:

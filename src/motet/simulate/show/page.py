@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ def write_timeline_html(timeline: Timeline, path: str | Path, *, title: str = "T
     """
     drawing = drawing_of(timeline, _MAX_SPANS)
     heading = f"<h1>{html.escape(title)}</h1>{head_of(drawing, note)}<p>The wheel {HINT}</p>"
-    save_page(page_of(heading, data_text(timeline, drawing), title), path)
+    save_page(page_of(heading, data_text(drawing), title), path)
 
 
 def save_page(page: str, path: str | Path) -> None:
@@ -62,7 +61,7 @@ def save_page(page: str, path: str | Path) -> None:
 def framed_page(timeline: Timeline, *, max_spans: int, framed_s: float) -> str:
     """The text of a page for a frame beside others. framed_s: the seconds that it shows at first, as all of them do."""
     drawing = drawing_of(timeline, max_spans)
-    return page_of(head_of(drawing), data_text(timeline, drawing, framed_s), framed=True)
+    return page_of(head_of(drawing), data_text(drawing, framed_s), framed=True)
 
 
 def drawing_of(timeline: Timeline, max_spans: int) -> Drawing:
@@ -77,9 +76,9 @@ def head_of(drawing: Drawing, note: str = "") -> str:
     return f'{facts}<div class="legend">{"".join(map(_key, drawing.legend))}</div>'
 
 
-def data_text(timeline: Timeline, drawing: Drawing, shown_s: float = 0.0) -> str:
+def data_text(drawing: Drawing, shown_s: float = 0.0) -> str:
     """The spans as JSON that a script element may contain. shown_s: the seconds that are shown at first; 0 is all."""
-    data = json.dumps(_data(drawing, timeline.action, shown_s), ensure_ascii=False, separators=(",", ":"))
+    data = json.dumps(_data(drawing, shown_s), ensure_ascii=False, separators=(",", ":"))
     # "</" would end the script element that contains the text.
     return data.replace("</", "<\\/")
 
@@ -101,8 +100,8 @@ def page_of(head: str, data: str, title: str = "", *, framed: bool = False) -> s
     )
 
 
-def _data(drawing: Drawing, actions: Sequence[str], shown_s: float) -> dict[str, Any]:
-    """What page.js reads. actions: a text a span of the Timeline.
+def _data(drawing: Drawing, shown_s: float) -> dict[str, Any]:
+    """What page.js reads.
 
     ticks: of the makespan. shown: to begin with. numbered: whether boxes have the numbers of microbatches.
     paints: colour, 1 in the band of communication, colour of text on it, module.
@@ -127,7 +126,7 @@ def _data(drawing: Drawing, actions: Sequence[str], shown_s: float) -> dict[str,
                 "paints": drawing.paint[spans].tolist(),
                 "microbatches": drawing.number[spans].tolist(),
                 "actions": [
-                    texts.setdefault(_without_number(actions[span], number), len(texts))
+                    texts.setdefault(_without_number(drawing.timeline.action[span], number), len(texts))
                     for span, number in zip(drawing.span[spans].tolist(), drawing.number[spans].tolist())
                 ],
             }

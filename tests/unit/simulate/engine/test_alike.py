@@ -6,7 +6,8 @@ import pytest
 from motet.core.errors import ArgumentError
 from motet.schedule import Sharding, add_exchanges, add_fsdp, data_parallel, one_f_one_b, split_parts
 from motet.schedule.program import Action, AlikeRows, Kind
-from motet.simulate import StageTimes, simulate
+from motet.simulate import StageTimes, bubbles, simulate
+from motet.simulate.bubbles import bubble_shares
 from motet.simulate.engine.alike import AlikeTimeline
 from motet.simulate.engine.simulate import Prepared, makespans
 from motet.simulate.engine.stage_times import Part, stage_times
@@ -88,3 +89,37 @@ def test_makespans_are_those_of_each_island_by_itself():
     made = Prepared(one_f_one_b(4, 5))
     found = makespans(made, together, 3)
     assert found.tolist() == [simulate(one_f_one_b(4, 5), one).makespan_s for one in islands]
+
+
+@pytest.mark.parametrize("tensor", [0, 1])
+def test_some_ranks_have_their_own_spans_and_names(tensor):
+    made, given = program(2), times(2, tensor=tensor)
+    names = [f"rank {rank}0" for rank in range(NUM_RANKS)]
+    alike, whole = simulate(made, given).named(names), simulate(Prepared(made, whole=True), given)
+    some = alike.some(np.array([1, 4]))
+    assert (some.num_ranks, [some.rank_name(rank) for rank in range(2)]) == (2, ["rank 10", "rank 40"])
+    for number, rank in enumerate((1, 4)):
+        own, theirs = (timeline.rank == at for timeline, at in ((some, number), (whole, rank)))
+        np.testing.assert_array_equal(some.start_s[own], whole.start_s[theirs])
+        np.testing.assert_array_equal(some.end_s[own], whole.end_s[theirs])
+        actions, others = (
+            [timeline.action[at] for at in np.flatnonzero(of)] for timeline, of in ((some, own), (whole, theirs))
+        )
+        assert actions == others
+    np.testing.assert_allclose(alike.busy_s, bubbles(whole).busy_s)
+    np.testing.assert_allclose(bubble_shares(alike), bubble_shares(whole))
+
+
+def test_ranks_that_take_the_same_time_for_everything_have_one_leader():
+    made, given = program(1), times(1, tensor=0)
+    assert simulate(made, given).leader.tolist() == list(range(NUM_RANKS))
+    first = {
+        name: np.tile(getattr(given, name)[:NUM_MODULES], (NUM_RANKS, 1))
+        for name in ("forward_s", "input_s", "weight_s", "recompute_s")
+    }
+    constant = {name: np.zeros(1) for name in ("gather_s", "reduce_s", "replicas_s", "step_s")}
+    like = replace(given, **first, **constant, exchange_s=np.zeros((1, 1)))
+    assert simulate(made, like).leader.tolist() == [0] * NUM_RANKS
+    other = like.forward_s.copy()
+    other[3 * NUM_MODULES] *= 1.5
+    assert simulate(made, replace(like, forward_s=other)).leader.tolist() == [0, 0, 0, 3, 0]

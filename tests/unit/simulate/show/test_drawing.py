@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from motet.core.timeline import Span, Timeline
-from motet.schedule import one_f_one_b, zb_h1
-from motet.simulate import bubbles, simulate, stage_times
+from motet.schedule import data_parallel, one_f_one_b, zb_h1
+from motet.simulate import StageTimes, bubbles, simulate, stage_times
+from motet.simulate.engine.simulate import Prepared
 from motet.simulate.show.drawing import BUBBLE, draw, mixed
 
 HUES = ("backbone", "image", "audio", "video", "generator")
@@ -155,3 +156,17 @@ def test_mixing():
     assert mixed("#804020", 1) == "#ffffff" and mixed("#804020", -1) == "#000000"
     assert mixed("#800000", 0.5) == "#c08080"
     assert luminance(BUBBLE) > 0.85
+
+
+def test_of_many_ranks_that_are_alike_the_same_are_drawn_as_of_any():
+    """Ranks 0 to 3 take the same time, and each of the others its own."""
+    made, seconds = data_parallel({"image": True, "backbone": True}, 12, 2), np.ones((3, 24, 1))
+    seconds += np.maximum(np.arange(24) // 2 - 3, 0)[:, None] / 100
+    times = StageTimes(*seconds)
+    few, all_ = (draw(simulate(program, times), max_rows=9) for program in (made, Prepared(made, whole=True)))
+    assert few.timeline.num_ranks < 12 and all_.timeline.num_ranks == 12
+    assert (few.facts, few.names, few.ranks.tolist()) == (all_.facts, all_.names, all_.ranks.tolist())
+    for name in ("row", "number", "start_s", "end_s", "bubble_share"):
+        np.testing.assert_allclose(getattr(few, name), getattr(all_, name), atol=1e-12)
+    actions = [[one.timeline.action[span] for span in one.span.tolist()] for one in (few, all_)]
+    assert actions[0] == actions[1]
