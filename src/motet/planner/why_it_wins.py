@@ -82,8 +82,8 @@ def in_bubbles(plan: Plan, prediction: Prediction) -> Iterator[str]:
         return
     share = share_between_passes(prediction.timeline, inside, backbone_unit(plan).modules)
     yield (
-        f"{share:.0%} of what {' and '.join(inside)} compute is in bubbles: between the first and the last pass of the "
-        "backbone on the same rank. The rest is before and after."
+        f"{share:.0%} of the computation of {' and '.join(inside)} is in bubbles: between the first and the last pass "
+        "of the backbone on the same rank. The rest is before and after."
     )
 
 

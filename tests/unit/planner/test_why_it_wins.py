@@ -65,5 +65,5 @@ def test_in_bubbles_is_between_the_first_and_the_last_pass_of_the_backbone():
     assert share_between_passes(timeline, ["image"], ["backbone"]) == 0
     one = simulated(10.0, 9.0)
     (words,) = in_bubbles(PLANS["in bubbles"], replace(one.prediction, timeline=timeline))
-    assert words.startswith("25% of what image and audio compute is in bubbles: between the first and the last pass of")
+    assert words.startswith("25% of the computation of image and audio is in bubbles: between the first and the")
     assert list(in_bubbles(PLANS["data parallel"], one.prediction)) == []

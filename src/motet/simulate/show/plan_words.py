@@ -71,7 +71,7 @@ def plan_in_words(plan: Plan) -> list[str]:
         step += f" That is the mean: a microbatch is a group of examples of at most {caps}, in tokens."
     step += _ORDERS[plan.order]
     if plan.fills:
-        step += f" {_number(len(plan.fills), 'slice')} of encoders run in bubbles."
+        step += f" Encoders run beside the backbone, in {_number(len(plan.fills), 'slice')} placed among its passes."
     if plan.filling == "by_step":
         step += " Each step decides by its lengths which encoder pipeline takes which microbatch, and where."
     return [first, step, *(_unit(unit, plan) for unit in plan.units)]

@@ -125,7 +125,8 @@ def test_a_plan_of_several_units_in_words():
     assert plan_in_words(plan)[1:] == [
         "A step is 8 examples: 1 microbatch of 2 examples on each of 4 replicas of the backbone; interleaved 1F1B with "
         "deferred warm-up. Whole microbatches are balanced over the backbone's "
-        "replicas, and items of encoders over theirs. 1 slice of encoders run in bubbles.",
+        "replicas, and items of encoders over theirs. Encoders run beside the backbone, in 1 slice placed among its "
+        "passes.",
         "vit: rank 16. Layers: image 24.",
         "llm: ranks 0 to 7 = 4 data x 2 pipeline, ZeRO-3 over 2 ranks. 4 stages, in layers: 4 x backbone 8. "
         "Every stage also computes audio.",
