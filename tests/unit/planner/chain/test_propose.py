@@ -84,7 +84,8 @@ def test_with_the_state_fitting_activations_are_what_lacks():
 @pytest.mark.parametrize(
     ("pins", "why"),
     [
-        (Pins(tp=3), "TP is pinned to 3; it must be one of 1, 2, 4, 8, in a node or over whole ones."),
+        (Pins(tp=3), "TP is pinned to 3; it must be one of 1, 2, in a node or over whole ones."),
+        (Pins(tp=8), "TP is pinned to 8, and "),
         (Pins(tp=2, pp=2, dp=4), "TP 2 with PP 2 with DP 4 needs 16 ranks; the cluster has 8."),
         (
             Pins(dp=5, microbatch_size=2),
