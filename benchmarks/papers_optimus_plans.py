@@ -17,7 +17,7 @@ from baselines.chains import chain_plan, encoders_first
 from papers_optimus import TABLES_5_7
 from planner_optimus import FULL, GPT_175B, TABLE, VIT_11B, VIT_22B, Published, cases, megatron, optimus
 from published import Range, Row
-from trials import Outcome, Subject, job_of
+from trials import Outcome, Subject, job_of, with_any_tp
 
 from motet.core.module_degrees import ModuleDegrees
 from motet.core.plan import Plan
@@ -46,7 +46,7 @@ def _table_4() -> Iterator[Row]:
             "encoders": {"image": {"hidden": 2304, "mlp": 9216, "num_heads": 18}},
         },
     }
-    subject = Subject(job_of("vit22b_gpt175b", changes, "ViT-3B + GPT-11B"))
+    subject = Subject(with_any_tp(job_of("vit22b_gpt175b", changes, "ViT-3B + GPT-11B")))
     found = {
         "FSDP": _fsdp(subject),
         "Megatron-LM": _best_chain(subject, balanced=False),
@@ -54,9 +54,9 @@ def _table_4() -> Iterator[Row]:
         "Optimus": subject.searched(Pins(("bubble filling",), recompute="full")),
     }
     for name, outcome in found.items():
-        yield Row("Optimus, Table 4", name, "s", SECONDS[name], outcome.step_s or 0.0, note=outcome.what)
+        yield Row("Optimus, Table 4", name, "s", SECONDS[name], outcome.step_s, note=outcome.what)
     for name in list(SECONDS)[:-1]:
-        gain = found["Optimus"].over(found[name]) or 0.0
+        gain = found["Optimus"].times(found[name])
         yield Row("Optimus, Table 4", f"Optimus over {name}", "times", SECONDS[name] / SECONDS["Optimus"], gain)
 
 
@@ -111,8 +111,8 @@ def _dual(name: str) -> tuple[Published, Subject]:
 def _table_6() -> Iterator[Row]:
     for name, (_, _, most) in DUAL.items():
         row, subject = _dual(name)
-        gain = optimus(subject, row).over(megatron(subject, row, balanced=False))
-        yield Row("Optimus, Table 6", f"{name}: Optimus over Megatron-LM", "times", most, gain or 0.0)
+        gain = optimus(subject, row).times(megatron(subject, row, balanced=False))
+        yield Row("Optimus, Table 6", f"{name}: Optimus over Megatron-LM", "times", most, gain)
 
 
 def _table_7() -> Iterator[Row]:

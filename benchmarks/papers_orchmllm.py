@@ -24,7 +24,7 @@ def _figure_9() -> Iterator[Row]:
         fewer = replace(job, batch_size=row.unbalanced * NUM_GPUS)
         balanced = Subject(job).searched(replace(DATA_PARALLEL, microbatch_size=row.balanced))
         unbalanced = Subject(fewer).searched(replace(DATA_PARALLEL, microbatch_size=row.unbalanced, balance="off"))
-        gains.append(balanced.over(unbalanced) or 0.0)
+        gains.append(balanced.times(unbalanced))
         what, note = f"MLLM-{row.model}: balanced over not", f"MFU {balanced.mfu:.1%} and {unbalanced.mfu:.1%}"
         yield Row(SOURCE, what, "times a GPU", Range(1.4, 2.0), gains[-1], note=note)
     for smaller, larger, before, after in zip(TABLE, TABLE[1:], gains, gains[1:]):

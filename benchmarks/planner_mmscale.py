@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from baselines.allocations import proportional
-from trials import Baseline, Case, Outcome, Subject, job_of
+from trials import Baseline, Case, Outcome, Subject, job_of, with_any_tp
 
 from motet.core.plan import Plan
 from motet.cost.flops import batch_flops
@@ -56,7 +56,7 @@ def job_with(name: str, num_nodes: int, batch_size: int, model: Mapping[str, Any
     }
     if name != "MLLM-72B":
         changes["workload"] = {"task": _small_images()}
-    return job_of("mllm_72b", changes, name)
+    return with_any_tp(job_of("mllm_72b", changes, name))
 
 
 def _case(name: str, num_nodes: int, batch_size: int, published: tuple[float, ...]) -> Case:

@@ -18,7 +18,7 @@ from math import prod
 import numpy as np
 from baselines.chains import Cut, chain_plan
 from papers_omnibal import LLMS, TABLE_9, VITS, Pair
-from trials import Baseline, Case, Subject
+from trials import Baseline, Case, Subject, with_any_tp
 
 from motet.balance import group
 from motet.core.plan import Plan
@@ -135,7 +135,7 @@ def _step_s(gpu_days: float, pair: Pair, num_samples: float) -> float:
 
 def _job(pair: Pair, lengths: Workload, batch_size: int, *, padded: bool = False) -> Job:
     devices = cluster("a100-80g", prod(pair.degrees) // 8)
-    return Job(_model(pair, padded), devices, lengths, batch_size, cost_model(devices, "bf16"))
+    return with_any_tp(Job(_model(pair, padded), devices, lengths, batch_size, cost_model(devices, "bf16")))
 
 
 def _model(pair: Pair, padded: bool) -> ModelSpec:

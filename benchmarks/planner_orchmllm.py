@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from baselines.chains import chain_plan, encoders_first
-from trials import Baseline, Case, Outcome, Subject, job_of
+from trials import Baseline, Case, Outcome, Subject, job_of, with_any_tp
 
 from motet.core.plan import Plan
 from motet.planner.candidate import Pins
@@ -81,7 +81,7 @@ def _unbalanced(job: Job, row: Published) -> Outcome:
 
 
 def _megatron(job: Job, row: Published) -> Outcome:
-    own = replace(job, batch_size=row.batch_size)
+    own = with_any_tp(replace(job, batch_size=row.batch_size))
 
     def plans() -> Iterator[tuple[str, Plan]]:
         dp = NUM_GPUS // (8 * row.pp)

@@ -1,10 +1,13 @@
 """benchmarks/planner.py: a job of it as it runs, and its stored figures are of the jobs that it has."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from benchmark import BENCHMARKS, benchmark
+from motet.cost.flops import batch_flops
+from motet.schedule.check.fit import undivided_heads
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +50,21 @@ def test_published_gains_are_counted(planner, tried):
     """Of two baselines one has a published gain; ours is 7 % below it."""
     assert planner.summary([tried]).startswith("1 jobs, 1 published gains")
     assert "0 are met or in the published range, 1 more within 10%, and 0 are not" in planner.summary([tried])
+
+
+def test_a_job_of_any_tp_computes_the_same(planner):
+    """InternViT's 25 heads, which TP 2 does not divide."""
+    omnibal = planner.planner_omnibal
+    pair = next(pair for pair in omnibal.TABLE_9 if pair.degrees[0] == 2 and pair.vit.startswith("InternVL"))
+    job = omnibal._job(pair, omnibal.samples(), 64)
+    model = omnibal._model(pair, padded=False)
+    assert batch_flops(job.model, job.batch) == batch_flops(model, job.batch)
+    assert undivided_heads(model.module("image"), 2) and not undivided_heads(job.model.module("image"), 2)
+
+
+def test_a_ratio_without_a_plan_is_an_error(planner, tried):
+    with pytest.raises(RuntimeError, match="there is no Plan: it lacks ranks"):
+        tried.method.times(replace(tried.method, rate=0.0, why="it lacks ranks"))
 
 
 def test_the_stored_figures_are_of_the_jobs_that_there_are(planner):
