@@ -263,7 +263,6 @@ def test_chains_are_run_under_their_plan(recipe_file):
 @pytest.mark.parametrize(
     ("change", "of_unit", "what"),
     [
-        ({}, {"cp": 2}, "context parallelism (cp > 1) of the backbone's unit"),
         ({}, {"pp": 1}, "ranks left over"),
     ],
 )
