@@ -26,9 +26,9 @@ def smaller_jobs(job: Job) -> Iterator[Job]:
     """The job on smaller clusters: fewer nodes, the most first, then fewer ranks of one node."""
     cluster = job.cluster
     for num_nodes in _fewer(cluster.num_nodes):
-        yield _on(job, replace(cluster, num_nodes=num_nodes))
+        yield job.on(replace(cluster, num_nodes=num_nodes))
     for num_ranks in _fewer(cluster.ranks_per_node):
-        yield _on(job, replace(cluster, num_nodes=1, ranks_per_node=num_ranks))
+        yield job.on(replace(cluster, num_nodes=1, ranks_per_node=num_ranks))
 
 
 def on_cluster(candidate: Candidate, job: Job, all_s: float) -> Candidate:
@@ -45,10 +45,6 @@ def on_cluster(candidate: Candidate, job: Job, all_s: float) -> Candidate:
 def _fewer(number: int) -> list[int]:
     every = number <= MAX_COUNTED
     return [fewer for fewer in range(number - 1, 0, -1) if every or number % fewer == 0]
-
-
-def _on(job: Job, cluster: Cluster) -> Job:
-    return replace(job, cluster=cluster, cost=job.cost.on(cluster))
 
 
 def _shape_words(cluster: Cluster) -> str:

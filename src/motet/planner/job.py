@@ -108,6 +108,12 @@ class Job:
     def __post_init__(self) -> None:
         check_size(self.batch_size, self.cluster.num_ranks)
 
+    def on(self, cluster: Cluster) -> Job:
+        """The same job on another cluster of the same devices, with the same batches."""
+        other = replace(self, cluster=cluster, cost=self.cost.on(cluster))
+        other.__dict__["_drawn"] = self._drawn
+        return other
+
     @cached_property
     def batch(self) -> BatchLengths:
         """The batch on which every candidate is simulated."""

@@ -26,7 +26,7 @@ from motet.planner.module_pins import check_module_pins
 from motet.planner.nearest_miss import nearest_miss, would_fit
 from motet.planner.refinement import strategy_of
 from motet.planner.search_result import SearchResult, SimulatedCandidate
-from motet.planner.step_bound import step_bound
+from motet.planner.step_bound import ExampleRows, step_bound
 
 MAX_SIMULATED = 12
 
@@ -95,10 +95,10 @@ def _search_whole(evaluation: CandidateEvaluation, strategies: Mapping[str, Stra
 
 def _search_smaller(evaluation: CandidateEvaluation, strategies: Mapping[str, Strategy]) -> None:
     """Add the best Plan of smaller clusters, each searched for itself, if it is faster."""
-    best, all_s = None, evaluation.fastest_s
+    best, all_s, rows = None, evaluation.fastest_s, ExampleRows(evaluation.job)
     for job in smaller_jobs(evaluation.job):
         to_beat_s = best.prediction.step_s if best is not None else all_s
-        if step_bound(job).step_s >= to_beat_s:
+        if step_bound(job, rows=rows).step_s >= to_beat_s:
             continue
         fewer = CandidateEvaluation(
             job,

@@ -110,10 +110,42 @@ _Share = Callable[[_Rows], Float64Array]
 """[2, 2]: rows and pairs of one replica, forward and backward."""
 
 
-def step_bound(job: Job, *, without: Collection[Term] = ()) -> StepBound:
-    """The bound of a job on its own batch; 0 where a profile lacks times without TP. without: terms to leave out."""
+class ExampleRows:
+    """Rows and pairs of each example of a job's batch in each layer. Jobs on other clusters (`Job.on`) share them."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._known: dict[tuple[str, Layer], _Rows] = {}
+
+    def of(self, name: str, layer: Layer) -> _Rows:
+        """Those of a layer of a module. Cached."""
+        if (name, layer) not in self._known:
+            self._known[name, layer] = self._counted(name, layer)
+        return self._known[name, layer]
+
+    def _counted(self, name: str, layer: Layer) -> _Rows:
+        batch, items = self.job.batch, self.job.batch.of(name)
+        targets = batch.num_targets if name == BACKBONE else None
+        each = work_of(
+            layer, items.length, items.example, batch.num_examples, num_targets=targets, segments=items.segments
+        )
+        every = np.stack([each.rows, each.pairs])
+        if name != BACKBONE or self.job.model.module(BACKBONE).trainable:
+            return _Rows(np.stack([every, every]))
+        # A microbatch without items of what is trained has no backward pass under data parallelism.
+        has_items = np.zeros(batch.num_examples)
+        for other in (module.name for module in self.job.model.modules if module.name != BACKBONE):
+            has_items[batch.of(other).example] = 1.0
+        return _Rows(np.stack([every, every * has_items]))
+
+
+def step_bound(job: Job, *, without: Collection[Term] = (), rows: ExampleRows | None = None) -> StepBound:
+    """The bound of a job on its own batch; 0 where a profile lacks times without TP.
+
+    without: terms to leave out. rows: of the batch, where several clusters are bounded.
+    """
     try:
-        return _Bounds(job, frozenset(without)).least()
+        return _Bounds(job, frozenset(without), rows or ExampleRows(job)).least()
     except UserError:
         return StepBound(0.0, "work")
 
@@ -121,13 +153,13 @@ def step_bound(job: Job, *, without: Collection[Term] = ()) -> StepBound:
 class _Bounds:
     """The bounds of all shapes of a job."""
 
-    def __init__(self, job: Job, without: frozenset[Term]) -> None:
+    def __init__(self, job: Job, without: frozenset[Term], rows: ExampleRows) -> None:
         self.job, self.without, self.cost = job, without, job.cost.unwrapped()
         self.num_ranks, self.batch_size = job.cluster.num_ranks, job.batch.num_examples
         self.encoders = tuple(module.name for module in job.model.modules if module.name != BACKBONE)
         self.num_blocks = {name: len(job.model.module(name).blocks) for name in (*self.encoders, BACKBONE)}
         self.parameters = {name: self._parameters(name) for name in self.num_blocks}
-        self._rows = cache(self._all_rows)
+        self._rows = rows.of
         self._share = cache(self._even_share)
         self._longest = cache(self._longest_on_one)
         self._blocks = cache(self._block_seconds)
@@ -422,18 +454,3 @@ class _Bounds:
         backward_s = backward_seconds(seconds, layer, placed.needs_input) + placed.has_backward * messages_s
         input_s = float(seconds.input_s[1] + messages_s[1]) if placed.needs_input else 0.0
         return _Passes(float(seconds.forward_s[0] + messages_s[0]), input_s, float(backward_s[1]))
-
-    def _all_rows(self, name: str, layer: Layer) -> _Rows:
-        batch, items = self.job.batch, self.job.batch.of(name)
-        targets = batch.num_targets if name == BACKBONE else None
-        each = work_of(
-            layer, items.length, items.example, batch.num_examples, num_targets=targets, segments=items.segments
-        )
-        every = np.stack([each.rows, each.pairs])
-        if name != BACKBONE or self.job.model.module(BACKBONE).trainable:
-            return _Rows(np.stack([every, every]))
-        # A microbatch without items of what is trained has no backward pass under data parallelism.
-        has_items = np.zeros(batch.num_examples)
-        for other in self.encoders:
-            has_items[batch.of(other).example] = 1.0
-        return _Rows(np.stack([every, every * has_items]))

@@ -11,7 +11,7 @@ from motet.planner.candidate import Pins, predict_candidate
 from motet.planner.fewer_ranks import smaller_jobs
 from motet.planner.report import winner_in_words
 from motet.planner.search import search
-from motet.planner.step_bound import step_bound
+from motet.planner.step_bound import ExampleRows, step_bound
 from motet.planner.strategies import STRATEGIES
 from unit.planner.jobs import job
 
@@ -74,3 +74,12 @@ def test_what_is_pinned_holds_on_fewer_devices(far_apart):
     found = search(planned, STRATEGIES, Pins(strategies=("chain",), tp=2))
     assert {one.candidate.strategy for one in found.results} == {"chain"}
     assert all(unit.tp == 2 for one in found.results for unit in one.candidate.plan.units)
+
+
+def test_smaller_clusters_have_the_batches_and_the_bounds_of_jobs_of_their_own():
+    given_job = job(batch_size=32, spread=1.0)
+    rows = ExampleRows(given_job)
+    smaller = list(smaller_jobs(given_job))
+    assert smaller and all(fewer.batch is given_job.batch for fewer in smaller)
+    for fewer in smaller:
+        assert step_bound(fewer, rows=rows) == step_bound(replace(fewer, seed=fewer.seed))

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from motet.simulate.engine.turns import NEVER, turns
+from motet.simulate.engine.turns import NO_TURN, turns
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -16,4 +16,4 @@ def test_each_operation_comes_one_turn_behind_the_last_that_it_waits_for(seed):
 
 
 def test_a_circle_and_what_waits_for_it_have_no_turn():
-    assert turns(4, np.array([0, 1, 2]), np.array([1, 0, 1])).tolist() == [NEVER, NEVER, NEVER, 0]
+    assert turns(4, np.array([0, 1, 2]), np.array([1, 0, 1])).tolist() == [NO_TURN, NO_TURN, NO_TURN, 0]
