@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -44,27 +43,32 @@ class Collectives:
     def __init__(self, pricing: Pricing) -> None:
         self.pricing, self.cost = pricing, pricing.cost
         self.plan, self.planned, self.precision = pricing.plan, pricing.planned, pricing.precision
-        first = {kind.stage.key: kind.stage for kind in self.planned.kinds}
-        self._seconds = cache(lambda key: self._priced(first[key]))
-        self._sizes = cache(lambda key: self._size(first[key]))
+        self._known_seconds: dict[object, CollectiveSeconds] = {}
+        self._known_sizes: dict[object, _Size] = {}
 
     def seconds(self, stage: PlannedStage) -> CollectiveSeconds:
-        """Seconds of the collectives of a stage's parameters and gradients."""
-        seconds: CollectiveSeconds = self._seconds(stage.key)
-        return seconds
+        """Seconds of the collectives of a stage's parameters and gradients. Cached."""
+        if stage.key not in self._known_seconds:
+            self._known_seconds[stage.key] = self._priced(stage)
+        return self._known_seconds[stage.key]
+
+    def _sizes(self, stage: PlannedStage) -> _Size:
+        if stage.key not in self._known_sizes:
+            self._known_sizes[stage.key] = self._size(stage)
+        return self._known_sizes[stage.key]
 
     def of_stages(self) -> Float64Array:
         """The fields of `CollectiveSeconds` of all stages, [3, num_stages]."""
         table = np.zeros((len(CollectiveSeconds._fields), len(self.planned.stages)))
         for kind in self.planned.kinds:
-            table[:, kind.numbers] = np.array(self._seconds(kind.stage.key))[:, None]
+            table[:, kind.numbers] = np.array(self.seconds(kind.stage))[:, None]
         return table
 
     def step_s(self) -> Float64Array:
         """Seconds of the optimizer, [num_ranks] of the Program. A rank updates its share of trainable parameters."""
         updated, held = np.zeros((2, self.planned.program.num_ranks))
         for kind in self.planned.kinds:
-            size = self._sizes(kind.stage.key)
+            size = self._sizes(kind.stage)
             np.add.at(updated, kind.ranks, size.updated)
             np.add.at(held, kind.ranks, size.trainable * kind.stage.unit.tp)
         stacks = [stack for module in self.plan.model.modules for stack in module.stacks if stack.layer.trainable]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -91,13 +90,14 @@ class Pricing:
         self.precision = mixed_precision(plan.precision, pipeline=plan.schedule != "data_parallel")
         self.backbone = plan.unit_of(BACKBONE)
         self.layout = planned.layout
-        self._priced = cache(self._price)
+        # Not `functools.cache` of own methods: what holds itself, and large arrays, waits for the garbage collector.
+        self._known_layers: dict[tuple[str, Layer, int], _Priced] = {}
+        self._known_stages: dict[object, StagePrices] = {}
+        self._known_parts: dict[object, tuple[Part, ...]] = {}
         self.beyond: dict[str, Beyond] = {}
         self._first = {kind.stage.key: kind.stage for kind in planned.kinds}
         self._recomputed = recomputed or {}
         self._layers: dict[tuple[object, ...], Counter[StageLayer]] = {} if like is None else like._layers
-        self._seconds = cache(lambda key: self._of_stage(self._first[key]))
-        self._parts = cache(lambda key, backward: self._slices(self._first[key], backward))
 
     @property
     def num_islands(self) -> int:
@@ -172,8 +172,21 @@ class Pricing:
         is a half of a layer or its communication in a backbone whose bubbles are filled. In backward, a part takes no
         time if it is frozen and passes no gradient on. Finer parts of encoders, which training refuses, are equal.
         """
-        parts: tuple[Part, ...] = self._parts(stage.key, backward)
-        return parts
+        key = stage.key, backward
+        if key not in self._known_parts:
+            self._known_parts[key] = self._slices(self._first[stage.key], backward)
+        return self._known_parts[key]
+
+    def _seconds(self, key: tuple[object, ...]) -> StagePrices:
+        if key not in self._known_stages:
+            self._known_stages[key] = self._of_stage(self._first[key])
+        return self._known_stages[key]
+
+    def _priced(self, name: str, layer: Layer, num_shares: int) -> _Priced:
+        key = name, layer, num_shares
+        if key not in self._known_layers:
+            self._known_layers[key] = self._price(name, layer, num_shares)
+        return self._known_layers[key]
 
     def _slices(self, stage: PlannedStage, backward: bool) -> tuple[Part, ...]:
         in_bubbles = host_of(self.layout, stage.unit) is not stage.unit
