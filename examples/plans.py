@@ -121,12 +121,15 @@ def cornstarch() -> Plan:
 
 
 def omnibal() -> Plan:
-    """InternVL-6B + InternLM2-20B (OmniBal Table 9) on 32 A100: one chain, cut where the stages are even."""
+    """InternVL-6B + InternLM2-20B (OmniBal Table 9) on 32 A100: one chain, cut where the stages are even.
+
+    The paper has TP 2; InternViT's 25 heads cannot be divided.
+    """
     llm = Transformer(6144, 16384, 48, 8, gated=True, norm="rms", biases=(), causal=True)
     encoder = connect(vit("image", Transformer(3200, 12800, 25), 45, class_row=True), 6144, downsample=4)
     model = multimodal("InternVL-Chat-1.5", language_model(llm, 48, 92_553), [encoder])
     stages = {"image": 22}, {"image": 23}, {"backbone": 24}, {"backbone": 24}
-    unit = Unit("all", stages, dp=4, pp=4, tp=2)
+    unit = Unit("all", stages, dp=8, pp=4)
     return Plan(model, cluster("a100-80g", 4), (unit,), 64, 1, "1f1b")
 
 
