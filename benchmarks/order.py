@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from trials import with_any_tp
 
 from motet.analyze.lengths import read_lengths
 from motet.core.arrays import Int64Array
@@ -126,7 +127,7 @@ def cases(path: Path) -> Iterator[Case]:
     degrees = Pins(tp=2, pp=4, dp=4, microbatch_size=4, schedule="1f1b")
     yield Case(
         "InternVL-20B (OmniBal), 32 A100",
-        replace(_job("internvl_20b"), workload=internvl(rows)),
+        replace(with_any_tp(_job("internvl_20b")), workload=internvl(rows)),
         propose_chain,
         degrees,
         "Table 3: groups over padded minibatches 1.46 (42.2 to 29.0 GPU-days) with balanced stages, 1.19 without",

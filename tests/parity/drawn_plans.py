@@ -176,8 +176,8 @@ def _units(
         pp = int(rng.choice([size for size in range(1, num + 1) if (pp if is_filling else num) % size == 0]))
         # Drawn from random numbers of its own, so that all else stays as it was.
         sharing = np.random.default_rng((*numbers, crc32(f"cp of {group[0]}".encode())))
-        sizes = [size for size in range(1, num // pp + 1) if num // pp % size == 0]
-        cp = 1 if is_shared else int(sharing.choice([1, *sizes]))
+        sizes = [size for size in range(2, num // pp + 1) if num // pp % size == 0]
+        cp = int(sharing.choice(sizes)) if sizes and not is_shared and sharing.random() < 0.3 else 1
         has_chunks = "backbone" in group and schedule in _IN_CHUNKS
         num_stages = pp * (2 if has_chunks else 1)
         stages = _stages(rng, group, num_stages, num_blocks)
