@@ -248,7 +248,10 @@ def plan_recipe(
         best = plan_command(job, pinned, outputs, obstacle, untrained, **asked)
         if obstacle is not None and not best.obstacle:
             where = best.candidate.plan.cluster
-            told = [f"Train it: {training_line(recipe, out, where, overrides or ())}"]
+            from motet.planning.under_plan import to_remove
+
+            first = to_remove(recipe, overrides or (), best.candidate.plan)
+            told = [*([first] if first else []), f"Train it: {training_line(recipe, out, where, overrides or ())}"]
             if launch is not None:
                 from motet.planning.launch import Launch, write_launch
 

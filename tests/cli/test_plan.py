@@ -231,6 +231,18 @@ def test_a_training_recipe(tmp_path, monkeypatch, capsys):
     assert plan["batch_size"] == 6
     assert plan["precision"] == "fp32"
     assert (tmp_path / "tiny.png").exists()
+    said = capsys.readouterr().out
+    assert "Train it: torchrun" in said and "Remove" not in said
+
+
+def test_what_the_plan_decides_is_to_leave_the_recipe_before_it_trains(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    recipe = write_tiny_job(tmp_path)
+    recipe.write_text(recipe.read_text() + "[fsdp]\nrecompute = true\nreshard_after_forward = false\n")
+    motet(monkeypatch, "plan", recipe, "--cluster", "a40", "--ranks-per-node", "2", "--trainable")
+    *_, first, then = capsys.readouterr().out.splitlines()
+    assert first == f"Remove fsdp.recompute, fsdp.reshard_after_forward from {recipe} first, as the plan decides them."
+    assert then.startswith("Train it: torchrun")
 
 
 def test_a_model_of_hf_families_without_data(recipe, tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from motet.planning.sources import plan_at, workload_of
 from motet.planning.trainable import obstacle, plan_line
 from motet.train.balancing import balancing_of
 from motet.train.planned_job import ChosenPlan
-from motet.train.recipe.recipe import Recipe
+from motet.train.recipe.recipe import Recipe, load_recipe
 
 _PRECISION_KEYS = {"param_dtype", "reduce_dtype"}
 _BALANCE_KEYS = {"method", "phases", "policy"}
@@ -83,6 +83,13 @@ def job_under_plan(
     cost, balancing = cost_model(plan.cluster, plan.precision), balancing_of(recipe, plan.model)
     job = Job(plan.model, plan.cluster, workload, plan.batch_size, cost, plan.precision, balancing=balancing)
     return plan, job, recipe
+
+
+def to_remove(recipe_file: Path, overrides: Sequence[str], plan: Plan) -> str:
+    """The sentence that names what a recipe must not set to train under a Plan; "" if it sets nothing of that kind."""
+    keys = list(_decided_twice(load_recipe(recipe_file, overrides), plan))
+    what = "it" if len(keys) == 1 else "them"
+    return f"Remove {', '.join(keys)} from {recipe_file} first, as the plan decides {what}." if keys else ""
 
 
 def _decided_twice(recipe: Recipe, plan: Plan) -> Iterator[str]:
