@@ -56,6 +56,7 @@ BASES: Mapping[str, Base] = {
     "profile": Base(("profile", "{shared}/recipe.toml", "--seconds", "1", "--out", "{folder}/profile.json")),
     "demo-data": Base(("demo-data", "{folder}/demo", "--num-train", "1", "--num-heldout", "1")),
     "checkpoints": Base(("checkpoints", "{shared}/run")),
+    "recipe-schema": Base(("recipe-schema",)),
 }
 
 NO_FILES = ("some folder", "fifo", "absent", "absent/absent", "binary", "empty", "/dev/zero", "/dev/full", "")

@@ -179,6 +179,8 @@ def _report_thread(args: threading.ExceptHookArgs) -> None:
     """Print that a thread ended with an exception. The process goes on; whoever waits for the thread notices."""
     if args.exc_value is None or isinstance(args.exc_value, SystemExit):
         return
+    if getattr(args.thread, "exception", None) is args.exc_value:
+        return  # It is kept to be raised where the thread is waited for, as TensorBoard's does, and is told of there.
     path = _write_traceback("".join(traceback.format_exception(args.exc_value)), None)
     name = args.thread.name if args.thread is not None else "?"
     kind = type(args.exc_value).__name__

@@ -62,7 +62,8 @@ class ParallelMLLM:
         self.plan, self.model, self._world = plan, model, world
         self._encoders, self._num_steps = dict(model.encoders), 0
         self._drops_out, self._seed = drops_out(model), world.gather(torch.initial_seed())[0]
-        place = Place.of(plan, world.rank)
+        with world.together():
+            place = Place.of(plan, world.rank)
         part = PartConfig(lambda held: held.to(world.device), make_optimizer, max_grad_norm)
         self._needs = StageNeeds.of(place)
         self._decide = StepDecider(place)
