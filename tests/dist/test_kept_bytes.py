@@ -88,8 +88,7 @@ def kept(rank, num_ranks, cases):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_rank_keeps_what_its_stage_is_said_to_keep(tp):
-    """Of an encoder and the backbone, also if rows enter again. Audio is left out: of so few rows, what its convolutions
-    pad is a quarter."""
+    """Of an encoder and the backbone, also if rows enter again. Audio is left out: its convolutions pad few rows."""
     units = [Unit("all", (ALL,), tp=tp, zero=0, recompute=recompute) for recompute in ((), AGAIN)]
     cases = [PlannedCase((unit,), batch_size=4, parts=parts) for unit in units for parts in ((), ("again",))]
     for of_rank in run_ranks(kept, tp, cases):
