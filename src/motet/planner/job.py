@@ -301,7 +301,7 @@ class Job:
                 can_recompute * forward_s * share,
                 has_backward * kept,
                 can_recompute * (kept - input_bytes),
-                mean_rows * layer.output_width * element_bytes / tp * share,
+                mean_rows * layer.output_width * element_bytes * share,
                 parameters_of_rank(layer, tp),
                 parameters_of_rank(layer, tp) * layer.trainable,
             ]
