@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,8 @@ from motet.dropout import set_divided
 class TensorRanks:
     """The ranks that share products. index: of this rank among the `size` ranks of the group.
 
+    sent: gets the bytes that this rank sends in each collective of the group, as rings send them.
+
     Example:
         >>> [TensorRanks(None, index, size=2).part(5) for index in range(2)]
         [(0, 3), (3, 5)]
@@ -41,10 +43,20 @@ class TensorRanks:
     group: dist.ProcessGroup | None
     index: int
     size: int
+    sent: list[float] = field(default_factory=list, compare=False)
 
     def part(self, num: int) -> tuple[int, int]:
         """(first, stop) of this rank's share of `num` rows or columns, cut as torch.chunk cuts."""
         return part_of(num, self.index, self.size)
+
+    def count(self, whole_bytes: int, times: int = 1) -> None:
+        """Count an all-gather to whole_bytes, or a reduce-scatter of them; an all-reduce is two of these."""
+        self.sent.append(times * whole_bytes * (self.size - 1) / self.size)
+
+    def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        """Reduce x over the ranks, in place."""
+        self.count(x.nbytes, times=2)
+        dist.all_reduce(x, op=op, group=self.group)
 
 
 def part_of(num: int, index: int, size: int) -> tuple[int, int]:
@@ -89,7 +101,7 @@ class _Summed(torch.autograd.Function):
 
 def _all_reduced(x: Tensor, ranks: TensorRanks) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)  # What is given may be read by others.
-    dist.all_reduce(total, group=ranks.group)
+    ranks.all_reduce(total)
     return total
 
 
@@ -196,6 +208,7 @@ def _part(rows: Tensor, ranks: TensorRanks) -> Tensor:
 
 def _gathered(part: Tensor, ranks: TensorRanks, num_rows: int) -> Tensor:
     every = part.new_empty(ranks.size * len(part), part.shape[1])
+    ranks.count(every.nbytes)
     dist.all_gather_single(every, part.contiguous(), group=ranks.group)
     return every[:num_rows]
 
@@ -203,6 +216,7 @@ def _gathered(part: Tensor, ranks: TensorRanks, num_rows: int) -> Tensor:
 def _scattered(rows: Tensor, ranks: TensorRanks) -> Tensor:
     padded = _padded(rows, ranks)
     part = padded.new_empty(len(padded) // ranks.size, padded.shape[1])
+    ranks.count(padded.nbytes)
     dist.reduce_scatter_single(part, padded, group=ranks.group)
     return part
 
@@ -284,14 +298,14 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, ranks: TensorRanks, first: int) -> Tensor:
         largest = logits.amax(-1)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ranks.group)
+        ranks.all_reduce(largest, dist.ReduceOp.MAX)
         is_here = (tokens >= first) & (tokens < first + logits.shape[1])
         column = torch.where(is_here, tokens - first, 0)[:, None]
         shifted = logits - largest[:, None]
         of_token = shifted.gather(1, column)[:, 0].masked_fill(~is_here, 0)
         shares = shifted.exp_()
         totals = torch.stack([shares.sum(-1), of_token])
-        dist.all_reduce(totals, group=ranks.group)
+        ranks.all_reduce(totals)
         ctx.save_for_backward(shares.div_(totals[0][:, None]), column, is_here)
         return (totals[0].log() - totals[1]).sum()
 

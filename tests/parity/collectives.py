@@ -14,29 +14,35 @@ SUMS = 7
 
 
 @contextmanager
-def counted_collectives() -> Iterator[Counter[str]]:
-    """Bytes that this rank sends in the block, by kind; of collectives, as rings send them."""
+def counted_collectives(tensor: dist.ProcessGroup | None = None) -> Iterator[Counter[str]]:
+    """Bytes that this rank sends in the block, by kind; of collectives, as rings send them.
+
+    tensor: the group of tensor-parallel ranks.
+    """
     sent: Counter[str] = Counter()
     isend, gather, scatter, reduce = dist.isend, dist.all_gather_single, dist.reduce_scatter_single, dist.all_reduce
 
     def passed_on(group):
         return (group.size() - 1) / group.size()
 
+    def kind_of(group, kind):
+        return "exchange" if group is tensor else kind
+
     def count_message(message, *given, **more):
         sent["p2p"] += message.nbytes
         return isend(message, *given, **more)
 
     def count_gather(whole, part, *, group, async_op=False):
-        sent["gather"] += whole.nbytes * passed_on(group)
+        sent[kind_of(group, "gather")] += whole.nbytes * passed_on(group)
         return gather(whole, part, group=group, async_op=async_op)
 
     def count_scatter(part, whole, *, group, async_op=False, **more):
-        sent["reduce"] += whole.nbytes * passed_on(group)
+        sent[kind_of(group, "reduce")] += whole.nbytes * passed_on(group)
         return scatter(part, whole, group=group, async_op=async_op, **more)
 
     def count_reduce(whole, *given, group, **more):
-        if whole.numel() > SUMS:
-            sent["reduce"] += 2 * whole.nbytes * passed_on(group)
+        if whole.numel() > SUMS or group is tensor:
+            sent[kind_of(group, "reduce")] += 2 * whole.nbytes * passed_on(group)
         return reduce(whole, *given, group=group, **more)
 
     with (
@@ -52,5 +58,5 @@ def on_all_ranks(sent: Counter[str]) -> dict[str, float]:
     """The sums over ranks. A collective."""
     everywhere: list[Counter[str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, sent)
-    kinds = ("p2p", "gather", "reduce")
+    kinds = ("p2p", "exchange", "gather", "reduce")
     return {kind: sum(each[kind] for each in everywhere) for kind in kinds}

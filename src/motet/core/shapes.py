@@ -152,6 +152,11 @@ class Transformer:
     def activation_width(self) -> int:
         """Elements of a row that stay until backward (see above)."""
         norms = self.num_norms * _norm_keeps(self.norm, self.hidden) + 2 * self.hidden
+        return norms + self.divided_width + (2 * self.hidden if self.layer_scale else 0)
+
+    @property
+    def divided_width(self) -> int:
+        """Those of heads and of the MLP's inner row."""
         attention = 2 * (self.width + self.kv_width + self.num_heads)
         mlp = (_ACTIVATION_KEEPS.get(self.activation, 1) + (3 if self.gated else 1)) * self.mlp
         if self.num_experts:
@@ -162,7 +167,7 @@ class Transformer:
             heads = (self.width + self.kv_width) // self.head_width * _norm_keeps(self.norm, self.head_width)
         if self.qk_norm_rows:
             heads = _norm_keeps(self.norm, self.width) + _norm_keeps(self.norm, self.kv_width)
-        return norms + attention + mlp + heads + (2 * self.hidden if self.layer_scale else 0)
+        return attention + mlp + heads
 
     def layer(self, divisor: int = 1, extra_rows: int = 0, trainable: bool = True) -> Layer:
         """One layer of this shape."""
@@ -184,6 +189,7 @@ class Transformer:
             extra_rows=extra_rows,
             trainable=trainable,
             idle_weights=self.idle_weights,
+            divided_width=self.divided_width,
         )
 
 
@@ -306,6 +312,7 @@ def projector(
         activation_width=joined + (2 * output_dim if kind == "mlp" else 0),
         divisor=divisor * downsample,
         trainable=trainable,
+        divided_width=2 * output_dim if kind == "mlp" else 0,
     )
 
 

@@ -74,6 +74,9 @@ class Layer:
     continues:        it belongs to the block of the layer before it: a block of a resampler has several layers.
     idle_weights:     entries of the matrices of experts that a row is not sent to (mixture of experts): they multiply
                       other rows, and are read all the same.
+    divided_width:    elements of activation_width of which each tensor-parallel rank has a part: those of heads and of
+                      inner columns. The others are of rows that all of these ranks have.
+    Raises ArgumentError if divided_width is more than activation_width.
     """
 
     kind: str
@@ -89,11 +92,27 @@ class Layer:
     item_rows: Count = 0
     continues: bool = False
     idle_weights: Parameters = 0
+    divided_width: Count = 0
+
+    def __post_init__(self) -> None:
+        if self.divided_width > self.activation_width:
+            raise ArgumentError(
+                f"a layer of kind {self.kind!r} has divided_width {self.divided_width}; it must be at most "
+                f"activation_width, which is {self.activation_width}."
+            )
 
     @property
     def in_block(self) -> bool:
         """Whether it is part of a transformer block, which is sharded and recomputed as a whole."""
         return self.attention is not None or self.continues
+
+    @property
+    def divided_parameters(self) -> int:
+        """The parameters of which each tensor-parallel rank has a part: of transformer layers and of MLPs the matrices,
+        and all of embedding and output layer."""
+        if self.targets_only or self.kind == "embedding":
+            return self.parameters
+        return self.weights + self.idle_weights if self.in_block or self.divided_width else 0
 
     @property
     def defers_weights(self) -> bool:

@@ -224,7 +224,9 @@ def _operations(module: Module, reached: bool, num_recomputed: int) -> dict[Laye
 def _representative(layer: Layer) -> Layer:
     """A layer that is equal for all layers with the same rows and pairs."""
     attention = replace(layer.attention, width=0, kv_width=0) if layer.attention else None
-    like = replace(layer, kind="", weights=0, parameters=0, output_width=0, activation_width=0, idle_weights=0)
+    like = replace(
+        layer, kind="", weights=0, parameters=0, output_width=0, activation_width=0, idle_weights=0, divided_width=0
+    )
     return replace(like, attention=attention, trainable=False, continues=False)
 
 

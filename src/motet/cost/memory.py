@@ -2,11 +2,14 @@
 
 - State (ZeRO, Rajbhandari et al. 2020, section 5). The ranks that share a copy divide the optimizer state from ZeRO
   stage 1 on, gradients from 2 on, parameters at 3. Hybrid sharding divides over fewer ranks. Tensor parallelism divides
-  every layer. Pipeline parallelism leaves a rank its stage's layers. Frozen layers have no gradient and no state; in a
-  pipeline that computes in 16 bits, they have what was read beside what passes compute with.
-- Activations (Korthikanti et al. 2022, section 4, with sequence parallelism and fused attention). A layer keeps
-  activation_width elements a row. A recomputed layer keeps its input alone; the rest exists once, for the running
-  layer. A layer without a backward pass keeps nothing.
+  matrices of transformer layers, MLPs behind encoders, embedding and output layer (`models/divided.py`). Pipeline
+  parallelism leaves a rank its stage's layers. Frozen layers have no gradient and no state; in a pipeline that
+  computes in 16 bits, they have what was read beside what passes compute with.
+- Activations (Korthikanti et al. 2022, section 4, with fused attention). A layer keeps activation_width elements a row.
+  A recomputed layer keeps its input alone; the rest exists once, for the running layer. A layer without a backward
+  pass keeps nothing. Of tensor-parallel ranks each keeps a part of what is of heads and inner columns. The rest is
+  whole on all of them, but between the branches of a backbone (`StageLayer.in_parts`); there too they keep whole what
+  the first products multiply, which the paper gathers again in backward.
 - Transients, the largest of each. Gathered layers (ZeRO stage 3): the running one and the prefetched next one; in a
   pipeline all of the stage, as its Program gathers a stage. Gradients before their reduction (from ZeRO stage 2 on): of
   a layer; in a pipeline of the stage. The running layer's elements that are not kept, with the gradients of its output
@@ -21,11 +24,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from motet.core.errors import ArgumentError
 from motet.core.plan import Unit
 from motet.core.spec import Layer, ModelSpec
+from motet.core.workload import BACKBONE
 
 USABLE_MEMORY = 0.94
 """The share of a device's memory that a Plan may fill. Fragmentation and communication libraries take the rest."""
@@ -118,13 +123,35 @@ def state_bytes(
     )
 
 
-def activation_bytes(layer: Layer, rows: float, *, element_bytes: int, tp: int = 1, recomputed: bool = False) -> int:
+def activation_bytes(
+    layer: Layer,
+    rows: float,
+    *,
+    element_bytes: int,
+    tp: int = 1,
+    recomputed: bool = False,
+    in_parts: bool = False,
+    and_whole: bool = False,
+) -> int:
     """Bytes that one microbatch's forward pass of a layer keeps for backward, on one of `tp` tensor-parallel ranks.
 
-    A recomputed layer keeps its input, which counts as wide as its output.
+    A recomputed layer keeps its input, which counts as wide as its output, and is whole on all ranks.
+    in_parts, and_whole: as in `StageLayer`.
     """
-    width = min(layer.output_width, layer.activation_width) if recomputed else layer.activation_width
-    return math.ceil(rows * width * element_bytes / tp)
+    width: float = min(layer.output_width, layer.activation_width) if recomputed else layer.activation_width
+    if tp > 1 and not recomputed:
+        whole = layer.activation_width - layer.divided_width
+        if in_parts:  # What the first products of attention and of the MLP multiply; behind a norm there are none.
+            whole = min(2 * layer.output_width, whole) if layer.attention else 0
+        width = whole + (width - whole) / tp
+    if tp > 1 and and_whole:
+        width += layer.output_width
+    return math.ceil(rows * width * element_bytes)
+
+
+def parameters_of_rank(layer: Layer, tp: int) -> int:
+    """The number of a layer's parameters on one of `tp` tensor-parallel ranks."""
+    return layer.parameters - layer.divided_parameters + -(-layer.divided_parameters // tp)
 
 
 def logits_bytes(num_rows: float, vocab_size: int, *, element_bytes: int, tp: int = 1) -> int:
@@ -171,32 +198,51 @@ class LayerBytes(NamedTuple):
     gradients: int
 
     @classmethod
-    def of(cls, layer: Layer, num_rows: float, tp: int, precision: MixedPrecision) -> LayerBytes:
-        """The bytes of `num_rows` rows, on one of `tp` tensor-parallel ranks."""
-        element_bytes = precision.compute
+    def of(cls, placed: StageLayer, num_rows: float, tp: int, precision: MixedPrecision) -> LayerBytes:
+        """The bytes of `num_rows` rows, on one of `tp` tensor-parallel ranks, which have gradients of whole rows."""
+        layer, element_bytes = placed.layer, precision.compute
         if layer.targets_only:
             gradients = logits_bytes(num_rows, layer.output_width, element_bytes=element_bytes, tp=tp)
         else:
-            gradients = math.ceil(2 * num_rows * layer.output_width * element_bytes / tp)
-        return cls(
-            activation_bytes(layer, num_rows, element_bytes=element_bytes, tp=tp),
-            activation_bytes(layer, num_rows, element_bytes=element_bytes, tp=tp, recomputed=True),
-            gradients,
-        )
+            gradients = math.ceil(2 * num_rows * layer.output_width * element_bytes)
+        return cls(*kept_bytes(placed, num_rows, tp, element_bytes), gradients)
 
 
 class StageLayer(NamedTuple):
-    """A layer as a stage computes it. needs_input: backward needs the gradient of its input (`input_gradients`)."""
+    """A layer as a stage computes it.
+
+    needs_input:  backward needs the gradient of its input (`input_gradients`).
+    in_parts:     tensor-parallel ranks have a part of the rows between its branches each (`models/backbone.py`): in a
+                  backbone into which no rows enter again.
+    and_whole:    beside its part it keeps whole rows as wide as its output: the first of these layers those that
+                  came, to whichever layer of the stage that is not recomputed; the last norm those that it hands on.
+    """
 
     module: str
     layer: Layer
     needs_input: bool
     recomputed: bool
+    in_parts: bool = False
+    and_whole: bool = False
 
     @property
     def has_backward(self) -> bool:
         """Whether the layer has a backward pass."""
         return self.needs_input or self.layer.trainable
+
+
+def kept_bytes(placed: StageLayer, num_rows: float, tp: int, element_bytes: int) -> tuple[int, int]:
+    """What one of `tp` ranks keeps of a layer for backward, in bytes: if it is not recomputed, and if it is."""
+    of_layer = partial(
+        activation_bytes,
+        placed.layer,
+        num_rows,
+        element_bytes=element_bytes,
+        tp=tp,
+        in_parts=placed.in_parts,
+        and_whole=placed.and_whole,
+    )
+    return of_layer(), of_layer(recomputed=True)
 
 
 Spans = Mapping[str, tuple[int, int]]
@@ -212,12 +258,16 @@ def stage_layers(model: ModelSpec, spans: Spans, recompute: Mapping[str, int]) -
     """
     for name, (first, stop) in spans.items():
         module = model.module(name)
+        has_parts = name == BACKBONE and not any(sink == name for _, sink, _ in model.reentries)
         for number, block in enumerate(module.blocks[first:stop]):
             whole = not any(module.layers[index].in_block for index in block)
             for index in block:
                 layer, needs_input = module.layers[index], model.input_gradients[name][index]
                 recomputed = number < recompute.get(name, 0) and (whole or layer.in_block)
-                yield StageLayer(name, layer, needs_input, recomputed and (needs_input or layer.trainable))
+                in_parts = has_parts and (layer.attention is not None or layer.kind == "norm")
+                and_whole = in_parts and (not layer.in_block or number == 0)
+                recomputed = recomputed and (needs_input or layer.trainable)
+                yield StageLayer(name, layer, needs_input, recomputed, in_parts, and_whole)
 
 
 def held_elements(model: ModelSpec, recompute: Mapping[str, int]) -> dict[str, int]:
@@ -263,7 +313,7 @@ def stage_memory(
     found: list[_LayerMemory] = []
     for placed in layers:
         # Hashing a layer takes longer than this; what is kept beside the answer keeps its id.
-        key = placed.module, id(placed.layer), placed.needs_input, placed.recomputed
+        key = placed.module, id(placed.layer), *placed[2:]
         if key not in known:
             known[key] = placed, _layer_memory(unit, placed, rows, precision)
         found.append(known[key][1])
@@ -292,9 +342,9 @@ class _LayerMemory(NamedTuple):
 
 def _layer_memory(unit: Unit, placed: StageLayer, rows: RowsOfLayer, precision: MixedPrecision) -> _LayerMemory:
     layer = placed.layer
-    num_parameters = math.ceil(layer.parameters / unit.tp)
+    num_parameters = parameters_of_rank(layer, unit.tp)
     num_trainable = num_parameters if layer.trainable else 0
-    size = LayerBytes.of(layer, rows(placed.module, layer) / unit.cp, unit.tp, precision)
+    size = LayerBytes.of(placed, rows(placed.module, layer) / unit.cp, unit.tp, precision)
     kept = (size.input if placed.recomputed else size.saved) if placed.has_backward else 0
     return _LayerMemory(
         state_bytes(

@@ -84,7 +84,7 @@ class Operations:
         by_module = {}
         for module in self.model.modules:
             span = {module.name: (0, len(module.blocks))}
-            layers = operations_by_work(each[1:] for each in stage_layers(self.model, span, self.recompute))
+            layers = operations_by_work(each[1:4] for each in stage_layers(self.model, span, self.recompute))
             by_module[module.name] = {like: totals for like, totals in layers.items() if totals.row or totals.pair}
         return by_module
 

@@ -29,8 +29,9 @@ from motet.cost.memory import (
     USABLE_MEMORY,
     MixedPrecision,
     StageLayer,
-    activation_bytes,
+    kept_bytes,
     mixed_precision,
+    parameters_of_rank,
     stage_layers,
 )
 from motet.cost.model import CostModel, Work, backward_seconds
@@ -287,8 +288,7 @@ class Job:
         forward_s = float(seconds.forward_s.mean()) + tensor_s
         backward_s = float(backward_seconds(seconds, layer, placed.needs_input).mean())
         deferred_s = float(seconds.weight_s.mean()) if layer.trainable and layer.defers_weights else 0.0
-        kept = activation_bytes(layer, most_rows, element_bytes=element_bytes, tp=tp)
-        input_bytes = activation_bytes(layer, most_rows, element_bytes=element_bytes, tp=tp, recomputed=True)
+        kept, input_bytes = kept_bytes(placed, most_rows, tp, element_bytes)
         has_backward = float(placed.has_backward)
         # Blocks with attention are recomputed; of a module without attention, all are.
         no_blocks = not any(other.in_block for other in self.model.module(name).layers)
@@ -301,9 +301,9 @@ class Job:
                 can_recompute * forward_s * share,
                 has_backward * kept,
                 can_recompute * (kept - input_bytes),
-                mean_rows * layer.output_width * element_bytes / tp * share,
-                layer.parameters / tp,
-                layer.parameters / tp * layer.trainable,
+                mean_rows * layer.output_width * element_bytes * share,
+                parameters_of_rank(layer, tp),
+                parameters_of_rank(layer, tp) * layer.trainable,
             ]
         )
 

@@ -91,6 +91,7 @@ class PlannedStep:
         """Take one step, as `TrainStep.run` does. A collective."""
         leave_out = () if self.optimizer else (Kind.STEP,)
         self.held.sent.take()  # What has been gathered between steps, as for held-out data, is none of the step's.
+        self.groups.tensor_sent.clear()
         with self.held.whole():
             running = _RunningPlan(self, self._place_of(batches), batches)
             row, handlers = running.place.row, running.handlers
@@ -297,10 +298,11 @@ class _RunningPlan:
             parameters = [parameter for _, parameter in self.step.parameters.values()]
             scale_gradients(parameters, clip_factor(self.totals[0].sqrt(), self.step.max_grad_norm))
 
-    def _exchanged_bytes(self) -> int:
-        """Bytes that this rank has given to others that share its sequences."""
+    def _exchanged_bytes(self) -> float:
+        """Bytes that this rank has given to others that share its sequences, or its layers."""
         contexts = (batch.sequences.context for batch in self.batches)
-        return sum(sum(context.sent) for context in contexts if context is not None)
+        of_context = sum(sum(context.sent) for context in contexts if context is not None)
+        return of_context + sum(self.step.groups.tensor_sent)
 
     def count_losses_once(self) -> None:
         """Leave the loss and the targets to the first of the tensor-parallel ranks, which all compute the same loss."""

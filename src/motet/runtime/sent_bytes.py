@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 SENT_KINDS = ("p2p", "exchange", "gather", "reduce")
-"""SEND; exchanges of encoder outputs and their gradients, and of rows between ranks that share sequences; parameters;
-gradients of parameters."""
+"""SEND; exchanges of encoder outputs and their gradients, and of rows between ranks that share sequences or
+layers; parameters; gradients of parameters."""
 
 
 def by_kind(p2p: float, exchange: float, gather: float, reduce: float) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
 import torch.distributed as dist
@@ -16,10 +16,12 @@ class UnitGroups:
     """The groups of one rank inside its unit. They have communicators of their own, apart from those of gradients.
 
     context: ranks that run the same sequences, by c. tensor: ranks that share the same layers, by t. None: it is alone.
+    tensor_sent: gets the bytes that it sends in collectives of the latter.
     """
 
     context: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
+    tensor_sent: list[float] = field(default_factory=list)
 
     @staticmethod
     def of(place: Place) -> UnitGroups:

@@ -187,7 +187,8 @@ def holders_of(model: MLLM, program: PlannedProgram) -> dict[str, Holders]:
 def divide_part(model: MLLM, place: Place, groups: UnitGroups) -> None:
     """Change the layers of this rank's part, in place, to those of a tensor-parallel rank."""
     if groups.tensor is not None:
-        divide(model, dict.fromkeys(place.modules, TensorRanks(groups.tensor, place.t, len(place.tensor_ranks))))
+        ranks = TensorRanks(groups.tensor, place.t, len(place.tensor_ranks), groups.tensor_sent)
+        divide(model, dict.fromkeys(place.modules, ranks))
 
 
 def connected(place: Place, world: World) -> Lanes:

@@ -70,3 +70,8 @@ def test_what_does_not_fit_together_is_named():
         ModelSpec("model", (backbone, image), (("image", "backbone"),))
     with pytest.raises(ArgumentError, match="has no module 'audio'; it has image, backbone"):
         ModelSpec("model", (image, backbone), ()).module("audio")
+
+
+def test_no_more_than_all_is_divided():
+    with pytest.raises(ArgumentError, match="divided_width 5; it must be at most activation_width, which is 4"):
+        Layer("projector", 4, 4, output_width=2, activation_width=4, divided_width=5)

@@ -231,3 +231,22 @@ def layers_of(made, stage):
                 layer, before = module.layers[place], learns_before(made.model, name, place)
                 again = number < stage.recomputed.get(name, 0) and layer.attention is not None
                 yield name, layer, before, again and (before or layer.trainable)
+
+
+def kept_a_row(made, stage):
+    """(module, layer, has backward, bytes in bf16 of a row that it keeps, and that it would if it were not recomputed).
+
+    Between the branches of a backbone a tensor-parallel rank has a part of the rows; first products get whole ones.
+    """
+    tp, has_begun = stage.unit.tp, False
+    for name, layer, before, again in layers_of(made, stage):
+        divided, more = layer.divided_width, 0
+        if name == "backbone" and layer.attention:
+            divided = layer.activation_width - 2 * layer.output_width
+            more, has_begun = 0 if has_begun else layer.output_width, True
+        elif name == "backbone" and layer.kind == "norm":
+            divided, more = layer.activation_width, layer.output_width
+        saved = layer.activation_width - divided + divided / tp + more * (tp > 1)
+        least = min(layer.output_width, layer.activation_width) + more * (tp > 1)
+        has_backward = before or layer.trainable
+        yield name, layer, has_backward, has_backward * math.ceil(2 * (least if again else saved)), math.ceil(2 * saved)

@@ -20,7 +20,7 @@ from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE, ItemLengths
 from motet.cost.flops import work_of
-from motet.cost.memory import StageLayer, activation_bytes, stage_layers, stage_memory
+from motet.cost.memory import StageLayer, kept_bytes, stage_layers, stage_memory
 from motet.cost.model import Work, backward_seconds
 from motet.planner.job import Job
 from motet.planner.stages.recompute import StageBytes, stateless_bytes
@@ -295,8 +295,7 @@ def _priced(job: Job, placed: StageLayer, work: Work, tp: int) -> Float64Array:
     tensor_s = job.cost.tensor_seconds(layer, work, range(tp)) if tp > 1 else np.zeros_like(work.rows)
     has_backward = float(placed.has_backward)
     forward = seconds.forward_s + tensor_s
-    row_bytes = activation_bytes(layer, 1.0, element_bytes=element_bytes, tp=tp)
-    input_bytes = activation_bytes(layer, 1.0, element_bytes=element_bytes, tp=tp, recomputed=True)
+    row_bytes, input_bytes = kept_bytes(placed, 1.0, tp, element_bytes)
     return np.stack(
         [
             forward,

@@ -20,8 +20,8 @@ import numpy as np
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import ArgumentError
 from motet.core.plan import Unit
-from motet.core.spec import Layer, ModelSpec
-from motet.cost.memory import LayerBytes, MixedPrecision, RowsOfLayer, Spans, stage_layers, stage_memory
+from motet.core.spec import ModelSpec
+from motet.cost.memory import LayerBytes, MixedPrecision, RowsOfLayer, Spans, StageLayer, stage_layers, stage_memory
 from motet.simulate.predict.memory import MAX_LOGITS
 
 Key = TypeVar("Key", bound=Hashable)
@@ -188,12 +188,13 @@ def stateless_bytes(
     saved = {name: np.zeros(stop - first) for name, (first, stop) in spans.items()}
     working = {name: np.zeros(stop - first) for name, (first, stop) in spans.items()}
     kept, largest = 0, 0
-    size_of = cache(lambda name, layer: _layer_bytes(layer, rows(name, layer) / unit.cp, unit.tp, precision))
+    size_of = cache(lambda placed: _layer_bytes(placed, rows(*placed[:2]) / unit.cp, unit.tp, precision))
     everything = {name: stop - first for name, (first, stop) in spans.items()}
-    for name, layer, needs_input, recomputed in stage_layers(model, spans, everything):
+    for placed in stage_layers(model, spans, everything):
+        name, layer, needs_input, recomputed = placed[:4]
         index = block[name][num_seen[name]]
         num_seen[name] += 1
-        size: LayerBytes = size_of(name, layer)
+        size: LayerBytes = size_of(placed)
         if not needs_input and not layer.trainable:
             # There is no backward: activations live while the layer runs.
             largest = max(largest, size.saved)
@@ -212,12 +213,12 @@ def _block_of_layer(model: ModelSpec, name: str, span: tuple[int, int]) -> list[
     return [index for index, block in enumerate(blocks) for _ in range(block.start, block.stop)]
 
 
-def _layer_bytes(layer: Layer, num_rows: float, tp: int, precision: MixedPrecision) -> LayerBytes:
-    whole = LayerBytes.of(layer, num_rows, tp, precision)
+def _layer_bytes(placed: StageLayer, num_rows: float, tp: int, precision: MixedPrecision) -> LayerBytes:
+    layer, whole = placed.layer, LayerBytes.of(placed, num_rows, tp, precision)
     if not layer.targets_only:
         return whole
     rows_at_once = min(num_rows, MAX_LOGITS / layer.output_width)
-    return whole._replace(gradients=LayerBytes.of(layer, rows_at_once, tp, precision).gradients)
+    return whole._replace(gradients=LayerBytes.of(placed, rows_at_once, tp, precision).gradients)
 
 
 @dataclass(frozen=True)

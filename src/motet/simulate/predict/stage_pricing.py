@@ -23,7 +23,7 @@ from motet.core.workload import BACKBONE
 from motet.cost.flops import attention_shares, layer_flops, work_of
 from motet.cost.memory import (
     StageLayer,
-    activation_bytes,
+    kept_bytes,
     mixed_precision,
     stage_layers,
 )
@@ -313,10 +313,8 @@ class Pricing:
         if placed.has_backward:
             # Backward keeps the keys and values that it got, and sends their gradients back.
             passes["backward_tensor"] = (priced.tensor_s + context_s) * (2 if placed.recomputed else 1)
-            row_bytes = activation_bytes(
-                layer, 1.0, element_bytes=self.precision.compute, tp=tp, recomputed=placed.recomputed
-            )
-            passes["held"] = priced.work.rows * row_bytes
+            row_bytes = kept_bytes(placed, 1.0, tp, self.precision.compute)
+            passes["held"] = priced.work.rows * row_bytes[placed.recomputed]
         return passes
 
     def _price(self, name: str, layer: Layer, num_shares: int) -> _Priced:

@@ -57,7 +57,7 @@ class Traffic:
         return np.stack([seconds[name] for name in names]) if names else np.zeros((1, 1))
 
     def _sent_bytes(self, edge: int, islands: Sequence[int], *, gradient: bool) -> Float64Array:
-        """Bytes that one tensor-parallel rank of a stage sends along an edge, or gets back.
+        """Bytes that one tensor-parallel rank of a stage sends along an edge, or gets back: each sends all rows whole.
 
         [len(islands), num_microbatches].
         """
@@ -74,7 +74,7 @@ class Traffic:
                 (taker, *_) = consumers_in(layout, name, sink)
                 senders = [replica_of(layout, source, island) for island in islands]
                 rows = rows * self._sent_shares(name, taker, replica_of(layout, sink, 0))[senders]
-            total += rows * layer.output_width * self.precision.compute / source.unit.tp
+            total += rows * layer.output_width * self.precision.compute
         return total
 
     def _sent_shares(self, name: str, taker: str, receiver: int) -> Float64Array:

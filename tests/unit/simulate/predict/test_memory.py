@@ -22,7 +22,7 @@ from unit.simulate.jobs import (
     Linear,
     alike,
     colocated,
-    layers_of,
+    kept_a_row,
     lengths,
     num_islands,
     of,
@@ -53,7 +53,8 @@ def state_of(made, rank):
             module = made.model.module(name)
             for place in module.blocks[number]:
                 layer = module.layers[place]
-                size = math.ceil(layer.parameters / unit.tp)
+                cut = layer.divided_parameters
+                size = layer.parameters - cut + math.ceil(cut / unit.tp)
                 total += state_bytes(
                     size,
                     size * layer.trainable,
@@ -104,12 +105,8 @@ def activations_of(made, found, batch, rank):
 
 def _held_bytes(made, batch, stage, island, i, islands):
     return sum(
-        rows_of(made, batch, name, layer, stage, island, i, islands)
-        * math.ceil(
-            (min(layer.output_width, layer.activation_width) if again else layer.activation_width) * 2 / stage.unit.tp
-        )
-        for name, layer, before, again in layers_of(made, stage)
-        if before or layer.trainable
+        rows_of(made, batch, name, layer, stage, island, i, islands) * kept
+        for name, layer, _, kept, _ in kept_a_row(made, stage)
     )
 
 
@@ -117,18 +114,15 @@ def transient_of(made, found, batch, stage):
     """Of the layer of a stage that works with most, in the largest microbatch of any replica; without ZeRO 2 and 3."""
     islands, most = num_islands(made, found.stages), 0
     alike = [one for one in found.stages if (one.unit.name, one.index) == (stage.unit.name, stage.index)]
-    for name, layer, before, again in layers_of(made, stage):
+    for name, layer, has_backward, kept, saved in kept_a_row(made, stage):
         rows = max(
             rows_of(made, batch, name, layer, one, island, i, islands)
             for one in alike
             for island in range(islands)
             for i in range(found.program.num_microbatches)
         )
-        saved, kept, gradients = layer.activation_width * 2, 0, 0
-        if before or layer.trainable:
-            kept = min(layer.output_width * 2, saved) if again else saved
-            gradients = layer.output_width * (2 + 4 + 4 if layer.targets_only else 2 + 2)
-        most = max(most, rows * (saved - kept + gradients) / stage.unit.tp)
+        gradients = layer.output_width * ((2 + 4 + 4) / stage.unit.tp if layer.targets_only else 2 + 2)
+        most = max(most, rows * (saved - kept + has_backward * gradients))
     return most
 
 

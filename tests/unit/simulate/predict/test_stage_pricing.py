@@ -27,6 +27,7 @@ from unit.simulate.jobs import (
     Linear,
     colocated,
     items_of,
+    kept_a_row,
     layers_of,
     lengths,
     model,
@@ -60,7 +61,8 @@ def test_every_stage_costs_what_its_layers_and_examples_do(any_plan, learns):
             found = pricing.stage(stage, island)
             for i in range(pricing.assignment.num_microbatches):
                 expected = dict.fromkeys(found._fields, 0.0)
-                for name, layer, before, again in layers_of(made, stage):
+                each = zip(layers_of(made, stage), kept_a_row(made, stage), strict=True)
+                for (name, layer, before, again), (*_, kept, _) in each:
                     rows = rows_of(made, batch, name, layer, stage, island, i, islands)
                     work, sent = rows * layer.weights / tp, rows * layer.output_width * (tp > 1) * TENSOR_S
                     inside = before or (layer.trainable and layer.attention is not None)
@@ -78,8 +80,7 @@ def test_every_stage_costs_what_its_layers_and_examples_do(any_plan, learns):
                     expected["forward_tensor"] += sent + keys
                     if before or layer.trainable:
                         expected["backward_tensor"] += (sent + keys) * (1 + again)
-                        kept = min(layer.output_width, layer.activation_width) if again else layer.activation_width
-                        expected["held"] += rows * math.ceil(kept * 2 / tp)
+                        expected["held"] += rows * kept
                 got = {name: float(table[i]) for name, table in found._asdict().items()}
                 assert got == pytest.approx(expected, rel=1e-9), (stage.modules, stage.replica, island, i)
 
