@@ -29,6 +29,7 @@ def storage_bytes(dtypes) -> int:
 def held_and_predicted(rank: int, num_ranks: int, cases, stored, types, precision) -> list[tuple[int, int]]:
     found, dtypes = [], {stored, types.compute or stored}
     for case in cases:
+        case.model()  # What models are copied from stays.
         before = storage_bytes(dtypes)
         step = build_step(case, stored, types)
         step.run(batches_of(case, step.place, build_hf_model(frozen=case.frozen), 0))

@@ -39,7 +39,7 @@ OF_BACKBONES = {
     ],
     3: [
         PlannedCase((Unit("encoders", ({"image": 3, "audio": 2},)), *chain(2, {"backbone": 3}, first_rank=1))),
-        PlannedCase(chain(3, WHOLE | {SECOND: 2}), exchange="all_gather", parts=("rows",)),
+        PlannedCase(chain(3, {SECOND: 2} | WHOLE), exchange="all_gather", parts=("rows",)),
     ],
     4: [
         *(

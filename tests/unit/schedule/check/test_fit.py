@@ -69,6 +69,9 @@ WRONG = {
     "unit 'llm': 'image' feeds 'backbone', so its stages must not come after": [
         Unit("llm", ({"backbone": 8}, {"image": 4, "audio": 2}), pp=2)
     ],
+    "unit 'llm': stage 0 has 'backbone' before 'audio', which feeds it": [
+        Unit("llm", ({"image": 4, "backbone": 8, "audio": 2},))
+    ],
     "unit 'encoders' has 1 stages on 2 pipeline ranks; '1f1b' needs 1 a pipeline rank": [
         replace(ENCODERS, pp=2),
         replace(LLM, first_rank=2),
