@@ -87,7 +87,7 @@ def job_under_plan(
 
 def to_remove(recipe_file: Path, overrides: Sequence[str], plan: Plan) -> str:
     """The sentence that names what a recipe must not set to train under a Plan; "" if it sets nothing of that kind."""
-    keys = list(_decided_twice(load_recipe(recipe_file, overrides), plan))
+    keys = list(_decided_twice(load_recipe(recipe_file, overrides, trains=False), plan))
     what = "it" if len(keys) == 1 else "them"
     return f"Remove {', '.join(keys)} from {recipe_file} first, as the plan decides {what}." if keys else ""
 

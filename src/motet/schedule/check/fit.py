@@ -140,7 +140,7 @@ def _check_order(plan: Plan) -> None:
             )
         if unit is other and source not in replicated and _stages_of(unit, source)[-1] > _stages_of(unit, sink)[0]:
             raise UserError(f"unit {unit.name!r}: {source!r} feeds {sink!r}, so its stages must not come after.")
-        for index, stage in enumerate(unit.stages):
+        for index, stage in enumerate(unit.stages if plan.schedule != "data_parallel" else ()):
             if sink in stage and source in list(stage)[list(stage).index(sink) :]:
                 raise UserError(
                     f"unit {unit.name!r}: stage {index} has {sink!r} before {source!r}, which feeds it; a stage names "
