@@ -28,6 +28,8 @@ from torch.nn.functional import linear
 
 from motet.dropout import set_divided
 
+_Move = Callable[[Tensor], Tensor]
+
 
 @dataclass(frozen=True)
 class TensorRanks:
@@ -68,35 +70,30 @@ def part_of(num: int, index: int, size: int) -> tuple[int, int]:
 
 def copied(x: Tensor, ranks: TensorRanks) -> Tensor:
     """x, which is the same on all ranks; its gradient is summed over them."""
-    return _Copied.apply(x, ranks)
+    return _Transposed.apply(x, _as_it_is, partial(_all_reduced, ranks=ranks))
 
 
 def summed(x: Tensor, ranks: TensorRanks) -> Tensor:
     """The sum of x over ranks; its gradient, which is the same on all ranks, goes to each of them."""
-    return _Summed.apply(x, ranks)
+    return _Transposed.apply(x, partial(_all_reduced, ranks=ranks), _as_it_is)
 
 
-class _Copied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
+class _Transposed(torch.autograd.Function):
+    """there(x); the gradient goes back by `back`, which is the transpose of `there`."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_reduced(gradient, ctx.ranks), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
-        return _all_reduced(x, ranks)
+    def forward(ctx: Any, x: Tensor, there: _Move, back: _Move) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
 def _all_reduced(x: Tensor, ranks: TensorRanks) -> Tensor:
@@ -122,103 +119,54 @@ class RowParts:
 
     def own(self, rows: Tensor) -> Tensor:
         """This rank's part of rows [num_rows, width] that all ranks have, as they have their gradient."""
-        return _OwnRows.apply(rows, self.ranks)
+        return _Transposed.apply(rows, self._part, self._gathering())
 
     def whole(self, part: Tensor) -> Tensor:
         """All rows [num_rows, width] of the parts, on all ranks, whose gradients are the same."""
-        return _WholeRows.apply(part, self.ranks, self.num_rows)
+        return _Transposed.apply(part, self._gathering(), self._part)
 
     def into_products(self, hidden: Tensor) -> Tensor:
         """What the first products of a branch multiply, [..., all rows, width], from what its norm has made."""
         if not self.num_rows:
             return copied(hidden, self.ranks)
-        return _GatheredRows.apply(hidden.flatten(0, -2), self.ranks, self.num_rows).view(
-            *hidden.shape[:-2], -1, hidden.shape[-1]
-        )
+        rows = _Transposed.apply(hidden.flatten(0, -2), self._gathering(), self._scattered)
+        return rows.view(*hidden.shape[:-2], -1, hidden.shape[-1])
 
     def from_products(self, products: Tensor) -> Tensor:
         """The sum over ranks of what the last products of a branch have made, [..., rows, width]."""
         if not self.num_rows:
             return summed(products, self.ranks)
-        width = products.shape[-1]
-        return _ScatteredRows.apply(products.flatten(0, -2), self.ranks).view(*products.shape[:-2], -1, width)
+        rows = _Transposed.apply(products.flatten(0, -2), self._scattered, self._gathering())
+        return rows.view(*products.shape[:-2], -1, products.shape[-1])
 
     def shared(self, parameter: Tensor) -> Tensor:
         """A parameter that each rank uses on its own rows; where all use it on all rows, their gradients are alike."""
         return copied(parameter, self.ranks) if self.num_rows else parameter
 
+    def _padded(self, rows: Tensor) -> Tensor:
+        """rows [n, width] with rows of zeros behind them, so that all ranks have as many."""
+        lacking = -len(rows) % self.ranks.size
+        return torch.cat([rows, rows.new_zeros(lacking, rows.shape[1])]) if lacking else rows.contiguous()
 
-class _OwnRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, ranks: TensorRanks) -> Tensor:
-        ctx.ranks, ctx.num_rows = ranks, len(rows)
-        return _part(rows, ranks)
+    def _part(self, rows: Tensor) -> Tensor:
+        return self._padded(rows).chunk(self.ranks.size)[self.ranks.index].clone()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gathered(gradient, ctx.ranks, ctx.num_rows), None
+    def _scattered(self, rows: Tensor) -> Tensor:
+        padded = self._padded(rows)
+        part = padded.new_empty(len(padded) // self.ranks.size, padded.shape[1])
+        self.ranks.count(padded.nbytes)
+        dist.reduce_scatter_single(part, padded, group=self.ranks.group)
+        return part
 
+    def _gathering(self) -> _Move:
+        """What gathers the rows that there are now: backward comes when `num_rows` may be another number."""
+        return partial(self._gathered, num_rows=self.num_rows)
 
-class _WholeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, ranks: TensorRanks, num_rows: int) -> Tensor:
-        ctx.ranks = ranks
-        return _gathered(part, ranks, num_rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _part(gradient, ctx.ranks), None, None
-
-
-class _GatheredRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, ranks: TensorRanks, num_rows: int) -> Tensor:
-        ctx.ranks = ranks
-        return _gathered(part, ranks, num_rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _scattered(gradient, ctx.ranks), None, None
-
-
-class _ScatteredRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, ranks: TensorRanks) -> Tensor:
-        ctx.ranks, ctx.num_rows = ranks, len(rows)
-        return _scattered(rows, ranks)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gathered(gradient, ctx.ranks, ctx.num_rows), None
-
-
-def _padded(rows: Tensor, ranks: TensorRanks) -> Tensor:
-    """rows [n, width] with rows of zeros behind them, so that all ranks have as many."""
-    lacking = -len(rows) % ranks.size
-    return torch.cat([rows, rows.new_zeros(lacking, rows.shape[1])]) if lacking else rows.contiguous()
-
-
-def _part(rows: Tensor, ranks: TensorRanks) -> Tensor:
-    return _padded(rows, ranks).chunk(ranks.size)[ranks.index].clone()
-
-
-def _gathered(part: Tensor, ranks: TensorRanks, num_rows: int) -> Tensor:
-    every = part.new_empty(ranks.size * len(part), part.shape[1])
-    ranks.count(every.nbytes)
-    dist.all_gather_single(every, part.contiguous(), group=ranks.group)
-    return every[:num_rows]
-
-
-def _scattered(rows: Tensor, ranks: TensorRanks) -> Tensor:
-    padded = _padded(rows, ranks)
-    part = padded.new_empty(len(padded) // ranks.size, padded.shape[1])
-    ranks.count(padded.nbytes)
-    dist.reduce_scatter_single(part, padded, group=ranks.group)
-    return part
+    def _gathered(self, part: Tensor, num_rows: int) -> Tensor:
+        every = part.new_empty(self.ranks.size * len(part), part.shape[1])
+        self.ranks.count(every.nbytes)
+        dist.all_gather_single(every, part.contiguous(), group=self.ranks.group)
+        return every[:num_rows]
 
 
 class RowLinear(nn.Linear):
