@@ -36,10 +36,8 @@ def moved_rows(lengths: Int64Array, num_ranks: int, window: int = 0) -> tuple[in
 
 @lru_cache(maxsize=4096)
 def _moved(lengths: tuple[int, ...], num_ranks: int, window: int) -> tuple[int, int]:
-    rows, table = _dealt(lengths, num_ranks), AttentionTable.packed(lengths)
-    table = table.windowed(window) if window else table
-    seen = [table.of(own, table.keys).seen for own in rows.rows]
-    return rows.most_moved(seen), rows.most_moved([table.keys] * num_ranks)
+    rows, table = _dealt(lengths, num_ranks), AttentionTable.packed(lengths).windowed(window or None)
+    return rows.most_moved(rows.wanted(table)), rows.most_moved([table.keys] * num_ranks)
 
 
 @lru_cache(maxsize=256)

@@ -132,13 +132,22 @@ class AttentionTable:
             raise ArgumentError(f"keys lacks one that row {row} of the pack sees; `seen` has those that are needed.")
         return table
 
-    def windowed(self, window: int) -> AttentionTable:
+    def windowed(self, window: int | None) -> AttentionTable:
         """Without the keys that stand `window` places or more before their row, also those of its own image (Gemma 3).
 
-        Applied twice, it does no more than once.
+        Applied twice, it does no more than once. None: the table itself. Cached.
         """
-        first = np.searchsorted(self.keys, self.rows - window + 1)
-        return replace(self, start=np.maximum(self.start, first), end=np.maximum(self.end, first))
+        if window is None:
+            return self
+        if window not in self._windowed:
+            first = np.searchsorted(self.keys, self.rows - window + 1)
+            start, end = np.maximum(self.start, first), np.maximum(self.end, first)
+            self._windowed[window] = replace(self, start=start, end=end)
+        return self._windowed[window]
+
+    @cached_property
+    def _windowed(self) -> dict[int, AttentionTable]:
+        return {}
 
     def as_pack(self) -> tuple[Int64Array, bool] | None:
         """(offsets int64 [num_segments + 1], causal), if each row sees its segment, or that up to itself, and no more.

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.core.arrays import Int64Array
+from motet.core.attention_table import AttentionTable
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,10 @@ class ContextRows:
         """The position of each row in its sequence, from 0, int64 [num_rows]."""
         starts: Int64Array = np.cumsum(self.lengths) - self.lengths
         return np.arange(self.num_rows) - np.repeat(starts, self.lengths)
+
+    def wanted(self, table: AttentionTable) -> list[Int64Array]:
+        """By rank, the rows whose keys its own rows see. table: of all rows against all keys."""
+        return [table.of(own, table.keys).seen for own in self.rows]
 
     def most_moved(self, wanted: Sequence[Int64Array]) -> int:
         """The most rows that a rank gives or gets, its own left out. wanted: as of `moves`."""

@@ -310,7 +310,7 @@ class Backbone(nn.Module):
         else:
             if (segments := self._shared.get(context)) is None:
                 segments = self._shared[context] = ContextItems(context)
-            own, hidden = spare_row(context.rows.rows[context.rank], hidden)
+            own, hidden = spare_row(context.own, hidden)
             positions, of_rows = context.rows.positions[own], np.repeat(lengths, lengths)[own]
             again = [name for name, blocks in self.again.items() if any(first <= block < stop for block in blocks)]
             features = placed(features, context, [name for name in context.routes if name in again], hidden)
@@ -323,7 +323,7 @@ class Backbone(nn.Module):
             passed = self._through(
                 hidden, position_ids=torch.from_numpy(positions).to(hidden.device)[None], segments=segments
             )
-        return passed if context is None else passed[: len(context.rows.rows[context.rank])]
+        return passed if context is None else passed[: len(context.own)]
 
     def _through(self, hidden: Tensor, **arguments: Any) -> Tensor:
         """HF's layers on rows [total, dim]. Tensor-parallel ranks have a part of them each, unless layers are to see
@@ -404,7 +404,7 @@ def _rows_of(sequences: Sequences) -> list[Int64Array | ItemRows]:
     lengths = np.diff(sequences.offsets.numpy()).astype(np.int64)
     if (context := context_of(sequences)) is None:
         return [lengths]
-    own, item = context.rows.rows[context.rank], np.repeat(np.arange(len(lengths)), lengths)
+    own, item = context.own, np.repeat(np.arange(len(lengths)), lengths)
     own = own if len(own) else np.zeros(1, dtype=np.int64)  # The spare row.
     return [ItemRows(item[own], context.rows.positions[own]), lengths]
 

@@ -26,6 +26,7 @@ from motet.core.attention_table import AttentionTable
 from motet.core.context_rows import ContextRows, RowMoves, moved_heads
 from motet.core.errors import UserError
 from motet.dropout import heads_from
+from motet.models.scores import Scoring
 from motet.models.table_items import TableItems
 
 GROUP_CAST, ALL_GATHER, ULYSSES = "group_cast", "all_gather", "ulysses"
@@ -43,6 +44,10 @@ class SharedRows(Protocol):
     trained: frozenset[str]
     group: dist.ProcessGroup | None
     method: str
+
+    @property
+    def own(self) -> Int64Array:
+        """The rows of this rank, ascending, int64 [n]."""
 
     def placed(self, phase: str, rows: Tensor) -> Tensor:
         """Rows that this rank has taken in -> those whose places are here. A collective."""
@@ -98,7 +103,7 @@ class ContextItems:
     def __init__(self, share: SharedRows) -> None:
         self._share, self._rows, self._rank = share, share.rows, share.rank
         self._table = AttentionTable.packed(self._rows.lengths)
-        self._windowed: dict[int | None, AttentionTable] = {None: self._table}
+        self._methods: dict[tuple[int, int, int | None], str] = {}
         self._keys: dict[tuple[int | None, bool, torch.device], tuple[TableItems, _Copies]] = {}
         self._heads: dict[torch.device, tuple[TableItems, _Copies, _Copies]] = {}
 
@@ -122,49 +127,30 @@ class ContextItems:
         rows: of this rank, or the one of `spare_row`. Other arguments: as of `TableItems.attend`. A collective, as is
         backward. Raises UserError for Ulysses where heads cannot be dealt out.
         """
-        num_rows = len(self._rows.rows[self._rank])
+        num_rows, how = len(self._rows.rows[self._rank]), Scoring(scale, dropout, window, softcap, sinks)
         if query.shape[2] != max(num_rows, 1):
             raise ValueError(f"attention got {query.shape[2]} rows; this rank has {num_rows}")
         if not num_rows:
-            met = self._meet(*(x[:, :, :0] for x in (query, key, value)), scale, dropout, window, softcap, sinks)
+            met = self._meet(*(x[:, :, :0] for x in (query, key, value)), how)
             return query.transpose(1, 2) * 0 + met[:0].sum()
-        return self._meet(query, key, value, scale, dropout, window, softcap, sinks)
+        return self._meet(query, key, value, how)
 
-    def _meet(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None,
-        dropout: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def _meet(self, query: Tensor, key: Tensor, value: Tensor, how: Scoring) -> Tensor:
         """As `attend`. A rank without rows gets some tensor, with the graph of what it has taken part in."""
-        window = None if window is None or window >= self._rows.lengths.max(initial=0) else window
-        method = self.method_for(query.shape[1], key.shape[1], window)
+        if how.window is not None and how.window >= self._rows.lengths.max(initial=0):
+            how = how._replace(window=None)
+        method = self.method_for(query.shape[1], key.shape[1], how.window)
         if method == ULYSSES:
-            return self._attend_by_heads(query, key, value, scale, dropout, window, softcap, sinks)
-        items, copies = self._keys_for(window, method == ALL_GATHER, query.device)
+            return self._attend_by_heads(query, key, value, how)
+        items, copies = self._keys_for(how.window, method == ALL_GATHER, query.device)
         both = torch.cat([key[0], value[0]]).transpose(0, 1)  # [rows, 2 kv_heads, head_dim]
         seen = copies.of(both)
         if not query.shape[2]:
             return seen
         keys, values = seen.transpose(0, 1)[None].chunk(2, dim=1)
-        return items.attend(query, keys, values, scale, dropout, None, softcap, sinks)
+        return items.attend(query, keys, values, *how._replace(window=None))  # Its table has the window.
 
-    def _attend_by_heads(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None,
-        dropout: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def _attend_by_heads(self, query: Tensor, key: Tensor, value: Tensor, how: Scoring) -> Tensor:
         num_ranks, heads = self._rows.num_ranks, query.shape[1]
         if key.shape[1] % num_ranks:
             key, value = (x.repeat_interleave(heads // key.shape[1], dim=1) for x in (key, value))
@@ -172,10 +158,10 @@ class ContextItems:
         parts = [x[0].unflatten(0, (num_ranks, -1)) for x in (query, key, value)]  # [ranks, heads of each, rows, dim]
         rows = torch.cat(parts, dim=1).transpose(1, 2).flatten(0, 1)  # [ranks * rows, heads of each, head_dim]
         whole = there.of(rows).transpose(0, 1)[None].split([part.shape[1] for part in parts], dim=1)
-        if sinks is not None:
-            sinks = sinks.unflatten(0, (num_ranks, -1))[self._rank]
+        if how.sinks is not None:
+            how = how._replace(sinks=how.sinks.unflatten(0, (num_ranks, -1))[self._rank])
         with heads_from(self._rank * (heads // num_ranks)):
-            attended = items.attend(*whole, scale, dropout, window, softcap, sinks)[0]
+            attended = items.attend(*whole, *how)[0]
         # [ranks * rows, heads of each, head_dim] -> [rows, heads, head_dim]
         return back.of(attended).unflatten(0, (num_ranks, -1)).transpose(0, 1).flatten(1, 2)[None]
 
@@ -192,28 +178,23 @@ class ContextItems:
             )
         if method != "auto":
             return method
-        counts = (self._rows.most_moved(self._wanted(window, everything)) for everything in (False, True))
-        by_cast, by_heads = moved_heads(*counts, num_ranks, heads, kv_heads)
-        return ULYSSES if by_heads < by_cast else GROUP_CAST
-
-    def _windowed_table(self, window: int | None) -> AttentionTable:
-        if window not in self._windowed:
-            assert window is not None
-            self._windowed[window] = self._table.windowed(window)
-        return self._windowed[window]
+        if (of_layer := (heads, kv_heads, window)) not in self._methods:
+            counts = (self._rows.most_moved(self._wanted(window, everything)) for everything in (False, True))
+            by_cast, by_heads = moved_heads(*counts, num_ranks, heads, kv_heads)
+            self._methods[of_layer] = ULYSSES if by_heads < by_cast else GROUP_CAST
+        return self._methods[of_layer]
 
     def _wanted(self, window: int | None, everything: bool) -> list[Int64Array]:
         """By rank, the rows whose keys it gets."""
         if everything:
-            return [np.arange(self._rows.num_rows)] * self._rows.num_ranks
-        table = self._windowed_table(window)
-        return [table.of(rows, table.keys).seen for rows in self._rows.rows]
+            return [self._table.keys] * self._rows.num_ranks
+        return self._rows.wanted(self._table.windowed(window))
 
     def _keys_for(self, window: int | None, everything: bool, device: torch.device) -> tuple[TableItems, _Copies]:
         at = window, everything, device
         if at not in self._keys:
             wanted = self._wanted(window, everything)
-            table = self._windowed_table(window).of(self._rows.rows[self._rank], wanted[self._rank])
+            table = self._table.windowed(window).of(self._rows.rows[self._rank], wanted[self._rank])
             self._keys[at] = TableItems(table), _Copies(self._rows.moves(self._rank, wanted), self._share, device)
         return self._keys[at]
 

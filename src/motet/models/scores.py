@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from motet.dropout import dropped_out
+
+
+class Scoring(NamedTuple):
+    """How scores become weights: the arguments of `TableItems.attend` behind query, key and value, in their order."""
+
+    scale: float | None
+    dropout: float
+    window: int | None
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 def attended(

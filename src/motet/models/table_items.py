@@ -19,7 +19,7 @@ from motet.core.attention_table import AttentionTable
 from motet.dropout import counted_from, next_rows, of_heads
 from motet.models.attention import PackedItems
 from motet.models.flex import FlexTable, has_flex
-from motet.models.scores import attended
+from motet.models.scores import Scoring, attended
 
 _TILE = 256
 """The most rows of a tile: causal rows of a long document then have few keys in their mask that they do not see."""
@@ -56,7 +56,6 @@ class TableItems:
         self.table, self.causal = table, causal
         pack = table.as_pack()
         self._pack = None if pack is None else PackedItems(*pack)
-        self._windowed: dict[int | None, AttentionTable] = {None: table}
         self._groups: dict[int | None, list[_Group]] = {}
         self._flex: dict[tuple[int | None, torch.device], FlexTable] = {}
         self._bounds: dict[tuple[int | None, torch.device], tuple[Tensor, Tensor]] = {}
@@ -92,28 +91,18 @@ class TableItems:
         plain = softcap is None and sinks is None and self.table.num_rows > 0
         if plain and self._pack is not None and (window is None or self._pack.causal):
             return self._pack.attend(query, key, value, scale, dropout, window)
-        if window is not None and window not in self._windowed:
-            self._windowed[window] = self.table.windowed(window)
         if has_flex(query, dropout) and query.shape[2] and key.shape[2]:
             at = (window, query.device)
             if at not in self._flex:
-                self._flex[at] = FlexTable(self._windowed[window], query.device)
+                self._flex[at] = FlexTable(self.table.windowed(window), query.device)
             return self._flex[at].attend(query, key, value, scale, softcap, sinks).transpose(1, 2)
-        return self._attend_by_tiles(query, key, value, scale, dropout, window, softcap, sinks).transpose(1, 2)
+        how = Scoring(scale, dropout, window, softcap, sinks)
+        return self._attend_by_tiles(query, key, value, how).transpose(1, 2)
 
-    def _attend_by_tiles(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None,
-        dropout: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def _attend_by_tiles(self, query: Tensor, key: Tensor, value: Tensor, how: Scoring) -> Tensor:
         """As `attend`, but [1, heads, num_rows, head_dim]."""
-        table, at = self._windowed[window], (window, query.device)
+        scale, dropout, window, softcap, sinks = how
+        table, at = self.table.windowed(window), (window, query.device)
         if window not in self._groups:
             self._groups[window] = _groups(table)
         if at not in self._bounds:
