@@ -52,7 +52,10 @@ CELLS = tuple(
 )
 """(strategy, schedule) of the cases 0, 1, 2, ..., over and over."""
 PER_MIXTURE = 20
-FROZEN = ("image", "image encoder", "image block", "audio", "audio encoder", "backbone", "backbone block")
+FROZEN = (
+    *("image", "image encoder", "image block", "audio", "audio encoder", "backbone", "backbone block"),
+    *("*.q_proj.*", "*norm*"),
+)
 _PARTS = (
     *[()] * 6,
     *[("queries",), ("tiles",), ("queries", "tiles")],

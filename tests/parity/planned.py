@@ -34,6 +34,7 @@ from motet.models.families.registry import BACKBONES
 from motet.models.families.siglip import SiglipEncoder
 from motet.models.families.whisper import WhisperEncoder
 from motet.models.mllm import MLLM
+from motet.models.named_weights import weights_named
 from motet.models.part import keep_spans, names_of_spans
 from motet.models.projector import ProjectorConfig
 from motet.models.spec import model_spec
@@ -61,7 +62,14 @@ SIZE_DIMS = {"image": 2, "audio": 1, SECOND: 2}
 PHASES = tuple(ROW_DIMS)
 TOLERANCE, MIXED_TOLERANCE = 1e-10, 1e-5
 NUM_STEPS = 3
-OPTIMIZER = OptimizerConfig(lr=1e-2, clip_norm=0.5)
+OPTIMIZER = OptimizerConfig(
+    lr=1e-2,
+    clip_norm=0.5,
+    groups=(
+        {"weights": ["*embed_tokens*", "*layers.1.*"], "lr": 2e-2},
+        {"weights": "encoders.*", "lr": 5e-3, "weight_decay": 0.4},
+    ),
+)
 
 
 OF_FAMILY = {
@@ -82,7 +90,7 @@ def build_hf_model(
     parts: as of `parity.planned_parts`. num_layers, family: of the backbone. dropout: of all that HF drops out.
 
     frozen: of "image", "audio", "backbone"; of "image encoder", "audio encoder"; of "image block", "audio block",
-    "backbone block", the second one alone.
+    "backbone block", the second one alone; patterns of names with a *.
     """
     torch.manual_seed(5)
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "attn_implementation": ATTENTION}
@@ -137,6 +145,9 @@ def build_hf_model(
     for name, module in {**encoders, BACKBONE: model.backbone}.items():
         if f"{name} block" in frozen:
             module.blocks[1].requires_grad_(False)
+    for pattern in frozen:
+        for parameter in weights_named(model, pattern, "frozen") if "*" in pattern else ():
+            parameter.requires_grad_(False)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:  # Biases are zero otherwise; that of keys has a gradient of rounding alone.

@@ -32,6 +32,7 @@ from motet.models.load import checked_config, load_pretrained, on_meta
 from motet.models.materialise import fill_parameters
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
+from motet.models.named_weights import weights_named
 from motet.models.projector import ProjectorConfig, build_projector
 from motet.models.stored import stored_tensors
 
@@ -123,6 +124,8 @@ class ModelConfig(BaseModel):
               is the linear projection of joined channels.
     merge:    a callback in place of the merge of rows into the backbone's embeddings, as "package.module:function"
               (`models/callbacks.py`).
+    freeze:   weights that do not learn, beside those of parts that do not: patterns of their names, as checkpoints have
+              them, in which * stands for any characters.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -130,6 +133,7 @@ class ModelConfig(BaseModel):
     encoders: dict[str, EncoderConfig] = Field(default_factory=dict)
     combine: dict[Reads, Combine] = Field(default_factory=dict)
     merge: str | None = Field(default=None, min_length=1)
+    freeze: tuple[str, ...] = ()
 
     def modality(self, name: str) -> str:
         """What the encoder of this name reads."""
@@ -180,7 +184,7 @@ def build_mllm(
     once are then projectors, classes of the user's own, and weights in a directory that cannot be read by the slice.
     Raises UserError for an HF option that is unknown, out of bounds or not computed as in transformers; for a directory
     that is missing or holds another family; for a vocabulary smaller than vocab_size; for a custom class that does not
-    fulfil the contract.
+    fulfil the contract; for a pattern of `freeze` that no weight matches.
     """
     # First of all: what is wrong with them is said before anything large is built.
     callbacks = {name: _callbacks(name, part, dtype, seed) for name, part in config.encoders.items()}
@@ -190,7 +194,11 @@ def build_mllm(
         name: build_modality(name, part, backbone.dim, dtype, seed, deferred=deferred, callbacks=callbacks[name])
         for name, part in config.encoders.items()
     }
-    return MLLM(encoders, backbone)
+    model = MLLM(encoders, backbone)
+    for pattern in config.freeze:
+        for weight in weights_named(model, pattern, "model.freeze"):
+            weight.requires_grad_(False)
+    return model
 
 
 def _callbacks(name: str, config: EncoderConfig, dtype: torch.dtype, seed: int) -> dict[str, Callable[..., Any]]:

@@ -82,7 +82,7 @@ def one_layer_deep(config: ModelConfig) -> ModelConfig:
         for name, part in config.encoders.items()
     }
     backbone = config.backbone.model_copy(update={"train": True} | _truncated(config.backbone))
-    return config.model_copy(update={"encoders": encoders, "backbone": backbone})
+    return config.model_copy(update={"encoders": encoders, "backbone": backbone, "freeze": ()})
 
 
 def _truncated(part: EncoderConfig | BackboneConfig) -> dict[str, Any]:

@@ -54,7 +54,7 @@ from motet.train.input.ordering import build_order
 from motet.train.input.own_splits import check_same_splits, joined_splits, own_splits, say_left_out
 from motet.train.input.planned import PlannedLoading, StageNeeds, StepDecider
 from motet.train.input.rows import check_rows
-from motet.train.optimizer import build_optimizer
+from motet.train.optimizer import build_optimizer, check_groups
 from motet.train.planned_job import ChosenPlan, PartConfig, build_part, check_context, check_cuts, context_unused
 from motet.train.recipe.recipe import DrawnRecipe, Recipe
 from motet.train.recompute import Recomputation, RecomputeRanks, auto_recompute, memory_bytes
@@ -111,6 +111,7 @@ def build_job(
         vocabulary = recipe.vocabulary()
         model = build_mllm(recipe.modules, vocabulary.vocabulary_size, dtype, recipe.run.seed, deferred=True)
         check_rows(recipe, model)
+        check_groups(model, recipe.optimizer)
         spec = model_spec(model)
         if chosen is not None:
             chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
@@ -241,6 +242,7 @@ def _build_planned_job(
         check_cuts(model, plan)
         check_context(model, plan, recipe.context.exchange)
         check_rows(recipe, model)
+        check_groups(model, recipe.optimizer)
         dataset = open_dataset(recipe, recipe.data.train, vocabulary, model, say)
         heldout = open_dataset(recipe, recipe.data.heldout, vocabulary, model, say) if recipe.data.heldout else None
         _check_bad_at_indexing(recipe, dataset)

@@ -8,16 +8,44 @@ mesh, because fused kernels take tensors of one mesh at a time.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from motet.core.errors import UserError
 from motet.core.limits import MAX_STEPS
+from motet.models.named_weights import is_named, weights_named
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class WeightGroup(BaseModel):
+    """`[[optimizer.groups]]` of a recipe: weights with a learning rate or a decay of their own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    weights: tuple[str, ...] = Field(
+        min_length=1,
+        description="patterns of names of weights, as checkpoints have them: one, or a list; * is any characters",
+    )
+    lr: float | None = Field(
+        None, gt=0, le=1000, description="their peak learning rate; it falls as that of all others"
+    )
+    weight_decay: float | None = Field(None, ge=0, le=1000, description="on the matrices among them")
+
+    @field_validator("weights", mode="before", json_schema_input_type=str | tuple[str, ...])
+    @classmethod
+    def _one_or_several(cls, given: Any) -> Any:
+        return (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else given
+
+    @model_validator(mode="after")
+    def _says_something(self) -> WeightGroup:
+        if self.lr is None and self.weight_decay is None:
+            raise ValueError("a group needs `lr` or `weight_decay`")
+        return self
 
 
 class OptimizerConfig(BaseModel):
@@ -39,6 +67,9 @@ class OptimizerConfig(BaseModel):
         None, gt=0, le=MAX_STEPS, description="of wsd: the last steps, in which the rate falls; default: a tenth of all"
     )
     final_lr_ratio: float = Field(0.1, ge=0, le=1, description="rate of the last step over the peak rate")
+    groups: tuple[WeightGroup, ...] = Field(
+        (), description="weights with a rate or a decay of their own; of several that name a weight, the last counts"
+    )
 
     @model_validator(mode="after")
     def _only_wsd_has_decay_steps(self) -> OptimizerConfig:
@@ -68,29 +99,55 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     return config.lr * (config.final_lr_ratio + (1 - config.final_lr_ratio) * remaining)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """The trainable parameters, grouped by weight decay and device mesh, in order of first appearance."""
+def check_groups(model: nn.Module, config: OptimizerConfig) -> None:
+    """Raise UserError for a pattern of a group that names no weight, or frozen ones alone.
+
+    model: whole; it may be on meta.
+    """
+    for number, group in enumerate(config.groups):
+        where = f"optimizer.groups[{number}].weights"
+        for pattern in group.weights:
+            if not any(weight.requires_grad for weight in weights_named(model, pattern, where)):
+                raise UserError(f"{where}: all weights that match {pattern!r} are frozen; let them learn, or remove it")
+
+
+def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """The trainable parameters, grouped by learning rate, weight decay and device mesh, in order of first appearance.
+
+    model: whole, or a rank's part. `lr_ratio` of a group is its peak rate over `config.lr`.
+    """
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    groups: dict[tuple[object, bool], list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    groups: dict[tuple[object, float, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            lr, decay = _own_options(name, config)
             decays = parameter.ndim >= 2 and id(parameter) not in embeddings
-            groups.setdefault((mesh, decays), []).append(parameter)
+            groups.setdefault((mesh, lr / config.lr, decay if decays else 0.0), []).append(parameter)
     return [
-        {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
-        for (_, decays), parameters in groups.items()
+        {"params": parameters, "weight_decay": decay, "lr": config.lr * lr_ratio, "lr_ratio": lr_ratio}
+        for (_, lr_ratio, decay), parameters in groups.items()
     ]
+
+
+def _own_options(name: str, config: OptimizerConfig) -> tuple[float, float]:
+    """Peak learning rate and weight decay of a weight, which decays if it is a matrix."""
+    lr, decay = config.lr, config.weight_decay
+    for group in config.groups:
+        if is_named(name, group.weights):
+            lr = lr if group.lr is None else group.lr
+            decay = decay if group.weight_decay is None else group.weight_decay
+    return lr, decay
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over the trainable parameters of a sharded model."""
-    groups = parameter_groups(model, config.weight_decay) or [{"params": []}]  # All that a rank holds may be frozen.
+    groups = parameter_groups(model, config) or [{"params": []}]  # All that a rank holds may be frozen.
     # Fused is 10 times faster, on a CPU too: one kernel call instead of a dozen DTensor dispatches a parameter.
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of all parameter groups."""
+    """Set the learning rate of all parameter groups, each by its ratio to the others'."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_ratio", 1.0)

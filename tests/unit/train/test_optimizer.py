@@ -3,7 +3,15 @@
 import pytest
 from torch import nn
 
-from motet.train.optimizer import OptimizerConfig, build_optimizer, learning_rate, parameter_groups
+from motet.core.errors import UserError
+from motet.train.optimizer import (
+    OptimizerConfig,
+    build_optimizer,
+    check_groups,
+    learning_rate,
+    parameter_groups,
+    set_learning_rate,
+)
 
 
 def rates(num_steps, **options):
@@ -34,7 +42,7 @@ def test_a_run_shorter_than_its_warm_up_only_warms_up():
 def test_matrices_decay_and_norms_biases_embeddings_and_frozen_parameters_do_not():
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
     model[3].requires_grad_(False)
-    groups = parameter_groups(model, 0.1)
+    groups = parameter_groups(model, OptimizerConfig(lr=1e-3))
     assert {group["weight_decay"]: len(group["params"]) for group in groups} == {0.0: 4, 0.1: 1}
     decayed = next(group["params"] for group in groups if group["weight_decay"])
     assert decayed[0] is model[1].weight
@@ -51,3 +59,45 @@ def test_wsd_stays_and_falls_in_its_last_steps():
 def test_decay_steps_are_refused_where_they_have_no_effect():
     with pytest.raises(ValueError, match='decay_steps has no effect with schedule = "linear"'):
         OptimizerConfig(lr=1.0, schedule="linear", decay_steps=5)
+
+
+def two_layers(*groups, **options):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return model, OptimizerConfig(lr=1e-2, weight_decay=0.1, groups=groups, **options)
+
+
+def options_of(model, groups):
+    """Name -> (learning rate, weight decay)."""
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    return {names[id(weight)]: (group["lr"], group["weight_decay"]) for group in groups for weight in group["params"]}
+
+
+def test_the_last_group_that_names_a_weight_counts_for_what_it_says():
+    model, config = two_layers(
+        {"weights": "0.*", "lr": 1e-3, "weight_decay": 0.5}, {"weights": ["*.weight"], "lr": 4e-2}
+    )
+    assert options_of(model, build_optimizer(model, config).param_groups) == {
+        "0.weight": pytest.approx((4e-2, 0.5)),
+        "0.bias": pytest.approx((1e-3, 0)),
+        "1.weight": pytest.approx((4e-2, 0.1)),
+        "1.bias": pytest.approx((1e-2, 0)),
+    }
+
+
+def test_rates_of_groups_follow_the_schedule():
+    model, config = two_layers({"weights": "0.*", "lr": 5e-2})
+    optimizer = build_optimizer(model, config)
+    set_learning_rate(optimizer, 2e-3)
+    rates_now = {name: lr for name, (lr, _) in options_of(model, optimizer.param_groups).items()}
+    assert rates_now == pytest.approx({"0.weight": 1e-2, "0.bias": 1e-2, "1.weight": 2e-3, "1.bias": 2e-3})
+
+
+def test_groups_without_weights_that_learn_are_refused():
+    model, config = two_layers({"weights": "0.*", "lr": 1e-3}, {"weights": ["1.*", "2.*"], "weight_decay": 0.0})
+    with pytest.raises(UserError, match=r"optimizer\.groups\[1\]\.weights: no weight of the model matches '2\.\*'"):
+        check_groups(model, config)
+    model[0].requires_grad_(False)
+    with pytest.raises(UserError, match=r"groups\[0\]\.weights: all weights that match '0\.\*' are frozen"):
+        check_groups(model, config)
+    with pytest.raises(ValueError, match="a group needs `lr` or `weight_decay`"):
+        two_layers({"weights": "0.*"})
