@@ -187,7 +187,9 @@ class _Bounds:
     def least(self, up_to_s: float = math.inf) -> StepBound:
         """The least bound of a shape, and what binds. up_to_s: as of `step_bound`."""
         best, free_s = StepBound(math.inf, "memory"), math.inf
-        for floor_s, shape in sorted(((self._floor_s(shape), shape) for shape in self._shapes()), key=lambda one: one[0]):
+        for floor_s, shape in sorted(
+            ((self._floor_s(shape), shape) for shape in self._shapes()), key=lambda one: one[0]
+        ):
             if floor_s >= min(best.step_s, up_to_s):
                 break
             terms = self._terms(shape, best.step_s)
