@@ -86,7 +86,9 @@ def _shared(group: Int64Array, index: Int64Array, num_replicas: int, num_indexes
 def positions_in(group: Int64Array, key: Int64Array) -> Int64Array:
     """The position of each item in its group, ordered by key, then by item number, int64 [num_items]."""
     order = np.lexsort((key, group))
-    first = np.searchsorted(group[order], group[order])
+    in_order = group[order]
+    starts = np.flatnonzero(np.diff(in_order, prepend=in_order[:1] - 1))
+    first = np.repeat(starts, np.diff(starts, append=len(order)))
     positions = np.empty_like(order)
     positions[order] = np.arange(len(order)) - first
     return positions

@@ -125,17 +125,20 @@ class Analytic:
         return self
 
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
-        product_s = self._product_s(layer, work.rows, tp, layer.weights + layer.idle_weights)
+        # All passes have as many operations; what they read and write differs.
+        computed_s = self._computed_s(layer, work.rows, tp)
+        product_s = self._product_s(layer, work.rows, tp, layer.weights + layer.idle_weights, computed_s)
         attention_s = self._attention_s(layer, work, tp)
         moved_s = work.rows * layer.activation_width * self._element_bytes / tp / self._bytes_per_s
         passes = LayerSeconds(
             product_s + attention_s + 3 * moved_s,
             product_s + 2.5 * attention_s + 3 * moved_s,
-            self._product_s(layer, work.rows, tp, layer.parameters) + 2 * moved_s,
+            self._product_s(layer, work.rows, tp, layer.parameters, computed_s) + 2 * moved_s,
         )
         # A layer of unused parameters takes no time.
         runs = (work.rows > 0) & (layer.weights + layer.activation_width > 0)
-        return LayerSeconds(*(np.where(runs, self.efficiency.launch_s + s, 0.0) for s in passes))
+        each_s = [self.efficiency.launch_s + s for s in passes]
+        return LayerSeconds(*(each_s if runs.all() else (np.where(runs, s, 0.0) for s in each_s)))
 
     def tensor_seconds(self, layer: Layer, work: Work, ranks: Sequence[int]) -> Float64Array:
         width = layer.output_width if layer.attention else _narrower(layer)
@@ -147,7 +150,8 @@ class Analytic:
             return piece_s
         # The first piece of each product is waited for; the others are hidden behind products, as far as these last.
         # Backward has twice the products of forward, whose messages are as many.
-        product_s = self._product_s(layer, work.rows, len(ranks), layer.weights + layer.idle_weights)
+        computed_s = self._computed_s(layer, work.rows, len(ranks))
+        product_s = self._product_s(layer, work.rows, len(ranks), layer.weights + layer.idle_weights, computed_s)
         longer_s: Float64Array = np.maximum(piece_s - product_s / pieces, 0.0)
         return piece_s + (pieces - 1) * longer_s
 
@@ -171,15 +175,23 @@ class Analytic:
         state_bytes = 8 if self.precision == "fp64" else 4
         return 7 * state_bytes * num_parameters / self._bytes_per_s
 
-    def _product_s(self, layer: Layer, rows: Float64Array, tp: int, num_entries: int) -> Float64Array:
-        """Seconds of the layer's products in one pass. num_entries: parameters or gradients, read or written."""
+    def _product_s(
+        self, layer: Layer, rows: Float64Array, tp: int, num_entries: int, computed_s: Float64Array
+    ) -> Float64Array:
+        """Seconds of the layer's products in one pass. num_entries: parameters or gradients, read or written.
+
+        computed_s: `_computed_s` of the layer.
+        """
+        moved_s = (num_entries + 2 * rows * layer.output_width) * self._element_bytes / self._bytes_per_s
+        return np.maximum(computed_s, moved_s) / tp
+
+    def _computed_s(self, layer: Layer, rows: Float64Array, tp: int) -> Float64Array:
+        """Seconds of the operations of one pass, over all tp ranks."""
         share = self.efficiency
         width_factor = 1 + share.half_width * tp / max(_narrower(layer), 1)
         # Rows go to all experts of a mixture: each of them has partly filled tiles, and is read.
         filled = layer.weights * (rows * width_factor + share.half_rows) + layer.idle_weights * share.half_rows
-        computed_s = 2 * filled / (self._peak_flops * share.products)
-        moved_s = (num_entries + 2 * rows * layer.output_width) * self._element_bytes / self._bytes_per_s
-        return np.maximum(computed_s, moved_s) / tp
+        return 2 * filled / (self._peak_flops * share.products)
 
     def _attention_s(self, layer: Layer, work: Work, tp: int) -> Float64Array:
         if layer.attention is None:

@@ -76,8 +76,7 @@ def _words(name: str, plan: Plan) -> str:
 def _on_more_nodes(job: Job, strategy: Strategy, pins: Pins) -> Iterator[str]:
     for factor in _NODE_FACTORS:
         cluster = replace(job.cluster, num_nodes=factor * job.cluster.num_nodes)
-        larger = replace(job, cluster=cluster, cost=job.cost.on(cluster))
-        if _proposed(strategy, larger, pins):
+        if _proposed(strategy, job.on(cluster), pins):
             yield f"{cluster.num_nodes:,} nodes"
             return
 

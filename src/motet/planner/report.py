@@ -28,6 +28,14 @@ _MAX_REASONS = 3
 _MAX_FACTS = 3
 COLUMNS = ("strategy and degrees", "step", "tokens/s", "MFU", "GB a rank", "bubbles", "GPUs")
 """The columns of the ranking."""
+_BINDING = {
+    "work": "devices that all compute all the time",
+    "item": "the longest examples",
+    "memory": "memory",
+    "bubbles": "pipelines that fill and empty",
+    "communication": "messages",
+}
+"""What binds the bound of a step, in words."""
 
 
 def print_result(result: SearchResult, console: Console | None = None, words: Sequence[str] | None = None) -> None:
@@ -61,15 +69,6 @@ def winner_in_words(result: SearchResult) -> list[str]:
         sentences += against(best, comparison)
     sentences += bound_in_words(result)
     return [*sentences, device_hours(best), *result.what_if]
-
-
-_BINDING = {
-    "work": "devices that all compute all the time",
-    "item": "the longest examples",
-    "memory": "memory",
-    "bubbles": "pipelines that fill and empty",
-    "communication": "messages",
-}
 
 
 def bound_in_words(result: SearchResult) -> Iterator[str]:

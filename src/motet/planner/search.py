@@ -98,7 +98,7 @@ def _search_smaller(evaluation: CandidateEvaluation, strategies: Mapping[str, St
     best, all_s, rows = None, evaluation.fastest_s, ExampleRows(evaluation.job)
     for job in smaller_jobs(evaluation.job):
         to_beat_s = best.prediction.step_s if best is not None else all_s
-        if step_bound(job, rows=rows).step_s >= to_beat_s:
+        if step_bound(job, rows=rows, up_to_s=to_beat_s).step_s >= to_beat_s:
             continue
         fewer = CandidateEvaluation(
             job,

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain, combinations
 from typing import Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -38,6 +39,7 @@ from motet.core.workload import BACKBONE
 from motet.cost.flops import work_of
 from motet.cost.memory import StageLayer, stage_layers, state_bytes
 from motet.cost.model import Work, backward_seconds
+from motet.planner.degrees import divisors
 from motet.planner.infeasible import tensor_degrees
 from motet.planner.job import Job
 
@@ -139,15 +141,28 @@ class ExampleRows:
         return _Rows(np.stack([every, every * has_items]))
 
 
-def step_bound(job: Job, *, without: Collection[Term] = (), rows: ExampleRows | None = None) -> StepBound:
-    """The bound of a job on its own batch; 0 where a profile lacks times without TP.
+def step_bound(
+    job: Job, *, without: Collection[Term] = (), rows: ExampleRows | None = None, up_to_s: float = math.inf
+) -> StepBound:
+    """The bound of a job on its own batch; 0 where a profile lacks times without TP. Kept for each job.
 
     without: terms to leave out. rows: of the batch, where several clusters are bounded.
+    up_to_s: a larger bound is not looked for; it is this then, which takes a fraction of the time.
     """
+    is_whole = not without and up_to_s == math.inf
+    if is_whole and job in _known_bounds:
+        return _known_bounds[job]
     try:
-        return _Bounds(job, frozenset(without), rows or ExampleRows(job)).least()
+        bound = _Bounds(job, frozenset(without), rows or ExampleRows(job)).least(up_to_s)
     except UserError:
-        return StepBound(0.0, "work")
+        bound = StepBound(0.0, "work")
+    if is_whole:
+        _known_bounds[job] = bound
+    return bound
+
+
+_known_bounds: WeakKeyDictionary[Job, StepBound] = WeakKeyDictionary()
+"""Whole results of `step_bound`: a search, its refinement and its report all need that of their job."""
 
 
 class _Bounds:
@@ -166,12 +181,18 @@ class _Bounds:
         self._reduced = cache(self._reduced_s)
         self._sent_bytes = cache(self._bytes_sent)
         self._backbone = cache(self._backbone_s)
+        self._layers = cache(self._layers_of)
+        self._step = cache(self._step_s)
 
-    def least(self) -> StepBound:
-        """The least bound of a shape, and what binds."""
+    def least(self, up_to_s: float = math.inf) -> StepBound:
+        """The least bound of a shape, and what binds. up_to_s: as of `step_bound`."""
         best, free_s = StepBound(math.inf, "memory"), math.inf
-        for shape in self._shapes():
-            terms = self._terms(shape)
+        for floor_s, shape in sorted(
+            ((self._floor_s(shape), shape) for shape in self._shapes()), key=lambda one: one[0]
+        ):
+            if floor_s >= min(best.step_s, up_to_s):
+                break
+            terms = self._terms(shape, best.step_s)
             if max(terms.values()) >= best.step_s:
                 continue
             if "bubbles" not in self.without and shape.pp > 1 and not self._may_have_chunks(shape):
@@ -185,12 +206,14 @@ class _Bounds:
             term = max(terms, key=lambda name: terms[name])
             if terms[term] < best.step_s:
                 best = StepBound(terms[term], term)
+        if best.step_s > up_to_s:
+            return StepBound(up_to_s, best.term)
         return best if best.step_s <= free_s else StepBound(best.step_s, "memory")
 
     # ---------------------------------------------------------------------------------------------------- shapes
 
     def _shapes(self) -> Iterator[_Shape]:
-        """Those with the most ranks first, so that others are left out early."""
+        """All of them; of those that take equally long, the first with the most ranks counts."""
         degrees = [tp for tp in tensor_degrees(self.job, BACKBONE) if tp <= self.num_ranks]
         most_stages = sum(self.num_blocks.values())
         if self.num_ranks > MAX_RANKS_BY_SHAPE:
@@ -198,7 +221,7 @@ class _Bounds:
                 for pp in range(1, min(self.num_ranks // tp, most_stages) + 1):
                     yield _Shape(tp, 1, pp, self.num_ranks // (tp * pp), ())
             return
-        replicas = [dp for dp in range(1, self.num_ranks + 1) if self.batch_size % dp == 0]
+        replicas = [dp for dp in divisors(self.batch_size) if dp <= self.num_ranks]
         contexts = [1 << power for power in range(self.num_ranks.bit_length())]
         found = [
             _Shape(tp, cp, pp, dp, apart)
@@ -221,13 +244,30 @@ class _Bounds:
 
     # ----------------------------------------------------------------------------------------------------- terms
 
-    def _terms(self, shape: _Shape) -> dict[Term, float]:
+    def _terms(self, shape: _Shape, most_s: float) -> dict[Term, float]:
+        """The terms of a shape, up to the first that is not below most_s."""
         terms: dict[Term, float] = {"work": self._work_s(shape)}
-        if "item" not in self.without:
+        if "item" not in self.without and terms["work"] < most_s:
             terms["item"] = self._item_s(shape)
-        if "communication" not in self.without:
+        if "communication" not in self.without and max(terms.values()) < most_s:
             terms["communication"] = self._communication_s(shape)
         return terms
+
+    def _floor_s(self, shape: _Shape) -> float:
+        """`_work_s` in one microbatch on one rank, divided: no more, as several microbatches take no less than one."""
+        hosted = [name for name in self.encoders if name not in shape.apart]
+        own_s = self._share(BACKBONE, shape.tp, shape.cp, 1).total_s / (shape.dp * shape.pp)
+        own_s += (sum(self._share(name, 1, 1, 1).total_s for name in hosted) + self._step(*hosted, BACKBONE)) / (
+            shape.num_ranks
+        )
+        return max(own_s, self._apart_s(shape))
+
+    def _apart_s(self, shape: _Shape) -> float:
+        """The even share of the ranks of encoders apart; 0 if there are none."""
+        if not shape.apart:
+            return 0.0
+        others_s = sum(self._share(name, 1, 1, 1).total_s for name in shape.apart) + self._step(*shape.apart)
+        return others_s / (self.num_ranks - shape.num_ranks)
 
     def _work_s(self, shape: _Shape) -> float:
         """The even share of a rank of the backbone's unit, or of those apart."""
@@ -235,11 +275,8 @@ class _Bounds:
         hosted = [name for name in self.encoders if name not in shape.apart]
         own_s = self._backbone(shape.tp, shape.cp, shape.dp, shape.pp)
         own_s += sum(self._share(name, 1, 1, shape.num_copies).total_s for name in hosted) / per_rank
-        own_s += self._step_s((*hosted, BACKBONE)) / shape.num_ranks
-        if not shape.apart:
-            return own_s
-        others_s = sum(self._share(name, 1, 1, 1).total_s for name in shape.apart) + self._step_s(shape.apart)
-        return max(own_s, others_s / (self.num_ranks - shape.num_ranks))
+        own_s += self._step(*hosted, BACKBONE) / shape.num_ranks
+        return max(own_s, self._apart_s(shape))
 
     def _backbone_s(self, tp: int, cp: int, dp: int, pp: int) -> float:
         """The even share of one of the backbone's ranks, in the best number of microbatches.
@@ -257,7 +294,7 @@ class _Bounds:
                 break
         return best_s
 
-    def _step_s(self, names: tuple[str, ...]) -> float:
+    def _step_s(self, *names: str) -> float:
         trainable = sum(self.parameters[name][1] for name in names)
         return self.cost.step_seconds(trainable) if trainable else 0.0
 
@@ -323,7 +360,7 @@ class _Bounds:
         """Seconds to gather parameters and to reduce gradients on one rank, by how many ranks share them."""
         precision = self.job.mixed_precision(pipeline=pipeline)
         gradients, choices = number * precision.gradient, []
-        for sharing in (size for size in range(1, num_copies + 1) if num_copies % size == 0):
+        for sharing in divisors(num_copies):
             inside, across = range(0, sharing * tp, tp), range(0, num_copies * tp, sharing * tp)
             gathered_s = reduced_s = 0.0
             if sharing > 1:
@@ -435,9 +472,12 @@ class _Bounds:
         return total, passing
 
     def _summed(self, name: str, tp: int, cp: int, share: _Share) -> _Passes:
-        layers = Counter(stage_layers(self.job.model, {name: (0, self.num_blocks[name])}, {}))
-        passes = [(count, self._priced(placed, tp, cp, share)) for placed, count in layers.items()]
+        passes = [(count, self._priced(placed, tp, cp, share)) for placed, count in self._layers(name).items()]
         return _Passes(*(sum(count * each[index] for count, each in passes) for index in range(3)))
+
+    def _layers_of(self, name: str) -> Counter[StageLayer]:
+        """How often a module has each of its layers."""
+        return Counter(stage_layers(self.job.model, {name: (0, self.num_blocks[name])}, {}))
 
     def _priced(self, placed: StageLayer, tp: int, cp: int, share: _Share) -> _Passes:
         """One layer, on each of tp * cp ranks. share: of one replica."""

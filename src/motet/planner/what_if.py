@@ -55,21 +55,19 @@ def what_if(result: SearchResult, strategies: Mapping[str, Strategy], quota: Quo
     cluster, device = job.cluster, job.cluster.device
     memory = replace(device, memory_bytes=_MEMORY * device.memory_bytes)
     larger = replace(cluster, device=memory)
-    answer = _planned(replace(job, cluster=larger, cost=job.cost.on(larger)), result, strategies, quota)
+    answer = _planned(job.on(larger), result, strategies, quota)
     words = f"With {_MEMORY} times the memory, {memory.memory_bytes / 1e9:,.4g} GB a device"
     held = "" if answer is None else f", which fill {answer.prediction.peak_bytes.max() / 1e9:,.1f} GB of it"
     yield _change(words, best, answer, held)
     more = replace(cluster, num_nodes=cluster.num_nodes + 1)
-    answer = _planned(replace(job, cluster=more, cost=job.cost.on(more)), result, strategies, quota)
+    answer = _planned(job.on(more), result, strategies, quota)
     nodes = f"With {more.num_nodes:,} nodes instead of {cluster.num_nodes:,}"
     change = _change(f"{nodes} and the same batch", best, answer, "")
     yield change
     if change.gain < _LEAST_GAIN:
         # The batch may not divide among the ranks: one that has as many examples for each rank does.
         size = -(-job.batch_size * more.num_nodes // cluster.num_nodes)
-        answer = _planned(
-            replace(job, cluster=more, cost=job.cost.on(more), batch_size=size), result, strategies, quota
-        )
+        answer = _planned(replace(job.on(more), batch_size=size), result, strategies, quota)
         yield _change(f"{nodes} and batches of {size:,}", best, answer, "")
     batches = replace(job, batch_size=_BATCH * job.batch_size)
     answer = _planned(batches, result, strategies, quota)

@@ -167,7 +167,8 @@ def test_pieces_hide_messages_behind_products_but_for_the_first(pieces):
             for number in (1, pieces)
         )
         model = Analytic(where)
-        product_s = float(model._product_s(layer, rows.rows, 8, layer.weights)[0])
+        computed_s = model._computed_s(layer, rows.rows, 8)
+        product_s = float(model._product_s(layer, rows.rows, 8, layer.weights, computed_s)[0])
         latency_s = 4 * 7 * where.intra_node.latency_s
         if is_hidden:
             assert exposed_s == pytest.approx((whole_s - latency_s) / pieces + latency_s)

@@ -115,15 +115,23 @@ class EncoderPlans:
         plan = self.plan(units)
         return Pricing(plan, fillable(plan)[0], self._assignment, self.job.cost)
 
-    def busiest_s(self, backbone: Unit) -> float:
-        """Seconds that the busiest rank of the backbone computes, over all replicas: a step takes no less. Rounded
-        down."""
+    def least_s(self, backbone: Unit) -> float:
+        """Seconds that a step of the backbone takes at least, without messages, over all replicas. Rounded down.
+
+        A rank computes all of its passes, in turn. Before the first, the ranks before it compute theirs of the first
+        microbatch; behind the last, they do so for the last one. So no step that fills its bubbles takes less either.
+        """
         plan = self.plan((backbone, *self.example.units[1:]))
         pricing = Pricing(plan, unscheduled(Layout(plan)), self._assignment, self.job.cost)
-        busy_s = np.zeros((self.shape.pp, pricing.num_islands))
+        busy_s, passing_s = np.zeros((2, self.shape.pp, pricing.num_islands))
         for kind in pricing.planned.kinds:
-            busy_s[kind.ranks] += np.sum(pricing.islands(kind.stage)[:-1], axis=(0, 2))
-        return float(busy_s.max()) * (1 - 1e-9)
+            prices = pricing.islands(kind.stage)
+            all_s, forward_s = np.sum(prices[:-1], axis=0), prices.forward + prices.forward_tensor
+            busy_s[kind.ranks] += all_s.sum(axis=1)
+            first_chunk = kind.ranks[kind.numbers < self.shape.pp]
+            passing_s[first_chunk] = forward_s[:, 0] + (all_s - forward_s)[:, -1]
+        waited_s = passing_s.cumsum(axis=0) - passing_s
+        return float((waited_s + busy_s).max()) * (1 - 1e-9)
 
     def has_backward(self, pp: int) -> Mapping[str, tuple[bool, ...]]:
         """Which stages of each encoder have backward passes, in plans of this PP."""

@@ -108,7 +108,7 @@ def _try_backbone(job: Job, pins: Pins, shape: PipelineShape, faster_than_s: flo
     memory = EncoderMemory(plans)
     has_plans = next(iter(plans), None) is not None
     alone = memory.backbone_alone() if has_plans and faster_than_s < math.inf else None
-    if alone is not None and plans.busiest_s(alone) >= faster_than_s:
+    if alone is not None and plans.least_s(alone) >= faster_than_s:
         return _Outcome(True, [_too_slow(shape)], [])
     # 3. The encoder plans that fit.
     fitting, nearest = _fitting(memory, plans, pins)
@@ -118,7 +118,7 @@ def _try_backbone(job: Job, pins: Pins, shape: PipelineShape, faster_than_s: flo
         return _Outcome(False, ruled_out or [RuledOut(BUBBLE_FILLING, str(shape), why)], [])
     # 4. What its busiest rank computes.
     least = min(fitting, key=_num_recomputed)
-    if plans.busiest_s(least.units[0]) >= faster_than_s:
+    if plans.least_s(least.units[0]) >= faster_than_s:
         return _Outcome(True, [*ruled_out, _too_slow(shape, least)], [])
     # 5. Its simulated step, if all bubbles were filled.
     filler = _Filler(plans)

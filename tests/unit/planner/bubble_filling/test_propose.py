@@ -10,6 +10,9 @@ from motet.core.sampler import Sampler
 from motet.core.shapes import Transformer, audio_encoder, connect, language_model, multimodal, vit
 from motet.core.spec import ModelSpec
 from motet.cost.analytic import Analytic
+from motet.planner.bubble_filling.backbone_alone import BackboneAlone
+from motet.planner.bubble_filling.backbone_shapes import backbone_shapes
+from motet.planner.bubble_filling.encoder_plans import EncoderPlans
 from motet.planner.bubble_filling.propose import propose_bubble_filling
 from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.job import Job
@@ -166,3 +169,16 @@ def test_what_cannot_be_faster_is_left_out_in_words():
     found = list(propose_bubble_filling(given, Pins(), fastest_s / 2))
     assert found and all(isinstance(one, RuledOut) for one in found)
     assert any("even with all bubbles filled" in one.why for one in found)
+
+
+@pytest.mark.parametrize(("lengths", "share"), [(ALIKE, 0.8), (MIXED, 0.7)], ids=["alike", "mixed"])
+def test_the_least_of_a_backbone_is_near_its_simulated_step_and_never_above(lengths, share):
+    # A backbone that cannot win is left out before it is simulated, which takes the longest.
+    given = job(batch_size=32, lengths=lengths)
+    for shape in sorted(backbone_shapes(given, Pins(microbatch_size=1)), key=lambda one: one.estimate_s)[:4]:
+        plans = EncoderPlans(given, shape)
+        units = plans.units(next(iter(plans)))
+        alone = BackboneAlone(plans)
+        simulated_s = alone.pipeline(units, parted=True).end_s * alone.slowdown(units)
+        least_s = plans.least_s(units[0])
+        assert share * simulated_s < least_s < simulated_s
