@@ -1,4 +1,5 @@
-"""The fastest Plans of a search, made faster step by step: from each to a neighbour that is faster, until none is.
+"""The fastest Plans of a search, made faster step by step: from each to a neighbour that is faster; where none is, on
+from the least slow one, as far as the budget reaches.
 
 Estimates in closed form decide what is proposed and simulated. They are some per cent wrong, so a neighbour of a
 proposed Plan, or one that was proposed and not given its best order of examples, may be the fastest. On few ranks,
@@ -49,7 +50,7 @@ NEAR, NEAR_LEADER = 1.15, 1.6
 """Plans within the first factor of the fastest are refined, and those within the second that lead a strategy."""
 _NUM_VARIANTS = 9
 """Simulations of `fastest_variant`, at most."""
-_SHARE = 0.4
+_SHARE = 0.6
 """The share of what is left that one Plan's descent may spend, so that other Plans of its strategy have theirs."""
 
 
@@ -65,6 +66,7 @@ class Refinement:
         budget = BUDGET * min(1.0, _FEW_RANKS / job.cluster.num_ranks) ** 2
         self.left = dict.fromkeys((*strategies,), budget)
         self.seen = set[str]()
+        self._slower: list[SimulatedCandidate] = []
 
     @cached_property
     def _bound_s(self) -> float:
@@ -107,11 +109,13 @@ class Refinement:
         return improved
 
     def _descended(self, start: SimulatedCandidate) -> SimulatedCandidate:
-        """The Plan from which no neighbour is faster that was not seen, as far as the budget reaches."""
+        """The fastest Plan that a descent passes, as far as the budget reaches."""
         strategy = start.candidate.strategy
-        found, stop_at = start, (1 - _SHARE) * self.left[strategy]
-        while faster := self._faster_neighbour(found, strategy, stop_at):
-            found = faster
+        found = here = start
+        stop_at, self._slower = (1 - _SHARE) * self.left[strategy], []
+        while after := self._faster_neighbour(here, strategy, stop_at) or self._least_slower(found, strategy, stop_at):
+            here = after
+            found = min(found, here, key=lambda one: one.prediction.step_s)
         if found is start:
             return start
         gain = 1 - found.prediction.step_s / start.prediction.step_s
@@ -125,6 +129,16 @@ class Refinement:
         )
         return SimulatedCandidate(candidate, found.prediction)
 
+    def _least_slower(self, found: SimulatedCandidate, strategy: str, stop_at: float) -> SimulatedCandidate | None:
+        """The fastest that was simulated and not gone on from, if it is near the best and budget is left.
+
+        So a descent leaves a Plan that has no faster neighbour.
+        """
+        self._slower.sort(key=lambda one: one.prediction.step_s)
+        is_left = self.left[strategy] > stop_at
+        is_near = is_left and self._slower and self._slower[0].prediction.step_s <= NEAR * found.prediction.step_s
+        return self._slower.pop(0) if is_near else None
+
     def _faster_neighbour(self, found: SimulatedCandidate, strategy: str, stop_at: float) -> SimulatedCandidate | None:
         """The first neighbour that is faster; None if none is, or the strategy's budget is down to stop_at."""
         limit_s = found.prediction.step_s
@@ -135,7 +149,11 @@ class Refinement:
                 return None
             self.seen.add(_key(other))
             neighbour = self._predicted(found, other)
-            if neighbour is None or neighbour.prediction.step_s >= limit_s:
+            if neighbour is None:
+                continue
+            if neighbour.prediction.step_s >= limit_s:
+                if self._fits(neighbour):
+                    self._slower.append(neighbour)
                 continue
             if not self._fits(neighbour):
                 full = all_recomputed(other)

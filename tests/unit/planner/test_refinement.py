@@ -12,7 +12,7 @@ from motet.planner.candidate import CHAIN, Pins, predict_candidate
 from motet.planner.evaluation import Quota
 from motet.planner.infeasible import possible_tensor_degrees
 from motet.planner.job import Job
-from motet.planner.refinement import strategy_of
+from motet.planner.refinement import Refinement, strategy_of
 from motet.planner.search import search
 from motet.planner.strategies import STRATEGIES
 from motet.schedule import program_of, validate
@@ -122,3 +122,18 @@ def test_a_rank_that_divides_nothing_is_left_over():
     four = replace(SMALL.cluster, ranks_per_node=4)
     fewer = search(replace(SMALL, cluster=four, cost=Analytic(four), batch_size=4), STRATEGIES)
     assert result.best.prediction.step_s <= 1.02 * fewer.best.prediction.step_s
+
+
+def test_a_descent_goes_on_from_a_slower_plan_that_is_near(monkeypatch):
+    """It is how a Plan is left that has no faster neighbour: more Plans are simulated, and none is slower for it."""
+    least_slower, left = Refinement._least_slower, []
+
+    def counted(self, *arguments):
+        left.append(least_slower(self, *arguments))
+        return left[-1]
+
+    monkeypatch.setattr(Refinement, "_least_slower", counted)
+    gone_on = search(SMALL, STRATEGIES).best.prediction.step_s
+    assert any(one is not None for one in left)
+    monkeypatch.setattr(Refinement, "_least_slower", lambda self, *arguments: None)
+    assert gone_on <= search(SMALL, STRATEGIES).best.prediction.step_s
