@@ -10,7 +10,7 @@ import torch
 
 from motet.assign.context_rows import context_rows
 from motet.assign.orchestrator import Decision
-from motet.assign.rows import dealt_out
+from motet.assign.rows import takers
 from motet.core.arrays import Int64Array
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BACKBONE, BatchLengths
@@ -85,11 +85,8 @@ def _shared_out(
         if len(places) and phase in place.sources:
             items = _items(decision, lengths, phase, replica)
             num_tokens = lengths.items[phase].num_tokens[items]
-            if phase in place.of_unit:
-                takers = decision.assignments[phase].ranks[items].astype(np.int64) % place.cp
-            else:
-                takers = dealt_out(num_tokens, place.cp)
-            routes[phase] = route_to_places(owner, np.repeat(takers, num_tokens), place.c, place.cp)
+            ranks = takers(decision.assignments[phase].ranks[items], num_tokens, place.cp, phase in place.of_unit)
+            routes[phase] = route_to_places(owner, np.repeat(ranks, num_tokens), place.c, place.cp)
     tokens, targets = (each[own] if len(each) else each for each in (packed.tokens, packed.targets))
     share = replace(share, routes=routes, trained=place.trained, method=place.method)
     return PackedSequences(tokens, targets, packed.offsets, positions, share)
