@@ -116,9 +116,9 @@ class ContextShare:
         return (exchange if goes_back else exchange_rows)(rows, route, self.group)
 
     def with_tensors(self, change: Callable[[Tensor], Tensor]) -> ContextShare:
-        """The same with all tensors changed, as to another device. Routes have their own `to`."""
+        """The same with all tensors changed, as to another device."""
         predicted, labels, ends = (change(tensor) for tensor in (self.predicted, self.labels, self.ends))
-        routes = {phase: route._with_indices(change) for phase, route in self.routes.items()}
+        routes = {phase: route.with_indices(change) for phase, route in self.routes.items()}
         return replace(self, predicted=predicted, labels=labels, ends=ends, routes=routes)
 
 
