@@ -77,7 +77,7 @@ def _shared_out(
 ) -> PackedSequences:
     """The rows of one rank in sequences of its replica. packed: all rows."""
     rows = context_rows(np.diff(packed.offsets.numpy()).astype(np.int64), place.cp)
-    share = share_sequences(rows, place.c, packed.tokens, packed.targets, packed.offsets)
+    share = share_sequences(rows, place.c, packed)
     own, routes, positions = share.own, {}, {}
     for phase in packed.feature_positions:
         owner = rows.owner[places := packed.feature_positions[phase].numpy()].astype(np.int64)

@@ -102,14 +102,6 @@ def impossible_cut(model: MLLM, plan: Plan) -> str:
             if unit.tp > 1 and (why := why_undivided(model, name)):
                 return f"unit {unit.name!r} has tp {unit.tp}, and {name!r} cannot be divided: {why}"
             if name == BACKBONE:
-                num_stages = sum(name in stage for stage in unit.stages)
-                if model.backbone.bidirectional and (num_stages > 1 or unit.cp > 1):
-                    what = f"cuts the backbone into {num_stages} stages" if num_stages > 1 else f"has cp {unit.cp}"
-                    return (
-                        f"unit {unit.name!r} {what}, which cannot be: rows of {model.backbone.bidirectional[0]!r} see "
-                        "each other in both directions (model.backbone.bidirectional), and only a rank with whole "
-                        "sequences and the first block knows where they stand"
-                    )
                 if model.backbone.merge is not None and unit.cp > 1:
                     return f"unit {unit.name!r} has cp {unit.cp}, which cannot be: model.merge takes whole sequences"
                 continue
