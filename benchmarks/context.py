@@ -1,6 +1,15 @@
-"""Attention over a multimodal mask: the BlockMask from the table of who sees whom, against torch's `create_block_mask`.
+"""Sequences that ranks share, and attention over a multimodal mask.
 
-    python benchmarks/context.py [--seed 0] [--json FILE] [--only NAME]
+    python benchmarks/context.py [--seed 0] [--json FILE] [--only NAME] [--lengths FILE]
+
+blockmask: the BlockMask from the table of who sees whom, against torch's `create_block_mask` (below).
+balance:   tokens dealt out over 8 ranks: (query, key) pairs of the busiest rank over the mean on masks drawn as of
+           Cornstarch's Table 4, beside its LPT and random distribution, ring, zigzag, and MagiAttention's dispatch. The
+           goal is the best of all. The published table has milliseconds (`papers_masks.py`); nothing is timed here.
+moved:     rows that move in a layer's attention on packs of 32 k tokens of real examples without caps
+           (../shared/data/lengths.csv.gz, or --lengths FILE; without it nothing is drawn), of 32 heads of queries and 8
+           of keys. The goal is that group-cast moves no row more than the mask asks for, which is counted without the
+           table.
 
 Documents of log-normal length are packed, with images among their text that see themselves in both directions. All is
 processor time of this process on one thread, in one run:
@@ -19,6 +28,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from context_tokens import balance_rows, moved_rows_of
 from rows import Row, finish, options, show
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
@@ -103,7 +113,11 @@ def block_mask_rows(seed: int) -> Iterator[Row]:
     yield Row("BlockMask, 64 k, rank: from the table, ms", 1e3 * median_s(of_rank), MOST_MS)
 
 
-PARTS = {"blockmask": block_mask_rows}
+PARTS = {
+    "blockmask": lambda asked: block_mask_rows(asked.seed),
+    "balance": lambda asked: balance_rows(asked.seed),
+    "moved": lambda asked: moved_rows_of(asked.lengths, asked.seed),
+}
 
 
 def main() -> None:
@@ -111,7 +125,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     for name, part in PARTS.items():
-        for row in part(asked.seed) if asked.only in ("", name) else ():
+        for row in part(asked) if asked.only in ("", name) else ():
             show(row)
             rows.append(row)
     finish(rows, asked.json, seed=asked.seed)

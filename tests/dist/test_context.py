@@ -71,9 +71,7 @@ def passed(backbone, sequences):
 
 def shared(sequences, rank, num_ranks, method):
     lengths = np.diff(sequences.offsets.numpy()).astype(np.int64)
-    share = share_sequences(
-        context_rows(lengths, num_ranks), rank, sequences.tokens, sequences.targets, sequences.offsets
-    )
+    share = share_sequences(context_rows(lengths, num_ranks), rank, sequences)
     share = replace(share, group=dist.group.WORLD, method=method)
     own = torch.from_numpy(share.own)
     return replace(sequences, tokens=sequences.tokens[own], targets=sequences.targets[own], context=share)

@@ -78,11 +78,20 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_loss_and_answers_equal_one_process(job, expected, tmp_path, name):
-    plan = PLANS[name](job)
+    assert_same(job, expected, tmp_path, PLANS[name](job), EVALUATED)
+
+
+def test_loss_and_answers_of_prompts_that_see_themselves_in_both_directions(job, tmp_path):
+    overrides = [*EVALUATED, "model.backbone.prefix=true", 'model.backbone.bidirectional=["image"]']
+    expected = run_ranks(evaluate, 1, str(job), [*overrides, f"run.dir={tmp_path}"])[0]
+    assert_same(job, expected, tmp_path, PLANS["shared sequences"](job), overrides)
+
+
+def assert_same(job, expected, tmp_path, plan, overrides):
     file, num_ranks = tmp_path / "plan.json", max(unit.ranks.stop for unit in plan.units)
     write_plan(plan, file)
     (alone, alone_said) = expected
-    for found, said in run_ranks(evaluate, num_ranks, str(job), [*EVALUATED, f"run.dir={tmp_path}"], str(file)):
+    for found, said in run_ranks(evaluate, num_ranks, str(job), [*overrides, f"run.dir={tmp_path}"], str(file)):
         assert found.loss == pytest.approx(alone.loss, rel=1e-10)
         assert (found.samples, found.exact_match, found.num_examples) == (
             alone.samples,

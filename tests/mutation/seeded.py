@@ -74,8 +74,8 @@ def rows_are_in_another_order(patch):
 
     def turned(*args):
         for part in parts(*args):
-            rows = part.rows or SentRows(np.arange(part.num_sent), np.arange(part.num_taken))
-            yield replace(part, rows=SentRows(rows.source[::-1].copy(), rows.sink))
+            rows = part.rows or SentRows(np.arange(part.num_sent), np.arange(part.num_taken), part.num_taken)
+            yield replace(part, rows=replace(rows, source=rows.source[::-1].copy()))
 
     patch.setattr(planned_step, "message_parts", lambda *args: tuple(turned(*args)))
 

@@ -63,11 +63,13 @@ _PARTS = (
     *[("again",), ("again",), ("again", "tiles"), ("again", "rows", "queries")],
 )
 """Parts of the model, as of `parity.planned_parts`."""
+_AHEAD = (*[()] * 5, ("ahead",), ("prefix",), ("ahead", "prefix"))
+"""Further ones: rows that see some behind them."""
 _MIXTURE = {
     "tied": lambda rng: bool(rng.random() < 0.3),
     "frozen": lambda rng: tuple(map(str, rng.choice(FROZEN, rng.choice([0, 0, 1, 2]), replace=False))),
     "contents": lambda rng: tuple(name for name in PHASES if rng.random() < 0.8),
-    "parts": lambda rng: _PARTS[int(rng.integers(len(_PARTS)))],
+    "parts": lambda rng: _PARTS[int(rng.integers(len(_PARTS)))] + _AHEAD[int(rng.integers(len(_AHEAD)))],
     "left_out": lambda rng: float(rng.choice([0, 0, 0, 0.3])),
     "batch_size": lambda rng: int(rng.choice([1, 2, 3, 4, 6, 6, 8, 12, 12, 18, 24])),
     "dropout": lambda rng: float(rng.choice([0, 0, 0, 0.2])),

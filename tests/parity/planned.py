@@ -141,7 +141,8 @@ def build_hf_model(
         for phase, (tower, downsample) in towers.items()
     }
     causal_lm = of_family.model(backbone).to(torch.float64)
-    model = MLLM(encoders, Backbone(causal_lm, train=BACKBONE not in frozen, again=again_with(parts)))
+    ahead = {"bidirectional": ("image",) if "ahead" in parts else (), "prefix": "prefix" in parts}
+    model = MLLM(encoders, Backbone(causal_lm, train=BACKBONE not in frozen, again=again_with(parts), **ahead))
     for name, module in {**encoders, BACKBONE: model.backbone}.items():
         if f"{name} block" in frozen:
             module.blocks[1].requires_grad_(False)
@@ -319,7 +320,7 @@ def batches_of(
     """The microbatches of a step, as far as this rank needs them. decide: that of the place, by default a new one."""
     examples, phases = case.examples(step), tuple(model.encoders)
     lengths = LoadedTables.read([tables_of(examples, phases, model.encoders)], phases).lengths
-    needs = StageNeeds.of(place, case.exchange)
+    needs = StageNeeds.of(place, case.exchange, sees_ahead=model.backbone.sees_ahead)
     batches, all_kept = [], case.kept(step)
     for number, part in enumerate((decide or StepDecider(place))(lengths).microbatches):
         kept = all_kept[part.examples]

@@ -3,6 +3,7 @@
 "queries":      the image's projector is a resampler, the others' are Q-Formers: a block more each.
 "tiles":        a callback with weights makes tiles of each image before its encoder, and one doubles audio's rows.
 "again":        the image's rows enter the backbone again before its third block, audio's before its second as well.
+"ahead":        rows of images see each other in both directions. "prefix": so do those before the first target.
 "rows", "sum":  "second" reads each image too; its rows come behind the first encoder's, or are added to them.
 """
 

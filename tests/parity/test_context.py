@@ -36,8 +36,11 @@ OF_BACKBONES = {
         PlannedCase(chain(2, WHOLE, zero=3), left_out=0.7, microbatch_size=2, tied=True),
         PlannedCase(chain(2, WHOLE), frozen=("image", "backbone"), parts=("again",)),
         PlannedCase(chain(2, {"backbone": 3}, replicated=("image", "audio"))),
+        *(PlannedCase(chain(2, WHOLE), exchange=way, parts=("ahead", "again"), dropout=0.2) for way in WAYS),
+        PlannedCase(chain(2, WHOLE, zero=3), microbatch_size=2, parts=("prefix",), left_out=0.3),
     ],
     3: [
+        *(PlannedCase(chain(3, WHOLE), exchange=way, parts=("ahead",), family="gemma2") for way in WAYS[:2]),
         PlannedCase((Unit("encoders", ({"image": 3, "audio": 2},)), *chain(2, {"backbone": 3}, first_rank=1))),
         PlannedCase(chain(3, {SECOND: 2} | WHOLE), exchange="all_gather", parts=("rows",)),
     ],
@@ -63,6 +66,14 @@ OF_BACKBONES = {
             batch_size=8,
         ),
         PlannedCase(chain(4, WHOLE), contents=(), batch_size=2),
+        *(
+            PlannedCase(
+                chain(2, {"image": 3, "audio": 2, "backbone": 2}, {"backbone": 1}, recompute=RECOMPUTED),
+                exchange=way,
+                parts=("ahead", "prefix"),
+            )
+            for way in WAYS
+        ),
         *(PlannedCase(chain(2, WHOLE, tp=2), exchange=way, dropout=0.2) for way in ("group_cast", "ulysses")),
         PlannedCase(chain(2, WHOLE, dp=2, zero=2, shard_size=2)),
         PlannedCase((ENCODERS, *chain(2, {"backbone": 3}, first_rank=2)), microbatch_size=2, tied=True),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from motet.assign.step import ModuleAssignment, StepAssignment
 from motet.balance import assign
@@ -27,10 +28,12 @@ class SentRows:
     source: indexes into the sender's output, whose items are ordered by position.
     sink:   indexes into the receiver's input: all rows of the module that the receiver takes in, ordered by the
             position of their example, then by item. Ascending.
+    num_taken: rows of the receiver's input, from all senders.
     """
 
     source: Int64Array
     sink: Int64Array
+    num_taken: int
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,16 @@ class Dealing:
 
     def ranks(self, items: ModuleAssignment, arriving: Int64Array) -> Int64Array:
         """The c of each item that a replica takes in, int64 [num_arriving]. items: of the whole step."""
-        if self.is_of_unit:
-            return items.replica[arriving].astype(np.int64) % self.cp
-        return dealt_out(items.num_tokens[arriving], self.cp)
+        return takers(items.replica[arriving], items.num_tokens[arriving], self.cp, self.is_of_unit)
+
+
+def takers(encoders: NDArray[np.integer], work: Int64Array, cp: int, is_of_unit: bool) -> Int64Array:
+    """The context-parallel rank of the backbone that takes in each item of an encoder, int64 [num_items].
+
+    encoders:   int [num_items], the rank of its unit that has encoded each item.
+    work:       int64 [num_items]. is_of_unit: as of `Dealing`.
+    """
+    return encoders.astype(np.int64) % cp if is_of_unit else dealt_out(work, cp)
 
 
 def dealt_out(work: Int64Array, cp: int) -> Int64Array:
@@ -115,16 +125,17 @@ def sent_rows(
     """
     name, sender = source
     items = assignment.modules[name]
-    arriving = arriving_items(assignment, name, sink, microbatch, dealing)
+    arriving = _arriving_items(assignment, name, sink, microbatch, dealing)
     sent = arriving[items.replica[arriving] == sender]
     return SentRows(
         row_order(items.items_of(sender, microbatch), sent, items.num_tokens),
         row_order(arriving, sent, items.num_tokens),
+        int(items.num_tokens[arriving].sum()),
     )
 
 
-def arriving_items(
-    assignment: StepAssignment, name: str, sink: tuple[str, int], microbatch: int, dealing: Dealing | None = None
+def _arriving_items(
+    assignment: StepAssignment, name: str, sink: tuple[str, int], microbatch: int, dealing: Dealing | None
 ) -> Int64Array:
     """The items of a module whose rows a replica takes in, by the position of their example, then by item, int64 [n].
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.dispatch.exchange import exchange, exchange_rows
 from motet.dispatch.route import Route
+
+if TYPE_CHECKING:
+    from motet.dispatch.batch import PackedSequences
 
 ContextExchange = Literal["auto", "group_cast", "all_gather", "ulysses"]
 """How rows of other ranks get to attention: the keys that are seen, all keys, or each head's rows of all ranks."""
@@ -74,6 +77,7 @@ class ContextPlace:
 class ContextShare:
     """The part of packed sequences that one of several ranks runs.
 
+    whole:     the sequences with all of their rows, on the CPU: who sees whom follows from their places.
     rows:      which rank has which rows. rank: which of them this one is.
     predicted: LongTensor [n], those of its rows behind which a target stands. labels: LongTensor [n], that target: it
                may be a row of another rank.
@@ -85,6 +89,7 @@ class ContextShare:
     sent:      what `count_bytes` has been told.
     """
 
+    whole: PackedSequences
     rows: ContextRows
     rank: int
     predicted: Tensor
@@ -116,18 +121,18 @@ class ContextShare:
         return (exchange if goes_back else exchange_rows)(rows, route, self.group)
 
     def with_tensors(self, change: Callable[[Tensor], Tensor]) -> ContextShare:
-        """The same with all tensors changed, as to another device. Routes have their own `to`."""
+        """The same with all tensors but those of `whole` changed, as to another device."""
         predicted, labels, ends = (change(tensor) for tensor in (self.predicted, self.labels, self.ends))
-        routes = {phase: route._with_indices(change) for phase, route in self.routes.items()}
+        routes = {phase: route.with_indices(change) for phase, route in self.routes.items()}
         return replace(self, predicted=predicted, labels=labels, ends=ends, routes=routes)
 
 
-def share_sequences(rows: ContextRows, rank: int, tokens: Tensor, targets: Tensor, offsets: Tensor) -> ContextShare:
-    """The part of a rank in sequences, whose tokens and targets are of all rows; no rows of encoders yet.
+def share_sequences(rows: ContextRows, rank: int, whole: PackedSequences) -> ContextShare:
+    """The part of a rank in sequences; no rows of encoders yet.
 
-    tokens, targets: as of `PackedSequences`; empty on a rank that neither embeds nor takes the loss.
+    whole: with all rows; without tokens and targets on a rank that has read none.
     """
-    own, starts = rows.rows[rank], offsets[:-1].long()
+    tokens, targets, own, starts = whole.tokens, whole.targets, rows.rows[rank], whole.offsets[:-1].long()
     is_own = torch.from_numpy(rows.owner == rank)
     predicted = torch.empty(0, dtype=torch.int64)
     if len(tokens):
@@ -140,6 +145,7 @@ def share_sequences(rows: ContextRows, rank: int, tokens: Tensor, targets: Tenso
         np.flatnonzero((rows.lengths > 0) & (rows.owner[np.maximum(last, 0)] == rank)) if rows.num_rows else last[:0]
     )
     return ContextShare(
+        whole,
         rows,
         rank,
         torch.from_numpy(np.searchsorted(own, predicted.numpy() - 1)),

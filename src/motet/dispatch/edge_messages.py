@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from motet.assign.context_rows import context_rows
-from motet.assign.rows import Dealing, SentRows, arriving_items, edge_rows
+from motet.assign.rows import SentRows, edge_rows
 from motet.assign.step import ModuleAssignment, StepAssignment, joined
 from motet.core.arrays import Int64Array
 from motet.core.spec import Module
@@ -67,7 +67,7 @@ def message_parts(
     Where other context-parallel ranks have rows of the backbone, a part without any stays: all run its blocks.
     """
     layout, model = planned.layout, planned.layout.plan.model
-    source, sink = (planned.stages[stage] for stage in planned.program.edges[edge])
+    source = planned.stages[planned.program.edges[edge][0]]
     rows, parts = edge_rows(planned, assignment, edge, island, microbatch, shares), []
     for name, stop in planned.outputs(edge):
         module, items = model.module(name), assignment.modules[name]
@@ -77,14 +77,9 @@ def message_parts(
         is_kept = name == BACKBONE and num_sent > 0
         if name == BACKBONE and source.unit.cp > 1 and shares is not None:
             num_sent = len(context_rows(items.length[computed], source.unit.cp).rows[shares[0]])
-        for (source_module, taker), sent in rows.items():
+        for (source_module, _), sent in rows.items():
             if source_module == name:
-                num_taken = num_sent
-                if sent is not None:
-                    sink_share = taker, share_of(layout, taker, sink, island, shares and shares[1])
-                    dealing = Dealing.of(layout.plan, name, taker, shares)
-                    arriving = arriving_items(assignment, name, sink_share, microbatch, dealing)
-                    num_taken = int(items.num_tokens[arriving].sum())
+                num_taken = num_sent if sent is None else sent.num_taken
                 has_gradient = layer.trainable or model.input_gradients[name][index]
                 moved = None if sent is None or _are_all(sent, num_sent, num_taken) else sent
                 part = MessagePart(name, layer.output_width, moved, num_sent, num_taken, has_gradient)

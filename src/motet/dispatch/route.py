@@ -84,13 +84,14 @@ class Route:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Route:
         """The same Route with its indices on `device`, where the rows are."""
-        return self._with_indices(lambda index: index.to(device, non_blocking=non_blocking))
+        return self.with_indices(lambda index: index.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Route:
         """The same Route with its indices in pinned memory."""
-        return self._with_indices(lambda index: index.pin_memory())
+        return self.with_indices(lambda index: index.pin_memory())
 
-    def _with_indices(self, change: Callable[[Tensor], Tensor]) -> Route:
+    def with_indices(self, change: Callable[[Tensor], Tensor]) -> Route:
+        """The same Route with both of its indices changed."""
         send, recv = (None if index is None else change(index) for index in (self.send_index, self.recv_index))
         return replace(self, send_index=send, recv_index=recv)
 
@@ -144,13 +145,14 @@ class GatherRoute:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> GatherRoute:
         """The same GatherRoute with its indices on `device`, where the rows are."""
-        return self._with_indices(lambda index: index.to(device, non_blocking=non_blocking))
+        return self.with_indices(lambda index: index.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> GatherRoute:
         """The same GatherRoute with its indices in pinned memory."""
-        return self._with_indices(lambda index: index.pin_memory())
+        return self.with_indices(lambda index: index.pin_memory())
 
-    def _with_indices(self, change: Callable[[Tensor], Tensor]) -> GatherRoute:
+    def with_indices(self, change: Callable[[Tensor], Tensor]) -> GatherRoute:
+        """The same GatherRoute with both of its indices changed."""
         there, back = (replace(gather, index=change(gather.index)) for gather in (self.there, self.back))
         return GatherRoute(there, back)
 

@@ -10,7 +10,7 @@ import torch
 
 from motet.assign.context_rows import context_rows
 from motet.assign.orchestrator import Decision
-from motet.assign.rows import dealt_out
+from motet.assign.rows import takers
 from motet.core.arrays import Int64Array
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BACKBONE, BatchLengths
@@ -77,7 +77,7 @@ def _shared_out(
 ) -> PackedSequences:
     """The rows of one rank in sequences of its replica. packed: all rows."""
     rows = context_rows(np.diff(packed.offsets.numpy()).astype(np.int64), place.cp)
-    share = share_sequences(rows, place.c, packed.tokens, packed.targets, packed.offsets)
+    share = share_sequences(rows, place.c, packed)
     own, routes, positions = share.own, {}, {}
     for phase in packed.feature_positions:
         owner = rows.owner[places := packed.feature_positions[phase].numpy()].astype(np.int64)
@@ -85,11 +85,8 @@ def _shared_out(
         if len(places) and phase in place.sources:
             items = _items(decision, lengths, phase, replica)
             num_tokens = lengths.items[phase].num_tokens[items]
-            if phase in place.of_unit:
-                takers = decision.assignments[phase].ranks[items].astype(np.int64) % place.cp
-            else:
-                takers = dealt_out(num_tokens, place.cp)
-            routes[phase] = route_to_places(owner, np.repeat(takers, num_tokens), place.c, place.cp)
+            ranks = takers(decision.assignments[phase].ranks[items], num_tokens, place.cp, phase in place.of_unit)
+            routes[phase] = route_to_places(owner, np.repeat(ranks, num_tokens), place.c, place.cp)
     tokens, targets = (each[own] if len(each) else each for each in (packed.tokens, packed.targets))
     share = replace(share, routes=routes, trained=place.trained, method=place.method)
     return PackedSequences(tokens, targets, packed.offsets, positions, share)

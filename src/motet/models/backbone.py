@@ -37,6 +37,7 @@ from motet.models.callbacks import callback_name, check_callback
 from motet.models.context_items import ContextItems, SharedRows, context_of, placed, spare_row
 from motet.models.contract import Sequences
 from motet.models.exact import keep_float64
+from motet.models.extents import rows_together
 from motet.models.families.registry import backbone_family
 from motet.models.families.shaped import ShapedCausalLM
 from motet.models.families.supported import check_backbone, has_option
@@ -60,6 +61,7 @@ class Backbone(nn.Module):
            as DeepStack does.
     bidirectional: encoders whose rows see each other in both directions, as images do in Gemma 3: rows that follow each
            other without a token between.
+    prefix: whether rows of a document before its first target see each other in both directions, as in PaliGemma.
     Raises UserError for another class, and for a config with options that Motet does not compute
     (`supported.check_backbone`).
     """
@@ -71,9 +73,10 @@ class Backbone(nn.Module):
         merge: Callable[[Tensor, dict[str, Tensor], Sequences], Tensor] | None = None,
         again: Mapping[str, Sequence[int]] = MappingProxyType({}),
         bidirectional: Sequence[str] = (),
+        prefix: bool = False,
     ) -> None:
         super().__init__()
-        self.bidirectional = tuple(bidirectional)
+        self.bidirectional, self.prefix = tuple(bidirectional), prefix
         if causal_lm.config._attn_implementation != ATTENTION:
             raise ValueError(f"{type(causal_lm).__name__} must be built with attn_implementation={ATTENTION!r}")
         shaped = isinstance(causal_lm, ShapedCausalLM)
@@ -173,6 +176,11 @@ class Backbone(nn.Module):
         config = self.causal_lm.config
         of_model = config.sliding_window if has_option(config, "sliding_window") else None
         return getattr(attention, "sliding_window", of_model)
+
+    @property
+    def sees_ahead(self) -> bool:
+        """Whether rows see some that stand behind them; then each block needs to know where rows stand."""
+        return self.prefix or bool(self.bidirectional)
 
     def spec_module(self, name: str = BACKBONE) -> Module:
         """The backbone's part of a ModelSpec."""
@@ -305,11 +313,17 @@ class Backbone(nn.Module):
         lengths = np.diff(offsets)
         segments: PackedItems | TableItems | ContextItems
         if context is None:
-            segments, of_rows = self._extents(offsets, lengths, sequences), None
+            together, of_rows = rows_together(sequences, self.bidirectional, self.prefix), None
+            segments = (
+                TableItems(AttentionTable.packed(lengths, together=together))
+                if len(together)
+                else PackedItems(offsets, causal=True)
+            )
             positions = np.arange(len(hidden)) - np.repeat(offsets[:-1], lengths)
         else:
             if (segments := self._shared.get(context)) is None:
-                segments = self._shared[context] = ContextItems(context)
+                together = rows_together(context.whole, self.bidirectional, self.prefix)
+                segments = self._shared[context] = ContextItems(context, together)
             own, hidden = spare_row(context.own, hidden)
             positions, of_rows = context.rows.positions[own], np.repeat(lengths, lengths)[own]
             again = [name for name, blocks in self.again.items() if any(first <= block < stop for block in blocks)]
@@ -335,21 +349,6 @@ class Backbone(nn.Module):
         with parts.of(len(hidden)):
             own = parts.own(hidden)[None]
             return parts.whole(model(inputs_embeds=own, use_cache=False, **arguments).last_hidden_state[0])
-
-    def _extents(self, offsets: Int64Array, lengths: Int64Array, sequences: Sequences) -> PackedItems | TableItems:
-        """Documents that see themselves up to each row, and runs of rows that see each other in both directions."""
-        if self.bidirectional and len(sequences.tokens) != offsets[-1]:
-            raise ValueError("a stage behind the first does not know where rows stand that see each other")
-        held = [sequences.feature_positions[name] for name in self.bidirectional if name in sequences.feature_positions]
-        places = np.unique(torch.cat(held).cpu().numpy()) if held else np.zeros(0, np.int64)
-        if not len(places):
-            return PackedItems(offsets, causal=True)
-        begins = np.diff(places, prepend=-2) > 1
-        begins |= np.isin(places, offsets[:-1])  # a run ends with its document
-        first = np.flatnonzero(begins)
-        last = np.append(first[1:], len(places)) - 1
-        together = np.stack([places[first], places[last] + 1], axis=1)
-        return TableItems(AttentionTable.packed(lengths, together=together))
 
     def leave(self, hidden: Tensor, sequences: Sequences) -> tuple[Tensor, int]:
         """What stands behind the blocks and the norm: the loss and the number of targets, as `forward` returns them."""

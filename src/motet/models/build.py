@@ -100,6 +100,8 @@ class BackboneConfig(BaseModel):
     train:  whether it learns.
     bidirectional: encoders whose rows see each other in both directions, as images do in Gemma 3: rows that follow each
             other without a token between. Text stays causal.
+    prefix: whether rows of a document before its first target see each other in both directions, text included, as in
+            PaliGemma.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -108,6 +110,7 @@ class BackboneConfig(BaseModel):
     path: Path | None = None
     train: bool = True
     bidirectional: tuple[str, ...] = ()
+    prefix: bool = False
 
     @property
     def classes(self) -> Family:
@@ -230,7 +233,9 @@ def build_backbone(
     causal_lm = _build_hf("backbone", config.classes, config.path, options, dtype, seed, deferred)
     if (rows := causal_lm.config.vocab_size) < vocab_size:
         raise UserError(f"model.backbone: its vocabulary has {rows} entries, but the tokenizer needs {vocab_size}")
-    return Backbone(causal_lm, train=config.train, merge=merge, bidirectional=config.bidirectional)
+    return Backbone(
+        causal_lm, train=config.train, merge=merge, bidirectional=config.bidirectional, prefix=config.prefix
+    )
 
 
 def build_modality(

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -26,6 +27,7 @@ from motet.core.attention_table import AttentionTable
 from motet.core.context_rows import ContextRows, RowMoves, moved_heads
 from motet.core.errors import UserError
 from motet.dropout import heads_from
+from motet.models.contract import Sequences
 from motet.models.scores import Scoring
 from motet.models.table_items import TableItems
 
@@ -35,6 +37,7 @@ GROUP_CAST, ALL_GATHER, ULYSSES = "group_cast", "all_gather", "ulysses"
 class SharedRows(Protocol):
     """The rows that one of several ranks runs of sequences; fields are as of `dispatch.context.ContextShare`."""
 
+    whole: Sequences
     rows: ContextRows
     rank: int
     predicted: Tensor
@@ -86,9 +89,10 @@ def placed(
 
 
 class ContextItems:
-    """Extents of causal documents of which this rank has some rows. One object serves all layers and passes of a pack.
+    """Extents of documents of which this rank has some rows. One object serves all layers and passes of a pack.
 
     It is used as `models.attention.PackedItems` is, by all ranks of a group.
+    together: rows that see each other in both directions, as of `AttentionTable.packed`; all others are causal.
 
     Example:
         Rank 0 has the first row and the last of four, and sees both rows of rank 1:
@@ -100,9 +104,9 @@ class ContextItems:
 
     causal = True
 
-    def __init__(self, share: SharedRows) -> None:
+    def __init__(self, share: SharedRows, together: ArrayLike = ()) -> None:
         self._share, self._rows, self._rank = share, share.rows, share.rank
-        self._table = AttentionTable.packed(self._rows.lengths)
+        self._table = AttentionTable.packed(self._rows.lengths, together=together)
         self._methods: dict[tuple[int, int, int | None], str] = {}
         self._keys: dict[tuple[int | None, bool, torch.device], tuple[TableItems, _Copies]] = {}
         self._heads: dict[torch.device, tuple[TableItems, _Copies, _Copies]] = {}

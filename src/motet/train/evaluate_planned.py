@@ -213,14 +213,16 @@ class GrowingPrompts:
         self.answers[example].append(token)
 
     def tokens(self, example_id: int) -> TokenSequence:
-        """The prompt and the answer so far, without targets."""
-        prompt = self._prompts[example_id]
-        tokens = np.concatenate([prompt.tokens, np.array(self.answers[example_id], dtype=np.int64)])
-        return TokenSequence(tokens, np.zeros(len(tokens), dtype=bool), prompt.media, prompt.media_positions)
+        """The prompt and the answer so far, whose tokens are targets, as they are in training."""
+        prompt, answer = self._prompts[example_id], np.array(self.answers[example_id], dtype=np.int64)
+        tokens = np.concatenate([prompt.tokens, answer])
+        is_answer = np.arange(len(tokens)) >= len(prompt.tokens)
+        return TokenSequence(tokens, is_answer, prompt.media, prompt.media_positions)
 
     def batch_lengths(self, example_ids: Int64Array, num_ranks: int) -> BatchLengths:
         """As `Dataset.batch_lengths`."""
         whole, sequence = self._dataset.batch_lengths(example_ids, num_ranks), np.zeros(len(example_ids), np.int64)
+        num_targets = np.array([len(self.answers[example]) for example in example_ids.tolist()], dtype=np.int64)
         items = {}
         for phase, columns in whole.items.items():
             in_prompt = self._in_prompt(example_ids, phase, columns)
@@ -232,8 +234,8 @@ class GrowingPrompts:
         for index, example in enumerate(example_ids.tolist()):
             prompt = self._prompts[example]
             num_placeholders = len(set(prompt.media_positions.tolist()))  # Rows that are added share one.
-            sequence[index] += len(prompt.tokens) - num_placeholders + len(self.answers[example])
-        return replace(whole, sequence=sequence, num_targets=np.zeros_like(sequence), items=items)
+            sequence[index] += len(prompt.tokens) - num_placeholders
+        return replace(whole, sequence=sequence + num_targets, num_targets=num_targets, items=items)
 
     def item_sizes(self, example_ids: Int64Array) -> dict[str, Int64Array]:
         """As `Dataset.item_sizes`."""

@@ -45,10 +45,13 @@ def generate(
 
 
 class _GrowingSequence:
-    """A prompt and the answer so far. positions, rows: phase -> where its feature rows are in tokens, and the rows."""
+    """A prompt and the answer so far. positions, rows: phase -> where its feature rows are in tokens, and the rows.
 
-    def __init__(self, tokens: Tensor, positions: dict[str, Tensor], rows: dict[str, Tensor]) -> None:
-        self.tokens, self.positions, self.rows = tokens, positions, rows
+    Tokens of the answer are targets, as they are in training: a prefix ends there.
+    """
+
+    def __init__(self, tokens: Tensor, targets: Tensor, positions: dict[str, Tensor], rows: dict[str, Tensor]) -> None:
+        self.tokens, self.targets, self.positions, self.rows = tokens, targets, positions, rows
         self.answer: list[int] = []
         self.is_finished = False
 
@@ -59,12 +62,13 @@ class _GrowingSequence:
             return
         self.answer.append(token)
         self.tokens = torch.cat([self.tokens, self.tokens.new_tensor([token])])
+        self.targets = torch.cat([self.targets, self.targets.new_ones(1)])
 
 
 def _cut(
     prompts: PackedSequences, features: dict[str, Tensor]
-) -> list[tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]]:
-    """The packed prompts one by one: (tokens, positions of feature rows, the rows), the latter two by phase."""
+) -> list[tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]]:
+    """The packed prompts one by one: (tokens, targets, positions of feature rows, the rows), the last two by phase."""
     offsets = prompts.offsets.tolist()
     ends = {
         name: torch.searchsorted(at.cpu(), prompts.offsets.long()).tolist()
@@ -74,7 +78,8 @@ def _cut(
     for i, (start, end) in enumerate(pairwise(offsets)):
         span = {name: slice(ends[name][i], ends[name][i + 1]) for name in features}
         positions = {name: prompts.feature_positions[name][span[name]] - start for name in features}
-        pieces.append((prompts.tokens[start:end], positions, {name: features[name][span[name]] for name in features}))
+        rows = {name: features[name][span[name]] for name in features}
+        pieces.append((prompts.tokens[start:end], prompts.targets[start:end], positions, rows))
     return pieces
 
 
@@ -91,5 +96,5 @@ def _join(
         for name in features
     }
     rows = {name: torch.cat([features[name][:0], *(s.rows[name] for s in active)]) for name in features}
-    targets = torch.zeros(len(tokens), dtype=torch.bool, device=device)
+    targets = torch.cat([nothing.bool(), *(sequence.targets for sequence in active)])
     return PackedSequences(tokens, targets, torch.from_numpy(offsets), positions), rows

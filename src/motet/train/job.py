@@ -253,8 +253,9 @@ def _build_planned_job(
     _check_same_examples(world, dataset, heldout)
     with world.together():
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
+    needs = StageNeeds.of(place, recipe.context.exchange, sees_ahead=model.backbone.sees_ahead)
     step, optimizer = build_part(model, spec, place, PartConfig.of_recipe(recipe, world.device), mesh, world)
-    needs, evaluator = StageNeeds.of(place, recipe.context.exchange), None
+    evaluator = None
     if heldout is not None:
         evaluator = PlannedEvaluator(heldout, vocabulary, decoder, plan, needs, step, world, recipe.evaluate, say)
     progress, line = _resume(recipe, world, resume, model, optimizer, _start(recipe, dataset, order), say)

@@ -102,8 +102,8 @@ def impossible_cut(model: MLLM, plan: Plan) -> str:
             if unit.tp > 1 and (why := why_undivided(model, name)):
                 return f"unit {unit.name!r} has tp {unit.tp}, and {name!r} cannot be divided: {why}"
             if name == BACKBONE:
-                if what := _impossible_of_backbone(model, unit):
-                    return what
+                if model.backbone.merge is not None and unit.cp > 1:
+                    return f"unit {unit.name!r} has cp {unit.cp}, which cannot be: model.merge takes whole sequences"
                 continue
             encoder = model.encoders[name]
             for stop in accumulate(stage.get(name, 0) for stage in unit.stages):
@@ -119,21 +119,6 @@ def impossible_cut(model: MLLM, plan: Plan) -> str:
                 return f"unit {unit.name!r} {what}, which cannot be cut between its blocks: {why}"
             if name in in_halves and (why := encoder.unhalvable):
                 return f"unit {unit.name!r} fills bubbles with halves of blocks of {name!r}, which cannot be: {why}"
-    return ""
-
-
-def _impossible_of_backbone(model: MLLM, unit: Unit) -> str:
-    """As `impossible_cut`, of the backbone in its unit."""
-    num_stages = sum(BACKBONE in stage for stage in unit.stages)
-    if model.backbone.bidirectional and (num_stages > 1 or unit.cp > 1):
-        what = f"cuts the backbone into {num_stages} stages" if num_stages > 1 else f"has cp {unit.cp}"
-        return (
-            f"unit {unit.name!r} {what}, which cannot be: rows of {model.backbone.bidirectional[0]!r} see each "
-            "other in both directions (model.backbone.bidirectional), and only a rank with whole sequences and the "
-            "first block knows where they stand"
-        )
-    if model.backbone.merge is not None and unit.cp > 1:
-        return f"unit {unit.name!r} has cp {unit.cp}, which cannot be: model.merge takes whole sequences"
     return ""
 
 

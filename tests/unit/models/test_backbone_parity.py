@@ -7,14 +7,12 @@ dtype: with them the two agree to 2e-6, without to 4e-15. Weights are as if trai
 
 from contextlib import contextmanager, nullcontext
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model, get_block_sequence_ids_for_mask
 
-from motet.models.attention import PackedItems
 from motet.models.backbone import Backbone
 from motet.models.block import plain_names
 from motet.models.exact import keep_float64
@@ -149,27 +147,26 @@ def test_images_see_themselves_in_both_directions_as_in_gemma_3(tiny, family):
     assert max(map(relative, got, wanted)) < 1e-12
 
 
-def test_runs_of_rows_end_with_their_document_and_text(tiny):
-    """And a pack without such rows is a plain one."""
-    backbone = Backbone(tiny.backbone().causal_lm, bidirectional=("image", "audio"))
-    packed = tiny.Packed.of([6, 4, 5], image=[1, 2, 5, 6, 7], audio=[3, 11, 12])
+@pytest.mark.parametrize("family", ["gemma", "qwen2"])
+def test_a_prefix_sees_itself_in_both_directions_as_in_paligemma(tiny, family):
+    """Rows before the first target, against HF's own class with a mask; text behind it is causal, targets or not."""
+    causal_lm = tiny.backbone(family).causal_lm
+    trained_like(causal_lm)
+    packed = tiny.Packed.of([14, 1, 9, 6], image=[0, 1, 2, 3, 16, 17, 25, 29])
+    packed.targets[[4, 5, 6, *range(15, 20), *range(24, 30)]] = False  # prefixes of 7 rows, 5 at least, and all 6
 
-    def extents(sequences):
-        offsets = sequences.offsets.numpy().astype(np.int64)
-        return backbone._extents(offsets, np.diff(offsets), sequences)
+    def masks(embeds, document):
+        rows = torch.arange(len(document.tokens))
+        first = int(document.targets[1:].nonzero()[0]) + 1 if document.targets[1:].any() else len(rows)
+        sees = (rows[None] <= rows[:, None]) | ((rows[None] < first) & (rows[:, None] < first))
+        return torch.where(sees, 0.0, float("-inf")).to(embeds.dtype)[None, None]
 
-    end = extents(packed).table.end[0]
-    assert end.tolist() == [1, 4, 4, 4, 5, 6, 8, 8, 9, 10, 11, 13, 13, 14, 15]
-    assert isinstance(extents(tiny.Packed.of([6, 4])), PackedItems)
-
-
-def test_a_stage_without_tokens_does_not_guess_who_sees_whom(tiny):
-    backbone = Backbone(tiny.backbone().causal_lm, bidirectional=("image",))
-    sequences = tiny.Packed(
-        torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool), torch.tensor([0, 6]), {}
-    )
-    with pytest.raises(ValueError, match="a stage behind the first does not know"):
-        backbone.through(torch.zeros(6, tiny.dim, dtype=torch.float64), sequences, 1, 2)
+    features = torch.randn(8, tiny.dim, dtype=torch.float64, requires_grad=True)
+    got = Backbone(causal_lm, prefix=True)(packed, {"image": features})[0]
+    wanted = hf_loss(hf_model(causal_lm, exact=True), packed, features, masks)
+    assert relative(got, wanted) < 1e-12
+    assert relative(Backbone(causal_lm)(packed, {"image": features})[0], wanted) > 1e-6
+    assert relative(*(torch.autograd.grad(loss, features)[0] for loss in (got, wanted))) < 1e-12
 
 
 def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:

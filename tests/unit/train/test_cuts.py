@@ -42,21 +42,6 @@ def doubled(rows, sizes):
 doubled.output_dim = 16
 
 
-def test_rows_that_see_each_other_need_whole_sequences():
-    def said(*stages, **options):
-        model = build_hf_model()
-        model.backbone.bidirectional = ("image",)
-        unit = Unit("all", stages, pp=len(stages), zero=0, **options)
-        return impossible_cut(model, Plan(model_spec(model), cluster("h100", 1, 2), (unit,), 2))
-
-    encoders = {"image": 4, "audio": 3}
-    assert not said(encoders, LLM)
-    assert "cuts the backbone into 2 stages, which cannot be: rows of 'image' see each" in said(
-        {**encoders, "backbone": 1}, {"backbone": 2}
-    )
-    assert "has cp 2, which cannot be: rows of 'image' see each" in said({**encoders, **LLM}, cp=2)
-
-
 def encoder_of(tower, *, queries=True, **callbacks):
     width = getattr(callbacks.get("between"), "output_dim", 8)
     config = ProjectorConfig(kind="qformer", queries=3, config=QFORMER) if queries else ProjectorConfig()

@@ -1,7 +1,8 @@
 """Loads microbatches under a Plan: each rank reads what its stages need, and takes the rest from the index.
 
 Ranks with an encoder's first block read its media, of the microbatches that their stage takes. Ranks with the
-backbone's first or last block read tokens. The other stages need sizes and lengths alone.
+backbone's first or last block read tokens, and so do those with a block that must know where rows stand. The other
+stages need sizes and lengths alone.
 """
 
 from __future__ import annotations
@@ -56,20 +57,22 @@ class StageNeeds:
     context: ContextPlace | None = None
 
     @staticmethod
-    def of(place: Place, exchange: ContextExchange = "auto") -> StageNeeds:
-        """Of the rank of a Place. Places of rows that enter the backbone again are read with the tokens.
+    def of(place: Place, exchange: ContextExchange = "auto", *, sees_ahead: bool = False) -> StageNeeds:
+        """Of the rank of a Place. Places of rows are read with the tokens, where a block needs to know them: before it
+        rows enter the backbone again, or its rows see some behind them.
 
-        exchange: how attention gets rows of other ranks that share its sequences.
+        exchange:   how attention gets rows of other ranks that share its sequences.
+        sees_ahead: as of `models.backbone.Backbone`.
         """
         plan, stages = place.program.layout.plan, place.stages.values()
         model = plan.model
         begun = {name: one for one in stages for name, (first, _) in one.layers.items() if first == 0}
         ended = {name for one in stages for name, (_, stop) in one.layers.items() if stop == model.num_blocks[name]}
         spans = [range(*one.layers[BACKBONE]) for one in stages if BACKBONE in one.layers]
-        enters_again = any(block in span for *_, block in model.reentries for span in spans)
+        knows_places = any(block in span for *_, block in model.reentries for span in spans) or (sees_ahead and spans)
         readers = {name: stage for name, stage in begun.items() if name != BACKBONE}
         context = ContextPlace.of(plan, place.c, exchange) if BACKBONE in place.replicas else None
-        return StageNeeds(place.replicas, readers, BACKBONE in begun.keys() | ended or enters_again, context)
+        return StageNeeds(place.replicas, readers, BACKBONE in begun.keys() | ended or bool(knows_places), context)
 
     def reads(self, phase: str, microbatch: int, program: PlannedProgram | None) -> bool:
         """Whether it reads the items of a phase in a microbatch. program: of the step; None: that of the Plan."""
