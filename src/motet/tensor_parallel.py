@@ -218,8 +218,8 @@ def _with_copies(
 def divide_norm(norm: nn.Module, num_columns: int, ranks: TensorRanks) -> None:
     """Let a root mean square norm of rows take the mean over all `num_columns`, of which each rank has some.
 
-    It gets another `forward`, in place. norm: has `weight`, and `eps` or `variance_epsilon`; it multiplies by the weight
-    in at least float32, unless its `wide_weight` is False.
+    It gets another `forward`, in place. norm: has `weight`, and `eps` or `variance_epsilon`; it multiplies by the
+    weight in at least float32, unless its `wide_weight` is False.
     """
     norm.forward = partial(_normalised, norm, num_columns, ranks)  # type: ignore[method-assign]
 

@@ -33,7 +33,7 @@ from motet.models.backbone import Backbone
 from motet.models.families.registry import BACKBONES
 from motet.models.families.siglip import SiglipEncoder
 from motet.models.families.whisper import WhisperEncoder
-from motet.models.fused import NamedRows, joined, stored_names
+from motet.models.fused import NamedRows, stored_names, with_whole
 from motet.models.mllm import MLLM
 from motet.models.part import keep_spans, names_of_spans
 from motet.models.projector import ProjectorConfig
@@ -265,7 +265,7 @@ def run_planned(
     if not is_whole:
         return results, weights, gradients
     tables = ({name: _whole(tensor) for name, tensor in table.items()} for table in (weights, gradients))
-    return results, *map(joined, tables)
+    return results, *map(with_whole, tables)
 
 
 def _stored_parameters(step: PlannedStep) -> dict[str, torch.nn.Parameter]:

@@ -84,7 +84,7 @@ def stored_names(model: nn.Module, names: Mapping[str, str] | None = None) -> di
     return stored
 
 
-def joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Whole tensors by name, of tensors by key; the rows of each are there."""
     whole, parts = dict[str, Tensor](), dict[str, dict[int, Tensor]]()
     for key, tensor in tensors.items():

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from motet.models.build import build_mllm
 from motet.models.export import export_hf
-from motet.models.fused import joined, stored_names
+from motet.models.fused import stored_names, with_whole
 from motet.models.mllm import MLLM
 from motet.train.world import World
 
@@ -62,7 +62,7 @@ def _gathered(model: MLLM, world: World) -> dict[str, Tensor]:
         elif world.is_first:
             state[name] = torch.empty(shape, dtype=dtype)
             dist.recv(_as_bytes(state[name]), holder, group=world.control)
-    return joined(state)
+    return with_whole(state)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """The tensors of a checkpoint by name: `model.<name>` for weights, `optim.<name>.<field>` for the optimizer's state.
 
-Names and shapes are those of the unsharded model; what is split (`models/fused.py`) is named as rows of the whole, which
-`storage.py` puts together. The state of random number generators is not stored: dropout is drawn
-by item (`motet/dropout.py`), and each step seeds the generators from (run.seed, step, rank), for what else is drawn.
-AdamW counts the steps of each parameter: those in which no example needed its module are none.
+Names and shapes are those of the unsharded model; what is split (`models/fused.py`) is named as rows of the whole,
+which `storage.py` puts together. The state of random number generators is not stored: dropout is drawn by item
+(`motet/dropout.py`), and each step seeds the generators from (run.seed, step, rank), for what else is drawn. AdamW
+counts the steps of each parameter: those in which no example needed its module are none.
 """
 
 from __future__ import annotations
