@@ -215,6 +215,27 @@ def _with_copies(
         module._parameters.update(own)
 
 
+def divide_norm(norm: nn.Module, num_columns: int, ranks: TensorRanks) -> None:
+    """Let a root mean square norm of rows take the mean over all `num_columns`, of which each rank has some.
+
+    It gets another `forward`, in place. norm: has `weight`, and `eps` or `variance_epsilon`; it multiplies by the
+    weight in at least float32, unless its `wide_weight` is False.
+    """
+    norm.forward = partial(_normalised, norm, num_columns, ranks)  # type: ignore[method-assign]
+
+
+def _normalised(norm: Any, num_columns: int, ranks: TensorRanks, columns: Tensor) -> Tensor:
+    wide = columns.to(torch.promote_types(columns.dtype, torch.float32))
+    add = partial(_all_reduced, ranks=ranks)
+    # Every rank reads the sum for columns of its own, so that its gradient is a sum over ranks too.
+    squares = _Transposed.apply(wide.square().sum(-1, keepdim=True), add, add)
+    eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+    wide = wide * torch.rsqrt(squares / num_columns + eps)
+    if getattr(norm, "wide_weight", True):
+        return (norm.weight * wide).to(columns.dtype)
+    return norm.weight * wide.to(columns.dtype)
+
+
 def divide_vocabulary(embedding: nn.Embedding, ranks: TensorRanks) -> None:
     """Let an embedding, of which this rank has some rows, sum what ranks look up. It changes in place."""
     first, stop = ranks.part(embedding.num_embeddings)

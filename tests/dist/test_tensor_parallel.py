@@ -6,11 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from motet.core.shape_tables import ModelShapes
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import PackedSequences
 from motet.dropout import drawing
 from motet.models.build import ModelConfig, build_mllm
-from motet.models.divided import cuts_of, divide, why_undivided
+from motet.models.divided import cuts_of, divide, split_fused, why_undivided
+from motet.models.fused import NamedRows, stored_names
+from motet.models.shaped_config import config_of_shapes
 from motet.runtime.deferred import DeferredWeights
 from motet.tensor_parallel import TensorRanks, likeliest_entry, part_of, vocabulary_cross_entropy
 from ranks import run_ranks
@@ -39,7 +42,12 @@ AUDIO = {
     "num_mel_bins": 8,
     "max_source_positions": 20,
 }
+DINOV2 = {key: value for key, value in VISION.items() if key != "intermediate_size"} | {"mlp_ratio": 2}
+QWEN2_VL = {"embed_dim": 32, "depth": 2, "num_heads": 2, "hidden_size": 24, "mlp_ratio": 2, "patch_size": 4}
 FAMILIES = {
+    "dinov2": (DINOV2, [[2, 4], [3, 5]]),
+    "gated dinov2": (DINOV2 | {"use_swiglu_ffn": True}, [[2, 4], [3, 5]]),
+    "qwen2_vl": (QWEN2_VL, [[2, 4], [4, 6]]),
     "siglip": (VISION | {"vision_use_head": False}, [[2, 4], [3, 5]]),
     "clip": (VISION, [[2, 4], [3, 5]]),
     "whisper": (AUDIO, [[7], [20]]),
@@ -54,6 +62,10 @@ CASES = [
     ("gemma2", {"head_dim": 12, "sliding_window": 4}, "siglip"),
     ("gemma3", {"head_dim": 12, "sliding_window": 4}, "whisper"),
     ("mistral", {"sliding_window": 4}, "siglip"),
+    ("phi3", {"sliding_window": 5, "pad_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": True}, "qwen2_vl"),
+    ("phi3", {"pad_token_id": 0, "num_key_value_heads": 4}, "dinov2"),
+    ("olmo2", {"attention_bias": True}, "gated dinov2"),
+    ("olmo2", {"num_key_value_heads": 4}, "qwen2_vl"),
 ]
 
 
@@ -61,12 +73,11 @@ def build(family, options, encoder):
     """A model in float64 whose norms and biases are as if trained; the same in every call."""
     sizes, _ = FAMILIES[encoder]
     dropout = {"attention_dropout": 0.2} if family in ("qwen2", "qwen3") else {}
-    of_encoder = {"attention_dropout": 0.1} | (
-        {"dropout": 0.1, "activation_dropout": 0.2} if encoder == "whisper" else {}
-    )
+    of_encoder = {} if encoder in ("qwen2_vl", "dinov2", "gated dinov2") else {"attention_dropout": 0.1}
+    of_encoder |= {"dropout": 0.1, "activation_dropout": 0.2} if encoder == "whisper" else {}
     config = ModelConfig(
         backbone={"family": family, "config": BACKBONE_SIZES | dropout | options},
-        encoders={"item": {"reads": "image", "family": encoder, "config": sizes | of_encoder}},
+        encoders={"item": {"reads": "image", "family": encoder.split()[-1], "config": sizes | of_encoder}},
     )
     model = build_mllm(config, VOCABULARY, torch.float64)
     generator = torch.Generator().manual_seed(5)
@@ -90,7 +101,7 @@ def examples(model, encoder):
         torch.tensor(offsets, dtype=torch.int32),
         {"item": torch.from_numpy(places)},
     )
-    width = 8 if sizes.shape[1] == 1 else 3 * 4 * 4
+    width = 8 if sizes.shape[1] == 1 else 3 * 4 * 4 * (2 if encoder == "qwen2_vl" else 1)
     values = torch.randn(int(sizes.prod(1).sum()), width, generator=generator, dtype=torch.float64)
     return sequences, {"item": (values, torch.from_numpy(sizes))}
 
@@ -120,6 +131,7 @@ def run(model, encoder, deferred=None, recomputes=True):
 
 def divided(model, ranks):
     """The model, in place, with this rank's part of what is cut. Returns name -> dimension."""
+    split_fused(model, ["item", BACKBONE])
     cuts = cuts_of(model, "item") | cuts_of(model, BACKBONE)
     named, own = dict(model.named_parameters()), {}
     for name, dimension in cuts.items():
@@ -131,6 +143,11 @@ def divided(model, ranks):
                 module._parameters[key] = own[id(parameter)]
     divide(model, {"item": ranks, BACKBONE: ranks})
     return cuts
+
+
+def _whole(key):
+    """The name of the whole parameter."""
+    return key if (rows := NamedRows.of(key)) is None else rows.name
 
 
 def _compare(rank, num_ranks, cases):
@@ -145,8 +162,13 @@ def _compare(rank, num_ranks, cases):
             case = f"{family}, {encoder}, deferred {is_deferred}"
             assert abs(own_loss - loss) < 1e-10 * abs(loss), case
             assert own_tokens == tokens, case
-            assert own.keys() == gradients.keys(), case
-            for name, expected in gradients.items():
+            keys = {name: key for name, key in stored_names(model).items() if name in own}
+            assert keys.keys() == own.keys()
+            assert {_whole(key) for key in keys.values()} == gradients.keys(), case
+            for name, key in keys.items():
+                expected, rows = gradients[_whole(key)], NamedRows.of(key)
+                if rows is not None and expected is not None:
+                    expected = expected[rows.first : rows.stop]
                 if expected is None:  # It is frozen.
                     assert own[name] is None, f"{case}: {name}"
                     continue
@@ -213,15 +235,8 @@ def test_parts_are_those_of_torch_chunk(num, size):
     assert parts == chunks + [[]] * (size - len(chunks))
 
 
-@pytest.mark.parametrize(("backbone", "encoder", "says"), [
-    ("phi3", "siglip", "Phi3ForCausalLM"),
-    ("olmo2", "siglip", "Olmo2ForCausalLM"),
-    ("qwen2", "dinov2", "Dinov2Model"),
-])  # fmt: skip
-def test_families_that_cannot_be_divided_are_named(backbone, encoder, says):
-    encoders = {"item": {"reads": "image", "family": encoder, "config": {} if encoder == "dinov2" else VISION}}
-    config = ModelConfig(backbone={"family": backbone, "config": BACKBONE_SIZES}, encoders=encoders)
-    with torch.device("meta"):
-        model = build_mllm(config, VOCABULARY)
-    reasons = [why for name in ("item", BACKBONE) if (why := why_undivided(model, name))]
-    assert reasons == [f"Motet knows no way to divide the layers of {says}"]
+def test_what_centres_rows_over_all_heads_cannot_be_divided():
+    shape = {"num_layers": 2, "hidden": 32, "mlp": 48, "num_heads": 4, "vocab_size": 50, "qk_norm_rows": True}
+    for norm, says in (("layer", "ShapedCausalLM centres queries and keys over all heads"), ("rms", "")):
+        shapes = ModelShapes.model_validate({"backbone": shape | {"norm": norm}, "encoders": {}})
+        assert why_undivided(build_mllm(config_of_shapes(shapes), 50), BACKBONE) == says

@@ -33,6 +33,7 @@ from motet.models.backbone import Backbone
 from motet.models.families.registry import BACKBONES
 from motet.models.families.siglip import SiglipEncoder
 from motet.models.families.whisper import WhisperEncoder
+from motet.models.fused import NamedRows, stored_names, with_whole
 from motet.models.mllm import MLLM
 from motet.models.named_weights import weights_named
 from motet.models.part import keep_spans, names_of_spans
@@ -49,7 +50,7 @@ from motet.runtime.step import StepResult
 from motet.runtime.unit_groups import UnitGroups
 from motet.train.input.planned import StageNeeds, StepDecider
 from motet.train.optimizer import OptimizerConfig, build_optimizer
-from motet.train.planned_job import divide_part, holders_of
+from motet.train.planned_job import divide_part, holders_of, split_products
 from parity.going_on import gone_on
 from parity.planned_parts import SECOND, again_with, has_second, read_twice, second_tower, with_parts
 from parity.random_fills import with_random_fills
@@ -73,7 +74,8 @@ OPTIMIZER = OptimizerConfig(
 
 
 OF_FAMILY = {
-    "gemma2": {"head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}
+    "gemma2": {"head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0},
+    "phi3": {"pad_token_id": 0, "eos_token_id": 1},
 }
 
 
@@ -256,13 +258,14 @@ def run_planned(
     holds them.
     """
     step, whole = build_step(case, stored, types), _whole_model(*case.built)
-    parameters = dict(step.model.named_parameters())
-    assert parameters.keys() == {name for spans in step.place.stage_spans for name in names_of_spans(whole, spans)}
+    parameters = _stored_parameters(step)
+    held = {name if (rows := NamedRows.of(name)) is None else rows.name for name in parameters}
+    assert held == {name for spans in step.place.stage_spans for name in names_of_spans(whole, spans)}
     results, decide = [], StepDecider(step.place)
     if case.then is not None:
         results.append(step.run(batches_of(case, step.place, whole, 0, decide), 0))
         case, step = case.then, gone_on(step, build_step(case.then, stored, types))
-        parameters, decide = dict(step.model.named_parameters()), StepDecider(step.place)
+        parameters, decide = _stored_parameters(step), StepDecider(step.place)
     for number in range(len(results), num_steps):
         batches = batches_of(case, step.place, whole, number, decide)
         if evaluated is not None and number == num_steps - 1:
@@ -273,7 +276,21 @@ def run_planned(
     gradients = {name: parameter.grad for name, parameter in parameters.items()}
     if not is_whole:
         return results, weights, gradients
-    return results, *({name: _whole(tensor) for name, tensor in table.items()} for table in (weights, gradients))
+    tables = ({name: _whole(tensor) for name, tensor in table.items()} for table in (weights, gradients))
+    return results, *map(with_whole, tables)
+
+
+def _stored_parameters(step: PlannedStep) -> dict[str, torch.nn.Parameter]:
+    """By the keys of checkpoints: a name, or rows of a whole parameter."""
+    keys = stored_names(step.model)
+    return {keys[name]: parameter for name, parameter in step.model.named_parameters()}
+
+
+def _rows_of(table: Mapping[str, torch.Tensor | None], key: str) -> torch.Tensor | None:
+    if (rows := NamedRows.of(key)) is None:
+        return table[key]
+    whole = table[rows.name]
+    return None if whole is None else whole[rows.first : rows.stop]
 
 
 @lru_cache(maxsize=8)
@@ -286,6 +303,7 @@ def build_step(case: PlannedCase, stored: torch.dtype = torch.float64, types: Co
     """The step of this rank, on its part of the model. A collective. Arguments: as above."""
     rank, device, plan = dist.get_rank(), rank_device(), case.plan()
     model, place = case.model(), Place.of(plan, rank)
+    split_products(model, place.program)
     holders = holders_of(model, place.program)
     keep_spans(model.to(device, stored), *place.stage_spans)
     model.train()  # As the trainer does.
@@ -428,8 +446,8 @@ def errors_of(case: PlannedCase) -> dict[str, float]:
     largest = max((_largest(other) for other in expected_gradients.values() if other is not None), default=0.0)
     for name, weight in weights.items():
         if not case.is_mixed:
-            errors[f"weight {name}"] = _error(weight, expected_weights[name])
-        gradient, other = gradients[name], expected_gradients[name]
+            errors[f"weight {name}"] = _error(weight, _rows_of(expected_weights, name))
+        gradient, other = gradients[name], _rows_of(expected_gradients, name)
         if (gradient is None) != (other is None):
             errors[f"gradient of {name} ({gradient is None} instead of {other is None}: none)"] = math.inf
         elif gradient is not None:

@@ -17,7 +17,8 @@ def chain(*stages, **options):
 
 
 def families(units, **options):
-    return [PlannedCase(units, family=family, **options) for family in ("qwen2", "qwen3", "llama")]
+    names = "qwen2", "qwen3", "llama", "phi3", "olmo2"
+    return [PlannedCase(units, family=family, **options) for family in names]
 
 
 @pytest.mark.parametrize("case", families(chain(ALL)), ids=lambda case: case.family)
@@ -56,6 +57,30 @@ def test_replicas_and_shared_state():
         [
             *(PlannedCase(chain(ALL, dp=2, zero=zero), family="qwen3", tied=zero == 1) for zero in range(4)),
             PlannedCase(chain(ALL, dp=2, zero=2), frozen=("image encoder",), microbatch_size=3),
+        ],
+    )
+
+
+def test_products_that_are_split():
+    """Under ZeRO, with parts that are frozen, and on the way from and to checkpoints of others."""
+    whole, shared = (Unit("all", (ALL,), dp=2, pp=1, zero=3),), chain(ALL)
+    assert_planned(
+        2,
+        [
+            PlannedCase(shared, family="phi3", then=PlannedCase(whole, family="phi3")),
+            PlannedCase(whole, family="phi3", then=PlannedCase(shared, family="phi3")),
+            PlannedCase(shared, family="phi3", frozen=("backbone block",), microbatch_size=2),
+            PlannedCase(
+                (Unit("all", (ALL,), dp=2, pp=1, zero=1),), family="olmo2", then=PlannedCase(shared, family="olmo2")
+            ),
+        ],
+    )
+    others = (Unit("all", CUT, pp=2, dp=2, zero=1),)
+    assert_planned(
+        4,
+        [
+            PlannedCase(chain(ALL, dp=2, zero=2), family="phi3", then=PlannedCase(others, family="phi3")),
+            PlannedCase(others, family="phi3", then=PlannedCase(chain(*CUT), "zb_h1", family="phi3")),
         ],
     )
 

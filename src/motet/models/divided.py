@@ -1,13 +1,15 @@
 """Models whose products tensor-parallel ranks share: which parameters are cut, and how layers change.
 
 A family of the registry says how its layers are divided (`TensorBranch`). Embedding and output layer of a backbone are
-cut by the vocabulary, and an MLP between encoder and backbone by its inner columns. All else (norms, patch embeddings,
+cut by the vocabulary, and an MLP between encoder and backbone by its inner columns. What a family computes as one
+product of several (queries, keys and values) is split first (`fused.py`). All else (norms, patch embeddings,
 convolutions, position tables, other projectors) is whole on every rank, and computed by each of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -18,10 +20,19 @@ from motet.dropout import set_divided
 from motet.models.backbone import Backbone
 from motet.models.families.branches import TensorBranch
 from motet.models.families.registry import BACKBONES, ENCODERS, SHAPED_BACKBONE, SHAPED_ENCODERS, Family
+from motet.models.fused import SplitLinear
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
 from motet.models.projector import Projector
-from motet.tensor_parallel import RowLinear, RowParts, TensorRanks, copied, divide_vocabulary, sum_gradients
+from motet.tensor_parallel import (
+    RowLinear,
+    RowParts,
+    TensorRanks,
+    copied,
+    divide_norm,
+    divide_vocabulary,
+    sum_gradients,
+)
 
 _PROJECTOR = (TensorBranch("", ("layers.0",), "layers.2"),)
 
@@ -33,9 +44,25 @@ def why_undivided(mllm: MLLM, name: str) -> str:
     if (family := _family(model)) is None or not family.branches:
         return f"Motet knows no way to divide the layers of {type(model).__name__}"
     for block in _layers(module):
-        if getattr(getattr(block, "shape", None), "qk_norm_rows", False):
-            return f"{type(model).__name__} normalises queries and keys over all heads"
+        shape = getattr(block, "shape", None)
+        if shape is not None and shape.qk_norm_rows and shape.norm == "layer":
+            return f"{type(model).__name__} centres queries and keys over all heads"
     return ""
+
+
+def split_fused(mllm: MLLM, names: Iterable[str]) -> None:
+    """Split the products of these modules that their family computes as one, in place; the values stay.
+
+    Comes before `cuts_of` and `divide`, on all ranks alike, as it changes names of parameters.
+    """
+    for name in names:
+        for root, branch in _branches(_module(mllm, name)):
+            if branch.fused and isinstance(whole := _at(root, branch.fused), nn.Linear):
+                first = _at(root, branch.row).in_features
+                others = len(branch.columns) - 1
+                rest = (whole.out_features - first) // others
+                owner, name_there = _owner(root, branch.fused)
+                setattr(owner, name_there, SplitLinear(whole, [first] + [rest] * others))
 
 
 def cuts_of(mllm: MLLM, name: str) -> dict[str, int]:
@@ -45,6 +72,8 @@ def cuts_of(mllm: MLLM, name: str) -> dict[str, int]:
         for path in branch.columns:
             if (column := _at(root, path)) is not None:
                 cuts |= {id(parameter): 0 for parameter in column.parameters()}
+        for norm in _row_norms(root, branch):
+            cuts |= {id(parameter): 0 for parameter in norm.parameters()}
         cuts[id(_at(root, branch.row).weight)] = 1
     if name == BACKBONE:
         for part in _vocabulary(mllm.backbone):
@@ -74,7 +103,7 @@ def divide(mllm: MLLM, ranks: Mapping[str, TensorRanks]) -> None:
 
 def _share_norms(layer: nn.Module, branches: Sequence[TensorBranch], parts: RowParts) -> None:
     """Norms of whole rows, and factors of rows: the parameters of a layer that are in no branch."""
-    head_norms = [_at(layer, path) for branch in branches for path in branch.head_norms]
+    head_norms = [_at(layer, path) for branch in branches for path in (*branch.head_norms, *branch.row_norms)]
     for module in (layer, *layer.children()):
         is_product = isinstance(module, nn.Linear) or module in head_norms
         if not is_product and any(parameter is not None for parameter in module._parameters.values()):
@@ -84,21 +113,55 @@ def _share_norms(layer: nn.Module, branches: Sequence[TensorBranch], parts: RowP
 def _divide_branch(root: nn.Module, branch: TensorBranch, parts: RowParts) -> None:
     ranks = parts.ranks
     columns = [column for path in branch.columns if (column := _at(root, path)) is not None]
+    owner, name = _owner(root, branch.row)
     if branch.norm:
         _at(root, branch.norm).register_forward_hook(lambda module, args, output: parts.into_products(output))
     else:
-        columns[0].register_forward_pre_hook(lambda module, args: (parts.into_products(args[0]),))
-    for path in branch.head_norms:
-        if (norm := _at(root, path)) is not None:
-            sum_gradients(norm, partial(copied, ranks=ranks))
-    owner_path, _, name = branch.row.rpartition(".")
-    owner = _at(root, owner_path) if owner_path else root
+        owner.register_forward_pre_hook(partial(_with_products, parts), with_kwargs=True)
+    for norm in _head_norms(root, branch):
+        sum_gradients(norm, partial(copied, ranks=ranks))
+    for norm, column in zip(_row_norms(root, branch), columns):
+        divide_norm(norm, column.out_features, ranks)
     first_column = ranks.part(columns[0].out_features)[0]
     first_head = first_column // _head_dim(owner) if branch.has_heads else 0
     columns[0].register_forward_hook(lambda module, args, output: set_divided(first_head, first_column))
-    if branch.has_heads and hasattr(owner, "num_heads"):
-        owner.num_heads //= ranks.size
+    if branch.has_heads:
+        _count_heads(owner, ranks.size, reads_config=bool(branch.fused))
     setattr(owner, name, RowLinear(getattr(owner, name), parts))
+
+
+def _with_products(
+    parts: RowParts, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a module is called with, its first argument as its first products multiply it."""
+    if args:
+        return (parts.into_products(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": parts.into_products(kwargs["hidden_states"])}
+
+
+def _count_heads(attention: Any, num_ranks: int, reads_config: bool) -> None:
+    """Let an attention know how many heads it has here. reads_config: from its config, of which it gets its own."""
+    for name in ("num_heads", "num_attention_heads", "num_key_value_heads"):
+        if hasattr(attention, name):
+            setattr(attention, name, getattr(attention, name) // num_ranks)
+    if reads_config and hasattr(attention, "config"):
+        attention.config = copy(attention.config)
+        attention.config.num_attention_heads //= num_ranks
+
+
+def _head_norms(root: nn.Module, branch: TensorBranch) -> list[nn.Module]:
+    """Norms of single heads in a branch."""
+    return [] if _norms_rows(root) else [norm for path in branch.head_norms if (norm := _at(root, path)) is not None]
+
+
+def _row_norms(root: nn.Module, branch: TensorBranch) -> list[nn.Module]:
+    """Norms of all heads together in a branch, in the order of the first products."""
+    return [_at(root, path) for path in (branch.head_norms if _norms_rows(root) else branch.row_norms)]
+
+
+def _norms_rows(root: nn.Module) -> bool:
+    """Whether a layer of shapes normalises queries and keys over all heads."""
+    return getattr(getattr(root, "shape", None), "qk_norm_rows", False)
 
 
 def _head_dim(attention: Any) -> int:
@@ -109,7 +172,7 @@ def _branches(module: ModalityModule | Backbone) -> Iterator[tuple[nn.Module, Te
     """(the module in which a branch is, the branch)."""
     family = _family(_tower(module))
     for layer in _layers(module) if family is not None else ():
-        yield from ((layer, branch) for branch in family.branches)
+        yield from ((layer, branch) for branch in family.branches if hasattr(*_owner(layer, branch.row)))
     if (
         isinstance(module, ModalityModule)
         and isinstance(module.projector, Projector)
@@ -141,6 +204,12 @@ def _family(model: nn.Module) -> Family | None:
 
 def _module(mllm: MLLM, name: str) -> ModalityModule | Backbone:
     return mllm.backbone if name == BACKBONE else mllm.encoders[name]
+
+
+def _owner(root: nn.Module, path: str) -> tuple[Any, str]:
+    """The module in which the last name of a path is, and that name."""
+    owner, _, name = path.rpartition(".")
+    return (_at(root, owner) if owner else root), name
 
 
 def _at(root: nn.Module, path: str) -> Any:

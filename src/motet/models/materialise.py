@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from motet.core.errors import UserError
 from motet.models.block import plain_names
 from motet.models.families.registry import Family
+from motet.models.fused import NamedRows, stored_names
 from motet.models.initialise import drawn
 from motet.models.load import on_meta
 from motet.models.mllm import MLLM
@@ -64,22 +65,27 @@ def fill_parameters(
 
     path: the directory that holds them; None: they are drawn from `seed`. Tied parameters stay tied.
     """
-    plain = plain_names(model)
-    missing = {plain[name]: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
+    keys = stored_names(model, plain_names(model))
+    missing: dict[str, list[tuple[int, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            rows = NamedRows.of(keys[name]) or NamedRows(keys[name], 0, 0)
+            missing.setdefault(rows.name, []).append((rows.first, parameter))
     if not missing:
         return
     # All at once, before anything is drawn: between tensors that come and go they would leave the heap in pieces.
     values = {
         id(parameter): nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-        for parameter in missing.values()
+        for parts in missing.values()
+        for _, parameter in parts
     }
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if id(parameter) in values:
                 setattr(module, key, values[id(parameter)])
     for name, source in _sources(on_meta(family, model.config), where, family, path, seed):
-        if name in missing:
-            _copy_own_rows(source, values[id(missing.pop(name))])
+        for first, parameter in missing.pop(name, ()):
+            _copy_own_rows(source, first, values[id(parameter)])
     if missing:
         raise UserError(f"model.{where}.path: {path} lacks {min(missing)}, which it had when the model was built.")
 
@@ -93,12 +99,13 @@ def _sources(
 
 
 @torch.no_grad()
-def _copy_own_rows(source: Source, value: Tensor) -> None:
-    """Of a DTensor, the part that this rank holds."""
+def _copy_own_rows(source: Source, first: int, value: Tensor) -> None:
+    """Of the source's rows from `first` on, of a DTensor the part that this rank holds; else all of the source."""
     if not isinstance(value, DTensor):
         value.copy_(source[...])
         return
-    part = _own_part(value)
+    rows, *others = _own_part(value)
+    part = (slice(first + rows.start, first + rows.stop), *others)
     if all(each.start < each.stop for each in part):
         value.to_local().copy_(source[part])
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from motet.models.build import build_mllm
 from motet.models.export import export_hf
+from motet.models.fused import stored_names, with_whole
 from motet.models.mllm import MLLM
 from motet.train.world import World
 
@@ -43,7 +44,8 @@ def export(model: MLLM, recipe: Recipe, folder: Path, world: World, *, in_parts:
 
 def _gathered(model: MLLM, world: World) -> dict[str, Tensor]:
     """The whole weights by name on rank 0, on the CPU; nothing on the others. A collective."""
-    own, state = model.state_dict(), dict[str, Tensor]()
+    keys = stored_names(model)
+    own, state = {keys[name]: each for name, each in model.state_dict().items()}, dict[str, Tensor]()
     holders: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
     for rank, held in enumerate(world.gather([(name, each.shape, each.dtype) for name, each in own.items()])):
         for name, shape, dtype in held:
@@ -60,7 +62,7 @@ def _gathered(model: MLLM, world: World) -> dict[str, Tensor]:
         elif world.is_first:
             state[name] = torch.empty(shape, dtype=dtype)
             dist.recv(_as_bytes(state[name]), holder, group=world.control)
-    return state
+    return with_whole(state)
 
 
 def _whole(tensor: Tensor) -> Tensor:

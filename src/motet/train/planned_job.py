@@ -16,7 +16,7 @@ from motet.core.plan import Plan, Unit
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
 from motet.models.context_items import GROUP_CAST, ULYSSES
-from motet.models.divided import cuts_of, divide, why_undivided
+from motet.models.divided import cuts_of, divide, split_fused, why_undivided
 from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
 from motet.models.part import keep_spans, names_of_spans
@@ -171,9 +171,18 @@ def holders_of(model: MLLM, program: PlannedProgram) -> dict[str, Holders]:
             stages.setdefault(name, []).append(number)
     if left := [name for name, _ in model.named_parameters() if name not in ranks]:
         raise UserError(f"The weight {left[0]} belongs to no block of its module, so no stage of a plan can hold it.")
-    divided = {name for stage in program.stages for name in stage.layers if stage.unit.tp > 1}
-    cuts = {name: cut for module in divided for name, cut in cuts_of(model, module).items()}
+    cuts = {name: cut for module in _divided(program) for name, cut in cuts_of(model, module).items()}
     return {name: Holders(tuple(sorted(ranks[name])), tuple(stages[name]), cuts.get(name)) for name in ranks}
+
+
+def split_products(model: MLLM, program: PlannedProgram) -> None:
+    """Split products of a whole model, in place, of the modules that tensor-parallel ranks divide (`split_fused`)."""
+    split_fused(model, _divided(program))
+
+
+def _divided(program: PlannedProgram) -> set[str]:
+    """The modules that tensor-parallel ranks divide."""
+    return {name for stage in program.stages for name in stage.layers if stage.unit.tp > 1}
 
 
 def divide_part(model: MLLM, place: Place, groups: UnitGroups) -> None:
@@ -226,6 +235,7 @@ def build_part(
     model: whole. spec: its own.
     """
     with world.together():
+        split_products(model, place.program)
         holders = holders_of(model, place.program)
     unit_groups = UnitGroups.of(place)
     groups = {**sharing_groups(place.program, holders.values()), place.tensor_ranks: unit_groups.tensor}

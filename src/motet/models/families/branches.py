@@ -9,12 +9,16 @@ from dataclasses import dataclass
 class TensorBranch:
     """One branch of a layer, by paths in the layer.
 
-    norm:       what makes the rows that all ranks multiply; "": they are the input of the one column layer.
+    norm:       what makes the rows that all ranks multiply; "": they are the input of what holds the row layer.
     columns:    the first products, of which each rank has some rows of the weight and of the bias: heads, or inner
                 columns. A layer may lack some of them (None).
-    row:        the last product, of which each rank has some columns of the weight.
+    row:        the last product, of which each rank has some columns of the weight. A layer without it has no such
+                branch.
     head_norms: norms of single heads, whose weights all ranks have.
+    row_norms:  norms of all heads together, of whose weights each rank has those of its columns.
     has_heads:  whether its columns are those of heads.
+    fused:      the one product that the family computes for all `columns`, which are named after it ("0", "1", ...)
+                once it is split. The first has as many rows as `row` has columns; the others share the rest equally.
 
     Example:
         >>> attention, mlp = LLAMA_BRANCHES
@@ -26,7 +30,13 @@ class TensorBranch:
     columns: tuple[str, ...]
     row: str
     head_norms: tuple[str, ...] = ()
+    row_norms: tuple[str, ...] = ()
     has_heads: bool = False
+    fused: str = ""
+
+
+def _numbered(path: str, count: int) -> tuple[str, ...]:
+    return tuple(f"{path}.{number}" for number in range(count))
 
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -43,11 +53,35 @@ QWEN3_BRANCHES = (
 )
 GEMMA2_BRANCHES = (LLAMA_BRANCHES[0], TensorBranch("pre_feedforward_layernorm", *_GATED))
 GEMMA3_BRANCHES = (QWEN3_BRANCHES[0], GEMMA2_BRANCHES[1])
+OLMO2_BRANCHES = (
+    TensorBranch("", _QKV, "self_attn.o_proj", row_norms=_HEAD_NORMS, has_heads=True),
+    TensorBranch("", *_GATED),
+)
+"""Norms stand behind attention and MLP, before what went in is added."""
+PHI3_BRANCHES = (
+    TensorBranch(
+        "input_layernorm", _numbered("self_attn.qkv_proj", 3), "self_attn.o_proj", has_heads=True,
+        fused="self_attn.qkv_proj",
+    ),
+    TensorBranch(
+        "post_attention_layernorm", _numbered("mlp.gate_up_proj", 2), "mlp.down_proj", fused="mlp.gate_up_proj"
+    ),
+)  # fmt: skip
 VISION_BRANCHES = (
     TensorBranch("layer_norm1", _QKV, "self_attn.out_proj", has_heads=True),
     TensorBranch("layer_norm2", ("mlp.fc1",), "mlp.fc2"),
 )
 """Siglip's and CLIP's."""
+DINOV2_BRANCHES = (
+    TensorBranch("norm1", tuple(f"attention.{name}_proj" for name in "qkv"), "attention.o_proj", has_heads=True),
+    TensorBranch("norm2", ("mlp.fc1",), "mlp.fc2"),
+    TensorBranch("norm2", *_GATED),
+)
+"""Its MLP is gated or not."""
+QWEN2_VL_BRANCHES = (
+    TensorBranch("norm1", _numbered("attn.qkv", 3), "attn.proj", has_heads=True, fused="attn.qkv"),
+    TensorBranch("norm2", ("mlp.fc1",), "mlp.fc2"),
+)
 AUDIO_BRANCHES = (
     TensorBranch("self_attn_layer_norm", _QKV, "self_attn.out_proj", has_heads=True),
     TensorBranch("final_layer_norm", ("fc1",), "fc2"),

@@ -29,14 +29,14 @@ class _Attention(nn.Module):
     def __init__(self, hf: VisionAttention) -> None:
         super().__init__()
         self.qkv, self.proj = hf.qkv, hf.proj
-        self.num_heads = hf.num_heads
+        self.num_heads, self.head_dim = hf.num_heads, hf.proj.in_features // hf.num_heads
 
     def forward(self, hidden: Tensor, cu_seqlens: PackedItems, position_embeddings: Rotation) -> Tensor:
         """hidden [rows, dim] -> [rows, dim]."""
         query, key, value = self.qkv(hidden).view(len(hidden), 3, self.num_heads, -1).unbind(1)
         query, key = position_embeddings.apply(query), position_embeddings.apply(key)
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        return self.proj(cu_seqlens.attend(query, key, value, None, 0.0, None).reshape(hidden.shape))
+        return self.proj(cu_seqlens.attend(query, key, value, None, 0.0, None).reshape(len(hidden), -1))
 
 
 def _attention_half(layer: nn.Module, hidden: Tensor, **arrangement: Any) -> Tensor:

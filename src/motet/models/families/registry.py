@@ -20,9 +20,13 @@ from motet.core.errors import UserError
 from motet.core.shapes import Norm
 from motet.models.families.branches import (
     AUDIO_BRANCHES,
+    DINOV2_BRANCHES,
     GEMMA2_BRANCHES,
     GEMMA3_BRANCHES,
     LLAMA_BRANCHES,
+    OLMO2_BRANCHES,
+    PHI3_BRANCHES,
+    QWEN2_VL_BRANCHES,
     QWEN3_BRANCHES,
     SHAPED_BRANCHES,
     VISION_BRANCHES,
@@ -100,7 +104,12 @@ ENCODERS = {
         branches=VISION_BRANCHES,
     ),
     "dinov2": Family(
-        transformers.Dinov2Config, transformers.Dinov2Model, Dinov2Encoder, class_row=True, feature_layers=True
+        transformers.Dinov2Config,
+        transformers.Dinov2Model,
+        Dinov2Encoder,
+        class_row=True,
+        feature_layers=True,
+        branches=DINOV2_BRANCHES,
     ),
     "qwen2_vl": Family(
         Qwen2VLVisionConfig,
@@ -109,6 +118,7 @@ ENCODERS = {
         "vision_config",
         r"^(model\.)?visual\.",
         depth="depth",
+        branches=QWEN2_VL_BRANCHES,
     ),
     "whisper": Family(
         transformers.WhisperConfig,
@@ -144,8 +154,10 @@ BACKBONES = {
     "gemma3": Family(
         transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, norm="rms_float32", branches=GEMMA3_BRANCHES
     ),
-    "phi3": Family(transformers.Phi3Config, transformers.Phi3ForCausalLM),
-    "olmo2": Family(transformers.Olmo2Config, transformers.Olmo2ForCausalLM, norm="rms_float32"),
+    "phi3": Family(transformers.Phi3Config, transformers.Phi3ForCausalLM, branches=PHI3_BRANCHES),
+    "olmo2": Family(
+        transformers.Olmo2Config, transformers.Olmo2ForCausalLM, norm="rms_float32", branches=OLMO2_BRANCHES
+    ),
 }
 
 SHAPED_BACKBONE = Family(ShapedLMConfig, ShapedCausalLM, depth="num_layers", branches=SHAPED_BRANCHES)

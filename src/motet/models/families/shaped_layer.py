@@ -24,11 +24,11 @@ class ShapedRMSNorm(nn.Module):
     def __init__(self, dim: int, wide_weight: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
-        self.wide_weight = wide_weight
+        self.wide_weight, self.eps = wide_weight, _EPSILON
 
     def forward(self, hidden: Tensor) -> Tensor:
         wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPSILON)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if self.wide_weight:
             return (self.weight.to(wide.dtype) * wide).to(hidden.dtype)
         return self.weight * wide.to(hidden.dtype)

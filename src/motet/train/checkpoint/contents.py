@@ -123,11 +123,13 @@ class CheckpointManifest(_Stored):
 
 
 class Shard(_Stored):
-    """The part of a tensor with its first element at `offsets`, and `shape`; `file` has it by the tensor's name."""
+    """The part of a tensor with its first element at `offsets`, and `shape`; `file` has it by `key`, or by the tensor's
+    name."""
 
     file: str
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
+    key: str = ""
 
 
 class StoredTensor(_Stored):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from motet.core.errors import JointUserError, UserError
+from motet.models.fused import NamedRows
 from motet.train.checkpoint.contents import Damaged, Progress, StoredTensor, read_state, read_tensors
-from motet.train.checkpoint.state import describe_tensor, is_step, set_step, tensors_of, without_steps
-from motet.train.checkpoint.storage import Reader, first_line
+from motet.train.checkpoint.state import describe_tensor, is_step, set_step, share_steps, tensors_of, without_steps
+from motet.train.checkpoint.storage import Reader, StoredRows, first_line
 
 
 def load(
@@ -43,12 +44,20 @@ def load(
         if not any(is_step(key) for key in stored):
             tensors = without_steps(tensors)
             set_step(optimizer, progress.step - progress.num_skipped)
-        _check_fit(checkpoint, stored, tensors, everywhere)
+        rows = {key: StoredRows(stored[of.name], of) for key in tensors if (of := _rows_in(key, stored)) is not None}
+        _check_fit(checkpoint, stored, stored | {key: each.tensor for key, each in rows.items()}, tensors, everywhere)
     try:
-        dcp.load(dict(tensors), storage_reader=Reader(checkpoint, stored), process_group=group)
+        dcp.load(dict(tensors), storage_reader=Reader(checkpoint, stored, rows), process_group=group)
+        share_steps(model, optimizer)
     except CheckpointException as error:  # Raised by all ranks if any fails; no subclass of Exception.
         raise JointUserError(f"{unread}: {first_line(error)}.") from error
     return progress
+
+
+def _rows_in(key: str, stored: Mapping[str, StoredTensor]) -> NamedRows | None:
+    """The rows of a tensor of a checkpoint that a key asks for; None if it asks for a whole one, or for none there."""
+    rows = NamedRows.of(key)
+    return rows if rows is not None and rows.name in stored else None
 
 
 def _over_ranks(keys: Iterable[str], group: dist.ProcessGroup | None) -> set[str]:
@@ -61,14 +70,22 @@ def _over_ranks(keys: Iterable[str], group: dist.ProcessGroup | None) -> set[str
 
 
 def _check_fit(
-    checkpoint: Path, stored: dict[str, StoredTensor], tensors: dict[str, Tensor], everywhere: set[str]
+    checkpoint: Path,
+    whole: dict[str, StoredTensor],
+    stored: dict[str, StoredTensor],
+    tensors: dict[str, Tensor],
+    everywhere: set[str],
 ) -> None:
-    """Raise UserError for the first tensor in which a checkpoint and a model differ. everywhere: keys of all ranks."""
+    """Raise UserError for the first tensor in which a checkpoint and a model differ.
+
+    whole: the tensors of the checkpoint. stored: also rows of them. everywhere: keys of all ranks.
+    """
     misfit = f"The checkpoint {checkpoint} does not fit the model"
     # Weights come before optimizer state, so that the sentence names a weight.
     if missing := [key for key in tensors if key not in stored]:
         raise UserError(f"{misfit}: it has no {describe_tensor(missing[0])}.")
-    if surplus := sorted(stored.keys() - everywhere):
+    everywhere = {key if (rows := NamedRows.of(key)) is None else rows.name for key in everywhere}
+    if surplus := sorted(whole.keys() - everywhere):
         raise UserError(f"{misfit}: the model has no {describe_tensor(surplus[0])}.")
     for key, tensor in tensors.items():
         if stored[key].shape != tuple(tensor.shape):

@@ -1,8 +1,9 @@
 """The tensors of a checkpoint by name: `model.<name>` for weights, `optim.<name>.<field>` for the optimizer's state.
 
-Names and shapes are those of the unsharded model. The state of random number generators is not stored: dropout is drawn
-by item (`motet/dropout.py`), and each step seeds the generators from (run.seed, step, rank), for what else is drawn.
-AdamW counts the steps of each parameter: those in which no example needed its module are none.
+Names and shapes are those of the unsharded model; what is split (`models/fused.py`) is named as rows of the whole,
+which `storage.py` puts together. The state of random number generators is not stored: dropout is drawn by item
+(`motet/dropout.py`), and each step seeds the generators from (run.seed, step, rank), for what else is drawn. AdamW
+counts the steps of each parameter: those in which no example needed its module are none.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from motet.models.fused import NamedRows, stored_names
+
 _WEIGHT, _OPTIMIZER = "model.", "optim."
 _MOMENTS, _STEP = ("exp_avg", "exp_avg_sq"), ".step"
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Name -> tensor to save or to load in place. Creates AdamW's state if it has taken no step yet."""
-    parameters = dict(model.named_parameters())
+    parameters, keys = dict(model.named_parameters()), stored_names(model)
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tensors: dict[str, Tensor] = {_WEIGHT + name: parameter.detach() for name, parameter in parameters.items()}
+    tensors: dict[str, Tensor] = {_WEIGHT + keys[name]: parameter.detach() for name, parameter in parameters.items()}
     tensors |= {_WEIGHT + name: buffer for name, buffer in model.state_dict().items() if name not in aliases}
     for name, parameter in parameters.items():
         if parameter.requires_grad:
@@ -28,9 +31,21 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state |= {moment: torch.zeros_like(parameter).detach() for moment in _MOMENTS}
-            tensors[f"{_OPTIMIZER}{name}{_STEP}"] = state["step"]
-            tensors |= {f"{_OPTIMIZER}{name}.{moment}": state[moment] for moment in _MOMENTS}
+            rows = NamedRows.of(keys[name])
+            whole, of_rows = (keys[name], "") if rows is None else (rows.name, rows._replace(name="").key)
+            if rows is None or rows.first == 0:
+                tensors[f"{_OPTIMIZER}{whole}{_STEP}"] = state["step"]
+            tensors |= {f"{_OPTIMIZER}{whole}.{moment}{of_rows}": state[moment] for moment in _MOMENTS}
     return tensors
+
+
+def share_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give rows of a tensor the number of steps of its first rows, which `tensors_of` has for all of them."""
+    keys, steps = stored_names(model), dict[str, Tensor]()
+    for name, parameter in model.named_parameters():
+        if (rows := NamedRows.of(keys[name])) is not None and parameter.requires_grad:
+            step = optimizer.state[parameter]["step"]
+            step.copy_(steps.setdefault(rows.name, step))
 
 
 def without_steps(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,15 +3,18 @@
 DCP decides which rank writes which shard (each once) and which parts of shards a rank reads (under any sharding), and
 saves in a thread. DCP's own storage is not used: its file format is a pickle, which can execute code when it is read.
 Its safetensors writer copies a rank's tensors once more, has no checksums, and reads all headers on every rank.
+
+Rows of a tensor are saved and loaded like tensors, by the keys of `models/fused.py`, and kept as shards of the whole.
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from motet.models.fused import NamedRows
 from motet.train.checkpoint.contents import File, Shard, StoredTensor, sha256, sync
 
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -41,6 +45,34 @@ class _Written:
 
     shard: Shard
     file: File
+
+
+@dataclass(frozen=True)
+class _ShardPlace:
+    """Where a shard lies: behind so many rows of the tensor `key` of a file."""
+
+    file: str
+    key: str
+    first_row: int = 0
+
+
+class StoredRows:
+    """Rows of a tensor of a checkpoint, as a tensor of their own.
+
+    tensor: with the parts of its shards that have such rows. places: offsets of each -> where it lies.
+    """
+
+    def __init__(self, whole: StoredTensor, rows: NamedRows) -> None:
+        shards, self.places = [], dict[tuple[int, ...], _ShardPlace]()
+        for shard in whole.shards:
+            first, *others = shard.offsets
+            begin, end = max(first, rows.first), min(first + shard.shape[0], rows.stop)
+            if begin < end:
+                offsets, shape = (begin - rows.first, *others), (end - begin, *shard.shape[1:])
+                shards.append(shard.model_copy(update={"offsets": offsets, "shape": shape}))
+                self.places[offsets] = _ShardPlace(shard.file, shard.key or rows.name, begin - first)
+        num_rows = max(0, min(rows.stop, whole.shape[0]) - rows.first)
+        self.tensor = StoredTensor(dtype=whole.dtype, shape=(num_rows, *whole.shape[1:]), shards=tuple(shards))
 
 
 class Writer(StorageWriter):
@@ -100,14 +132,16 @@ class Writer(StorageWriter):
         for result in (result for of_rank in results for result in of_rank):
             written: _Written = result.storage_data
             files[written.shard.file] = written.file
-            shards[result.index.fqn].append(written.shard)
+            shards[_whole_of(result.index.fqn)].append(written.shard)
+        types, shapes = dict[str, str](), dict[str, tuple[int, ...]]()
+        for key, stored in metadata.state_dict_metadata.items():
+            name, rows = _whole_of(key), NamedRows.of(key)
+            types[name] = str(stored.properties.dtype).removeprefix("torch.")
+            num_rows = max(shapes.get(name, (0,))[0], rows.stop) if rows is not None else 0
+            shapes[name] = tuple(stored.size) if rows is None else (num_rows, *stored.size[1:])
         tensors = {
-            name: StoredTensor(
-                dtype=str(stored.properties.dtype).removeprefix("torch."),
-                shape=tuple(stored.size),
-                shards=tuple(shards[name]),
-            )
-            for name, stored in metadata.state_dict_metadata.items()
+            name: StoredTensor(dtype=types[name], shape=shape, shards=tuple(shards[name]))
+            for name, shape in shapes.items()
         }
         self._finish(files, tensors)
 
@@ -119,9 +153,19 @@ class Writer(StorageWriter):
 class Reader(StorageReader):
     """Reads the parts of a checkpoint's tensors that a rank needs, from memory-mapped files."""
 
-    def __init__(self, checkpoint: Path, tensors: dict[str, StoredTensor]) -> None:
-        self._checkpoint, self._tensors = checkpoint, tensors
-        self._files = {(name, shard.offsets): shard.file for name, stored in tensors.items() for shard in stored.shards}
+    def __init__(
+        self, checkpoint: Path, tensors: dict[str, StoredTensor], rows: Mapping[str, StoredRows] = MappingProxyType({})
+    ) -> None:
+        """rows: by key, of these tensors, which are read too."""
+        self._checkpoint = checkpoint
+        self._tensors = tensors | {key: each.tensor for key, each in rows.items()}
+        self._places = {
+            (name, shard.offsets): _ShardPlace(shard.file, shard.key or name)
+            for name, stored in tensors.items()
+            for shard in stored.shards
+        }
+        for key, each in rows.items():
+            self._places |= {(key, offsets): place for offsets, place in each.places.items()}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing: a reader is used once."""
@@ -152,17 +196,17 @@ class Reader(StorageReader):
         """Read what this rank's plan asks for, opening each file once. Done when it returns."""
         by_file: dict[str, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
-            by_file[self._file(item.storage_index)].append(item)
+            by_file[self._place(item.storage_index).file].append(item)
         for file, items in by_file.items():
             with safe_open(self._checkpoint / file, framework="pt") as stored:
                 for item in items:
-                    _read(stored, item, planner)
+                    _read(stored, item, self._place(item.storage_index), planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _file(self, index: MetadataIndex) -> str:
-        return self._files[index.fqn, tuple(index.offset or ())]
+    def _place(self, index: MetadataIndex) -> _ShardPlace:
+        return self._places[index.fqn, tuple(index.offset or ())]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -177,7 +221,17 @@ def first_line(error: BaseException) -> str:
 
 
 def _shard(file: str, index: MetadataIndex, tensor: Tensor) -> Shard:
-    return Shard(file=file, offsets=tuple(index.offset or ()), shape=tuple(tensor.shape))
+    offsets = tuple(index.offset or ())
+    if (rows := NamedRows.of(index.fqn)) is None:
+        return Shard(file=file, offsets=offsets, shape=tuple(tensor.shape))
+    first, *others = offsets or (0,) * tensor.ndim
+    return Shard(file=file, offsets=(rows.first + first, *others), shape=tuple(tensor.shape), key=index.fqn)
+
+
+def _whole_of(key: str) -> str:
+    """The name of the tensor that a key names, or rows of which it names."""
+    rows = NamedRows.of(key)
+    return key if rows is None else rows.name
 
 
 def _in_own_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -190,11 +244,13 @@ def _in_own_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-def _read(stored: Any, item: ReadItem, planner: LoadPlanner) -> None:
+def _read(stored: Any, item: ReadItem, place: _ShardPlace, planner: LoadPlanner) -> None:
     """Copy a part of a stored tensor to where DCP wants it. Raises ValueError if dtype or shape differ."""
-    region = tuple(slice(start, start + length) for start, length in zip(item.storage_offsets, item.lengths))
+    behind = (place.first_row, *[0] * (len(item.storage_offsets) - 1))
+    starts = (start + rows for start, rows in zip(item.storage_offsets, behind))
+    region = tuple(slice(start, start + length) for start, length in zip(starts, item.lengths))
     target, name = planner.resolve_tensor(item).detach(), item.storage_index.fqn
-    part = stored.get_slice(name)[region]
+    part = stored.get_slice(place.key)[region]
     # `copy_` would silently convert the dtype and broadcast the shape.
     if (part.dtype, part.shape) != (target.dtype, target.shape):
         raise ValueError(f"'{name}' is {part.dtype} {tuple(part.shape)}, not {target.dtype} {tuple(target.shape)}")

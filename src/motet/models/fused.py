@@ -1,0 +1,95 @@
+"""Products that a family of HF computes as one, as several: queries, keys and values, or a gate and what it gates.
+
+Tensor-parallel ranks cut each of them by itself, so there each has parameters of its own. Weights of files, drawn
+weights, checkpoints and exports have one parameter, of which each of these has some rows, named "name[first:stop]".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_ROWS = re.compile(r"(.+)\[(\d+):(\d+)\]")
+
+
+class NamedRows(NamedTuple):
+    """The rows first ... stop - 1 of the tensor `name`.
+
+    Example:
+        >>> NamedRows.of("qkv.weight[8:12]"), NamedRows.of("proj.weight")
+        (NamedRows(name='qkv.weight', first=8, stop=12), None)
+    """
+
+    name: str
+    first: int
+    stop: int
+
+    @staticmethod
+    def of(key: str) -> NamedRows | None:
+        """What a key names; None if it names a whole tensor."""
+        found = _ROWS.fullmatch(key)
+        return NamedRows(found[1], int(found[2]), int(found[3])) if found else None
+
+    @property
+    def key(self) -> str:
+        """The text that `of` reads."""
+        return f"{self.name}[{self.first}:{self.stop}]"
+
+
+class SplitLinear(nn.Module):
+    """A linear layer as several, one for each span of its output's columns, named "0", "1", ...
+
+    widths: how many columns each makes; they are all columns of `layer`, whose values they take.
+    """
+
+    def __init__(self, layer: nn.Linear, widths: Sequence[int]) -> None:
+        super().__init__()
+        edges = [0, *accumulate(widths)]
+        if edges[-1] != layer.out_features:
+            raise ValueError(f"the parts have {edges[-1]} columns, and the layer {layer.out_features}")
+        self.spans = list(pairwise(edges))
+        for number, (first, stop) in enumerate(self.spans):
+            part = nn.Linear(layer.in_features, stop - first, layer.bias is not None, device="meta")
+            for key, whole in layer._parameters.items():
+                if whole is not None:
+                    part._parameters[key] = nn.Parameter(whole.detach()[first:stop].clone(), whole.requires_grad)
+            self.add_module(str(number), part)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """That of the first part; None where the layer has no bias."""
+        return self._modules["0"].bias  # type: ignore[union-attr, return-value]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.children()], -1)
+
+
+def stored_names(model: nn.Module, names: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Name of each parameter and buffer -> the key by which weights are stored: the name, or rows of a whole tensor.
+
+    names: name in the model -> another one to be read in its place, such as without Blocks; by default the same.
+    """
+    stored = dict(names) if names is not None else {name: name for name in model.state_dict()}
+    for prefix, module in model.named_modules():
+        for number, span in enumerate(module.spans) if isinstance(module, SplitLinear) else ():
+            for of_part in module._modules[str(number)]._parameters:  # type: ignore[union-attr]
+                if (name := f"{prefix}.{number}.{of_part}") in stored:
+                    whole = stored[name].removesuffix(f"{number}.{of_part}") + of_part
+                    stored[name] = NamedRows(whole, *span).key
+    return stored
+
+
+def with_whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors by name, of tensors by key; the rows of each are there."""
+    whole, parts = dict[str, Tensor](), dict[str, dict[int, Tensor]]()
+    for key, tensor in tensors.items():
+        if (rows := NamedRows.of(key)) is None:
+            whole[key] = tensor
+        else:
+            parts.setdefault(rows.name, {})[rows.first] = tensor
+    return whole | {name: torch.cat([rows[first] for first in sorted(rows)]) for name, rows in parts.items()}
