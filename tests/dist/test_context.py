@@ -20,12 +20,16 @@ from transformers import (
 )
 
 from motet.assign.context_rows import context_rows
+from motet.balance import Packed
 from motet.core.attention_table import AttentionTable
-from motet.dispatch import PackedSequences
+from motet.core.example import TokenSequence
+from motet.core.workload import BatchLengths
+from motet.dispatch import Orchestrator, PackedSequences, assemble
 from motet.dispatch.context import share_sequences
 from motet.dropout import drawing
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
+from parity.cut_at_random import cut_at_random
 from ranks import run_ranks
 
 SIZES = {
@@ -59,10 +63,19 @@ def sequences_of(lengths, seed=0):
     )
 
 
-def passed(backbone, sequences):
+HOME = np.zeros(9, np.int32)
+
+
+def targets_of(text):
+    """The first token of a document is no target: nothing predicts it."""
+    return int(text.targets[1:].sum())
+
+
+def passed(backbone, sequences, keys=None):
     """Sum of the loss, number of targets, and gradients by name."""
     backbone.zero_grad()
-    with drawing("backbone", {"backbone": np.arange(sequences.num_sequences)}):
+    keys = np.arange(sequences.num_sequences) if keys is None else keys
+    with drawing("backbone", {"backbone": keys}):
         loss, num_targets = backbone(sequences, {})
     loss.backward()
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in backbone.named_parameters()}
@@ -105,6 +118,36 @@ def errors(rank, num_ranks, family, methods):
 def test_ranks_that_share_documents_equal_one_process(family, num_ranks):
     for found in run_ranks(errors, num_ranks, family, ("group_cast", "all_gather", "ulysses", "auto")):
         assert max(worst for worst, _ in found.values()) < 1e-10
+
+
+def errors_beside_whole_documents(rank, num_ranks, family):
+    """As `errors`, where some documents are whole on a rank, and others shared, each by ranks of its own."""
+    torch.manual_seed(1)
+    backbone, worst = Backbone(FAMILIES[family]().to(torch.float64)).train(), 0.0
+    for seed, documents in enumerate(([17, 1, 30, 8, 12], [40, 3], [2, 9, 31, 7, 16, 5])):
+        sequences = sequences_of(documents)
+        loss, _, gradients = passed(backbone, sequences)
+        of_documents = zip(sequences.tokens.split(documents), sequences.targets.split(documents))
+        texts = [TokenSequence(*(each.numpy() for each in both), (), np.array([], int)) for both in of_documents]
+        lengths = BatchLengths(
+            np.array(documents), np.array([targets_of(text) for text in texts]), HOME[: len(texts)], {}
+        )
+        decision = Orchestrator({"backbone": Packed()}, num_ranks, ["backbone"]).decide(lengths)
+        decision = cut_at_random(decision, lengths, np.random.default_rng(seed), (2, 1, 4), idle=seed % 2)
+        own = decision.sequences_on(rank)
+        batch = assemble(decision, lengths, rank, [texts[i] for i in own], {}).sharing(dist.group.WORLD)
+        own_loss, _, own_gradients = passed(backbone, batch.sequences, own)
+        dist.all_reduce(own_loss)
+        worst = max(worst, (own_loss - loss).abs().item() / loss.abs().item())
+        for name, gradient in own_gradients.items():
+            dist.all_reduce(gradient)
+            worst = max(worst, (gradient - gradients[name]).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_some_documents_are_shared_and_others_whole(family):
+    assert max(run_ranks(errors_beside_whole_documents, 4, family)) < 1e-10
 
 
 def test_group_cast_moves_no_row_that_is_not_seen():

@@ -6,16 +6,18 @@ that a recipe states or training assumes. The cost model knows the devices bette
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from motet.balance import ASSUMED_SPEEDS, Speed, StepCosts, StepTimes
 from motet.balance.costs import cost_of
+from motet.balance.phases import KeyExchange
 from motet.core.errors import UserError
 from motet.core.plan import Plan, Policy
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
-from motet.cost.memory import held_elements, mixed_precision
+from motet.cost.memory import held_elements, mixed_precision, stage_layers
 from motet.cost.operations import Operations
 
 Balancing = Callable[[Plan], StepCosts]
@@ -56,8 +58,20 @@ def operation_costs(
         token_bytes=model.module(BACKBONE).layers[0].output_width * element_bytes,
         frozen=frozenset(module.name for module in model.modules if not module.trainable),
         held=held_elements(model, recompute),
+        keys=key_exchanges(model, recompute, element_bytes),
     )
     return StepCosts({name: cost_of(policy) for name, policy in balanced_as.items()}, work, times)
+
+
+def key_exchanges(model: ModelSpec, recompute: Mapping[str, int], element_bytes: int) -> tuple[KeyExchange, ...]:
+    """What ranks that share sequences exchange in a microbatch, by kinds of layers. Others: as of `operation_costs`."""
+    counts: Counter[tuple[int, int]] = Counter()
+    span = {BACKBONE: (0, len(model.module(BACKBONE).blocks))}
+    for each in stage_layers(model, span, recompute):
+        if (attention := each.layer.attention) is not None:
+            row_bytes = 2 * attention.kv_width * element_bytes
+            counts[attention.window, row_bytes] += 1 + each.has_backward + each.recomputed
+    return tuple(KeyExchange(window, row_bytes, count) for (window, row_bytes), count in counts.items())
 
 
 def policies_of(model: ModelSpec, stated: Mapping[str, Policy]) -> dict[str, Policy]:

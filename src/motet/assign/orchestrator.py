@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -25,6 +26,7 @@ from motet.balance import (
     Packed,
     Padded,
     PhaseCosts,
+    Split,
     StepCosts,
     StepTimes,
     choose,
@@ -34,6 +36,7 @@ from motet.balance.phases import Held, assign_apart, assign_backbone
 from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.assignment import Assignment
 from motet.core.cluster import Link
+from motet.core.cuts import SequenceCuts
 from motet.core.exchange import Communicator, Network
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.schedule import PlannedProgram
@@ -53,12 +56,15 @@ class Decision:
     costs:       how the work of a rank's items adds up to the loads in `assignments` and `before`.
     work:        per phase, the work of each item, int64 [num_items].
     decide_s:    seconds that the decision took on this rank.
-    method:      "joint", "mixed" or "per_phase" (see `motet.balance.choose`) if all phases are balanced; else "some"
-                 or "off". "off" too where balancing would exceed the groups of a step (`Orchestrator.within_groups`).
+    method:      "joint", "mixed", "per_phase" or "split" (see `motet.balance.choose`) if all phases are balanced; else
+                 "some" or "off". "off" too where balancing would exceed the groups of a step
+                 (`Orchestrator.within_groups`).
     why:         the reason for the method, a sentence with figures; empty if nothing was predicted.
     predicted_s: seconds of the microbatch by method; empty if nothing was predicted.
     communicator: how its exchanges are executed.
     program:     the Program of its step, where that is decided by step (`Plan.filling`); None: that of its Plan.
+    cuts:        the sequences that several ranks share, which `assignments` have on the rank with most of their rows;
+                 None: all are whole.
 
     Example:
         >>> from motet.balance import Packed
@@ -78,11 +84,28 @@ class Decision:
     predicted_s: dict[str, float] = field(default_factory=dict)
     communicator: Communicator = "all_to_all"
     program: PlannedProgram | None = None
+    cuts: SequenceCuts | None = None
 
     @property
     def backbone(self) -> Assignment:
         """The placement of the backbone's sequences."""
         return self.assignments[BACKBONE]
+
+    def whole_on(self, rank: int) -> Int64Array:
+        """The examples whose whole sequences a rank runs, in their order, int64 [n]."""
+        own = self.backbone.on_rank(rank)
+        return own if self.cuts is None else own[~np.isin(own, self.cuts.examples)]
+
+    def sequences_on(self, rank: int) -> Int64Array:
+        """The examples whose sequences a rank runs, the whole ones in their order, then those of which it has rows.
+
+        A rank without any counts as one of those that share the first, of which it has no row: it meets the others.
+        """
+        whole = self.whole_on(rank)
+        if self.cuts is None:
+            return whole
+        own = np.concatenate([whole, self.cuts.on_rank(rank)])
+        return own if len(own) else self.cuts.examples[:1]
 
     def keep(self, kept: BoolArray, lengths: BatchLengths) -> Decision:
         """The decision without the examples that could not be loaded. Other items keep their rank and their order.
@@ -95,15 +118,22 @@ class Decision:
         kept_items = {phase: kept[lengths.of(phase).example] for phase in self.work}
         work = {phase: self.work[phase][mask] for phase, mask in kept_items.items()}
 
+        cuts = None if self.cuts is None else self.cuts.keep(kept)
+
         def remaining(phase: str, assignment: Assignment) -> Assignment:
             mask = kept_items[phase]
             renumbered = np.cumsum(mask) - 1
             order = renumbered[assignment.items[mask[assignment.items]]]
             return _placed(assignment.ranks[mask], order, work[phase], assignment.num_ranks, self.costs.costs[phase])
 
+        assignments = {phase: remaining(phase, assignment) for phase, assignment in self.assignments.items()}
+        if cuts is not None:
+            weights = self.costs.costs[BACKBONE].weights(work[BACKBONE])
+            assignments[BACKBONE] = with_cut_loads(assignments[BACKBONE], cuts, weights)
         return replace(
             self,
-            assignments={phase: remaining(phase, assignment) for phase, assignment in self.assignments.items()},
+            assignments=assignments,
+            cuts=cuts,
             before={phase: remaining(phase, assignment) for phase, assignment in self.before.items()},
             work=work,
         )
@@ -220,6 +250,15 @@ class Orchestrator:
         """Whether an example may change its microbatch: the costs say so, and methods are compared."""
         return isinstance(self.costs, StepCosts) and self.costs.defers and self.compares
 
+    @property
+    def of_whole_items(self) -> Orchestrator:
+        """The same, which cuts no sequence: for items that go to one rank each."""
+        if "split" not in self.methods:
+            return self
+        uncut = copy(self)
+        uncut.methods = tuple(method for method in self.methods if method != "split") or METHODS
+        return uncut
+
     def check(self, lengths: BatchLengths) -> None:
         """Raise ValueError if the phases of the costs and of the lengths differ, and as `PhaseCosts.check_segments`."""
         if missing := set(self.encoders) ^ lengths.items.keys():
@@ -248,6 +287,7 @@ class Orchestrator:
             choice.why,
             choice.predicted_s,
             self.communicator,
+            cuts=cuts_in(choice.fragments),
         )
 
     def _balance_each(
@@ -273,6 +313,27 @@ class Orchestrator:
                 ranks, order = backbone.follow(example)
                 assignments[phase] = _placed(ranks, order, work[phase], self.num_ranks, cost)
         return assignments
+
+
+def cuts_in(fragments: Split | None) -> SequenceCuts | None:
+    """The sequences that a Split cuts; None if it cuts none."""
+    if fragments is None or not fragments.num_cut:
+        return None
+    shared = fragments.num_parts > 1
+    item, begin, end = (column[shared] for column in (fragments.item, fragments.begin, fragments.end))
+    return SequenceCuts(item, fragments.assignment.ranks[shared], begin, end, fragments.units[item])
+
+
+def with_cut_loads(placed: Assignment, cuts: SequenceCuts, weights: Int64Array) -> Assignment:
+    """The placement with the loads of the fragments of cut sequences, and a bound that holds for these.
+
+    weights: the cost of each whole sequence, int64 [num_examples].
+    """
+    loads = np.zeros(placed.num_ranks, dtype=np.int64)
+    is_whole = ~np.isin(np.arange(placed.num_items), cuts.examples)
+    np.add.at(loads, placed.ranks[is_whole], weights[is_whole])
+    np.add.at(loads, cuts.rank, cuts.share_of(weights))
+    return replace(placed, loads=loads, bound=-(-int(weights.sum()) // placed.num_ranks))
 
 
 def _home(phase: str, lengths: BatchLengths) -> Int32Array:

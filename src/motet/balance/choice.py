@@ -5,10 +5,11 @@ per_phase  each phase by itself (OrchMLLM, arXiv:2503.23830, sections 5 and 6). 
            outputs cross ranks, and their gradients return: the excess of packed items, most of the padded ones.
 mixed      joint, but encoders whose own assignment gains more than its exchange takes are balanced by themselves. These
            are mostly padded ones: an assignment of whole examples cannot balance count * longest.
-split      joint, with the examples that dominate cut into fragments (splitting.py). Training cannot run it yet, so it
-           is considered only if `methods` names it.
+split      sequences that are too long for a rank cut over several ranks, all others whole (cutting.py); each encoder as
+           in joint or as in per_phase, whichever is faster. It is considered only if `methods` names it.
 
-Predicted seconds = (sum over phases of the busiest rank's seconds) + (sum over encoders of the exchange's seconds).
+Predicted seconds = (sum over phases of the busiest rank's seconds) + (sum over encoders of the exchange's seconds)
+                    + (seconds of exchanging keys and values of cut sequences, layer by layer).
 
 - Phases add up because ranks wait for each other in each of them (sharded modules gather weights layer by layer).
 - An exchange takes as long as its slowest rank, for bytes inside its node and between nodes (`core/exchange.py`).
@@ -25,8 +26,9 @@ from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend
 from motet.balance.checks import checked_num_ranks, checked_ranks
-from motet.balance.costs import Packed, Padded
-from motet.balance.fragments import Overhead, Split
+from motet.balance.costs import Packed
+from motet.balance.cutting import cut_sequences, cut_words, deliveries
+from motet.balance.fragments import Split
 from motet.balance.joint import assign_jointly
 from motet.balance.phases import (
     Held,
@@ -39,8 +41,6 @@ from motet.balance.phases import (
     keeping_size,
     scored_phase,
 )
-from motet.balance.placement import score
-from motet.balance.splitting import split
 from motet.core.arrays import Int32Array
 from motet.core.assignment import Assignment
 from motet.core.cluster import Link
@@ -49,7 +49,7 @@ from motet.core.exchange import NS_PER_S, Network, hop_of_all_gather, moved, sen
 
 Method = Literal["joint", "mixed", "per_phase", "split"]
 METHODS: tuple[Method, ...] = ("joint", "mixed", "per_phase")
-"""The methods that training can run. The one that moves fewer bytes comes first, and wins a tie."""
+"""The methods that leave items whole. The one that moves fewer bytes comes first, and wins a tie."""
 UNBALANCED = "unbalanced"
 
 
@@ -58,11 +58,12 @@ class Choice:
     """The method that is predicted to be the fastest, and its assignments.
 
     assignments: one for each phase, in their order. Where an encoder's items follow their examples, they are in the
-                 order of these, so that outputs need no sorting. With "split": the assignments of "joint".
-    fragments:   with "split", examples and fragments of examples, and the rank of each; else None.
+                 order of these, so that outputs need no sorting. With "split", a cut sequence is on the rank of its
+                 largest fragment, and the backbone's loads are those of fragments.
+    fragments:   with "split", whole sequences and fragments of others, and the rank of each; None: nothing is cut.
     predicted_s: predicted seconds by method; with "unbalanced", if `home` was given.
-    exchange_s:  the part of predicted_s that exchanges of encoder outputs take, by method.
-    moved_bytes: bytes that cross ranks, of all encoders, in both directions.
+    exchange_s:  the part of predicted_s that exchanges take, by method.
+    moved_bytes: bytes that cross ranks in them, in both directions.
     why:         one sentence with the figures.
 
     Example:
@@ -91,13 +92,14 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class _Option:
-    """The assignments of one method, and their predicted time."""
+    """The assignments of one method, and their predicted time. words: on what is cut."""
 
     assignments: tuple[Assignment, ...]
     compute_ns: int
     exchange_ns: int
     moved_bytes: int
     fragments: Split | None = None
+    words: str = ""
 
     @property
     def total_ns(self) -> int:
@@ -118,7 +120,6 @@ def choose(
     methods: Sequence[Method] = METHODS,
     home: ArrayLike | None = None,
     input_bytes: ArrayLike | None = None,
-    overhead: Overhead | None = None,
     backend: Backend = "native",
 ) -> Choice:
     """Choose the fastest of `methods` for one microbatch.
@@ -128,14 +129,13 @@ def choose(
     home: int [num_examples], the rank of each example without balancing. It adds "unbalanced" to the predictions.
     input_bytes: int [num_examples], >= 0, the size of what the home rank of an example has loaded; None: every rank
         can load any example. With it, little leaves its node, at the price of 0.1 % of the balance (joint: 1.6 %).
-    overhead: of a fragment, for "split"; its fixed part is in nanoseconds.
 
     A long item does not keep the microbatch from being balanced: other items are balanced beside it. A tie goes to the
     method that moves fewer bytes, then to the earlier of `methods`. The result is a pure function of the arguments.
     Costs up to three `assign` for each phase, and two `assign_jointly`. Raises ArgumentError for wrong arguments.
     """
     num_ranks = checked_num_ranks(num_ranks)
-    _check(phases, methods, overhead)
+    _check(phases, methods)
     if input_bytes is not None and home is None:
         raise ArgumentError("input_bytes is given without home; it must go with home, the rank that holds them.")
     network = Network.of(link)
@@ -152,8 +152,8 @@ def choose(
         options["joint"] = _follow_all(phases, network, _joint_backbone(phases, num_ranks, held, backend), {})
         if "mixed" in methods and (mixed := _mixed(phases, num_ranks, network, options["joint"], held, backend)):
             options["mixed"] = mixed
-        if overhead is not None and "split" in methods:
-            options["split"] = _split(phases, num_ranks, options["joint"], overhead, backend)
+    if "split" in methods and (cut := _split(phases, num_ranks, network, backend, alone=len(methods) == 1)):
+        options["split"] = cut
     # 2. Take the fastest.
     method = min((name for name in methods if name in options), key=lambda name: options[name].key)
     # 3. Predict the microbatch without balancing, for comparison.
@@ -224,18 +224,31 @@ def _apart(phase: Phase, backbone: Assignment, network: Network, backend: Backen
     )
 
 
-def _split(phases: Sequence[Phase], num_ranks: int, joint: _Option, overhead: Overhead, backend: Backend) -> _Option:
-    """Joint, with the dominating examples cut; a fragment has the same share of every phase of its example."""
-    costs, unit_s = joint_costs(phases)
-    in_units = Overhead(round(overhead.fixed / NS_PER_S / unit_s), overhead.fraction)
-    fragments = split(costs, num_ranks, in_units, backend=backend)
-    compute_ns = 0
-    for phase, column in zip(phases, fragments.costs.T, strict=True):
-        # A padded phase stays padded when its items are cut.
-        cost = Packed() if isinstance(phase.cost, Packed) else Padded()
-        loads = score(fragments.assignment.ranks, column, num_ranks, cost).loads
-        compute_ns += round(int(loads.max()) * unit_s * NS_PER_S)
-    return replace(joint, compute_ns=compute_ns, fragments=fragments)
+def _split(
+    phases: Sequence[Phase], num_ranks: int, network: Network, backend: Backend, *, alone: bool
+) -> _Option | None:
+    """The fastest way to cut sequences; None if none is too long for a rank. alone: then all of them stay whole."""
+    found = cut_sequences(phases[0], num_ranks, network, backend)
+    options = []
+    for cut in [each for each in found if each.fragments is not None] or (found if alone else []):
+        encoders = []
+        for phase in phases[1:]:
+            ways = follow(phase, cut.backbone), _apart(phase, cut.backbone, network, backend)
+            seconds = [
+                phase.compute_ns(way) + _exchange(phase, way, cut.backbone, network, cut.fragments)[0] for way in ways
+            ]
+            encoders.append(ways[int(seconds[1] < seconds[0])])
+        option = _option(phases, network, [cut.backbone, *encoders], cut.fragments)
+        options.append(
+            replace(
+                option,
+                exchange_ns=option.exchange_ns + cut.keys_ns,
+                moved_bytes=option.moved_bytes + cut.keys_bytes,
+                fragments=cut.fragments,
+                words=cut_words(cut.fragments, phases[0].rows),
+            )
+        )
+    return min(options, key=lambda option: option.key, default=None)
 
 
 def _joint_backbone(phases: Sequence[Phase], num_ranks: int, held: Held | None, backend: Backend) -> Assignment:
@@ -263,10 +276,12 @@ def _follow_all(
     return _option(phases, network, [backbone, *encoders])
 
 
-def _option(phases: Sequence[Phase], network: Network, assignments: Sequence[Assignment]) -> _Option:
-    """The prediction for these assignments, one for each phase."""
+def _option(
+    phases: Sequence[Phase], network: Network, assignments: Sequence[Assignment], fragments: Split | None = None
+) -> _Option:
+    """The prediction for these assignments, one for each phase. fragments: of cut sequences."""
     exchanges = [
-        _exchange(phase, placed, assignments[0], network)
+        _exchange(phase, placed, assignments[0], network, fragments)
         for phase, placed in zip(phases[1:], assignments[1:], strict=True)
     ]
     return _Option(
@@ -277,23 +292,28 @@ def _option(phases: Sequence[Phase], network: Network, assignments: Sequence[Ass
     )
 
 
-def _exchange(phase: Phase, placed: Assignment, backbone: Assignment, network: Network) -> tuple[int, int]:
+def _exchange(
+    phase: Phase, placed: Assignment, backbone: Assignment, network: Network, fragments: Split | None = None
+) -> tuple[int, int]:
     """The exchange of a phase's outputs and gradients: nanoseconds, and bytes that cross ranks."""
-    destination = backbone.ranks[phase.owner]
-    moves = placed.ranks != destination
-    if phase.output_bytes is None or not moves.any():
+    if phase.output_bytes is None:
+        return 0, 0
+    item, destination, output_bytes = deliveries(phase, backbone, fragments)
+    source = placed.ranks[item]
+    moves = source != destination
+    if not moves.any():
         return 0, 0
     node = network.nodes(placed.num_ranks)
     if network.communicator == "all_gather":
         # Outputs are gathered from where they are computed, and gradients from where the outputs were needed.
-        holders = (placed.ranks, destination)[: phase.num_exchanges]
-        hops_s = sum(float(network.exchange_s(hop_of_all_gather(at, phase.output_bytes, node))[0]) for at in holders)
-        sent = sum(sent_in_all_gather(at, phase.output_bytes, node)[0] for at in holders)
+        holders = (source, destination)[: phase.num_exchanges]
+        hops_s = sum(float(network.exchange_s(hop_of_all_gather(at, output_bytes, node))[0]) for at in holders)
+        sent = sum(sent_in_all_gather(at, output_bytes, node)[0] for at in holders)
         return round((len(node) - 1) * hops_s * NS_PER_S), sent
-    size_bytes = moved(placed.ranks, destination, phase.output_bytes, node)
+    size_bytes = moved(source, destination, output_bytes, node)
     # Gradients return by the same route, so the same rank is the slowest.
     seconds = phase.num_exchanges * float(network.exchange_s(size_bytes)[0])
-    return round(seconds * NS_PER_S), phase.num_exchanges * int(phase.output_bytes[moves].sum())
+    return round(seconds * NS_PER_S), phase.num_exchanges * int(output_bytes[moves].sum())
 
 
 def _why(method: Method, options: dict[str, _Option]) -> str:
@@ -304,7 +324,8 @@ def _why(method: Method, options: dict[str, _Option]) -> str:
         f"{name} {as_ms(option.total_ns)}{exchange(option)}" for name, option in options.items() if name != method
     )
     chosen = options[method]
-    return f"{method}: {as_ms(chosen.total_ns)} predicted{exchange(chosen)}" + (f" ({others})." if others else ".")
+    cut = f"; {chosen.words}" if chosen.words else ""
+    return f"{method}: {as_ms(chosen.total_ns)} predicted{exchange(chosen)}{cut}" + (f" ({others})." if others else ".")
 
 
 def as_ms(nanoseconds: int) -> str:
@@ -313,11 +334,14 @@ def as_ms(nanoseconds: int) -> str:
     return f"{milliseconds:,.0f} ms" if milliseconds >= 1000 else f"{milliseconds:.3g} ms"
 
 
-def _check(phases: Sequence[Phase], methods: Sequence[str], overhead: Overhead | None) -> None:
+def _check(phases: Sequence[Phase], methods: Sequence[str]) -> None:
     if not methods or set(methods) - set(get_args(Method)):
         raise ArgumentError(f"methods is {methods!r}; it must hold some of {', '.join(get_args(Method))}.")
-    if {"mixed", "split"} & set(methods) and "joint" not in methods:
-        raise ArgumentError(f"methods is {methods!r}; mixed and split begin with joint, so it must hold joint as well.")
-    if ("split" in methods) != (overhead is not None):
-        raise ArgumentError(f"overhead is {overhead}; it must be given where methods holds split, and only there.")
+    if "mixed" in methods and "joint" not in methods:
+        raise ArgumentError(f"methods is {methods!r}; mixed begins with joint, so it must hold joint as well.")
     check_phases(phases)
+    if "split" in methods and (phases[0].rows is None or not isinstance(phases[0].cost, Packed)):
+        raise ArgumentError(
+            f"methods holds split, which takes rows of the backbone and a packed cost; its phase has {phases[0].cost}"
+            f"{' and no rows' if phases[0].rows is None else ''}."
+        )

@@ -23,6 +23,23 @@ _JOINT_TOTAL = 2**50
 """The sum of the largest phase in joint costs. It is low enough for exact sums in float64 and in int64."""
 
 
+@dataclass(frozen=True)
+class KeyExchange:
+    """An exchange of keys and values between ranks that share sequences (`cutting.py`).
+
+    window:    as of `core.spec.Attention`. row_bytes: of a row's keys and values, in one layer.
+    count:     how often such an exchange takes place in a microbatch: in each layer forward, backward, and recomputed.
+
+    Example:
+        >>> KeyExchange(window=0, row_bytes=4096, count=3 * 24).count
+        72
+    """
+
+    window: int
+    row_bytes: int
+    count: int
+
+
 @dataclass(frozen=True, eq=False)
 class Phase:
     """One phase of a microbatch: its items, their cost, the bytes of their outputs, and what they hold.
@@ -35,6 +52,8 @@ class Phase:
     num_exchanges:    how often these bytes are sent: 2 (the output, and its gradient back), or 1 in a frozen phase.
     held:             int64 [num_items], >= 0, what an item takes of its rank's memory from its forward to its backward
                       pass, in a unit that all phases share; None: nothing.
+    rows:             int64 [num_items], rows of the backbone's sequences, between which they can be cut over ranks;
+                      None: they stay whole. keys: what the ranks that share them exchange.
 
     Example:
         >>> lengths, owner = np.array([30, 10, 20]), np.array([0, 0, 1])  # example 0 has two images
@@ -52,6 +71,8 @@ class Phase:
     output_bytes: Int64Array | None = None
     num_exchanges: int = 2
     held: Int64Array | None = None
+    rows: Int64Array | None = None
+    keys: tuple[KeyExchange, ...] = ()
 
     def compute_ns(self, assignment: Assignment) -> int:
         """Compute time of the busiest rank, in nanoseconds."""
@@ -162,6 +183,8 @@ def check_phases(phases: Sequence[Phase]) -> None:
             )
         if phase.held is not None and len(checked_integers(phase.held, f"held of {phase.name!r}")) != num_items:
             raise ArgumentError(f"held of {phase.name!r} has {len(phase.held)} entries; it must have {num_items}.")
+        if phase.rows is not None and len(checked_integers(phase.rows, f"rows of {phase.name!r}")) != num_items:
+            raise ArgumentError(f"rows of {phase.name!r} has {len(phase.rows)} entries; it must have {num_items}.")
         if not 0 <= phase.seconds_per_cost < math.inf:
             raise ArgumentError(
                 f"seconds_per_cost of {phase.name!r} is {phase.seconds_per_cost}; it must be finite and at least 0."

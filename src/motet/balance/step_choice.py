@@ -18,7 +18,6 @@ from motet.balance.backend import Backend
 from motet.balance.checks import checked_integers, checked_ranks
 from motet.balance.choice import METHODS, Choice, Method, as_ms, choose, choose_given
 from motet.balance.deferring import find_deferral
-from motet.balance.fragments import Overhead
 from motet.balance.phases import Phase, joint_costs
 from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.cluster import Link
@@ -66,7 +65,6 @@ def choose_step(
     *,
     methods: Sequence[Method] = METHODS,
     home: ArrayLike | None = None,
-    overhead: Overhead | None = None,
     backend: Backend = "native",
     run: Run = map,
 ) -> StepChoice:
@@ -89,7 +87,7 @@ def choose_step(
         return [_Part(_phases_of(phases, own), None if homes is None else homes[own]) for own in members]
 
     def choose_one(part: _Part) -> Choice:
-        return choose(part.phases, num_ranks, link, methods=methods, home=part.home, overhead=overhead, backend=backend)
+        return choose(part.phases, num_ranks, link, methods=methods, home=part.home, backend=backend)
 
     # 1. The step as it comes.
     parts = parts_of(given)
@@ -152,8 +150,13 @@ def _sizes(phases: Sequence[Phase]) -> Int64Array | None:
 def _fullest(phases: Sequence[Phase], choice: Choice) -> int:
     """The most that a rank holds in a microbatch."""
     held = np.zeros(choice.assignments[0].num_ranks, dtype=np.int64)
+    cut = choice.fragments
     for phase, placed in zip(phases, choice.assignments, strict=True):
-        if phase.held is not None:
+        if phase.held is None:
+            continue
+        if cut is not None and phase is phases[0]:
+            np.add.at(held, cut.assignment.ranks, phase.held[cut.item] * (cut.end - cut.begin) // cut.units[cut.item])
+        else:
             np.add.at(held, placed.ranks, phase.held)
     return int(held.max())
 
@@ -172,6 +175,7 @@ def _phases_of(phases: Sequence[Phase], has_example: BoolArray) -> list[Phase]:
             owner=new_number[phase.owner[has_item]],
             output_bytes=taken(phase.output_bytes, has_item),
             held=taken(phase.held, has_item),
+            rows=taken(phase.rows, has_item),
         )
         for phase in phases
         for has_item in [has_example[phase.owner]]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from motet.balance.costs import Cost, Packed, Padded
-from motet.balance.phases import Phase
+from motet.balance.phases import KeyExchange, Phase
 from motet.core.arrays import Int64Array
 from motet.core.cluster import Link
 from motet.core.errors import ArgumentError
@@ -112,6 +112,7 @@ class StepTimes:
     token_bytes: bytes of one row of an encoder's output.
     frozen:      encoders without trainable parameters, which get no gradient back.
     held:        by phase, elements that a unit of an item's length keeps for backward; {}: deferring needs no memory.
+    keys:        what ranks that share a sequence exchange; (): sequences stay whole.
 
     Example:
         >>> times = StepTimes(lambda lengths: {"image": 1e-6}, Link(40e9, latency_s=0.0), token_bytes=8192)
@@ -124,6 +125,7 @@ class StepTimes:
     token_bytes: int
     frozen: frozenset[str] = frozenset()
     held: Mapping[str, int] = field(default_factory=dict)
+    keys: tuple[KeyExchange, ...] = ()
 
     @property
     def network(self) -> Network:
@@ -193,7 +195,7 @@ class StepCosts(PhaseCosts):
     def phases(self, lengths: BatchLengths, work: Mapping[str, Int64Array] | None = None) -> list[Phase]:
         """The phases of a microbatch, in the order of `names`. work: its items' work, if it is known already."""
         weights = self.work(lengths) if work is None else work
-        unit_s = self.times.unit_s(lengths)
+        unit_s, keys = self.times.unit_s(lengths), self.times.keys
 
         def phase(name: str) -> Phase:
             items = lengths.of(name)
@@ -206,6 +208,8 @@ class StepCosts(PhaseCosts):
                 None if name == BACKBONE else items.num_tokens * self.times.token_bytes,
                 num_exchanges=1 if name in self.times.frozen else 2,
                 held=items.length * self.times.held[name] if self.times.held else None,
+                rows=lengths.sequence if name == BACKBONE and keys else None,
+                keys=keys if name == BACKBONE else (),
             )
 
         return [phase(name) for name in self.names]

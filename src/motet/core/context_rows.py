@@ -45,9 +45,14 @@ class ContextRows:
         starts: Int64Array = np.cumsum(self.lengths) - self.lengths
         return np.arange(self.num_rows) - np.repeat(starts, self.lengths)
 
+    def after(self, num_sequences: int) -> ContextRows:
+        """The rows of the sequences behind the first `num_sequences`, numbered anew."""
+        first = int(self.lengths[:num_sequences].sum())
+        return ContextRows(self.lengths[num_sequences:], self.owner[first:], self.num_ranks)
+
     def wanted(self, table: AttentionTable) -> list[Int64Array]:
         """By rank, the rows whose keys its own rows see. table: of all rows against all keys."""
-        return [table.of(own, table.keys).seen for own in self.rows]
+        return [table.of(own, table.keys).seen if len(own) else own for own in self.rows]
 
     def most_moved(self, wanted: Sequence[Int64Array]) -> int:
         """The most rows that a rank gives or gets, its own left out. wanted: as of `moves`."""

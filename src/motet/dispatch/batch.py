@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from motet.core.arrays import Int64Array
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.dispatch.context import ContextShare
+from motet.dispatch.cut_batch import examples_to_lay_out, route_to_fragments, shared_out
 from motet.dispatch.exchange import exchange, exchange_rows
 from motet.dispatch.route import GatherRoute, Route, compose_route
 from motet.dropout import item_keys
@@ -214,9 +216,7 @@ class RankBatch:
             for phase, replica in replicas.items()
             if phase != BACKBONE
         }
-        of_sequences = (
-            {BACKBONE: keys[self.decision.backbone.on_rank(replicas[BACKBONE])]} if BACKBONE in replicas else {}
-        )
+        of_sequences = {BACKBONE: keys[self.decision.sequences_on(replicas[BACKBONE])]} if BACKBONE in replicas else {}
         return replace(self, draws=of_items | of_sequences)
 
     def sharing(self, group: dist.ProcessGroup | None) -> RankBatch:
@@ -242,7 +242,9 @@ class RankBatch:
 
     @property
     def num_targets_of_rank(self) -> int:
-        """Tokens on which loss is taken, in this rank's sequences."""
+        """Tokens on which loss is taken, in this rank's sequences, or in those of their rows that it has."""
+        if (context := self.sequences.context) is not None:
+            return len(context.labels)
         return int(self.lengths.num_targets[self.decision.backbone.on_rank(self.rank)].sum())
 
     def scale_sum(self, loss: Tensor) -> Tensor:
@@ -319,34 +321,52 @@ def assemble(
     media: Mapping[str, Sequence[Media]],
     *,
     ranks_per_node: int | None = None,
+    shared: Mapping[int, TokenSequence] = MappingProxyType({}),
 ) -> RankBatch:
     """The RankBatch of one rank, made of what the rank has loaded or received.
 
-    sequences: those of the examples `decision.backbone.on_rank(rank)`, in that order.
+    sequences: those of the examples `decision.sequences_on(rank)`, in that order.
     media:     per phase, the items `decision.assignments[phase].on_rank(rank)`, in that order.
+    shared:    those of the examples that `examples_to_lay_out` names.
     Raises ValueError where they differ from what `lengths` says: a stale index, for instance.
     """
     routes, num_tokens, values = {}, {}, {}
+    examples = decision.sequences_on(rank)
+    layouts = {
+        int(example): _alone(shared[int(example)], int(example), lengths)
+        for example in examples_to_lay_out(decision.cuts, lengths)
+    }
     for phase, items in lengths.items.items():
         encoder = decision.assignments[phase]
-        routes[phase] = compose_route(
-            encoder,
-            decision.backbone,
-            items,
-            rank,
-            ranks_per_node=ranks_per_node,
-            communicator=decision.communicator,
+        routes[phase] = (
+            compose_route(
+                encoder,
+                decision.backbone,
+                items,
+                rank,
+                ranks_per_node=ranks_per_node,
+                communicator=decision.communicator,
+            )
+            if decision.cuts is None
+            else route_to_fragments(decision, lengths, phase, rank, layouts, ranks_per_node)
         )
-        ranks, order = decision.backbone.follow(items.example)
-        num_tokens[phase] = items.num_tokens[order[ranks[order] == rank]]
+        num_tokens[phase] = items.take(examples).num_tokens
         if len(media.get(phase, ())) != len(encoder.on_rank(rank)):
             raise ValueError(
                 f"rank {rank} encodes {len(encoder.on_rank(rank))} items of phase {phase!r}, not {len(media[phase])}"
             )
         values[phase] = stacked_media(media.get(phase, ()))
     packed = pack(sequences, num_tokens)
-    check_lengths(packed, lengths, decision.backbone.on_rank(rank))
+    check_lengths(packed, lengths, examples)
+    if decision.cuts is not None:
+        packed = shared_out(packed, decision, rank)
     return RankBatch(packed, values, routes, lengths, decision, rank=rank)
+
+
+def _alone(sequence: TokenSequence, example: int, lengths: BatchLengths) -> PackedSequences:
+    """A sequence packed by itself. example: its number in the microbatch."""
+    one = np.array([example])
+    return pack([sequence], {phase: items.take(one).num_tokens for phase, items in lengths.items.items()})
 
 
 def stacked_media(media: Sequence[Media]) -> tuple[Tensor, Tensor]:

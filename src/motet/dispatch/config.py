@@ -46,7 +46,9 @@ class BalanceConfig(BaseModel):
     phases:  "off", "backbone", "all", or the names of the phases to balance.
     method:  how the phases are balanced together, if all are balanced. "joint" assigns whole examples to ranks, so that
              no encoder output crosses ranks. "per_phase" assigns the items of each phase independently. "auto" predicts
-             for each microbatch which method is fastest, a mix of both included (`motet.balance.choose`).
+             for each microbatch which method is fastest, a mix of both included (`motet.balance.choose`). "split" cuts
+             sequences that are too long for a rank over several, and balances encoders as is faster.
+    split:   whether "auto" may cut sequences, too, where that is predicted to be faster, exchange included.
     mode:    "index": lengths are known before loading. "exchange": items move after loading. "auto": "index" if the
              data has an index, else "exchange".
     communicator: how inputs (in exchange mode) and encoder outputs move between ranks. "all_to_all": each rank gets its
@@ -80,7 +82,8 @@ class BalanceConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     phases: Literal["off", "backbone", "all"] | tuple[str, ...] = "all"
-    method: Literal["auto", "joint", "per_phase"] = "auto"
+    method: Literal["auto", "joint", "per_phase", "split"] = "auto"
+    split: Literal["auto", "off"] = "off"
     mode: Literal["auto", "index", "exchange"] = "auto"
     communicator: Communicator = "all_to_all"
     node_wise: bool = True
@@ -126,6 +129,26 @@ class BalanceConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _cuts_what_it_can(self) -> BalanceConfig:
+        if self.split == "auto" and self.method != "auto":
+            raise ValueError(
+                f'split = "auto" is for method = "auto", which it lets cut, and method is "{self.method}"; remove split'
+            )
+        asked = self.cut_by
+        if not asked:
+            return self
+        if self.mode == "exchange":
+            raise ValueError(
+                f"{asked} takes examples that every rank can read, of lengths that are known before loading, and "
+                'mode = "exchange" moves each to one rank; set mode = "index"'
+            )
+        if self.communicator == "all_gather":
+            raise ValueError(f'{asked} sends each rank its rows alone; remove communicator = "all_gather"')
+        if isinstance(self.policy, dict) and self.policy.get(BACKBONE, "auto") not in ("auto", "packed"):
+            raise ValueError(f'{asked} cuts packed sequences; remove policy.backbone = "{self.policy[BACKBONE]}"')
+        return self
+
+    @model_validator(mode="after")
     def _one_source_of_costs(self) -> BalanceConfig:
         if self.costs and self.cost != "length":
             raise ValueError(
@@ -154,7 +177,14 @@ class BalanceConfig(BaseModel):
     @property
     def methods(self) -> tuple[Method, ...]:
         """The methods from which one is chosen for each microbatch."""
-        return METHODS if self.method == "auto" else (self.method,)
+        if self.method != "auto":
+            return (self.method,)
+        return (*METHODS, "split") if self.cut_by else METHODS
+
+    @property
+    def cut_by(self) -> str:
+        """The setting by which sequences may be cut over ranks; "" if they may not."""
+        return 'method = "split"' if self.method == "split" else 'split = "auto"' if self.split == "auto" else ""
 
     def balanced(self, encoders: Iterable[str]) -> frozenset[str]:
         """The names of the phases to balance.
@@ -173,6 +203,10 @@ class BalanceConfig(BaseModel):
                 raise UserError(
                     'balance.method = "joint" places whole examples so that all phases are balanced at once: '
                     f'balance.phases must be "all", not {given}.'
+                )
+            if self.cut_by:
+                raise UserError(
+                    f'balance.{self.cut_by} compares times of all phases: balance.phases must be "all", not {given}.'
                 )
             if self.defer == "auto":
                 raise UserError(

@@ -7,6 +7,7 @@ they stand (`assign.rows.Dealing`); a Route brings them to their places.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
@@ -79,6 +80,7 @@ class ContextShare:
 
     whole:     the sequences with all of their rows, on the CPU: who sees whom follows from their places.
     rows:      which rank has which rows. rank: which of them this one is.
+    num_whole: the first sequences, of which this rank has all rows; other ranks know nothing of them.
     predicted: LongTensor [n], those of its rows behind which a target stands. labels: LongTensor [n], that target: it
                may be a row of another rank.
     ended:     int64 [n], sequences whose last row is here. ends: LongTensor [n], that row among those of this rank.
@@ -100,7 +102,8 @@ class ContextShare:
     trained: frozenset[str] = frozenset()
     group: dist.ProcessGroup | None = None
     method: ContextExchange = "auto"
-    sent: list[int] = field(default_factory=list)
+    sent: deque[int] = field(default_factory=deque)  # FSDP's mixed precision copies lists.
+    num_whole: int = 0
 
     def count_bytes(self, size_bytes: int) -> None:
         """Note bytes that this rank has given to others that share the sequences."""

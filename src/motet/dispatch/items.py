@@ -83,7 +83,7 @@ class ItemExchange:
             raise ValueError(f"measures are given for {sorted(measures)}, the phases are {orchestrator.encoders}")
         self.group = group
         self.rank = dist.get_rank(group)
-        self.orchestrator = orchestrator
+        self.orchestrator = orchestrator.of_whole_items
         self.measures = measures
         self.capacity = max(capacity, 1)
         self.ranks_per_node = ranks_per_node or orchestrator.num_ranks

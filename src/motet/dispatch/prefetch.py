@@ -77,6 +77,10 @@ def prefetched(
     try:
         phases = tuple(measures) if measures is not None else phases_of(loader)
         orchestrator = orchestrator or _all_packed(phases, len(ranks))
+        if "split" in orchestrator.methods:
+            raise ValueError(
+                'the method "split" cuts sequences, which only `motet train` runs; leave it out of methods'
+            )
         if orchestrator.num_ranks != len(ranks) or set(orchestrator.encoders) != set(phases):
             raise ArgumentError(
                 f"the orchestrator is for {orchestrator.num_ranks} ranks and phases {list(orchestrator.encoders)}; "

@@ -203,23 +203,47 @@ def compose_route(
             _gather(*encoded, arrival[destination[arrival] == rank], items.num_tokens, node),
             _gather(*needed, encoder.on_rank(rank), items.num_tokens, node),
         )
-    arrival_position = np.empty(items.num_items, dtype=np.int64)
-    arrival_position[arrival] = np.arange(items.num_items)
-    rows = items.num_tokens
+    return route_of_parts(
+        encoder.on_rank(rank),
+        arrival,
+        encoder.ranks,
+        destination,
+        items.num_tokens,
+        rank,
+        encoder.num_ranks,
+        ranks_per_node,
+    )
 
-    leaving = encoder.on_rank(rank)
+
+def route_of_parts(
+    leaving: Int64Array,
+    arrival: Int64Array,
+    source: NDArray[np.integer],
+    destination: NDArray[np.integer],
+    rows: Int64Array,
+    rank: int,
+    num_ranks: int,
+    ranks_per_node: int | None,
+) -> Route:
+    """The Route of one rank for parts, which are items or runs of their rows.
+
+    leaving: the parts of this rank, in the order of its rows. arrival: all parts, by the rank that gets them, in its
+    order. source, destination, rows: of each part, int [num_parts]. ranks_per_node: as of `compose_route`.
+    """
+    moves = source != destination
+    arrival_position = np.empty(len(rows), dtype=np.int64)
+    arrival_position[arrival] = np.arange(len(rows))
+
     sent = leaving[np.argsort(arrival_position[leaving], kind="stable")]
     arriving = arrival[destination[arrival] == rank]
     # Received rows are ordered by sending rank first; each sender's part is in arrival order already.
-    received = arriving[np.argsort(encoder.ranks[arriving], kind="stable")]
+    received = arriving[np.argsort(source[arriving], kind="stable")]
 
-    crosses = (
-        moves & False if ranks_per_node is None else encoder.ranks // ranks_per_node != destination // ranks_per_node
-    )
+    crosses = moves & False if ranks_per_node is None else source // ranks_per_node != destination // ranks_per_node
     return Route(
         send_index=_index(row_order(leaving, sent, rows)),
-        send_splits=_rows_by_rank(destination[sent], rows[sent], encoder.num_ranks),
-        recv_splits=_rows_by_rank(encoder.ranks[received], rows[received], encoder.num_ranks),
+        send_splits=_rows_by_rank(destination[sent], rows[sent], num_ranks),
+        recv_splits=_rows_by_rank(source[received], rows[received], num_ranks),
         recv_index=_index(row_order(received, arriving, rows)),
         moved_rows=int(rows[moves].sum()),
         crossing_rows=int(rows[crosses].sum()),

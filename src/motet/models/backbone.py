@@ -283,7 +283,7 @@ class Backbone(nn.Module):
             embeds = take_part(embeds, outside_blocks(self))
         features = {name: rows.to(embeds.dtype) for name, rows in features.items()}
         if (context := context_of(sequences)) is not None:
-            features = placed(features, context, context.routes, embeds)
+            features |= placed(features, context, context.routes, embeds)
         with arranged(ENTER, lambda: _rows_of(sequences)):
             embeds = self._merged(embeds, features, sequences)
         if torch.is_grad_enabled() and not embeds.requires_grad:
@@ -327,7 +327,8 @@ class Backbone(nn.Module):
             own, hidden = spare_row(context.own, hidden)
             positions, of_rows = context.rows.positions[own], np.repeat(lengths, lengths)[own]
             again = [name for name, blocks in self.again.items() if any(first <= block < stop for block in blocks)]
-            features = placed(features, context, [name for name in context.routes if name in again], hidden)
+            moved = placed(features, context, [name for name in context.routes if name in again], hidden)
+            features = {name: features[name] for name in features if name in again} | moved
         with (
             self._only(first, stop),
             self._entering(features, sequences),

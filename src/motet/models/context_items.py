@@ -26,7 +26,8 @@ from motet.core.arrays import Int64Array
 from motet.core.attention_table import AttentionTable
 from motet.core.context_rows import ContextRows, RowMoves, moved_heads
 from motet.core.errors import UserError
-from motet.dropout import heads_from
+from motet.dropout import draws_by_item, heads_from
+from motet.models.attention import PackedItems
 from motet.models.contract import Sequences
 from motet.models.scores import Scoring
 from motet.models.table_items import TableItems
@@ -39,6 +40,7 @@ class SharedRows(Protocol):
 
     whole: Sequences
     rows: ContextRows
+    num_whole: int
     rank: int
     predicted: Tensor
     labels: Tensor
@@ -91,6 +93,7 @@ def placed(
 class ContextItems:
     """Extents of documents of which this rank has some rows. One object serves all layers and passes of a pack.
 
+    Documents that this rank has whole stand first, and attend as in `PackedItems`, without an exchange.
     It is used as `models.attention.PackedItems` is, by all ranks of a group.
     together: rows that see each other in both directions, as of `AttentionTable.packed`; all others are causal.
 
@@ -98,14 +101,17 @@ class ContextItems:
         Rank 0 has the first row and the last of four, and sees both rows of rank 1:
         >>> from types import SimpleNamespace
         >>> rows = ContextRows(np.array([4]), np.array([0, 1, 1, 0]), num_ranks=2)
-        >>> ContextItems(SimpleNamespace(rows=rows, rank=0, method="auto")).method_for(4, 2, None)
+        >>> ContextItems(SimpleNamespace(rows=rows, num_whole=0, rank=0, method="auto")).method_for(4, 2, None)
         'group_cast'
     """
 
     causal = True
 
     def __init__(self, share: SharedRows, together: ArrayLike = ()) -> None:
-        self._share, self._rows, self._rank = share, share.rows, share.rank
+        self._share, self._rows, self._rank = share, share.rows.after(share.num_whole), share.rank
+        self._whole = PackedItems.from_lengths(share.rows.lengths[: share.num_whole], causal=True)
+        self._num_whole = int(self._whole.offsets[-1])
+        self._joined: dict[int | None, TableItems] = {}
         self._table = AttentionTable.packed(self._rows.lengths, together=together)
         self._methods: dict[tuple[int, int, int | None], str] = {}
         self._keys: dict[tuple[int | None, bool, torch.device], tuple[TableItems, _Copies]] = {}
@@ -131,16 +137,48 @@ class ContextItems:
         rows: of this rank, or the one of `spare_row`. Other arguments: as of `TableItems.attend`. A collective, as is
         backward. Raises UserError for Ulysses where heads cannot be dealt out.
         """
-        num_rows, how = len(self._rows.rows[self._rank]), Scoring(scale, dropout, window, softcap, sinks)
+        num_whole, how = self._num_whole, Scoring(scale, dropout, window, softcap, sinks)
+        num_rows = num_whole + len(self._rows.rows[self._rank])
         if query.shape[2] != max(num_rows, 1):
             raise ValueError(f"attention got {query.shape[2]} rows; this rank has {num_rows}")
         if not num_rows:
             met = self._meet(*(x[:, :, :0] for x in (query, key, value)), how)
             return query.transpose(1, 2) * 0 + met[:0].sum()
-        return self._meet(query, key, value, how)
+        if not num_whole:
+            return self._meet(query, key, value, how)
+        if dropout and draws_by_item():
+            return self._attend_at_once(query, key, value, how)
+        (query, shared_query), (key, shared_key), (value, shared_value) = (
+            x.split([num_whole, num_rows - num_whole], dim=2) for x in (query, key, value)
+        )
+        of_whole = self._of_whole(query, key, value, how)
+        met = self._meet(shared_query, shared_key, shared_value, how)
+        return torch.cat([of_whole, met], dim=1) if num_rows > num_whole else of_whole + met[:0].sum()
+
+    def _of_whole(self, query: Tensor, key: Tensor, value: Tensor, how: Scoring) -> Tensor:
+        """As `attend`, of the documents that this rank has whole."""
+        if how.softcap is None and how.sinks is None:
+            return self._whole.attend(query, key, value, how.scale, how.dropout, how.window)
+        return self._whole.with_scores().attend(query, key, value, *how)
+
+    def _attend_at_once(self, query: Tensor, key: Tensor, value: Tensor, how: Scoring) -> Tensor:
+        """As `attend`, in one call for whole documents and others: dropout is drawn for all rows of a layer at once."""
+        num_whole, window = self._num_whole, how.window
+        _, copies = self._keys_for(window, False, query.device)
+        both = torch.cat([key[0], value[0]]).transpose(0, 1)  # [rows, 2 kv_heads, head_dim]
+        seen = torch.cat([both[:num_whole], copies.of(both[num_whole:])])
+        if window not in self._joined:
+            every, whole = self._share.rows, np.arange(num_whole)
+            wanted = self._wanted(window, everything=False)[self._rank]
+            table = AttentionTable.packed(every.lengths).windowed(window)
+            self._joined[window] = TableItems(table.of(every.rows[self._rank], np.append(whole, num_whole + wanted)))
+        keys, values = seen.transpose(0, 1)[None].chunk(2, dim=1)
+        return self._joined[window].attend(query, keys, values, *how._replace(window=None))
 
     def _meet(self, query: Tensor, key: Tensor, value: Tensor, how: Scoring) -> Tensor:
-        """As `attend`. A rank without rows gets some tensor, with the graph of what it has taken part in."""
+        """As `attend`, of shared documents. A rank without rows of them gets some tensor, with the graph of what it has
+        taken part in.
+        """
         if how.window is not None and how.window >= self._rows.lengths.max(initial=0):
             how = how._replace(window=None)
         method = self.method_for(query.shape[1], key.shape[1], how.window)

@@ -21,9 +21,9 @@ def rows_together(sequences: Sequences, bidirectional: Sequence[str], prefix: bo
     prefix:        whether the rows of a document before its first target are one.
     Reads tensors on the host. Raises ValueError where tokens were not read, as rows have no known places then.
     """
-    offsets = sequences.offsets.numpy().astype(np.int64)
     if not (bidirectional or prefix):
         return np.zeros((0, 2), dtype=np.int64)
+    offsets = sequences.offsets.numpy().astype(np.int64)
     if len(sequences.tokens) != offsets[-1]:
         raise ValueError("this rank did not read the tokens, and so does not know where rows stand that see each other")
     is_inside = _of_prefixes(sequences, offsets) if prefix else np.zeros(offsets[-1], dtype=np.bool_)

@@ -198,10 +198,17 @@ def _balance(recipe: Recipe, spec: ModelSpec) -> Literal["off", "joint", "per_ph
             f"balance.phases = {json.dumps(phases)} balances some phases, which a plan cannot say; "
             'set it to "all" or "off" to simulate the recipe.'
         )
+    if recipe.balance.method == "split" or recipe.balance.cut_by:
+        raise UserError(
+            f"balance.{recipe.balance.cut_by} cuts sequences, which a plan cannot say yet; remove it to simulate the "
+            "recipe."
+        )
     return recipe.balance.method if balanced else "off"
 
 
 def _balanced_as(plan: Plan, config: BalanceConfig) -> BalanceConfig:
+    if config.cut_by:
+        raise UserError(f"balance.{config.cut_by} cuts sequences, which a plan cannot say yet; remove it.")
     # Where nothing moves between ranks, no key may say how.
     still: dict[str, Any] = {"communicator": "all_to_all", "node_wise": True}
     if plan.balance != "off":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,14 @@ class Mesh:
     def num_ranks(self) -> int:
         """The number of all ranks."""
         return self.group.size()
+
+    @cached_property
+    def shared_rows(self) -> dist.ProcessGroup:
+        """All ranks, for rows that some of them exchange inside of passes, between collectives of other groups.
+
+        The first access is a collective.
+        """
+        return new_group()
 
     @property
     def is_sharded(self) -> bool:

@@ -67,7 +67,7 @@ class EncoderStage(_ModuleStage):
 
 
 class BackboneStage(_ModuleStage):
-    """The backbone. It adds the loss and the number of targets to totals[1] and totals[2] (totals: float64 [3])."""
+    """The backbone. It adds the loss and the number of targets to totals[1] and totals[2] (totals: float64 [4])."""
 
     def __init__(
         self,

@@ -158,10 +158,14 @@ def _examples_and_rows(batch: RankBatch, phase: str, rank: int) -> tuple[Int64Ar
 
     Returns the example of each item, and the numbers of rows that the items may have: an array for each kind of tensor.
     """
-    computed = batch.decision.assignments[phase].on_rank(rank)
     if phase == BACKBONE:
-        lengths = batch.lengths
+        lengths, computed = batch.lengths, batch.decision.sequences_on(rank)
+        if (context := batch.sequences.context) is not None:
+            of_row = np.repeat(np.arange(len(computed)), context.rows.lengths)[context.own]
+            counted = of_row, of_row[context.predicted.cpu().numpy()]
+            return computed, [np.bincount(each, minlength=len(computed)) for each in counted]
         return computed, [lengths.sequence[computed], lengths.num_targets[computed]]
+    computed = batch.decision.assignments[phase].on_rank(rank)
     items, sizes = batch.lengths.items[phase], batch.media[phase][1].numpy()
     one_row_each = np.ones(len(computed), dtype=np.int64)
     return items.example[computed], [items.num_tokens[computed], sizes.prod(axis=1), one_row_each]

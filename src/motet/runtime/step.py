@@ -164,6 +164,8 @@ class TrainStep:
         with computing(self.model):
             running = _RunningStep(self, batches)
             Executor(running.program, running.handlers, self.clock, leave_out=leave_out).run(step)
+        # The host waits for the device where ranks shared sequences, and in no other step.
+        shared_bytes = running.totals[3].item() if running.shares_sequences else 0
         return StepResult(
             step,
             running.num_targets,
@@ -172,9 +174,13 @@ class TrainStep:
             running.exchanges.moved_bytes,
             running.exchanges.crossing_bytes,
             # Gathers and reductions are the same on all ranks.
-            by_kind(0, running.exchanges.moved_bytes, *(self.mesh.num_ranks * each for each in self.sent.take())),
+            by_kind(
+                0,
+                running.exchanges.moved_bytes + shared_bytes,
+                *(self.mesh.num_ranks * each for each in self.sent.take()),
+            ),
             self.clock.take(),
-            running.totals,
+            running.totals[:3],
             met_s=self.clock.met_s,
         )
 
@@ -198,7 +204,8 @@ class TrainStep:
 class _RunningStep:
     """One step while it runs: its Program, the handlers of its actions, and its totals.
 
-    totals: float64 [3], squared gradient norm, sum of the loss, number of targets; of this rank, after NORM of all.
+    totals: float64 [4], squared gradient norm, sum of the loss, number of targets, bytes of rows that ranks which share
+            sequences gave each other; of this rank, after NORM of all.
     """
 
     def __init__(self, step: TrainStep, batches: Sequence[RankBatch]) -> None:
@@ -207,11 +214,15 @@ class _RunningStep:
         self.step, self.program = step, step.program(batches)
         if step.types.compute is not None:
             batches = [batch.to(step.mesh.device, dtype=step.types.compute) for batch in batches]
+        self.shares_sequences = any(batch.decision.cuts is not None for batch in batches)
+        if self.shares_sequences:
+            batches = [batch.sharing(step.mesh.shared_rows) for batch in batches]
+        self.batches = batches
         for stage in self.program.last_backward:
             if gradients := step.replicated.get(self.program.modules[stage]):
                 gradients.zero()
         self.num_targets = sum(batch.num_targets for batch in batches)
-        self.totals = torch.zeros(3, dtype=torch.float64, device=step.mesh.device)
+        self.totals = torch.zeros(4, dtype=torch.float64, device=step.mesh.device)
         stages = module_stages(
             step.model,
             self.program.modules,
@@ -241,6 +252,8 @@ class _RunningStep:
         self.wait()
         shares = [gradients.square_sum(mesh.device) for gradients in self.step.replicated.values()]
         self.totals[0] = sum(shares) if shares else square_sum(parameters, mesh.num_ranks, mesh.device)
+        contexts = (batch.sequences.context for batch in self.batches)
+        self.totals[3] = sum(sum(context.sent) for context in contexts if context is not None)
         dist.all_reduce(self.totals, group=mesh.group)
         self.step.clock.meet()
         if max_norm is not None:
@@ -254,7 +267,7 @@ class _RunningStep:
     def update(self, action: Action) -> None:
         """Step the optimizer, unless loss or gradient is not finite."""
         assert self.step.optimizer is not None
-        update_if_finite(self.step.optimizer, self.totals)
+        update_if_finite(self.step.optimizer, self.totals[:3])
 
 
 def update_if_finite(optimizer: torch.optim.Optimizer, totals: Tensor) -> None:

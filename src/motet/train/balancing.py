@@ -213,6 +213,11 @@ def balancing_of(recipe: Recipe, spec: ModelSpec) -> Balancing:
             f'balance.communicator = "{recipe.balance.communicator}" is for training; steps are predicted with '
             '"all_to_all" alone, so remove it here.'
         )
+    if recipe.balance.cut_by:
+        raise UserError(
+            f"balance.{recipe.balance.cut_by} is for training without a plan; steps are predicted with whole sequences "
+            "alone, so remove it here."
+        )
     measured, element_bytes = read_measured(recipe, spec), compute_dtype(recipe).itemsize
 
     def balancing(plan: Plan) -> StepCosts:
@@ -252,6 +257,18 @@ class _MeanSeconds:
             total = int(self.costs[name].alone(columns[name]).sum())
             mean_s[name] = int(work.sum()) * unit_s[name] / total if total else 0.0
         return mean_s
+
+
+def check_shared(config: BalanceConfig, model: MLLM) -> None:
+    """Raise UserError if a recipe cuts sequences that must be whole for what the model does with them."""
+    both_ways = "bidirectional" if model.backbone.bidirectional else "prefix" if model.backbone.prefix else ""
+    if config.cut_by and both_ways:
+        raise UserError(
+            f"balance.{config.cut_by} cannot cut sequences in which rows see each other in both directions "
+            f"(model.backbone.{both_ways}); remove it."
+        )
+    if config.cut_by and model.backbone.merge is not None:
+        raise UserError(f"balance.{config.cut_by} cannot cut sequences that model.merge takes whole; remove it.")
 
 
 def check_same_backend(world: World) -> None:

@@ -40,6 +40,7 @@ from motet.train.balancing import (
     build_orchestrator,
     check_same_backend,
     check_same_profile,
+    check_shared,
     compute_dtype,
     read_measured,
 )
@@ -112,6 +113,7 @@ def build_job(
         model = build_mllm(recipe.modules, vocabulary.vocabulary_size, dtype, recipe.run.seed, deferred=True)
         check_rows(recipe, model)
         check_groups(model, recipe.optimizer)
+        check_shared(recipe.balance, model)
         spec = model_spec(model)
         if chosen is not None:
             chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)

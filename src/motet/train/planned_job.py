@@ -12,7 +12,7 @@ import torch
 
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
-from motet.core.plan import Plan, Unit
+from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
 from motet.models.context_items import GROUP_CAST, ULYSSES

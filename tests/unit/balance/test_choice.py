@@ -13,7 +13,6 @@ from motet.balance import (
     METHODS,
     Link,
     Network,
-    Overhead,
     Packed,
     Padded,
     Phase,
@@ -23,7 +22,7 @@ from motet.balance import (
     crossing,
     follow,
 )
-from motet.balance.phases import joint_costs
+from motet.balance.phases import KeyExchange, joint_costs
 from motet.core.errors import ArgumentError
 
 FAST = Link(bytes_per_s=1e15, latency_s=0.0)
@@ -257,19 +256,51 @@ def test_a_giant_is_no_reason_to_leave_the_rest_unbalanced(longest, seed):
     assert choice.assignments[1].imbalance < 1.2
 
 
-def test_a_giant_is_cut_where_fragments_cost_less_than_waiting():
-    phases = [backbone([1000] + [10] * 60), encoder("audio", range(1, 61), [5] * 60, Padded())]
+def cuttable(lengths, *keys) -> Phase:
+    return replace(backbone(lengths), rows=np.array(lengths), keys=keys)
+
+
+def test_a_giant_is_cut_where_the_exchange_takes_less_than_waiting():
+    phases = [cuttable([1000] + [10] * 60, KeyExchange(0, 1, 3)), encoder("audio", range(1, 61), [5] * 60, Padded())]
     methods = (*METHODS, "split")
-    cheap = choose(phases, 4, SLOW, methods=methods, overhead=Overhead(fixed=10**9, fraction=0.01))
-    assert cheap.method == "split"
-    assert cheap.fragments.num_cut == 1
-    # 1600 tokens and 300 frames on 4 ranks, beside the overhead of the fragments.
-    assert 400 + 75 < cheap.predicted_s["split"] < 1.06 * (400 + 75)
-    assert cheap.moved_bytes == 0
-    slow = choose(phases, 4, SLOW, methods=methods, overhead=Overhead(fixed=10**12))
-    assert slow.method == "joint"
-    assert slow.fragments is None
-    assert slow.predicted_s["joint"] >= 1000
+    cheap = choose(phases, 4, FAST, methods=methods)
+    assert cheap.method == "split" and cheap.fragments.num_cut == 1
+    # 1600 tokens and 300 frames on 4 ranks.
+    assert 400 + 75 <= cheap.predicted_s["split"] < 1.06 * (400 + 75)
+    assert cheap.assignments[0].loads.sum() == 1600 and cheap.assignments[0].loads.max() < 1.03 * 400
+    assert "1 sequence cut (1,000 rows over " in cheap.why
+    slow = choose(phases, 4, SLOW, methods=methods)
+    assert slow.method == "joint" and slow.fragments is None
+    assert slow.predicted_s["split"] > slow.predicted_s["joint"] >= 1000
+    alone = choose(phases, 4, SLOW, methods=["split"])
+    assert alone.fragments.num_cut == 1
+
+
+def test_a_cut_sequence_takes_the_exchange_of_its_keys():
+    """8 rows of 1 byte on two ranks: the first has 2 + 2 rows at both ends, and sees all 4 of the other's; the other
+    sees the first's 2 rows in front. With a window of 2, a rank sees one row before each of its two runs.
+    """
+    link = Link(bytes_per_s=1.0, latency_s=0.25)
+    for window, seconds in ((0, 4 + 0.25), (2, 2 + 0.25)):
+        choice = choose([cuttable([8], KeyExchange(window, 1, 3))], 2, link, methods=["split"])
+        assert choice.assignments[0].loads.tolist() == [4, 4]
+        assert choice.exchange_s["split"] == pytest.approx(3 * seconds)
+        assert choice.predicted_s["split"] == pytest.approx(4 + 3 * seconds)
+
+
+def test_outputs_go_to_all_ranks_that_share_the_sequence_of_their_item():
+    """Half of an image's 100 bytes are for the other rank, and their gradients return."""
+    phases = [cuttable([1000], KeyExchange(0, 0, 0)), encoder("image", [0], [100])]
+    choice = choose(phases, 2, Link(bytes_per_s=1e15, latency_s=0.0), methods=["split"])
+    assert choice.moved_bytes == 2 * 50
+
+
+def test_nothing_is_cut_where_whole_sequences_are_balanced():
+    phases = [cuttable([5] * 8, KeyExchange(0, 1, 3))]
+    assert choose(phases, 4, FAST, methods=["split"]).fragments is None
+    choice = choose(phases, 4, FAST, methods=(*METHODS, "split"))
+    assert "split" not in choice.predicted_s
+    assert choose([cuttable([5], KeyExchange(0, 1, 3))], 1, FAST, methods=["split"]).fragments is None
 
 
 def test_on_mixed_lengths_the_chosen_way_is_near_the_bound(mixture):
@@ -326,9 +357,9 @@ GOOD = backbone([3, 4])
             {"methods": ["off"]},
             "methods is .'off'.; it must hold some of joint, mixed, per_phase, split",
         ),
-        (([GOOD], 2, FAST), {"methods": ["mixed"]}, "mixed and split begin with joint"),
-        (([GOOD], 2, FAST), {"methods": ["joint", "split"]}, "overhead is None; it must be given where methods holds"),
-        (([GOOD], 2, FAST), {"overhead": Overhead()}, "and only there"),
+        (([GOOD], 2, FAST), {"methods": ["mixed"]}, "mixed begins with joint"),
+        (([GOOD], 2, FAST), {"methods": ["split"]}, "takes rows of the backbone and a packed cost; .* and no rows"),
+        (([replace(GOOD, rows=np.array([1]))], 2, FAST), {}, "rows of 'backbone' has 1 entries; it must have 2"),
         (([GOOD], 2, FAST), {"home": [0]}, "home has shape"),
         (([GOOD], 2, FAST), {"home": [0, 2]}, r"home\[1\] is 2"),
         (([encoder("image", [1, 0], [1, 1])], 2, FAST), {}, "owner of 'image' must be 0, 1, 2"),

@@ -26,6 +26,7 @@ from motet.data.media import BadMedia, MediaRef
 from motet.data.order import StepExamples
 from motet.data.splits import OwnSplits
 from motet.dispatch import Decision, ItemExchange, LoadedExample, Orchestrator, RankBatch, assemble
+from motet.dispatch.cut_batch import examples_to_lay_out
 
 MediaPlace: TypeAlias = tuple[int, int]
 """Index of an example in the microbatch, and number of an item among all of the example's."""
@@ -157,7 +158,8 @@ class IndexLoading:
         items = {phase: decision.assignments[phase].on_rank(self._rank) for phase in self._orchestrator.encoders}
         # Media are submitted first: workers decode them while this thread reads the tokens.
         pending.items = submitted(self._dataset, self._decoder, ids, lengths, items)
-        for index in decision.backbone.on_rank(self._rank).tolist():
+        read = {*decision.sequences_on(self._rank).tolist(), *examples_to_lay_out(decision.cuts, lengths).tolist()}
+        for index in sorted(read):
             pending.sequences[index] = self._dataset.tokens(int(ids[index]))
         return pending
 
@@ -165,9 +167,9 @@ class IndexLoading:
         lengths, decision = pending.lengths, pending.decision
         assert lengths is not None
         assert decision is not None
-        sequences = [
-            pending.sequences[index] for index in decision.backbone.on_rank(self._rank).tolist() if kept[index]
-        ]
+        number = np.cumsum(kept) - 1
+        sequences = {int(number[index]): pending.sequences[index] for index in pending.sequences if kept[index]}
+        left, left_lengths = decision.keep(kept, lengths), lengths.keep(kept)
         media: dict[str, list[Media]] = {}
         start = 0
         for phase in self._orchestrator.encoders:
@@ -175,12 +177,13 @@ class IndexLoading:
             media[phase] = [usable_media(future) for index, future in pending.items[start:end] if kept[index]]
             start = end
         batch = assemble(
-            decision.keep(kept, lengths),
-            lengths.keep(kept),
+            left,
+            left_lengths,
             self._rank,
-            sequences,
+            [sequences[index] for index in left.sequences_on(self._rank).tolist()],
             media,
             ranks_per_node=self._ranks_per_node,
+            shared=sequences,
         )
         return Loaded(batch)
 

@@ -196,6 +196,24 @@ class Recipe(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _cuts_fit(self) -> Recipe:
+        for is_there, why in (
+            (self.data.is_split, "takes examples that every rank can read, and with {rank} in data.train none is"),
+            (
+                self.data.group is not None,
+                "gives a sequence to several ranks, and data.group keeps each on one; remove one of them",
+            ),
+            (
+                self.fsdp.recompute == "auto",
+                'takes the same recomputation on all ranks, as they meet in attention, and fsdp.recompute = "auto" is '
+                "of each rank alone; state numbers of blocks",
+            ),
+        ):
+            if self.balance.cut_by and is_there:
+                raise ValueError(f"balance.{self.balance.cut_by} {why}")
+        return self
+
+    @model_validator(mode="after")
     def _parts_fit(self) -> Recipe:
         for name in self.model.encoders:
             modality = self.model.modality(name)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from motet.assign.orchestrator import with_cut_loads
 from motet.assign.whole_step import DecidedStep
 from motet.balance import Packed, Padded, dist_ratio, score
 from motet.core.arrays import Int64Array
@@ -171,6 +172,7 @@ def balance_metrics(batches: Sequence[RankBatch]) -> dict[str, Any]:
     methods:     method -> number of microbatches for which it was chosen.
     predicted_s: method -> predicted seconds, summed over the microbatches for which it was considered.
     why:         method -> a sentence, of the last microbatch for which it was chosen.
+    cut:         what was cut; None: nothing.
     """
     decisions = [batch.decision for batch in batches]
     predicted_s: Counter[str] = Counter()
@@ -180,6 +182,33 @@ def balance_metrics(batches: Sequence[RankBatch]) -> dict[str, Any]:
         "methods": dict(Counter(decision.method for decision in decisions)),
         "predicted_s": {method: _rounded(seconds) for method, seconds in predicted_s.items()},
         "why": {decision.method: decision.why for decision in decisions if decision.why},
+        "cut": cut_metrics(batches),
+    }
+
+
+def cut_metrics(batches: Sequence[RankBatch]) -> dict[str, Any] | None:
+    """The sequences of a step that several ranks shared; None if none were.
+
+    microbatches: in which some were. sequences, rows: cut ones, and their rows. degrees: ranks -> sequences so shared.
+    gained_s: predicted seconds of the fastest way of whole sequences that was considered, less those of cutting, summed
+              over these microbatches; None if none was considered.
+    """
+    cut = [(batch, batch.decision.cuts) for batch in batches if batch.decision.cuts is not None]
+    if not cut:
+        return None
+    degrees: Counter[int] = Counter()
+    gained_s = []
+    for batch, cuts in cut:
+        degrees.update(cuts.degrees.values())
+        whole_s = dict(batch.decision.predicted_s)
+        cut_s = whole_s.pop("split", None)
+        gained_s += [min(whole_s.values()) - cut_s] if whole_s and cut_s is not None else []
+    return {
+        "microbatches": len(cut),
+        "sequences": sum(len(cuts.examples) for _, cuts in cut),
+        "rows": sum(int(batch.lengths.sequence[cuts.examples].sum()) for batch, cuts in cut),
+        "degrees": {str(degree): count for degree, count in sorted(degrees.items())},
+        "gained_s": _rounded(sum(gained_s)) if gained_s else None,
     }
 
 
@@ -255,8 +284,10 @@ def _padding(module: Module, batch: RankBatch) -> list[float]:
 
 def _computed(module: Module, batch: RankBatch, placed: Assignment) -> Int64Array:
     """The lengths that each rank computes of a module, with padding, int64 [num_ranks]."""
-    kind = Padded() if module.padded else Packed()
-    return score(placed.ranks, batch.lengths.of(module.name).length, placed.num_ranks, kind).loads
+    kind, length = Padded() if module.padded else Packed(), batch.lengths.of(module.name).length
+    if batch.decision.cuts is not None and placed is batch.decision.backbone:
+        return with_cut_loads(placed, batch.decision.cuts, length).loads
+    return score(placed.ranks, length, placed.num_ranks, kind).loads
 
 
 def peak_memory_bytes(device: torch.device) -> int:

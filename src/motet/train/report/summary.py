@@ -97,6 +97,9 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         )
     if summary["balance"]["why"]:
         lines.append(f"balanced by {methods_line(summary['balance']['methods'])}")
+    if cut := summary["balance"]["cut"]:
+        gained = "" if cut["gained_s"] is None else f", {cut['gained_s']:.3g} s gained by prediction"
+        lines.append(f"{cut['sequences']:,} sequences cut over ranks in {cut['microbatches']:,} microbatches{gained}")
     if summary["makespan_error"] is not None:
         lines.append(
             f"a step takes {summary['measured_s']:.4g} s from its first action to its last, "
@@ -141,7 +144,20 @@ def _balance(steps: list[dict[str, Any]]) -> dict[str, Any]:
         methods.update(step["balance"]["methods"])
         why |= step["balance"]["why"]
     most = max(methods, key=lambda method: methods[method])
-    return {"methods": dict(methods), "why": why.get(most, "")}
+    # Lines of earlier versions do not say what was cut.
+    return {
+        "methods": dict(methods),
+        "why": why.get(most, ""),
+        "cut": _cut([step["balance"].get("cut") for step in steps]),
+    }
+
+
+def _cut(steps: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """What was cut in all steps, of what each says; None if nothing was."""
+    cut = [step for step in steps if step is not None]
+    gained_s = [step["gained_s"] for step in cut if step["gained_s"] is not None]
+    sums = {key: sum(step[key] for step in cut) for key in ("sequences", "microbatches")}
+    return {**sums, "gained_s": sum(gained_s) if gained_s else None} if cut else None
 
 
 def _phases(steps: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,99 @@
+"""Training that cuts sequences over ranks has the losses of one that keeps them whole, also where examples are bad."""
+
+import re
+
+import pytest
+
+from cli.tiny_job import losses, metrics, write_tiny_job
+from dist.test_bad_media import spoil_clips
+from dist.test_resume import run, stop_after
+from motet.core.errors import UserError
+from motet.train.recipe.recipe import load_recipe
+
+# On a slow device, so that exchanges cost little beside what is computed.
+EXACT = (
+    "run.dtype=float64", "model.encoders.audio.config.dropout=0.0",
+    "balance.speed={ device_tflops = 1e-6, link_latency_us = 0.0 }",
+)  # fmt: skip
+FEW = ("run.batch_size=3", "run.microbatches=1")
+"""On three ranks an example each, of which one is the longest."""
+
+
+@pytest.mark.parametrize("bad", [0, 3])
+def test_losses_are_those_of_whole_sequences(tmp_path, bad):
+    job = write_tiny_job(tmp_path / "data")
+    if bad:
+        spoil_clips(job.parent, "train-*.wav", bad)
+    for way in ("method=split", "method=joint"):
+        run(job, 3, tmp_path / way, *EXACT, *FEW, f"balance.{way}")
+    cut, whole = metrics(tmp_path / "method=split"), metrics(tmp_path / "method=joint")
+    assert losses(tmp_path / "method=split") == pytest.approx(losses(tmp_path / "method=joint"), rel=1e-10)
+    assert [step["grad_norm"] for step in cut] == pytest.approx([step["grad_norm"] for step in whole], rel=1e-10)
+    assert [step["left_out"] for step in cut] == [step["left_out"] for step in whole]
+    assert all(step["balance"]["cut"] is None for step in whole)
+    told = [step["balance"]["cut"] for step in cut if step["balance"]["cut"]]
+    assert len(told) >= 3
+    for step in told:
+        assert sum(step["degrees"].values()) == step["sequences"] and step["microbatches"] == 1
+        assert set(step["degrees"]) <= {"2", "3"} and step["rows"] > 0
+
+
+def test_auto_cuts_where_it_is_predicted_to_be_faster_and_says_what_it_gains(tmp_path):
+    job = write_tiny_job(tmp_path / "data")
+    said = run(job, 3, tmp_path / "auto", *EXACT, *FEW, "balance.split=auto")
+    run(job, 3, tmp_path / "off", *EXACT, *FEW)
+    assert losses(tmp_path / "auto") == pytest.approx(losses(tmp_path / "off"), rel=1e-10)
+    steps = [step["balance"] for step in metrics(tmp_path / "auto")]
+    cut = [step for step in steps if step["methods"] == {"split": 1}]
+    assert len(cut) >= 3 and all(step["cut"]["gained_s"] > 0 for step in cut)
+    assert all("cut (" in step["why"]["split"] and "rows over" in step["why"]["split"] for step in cut)
+    assert any("sequences cut over ranks" in line for line in said[0].splitlines())
+    # A link that takes as long as the step leaves sequences whole.
+    slow = ("balance.speed={ device_tflops = 1e-6, link_latency_us = 1e9 }",)
+    run(job, 3, tmp_path / "slow", *EXACT, *FEW, "balance.split=auto", *slow, "run.steps=2")
+    assert all(step["balance"]["cut"] is None for step in metrics(tmp_path / "slow"))
+
+
+def test_a_run_goes_on_with_other_ranks_and_with_dropout(tmp_path):
+    job = write_tiny_job(tmp_path / "data")
+    options = (*EXACT, *FEW, "model.encoders.audio.config.dropout=0.1", "model.backbone.config.attention_dropout=0.2")
+    run(job, 3, tmp_path / "a", *options, "balance.method=split", "checkpoint.every_steps=4")
+    whole = losses(tmp_path / "a")
+    stop_after(tmp_path / "a", 4)
+    run(job, 1, tmp_path / "a", *options, "balance.method=split")
+    assert losses(tmp_path / "a") == pytest.approx(whole, rel=1e-9)
+
+
+def test_held_out_examples_are_whole(tmp_path):
+    job = write_tiny_job(tmp_path / "data")
+    held = f"data.heldout=['{job.parent}/heldout.jsonl']"
+    for way in ("split", "joint"):
+        run(job, 3, tmp_path / way, *EXACT, *FEW, f"balance.method={way}", "run.steps=2", held)
+    told = [(tmp_path / way / "metrics.jsonl").parent for way in ("split", "joint")]
+    assert all((folder / "report.html").exists() for folder in told)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("balance.mode=exchange", "balance.method=split"), 'and mode = "exchange" moves each to one rank'),
+        (("balance.method=joint", "balance.split=auto"), 'is for method = "auto"'),
+        (("balance.method=split", "fsdp.recompute=auto"), "takes the same recomputation on all ranks"),
+        (("balance.method=split", "balance.communicator=all_gather"), "sends each rank its rows alone"),
+        (("balance.method=split", "balance.policy={ backbone = 'padded' }"), "cuts packed sequences"),
+        (("balance.method=split", "data.group='auto'"), "gives a sequence to several ranks"),
+        (("balance.method=split", "data.train=['a.{rank}.jsonl']"), "takes examples that every rank can read"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_in_a_sentence(tmp_path, options, expected):
+    job = write_tiny_job(tmp_path / "data")
+    with pytest.raises(UserError, match=re.escape(expected)):
+        load_recipe(job, list(options))
+
+
+def test_phases_that_are_not_all_balanced_are_refused(tmp_path):
+    job = write_tiny_job(tmp_path / "data")
+    said = run(job, 1, tmp_path / "run", "balance.split=auto", "balance.phases=backbone", "balance.defer=off")
+    assert said == [
+        'balance.split = "auto" compares times of all phases: balance.phases must be "all", not "backbone".'
+    ]
