@@ -140,7 +140,7 @@ def test_missing_files(job, capsys, monkeypatch):
         ("optimizer.lr", "must be written as table.key=value"),
         ("run.dir.x=1", "'dir' is a value in the recipe, not a table"),
         ('balance.phases=["video"]', "there is no phase 'video'"),
-        ("balance.method=jointly", "'balance.method' must be 'auto', 'joint' or 'per_phase', not 'jointly'."),
+        ("balance.method=jointly", "'balance.method' must be 'auto', 'joint', 'per_phase' or 'split', not 'jointly'."),
         (
             "balance.policy=pad",
             "'balance.policy' must be 'auto', 'packed', 'padded' or 'padded_attention', not 'pad'.",
