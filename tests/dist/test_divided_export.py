@@ -1,0 +1,40 @@
+"""A model whose products are split over tensor-parallel ranks is filled by each of them, and exported whole."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cli.tiny_job import losses, write_tiny_job
+from dist.test_planned import DEEPER, plan_of, train_under
+from motet.core.plan import Unit
+from motet.core.plan_file import write_plan
+from motet.planning.planned_recipe import read_job_recipe
+from ranks import run_ranks
+
+PHI3 = [*DEEPER, "model.backbone.family=phi3", "export.at_end=true", "run.steps=3"]
+"""Its products are fused, as are those of the image encoder, Qwen2-VL's."""
+
+
+def exported(run_dir):
+    files = (run_dir / "export").rglob("*.safetensors")
+    return {str(file.relative_to(run_dir)): load_file(file) for file in files}
+
+
+def test_an_export_is_that_of_one_process(tmp_path):
+    job, file, alone, shared = write_tiny_job(tmp_path / "data"), tmp_path / "plan.json", tmp_path / "1", tmp_path / "2"
+    plan = plan_of(job, ({"image": 2, "audio": 2, "backbone": 3},))
+    unit = Unit("all", plan.units[0].stages, tp=2, zero=1)
+    model = read_job_recipe(job, PHI3).model
+    plan = replace(plan, model=model, units=(unit,), schedule="1f1b", cluster=replace(plan.cluster, ranks_per_node=2))
+    write_plan(plan, file)
+    run_ranks(train_under, 2, str(job), [*PHI3, f"run.dir={shared}"], str(file))
+    run_ranks(train_under, 1, str(job), [*PHI3, f"run.dir={alone}"], None)
+    assert losses(shared) == pytest.approx(losses(alone), rel=1e-10)
+    found, expected = exported(shared), exported(alone)
+    assert found.keys() == expected.keys() and len(expected) == 5
+    for name, tensors in expected.items():
+        assert found[name].keys() == tensors.keys()
+        for key, tensor in tensors.items():
+            torch.testing.assert_close(found[name][key], tensor, rtol=1e-10, atol=1e-12)
