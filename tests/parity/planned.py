@@ -67,7 +67,7 @@ OPTIMIZER = OptimizerConfig(
     lr=1e-2,
     clip_norm=0.5,
     groups=(
-        {"weights": ["*embed_tokens*", "*layers.1.*"], "lr": 2e-2},
+        {"weights": ["*embed_tokens*", "*layers.1.*", "*.qkv_proj.weight"], "lr": 2e-2},
         {"weights": "encoders.*", "lr": 5e-3, "weight_decay": 0.4},
     ),
 )

@@ -84,6 +84,11 @@ def stored_names(model: nn.Module, names: Mapping[str, str] | None = None) -> di
     return stored
 
 
+def whole_names(model: nn.Module) -> dict[str, str]:
+    """Name of each parameter and buffer -> that of the whole tensor which has it, or has it as rows."""
+    return {name: (NamedRows.of(key) or NamedRows(key, 0, 0)).name for name, key in stored_names(model).items()}
+
+
 def with_whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Whole tensors by name, of tensors by key; the rows of each are there."""
     whole, parts = dict[str, Tensor](), dict[str, dict[int, Tensor]]()

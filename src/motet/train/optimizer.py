@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from motet.core.errors import UserError
 from motet.core.limits import MAX_STEPS
+from motet.models.fused import whole_names
 from motet.models.named_weights import is_named, weights_named
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -118,10 +119,11 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
     """
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     groups: dict[tuple[object, float, float], list[nn.Parameter]] = {}
+    names = whole_names(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            lr, decay = _own_options(name, config)
+            lr, decay = _own_options(names[name], config)
             decays = parameter.ndim >= 2 and id(parameter) not in embeddings
             groups.setdefault((mesh, lr / config.lr, decay if decays else 0.0), []).append(parameter)
     return [

@@ -4,6 +4,7 @@ import pytest
 from torch import nn
 
 from motet.core.errors import UserError
+from motet.models.fused import SplitLinear
 from motet.train.optimizer import (
     OptimizerConfig,
     build_optimizer,
@@ -101,3 +102,12 @@ def test_groups_without_weights_that_learn_are_refused():
         check_groups(model, config)
     with pytest.raises(ValueError, match="a group needs `lr` or `weight_decay`"):
         two_layers({"weights": "0.*"})
+
+
+def test_parts_of_a_product_have_the_options_of_the_whole():
+    model, config = two_layers({"weights": "1.weight", "lr": 5e-2})
+    model[1] = SplitLinear(model[1], [1, 3])
+    found = options_of(model, build_optimizer(model, config).param_groups)
+    assert {name: lr for name, (lr, _) in found.items()} == pytest.approx(
+        {"0.weight": 1e-2, "0.bias": 1e-2, "1.0.weight": 5e-2, "1.0.bias": 1e-2, "1.1.weight": 5e-2, "1.1.bias": 1e-2}
+    )
