@@ -46,6 +46,7 @@ def test_metrics_count_methods_and_add_up_seconds_over_microbatches():
         "methods": {"joint": 2, "mixed": 1},
         "predicted_s": {"joint": 1.0, "mixed": 0.25, "per_phase": 1.5},
         "why": {"joint": "joint: second", "mixed": "mixed: it"},
+        "cut": None,
     }
     assert methods_line({"mixed": 1, "joint": 1200}) == "joint 1,200, mixed 1 of 1,201 microbatches"
 
