@@ -5,7 +5,8 @@
 
 Strategy, cuts, schedule, replicas, ZeRO, recomputation, frozen parts, mixture and microbatches are drawn
 (`tests/parity/drawn_plans.py`); a case is made again from the seed and its number. Ranks are processes on gloo, several
-jobs at a time, as a job mostly waits. A run goes on from what its file has. A case that fails is stored with what
+jobs at a time, as a job mostly waits. What is found is stored minute by minute, and a run goes on from what its file
+has, so that it may be ended at any time. A case that fails is stored with what
 differs; the first one is made as small as it can be, the command that repeats it is printed, and the exit code is 1.
 
 The file has counts, the largest errors with the numbers of their cases, and all failures. Cases add up over commits:
@@ -20,7 +21,7 @@ import os
 import sys
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -40,8 +41,10 @@ from parity.fuzzing import run_cases
 from parity.planned import MIXED_TOLERANCE, TOLERANCE, PlannedCase
 from ranks import RankFailed, RanksHung, run_ranks
 
-WINDOW = 160
-"""Cases whose results are stored together; those of one number of ranks are one job."""
+FEWEST, MOST, WINDOW_S = 20, 160, 60.0
+"""Cases whose results are stored together, a window: as many as take WINDOW_S. Those of one number of ranks are one
+job, so that fewer than FEWEST would be starts of processes for the most part.
+"""
 CASE_LIMIT_S, START_LIMIT_S = 30, 300
 """A job that takes longer, by its cases, hangs. A machine that does other work may take a minute to start one."""
 NUM_LARGEST = 20
@@ -60,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, help="how many cases the file has in the end; default: as time allows")
-    parser.add_argument("--seconds", type=float, default=300.0, help="begin no case after so many seconds")
+    parser.add_argument("--seconds", type=float, default=300.0, help="begin what ends in so many seconds")
     parser.add_argument("--jobs", type=int, default=2 * (os.cpu_count() or 1), help="jobs at a time")
     parser.add_argument("--json", type=Path, help="results; those that it has are not run again")
     parser.add_argument("--case", type=int, help="run this case alone")
@@ -72,9 +75,13 @@ def main() -> None:
     record = Record.read(options.json, options.seed)
     ranks.start_server()  # Before there are threads that start it.
     began_s, before_s = time.monotonic(), record.begin(commit_of())
-    windows = _windows(options.seed, record.num_cases, options.cases)
-    in_time = iter(lambda: time.monotonic() - began_s <= options.seconds, False)
-    for drawn, found in _run(zip(windows, in_time), options.jobs):
+    first = record.num_cases
+
+    def in_time(num_begun: int) -> int:
+        spent_s = time.monotonic() - began_s
+        return window_size(spent_s, options.seconds - spent_s, record.num_cases - first, num_begun)
+
+    for drawn, found in _run(_windows(options.seed, first, options.cases, in_time), options.jobs):
         record.add(drawn, found)
         record.runs[-1]["seconds"] = round(before_s + time.monotonic() - began_s, 1)
         if options.json is not None:
@@ -91,24 +98,36 @@ def _import_once() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
 
 
-def _windows(seed: int, first: int, num_cases: int | None) -> Iterator[list[DrawnCase]]:
-    """Cases in the order of their numbers, in lists of WINDOW."""
-    while num_cases is None or first < num_cases:
-        stop = first + WINDOW if num_cases is None else min(first + WINDOW, num_cases)
-        yield [draw(seed, number) for number in range(first, stop)]
-        first = stop
+def window_size(spent_s: float, left_s: float, num_done: int, num_begun: int) -> int:
+    """Cases of the next window: as many as take WINDOW_S, and end in time at the pace so far; 0: none would.
+
+    spent_s, left_s: seconds of the run. num_done, num_begun: its cases that have ended, and those that began.
+    """
+    if not num_done:
+        return FEWEST if left_s > 0 else 0
+    case_s = spent_s / num_done
+    in_time = int(left_s / case_s) - (num_begun - num_done)
+    return min(in_time, MOST, max(FEWEST, int(WINDOW_S / case_s))) if in_time >= FEWEST else 0
 
 
-def _run(
-    windows: Iterable[tuple[list[DrawnCase], bool]], num_jobs: int
-) -> Iterator[tuple[list[DrawnCase], list[Outcome]]]:
+def _windows(seed: int, first: int, num_cases: int | None, size: Callable[[int], int]) -> Iterator[list[DrawnCase]]:
+    """Cases in the order of their numbers, in lists. size: cases that this run has begun -> those of the next list."""
+    stop = first
+    while wanted := size(stop - first):
+        begin, stop = stop, stop + wanted if num_cases is None else min(stop + wanted, num_cases)
+        if begin >= stop:
+            return
+        yield [draw(seed, number) for number in range(begin, stop)]
+
+
+def _run(windows: Iterable[list[DrawnCase]], num_jobs: int) -> Iterator[tuple[list[DrawnCase], list[Outcome]]]:
     """Windows with their outcomes, in order. The jobs of the next window begin before the last of this one has ended.
 
     A job is the cases of one number of ranks; the longest begin first.
     """
     ahead: deque[tuple[list[DrawnCase], list[tuple[list[int], Future[list[Outcome]]]]]] = deque()
     with ThreadPoolExecutor(num_jobs) as pool:
-        for drawn, _ in windows:
+        for drawn in windows:
             by_ranks: dict[int, list[int]] = defaultdict(list)
             for index, each in enumerate(drawn):
                 by_ranks[each.case.num_ranks].append(index)
@@ -279,7 +298,9 @@ class Record:
         text = json.dumps(about | rows, indent=1)[:-2]
         for name, lines in lists.items():
             text += f',\n "{name}": [' + ",".join(f"\n  {line}" for line in lines) + "\n ]"
-        path.write_text(text + "\n}\n", encoding="utf-8")
+        beside = path.with_name(f"{path.name}.new")
+        beside.write_text(text + "\n}\n", encoding="utf-8")
+        beside.replace(path)  # A run that is ended here leaves what it had stored.
 
     def say(self) -> None:
         """Print counts by strategy and schedule, and the largest error."""

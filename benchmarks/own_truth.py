@@ -165,14 +165,16 @@ class BothClocks(ActionClock):
     def __init__(self, rank: int, device: torch.device) -> None:
         super().__init__(rank, device)
         self.processor_s: dict[str, float] = defaultdict(float)
+        self._began_s = 0.0
 
-    @contextlib.contextmanager
-    def span(self, action: Action, step: int, module: str):
-        start_s = time.thread_time()
-        with super().span(action, step, module):
-            yield
+    def begin(self, action: Action) -> None:
+        self._began_s = time.thread_time()
+        super().begin(action)
+
+    def end(self, action: Action, step: int, module: str) -> None:
+        super().end(action, step, module)
         name = action_words(action.kind, "" if action.kind in WHOLE_RANK else module)
-        self.processor_s[name] += time.thread_time() - start_s
+        self.processor_s[name] += time.thread_time() - self._began_s
 
     def taken(self) -> dict[str, float]:
         taken, self.processor_s = dict(self.processor_s), defaultdict(float)

@@ -32,6 +32,7 @@ TRAIN = ("train", "{shared}/recipe.toml", "--set", "data.heldout=[]", "--set", "
 WITH: Mapping[str, tuple[str, ...]] = {
     "cluster": ('cluster.device="a40"',),
     "balance.costs": ('balance.cost="length"',),
+    "data.too_long": ("data.max_sequence_length=4096",),
     "balance.profile": ('balance.cost="profile"',),
 }
 """What must be set beside a key of `motet train`, by how it begins."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +20,10 @@ from motet.core.errors import UserError
 from motet.core.files import check_output
 from motet.core.limits import MAX_BATCHES, MAX_EXAMPLES, MAX_NODES, MAX_RANKS, MAX_RANKS_PER_NODE, MAX_SEED
 from motet.crash import ended
+
+if TYPE_CHECKING:
+    from motet.train.recipe.recipe import Recipe
+    from motet.train.trainer import PhaseOfRun
 
 app = typer.Typer(
     name="motet",
@@ -115,19 +120,65 @@ def train_recipe(
         return
     if json_file is not None:
         raise UserError("--json is for --dry-run; a run writes metrics.jsonl and summary.json in its folder.")
+    from motet.train.recipe.reading import of_phase, phase_names
+
+    names = phase_names(recipe, overrides or ())
+    if not names:
+        from motet.train.recipe.recipe import load_recipe
+
+        _train(load_recipe(recipe, overrides or ()), recipe, overrides or (), resume, trace, plan)
+        return
+    if plan is not None:
+        raise UserError(
+            f"{recipe} trains in phases ({', '.join(names)}), and a plan is of one: choose it with --set "
+            f"run.phase={names[0]}, or state `plan` in each [[run.phase]]."
+        )
+    _train_phases(recipe, {name: of_phase(overrides or (), name) for name in names}, resume, trace)
+
+
+def _train_phases(recipe: Path, phases: dict[str, list[str]], resume: str, trace: bool) -> None:
+    """Train one phase after the other. phases: name -> the overrides that choose it, too."""
     from motet.train.recipe.recipe import load_recipe
+    from motet.train.trainer import PhaseOfRun
+
+    # What is wrong with a later phase is said before the first one trains.
+    jobs = {name: load_recipe(recipe, overrides) for name, overrides in phases.items()}
+    resumed = None
+    if resume not in ("auto", "never"):
+        within = Path(resume).absolute()
+        resumed = next((name for name, job in jobs.items() if within.is_relative_to(job.run.dir)), None)
+        if resumed is None:
+            folders = ", ".join(str(job.run.dir) for job in jobs.values())
+            raise UserError(f"--resume {resume} is a checkpoint of no phase: those are in {folders}.")
+    for number, (name, overrides) in enumerate(phases.items()):
+        if resumed is None or name == resumed:
+            _train(jobs[name], recipe, overrides, resume, trace, None, PhaseOfRun(name, number + 1, len(phases)))
+        if name == resumed:
+            resume, resumed = "auto", None
+
+
+def _train(
+    job: Recipe,
+    recipe: Path,
+    overrides: Sequence[str],
+    resume: str,
+    trace: bool,
+    plan: Path | None,
+    phase: PhaseOfRun | None = None,
+) -> None:
+    """Train a recipe, or a phase of one that `overrides` choose. job: what was read of it."""
     from motet.train.trainer import train as run_training
 
-    job, chosen, plan_anew = load_recipe(recipe, overrides or ()), None, None
+    chosen, plan_anew = None, None
     if plan_file := plan.absolute() if plan is not None else job.run.plan:
         from motet.planning.under_plan import recipe_under_plan
 
-        job, chosen = recipe_under_plan(job, recipe, plan_file, overrides or ())
+        job, chosen = recipe_under_plan(job, recipe, plan_file, overrides)
     elif job.parallel:
         from motet.planning.plan_first import plan_first
 
-        plan_anew = partial(plan_first, job, recipe, overrides or ())
-    run_training(job, resume=resume, trace=trace, chosen=chosen, plan=plan_anew)
+        plan_anew = partial(plan_first, job, recipe, overrides)
+    run_training(job, resume=resume, trace=trace, chosen=chosen, plan=plan_anew, phase=phase)
 
 
 @app.command("checkpoints")
@@ -246,7 +297,18 @@ def plan_recipe(
         obstacle = trainable_in(recipe, overrides or (), is_asked=is_trainable)
         asked = {"is_trainable": is_trainable, "says_what_if": what_if}
         best = plan_command(job, pinned, outputs, obstacle, untrained, **asked)
+        if profile is not None and not outputs.is_json_alone:
+            from motet.planning.decoding import decoding_in_words
+
+            ranks = best.candidate.plan.cluster.num_ranks
+            if words := decoding_in_words(recipe, overrides or (), profile, best.step_s, ranks):
+                print(words)
         if obstacle is not None and not best.obstacle:
+            from motet.planning.too_long import say_too_long
+            from motet.train.recipe.recipe import load_recipe
+
+            own = load_recipe(recipe, overrides or (), trains=False) if workload is None else None
+            say_too_long(best.candidate.plan, job, own)
             where = best.candidate.plan.cluster
             from motet.planning.under_plan import to_remove
 

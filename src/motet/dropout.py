@@ -181,6 +181,20 @@ def heads_from(first: int) -> Iterator[None]:
 
 
 @contextmanager
+def whole_columns(is_whole: bool) -> Iterator[None]:
+    """In the block, if is_whole, tensors have all columns, on tensor-parallel ranks too."""
+    draws = _active.draws
+    before = (0, 0) if draws is None else draws.divided
+    if draws is not None and is_whole:
+        draws.divided = 0, 0
+    try:
+        yield
+    finally:
+        if draws is not None:
+            draws.divided = before
+
+
+@contextmanager
 def _in(draws: _Draws) -> Iterator[None]:
     before, _active.draws = _active.draws, draws
     try:

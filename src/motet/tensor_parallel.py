@@ -184,12 +184,32 @@ class RowLinear(nn.Linear):
         self.product: Callable[[Tensor], Tensor] = self._product
 
     def forward(self, x: Tensor) -> Tensor:
+        products = self.products(x)
         set_divided()  # Behind the sum, all ranks have all columns.
-        rows = self.parts.from_products(self.product(x))
+        rows = self.parts.from_products(products)
         return rows if self.bias is None else rows + self.parts.shared(self.bias)
+
+    def products(self, x: Tensor) -> Tensor:
+        """What this rank adds to the sum."""
+        return self.product(x)
 
     def _product(self, x: Tensor) -> Tensor:
         return linear(x, self.weight)
+
+
+class SharedLinear(nn.Linear):
+    """A linear layer without a bias that each rank has whole, between what all ranks have and a part of its own: the
+    gradient of its weight is summed over ranks. It has the parameters of `layer`.
+    """
+
+    def __init__(self, layer: nn.Linear, ranks: TensorRanks) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight, self.bias = layer.weight, None
+        self.ranks = ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, copied(self.weight, self.ranks))
 
 
 def sum_gradients(module: nn.Module, shared: Callable[[Tensor], Tensor]) -> None:

@@ -1,5 +1,6 @@
 """`motet train --dry-run`: memory by rank before anything is built, and a refusal of what cannot fit."""
 
+import json
 import re
 
 import numpy as np
@@ -123,3 +124,28 @@ def test_the_sentence_says_what_a_microbatch_is(tmp_path, monkeypatch, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "in the fullest of the 17 groups of the first epoch" in said
     assert re.search(r"a rank's microbatch is a group of at most \d+ of image, \d+ of audio, \d+ of backbone\.", said)
+
+
+def test_an_example_that_training_would_leave_out_is_named_and_not_sized(tmp_path, monkeypatch, capsys):
+    """And what is more than data.max_bad_fraction allows is refused with the sentence of training."""
+    job = write_tiny_job(tmp_path / "data")
+    long = [{"from": "human", "value": "say " + "a" * 120}, {"from": "gpt", "value": "a"}]
+    with (job.parent / "train.jsonl").open("a") as manifest:
+        manifest.write(json.dumps({"id": "long", "task": "text", "conversations": long}) + "\n")
+
+    def said(*overrides):
+        given = [f"--set={each}" for each in ("cluster.device=h100", "run.batch_size=2", *overrides)]
+        monkeypatch.setattr("sys.argv", ["motet", "train", str(job), "--dry-run", *given])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, capsys.readouterr().err
+
+    memory = ("cluster.ranks_per_node=2", "cluster.memory_gbytes=0.0012")
+    sentence = (
+        r"train\.jsonl, line 41: takes 144 tokens, for which a rank needs 1\.\d+ MB and may fill 1\.13 MB; a plan"
+    )
+    code, err = said(*memory)
+    assert code == 0 and re.search("1 of 41 examples of .*" + sentence, err)
+    code, err = said(*memory, "data.max_bad_fraction=0")
+    assert code == 2 and re.search("1 of 41 training examples need more .*" + sentence, err)
+    assert said("cluster.ranks_per_node=2") == (0, "")

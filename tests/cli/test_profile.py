@@ -17,6 +17,7 @@ from motet.cost.flops import work_of
 from motet.cost.profile import read_profile
 from motet.cost.profiled import Profiled
 from motet.models.spec import spec_of_config
+from motet.planning.decoding import decoding_in_words
 from motet.profiling.command import profile
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
@@ -102,6 +103,23 @@ def test_ranks_measure_messages_and_shared_layers(of_two):
     # Why the third cannot be shared is said in the file and in the table.
     assert [sentence.partition(":")[0] for sentence in found.left_out] == ["image"]
     assert "Left out: image: tensor parallelism over 2 ranks" in printed[0]
+
+
+def test_decoding_is_timed_and_says_which_cores_a_job_needs(job, of_two, tmp_path):
+    path, printed = of_two
+    assert "Decoding on one core" in printed[0]
+    measured = read_profile(path)
+    assert {(times.phase, times.codec) for times in measured.decoding} == {("audio", ".wav"), ("image", ".png")}
+    slow = [times.model_copy(update={"seconds": (1.0,) * len(times.seconds)}) for times in measured.decoding]
+    measured.model_copy(update={"decoding": tuple(slow)}).write(tmp_path / "slow.json")
+    # Half of the examples have an image, half a clip: a second of a core for each example.
+    options = [*EXACT, "data.num_workers=2"]
+    words = decoding_in_words(job, options, tmp_path / "slow.json", 0.5, 2)
+    assert words.startswith("Decoding takes 6 s of a core a step, so 12 CPU cores keep every rank computing; with the ")
+    assert words.endswith("recipe's 4 workers (2 a rank), each step waits 1 s for them (67% of it).")
+    assert decoding_in_words(job, options, tmp_path / "slow.json", 2.0, 2).endswith("no step waits for them.")
+    measured.model_copy(update={"decoding": ()}).write(tmp_path / "none.json")
+    assert decoding_in_words(job, options, tmp_path / "none.json", 0.5, 2) == ""
 
 
 def test_training_balanced_on_measured_cost_has_the_same_losses(job, of_two, tmp_path):

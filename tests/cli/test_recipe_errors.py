@@ -48,7 +48,7 @@ def line_of(text, part):
             'family = "qwen2"',
             'family = "qwen9"',
             'family = "qwen9"',
-            "'mistral', 'gemma', 'gemma2', 'gemma3', 'phi3' or 'olmo2'",
+            "'gemma3', 'phi3', 'olmo2', 'mixtral' or 'qwen3_moe'",
         ),
         ("[data]", "[data]\ngroup = 3", "group", "'data.group' must be 'auto'"),
         (
@@ -203,6 +203,10 @@ def test_missing_files(job, capsys, monkeypatch):
         ("data.seed=9223372036854775808", "'data.seed' must be less than or equal to 9223372036854775807"),
         ("data.num_workers=1000000", "'data.num_workers' must be less than or equal to 256"),
         ("data.prefetch_steps=1000000000", "'data.prefetch_steps' must be less than or equal to 64"),
+        (
+            'data.too_long="truncate"',
+            "too_long has no effect without max_sequence_length; set that, or remove too_long",
+        ),
         ("data.max_sequence_length=10000000000", "'data.max_sequence_length' must be less than or equal to 2147483647"),
         ("data.max_bad_fraction=nan", "'data.max_bad_fraction' must be less than or equal to 1, not nan."),
         ("evaluate.max_new_tokens=10000000000", "'evaluate.max_new_tokens' must be less than or equal to 1000000"),
@@ -322,3 +326,61 @@ def test_a_resolved_recipe_loads_again_to_the_same(job, tmp_path):
     again = tmp_path / "elsewhere.toml"
     again.write_text(dump_recipe(recipe))
     assert load_recipe(again) == recipe
+
+
+PHASES = """\
+[[run.phase]]
+name = "align"
+steps = 40
+learns = "projectors"
+
+[[run.phase]]
+name = "tune"
+steps = 5
+data = { seed = 7 }
+
+[data]
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key", "said"),
+    [
+        ("steps = 40", "stepz = 40", "stepz", "unknown key 'run.phase.0.stepz'; did you mean 'steps'?"),
+        ("steps = 40", 'steps = "4"', 'steps = "4"', "'run.phase.0.steps' must be a whole number, not '4'."),
+        ("steps = 40\n", "", "[[run.phase]]", "'run.phase.0.steps' is missing"),
+        ('"projectors"', '"projector"', "learns", "the model has no part 'projector' that could learn; it has all,"),
+        ("seed = 7", "sed = 7", "data = {", "unknown key 'data.sed'; did you mean 'seed'?"),
+        ('"tune"', '"align"', 'name = "align"', "two phases are named 'align'; each needs a name of its own."),
+        ('"tune"', '"../tune"', '"../tune"', "'run.phase.1.name'"),
+        (
+            "batch_size = 6",
+            "batch_size = 6\nsteps = 8",
+            "steps = 8",
+            "run.steps has no effect, as each phase has its own.",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_phase(job, tmp_path, capsys, monkeypatch, old, new, key, said):
+    text = RECIPE.replace("steps = 8\n", "").replace("[data]\n", PHASES, 1)
+    assert text.count(old) == 1
+    wrong = job.with_name("phased.toml")
+    wrong.write_text(text.replace(old, new))
+    found = run(capsys, monkeypatch, "train", wrong, "--set", f"run.dir={tmp_path / 'run'}")
+    assert said in found
+    lines = [number for number, line in enumerate(wrong.read_text().splitlines(), 1) if key in line]
+    assert any(found.startswith(f"{wrong}, line {number}: ") for number in lines)
+    assert not (tmp_path / "run").exists()
+
+
+def test_commands_on_a_recipe_in_phases_ask_for_one(job, tmp_path, capsys, monkeypatch):
+    phased = job.with_name("phased.toml")
+    phased.write_text(RECIPE.replace("steps = 8\n", "").replace("[data]\n", PHASES, 1))
+    for command in ("plan", "simulate", "analyze", "profile"):
+        said = run(capsys, monkeypatch, command, phased)
+        assert said == f"{phased} trains in phases (align, tune): choose one with --set run.phase=align."
+    assert "it has align, tune." in run(capsys, monkeypatch, "plan", phased, "--set", "run.phase=other")
+    assert "a plan is of one" in run(capsys, monkeypatch, "train", phased, "--plan", tmp_path / "plan.json")
+    assert "a checkpoint of no phase" in run(
+        capsys, monkeypatch, "train", phased, "--resume", tmp_path / "step-00000001"
+    )

@@ -126,6 +126,30 @@ def test_killed_in_mid_step_and_restarted_by_torchrun(job, tmp_path, resume):
     assert [step["loss"] for step in metrics(tmp_path / "killed")] == losses(tmp_path / "whole")[first:]
 
 
+@pytest.mark.torchrun
+def test_killed_in_the_second_phase_and_restarted_by_torchrun(job, tmp_path):
+    phases = [f'[[run.phase]]\nname = "{name}"\nsteps = {steps}\n' for name, steps in (("align", 2), ("tune", 9))]
+    phased = job.with_name("phased.toml")
+    phased.write_text(
+        job.read_text().replace("steps = 8\n", "").replace("[data]\n", "\n".join([*phases, "[data]\n"]), 1)
+    )
+    overrides = ("checkpoint.every_steps=2", "data.heldout=[]")
+    launcher = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=1"]
+    killed = signalled(signal.SIGKILL, step=6, rank=1)
+    done = run(command(launcher, phased, tmp_path, *overrides, program=killed))
+    assert done.returncode == 0, done.stderr
+    said = [
+        line.rpartition(" from ")[0] or line for line in done.stdout.splitlines() if re.match("Phase|Resuming", line)
+    ]
+    assert said[:2] == [
+        f"Phase {name}, in {tmp_path}/{folder}."
+        for name, folder in (("align (1 of 2): 2 steps", "align"), ("tune (2 of 2): 9 steps", "tune"))
+    ]
+    assert said[2:4] == ["Phase align (1 of 2) has ended, with step 2.", said[1]]
+    assert said[4] in ("Resuming after step 2", "Resuming after step 4")
+    assert len(losses(tmp_path / "align")) == 2 and len(losses(tmp_path / "tune")) == 9
+
+
 def test_asked_to_stop_it_saves_and_the_same_command_goes_on(job, tmp_path):
     overrides = ("run.steps=8", "data.heldout=[]")
     asked = signalled(signal.SIGTERM, step=3)

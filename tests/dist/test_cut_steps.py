@@ -1,14 +1,21 @@
 """Training that cuts sequences over ranks has the losses of one that keeps them whole, also where examples are bad."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from cli.tiny_job import losses, metrics, write_tiny_job
 from dist.test_bad_media import spoil_clips
+from dist.test_planned import train_under
 from dist.test_resume import run, stop_after
 from motet.core.errors import UserError
+from motet.core.plan_file import write_plan
+from motet.planning.cluster import ClusterOptions
+from motet.planning.job import JobOptions
+from motet.planning.plan_of_recipe import read_recipe_as_plan, recipe_of_plan
 from motet.train.recipe.recipe import load_recipe
+from ranks import run_ranks
 
 # On a slow device, so that exchanges cost little beside what is computed.
 EXACT = (
@@ -71,6 +78,29 @@ def test_held_out_examples_are_whole(tmp_path):
         run(job, 3, tmp_path / way, *EXACT, *FEW, f"balance.method={way}", "run.steps=2", held)
     told = [(tmp_path / way / "metrics.jsonl").parent for way in ("split", "joint")]
     assert all((folder / "report.html").exists() for folder in told)
+
+
+def test_under_a_plan_of_data_parallelism_auto_may_cut_too(tmp_path):
+    """What the plan predicts is of whole sequences, so steps that cut are not predicted."""
+    job = write_tiny_job(tmp_path / "data")
+    options = [*EXACT, "run.batch_size=3", "data.heldout=[]"]
+    on_h100 = "cluster={ device = 'h100', peak_tflops = { fp64 = 1.0 }, ranks_per_node = 3 }"
+    plan, _ = read_recipe_as_plan(job, [*options, "fsdp.shard_size=1", on_h100], JobOptions(ClusterOptions()))
+    write_plan(plan, tmp_path / "plan.json")
+    for way in ("auto", "off"):
+        overrides = [*options, f"balance.split={way}", f"run.dir={tmp_path / way}"]
+        run_ranks(train_under, 3, str(job), overrides, str(tmp_path / "plan.json"))
+    assert losses(tmp_path / "auto") == pytest.approx(losses(tmp_path / "off"), rel=1e-10)
+    cut = [step for step in metrics(tmp_path / "auto") if step["balance"]["cut"]]
+    assert len(cut) >= 3 and all(step["predicted_s"] is None for step in cut)
+
+
+def test_a_plan_that_balances_otherwise_is_not_cut(tmp_path):
+    job = write_tiny_job(tmp_path / "data")
+    plan, _ = read_recipe_as_plan(job, ["run.batch_size=3"], JobOptions(ClusterOptions("h100", 1, 3)))
+    recipe = load_recipe(job, ["run.batch_size=3", "balance.split=auto"])
+    with pytest.raises(UserError, match="lets a balance of 'auto' cut sequences, and the plan has 'joint': remove it"):
+        recipe_of_plan(replace(plan, balance="joint"), recipe)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ class Halves:
 def draw_item(rng: np.random.Generator, phase: str, size: np.ndarray) -> Media:
     """Of three images, two are made of pixels, one of these with repeats."""
     if phase == "image" and (num_repeats := int(rng.integers(0, 3))):
-        pixels = Pixels(np.float32([0.02, 0.01, 0.03]), np.float32([-1, -0.5, 0]), num_repeats)
+        pixels = Pixels(np.float32([0.5, 0.4, 0]), np.float32([0.2, 0.4, 1]), num_repeats)
         return Media(pixels.rows(rng.integers(0, 256, (size.prod(), 3), dtype=np.uint8)), size, pixels)
     return Media(rng.standard_normal((size.prod(), 3 if phase == "image" else 2)).astype(np.float32), size)
 

@@ -247,7 +247,7 @@ def error_of(rank: int, num_ranks: int, mode: str, kind: str):
     if kind == "pixels":
         # What rank 1 has loaded goes to other ranks, and its values are not those of its pixels.
         text = TokenSequence(np.arange(9), np.ones(9, bool), ("image",), np.array([0]))
-        pixels = Pixels(np.float32([1]), np.float32([0]))
+        pixels = Pixels(np.float32([0]), np.float32([1]))
         item = Media(np.full((4, 3), 0.3, np.float32), np.array([2, 2]), pixels)
         loader = [[LoadedExample(text, (item,))] * 5 if rank == 1 else []]
     num_batches = 0

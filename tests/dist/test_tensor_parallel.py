@@ -1,6 +1,7 @@
 """Layers whose products tensor-parallel ranks share equal whole ones: loss, gradients, next tokens, dropout."""
 
 import numpy as np
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -240,3 +241,14 @@ def test_what_centres_rows_over_all_heads_cannot_be_divided():
     for norm, says in (("layer", "ShapedCausalLM centres queries and keys over all heads"), ("rms", "")):
         shapes = ModelShapes.model_validate({"backbone": shape | {"norm": norm}, "encoders": {}})
         assert why_undivided(build_mllm(config_of_shapes(shapes), 50), BACKBONE) == says
+
+
+def test_what_another_package_puts_in_the_place_of_products_cannot_be_divided():
+    """Ranks would share the weight of peft's layer, and leave its adapter out."""
+    mllm = build_mllm(ModelConfig(backbone={"family": "qwen2", "config": BACKBONE_SIZES}), VOCABULARY)
+    assert why_undivided(mllm, BACKBONE) == ""
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["o_proj"]), mllm.backbone.causal_lm)
+    assert (
+        why_undivided(mllm, BACKBONE)
+        == "self_attn.o_proj is a Linear, as another package puts it there, and not torch's"
+    )

@@ -3,6 +3,8 @@
 import os
 import re
 import subprocess
+import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from motet.runtime import groups
 from motet.runtime.groups import new_group
 from motet.runtime.mesh import build_mesh
 from motet.runtime.p2p import Inbox, Lanes
+from motet.train.watch import Watch
 from motet.train.world import Meeting, join_world, open_store
 from ranks import run_ranks
 
@@ -73,6 +76,22 @@ def late(rank, num_ranks):
 def test_a_message_that_does_not_come_names_its_sender():
     said, _ = run_ranks(late, 2)
     assert said == "motet train: waited 8 s for rank 1, in vain; run.wait_limit_s is how long a rank waits."
+
+
+def left(rank, num_ranks):
+    """Names of the threads of a Watch that still run when its rank has left; rank 0 leaves a second later."""
+    watch = Watch(dist.distributed_c10d._get_default_store(), rank, num_ranks)
+    if rank == 0:
+        time.sleep(1)
+    watch.leave()
+    found = {thread.name for thread in threading.enumerate()} & {"listen", "look"}
+    dist.barrier()
+    return found
+
+
+def test_no_thread_of_a_rank_that_left_is_met_by_the_last_word_of_another():
+    """Such a thread aborts a process that ends meanwhile."""
+    assert run_ranks(left, 2) == [set(), set()]
 
 
 @pytest.fixture(scope="module")

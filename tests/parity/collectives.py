@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 SUMS = 7
@@ -41,8 +42,10 @@ def counted_collectives(tensor: dist.ProcessGroup | None = None) -> Iterator[Cou
         return scatter(part, whole, group=group, async_op=async_op, **more)
 
     def count_reduce(whole, *given, group, **more):
-        if whole.numel() > SUMS or group is tensor:
-            sent[kind_of(group, "reduce")] += 2 * whole.nbytes * passed_on(group)
+        is_of_experts = whole.dtype == torch.int64  # How often they were chosen.
+        if whole.numel() > SUMS or group is tensor or is_of_experts:
+            kind = "exchange" if is_of_experts else kind_of(group, "reduce")
+            sent[kind] += 2 * whole.nbytes * passed_on(group)
         return reduce(whole, *given, group=group, **more)
 
     with (

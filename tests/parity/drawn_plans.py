@@ -56,6 +56,8 @@ FROZEN = (
     *("image", "image encoder", "image block", "audio", "audio encoder", "backbone", "backbone block"),
     *("*.q_proj.*", "*norm*"),
 )
+LORA = ("image", "audio", "backbone", "backbone *_proj", "backbone down_proj")
+LORA = ("image", "audio", "backbone", "backbone *_proj", "backbone down_proj")
 _PARTS = (
     *[()] * 6,
     *[("queries",), ("tiles",), ("queries", "tiles")],
@@ -73,8 +75,9 @@ _MIXTURE = {
     "left_out": lambda rng: float(rng.choice([0, 0, 0, 0.3])),
     "batch_size": lambda rng: int(rng.choice([1, 2, 3, 4, 6, 6, 8, 12, 12, 18, 24])),
     "dropout": lambda rng: float(rng.choice([0, 0, 0, 0.2])),
+    "lora": lambda rng: tuple(map(str, rng.choice(LORA, rng.choice([0, 0, 1, 2]), replace=False))),
     "num_layers": lambda rng: NUM_BLOCKS["backbone"],
-    "family": lambda rng: str(rng.choice(["qwen2", "qwen2", "qwen3", "llama"])),
+    "family": lambda rng: str(rng.choice(["qwen2", "qwen2", "qwen3", "llama", "phi3", "olmo2"])),
     "seed": lambda rng: int(rng.integers(2**31)),
 }
 """Field of a PlannedCase -> how it is drawn for a mixture: what one process computes."""
@@ -289,6 +292,7 @@ def smaller(case: PlannedCase) -> Iterator[PlannedCase]:
         *({"contents": tuple(name for name in case.contents if name != left)} for left in case.contents),
         *({"parts": tuple(name for name in case.parts if name != left)} for left in case.parts),
         *({"frozen": tuple(name for name in case.frozen if name != left)} for left in case.frozen),
+        *({"lora": tuple(name for name in case.lora if name != left)} for left in case.lora),
         *({"schedule": schedule} for schedule in SCHEDULES[: SCHEDULES.index(case.schedule)]),
         *({name: plain[name]} for name in (_MIXTURE | _OPTIONS) if _is_smallest(plain.get(name))),
         {"caps": {}},

@@ -34,6 +34,7 @@ from motet.models.families.registry import BACKBONES
 from motet.models.families.siglip import SiglipEncoder
 from motet.models.families.whisper import WhisperEncoder
 from motet.models.fused import NamedRows, stored_names, with_whole
+from motet.models.lora import LoraConfig, add_lora
 from motet.models.mllm import MLLM
 from motet.models.named_weights import weights_named
 from motet.models.part import keep_spans, names_of_spans
@@ -75,6 +76,17 @@ OPTIMIZER = OptimizerConfig(
 
 OF_FAMILY = {
     "gemma2": {"head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0},
+    "mixtral": {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.3},
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 8,
+        "head_dim": 4,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.3,
+    },
     "phi3": {"pad_token_id": 0, "eos_token_id": 1},
 }
 
@@ -85,11 +97,13 @@ def build_hf_model(
     parts: Sequence[str] = (),
     num_layers: int = 3,
     family: str = "qwen2",
+    lora: Sequence[str] = (),
     dropout: float = 0.0,
 ) -> MLLM:
     """The same parameters in every call.
 
     parts: as of `parity.planned_parts`. num_layers, family: of the backbone. dropout: of all that HF drops out.
+    lora: parts with adapters, unless they are frozen; "backbone *_proj" has them in layers with such names alone.
 
     frozen: of "image", "audio", "backbone"; of "image encoder", "audio encoder"; of "image block", "audio block",
     "backbone block", the second one alone; patterns of names with a *.
@@ -145,6 +159,13 @@ def build_hf_model(
     causal_lm = of_family.model(backbone).to(torch.float64)
     ahead = {"bidirectional": ("image",) if "ahead" in parts else (), "prefix": "prefix" in parts}
     model = MLLM(encoders, Backbone(causal_lm, train=BACKBONE not in frozen, again=again_with(parts), **ahead))
+    targets = {name: (its or "*",) for name, _, its in (each.partition(" ") for each in lora)}
+    learn = {name: its for name, its in targets.items() if not {name, f"{name} encoder"} & {*frozen}}
+    add_lora(model, {name: LoraConfig(rank=3, targets=its, dropout=dropout) for name, its in learn.items()}, seed=1)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("lora_B.weight"):  # It is zero otherwise, and A has no gradient.
+                parameter += 0.1 * torch.randn_like(parameter)
     for name, module in {**encoders, BACKBONE: model.backbone}.items():
         if f"{name} block" in frozen:
             module.blocks[1].requires_grad_(False)
@@ -167,6 +188,7 @@ class PlannedCase:
     fill_seed: of random fills of bubbles; -1: coarse ones. filling, fills: as in Plan.
     parts: of the model, as of `parity.planned_parts`.
     exchange: how attention gets rows of other context-parallel ranks.
+    lora: parts with adapters, as of `build_hf_model`.
     left_out: the share of examples that are found bad after the step was decided.
     is_mixed: passes compute in float32, and gradients are summed in float64, as parameters are stored.
     then:     goes on behind the first step, from its checkpoint: another Plan for the same model, examples and ranks.
@@ -180,6 +202,7 @@ class PlannedCase:
     tied: bool = False
     num_layers: int = 3
     family: str = "qwen2"
+    lora: tuple[str, ...] = ()
     dropout: float = 0.0
     contents: tuple[str, ...] = PHASES
     blocking: bool = False
@@ -203,9 +226,9 @@ class PlannedCase:
         return max(unit.ranks.stop for unit in self.units)
 
     @property
-    def built(self) -> tuple[tuple[str, ...], bool, tuple[str, ...], int, str, float]:
+    def built(self) -> tuple[tuple[str, ...], bool, tuple[str, ...], int, str, tuple[str, ...], float]:
         """Arguments of `build_hf_model`."""
-        return self.frozen, self.tied, self.parts, self.num_layers, self.family, self.dropout
+        return self.frozen, self.tied, self.parts, self.num_layers, self.family, self.lora, self.dropout
 
     def plan(self) -> Plan:
         """The Plan of the tiny model."""

@@ -50,7 +50,8 @@ class Cut:
 
 
 def model_of(cut: Cut):
-    model = build_model(torch.float64, cut.case.frozen, "sum" if cut.enters_again else cut.case.readers)
+    readers = "sum" if cut.enters_again else cut.case.readers
+    model = build_model(torch.float64, cut.case.frozen, readers, cut.case.family)
     model.backbone.bidirectional = ()
     if cut.dropout:
         for layer in model.backbone.causal_lm.model.layers:

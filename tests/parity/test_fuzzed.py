@@ -73,6 +73,34 @@ def test_cases_add_up_over_commits(tmp_path):
             fuzz.Record.read(file, 1)
 
 
+def test_windows_take_a_minute_and_end_in_time():
+    with benchmark("fuzz_plans") as fuzz:
+        assert fuzz.window_size(0.0, 300.0, 0, 0) == fuzz.window_size(9.0, 291.0, 0, 16) == fuzz.FEWEST
+        assert fuzz.window_size(50.0, 1000.0, 100, 120) == fuzz.WINDOW_S / 0.5
+        assert fuzz.window_size(10.0, 1000.0, 100, 120) == fuzz.MOST
+        assert fuzz.window_size(600.0, 1e4, 100, 120) == fuzz.FEWEST
+        assert fuzz.window_size(250.0, 50.0, 100, 120) == 0, "20 cases that have begun take them"
+        assert fuzz.window_size(250.0, 100.0, 100, 120) == 20, "40 end in time, 20 of which have begun"
+        assert fuzz.window_size(300.0, 0.0, 0, 0) == 0
+
+
+def test_results_are_stored_window_by_window_until_enough():
+    """No window begins before results of the one before the last are there."""
+    with benchmark("fuzz_plans") as fuzz, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fuzz, "outcomes", lambda cases: [fuzz.Outcome(0.0, []) for _ in cases])
+        asked = []
+
+        def size(num_begun):
+            asked.append(num_begun)
+            return 3
+
+        stored = []
+        for drawn, found in fuzz._run(fuzz._windows(0, 5, 13, size), 2):
+            stored.append([each.number for each in drawn])
+            assert len(found) == len(drawn) and len(asked) <= len(stored) + 2
+    assert stored == [[5, 6, 7], [8, 9, 10], [11, 12]]
+
+
 def test_stored_cases_have_every_strategy_and_schedule_equally_often():
     counts = {(strategy, schedule): num for strategy, row in STORED["cells"].items() for schedule, num in row.items()}
     assert max(counts.values()) - min(counts.values()) <= 1

@@ -76,6 +76,7 @@ class Case:
     contents: tuple[str, ...] = PHASES
     readers: str = ""
     recomputes: bool = False
+    family: str = "qwen2"
 
 
 def orchestrator_of(model, num_ranks: int, case: Case) -> Orchestrator:
@@ -226,7 +227,7 @@ def counted_exchanges() -> Iterator[list[tuple[str, int]]]:
 def run_case(case: Case, dtype: torch.dtype = torch.float64) -> tuple[StepResult, dict[str, torch.Tensor | None]]:
     """The step as a user runs it; whole gradients on rank 0."""
     mesh = mesh_of(case.fsdp.shard_size)
-    model = build_model(dtype, case.frozen, case.readers)
+    model = build_model(dtype, case.frozen, case.readers, case.family)
     shard(model, mesh, case.fsdp)
     examples = draw_examples(case.num_examples, case.seed, case.contents, case.readers)
     parts = [[examples[i] for i in part] for part in np.array_split(np.arange(len(examples)), case.num_microbatches)]
@@ -286,9 +287,9 @@ def methods_of(case: Case) -> set[str]:
 
 @cache
 def reference(
-    frozen: tuple[str, ...], num_examples: int, seed: int, contents: tuple[str, ...], readers: str
+    frozen: tuple[str, ...], num_examples: int, seed: int, contents: tuple[str, ...], readers: str, family: str
 ) -> tuple[float, dict[str, torch.Tensor | None]]:
-    model = build_model(torch.float64, frozen, readers)
+    model = build_model(torch.float64, frozen, readers, family)
     loss = reference_step(model, draw_examples(num_examples, seed, contents, readers))
     return loss, {name: p.grad for name, p in model.named_parameters()}
 
@@ -305,7 +306,9 @@ def check_case(rank: int, case: Case) -> list[str]:
     loss, grad_norm = result.loss, result.grad_norm
     if rank:
         return []
-    expected_loss, expected = reference(case.frozen, case.num_examples, case.seed, case.contents, case.readers)
+    expected_loss, expected = reference(
+        case.frozen, case.num_examples, case.seed, case.contents, case.readers, case.family
+    )
     wrong = []
     if abs(loss - expected_loss) > TOLERANCE * abs(expected_loss):
         wrong.append(f"loss {loss} instead of {expected_loss}")

@@ -35,7 +35,7 @@ def measure(rank: int, num_ranks: int) -> dict[tuple[str, str], tuple[float, flo
             loss = result.loss
             if rank == 0:
                 expected_loss, expected = reference(
-                    case.frozen, case.num_examples, case.seed, case.contents, case.readers
+                    case.frozen, case.num_examples, case.seed, case.contents, case.readers, case.family
                 )
                 errors = {p: (gradients[p].double() - g).norm() for p, g in expected.items()}
                 norm = torch.stack([g.norm() for g in expected.values()]).norm()

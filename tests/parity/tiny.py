@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from motet.core.arrays import Int64Array
 from motet.core.example import Media, TokenSequence
@@ -22,6 +21,7 @@ from motet.dropout import drawing, item_keys
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
 from motet.models.exact import keep_float64
+from motet.models.families.registry import BACKBONES
 from motet.models.merge import merge_rows
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
@@ -159,14 +159,25 @@ def _encoders(frozen: Sequence[str], readers: str) -> dict[str, ModalityModule]:
     }
 
 
-def build_model(dtype: torch.dtype = torch.float64, frozen: Sequence[str] = (), readers: str = "") -> MLLM:
+MIXTURES = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 8, "mlp_only_layers": [1]},
+}
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+
+
+def build_model(
+    dtype: torch.dtype = torch.float64, frozen: Sequence[str] = (), readers: str = "", family: str = "qwen2"
+) -> MLLM:
     """The same parameters in every call and on every rank. frozen: of "image encoder", "image", "audio", "backbone".
 
     readers: as of `_encoders`; with "sum" rows of images enter the backbone again, too, and see each other in both
              directions.
+    family:  of the backbone; of mixtures of experts with the loss of their routers.
     """
     torch.manual_seed(3)
-    config = Qwen2Config(
+    of_family = BACKBONES[family]
+    config = of_family.config(
         vocab_size=VOCABULARY,
         hidden_size=DIM,
         intermediate_size=24,
@@ -175,10 +186,11 @@ def build_model(dtype: torch.dtype = torch.float64, frozen: Sequence[str] = (), 
         num_key_value_heads=1,
         tie_word_embeddings=False,
         attn_implementation=ATTENTION,
+        **(MIXTURES[family] | BALANCED if family in MIXTURES else {}),
     )
     encoders = _encoders(frozen, readers)
     merge = Scaled() if readers == "rows" else None
-    causal_lm = Qwen2ForCausalLM(config).to(dtype)
+    causal_lm = of_family.model(config).to(dtype)
     again = {"image": (1,)} if readers == "sum" else {}
     both_ways = ("image",) if readers == "sum" else ()
     backbone = Backbone(causal_lm, train="backbone" not in frozen, merge=merge, again=again, bidirectional=both_ways)

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src" / "motet").rglob("*.py"))
 CALLED_BY_OTHERS = {
     "serve": "run as a module by data/workers.py",
+    "serve_ray": "run as a program by data/ray_actors.py",
     "Encoder": "a protocol, which users' modules fulfil",
 }
 

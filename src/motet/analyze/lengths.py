@@ -11,6 +11,7 @@ import csv
 import difflib
 import gzip
 import io
+import json
 import math
 import re
 import zlib
@@ -163,7 +164,8 @@ class _EstimatedText:
     fingerprint = f"estimated-{_BYTES_A_TOKEN}-bytes-a-token"
 
     def encode(self, conversation: Conversation) -> TokenSequence:
-        lengths = [math.ceil(len(turn.text.encode()) / _BYTES_A_TOKEN) for turn in conversation.turns]
+        said = [turn.text + (json.dumps(turn.calls) if turn.calls else "") for turn in conversation.turns]
+        lengths = [math.ceil(len(text.encode()) / _BYTES_A_TOKEN) for text in said]
         is_target = [turn.has_loss for turn in conversation.turns]
         num_items = len(conversation.placeholders)
         targets = np.concatenate([np.zeros(num_items, dtype=bool), np.repeat(is_target, lengths)])
@@ -174,6 +176,10 @@ class _EstimatedText:
     def encode_prompt(self, conversation: Conversation) -> tuple[TokenSequence, str]:
         before, answer = conversation.without_last_answer()
         return self.encode(before), answer
+
+    def item_tokens(self, modality: str) -> frozenset[int]:
+        """None: an item has no marks around it."""
+        return frozenset()
 
 
 def _tokens_of_frames(frames: Int64Array) -> Int64Array:

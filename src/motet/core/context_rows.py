@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.core.arrays import Int64Array
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.attention_table import AttentionTable
+
+Rows = TypeVar("Rows", float, Float64Array)
+"""A number of rows, or numbers of several."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,18 +81,30 @@ class ContextRows:
         )
 
 
-def moved_heads(of_keys: float, of_all: float, num_ranks: int, heads: int, kv_heads: int) -> tuple[float, float]:
+def moved_heads(of_keys: Rows, of_all: Rows, num_ranks: int, heads: int, kv_heads: int) -> tuple[Rows, Rows]:
     """Rows of heads that the busiest rank moves in a layer's attention: by group-cast, and by Ulysses.
 
     of_keys, of_all: rows that it moves if ranks get the rows that they see, and if they get all (`most_moved`).
     Under Ulysses a rank gets all rows of its heads of queries, keys and values, and gives back as many of queries. It
     is infinite where ranks do not divide the heads. Keys whose heads they do not divide are repeated for each query.
     """
-    by_heads = float("inf")
+    by_heads = of_all * 0 + float("inf")
     if heads and heads % num_ranks == 0:
         sent_kv_heads = kv_heads if kv_heads % num_ranks == 0 else heads
         by_heads = of_all * 2 * (heads + sent_kv_heads) / num_ranks
     return of_keys * 2.0 * kv_heads, by_heads
+
+
+def copied_heads(of_keys: Rows, own_rows: Rows, num_ranks: int, heads: int, kv_heads: int, *, by_heads: bool) -> Rows:
+    """Rows of heads that backward finds on a rank beside what attention keeps of whole sequences, about.
+
+    of_keys: as of `moved_heads`. own_rows: of the rank. by_heads: Ulysses, under which keys that are repeated stay, and
+    what is attended to stays twice: by heads, and by rows.
+    """
+    if not by_heads:
+        return of_keys * 2.0 * kv_heads
+    sent_kv_heads = kv_heads if kv_heads % num_ranks == 0 else heads
+    return own_rows * (heads + 2.0 * (sent_kv_heads - kv_heads))
 
 
 @dataclass(frozen=True, eq=False)

@@ -190,6 +190,8 @@ class Transformer:
             trainable=trainable,
             idle_weights=self.idle_weights,
             divided_width=self.divided_width,
+            num_experts=self.num_experts,
+            expert_weights=self._expert if self.num_experts else 0,
         )
 
 

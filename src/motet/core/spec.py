@@ -74,9 +74,13 @@ class Layer:
     continues:        it belongs to the block of the layer before it: a block of a resampler has several layers.
     idle_weights:     entries of the matrices of experts that a row is not sent to (mixture of experts): they multiply
                       other rows, and are read all the same.
+    num_experts, expert_weights: the experts, and the entries of the matrices of each; 0 where there are none. Ranks
+                      that share a layer have whole experts each.
+    frozen_weights:   of `weights`, and
+    frozen_parameters: of `parameters`, those that are not updated although the layer is trainable, as beside adapters.
     divided_width:    elements of activation_width of which each tensor-parallel rank has a part: those of heads and of
                       inner columns. The others are of rows that all of these ranks have.
-    Raises ArgumentError if divided_width is more than activation_width.
+    Raises ArgumentError if divided_width is more than activation_width, or more is frozen than there is.
     """
 
     kind: str
@@ -93,13 +97,33 @@ class Layer:
     continues: bool = False
     idle_weights: Parameters = 0
     divided_width: Count = 0
+    num_experts: Count = 0
+    expert_weights: Parameters = 0
+    frozen_weights: Parameters = 0
+    frozen_parameters: Parameters = 0
 
     def __post_init__(self) -> None:
+        for frozen in ("weights", "parameters"):
+            if getattr(self, f"frozen_{frozen}") > getattr(self, frozen):
+                raise ArgumentError(
+                    f"a layer of kind {self.kind!r} has frozen_{frozen} {getattr(self, f'frozen_{frozen}')}; it must "
+                    f"be at most {frozen}, which is {getattr(self, frozen)}."
+                )
         if self.divided_width > self.activation_width:
             raise ArgumentError(
                 f"a layer of kind {self.kind!r} has divided_width {self.divided_width}; it must be at most "
                 f"activation_width, which is {self.activation_width}."
             )
+
+    @property
+    def updated_weights(self) -> int:
+        """The entries of the matrices that get a gradient if the layer is trainable."""
+        return self.weights - self.frozen_weights
+
+    @property
+    def updated_parameters(self) -> int:
+        """The number of parameters that are updated."""
+        return self.parameters - self.frozen_parameters if self.trainable else 0
 
     @property
     def in_block(self) -> bool:

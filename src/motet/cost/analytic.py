@@ -124,16 +124,22 @@ class Analytic:
         """This model: it prices no hooks."""
         return self
 
+    def entry_seconds(self, module: str) -> float:
+        """0: it prices operations and what they move."""
+        return 0.0
+
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
         # All passes have as many operations; what they read and write differs.
         computed_s = self._computed_s(layer, work.rows, tp)
         product_s = self._product_s(layer, work.rows, tp, layer.weights + layer.idle_weights, computed_s)
+        gradients_s = computed_s * (layer.updated_weights / layer.weights if layer.frozen_weights else 1)
         attention_s = self._attention_s(layer, work, tp)
         moved_s = work.rows * layer.activation_width * self._element_bytes / tp / self._bytes_per_s
         passes = LayerSeconds(
             product_s + attention_s + 3 * moved_s,
             product_s + 2.5 * attention_s + 3 * moved_s,
-            self._product_s(layer, work.rows, tp, layer.parameters, computed_s) + 2 * moved_s,
+            self._product_s(layer, work.rows, tp, layer.parameters - layer.frozen_parameters, gradients_s)
+            + 2 * moved_s,
         )
         # A layer of unused parameters takes no time.
         runs = (work.rows > 0) & (layer.weights + layer.activation_width > 0)

@@ -77,7 +77,7 @@ def layer_flops(layer: Layer, work: Work) -> LayerFlops:
     """Operations of one layer on the given work."""
     products = 2.0 * layer.weights * work.rows
     attention = 4.0 * (layer.attention.width if layer.attention else 0) * work.pairs
-    return LayerFlops(products + attention, products + 2 * attention, products)
+    return LayerFlops(products + attention, products + 2 * attention, 2.0 * layer.updated_weights * work.rows)
 
 
 class HalfShares(NamedTuple):
@@ -90,7 +90,11 @@ class HalfShares(NamedTuple):
 
 def attention_shares(layer: Layer, work: Work) -> HalfShares:
     """The shares of attention over all microbatches, with its matrices. Of a layer without rows: by weights."""
-    whole, attention = (layer_flops(each, work) for each in (layer, replace(layer, weights=layer.attention_weights)))
+    share = layer.attention_weights / max(layer.weights, 1)
+    part = replace(
+        layer, weights=layer.attention_weights, frozen_weights=int(layer.frozen_weights * share), frozen_parameters=0
+    )
+    whole, attention = (layer_flops(each, work) for each in (layer, part))
     sums = ((float(part.sum()), float(of_all.sum())) for part, of_all in zip(attention, whole))
     return HalfShares(*(part / of_all if of_all else layer.attention_weights / layer.weights for part, of_all in sums))
 
@@ -200,7 +204,9 @@ def operations_by_work(layers: Iterable[tuple[Layer, bool, bool]]) -> dict[Layer
         totals[like] = LikeOperations(
             before.forward_row + products,
             before.forward_pair + pairs,
-            before.row + products * (1 + has_input + layer.trainable + recomputed),
+            before.row
+            + products * (1 + has_input + recomputed)
+            + (2 * layer.updated_weights if layer.trainable else 0),
             before.pair + pairs * (1 + 2 * has_input + recomputed),
         )
     return totals
@@ -225,8 +231,18 @@ def _representative(layer: Layer) -> Layer:
     """A layer that is equal for all layers with the same rows and pairs."""
     attention = replace(layer.attention, width=0, kv_width=0) if layer.attention else None
     like = replace(
-        layer, kind="", weights=0, parameters=0, output_width=0, activation_width=0, idle_weights=0, divided_width=0
+        layer,
+        kind="",
+        weights=0,
+        parameters=0,
+        output_width=0,
+        activation_width=0,
+        idle_weights=0,
+        divided_width=0,
+        frozen_weights=0,
+        frozen_parameters=0,
     )
+    like = replace(like, num_experts=0, expert_weights=0)
     return replace(like, attention=attention, trainable=False, continues=False)
 
 

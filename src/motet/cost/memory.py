@@ -4,7 +4,8 @@
   stage 1 on, gradients from 2 on, parameters at 3. Hybrid sharding divides over fewer ranks. Tensor parallelism divides
   matrices of transformer layers, MLPs behind encoders, embedding and output layer (`models/divided.py`). Pipeline
   parallelism leaves a rank its stage's layers. Frozen layers have no gradient and no state; in a pipeline that
-  computes in 16 bits, they have what was read beside what passes compute with.
+  computes in 16 bits, they have what was read beside what passes compute with. Experts are divided whole, as parameters
+  are divided by rows: of 8 experts, one of 16 ranks holds one or none, and the one that has one counts.
 - Activations (Korthikanti et al. 2022, section 4, with fused attention). A layer keeps activation_width elements a row.
   A recomputed layer keeps its input alone; the rest exists once, for the running layer. A layer without a backward
   pass keeps nothing. Of tensor-parallel ranks each keeps a part of what is of heads and inner columns. The rest is
@@ -14,6 +15,8 @@
   pipeline all of the stage, as its Program gathers a stage. Gradients before their reduction (from ZeRO stage 2 on): of
   a layer; in a pipeline of the stage. The running layer's elements that are not kept, with the gradients of its output
   and input, or with the logits and their float32 copies.
+- Copies (context parallelism). A layer that is not recomputed keeps the keys and values that its rows see of other
+  ranks, as attention reads them again in backward; while it runs, they are in a buffer to send and one to receive.
 
 Not counted: fragmentation, buffers of communication libraries, and temporaries of the optimizer's step, which runs when
 no activations are left.
@@ -34,6 +37,9 @@ from motet.core.workload import BACKBONE
 
 USABLE_MEMORY = 0.94
 """The share of a device's memory that a Plan may fill. Fragmentation and communication libraries take the rest."""
+
+CopiesOfLayer = Callable[[str, Layer], float]
+"""(module, layer) -> bytes that attention has of other context-parallel ranks' rows in a microbatch, on one rank."""
 
 RowsOfLayer = Callable[[str, Layer], float]
 """(module, layer) -> rows of a microbatch in the layer, in one replica over all its context-parallel ranks.
@@ -95,11 +101,11 @@ class StateBytes(NamedTuple):
 
 
 def state_bytes(
-    num_parameters: int, num_trainable: int, *, precision: MixedPrecision, zero: int = 0, shard_ranks: int = 1
+    num_parameters: int, num_trainable: int, *, precision: MixedPrecision, zero: int = 0, shard_ranks: float = 1
 ) -> StateBytes:
     """The bytes that a rank holds for num_parameters parameters, num_trainable of them trainable.
 
-    shard_ranks: the number of ranks that share one copy.
+    shard_ranks: the number of ranks that share one copy; of what they cannot share equally, 1 / the largest share.
     Raises ArgumentError for a ZeRO stage that is not 0 to 3, and for shard_ranks below 1.
     """
     if zero not in (0, 1, 2, 3) or shard_ranks < 1:
@@ -152,6 +158,14 @@ def activation_bytes(
 def parameters_of_rank(layer: Layer, tp: int) -> int:
     """The number of a layer's parameters on one of `tp` tensor-parallel ranks."""
     return layer.parameters - layer.divided_parameters + -(-layer.divided_parameters // tp)
+
+
+def updated_of_rank(layer: Layer, tp: int) -> int:
+    """The parameters of a layer that one of `tp` tensor-parallel ranks holds and updates.
+
+    Of a layer that is frozen in part, the same share on each rank.
+    """
+    return -(-parameters_of_rank(layer, tp) * layer.updated_parameters // max(layer.parameters, 1))
 
 
 def logits_bytes(num_rows: float, vocab_size: int, *, element_bytes: int, tp: int = 1) -> int:
@@ -303,10 +317,12 @@ def stage_memory(
     precision: MixedPrecision,
     *,
     by_stage: bool = False,
+    copies: CopiesOfLayer = lambda *_: 0.0,
 ) -> StageMemory:
     """The bytes of a stage of a unit with the given layers. O(layers).
 
     in_flight: the most microbatches at once whose forward pass is done and backward is not; the schedule decides it.
+    copies:    beside the rows, in a stage whose context-parallel ranks share sequences.
     by_stage:  the stage is gathered and reduced as a whole, as in pipelines; else layer by layer, as by FSDP.
     """
     known: dict[tuple[object, ...], tuple[StageLayer, _LayerMemory]] = {}
@@ -315,7 +331,7 @@ def stage_memory(
         # Hashing a layer takes longer than this; what is kept beside the answer keeps its id.
         key = placed.module, id(placed.layer), *placed[2:]
         if key not in known:
-            known[key] = placed, _layer_memory(unit, placed, rows, precision)
+            known[key] = placed, _layer_memory(unit, placed, rows, precision, copies(placed.module, placed.layer))
         found.append(known[key][1])
     gathered, unreduced = [0, 0, *(one.gathered for one in found)], [0, *(one.unreduced for one in found)]
     together = (sum(gathered), sum(unreduced)) if by_stage else (sum(sorted(gathered)[-2:]), max(unreduced))
@@ -340,22 +356,43 @@ class _LayerMemory(NamedTuple):
     unreduced: int
 
 
-def _layer_memory(unit: Unit, placed: StageLayer, rows: RowsOfLayer, precision: MixedPrecision) -> _LayerMemory:
+def _state_of_layer(
+    layer: Layer, unit: Unit, num_parameters: int, num_trainable: int, precision: MixedPrecision
+) -> StateBytes:
+    """What the rank holds that has most of the layer.
+
+    num_parameters, num_trainable: those of its tensor-parallel rank. Where more is frozen than stands beside experts,
+    experts are, too: adapters stand beside them.
+    """
+    shard_ranks = unit.shard_size or unit.dp
+    of_experts = layer.num_experts * -(-layer.expert_weights // unit.tp)
+    learning = of_experts if num_parameters - num_trainable < of_experts else 0
+    parts: list[tuple[int, int, float]] = [(num_parameters - of_experts, num_trainable - learning, shard_ranks)]
+    if layer.num_experts:
+        parts.append((of_experts, learning, layer.num_experts / -(-layer.num_experts // shard_ranks)))
+    states = [
+        state_bytes(count, trained, precision=precision, zero=unit.zero, shard_ranks=ranks)
+        for count, trained, ranks in parts
+    ]
+    return StateBytes(*(sum(each) for each in zip(*states, strict=True)))
+
+
+def _layer_memory(
+    unit: Unit, placed: StageLayer, rows: RowsOfLayer, precision: MixedPrecision, copied: float
+) -> _LayerMemory:
     layer = placed.layer
     num_parameters = parameters_of_rank(layer, unit.tp)
-    num_trainable = num_parameters if layer.trainable else 0
+    num_trainable = updated_of_rank(layer, unit.tp)
     size = LayerBytes.of(placed, rows(placed.module, layer) / unit.cp, unit.tp, precision)
-    kept = (size.input if placed.recomputed else size.saved) if placed.has_backward else 0
+    copies = math.ceil(copied)
+    saved = size.saved + copies
+    kept = (size.input if placed.recomputed else saved) if placed.has_backward else 0
+    # Copies are sent and received in buffers of their size, and so are their gradients.
+    gradients = (size.gradients if placed.has_backward else 0) + 2 * copies
     return _LayerMemory(
-        state_bytes(
-            num_parameters,
-            num_trainable,
-            precision=precision,
-            zero=unit.zero,
-            shard_ranks=unit.shard_size or unit.dp,
-        ),
+        _state_of_layer(layer, unit, num_parameters, num_trainable, precision),
         kept,
-        size.saved - kept + (size.gradients if placed.has_backward else 0),
+        saved - kept + gradients,
         num_parameters * precision.compute if unit.zero == 3 else 0,
         num_trainable * (precision.compute + precision.gradient) if unit.zero >= 2 else 0,
     )

@@ -109,6 +109,12 @@ class CostModel(Protocol):
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
         """Seconds of a layer's passes on one of `tp` tensor-parallel ranks, without communication."""
 
+    def entry_seconds(self, module: str) -> float:
+        """Seconds that a forward pass takes beside its layers where it begins inside a module; 0 if not known.
+
+        Positions, rotations and extents of attention are made anew there, which its first layers' seconds include.
+        """
+
     def beyond(self, module: str, layer: Layer, work: Work, tp: int = 1) -> Beyond:
         """How far work is beyond what was measured; nothing of a model that measures nothing."""
 

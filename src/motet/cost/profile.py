@@ -73,6 +73,7 @@ class ModuleTimes(_Stored):
     held_out: the batches that measure the error of both.
     grid_squares, held_out_squares: of a module that computes items in segments, the sum of their squared lengths in
                                     each batch; () for one that does not.
+    entry_s: what a forward pass that begins inside the module takes beside its layers; 0 if it was not measured.
     """
 
     name: str
@@ -81,6 +82,7 @@ class ModuleTimes(_Stored):
     layers: tuple[LayerTimes, ...]
     grid_squares: Column = ()
     held_out_squares: Column = ()
+    entry_s: _Seconds = 0.0
 
     @model_validator(mode="after")
     def _a_point_a_batch(self) -> ModuleTimes:
@@ -122,6 +124,25 @@ class OptimizerTimes(_Stored):
     seconds: Column
 
 
+class DecodingTimes(_Stored):
+    """Seconds of one core in which files of a phase become items, by what the files hold.
+
+    phase:   the encoder that reads the items. codec: the ending of the files' names, ".jpg".
+    amounts: pixels of images, samples of clips, a file each.
+    """
+
+    phase: str
+    codec: str
+    amounts: Column
+    seconds: tuple[Annotated[_Seconds, Field(gt=0)], ...]
+
+    @model_validator(mode="after")
+    def _equal(self) -> DecodingTimes:
+        if not self.amounts or len(self.amounts) != len(self.seconds):
+            raise ValueError("amounts and seconds must be equally many, and one at least")
+        return self
+
+
 class Profile(_Stored):
     """All that was measured on one device.
 
@@ -143,6 +164,7 @@ class Profile(_Stored):
     modules: tuple[ModuleTimes, ...]
     messages: tuple[MessageTimes, ...] = ()
     optimizer: OptimizerTimes | None = None
+    decoding: tuple[DecodingTimes, ...] = ()
     left_out: tuple[str, ...] = ()
 
     def module(self, name: str) -> ModuleTimes | None:

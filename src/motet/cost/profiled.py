@@ -64,6 +64,10 @@ class Profiled:
         forward, of_input, of_weights = (surface(work.rows, work.pairs) for surface in self._surfaces[key])
         return LayerSeconds(forward, of_input, of_weights)
 
+    def entry_seconds(self, module: str) -> float:
+        times = self.profile.module(module)
+        return 0.0 if times is None else times.entry_s
+
     def beyond(self, module: str, layer: Layer, work: Work, tp: int = 1) -> Beyond:
         grid = self._times(module, layer, tp if layer.attention is not None else 1).grid
         rows, pairs = np.array(grid.rows), np.array(grid.pairs)

@@ -5,7 +5,7 @@ Importing transformers takes six seconds and torch; workers need neither. The en
 which would make tokens differ from day to day.
 
 A turn is passed to the template as a text; or as a list of parts, if it holds an item that the template writes by
-itself (`data/media_tokens.py`) or if the template accepts nothing else.
+itself (`data/media_tokens.py`), if it was given as parts that the template accepts, or if that accepts nothing else.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import jinja2
 from motet.core.errors import UserError
 from motet.data.conversation import TEXT, Turn
 from motet.data.template_environment import Rendering, environment
+from motet.data.tool_use import with_name, with_objects
 
 DEFAULT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -53,9 +54,20 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         self.source = source
         self.special_tokens = special_tokens
+        self._tools: tuple[dict[str, Any], ...] = ()
+
+    def with_tools(self, tools: tuple[dict[str, Any], ...]) -> ChatTemplate:
+        """The same template, compiled once, with tools that it writes into each text."""
+        if not tools:
+            return self
+        other = ChatTemplate(self.source, self.special_tokens)
+        # What is found of the template holds with and without tools.
+        other.__dict__ |= {"_template": self._template, "_part_roles": self._part_roles, "_tools": tools}
+        other.__dict__["_writes_argument_text"] = self._writes_argument_text
+        return other
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"source": self.source, "special_tokens": self.special_tokens}
+        return {"source": self.source, "special_tokens": self.special_tokens, "_tools": self._tools}
 
     def check(self) -> None:
         """Raise UserError if the template is no Jinja."""
@@ -82,13 +94,15 @@ class ChatTemplate:
         self._check_kept(turns, parts, text, False)
         if spans:
             return text, self._spans_with_loss(turns, parts, spans, opening, closing), True
+        if any(turn.calls for turn in turns):
+            return text, self._spans_by_difference(turns, parts, text), True
         answers = [turn for turn in turns if turn.role == "assistant"]
         if any(kind in parts for turn in answers for kind, _ in turn.pieces):
             raise UserError(
                 "an answer holds media, and the tokenizer's chat template does not say where answers end; mark them in "
                 "the template by {% generation %} and {% endgeneration %}"
             )
-        stand_ins = [replace(turn, text=opening) if turn.role == "assistant" else turn for turn in turns]
+        stand_ins = [turn.with_texts([(TEXT, opening)]) if turn.role == "assistant" else turn for turn in turns]
         between = self._render(stand_ins, parts).split(opening)
         answer_spans = _find_answers(text, between, [turn.text for turn in answers])
         return text, [span for span, turn in zip(answer_spans, answers) if turn.has_loss], False
@@ -100,14 +114,19 @@ class ChatTemplate:
         except UserError:
             return None
 
-    @cached_property
+    @property
     def roles_in_parts(self) -> frozenset[str]:
-        """Roles whose text the template writes only as a list of parts; many multimodal templates do so.
+        """Roles whose text the template writes only as a list of parts; many multimodal templates do so."""
+        return self._part_roles[0]
+
+    @cached_property
+    def _part_roles(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Roles whose text the template writes only as a list of parts, and those of which it takes such a list.
 
         They are found by rendering a mark for each role, once as a text and once as a part.
         """
         *marks, dumped = map(chr, _PRIVATE_USE[:4])
-        in_parts = set()
+        in_parts, taken = set[str](), set[str]()
         for roles in (("user", "assistant"), ("system", "user", "assistant")):
             mark_of = dict(zip(roles, marks))
             as_text = self.try_messages([{"role": role, "content": mark} for role, mark in mark_of.items()]) or ""
@@ -116,8 +135,9 @@ class ChatTemplate:
             as_parts = self.try_messages(messages)
             # A template that knows only texts may print the list itself, and `dumped` with it.
             if as_parts is not None and dumped not in as_parts:
+                taken |= {role for role, mark in mark_of.items() if mark in as_parts}
                 in_parts |= {role for role, mark in mark_of.items() if mark in as_parts and mark not in as_text}
-        return frozenset(in_parts)
+        return frozenset(in_parts), frozenset(taken)
 
     @cached_property
     def _template(self) -> jinja2.Template:
@@ -126,14 +146,36 @@ class ChatTemplate:
     def _render(
         self, turns: Sequence[Turn], parts: Set[str], *, marks: str = "", generation_prompt: bool = False
     ) -> str:
-        messages = [{"role": turn.role, "content": self._content(turn, parts)} for turn in turns]
+        messages = [self._message(turn, parts) for turn in turns]
         return self._render_messages(messages, Rendering(marks), generation_prompt)
+
+    def _message(self, turn: Turn, parts: Set[str]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": turn.role, "content": self._content(turn, parts), **dict(turn.answers)}
+        if turn.calls:
+            as_objects = not self._writes_argument_text
+            message["tool_calls"] = [with_objects(call) if as_objects else call for call in turn.calls]
+        return message
+
+    @cached_property
+    def _writes_argument_text(self) -> bool:
+        """Whether arguments that are the JSON of an object, as OpenAI has them, are written as they are.
+
+        Most templates write the JSON of what they are given, and would make a quoted text of a text.
+        """
+        arguments = f'{{"{chr(_PRIVATE_USE[0])}": "{chr(_PRIVATE_USE[1])}"}}'
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        said: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+        text = self.try_messages([{"role": "user", "content": "a"}, said])
+        return text is not None and arguments in text
 
     def _content(self, turn: Turn, parts: Set[str]) -> str | list[dict[str, str]]:
         """A turn's content as the template takes it: a text, or a list of parts."""
-        pieces = turn.pieces
-        if turn.role not in self.roles_in_parts and all(kind not in parts for kind, _ in pieces):
+        pieces, (in_parts, taken) = turn.pieces, self._part_roles
+        is_given_so = turn.parts is not None and turn.role in taken
+        if turn.role not in in_parts and not is_given_so and all(kind not in parts for kind, _ in pieces):
             return turn.text
+        if turn.parts is not None:
+            return [{"type": kind} if kind in parts else {"type": TEXT, TEXT: text} for kind, text in pieces]
         content: list[dict[str, str]] = []
         # Every piece that is no part is text, and adjacent texts are one part.
         for kind, run in groupby(pieces, key=lambda piece: piece[0] if piece[0] in parts else TEXT):
@@ -148,7 +190,7 @@ class ChatTemplate:
             written = self._template.generate(
                 messages=messages,
                 add_generation_prompt=generation_prompt,
-                tools=None,
+                tools=list(self._tools) or None,
                 documents=None,
                 motet_rendering=rendering,
                 **self.special_tokens,
@@ -164,7 +206,9 @@ class ChatTemplate:
             raise UserError(f"the tokenizer's chat template refuses the conversation: {reason}") from None
 
     def _check_kept(self, turns: Sequence[Turn], parts: Set[str], text: str, generation_prompt: bool) -> None:
-        """Raise UserError if the template leaves out a text."""
+        """Raise UserError if the template leaves out a text, a call or a tool."""
+        if self._tools or any(turn.calls for turn in turns):
+            self._check_tools_kept(turns, parts)
         # 1. Usually all texts are in the result.
         texts = Counter(piece.strip() for turn in turns for kind, piece in turn.pieces if kind == TEXT)
         if all(text.count(piece) >= count for piece, count in texts.items() if piece):
@@ -178,6 +222,42 @@ class ChatTemplate:
                 raise UserError(
                     f"the tokenizer's chat template leaves out what the {turn.role} says ('{turn.text.strip()[:40]}')"
                 )
+
+    def _check_tools_kept(self, turns: Sequence[Turn], parts: Set[str]) -> None:
+        """Raise UserError if the template leaves out a call or a tool: a mark in place of each must be written."""
+        num_calls = sum(len(turn.calls) for turn in turns)
+        marks = self._marks(turns, num_calls + len(self._tools))
+        of_calls, of_tools = iter(marks[:num_calls]), marks[num_calls:]
+        stand_ins = [
+            replace(turn, calls=tuple(with_name(call, next(of_calls)) for call in turn.calls)) for turn in turns
+        ]
+        marked = [
+            tool | {"function": tool["function"] | {"name": mark}} if "function" in tool else tool | {"name": mark}
+            for tool, mark in zip(self._tools, of_tools)
+        ]
+        text = self.with_tools(tuple(marked))._render(stand_ins, parts)
+        for call, mark in zip((call for turn in turns for call in turn.calls), marks):
+            if text.count(mark) < 3:
+                name = call["function"]["name"]
+                raise UserError(f"the tokenizer's chat template leaves out a call of '{name}', or its arguments")
+        if any(mark not in text for mark in of_tools):
+            raise UserError("the tokenizer's chat template leaves out tools; give it one that writes them")
+
+    def _spans_by_difference(self, turns: Sequence[Turn], parts: Set[str], text: str) -> list[tuple[int, int]]:
+        """The spans of answers with loss: what each adds to the prompt for it, up to its last visible character."""
+        spans = []
+        for number, turn in enumerate(turns):
+            if not turn.has_loss:
+                continue
+            before = self._render(turns[:number], parts, generation_prompt=True)
+            through = self._render(turns[: number + 1], parts).rstrip()
+            if len(through) <= len(before) or not (through.startswith(before) and text.startswith(through)):
+                raise UserError(
+                    "the tokenizer's chat template writes an answer in another way when more follows, so that it "
+                    "cannot be found; mark answers in the template by {% generation %} and {% endgeneration %}"
+                )
+            spans.append((len(before), len(through)))
+        return spans
 
     def _spans_with_loss(
         self, turns: Sequence[Turn], parts: Set[str], spans: list[tuple[int, int]], opening: str, closing: str
@@ -220,7 +300,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 def _with_text(turn: Turn, mark: str) -> Turn:
     """The turn with the same media, and a mark in place of each text."""
-    return replace(turn, text="".join(mark if kind == TEXT and piece.strip() else piece for kind, piece in turn.pieces))
+    return turn.with_texts([(kind, mark if kind == TEXT and piece.strip() else piece) for kind, piece in turn.pieces])
 
 
 def _reason(error: Exception) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from motet.core.limits import MAX_RANKS, MAX_SEED
+from motet.data.dataset import LengthRule
 from motet.data.order import whole_weights
 
 _SPLIT = re.compile(r"\{rank(?::0([1-9])d)?\}")
@@ -20,17 +21,25 @@ Cap = Annotated[int, Field(ge=1, le=2**31 - 1)]
 class LoadingConfig(BaseModel):
     """The examples of a job: which of them are taken, in which order, and how they are loaded.
 
-    max_sequence_length: longer examples (media included) are left out, counted and reported; None: no bound.
+    max_sequence_length: the longest example that is trained on, rows of its media included; longer ones are left out,
+                         counted and reported, unless `too_long` says otherwise; None: no bound.
     shuffle, seed:       the order of examples; the same seed gives the same order on any number of ranks.
     group:               None: a microbatch is so many examples. Else the examples of an epoch are grouped, and a
                          microbatch of a rank is a group: caps on the summed length of a group's items by phase, as in
                          `{ image = 4096, backbone = 8192 }`, or "auto", which finds them from the lengths
                          (`motet.data.groups`). `run.batch_size` then counts groups, which ranks share evenly.
     num_workers:         processes of each rank that decode media and build indexes, at most 256. 0: the rank does it
-                         itself, and a file that kills its decoder kills the rank.
+                         itself, and a file that kills its decoder kills the rank. With service = "ray", actors of each
+                         rank, with a CPU each; processes build indexes all the same.
+    service:             what decodes media. "local": processes on the machine of the rank. "ray": actors of a Ray
+                         cluster (`pip install "motet[ray]"`), with the same bytes.
+    ray_address:         "host:port" of the cluster, or "auto" for the one whose node runs on this machine. None: that
+                         of RAY_ADDRESS; without it, each machine's first rank starts Ray there, until the run ends.
     prefetch_steps:      steps that are decided and loaded ahead, at most 64, all in memory.
-    max_bad_fraction:    the job stops if a larger share of the examples so far has unusable files, or if no example is
-                         left.
+    prefetch_bytes:      media of the steps that are loaded ahead, on each rank, in bytes: a step more is loaded as soon
+                         as it fits beside them, and one always. None: no bound but prefetch_steps.
+    max_bad_fraction:    the job stops if a larger share of the examples so far has unusable files, if a larger share of
+                         all has them, or needs more memory than a rank has, at the start, or if no example is left.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -40,12 +49,25 @@ class LoadingConfig(BaseModel):
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 0
     group: Literal["auto"] | dict[str, Cap] | None = None
     num_workers: Annotated[int, Field(ge=0, le=256)] = 2
+    service: Literal["local", "ray"] = "local"
+    ray_address: Annotated[str | None, Field(pattern=r"^(auto|[^\s:]+:[0-9]{1,5})$")] = None
     prefetch_steps: Annotated[int, Field(ge=1, le=64)] = 2
+    prefetch_bytes: Annotated[int | None, Field(ge=1, le=2**63 - 1)] = None
     max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.01
 
+    @model_validator(mode="after")
+    def _service_has_actors(self) -> LoadingConfig:
+        if self.service == "ray" and self.num_workers == 0:
+            raise ValueError(
+                'service = "ray" decodes in num_workers actors of each rank, and num_workers is 0; raise it'
+            )
+        if self.service != "ray" and self.ray_address is not None:
+            raise ValueError('ray_address has no effect without service = "ray"; set that, or remove it')
+        return self
 
-class DataConfig(LoadingConfig):
-    """The data of a job, and how it is loaded.
+
+class FilesConfig(LoadingConfig):
+    """The files of a job, and how they are loaded.
 
     train, heldout: manifests (files, directories or patterns of tar shards), read one after the other. If names in
                     `train` contain {rank}, each rank has a split of its own, which no other rank reads.
@@ -54,19 +76,23 @@ class DataConfig(LoadingConfig):
     mixture:        a weight for each manifest of `train`, in their order: its share of the examples of a run, in any
                     unit. A manifest then has epochs of its own: a small one with a large weight comes round more often.
                     Without it, every example of all manifests comes once in an epoch.
-    tokenizer:      directory with tokenizer.json.
+    too_long:       what becomes of examples longer than max_sequence_length. "drop": they are left out, counted and
+                    named. "truncate": an example is cut behind the last learned token within the bound, and each item
+                    is whole or gone; one of which nothing learned is left is left out, and so are longer ones of
+                    `heldout`, as answers are compared whole. "error": the job stops before its first step, and names
+                    the first.
     index_folder:   a folder for indexes, if the manifests' own folders cannot be written.
     """
 
     train: Annotated[tuple[str, ...], Field(min_length=1)]
     num_splits: Annotated[int | None, Field(ge=1, le=MAX_RANKS)] = None
     heldout: tuple[str, ...] = ()
-    tokenizer: Path
+    too_long: LengthRule = "drop"
     mixture: tuple[Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)], ...] = ()
     index_folder: Path | None = None
 
     @model_validator(mode="after")
-    def _a_weight_a_manifest(self) -> DataConfig:
+    def _a_weight_a_manifest(self) -> FilesConfig:
         if self.mixture and len(self.mixture) != len(self.train):
             raise ValueError(
                 f"mixture has {len(self.mixture)} weights for {len(self.train)} manifests of train; give each one, in "
@@ -79,7 +105,13 @@ class DataConfig(LoadingConfig):
         return self
 
     @model_validator(mode="after")
-    def _names_splits_alike(self) -> DataConfig:
+    def _too_long_has_a_bound(self) -> FilesConfig:
+        if self.too_long != "drop" and self.max_sequence_length is None:
+            raise ValueError("too_long has no effect without max_sequence_length; set that, or remove too_long")
+        return self
+
+    @model_validator(mode="after")
+    def _names_splits_alike(self) -> FilesConfig:
         named = [_SPLIT.search(manifest) is not None for manifest in self.train]
         for manifest in self.train + self.heldout:
             if "{rank" in _SPLIT.sub("", manifest):
@@ -122,6 +154,15 @@ class DataConfig(LoadingConfig):
         if self.group is not None and not self.shuffle:
             raise ValueError("group takes examples at random, so shuffle = false has no effect; remove one of them")
         return self
+
+
+class DataConfig(FilesConfig):
+    """The data of a job, and how it is loaded.
+
+    tokenizer: directory with tokenizer.json.
+    """
+
+    tokenizer: Path
 
 
 class DrawnDataConfig(LoadingConfig):

@@ -1,13 +1,18 @@
-"""Checks a record in the LLaVA conversation format: its turns, and the media of their placeholders.
+"""Checks a record: a conversation with its turns, or a document; and the media of its placeholders.
 
     {"conversations": [{"from": "human", "value": "<image> What is it?"}, {"from": "gpt", "value": "A cat."}],
      "image": "a.png"}
 
 - `image`/`images` and `audio`/`audios` name one file or a list of files. `<image>` and `<audio>`, anywhere in the text,
   stand for the next file of their kind.
-- `messages` with `role` and `content` is the same in OpenAI's words.
+- `messages` with `role` and `content` is the same in OpenAI's words. A content may be a list of typed parts
+  (`data/parts.py`), which name their own media or take those of the record.
 - `system` is one more turn in front.
 - `"loss": false` in a turn of the assistant takes it out of the loss.
+- `tools` and `tool_calls` are passed to the chat template (`data/tool_use.py`); turns from `tool` answer calls.
+
+A record without turns is a document, of which all text is learned: `text` with placeholders, `document`, a list of
+typed parts, or `texts` and `images` that take turns.
 
 A turn may have no other fields. `data/record_fields.py` says which other fields a record may have.
 """
@@ -15,52 +20,85 @@ A turn may have no other fields. `data/record_fields.py` says which other fields
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import motet.core.text_files
 from motet.core.errors import UserError
-from motet.data.media import MODALITIES
+from motet.data.media import AUDIO, IMAGE, MODALITIES
+from motet.data.media_names import DATA_URL_HEAD, media_name
+from motet.data.parts import TEXTS_FIELD, TypedPart, interleaved, typed_parts
 from motet.data.record_fields import (
     MEDIA_FIELDS,
+    PARTS_FIELD,
     SYSTEM_FIELD,
+    TEXT_FIELD,
+    TOOLS_FIELD,
     TURN_FIELDS,
     check_fields,
     check_names_no_media,
     is_given,
+    kind_of,
 )
+from motet.data.tool_use import Call, calls_in_text, parse_calls, parse_tools
 
-TEXT = "text"
+TEXT, DOCUMENT = "text", "document"
 PLACEHOLDERS = {modality: f"<{modality}>" for modality in MODALITIES}
 PLACEHOLDER_PATTERN = re.compile(f"<({'|'.join(MODALITIES)})>")
 # Other programs' placeholders of an item. As plain text they would be learned without the item.
 _OTHER_PLACEHOLDER = re.compile(r"</?\|?\s*(?:image|img|audio|video)s?[\s_-]*\d*\s*\|?>", re.IGNORECASE)
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-_TOOL_ROLES = ("tool", "tool_call", "tool_response", "function", "function_call", "observation", "ipython")
+_CALL_ROLES = ("tool_call", "function_call")
+_ROLES |= dict.fromkeys(_CALL_ROLES, "assistant") | dict.fromkeys(("tool", "tool_response", "observation"), "tool")
+_FIELDS_OF_ROLES = {"assistant": ("tool_calls",), "tool": ("name", "tool_call_id")}
 _STYLES = (("from", "value"), ("role", "content"))
 _LOSS_FIELDS = ("loss", "train", "weight")
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn. role: user, assistant or system. has_loss: whether the loss counts its text; only the assistant's."""
+    """One turn.
+
+    role:     user, assistant, system or tool; DOCUMENT for the one turn of a document.
+    has_loss: whether the loss counts its text; only the assistant's, and a document's.
+    parts:    the pieces of a content that was given as a list of parts; None: it was given as a text.
+    calls:    calls of tools; the assistant's.
+    answers:  the name and the number of the call that a tool answers, as the record has them.
+    """
 
     role: str
     text: str
     has_loss: bool = False
+    parts: tuple[tuple[str, str], ...] | None = field(default=None, repr=False)
+    calls: tuple[Call, ...] = field(default=(), repr=False)
+    answers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     @cached_property
     def pieces(self) -> list[tuple[str, str]]:
         """The text and the items in it, in order: ("text", "What is "), ("image", "<image>"); at least one piece."""
+        if self.parts is not None:
+            return list(self.parts) or [(TEXT, "")]
         split = PLACEHOLDER_PATTERN.split(self.text)
         pieces = [(piece, PLACEHOLDERS[piece]) if i % 2 else (TEXT, piece) for i, piece in enumerate(split) if piece]
         return pieces or [(TEXT, "")]
 
+    def with_texts(self, pieces: Sequence[tuple[str, str]]) -> Turn:
+        """The same turn with other pieces, given in the same way."""
+        parts = None if self.parts is None else tuple(pieces)
+        return replace(self, text="".join(text for _, text in pieces), parts=parts)
+
 
 @dataclass(frozen=True)
 class Conversation:
-    """A checked record. turns: at least one has loss. placeholders: the modality of each, in order of appearance.
+    """A checked record.
+
+    turns:        at least one has loss; a document is one turn.
+    placeholders: the modality of each, in order of appearance.
+    names:        of each placeholder, the path or data URL that its part names; None: that of the record's fields. ()
+                  if no part names any.
+    tools:        the JSON schemas of the tools that may be called.
 
     Example:
         >>> turns = [{"from": "human", "value": "<image> What is it?"}, {"from": "gpt", "value": "A cat."}]
@@ -71,12 +109,24 @@ class Conversation:
 
     turns: tuple[Turn, ...]
     placeholders: tuple[str, ...]
+    names: tuple[str | None, ...] = field(default=(), repr=False)
+    tools: tuple[dict[str, Any], ...] = field(default=(), repr=False)
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether its last turn with loss is a text that could be compared: not a document, and not a call."""
+        return not self.is_document and not [turn for turn in self.turns if turn.has_loss][-1].calls
+
+    @property
+    def is_document(self) -> bool:
+        """Whether it is text without turns, which no chat template is for."""
+        return self.turns[0].role == DOCUMENT
 
     def without_last_answer(self) -> tuple[Conversation, str]:
         """The turns before the last one with loss, and the text of that one."""
         last = max(i for i, turn in enumerate(self.turns) if turn.has_loss)
         turns = self.turns[:last]
-        return Conversation(turns, _placeholders(turns)), self.turns[last].text
+        return Conversation(turns, _placeholders(turns), tools=self.tools), self.turns[last].text
 
 
 def parse_record(text: bytes, where: str) -> dict[str, Any]:
@@ -87,7 +137,9 @@ def parse_record(text: bytes, where: str) -> dict[str, Any]:
 def check_is_object(record: object, where: str) -> dict[str, Any]:
     """The record itself. Raises UserError naming `where` if it is no JSON object."""
     if not isinstance(record, dict):
-        raise UserError(f"{where}: is {_kind(record)}, but each record must be an object with a field 'conversations'")
+        raise UserError(
+            f"{where}: is {kind_of(record)}, but each record must be an object with a field 'conversations'"
+        )
     return record
 
 
@@ -95,20 +147,29 @@ def parse_conversation(record: dict[str, Any], where: str) -> Conversation:
     """The turns of a record. Raises UserError naming `where`, what is wrong and what would be right."""
     check_fields(record, where)
     fields = [field for field in TURN_FIELDS if record.get(field) is not None]
+    if not fields and any(is_given(record.get(name)) for name in (TEXTS_FIELD, PARTS_FIELD, TEXT_FIELD)):
+        return _document(record, where)
     if not fields:
-        raise UserError(f'{where}: has no field \'conversations\'; it must be a list of {{"from": ..., "value": ...}}')
+        raise UserError(
+            f'{where}: has no field \'conversations\'; it must be a list of {{"from": ..., "value": ...}}; or, for a '
+            "document, have 'text', 'document', or 'texts' and 'images'"
+        )
     if len(fields) > 1:
         raise UserError(f"{where}: has both 'conversations' and 'messages'; give one of them")
     listed = record[fields[0]]
     if not isinstance(listed, list) or not listed:
-        raise UserError(f"{where}: '{fields[0]}' is {_kind(listed)}, but must be a list of turns, at least one")
-    turns = tuple(_parse_turn(turn, f"{where}: turn {number}") for number, turn in enumerate(listed, start=1))
-    turns = (*_system_turn(record, turns, where), *turns)
+        raise UserError(f"{where}: '{fields[0]}' is {kind_of(listed)}, but must be a list of turns, at least one")
+    parsed = [_parse_turn(turn, f"{where}: turn {number}") for number, turn in enumerate(listed, start=1)]
+    turns = _with_calls_joined([turn for turn, _ in parsed], listed, where)
+    system = _system_turn(record, turns, where)
+    turns = (*system, *turns)
     if all(turn.role != "assistant" for turn in turns):
         raise UserError(f"{where}: has no answer to learn; at least one turn must be from 'gpt' (or 'assistant')")
     if not any(turn.has_loss for turn in turns):
         raise UserError(f"{where}: has no answer to learn; all its answers are out of the loss; leave the record out")
-    conversation = Conversation(turns, _placeholders(turns))
+    names = (*(None for _ in _placeholders(system)), *(name for _, of_turn in parsed for name in of_turn))
+    tools = parse_tools(record[TOOLS_FIELD], where) if is_given(record.get(TOOLS_FIELD)) else ()
+    conversation = Conversation(turns, _placeholders(turns), names, tools)
     if not conversation.placeholders:
         check_names_no_media(record, where)
     return conversation
@@ -116,6 +177,8 @@ def parse_conversation(record: dict[str, Any], where: str) -> Conversation:
 
 def media_names(record: dict[str, Any], where: str) -> dict[str, list[str] | None]:
     """Modality -> files that the record names; None if it has no such field. Raises UserError naming `where`."""
+    if is_given(record.get(TEXTS_FIELD)) and not any(is_given(record.get(field)) for field in TURN_FIELDS):
+        return {IMAGE: [], AUDIO: _names(record, MEDIA_FIELDS[AUDIO], where)}
     return {modality: _names(record, fields, where) for modality, fields in MEDIA_FIELDS.items()}
 
 
@@ -124,41 +187,105 @@ def match_media(conversation: Conversation, names: dict[str, list[str]], where: 
 
     Raises UserError unless each placeholder has one file and each file one placeholder.
     """
+    own = conversation.names or (None,) * len(conversation.placeholders)
+    unnamed = [modality for modality, name in zip(conversation.placeholders, own, strict=True) if name is None]
     for modality in MODALITIES:
-        num_placeholders, num_files = conversation.placeholders.count(modality), len(names[modality])
+        num_placeholders, num_files = unnamed.count(modality), len(names[modality])
         if num_placeholders != num_files:
             raise UserError(
                 f"{where}: has {num_placeholders} {PLACEHOLDERS[modality]} in its text, but {num_files} files in "
                 f"'{modality}'; each file needs one {PLACEHOLDERS[modality]} and the reverse"
             )
     remaining = {modality: iter(names[modality]) for modality in MODALITIES}
-    return [(modality, next(remaining[modality])) for modality in conversation.placeholders]
+    return [
+        (modality, next(remaining[modality]) if name is None else name)
+        for modality, name in zip(conversation.placeholders, own)
+    ]
 
 
-def _parse_turn(turn: object, where: str) -> Turn:
+def _document(record: dict[str, Any], where: str) -> Conversation:
+    """A record without turns."""
+    for name in (SYSTEM_FIELD, TOOLS_FIELD):
+        if is_given(record.get(name)):
+            raise UserError(f"{where}: has a field '{name}', which is of conversations; a document has none")
+    names: tuple[str | None, ...] = ()
+    if is_given(record.get(TEXTS_FIELD)):
+        turn, names = _of_parts(DOCUMENT, interleaved(record, where), True, where)
+    elif is_given(parts := record.get(PARTS_FIELD)):
+        if not isinstance(parts, list):
+            raise UserError(f"{where}: '{PARTS_FIELD}' is {kind_of(parts)}, but must be a list of typed parts")
+        turn, names = _of_parts(DOCUMENT, typed_parts(parts, where), True, where)
+    else:
+        if not isinstance(text := record[TEXT_FIELD], str):
+            raise UserError(f"{where}: 'text' is {kind_of(text)}, but must be the text of a document")
+        turn = Turn(DOCUMENT, _checked_text(text, where), True)
+    document = Conversation((turn,), _placeholders((turn,)), names)
+    if not document.placeholders:
+        check_names_no_media(record, where)
+    return document
+
+
+def _of_parts(role: str, parts: Sequence[TypedPart], has_loss: bool, where: str) -> tuple[Turn, tuple[str | None, ...]]:
+    """A turn of typed parts, and the names of its media."""
+    for part in parts:
+        if part.kind == TEXT and (found := PLACEHOLDER_PATTERN.search(_checked_text(part.text, where))):
+            raise UserError(
+                f"{where}: a text among parts holds '{found.group()}'; there each item is a part of its own"
+            )
+    pieces = tuple((part.kind, part.text if part.kind == TEXT else PLACEHOLDERS[part.kind]) for part in parts)
+    turn = Turn(role, "".join(text for _, text in pieces), has_loss, pieces)
+    return turn, tuple(part.name for part in parts if part.kind != TEXT)
+
+
+def _parse_turn(turn: object, where: str) -> tuple[Turn, tuple[str | None, ...]]:
+    """A turn, and of each of its placeholders the name that its part gives."""
     if not isinstance(turn, dict):
-        raise UserError(f'{where}: is {_kind(turn)}, but must be an object {{"from": ..., "value": ...}}')
+        raise UserError(f'{where}: is {kind_of(turn)}, but must be an object {{"from": ..., "value": ...}}')
     # In Parquet each turn has the fields of all turns, null where a turn has none.
     turn = {name: value for name, value in turn.items() if value is not None}
     style = next((style for style in _STYLES if any(name in turn for name in style)), _STYLES[0])
-    for field in style:
-        if field not in turn:
-            raise UserError(f"{where}: has no field '{field}'; a turn must have '{style[0]}' and '{style[1]}'")
-        if not isinstance(turn[field], str):
-            parts = "; write the text with <image> and <audio> in it" if isinstance(turn[field], list) else ""
-            raise UserError(f"{where}: '{field}' is {_kind(turn[field])}, but must be text{parts}")
-    if turn[style[0]] in _TOOL_ROLES:
-        raise UserError(f"{where}: '{style[0]}' is '{turn[style[0]]}', but tool use is not trained yet; leave it out")
+    if turn.get("tool_calls"):
+        turn.setdefault(style[1], "")
+    for name in style:
+        if name not in turn:
+            raise UserError(f"{where}: has no field '{name}'; a turn must have '{style[0]}' and '{style[1]}'")
+        if not isinstance(turn[name], str) and not (name == "content" and isinstance(turn[name], list)):
+            parts = "; write the text with <image> and <audio> in it" if isinstance(turn[name], list) else ""
+            raise UserError(f"{where}: '{name}' is {kind_of(turn[name])}, but must be text{parts}")
     if turn[style[0]] not in _ROLES:
         raise UserError(f"{where}: '{style[0]}' is '{turn[style[0]][:40]}', but must be one of {', '.join(_ROLES)}")
-    for field in turn:
-        if field not in (*style, *_LOSS_FIELDS):
+    role, content = _ROLES[turn[style[0]]], turn[style[1]]
+    for name in turn:
+        if name not in (*style, *_LOSS_FIELDS, *_FIELDS_OF_ROLES.get(role, ())):
             raise UserError(
-                f"{where}: has a field '{field}', which is not understood; a turn has '{style[0]}', '{style[1]}' and, "
-                "if it is the assistant's, 'loss'"
+                f"{where}: has a field '{name}', which is not understood; a turn has '{style[0]}', '{style[1]}' and, "
+                "if it is the assistant's, 'loss' and 'tool_calls'"
             )
-    role = _ROLES[turn[style[0]]]
-    return Turn(role, _checked_text(turn[style[1]], where), _has_loss(turn, role, where))
+    has_loss = _has_loss(turn, role, where)
+    if turn[style[0]] in _CALL_ROLES and isinstance(content, str):
+        return Turn(role, "", has_loss, calls=calls_in_text(content, f"{where}: '{style[1]}'")), ()
+    calls = parse_calls(turn["tool_calls"], where) if turn.get("tool_calls") else ()
+    answers = tuple((name, str(turn[name])) for name in _FIELDS_OF_ROLES["tool"] if role == "tool" and name in turn)
+    if isinstance(content, list):
+        one, names = _of_parts(role, typed_parts(content, where), has_loss, where)
+        return replace(one, calls=calls, answers=answers), names
+    one = Turn(role, _checked_text(content, where), has_loss, calls=calls, answers=answers)
+    return one, (None,) * len(_placeholders((one,)))
+
+
+def _with_calls_joined(turns: list[Turn], listed: list[dict[str, Any]], where: str) -> tuple[Turn, ...]:
+    """The turns, those that follow each other and are calls by their role as one: calls that are made at once."""
+    joined: list[Turn] = []
+    for number, (turn, given) in enumerate(zip(turns, listed), start=1):
+        if given.get("from", given.get("role")) in _CALL_ROLES and joined and joined[-1].role == "assistant":
+            if joined[-1].text or not joined[-1].calls or joined[-1].has_loss != turn.has_loss:
+                raise UserError(
+                    f"{where}: turn {number} is a call right behind an answer; write both as one turn with 'tool_calls'"
+                )
+            joined[-1] = replace(joined[-1], calls=joined[-1].calls + turn.calls)
+        else:
+            joined.append(turn)
+    return tuple(joined)
 
 
 def _has_loss(turn: dict[str, Any], role: str, where: str) -> bool:
@@ -171,11 +298,11 @@ def _has_loss(turn: dict[str, Any], role: str, where: str) -> bool:
     field, value = fields[0], turn[fields[0]]
     if field == "weight":
         if isinstance(value, bool) or value not in (0, 1):
-            raise UserError(f"{where}: 'weight' is {_kind(value)}, but must be 0 or 1; turns are learned or not")
+            raise UserError(f"{where}: 'weight' is {kind_of(value)}, but must be 0 or 1; turns are learned or not")
     elif not isinstance(value, bool):
-        raise UserError(f"{where}: '{field}' is {_kind(value)}, but must be true or false")
+        raise UserError(f"{where}: '{field}' is {kind_of(value)}, but must be true or false")
     if value and role != "assistant":
-        raise UserError(f"{where}: '{field}' is {_kind(value)}, but loss is taken on the assistant's turns alone")
+        raise UserError(f"{where}: '{field}' is {kind_of(value)}, but loss is taken on the assistant's turns alone")
     return bool(value)
 
 
@@ -185,13 +312,15 @@ def _system_turn(record: dict[str, Any], turns: tuple[Turn, ...], where: str) ->
     if not is_given(text):
         return ()
     if not isinstance(text, str):
-        raise UserError(f"{where}: 'system' is {_kind(text)}, but must be text")
+        raise UserError(f"{where}: 'system' is {kind_of(text)}, but must be text")
     if any(turn.role == "system" for turn in turns):
         raise UserError(f"{where}: has both a field 'system' and a turn from 'system'; give one of them")
     return (Turn("system", _checked_text(text, f"{where}: 'system'")),)
 
 
 def _checked_text(text: str, where: str) -> str:
+    if text.startswith(DATA_URL_HEAD):
+        raise UserError(f"{where}: holds bytes in place of text; write the column as text")
     for match in _OTHER_PLACEHOLDER.finditer(text):
         if not PLACEHOLDER_PATTERN.fullmatch(match.group()):
             why = "videos are not trained yet" if "video" in match.group().lower() else "it stands for no file"
@@ -210,25 +339,5 @@ def _names(record: dict[str, Any], fields: tuple[str, str], where: str) -> list[
     if len(present) > 1:
         raise UserError(f"{where}: has both '{fields[0]}' and '{fields[1]}'; give one of them")
     names = record[present[0]]
-    names = [names] if isinstance(names, str) else names
-    if not isinstance(names, list):
-        raise UserError(f"{where}: '{present[0]}' is {_kind(names)}, but must be a file name or a list of file names")
-    for name in names:
-        if not isinstance(name, str) or not name:
-            raise UserError(f"{where}: '{present[0]}' holds {_kind(name)}, but must hold file names")
-    return names
-
-
-def _kind(value: object) -> str:
-    """A JSON value in words, for an error sentence."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return f"the text '{value[:40]}'" if value else "an empty text"
-    if isinstance(value, (int, float)):
-        return f"the number {str(value)[:40]}"
-    if isinstance(value, list):
-        return "a list" if value else "an empty list"
-    return "an object" if isinstance(value, dict) else f"a value of type {type(value).__name__}"
+    names = names if isinstance(names, list) else [names]
+    return [media_name(name, f"{where}: '{present[0]}'") for name in names]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,8 +30,12 @@ from motet.data.index_lock import IndexProgress
 from motet.data.left_out import MAX_NAMED, LeftOut, LeftOutExample, describe_left_out
 from motet.data.media import MODALITIES, MediaRef
 from motet.data.transforms import Transform
+from motet.data.truncation import Truncated, num_kept_tokens, truncated
 
 _SCAN_EXAMPLES = 1 << 16
+
+LengthRule = Literal["drop", "truncate", "error"]
+"""What becomes of an example that is longer than `max_sequence_length`."""
 
 
 @dataclass(frozen=True)
@@ -66,23 +70,20 @@ class Dataset:
         *,
         combine: Mapping[str, Combine] = MappingProxyType({}),
         max_sequence_length: int | None = None,
+        too_long: LengthRule = "drop",
     ) -> None:
         """modalities: by name of phase. combine: as `combine_error` checks it.
 
-        Raises UserError for media that no modality reads, if nothing is left, and if rows that are to be added are not
-        equally many.
+        Raises UserError for media that no modality reads, if nothing is left, if rows that are to be added are not
+        equally many, and for an example that is too long where that is an error.
         """
         self._indexes, self._text, self._modalities = list(indexes), text, dict(modalities)
         self._readers, self._combine = _readers(self._modalities, combine), dict(combine)
         self._starts = np.cumsum([0, *(len(index) for index in self._indexes)])
         for index in self._indexes:
             self._check_modalities(index)
-        self._kept, self.left_out = self._select(max_sequence_length)
-        if not self.num_examples:
-            raise UserError(
-                f"no example of the manifests can be used: {describe_left_out(self.left_out, self.num_in_manifests)}; "
-                f"the first: {self.left_out.first()}"
-            )
+        self._kept, self._truncated, self.left_out = self._select(max_sequence_length, too_long)
+        self._check_some_left()
 
     @classmethod
     def open(
@@ -93,6 +94,7 @@ class Dataset:
         *,
         combine: Mapping[str, Combine] = MappingProxyType({}),
         max_sequence_length: int | None = None,
+        too_long: LengthRule = "drop",
         index_folder: str | Path | None = None,
         num_workers: int = 0,
         progress: IndexProgress | None = None,
@@ -102,7 +104,9 @@ class Dataset:
             open_index(manifest, text, index_folder=index_folder, num_workers=num_workers, progress=progress)
             for manifest in manifests
         ]
-        return cls(indexes, text, modalities, combine=combine, max_sequence_length=max_sequence_length)
+        return cls(
+            indexes, text, modalities, combine=combine, max_sequence_length=max_sequence_length, too_long=too_long
+        )
 
     @property
     def num_examples(self) -> int:
@@ -128,6 +132,9 @@ class Dataset:
             digest.update(index.identity.encode())
         if self._kept is not None:
             digest.update(self._kept.tobytes())
+        if len(self._truncated.numbers):
+            digest.update(self._truncated.numbers.tobytes())
+            digest.update(self._truncated.num_tokens.tobytes())
         return digest.hexdigest()
 
     def home(self, example_ids: Int64Array, num_ranks: int) -> Int32Array:
@@ -140,13 +147,13 @@ class Dataset:
         Vectorised: O(examples + items).
         """
         numbers = self._numbers(example_ids)
-        columns = ExampleLengths.of(self._indexes, self._starts, numbers)
-        items, sequence = self._item_lengths(columns)
+        columns = self._columns(numbers)
+        items, sequence, _ = self._item_lengths(columns)
         return BatchLengths(sequence, columns.num_targets, home_ranks(len(numbers), num_ranks), items)
 
     def item_sizes(self, example_ids: Int64Array) -> dict[str, Int64Array]:
         """Phase -> sizes of its items, int64 [num_items, size_dim], as `batch_lengths` has them; from the indexes."""
-        columns = ExampleLengths.of(self._indexes, self._starts, self._numbers(example_ids))
+        columns = self._columns(self._numbers(example_ids))
         return {
             name: np.asarray(modality.transform.sizes(columns.raw[self._of_phase(columns, modality)]), dtype=np.int64)
             for name, modality in self._modalities.items()
@@ -155,17 +162,31 @@ class Dataset:
     def tokens(self, example_id: int) -> TokenSequence:
         """The tokens of an example; `media` holds names of phases, one for each reader of each item."""
         index, example = self._locate(example_id)
-        return self._with_phases(index.tokens(example))
+        text, cut = index.tokens(example), self._cut(example_id)
+        return self._with_phases(text if cut is None else truncated(text, int(self._truncated.num_tokens[cut])))
 
     def media_refs(self, example_id: int) -> list[MediaRef]:
         """The items' files, in order of appearance; `modality` is "image" or "audio"."""
         index, example = self._locate(example_id)
-        return index.media_refs(example)
+        refs, cut = index.media_refs(example), self._cut(example_id)
+        return refs if cut is None else refs[: int(self._truncated.num_items[cut])]
 
     def where(self, example_id: int) -> str:
         """The position of an example in its manifest, for messages: "data/train.jsonl, line 12"."""
         index, example = self._locate(example_id)
         return index.where(example)
+
+    def leave_out(self, example_ids: Int64Array, reason: Callable[[int], str]) -> None:
+        """As of `Examples`."""
+        named = [
+            LeftOutExample(self.where(example), "", reason(number))
+            for number, example in enumerate(example_ids[:MAX_NAMED].tolist())
+        ]
+        self.left_out = self.left_out.with_too_large(named, len(example_ids))
+        if len(example_ids):
+            every = np.arange(self.num_in_manifests) if self._kept is None else self._kept
+            self._kept = np.delete(every, example_ids)
+            self._check_some_left()
 
     def record(self, example_id: int) -> dict[str, Any]:
         """The record of an example, as its manifest has it."""
@@ -175,6 +196,10 @@ class Dataset:
     def conversation(self, example_id: int) -> Conversation:
         """The turns of an example."""
         return parse_conversation(self.record(example_id), f"example {example_id}")
+
+    def has_answer(self, example_id: int) -> bool:
+        """Whether an example has an answer that could be compared; a document has none, and a call is none."""
+        return self.conversation(example_id).has_answer
 
     def prompt(self, example_id: int) -> tuple[TokenSequence, list[MediaRef], str]:
         """For evaluation: the tokens before the last answer, the media among them, and the answer's text."""
@@ -214,6 +239,15 @@ class Dataset:
         example_ids = np.asarray(example_ids, dtype=np.int64)
         return example_ids if self._kept is None else self._kept[example_ids].astype(np.int64)
 
+    def _columns(self, numbers: Int64Array) -> ExampleLengths:
+        """The columns of examples as they are trained on. numbers: through all manifests."""
+        return ExampleLengths.of(self._indexes, self._starts, numbers).truncated(numbers, self._truncated)
+
+    def _cut(self, example_id: int) -> int | None:
+        """The place of an example among those that are truncated; None if it is whole."""
+        _, places = self._truncated.find(self._numbers(np.array([example_id])))
+        return int(places[0]) if len(places) else None
+
     def _locate(self, example_id: int) -> tuple[Index, int]:
         if not 0 <= example_id < self.num_examples:
             raise IndexError(f"there is no example {example_id}; the dataset has {self.num_examples}")
@@ -224,11 +258,11 @@ class Dataset:
         i = int(np.searchsorted(self._starts, number, side="right")) - 1
         return self._indexes[i], number - int(self._starts[i])
 
-    def _item_lengths(self, columns: ExampleLengths) -> tuple[dict[str, ItemLengths], Int64Array]:
-        """The items of each phase, and the length of each example's whole sequence, int64 [num_examples]."""
-        # The rows of its item replace each placeholder.
-        sequence = columns.num_tokens - columns.num_items
-        items = {}
+    def _item_lengths(self, columns: ExampleLengths) -> tuple[dict[str, ItemLengths], Int64Array, Int64Array]:
+        """The items of each phase, the length of each example's sequence, int64 [num_examples], and the rows that each
+        item takes in it, int64 [num_items].
+        """
+        rows, items = np.zeros(len(columns.example), dtype=np.int64), {}
         for name, modality in self._modalities.items():
             of_phase = self._of_phase(columns, modality)
             length = num_tokens = np.zeros(0, dtype=np.int64)
@@ -240,8 +274,11 @@ class Dataset:
                 segments = modality.segments(sizes) if modality.segments else None
             items[name] = ItemLengths(columns.example[of_phase], length, num_tokens, segments)
             if not self.is_added(name):
-                np.add.at(sequence, columns.example[of_phase], num_tokens)
-        return items, sequence
+                rows[of_phase] += num_tokens
+        # The rows of its item replace each placeholder.
+        sequence = columns.num_tokens - columns.num_items
+        np.add.at(sequence, columns.example, rows)
+        return items, sequence, rows
 
     def _of_phase(self, columns: ExampleLengths, modality: Modality) -> IndexArray:
         """The items that a modality reads, [n] indexes into the items of `columns`."""
@@ -254,7 +291,7 @@ class Dataset:
 
     def _check_added(self, numbers: Int64Array) -> None:
         """Raise UserError for the first of some examples with an item whose rows are added and not equally many."""
-        items, _ = self._item_lengths(ExampleLengths.of(self._indexes, self._starts, numbers))
+        items, _, _ = self._item_lengths(ExampleLengths.of(self._indexes, self._starts, numbers))
         for phase in filter(self.is_added, items):
             modality = self._modalities[phase].transform.modality
             first = self._readers[modality][0]
@@ -268,6 +305,14 @@ class Dataset:
                     'many, or set it to "rows".'
                 )
 
+    def _check_some_left(self) -> None:
+        """Raise UserError if no example can be trained on."""
+        if not self.num_examples:
+            raise UserError(
+                f"no example of the manifests can be used: {describe_left_out(self.left_out, self.num_in_manifests)}; "
+                f"the first: {self.left_out.first()}"
+            )
+
     def _check_modalities(self, index: Index) -> None:
         for code, modality in enumerate(MODALITIES):
             if modality not in self._readers and (index.lengths.modality == code).any():
@@ -275,8 +320,10 @@ class Dataset:
                     f"{index.source} holds {modality} media, but the model has no encoder for them; add one"
                 )
 
-    def _select(self, max_sequence_length: int | None) -> tuple[Int32Array | Int64Array | None, LeftOut]:
-        """Numbers of the examples to train on (None: all), and the examples that are left out."""
+    def _select(
+        self, max_sequence_length: int | None, too_long: LengthRule
+    ) -> tuple[Int32Array | Int64Array | None, Truncated, LeftOut]:
+        """Numbers of the examples to train on (None: all), those that are truncated, and what is left out."""
         # 1. Examples whose files were bad when the index was built.
         usable = np.ones(self.num_in_manifests, dtype=bool)
         named: list[LeftOutExample] = []
@@ -288,28 +335,66 @@ class Dataset:
                 if num_bad <= MAX_NAMED:
                     named.append(LeftOutExample(index.where(bad.example), bad.path, bad.reason))
         # 2. Examples that a transform refuses, or that are too long; in parts, to bound the memory of the scan.
-        refused, too_long = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+        refused, dropped = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+        cuts = [np.zeros((0, 4), dtype=np.int64)]
         for start in range(0, len(usable), _SCAN_EXAMPLES):
             numbers = start + np.flatnonzero(usable[start : start + _SCAN_EXAMPLES])
             columns = ExampleLengths.of(self._indexes, self._starts, numbers)
             is_refused = self._refused(columns)
             if "sum" in self._combine.values():
                 self._check_added(numbers[~is_refused])
-            is_too_long = np.zeros(len(numbers), dtype=bool)
-            if max_sequence_length is not None:
-                is_too_long = ~is_refused & (self._item_lengths(columns)[1] > max_sequence_length)
-            usable[numbers[is_refused | is_too_long]] = False
+            usable[numbers[is_refused]] = False
             refused.append(numbers[is_refused])
-            too_long.append(numbers[is_too_long])
+            if max_sequence_length is not None:
+                _, sequence, rows = self._item_lengths(columns)
+                is_too_long = ~is_refused & (sequence > max_sequence_length)
+                if too_long == "truncate":
+                    cuts.append(self._cuts(numbers, np.flatnonzero(is_too_long), columns, rows, max_sequence_length))
+                    is_too_long &= ~np.isin(numbers, cuts[-1][:, 0])
+                usable[numbers[is_too_long]] = False
+                dropped.append(numbers[is_too_long])
         # 3. The first ones of each reason by name.
-        all_refused, all_too_long = np.concatenate(refused), np.concatenate(too_long)
+        all_refused, all_dropped = np.concatenate(refused), np.concatenate(dropped)
         named += [self._name_refused(number) for number in all_refused[:MAX_NAMED].tolist()]
-        named += [self._name_too_long(number, max_sequence_length) for number in all_too_long[:MAX_NAMED].tolist()]
-        left_out = LeftOut(num_bad, len(all_refused), len(all_too_long), tuple(named))
-        if usable.all():
-            return None, left_out
-        kept = np.flatnonzero(usable)
-        return (kept.astype(np.int32) if len(usable) <= np.iinfo(np.int32).max else kept), left_out
+        too_long_named = [
+            self._name_too_long(number, max_sequence_length, too_long) for number in all_dropped[:MAX_NAMED]
+        ]
+        if too_long == "error" and too_long_named:
+            raise UserError(
+                f'{too_long_named[0]} (data.too_long = "error"; {len(all_dropped):,} of {len(usable):,} examples are '
+                'too long): shorten them, raise the bound, or set data.too_long to "truncate" or "drop"'
+            )
+        all_cuts = np.concatenate(cuts)
+        named += too_long_named
+        left_out = LeftOut(num_bad, len(all_refused), len(all_dropped), len(all_cuts), tuple(named))
+        kept: Int32Array | Int64Array | None = None
+        if not usable.all():
+            kept = np.flatnonzero(usable)
+            kept = kept.astype(np.int32) if len(usable) <= np.iinfo(np.int32).max else kept
+        return kept, Truncated(*all_cuts.T.copy()), left_out
+
+    def _cuts(
+        self, numbers: Int64Array, places: IndexArray, columns: ExampleLengths, rows: Int64Array, max_rows: int
+    ) -> Int64Array:
+        """What is left of examples that are too long: number, num_tokens, num_targets, num_items, int64 [n, 4].
+
+        places: of the examples that are too long in `numbers`. Those of which nothing learned is left are not returned.
+        O(tokens of these examples), which are read from the index.
+        """
+        first = np.cumsum(columns.num_items) - columns.num_items
+        item_tokens: dict[str, frozenset[int]] = {}
+        cuts = []
+        for place in places.tolist():
+            index, example = self._at(int(numbers[place]))
+            text = index.tokens(example)
+            for modality in set(text.media) - item_tokens.keys():
+                item_tokens[modality] = self._text.item_tokens(modality)
+            of_items = frozenset[int]().union(*(item_tokens[modality] for modality in text.media))
+            own_rows = rows[first[place] : first[place] + columns.num_items[place]]
+            if num_tokens := num_kept_tokens(text, own_rows, of_items, max_rows):
+                left = truncated(text, num_tokens)
+                cuts.append((int(numbers[place]), num_tokens, int(left.targets[1:].sum()), len(left.media)))
+        return np.array(cuts, dtype=np.int64).reshape(-1, 4)
 
     def _name_refused(self, number: int) -> LeftOutExample:
         index, example = self._at(number)
@@ -319,11 +404,13 @@ class Dataset:
                     return LeftOutExample(index.where(example), ref.name, transform.refusal(ref.raw))
         raise ValueError(f"no item of example {number} is refused")
 
-    def _name_too_long(self, number: int, max_sequence_length: int | None) -> LeftOutExample:
+    def _name_too_long(self, number: int, max_sequence_length: int | None, too_long: LengthRule) -> LeftOutExample:
         columns = ExampleLengths.of(self._indexes, self._starts, np.array([number]))
         num_tokens = int(self._item_lengths(columns)[1][0])
         index, example = self._at(number)
         reason = f"takes {num_tokens:,} tokens, more than max_sequence_length = {max_sequence_length:,}"
+        if too_long == "truncate":
+            reason += ", and nothing that is learned is within it"
         return LeftOutExample(index.where(example), "", reason)
 
     def _refused(self, columns: ExampleLengths) -> BoolArray:

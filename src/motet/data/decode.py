@@ -1,13 +1,18 @@
-"""Loads media in worker processes, in order; the result for an unusable file is a BadMedia."""
+"""Loads media in worker processes or actors, in order; the result for an unusable file is a BadMedia."""
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Any
 
+from motet.core.errors import UserError
 from motet.core.example import Media
-from motet.data.media import BadMedia, MediaRef
+from motet.data.media import IMAGE, BadMedia, MediaRef, amount_of, failure_reason
+from motet.data.ray_actors import RayCluster
 from motet.data.transforms import Transform, load_media
 from motet.data.workers import WorkerDied, WorkerPool
 
@@ -17,41 +22,69 @@ class Decoder:
 
     transforms: by the name of an encoder. An item that several read is decoded once.
 
-    Close it, or use it in a `with` block. A file that kills its decoder is a BadMedia in a worker process; in this
-    process it ends the program. Raises WorkerDied if workers die again and again.
+    cluster: loads in as many actors of a Ray cluster instead. Closing the decoder does not close it.
+
+    Close it, or use it in a `with` block. A file that kills its decoder is a BadMedia in a worker; in this process it
+    ends the program. Raises WorkerDied if workers die again and again, and UserError for a file that actors cannot
+    open and this process can.
     """
 
-    def __init__(self, transforms: Mapping[str, Transform], num_workers: int = 0) -> None:
-        self._pool = WorkerPool(num_workers, _Loader, dict(transforms))
+    def __init__(
+        self, transforms: Mapping[str, Transform], num_workers: int = 0, cluster: RayCluster | None = None
+    ) -> None:
+        self._cluster = cluster
+        if cluster is None:
+            self._pool = WorkerPool(num_workers, _Loader, dict(transforms))
+        else:
+            self._pool = WorkerPool(num_workers, _ElsewhereLoader, dict(transforms), start=cluster.start_actor)
+
+    @property
+    def num_deaths(self) -> int:
+        """Workers that have died so far."""
+        return self._pool.num_deaths
+
+    @property
+    def store_bytes(self) -> int:
+        """The most that results of this rank's actors have taken in Ray's object store at once; 0 without Ray."""
+        return 0 if self._cluster is None else self._cluster.store_bytes
 
     def submit(
         self, refs: Sequence[MediaRef], readers: Sequence[Sequence[str]] | None = None
     ) -> list[Future[Media | BadMedia]]:
         """Start loading; a future for each item and each of its readers, in order.
 
+        Workers get the items that take longest first, by pixels or samples, so that they end together.
         readers: of each item, the names of the encoders that read it; by default one, named after the item's modality.
         """
         if readers is None:
             readers = [(ref.modality,) for ref in refs]
-        return [future for ref, names in zip(refs, readers, strict=True) for future in self._submit(ref, names)]
+        given = list(zip(refs, readers, strict=True))
+        # A worker that is free takes the next item: list scheduling, longest first (Graham 1969).
+        order = sorted(range(len(given)), key=lambda place: -_seconds(given[place][0]) * len(given[place][1]))
+        loading = {place: self._submit(*given[place]) for place in order}
+        return [future for place in range(len(given)) for future in loading[place]]
 
     def _submit(self, ref: MediaRef, readers: Sequence[str]) -> list[Future[Media | BadMedia]]:
         loaded: list[Future[Media | BadMedia]] = [Future() for _ in readers]
 
-        def settle(done: Future[list[Media] | BadMedia]) -> None:
-            error = done.exception()
-            bad: Media | BadMedia | None = None
+        def settle(done: Future[list[Media] | BadMedia | _NotOpened]) -> None:
+            error: BaseException | None = done.exception()
+            bad: BadMedia | None = None
             if isinstance(error, WorkerDied) and not error.is_final:
-                bad = BadMedia(ref.name, f"its decoder {error.how}")
+                error, bad = None, BadMedia(ref.name, f"its decoder {error.how}")
             elif error is None and isinstance(result := done.result(), BadMedia):
-                bad = result
+                bad = BadMedia(ref.name, result.reason)
+            elif error is None and isinstance(result, _NotOpened):
+                error, bad = result.error(ref), BadMedia(ref.name, result.reason)
             for number, future in enumerate(loaded):
-                if bad is None and error is not None:
+                if error is not None:
                     future.set_exception(error)
                 else:
                     future.set_result(bad or done.result()[number])
 
-        self._pool.submit((ref, tuple(readers))).add_done_callback(settle)
+        # An actor has another working directory.
+        task = ref if self._cluster is None else replace(ref, path=os.path.abspath(ref.path))
+        self._pool.submit((task, tuple(readers))).add_done_callback(settle)
         return loaded
 
     def load(self, refs: Sequence[MediaRef], readers: Sequence[Sequence[str]] | None = None) -> list[Media | BadMedia]:
@@ -65,8 +98,16 @@ class Decoder:
     def __enter__(self) -> Decoder:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._pool.__exit__(kind, *rest)
+
+
+_S_PER_PIXEL, _S_PER_SAMPLE = 3e-8, 1e-8
+"""About what images and clips take; only which item takes longer counts."""
+
+
+def _seconds(ref: MediaRef) -> float:
+    return amount_of(ref) * (_S_PER_PIXEL if ref.modality == IMAGE else _S_PER_SAMPLE)
 
 
 class _Loader:
@@ -85,3 +126,39 @@ class _Loader:
         except BadMedia as bad:
             # A new exception, because the traceback's frames hold the whole image.
             return BadMedia(bad.path, bad.reason)
+
+
+class _ElsewhereLoader(_Loader):
+    """The handler of actors. It tells a file that is not there from one that is of no use."""
+
+    def __call__(self, task: tuple[MediaRef, tuple[str, ...]]) -> Any:
+        loaded = super().__call__(task)
+        if isinstance(loaded, BadMedia) and _why_not_opened(task[0]):
+            return _NotOpened(loaded.reason, socket.gethostname())
+        return loaded
+
+
+@dataclass(frozen=True)
+class _NotOpened:
+    """A file that an actor cannot open, and where the actor runs. reason: a clause."""
+
+    reason: str
+    node: str
+
+    def error(self, ref: MediaRef) -> UserError | None:
+        """The error if this process can open the file; None: it is as bad here."""
+        if _why_not_opened(ref):
+            return None
+        return UserError(
+            f"{ref.path} can be opened here and not on Ray's node {self.node} ({self.reason}): give all nodes of Ray "
+            "the files of the job, under the same paths"
+        )
+
+
+def _why_not_opened(ref: MediaRef) -> str:
+    """Why a file cannot be opened here, as a clause; "" if it can."""
+    try:
+        ref.open().close()
+    except OSError as error:
+        return failure_reason(error)
+    return ""

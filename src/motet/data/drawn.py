@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +22,7 @@ from motet.data.left_out import LeftOut, LeftOutExample
 from motet.data.media import MediaRef
 from motet.data.transforms import Transform
 
-_BYTES = Pixels(scale=np.float32([2 / 255]), shift=np.float32([-1]))
+_BYTES = Pixels(mean=np.float32([0.5]), std=np.float32([0.5]))
 """A byte as a value from -1 to 1."""
 
 _NO_ITEMS = ItemLengths(*np.zeros((3, 0), dtype=np.int64))
@@ -80,7 +80,7 @@ class DrawnTransform:
         size = np.array([length], dtype=np.int64)
         if self.is_pixels:
             patches = np.frombuffer(rng.bytes(length * self.row_dim), np.uint8).reshape(length, self.row_dim)
-            return Media(_BYTES.rows(patches), size, _BYTES)
+            return Media(_BYTES.rows(patches), size, _BYTES, patches)
         return Media(rng.random((length, self.row_dim), dtype=np.float32) * 2 - 1, size)
 
 
@@ -123,13 +123,17 @@ class DrawnDataset:
         num_targets = np.minimum(examples.num_targets, np.maximum(examples.sequence - 1, 0))
         # Also of an encoder that no task has items for.
         items = {name: examples.items.get(name, _NO_ITEMS) for name in self._modalities}
-        self._examples = replace(examples, num_targets=num_targets, items=items)
+        self._take(replace(examples, num_targets=num_targets, items=items))
         self.left_out = _left_out(workload.examples.sequence, kept, max_sequence_length)
+        self._check()
+
+    def _take(self, examples: BatchLengths) -> None:
+        """Have these examples."""
+        self._examples = examples
         self._first = {
             name: np.searchsorted(column.example, np.arange(self.num_examples + 1))
-            for name, column in self._examples.items.items()
+            for name, column in examples.items.items()
         }
-        self._check()
 
     @property
     def num_examples(self) -> int:
@@ -185,6 +189,16 @@ class DrawnDataset:
     def where(self, example_id: int) -> str:
         """The example, for messages."""
         return f"drawn example {example_id}"
+
+    def leave_out(self, example_ids: Int64Array, reason: Callable[[int], str]) -> None:
+        """As of `Examples`, of which one is named."""
+        named = [LeftOutExample(self.where(example), "", reason(0)) for example in example_ids[:1].tolist()]
+        if len(example_ids) == self.num_examples:
+            raise UserError(f"No example that is drawn can be used: {named[0]}.")
+        kept = np.ones(self.num_examples, dtype=bool)
+        kept[example_ids] = False
+        self._take(self._examples.keep(kept))
+        self.left_out = self.left_out.with_too_large(named, len(example_ids))
 
     def readers_of(self, ref: MediaRef) -> tuple[str, ...]:
         """The name of the phase that computes an item."""

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from motet.core.arrays import Int64Array
 from motet.data.index import Index
+from motet.data.truncation import Truncated
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,3 +53,19 @@ class ExampleLengths:
             modality[items] = index.lengths.modality[item[items]]
             raw[items, 0], raw[items, 1] = index.lengths.raw[0][item[items]], index.lengths.raw[1][item[items]]
         return cls(num_tokens, num_targets, num_items, example, modality, raw)
+
+    def truncated(self, numbers: Int64Array, cuts: Truncated) -> ExampleLengths:
+        """The columns of what is left of the same examples, int64 [num_examples]."""
+        places, of_cut = cuts.find(numbers)
+        if not len(places):
+            return self
+        num_tokens, num_targets, num_items = (
+            column.copy() for column in (self.num_tokens, self.num_targets, self.num_items)
+        )
+        num_tokens[places], num_targets[places] = cuts.num_tokens[of_cut], cuts.num_targets[of_cut]
+        num_items[places] = cuts.num_items[of_cut]
+        first = np.cumsum(self.num_items) - self.num_items
+        is_kept = np.arange(len(self.example)) - first[self.example] < num_items[self.example]
+        return ExampleLengths(
+            num_tokens, num_targets, num_items, self.example[is_kept], self.modality[is_kept], self.raw[is_kept]
+        )

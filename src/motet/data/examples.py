@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
+
+import numpy as np
 
 from motet.core.arrays import Int32Array, Int64Array
 from motet.core.example import TokenSequence
 from motet.core.workload import BatchLengths
 from motet.data.left_out import LeftOut
-from motet.data.media import MediaRef
+from motet.data.media import MediaRef, codec_of
 from motet.data.transforms import Transform
 
 
@@ -58,3 +61,21 @@ class Examples(Protocol):
 
     def where(self, example_id: int) -> str:
         """The example, for messages."""
+
+    def leave_out(self, example_ids: Int64Array, reason: Callable[[int], str]) -> None:
+        """Leave out examples that need more memory than a rank has; those behind them get lower numbers.
+
+        example_ids: int64 [n], those that are named first. reason: of example_ids[number], in words, by number.
+        Raises UserError if nothing is left.
+        """
+
+
+def files_by_codec(dataset: Examples, num_examples: int) -> dict[tuple[str, str], list[MediaRef]]:
+    """(phase, codec) -> the files of examples that stand for all of a dataset, evenly spread."""
+    count = min(dataset.num_examples, num_examples)
+    found: dict[tuple[str, str], list[MediaRef]] = {}
+    for number in np.unique(np.linspace(0, dataset.num_examples - 1, count).round().astype(np.int64)).tolist():
+        for ref in dataset.media_refs(number):
+            for phase in dataset.readers_of(ref):
+                found.setdefault((phase, codec_of(ref)), []).append(ref)
+    return found

@@ -169,28 +169,31 @@ class ImageTransform:
         return width, height
 
     def _rows(self, image: Image.Image, target: tuple[int, int]) -> Media:
-        from PIL import Image
 
         image, mode = _opaque(_eight_bit(image)), "L" if self.channels == 1 else "RGB"
         if image.mode != mode:  # Pillow would copy it.
             image = image.convert(mode)
-        if image.size != target:
-            image = image.resize(target, Image.Resampling.BICUBIC)
+        image = self._resized(image, target)
         width, height = target
         patch, merge = self.patch_size, self.merge_size
         rows, columns = height // patch, width // patch
         pixels = np.asarray(image).reshape(rows // merge, merge, patch, columns // merge, merge, patch, self.channels)
         # Transposing bytes before the conversion to floats takes a quarter of the memory traffic.
-        patches = np.ascontiguousarray(pixels.transpose(0, 3, 1, 4, 6, 2, 5))
+        ordered = np.ascontiguousarray(pixels.transpose(0, 3, 1, 4, 6, 2, 5))
+        patches = ordered.reshape(rows * columns, self.channels * patch * patch)
         pixels_of_rows = self._pixels()
-        values = pixels_of_rows.rows(patches.reshape(rows * columns, self.channels * patch * patch))
-        return Media(values, np.array([rows, columns], dtype=np.int64), pixels_of_rows)
+        values = pixels_of_rows.rows(patches)
+        return Media(values, np.array([rows, columns], dtype=np.int64), pixels_of_rows, patches)
+
+    def _resized(self, image: Image.Image, target: tuple[int, int]) -> Image.Image:
+        """The image in the size (width, height)."""
+        from PIL import Image
+
+        return image if image.size == target else image.resize(target, Image.Resampling.BICUBIC)
 
     def _pixels(self) -> Pixels:
-        """(byte / 255 - mean) / std = byte * scale + shift."""
-        std = np.broadcast_to(np.asarray(self.std, dtype=np.float64), (self.channels,))
-        mean = np.broadcast_to(np.asarray(self.mean, dtype=np.float64), (self.channels,))
-        return Pixels((1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32), self.temporal_patch_size)
+        mean, std = (np.broadcast_to(np.float32(values), (self.channels,)) for values in (self.mean, self.std))
+        return Pixels(mean, std, self.temporal_patch_size)
 
 
 def _draft(image: Image.Image, target: tuple[int, int]) -> None:

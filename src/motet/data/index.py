@@ -3,8 +3,8 @@
 An index is two files in a folder beside the manifest:
     NAME.arrow    lengths, Arrow IPC, one row for each example; memory-mapped, so that all processes of a node share one
                   copy: 24 bytes for each example and 17 for each item
-    NAME-*.rows   position in the manifest, record, media locations and tokens of each example; a row is read when it is
-                  needed, and the file is never mapped
+    NAME-*.rows   position in the manifest, record, media locations and tokens of each example, after the bytes of the
+                  media that its record holds; a row is read when it is needed, and the file is never mapped
 NAME is the tokenizer's fingerprint, so that indexes for several tokenizers can be in one folder. The Arrow file names
 its rows file and is written last, by a rename: no process sees a half-written index. The lengths and each row have
 checksums, so that damage is noticed.
@@ -30,10 +30,10 @@ from motet.core.arrays import Int32Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.core.files import irregular_kind, printable
-from motet.data.media import MODALITIES, MediaRef
+from motet.data.media import IN_RECORD, MODALITIES, MediaRef
 
 # Increment it when the contents of the files change: older indexes are then rebuilt.
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 SCHEMA = pa.schema(
     {
         "num_tokens": pa.int32(),
@@ -85,7 +85,8 @@ class IndexRow:
 
     where:     its position in the manifest, for messages: "train.jsonl, line 12".
     record:    its JSON.
-    locations: (path, member, offset, num_bytes) of each item; paths are relative.
+    locations: (path, member, offset, num_bytes) of each item; paths are relative. Without a path the bytes are in the
+               rows file, and the offset is from the row, so negative.
     """
 
     where: str
@@ -202,7 +203,8 @@ class Index:
     def bad_examples(self) -> Iterator[BadExample]:
         """Examples that cannot be used, in order. O(1) if there are none."""
         for example, path, reason in _bad_rows(self._column("bad")):
-            yield BadExample(example, printable(os.path.join(self.folder, path)), reason)
+            where = path if path.endswith(IN_RECORD) else os.path.join(self.folder, path)
+            yield BadExample(example, printable(where), reason)
 
     def where(self, example: int) -> str:
         """The position of an example in its manifest, for messages: "data/train.jsonl, line 12"."""
@@ -223,7 +225,11 @@ class Index:
         refs = []
         for item, (path, member, offset, num_bytes) in zip(range(start, end), self._row(example).locations):
             raw = (int(widths[item]), int(heights[item]))
-            where = os.path.join(self.folder, path)
+            if path:
+                where = os.path.join(self.folder, path)
+            else:
+                where = str(self.path.with_name(self.about["rows"]))
+                offset += self._row_span(example)[0]
             refs.append(MediaRef(MODALITIES[self.lengths.modality[item]], where, member, offset, num_bytes, raw))
         return refs
 

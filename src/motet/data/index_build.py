@@ -32,6 +32,8 @@ from motet.data.manifest import Entry, Manifest
 from motet.data.workers import WorkerDied, WorkerPool
 
 _CHUNK_EXAMPLES = 256
+_CHUNK_BYTES = 1 << 25
+"""Records with media are large: a chunk ends with the record that passes this."""
 
 
 def open_index(
@@ -221,13 +223,14 @@ def _identity(manifest_digest: str, fingerprint: str, chunks: list[PackedColumns
 
 def _read_all(manifest: Manifest, text: TextEncoder, num_workers: int) -> Iterator[tuple[PackedColumns, float]]:
     """Chunks in the manifest's order, each with the share of the manifest that is done."""
-    entries = _entries(manifest)
-    first = list(islice(entries, 2 * _CHUNK_EXAMPLES))
+    chunks = _in_chunks(_entries(manifest))
+    first = list(islice(chunks, 3))
     # Reading a small manifest takes less time than starting a worker.
-    num_workers = num_workers if len(first) == 2 * _CHUNK_EXAMPLES else 0
+    is_small = len(first) < 3 and sum(map(len, first)) < 2 * _CHUNK_EXAMPLES
+    num_workers = 0 if is_small else num_workers
     with WorkerPool(num_workers, EntryReader, manifest.folder, text) as pool:
         waiting: deque[tuple[Future[PackedColumns], list[Entry]]] = deque()
-        for chunk in _in_chunks(chain(first, entries)):
+        for chunk in chain(first, chunks):
             waiting.append((pool.submit((chunk, "")), chunk))
             # Two chunks a worker: enough to keep workers busy, few enough to bound the memory.
             while len(waiting) > 2 * num_workers:
@@ -269,5 +272,12 @@ def _entries(manifest: Manifest) -> Iterator[Entry]:
 
 
 def _in_chunks(entries: Iterator[Entry]) -> Iterator[list[Entry]]:
-    while chunk := list(islice(entries, _CHUNK_EXAMPLES)):
+    chunk, num_bytes = list[Entry](), 0
+    for entry in entries:
+        chunk.append(entry)
+        num_bytes += len(entry.text) + sum(len(member.data or b"") for member in entry.members or ())
+        if len(chunk) == _CHUNK_EXAMPLES or num_bytes > _CHUNK_BYTES:
+            yield chunk
+            chunk, num_bytes = [], 0
+    if chunk:
         yield chunk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,15 +16,18 @@ from numpy.typing import NDArray
 from motet.core.arrays import Int32Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
-from motet.data.conversation import Conversation, match_media, media_names, parse_conversation, parse_record
+from motet.data.conversation import Conversation, parse_conversation, parse_record
 from motet.data.headers import read_header
 from motet.data.index import SCHEMA, IndexRow
 from motet.data.manifest import Entry
 from motet.data.media import MODALITIES, BadMedia, MediaRef
-from motet.data.shards import find_members
+from motet.data.record_media import find_media, without_held
 
 FATAL_HEADER = "its header ends the process that reads it"
 """The start of the reason for a file whose header killed a worker; it must only be opened in a worker process."""
+
+
+_MAX_HELD_BYTES = 2**31 - 1
 
 
 class TextEncoder(Protocol):
@@ -39,12 +43,16 @@ class TextEncoder(Protocol):
     def encode_prompt(self, conversation: Conversation) -> tuple[TokenSequence, str]:
         """The tokens before the last answer, and the answer's text."""
 
+    def item_tokens(self, modality: str) -> frozenset[int]:
+        """The ids of the tokens of an item: the one that its rows replace, and the marks around it."""
+
 
 @dataclass
 class Columns:
     """The columns of consecutive examples, and their rows.
 
     row_bytes, num_tokens, num_targets, num_items: int [num_examples].
+    held_bytes: int [num_examples], the bytes of media that records hold; they stand before each row.
     modality: int [num_items]. raw: int [num_items, 2].
     bad:      (example, path, reason); `example` counts from the first of these examples.
     rows:     packed `IndexRow`s.
@@ -54,6 +62,7 @@ class Columns:
     num_tokens: list[int] = field(default_factory=list)
     num_targets: list[int] = field(default_factory=list)
     num_items: list[int] = field(default_factory=list)
+    held_bytes: list[int] = field(default_factory=list)
     modality: list[int] = field(default_factory=list)
     raw: list[tuple[int, int]] = field(default_factory=list)
     bad: list[tuple[int, str, str]] = field(default_factory=list)
@@ -62,7 +71,9 @@ class Columns:
     def packed(self) -> PackedColumns:
         """The same columns as arrays."""
         return PackedColumns(
-            examples=np.array([self.row_bytes, self.num_tokens, self.num_targets, self.num_items], dtype=np.int32),
+            examples=np.array(
+                [self.row_bytes, self.num_tokens, self.num_targets, self.num_items, self.held_bytes], dtype=np.int32
+            ),
             modality=np.array(self.modality, dtype=np.int8),
             raw=np.array(self.raw, dtype=np.int64).reshape(-1, 2),
             bad=self.bad,
@@ -72,7 +83,10 @@ class Columns:
 
 @dataclass(frozen=True, eq=False)
 class PackedColumns:
-    """`Columns` as arrays. examples: int32 [4, num_examples], row_bytes, num_tokens, num_targets, num_items."""
+    """`Columns` as arrays.
+
+    examples: int32 [5, num_examples], row_bytes, num_tokens, num_targets, num_items, held_bytes.
+    """
 
     examples: Int32Array
     modality: NDArray[np.int8]
@@ -106,7 +120,7 @@ class EntryReader:
     def _add(self, entry: Entry, death: str, columns: Columns) -> None:
         record = parse_record(entry.text, entry.where)
         conversation = parse_conversation(record, entry.where)
-        refs = self._find_media(entry, conversation, media_names(record, entry.where))
+        refs = find_media(entry, record, conversation, self._folder)
         try:
             text = self._text.encode(conversation)
         except UserError as error:
@@ -114,12 +128,18 @@ class EntryReader:
         raws, bad = _skip_headers(refs, death, entry.where) if death else _read_headers(refs)
         if bad:
             columns.bad.append((len(columns.num_tokens), self._below_folder(bad.path), bad.reason))
-        locations = [(os.path.relpath(ref.path, self._folder), ref.member, ref.offset, ref.num_bytes) for ref in refs]
-        row = IndexRow(self._below_folder(entry.where), entry.text, locations, text).pack()
-        columns.rows.append(row)
+        held = [ref.data for ref in refs if ref.data is not None]
+        num_held = sum(map(len, held))
+        if num_held > _MAX_HELD_BYTES:
+            raise UserError(f"{entry.where}: holds {num_held:,} bytes of media, more than {_MAX_HELD_BYTES:,}")
+        stored = json.dumps(without_held(record), ensure_ascii=False).encode() if held else entry.text
+        row = IndexRow(self._below_folder(entry.where), stored, self._locations(refs, num_held), text).pack()
+        columns.rows += [*held, row]
+        columns.held_bytes.append(num_held)
         columns.row_bytes.append(len(row))
         columns.num_tokens.append(len(text.tokens))
-        columns.num_targets.append(int(text.targets.sum()))
+        # Nothing predicts the first token.
+        columns.num_targets.append(int(text.targets[1:].sum()))
         columns.num_items.append(len(refs))
         columns.modality += [MODALITIES.index(ref.modality) for ref in refs]
         columns.raw += raws
@@ -128,16 +148,16 @@ class EntryReader:
         """A path relative to the folder, so that an index stays right when the folder moves."""
         return path.removeprefix(f"{self._folder}{os.sep}")
 
-    def _find_media(
-        self, entry: Entry, conversation: Conversation, names: dict[str, list[str] | None]
-    ) -> list[MediaRef]:
-        if entry.members is None:
-            files = {modality: of_modality or [] for modality, of_modality in names.items()}
-            matched = match_media(conversation, files, entry.where)
-            return [MediaRef(modality, os.path.join(self._folder, name)) for modality, name in matched]
-        files, members = find_members(names, entry.members, entry.where)
-        matched = [(modality, members[name]) for modality, name in match_media(conversation, files, entry.where)]
-        return [MediaRef(name, member.shard, member.name, member.offset, member.num_bytes) for name, member in matched]
+    def _locations(self, refs: list[MediaRef], num_held: int) -> list[tuple[str, str, int, int]]:
+        """The locations of an `IndexRow`. num_held: bytes before the row."""
+        locations, offset = [], -num_held
+        for ref in refs:
+            if ref.data is None:
+                locations.append((os.path.relpath(ref.path, self._folder), ref.member, ref.offset, ref.num_bytes))
+            else:
+                locations.append(("", ref.member, offset, len(ref.data)))
+                offset += len(ref.data)
+        return locations
 
 
 def _read_headers(refs: list[MediaRef]) -> tuple[list[tuple[int, int]], BadMedia | None]:
@@ -171,8 +191,10 @@ class HeaderCheck:
 
 def join_columns(chunks: Sequence[PackedColumns]) -> pa.RecordBatch:
     """One batch in the index's schema. Raises UserError if a manifest is too large for its 32-bit offsets."""
-    row_bytes, num_tokens, num_targets, num_items = np.concatenate([chunk.examples for chunk in chunks], axis=1)
-    ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(row_bytes, dtype=np.int64)])
+    row_bytes, num_tokens, num_targets, num_items, held_bytes = np.concatenate(
+        [chunk.examples for chunk in chunks], axis=1
+    )
+    row_ends = np.cumsum(row_bytes.astype(np.int64) + held_bytes)
     offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(num_items, dtype=np.int64)])
     if offsets[-1] > np.iinfo(np.int32).max:
         raise UserError(
@@ -196,7 +218,7 @@ def join_columns(chunks: Sequence[PackedColumns]) -> pa.RecordBatch:
     arrays = [
         pa.array(num_tokens),
         pa.array(num_targets),
-        pa.array(ends[:-1]),
+        pa.array(row_ends - row_bytes),
         pa.array(row_bytes),
         pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), items),
         bad,

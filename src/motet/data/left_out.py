@@ -1,9 +1,9 @@
-"""Examples of the manifests that are not trained on, counted, and the first of them named with the reason."""
+"""Examples that are not trained on, or not to their end: counted, and the first of them named with the reason."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAX_NAMED = 20
 """Examples that are named for each reason."""
@@ -28,7 +28,9 @@ class LeftOut:
     num_bad:      examples with a file that could not be used when the index was built.
     num_refused:  examples with an item that its transform refuses.
     num_too_long: examples with more tokens than allowed.
+    num_truncated: examples of which the end alone is left out, as they are too long; `len` does not count them.
     named:        the first MAX_NAMED examples of each reason.
+    num_too_large: examples that need more memory than a rank has, alone in a microbatch.
 
     Example:
         >>> left_out = LeftOut(num_bad=1, named=(LeftOutExample("train.jsonl, line 2", "a.png", "no such file"),))
@@ -39,10 +41,16 @@ class LeftOut:
     num_bad: int = 0
     num_refused: int = 0
     num_too_long: int = 0
+    num_truncated: int = 0
     named: tuple[LeftOutExample, ...] = ()
+    num_too_large: int = 0
 
     def __len__(self) -> int:
-        return self.num_bad + self.num_refused + self.num_too_long
+        return self.num_bad + self.num_refused + self.num_too_long + self.num_too_large
+
+    def __bool__(self) -> bool:
+        """Whether anything is left out, if only the end of an example."""
+        return len(self) > 0 or self.num_truncated > 0
 
     @classmethod
     def joined(cls, parts: Sequence[LeftOut]) -> LeftOut:
@@ -51,8 +59,14 @@ class LeftOut:
             sum(part.num_bad for part in parts),
             sum(part.num_refused for part in parts),
             sum(part.num_too_long for part in parts),
+            sum(part.num_truncated for part in parts),
             tuple(example for part in parts for example in part.named)[:MAX_NAMED],
+            sum(part.num_too_large for part in parts),
         )
+
+    def with_too_large(self, named: Sequence[LeftOutExample], count: int) -> LeftOut:
+        """These, and `count` examples that need more memory than a rank has, of which some are named."""
+        return replace(self, num_too_large=self.num_too_large + count, named=(*self.named, *named))
 
     def first(self, count: int = 3) -> str:
         """The first `count` named examples with their reasons, for a sentence."""
@@ -60,11 +74,13 @@ class LeftOut:
 
 
 def describe_left_out(left_out: LeftOut, num_in_manifests: int) -> str:
-    """One line for the terminal: how many examples are left out, and why."""
+    """One line for the terminal: how many examples are left out or truncated, and why."""
     parts = [
         (left_out.num_bad, "with files that cannot be used"),
         (left_out.num_refused, "with media that the transform refuses"),
         (left_out.num_too_long, "longer than max_sequence_length"),
+        (left_out.num_too_large, "that need more memory than a rank has"),
     ]
     listed = ", ".join(f"{count} {why}" for count, why in parts if count)
-    return f"{len(left_out)} of {num_in_manifests} examples left out" + (f": {listed}" if listed else "")
+    said = f"{len(left_out)} of {num_in_manifests} examples left out" + (f": {listed}" if listed else "")
+    return said + (f"; {left_out.num_truncated} truncated to max_sequence_length" if left_out.num_truncated else "")

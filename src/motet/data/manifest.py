@@ -1,31 +1,37 @@
-"""Manifests: JSON, JSONL, Parquet and WebDataset tar shards, read as one stream of records with their positions.
+"""Manifests: JSON, JSONL, Parquet, HF datasets and WebDataset tar shards, read as one stream of records.
 
-The name of a manifest is a file (`train.jsonl`, `train.json`, `train.parquet`, `train.tar`), a directory of tar shards,
-or a pattern of tar shards with `*`, `?`, or braces (`train-{000..127}.tar`). Media paths are relative to the manifest's
-directory.
+The name of a manifest is a file (`train.jsonl`, `train.json`, `train.parquet`, `train.tar`; JSONL and tar also as
+`.gz`, `.bz2` or `.xz`), a directory of tar shards, a directory that `datasets` saved, or a pattern of files of one
+format with `*`, `?`, or braces (`train-{000..127}.tar`). Media paths are relative to the manifest's directory.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from motet.core.errors import UserError
 from motet.core.text_files import read_json
+from motet.data.compressed import COMPRESSED_ENDINGS, DECOMPRESSION_ERRORS, is_compressed, open_decompressed
 from motet.data.conversation import check_is_object
-from motet.data.shards import Member, expand_shards, read_shard
+from motet.data.media_names import DATA_URL_HEAD
+from motet.data.record_fields import TOOLS_FIELD, TURN_FIELDS
+from motet.data.shards import TAR_ENDINGS, Member, expand_shards, read_shard
 
 _FORMATS = ".json, .jsonl, .parquet or .tar"
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
 _DIGEST_CHUNK_BYTES = 1 << 20
-_PARQUET_ROWS = 1024
+_TABLE_ROWS = 64
+"""Rows of a table that are made records at a time; with media each may have megabytes."""
 _MAX_REASON_CHARACTERS = 200
 
 
@@ -63,15 +69,17 @@ class Manifest:
         """The manifest that `spec` names. Raises UserError if it is missing or of no known format."""
         path = Path(spec)
         if path.is_file():
-            kind = path.suffix.lower().lstrip(".")
-            if kind not in ("json", "jsonl", "parquet", "tar"):
-                raise UserError(f"manifest {spec}: its ending '{path.suffix}' is unknown; it must be {_FORMATS}")
-            return cls(path.name, kind, (path,), path.parent)
+            return cls(path.name, _kind_of(path, spec), (path,), path.parent)
+        if (path / _STATE).is_file() or (path / _SPLITS).is_file():
+            return cls(path.name, "arrow", _saved_files(path), path.parent)
         shards = expand_shards(spec)
         if not shards:
             raise UserError(f"manifest {spec}: there is no such file; it must be a {_FORMATS} file, or tar shards")
+        kinds = [_kind_of(shard, spec) for shard in shards]
+        if other := next((shard for shard, kind in zip(shards, kinds) if kind != kinds[0]), None):
+            raise UserError(f"manifest {spec}: names {shards[0].name} and {other.name}, which are of two formats")
         name = path.name if path.is_dir() else re.sub(r"[^\w.-]+", "_", path.name)
-        return cls(name, "tar", tuple(shards), path.parent)
+        return cls(name, kinds[0], tuple(shards), path.parent)
 
     @property
     def default_index_folder(self) -> Path:
@@ -89,21 +97,21 @@ class Manifest:
         if self.kind == "tar":
             digest.update(json.dumps([entry[:2] for entry in self.stamp()]).encode())
             return digest.hexdigest()
-        with self._reading(), self.files[0].open("rb") as file:
-            for chunk in iter(partial(file.read, _DIGEST_CHUNK_BYTES), b""):
-                digest.update(chunk)
+        with self._reading():
+            for path in self.files:
+                with path.open("rb") as file:
+                    for chunk in iter(partial(file.read, _DIGEST_CHUNK_BYTES), b""):
+                        digest.update(chunk)
         return digest.hexdigest()
 
     def entries(self) -> Iterator[Entry]:
         """All records in order. Raises UserError, naming file and position, for an entry that is no record."""
-        readers = {"jsonl": _read_jsonl, "json": _read_json, "parquet": _read_parquet}
+        readers = {"jsonl": _read_jsonl, "json": _read_json, "parquet": _read_table, "arrow": _read_table}
+        readers["tar"] = _read_tar
         with self._reading():
-            if self.kind != "tar":
-                yield from readers[self.kind](self.files[0])
-                return
-            for number, shard in enumerate(self.files):
-                for key, text, members in read_shard(shard):
-                    yield Entry(f"{shard}, key {key}", text, members, (number + 1) / len(self.files))
+            for number, path in enumerate(self.files):
+                for entry in readers[self.kind](path):
+                    yield replace(entry, progress=(number + entry.progress) / len(self.files))
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -114,15 +122,64 @@ class Manifest:
             raise UserError(f"manifest {self.folder / self.name}: cannot be read ({error.strerror or error})") from None
 
 
+def _kind_of(path: Path, spec: str | Path) -> str:
+    """The format of a file by its ending. Raises UserError for any other."""
+    name = path.name.lower()
+    if name.endswith(TAR_ENDINGS):
+        return "tar"
+    kind = path.suffix.lower().lstrip(".")
+    if kind in ("json", "jsonl", "parquet"):
+        return kind
+    if path.suffix.lower() in COMPRESSED_ENDINGS and path.with_suffix("").suffix.lower() == ".jsonl":
+        return "jsonl"
+    named = "manifest" if str(path) == str(spec) else f"manifest {spec}:"
+    raise UserError(
+        f"{named} {path}: its ending '{path.suffix}' is unknown; it must be {_FORMATS}, the lines and the tar perhaps "
+        f"with {' or '.join(COMPRESSED_ENDINGS)} behind"
+    )
+
+
+def _saved_files(folder: Path) -> tuple[Path, ...]:
+    """The files of a dataset that `datasets` saved, in order. Raises UserError for one that is not there as a whole."""
+    if not (folder / _STATE).is_file():
+        splits = read_json(folder / _SPLITS, "the list of splits")
+        named = splits.get("splits") if isinstance(splits, dict) else None
+        first = named[0] if isinstance(named, list) and named else "train"
+        raise UserError(
+            f"manifest {folder}: holds several splits ({named}); name one of them, as {folder / str(first)}"
+        )
+    state = read_json(folder / _STATE, "the state of the dataset")
+    listed = state.get("_data_files") if isinstance(state, dict) else None
+    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in listed or [None]]
+    if not isinstance(listed, list) or any(not isinstance(name, str) or Path(name).name != name for name in names):
+        raise UserError(f"{folder / _STATE}: does not list the files of a dataset; save it anew by save_to_disk")
+    if state.get("_indices_data_files") or state.get("_indices_files"):
+        raise UserError(f"{folder}: is a selection of rows; save it anew after flatten_indices()")
+    files = tuple(folder / str(name) for name in names)
+    if missing := [file for file in files if not file.is_file()]:
+        raise UserError(f"manifest {folder}: its file {missing[0].name} is missing")
+    return files
+
+
+def _read_tar(path: Path) -> Iterator[Entry]:
+    for key, text, members in read_shard(path):
+        yield Entry(f"{path}, key {key}", text, members, 1.0)
+
+
 def _read_jsonl(path: Path) -> Iterator[Entry]:
     num_bytes = max(path.stat().st_size, 1)
     done = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            done += len(line)
-            text = line.removeprefix(b"\xef\xbb\xbf").strip()
-            if text:
-                yield Entry(f"{path}, line {number}", text, None, done / num_bytes)
+    try:
+        with open_decompressed(path) as file:
+            for number, line in enumerate(file, start=1):
+                done += len(line)
+                text = line.removeprefix(b"\xef\xbb\xbf").strip()
+                if text:
+                    yield Entry(f"{path}, line {number}", text, None, min(done / num_bytes, 1.0))
+    except DECOMPRESSION_ERRORS as error:
+        if not is_compressed(path):
+            raise
+        raise UserError(f"{path}: is damaged or cut off, and cannot be decompressed ({error})") from None
 
 
 def _read_json(path: Path) -> Iterator[Entry]:
@@ -134,13 +191,31 @@ def _read_json(path: Path) -> Iterator[Entry]:
         yield Entry(where, _dump(check_is_object(record, where), where), None, number / len(records))
 
 
-def _read_parquet(path: Path) -> Iterator[Entry]:
+def _read_table(path: Path) -> Iterator[Entry]:
     number = 0
-    for records, num_rows in _parquet_batches(path):
+    for records, num_rows in (_arrow_batches if path.suffix == ".arrow" else _parquet_batches)(path):
         for record in records:
             number += 1
             where = f"{path}, row {number}"
             yield Entry(where, _dump(record, where), None, number / num_rows)
+
+
+def _arrow_batches(path: Path) -> Iterator[tuple[list[dict[str, Any]], int]]:
+    """As `_parquet_batches`, of a file that `datasets` saved: an Arrow stream."""
+    import pyarrow
+
+    num_read = 0
+    try:
+        with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
+            table = stream.read_all()
+            _check_names(table.schema, path)
+            for batch in table.to_batches(max_chunksize=_TABLE_ROWS):
+                yield batch.to_pylist(), table.num_rows
+                num_read += batch.num_rows
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(_unreadable(path, num_read, "Arrow stream", error)) from None
 
 
 def _parquet_batches(path: Path) -> Iterator[tuple[list[dict[str, Any]], int]]:
@@ -150,33 +225,49 @@ def _parquet_batches(path: Path) -> Iterator[tuple[list[dict[str, Any]], int]]:
     num_read = 0
     try:
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
-            names = file.schema_arrow.names
-            if repeated := [name for name in names if names.count(name) > 1]:
-                raise UserError(f"{path}: has two columns '{repeated[0]}'; each must have a name of its own")
-            for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
+            _check_names(file.schema_arrow, path)
+            for batch in file.iter_batches(batch_size=_TABLE_ROWS):
                 yield batch.to_pylist(), file.metadata.num_rows
                 num_read += batch.num_rows
     except UserError:
         raise
     # A damaged page, a type without a Python value, a text that is not UTF-8: pyarrow raises exceptions of any kind.
     except Exception as error:
-        reason = " ".join(str(error).split())[:_MAX_REASON_CHARACTERS]
-        after = f", after row {num_read}" if num_read else ""
-        raise UserError(f"{path}{after}: is no Parquet file that can be read ({reason})") from None
+        raise UserError(_unreadable(path, num_read, "Parquet file", error)) from None
+
+
+def _check_names(schema: Any, path: Path) -> None:
+    if repeated := [name for name in schema.names if schema.names.count(name) > 1]:
+        raise UserError(f"{path}: has two columns '{repeated[0]}'; each must have a name of its own")
+
+
+def _unreadable(path: Path, num_read: int, what: str, error: Exception) -> str:
+    reason = " ".join(str(error).split())[:_MAX_REASON_CHARACTERS]
+    after = f", after row {num_read}" if num_read else ""
+    return f"{path}{after}: is no {what} that can be read ({reason})"
 
 
 def _dump(record: dict[str, Any], where: str) -> bytes:
+    """A row as JSON: bytes become data URLs, as a record holds them, and nulls in turns and tools are left out.
+
+    In a table each object has the keys of all; a call of a tool would get arguments that others have.
+    """
+    record = record | {name: _without_nulls(record[name]) for name in (*TURN_FIELDS, TOOLS_FIELD) if name in record}
+
     def as_text(value: object) -> str:
-        if isinstance(value, bytes):
-            raise UserError(
-                f"{where}: holds bytes, but media must be named by path; write them to files, or use tar shards"
-            )
-        return str(value)
+        return DATA_URL_HEAD + base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
     text = json.dumps(record, ensure_ascii=False, default=as_text)
     # pandas writes a missing number as NaN.
     text = json.dumps(_without_nan(record), ensure_ascii=False, default=as_text) if "NaN" in text else text
     return text.encode()
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without the keys of objects that have null; entries of lists stay, as they have a place."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(entry) for name, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def _without_nan(value: Any) -> Any:

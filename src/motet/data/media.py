@@ -1,6 +1,7 @@
 """References to the bytes of images and clips, and the reasons why one cannot be used.
 
-The bytes are a file, or a slice of a tar shard that is read in place.
+The bytes are a file, or a slice of a tar shard that is read in place. Those that a record itself holds (base64, columns
+of bytes, compressed shards) are copied into the index, and are slices of its file of rows.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +23,10 @@ MODALITIES = (IMAGE, AUDIO)
 
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 _AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3")
+
+
+IN_RECORD = ", held by the record"
+"""The end of the name of an item whose bytes its record holds: "image 1, held by the record"."""
 
 
 class BadMedia(Exception):
@@ -46,6 +51,7 @@ class MediaRef:
     path:   the item's own file, or the tar shard that holds it.
     member: the name inside the shard; empty for an own file.
     offset, num_bytes: the slice of the shard; num_bytes is -1 for an own file.
+    data:   the bytes of an item that its record holds, until they are in the index.
     raw:    (width, height) in pixels, or (samples, sampling rate), from the header when the index was built; None if
             not known yet.
     """
@@ -56,14 +62,21 @@ class MediaRef:
     offset: int = 0
     num_bytes: int = -1
     raw: tuple[int, int] | None = None
+    data: bytes | None = field(default=None, repr=False)
 
     @property
     def name(self) -> str:
-        """The file for messages: "a.png", or "shard.tar:a.png"."""
-        return f"{self.path}:{self.member}" if self.member else self.path
+        """The file for messages: "a.png", "shard.tar:a.png", or "image 1, held by the record"."""
+        return (
+            f"{self.path}:{self.member}"
+            if self.member and not self.member.endswith(IN_RECORD)
+            else self.member or self.path
+        )
 
     def open(self) -> IO[bytes]:
         """The bytes of this item as a file. Raises OSError."""
+        if self.data is not None:
+            return io.BytesIO(self.data)
         if self.num_bytes < 0:
             return open_regular(self.path)
         return io.BufferedReader(_Slice(open_regular(self.path), self.offset, self.num_bytes))
@@ -75,6 +88,19 @@ def modality_of(name: str) -> str | None:
     if suffix in _IMAGE_SUFFIXES:
         return IMAGE
     return AUDIO if suffix in _AUDIO_SUFFIXES else None
+
+
+def codec_of(ref: MediaRef) -> str:
+    """What decodes an item, by the ending of its name: ".jpg"."""
+    suffix = Path(ref.member or ref.path).suffix.lower()
+    return ".jpg" if suffix == ".jpeg" else suffix
+
+
+def amount_of(ref: MediaRef) -> int:
+    """The pixels of an image, or the samples of a clip, by its header; 0 if that is not known yet."""
+    if ref.raw is None:
+        return 0
+    return ref.raw[0] * ref.raw[1] if ref.modality == IMAGE else ref.raw[0]
 
 
 @contextmanager

@@ -53,12 +53,14 @@ class MediaForm:
     written: the text that the template writes for it.
     put:     the text that replaces `written` before the conversation is tokenised.
     token:   the special token in `put` that the item's rows replace.
+    breaks_line: whether the template writes a line break behind the item; one that a record has there is the same.
     """
 
     is_part: bool
     written: str
     put: str
     token: str
+    breaks_line: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ def media_form(modality: str, template: ChatTemplate, tokens: Iterable[str], nam
             f"the tokenizer's chat template writes {' '.join(written.elements())} for one {modality}, and which "
             f"of them stands for it is not said; name it as '{modality}_token' in tokenizer_config.json"
         )
-    return MediaForm(True, named, named, named)
+    rendered = template.try_messages(_one_turn(template, {"type": modality})) or ""
+    return MediaForm(True, named, named, named, breaks_line=f"{named}\n" in rendered)
 
 
 def reserved_tokens(template: ChatTemplate, tokens: Iterable[str], names: TokenNames) -> set[str]:
@@ -109,6 +112,23 @@ def reserved_tokens(template: ChatTemplate, tokens: Iterable[str], names: TokenN
     rendered += [template.try_messages(_one_turn(template, {"type": kind})) for kind in (*PLACEHOLDERS, "video")]
     written = {token for text in rendered if text for token in _occurrences(text, tokens)}
     return written | {token for token in names.special.values() if token in tokens and not token.isspace()}
+
+
+def item_tokens(form: MediaForm, modality: str, template: ChatTemplate, tokens: Iterable[str]) -> set[str]:
+    """The tokens that a modality's item is made of: the one that its rows replace, and the model's marks around it."""
+    tokens = list(tokens)
+    return {form.token, *_written_tokens(modality, template, tokens), *_occurrences(form.put, tokens)}
+
+
+def document_text(form: MediaForm, modality: str, template: ChatTemplate, tokens: Iterable[str]) -> str:
+    """What stands for an item in a text without turns: its token, with the model's marks that touch it."""
+    tokens = list(tokens)
+    text = template.try_messages(_one_turn(template, {"type": modality})) if form.is_part else None
+    if text is None or form.put != form.token:
+        return form.put
+    mark = "|".join(map(re.escape, sorted(item_tokens(form, modality, template, tokens), key=len, reverse=True)))
+    found = re.search(f"(?:{mark})*{re.escape(form.token)}(?:{mark})*", text)
+    return found.group() if found else form.put
 
 
 def _written_tokens(modality: str, template: ChatTemplate, tokens: list[str]) -> Counter[str]:

@@ -17,14 +17,22 @@ from motet.data.media import AUDIO, IMAGE
 
 TURN_FIELDS = ("conversations", "messages")
 MEDIA_FIELDS = {IMAGE: ("image", "images"), AUDIO: ("audio", "audios")}
-SYSTEM_FIELD = "system"
-_READ = (*TURN_FIELDS, SYSTEM_FIELD, *(name for names in MEDIA_FIELDS.values() for name in names))
+SYSTEM_FIELD, TOOLS_FIELD, TEXT_FIELD, PARTS_FIELD = "system", "tools", "text", "document"
+RECORD_FIELDS = (*TURN_FIELDS, PARTS_FIELD)
+"""A table with one of these is a record, and not what is known of one."""
+_READ = (
+    *TURN_FIELDS,
+    SYSTEM_FIELD,
+    TOOLS_FIELD,
+    PARTS_FIELD,
+    *(name for names in MEDIA_FIELDS.values() for name in names),
+)
 
 _REFUSED = {
     name: reason
     for reason, names in (
         ("videos are not trained yet", "video videos"),
-        ("tool use is not trained yet", "tools tool functions function_call tool_calls parallel_tool_calls"),
+        ("tools are named 'tools', and calls are turns", "tool functions function_call tool_calls parallel_tool_calls"),
         (
             "answers are learned, not compared or judged",
             "chosen rejected rejected_response rejected_messages rejected_images rejected_audios chosen_response "
@@ -49,6 +57,21 @@ _MIN_SIMILARITY = 0.85
 def is_given(value: object) -> bool:
     """Whether a field has a value: null and an empty text, list or table are none."""
     return value is not None and value not in ("", [], {})
+
+
+def kind_of(value: object) -> str:
+    """A JSON value in words, for an error sentence."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f"the text '{value[:40]}'" if value else "an empty text"
+    if isinstance(value, (int, float)):
+        return f"the number {str(value)[:40]}"
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    return "an object" if isinstance(value, dict) else f"a value of type {type(value).__name__}"
 
 
 def check_fields(record: dict[str, Any], where: str) -> None:

@@ -1,13 +1,17 @@
 """WebDataset tar shards, read in place: a sample is the files of one key; its record is the `.json` among them.
 
 The key of a member is its path up to the first dot of the file name. Media are read at their offsets and never
-extracted, so a shard must not be compressed. A record names media by file name or by the part behind the key. If it
-names none, the media are taken in the order of the shard.
+extracted; those of a compressed shard are copied into the index. A record names media by file name or by the part
+behind the key. If it names none, the media are taken in the order of the shard.
+
+A sample of one media file and a `.txt` is a pair, as img2dataset writes it: a document of the item and its caption. A
+`.json` beside them that is no record is what is known of the pair, and is kept as its `metadata`.
 """
 
 from __future__ import annotations
 
 import glob
+import json
 import math
 import re
 import tarfile
@@ -18,8 +22,11 @@ from itertools import groupby
 from pathlib import Path
 
 from motet.core.errors import UserError
-from motet.core.files import irregular_kind, open_regular
+from motet.core.files import irregular_kind
+from motet.core.text_files import parse_json
+from motet.data.compressed import DECOMPRESSION_ERRORS, is_compressed, open_decompressed
 from motet.data.media import MODALITIES, modality_of
+from motet.data.record_fields import RECORD_FIELDS, is_given
 
 _MAX_SHARDS = 100_000
 """The most shards that braces may name: 100 TB at a gigabyte each. More is a slip, and would fill the memory."""
@@ -29,26 +36,33 @@ _NESTED = re.compile(r"\{[^}]*\{")
 _RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
 _SCAN_BYTES = 1 << 20
 # The exceptions of tarfile, and those that it lets through for meaningless headers.
-_TAR_ERRORS = (tarfile.TarError, ValueError, OSError, ArithmeticError, LookupError, RecursionError)
+_TAR_ERRORS = (tarfile.TarError, *DECOMPRESSION_ERRORS, ValueError, ArithmeticError, LookupError, RecursionError)
+
+
+TAR_ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
 @dataclass(frozen=True)
 class Member:
-    """One media file inside a shard: its name, and the slice of its bytes."""
+    """One media file inside a shard: its name, and the slice of its bytes.
+
+    data: the bytes themselves, of a compressed shard, in which there is nothing to read in place.
+    """
 
     shard: str
     name: str
     offset: int
     num_bytes: int
+    data: bytes | None = None
 
 
 def expand_shards(spec: str | Path) -> list[Path]:
-    """The shards that a directory or a pattern names, in order of name; braces give their own order.
+    """The tar shards of a directory, or the files that a pattern names, in order of name; braces give their own order.
 
-    Raises UserError for a file that is no shard, for a shard that is missing, and for braces that name too many.
+    Raises UserError for a shard that is missing or no regular file, and for braces that name too many.
     """
     if Path(spec).is_dir():
-        shards = sorted(Path(spec).glob("*.tar"))
+        shards = sorted(path for path in Path(spec).iterdir() if path.name.lower().endswith(TAR_ENDINGS))
     else:
         expanded = list(_expand_braces(str(spec)))
         missing = [path for path in expanded if not glob.has_magic(path) and not Path(path).exists()]
@@ -59,8 +73,6 @@ def expand_shards(spec: str | Path) -> list[Path]:
     for shard in shards:
         if kind := irregular_kind(shard):
             raise UserError(f"manifest {spec}: {shard} is {kind}, but must be a regular file")
-        if shard.suffix != ".tar":
-            raise UserError(f"manifest {spec}: {shard} is among its files, but shards must end in .tar")
     return shards
 
 
@@ -71,22 +83,32 @@ def read_shard(shard: Path) -> Iterator[tuple[str, bytes, tuple[Member, ...]]]:
     """
     seen: set[str] = set()
     try:
-        with open_regular(shard) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            for key, group in groupby(_files(tar, shard), key=lambda member: _split(member.name)[0]):
-                members = list(group)
+        with open_decompressed(shard) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            files = _read(tar, _files(tar, shard), in_place=not is_compressed(shard))
+            for key, group in groupby(files, key=lambda read: _split(read[0].name)[0]):
+                read = list(group)
                 if key in seen:
                     raise UserError(f"{shard}, key {key}: stands in two places; the files of a sample must be adjacent")
                 seen.add(key)
-                record = _record(members, f"{shard}, key {key}")
-                text = tar.extractfile(record).read()  # type: ignore[union-attr]
                 media = tuple(
-                    Member(str(shard), member.name, member.offset_data, member.size)
-                    for member in members
+                    Member(str(shard), member.name, member.offset_data, member.size, data)
+                    for member, data in read
                     if modality_of(member.name)
                 )
-                yield key, text, media
+                yield key, _record(tar, read, media, f"{shard}, key {key}"), media
     except _TAR_ERRORS as error:
-        raise UserError(f"{shard}: is no whole, uncompressed tar file ({error})") from None
+        kind = "compressed" if is_compressed(shard) else "uncompressed"
+        raise UserError(f"{shard}: is no whole, {kind} tar file ({error})") from None
+
+
+def _read(
+    tar: tarfile.TarFile, members: Iterator[tarfile.TarInfo], *, in_place: bool
+) -> Iterator[tuple[tarfile.TarInfo, bytes | None]]:
+    """Each member with its bytes, if it is part of a sample and cannot be read in place, or later."""
+    for member in members:
+        # A compressed file must be read forward only.
+        wanted = not in_place and _is_of_a_sample(member.name)
+        yield member, tar.extractfile(member).read() if wanted else None  # type: ignore[union-attr]
 
 
 def _files(tar: tarfile.TarFile, shard: Path) -> Iterator[tarfile.TarInfo]:
@@ -135,20 +157,47 @@ def _check_end(tar: tarfile.TarFile, shard: Path) -> None:
             )
 
 
-def _record(members: list[tarfile.TarInfo], where: str) -> tarfile.TarInfo:
-    """The member of a sample that is its record. Raises UserError unless there is exactly one."""
-    name, count = Counter(member.name for member in members).most_common(1)[0]
+def _record(
+    tar: tarfile.TarFile, read: list[tuple[tarfile.TarInfo, bytes | None]], media: tuple[Member, ...], where: str
+) -> bytes:
+    """The record of a sample as JSON. Raises UserError unless it has exactly one, or is a pair."""
+    name, count = Counter(member.name for member, _ in read).most_common(1)[0]
     if count > 1:
         raise UserError(f"{where}: holds {name} {count} times; write the shard anew with each file once")
-    records = [member for member in members if _split(member.name)[1].lower() == "json"]
-    if len(records) != 1:
+    texts: dict[str, list[bytes]] = {"json": [], "txt": []}
+    for member, data in read:
+        if (ending := _split(member.name)[1].lower()) in texts:
+            texts[ending].append(tar.extractfile(member).read() if data is None else data)  # type: ignore[union-attr]
+    records, captions = texts["json"], texts["txt"]
+    if len(records) > 1 or not (records or captions):
         raise UserError(f"{where}: has {len(records)} .json files, but needs just one with its record")
-    return records[0]
+    about = parse_json(records[0], where) if captions and records else None
+    if not captions or (isinstance(about, dict) and any(is_given(about.get(field)) for field in RECORD_FIELDS)):
+        return records[0]
+    return _pair(captions, media, about, where)
+
+
+def _pair(captions: list[bytes], media: tuple[Member, ...], about: object, where: str) -> bytes:
+    """The record of a sample of one item and its caption. about: what is known of it."""
+    if len(captions) != 1 or len(media) != 1:
+        raise UserError(
+            f"{where}: has {len(media)} media files and {len(captions)} .txt, but a pair is one of each; or give the "
+            "sample a .json with its record"
+        )
+    try:
+        caption = captions[0].decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: its .txt is not UTF-8 ({error.reason} at byte {error.start:,})") from None
+    if not caption:
+        raise UserError(f"{where}: its .txt is empty, so there is nothing to learn; leave the sample out")
+    modality = modality_of(media[0].name)
+    content = [{"type": modality, "path": media[0].name}, {"type": "text", "text": caption}]
+    return json.dumps({"document": content, "metadata": about}, ensure_ascii=False).encode()
 
 
 def _is_of_a_sample(name: str) -> bool:
-    """Whether a member is a record or media: other members may be anything."""
-    return modality_of(name) is not None or _split(name)[1].lower() == "json"
+    """Whether a member is a record, a caption or media: other members may be anything."""
+    return modality_of(name) is not None or _split(name)[1].lower() in ("json", "txt")
 
 
 def find_members(
@@ -162,11 +211,12 @@ def find_members(
     by_modality: dict[str, list[str]] = {}
     for modality in MODALITIES:
         present, named = [member.name for member in members if modality_of(member.name) == modality], names[modality]
-        by_modality[modality] = present if named is None else [_look_up(name, present, where) for name in named]
+        by_modality[modality] = present if named is None else [look_up(name, present, where) for name in named]
     return by_modality, by_name
 
 
-def _look_up(name: str, members: list[str], where: str) -> str:
+def look_up(name: str, members: list[str], where: str) -> str:
+    """The member that a record means by a name. Raises UserError naming `where` if there is none."""
     for member in members:
         if name in (member, Path(member).name, _split(member)[1]):
             return member

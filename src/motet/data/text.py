@@ -4,6 +4,9 @@ The whole text is rendered and tokenised once. Character offsets match tokens to
 character with an answer is a target. So the result is also right for tokenizers that merge across turns. An item is one
 special token, at which every tokenizer splits (`data/media_tokens.py`).
 
+A document has no turns, so no template: its tokens are those of its text, with what the tokenizer itself puts around a
+text and the end-of-sequence token, and all of its text is learned.
+
 A text must not hold a named special token or one that the template writes: it would end a turn or stand for an item.
 Other special tokens in a text (boxes, for example) become tokens.
 """
@@ -14,6 +17,7 @@ import hashlib
 import json
 import os
 import re
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -25,15 +29,21 @@ from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.data.chat_template import DEFAULT_TEMPLATE, ChatTemplate
-from motet.data.conversation import TEXT, Conversation
-from motet.data.media_tokens import MediaForm, TokenNames, media_form, reserved_tokens
-from motet.data.tokenizer_files import open_backend, read_template, read_tokenizer
+from motet.data.conversation import PLACEHOLDERS, TEXT, Conversation, Turn
+from motet.data.media_tokens import MediaForm, TokenNames, document_text, item_tokens, media_form, reserved_tokens
+from motet.data.tokenizer_files import (
+    open_backend,
+    open_by_transformers,
+    read_template,
+    read_tokenizer,
+    special_tokens,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 # Part of every fingerprint: increment it when the same tokenizer and template give other tokens than before.
-_VERSION = 2
+_VERSION = 3
 _MAX_REASON_CHARACTERS = 200
 
 
@@ -80,9 +90,9 @@ class ChatTokenizer:
         """A fast tokenizer of transformers. template: replaces the tokenizer's own."""
         default = tokenizer.chat_template
         default = default.get("default") if isinstance(default, dict) else default
-        special = {name: value for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
         processor = tokenizer.init_kwargs.get("processor_class")
-        return cls(tokenizer.backend_tokenizer.to_str(), template or default, special, processor=processor)
+        backend, special = tokenizer.backend_tokenizer.to_str(), special_tokens(tokenizer)
+        return cls(backend, template or default, special, processor=processor)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -106,9 +116,18 @@ class ChatTokenizer:
         return None if name is None else self._tokenizer.token_to_id(name)
 
     def encode(self, conversation: Conversation) -> TokenSequence:
-        """All tokens of a conversation, those of the answers (end token included) as targets. Raises UserError."""
+        """All tokens of a conversation, those of the answers (end token included) as targets. Raises UserError.
+
+        Of a document all text has loss, with the end token, and without the marks of items.
+        """
         forms = self._forms(conversation)
-        text, spans, is_marked = self._template.render_with_answers(conversation.turns, _parts(forms))
+        if conversation.is_document:
+            return self._encode_document(conversation, forms)
+        template, turns = (
+            self._template.with_tools(conversation.tools),
+            _without_double_breaks(conversation.turns, forms),
+        )
+        text, spans, is_marked = template.render_with_answers(turns, _parts(forms))
         if not is_marked:
             spans = [(start, self._past_end_token(text, end)) for start, end in spans]
         sequence = self._tokenise(text, spans, conversation.placeholders, forms)
@@ -118,10 +137,18 @@ class ChatTokenizer:
 
     def encode_prompt(self, conversation: Conversation) -> tuple[TokenSequence, str]:
         """For evaluation: the tokens before the last answer with the prompt for it, and the answer's text."""
+        if conversation.is_document:
+            raise UserError("it is a document, in which nothing is asked")
         before, answer = conversation.without_last_answer()
         forms = self._forms(before)
-        text = self._template.render(before.turns, _parts(forms), generation_prompt=True)
+        template, turns = self._template.with_tools(conversation.tools), _without_double_breaks(before.turns, forms)
+        text = template.render(turns, _parts(forms), generation_prompt=True)
         return self._tokenise(text, [], before.placeholders, forms), answer
+
+    def item_tokens(self, modality: str) -> frozenset[int]:
+        """The ids of the tokens of an item: the one that its rows replace, and the marks around it."""
+        tokens = item_tokens(self._form(modality), modality, self._template, self._added)
+        return frozenset(self._added[token] for token in tokens if token in self._added)
 
     def decode(self, tokens: Int64Array) -> str:
         """Text of token ids, special tokens left out."""
@@ -132,34 +159,32 @@ class ChatTokenizer:
 
     @classmethod
     def _convert(cls, directory: Path) -> ChatTokenizer:
-        from transformers import AutoTokenizer
-
         try:
-            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-            return cls.from_transformers(tokenizer, read_template(directory))
+            return cls.from_transformers(open_by_transformers(directory), read_template(directory))
         except UserError as error:
             raise UserError(f"tokenizer {directory}: {error}") from None
-        # The readers of transformers raise exceptions of any kind on a damaged file.
-        except Exception as error:
-            raise UserError(
-                f"tokenizer {directory}: cannot be opened ({_reason(error)}); it must hold tokenizer.json"
-            ) from None
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        return self._opened[0]
 
     @cached_property
-    def _tokenizer(self) -> Tokenizer:
+    def _opened(self) -> tuple[Tokenizer, list[int], list[int]]:
+        """The tokenizer, and the tokens that its post-processor puts before and behind a text."""
         from tokenizers import AddedToken
 
         tokenizer = open_backend(self._backend_json, "tokenizer.json")
-        # A post-processor would trim offsets: a space before an answer's word would not belong to the answer.
-        tokenizer.post_processor = None
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        before, behind = _around(tokenizer)
+        # A post-processor would trim offsets: a space before an answer's word would not belong to the answer.
+        tokenizer.post_processor = None
         # As in transformers, a named token is special, even if the file does not mark it.
         special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
         named = {token for token in self._names.special.values() if tokenizer.token_to_id(token) is not None}
         added = [AddedToken(token, special=True, normalized=False) for token in sorted(named - special)]
         tokenizer.add_special_tokens(added)
-        return tokenizer
+        return tokenizer, before, behind
 
     @cached_property
     def _added(self) -> dict[str, int]:
@@ -187,6 +212,8 @@ class ChatTokenizer:
 
     def _forms(self, conversation: Conversation) -> dict[str, MediaForm]:
         """The form of the items of each modality in a conversation. Raises UserError for a reserved token in a text."""
+        if self._reserved and (match := self._reserved.search(_tool_text(conversation))):
+            raise UserError(f"a tool or a call holds '{match.group()}', a token by which the tokenizer marks turns")
         for turn in conversation.turns:
             for kind, text in turn.pieces:
                 if kind == TEXT and self._reserved and (match := self._reserved.search(text)):
@@ -194,12 +221,15 @@ class ChatTokenizer:
                         f"the text of the {turn.role} holds '{match.group()}', a token by which the tokenizer marks "
                         "turns, texts or media; write it in another way"
                     )
-        for modality in set(conversation.placeholders) - self._media_forms.keys():
-            self._media_forms[modality] = media_form(modality, self._template, self._added, self._names)
-        forms = {modality: self._media_forms[modality] for modality in dict.fromkeys(conversation.placeholders)}
+        forms = {modality: self._form(modality) for modality in dict.fromkeys(conversation.placeholders)}
         if len({form.written for form in forms.values()}) < len(forms):
             raise UserError(f"the tokenizer's chat template writes the same for {' and '.join(forms)}")
         return forms
+
+    def _form(self, modality: str) -> MediaForm:
+        if modality not in self._media_forms:
+            self._media_forms[modality] = media_form(modality, self._template, self._added, self._names)
+        return self._media_forms[modality]
 
     def _past_end_token(self, text: str, end: int) -> int:
         """The end of the special token that follows an answer, perhaps after spaces; `end` if none follows."""
@@ -238,15 +268,54 @@ class ChatTokenizer:
         targets[positions] = False
         return TokenSequence(tokens, targets, placeholders, positions)
 
+    def _encode_document(self, document: Conversation, forms: dict[str, MediaForm]) -> TokenSequence:
+        """Tokens of text without turns."""
+        alone = {name: document_text(form, name, self._template, self._added) for name, form in forms.items()}
+        pieces = [(kind, alone.get(kind, text)) for kind, text in document.turns[0].pieces]
+        starts = [0, *accumulate(len(text) for _, text in pieces)]
+        tokens, offsets = self._encode_bare("".join(text for _, text in pieces))
+        items = [(kind, start, text) for start, (kind, text) in zip(starts, pieces) if kind != TEXT]
+        markers = [forms[kind].token for kind, _, _ in items]
+        places = [start + text.index(marker) for (_, start, text), marker in zip(items, markers)]
+        positions = self._find_markers(tokens, offsets, places, markers)
+        targets = np.ones(len(tokens), dtype=bool)
+        for _, start, text in items:
+            targets[(offsets[:, 0] >= start) & (offsets[:, 1] <= start + len(text))] = False
+        _, before, after = self._opened
+        if self.end_token is not None and after[-1:] != [self.end_token]:
+            after = [*after, self.end_token]
+        targets = np.concatenate([np.zeros(len(before), dtype=bool), targets, np.ones(len(after), dtype=bool)])
+        # Nothing predicts the first token.
+        targets[:1] = False
+        if not targets.any():
+            raise UserError("its text comes to no token that could be learned; leave the record out")
+        whole = np.concatenate([np.array(before, dtype=np.int64), tokens, np.array(after, dtype=np.int64)])
+        return TokenSequence(whole, targets, document.placeholders, positions + len(before))
+
     def _encode(self, text: str) -> tuple[Int64Array, Int64Array]:
+        """As `_encode_bare`, with what stands around the text.
+
+        A model's processor puts around a text what the tokenizer's post-processor names, unless the template has
+        written its first token already; the tokenizer of a text model leaves that to the template. What stands behind
+        the last answer is learned with it.
+        """
+        ids, offsets = self._encode_bare(text)
+        _, before, behind = self._opened
+        begin = self._names.special.get("bos_token")
+        if self._names.processor is not None and not (begin and text.startswith(begin)):
+            ids = np.concatenate([np.array(before, dtype=np.int64), ids, np.array(behind, dtype=np.int64)])
+            first, last = np.zeros((len(before), 2), dtype=np.int64), np.repeat(offsets[-1:], len(behind), axis=0)
+            offsets = np.concatenate([first, offsets, last])
+        return ids, offsets
+
+    def _encode_bare(self, text: str) -> tuple[Int64Array, Int64Array]:
         """Token ids int64 [num_tokens], and the characters [start, end) of each, int64 [num_tokens, 2]."""
         try:
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         # The library raises plain Exception, usually for a text that its vocabulary has no token for.
         except Exception as error:
             raise UserError(f"the tokenizer cannot encode the text ({_reason(error)})") from None
-        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        return np.array(encoding.ids, dtype=np.int64), offsets
+        return np.array(encoding.ids, dtype=np.int64), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
     def _find_markers(
         self, tokens: Int64Array, offsets: Int64Array, starts: list[int], markers: list[str]
@@ -260,6 +329,41 @@ class ChatTokenizer:
         if not np.array_equal(tokens[np.minimum(positions, len(tokens) - 1)], expected):
             raise UserError("the tokenizer does not keep its special tokens whole, so placeholders have no place")
         return positions.astype(np.int64)
+
+
+def _tool_text(conversation: Conversation) -> str:
+    """All that a conversation says of tools, for a search."""
+    said = [conversation.tools, *(turn.calls for turn in conversation.turns)]
+    return json.dumps(said, ensure_ascii=False) if any(said) else ""
+
+
+def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The tokens that a tokenizer's post-processor puts before and behind a text."""
+    try:
+        encoding = tokenizer.encode("a")
+    except Exception:
+        return [], []  # Without a token for "a"; `_encode` says so of a text.
+    is_added = encoding.special_tokens_mask
+    first = next((place for place, added in enumerate(is_added) if not added), len(is_added))
+    last = len(is_added) - next((place for place, added in enumerate(reversed(is_added)) if not added), 0)
+    return encoding.ids[:first], encoding.ids[max(first, last) :]
+
+
+def _without_double_breaks(turns: tuple[Turn, ...], forms: dict[str, MediaForm]) -> list[Turn]:
+    """The turns without the line break beside a placeholder whose form has one of its own.
+
+    Records part `<image>` from the text by a line break, and so do some templates: LLaVA's own code takes the
+    placeholder with its white space out of the text before it writes `<image>` and a line break in front. Typed parts
+    part items from texts by themselves, and stay as they are.
+    """
+    for form, placeholder in ((form, PLACEHOLDERS[modality]) for modality, form in forms.items()):
+        if form.breaks_line:
+            pattern = re.compile(f"\n?{placeholder}\n?")
+            turns = tuple(
+                turn if turn.parts is not None else replace(turn, text=pattern.sub(placeholder, turn.text))
+                for turn in turns
+            )
+    return list(turns)
 
 
 def _parts(forms: dict[str, MediaForm]) -> set[str]:

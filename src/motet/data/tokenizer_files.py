@@ -5,6 +5,10 @@ tokenizer's (`tokenizer_config.json`). Only the processor's may write media.
 
 Named tokens: those of `tokenizer_config.json`, else of `processor_config.json` or `special_tokens_map.json`, else the
 media tokens that `config.json` gives by number.
+
+Some classes of transformers, such as LlamaTokenizer, take no more than vocabulary and merges from `tokenizer.json`, and
+split texts in their own way; `add_bos_token` replaces what the file puts around a text. Where a directory names such a
+class or option, transformers opens it.
 """
 
 from __future__ import annotations
@@ -24,6 +28,9 @@ if TYPE_CHECKING:
 
 _CONFIG, _PROCESSORS = "tokenizer_config.json", ("processor_config.json", "preprocessor_config.json")
 _NAMED = ("extra_special_tokens", "model_specific_special_tokens")
+_AS_IN_FILE = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes of transformers that take all of tokenizer.json as it is."""
+_AROUND = ("add_bos_token", "add_eos_token")
 _NUMBERED = {
     "image_token": ("image_token_id", "image_token_index"),
     "audio_token": ("audio_token_id", "audio_token_index"),
@@ -32,7 +39,11 @@ _NUMBERED = {
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The contents of a directory. backend: the text of tokenizer.json. template: Jinja source, or None."""
+    """The contents of a directory.
+
+    backend:  the JSON of the tokenizers library, as transformers makes it of the directory.
+    template: Jinja source, or None.
+    """
 
     backend: str
     template: str | None
@@ -46,7 +57,26 @@ def read_tokenizer(directory: Path) -> TokenizerFiles:
     config = read_optional_object(directory / _CONFIG)
     _check_same_tokens(directory, config, tokenizer)
     special = _named_tokens(directory, config, tokenizer)
+    if config.get("tokenizer_class") not in _AS_IN_FILE or any(config.get(name) is not None for name in _AROUND):
+        opened = open_by_transformers(directory)
+        backend, special = opened.backend_tokenizer.to_str(), special_tokens(opened) | special
     return TokenizerFiles(backend, read_template(directory), TokenNames(special, _processor(directory, config)))
+
+
+def open_by_transformers(directory: Path) -> Any:
+    """The tokenizer of a directory as transformers opens it; no code of the directory is run. Raises UserError."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    # The readers of transformers raise exceptions of any kind on a damaged file.
+    except Exception as error:
+        raise UserError(f"cannot be opened ({_line(error)}); it must hold tokenizer.json") from None
+
+
+def special_tokens(tokenizer: Any) -> dict[str, str]:
+    """Name -> token of a tokenizer of transformers."""
+    return {name: value for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
 
 
 def open_backend(text: str, where: str) -> Tokenizer:
@@ -173,4 +203,4 @@ def _tokens_elsewhere(directory: Path, config: dict[str, Any]) -> Iterator[tuple
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+    return " ".join(str(error).split())[:200] or type(error).__name__

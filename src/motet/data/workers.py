@@ -1,6 +1,7 @@
-"""Worker processes that run a handler on a stream of tasks: small, fast to start, and replaced when they die.
+"""Workers that run a handler on a stream of tasks: processes, small and fast to start, and replaced when they die.
 
-Each worker is a plain subprocess with a socket, not a child of `multiprocessing`: such a child imports the main script
+A pool gives tasks to workers of one kind: processes of this machine, from here, or actors (`ray_actors.py`).
+Each process is a plain subprocess with a socket, not a child of `multiprocessing`: such a child imports the main script
 again, and with it torch (300 MB for each process), and outlives a parent that is killed. Here a worker ends when its
 socket closes, and its death is noticed at once. Then a new worker retries the task. A task that kills two workers
 fails; the pool gives up only after many deaths. Pickle does not copy arrays (protocol 5, out of band).
@@ -20,9 +21,9 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -51,8 +52,37 @@ class WorkerDied(UserError):
         self.how, self.is_final = how, is_final
 
 
+class Worker(Protocol):
+    """What a pool gives tasks to, one at a time: a process of this machine, or an actor.
+
+    name: of the kind, for messages: "worker process".
+    """
+
+    name: str
+
+    def ready(self) -> None:
+        """Wait until it can take tasks. Raises UserError if it never will."""
+
+    def run(self, task: Any) -> tuple[bool, Any]:
+        """Whether a task succeeded, and its result or exception. Raises EOFError or OSError if the worker is dead."""
+
+    def cause_of_death(self, error: Exception) -> str:
+        """Why `run` raised `error`, as a clause: "was killed by SIGSEGV". A worker that hangs is killed."""
+
+    def end(self) -> None:
+        """End it, and wait until it has ended."""
+
+
+StartWorker: TypeAlias = Callable[["HandlerParts", float], Worker]
+"""Starts a worker for a handler, given as (function that makes it, its arguments), with the seconds a task may take.
+
+It does not wait until the worker is ready. Raises OSError if it cannot be started.
+"""
+HandlerParts: TypeAlias = tuple[Callable[..., Callable[[Any], Any]], tuple[Any, ...]]
+
+
 class WorkerPool:
-    """`num_workers` processes, each with a handler `make_handler(*args)`; 0 runs the handler in this process.
+    """`num_workers` workers, each with a handler `make_handler(*args)`; 0 runs the handler in this process.
 
     make_handler, args and tasks are pickled: make_handler must be importable, not defined in the main script.
     A free worker takes the next task in order. A worker that does not answer within limit_s seconds counts as dead.
@@ -69,21 +99,27 @@ class WorkerPool:
         make_handler: Callable[..., Callable[[Any], Any]],
         *args: Any,
         limit_s: float = _TASK_LIMIT_S,
+        start: StartWorker | None = None,
     ) -> None:
-        """Raises UserError if the system cannot start a process."""
+        """start: of workers; None: of processes. Raises UserError if a worker cannot be started."""
         self._inline = make_handler(*args) if num_workers == 0 else None
-        self._handler, self._limit_s = (make_handler, args), limit_s
+        self._handler, self._limit_s, self._start = (make_handler, args), limit_s, start or _Process
         self._tasks: queue.SimpleQueue[tuple[Any, Future[Any]] | None] = queue.SimpleQueue()
         self._broken: WorkerDied | None = None
         self._deaths = itertools.count(1)
+        self.num_deaths = 0
         self._threads: list[threading.Thread] = []
-        workers: list[_Worker] = []
+        workers: list[Worker] = []
         try:
             for _ in range(num_workers):
-                workers.append(_Worker(self._handler, limit_s))
-        except OSError as error:
+                workers.append(self._start(self._handler, limit_s))
+            for worker in workers:
+                worker.ready()
+        except (OSError, UserError) as error:
             for worker in workers:
                 worker.end()
+            if isinstance(error, UserError):
+                raise
             raise UserError(
                 f"worker process {len(workers) + 1} of {num_workers} cannot be started ({error.strerror}); use fewer "
                 "(data.num_workers)"
@@ -123,7 +159,7 @@ class WorkerPool:
             self._broken = self._broken or WorkerDied("the pool was closed", "was closed", is_final=True)
         self.close()
 
-    def _run(self, worker: _Worker) -> None:
+    def _run(self, worker: Worker) -> None:
         """Run tasks on a worker and its replacements, until there are no more tasks."""
         while (item := self._tasks.get()) is not None:
             task, future = item
@@ -145,39 +181,46 @@ class WorkerPool:
                     future.set_exception(error)
         worker.end()
 
-    def _record_death(self, worker: _Worker, task: Any, error: Exception) -> WorkerDied:
+    def _record_death(self, worker: Worker, task: Any, error: Exception) -> WorkerDied:
         """The death of a worker as an error; after _MAX_POOL_DEATHS the pool gives up."""
         how = worker.cause_of_death(error)
-        text = f"a worker process {how} while it had {task!r:.300}"
-        if (num_deaths := next(self._deaths)) >= _MAX_POOL_DEATHS:
+        text = f"{_article(worker.name)} {how} while it had {task!r:.300}"
+        self.num_deaths = num_deaths = next(self._deaths)
+        if num_deaths >= _MAX_POOL_DEATHS:
             hint = f"{num_deaths} workers have died; is the machine short of memory? Use fewer (data.num_workers)"
             self._broken = WorkerDied(f"{text}; {hint}", how, is_final=True)
         return WorkerDied(text, how)
 
-    def _replace(self, dead: _Worker) -> _Worker:
+    def _replace(self, dead: Worker) -> Worker:
         """A new worker; the dead one, which gets no more tasks, if the pool has given up."""
         if not self._broken:
             try:
-                return _Worker(self._handler, self._limit_s)
-            except OSError as error:
-                text = f"a worker process has died, and no other can be started ({error.strerror})"
+                worker = self._start(self._handler, self._limit_s)
+                worker.ready()
+                return worker
+            except (OSError, UserError) as error:
+                why = error.strerror if isinstance(error, OSError) else error
+                text = f"{_article(dead.name)} has died, and no other can be started ({why})"
                 self._broken = WorkerDied(text, "cannot be started", is_final=True)
         return dead
 
 
-class _Worker:
-    """One process, and the socket to it. Raises OSError if it cannot be started."""
+class _Process:
+    """One process, and the socket to it: a `Worker`. Raises OSError if it cannot be started."""
 
-    def __init__(self, handler: Any, limit_s: float) -> None:
-        self._handler: Any = handler
+    name = "worker process"
+
+    def __init__(self, handler: HandlerParts, limit_s: float) -> None:
+        self._handler: HandlerParts | None = handler
         self._limit_s = limit_s
         self._link, self._process = _start_worker()
         self._link.settimeout(limit_s)
 
+    def ready(self) -> None:
+        """As `Worker.ready`: tasks wait in its socket."""
+
     def run(self, task: Any) -> tuple[bool, Any]:
-        """Whether the task succeeded, and its result or exception. Raises EOFError or OSError if the worker is dead or
-        hangs.
-        """
+        """As `Worker.run`."""
         if self._handler is not None:
             _send(self._link, self._handler)
             self._handler = None
@@ -185,7 +228,7 @@ class _Worker:
         return _receive(self._link)  # type: ignore[no-any-return]
 
     def cause_of_death(self, error: Exception) -> str:
-        """Why `run` raised `error`, as a clause: "was killed by SIGSEGV". A worker that hangs is killed."""
+        """As `Worker.cause_of_death`."""
         if isinstance(error, TimeoutError):
             self._process.kill()
             self.end()
@@ -207,7 +250,7 @@ class _Worker:
 
 
 def serve(descriptor: int) -> None:
-    """The worker's side: run tasks until the socket closes."""
+    """A worker process's side: run tasks until the socket closes."""
     # A terminal signals all its processes, and torchrun a rank with its children. The rank may still finish its step;
     # its workers end when the rank ends.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -226,12 +269,13 @@ def serve(descriptor: int) -> None:
                     raise failure
 
             while True:
-                _send(link, _answer(handler, _receive(link)))
+                _send(link, answer(handler, _receive(link)))
         except (EOFError, OSError):
             return
 
 
-def _answer(handler: Callable[[Any], Any], task: Any) -> tuple[bool, Any]:
+def answer(handler: Callable[[Any], Any], task: Any) -> tuple[bool, Any]:
+    """Whether a task succeeded, and its result, or an exception that can be pickled."""
     try:
         return True, handler(task)
     except Exception as error:
@@ -257,10 +301,24 @@ def _start_worker() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     return ours, process
 
 
-def _send(link: socket.socket, message: Any) -> None:
+def pickled(message: Any) -> tuple[bytes, list[memoryview]]:
+    """A message as bytes, and the contents of its arrays, which are not copied."""
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
-    views = [buffer.raw() for buffer in buffers]
+    return head, [buffer.raw() for buffer in buffers]
+
+
+def unpickled(head: bytes | memoryview, contents: Sequence[memoryview]) -> Any:
+    """What `pickled` was given. Its arrays are views of `contents`."""
+    return pickle.loads(head, buffers=contents)
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _send(link: socket.socket, message: Any) -> None:
+    head, views = pickled(message)
     sizes = [len(head), *(view.nbytes for view in views)]
     link.sendall(struct.pack(f"<Q{len(sizes)}Q", len(sizes), *sizes) + head)
     for view in views:
@@ -271,7 +329,7 @@ def _receive(link: socket.socket) -> Any:
     (count,) = struct.unpack("<Q", _read(link, 8))
     sizes = struct.unpack(f"<{count}Q", _read(link, 8 * count))
     head, *buffers = (_read(link, size) for size in sizes)
-    return pickle.loads(head, buffers=buffers)
+    return unpickled(head, buffers)
 
 
 def _read(link: socket.socket, num_bytes: int) -> memoryview:

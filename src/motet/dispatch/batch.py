@@ -37,6 +37,8 @@ class PackedSequences:
     feature_positions: per phase, LongTensor [rows]; the position of each row of the phase's features; ascending.
     context:           the rows of this rank, where context-parallel ranks share the sequences: tokens, targets and
                        positions are of its rows, and offsets of all; None: this rank has all rows.
+    num_targets:       int64 [num_sequences] on the CPU, without first tokens, where the rank may have no tokens; None:
+                       `targets` says it.
 
     Example:
         >>> text = TokenSequence(np.array([7, 0, 9]), np.array([False, False, True]), ("image",), np.array([1]))
@@ -52,6 +54,7 @@ class PackedSequences:
     offsets: Tensor
     feature_positions: dict[str, Tensor]
     context: ContextShare | None = None
+    num_targets: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:

@@ -81,6 +81,7 @@ class ContextShare:
     whole:     the sequences with all of their rows, on the CPU: who sees whom follows from their places.
     rows:      which rank has which rows. rank: which of them this one is.
     num_whole: the first sequences, of which this rank has all rows; other ranks know nothing of them.
+    numbers:   int64 [num_sequences - num_whole], of each other sequence among all that any ranks share, `num_shared`.
     predicted: LongTensor [n], those of its rows behind which a target stands. labels: LongTensor [n], that target: it
                may be a row of another rank.
     ended:     int64 [n], sequences whose last row is here. ends: LongTensor [n], that row among those of this rank.
@@ -94,6 +95,8 @@ class ContextShare:
     whole: PackedSequences
     rows: ContextRows
     rank: int
+    numbers: Int64Array
+    num_shared: int
     predicted: Tensor
     labels: Tensor
     ended: Int64Array
@@ -102,10 +105,10 @@ class ContextShare:
     trained: frozenset[str] = frozenset()
     group: dist.ProcessGroup | None = None
     method: ContextExchange = "auto"
-    sent: deque[int] = field(default_factory=deque)  # FSDP's mixed precision copies lists.
+    sent: deque[float] = field(default_factory=deque)  # FSDP's mixed precision copies lists.
     num_whole: int = 0
 
-    def count_bytes(self, size_bytes: int) -> None:
+    def count_bytes(self, size_bytes: float) -> None:
         """Note bytes that this rank has given to others that share the sequences."""
         self.sent.append(size_bytes)
 
@@ -151,6 +154,8 @@ def share_sequences(rows: ContextRows, rank: int, whole: PackedSequences) -> Con
         whole,
         rows,
         rank,
+        np.arange(len(rows.lengths)),
+        len(rows.lengths),
         torch.from_numpy(np.searchsorted(own, predicted.numpy() - 1)),
         tokens[predicted] if len(tokens) else predicted,
         ended,

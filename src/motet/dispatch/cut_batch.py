@@ -39,7 +39,8 @@ def shared_out(packed: PackedSequences, decision: Decision, rank: int) -> Packed
     cuts, num_ranks, num_whole = decision.cuts, decision.backbone.num_ranks, len(decision.whole_on(rank))
     assert cuts is not None, "a decision that shares sequences"
     lengths = np.diff(packed.offsets.numpy()).astype(np.int64)
-    shared = zip(decision.sequences_on(rank)[num_whole:].tolist(), lengths[num_whole:].tolist(), strict=True)
+    examples = decision.sequences_on(rank)[num_whole:]
+    shared = zip(examples.tolist(), lengths[num_whole:].tolist(), strict=True)
     owners = [cuts.owner(example, num_rows) for example, num_rows in shared]
     owner = np.concatenate([np.full(lengths[:num_whole].sum(), rank, dtype=np.int32), *owners])
     rows = ContextRows(lengths, owner, num_ranks)
@@ -54,7 +55,13 @@ def shared_out(packed: PackedSequences, decision: Decision, rank: int) -> Packed
             phase: torch.from_numpy(np.searchsorted(share.own, at[owner[at] == rank])) for phase, at in places.items()
         },
         # A rank knows no sequence that it has no row of, so that ranks could not compare ways of exchange alike.
-        context=replace(share, num_whole=num_whole, method="group_cast"),
+        context=replace(
+            share,
+            num_whole=num_whole,
+            numbers=np.searchsorted(cuts.examples, examples),
+            num_shared=len(cuts.examples),
+            method="group_cast",
+        ),
     )
 
 

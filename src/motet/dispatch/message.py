@@ -58,13 +58,13 @@ class MediaShape(NamedTuple):
     def of(cls, media: Media) -> MediaShape:
         """The shape of one item."""
         pixels = media.pixels
-        of_pixels = (len(pixels.scale), pixels.num_repeats) if pixels else (0, 1)
+        of_pixels = (len(pixels.mean), pixels.num_repeats) if pixels else (0, 1)
         return cls(*media.values.shape, len(media.size), *of_pixels)
 
 
 def media_bytes(shape: MediaShape) -> Int64Array:
     """Bytes of each item: its size int64 [size_dim]; then its values float32 [num_rows, row_dim], or, if it has Pixels,
-    scale and shift float32 [num_channels] each, and a byte a value, repeats left out.
+    mean and std float32 [num_channels] each, and a byte a value, repeats left out.
     """
     num_values = shape.num_rows * shape.row_dim
     of_floats, of_pixels = _up_to_8(4 * num_values), 8 * shape.num_channels + _up_to_8(num_values // shape.num_repeats)
@@ -79,7 +79,7 @@ def write_media(media: Media, into: UInt8Array) -> None:
     if pixels is None:
         parts.append(_as_bytes(media.values, np.float32))
     else:
-        parts += [_as_bytes(part, np.float32) for part in (pixels.scale, pixels.shift)]
+        parts += [_as_bytes(part, np.float32) for part in (pixels.mean, pixels.std)]
         patches = pixels.bytes_of(media.values)
         if not np.array_equal(pixels.rows(patches), media.values):
             raise ValueError(
@@ -99,8 +99,8 @@ def read_media(data: UInt8Array, shape: MediaShape) -> Media:
     if not shape.num_channels:
         values = data[start : start + 4 * num_values].view(np.float32).reshape(shape.num_rows, shape.row_dim)
         return Media(values, size)
-    scale, shift = data[start : start + 8 * shape.num_channels].view(np.float32).reshape(2, -1).copy()
-    pixels = Pixels(scale, shift, shape.num_repeats)
+    mean, std = data[start : start + 8 * shape.num_channels].view(np.float32).reshape(2, -1).copy()
+    pixels = Pixels(mean, std, shape.num_repeats)
     start += 8 * shape.num_channels
     patches = data[start : start + num_values // shape.num_repeats]
     return Media(pixels.rows(patches.reshape(shape.num_rows, -1)), size, pixels)

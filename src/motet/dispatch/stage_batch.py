@@ -56,6 +56,7 @@ def assemble_stages(
             sequences, {phase: _rows(decision, lengths, phase, replicas[BACKBONE]) for phase in lengths.items}
         )
         check_lengths(packed, lengths, examples)
+    packed = replace(packed, num_targets=torch.from_numpy(lengths.num_targets[examples].astype(np.int64)))
     if context is not None and BACKBONE in replicas:
         packed = _shared_out(packed, decision, lengths, replicas[BACKBONE], context)
     return RankBatch(packed, values, {}, lengths, decision)

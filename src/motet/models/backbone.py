@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -37,13 +38,15 @@ from motet.models.callbacks import callback_name, check_callback
 from motet.models.context_items import ContextItems, SharedRows, context_of, placed, spare_row
 from motet.models.contract import Sequences
 from motet.models.exact import keep_float64
+from motet.models.experts import ROUTER_LOSS, RoutedExperts, use_routed_experts
 from motet.models.extents import rows_together
 from motet.models.families.registry import backbone_family
 from motet.models.families.shaped import ShapedCausalLM
 from motet.models.families.supported import check_backbone, has_option
-from motet.models.layers import LayerModules, any_trainable, frozen_to_eval, products_layer
+from motet.models.layers import LayerModules, any_trainable, as_it_learns, frozen_to_eval, products_layer
 from motet.models.merge import merge_rows, places_of
 from motet.models.rotary import document_lengths, use_document_rotary
+from motet.models.router_loss import RouterLoss
 from motet.models.table_items import TableItems
 from motet.tensor_parallel import RowParts, TensorRanks, copied, likeliest_entry, vocabulary_cross_entropy
 
@@ -83,6 +86,10 @@ class Backbone(nn.Module):
         self._norm = causal_lm.shape.norm if shaped else backbone_family(causal_lm).norm
         check_backbone(causal_lm.config, f"{type(causal_lm).__name__}: ")
         use_document_rotary(causal_lm)
+        num_routed = 0 if shaped else use_routed_experts(causal_lm)
+        # As in transformers, which does not read the coefficient otherwise.
+        balances = num_routed and causal_lm.config.output_router_logits
+        self._balance_weight = causal_lm.config.router_aux_loss_coef / num_routed if balances else 0.0
         keep_float64(causal_lm)
         if not train:
             causal_lm.requires_grad_(False)
@@ -128,7 +135,7 @@ class Backbone(nn.Module):
         model, hidden, vocab_size = self.causal_lm.model, self.dim, self.causal_lm.config.vocab_size
         table, output = model.embed_tokens, self.causal_lm.lm_head
         tied = output.weight is table.weight
-        return [
+        layers = [
             LayerModules(embedding(vocab_size, hidden, trainable=any_trainable(table)), (table,)),
             *([products_layer("merge", self.merge, hidden)] if isinstance(self.merge, nn.Module) else ()),
             *(
@@ -138,11 +145,14 @@ class Backbone(nn.Module):
             LayerModules(final_norm(hidden, self._norm, trainable=any_trainable(model.norm)), (model.norm,)),
             LayerModules(head(vocab_size, hidden, tied=tied, trainable=any_trainable(output)), (output,)),
         ]
+        return list(map(as_it_learns, layers))
 
     def _shape(self, block: Block) -> Transformer:
         if isinstance(self.causal_lm, ShapedCausalLM):
             return self.causal_lm.shape
-        config, attention, mlp = self.causal_lm.config, block.self_attn, block.mlp
+        config, attention = self.causal_lm.config, block.self_attn
+        routed = block.mlp if isinstance(block.mlp, RoutedExperts) else None
+        mlp = block.mlp if routed is None else routed.experts
         # Phi3 has one product for queries, keys and values, and one for both factors of the MLP.
         fused = getattr(attention, "qkv_proj", None)
         products = {
@@ -150,13 +160,14 @@ class Backbone(nn.Module):
             "key": fused or attention.k_proj,
             "value": fused or attention.v_proj,
             "output": attention.o_proj,
-            "mlp": getattr(mlp, "gate_up_proj", None) or mlp.up_proj,
         }
+        if routed is None:
+            products["mlp"] = getattr(mlp, "gate_up_proj", None) or mlp.up_proj
         normed = getattr(attention, "q_norm", None)
         by_head = normed is not None and normed.weight.numel() == attention.head_dim
         return Transformer(
             config.hidden_size,
-            config.intermediate_size,
+            config.intermediate_size if routed is None else routed.experts.intermediate_dim,
             config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=attention.head_dim,
@@ -169,6 +180,8 @@ class Backbone(nn.Module):
             qk_norm_rows=normed is not None and not by_head,
             causal=True,
             window=self._window(attention) or 0,
+            num_experts=0 if routed is None else routed.num_experts,
+            experts_per_token=0 if routed is None else routed.experts_per_token,
         )
 
     def _window(self, attention: nn.Module) -> int | None:
@@ -195,10 +208,41 @@ class Backbone(nn.Module):
         because only the caller knows the number of targets on all ranks. With `predict` it returns the likeliest next
         token of each sequence, int64 [num_sequences].
         """
-        hidden = self.hidden_states(sequences, features)
         if predict:
-            return self.likeliest(hidden, sequences)
-        return self.leave(hidden, sequences)
+            return self.likeliest(self.hidden_states(sequences, features), sequences)
+        router_loss = self.router_loss(sequences)
+        hidden = self.hidden_states(sequences, features, router_loss)
+        loss, num_targets = self.leave(hidden, sequences)
+        return loss if router_loss is None else router_loss.added_to(loss), num_targets
+
+    def router_loss(self, sequences: Sequences, gradient: float | None = None) -> RouterLoss | None:
+        """The router loss of a pass through layers with experts; None if there is none to compute.
+
+        gradient: that of the sum of the loss, where `through` is called without the loss behind it.
+        """
+        context, device = context_of(sequences), sequences.tokens.device
+        if not self._balance_weight or (context is None and not int(sequences.offsets[-1])):
+            return None
+        whole = sequences if context is None else context.whole
+        lengths = whole.offsets.diff().long()
+        documents = torch.arange(len(lengths)).repeat_interleave(lengths)
+        targets = getattr(whole, "num_targets", None)
+        if targets is None:
+            targets = torch.zeros_like(lengths, device=whole.tokens.device)
+            targets = targets.index_add(0, documents.to(whole.tokens.device), _is_predicted(whole).long())
+        if context is not None:
+            # The last document is that of a spare row.
+            own = torch.from_numpy(context.own)
+            documents = documents[own] if len(own) else torch.tensor([len(lengths)])
+            lengths, targets = (
+                torch.cat([each, each.new_tensor([last])]) for each, last in ((lengths, 1), (targets, 0))
+            )
+        return RouterLoss(
+            self._balance_weight,
+            *(each.to(device) for each in (documents, lengths, targets)),
+            summed=None if context is None else partial(_sum_choices, context),
+            gradient=gradient,
+        )
 
     @property
     def tensor_ranks(self) -> TensorRanks | None:
@@ -266,9 +310,12 @@ class Backbone(nn.Module):
             )
         return merged
 
-    def hidden_states(self, sequences: Sequences, features: dict[str, Tensor]) -> Tensor:
-        """Hidden states after the last norm, [total, dim]."""
-        return self.through(self.enter(sequences, features), sequences, 0, len(self._blocks), features)
+    def hidden_states(
+        self, sequences: Sequences, features: dict[str, Tensor], router_loss: RouterLoss | None = None
+    ) -> Tensor:
+        """Hidden states after the last norm, [total, dim]. router_loss: takes that of the layers, if given."""
+        entered = self.enter(sequences, features)
+        return self.through(entered, sequences, 0, len(self._blocks), features, router_loss)
 
     def enter(self, sequences: Sequences, features: dict[str, Tensor]) -> Tensor:
         """What stands before the blocks: embedded tokens with the features in their places, [total, dim].
@@ -298,11 +345,13 @@ class Backbone(nn.Module):
         first: int,
         stop: int,
         features: Mapping[str, Tensor] = MappingProxyType({}),
+        router_loss: RouterLoss | None = None,
     ) -> Tensor:
         """Hidden states [total, dim] after the blocks first ... stop - 1; behind the last block also after the norm.
 
         features: of encoders that enter again before these blocks; others are not read. Of `sequences` it reads the
         offsets alone, the places of these features, and of those that see each other in both directions.
+        router_loss: takes the router loss, if given.
         """
         context = context_of(sequences)
         if len(hidden) == 0 and context is None:
@@ -335,9 +384,9 @@ class Backbone(nn.Module):
             arranged(2 * first, lambda: _rows_of(sequences)),
             document_lengths(self.causal_lm, of_rows),
         ):
-            passed = self._through(
-                hidden, position_ids=torch.from_numpy(positions).to(hidden.device)[None], segments=segments
-            )
+            position_ids = torch.from_numpy(positions).to(hidden.device)[None]
+            routed = {} if router_loss is None else {ROUTER_LOSS: router_loss}
+            passed = self._through(hidden, position_ids=position_ids, segments=segments, **routed)
         return passed if context is None else passed[: len(context.own)]
 
     def _through(self, hidden: Tensor, **arguments: Any) -> Tensor:
@@ -409,9 +458,30 @@ def _rows_of(sequences: Sequences) -> list[Int64Array | ItemRows]:
     return [ItemRows(item[own], context.rows.positions[own]), lengths]
 
 
-def _predicted_rows(sequences: Sequences) -> Tensor:
-    """Positions of the targets, int64 [num_targets], without first tokens of documents: nothing predicts those."""
+@torch.no_grad()
+def _sum_choices(context: SharedRows, choices: Tensor) -> None:
+    """Sum how often experts were chosen in documents over the ranks that share them, in place. A collective.
+
+    choices: int64 [num_documents + 1, num_experts], of which the first are not shared, and the last is nobody's.
+    """
+    shared = choices[context.num_whole : -1]
+    everywhere = choices.new_zeros(context.num_shared, choices.shape[1])
+    numbers = torch.from_numpy(context.numbers).to(choices.device)
+    everywhere[numbers] = shared
+    num_ranks = dist.get_world_size(context.group)
+    context.count_bytes(2 * everywhere.nbytes * (num_ranks - 1) / num_ranks)
+    dist.all_reduce(everywhere, group=context.group)
+    shared.copy_(everywhere[numbers])
+
+
+def _is_predicted(sequences: Sequences) -> Tensor:
+    """Which rows are targets, bool [total]; first tokens of documents are none, as nothing predicts them."""
     predicted = sequences.targets.clone()
     starts = sequences.offsets[:-1].long()
     predicted[starts[starts < len(predicted)].to(predicted.device)] = False
-    return predicted.nonzero()[:, 0]
+    return predicted
+
+
+def _predicted_rows(sequences: Sequences) -> Tensor:
+    """Positions of the targets, int64 [num_targets]."""
+    return _is_predicted(sequences).nonzero()[:, 0]

@@ -29,12 +29,13 @@ from motet.models.families.bounds import check_bounds
 from motet.models.families.registry import BACKBONES, ENCODERS, Family
 from motet.models.initialise import compute_buffers, seeded
 from motet.models.load import checked_config, load_pretrained, on_meta
+from motet.models.lora import LoraConfig, add_lora
 from motet.models.materialise import fill_parameters
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
 from motet.models.named_weights import weights_named
 from motet.models.projector import ProjectorConfig, build_projector
-from motet.models.stored import stored_tensors
+from motet.models.stored import stored_tensors, weights_digest
 
 
 class EncoderConfig(BaseModel):
@@ -105,7 +106,9 @@ class BackboneConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-    family: Literal["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2"]
+    family: Literal[
+        "qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe"
+    ]
     config: dict[str, Any] = Field(default_factory=dict)
     path: Path | None = None
     train: bool = True
@@ -127,6 +130,7 @@ class ModelConfig(BaseModel):
               is the linear projection of joined channels.
     merge:    a callback in place of the merge of rows into the backbone's embeddings, as "package.module:function"
               (`models/callbacks.py`).
+    lora:     by part (the backbone, encoders by name): LoRA adapters, beside which the part's own weights are frozen.
     freeze:   weights that do not learn, beside those of parts that do not: patterns of their names, as checkpoints have
               them, in which * stands for any characters.
     """
@@ -136,11 +140,28 @@ class ModelConfig(BaseModel):
     encoders: dict[str, EncoderConfig] = Field(default_factory=dict)
     combine: dict[Reads, Combine] = Field(default_factory=dict)
     merge: str | None = Field(default=None, min_length=1)
+    lora: dict[str, LoraConfig] = Field(default_factory=dict)
     freeze: tuple[str, ...] = ()
 
     def modality(self, name: str) -> str:
         """What the encoder of this name reads."""
         return self.encoders[name].reads or name
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """Part -> the directory that has its weights; those of larger models, of which an encoder is a part, too."""
+        parts = {BACKBONE: self.backbone, **self.encoders}
+        return {name: part.path for name, part in parts.items() if part.path is not None}
+
+    def beside_adapters(self, seed: int) -> dict[str, str] | None:
+        """Part with LoRA adapters -> what says which its frozen weights are; None if there is no such part.
+
+        seed: from which weights are drawn that have no path. Raises OSError for files that cannot be read.
+        """
+        paths = self.paths
+        return {
+            name: weights_digest(paths[name]) if name in paths else f"drawn from {seed}" for name in self.lora
+        } or None
 
     @property
     def readers(self) -> dict[str, tuple[str, ...]]:
@@ -160,6 +181,24 @@ class ModelConfig(BaseModel):
     def _bidirectional_are_encoders(self) -> ModelConfig:
         if wrong := [name for name in self.backbone.bidirectional if name not in self.encoders]:
             raise ValueError(f"`backbone.bidirectional` names {wrong[0]!r}, which is no encoder of the model")
+        return self
+
+    @model_validator(mode="after")
+    def _lora_of_what_learns(self) -> ModelConfig:
+        for name in self.lora:
+            if name != BACKBONE and name not in self.encoders:
+                parts = ", ".join((BACKBONE, *self.encoders))
+                raise ValueError(f"`lora.{name}` has no effect, as the model has no such part; it has {parts}")
+            key, learns = (
+                ("backbone.train", self.backbone.train)
+                if name == BACKBONE
+                else (f"encoders.{name}.train_encoder", self.encoders[name].train_encoder)
+            )
+            if not learns:
+                raise ValueError(
+                    f"`lora.{name}` gives adapters to a part that does not learn; remove `{key} = false`: the own "
+                    "weights of a part with adapters are frozen in any case"
+                )
         return self
 
     @field_validator("encoders")
@@ -187,7 +226,7 @@ def build_mllm(
     once are then projectors, classes of the user's own, and weights in a directory that cannot be read by the slice.
     Raises UserError for an HF option that is unknown, out of bounds or not computed as in transformers; for a directory
     that is missing or holds another family; for a vocabulary smaller than vocab_size; for a custom class that does not
-    fulfil the contract; for a pattern of `freeze` that no weight matches.
+    fulfil the contract; for targets of adapters that name no layer; for a pattern of `freeze` that no weight matches.
     """
     # First of all: what is wrong with them is said before anything large is built.
     callbacks = {name: _callbacks(name, part, dtype, seed) for name, part in config.encoders.items()}
@@ -198,6 +237,7 @@ def build_mllm(
         for name, part in config.encoders.items()
     }
     model = MLLM(encoders, backbone)
+    add_lora(model, config.lora, seed)
     for pattern in config.freeze:
         for weight in weights_named(model, pattern, "model.freeze"):
             weight.requires_grad_(False)
@@ -231,6 +271,11 @@ def build_backbone(
     # HF's default padding token belongs to another vocabulary, and the row of a padding token is never trained.
     options = config.config if config.path else {"vocab_size": vocab_size, "pad_token_id": None} | config.config
     causal_lm = _build_hf("backbone", config.classes, config.path, options, dtype, seed, deferred)
+    if "router_aux_loss_coef" in options and not causal_lm.config.output_router_logits:
+        raise UserError(
+            "model.backbone.config.router_aux_loss_coef has no effect without output_router_logits = true, as in "
+            "transformers; set both, or neither."
+        )
     if (rows := causal_lm.config.vocab_size) < vocab_size:
         raise UserError(f"model.backbone: its vocabulary has {rows} entries, but the tokenizer needs {vocab_size}")
     return Backbone(

@@ -24,6 +24,9 @@ from motet.models.families.registry import Family
 _USE_OUTPUT = ("siglip", "clip", "paligemma", "gemma3", "shieldgemma2", "cohere2_vision", "qwen2_vl", "qwen2_audio")
 """The types of larger models that use the tower's own output."""
 
+_UNDECLARED = {"qwen3_moe": {"head_dim"}}
+"""Options that a model reads of its config, although their class does not declare them."""
+
 
 def one_line(error: Exception) -> str:
     """The message of a library's error on one line."""
@@ -52,7 +55,7 @@ def quiet_transformers() -> Iterator[None]:
 def hf_options(where: str, config: type[PreTrainedConfig], options: dict[str, Any]) -> None:
     """Raise UserError for an option that HF's class of configs does not have. where: the key of the recipe."""
     known = {field.name for field in fields(config)} - {field.name for field in fields(PreTrainedConfig)}
-    if unknown := sorted(set(options) - known):
+    if unknown := sorted(set(options) - known - _UNDECLARED.get(config.model_type, set())):
         raise UserError(f"{where}: {config.__name__} has no option {', '.join(unknown)}")
 
 

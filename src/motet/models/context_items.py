@@ -41,6 +41,8 @@ class SharedRows(Protocol):
     whole: Sequences
     rows: ContextRows
     num_whole: int
+    numbers: Int64Array
+    num_shared: int
     rank: int
     predicted: Tensor
     labels: Tensor
@@ -57,7 +59,7 @@ class SharedRows(Protocol):
     def placed(self, phase: str, rows: Tensor) -> Tensor:
         """Rows that this rank has taken in -> those whose places are here. A collective."""
 
-    def count_bytes(self, size_bytes: int) -> None:
+    def count_bytes(self, size_bytes: float) -> None:
         """Add to the bytes that this rank has given to others."""
 
 

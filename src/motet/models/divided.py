@@ -21,12 +21,13 @@ from motet.models.backbone import Backbone
 from motet.models.families.branches import TensorBranch
 from motet.models.families.registry import BACKBONES, ENCODERS, SHAPED_BACKBONE, SHAPED_ENCODERS, Family
 from motet.models.fused import SplitLinear
+from motet.models.lora import Adapted, LoraLinear, row_linear, split_linear
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
 from motet.models.projector import Projector
 from motet.tensor_parallel import (
-    RowLinear,
     RowParts,
+    SharedLinear,
     TensorRanks,
     copied,
     divide_norm,
@@ -47,6 +48,10 @@ def why_undivided(mllm: MLLM, name: str) -> str:
         shape = getattr(block, "shape", None)
         if shape is not None and shape.qk_norm_rows and shape.norm == "layer":
             return f"{type(model).__name__} centres queries and keys over all heads"
+    for root, branch in _branches(module):
+        for path in ((branch.fused,) if branch.fused else branch.columns) + (branch.row,):
+            if not isinstance(product := _at(root, path), nn.Linear | SplitLinear | None):
+                return f"{path} is a {type(product).__name__}, as another package puts it there, and not torch's"
     return ""
 
 
@@ -62,7 +67,7 @@ def split_fused(mllm: MLLM, names: Iterable[str]) -> None:
                 others = len(branch.columns) - 1
                 rest = (whole.out_features - first) // others
                 owner, name_there = _owner(root, branch.fused)
-                setattr(owner, name_there, SplitLinear(whole, [first] + [rest] * others))
+                setattr(owner, name_there, split_linear(whole, [first] + [rest] * others))
 
 
 def cuts_of(mllm: MLLM, name: str) -> dict[str, int]:
@@ -71,10 +76,15 @@ def cuts_of(mllm: MLLM, name: str) -> dict[str, int]:
     for root, branch in _branches(_module(mllm, name)):
         for path in branch.columns:
             if (column := _at(root, path)) is not None:
-                cuts |= {id(parameter): 0 for parameter in column.parameters()}
+                # A of an adapter is whole on all ranks.
+                named = column.named_parameters()
+                cuts |= {id(parameter): 0 for name, parameter in named if not name.startswith("lora_A.")}
         for norm in _row_norms(root, branch):
             cuts |= {id(parameter): 0 for parameter in norm.parameters()}
-        cuts[id(_at(root, branch.row).weight)] = 1
+        row = _at(root, branch.row)
+        cuts[id(row.weight)] = 1
+        if isinstance(row, LoraLinear):
+            cuts[id(row.lora_A.weight)] = 1
     if name == BACKBONE:
         for part in _vocabulary(mllm.backbone):
             cuts |= {id(parameter): 0 for parameter in part.parameters()}
@@ -124,10 +134,13 @@ def _divide_branch(root: nn.Module, branch: TensorBranch, parts: RowParts) -> No
         divide_norm(norm, column.out_features, ranks)
     first_column = ranks.part(columns[0].out_features)[0]
     first_head = first_column // _head_dim(owner) if branch.has_heads else 0
+    for adapted in (*columns, _at(root, branch.fused) if branch.fused else None):
+        if isinstance(adapted, Adapted):
+            adapted.lora_A = SharedLinear(adapted.lora_A, ranks)
     columns[0].register_forward_hook(lambda module, args, output: set_divided(first_head, first_column))
     if branch.has_heads:
         _count_heads(owner, ranks.size, reads_config=bool(branch.fused))
-    setattr(owner, name, RowLinear(getattr(owner, name), parts))
+    setattr(owner, name, row_linear(getattr(owner, name), parts))
 
 
 def _with_products(

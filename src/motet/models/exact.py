@@ -28,10 +28,15 @@ class Float64RMSNorm(nn.Module):
 
 
 def keep_float64(model: nn.Module) -> None:
-    """Replace HF's RMSNorms in a float64 model; a model of any other dtype stays as it is."""
+    """Replace HF's RMSNorms in a float64 model, and keep the factor of Gemma 3's embeddings in float64.
+
+    A model of any other dtype stays as it is.
+    """
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             kind = type(child).__name__
             eps = getattr(child, "eps" if kind.startswith("Gemma") else "variance_epsilon", None)
             if kind.endswith("RMSNorm") and eps is not None and child.weight.dtype == torch.float64:
                 parent._modules[name] = Float64RMSNorm(child.weight, eps, from_one=kind.startswith("Gemma"))
+            if hasattr(child, "scalar_embed_scale") and child.weight.dtype == torch.float64:
+                child.embed_scale = torch.tensor(child.scalar_embed_scale, dtype=torch.float64)

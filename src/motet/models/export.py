@@ -2,6 +2,7 @@
 
 directory/backbone/                   AutoModelForCausalLM.from_pretrained
 directory/encoders/<name>/            the family's HF class; only model.safetensors for a user's own module
+directory/adapters/backbone/, adapters/encoders/<name>/    peft.PeftModel.from_pretrained, on top of such a model
 directory/projectors/<name>.safetensors
 directory/hooks/<name>.<callback>.safetensors    for callbacks with weights
 directory/tokenizer/                  if one is given
@@ -16,7 +17,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -27,33 +29,57 @@ from motet.core.errors import UserError
 from motet.models.block import plain_names
 from motet.models.config_file import quiet_transformers
 from motet.models.families.shaped import ShapedCausalLM
+from motet.models.lora_saved import check_peft, merged, save_adapter, without_lora
 from motet.models.mllm import MLLM
+from motet.models.named_weights import is_lora
+
+_ADAPTERS = "adapters"
+
+AdapterForm = Literal["saved", "merged"]
 
 
 def export_hf(
-    mllm: MLLM, directory: Path, state_dict: Mapping[str, Tensor] | None = None, tokenizer: Path | None = None
+    mllm: MLLM,
+    directory: Path,
+    state_dict: Mapping[str, Tensor] | None = None,
+    tokenizer: Path | None = None,
+    *,
+    adapter: AdapterForm = "saved",
+    bases: Mapping[str, Path] = MappingProxyType({}),
 ) -> None:
     """Write every module of `mllm` to `directory` in the dtype of the weights, in place of an earlier export there.
 
     state_dict: whole tensors under the names of mllm.state_dict(); default: those of `mllm`, which then must not be
                 sharded.
     tokenizer:  a directory to copy as well.
+    adapter:    LoRA adapters are "saved" beside the weights that they change, or "merged" into them.
+    bases:      part -> directory that has its weights without adapters. Those of a part whose adapters are saved are
+                not written once more.
     Call it on one rank. Raises KeyError if a weight is missing. Raises UserError for a module with other weights than a
-    fresh model of its config (adapters), for a model of shapes, and if `directory` exists and is no export.
+    fresh model of its config (adapters of other packages), for a model of shapes, if `directory` exists and is no
+    export, and for adapters that are saved without peft.
     """
     if isinstance(mllm.backbone.causal_lm, ShapedCausalLM):
         raise UserError("A model of shapes cannot be exported: transformers has no class that would read it.")
     directory = directory.absolute()
     state = mllm.state_dict() if state_dict is None else state_dict
     is_empty = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
-    if not is_empty and not (directory / "backbone").is_dir():
+    if not is_empty and not any((directory / part / "backbone").is_dir() for part in (".", _ADAPTERS)):
         raise UserError(f"{directory} exists and is no export, which would be replaced; name another directory.")
     parts = [
         _Part(path, module, _weights(module, state, prefix), is_hf) for path, module, prefix, is_hf in _parts(mllm)
     ]
-    fresh = {part.path: _fresh(part) for part in parts if part.is_hf}
-    with _whole(directory) as target:
-        for part in parts:
+    adapted = [part for part in parts if part.has_lora and adapter == "saved"]
+    if adapted:
+        check_peft('export.adapter = "saved"')
+    without = [part._replace(weights=_without_adapters(part, adapter)) for part in parts]
+    fresh = {part.path: _fresh(part) for part in without if part.is_hf}
+    with in_place_of(directory) as target:
+        for part in adapted:
+            base = bases.get(part.name, directory / part.path)
+            save_adapter(part.module, part.weights, str(base), target / _ADAPTERS / part.path)
+        left_out = {part.path for part in adapted if part.name in bases}
+        for part in (part for part in without if part.path not in left_out):
             if part.is_hf:
                 _write_model(part, fresh[part.path], target / part.path)
             elif part.weights:
@@ -72,6 +98,16 @@ class _Part(NamedTuple):
     module: nn.Module
     weights: dict[str, Tensor]
     is_hf: bool
+
+    @property
+    def name(self) -> str:
+        """Of an encoder or the backbone."""
+        return self.path.removeprefix("encoders/")
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether any of its layers has an adapter."""
+        return any(is_lora(name) for name in self.weights)
 
 
 def _parts(mllm: MLLM) -> Iterator[tuple[str, nn.Module, str, bool]]:
@@ -97,6 +133,13 @@ def _parts(mllm: MLLM) -> Iterator[tuple[str, nn.Module, str, bool]]:
 
 def _weights(module: nn.Module, state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {plain: state[prefix + name].detach().cpu().contiguous() for name, plain in plain_names(module).items()}
+
+
+def _without_adapters(part: _Part, adapter: AdapterForm) -> dict[str, Tensor]:
+    """The weights as transformers knows them."""
+    if not part.has_lora:
+        return part.weights
+    return merged(part.module, part.weights) if adapter == "merged" else without_lora(part.weights)
 
 
 def _fresh(part: _Part) -> PreTrainedModel:
@@ -129,7 +172,7 @@ def _write_model(part: _Part, fresh: PreTrainedModel, target: Path) -> None:
 
 
 @contextmanager
-def _whole(directory: Path) -> Iterator[Path]:
+def in_place_of(directory: Path) -> Iterator[Path]:
     """A directory to write to, beside `directory`, whose place it takes at the end."""
     writing, old = (directory.parent / f".{directory.name}.{state}" for state in ("writing", "old"))
     for left in (writing, old):

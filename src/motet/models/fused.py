@@ -61,12 +61,17 @@ class SplitLinear(nn.Module):
             self.add_module(str(number), part)
 
     @property
+    def parts(self) -> list[nn.Linear]:
+        """The layers that it consists of."""
+        return [self._modules[str(number)] for number in range(len(self.spans))]  # type: ignore[misc]
+
+    @property
     def bias(self) -> Tensor | None:
         """That of the first part; None where the layer has no bias."""
-        return self._modules["0"].bias  # type: ignore[union-attr, return-value]
+        return self.parts[0].bias
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([part(x) for part in self.children()], -1)
+        return torch.cat([part(x) for part in self.parts], -1)
 
 
 def stored_names(model: nn.Module, names: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -77,11 +82,16 @@ def stored_names(model: nn.Module, names: Mapping[str, str] | None = None) -> di
     stored = dict(names) if names is not None else {name: name for name in model.state_dict()}
     for prefix, module in model.named_modules():
         for number, span in enumerate(module.spans) if isinstance(module, SplitLinear) else ():
-            for of_part in module._modules[str(number)]._parameters:  # type: ignore[union-attr]
+            for of_part in _names_in(module.parts[number]):
                 if (name := f"{prefix}.{number}.{of_part}") in stored:
                     whole = stored[name].removesuffix(f"{number}.{of_part}") + of_part
                     stored[name] = NamedRows(whole, *span).key
     return stored
+
+
+def _names_in(part: nn.Module) -> list[str]:
+    """The names of all parameters that a part has, or had before they were taken from it."""
+    return [f"{prefix}.{key}" if prefix else key for prefix, each in part.named_modules() for key in each._parameters]
 
 
 def whole_names(model: nn.Module) -> dict[str, str]:

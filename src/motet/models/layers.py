@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import nn
 
 from motet.core.shapes import unused
 from motet.core.spec import Layer
+from motet.models.named_weights import is_lora
 
 _TRAINED_ELSEWHERE = "is_trained_elsewhere"
 _PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -36,6 +38,32 @@ def products_layer(
         item_rows=item_rows,
     )
     return LayerModules(layer, (module,))
+
+
+def as_it_learns(each: LayerModules) -> LayerModules:
+    """The layer with its adapters, and with what of it is frozen where the rest learns.
+
+    An adapter keeps its rows of low rank for backward, and what it has dropped out of its input.
+    """
+    layer, named = each.layer, [named for module in each.modules for named in module.named_parameters()]
+    parameters, added = {id(p): p for _, p in named}, sum(p.numel() for name, p in named if is_lora(name))
+    adapted = [child for module in each.modules for child in module.modules() if hasattr(child, "lora_A")]
+    kept = sum(child.lora_A.out_features + (child.lora_A.in_features if child.lora_dropout else 0) for child in adapted)
+    layer = replace(
+        layer,
+        weights=layer.weights + added,
+        parameters=layer.parameters + added,
+        activation_width=layer.activation_width + kept,
+    )
+    frozen = {key for key, p in parameters.items() if not p.requires_grad}
+    if frozen and layer.trainable:
+        products = {id(c.weight): c.weight for m in each.modules for c in m.modules() if isinstance(c, _PRODUCTS)}
+        layer = replace(
+            layer,
+            frozen_weights=min(layer.weights, sum(p.numel() for key, p in products.items() if key in frozen)),
+            frozen_parameters=min(layer.parameters, sum(parameters[key].numel() for key in frozen)),
+        )
+    return LayerModules(layer, each.modules)
 
 
 def unused_layer(module: nn.Module, output_width: int) -> LayerModules:

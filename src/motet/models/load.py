@@ -56,7 +56,7 @@ def load_pretrained(
             f"model.{where}.path: {path} lacks {len(absent)} weights of {family.model.__name__}, {absent[0]} for one"
         )
     # A larger checkpoint holds more than its tower. A backbone's checkpoint must hold only weights of the model.
-    stray = [] if family.adapter else sorted(filter(is_stray(config.num_hidden_layers), info["unexpected_keys"]))
+    stray = [] if family.is_part else sorted(filter(is_stray(config.num_hidden_layers), info["unexpected_keys"]))
     if stray:
         raise UserError(
             f"model.{where}.path: {path} holds {len(stray)} weights that {family.model.__name__} has no place for, "
@@ -78,29 +78,32 @@ def checked_config(where: str, family: Family, path: Path, options: dict[str, An
     """The config of `load_pretrained`; raises UserError for a directory whose files it must not read."""
     config = read_config(where, family, path, options)
     config._attn_implementation = ATTENTION
-    if (path / "adapter_config.json").exists():
-        raise UserError(
-            f"model.{where}.path: {path} holds an adapter, which would be put into the model where peft is installed "
-            "and left out elsewhere; merge it into the weights first, and remove adapter_config.json."
-        )
-    _check_files(where, path)
+    check_files(f"model.{where}.path", path)
     return config
 
 
 def key_mapping(family: Family) -> dict[str, str] | None:
     """What transformers is to take from the names of weights: where the tower lies in a larger checkpoint."""
-    return {family.prefixes: ""} if family.prefixes else None
+    return {family.prefixes: family.prefix} if family.prefixes else None
 
 
-def _check_files(where: str, path: Path) -> None:
-    """Raise UserError for a pipe, on which HF would wait forever, and for an index that names files outside `path`."""
+def check_files(key: str, path: Path) -> None:
+    """Raise UserError for files of a directory that must not be read.
+
+    They are an adapter, a pipe, on which HF would wait forever, and an index that names files outside `path`.
+    """
+    if (path / "adapter_config.json").exists():
+        raise UserError(
+            f"{key}: {path} holds an adapter, which would be put into the model where peft is installed "
+            "and left out elsewhere; merge it into the weights first, and remove adapter_config.json."
+        )
     index = path / INDEX
     for file in (*path.glob("*.safetensors"), *([index] if os.path.lexists(index) else [])):
         if kind := irregular_kind(file) if file.exists() else None:
-            raise UserError(f"model.{where}.path: {file} is {kind}, not a regular file")
+            raise UserError(f"{key}: {file} is {kind}, not a regular file")
     for name in indexed_files(path):
         if not isinstance(name, str) or name != os.path.basename(name):
-            raise UserError(f"model.{where}.path: {index} names {str(name)[:40]!r}, which is no file beside it")
+            raise UserError(f"{key}: {index} names {str(name)[:40]!r}, which is no file beside it")
 
 
 def indexed_files(path: Path) -> list[Any]:

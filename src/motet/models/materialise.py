@@ -22,7 +22,9 @@ from motet.models.families.registry import Family
 from motet.models.fused import NamedRows, stored_names
 from motet.models.initialise import drawn
 from motet.models.load import on_meta
+from motet.models.lora import drawn_lora
 from motet.models.mllm import MLLM
+from motet.models.named_weights import is_lora
 from motet.models.stored import stored_tensors
 from motet.tensor_parallel import part_of
 
@@ -86,6 +88,9 @@ def fill_parameters(
     for name, source in _sources(on_meta(family, model.config), where, family, path, seed):
         for first, parameter in missing.pop(name, ()):
             _copy_own_rows(source, first, values[id(parameter)])
+    for name in filter(is_lora, list(missing)):
+        for _, parameter in missing.pop(name):
+            _copy_own_rows(drawn_lora(parameter, where, name, seed), 0, values[id(parameter)])
     if missing:
         raise UserError(f"model.{where}.path: {path} lacks {min(missing)}, which it had when the model was built.")
 

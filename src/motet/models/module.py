@@ -20,7 +20,7 @@ from motet.models.block import Block, outside_blocks, wrap_blocks
 from motet.models.callbacks import callback_name, check_callback
 from motet.models.contract import item_rows
 from motet.models.cross_projector import CrossProjector
-from motet.models.layers import LayerModules, any_trainable, frozen_to_eval, products_layer
+from motet.models.layers import LayerModules, any_trainable, as_it_learns, frozen_to_eval, products_layer
 from motet.models.projector import Projector
 
 
@@ -210,7 +210,7 @@ class ModalityModule(nn.Module):
         if isinstance(self.after, nn.Module):
             at = projected[-1].layer
             layers.append(products_layer("after", self.after, self.projector.output_dim, at.divisor, at.item_rows))
-        return layers
+        return list(map(as_it_learns, layers))
 
     def spec_module(self, name: str) -> Module:
         """The module's part of a ModelSpec."""

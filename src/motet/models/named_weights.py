@@ -16,6 +16,11 @@ def is_named(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def is_lora(name: str) -> bool:
+    """Whether a parameter's name is that of a LoRA adapter, as `peft` names them."""
+    return name.endswith((".lora_A.weight", ".lora_B.weight"))
+
+
 def weights_named(model: nn.Module, pattern: str, where: str) -> list[nn.Parameter]:
     """The weights whose names match a pattern; they may be on meta. A shared weight has one name, as in checkpoints.
 

@@ -46,6 +46,12 @@ class ProjectorConfig(BaseModel):
             raise ValueError(f"`downsample` is for linear and mlp only: a {self.kind} makes `queries` rows of an item")
         return self
 
+    def build(self, input_dim: int, output_dim: int) -> Projector | CrossProjector:
+        """The projector of this config. Raises UserError for HF options as `CrossProjector` does."""
+        if self.queries is None:
+            return Projector(input_dim, output_dim, self)
+        return CrossProjector(self.kind, input_dim, output_dim, self.queries, self.config)
+
 
 class Projector(nn.Module):
     """Rows [sum(rows of an item), input_dim] -> [sum(num_outputs), output_dim].
@@ -117,10 +123,8 @@ class Projector(nn.Module):
 
 
 def build_projector(input_dim: int, output_dim: int, config: ProjectorConfig) -> Projector | CrossProjector:
-    """The projector of a config. Raises UserError for HF options as `CrossProjector` does."""
-    if config.queries is None:
-        return Projector(input_dim, output_dim, config)
-    return CrossProjector(config.kind, input_dim, output_dim, config.queries, config.config)
+    """The projector of a config. Raises UserError as `ProjectorConfig.build` does."""
+    return config.build(input_dim, output_dim)
 
 
 def _block_positions(grids: Int64Array, block: Int64Array, blocks: Int64Array) -> Int64Array:

@@ -6,10 +6,14 @@ to `load.py`, which loads a module whole.
 
 from __future__ import annotations
 
+import hashlib
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -18,6 +22,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from motet.models.families.registry import Family
 from motet.models.load import indexed_files, is_stray, key_mapping
+
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
+"""Evenly over a file; the first has its header."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,62 @@ class TensorInFile:
             return opened.get_slice(self.key)[part].clone()
 
 
-def stored_tensors(model: PreTrainedModel, family: Family, path: Path) -> dict[str, TensorInFile] | None:
+_OF_EXPERT = re.compile(r"\.experts\.(\d+)\.(gate_proj|w1|up_proj|w3|down_proj|w2)\.weight$")
+"""The end of the name of one expert's matrix, which is a part of a tensor of all experts of the layer."""
+_SECOND_ROWS = ("up_proj", "w3")
+
+
+@dataclass(frozen=True)
+class ExpertsInFiles:
+    """A tensor of all experts of a layer, whose matrices lie in files one by one.
+
+    matrices: of each expert, the tensors whose rows stand one below the other.
+    """
+
+    matrices: tuple[tuple[TensorInFile, ...], ...]
+
+    def __getitem__(self, part: tuple[slice, ...] | EllipsisType) -> Tensor:
+        experts, *others = part if isinstance(part, tuple) else (slice(None),)
+        wanted = self.matrices[experts]
+        return torch.stack([torch.cat([matrix[...] for matrix in of_expert])[tuple(others)] for of_expert in wanted])
+
+
+class _Matrices:
+    """Matrices of experts as they are found, by the tensor that has them all."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[tuple[int, int], tuple[TensorInFile, tuple[int, ...]]]] = {}
+
+    def add(self, name: str, key: str, tensor: TensorInFile, shape: tuple[int, ...]) -> bool:
+        """Whether the key names a matrix of an expert, which is new."""
+        if (place := _OF_EXPERT.search(key)) is None:
+            return False
+        number = int(place[1]), int(place[2] in _SECOND_ROWS)
+        of_name = self._found.setdefault(name, {})
+        if number in of_name:
+            return False
+        of_name[number] = tensor, shape
+        return True
+
+    def tensors(self, needed: Mapping[str, Tensor]) -> dict[str, ExpertsInFiles]:
+        """The tensors of which all matrices are there, in their shapes. needed: by name, for their shapes."""
+        whole = {}
+        for name, found in self._found.items():
+            num_experts, num_rows, width = needed[name].shape
+            numbers = sorted(found)
+            parts = len({part for _, part in numbers})
+            shapes = {shape for _, shape in found.values()}
+            if numbers == [(e, p) for e in range(num_experts) for p in range(parts)] and shapes == {
+                (num_rows // parts, width)
+            }:
+                of_experts = (tuple(found[e, p][0] for p in range(parts)) for e in range(num_experts))
+                whole[name] = ExpertsInFiles(tuple(of_experts))
+        return whole
+
+
+def stored_tensors(
+    model: PreTrainedModel, family: Family, path: Path
+) -> dict[str, TensorInFile | ExpertsInFiles] | None:
     """Name in `model` -> tensor in `path`, as `from_pretrained` would load it, without reading any.
 
     model: of the family, on meta, without Blocks.
@@ -42,14 +104,15 @@ def stored_tensors(model: PreTrainedModel, family: Family, path: Path) -> dict[s
     names = model.state_dict()
     if names.keys() - needed.keys() - getattr(model, "all_tied_weights_keys", {}).keys():
         return None  # Buffers.
-    files = _files(path)
+    files = weight_files(path)
     if (
         files is None
         or getattr(model.config, "quantization_config", None)
         or getattr(model.config, "transformers_weights", None)
     ):
         return None
-    found: dict[str, TensorInFile] = {}
+    found: dict[str, TensorInFile | ExpertsInFiles] = {}
+    of_experts = _Matrices()
     transforms = get_model_conversion_mapping(model, key_mapping(family))
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
@@ -61,21 +124,40 @@ def stored_tensors(model: PreTrainedModel, family: Family, path: Path) -> dict[s
                     name, conversion = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
                     if name not in names and key in names:
                         return None
-                    if name not in names and (family.adapter or not unexpected(name)):
+                    if name not in names and (family.is_part or not unexpected(name)):
                         continue
                     # Also a tied weight that is stored twice: it would have to be the same.
-                    if conversion is not None or name not in needed or name in found:
+                    if name not in needed or name in found:
                         return None
+                    if conversion is not None:
+                        shape = tuple(opened.get_slice(key).get_shape())
+                        if not of_experts.add(name, key, TensorInFile(file, key), shape):
+                            return None
+                        continue
                     if tuple(opened.get_slice(key).get_shape()) != tuple(needed[name].shape):
                         return None
                     found[name] = TensorInFile(file, key)
     except (OSError, SafetensorError):
         return None
+    found |= of_experts.tensors(needed)
     return found if found.keys() == needed.keys() else None
 
 
-def _files(path: Path) -> list[Path] | None:
-    """The files that transformers would read, or None if it would search further."""
+def weights_digest(path: Path) -> str:
+    """Tells whether a directory has other weights than another, by headers, sizes and samples of its safetensors."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(path.glob("*.safetensors")):
+        size_bytes = file.stat().st_size
+        digest.update(f"{file.name} {size_bytes} ".encode())
+        with open(file, "rb") as opened:
+            for number in range(_SAMPLES):
+                opened.seek(number * max(size_bytes - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
+                digest.update(opened.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def weight_files(path: Path) -> list[Path] | None:
+    """The files of weights that transformers would read, or None if it would search further."""
     if any(path.glob("shard-*.safetensors")):
         return None
     whole = path / "model.safetensors"

@@ -7,11 +7,14 @@ the range of keys that they see, with a mask of this size. What is a plain pack 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -107,10 +110,8 @@ class TableItems:
             self._groups[window] = _groups(table)
         if at not in self._bounds:
             self._bounds[at] = tuple(torch.from_numpy(x).to(query.device) for x in (table.start, table.end))
-        heads_per_kv = query.shape[1] // key.shape[1]
-        if heads_per_kv > 1:
-            key, value = (x.repeat_interleave(heads_per_kv, dim=1) for x in (key, value))
         draws, columns = self._draws(dropout, query)
+        has_scores = softcap is not None or sinks is not None or draws is not None
         outputs = []
         # A split is one node of the autograd graph; each slice would add a gradient of the size of the whole pack.
         groups = self._groups[window]
@@ -121,12 +122,16 @@ class TableItems:
                 own = slice(tile.low, tile.high)
                 piece = [x.narrow(2, tile.low - group.low, tile.high - tile.low) for x in (group_keys, group_values)]
                 bounds = self._bounds[at]
-                if softcap is None and sinks is None and draws is None and tile.high > tile.low:
-                    mask = _mask(tile, *bounds)
+                is_seen = tile.high > tile.low
+                if is_seen and not (has_scores or tile.full or dropout) and query.device.type == "cpu":
+                    out = _MaskedTile.apply(next(rows), *piece, tile, bounds, scale)
+                elif is_seen and not has_scores:
+                    own_rows, is_grouped = next(rows), query.shape[1] != key.shape[1]
                     out = scaled_dot_product_attention(
-                        next(rows), *piece, attn_mask=mask, dropout_p=dropout, scale=scale
+                        own_rows, *piece, _mask(tile, *bounds), dropout, scale=scale, enable_gqa=is_grouped
                     )
                 else:
+                    piece = [x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in piece]
                     of_tile = None if draws is None else draws[:, :, tile.first : tile.last]
                     numbers = None if columns is None else columns[own]
                     # Scores are computed again in backward, as kernels do: those of all tiles would fill the memory.
@@ -157,6 +162,41 @@ class TableItems:
             return None, None
         document, keys = (torch.from_numpy(x).to(query.device) for x in (self.table.document, self.table.keys))
         return counted_from(of_heads(drawn[None], query.shape[1]), document), keys
+
+
+class _MaskedTile(torch.autograd.Function):
+    """The kernel of CPUs on a tile whose mask is made again in backward: masks of all tiles would fill the memory.
+
+    `scaled_dot_product_attention` would keep each, as numbers, in every layer.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tile: Tile,
+        bounds: tuple[Tensor, Tensor],
+        scale: float | None,
+    ) -> Tensor:
+        mask = _added_mask(tile, bounds, query.dtype)
+        out, summed = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, False, attn_mask=mask, scale=scale
+        )
+        ctx.save_for_backward(query, key, value, out, summed, *bounds)
+        ctx.tile, ctx.scale = tile, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, summed, *bounds = ctx.saved_tensors
+        mask = _added_mask(ctx.tile, bounds, query.dtype)
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, query, key, value, out, summed, 0.0, False, attn_mask=mask, scale=ctx.scale
+        )
+        return (*gradients, None, None, None)
 
 
 @dataclass(frozen=True)
@@ -218,6 +258,13 @@ def _tile(first: int, last: int, low: np.ndarray, high: np.ndarray, pairs: np.nd
 
 def _area(tile: Tile) -> int:
     return (tile.last - tile.first) * (tile.high - tile.low)
+
+
+def _added_mask(tile: Tile, bounds: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of a tile that is not full, [rows, keys]: 0, or minus infinity."""
+    mask = _mask(tile, *bounds)
+    assert mask is not None, "a tile that is not full"
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
 
 def _mask(tile: Tile, start: Tensor, end: Tensor) -> Tensor | None:

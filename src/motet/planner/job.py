@@ -33,6 +33,7 @@ from motet.cost.memory import (
     mixed_precision,
     parameters_of_rank,
     stage_layers,
+    updated_of_rank,
 )
 from motet.cost.model import CostModel, Work, backward_seconds
 from motet.schedule import PlannedProgram, planned
@@ -303,7 +304,7 @@ class Job:
                 can_recompute * (kept - input_bytes),
                 mean_rows * layer.output_width * element_bytes * share,
                 parameters_of_rank(layer, tp),
-                parameters_of_rank(layer, tp) * layer.trainable,
+                updated_of_rank(layer, tp),
             ]
         )
 

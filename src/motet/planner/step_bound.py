@@ -435,7 +435,7 @@ class _Bounds:
         """All and trainable ones."""
         layers = self.job.model.module(name).layers
         total = sum(layer.parameters for layer in layers)
-        return total, sum(layer.parameters for layer in layers if layer.trainable)
+        return total, sum(layer.updated_parameters for layer in layers)
 
     # --------------------------------------------------------------------------------------------------- seconds
 

@@ -16,8 +16,8 @@ from motet.data.left_out import describe_left_out
 from motet.planning.groups import examples_a_group, in_groups
 from motet.planning.sources import example_weights, training_data
 from motet.train.balancing import recipe_costs
+from motet.train.recipe.reading import read_recipe
 from motet.train.recipe.recipe import Recipe, load_recipe
-from motet.train.recipe.toml_text import read_recipe
 
 
 def read_subject(path: Path, overrides: Sequence[str] = ()) -> tuple[AnalysisSubject, int]:
@@ -38,10 +38,10 @@ def read_subject(path: Path, overrides: Sequence[str] = ()) -> tuple[AnalysisSub
         str(path),
         dataset.batch_lengths(np.arange(dataset.num_examples), 1),
         (_speed_words(recipe, costs),),
-        describe_left_out(left_out, dataset.num_in_manifests) if len(left_out) else "",
+        describe_left_out(left_out, dataset.num_in_manifests) if left_out else "",
         example_weights(recipe, dataset),
-        {name: LENGTH_UNITS.get(recipe.modules.modality(name), "length") for name in recipe.model.encoders},
-        frozenset(filter(dataset.is_added, recipe.model.encoders)),
+        {name: LENGTH_UNITS.get(recipe.modules.modality(name), "length") for name in recipe.modules.encoders},
+        frozenset(filter(dataset.is_added, recipe.modules.encoders)),
     )
     subject = AnalysisSubject(lengths, costs, _COST_WORDS[recipe.balance.cost])
     if recipe.data.group is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,8 +34,7 @@ from motet.models.spec import model_spec
 from motet.planner.job import Job
 from motet.planning.plan_first import fastest_plan
 from motet.planning.sources import plan_at
-from motet.planning.trainable import cut_obstacle, obstacle
-from motet.runtime.fsdp import FSDPConfig
+from motet.planning.trainable import cut_obstacle, untrained
 from motet.runtime.mesh import build_mesh
 from motet.runtime.place import Place
 from motet.runtime.step import StepResult
@@ -178,7 +176,7 @@ def _planned(
     job = Job(spec, where, workload, len(batch), cost, precision, degrees=stated)
 
     def cannot(plan: Plan) -> str:
-        return _obstacle(plan, mllm, dtype)
+        return _obstacle(plan, mllm)
 
     return fastest_plan(job, cannot)
 
@@ -193,18 +191,15 @@ def _check(plan: Plan, mllm: MLLM, spec: Any, dtype: torch.dtype, world: World) 
     chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
     if plan.precision != _precision(dtype):
         raise UserError(f"motet.apply: the plan computes in {plan.precision}, and the model is in {_precision(dtype)}.")
-    if what := _obstacle(plan, mllm, dtype):
+    if what := _obstacle(plan, mllm):
         raise UserError(f"motet.apply: the plan has {what}, which training cannot run yet.")
 
 
-def _obstacle(plan: Plan, mllm: MLLM, dtype: torch.dtype) -> str:
-    """As `planning.trainable.obstacle`, for a model in hand."""
+def _obstacle(plan: Plan, mllm: MLLM) -> str:
+    """As `planning.trainable.obstacle`, for a model in hand, whose precision the Plan has."""
     if plan.schedule == "data_parallel":
         return "no stages (data parallelism alone; motet.dispatch.prefetched is for that)"
-    # What `obstacle` reads of a recipe.
-    dtype_name = SimpleNamespace(dtype=str(dtype).removeprefix("torch."))
-    recipe: Any = SimpleNamespace(fsdp=FSDPConfig(), run=dtype_name)
-    return obstacle(plan, recipe) or cut_obstacle(plan, mllm)
+    return untrained(plan) or cut_obstacle(plan, mllm)
 
 
 def _precision(dtype: torch.dtype) -> str:

@@ -17,6 +17,7 @@ from motet.planning.cluster import ClusterOptions
 from motet.planning.fullest import fullest_steps
 from motet.planning.job import JobOptions
 from motet.planning.plan_of_recipe import read_recipe_as_plan
+from motet.planning.too_long import without_too_long
 from motet.planning.under_plan import job_under_plan
 from motet.schedule import PlannedProgram, planned
 from motet.schedule.coordinates import coordinates
@@ -49,6 +50,8 @@ def show_memory(
                 plan, job, recipe = job_under_plan(recipe, file, overrides, plan_file)
             else:
                 plan, job = read_recipe_as_plan(file, overrides, JobOptions(_cluster(file, recipe, world)))
+            if not recipe.data.weights and recipe.data.group is None:
+                job = without_too_long(plan, job, recipe)
             steps, stages = fullest_steps(plan, job, recipe), planned(plan)
             assigned = (assign_batch(plan, batch, job.cost, job.balancing) for batch in steps.batches)
             predicted = (

@@ -246,12 +246,13 @@ def measure_plan(
 
 
 def _apart(recipe: Recipe, folder: str) -> Recipe:
-    """The recipe without evaluation, in another folder: the checkpoints in the run's own must stay."""
+    """The recipe without evaluation or a service, in another folder: the checkpoints in the run's own must stay."""
     update: dict[str, object] = {
         "run": recipe.run.model_copy(update={"dir": Path(folder)}),
     }
-    if recipe.data.heldout:
-        update["data"] = recipe.data.model_copy(update={"heldout": ()})
+    # What is timed are steps, not their input.
+    local: dict[str, object] = {"service": "local", "ray_address": None}
+    update["data"] = recipe.data.model_copy(update=local | ({"heldout": ()} if recipe.data.heldout else {}))
     if recipe.balance.cost == "profile":
         profile = recipe.balance.profile or recipe.run.dir / PROFILE_FILE
         update["balance"] = recipe.balance.model_copy(update={"profile": profile})

@@ -22,7 +22,7 @@ from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE, Workload
-from motet.cost.memory import PRECISION_OF_DTYPE, stage_layers
+from motet.cost.memory import stage_layers
 from motet.dispatch import BalanceConfig, SpeedConfig
 from motet.planner.job import Job
 from motet.planning.groups import caps_of, examples_a_group
@@ -31,8 +31,8 @@ from motet.planning.sources import training_order
 from motet.planning.trainable import obstacle
 from motet.simulate.predict.batch import draw_batch
 from motet.train.balancing import stated_policy
+from motet.train.recipe.reading import read_recipe
 from motet.train.recipe.recipe import Recipe, load_recipe
-from motet.train.recipe.toml_text import read_recipe
 from motet.train.recompute import (
     AutoRecompute,
     RecomputeRanks,
@@ -73,7 +73,7 @@ def plan_of_recipe(recipe: Recipe, spec: ModelSpec, cluster: Cluster, workload: 
         batch_size,
         microbatch_size,
         schedule="data_parallel",
-        precision=_precision(recipe),
+        precision=recipe.plan_precision,
         balance=_balance(recipe, spec),
         policy=stated_policy(recipe.balance, spec),
         microbatch_caps=caps,
@@ -170,10 +170,6 @@ def _auto_recompute(recipe: Recipe, job: Job, *, own_lengths: bool) -> AutoRecom
     return chosen
 
 
-def _precision(recipe: Recipe) -> str:
-    return PRECISION_OF_DTYPE[recipe.fsdp.param_dtype or recipe.run.dtype]
-
-
 def _recomputes(plan: Plan) -> bool | dict[str, int]:
     """True if all is recomputed that can be, False if nothing is, else the number of blocks of each module."""
     whole = plan.model.num_blocks
@@ -207,8 +203,11 @@ def _balance(recipe: Recipe, spec: ModelSpec) -> Literal["off", "joint", "per_ph
 
 
 def _balanced_as(plan: Plan, config: BalanceConfig) -> BalanceConfig:
-    if config.cut_by:
-        raise UserError(f"balance.{config.cut_by} cuts sequences, which a plan cannot say yet; remove it.")
+    if config.cut_by and plan.balance != "auto":
+        raise UserError(
+            f"balance.{config.cut_by} lets a balance of 'auto' cut sequences, and the plan has {plan.balance!r}: "
+            "remove it, or plan with --pin balance=auto."
+        )
     # Where nothing moves between ranks, no key may say how.
     still: dict[str, Any] = {"communicator": "all_to_all", "node_wise": True}
     if plan.balance != "off":

@@ -35,9 +35,8 @@ from motet.core.shape_tables import ModelShapes
 from motet.core.spec import ModelSpec
 from motet.core.workload import Workload
 from motet.cost.catalogue import ClusterConfig
-from motet.cost.memory import PRECISION_OF_DTYPE
 from motet.train.recipe.errors import recipe_error
-from motet.train.recipe.toml_text import RecipeText, read_recipe
+from motet.train.recipe.reading import RecipeText, read_recipe
 
 if TYPE_CHECKING:
     from motet.train.recipe.recipe import Recipe
@@ -113,8 +112,7 @@ def _of_training(path: Path, overrides: Sequence[str]) -> JobRecipe:
 
     recipe = load_recipe(path, overrides, trains=False)
     model = spec_of_config(recipe.modules, recipe.vocabulary().vocabulary_size, path.stem)
-    precision = PRECISION_OF_DTYPE[recipe.fsdp.param_dtype or recipe.run.dtype]
-    return JobRecipe(model, recipe.run.batch_size, precision, recipe.cluster, None, recipe, recipe.parallel)
+    return JobRecipe(model, recipe.run.batch_size, recipe.plan_precision, recipe.cluster, None, recipe, recipe.parallel)
 
 
 def _of_planning(path: Path, read: RecipeText) -> JobRecipe:

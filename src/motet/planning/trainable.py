@@ -12,7 +12,6 @@ from motet.core.cluster import Cluster
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.cost.catalogue import DEVICES
-from motet.cost.memory import PRECISION_OF_DTYPE
 from motet.schedule import parse_action, pieces_of, planned
 from motet.schedule.plan_units import pipelined_units, units_in_bubbles
 
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 
 def obstacle(plan: Plan, recipe: Recipe) -> str:
     """What a Plan has that training cannot run yet, in a few words that name the field; "" if training can run it."""
-    precision = PRECISION_OF_DTYPE[recipe.fsdp.param_dtype or recipe.run.dtype]
-    return untrained(plan) or ("another precision than the recipe" if plan.precision != precision else "")
+    return untrained(plan) or ("another precision than the recipe" if plan.precision != recipe.plan_precision else "")
 
 
 def untrained(plan: Plan) -> str:
@@ -85,7 +83,7 @@ def trainable_in(file: Path, overrides: Sequence[str], *, is_asked: bool = False
 
     is_asked: whether plans that train are asked for: then a recipe of shapes without run.dir or run.steps is refused.
     """
-    from motet.train.recipe.toml_text import read_recipe
+    from motet.train.recipe.reading import read_recipe
 
     tables = read_recipe(file, overrides).tables
     if "data" not in tables and (

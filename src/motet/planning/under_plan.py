@@ -12,7 +12,6 @@ from pathlib import Path
 
 from motet.core.errors import UserError
 from motet.core.plan import Plan
-from motet.cost.memory import PRECISION_OF_DTYPE
 from motet.cost.source import cost_model
 from motet.planner.job import Job
 from motet.planner.module_pins import unmet_pin
@@ -46,10 +45,9 @@ def agreed(recipe: Recipe, recipe_file: Path, chosen: ChosenPlan) -> tuple[Recip
     recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"plan": plan_file})})
     if key := next(_decided_twice(recipe, plan), None):
         raise UserError(f"{recipe_file} sets {key}, which the plan {plan_file} decides; remove it.")
-    precision = PRECISION_OF_DTYPE[recipe.fsdp.param_dtype or recipe.run.dtype]
     for what, theirs, ours in (
         ("run.batch_size", plan.batch_size, recipe.run.batch_size),
-        ("precision", plan.precision, precision),
+        ("precision", plan.precision, recipe.plan_precision),
     ):
         if theirs != ours:
             raise UserError(

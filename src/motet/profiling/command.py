@@ -1,14 +1,15 @@
 """`motet profile`: measures a recipe's layers, messages and optimizer on the device at hand.
 
-It trains nothing, and of the recipe's data it reads the tokenizer and lengths only: contents are random. It prints how
-far predictions from the profile are from batches that were held out.
+It trains nothing. Of the recipe's data it reads the tokenizer, lengths, and a few files that it times decoding of:
+contents of what it computes are random. It prints how far predictions from the profile are from batches that were held
+out.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,10 +23,11 @@ from torch.distributed.tensor import DTensor, Shard
 from motet.core.errors import UserError
 from motet.core.files import check_output
 from motet.core.spec import ModelSpec
-from motet.cost.profile import PROFILE_FILE, MessageTimes, ModuleTimes, OptimizerTimes, Profile
+from motet.cost.profile import PROFILE_FILE, DecodingTimes, MessageTimes, ModuleTimes, OptimizerTimes, Profile
 from motet.models.build import ModelConfig, build_mllm
 from motet.models.mllm import MLLM
 from motet.models.spec import spec_of_config
+from motet.profiling.decoding import measure_decoding
 from motet.profiling.job_lengths import AskedLengths, asked_lengths
 from motet.profiling.measure import MeasuredSubject, Stopwatch, measure
 from motet.profiling.ranks import measure_messages, measure_shared
@@ -33,7 +35,10 @@ from motet.profiling.subjects import one_layer_deep, subjects
 from motet.profiling.table import print_tables
 from motet.runtime.clip import clip_factor, scale_gradients, square_sum
 from motet.runtime.fsdp import shard, wrap
+from motet.runtime.heap import keep_freed_memory
 from motet.runtime.mesh import SHARD, build_mesh
+from motet.train.input.service import open_decoder
+from motet.train.job import open_dataset
 from motet.train.optimizer import OptimizerConfig, build_optimizer
 from motet.train.recipe.recipe import Recipe
 from motet.train.world import World, join_world
@@ -44,8 +49,6 @@ _SHARES = (1.0, 0.5, 0.25, 0.125)
 """Shares of each parameter that the optimizer is timed on."""
 _MAX_PARAMETERS = 2**28
 """Any device that trains has room for the weights, gradients and optimizer state of so many parameters."""
-_CACHED_BYTES = 2**26
-"""More than the caches of a core or a device hold."""
 
 
 def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: float = 60.0) -> Profile:
@@ -71,7 +74,8 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
         # Without recomputation: a Plan decides that.
         prepare = shard if recipe.fsdp.shard_size == 1 else wrap
         prepare(sharded, mesh, recipe.fsdp.model_copy(update={"recompute": False}))
-        messages_watch, watch = Stopwatch(world.device), Stopwatch(world.device, waits=False)
+        messages_watch, watch = Stopwatch(world.device), Stopwatch(world.device, waits=False, evicts=True)
+        keep_freed_memory(world.device)  # As training does.
         with _progress(world) as show:
             measured = measure(to_measure, watch, world, seconds, show)
         messages = measure_messages(world, messages_watch) if world.num_ranks > 1 else []
@@ -86,6 +90,7 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
             modules=modules,
             messages=messages,
             optimizer=_optimizer_times(recipe, vocab_size, watch, world, mesh.shards),
+            decoding=_decoding(recipe, model, world),
             left_out=[*unread, *left_out],
         )
         with world.together():
@@ -103,6 +108,26 @@ def _asked(recipe: Recipe, model: MLLM, num_ranks: int) -> tuple[dict[str, Asked
     except UserError as error:
         told = str(error).rstrip(".")
         return {}, [f"the job's own lengths ({told}), so that all lengths were measured which the recipe allows"]
+
+
+def _decoding(recipe: Recipe, model: MLLM, world: World) -> list[DecodingTimes]:
+    """Seconds of decoding, on the first rank; none where the recipe has no files, or they cannot be read.
+
+    By a worker of this machine or, if the recipe says so, by an actor of Ray. A collective.
+    """
+    if recipe.is_drawn or recipe.data.is_split:
+        return []
+    dataset = None
+    with suppress(UserError):
+        dataset = open_dataset(recipe, recipe.data.train, recipe.vocabulary(), model, lambda sentence: None)
+    if None in world.gather(None if dataset is None else dataset.num_examples):
+        return []
+    assert dataset is not None
+    with ExitStack() as cleanup:
+        config = recipe.data.model_copy(update={"num_workers": 1})
+        decoder = open_decoder(config, dataset.transforms, world, lambda sentence: None, cleanup)
+        with world.together():
+            return measure_decoding(dataset, decoder) if world.is_first else []
 
 
 def dtype_name(recipe: Recipe) -> str:
@@ -141,7 +166,6 @@ def _optimizer_times(
     shapes = _trainable_shapes(recipe.modules, vocab_size)
     if sum(map(math.prod, shapes)) > _MAX_PARAMETERS:
         shapes = _trainable_shapes(one_layer_deep(recipe.modules), vocab_size)
-    cache_filler = torch.zeros(_CACHED_BYTES // 4, device=world.device)
     numbers, seconds = [], []
     for share in _SHARES if shapes else ():
         slices = [(max(round(share * rows), 1), *rest) for rows, *rest in shapes]
@@ -153,11 +177,7 @@ def _optimizer_times(
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         step = _optimizer_step(parameters, recipe.optimizer, world)
-        samples = []
-        for _ in range(_OPTIMIZER_REPEATS + 1):
-            # A step follows a backward pass, which has filled the caches with other data.
-            cache_filler.add_(1)
-            samples.append(watch(step)[0])
+        samples = [watch(step, ())[0] for _ in range(_OPTIMIZER_REPEATS + 1)]
         # The first step makes the optimizer's state.
         seconds.append(float(np.median(world.gather(float(np.median(samples[1:]))))))
     return OptimizerTimes(num_parameters=tuple(numbers), seconds=tuple(seconds)) if shapes else None

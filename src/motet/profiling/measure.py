@@ -40,6 +40,8 @@ _PASSES_A_ROUND = 20
 """Time of a round of a module, in passes of its largest batch: the whole and each layer, on some 20 batches."""
 _SETTLED = 0.02
 """A median has settled if its standard error is below this share of it."""
+_CACHED_BYTES = 2**26
+"""More than the caches of a core or a device hold."""
 _LEAST_S = 0.02
 """A batch that is quicker is never too large: in it the cost of a row would be small beside that of a call."""
 FORWARD, INPUT, BOTH = range(3)
@@ -51,13 +53,21 @@ WEIGHTS = BOTH
 class Stopwatch:
     """Seconds of work on a device: by its events on CUDA; else by the clock if the work waits for messages, or by the
     processor time of this thread, which other programs on the core do not lengthen.
+
+    evicts: caches are filled with other data before work that says so.
     """
 
-    def __init__(self, device: torch.device, *, waits: bool = True) -> None:
+    def __init__(self, device: torch.device, *, waits: bool = True, evicts: bool = False) -> None:
         self._on_device = device.type == "cuda"
         self._clock = time.perf_counter if waits else time.thread_time
+        self._other_data = torch.zeros(_CACHED_BYTES // 4, device=device) if evicts else None
 
-    def __call__(self, work: Callable[[], _Result]) -> tuple[float, _Result]:
+    def __call__(self, work: Callable[[], _Result], near: Sequence[Tensor] | None = None) -> tuple[float, _Result]:
+        """near: what alone the work finds in the caches; None: whatever is there."""
+        if self._other_data is not None and near is not None:
+            self._other_data.add_(1)
+            for tensor in near:
+                tensor.detach().sum()
         if not self._on_device:
             start_s = self._clock()
             result = work()
@@ -82,7 +92,8 @@ def time_passes(
     gradient = torch.ones_like(output)
 
     def backward(of: Sequence[Tensor], keep: bool) -> float:
-        return watch(lambda: torch.autograd.grad(output, of, gradient, retain_graph=keep, allow_unused=True))[0]
+        work = partial(torch.autograd.grad, output, of, gradient, retain_graph=keep, allow_unused=True)
+        return watch(work, [gradient])[0]
 
     input_s = backward(inputs, True) if inputs else 0.0
     return np.array([forward_s, input_s, backward(both, False)])
@@ -121,7 +132,7 @@ def measure_once(subject: Subject, batch: Batch, watch: Stopwatch) -> Float64Arr
                 alone = _alone(subject, layer.targets_only, module, args, kwargs, watch)
                 if module in blocks:
                     call = partial(blocks[module], args[0].detach(), *args[1:], **kwargs)
-                    alone[[FORWARD, BOTH]] = _time_trained(subject.sharded, call, watch)[[FORWARD, BOTH]]
+                    alone[[FORWARD, BOTH]] = _time_trained(subject.sharded, call, watch, None)[[FORWARD, BOTH]]
                 seconds[number] += alone
     return seconds
 
@@ -154,15 +165,37 @@ def hooks_once(subject: Subject, batch: Batch, watch: Stopwatch) -> Float64Array
     return added[1:]
 
 
-def _time_trained(root: nn.Module, call: Callable[[], Tensor], watch: Stopwatch) -> Float64Array:
+def entry_once(subject: Subject, batch: Batch, watch: Stopwatch) -> float:
+    """What a forward pass through the blocks alone takes beside its layers; 0 of a module that cannot be cut.
+
+    The pass begins behind other data, and each layer behind the one before it.
+    """
+    if subject.through is None:
+        return 0.0
+    call = subject.through(batch)
+    with torch.enable_grad():
+        seconds, _ = watch(call, ())
+    with kept_calls([module for layer in subject.layers for module in layer.modules]) as calls, torch.no_grad():
+        call()
+    for module, of_module in calls.items():
+        for args, kwargs in of_module:
+            alone = partial(module, args[0].detach().requires_grad_(), *args[1:], **kwargs)
+            with torch.enable_grad():
+                seconds -= watch(alone)[0]
+    return seconds
+
+
+def _time_trained(
+    root: nn.Module, call: Callable[[], Tensor], watch: Stopwatch, near: Sequence[Tensor] | None = ()
+) -> Float64Array:
     """Seconds [3] of a call to a module of `root`, or to itself, whose parameters get their gradients as in training.
 
     FSDP reduces then. Without FSDP gradients are added to those of an earlier pass, so they stay from call to call.
     """
     with torch.enable_grad():
-        forward_s, output = watch(call)
+        forward_s, output = watch(call, near)
     gradient = torch.ones_like(output)
-    backward_s, _ = watch(lambda: output.backward(gradient))
+    backward_s, _ = watch(lambda: output.backward(gradient), [gradient])
     if isinstance(root, FSDPModule):
         for parameter in root.parameters():
             parameter.grad = None
@@ -191,7 +224,7 @@ class MeasuredSubject:
 
     grid: the batches to interpolate between. held_out: those that predictions are compared with.
     samples: per batch, what `measure_once` returned in each round.
-    hooks:   what `hooks_once` returned in each round.
+    hooks, entries: what `hooks_once` and `entry_once` returned in each round.
     """
 
     subject: Subject
@@ -199,6 +232,7 @@ class MeasuredSubject:
     held_out: list[Batch]
     samples: list[list[Float64Array]] = field(default_factory=list)
     hooks: list[Float64Array] = field(default_factory=list)
+    entries: list[float] = field(default_factory=list)
 
     @property
     def batches(self) -> list[Batch]:
@@ -225,7 +259,15 @@ class MeasuredSubject:
                     )
                 )
         squares = {"grid_squares": self._squares(self.grid), "held_out_squares": self._squares(self.held_out)}
-        return ModuleTimes(name=self.subject.name, grid=self.grid, held_out=self.held_out, layers=layers, **squares)
+        entry_s = max(float(np.median(world.gather(float(np.median(self.entries or [0.0]))))), 0.0)
+        return ModuleTimes(
+            name=self.subject.name,
+            grid=self.grid,
+            held_out=self.held_out,
+            layers=layers,
+            entry_s=entry_s,
+            **squares,
+        )
 
     def _squares(self, batches: Sequence[Batch]) -> list[float]:
         """The sum of squared lengths of each batch's segments; none of a module without segments."""
@@ -303,7 +345,9 @@ def measure(
                     each.samples[index].append(measure_once(each.subject, each.batches[index], watch))
                     show(min((time.perf_counter() - start_s) / seconds, 1.0))
         for each in measured:
-            each.hooks.append(hooks_once(each.subject, min(each.batches, key=lambda batch: items(batch).sum()), watch))
+            by_rows = sorted(each.batches, key=lambda batch: items(batch).sum())
+            each.hooks.append(hooks_once(each.subject, by_rows[0], watch))
+            each.entries.append(entry_once(each.subject, by_rows[len(by_rows) // 2], watch))
         num_rounds += 1
         spent_s = time.perf_counter() - start_s
         is_over = spent_s * (num_rounds + 1) / num_rounds > seconds or all(each.is_settled() for each in measured)

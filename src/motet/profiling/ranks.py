@@ -203,6 +203,9 @@ def _obstacle(block: Block, kv_width: int, width: int, num_ranks: int) -> str:
     if unknown := sorted(names - _COLUMNS - _ROWS):
         return f"its layers have {', '.join(unknown)}, of which it is not known how to share them"
     head_dim = block.inner.self_attn.head_dim
+    for name, child in block.inner.self_attn.named_children():
+        if not isinstance(child, nn.Linear) and getattr(child, "weight", torch.empty(0)).numel() > head_dim:
+            return f"its {name} is of all heads together, and ranks have some of them"
     for what, count in (("heads", width // head_dim), ("key-value heads", kv_width // head_dim)):
         if count % num_ranks:
             return f"its layers have {count} {what}, which is no multiple"

@@ -60,6 +60,8 @@ class Subject:
     sharded: the same module again, under FSDP as the recipe has it, on this rank alone: with all of FSDP's hooks and
              copies, and without messages.
     prepare: makes a call of either module on a batch, with random contents.
+    through: makes a call of the blocks of `module` alone on a batch, as a stage that begins inside it does; None of a
+             module that a pipeline cannot cut.
     head:    computes the layer that sees targets only, from hidden states [rows, dim] to the loss.
     """
 
@@ -73,6 +75,7 @@ class Subject:
     head: Callable[[Tensor], Tensor] | None = None
     job_rows: int = 0
     segments: Callable[[Batch], ItemSegments | None] = lambda batch: None
+    through: Callable[[Batch], Callable[[], Tensor]] | None = None
 
 
 def one_layer_deep(config: ModelConfig) -> ModelConfig:
@@ -189,18 +192,29 @@ def _encoder(recipe: Recipe, name: str, module: ModalityModule, sharded: nn.Modu
     sizes = _sizes(recipe, name, module)
     row_dim = recipe.transform(name).row_dim
 
-    def prepare(batch: Batch, called: nn.Module) -> Callable[[], Tensor]:
+    def drawn(batch: Batch) -> tuple[Tensor, Tensor]:
         chosen = np.stack([sizes[length] for length in items(batch).tolist()])
-        values = torch.randn(int(chosen.prod(axis=1).sum()), row_dim, device=device)
-        on_host = torch.from_numpy(chosen)
+        return torch.randn(int(chosen.prod(axis=1).sum()), row_dim, device=device), torch.from_numpy(chosen)
+
+    def prepare(batch: Batch, called: nn.Module) -> Callable[[], Tensor]:
+        values, on_host = drawn(batch)
         return lambda: called(values, on_host)
+
+    def through(batch: Batch) -> Callable[[], Tensor]:
+        values, on_host = drawn(batch)
+        with torch.no_grad():
+            hidden = module.enter(values, on_host).requires_grad_()
+        return lambda: module.through(hidden, on_host, 0, 1)
 
     def segments(batch: Batch) -> ItemSegments | None:
         return module.cut(np.stack([sizes[length] for length in items(batch).tolist()])) if module.cut else None
 
     lengths = np.array(sorted(sizes), dtype=np.int64)
     spec, layers = module.spec_module(name), module.layers()
-    return Subject(name, module, spec, layers, lengths, sharded, prepare, segments=segments)
+    is_cut = not module.uncuttable and not module.projector.blocks
+    return Subject(
+        name, module, spec, layers, lengths, sharded, prepare, segments=segments, through=through if is_cut else None
+    )
 
 
 def _sizes(recipe: Recipe, name: str, module: ModalityModule) -> dict[int, Int64Array]:
@@ -248,7 +262,7 @@ def _backbone(recipe: Recipe, backbone: Backbone, sharded: nn.Module, device: to
     shortest = min(_SHORTEST, longest)
     lengths = np.unique(np.geomspace(shortest, longest, _NUM_CANDIDATES).astype(np.int64))
 
-    def prepare(batch: Batch, called: nn.Module) -> Callable[[], Tensor]:
+    def drawn(batch: Batch) -> tuple[Any, dict[str, Tensor]]:
         """Each sequence begins with a row of features, as from an encoder; all other tokens are targets."""
         each = items(batch)
         offsets = np.concatenate([[0], np.cumsum(each)])
@@ -263,9 +277,20 @@ def _backbone(recipe: Recipe, backbone: Backbone, sharded: nn.Module, device: to
         )
         dtype = next(backbone.parameters()).dtype
         rows = torch.randn(len(each), backbone.dim, dtype=dtype, device=device, requires_grad=True)
-        return lambda: called(sequences, {"feature": rows})[0]
+        return sequences, {"feature": rows}
+
+    def prepare(batch: Batch, called: nn.Module) -> Callable[[], Tensor]:
+        sequences, features = drawn(batch)
+        return lambda: called(sequences, features)[0]
+
+    def through(batch: Batch) -> Callable[[], Tensor]:
+        sequences, features = drawn(batch)
+        with torch.no_grad():
+            hidden = backbone.enter(sequences, features).detach().requires_grad_()
+        return lambda: backbone.through(hidden, sequences, 0, 1)
 
     def head(hidden: Tensor) -> Tensor:
         return backbone.loss(hidden, torch.zeros(len(hidden), dtype=torch.int64, device=device))
 
-    return Subject(BACKBONE, backbone, backbone.spec_module(), backbone.layers(), lengths, sharded, prepare, head)
+    spec, layers = backbone.spec_module(), backbone.layers()
+    return Subject(BACKBONE, backbone, spec, layers, lengths, sharded, prepare, head, through=through)

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from motet.core.arrays import Float64Array
 from motet.core.spec import ModelSpec
+from motet.cost.decoding import DecodingFit
 from motet.cost.fit import RelativeError, Surface, fit_curve, relative_error
 from motet.cost.phases import PS_PER_NS, phase_times
 from motet.cost.profile import LayerTimes, Points, Profile
@@ -36,7 +37,7 @@ def print_tables(profile: Profile, spec: ModelSpec, *, recomputed: Mapping[str, 
     # A file, which is read later, has lines as wide as the tables need.
     console = Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
-    for table in (_layers(profile), _phases(profile, spec, recomputed), _messages(profile)):
+    for table in (_layers(profile), _phases(profile, spec, recomputed), _messages(profile), _decoding(profile)):
         if table.row_count:
             console.print(table)
     for sentence in profile.left_out:
@@ -46,6 +47,23 @@ def print_tables(profile: Profile, spec: ModelSpec, *, recomputed: Mapping[str, 
             f"There was time for too few batches of {', '.join(few)} to interpolate between, so what is predicted from "
             "this profile is rough. Give more --seconds."
         )
+
+
+def _decoding(profile: Profile) -> Table:
+    """Files a second and core, and how far the fit is from what was measured."""
+    table = _table("Decoding on one core", ("encoder", "codec"), ("files", "pixels or samples", "ms a file", "fitted"))
+    for times in profile.decoding:
+        amounts, seconds = np.array(times.amounts), np.array(times.seconds)
+        error = relative_error(DecodingFit.of(times).seconds(amounts), seconds)
+        table.add_row(
+            times.phase,
+            times.codec,
+            str(len(amounts)),
+            f"{amounts.min():,.0f} to {amounts.max():,.0f}",
+            f"{seconds.min() * 1e3:.2f} to {seconds.max() * 1e3:.2f}",
+            _error(error),
+        )
+    return table
 
 
 @dataclass(frozen=True)

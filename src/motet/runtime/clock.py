@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -48,20 +47,16 @@ class ActionClock:
             self._origin.synchronize()
             self._origin_s = time.perf_counter() - self.zero_s
 
-    def span(self, action: Action, step: int, module: str) -> AbstractContextManager[None]:
-        """Record the block as one action of a Program; on a GPU, its work on the current stream.
+    def begin(self, action: Action) -> None:
+        """An action of a Program begins; on a GPU, its work on the current stream."""
+        self._start = self._mark()
+
+    def end(self, action: Action, step: int, module: str) -> None:
+        """The action that began has ended. One that raises does not: it is none.
 
         module: the module of the action's stage. Actions of the whole rank (NORM, STEP) get "" instead, as in a
         simulated Timeline.
         """
-        return _Recording(self, action, step, module)
-
-    def begin(self) -> None:
-        """The action that is recorded begins."""
-        self._start = self._mark()
-
-    def end(self, action: Action, step: int, module: str) -> None:
-        """The action that is recorded has ended."""
         self._pending.append(_Recorded(action, step, module, self._start, self._mark()))
 
     def meet(self, *, restarts: bool = False) -> None:
@@ -106,22 +101,6 @@ class ActionClock:
         if not self._on_device:
             return mark - self.zero_s
         return self._origin_s + self._origin.elapsed_time(mark) / 1e3
-
-
-class _Recording:
-    """A block that is an action; one that raises is none. As a generator it would take three times as long."""
-
-    __slots__ = ("_clock", "_what")
-
-    def __init__(self, clock: ActionClock, *what: Any) -> None:
-        self._clock, self._what = clock, what
-
-    def __enter__(self) -> None:
-        self._clock.begin()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._clock.end(*self._what)
 
 
 @lru_cache(maxsize=1 << 16)

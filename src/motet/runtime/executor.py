@@ -89,9 +89,8 @@ class Executor:
         in_parts: Collection[Kind] = (),
     ) -> None:
         left_out = frozenset(leave_out)
-        self._actions = [(index, action) for index, action in enumerate(program.row) if action.kind not in left_out]
-        self._modules, self._handlers, self._clock = program.modules, handlers, clock
-        for _, action in self._actions:
+        self._clock, actions = clock, [each for each in enumerate(program.row) if each[1].kind not in left_out]
+        for _, action in actions:
             if action.kind not in handlers:
                 known = ", ".join(handlers)
                 raise ArgumentError(
@@ -99,15 +98,17 @@ class Executor:
                 )
             if action.part >= 0 and action.kind not in in_parts:
                 raise ArgumentError(f"{action} cannot be executed: it is a part, and {action.kind} is executed whole.")
+        self._bound = [(index, a, program.modules[a.stage], handlers[a.kind]) for index, a in actions]
 
     def run(self, step: int, before: Hook | None = None) -> None:
         """Execute every action. step: number of the step in the Timeline. before: called before each action."""
-        for index, action in self._actions:
+        for index, action, module, handler in self._bound:
             if before is not None:
                 before(index, action)
             try:
-                with self._clock.span(action, step, self._modules[action.stage]):
-                    self._handlers[action.kind](action)
+                self._clock.begin(action)
+                handler(action)
+                self._clock.end(action, step, module)
             except Exception as error:
                 note_origin(error, action=f"{action} of step {step + 1}")
                 raise

@@ -160,10 +160,11 @@ class _RunningPlan:
         assignment = assignment_of(batches)
         self.lengths = assignment.batch
         self.num_targets = int(self.lengths.num_targets.sum())
+        self.loss_gradient = 1 / max(self.num_targets, 1)
         self.totals = torch.zeros(7, dtype=torch.float64, device=mesh.device)
         self.stages = {
             number: SectionedStage(
-                [Section(span, model, self.totals) for span in step.spans[number]],
+                [Section(span, model, self.totals, self.loss_gradient) for span in step.spans[number]],
                 trains and stage.has_backward,
                 mesh.device,
             )
@@ -233,7 +234,7 @@ class _RunningPlan:
         if runs and runs[-1].section.takes_loss:
             loss = runs[-1].output
             assert loss is not None, "what takes the loss is not recomputed"
-            gradients[BACKBONE] = torch.full_like(loss, 1 / max(self.num_targets, 1))
+            gradients[BACKBONE] = torch.full_like(loss, self.loss_gradient)
         if runs and (output := runs[-1].output) is not None and runs[-1].section.span.module not in gradients:
             # A copy of a replicated encoder whose stage takes nothing in: its pass runs as predicted, and adds nothing.
             gradients[runs[-1].section.span.module] = torch.zeros_like(output)

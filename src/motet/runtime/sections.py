@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,12 +42,29 @@ class CuttableEncoder(Protocol):
     def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor: ...
 
 
-class CuttableBackbone(Protocol):
-    """The LLM in parts. `leave` returns the sum of the loss, and the number of targets."""
+class LossOfLayers(Protocol):
+    """A loss of layers, to which backward gets by itself. value: the sum over the layers that ran."""
 
+    @property
+    def value(self) -> Tensor | float: ...
+
+
+class CuttableBackbone(Protocol):
+    """The LLM in parts. `leave` returns the sum of the loss, and the number of targets.
+
+    router_loss: that of routers in a pass whose loss has this gradient; None if there is none.
+    """
+
+    def router_loss(self, sequences: PackedSequences, gradient: float | None = None) -> LossOfLayers | None: ...
     def enter(self, sequences: PackedSequences, features: dict[str, Tensor]) -> Tensor: ...
     def through(
-        self, hidden: Tensor, sequences: PackedSequences, first: int, stop: int, features: dict[str, Tensor]
+        self,
+        hidden: Tensor,
+        sequences: PackedSequences,
+        first: int,
+        stop: int,
+        features: dict[str, Tensor],
+        router_loss: Any = None,
     ) -> Tensor: ...
     def leave(self, hidden: Tensor, sequences: PackedSequences) -> tuple[Tensor, int]: ...
 
@@ -144,10 +161,13 @@ def _span(
 
 
 class Section:
-    """A span of blocks with its module. totals: float64 [>= 3], to which the loss and the targets are added."""
+    """A span of blocks with its module. totals: float64 [>= 3], to which the loss and the targets are added.
 
-    def __init__(self, span: BlockSpan, model: Model, totals: Tensor) -> None:
-        self.span, self._totals = span, totals
+    loss_gradient: that of the sum of the loss.
+    """
+
+    def __init__(self, span: BlockSpan, model: Model, totals: Tensor, loss_gradient: float = 1.0) -> None:
+        self.span, self.taken, self._totals, self._loss_gradient = span, span.taken, totals, loss_gradient
         self._is_backbone = span.module == BACKBONE
         self._module = model.backbone if self._is_backbone else model.encoders[span.module]
 
@@ -162,10 +182,12 @@ class Section:
             return bool(batch.sequences.offsets.numpy()[-1])
         return len(batch.media[self.span.module][1]) > 0
 
-    def run(self, batch: RankBatch, taken: dict[str, Tensor]) -> Tensor:
-        """The output; of the last section of the backbone the sum of the loss."""
+    def run(self, batch: RankBatch, taken: dict[str, Tensor], *, is_again: bool = False) -> Tensor:
+        """The output; of the last section of the backbone the sum of the loss. is_again: it adds to no totals."""
         with drawing(self.span.module, batch.draws):
-            return self._run_backbone(batch, taken) if self._is_backbone else self._run_encoder(batch, taken)
+            if not self._is_backbone:
+                return self._run_encoder(batch, taken)
+            return self._run_backbone(batch, taken, is_again)
 
     def _run_encoder(self, batch: RankBatch, taken: dict[str, Tensor]) -> Tensor:
         module: CuttableEncoder = self._module  # type: ignore[assignment]
@@ -178,13 +200,16 @@ class Section:
                 hidden = module.through(hidden, sizes, span.first, span.stop)
         return module.leave(hidden, sizes) if span.leaves else hidden
 
-    def _run_backbone(self, batch: RankBatch, taken: dict[str, Tensor]) -> Tensor:
+    def _run_backbone(self, batch: RankBatch, taken: dict[str, Tensor], is_again: bool) -> Tensor:
         module: CuttableBackbone = self._module  # type: ignore[assignment]
         span, sequences = self.span, batch.sequences
         hidden = module.enter(sequences, taken) if span.enters else taken[span.module]
         if span.first < span.stop:
             features = {name: rows for name, rows in taken.items() if name != span.module}
-            hidden = module.through(hidden, sequences, span.first, span.stop, features)
+            router_loss = module.router_loss(sequences, self._loss_gradient)
+            hidden = module.through(hidden, sequences, span.first, span.stop, features, router_loss)
+            if router_loss is not None and not is_again:
+                self._totals[1] += router_loss.value
         if not span.leaves:
             return hidden
         loss_sum, num_targets = module.leave(hidden, sequences)
@@ -238,12 +263,13 @@ class SectionedStage:
         for section in self._sections:
             if part not in (-1, section.span.part):
                 continue
-            span = section.span
-            taken = {name: held[name] for name in span.taken if name in held}
-            held = {name: tensor for name, tensor in held.items() if name not in taken or name in span.kept}
+            span, taken = section.span, {}
+            for name in section.taken:
+                if name in held:
+                    taken[name] = _leaf(held[name] if name in span.kept else held.pop(name))
             if not section.has_input(batch):
                 continue
-            run = SectionRun(section, {name: _leaf(tensor) for name, tensor in taken.items()}, None)
+            run = SectionRun(section, taken, None)
             keeps_graph = self._has_backward and not span.is_recomputed
             if self._has_backward and span.is_recomputed:
                 run.random = self._random_states()
@@ -267,7 +293,7 @@ class SectionedStage:
                     torch.set_rng_state(run.random[0])
                     if devices:
                         torch.cuda.set_rng_state(run.random[1], self._device)
-                    run.output = run.section.run(batch, run.taken)
+                    run.output = run.section.run(batch, run.taken, is_again=True)
 
     def backward(
         self,

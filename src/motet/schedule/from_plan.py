@@ -257,8 +257,7 @@ def _communicating(layout: Layout, program: Program, stages: list[PlannedStage])
     zero = {number: stage.zero for number, stage in enumerate(stages) if len(stage.data_ranks) > 1}
     device, trainable = layout.plan.cluster.device, [number for number, stage in enumerate(stages) if stage.trainable]
     at_ends = bool(layout.in_bubbles) and not device.overlaps
-    by_step = layout.plan.filling == "by_step"
-    program = add_data_parallel(program, zero, trainable, at_ends=at_ends, gathers_first=by_step)
+    program = add_data_parallel(program, zero, trainable, at_ends=at_ends, gathers_first=bool(layout.in_bubbles))
     if at_ends and dry_run(program, blocking=True).cycle:
         raise UserError(
             f"encoders in bubbles and the backbone wait for each other on device {device.name!r}, whose communication "

@@ -232,6 +232,13 @@ class Program:
             return replace(self, actions=AlikeRows(tuple(change(rows.first)), rows.num_ranks, rows.num_stages))
         return replace(self, actions=tuple(tuple(change(row)) for row in rows))
 
+    def with_row(self, rank: int, change: Callable[[Row], Iterable[Action]]) -> Program:
+        """The Program with one of `distinct_rows` changed: for `AlikeRows` the first, for all ranks."""
+        rows = self.actions
+        if isinstance(rows, AlikeRows):
+            return self.with_rows(change)
+        return replace(self, actions=(*rows[:rank], tuple(change(rows[rank])), *rows[rank + 1 :]))
+
     @property
     def distinct_rows(self) -> Sequence[Row]:
         """The rows that `with_rows` changes: all, or the first one of `AlikeRows`."""

@@ -172,7 +172,11 @@ class Evaluator:
         return torch.tensor([float(loss_sum), num_targets], dtype=torch.float64, device=self._mesh.device)
 
     def _answer(self, model: MLLM, loaded: Sequence[tuple[int, list[Media]]]) -> list[Answer]:
-        """Answers to the examples whose sequences this rank runs. A collective."""
+        """Answers to the examples whose sequences this rank runs; documents have none. A collective."""
+        with self._world.together():
+            loaded = [(example, items) for example, items in loaded if self._dataset.has_answer(example)]
+        if not any(self._world.gather(bool(loaded))):
+            return []
         with self._world.together():
             prompts = [prompt_of(self._dataset, example) for example, _ in loaded]
         # Media of the turns after the prompt are left out.

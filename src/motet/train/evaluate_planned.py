@@ -113,7 +113,9 @@ class PlannedEvaluator:
         return batches, ids_kept
 
     def _answers(self, model: MLLM, examples: Int64Array) -> list[Answer]:
-        """Greedy answers to some examples, the same on all ranks. A collective."""
+        """Greedy answers to some examples, the same on all ranks; documents have none. A collective."""
+        with self._world.together():
+            examples = examples[[self._dataset.has_answer(example) for example in examples.tolist()]]
         if not len(examples):
             return []
         with self._world.together():
@@ -169,8 +171,17 @@ class _Predicting:
         """As `Backbone.enter`."""
         return self._backbone.enter(sequences, features)
 
+    def router_loss(self, sequences: PackedSequences, gradient: float | None = None) -> None:
+        """None, as no loss is taken."""
+
     def through(
-        self, hidden: Tensor, sequences: PackedSequences, first: int, stop: int, features: dict[str, Tensor]
+        self,
+        hidden: Tensor,
+        sequences: PackedSequences,
+        first: int,
+        stop: int,
+        features: dict[str, Tensor],
+        router_loss: None = None,
     ) -> Tensor:
         """As `Backbone.through`."""
         return self._backbone.through(hidden, sequences, first, stop, features)

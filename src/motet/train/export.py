@@ -12,13 +12,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from motet.models.build import build_mllm
-from motet.models.export import export_hf
+from motet.models.export import AdapterForm, export_hf
 from motet.models.fused import stored_names, with_whole
+from motet.models.lora_saved import check_peft
 from motet.models.mllm import MLLM
+from motet.models.whole.export import export_whole
 from motet.train.world import World
 
 if TYPE_CHECKING:
     from motet.train.recipe.recipe import Recipe
+    from motet.train.recipe.whole import WholeRecipe
 
 
 class ExportConfig(BaseModel):
@@ -28,6 +31,11 @@ class ExportConfig(BaseModel):
 
     at_end: bool = Field(
         False, description="write every module to export/ in the run's folder, as transformers reads it"
+    )
+    adapter: AdapterForm = Field(
+        "saved",
+        description='LoRA adapters: "saved" in adapters/ as peft reads them, the weights beside them only if model has '
+        'no path for them; or "merged" into the weights',
     )
 
 
@@ -39,7 +47,34 @@ def export(model: MLLM, recipe: Recipe, folder: Path, world: World, *, in_parts:
     state = _gathered(model, world)
     with world.together():
         if world.is_first:
-            export_hf(_layout(recipe) if in_parts else model, folder, state, recipe.data.tokenizer)
+            _write(_layout(recipe) if in_parts else model, recipe, folder, state)
+
+
+def _write(model: MLLM, recipe: Recipe, folder: Path, state: dict[str, Tensor]) -> None:
+    from motet.train.recipe.whole import WholeRecipe  # A recipe has an `ExportConfig`.
+
+    if not isinstance(recipe, WholeRecipe):
+        bases, adapter = recipe.modules.paths, recipe.export.adapter
+        export_hf(model, folder, state, recipe.data.tokenizer, adapter=adapter, bases=bases)
+        return
+    export_whole(recipe.directory, model, folder, state, _card(recipe))
+
+
+def _card(recipe: WholeRecipe) -> str:
+    """What was trained, for the model card."""
+    run, train = recipe.run, recipe.model.train
+    frozen = [name for name in recipe.directory.trainable if not train.get(name, True)]
+    return (
+        f"{run.steps:,} steps of {run.batch_size:,} examples, with a learning rate of {recipe.optimizer.lr:g} at its "
+        f"peak. {'All parts learned' if not frozen else 'All parts learned but ' + ' and '.join(frozen)}"
+        f"{', and of them not ' + ', '.join(recipe.model.freeze) if recipe.model.freeze else ''}."
+    )
+
+
+def check_export(recipe: Recipe) -> None:
+    """Raise UserError if the export at the end of a run would fail for want of a package."""
+    if recipe.export.at_end and recipe.modules.lora and recipe.export.adapter == "saved":
+        check_peft('export.adapter = "saved"')
 
 
 def _gathered(model: MLLM, world: World) -> dict[str, Tensor]:

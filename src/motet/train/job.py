@@ -6,7 +6,8 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -24,12 +25,14 @@ from motet.data.splits import OwnSplits
 from motet.data.text import ChatTokenizer
 from motet.dispatch import Carrier, ItemExchange, Orchestrator
 from motet.models.build import build_mllm
+from motet.models.lora import where_of
 from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
 from motet.runtime.clock import ActionClock
 from motet.runtime.fsdp import shard
 from motet.runtime.groups import new_group
+from motet.runtime.heap import keep_freed_memory
 from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.place import Place
 from motet.runtime.planned_step import PlannedStep
@@ -44,22 +47,32 @@ from motet.train.balancing import (
     compute_dtype,
     read_measured,
 )
-from motet.train.checkpoint.choice import Say, Start, choose_checkpoint, remove_all
-from motet.train.checkpoint.contents import Progress
-from motet.train.checkpoint.restoring import load
+from motet.train.checkpoint.choice import Say, Start, choose_checkpoint, remove_all, verified_start
+from motet.train.checkpoint.contents import Progress, digest_of, is_checkpoint, name_of
+from motet.train.checkpoint.restoring import load, load_weights
 from motet.train.checkpoint.saving import Checkpointer
 from motet.train.evaluate import Evaluator
 from motet.train.evaluate_planned import PlannedEvaluator
+from motet.train.export import check_export
 from motet.train.input.loading import ExchangeLoading, IndexLoading, Loading
 from motet.train.input.ordering import build_order
 from motet.train.input.own_splits import check_same_splits, joined_splits, own_splits, say_left_out
 from motet.train.input.planned import PlannedLoading, StageNeeds, StepDecider
 from motet.train.input.rows import check_rows
-from motet.train.optimizer import build_optimizer, check_groups
+from motet.train.input.service import open_decoder
+from motet.train.optimizer import build_optimizer, check_groups, check_learns
 from motet.train.planned_job import ChosenPlan, PartConfig, build_part, check_context, check_cuts, context_unused
 from motet.train.recipe.recipe import DrawnRecipe, Recipe
-from motet.train.recompute import Recomputation, RecomputeRanks, auto_recompute, memory_bytes
+from motet.train.recompute import (
+    Recomputation,
+    RecomputeRanks,
+    auto_recompute,
+    known_memory_bytes,
+    memory_bytes,
+    plan_alone,
+)
 from motet.train.report.metrics import peak_memory_bytes
+from motet.train.too_long import leave_out_too_long
 from motet.train.world import World
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -83,6 +96,7 @@ class TrainingJob:
     step: TrainStep | PlannedStep
     order: ExampleOrder
     dataset: Examples | OwnSplits
+    decoder: Decoder
     loading: Loading
     recomputation: Recomputation
     evaluator: Evaluator | PlannedEvaluator | None
@@ -106,12 +120,15 @@ def build_job(
     if recipe.context.exchange != "auto":
         raise UserError(context_unused(recipe.context.exchange))
     rank_bytes, before_bytes = _memory_bytes(recipe, world), peak_memory_bytes(world.device)
+    ranks = RecomputeRanks(world.num_ranks, world.ranks_per_node, world.device.type, rank_bytes)
     with world.together():
         _check_transport(recipe, world)
         dtype = _DTYPES[recipe.run.dtype]
         vocabulary = recipe.vocabulary()
         model = build_mllm(recipe.modules, vocabulary.vocabulary_size, dtype, recipe.run.seed, deferred=True)
         check_rows(recipe, model)
+        check_learns(model)
+        check_export(recipe)
         check_groups(model, recipe.optimizer)
         check_shared(recipe.balance, model)
         spec = model_spec(model)
@@ -123,8 +140,12 @@ def build_job(
         opened = {
             number: open_dataset(recipe, manifests, vocabulary, model, say) for number, manifests in splits.items()
         }
-        heldout = open_dataset(recipe, recipe.data.heldout, vocabulary, model, say) if recipe.data.heldout else None
-        decoder = cleanup.enter_context(Decoder(opened[min(opened)].transforms, recipe.data.num_workers))
+        heldout = _open_heldout(recipe, vocabulary, model, say)
+        if rank_bytes:
+            alone, most = plan_alone(recipe, spec, ranks), world.num_ranks if recipe.balance.cut_by else 1
+            for part in opened.values():
+                leave_out_too_long(part, alone, recipe.data.max_bad_fraction, say, cp=most)
+    decoder = open_decoder(recipe.data, opened[min(opened)].transforms, world, say, cleanup)
     check_same_profile(world, measured)
     dataset = joined_splits(opened, world, say) if recipe.data.is_split else opened[0]
     _check_same_examples(world, dataset, heldout)
@@ -132,7 +153,7 @@ def build_job(
         _check_bad_at_indexing(recipe, dataset)
         microbatches = recipe.microbatches_on(world.num_ranks)  # Refused before anything is sharded.
         order = build_order(recipe, dataset, say)
-        recomputation = _recomputation(recipe, world, (rank_bytes, before_bytes), spec, dataset, order, say)
+        recomputation = _recomputation(recipe, world, (ranks, before_bytes), spec, dataset, order, say)
         if recomputation.auto is not None:
             # Now it is known what is recomputed, and so what weighs how much.
             orchestrator = _orchestrator(recomputation.recipe, model, spec, measured, world)
@@ -141,6 +162,7 @@ def build_job(
         shard(model, mesh, recipe.fsdp)
         materialise(model, recipe.modules, recipe.run.seed, world.device)
         optimizer = build_optimizer(model, recipe.optimizer)
+    keep_freed_memory(world.device)
     world.barrier()  # The clocks of all ranks start at the same moment.
     step = TrainStep(
         model,
@@ -165,6 +187,7 @@ def build_job(
         step,
         order,
         dataset,
+        decoder,
         _loading(recipe, world, mesh, orchestrator, dataset, decoder, model),
         recomputation,
         evaluator,
@@ -194,22 +217,24 @@ def _orchestrator(
 def _start(recipe: Recipe, dataset: Examples | OwnSplits, order: ExampleOrder) -> Progress:
     """The Progress before the first step, with all that the order of examples depends on."""
     caps = order.caps if isinstance(order, GroupedOrder) else None
-    return Progress(0, 0, 0, recipe.data.seed, dataset.fingerprint, group=caps, mixture=recipe.data.weights)
+    beside = recipe.modules.beside_adapters(recipe.run.seed)
+    return Progress(
+        0, 0, 0, recipe.data.seed, dataset.fingerprint, group=caps, mixture=recipe.data.weights, beside=beside
+    )
 
 
 def _memory_bytes(recipe: Recipe, world: World) -> int:
-    """The memory of the rank that has least, where recomputation follows from it; else 0. A collective."""
-    if recipe.fsdp.recompute != "auto":
-        return 0
+    """The memory of the rank that has least; 0 where nobody says it, and nothing must know it. A collective."""
     with world.together():
-        own_bytes = memory_bytes(recipe, world.device)
-    return min(world.gather(own_bytes))
+        must_know = recipe.fsdp.recompute == "auto"
+        own_bytes = memory_bytes(recipe, world.device) if must_know else known_memory_bytes(recipe, world.device)
+    return min(world.gather(own_bytes or 0))
 
 
 def _recomputation(
     recipe: Recipe,
     world: World,
-    memory: tuple[int, int],
+    memory: tuple[RecomputeRanks, int],
     spec: ModelSpec,
     dataset: Examples | OwnSplits,
     order: ExampleOrder,
@@ -217,12 +242,11 @@ def _recomputation(
 ) -> Recomputation:
     """What the run recomputes, by the numbers of the recipe or by "auto".
 
-    memory: bytes that every rank has, and this rank's peak before the model was built.
+    memory: the ranks, and this rank's peak before the model was built.
     """
     if recipe.fsdp.recompute != "auto":
         return Recomputation(recipe, spec)
-    rank_bytes, before_bytes = memory
-    ranks = RecomputeRanks(world.num_ranks, world.ranks_per_node, world.device.type, rank_bytes)
+    ranks, before_bytes = memory
     assert not isinstance(dataset, OwnSplits), "a recipe that reads splits states numbers"
     chosen = auto_recompute(recipe, spec, ranks, order, lambda ids: dataset.batch_lengths(ids, 1))
     say(str(chosen))
@@ -244,13 +268,16 @@ def _build_planned_job(
         check_cuts(model, plan)
         check_context(model, plan, recipe.context.exchange)
         check_rows(recipe, model)
+        check_learns(model)
+        check_export(recipe)
         check_groups(model, recipe.optimizer)
         dataset = open_dataset(recipe, recipe.data.train, vocabulary, model, say)
-        heldout = open_dataset(recipe, recipe.data.heldout, vocabulary, model, say) if recipe.data.heldout else None
+        heldout = _open_heldout(recipe, vocabulary, model, say)
         _check_bad_at_indexing(recipe, dataset)
+        leave_out_too_long(dataset, plan, recipe.data.max_bad_fraction, say)
         order = build_order(recipe, dataset, say)
         place = Place.of(plan, world.rank)
-        decoder = cleanup.enter_context(Decoder(dataset.transforms, recipe.data.num_workers))
+    decoder = open_decoder(recipe.data, dataset.transforms, world, say, cleanup)
     _check_same_plan(world, plan)
     _check_same_examples(world, dataset, heldout)
     with world.together():
@@ -271,6 +298,7 @@ def _build_planned_job(
         step,
         order,
         dataset,
+        decoder,
         PlannedLoading(StepDecider(place), dataset, decoder, needs),
         Recomputation(recipe, spec, planned=place.recomputed),
         evaluator,
@@ -290,11 +318,17 @@ def _check_same_plan(world: World, plan: Plan) -> None:
 
 
 def open_dataset(
-    recipe: Recipe, manifests: Sequence[str], vocabulary: ChatTokenizer | DrawnVocabulary, model: MLLM, say: Say
+    recipe: Recipe,
+    manifests: Sequence[str],
+    vocabulary: ChatTokenizer | DrawnVocabulary,
+    model: MLLM,
+    say: Say,
+    *,
+    whole: bool = False,
 ) -> Examples:
     """The examples of the manifests, or those that are drawn, in the form that the model takes.
 
-    The model's weights are not read.
+    The model's weights are not read. whole: examples are not truncated, but left out, as answers are compared whole.
     """
     modalities = {
         name: Modality(recipe.transform(name), module.num_tokens, module.lengths, module.segments)
@@ -314,14 +348,23 @@ def open_dataset(
             manifests,
             vocabulary,
             modalities,
-            combine=recipe.model.combine,
+            combine=recipe.modules.combine,
             max_sequence_length=recipe.data.max_sequence_length,
+            too_long="drop" if whole and recipe.data.too_long == "truncate" else recipe.data.too_long,
             index_folder=recipe.data.index_folder,
             num_workers=recipe.data.num_workers,
             progress=_index_progress(manifests, say),
         )
     say_left_out(manifests or ("[workload]",), dataset.left_out, dataset.num_in_manifests, say)
     return dataset
+
+
+def _open_heldout(recipe: Recipe, vocabulary: ChatTokenizer | DrawnVocabulary, model: MLLM, say: Say) -> Dataset | None:
+    if not recipe.data.heldout:
+        return None
+    heldout = open_dataset(recipe, recipe.data.heldout, vocabulary, model, say, whole=True)
+    assert isinstance(heldout, Dataset), "drawn examples are not held out"
+    return heldout
 
 
 def _index_progress(manifests: Sequence[str], say: Say) -> Callable[[int, float], None]:
@@ -424,17 +467,55 @@ def _resume(
     folder = recipe.run.dir / _CHECKPOINTS
     chosen = choose_checkpoint(resume, folder, world, say)
     with world.together():
-        if chosen is None:
-            if resume == "never" and world.is_first:
-                remove_all(folder)
-            return start, []
-        if recipe.data.is_split and chosen.state.dataset != start.dataset:
-            check_same_splits(chosen, recipe, world)
-        _check_same_run(chosen, start, recipe.run.steps)
+        if chosen is not None:
+            if recipe.data.is_split and chosen.state.dataset != start.dataset:
+                check_same_splits(chosen, recipe, world)
+            _check_same_run(chosen, start, recipe.run.steps)
+            _check_same_start(chosen, recipe.run.start)
+        elif resume == "never" and world.is_first:
+            remove_all(folder)
+    if chosen is None:
+        return _begun(recipe, world, model, start, say), []
     progress = load(chosen.path, model, optimizer, world.control, world.together)
     is_done = progress.step == recipe.run.steps
     say(f"Resuming after step {progress.step} from {chosen.path}{', which is the last step' if is_done else ''}.")
     return progress, chosen.line
+
+
+def has_ended(recipe: Recipe) -> bool:
+    """Whether the checkpoint of the last step is there. Its bytes are verified when something begins with it."""
+    return is_checkpoint(recipe.run.dir / _CHECKPOINTS / name_of(recipe.run.steps))
+
+
+def _begun(recipe: Recipe, world: World, model: MLLM, start: Progress, say: Say) -> Progress:
+    """The Progress of a run that begins, with the weights of `run.start` if there is one. A collective."""
+    if recipe.run.start is None:
+        return start
+    if start.beside:
+        raise JointUserError(
+            f"run.start = {recipe.run.start}: model.lora takes the frozen weights beside adapters from where the parts "
+            "come from, so that a run which began with a checkpoint could not be resumed; export the checkpoint, and "
+            "name its parts as `path` in [model]."
+        )
+    digest = verified_start(recipe.run.start, world)
+    load_weights(recipe.run.start, model, world.control, world.together)
+    say(f"Beginning with the weights of {recipe.run.start}.")
+    return replace(start, start=digest)
+
+
+def _check_same_start(chosen: Start, now: Path | None) -> None:
+    """Raise UserError if the run of a checkpoint began with other weights than those of `run.start` now."""
+    begun = chosen.state.start
+    if now is not None and begun and not is_checkpoint(now):
+        return  # Who goes on may have removed the checkpoint that the run began with.
+    if begun == ("" if now is None else digest_of(now)):
+        return
+    whose = "the weights of another checkpoint" if begun else "weights of its own"
+    wanted = ", and there is no run.start now" if now is None else f", not with those of run.start = {now}"
+    raise UserError(
+        f"The run of the checkpoint {chosen.path} began with {whose}{wanted}: set run.start back, or start anew with "
+        "--resume never."
+    )
 
 
 def _check_same_run(chosen: Start, start: Progress, num_steps: int) -> None:
@@ -455,6 +536,12 @@ def _check_same_run(chosen: Start, start: Progress, num_steps: int) -> None:
             f"The checkpoint {chosen.path} was written on other training examples than those of data.train now, or of "
             "[workload], so its position among them means nothing: restore them, or start anew with --resume never."
         )
+    if other := _other_weights(chosen.state.beside or {}, start.beside or {}):
+        raise UserError(
+            f"The checkpoint {chosen.path} has adapters of {other!r} alone, and was written beside other weights than "
+            f"those of model.{where_of(other)}.path now, or of run.seed: restore them, or start anew with --resume "
+            "never."
+        )
     if chosen.state.group != start.group:
         raise UserError(
             f"The checkpoint {chosen.path} was written {_group_words(chosen.state.group)}, and this run is "
@@ -466,6 +553,11 @@ def _check_same_run(chosen: Start, start: Progress, num_steps: int) -> None:
             f"The checkpoint {chosen.path} is of step {chosen.state.step}, and run.steps = {num_steps} ends before it: "
             "raise run.steps, go back to an earlier checkpoint with --resume PATH, or start anew with --resume never."
         )
+
+
+def _other_weights(then: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """The first part whose adapters stand beside other weights now; "" if there is none."""
+    return next((name for name in then if name in now and then[name] != now[name]), "")
 
 
 def _group_words(group: Mapping[str, int] | None) -> str:

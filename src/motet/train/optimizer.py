@@ -100,6 +100,15 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     return config.lr * (config.final_lr_ratio + (1 - config.final_lr_ratio) * remaining)
 
 
+def check_learns(model: nn.Module) -> None:
+    """Raise UserError if all weights of a model are frozen. model: whole; it may be on meta."""
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise UserError(
+            "Nothing learns: every weight of the model is frozen; let a part learn (`train`, `train_encoder`, "
+            "`train_projector`, or `learns` of a phase), or take patterns out of model.freeze."
+        )
+
+
 def check_groups(model: nn.Module, config: OptimizerConfig) -> None:
     """Raise UserError for a pattern of a group that names no weight, or frozen ones alone.
 

@@ -21,6 +21,7 @@ from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
 from motet.models.part import keep_spans, names_of_spans
 from motet.runtime.clock import ActionClock
+from motet.runtime.heap import keep_freed_memory
 from motet.runtime.held import HeldParameters, share_out_part
 from motet.runtime.holders import Holders, sharing_groups
 from motet.runtime.mesh import Mesh
@@ -247,6 +248,7 @@ def build_part(
         held = HeldParameters(model, place, holders, groups, config.types)
         optimizer = config.optimizer(model)
     lanes = connected(place, world)
+    keep_freed_memory(world.device)
     world.barrier()  # The clocks of all ranks start at the same moment.
     step = PlannedStep(
         model,

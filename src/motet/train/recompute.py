@@ -26,12 +26,12 @@ from motet.balance import ASSUMED_SPEEDS, Link
 from motet.core.arrays import Int64Array
 from motet.core.cluster import Cluster, Device
 from motet.core.errors import UserError
-from motet.core.plan import Unit
+from motet.core.plan import BalancingMethod, Plan, Unit
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths, Workload, home_ranks
 from motet.cost.analytic import Analytic
 from motet.cost.catalogue import cluster, device_called
-from motet.cost.memory import PRECISION_OF_DTYPE, held_elements, stage_layers
+from motet.cost.memory import held_elements, stage_layers
 from motet.data.order import ExampleOrder, StepExamples
 from motet.dispatch import RankBatch
 from motet.planner.candidate import size_words
@@ -251,18 +251,25 @@ def unit_of_recipe(
 
 
 def memory_bytes(recipe: Recipe, device: torch.device) -> int:
-    """The memory of a rank's device: of the recipe's [cluster], else of the device at hand.
+    """As `known_memory_bytes`. Raises UserError for a CPU whose memory the recipe does not say."""
+    known = known_memory_bytes(recipe, device)
+    if known is None:
+        raise UserError(
+            'fsdp.recompute = "auto" must know how much memory a rank may fill, which a CPU does not tell: give '
+            '[cluster] with device = "cpu" and memory_gbytes.'
+        )
+    return known
 
-    Raises UserError for a CPU whose memory the recipe does not say.
+
+def known_memory_bytes(recipe: Recipe, device: torch.device) -> int | None:
+    """The memory of a rank's device: of the recipe's [cluster], else of the device at hand; None of a CPU where the
+    recipe does not say it.
     """
     stated = recipe.cluster
     if stated is not None and stated.memory_gbytes is not None:
         return int(1e9 * stated.memory_gbytes)
     if (device.type == "cpu") if stated is None else stated.device == "cpu":
-        raise UserError(
-            'fsdp.recompute = "auto" must know how much memory a rank may fill, which a CPU does not tell: give '
-            '[cluster] with device = "cpu" and memory_gbytes.'
-        )
+        return None
     if stated is not None:
         return cluster(stated.device).device.memory_bytes
     known = device_called(torch.cuda.get_device_name(device))
@@ -277,14 +284,40 @@ def with_numbers(recipe: Recipe, numbers: Mapping[str, int]) -> Recipe:
 
 def _job(recipe: Recipe, spec: ModelSpec, ranks: RecomputeRanks) -> Job:
     """What the planner's memory model takes. Of its cost model only seconds of layers are read."""
-    precision = PRECISION_OF_DTYPE[recipe.fsdp.param_dtype or recipe.run.dtype]
-    flops_per_s = ASSUMED_SPEEDS[ranks.device_type].flops_per_s
-    device = Device(ranks.device_type, {precision: flops_per_s}, ranks.memory_bytes, flops_per_s * _BYTES_A_FLOP)
-    link = Link(device.memory_bytes_per_s, 0.0)
-    nodes = Cluster(device, -(-ranks.num_ranks // ranks.ranks_per_node), ranks.ranks_per_node, link, link)
+    precision, nodes = recipe.plan_precision, _nodes_of(recipe, ranks)
     no_examples = BatchLengths(*(np.zeros(0, dtype=np.int64),) * 2, np.zeros(0, dtype=np.int32), {})
     workload = Workload("no examples", no_examples)
     return Job(spec, nodes, workload, recipe.run.batch_size, Analytic(nodes, precision), precision)
+
+
+def _nodes_of(recipe: Recipe, ranks: RecomputeRanks) -> Cluster:
+    """A cluster of the ranks, of which only the memory is more than an assumption."""
+    flops_per_s = ASSUMED_SPEEDS[ranks.device_type].flops_per_s
+    device = Device(
+        ranks.device_type, {recipe.plan_precision: flops_per_s}, ranks.memory_bytes, flops_per_s * _BYTES_A_FLOP
+    )
+    link = Link(device.memory_bytes_per_s, 0.0)
+    return Cluster(device, -(-ranks.num_ranks // ranks.ranks_per_node), ranks.ranks_per_node, link, link)
+
+
+def plan_alone(recipe: Recipe, spec: ModelSpec, ranks: RecomputeRanks) -> Plan:
+    """The Plan by which a recipe trains one example alone: with "auto", everything is recomputed."""
+    if recipe.fsdp.recompute == "auto":
+        recipe = with_numbers(recipe, spec.num_blocks)
+    balance: BalancingMethod = "auto"
+    if recipe.balance.method == "joint":
+        balance = "joint"
+    elif not recipe.balance.balanced([module.name for module in spec.modules if module.name != BACKBONE]):
+        balance = "off"
+    return Plan(
+        spec,
+        _nodes_of(recipe, ranks),
+        (unit_of_recipe(recipe, spec, ranks.num_ranks, recomputed_blocks_of(recipe, spec)),),
+        ranks.num_ranks,
+        schedule="data_parallel",
+        precision=recipe.plan_precision,
+        balance=balance,
+    )
 
 
 def _lengths_of_step(step: StepExamples, lengths: BatchLengths, num_ranks: int, num_microbatches: int) -> BatchLengths:

@@ -25,7 +25,7 @@ from motet.train.evaluate import Evaluation
 from motet.train.export import export
 from motet.train.input.feed import Feed, StepInput, StepRange
 from motet.train.input.loading import UnreadableExample
-from motet.train.job import TrainingJob, build_job
+from motet.train.job import TrainingJob, build_job, has_ended
 from motet.train.optimizer import learning_rate, set_learning_rate
 from motet.train.planned_job import ChosenPlan
 from motet.train.predicting import PredictedRun
@@ -61,6 +61,15 @@ _MEMORY_ADVICE = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class PhaseOfRun:
+    """Which training phase a run is. number: from 1, of `count`."""
+
+    name: str
+    number: int
+    count: int
+
+
 def train(
     recipe: Recipe,
     *,
@@ -68,11 +77,13 @@ def train(
     trace: bool = False,
     chosen: ChosenPlan | None = None,
     plan: Callable[[World, Say], tuple[Recipe, ChosenPlan]] | None = None,
+    phase: PhaseOfRun | None = None,
 ) -> None:
     """Train as a recipe says, on this rank together with all others. All files are written to `recipe.run.dir`.
 
     resume: "auto", "never", or the path of a checkpoint. trace: write trace.json, timeline.json and timeline.html.
     chosen: as of `build_job`. plan: plans first, as a collective; it is given a function that prints a sentence.
+    phase: said at its beginning; with `resume` "auto", one that has ended and is not the last is passed over.
     Raises UserError if the input is wrong, and SystemExit(128 + signal) after a signal to stop.
     """
     start_s = time.perf_counter()
@@ -85,6 +96,12 @@ def train(
         with world.together():
             if world.is_first:
                 cleanup.enter_context(locked_run_folder(recipe.run.dir, say))
+        if phase is not None:
+            name = f"Phase {phase.name} ({phase.number} of {phase.count})"
+            if phase.number < phase.count and resume == "auto" and world.gather(has_ended(recipe))[0]:
+                say(f"{name} has ended, with step {recipe.run.steps}.")
+                return
+            say(f"{name}: {recipe.run.steps} steps, in {recipe.run.dir}.")
         if plan is not None:
             recipe, chosen = plan(world, say)
         job = build_job(recipe, world, resume, say, cleanup, chosen)
@@ -185,6 +202,9 @@ class _Run:
                     result.seconds_by_action,
                     self.job.recomputation.metrics(fed.batches),
                     RankTime.of(result),
+                    feed.ahead,
+                    self.job.decoder.store_bytes,
+                    self.job.decoder.num_deaths,
                     lacking_bytes,
                 )
                 ended = now

@@ -21,6 +21,8 @@ from motet.crash import end_rank
 
 _LOOK_EVERY_S = 2.0
 """How often a rank looks in the store whether any is gone."""
+_LEAVING_S = 30.0
+"""How long a rank that leaves waits for the one before, which leaves at about the same time."""
 _GRACE_S = 12.0
 """In this time a rank ends by itself if another is gone: its own error says more. After it, it is ended."""
 _ANSWER_S = 5.0
@@ -41,14 +43,23 @@ class Watch:
         self._looking = store.clone()  # A store serves one thread at a time.
         self._group = dist.new_group(backend="gloo", timeout=_FOR_EVER)
         self._has_left = threading.Event()
-        threading.Thread(target=self._listen, name="listen", daemon=True).start()
-        threading.Thread(target=self._look, name="look", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=run, name=name, daemon=True)
+            for name, run in (("listen", self._listen), ("look", self._look))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def leave(self) -> None:
-        """Leave in order, so that nobody takes this rank for lost."""
+        """Leave in order, so that nobody takes this rank for lost; and wait until the rank before leaves, too.
+
+        Its last word would else come while this process ends: a thread that returns from torch then aborts it.
+        """
         self._has_left.set()
         with suppress(RuntimeError):
             dist.send(torch.zeros(1), (self._rank + 1) % self._num_ranks, group=self._group)
+        for thread in self._threads:
+            thread.join(_LEAVING_S)
 
     def fail(self, error: BaseException) -> tuple[bool, str]:
         """Tell the others that this rank fails; returns whether it is the first, and `Origin.others`.

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from itertools import count
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -34,6 +36,8 @@ _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _MEETING_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 WAIT_LIMIT_S = 600.0
 """How long a rank waits for another that is alive, if the recipe does not say (`run.wait_limit_s`)."""
+_MEETINGS = count()
+"""Numbers of the Meetings of this process; ranks come to all of them together."""
 _PATIENCE_S = 30.0
 """Ranks usually find each other in this time. After it, the first rank of each machine prints what it waits for."""
 
@@ -241,15 +245,22 @@ def _meeting() -> Meeting:
     rank, num_ranks = _number("RANK"), _number("WORLD_SIZE")
     if not rank < num_ranks:
         raise UserError(f"The environment has RANK = {rank} and WORLD_SIZE = {num_ranks}; ranks count from 0.")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not is_on_one_machine():
-        store = next(iter(dist.rendezvous("env://")))[0]
-    else:
-        store = open_store(LOOPBACK, _number("MASTER_PORT"), serves=rank == 0)
+    store = _launch_store(rank, _number("MASTER_PORT"))
     # torchrun keeps one store over its restarts, so the first rank of the first attempt names the launch for all.
     launch = store.compare_set("motet/launch", "", uuid4().hex).decode()
-    # With a prefix of its own, an attempt does not read the addresses of ranks that died in an earlier one.
-    store = dist.PrefixStore(f"motet/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # With a prefix of its own, an attempt does not read the addresses of ranks that died in an earlier one, nor a
+    # training phase those of the phase before.
+    attempt = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store = dist.PrefixStore(f"motet/{attempt}/{next(_MEETINGS)}", store)
     return Meeting(store, rank, num_ranks, launch)
+
+
+@cache
+def _launch_store(rank: int, port: int) -> dist.Store:
+    """The store of all ranks of a launch, which stays for their next Meeting."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not is_on_one_machine():
+        return next(iter(dist.rendezvous("env://")))[0]
+    return open_store(LOOPBACK, port, serves=rank == 0)
 
 
 def _number(name: str, default: int | None = None) -> int:

@@ -1,5 +1,6 @@
 """Bytes of a rank: sharding never adds, recomputation never adds to what is kept, published sums, and torch's own."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from motet.cost.memory import (
     FSDP_FP64,
     MEGATRON_BF16,
     MixedPrecision,
+    StageLayer,
     activation_bytes,
     logits_bytes,
     stage_layers,
@@ -78,6 +80,17 @@ def test_zero_figure_1(zero, gbytes):
     precision = MixedPrecision(compute=2, stored=2, gradient=2, optimizer=12, master=4)
     found = state_bytes(75 * 10**8, 75 * 10**8, precision=precision, zero=zero, shard_ranks=64)
     assert sum(found) / 1e9 == pytest.approx(gbytes, abs=0.05)
+
+
+def test_experts_are_divided_whole():
+    """Of 8 experts, 16 ranks hold one or none, and 3 ranks three at most; all else is divided equally."""
+    layer = Transformer(64, 128, 4, biases=(), num_experts=8, experts_per_token=2).layer()
+    of_experts = 8 * 2 * 64 * 128
+    others = layer.parameters - of_experts
+    for num_ranks, share in ((1, 8), (2, 4), (3, 3), (8, 1), (16, 1)):
+        unit = Unit("all", ({"backbone": 1},), dp=num_ranks, zero=3)
+        held = stage_memory(unit, [StageLayer("backbone", layer, True, False)], lambda *_: 1.0, 1, FSDP_FP32)
+        assert held.optimizer == math.ceil(8 * others / num_ranks) + 8 * of_experts * share // 8
 
 
 def test_a_pipeline_gathers_and_reduces_a_stage_as_a_whole():

@@ -42,8 +42,8 @@ def test_messages_say_the_same_as_conversations():
         "has both 'conversations' and 'messages'; give one of them"
     )
     parts = [{"type": "text", "text": "Hello"}]
-    assert complaint({"messages": [{"role": "user", "content": parts}]}) == (
-        "turn 1: 'content' is a list, but must be text; write the text with <image> and <audio> in it"
+    assert complaint({"conversations": [{"from": "human", "value": parts}, GPT]}) == (
+        "turn 1: 'value' is a list, but must be text; write the text with <image> and <audio> in it"
     )
     assert complaint({"messages": [{"role": "user"}]}) == (
         "turn 1: has no field 'content'; a turn must have 'role' and 'content'"
@@ -81,12 +81,12 @@ def test_the_last_answer_is_the_last_that_is_learned():
         ([HUMAN, GPT | {"loss": True, "weight": 1}], "turn 2: has both 'loss' and 'weight'"),
         ([HUMAN | {"loss": True}, GPT], "turn 1: 'loss' is true, but loss is taken on the assistant's turns alone"),
         ([HUMAN, GPT | {"train_detail": []}], "turn 2: has a field 'train_detail', which is not understood"),
-        ([HUMAN, GPT | {"tool_calls": [{}]}], "turn 2: has a field 'tool_calls', which is not understood"),
+        ([HUMAN, GPT | {"tool_calls": [{}]}], "turn 2: call 1: has no name; a call is an object with 'name' and"),
         ([HUMAN, GPT | {"reasoning_content": "Hm"}], "turn 2: has a field 'reasoning_content', which is not"),
         ([HUMAN | {"role": "user"}, GPT], "turn 1: has a field 'role', which is not understood"),
-        ([HUMAN, {"from": "function_call", "value": "f()"}], "turn 2: 'from' is 'function_call', but tool use is not"),
-        ([HUMAN, {"role": "tool", "content": "3"}], "turn 2: 'role' is 'tool', but tool use is not trained yet"),
-        ([HUMAN, {"from": "observation", "value": "3"}, GPT], "turn 2: 'from' is 'observation', but tool use is not"),
+        ([HUMAN, {"from": "function_call", "value": "f()"}], "turn 2: 'value'"),
+        ([HUMAN, {"role": "tool", "content": "3"}], "has no answer to learn; at least one turn must be from 'gpt'"),
+        ([HUMAN, {"from": "function", "value": "3"}, GPT], "turn 2: 'from' is 'function', but must be one of human"),
     ],
 )
 def test_turns_that_are_not_understood(turns, said):
@@ -119,7 +119,7 @@ def test_texts_that_only_look_alike():
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("tools", [{"name": "f"}], "has a field 'tools': tool use is not trained yet; remove the field, or"),
+        ("functions", [{"name": "f"}], "has a field 'functions': tools are named 'tools', and calls are turns; remove"),
         ("video", "a.mp4", "has a field 'video': videos are not trained yet"),
         ("videos", ["a.mp4"], "has a field 'videos': videos are not trained yet"),
         ("rejected_response", "No.", "has a field 'rejected_response': answers are learned, not compared"),

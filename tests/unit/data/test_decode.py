@@ -71,6 +71,22 @@ def test_media_come_in_order_and_bad_ones_as_such(refs, num_workers):
         np.testing.assert_array_equal(alone.load(refs[:1])[0].values, again.values)
 
 
+def test_what_takes_longest_is_begun_first_and_comes_in_order(monkeypatch):
+    begun = []
+    submit = WorkerPool.submit
+
+    def noting(self, task):
+        begun.append(task[0].raw)
+        return submit(self, task)
+
+    monkeypatch.setattr(WorkerPool, "submit", noting)
+    sizes = [(2, 3), (40, 50), (9, 9)]
+    with Decoder(TRANSFORMS) as decoder:
+        loaded = decoder.load([MediaRef("image", f"{width}.png", raw=(width, height)) for width, height in sizes])
+    assert begun == [(40, 50), (9, 9), (2, 3)]
+    assert [bad.path for bad in loaded] == ["2.png", "40.png", "9.png"]
+
+
 def test_a_task_that_kills_its_worker_fails_alone():
     with WorkerPool(2, Obey) as pool:
         futures = [pool.submit(task) for task in ("a", "die", "b", "c")]

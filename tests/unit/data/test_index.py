@@ -205,7 +205,7 @@ def _repeat(small: Index, path, count: int) -> None:
     """An index of `count` copies of the one example of `small`."""
     lengths = small.lengths
     num_bytes = (small.path.parent / small.about["rows"]).stat().st_size
-    one = np.array([[num_bytes], [lengths.num_tokens[0]], [lengths.num_targets[0]], [1]], dtype=np.int32)
+    one = np.array([[num_bytes], [lengths.num_tokens[0]], [lengths.num_targets[0]], [1], [0]], dtype=np.int32)
     raw = np.stack(lengths.raw, axis=1)
     columns = PackedColumns(
         np.repeat(one, count, axis=1), np.repeat(lengths.modality, count), np.repeat(raw, count, axis=0), [], b""

@@ -152,7 +152,7 @@ def test_blank_lines_and_a_byte_order_mark_are_no_records(tmp_path, tokenizer):
         (json.dumps(a_record(image="a.png")), "line 2: has 0 <image> in its text, but 1 files in 'image'"),
         (json.dumps(a_record("<audio>", audio=["a.wav", "b.wav"])), "line 2: has 1 <audio> in its text, but 2 files"),
         (json.dumps(a_record("<image>", image=3)), "line 2: 'image' is the number 3, but must be a file name"),
-        (json.dumps(a_record("<image>", image=[None])), "line 2: 'image' holds null"),
+        (json.dumps(a_record("<image>", image=[None])), "line 2: 'image' is null, but must be a file name"),
         (json.dumps(a_record("<image>", image="a", images="b")), "line 2: has both 'image' and 'images'"),
     ],
 )
@@ -198,16 +198,6 @@ def test_wrong_shards(tmp_path, tokenizer):
     pack(tmp_path / "b.tar", [{"7.png": b"x", "7.json": json.dumps(a_record("<image>", image="other.png")).encode()}])
     with pytest.raises(UserError, match=r"b\.tar, key 7: names 'other\.png', but its sample holds only 7\.png"):
         open_index(tmp_path / "b.tar", tokenizer)
-
-
-def test_bytes_in_parquet_are_refused(tmp_path, tokenizer):
-    columns = {
-        "conversations": [a_record("<image>")["conversations"]],
-        "image": [{"bytes": b"\x89PNG", "path": "a.png"}],
-    }
-    pyarrow.parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"row 1: holds bytes, but media must be named by path"):
-        open_index(tmp_path / "a.parquet", tokenizer)
 
 
 def test_a_found_manifest(tmp_path):

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from PIL import Image
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, normalizers, trainers
 
 from motet.core.errors import UserError
 from motet.data.conversation import parse_conversation
@@ -96,7 +96,7 @@ def test_llava_takes_parts_alone_and_puts_images_first(tmp_path):
     tokenizer = ChatTokenizer.from_directory(write_tokenizer(tmp_path, LLAVA, TOKENS[LLAVA], config))
     sequence = tokenizer.encode(ASKED)
     assert shown(tokenizer, sequence) == (
-        "USER: [<image>]\n[<image>]\nWhat is   and  ? ASSISTANT: A cat.</s>USER: [<image>]\n\nAnd here? "
+        "USER: [<image>]\n[<image>]\nWhat is   and  ? ASSISTANT: A cat.</s>USER: [<image>]\nAnd here? "
         "ASSISTANT: A dog.</s>"
     )
     assert learned(tokenizer, sequence) == [" A cat.</s>", " A dog.</s>"]
@@ -206,10 +206,25 @@ def test_fingerprints_tell_processors_apart():
     assert len({tokenizer.fingerprint for tokenizer in made}) == 3
 
 
+def test_a_line_break_beside_a_placeholder_is_the_templates_if_it_writes_one(tmp_path):
+    config = {"eos_token": "</s>", "bos_token": "<s>", "processor_class": "LlavaProcessor"}
+    tokenizer = ChatTokenizer.from_directory(write_tokenizer(tmp_path, LLAVA, TOKENS[LLAVA], config))
+    for asked in ("<image>\nWhat?", "What?\n<image>", "<image>What?"):
+        asked = conversation(asked, "A cat.", "\nSure?\n", "Yes.")
+        assert shown(tokenizer, tokenizer.encode(asked)) == (
+            "USER: [<image>]\nWhat? ASSISTANT: A cat.</s>USER: \nSure?\n ASSISTANT: Yes.</s>"
+        )
+        assert shown(tokenizer, tokenizer.encode_prompt(asked)[0]).startswith("USER: [<image>]\nWhat? ASS")
+
+
 def their_tokenizer(template, **names):
     """transformers' tokenizer of a family."""
     transformers = pytest.importorskip("transformers")
-    own = {name: token for name, token in names.items() if name not in ("bos_token", "eos_token", "pad_token")}
+    own = {
+        name: token
+        for name, token in names.items()
+        if name not in ("bos_token", "eos_token", "pad_token", "add_bos_token")
+    }
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(train_backend(TOKENS[template])),
         extra_special_tokens=own,
@@ -218,14 +233,13 @@ def their_tokenizer(template, **names):
     )
 
 
-def messages_of(asked):
-    return [
-        {
-            "role": turn.role,
-            "content": [{"type": kind, **({"text": text} if kind == "text" else {})} for kind, text in turn.pieces],
-        }
-        for turn in asked.turns
-    ]
+def messages_of(asked, breaks_line=False):
+    """breaks_line: the template writes the line break that a record has beside a placeholder."""
+
+    def part(kind, text):
+        return {"type": kind, **({"text": text.removeprefix("\n" * breaks_line)} if kind == "text" else {})}
+
+    return [{"role": turn.role, "content": [part(*piece) for piece in turn.pieces]} for turn in asked.turns]
 
 
 def test_the_same_tokens_as_transformers_of_qwen2_vl(tmp_path):
@@ -236,28 +250,66 @@ def test_the_same_tokens_as_transformers_of_qwen2_vl(tmp_path):
     assert ChatTokenizer.from_transformers(theirs).encode(ASKED).tokens.tolist() == list(expected)
 
 
-@pytest.mark.parametrize("family", ["llava", "gemma3"])
+@pytest.mark.parametrize("family", ["llava", "llava with a begin", "gemma3"])
 def test_the_same_tokens_as_transformers_processors(tmp_path, family):
     transformers = pytest.importorskip("transformers")
-    if family == "llava":
-        theirs = their_tokenizer(LLAVA, bos_token="<s>", eos_token="</s>", image_token="<image>")
+    if family != "gemma3":
+        begins = {"add_bos_token": True} if family != "llava" else {}
+        theirs = their_tokenizer(LLAVA, bos_token="<s>", eos_token="</s>", image_token="<image>", **begins)
         images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
         made = transformers.LlavaProcessor(
             images, theirs, chat_template=LLAVA, patch_size=14, vision_feature_select_strategy="full"
         )
     else:
+        # The template writes <bos>, so the processor adds none.
         names = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+        names |= {"add_bos_token": True}
         theirs = their_tokenizer(GEMMA3, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", **names)
         images = transformers.Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
         made = transformers.Gemma3Processor(images, theirs, chat_template=GEMMA3, image_seq_length=4)
     made.save_pretrained(tmp_path)
-    pictures = [Image.new("RGB", (56, 56))] * 3
-    text = made.apply_chat_template(messages_of(ASKED))
-    inputs = made(images=[pictures] if family == "gemma3" else pictures, text=[text], add_special_tokens=False)
-    expected = np.array(inputs["input_ids"][0])
-    sequence = ChatTokenizer.from_directory(tmp_path).encode(ASKED)
+    messages = messages_of(ASKED, breaks_line=family != "gemma3")
+    for part in (part for message in messages for part in message["content"] if part["type"] == "image"):
+        part["image"] = Image.new("RGB", (56, 56))
+    expected = np.array(made.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]).reshape(-1)
+    # A tokenizer that pads by itself pads no conversation.
+    described = json.loads((tmp_path / "tokenizer.json").read_text())
+    padding = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+    described["padding"] = padding | {"pad_type_id": 0, "pad_token": "<s>" if family != "gemma3" else "<pad>"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    tokenizer = ChatTokenizer.from_directory(tmp_path)
+    sequence = tokenizer.encode(ASKED)
     item = sequence.tokens[sequence.media_positions[0]]
     assert (expected == item).sum() == 3 * 4
     # Of the run of an item's tokens there is one here; LLaVA's runs of two images are parted by a line break.
     first = np.concatenate([[True], (expected[1:] != item) | (expected[:-1] != item)])
     np.testing.assert_array_equal(sequence.tokens, expected[first])
+    prompt = tokenizer.encode_prompt(ASKED)[0].tokens[:-1]  # A space at its end belongs to the answer's first word.
+    np.testing.assert_array_equal(prompt, sequence.tokens[: len(prompt)])
+
+
+def test_a_class_that_splits_texts_in_its_own_way(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    raw = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    # Llama 2's file puts a space behind each special token, and transformers' class does not.
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+    raw.train_from_iterator(["[INST] what is it [/INST] a cat"] * 9, trainer)
+    described = json.loads(raw.to_str())
+    described["added_tokens"] = described["added_tokens"][:3]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    template = (
+        "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else m.content + eos_token }}"
+        "{% endfor %}"
+    )
+    named = {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>", "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    asked = conversation("what is it", "a cat", "it is", "a cat")
+    messages = [{"role": turn.role, "content": turn.text} for turn in asked.turns]
+    expected = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages)["input_ids"]
+    tokenizer = ChatTokenizer.from_directory(tmp_path)
+    sequence = tokenizer.encode(asked)
+    assert sequence.tokens.tolist() == expected
+    assert sequence.tokens.tolist() != raw.encode(shown(tokenizer, sequence), add_special_tokens=False).ids
+    assert learned(tokenizer, sequence) == ["a cat</s>", "a cat</s>"]

@@ -22,6 +22,11 @@ BACKBONE = {
     "num_key_value_heads": 2,
     "intermediate_size": 48,
 }
+EXPERTS = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "head_dim": 8},
+}
+"""Options of mixtures of experts, whose own numbers are those of large models."""
 VISION = {
     "hidden_size": 24,
     "intermediate_size": 40,
@@ -89,8 +94,11 @@ class Tiny:
         return build_modality(family, config, DIM, dtype, 0)
 
     def backbone(self, family: str = "qwen2", train: bool = True, dtype: torch.dtype = torch.float64, **options):
-        config = BackboneConfig(family=family, config=BACKBONE | options, train=train)
+        config = BackboneConfig(family=family, config=self.options_of(family) | options, train=train)
         return build_backbone(config, VOCAB, dtype, 0)
+
+    def options_of(self, family: str) -> dict[str, object]:
+        return BACKBONE | EXPERTS.get(family, {})
 
     def mllm(self, dtype: torch.dtype = torch.float64, train: bool = True, **frozen):
         encoders = {

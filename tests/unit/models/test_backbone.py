@@ -8,7 +8,8 @@ from motet.core.errors import UserError
 from motet.models.backbone import Backbone
 from motet.models.merge import merge_rows
 
-FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2"]
+FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe"]
+MIXTURES = ["mixtral", "qwen3_moe"]
 WITHOUT_WINDOW = ["llama", "gemma", "olmo2"]
 LENGTHS = [7, 1, 12, 5]
 
@@ -19,6 +20,7 @@ def hf_reference(backbone):
 
     names = plain_names(backbone.causal_lm)
     config = type(backbone.causal_lm.config).from_dict(backbone.causal_lm.config.to_dict())
+    config._experts_implementation = "eager"  # The others do not know float64.
     config._attn_implementation = "sdpa" if type(backbone.causal_lm)._supports_sdpa else "eager"
     model = type(backbone.causal_lm)(config)
     model.load_state_dict({names[k]: v for k, v in backbone.causal_lm.state_dict().items()})
@@ -111,7 +113,9 @@ def test_a_document_is_bit_identical_whatever_the_others_hold(tiny, family):
     packed = tiny.Packed.of(LENGTHS)
     before = backbone.hidden_states(packed, {})
     packed.tokens[8:20] = (packed.tokens[8:20] + 1) % tiny.vocab
-    changed = (before != backbone.hidden_states(packed, {})).any(1)
+    # An expert multiplies rows of all documents at once, whose number may change how the product rounds.
+    smallest = 1e-13 if family in MIXTURES else 0
+    changed = ((before - backbone.hidden_states(packed, {})).abs() > smallest).any(1)
     assert not changed[:8].any() and not changed[20:].any() and changed[8:20].all()
 
 

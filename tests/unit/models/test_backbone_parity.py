@@ -1,11 +1,13 @@
 """Every backbone family against transformers' own class: the loss and every gradient on packed documents, in float64.
 
 The reference is HF's `...ForCausalLM.forward` on one document at a time, with HF's attention, masks, windows, rotary
-positions and output layer. Its norms alone are replaced, and the softmax of Gemma 2, as they round to float32 in any
-dtype: with them the two agree to 2e-6, without to 4e-15. Weights are as if trained: no norm is 1, no bias is 0.
+positions and output layer. Its norms alone are replaced, the softmax of Gemma 2, and routers of mixtures, as they round
+to float32 in any dtype: with them the two agree to 2e-6, without to 4e-15. Weights are as if trained: no norm is 1, no
+bias is 0.
 """
 
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -58,6 +60,11 @@ CASES = {
     },
     "olmo2": {"attention_bias": True},
     "olmo2 tied": {"tie_word_embeddings": True, "num_key_value_heads": 4},
+    "mixtral": {"head_dim": 12},
+    "mixtral window": {"sliding_window": 4, "num_experts_per_tok": 3, "tie_word_embeddings": True},
+    "qwen3_moe": {"attention_bias": True},
+    "qwen3_moe dense layers": {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    "qwen3_moe weights that add up": {"norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 4},
 }
 
 
@@ -72,6 +79,7 @@ def hf_model(causal_lm: torch.nn.Module, exact: bool) -> torch.nn.Module:
     """HF's own class with the same weights, HF's attention, and HF's norms unless `exact`."""
     names = plain_names(causal_lm)
     config = type(causal_lm.config).from_dict(causal_lm.config.to_dict())
+    config._experts_implementation = "eager"  # The others do not know float64.
     config._attn_implementation = "sdpa" if type(causal_lm)._supports_sdpa else "eager"
     model = type(causal_lm)(config).double() if exact else type(causal_lm)(config)
     for parameter in model.parameters():
@@ -81,7 +89,21 @@ def hf_model(causal_lm: torch.nn.Module, exact: bool) -> torch.nn.Module:
     model.load_state_dict({names[name]: tensor for name, tensor in causal_lm.state_dict().items()})
     if exact:
         keep_float64(model)
+        for module in model.modules():
+            if type(module).__name__.endswith("TopKRouter"):
+                module.forward = partial(wide_router, module)
     return model.train(causal_lm.training)
+
+
+def wide_router(router: torch.nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What HF's router computes, in float64."""
+    logits = torch.nn.functional.linear(hidden, router.weight)
+    weights, chosen = logits.softmax(-1).topk(router.top_k)
+    return (
+        logits,
+        weights / weights.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights,
+        chosen,
+    )
 
 
 @contextmanager

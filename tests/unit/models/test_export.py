@@ -40,11 +40,14 @@ def test_a_model_built_from_its_export_gives_the_same_loss(tiny, tmp_path):
     assert torch.equal(mllm(packed, media)[0], loaded(packed, media)[0])
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe"],
+)
 @pytest.mark.parametrize("tied", [False, True])
 def test_transformers_loads_the_backbone(tiny, tmp_path, family, tied):
     encoders = {"audio": {"family": "whisper", "config": tiny.encoders["whisper"]}}
-    backbone = {"family": family, "config": tiny.backbone_options | {"tie_word_embeddings": tied}}
+    backbone = {"family": family, "config": tiny.options_of(family) | {"tie_word_embeddings": tied}}
     mllm = build_mllm(ModelConfig(backbone=backbone, encoders=encoders), tiny.vocab)
     state = {name: tensor + 0.01 for name, tensor in mllm.state_dict().items()}
     export_hf(mllm, tmp_path, state)

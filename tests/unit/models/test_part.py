@@ -128,7 +128,10 @@ def test_a_vision_transformer_of_shapes_in_two_parts_is_itself(tiny, shape):
     check_in_parts(module, sizes, values, tiny.backbone(), 2)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe"],
+)
 def test_a_backbone_in_two_parts_is_the_backbone(tiny, family):
     backbone, packed = tiny.backbone(family).eval(), tiny.Packed.of([7, 1, 12, 5])
     parts, num_blocks = cut_in_two(MLLM({}, backbone), "backbone", 1)

@@ -103,7 +103,10 @@ def test_encoder(family):
     check(module, lambda: module(values, sizes), module.lengths(sizes.numpy()), more)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe"],
+)
 def test_backbone(tiny, family):
     wide = {"head_dim": 32}
     options = {"qwen3": wide, "gemma": wide, "gemma2": wide, "gemma3": wide, "phi3": {"num_key_value_heads": 4}}

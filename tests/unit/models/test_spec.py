@@ -11,6 +11,7 @@ from torch import nn
 from motet.core import shapes
 from motet.core.errors import UserError
 from motet.core.shapes import Transformer
+from motet.core.spec import Module
 from motet.core.workload import BACKBONE
 from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig, build_mllm, build_modality
 from motet.models.module import ModalityModule
@@ -18,8 +19,9 @@ from motet.models.projector import Projector, ProjectorConfig
 from motet.models.spec import model_spec, spec_of_config, spec_of_directory
 
 ENCODERS = ["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio"]
-BACKBONES = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2"]
+BACKBONES = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe"]
 VARIANTS = {
+    "qwen3_moe": [{"num_hidden_layers": 3, "mlp_only_layers": [1]}],
     "dinov2": [{"use_swiglu_ffn": True}, {"qkv_bias": False}],
     "siglip": [{"vision_use_head": False}],
     "llama": [{"attention_bias": True, "mlp_bias": True}],
@@ -271,6 +273,34 @@ PHI_3_MINI_128K = {
     "sliding_window": 262144,
     "vocab_size": 32064,
 }
+MIXTRAL_8X7B = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.02,
+    "vocab_size": 32000,
+}
+QWEN_3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "router_aux_loss_coef": 0.001,
+    "vocab_size": 151936,
+}
 OLMO_2_1B = {
     "model_type": "olmo2",
     "hidden_size": 2048,
@@ -310,6 +340,8 @@ LLAMA_3_1_8B = {
         pytest.param(GEMMA_3_1B, 999_885_952, id="gemma-3-1b-it"),
         pytest.param(PHI_3_MINI_128K, 3_821_079_552, id="Phi-3-mini-128k"),
         pytest.param(OLMO_2_1B, 1_484_916_736, id="OLMo-2-0425-1B"),
+        pytest.param(MIXTRAL_8X7B, 46_702_792_704, id="Mixtral-8x7B-v0.1"),
+        pytest.param(QWEN_3_30B_A3B, 30_532_122_624, id="Qwen3-30B-A3B"),
         pytest.param(LLAMA_3_1_8B, 8_030_261_248, id="Llama-3.1-8B"),
         pytest.param(QWEN2_VL, 8_291_375_616, id="Qwen2-VL-7B"),
         pytest.param(QWEN2_VL | SMALLER, 2_208_985_600, id="Qwen2-VL-2B"),
@@ -386,8 +418,11 @@ def test_shapes_alone_describe_the_same_modules(tiny):
     for family, pooled in (("whisper", 1), ("qwen2_audio", 2)):
         audio = shapes.audio_encoder("audio", shape, 2, num_mel_bins=8, num_positions=20, pooled=pooled)
         connected = shapes.connect(audio, tiny.dim, "linear", 2)
-        built = tiny.encoder(family, projector={"kind": "linear", "downsample": 2})
-        assert connected == built.spec_module("audio")
+        built = tiny.encoder(family, projector={"kind": "linear", "downsample": 2}).spec_module("audio")
+        # HF's classes freeze the table of positions, which shapes alone let learn.
+        assert [layer.frozen_parameters for layer in built.layers] == [0, 20 * 16, *[0] * (len(built.layers) - 2)]
+        learns = Module.of("audio", (replace(layer, frozen_parameters=0) for layer in built.layers), padded=True)
+        assert connected == learns
     shape = Transformer(
         32, 48, 4, num_kv_heads=2, gated=True, activation="silu", norm="rms", biases=(), causal=True, qk_norm=True
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -9,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from motet.core.errors import UserError
 from motet.models.build import EncoderConfig, ModelConfig, build_mllm, build_modality
 from motet.models.export import export_hf
-from motet.models.families.registry import ENCODERS
+from motet.models.families.registry import BACKBONES, ENCODERS
+from motet.models.load import on_meta
 from motet.models.materialise import fill_parameters
+from motet.models.stored import stored_tensors
 
 CPU = torch.device("cpu")
 
@@ -27,6 +31,41 @@ def test_towers_of_larger_checkpoints_are_read_by_the_slice(tiny, larger_checkpo
             assert name == other_name and torch.equal(one, other) and one.requires_grad == other.requires_grad
         for (name, one), (other_name, other) in zip(expected.named_buffers(), found.named_buffers(), strict=True):
             assert name == other_name and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_that_lie_in_files_one_by_one_are_read_by_the_slice(tiny, tmp_path, family):
+    """In several files, so that the matrices of an expert are apart."""
+    options = tiny.options_of(family)
+    model = build_mllm(ModelConfig(backbone={"family": family, "config": options}), tiny.vocab)
+    export_hf(model, tmp_path / "export")
+    folder = tmp_path / "export/backbone"
+    weights = load_file(folder / "model.safetensors")
+    names = [[name for name in weights if ("up_proj" in name or ".w3." in name) == is_up] for is_up in (False, True)]
+    assert all(names), "experts one by one"
+    (folder / "model.safetensors").unlink()
+    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for file, held in zip(files, names, strict=True):
+        save_file({name: weights[name] for name in held}, folder / file, {"format": "pt"})
+    weight_map = {name: file for file, held in zip(files, names, strict=True) for name in held}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    config = ModelConfig(backbone={"family": family, "path": folder})
+    deferred = build_mllm(config, tiny.vocab, deferred=True).backbone.causal_lm
+    assert all(each.is_meta for each in deferred.parameters())
+    fill_parameters(deferred, "backbone", BACKBONES[family], folder, 0, CPU)
+    expected = dict(model.backbone.causal_lm.named_parameters())
+    for name, parameter in deferred.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+    (source,) = (
+        stored_tensors(on_meta(BACKBONES[family], deferred.config), BACKBONES[family], folder)[name]
+        for name in ["model.layers.0.mlp.experts.gate_up_proj"]
+    )
+    whole = next(value for name, value in expected.items() if "0" in name and "gate_up_proj" in name)
+    assert torch.equal(source[1:3, 5:9], whole[1:3, 5:9])
+    held = {name: weights[name] for name in names[1][1:]}
+    save_file(held, folder / files[1], {"format": "pt"})
+    with pytest.raises(UserError, match=r"model\.backbone\.path"):
+        build_mllm(config, tiny.vocab, deferred=True)
 
 
 @pytest.fixture

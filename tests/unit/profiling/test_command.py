@@ -25,7 +25,15 @@ from motet.models.families.registry import BACKBONES, ENCODERS
 from motet.models.spec import spec_of_config
 from motet.profiling import measure as measuring
 from motet.profiling.job_lengths import AskedLengths, asked_lengths, of_examples
-from motet.profiling.measure import MeasuredSubject, Stopwatch, hooks_once, measure, measure_once, time_passes
+from motet.profiling.measure import (
+    MeasuredSubject,
+    Stopwatch,
+    entry_once,
+    hooks_once,
+    measure,
+    measure_once,
+    time_passes,
+)
 from motet.profiling.subjects import grid_of, items, one_layer_deep, subjects
 from motet.profiling.table import HeldOut, print_tables
 from motet.train.recipe.recipe import load_recipe
@@ -45,7 +53,7 @@ def chosen(recipe):
     return {subject.name: subject for subject in subjects(recipe, model, twin, torch.device("cpu"))}
 
 
-def counting_watch(work):
+def counting_watch(work, near=None):
     """A call is a second."""
     return 1.0, work()
 
@@ -162,7 +170,7 @@ def test_small_batches_are_for_many_rounds_and_those_of_a_job_for_some(chosen, m
     monkeypatch.setattr("motet.profiling.measure._max_rows", most)
     subject = replace(chosen["image"], job_rows=64)
     seconds = 8 * 20 * 0.03
-    watch = lambda work: (0.001, work())  # noqa: E731
+    watch = lambda work, near=None: (0.001, work())  # noqa: E731
     measure([subject], watch, ALONE, seconds, lambda share: None)
     assert aimed == pytest.approx([0.03, 0.08])
     aimed.clear()
@@ -234,7 +242,7 @@ def test_what_hooks_add_is_told_by_layer(chosen, monkeypatch, name):
     hooked = [subject.sharded, *subject.sharded.blocks]
     hooks = [module.register_forward_pre_hook(lambda *_: called.append(1)) for module in hooked]
 
-    def watch(work):
+    def watch(work, near=None):
         before, result = len(called), work()
         return float(len(called) - before), result
 
@@ -262,13 +270,13 @@ def test_points_say_what_each_layer_saw(chosen):
     assert by_kind["attention"].rows == (20.0,) and by_kind["attention"].pairs == (200.0,)
 
 
-@pytest.mark.parametrize(("noise", "given_s", "num_rounds"), [(0.0, 40, 3), (0.5, 40, 11), (0.5, 1, 3)])
+@pytest.mark.parametrize(("noise", "given_s", "num_rounds"), [(0.0, 40, 3), (0.5, 40, 8), (0.5, 1, 3)])
 def test_rounds_go_on_until_times_have_settled_or_the_time_is_up(chosen, monkeypatch, noise, given_s, num_rounds):
     """By a clock on which a row takes 0.1 s, and so does what has none; each call up to `noise` longer."""
     now_s, shares, longer = [0.0], [], cycle(np.linspace(0, noise, 7))
     monkeypatch.setattr("time.perf_counter", lambda: now_s[0])
 
-    def watch(work):
+    def watch(work, near=None):
         result = work()
         seconds = 0.1 * (len(result) if torch.is_tensor(result) else 1) * (1 + next(longer))
         now_s[0] += seconds
@@ -327,3 +335,39 @@ def test_tables_say_what_there_was_no_time_for(capsys):
     printed = capsys.readouterr().out
     assert "not held out" in printed and "0.0%" not in printed
     assert "too few batches of backbone" in printed
+
+
+@pytest.mark.parametrize("name", ["image", "audio", BACKBONE])
+def test_where_a_pass_begins_inside_a_module_is_measured_without_its_layers(chosen, name):
+    """By a watch on which a call of the blocks takes 9 s, and each layer in it 1 s."""
+    subject, called = chosen[name], []
+    hooks = [
+        module.register_forward_pre_hook(lambda *_: called.append(1))
+        for each in subject.layers
+        for module in each.modules
+    ]
+
+    def watch(work, near=None):
+        is_whole, called[:] = near is not None, []
+        result = work()
+        return (9.0 if is_whole and called else float(bool(called))), result
+
+    entry_s = entry_once(subject, ((2, int(subject.lengths[subject.lengths <= 64][-1])),), watch)
+    for hook in hooks:
+        hook.remove()
+    assert 0 < entry_s < 9 and entry_s == int(entry_s)
+    batch = ((2, int(subject.lengths[0])),)
+    measured = MeasuredSubject(
+        subject, [batch], [], [[measure_once(subject, batch, counting_watch)]], entries=[entry_s, entry_s, 1.0]
+    )
+    assert measured.times(ALONE).entry_s == entry_s
+    assert entry_once(replace(subject, through=None), batch, watch) == 0
+
+
+def test_work_that_says_so_finds_other_data_in_the_caches():
+    watch, made = Stopwatch(torch.device("cpu"), evicts=True), torch.ones(3)
+    before = watch._other_data.clone()
+    watch(lambda: None)
+    assert torch.equal(watch._other_data, before)
+    watch(lambda: None, [made])
+    assert torch.equal(watch._other_data, before + 1) and made.tolist() == [1, 1, 1]

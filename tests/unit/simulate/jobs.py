@@ -3,9 +3,12 @@ answers can be worked out by hand."""
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 
+from motet.assign.context_rows import context_rows
+from motet.balance import assign
 from motet.core.cluster import Cluster, Device, Link
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Attention, Layer, ModelSpec, Module
@@ -31,6 +34,9 @@ class Linear:
 
     def unwrapped(self):
         return self
+
+    def entry_seconds(self, module):
+        return 0.0
 
     def layer_seconds(self, module, layer, work, tp=1):
         work_done = work.rows * layer.weights / tp
@@ -204,14 +210,62 @@ def items_of(made, batch, module, stage, island, microbatch, islands):
     return [int(n) for e, n in zip(items.example, items.length) if e in examples], 0
 
 
-def rows_of(made, batch, module, layer, stage, island, microbatch, islands):
-    """Rows that one of the ranks that share the stage's work computes."""
+def mean_rows_of(made, batch, module, layer, stage, island, microbatch, islands):
+    """Rows that the ranks that share the stage's work compute, each on average."""
     found, num_targets = items_of(made, batch, module, stage, island, microbatch, islands)
-    rows = [math.ceil(length / layer.divisor) + layer.extra_rows for length in found]
-    if made.model.module(module).padded and rows:
-        rows = [max(rows)] * len(rows)
     shared = made.unit_of(module).cp * stage.num_shares
-    return (num_targets if layer.targets_only else sum(rows)) / shared
+    return (num_targets if layer.targets_only else _rows(made, module, layer, found)) / shared
+
+
+def rows_of(made, batch, module, layer, stage, island, microbatch, islands):
+    """Rows that the busiest of the ranks that share the stage's work computes: items of encoders are whole."""
+    cp = made.unit_of(module).cp
+    if module == "backbone" or cp == 1:
+        return mean_rows_of(made, batch, module, layer, stage, island, microbatch, islands)
+    found, _ = items_of(made, batch, module, stage, island, microbatch, islands)
+    dealt = assign(np.array(found, dtype=np.int64), cp).ranks
+    shares = [[length for length, rank in zip(found, dealt, strict=True) if rank == c] for c in range(cp)]
+    return max(_rows(made, module, layer, share) for share in shares) / stage.num_shares
+
+
+def _rows(made, module, layer, lengths):
+    rows = [math.ceil(length / layer.divisor) + layer.extra_rows for length in lengths]
+    return len(rows) * max(rows) if made.model.module(module).padded and rows else sum(rows)
+
+
+def moved_and_copied(made, batch, module, layer, stage, island, microbatch, islands):
+    """Bytes that the busiest context-parallel rank gives or gets in a layer's attention, and keeps for backward."""
+    cp, tp, attention = stage.unit.cp, stage.unit.tp, layer.attention
+    if module != "backbone" or attention is None or cp == 1:
+        return 0.0, 0.0
+    found, _ = items_of(made, batch, module, stage, island, microbatch, islands)
+    of_keys, of_all = _most_moved(tuple(int(length) for length in found), cp)
+    heads, kv_heads = attention.num_heads // tp, attention.num_kv_heads // tp
+    of_head = 2 * attention.kv_width / tp / max(kv_heads, 1)
+    ways = [(of_keys * 2 * max(kv_heads, 1) * of_head,) * 2]
+    if heads and heads % cp == 0:
+        sent = kv_heads if kv_heads % cp == 0 else heads
+        own = sum(found) / cp
+        ways.append((of_all * 2 * (heads + sent) * of_head / cp, own * (heads + 2 * (sent - kv_heads)) * of_head))
+    return min(ways)
+
+
+@cache
+def _most_moved(lengths, cp):
+    """The most rows that a rank gives or gets: of seen keys, and of all; row by row."""
+    rows = context_rows(np.array(lengths, dtype=np.int64), cp)
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    given, got = np.zeros((2, 2, cp))
+    for sender in range(cp):
+        for receiver in set(range(cp)) - {sender}:
+            own = rows.rows[receiver]
+            seen = [
+                key for key in rows.rows[sender] if any(document[key] == document[row] and key <= row for row in own)
+            ]
+            for way, count in enumerate((len(seen), len(rows.rows[sender]))):
+                given[way, sender] += count
+                got[way, receiver] += count
+    return np.maximum(given, got).max(axis=1)
 
 
 def learns_before(spec, name, place):

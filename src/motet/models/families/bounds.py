@@ -54,7 +54,12 @@ _FACTOR = Bound(0, 1e6, whole=False, open=True)
 BOUNDS: dict[str, Bound] = {
     **_counts(MAX_VOCABULARY, "vocab_size"),
     **_counts(MAX_WIDTH, "hidden_size", "d_model", "embed_dim", "projection_dim", "classifier_proj_size"),
-    **_counts(MAX_MLP, "intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim"),
+    **_counts(MAX_MLP, "intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "moe_intermediate_size"),
+    **_counts(2**16, "num_experts", "num_local_experts", least=0),
+    **_counts(2**16, "num_experts_per_tok"),
+    **_counts(MAX_LAYERS, "decoder_sparse_step"),
+    **_counts(MAX_LAYERS, "mlp_only_layers", least=0),
+    **dict.fromkeys(("router_aux_loss_coef", "router_jitter_noise"), Bound(0, 1e6, whole=False)),
     **_counts(MAX_LAYERS, "num_hidden_layers", "depth", "encoder_layers"),
     **_counts(MAX_LAYERS, "resampler_depth", "cross_attention_frequency"),
     **_counts(MAX_HEADS, "resampler_n_heads", "resampler_head_dim"),

@@ -1,8 +1,8 @@
 """The HF classes of each family, and the position of its tower in a larger checkpoint.
 
-`Backbone` computes embedding, layers, output layer and cross entropy, and nothing else: no logit scale, sink or
-auxiliary loss, and soft caps of Gemma 2 alone. So a backbone is listed only if a test compares its loss and gradients
-with transformers' own.
+`Backbone` computes embedding, layers, output layer and cross entropy, and nothing else: no logit scale and no sink,
+soft caps of Gemma 2 alone, and one auxiliary loss, that of routers. So a backbone is listed only if a test compares its
+loss and gradients with transformers' own.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Family:
     part:           the key of this family's config in a larger model's ("vision_config"); "" if there is none.
     depth:          the option that holds the number of layers.
     prefixes:       a regular expression of the weights' prefixes in a larger checkpoint; "" if there is none.
+    prefix:         what stands in the place of these prefixes in the family's own model.
     norm:           the norm of a backbone's layers.
     class_row:      whether the tower computes a class row, which its encoder leaves out.
     feature_layers: whether the encoder can return the output of any layer.
@@ -70,11 +71,17 @@ class Family:
     adapter: type[nn.Module] | None = None
     part: str = ""
     prefixes: str = ""
+    prefix: str = ""
     depth: str = "num_hidden_layers"
     norm: Norm = "rms"
     class_row: bool = False
     feature_layers: bool = False
     branches: tuple[TensorBranch, ...] = ()
+
+    @property
+    def is_part(self) -> bool:
+        """Whether its weights may lie among those of a larger model."""
+        return self.adapter is not None or bool(self.part)
 
     def check(self, config: transformers.PreTrainedConfig, where: str) -> None:
         """Raise UserError for options that Motet does not compute; `where` as in `check_backbone`."""
@@ -158,6 +165,8 @@ BACKBONES = {
     "olmo2": Family(
         transformers.Olmo2Config, transformers.Olmo2ForCausalLM, norm="rms_float32", branches=OLMO2_BRANCHES
     ),
+    "mixtral": Family(transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "qwen3_moe": Family(transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
 }
 
 SHAPED_BACKBONE = Family(ShapedLMConfig, ShapedCausalLM, depth="num_layers", branches=SHAPED_BRANCHES)

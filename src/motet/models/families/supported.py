@@ -10,7 +10,14 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from transformers import Gemma2Config, Gemma3TextConfig, Phi3Config, PreTrainedConfig
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    MixtralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 from transformers.activations import ACT2FN
 
 from motet.core.errors import UserError
@@ -35,11 +42,15 @@ _ONLY_BACKBONE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logit_scale", "logits_scaling", "scale_emb", "scale_depth"), (None, 1)),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), (None,)),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (None, 0)),
+    "router_jitter_noise": (None, 0),
 }
 """Option of a backbone -> the values that Motet computes. No family of the registry has other values of these."""
 
 _SOFT_CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
 """Options that are numbers in Gemma 2. Gemma 3 has them, too; transformers reads one of them, and Motet none."""
+
+_EXPERTS = ("num_experts", "num_local_experts")
+"""Options that are numbers in families with experts; transformers has each by both names."""
 
 _KINDS = ("full_attention", "sliding_attention")
 
@@ -67,8 +78,14 @@ def check_backbone(config: PreTrainedConfig, where: str = "") -> None:
 
     where: the prefix of a key in the error sentence, such as "model.backbone.config.".
     """
-    capped = _SOFT_CAPS if isinstance(config, Gemma2Config) else ()
-    _check_only(config, where, {key: only for key, only in (_ONLY | _ONLY_BACKBONE).items() if key not in capped})
+    has_experts = isinstance(config, MixtralConfig | Qwen3MoeConfig)
+    numbers = (_SOFT_CAPS if isinstance(config, Gemma2Config) else ()) + (_EXPERTS if has_experts else ())
+    _check_only(config, where, {key: only for key, only in (_ONLY | _ONLY_BACKBONE).items() if key not in numbers})
+    if has_experts and config.num_experts_per_tok > config.num_experts:
+        raise UserError(
+            f"{where}num_experts_per_tok is {config.num_experts_per_tok}; it must be at most the number of experts, "
+            f"{config.num_experts}."
+        )
     _check_kinds(config, where)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:

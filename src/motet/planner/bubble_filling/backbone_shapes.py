@@ -43,6 +43,11 @@ class PipelineShape:
     bound_s: float = 0.0
 
     @property
+    def num_passes(self) -> int:
+        """Forward passes of a replica's step."""
+        return self.pp * self.num_chunks * self.num_microbatches
+
+    @property
     def schedule(self) -> ScheduleKind:
         """Interleaved where a rank has several chunks."""
         return "interleaved_1f1b" if self.num_chunks > 1 else "1f1b"
@@ -125,9 +130,10 @@ def _state_bytes(job: Job, shape: PipelineShape, modules: Sequence[BlockCosts]) 
 
 
 def _collectives_s(job: Job, shape: PipelineShape, costs: BlockCosts) -> float:
-    """Gathering the parameters and reducing the gradients of one chunk: the rest hides behind passes."""
+    """Gathering the parameters and reducing the gradients of one chunk: the rest hides behind passes. What is frozen
+    is neither gathered nor reduced."""
     precision = job.mixed_precision(pipeline=True)
-    num_parameters = float(costs.parameters.sum()) / (shape.pp * shape.num_chunks)
+    num_parameters = float(costs.trainable.sum()) / (shape.pp * shape.num_chunks)
     ranks = range(0, shape.dp * shape.tp, shape.tp)
     gather_s = job.cost.gather_seconds(num_parameters * precision.compute, ranks)
     return gather_s + job.cost.reduce_scatter_seconds(num_parameters * precision.gradient, ranks)

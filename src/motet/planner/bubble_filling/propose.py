@@ -5,9 +5,10 @@ parallelism of their own.
 
 1. Backbones are ranked by an estimate in closed form (`backbone_shapes.py`). The next steps take the best ones.
 2. Encoder plans are kept that fit memory beside the backbone (`encoder_plans.py`, `encoder_memory.py`).
-3. The backbone is simulated once, without encoders (`backbone_alone.py`).
-4. The encoder plans that could be best are placed in its bubbles (`fills.py`). The best is proposed with slices of
-   passes in all bubbles (fine), and with whole passes before and after the backbone's (coarse).
+3. The backbone is simulated once, without encoders (`backbone_alone.py`), which gives a lower bound of the step.
+4. Backbones follow in the order of their bounds. The encoder plans that could be best are placed in their bubbles
+   (`fills.py`). The best is proposed with slices of passes in all bubbles (fine), and with whole passes before and
+   after the backbone's (coarse).
 
 Placing takes longest, so a backbone that cannot be the fastest is left out as early as that shows: by the least that
 its ranks compute; by what its busiest rank computes with the recomputation that memory needs; by its simulated step if
@@ -33,8 +34,11 @@ from motet.planner.infeasible import indivisible, nothing_divides
 from motet.planner.job import Job
 from motet.planner.module_pins import backbone_pins
 
-_MAX_TRIED, _MAX_FITTING, _NUM_PROPOSED = 12, 3, 2
-"""So many backbones are tried, the best by estimate; until so many of them fit; and so many are proposed."""
+_MAX_TRIED, _MIN_FITTING, _MAX_PASSES = 12, 3, 6_000
+"""So many backbones are tried, the best by estimate: until so many of them fit, and then those whose passes, together
+with all before, are no more than this."""
+_MAX_FILLED, _NUM_PROPOSED = 5, 2
+"""Encoders are placed beside so many backbones, the least bound first; and so many are proposed."""
 _MAX_PLACED = 3
 """So many encoder plans of a backbone are placed."""
 _HALVES, _WHOLE = 2, 1
@@ -56,17 +60,25 @@ def propose_bubble_filling(job: Job, pins: Pins, faster_than_s: float = math.inf
     shapes = sorted(backbone_shapes(job, pins), key=lambda shape: shape.estimate_s)
     if not shapes:
         yield RuledOut(BUBBLE_FILLING, "", _no_shape(job, pins))
-    filled: list[list[Candidate]] = []
-    num_fitting = 0
+    bounded: list[_Bounded] = []
+    num_fitting, num_passes = 0, 0
     for shape in shapes[:_MAX_TRIED]:
-        if num_fitting == _MAX_FITTING:
-            break
-        outcome = _try_backbone(job, pins, shape, faster_than_s)
+        if num_fitting >= _MIN_FITTING and num_passes + shape.num_passes > _MAX_PASSES:
+            continue
+        outcome = _bounded_backbone(job, pins, shape, faster_than_s)
         yield from outcome.ruled_out
         num_fitting += outcome.fits
-        if outcome.candidates:
-            filled.append(outcome.candidates)
-            faster_than_s = min(faster_than_s, outcome.candidates[0].estimate_s)
+        num_passes += shape.num_passes * outcome.fits
+        if outcome.bounded is not None:
+            bounded.append(outcome.bounded)
+    filled: list[list[Candidate]] = []
+    for one in sorted(bounded, key=lambda one: one.bound_s)[:_MAX_FILLED]:
+        placed = _placed(one, faster_than_s)
+        if isinstance(placed, RuledOut):
+            yield placed
+        else:
+            filled.append(placed)
+            faster_than_s = min(faster_than_s, placed[0].estimate_s)
     for candidates in sorted(filled, key=lambda candidates: candidates[0].estimate_s)[:_NUM_PROPOSED]:
         yield from candidates
 
@@ -89,50 +101,74 @@ def _no_shape(job: Job, pins: Pins) -> str:
     return indivisible(job, pins, len(job.model.module(BACKBONE).blocks), modules=(BACKBONE,)) or nothing_divides(job)
 
 
+class _BoundedPlan(NamedTuple):
+    """An encoder plan, and the least that a step takes with it."""
+
+    bound_s: float
+    fitted: FittedPlan
+
+
+class _Bounded(NamedTuple):
+    """A backbone whose encoder plans are bounded. plans: the least bound first."""
+
+    bound_s: float
+    filler: _Filler
+    plans: list[_BoundedPlan]
+
+
 class _Outcome(NamedTuple):
-    """What came of one backbone. fits: whether an encoder plan fits memory beside it. candidates: with the best encoder
-    plan, finely placed first."""
+    """What came of one backbone. fits: whether an encoder plan fits memory beside it. bounded: None if ruled out."""
 
     fits: bool
     ruled_out: list[RuledOut]
-    candidates: list[Candidate]
+    bounded: _Bounded | None = None
 
 
-def _try_backbone(job: Job, pins: Pins, shape: PipelineShape, faster_than_s: float) -> _Outcome:
-    """The best encoder plan beside a backbone, placed, if a step can then take less than faster_than_s."""
+def _bounded_backbone(job: Job, pins: Pins, shape: PipelineShape, faster_than_s: float) -> _Outcome:
+    """The encoder plans beside a backbone with their bounds, if a step can take less than faster_than_s."""
     # 1. The least that its ranks compute.
     if shape.bound_s >= faster_than_s:
-        return _Outcome(False, [_too_slow(shape)], [])
+        return _Outcome(False, [_too_slow(shape)])
     # 2. What its busiest rank computes with the memory of all encoders to itself.
     plans = EncoderPlans(job, shape, pins.recompute or "least")
     memory = EncoderMemory(plans)
     has_plans = next(iter(plans), None) is not None
     alone = memory.backbone_alone() if has_plans and faster_than_s < math.inf else None
     if alone is not None and plans.least_s(alone) >= faster_than_s:
-        return _Outcome(True, [_too_slow(shape)], [])
+        return _Outcome(True, [_too_slow(shape)])
     # 3. The encoder plans that fit.
     fitting, nearest = _fitting(memory, plans, pins)
     ruled_out = [nearest] if nearest is not None else []
     if not fitting:
         why = "no encoder plan leaves each stage a block and each pipeline a microbatch, and is as pinned."
-        return _Outcome(False, ruled_out or [RuledOut(BUBBLE_FILLING, str(shape), why)], [])
+        return _Outcome(False, ruled_out or [RuledOut(BUBBLE_FILLING, str(shape), why)])
     # 4. What its busiest rank computes.
     least = min(fitting, key=_num_recomputed)
-    if plans.least_s(least.units[0]) >= faster_than_s:
-        return _Outcome(True, [*ruled_out, _too_slow(shape, least)], [])
+    least_s = plans.least_s(least.units[0])
+    if least_s >= faster_than_s:
+        return _Outcome(True, [*ruled_out, _too_slow(shape, least)])
     # 5. Its simulated step, if all bubbles were filled.
     filler = _Filler(plans)
     bounded = filler.bounded(fitting)
-    if bounded[0].bound_s >= faster_than_s:
-        return _Outcome(True, [*ruled_out, _too_slow(shape, bounded[0].fitted)], [])
-    # 6. Placements.
-    fitted, filling = filler.best(bounded)
+    bound_s = max(bounded[0].bound_s, least_s)
+    if bound_s >= faster_than_s:
+        return _Outcome(True, [*ruled_out, _too_slow(shape, bounded[0].fitted)])
+    return _Outcome(True, ruled_out, _Bounded(bound_s, filler, bounded))
+
+
+def _placed(bounded: _Bounded, faster_than_s: float) -> list[Candidate] | RuledOut:
+    """The best encoder plan beside a backbone, placed, finely first, if a step can then take less than
+    faster_than_s."""
+    filler, shape = bounded.filler, bounded.filler.plans.shape
+    if bounded.bound_s >= faster_than_s:
+        return _too_slow(shape, bounded.plans[0].fitted)
+    fitted, filling = filler.best(bounded.plans)
     fine_s = filling.fine_s * filler.alone.slowdown(fitted.units)
     limit_s = _ESTIMATE_ERROR * faster_than_s
     if fine_s >= limit_s:
         why = f"finely placed, a step is estimated to take {fine_s:.3g} s: longer than the fastest."
-        return _Outcome(True, [*ruled_out, RuledOut(BUBBLE_FILLING, f"{shape}; {fitted.plan}", why)], [])
-    return _Outcome(True, ruled_out, filler.candidates(fitted, filling, limit_s))
+        return RuledOut(BUBBLE_FILLING, f"{shape}; {fitted.plan}", why)
+    return filler.candidates(fitted, filling, limit_s)
 
 
 def _fitting(memory: EncoderMemory, plans: EncoderPlans, pins: Pins) -> tuple[list[FittedPlan], RuledOut | None]:
@@ -160,20 +196,13 @@ def _too_slow(shape: PipelineShape, fitted: FittedPlan | None = None) -> RuledOu
     return RuledOut(BUBBLE_FILLING, what, "even with all bubbles filled, a step would take longer than the fastest.")
 
 
-class _Bounded(NamedTuple):
-    """An encoder plan, and the least that a step takes with it."""
-
-    bound_s: float
-    fitted: FittedPlan
-
-
 class _Filler:
     """Places the encoder plans of one backbone."""
 
     def __init__(self, plans: EncoderPlans) -> None:
         self.plans, self.alone = plans, BackboneAlone(plans)
 
-    def bounded(self, fitting: list[FittedPlan]) -> list[_Bounded]:
+    def bounded(self, fitting: list[FittedPlan]) -> list[_BoundedPlan]:
         """The plans by their bounds, the least first.
 
         All are judged beside the backbone that recomputes least: no other is faster alone. None is faster than that
@@ -183,10 +212,10 @@ class _Filler:
         units = by_recomputed[0].units
         backbone = self.alone.pipeline(units, parted=True)
         backbone_s = backbone.end_s * self.alone.slowdown(units)
-        bounded = [_Bounded(max(self._filled_s(backbone, fitted), backbone_s), fitted) for fitted in by_recomputed]
+        bounded = [_BoundedPlan(max(self._filled_s(backbone, fitted), backbone_s), fitted) for fitted in by_recomputed]
         return sorted(bounded, key=lambda one: one.bound_s)
 
-    def best(self, bounded: list[_Bounded]) -> tuple[FittedPlan, Filling]:
+    def best(self, bounded: list[_BoundedPlan]) -> tuple[FittedPlan, Filling]:
         """The plan whose fine placement ends first, of the few that could be best."""
         best, filling = bounded[0].fitted, self._fill(bounded[0].fitted, _HALVES)
         for bound_s, fitted in bounded[1:_MAX_PLACED]:

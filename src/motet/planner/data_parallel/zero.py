@@ -61,7 +61,7 @@ class ShardedUnit:
             gather_s = reduce_s = replicas_s = 0.0
             for layers, count in Counter(fsdp_slices(job.model.module(name).layers)).items():
                 total = sum(layer.parameters for layer in layers) / unit.tp
-                trainable = sum(layer.parameters for layer in layers if layer.trainable) / unit.tp
+                trainable = sum(layer.updated_parameters for layer in layers) / unit.tp
                 updated += count * trainable / size
                 if size > 1:
                     gather_s += count * cost.gather_seconds(total * precision.compute, shards)

@@ -39,8 +39,9 @@ def add_data_parallel(
     at_ends:   collectives of the whole step stand before all passes of a rank and after all of them. Where they hold up
                compute, and ranks of a group take different microbatches (encoders in bubbles), ranks could otherwise
                wait for each other in a ring: one in a collective, one for a message that comes after it.
-    gathers_first: gathers of the whole step stand before all passes of a rank. Islands that run their passes in orders
-               of their own start them alike then; nothing in a step waits for reductions.
+    gathers_first: gathers of the whole step stand before all passes of a rank, which may come in an order of its own
+               (encoders in bubbles). A rank whose thread waits in a receive starts none that comes after it, whatever
+               its device overlaps, and others would wait for it in a ring; nothing in a step waits for reductions.
     Raises ArgumentError for a stage or level that does not exist, and for a Program that has such actions. O(actions).
     """
     for stage, level in zero.items():
@@ -80,7 +81,9 @@ class _Rule:
         if self.at_ends:
             reduce_index |= {reduction: len(row) - 1 for reduction in reduce_index if reduction.microbatch < 0}
         self.put_in_order(gather_index, reduce_index)
-        gathers = sorted(gather_index, key=lambda one: (one.microbatch >= 0, self.groups[one.stage]))
+        # Encoders in bubbles have the higher groups, and run first.
+        sign = -1 if self.gathers_first else 1
+        gathers = sorted(gather_index, key=lambda one: (one.microbatch >= 0, sign * self.groups[one.stage]))
         reductions = sorted(reduce_index, key=lambda one: (one.microbatch < 0, self.groups[one.stage]))
         # 3. The new row.
         before, after = _by_index(gather_index, gathers), _by_index(reduce_index, reductions)

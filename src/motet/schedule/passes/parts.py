@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from motet.core.errors import ArgumentError
-from motet.schedule.program import Action, Kind, Program
+from motet.schedule.program import Action, Kind, Program, Row
 
 _BACKWARD = (Kind.B, Kind.I)
 
@@ -17,7 +17,7 @@ def split_parts(program: Program, stage: int, num_forward_parts: int, num_backwa
 
     If rows are `AlikeRows`, stage is one of the first row, and the same stage of every rank is cut.
     Raises ArgumentError for a stage that the Program does not have, for counts below 1, for parts of a backward pass
-    that the stage does not have, and for passes with another number of parts. O(actions).
+    that the stage does not have, and for passes with another number of parts. O(actions of the stage's rank).
     """
     if not 0 <= stage < program.num_distinct_stages:
         raise ArgumentError(f"split_parts: there is no stage {stage}; the Program has {program.num_distinct_stages}.")
@@ -36,8 +36,12 @@ def split_parts(program: Program, stage: int, num_forward_parts: int, num_backwa
             whole = Action(stage, kind, microbatch)
             raise ArgumentError(f"split_parts: {whole} is in {count} parts already, not {num_parts[kind]}.")
 
-    def parts(action: Action) -> Sequence[Action]:
-        num = num_parts.get(action.kind, 1) if action.stage == stage and action.part < 0 else 1
-        return [action] if num == 1 else [action._replace(part=part) for part in range(num)]
+    def parts(row: Row) -> Iterator[Action]:
+        for action in row:
+            num = num_parts.get(action.kind, 1) if action.stage == stage and action.part < 0 else 1
+            if num == 1:
+                yield action
+            else:
+                yield from (action._replace(part=part) for part in range(num))
 
-    return program.with_rows(lambda row: (part for action in row for part in parts(action)))
+    return program.with_row(program.stages[stage].rank, parts)

@@ -71,8 +71,8 @@ class Collectives:
             size = self._sizes(kind.stage)
             np.add.at(updated, kind.ranks, size.updated)
             np.add.at(held, kind.ranks, size.trainable * kind.stage.unit.tp)
-        stacks = [stack for module in self.plan.model.modules for stack in module.stacks if stack.layer.trainable]
-        whole = max(sum(stack.layer.parameters * stack.count for stack in stacks), 1)
+        stacks = [stack for module in self.plan.model.modules for stack in module.stacks]
+        whole = max(sum(stack.layer.updated_parameters * stack.count for stack in stacks), 1)
         pairs = [(round(number), of / whole) for number, of in zip(updated.tolist(), held.tolist())]
         seconds = {pair: self.cost.step_seconds(*pair) for pair in set(pairs)}
         return np.array([seconds[pair] for pair in pairs])
@@ -94,7 +94,7 @@ class Collectives:
 
     def _size_of(self, layers: Sequence[Layer], stage: PlannedStage) -> _Size:
         total = sum(layer.parameters for layer in layers) / stage.unit.tp
-        trainable = sum(layer.parameters for layer in layers if layer.trainable) / stage.unit.tp
+        trainable = sum(layer.updated_parameters for layer in layers) / stage.unit.tp
         return _Size(total, trainable, trainable / len(self._sharing(stage)[0]))
 
     def _priced(self, stage: PlannedStage) -> CollectiveSeconds:

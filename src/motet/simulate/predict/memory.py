@@ -50,4 +50,5 @@ def _stage_memory(pricing: Pricing, stage: PlannedStage) -> StageMemory:
 
     unit = replace(stage.unit, zero=stage.zero, shard_size=stage.shard_size)
     by_stage = pricing.plan.schedule != "data_parallel"
-    return stage_memory(unit, pricing.layers(stage), rows, 0, pricing.precision, by_stage=by_stage)
+    layers, copies = pricing.layers(stage), pricing.largest_copies
+    return stage_memory(unit, layers, rows, 0, pricing.precision, by_stage=by_stage, copies=copies)

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from motet.assign.context_rows import moved_rows
+from motet.assign.rows import dealt_out
 from motet.assign.step import StepAssignment
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
-from motet.core.context_rows import moved_heads
+from motet.core.context_rows import copied_heads, moved_heads
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
@@ -55,17 +56,26 @@ class StagePrices(NamedTuple):
     held: Float64Array
 
 
+class ContextPrice(NamedTuple):
+    """Seconds of one exchange of rows in a layer's attention, and bytes of the copies that backward reads again."""
+
+    seconds: Float64Array
+    copied_bytes: Float64Array
+
+
 @dataclass(frozen=True, eq=False)
 class _Priced:
     """The price of one layer: columns [num_replicas * num_microbatches] of its unit, replica by replica.
 
-    context_s: of one exchange of rows between context-parallel ranks.
+    whole:     what all ranks compute that share a replica's work. work: what the busiest of them does.
+    context:   the exchange of rows between context-parallel ranks in attention.
     """
 
+    whole: Work
     work: Work
     seconds: LayerSeconds
     tensor_s: Float64Array
-    context_s: Float64Array
+    context: ContextPrice
 
 
 class Pricing:
@@ -94,6 +104,7 @@ class Pricing:
         self._known_layers: dict[tuple[str, Layer, int], _Priced] = {}
         self._known_stages: dict[object, StagePrices] = {}
         self._known_parts: dict[object, tuple[Part, ...]] = {}
+        self._known_shares: dict[str, Int64Array] = {}
         self.beyond: dict[str, Beyond] = {}
         self._first = {kind.stage.key: kind.stage for kind in planned.kinds}
         self._recomputed = recomputed or {}
@@ -162,8 +173,12 @@ class Pricing:
         return replica_rows
 
     def largest_rows(self, name: str, layer: Layer) -> float:
-        """Rows of a layer in the largest microbatch of any replica, over all its context-parallel ranks."""
+        """The most rows of a layer on any rank in any microbatch, times the context-parallel ranks of its unit."""
         return float(self._priced(name, layer, 1).work.rows.max(initial=0.0)) * self.plan.unit_of(name).cp
+
+    def largest_copies(self, name: str, layer: Layer) -> float:
+        """The most bytes of copies of other ranks' rows that attention takes in a layer on any rank."""
+        return float(self._priced(name, layer, 1).context.copied_bytes.max(initial=0.0))
 
     def parts(self, stage: PlannedStage, *, backward: bool = False) -> tuple[Part, ...]:
         """The parts of a stage's pass, in execution order.
@@ -241,11 +256,11 @@ class Pricing:
         for layers, chosen in self._cases(stage):
             for placed, count in layers.items():
                 layer = placed.layer
-                flops = layer_flops(layer, self._priced(placed.module, layer, 1).work)
+                flops = layer_flops(layer, self._priced(placed.module, layer, 1).whole)
                 layer_total = flops.forward * (1 + placed.recomputed) + flops.weight * layer.trainable
                 if placed.needs_input or (layer.trainable and layer.in_block):
                     layer_total = layer_total + flops.input
-                total += count * float(layer_total[chosen.ravel()].sum()) * stage.unit.cp
+                total += count * float(layer_total[chosen.ravel()].sum())
         return total
 
     def _shape(self, stage: PlannedStage) -> tuple[int, int]:
@@ -266,10 +281,31 @@ class Pricing:
     def _of_stage(self, stage: PlannedStage) -> StagePrices:
         cases = [(self._sum(stage, layers), chosen) for layers, chosen in self._cases(stage)]
         if len(cases) == 1:
-            prices = cases[0][0]
-            return prices._replace(held=prices.held + self._held_inside(stage))
+            prices, (entered, again) = cases[0][0], self._entries(stage)
+            return prices._replace(
+                forward=prices.forward + entered,
+                recompute=prices.recompute + again,
+                held=prices.held + self._held_inside(stage),
+            )
         which = [chosen for _, chosen in cases]
         return StagePrices(*(np.select(which, columns) for columns in zip(*(prices for prices, _ in cases))))
+
+    def _entries(self, stage: PlannedStage) -> tuple[Float64Array, Float64Array]:
+        """What forward and recomputation take where they begin inside modules (`CostModel.entry_seconds`).
+
+        A stage of a pipeline runs the blocks of a module that it recomputes apart from others. In data parallelism they
+        run inside the one pass, and what is cut finer than stages, in bubbles, is not counted.
+        """
+        forward, recompute = np.zeros(self._shape(stage)), np.zeros(self._shape(stage))
+        for name, (first, stop) in stage.layers.items() if self.plan.schedule != "data_parallel" else ():
+            entry_s, number = self.cost.entry_seconds(name), stage.recomputed.get(name, 0)
+            if entry_s and first < stop:
+                module = self.plan.model.module(name)
+                priced = self._priced(name, module.layers[module.blocks[first].start], stage.num_shares)
+                has_rows = priced.work.rows.reshape(forward.shape) > 0
+                forward += entry_s * ((first > 0) + (0 < number < stop - first)) * has_rows
+                recompute += entry_s * (number > 0) * has_rows
+        return forward, recompute
 
     def _held_inside(self, stage: PlannedStage) -> Float64Array:
         """Bytes that a part keeps which begins inside a recomputed block: its input, which the block would not keep."""
@@ -301,7 +337,7 @@ class Pricing:
     def _passes(self, placed: StageLayer, priced: _Priced, tp: int) -> dict[str, Float64Array]:
         """The prices of a layer by field of StagePrices, flat. Gradients are as in `cost.model.backward_seconds`."""
         layer, (forward_s, input_s, weight_s) = placed.layer, priced.seconds
-        context_s = priced.context_s
+        context_s = priced.context.seconds
         passes = {"forward": forward_s, "forward_tensor": priced.tensor_s + context_s}
         if placed.needs_input or (layer.trainable and layer.in_block):
             passes["input"] = input_s
@@ -314,7 +350,8 @@ class Pricing:
             # Backward keeps the keys and values that it got, and sends their gradients back.
             passes["backward_tensor"] = (priced.tensor_s + context_s) * (2 if placed.recomputed else 1)
             row_bytes = kept_bytes(placed, 1.0, tp, self.precision.compute)
-            passes["held"] = priced.work.rows * row_bytes[placed.recomputed]
+            copied_bytes = 0.0 if placed.recomputed else priced.context.copied_bytes
+            passes["held"] = priced.work.rows * row_bytes[placed.recomputed] + copied_bytes
         return passes
 
     def _price(self, name: str, layer: Layer, num_shares: int) -> _Priced:
@@ -335,26 +372,48 @@ class Pricing:
             num_targets=targets,
             segments=items.segments,
         )
-        share = 1 / (unit.cp * num_shares)
-        work = Work(whole.rows * share, whole.pairs * share)
+        work = Work(whole.rows / (unit.cp * num_shares), whole.pairs / (unit.cp * num_shares))
+        if name != BACKBONE and unit.cp > 1:
+            dealt = work_of(
+                layer, items.length, self._shares(name), size * unit.cp, padded=module.padded, segments=items.segments
+            )
+            rows, pairs = (
+                column.reshape(size, unit.cp).max(axis=1) / num_shares for column in (dealt.rows, dealt.pairs)
+            )
+            work = Work(rows, pairs)
         tensor_s = np.zeros(size)
         if unit.tp > 1:
             tensor_s = self.cost.tensor_seconds(layer, work, range(unit.first_rank, unit.first_rank + unit.tp))
-        context_s = self._context_s(name, unit, layer)
+        context = self._context(name, unit, layer)
         beyond = self.cost.beyond(name, layer, work, unit.tp)
         self.beyond[name] = self.beyond.get(name, Beyond()).or_further(beyond)
-        return _Priced(work, self.cost.layer_seconds(name, layer, work, unit.tp), tensor_s, context_s)
+        return _Priced(whole, work, self.cost.layer_seconds(name, layer, work, unit.tp), tensor_s, context)
 
-    def _context_s(self, name: str, unit: Unit, layer: Layer) -> Float64Array:
-        """Seconds in which context-parallel ranks exchange rows in a layer's attention, [replicas * microbatches].
+    def _shares(self, name: str) -> Int64Array:
+        """Which of the ranks that share a replica's items has each item of an encoder, int64 [num_items]: numbered by
+        replica, microbatch and context-parallel rank. Items are dealt out whole (`assign/planned_step.py`).
+        """
+        if name not in self._known_shares:
+            items, cp = self.assignment.modules[name], self.plan.unit_of(name).cp
+            cell = items.batch_index(self.assignment.num_microbatches)
+            shares = cell * cp
+            in_order = np.argsort(cell, kind="stable")
+            for own in np.split(in_order, np.flatnonzero(np.diff(cell[in_order])) + 1):
+                shares[own] += dealt_out(items.length[own], cp)
+            self._known_shares[name] = shares
+        return self._known_shares[name]
+
+    def _context(self, name: str, unit: Unit, layer: Layer) -> ContextPrice:
+        """The exchange of rows between context-parallel ranks in a layer's attention, [replicas * microbatches] each.
 
         As executed (`models/context_items.py`): the busiest rank moves what `moved_heads` says, by the cheaper way. The
         items of encoders are dealt out whole, so that nothing moves.
         """
         items, attention, cp = self.assignment.modules[name], layer.attention, unit.cp
-        num, seconds = self.assignment.num_microbatches, np.zeros(items.num_replicas * self.assignment.num_microbatches)
+        num = self.assignment.num_microbatches
+        seconds, copied = np.zeros((2, items.num_replicas * num))
         if cp == 1 or attention is None or name != BACKBONE:
-            return seconds
+            return ContextPrice(seconds, copied)
         cells = [items.length[items.items_of(*divmod(index, num))] for index in range(len(seconds))]
         rows = np.array([lengths.sum() for lengths in cells])
         # Dealing out a pack takes 2 ms; beyond some, packs move the same share of their rows.
@@ -368,7 +427,11 @@ class Pricing:
         head_bytes = attention.kv_width / unit.tp / kv_heads * self.precision.compute
         for index in np.flatnonzero(rows).tolist():
             of_keys, of_all = moved[index].tolist()
-            fewest = min(moved_heads(of_keys, of_all, cp, heads, kv_heads))
+            by_cast, by_heads = moved_heads(of_keys, of_all, cp, heads, kv_heads)
+            fewest, is_by_heads = min(by_cast, by_heads), by_heads < by_cast
+            own_rows = rows[index] / cp
+            kept = copied_heads(of_keys, own_rows, cp, heads, kv_heads, by_heads=is_by_heads)
+            copied[index] = kept * head_bytes
             # As of an all-gather in which each rank gets as much.
             seconds[index] = self.cost.gather_seconds(fewest * head_bytes * cp / (cp - 1), ranks) if fewest else 0.0
-        return seconds
+        return ContextPrice(seconds, copied)

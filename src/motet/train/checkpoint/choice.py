@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from motet.core.errors import JointUserError, UserError
-from motet.train.checkpoint.contents import Damaged, RunState, read_state, step_named, verify
+from motet.train.checkpoint.contents import Damaged, RunState, digest_of, read_state, step_named, verify
 from motet.train.checkpoint.folder import checkpoints, checkpoints_set_aside, remove, set_aside
 from motet.train.world import World
 
@@ -68,6 +68,18 @@ def choose_checkpoint(resume: str, folder: Path, world: World, say: Say) -> Star
             "name one with --resume PATH, or start anew with --resume never."
         )
     return None
+
+
+def verified_start(path: Path, world: World) -> str:
+    """The digest of a checkpoint that another run is to begin with. A collective.
+
+    Raises JointUserError if it is not whole.
+    """
+    verified = _verified(path, world)
+    if not isinstance(verified, RunState):
+        raise JointUserError(f"run.start: {path} is no complete Motet checkpoint: {verified}.")
+    with world.together():
+        return digest_of(path)
 
 
 def remove_all(folder: Path) -> None:

@@ -55,12 +55,15 @@ class Progress:
     num_skipped: steps that changed nothing, because they were not finite.
     group:       the caps of groups by phase, on which their order also depends; None without groups.
     mixture:     weights of the manifests in whole numbers, on which the order also depends; () without.
+    start:       the digest of the checkpoint whose weights the run began with (`run.start`); "" without.
+    beside:      of parts with LoRA adapters, whose frozen weights a checkpoint lacks, what says which those are.
 
     Example:
         >>> from dataclasses import replace
         >>> start = Progress(step=0, position=0, num_bad=0, seed=0, dataset="3f2a")
-        >>> replace(start, step=10, position=10 * 32)  # after ten steps of 32 examples
-        Progress(step=10, position=320, num_bad=0, seed=0, dataset='3f2a', num_skipped=0, group=None, mixture=())
+        >>> later = replace(start, step=10, position=10 * 32)  # after ten steps of 32 examples
+        >>> later.position, later.group, later.mixture, later.beside
+        (320, None, (), None)
     """
 
     step: int
@@ -71,6 +74,8 @@ class Progress:
     num_skipped: int = 0
     group: Mapping[str, int] | None = None
     mixture: tuple[int, ...] = ()
+    start: str = ""
+    beside: Mapping[str, str] | None = None
 
 
 class _Stored(BaseModel):
@@ -91,6 +96,8 @@ class RunState(_Stored):
     dataset: str
     group: dict[str, int] | None = None
     mixture: tuple[int, ...] = ()
+    start: str = ""
+    beside: dict[str, str] | None = None
     num_ranks: int = Field(gt=0)
     launch: str
     written: AwareDatetime
@@ -182,6 +189,12 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
     if absent := [name for name in (STATE, TENSORS) if name not in manifest.files]:
         raise Damaged(f"{MANIFEST} does not name {absent[0]}")
     return manifest
+
+
+def digest_of(checkpoint: Path) -> str:
+    """What tells a whole checkpoint from all others: the SHA-256 of its manifest."""
+    with _judged(checkpoint / MANIFEST):
+        return sha256(checkpoint / MANIFEST)
 
 
 def read_state(checkpoint: Path) -> RunState:

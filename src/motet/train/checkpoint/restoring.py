@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -15,7 +15,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from motet.core.errors import JointUserError, UserError
 from motet.models.fused import NamedRows
 from motet.train.checkpoint.contents import Damaged, Progress, StoredTensor, read_state, read_tensors
-from motet.train.checkpoint.state import describe_tensor, is_step, set_step, share_steps, tensors_of, without_steps
+from motet.train.checkpoint.state import (
+    describe_tensor,
+    is_step,
+    is_weight,
+    set_step,
+    share_steps,
+    tensors_of,
+    weights_of,
+    without_steps,
+)
 from motet.train.checkpoint.storage import Reader, StoredRows, first_line
 
 
@@ -34,24 +43,54 @@ def load(
     Raises UserError for the first tensor that only the model or only the checkpoint has, or whose shape or dtype
     differs; and if the checkpoint cannot be read.
     """
-    tensors, unread = tensors_of(model, optimizer), f"The checkpoint {checkpoint} cannot be read"
-    everywhere = _over_ranks(tensors.keys(), group)
-    with together():
-        try:
-            progress, stored = read_state(checkpoint).progress, read_tensors(checkpoint)
-        except Damaged as damage:
-            raise UserError(f"{unread}: {damage}.") from damage
+    tensors = tensors_of(model, optimizer)
+    with together(), _as_user_error(checkpoint):
+        progress, stored = read_state(checkpoint).progress, read_tensors(checkpoint)
         if not any(is_step(key) for key in stored):
             tensors = without_steps(tensors)
             set_step(optimizer, progress.step - progress.num_skipped)
+    _read(checkpoint, stored, tensors, group, together)
+    share_steps(model, optimizer)
+    return progress
+
+
+def load_weights(
+    checkpoint: Path,
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    together: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """As `load`, of weights alone: what the optimizer knows of another run is left."""
+    with together(), _as_user_error(checkpoint):
+        stored = {key: tensor for key, tensor in read_tensors(checkpoint).items() if is_weight(key)}
+    _read(checkpoint, stored, weights_of(model), group, together)
+
+
+@contextmanager
+def _as_user_error(checkpoint: Path) -> Iterator[None]:
+    """Raise a Damaged of the block as a UserError."""
+    try:
+        yield
+    except Damaged as damage:
+        raise UserError(f"The checkpoint {checkpoint} cannot be read: {damage}.") from damage
+
+
+def _read(
+    checkpoint: Path,
+    stored: dict[str, StoredTensor],
+    tensors: dict[str, Tensor],
+    group: dist.ProcessGroup | None,
+    together: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Read tensors in place. stored: those of the checkpoint that a model must have. Raises as `load`."""
+    everywhere = _over_ranks(tensors.keys(), group)
+    with together():
         rows = {key: StoredRows(stored[of.name], of) for key in tensors if (of := _rows_in(key, stored)) is not None}
         _check_fit(checkpoint, stored, stored | {key: each.tensor for key, each in rows.items()}, tensors, everywhere)
     try:
         dcp.load(dict(tensors), storage_reader=Reader(checkpoint, stored, rows), process_group=group)
-        share_steps(model, optimizer)
     except CheckpointException as error:  # Raised by all ranks if any fails; no subclass of Exception.
-        raise JointUserError(f"{unread}: {first_line(error)}.") from error
-    return progress
+        raise JointUserError(f"The checkpoint {checkpoint} cannot be read: {first_line(error)}.") from error
 
 
 def _rows_in(key: str, stored: Mapping[str, StoredTensor]) -> NamedRows | None:

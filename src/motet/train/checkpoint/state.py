@@ -1,9 +1,11 @@
 """The tensors of a checkpoint by name: `model.<name>` for weights, `optim.<name>.<field>` for the optimizer's state.
 
-Names and shapes are those of the unsharded model; what is split (`models/fused.py`) is named as rows of the whole,
-which `storage.py` puts together. The state of random number generators is not stored: dropout is drawn by item
-(`motet/dropout.py`), and each step seeds the generators from (run.seed, step, rank), for what else is drawn. AdamW
-counts the steps of each parameter: those in which no example needed its module are none.
+Names and shapes are those of the unsharded model, all of it but frozen weights beside LoRA adapters. What is split
+(`models/fused.py`) is named as rows of the whole, which `storage.py` puts together.
+
+The state of random number generators is not stored: dropout is drawn by item (`motet/dropout.py`), and each step seeds
+the generators from (run.seed, step, rank), for what else is drawn. AdamW counts the steps of each parameter: those in
+which no example needed its module are none.
 """
 
 from __future__ import annotations
@@ -14,18 +16,25 @@ import torch
 from torch import Tensor, nn
 
 from motet.models.fused import NamedRows, stored_names
+from motet.models.named_weights import is_lora
 
 _WEIGHT, _OPTIMIZER = "model.", "optim."
 _MOMENTS, _STEP = ("exp_avg", "exp_avg_sq"), ".step"
 
 
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> weight to save or to load in place: buffers too, and frozen ones that are not beside adapters."""
+    keys, elsewhere = stored_names(model), _beside_adapters(model)
+    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    stored = {name: weight for name, weight in model.named_parameters() if name not in elsewhere}
+    weights: dict[str, Tensor] = {_WEIGHT + keys[name]: weight.detach() for name, weight in stored.items()}
+    return weights | {_WEIGHT + name: buffer for name, buffer in model.state_dict().items() if name not in aliases}
+
+
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Name -> tensor to save or to load in place. Creates AdamW's state if it has taken no step yet."""
-    parameters, keys = dict(model.named_parameters()), stored_names(model)
-    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tensors: dict[str, Tensor] = {_WEIGHT + keys[name]: parameter.detach() for name, parameter in parameters.items()}
-    tensors |= {_WEIGHT + name: buffer for name, buffer in model.state_dict().items() if name not in aliases}
-    for name, parameter in parameters.items():
+    keys, tensors = stored_names(model), weights_of(model)
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             state = optimizer.state[parameter]
             if not state:
@@ -37,6 +46,21 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
                 tensors[f"{_OPTIMIZER}{whole}{_STEP}"] = state["step"]
             tensors |= {f"{_OPTIMIZER}{whole}.{moment}{of_rows}": state[moment] for moment in _MOMENTS}
     return tensors
+
+
+def _beside_adapters(model: nn.Module) -> set[str]:
+    """The names of frozen weights beside LoRA adapters. They are not stored: a run has them from where it began."""
+    parts = [
+        (f"{name}.{module.beside_adapters}.", getattr(module, module.beside_adapters))
+        for name, module in model.named_modules()
+        if getattr(module, "beside_adapters", "")
+    ]
+    return {
+        prefix + name
+        for prefix, part in parts
+        for name, weight in part.named_parameters()
+        if not (weight.requires_grad or is_lora(name))
+    }
 
 
 def share_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -51,6 +75,11 @@ def share_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def without_steps(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a checkpoint that has no number of steps of each parameter, as Motet once wrote them."""
     return {key: tensor for key, tensor in tensors.items() if not is_step(key)}
+
+
+def is_weight(key: str) -> bool:
+    """Whether a tensor is a weight, or a buffer, of the model."""
+    return key.startswith(_WEIGHT)
 
 
 def is_step(key: str) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -37,6 +38,8 @@ _MIN_EXAMPLES = 100
 """The share of bad examples is judged as if there were at least so many examples."""
 _MAX_NAMED = 3
 """Examples that an error names."""
+_LOOK_EVERY_S = 0.005
+"""How often a step that waits for room is looked after."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,10 @@ class StepRange:
     microbatches: int
     position: int
     num_bad: int
+
+
+def _media_bytes(batch: RankBatch) -> int:
+    return sum(values.nbytes for values, _ in batch.media.values())
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,19 @@ class StepInput:
     moved_bytes: int
     crossing_bytes: int
 
+    @property
+    def media_bytes(self) -> int:
+        """What the media of its microbatches take in memory."""
+        return sum(map(_media_bytes, self.batches))
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What waited for the step loop of this rank when it asked for a step: whole steps, and bytes of their media."""
+
+    steps: int
+    media_bytes: int
+
 
 @dataclass(frozen=True)
 class _Started:
@@ -97,7 +117,8 @@ class Feed:
     """A context manager: in its block all ranks call `next_step` once for every step of `steps`.
 
     group:   a host group that only the feed uses.
-    config:  of which the feed reads prefetch_steps and max_bad_fraction.
+    config:  of which the feed reads prefetch_steps, prefetch_bytes, service and max_bad_fraction.
+    ahead:   as of the last call of `next_step`.
     prepare: applied to each RankBatch in the thread, e.g. to pin its memory.
     report:  called in the thread, on all ranks alike, once for every bad file.
     """
@@ -121,11 +142,14 @@ class Feed:
         self._num_bad = steps.num_bad
         self._queue: queue.Queue[StepInput | BaseException] = queue.Queue(maxsize=config.prefetch_steps)
         self._closing = threading.Event()
+        self._largest_bytes = 0  # Of the media of a microbatch so far.
+        self.ahead = Ahead(0, 0)
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
         self._thread.start()
 
     def next_step(self) -> StepInput:
         """Wait for the next step's input. Raises the error that stopped the feed, on every rank."""
+        self.ahead = self._waiting()
         step = self._queue.get()
         if isinstance(step, BaseException):
             raise step
@@ -156,12 +180,12 @@ class Feed:
         steps = self._steps
         num_microbatches = (steps.num_steps - steps.first_step) * steps.microbatches
         starting = self._starting()
-        # The next microbatch is started before this one is awaited, so that decoders always have work.
-        started = deque(islice(starting, 1))
+        started: deque[_Started] = deque()
         step: list[tuple[Loaded, Int64Array]] = []
         position = steps.position
         for number in range(num_microbatches):
-            started.extend(islice(starting, 1))
+            # Others are started before this one is awaited, so that decoders always have work.
+            started.extend(islice(starting, max(1 + self._num_ahead() - len(started), int(not started))))
             begun = started.popleft()
             agreed = self._agree(begun)
             if agreed is None:
@@ -173,6 +197,7 @@ class Feed:
             if self._prepare:
                 loaded = replace(loaded, batch=self._prepare(loaded.batch))
             step.append((loaded, ids[kept]))
+            self._largest_bytes = max(self._largest_bytes, _media_bytes(loaded.batch))
             position += len(ids)
             self._check_bad_fraction(position, is_last=number + 1 == num_microbatches)
             if len(step) == steps.microbatches:
@@ -276,11 +301,43 @@ class Feed:
                 f"{allowed:g} allows; mend the files that were reported above, or raise it. The first: {first}."
             )
 
+    def _num_ahead(self) -> int:
+        """How many microbatches to have started beyond the one that is awaited.
+
+        One, where decoders share the machine. Actors may be many, so they get all that may be loaded ahead.
+        """
+        steps, config = self._steps, self._config
+        waiting = self._waiting()
+        num_ahead = (
+            max((config.prefetch_steps - waiting.steps) * steps.microbatches, 1) if config.service == "ray" else 1
+        )
+        if config.prefetch_bytes is None:
+            return num_ahead
+        # The first microbatch says how large one is.
+        room = config.prefetch_bytes - waiting.media_bytes
+        return max(min(num_ahead, room // self._largest_bytes - 1), 0) if self._largest_bytes else 0
+
+    def _waiting(self) -> Ahead:
+        """What is queued."""
+        with self._queue.mutex:
+            steps = [step for step in self._queue.queue if isinstance(step, StepInput)]
+        return Ahead(len(steps), sum(step.media_bytes for step in steps))
+
     def _put(self, item: StepInput | BaseException) -> None:
         """Queue an item as soon as there is room; drop it if the feed is closing."""
         while not self._closing.is_set():
             try:
+                if not self._fits(item):
+                    time.sleep(_LOOK_EVERY_S)
+                    continue
                 self._queue.put(item, timeout=0.1)
             except queue.Full:
                 continue
             return
+
+    def _fits(self, item: StepInput | BaseException) -> bool:
+        """Whether an item may wait beside what waits already; alone, each may."""
+        limit, waiting = self._config.prefetch_bytes, self._waiting()
+        if limit is None or isinstance(item, BaseException) or not waiting.steps:
+            return True
+        return waiting.media_bytes + item.media_bytes <= limit

@@ -17,7 +17,7 @@ from motet.train.world import World
 
 
 def say_left_out(manifests: Sequence[str], left_out: LeftOut, num_in_manifests: int, say: Say) -> None:
-    """Print which examples of some manifests are left out, if any are."""
+    """Print which examples of some manifests are left out or truncated, if any are."""
     if left_out:
         say(f"{', '.join(manifests)}: {describe_left_out(left_out, num_in_manifests)}.")
         for example in left_out.named:

@@ -6,14 +6,17 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from motet.train.recipe.toml_text import KeyPath, line_of_key
+from motet.core.text_files import KeyPath
+from motet.train.recipe.toml_text import line_of_key
 
+_INSIDE_PHASE = 4
+"""Parts of the shortest key of a training phase: run, phase, its number, the key."""
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _NAMES = {
     "float_parsing": "a number",
@@ -35,12 +38,18 @@ _NAMES = {
 
 
 def recipe_error(
-    errors: Sequence[ErrorDetails], schema: type[BaseModel], where: str, text: str, overrides: set[KeyPath]
+    errors: Sequence[ErrorDetails],
+    schema: type[BaseModel],
+    where: str,
+    text: str,
+    overrides: set[KeyPath],
+    in_phase: Callable[[KeyPath], KeyPath] | None = None,
 ) -> str:
     """The sentence for one of pydantic's errors: the first unknown key, else the first error.
 
     Unknown keys come first, as a misspelt key is often also missing under its right name.
     where: the recipe's path as the user gave it. text: its TOML text. overrides: keys that the command line has set.
+    in_phase: where the training phase that was read has a key of the recipe, if it has it.
     """
     error = next((error for error in errors if error["type"] in _UNKNOWN), None) or _inside_union(errors)
     key, models = _walk(error["loc"], schema)
@@ -53,7 +62,7 @@ def recipe_error(
         problem = f"'{name}' is missing and has no default{_description(key, models)}"
     else:
         problem = f"'{name}' {_requirement(error)}"
-    return f"{_place(key, where, text, overrides)}: {problem}" + ("" if problem.endswith("?") else ".")
+    return f"{place_of(key, where, text, overrides, in_phase)}: {problem}" + ("" if problem.endswith("?") else ".")
 
 
 def _inside_union(errors: Sequence[ErrorDetails]) -> ErrorDetails:
@@ -68,10 +77,22 @@ def _is_tag(part: int | str) -> bool:
     return isinstance(part, str) and (part in ("bool", "int", "float", "str") or part.endswith("]"))
 
 
-def _place(key: KeyPath, where: str, text: str, overrides: set[KeyPath]) -> str:
+def place_of(
+    key: KeyPath,
+    where: str,
+    text: str,
+    overrides: Collection[KeyPath] = (),
+    in_phase: Callable[[KeyPath], KeyPath] | None = None,
+) -> str:
+    """Where the user finds a key: the command line, or a line of the recipe. Arguments as of `recipe_error`."""
     if any(key[: len(override)] == override for override in overrides):
         return f"--set {'.'.join(map(str, key))}"
-    line = line_of_key(text, key)
+    line = line_of_key(text, key, at_least=len(key))
+    if in_phase is not None:
+        inner = in_phase(key)
+        # A key may also stand in an inline table, which has one line.
+        line = line_of_key(text, inner, len(inner)) or line or line_of_key(text, inner, _INSIDE_PHASE)
+    line = line or line_of_key(text, key)
     return f"{where}, line {line}" if line else where
 
 

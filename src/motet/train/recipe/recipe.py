@@ -1,7 +1,8 @@
 """A recipe: the whole of a training job as one validated TOML file.
 
-There are two kinds. One has `[data]`: files. The other has `[workload]`: a mixture of tasks (`core/sampler.py`), from
-which examples are drawn for a model of shapes (`core/shape_tables.py`).
+There are three kinds. One has `[data]`: files. Another has `[workload]`: a mixture of tasks (`core/sampler.py`), from
+which examples are drawn for a model of shapes (`core/shape_tables.py`). The third has `model.path`: a model that brings
+its own processor and tokenizer (`train/recipe/whole.py`).
 
 Each table is the Config class of a component, defined beside that component. This file puts them together, reads the
 TOML and the `--set` overrides, and makes paths absolute. Relative paths start at the recipe's folder, also in `--set`,
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,6 +38,7 @@ from motet.core.sampler import Sampler
 from motet.core.shape_tables import ModelShapes
 from motet.core.workload import BACKBONE, Workload
 from motet.cost.catalogue import ClusterConfig
+from motet.cost.memory import PRECISION_OF_DTYPE
 from motet.data.audio import AudioTransform
 from motet.data.config import DataConfig, DrawnDataConfig
 from motet.data.drawn import DrawnTransform, DrawnVocabulary
@@ -51,7 +54,9 @@ from motet.train.evaluate import EvaluateConfig
 from motet.train.export import ExportConfig
 from motet.train.optimizer import OptimizerConfig
 from motet.train.recipe.errors import recipe_error
-from motet.train.recipe.toml_text import dump_toml, read_recipe
+from motet.train.recipe.phases import TrainingPhase, key_in_phase
+from motet.train.recipe.reading import read_recipe
+from motet.train.recipe.toml_text import dump_toml
 
 _DRAWN_LR = 1e-4
 """The peak learning rate of a recipe whose examples are drawn, if it says none."""
@@ -82,6 +87,12 @@ class RunConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if there are any")
     dtype: Literal["float32", "float64"] = Field("float32", description="of parameters and optimizer state")
     plan: Path | None = Field(None, description="a plan of `motet plan` to train under; --plan outweighs it")
+    start: Path | None = Field(
+        None, description="a checkpoint whose weights the run begins with; its optimizer and its position are not taken"
+    )
+    phase: tuple[TrainingPhase, ...] = Field(
+        (), description="training phases, one after the other: [[run.phase]]; run.steps is theirs then"
+    )
     on_bad_step: Literal["stop", "skip"] = Field(
         "stop", description="what is done about a step whose loss or gradient is not finite; it changes no weight"
     )
@@ -164,7 +175,7 @@ class Recipe(BaseModel):
         if model is None or not isinstance(tables, dict):
             return {} if model is None else tables
         if not isinstance(model, ModelConfig):
-            return tables  # Refused by `DrawnRecipe`.
+            return tables  # Refused by `DrawnRecipe` and `WholeRecipe`.
         read: dict[str, Any] = {}
         for name, table in tables.items():
             modality = model.modality(name) if name in model.encoders else name
@@ -236,6 +247,12 @@ class Recipe(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _adapters_are_there(self) -> Recipe:
+        if self.export.adapter != "saved" and not getattr(self.model, "lora", None):
+            raise ValueError(f"export.adapter = {self.export.adapter!r} has no effect without [model.lora]; remove it")
+        return self
+
+    @model_validator(mode="after")
     def _groups_fit(self) -> Recipe:
         if self.data.group is None:
             return self
@@ -293,6 +310,11 @@ class Recipe(BaseModel):
     def table_of(self, encoder: str) -> str:
         """The name of the table in `[transforms]` that is an encoder's: its own, or that of what it reads."""
         return encoder if encoder in self.transforms else self.model.modality(encoder)
+
+    @property
+    def plan_precision(self) -> str:
+        """What modules compute in, by its name in Plans."""
+        return PRECISION_OF_DTYPE[self.fsdp.param_dtype or self.run.dtype]
 
     @property
     def is_drawn(self) -> bool:
@@ -388,17 +410,24 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, trains: bool = Tru
     schema, tables = Recipe, read.tables
     if "workload" in tables:
         schema, tables = DrawnRecipe, _drawn_tables(path, tables, trains)
+    elif isinstance(tables.get("model"), dict) and "path" in tables["model"]:
+        from motet.train.recipe.whole import WholeRecipe, check_whole_tables
+
+        check_whole_tables(path, tables)
+        schema = WholeRecipe
     try:
         # JSON allows strict validation (no "8" for 8, no true for 1): it has lists for tuples, strings for paths.
         recipe = schema.model_validate_json(json.dumps(tables, default=str), strict=True)
     except ValidationError as error:
-        raise UserError(recipe_error(error.errors(), schema, str(path), read.text, read.set_keys)) from error
+        in_phase = None if read.phase is None else partial(key_in_phase, number=read.phase)
+        told = recipe_error(error.errors(), schema, str(path), read.text, read.set_keys, in_phase)
+        raise UserError(told) from error
+    resolved = schema.model_validate(absolute(recipe.model_dump(exclude_unset=True), path.resolve().parent))
     try:
-        _ = recipe.modules
+        _ = resolved.modules
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    resolved = absolute(recipe.model_dump(exclude_unset=True), path.resolve().parent)
-    return schema.model_validate(resolved)
+    return resolved
 
 
 def _drawn_tables(path: Path, tables: dict[str, Any], trains: bool) -> dict[str, Any]:
@@ -449,7 +478,8 @@ def dump_recipe(recipe: Recipe) -> str:
         },
         "fsdp": FSDPConfig.model_fields.keys() - _PRECISION,
     }
-    tables = recipe.model_dump(mode="json", exclude=by_plan if recipe.run.plan else None)
+    excluded = by_plan if recipe.run.plan else {}
+    tables = recipe.model_dump(mode="json", exclude=excluded | {"run": {"phase"} | excluded.get("run", set())})
     if isinstance(recipe, DrawnRecipe):
         # Shapes and distributions refuse a key that has no effect, also with its default.
         tables |= recipe.model_dump(mode="json", include={"model", "workload"}, exclude_unset=True)

@@ -11,18 +11,22 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from motet.train.recipe.recipe import DrawnRecipe, Recipe
+from motet.train.recipe.whole import WholeRecipe
 
+_RECIPES = (Recipe, DrawnRecipe, WholeRecipe)
 _KEYS = re.compile(r"([a-z]\w*(?:, [a-z]\w*)*):\s+(\S.*)")
 """The first line in a docstring about one or several keys; the next ones are indented."""
 
 
 def recipe_schema() -> dict[str, Any]:
-    """A JSON Schema (draft 2020-12) of a recipe. With `[workload]` it is that of a recipe whose examples are drawn.
+    """A JSON Schema (draft 2020-12) of a recipe.
+
+    With `[workload]` it is that of a recipe whose examples are drawn, with `model.path` that of a whole model.
 
     A key is described by its field, or by what the docstring of its class says of it.
     """
-    tables, schema = models_json_schema([(Recipe, "validation"), (DrawnRecipe, "validation")])
-    kinds = {kind.__name__: kind for recipe in (Recipe, DrawnRecipe) for kind in _tables(recipe)}
+    tables, schema = models_json_schema([(each, "validation") for each in _RECIPES])
+    kinds = {kind.__name__: kind for recipe in _RECIPES for kind in _tables(recipe)}
     for name, table in schema["$defs"].items():
         table["description"] = table["description"].partition("\n\n")[0]
         keys = _described(kinds[name])
@@ -34,7 +38,11 @@ def recipe_schema() -> dict[str, Any]:
         "title": "A recipe of motet",
         "if": {"required": ["workload"]},
         "then": tables[DrawnRecipe, "validation"],
-        "else": tables[Recipe, "validation"],
+        "else": {
+            "if": {"properties": {"model": {"required": ["path"]}}},
+            "then": tables[WholeRecipe, "validation"],
+            "else": tables[Recipe, "validation"],
+        },
         **schema,
     }
 

@@ -1,4 +1,4 @@
-"""TOML as text: reads a recipe, finds the line of a key, parses values of the command line, and writes TOML."""
+"""TOML as text: finds the line of a key, takes values of the command line, and writes TOML."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from motet.core.errors import UserError
-from motet.core.text_files import KeyPath, parse_toml, read_text
+from motet.core.text_files import KeyPath, parse_toml
 
 _HEADER = re.compile(r"^\s*(\[\[?)\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?$")
 _ASSIGNMENT = re.compile(
@@ -19,23 +18,8 @@ _ASSIGNMENT = re.compile(
 _BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
 
 
-class RecipeText(NamedTuple):
-    """A recipe before it is validated. set_keys: keys in `tables` that the command line has set."""
-
-    text: str
-    tables: dict[str, Any]
-    set_keys: set[KeyPath]
-
-
-def read_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeText:
-    """Read a recipe and apply overrides. Raises UserError for a missing file, no TOML, or a wrong override."""
-    text = read_text(path, "the recipe")
-    tables = parse_toml(text, str(path))
-    return RecipeText(text, tables, {_override(tables, override) for override in overrides})
-
-
-def _override(tables: dict[str, Any], override: str) -> KeyPath:
-    """Set one key in the tables; returns the key."""
+def set_key(tables: dict[str, Any], override: str) -> KeyPath:
+    """Set one key in the tables, as `--set` says; returns the key. Raises UserError for a wrong override."""
     name, equals, value = override.partition("=")
     key = tuple(part.strip() for part in name.split("."))
     if not equals or not all(key):
@@ -49,13 +33,15 @@ def _override(tables: dict[str, Any], override: str) -> KeyPath:
     return key
 
 
-def line_of_key(text: str, key: KeyPath) -> int | None:
+def line_of_key(text: str, key: KeyPath, at_least: int = 1) -> int | None:
     """The line (from 1) of `key`, or of the nearest table around it; None if the text has neither.
+
+    at_least: how many parts of the key that table has.
 
     A key inside an inline table or a multi-line value has the line where the outermost value begins.
     """
     lines = _lines_of_keys(text)
-    for length in range(len(key), 0, -1):
+    for length in range(len(key), at_least - 1, -1):
         if key[:length] in lines:
             return lines[key[:length]]
     return None

@@ -29,7 +29,7 @@ from motet.cost.flops import hfu, mfu
 from motet.dispatch import RankBatch
 from motet.runtime.step import StepResult
 from motet.simulate.predict.prediction import Prediction
-from motet.train.input.feed import StepInput
+from motet.train.input.feed import Ahead, StepInput
 from motet.train.report.rank_time import RankTime, busiest_bubbles, joined_bubbles
 from motet.train.world import World
 
@@ -45,6 +45,9 @@ class MeasuredStep:
     actions:     name -> seconds of an action; all ranks have the same names in the same order.
     recomputed:  module -> the recomputed blocks of each microbatch; all ranks have the same names in the same order.
     time:        in which it computed, and bubbles.
+    ahead:       what waited, loaded, when the step was asked for.
+    store_bytes: the most that results of the rank's actors have taken in Ray's object store at once.
+    num_deaths:  of what decodes for the rank, so far.
     lacking_bytes: what a microbatch takes, by prediction, above what the rank may fill; 0 if nothing is predicted.
     """
 
@@ -55,6 +58,9 @@ class MeasuredStep:
     actions: Mapping[str, float]
     recomputed: Mapping[str, Sequence[int]]
     time: RankTime
+    ahead: Ahead
+    store_bytes: int
+    num_deaths: int
     lacking_bytes: float = 0.0
 
 
@@ -92,6 +98,10 @@ def gather_measured(measured: MeasuredStep, world: World, request: int) -> tuple
         measured.core_wait_s,
         float(peak_memory_bytes(world.device)),
         measured.lacking_bytes,
+        -float(measured.ahead.steps),
+        float(measured.ahead.media_bytes),
+        float(measured.store_bytes),
+        float(measured.num_deaths),
     ]
     most = [float(max(blocks)) for blocks in measured.recomputed.values()]
     usual = [sum(blocks) / len(blocks) for blocks in measured.recomputed.values()]
@@ -120,6 +130,12 @@ def gather_measured(measured: MeasuredStep, world: World, request: int) -> tuple
             "peak_bytes": int(largest[5]),
             "kind": memory_kind(world.device),
             "lacking_bytes": math.ceil(largest[6]),
+        },
+        "ahead": {
+            "steps": int(-largest[7]),
+            "media_bytes": int(largest[8]),
+            "store_bytes": int(largest[9]),
+            "deaths": round(mean[10] * world.num_ranks),
         },
         "actions": actions,
         "recompute": recomputed,

@@ -17,6 +17,7 @@ from motet.planner.bubble_filling.propose import propose_bubble_filling
 from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.job import Job
 from motet.simulate.predict.predict import predict
+from unit.planner.jobs import job as small_job
 from unit.planner.jobs import predicted
 
 LLM = Transformer(2048, 8192, 16, causal=True)
@@ -182,3 +183,27 @@ def test_the_least_of_a_backbone_is_near_its_simulated_step_and_never_above(leng
         simulated_s = alone.pipeline(units, parted=True).end_s * alone.slowdown(units)
         least_s = plans.least_s(units[0])
         assert share * simulated_s < least_s < simulated_s
+
+
+def test_no_pin_finds_a_faster_backbone():
+    """With TP 2 pinned, this job took 7.4 % less when three backbones that fit ended the search."""
+    given = small_job(batch_size=16, spread=0.7)
+    fastest_s = min(one.estimate_s for one in proposals(given)[0])
+    for pins in (Pins(tp=1), Pins(tp=2), Pins(pp=2), Pins(pp=4), Pins(microbatch_size=1), Pins(microbatch_size=2)):
+        assert min(one.estimate_s for one in proposals(given, pins)[0]) >= fastest_s
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_a_frozen_backbone_is_neither_gathered_nor_reduced(monkeypatch, trainable):
+    sizes = []
+
+    def recorded(self, size_bytes, ranks):
+        sizes.append(size_bytes)
+        return 0.0
+
+    monkeypatch.setattr(Analytic, "gather_seconds", recorded)
+    monkeypatch.setattr(Analytic, "reduce_scatter_seconds", recorded)
+    backbone = language_model(LLM, 8, 32_000, trainable=trainable)
+    spec = multimodal("VLM", backbone, [connect(vit("image", VISION, 8), 2048)])
+    assert list(backbone_shapes(job(spec), Pins()))
+    assert any(sizes) == trainable

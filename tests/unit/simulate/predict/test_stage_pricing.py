@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from motet.assign.context_rows import context_rows
 from motet.core.plan import Fill, Plan, Unit
 from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
 from motet.cost.catalogue import cluster
@@ -30,7 +29,9 @@ from unit.simulate.jobs import (
     kept_a_row,
     layers_of,
     lengths,
+    mean_rows_of,
     model,
+    moved_and_copied,
     num_islands,
     of,
     plan,
@@ -72,40 +73,46 @@ def test_every_stage_costs_what_its_layers_and_examples_do(any_plan, learns):
                     expected[half] += layer.trainable * work * WEIGHT_S
                     expected["recompute"] += again * work * FORWARD_S
                     # Context-parallel ranks of the backbone exchange rows, and gradients of them in backward.
-                    cp, keys = stage.unit.cp, 0.0
-                    if layer.attention and cp > 1 and name == "backbone":
-                        found_items, _ = items_of(made, batch, name, stage, island, i, islands)
-                        moved = _moved_bytes(layer.attention, [int(length) for length in found_items], cp, tp)
-                        keys = moved * cp / (cp - 1) * GATHER_S
+                    cp = stage.unit.cp
+                    moved, copied = moved_and_copied(made, batch, name, layer, stage, island, i, islands)
+                    keys = moved * cp / (cp - 1) * GATHER_S if moved else 0.0
                     expected["forward_tensor"] += sent + keys
                     if before or layer.trainable:
                         expected["backward_tensor"] += (sent + keys) * (1 + again)
-                        expected["held"] += rows * kept
+                        expected["held"] += rows * kept + (not again) * copied
                 got = {name: float(table[i]) for name, table in found._asdict().items()}
                 assert got == pytest.approx(expected, rel=1e-9), (stage.modules, stage.replica, island, i)
 
 
-def _moved_bytes(attention, lengths, cp, tp):
-    """Bytes in bf16 that the busiest rank gives or gets, by the cheaper of group-cast and Ulysses, row by row."""
-    rows = context_rows(np.array(lengths, dtype=np.int64), cp)
-    document = np.repeat(np.arange(len(lengths)), lengths)
-    given, got = np.zeros((2, 2, cp))  # by seen keys, and all
-    for sender in range(cp):
-        for receiver in set(range(cp)) - {sender}:
-            own = rows.rows[receiver]
-            seen = [
-                key for key in rows.rows[sender] if any(document[key] == document[row] and key <= row for row in own)
-            ]
-            for way, count in enumerate((len(seen), len(rows.rows[sender]))):
-                given[way, sender] += count
-                got[way, receiver] += count
-    of_keys, of_all = np.maximum(given, got).max(axis=1)
-    heads, kv_heads = attention.num_heads // tp, attention.num_kv_heads // tp
-    ways = [of_keys * 2 * attention.kv_width / tp]
-    if heads and heads % cp == 0:
-        sent_heads = heads + (kv_heads if kv_heads % cp == 0 else heads)
-        ways.append(of_all * 2 * sent_heads * attention.kv_width / tp / kv_heads / cp)
-    return 2 * min(ways)
+class Entered(Linear):
+    """A pass that begins inside a module takes 7 s more."""
+
+    def entry_seconds(self, module):
+        return 7.0 if module == "backbone" else 0.0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "data_parallel"])
+@pytest.mark.parametrize("recomputed", [0, 1, 2])
+def test_passes_that_begin_inside_a_module_pay_for_it(schedule, recomputed):
+    """The first stage enters in its first layer; blocks that are recomputed are a pass of their own."""
+    is_pipeline = schedule == "1f1b"
+    stages = ({"backbone": 2}, {"backbone": 2}) if is_pipeline else ({"backbone": 4},)
+    unit = Unit("llm", stages, pp=len(stages), recompute=tuple({"backbone": recomputed} for _ in stages))
+    text = multimodal("text", language_model(Transformer(8, 16, num_heads=2), 4, 100), [])
+    made = Plan(text, cluster("h100", 1, 2), (unit,), 4, 2, schedule)
+    batch = lengths(4)
+    batch = replace(batch, items={})
+    tables = []
+    for kind in (Linear, Entered):
+        cost = kind(made.cluster)
+        pricing = Pricing(made, planned(made), assign_batch(made, batch, cost), cost)
+        tables.append([pricing.stage(stage, 0) for stage in pricing.planned.stages])
+    cut = is_pipeline and recomputed == 1
+    for number, (without, entered) in enumerate(zip(*tables, strict=True)):
+        forward, again = (entered.forward - without.forward).tolist(), (entered.recompute - without.recompute).tolist()
+        assert forward == pytest.approx([7.0 * ((number > 0) + cut)] * 2)
+        assert again == pytest.approx([7.0 * (is_pipeline and recomputed > 0)] * 2)
+        assert np.array_equal(entered.input, without.input) and np.array_equal(entered.weight, without.weight)
 
 
 def test_hardware_does_the_work_of_all_stages(any_plan):
@@ -125,7 +132,7 @@ def test_hardware_does_the_work_of_all_stages(any_plan):
 
 def _flops(made, batch, stage, island, microbatch, islands, placed):
     name, layer, before, again = placed
-    rows = rows_of(made, batch, name, layer, stage, island, microbatch, islands)
+    rows = mean_rows_of(made, batch, name, layer, stage, island, microbatch, islands)
     inside = before or (layer.trainable and layer.attention is not None)
     pairs = 0.0
     if layer.attention is not None:

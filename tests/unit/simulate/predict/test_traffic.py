@@ -106,7 +106,9 @@ def test_context_parallel_ranks_send_their_share_and_each_tensor_parallel_rank_a
     stages = {"image": 4, "audio": 3}, {"backbone": 8}
     whole, _ = sent(chain(*stages))
     shared, _ = sent(chain(*stages, tp=2, cp=2))
-    np.testing.assert_allclose(shared[0, 1], whole[0, 1] / 2)
+    # Items are whole: the rank that has most sends at least half of the rows, and of one item all.
+    assert (shared[0, 1] >= whole[0, 1] / 2).all() and (shared[0, 1] <= whole[0, 1]).all()
+    assert shared[0, 1].sum() < 0.8 * whole[0, 1].sum()
 
 
 def test_chunks_on_one_rank_send_nothing():

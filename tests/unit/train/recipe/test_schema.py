@@ -40,9 +40,14 @@ def test_every_key_is_described():
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_shipped_recipes_are_within_the_schema(path):
     recipe = tomllib.loads(path.read_text(encoding="utf-8"))
-    kind = SCHEMA["then" if "workload" in recipe else "else"]
+    kind = SCHEMA["then"] if "workload" in recipe else SCHEMA["else"]["else"]
     assert list(unknown_keys(recipe, kind)) == []
     assert list(unknown_keys({**recipe, "run": {"stepz": 1}}, kind)) == ["run.stepz"]
+
+
+def test_a_whole_model_has_keys_of_its_own():
+    recipe = {"model": {"path": "DIR", "train": {"image": False}}, "data": {"train": ["x"], "tokenizer": "DIR"}}
+    assert list(unknown_keys(recipe, SCHEMA["else"]["then"])) == ["data.tokenizer"]
 
 
 def test_a_table_is_described_by_its_first_sentence_and_a_key_by_its_own_lines():

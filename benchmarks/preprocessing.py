@@ -1,0 +1,189 @@
+"""MMScale's Figure 21 (section 7.3.2): what a step waits for its images, by resolution and number of images.
+
+    python benchmarks/preprocessing.py [--steps 6] [--cores 1] [--seed 0] [--json preprocessing.json] [--only figure]
+
+Real JPEGs, decoded and made into Qwen2-VL's patches by Motet's own `Decoder`: in the step itself, in local workers, and
+in Ray's actors on this machine, which also send their results through Ray's object store. The step is **emulated**: it
+sleeps, once half longer than the service takes for its images (its cores suffice), and once half as long (they do not).
+A stall is the share of a step that waits; without enough cores the step is predicted from files that a single worker or
+actor was timed on, one by one (`cost/decoding.py`). Medians over steps without the first two.
+
+"peer": images a second of one process, beside torch's DataLoader with transformers' own image processor.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import statistics
+import tempfile
+import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from rows import Row, finish, show
+
+from motet.cost.decoding import DecodingFit, DecodingLoad
+from motet.cost.profile import DecodingTimes
+from motet.data.decode import Decoder
+from motet.data.images import ImageTransform
+from motet.data.media import MediaRef, amount_of
+from motet.data.ray_actors import RayCluster, RayServer
+from motet.profiling.decoding import decode_seconds
+
+SIDES = (256, 512, 1024)
+NUM_IMAGES = (8, 16)
+AHEAD, FIRST = 2, 2
+"""Steps that are decoded ahead, and steps that are not counted."""
+TRANSFORM = ImageTransform(patch_size=14, merge_size=2, temporal_patch_size=2)
+NUM_FILES = 8
+
+
+def write_images(folder: Path, side: int, seed: int) -> list[MediaRef]:
+    """JPEGs with large shapes and fine noise, about as hard to decode as photographs."""
+    rng, refs = np.random.default_rng(seed), []
+    for number in range(NUM_FILES):
+        coarse = Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)).resize((side, side))
+        noise = rng.normal(0, 12, (side, side, 3))
+        path = folder / f"{side}-{number}.jpg"
+        Image.fromarray((np.asarray(coarse) + noise).clip(0, 255).astype(np.uint8)).save(path, quality=90)
+        refs.append(MediaRef("image", str(path), raw=(side, side)))
+    return refs
+
+
+def run(decoder: Decoder, images: Sequence[MediaRef], step_s: float, num_steps: int, ahead: int) -> tuple[float, float]:
+    """Median seconds that a step waits, and takes; each decodes the same images. ahead: 0 is in the step itself."""
+    started: deque[list[Future]] = deque()
+    waits, steps = [], []
+    for _ in range(num_steps + FIRST):
+        begun_s = time.perf_counter()
+        while len(started) <= ahead:
+            started.append(decoder.submit(images))
+        for future in started.popleft():
+            future.result()
+        waits.append(time.perf_counter() - begun_s)
+        time.sleep(step_s)
+        steps.append(time.perf_counter() - begun_s)
+    return statistics.median(waits[FIRST:]), statistics.median(steps[FIRST:])
+
+
+def fitted(decoder: Decoder, files: dict[int, list[MediaRef]]) -> DecodingFit:
+    """Seconds of a worker by pixels, of images that are decoded one by one."""
+    timed = [(amount_of(ref), decode_seconds(decoder, ref, "image")) for refs in files.values() for ref in refs]
+    amounts, seconds = zip(*timed, strict=True)
+    return DecodingFit.of(DecodingTimes(phase="image", codec=".jpg", amounts=amounts, seconds=seconds))
+
+
+def figure(folder: Path, cores: int, num_steps: int, seed: int) -> Iterator[Row]:
+    files = {side: write_images(folder, side, seed) for side in SIDES}
+    transforms = {"image": TRANSFORM}
+    with ExitStack() as opened:
+        server = opened.enter_context(RayServer(cores))
+        cluster = opened.enter_context(RayCluster(server.address, cores, server.token))
+        ways = {
+            "in the step": (opened.enter_context(Decoder(transforms)), 0),
+            "local workers": (opened.enter_context(Decoder(transforms, cores)), AHEAD),
+            "service": (opened.enter_context(Decoder(transforms, cores, cluster)), AHEAD),
+        }
+        fits = {way: fitted(decoder, files) for way, (decoder, _) in ways.items()}
+        for side in SIDES:
+            for count in NUM_IMAGES:
+                images = [files[side][place % NUM_FILES] for place in range(count)]
+                pixels = np.array([amount_of(ref) for ref in images], dtype=np.float64)
+                core_s = {way: float(fit.seconds(pixels).sum()) for way, fit in fits.items()}
+                for suffices in (True, False):
+                    step_s = core_s["service"] / cores * (1.5 if suffices else 0.5)
+                    name = f"{count} x {side}, emulated step of {step_s * 1e3:.0f} ms"
+                    for way, (decoder, ahead) in ways.items():
+                        wait_s, whole_s = run(decoder, images, step_s, num_steps, ahead)
+                        goal = 0.01 if suffices and ahead else None
+                        yield Row(f"{name}, {way}: share that waits", wait_s / whole_s, goal)
+                        load = DecodingLoad(core_s[way], step_s, cores)
+                        if not suffices and ahead:
+                            error = abs((load.step_s + load.stall_s) / whole_s - 1)
+                            yield Row(f"{name}, {way}: error of the predicted step", error, 0.1)
+
+
+def images_a_second(loaded: Iterator[object], count: int) -> float:
+    """Images a second, from the first one on."""
+    next(loaded)
+    begun_s = time.perf_counter()
+    for _ in range(count - 1):
+        next(loaded)
+    return (count - 1) / (time.perf_counter() - begun_s)
+
+
+def decoded(decoder: Decoder, refs: Sequence[MediaRef]) -> Iterator[object]:
+    """The images in order, a few ahead, as a DataLoader has them."""
+    started: deque[list[Future]] = deque()
+    for ref in refs:
+        started.append(decoder.submit([ref]))
+        if len(started) > AHEAD:
+            yield started.popleft()[0].result()
+    for futures in started:
+        yield futures[0].result()
+
+
+class Processed:
+    """The images as a torch Dataset of transformers' processor."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        self.paths, self.process = paths, Qwen2VLImageProcessorPil(size={"shortest_edge": 1, "longest_edge": 10**9})
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, place: int) -> object:
+        with Image.open(self.paths[place]) as image:
+            return self.process(image.convert("RGB"), return_tensors="pt")["pixel_values"]
+
+
+def peer(folder: Path, cores: int, num_steps: int, seed: int) -> Iterator[Row]:
+    """One process of each: a core a process."""
+    from torch.utils.data import DataLoader
+
+    for side in SIDES:
+        refs = write_images(folder, side, seed) * num_steps
+        theirs = iter(DataLoader(Processed([ref.path for ref in refs]), None, num_workers=1))
+        speed = images_a_second(theirs, len(refs))
+        del theirs
+        with Decoder({"image": TRANSFORM}, 1) as decoder:
+            ours = images_a_second(decoded(decoder, refs), len(refs))
+        yield Row(f"{side}: images a second and core, DataLoader with transformers", speed)
+        yield Row(f"{side}: images a second and core, Motet", ours)
+        yield Row(f"{side}: DataLoader / Motet", speed / ours, 1.0)
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument(
+        "--cores", type=int, default=1, help="workers, and actors; the loop and Ray take some of another"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--only", choices=("figure", "peer"))
+    given = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for part in (figure, peer):
+            if given.only in (None, part.__name__):
+                for row in part(Path(folder), given.cores, given.steps, given.seed):
+                    rows.append(row)
+                    show(row)
+    about = {"emulated": "steps", "seed": given.seed, "steps": given.steps, "cores": given.cores}
+    finish(rows, given.json, **about)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""Ray actors as the workers of a pool: they decode on other machines, or on this one where no Ray runs yet.
+
+Ray is imported when a run asks for it (`pip install motet[ray]`). An actor runs the same handler as a worker process,
+so items have the same bytes. Its result lies in Ray's object store until the rank has copied it, which is at once: the
+store holds one result of each actor at most.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+
+from motet.core.errors import UserError
+from motet.data.workers import HandlerParts, answer, pickled, unpickled
+
+_START_LIMIT_S = 120.0
+"""An actor starts in seconds; after this time there is no CPU for it."""
+_CONNECT_LIMIT_S = 10.0
+_STORE_BYTES_AN_ACTOR = 128 << 20
+_MIN_STORE_BYTES = 80 << 20
+"""Ray refuses a store below 75 MiB."""
+_END_LIMIT_S = 60.0
+_GRACE_S = 5.0
+_SERVE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from motet.data.ray_actors import serve_ray; serve_ray(int(sys.argv[1]))"
+)
+_DECIDES_BYTES = ("motet", "numpy", "pillow", "soundfile", "scipy")
+"""Packages of which another version may make other bytes of a file."""
+
+
+class RayServer:
+    """A Ray of one node on this machine, in a process of its own, which ends with this process, however that ends.
+
+    A signal to the group of this process, as torchrun and terminals send them, does not reach it.
+
+    address: "host:port". token: what processes must know to connect; "" where Ray's own variables say.
+    """
+
+    def __init__(self, num_cpus: int) -> None:
+        """Raises UserError if Ray does not start."""
+        # Whoever reaches a cluster without a token can run anything there.
+        self.token = "" if "RAY_AUTH_MODE" in os.environ else secrets.token_hex(32)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _SERVE, str(num_cpus), json.dumps(sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=os.environ | _token_variables(self.token),
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        said = ""
+        if select.select([self._process.stdout], [], [], _START_LIMIT_S)[0]:
+            said = self._process.stdout.readline()
+        if not said.startswith("{"):
+            self._process.kill()
+            self._process.wait()
+            raise UserError(f"Ray does not start on this machine within {_START_LIMIT_S:g} s.")
+        answer = json.loads(said)
+        if "error" in answer:
+            self._process.wait()
+            raise UserError(answer["error"])
+        self.address: str = answer["address"]
+
+    def close(self) -> None:
+        """End Ray, with all its actors."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.write("end\n")
+            self._process.stdin.close()
+        try:
+            self._process.wait(_END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> RayServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def serve_ray(num_cpus: int) -> None:
+    """The process of a `RayServer`: Ray until its standard input says "end", or ends."""
+    store_bytes = max(num_cpus * _STORE_BYTES_AN_ACTOR, _MIN_STORE_BYTES)
+    options = {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": store_bytes}
+    try:
+        print(json.dumps({"address": _connected(address="local", **options)}), flush=True)
+    except UserError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return
+    if not sys.stdin.readline():
+        # The rank is dead. The others, which Ray's end would end too, first say so.
+        time.sleep(_GRACE_S)
+    _ray().shutdown()
+
+
+class RayCluster:
+    """This process's connection to a Ray cluster, and what its actors do there.
+
+    address: "host:port". Close it, or use it in a `with` block.
+    """
+
+    def __init__(self, address: str, num_actors: int, token: str = "") -> None:
+        """Connect to a cluster that runs. Raises UserError if it cannot be reached or cannot hold the actors.
+
+        address: "host:port", or "auto": that of the node that runs on this machine. num_actors: of all ranks.
+        token:   of a `RayServer`.
+        """
+        os.environ |= _token_variables(token)
+        self._store_bytes: dict[int, int] = {}
+        self.address = _connected(address=address)
+        num_cpus = int(_ray().cluster_resources().get("CPU", 0))
+        if num_cpus < num_actors:
+            self.close()
+            raise UserError(
+                f"data.num_workers asks for {num_actors} actors over all ranks, with a CPU each, and the Ray cluster "
+                f"at {self.address} has {num_cpus} CPUs; start more nodes, or lower it."
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the cluster that are alive."""
+        return sum(node["Alive"] for node in _ray().nodes())
+
+    @property
+    def store_bytes(self) -> int:
+        """The largest result that each actor of this rank has put into the store, summed: the most it has held."""
+        return sum(self._store_bytes.values())
+
+    def start_actor(self, handler: HandlerParts, limit_s: float) -> RayActor:
+        """A worker of this cluster: `StartWorker`."""
+        return RayActor(self, handler, limit_s)
+
+    def note_result(self, actor: int, num_bytes: int) -> None:
+        """Note a result that an actor has put into the store."""
+        self._store_bytes[actor] = max(self._store_bytes.get(actor, 0), num_bytes)
+
+    def close(self) -> None:
+        """Leave the cluster, with the actors of this process."""
+        with _own_signals():
+            _ray().shutdown()
+
+    def __enter__(self) -> RayCluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class RayActor:
+    """One actor, as a `Worker` of a pool.
+
+    process_id: on its node; 0 until it is ready.
+    """
+
+    name = "actor"
+
+    def __init__(self, cluster: RayCluster, handler: HandlerParts, limit_s: float) -> None:
+        self._cluster, self._limit_s = cluster, limit_s
+        remote = _ray().remote(num_cpus=1, max_restarts=0, max_task_retries=0)(HandlerActor)
+        self._actor = remote.remote(handler)
+        self._node, self.process_id = "", 0
+
+    def ready(self) -> None:
+        """As `Worker.ready`. Raises UserError where no node has a CPU free, or has other versions of what decodes."""
+        ray = _ray()
+        try:
+            self._node, self.process_id, theirs = ray.get(self._actor.about.remote(), timeout=_START_LIMIT_S)
+        except ray.exceptions.GetTimeoutError as error:
+            raise UserError(
+                f"No node of the Ray cluster at {self._cluster.address} has had a CPU free for an actor within "
+                f"{_START_LIMIT_S:g} s; start more nodes, end what else runs there, or lower data.num_workers."
+            ) from error
+        except ray.exceptions.RayError as error:
+            raise UserError(
+                f'An actor of data.service = "ray" cannot start: {_line(error)}; each node of Ray must have Motet, of '
+                "the same version as here."
+            ) from error
+        ours = versions()
+        if other := next((name for name in ours if ours[name] != theirs.get(name)), None):
+            raise UserError(
+                f"Ray's node {self._node} has {other} {theirs.get(other) or 'not at all'}, and this rank has {other} "
+                f"{ours[other]}, so items could come out otherwise: install the same on both."
+            )
+
+    def run(self, task: Any) -> tuple[bool, Any]:
+        """As `Worker.run`. The result is copied out of the store, which then drops it."""
+        ray = _ray()
+        try:
+            head, *contents = ray.get(self._actor.run.remote(task), timeout=self._limit_s)
+        except ray.exceptions.RayTaskError:
+            raise
+        except ray.exceptions.GetTimeoutError as error:
+            raise TimeoutError(str(error)) from error
+        except ray.exceptions.RayError as error:
+            raise EOFError(_line(error)) from error
+        self._cluster.note_result(id(self), len(head) + sum(each.nbytes for each in contents))
+        succeeded, value = unpickled(head, [each.copy().data for each in contents])
+        return bool(succeeded), value
+
+    def cause_of_death(self, error: Exception) -> str:
+        """As `Worker.cause_of_death`."""
+        self.end()
+        where = f" on node {self._node} (process {self.process_id})" if self._node else ""
+        if isinstance(error, TimeoutError):
+            return f"gave no answer within {self._limit_s:g} s{where}"
+        return f"died{where}"
+
+    def end(self) -> None:
+        """As `Worker.end`."""
+        ray = _ray()
+        if ray.is_initialized():
+            ray.kill(self._actor)
+
+
+class HandlerActor:
+    """The actor's side: it runs a handler, as `workers.serve` does.
+
+    handler: the function that makes it, and its arguments.
+    """
+
+    def __init__(self, handler: HandlerParts) -> None:
+        make_handler, args = handler
+        self._handler = make_handler(*args)
+
+    def about(self) -> tuple[str, int, dict[str, str]]:
+        """The name of the node, the number of the process, and the versions that decide what a file becomes."""
+        return socket.gethostname(), os.getpid(), versions()
+
+    def run(self, task: Any) -> list[Any]:
+        """(succeeded, result or exception) in parts, of which the store keeps arrays as they are."""
+        head, contents = pickled(answer(self._handler, task))
+        return [head, *(np.frombuffer(each, dtype=np.uint8) for each in contents)]
+
+
+def versions() -> dict[str, str]:
+    """The versions, here, of what decides the bytes of an item."""
+    found = {"Python": platform.python_version()}
+    for package in _DECIDES_BYTES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = ""
+    return found
+
+
+def _connected(**options: Any) -> str:
+    """The address of the cluster to which `ray.init` has connected this process. Raises UserError."""
+    # Statistics of use would go to Ray's makers.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray = _ray()
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    where = "on this machine" if options["address"] in ("local", "auto") else f"at {options['address']}"
+    _check_listens(options["address"])
+    try:
+        with _own_signals():
+            context = ray.init(log_to_driver=False, configure_logging=False, **options)
+    except Exception as error:  # Ray raises many kinds, also plain ones.
+        if "ersion mismatch" in str(error):
+            theirs = _after(str(error), "Ray: ")
+            raise UserError(
+                f"The Ray cluster {where} has Ray {theirs[0]} on Python {_after(str(error), 'Python: ')[0]}, and this "
+                f"rank has Ray {ray.__version__} on Python {platform.python_version()}; install the same on both."
+            ) from error
+        raise UserError(
+            f"Ray {where} cannot be reached: {_line(error)}; where it asks for a token, set RAY_AUTH_MODE=token and "
+            "RAY_AUTH_TOKEN."
+        ) from error
+    return str(context.address_info["gcs_address"])
+
+
+def _token_variables(token: str) -> dict[str, str]:
+    """The variables by which a process proves itself; they count when it imports Ray."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {}
+
+
+def _check_listens(address: str) -> None:
+    """Raise UserError if nothing listens at "host:port": Ray itself would try for minutes."""
+    host, separator, port = address.rpartition(":")
+    if not separator:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_LIMIT_S).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"Ray at {address} cannot be reached: {_line(error)}.") from error
+
+
+def _ray() -> Any:
+    """The package. Raises UserError if it is not installed."""
+    try:
+        with _own_signals():
+            import ray
+    except ImportError as error:
+        raise UserError(
+            f'data.service = "ray" needs Ray, which is not installed ({error}); run pip install "motet[ray]".'
+        ) from error
+    return ray
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep this process's handling of SIGTERM, which Ray replaces."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is not before:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _after(text: str, words: str) -> list[str]:
+    """What follows `words` in each line that has them."""
+    return [line.partition(words)[2].strip() for line in text.splitlines() if words in line] or ["of another version"]
+
+
+def _line(error: Exception) -> str:
+    """The first line of an error, without its full stop."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")

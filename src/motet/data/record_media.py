@@ -1,0 +1,84 @@
+"""Where the media of a record are: files beside the manifest, members of its shard, or bytes that the record holds.
+
+Bytes are held as a data URL (`data:image/png;base64,...`), which is also what columns of bytes in Parquet and Arrow
+files are read as. They are copied into the index, where they are read in place like the members of a shard.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+from motet.core.errors import UserError
+from motet.data.conversation import Conversation, match_media, media_names
+from motet.data.manifest import Entry
+from motet.data.media import IN_RECORD, MediaRef
+from motet.data.media_names import DATA_URL
+from motet.data.shards import Member, find_members, look_up
+
+_HEAD = re.compile(r"data:[^,;]*(?:;[^,;]*)*?(;base64)?,", re.IGNORECASE)
+_MAX_HELD_TEXT = 64
+
+
+def find_media(entry: Entry, record: dict[str, Any], conversation: Conversation, folder: Path) -> list[MediaRef]:
+    """The items of a record, in order of appearance. folder: paths are relative to it.
+
+    Raises UserError, naming the record, unless each placeholder has one item and each item one placeholder.
+    """
+    names = media_names(record, entry.where)
+    members: Mapping[str, Member] = {}
+    if entry.members is None:
+        files = {modality: of_modality or [] for modality, of_modality in names.items()}
+    else:
+        # A modality whose parts name their own media takes no others.
+        own = {modality for modality, name in zip(conversation.placeholders, conversation.names) if name is not None}
+        names = {modality: [] if modality in own and names[modality] is None else names[modality] for modality in names}
+        files, members = find_members(names, entry.members, entry.where)
+    refs: list[MediaRef] = []
+    for number, (modality, name) in enumerate(match_media(conversation, files, entry.where), start=1):
+        held_name = f"{modality} {number}{IN_RECORD}"
+        if name.startswith(DATA_URL):
+            refs.append(
+                MediaRef(modality, "", held_name, data=_held_bytes(name, f"{entry.where}: {modality} {number}"))
+            )
+        elif entry.members is None:
+            refs.append(MediaRef(modality, os.path.join(folder, name)))
+        else:
+            member = members[look_up(name, list(members), entry.where)]
+            if member.data is not None:
+                refs.append(MediaRef(modality, "", held_name, data=member.data))
+            else:
+                refs.append(MediaRef(modality, member.shard, member.name, member.offset, member.num_bytes))
+    return refs
+
+
+def without_held(value: Any) -> Any:
+    """A record without the bytes that it holds: of each data URL only the head is left."""
+    if isinstance(value, dict):
+        return {name: without_held(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [without_held(entry) for entry in value]
+    if isinstance(value, str) and len(value) > _MAX_HELD_TEXT and (head := _HEAD.match(value)) and head.group(1):
+        return head.group()
+    return value
+
+
+def _held_bytes(url: str, where: str) -> bytes:
+    """The bytes of a data URL (RFC 2397). Raises UserError naming `where`."""
+    head = _HEAD.match(url)
+    if head is None:
+        raise UserError(f"{where} is {url[:40]!r}, but a data URL must be 'data:TYPE;base64,...'")
+    try:
+        text = url[head.end() :]
+        data = base64.b64decode(text, validate=True) if head.group(1) else unquote_to_bytes(text)
+    except (binascii.Error, ValueError) as error:
+        raise UserError(f"{where} is a data URL whose base64 is damaged ({error})") from None
+    if not data:
+        raise UserError(f"{where} is a data URL without a byte")
+    return data

@@ -1,0 +1,107 @@
+"""Routed experts: MLPs of which a router chooses some for each row (Mixtral, Qwen3-MoE).
+
+The parameters, their names and the arithmetic are those of transformers' layers. Rows are brought into the order of
+their experts, so that each expert multiplies its rows at once, and back; sums are in a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from motet.models.router_loss import RouterLoss
+
+ROUTER_LOSS = "router_loss"
+"""The keyword by which layers are given the `RouterLoss` of a pass."""
+
+
+class RoutedExperts(nn.Module):
+    """What computes HF's MoE block of a family in the registry, with its modules `gate` and `experts`.
+
+    layer: the number of its layer. block: HF's, whose parameters it takes.
+
+    Example:
+        >>> from transformers import MixtralConfig
+        >>> from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+        >>> config = MixtralConfig(hidden_size=4, intermediate_size=6, num_local_experts=3, num_experts_per_tok=2)
+        >>> routed = RoutedExperts(0, MixtralSparseMoeBlock(config))
+        >>> [(name, list(p.shape)) for name, p in routed.named_parameters()]
+        [('gate.weight', [3, 4]), ('experts.gate_up_proj', [3, 12, 4]), ('experts.down_proj', [3, 4, 6])]
+    """
+
+    def __init__(self, layer: int, block: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.gate, self.experts = block.gate, block.experts
+        # Mixtral's router always divides by the sum, and its weights stay in float32.
+        self.normalises = getattr(block.gate, "norm_topk_prob", True)
+        self.casts = hasattr(block.gate, "norm_topk_prob")
+        self.router_loss: RouterLoss | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """The number of MLPs."""
+        return self.experts.num_experts
+
+    @property
+    def experts_per_token(self) -> int:
+        """How many of them compute a row."""
+        return self.gate.top_k
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [..., width] -> the same shape. It waits for the device to know how many rows each expert has."""
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        logits = linear(rows, self.gate.weight)
+        probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        weights, chosen = probabilities.topk(self.experts_per_token)
+        if self.normalises:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if self.casts:
+            weights = weights.to(logits.dtype)
+        mixed = self._mixed(rows, weights, chosen)
+        router_loss, self.router_loss = self.router_loss, None
+        if router_loss is not None:
+            mixed = router_loss.through(self.layer, mixed, probabilities, chosen)
+        return mixed.view(hidden.shape)
+
+    def _mixed(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Rows [n, width] through their experts, weighed. weights, chosen: [n, experts_per_token]."""
+        experts, order = chosen.view(-1).sort(stable=True)
+        counts = torch.bincount(experts, minlength=self.num_experts).tolist()
+        given = rows[order // self.experts_per_token].split(counts)
+        gates_ups, downs = self.experts.gate_up_proj.unbind(), self.experts.down_proj.unbind()
+        made = []
+        for part, gate_up, down in zip(given, gates_ups, downs, strict=True):
+            if len(part):
+                gate, up = linear(part, gate_up).chunk(2, -1)
+                made.append(linear(self.experts.act_fn(gate) * up, down))
+        weighed = torch.cat(made) * weights.view(-1)[order][:, None]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        return weighed.to(rows.dtype)[back].view(*chosen.shape, -1).sum(1)
+
+
+def use_routed_experts(causal_lm: nn.Module) -> int:
+    """Replace HF's MoE blocks in the layers of a model, in place, if it is not done yet; returns how many there are.
+
+    In a model with experts, all layers take `ROUTER_LOSS` as a keyword, those without one too.
+    """
+    layers: Any = causal_lm.model.layers  # type: ignore[union-attr]
+    routed = [number for number, layer in enumerate(layers) if hasattr(layer.mlp, "experts")]
+    if routed and not isinstance(layers[routed[0]].mlp, RoutedExperts):
+        for number in routed:
+            layers[number].mlp = RoutedExperts(number, layers[number].mlp)
+        for layer in layers:
+            layer.register_forward_pre_hook(_take_router_loss, with_kwargs=True)
+    return len(routed)
+
+
+def _take_router_loss(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Give a layer's experts what else its attention would be given."""
+    router_loss = kwargs.pop(ROUTER_LOSS, None)
+    if isinstance(layer.mlp, RoutedExperts):
+        layer.mlp.router_loss = router_loss
+    return args, kwargs

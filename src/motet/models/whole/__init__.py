@@ -1,0 +1,1 @@
+"""Whole models: a directory of transformers as the parts that Motet trains, and back."""

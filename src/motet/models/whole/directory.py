@@ -1,0 +1,150 @@
+"""A directory that transformers' `from_pretrained` reads as one multimodal model, and the parts that Motet makes of it.
+
+Weights have three names: that in a file, of whatever format; that in transformers' class, to which transformers' own
+renamings lead; and that in an MLLM, which follows from the prefixes of the family's parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+from motet.core.errors import UserError
+from motet.core.workload import BACKBONE
+from motet.models.build import EncoderConfig, ModelConfig
+from motet.models.config_file import one_line, parse_config, quiet_transformers, read_config_json
+from motet.models.load import check_files
+from motet.models.stored import TensorInFile, weight_files
+from motet.models.whole.family import WholeFamily, WholeParts, check_option
+from motet.models.whole.registry import WHOLE
+
+_PROJECTOR = "projector"
+
+
+class WholeDirectory:
+    """The directory of a whole model.
+
+    Example: `WholeDirectory(Path("weights/llava-1.5-7b-hf")).config({}, ())` is the model of which `build_mllm` makes
+    an MLLM with its weights.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Reads config.json. Raises UserError for a directory that is not there, or of no family."""
+        self.path, self.file = path, path / "config.json"
+        if not self.file.is_file():
+            raise UserError(
+                f"model.path: there is no {self.file}; give a local directory that transformers' from_pretrained reads."
+            )
+        stored = read_config_json(self.file)
+        kind = stored.get("model_type")
+        if kind not in WHOLE:
+            raise UserError(
+                f"model.path: {path} holds a model of type {kind!r}, and whole models are {', '.join(WHOLE)}; of "
+                "others name the parts, by [model.backbone] and [model.encoders.NAME]."
+            )
+        self.family: WholeFamily = WHOLE[kind]
+        self.hf_config: PreTrainedConfig = parse_config(self.file, CONFIG_MAPPING[kind], stored)
+        check_option(str(self.file), "quantization_config", stored.get("quantization_config"), None)
+        check_files("model.path", path)
+
+    @cached_property
+    def shapes(self) -> PreTrainedModel:
+        """transformers' model without storage. Raises UserError for a config that it refuses."""
+        try:
+            with quiet_transformers(), torch.device("meta"):
+                return self.family.model(self.hf_config)
+        except Exception as error:
+            raise UserError(
+                f"{self.file}: no {self.family.model.__name__} can be made of it ({one_line(error)})."
+            ) from error
+
+    @cached_property
+    def keys(self) -> dict[Path, dict[str, str]]:
+        """File -> name in it -> name in transformers' class, for all weights of the directory.
+
+        Raises UserError for weights that are missing, of another shape, or not part of the model.
+        """
+        files = weight_files(self.path)
+        if files is None:
+            raise UserError(f"model.path: {self.path} holds no model.safetensors, nor an index of such files.")
+        names = self.shapes.state_dict()
+        needed = dict(self.shapes.named_parameters())
+        transforms = get_model_conversion_mapping(self.shapes)
+        renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+        found: dict[Path, dict[str, str]] = {}
+        for file in files:
+            found[file] = {}
+            for key, shape in _stored_shapes(file).items():
+                name, _ = rename_source_key(key, renamings, [], self.shapes.base_model_prefix, names)
+                if name not in names:
+                    if name.endswith(("rotary_emb.inv_freq", "position_ids")):
+                        continue  # Buffers that older versions stored.
+                    raise UserError(
+                        f"model.path: {file} holds {key}, which {self.family.model.__name__} has no place for; its "
+                        "config.json does not describe it."
+                    )
+                if tuple(names[name].shape) != shape:
+                    raise UserError(
+                        f"model.path: {key} in {file} has shape {list(shape)}, where the config asks for "
+                        f"{list(names[name].shape)}."
+                    )
+                found[file][key] = name
+        stored = {name for keys in found.values() for name in keys.values()}
+        if absent := sorted(needed.keys() - stored):
+            raise UserError(
+                f"model.path: {self.path} lacks {len(absent)} weights of {self.family.model.__name__}, {absent[0]} for "
+                "one."
+            )
+        return found
+
+    def tensors_at(self, names: Mapping[str, str]) -> dict[str, TensorInFile]:
+        """Own name -> stored tensor. names: own ones, and those in transformers' class."""
+        stored = {name: TensorInFile(file, key) for file, keys in self.keys.items() for key, name in keys.items()}
+        return {own: stored[theirs] for own, theirs in names.items()}
+
+    @cached_property
+    def parts(self) -> WholeParts:
+        """The model's parts. Raises UserError for options that Motet does not compute."""
+        return self.family.parts(self.hf_config, self)
+
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        """The names of parts in `model.train`."""
+        return (*self.parts.encoders, _PROJECTOR, BACKBONE)
+
+    def config(self, train: Mapping[str, bool], freeze: tuple[str, ...]) -> ModelConfig:
+        """The model as its parts. train: by part, whether it learns; freeze: as `ModelConfig.freeze`.
+
+        Raises UserError for a part that is not there, and as `parts` does.
+        """
+        if unknown := sorted(train.keys() - set(self.trainable)):
+            raise UserError(
+                f"model.train.{unknown[0]} has no effect: {self.path} has no such part; it has "
+                f"{', '.join(self.trainable)}."
+            )
+
+        def encoder(name: str, part: EncoderConfig) -> EncoderConfig:
+            learns = {"train_encoder": train.get(name, True), "train_projector": train.get(_PROJECTOR, True)}
+            return part.model_copy(update=learns)
+
+        return ModelConfig(
+            backbone=self.parts.backbone.model_copy(update={"train": train.get(BACKBONE, True)}),
+            encoders={name: encoder(name, part) for name, part in self.parts.encoders.items()},
+            freeze=freeze,
+        )
+
+
+def _stored_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a file. Raises UserError for a damaged one."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"model.path: weights in {file} cannot be read ({one_line(error)}).") from error

@@ -1,0 +1,75 @@
+"""LLaVA 1.5 (Liu et al. 2024, section 3): a vision tower's inner layer, an MLP of two layers, and a causal LM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+from motet.core.errors import UserError
+from motet.models.build import EncoderConfig
+from motet.models.families.registry import ENCODERS
+from motet.models.whole.family import (
+    BACKBONE_NAMES,
+    Images,
+    WholeBackboneConfig,
+    WholeFamily,
+    WholeParts,
+    check_option,
+    language_family,
+    vision_family,
+)
+from motet.models.whole.projector import StoredProjectorConfig
+
+if TYPE_CHECKING:
+    from motet.models.whole.directory import WholeDirectory
+
+_PROJECTOR = "model.multi_modal_projector."
+_WEIGHTS = {
+    f"layers.{place}.{kind}": f"linear_{number}.{kind}"
+    for place, number in ((0, 1), (2, 2))
+    for kind in ("weight", "bias")
+}
+
+
+def _parts(config: LlavaConfig, directory: WholeDirectory) -> WholeParts:
+    where, tower = str(directory.file), config.vision_config
+    family = vision_family(config, where, "clip", "siglip")
+    check_option(where, "projector_hidden_act", config.projector_hidden_act, "gelu")
+    check_option(where, "multimodal_projector_bias", config.multimodal_projector_bias, True)
+    strategy = "default" if ENCODERS[family].class_row else "full"
+    check_option(where, "vision_feature_select_strategy", config.vision_feature_select_strategy, strategy)
+    names = {own: _PROJECTOR + theirs for own, theirs in _WEIGHTS.items()}
+    encoder = EncoderConfig(
+        family=family,
+        path=directory.path,
+        feature_layer=_feature_layer(config, where),
+        projector=StoredProjectorConfig(tensors=directory.tensors_at(names)),
+    )
+    return WholeParts(
+        WholeBackboneConfig(
+            family=language_family(config, where, "llama", "mistral", "qwen2", "qwen3"),
+            path=directory.path,
+            config={"tie_word_embeddings": config.tie_word_embeddings},
+        ),
+        {"image": encoder},
+        (
+            *BACKBONE_NAMES,
+            ("encoders.image.encoder.model.", "model.vision_tower."),
+            *((f"encoders.image.projector.{own}", theirs) for own, theirs in names.items()),
+        ),
+        {"image": Images(tower.patch_size, (tower.image_size, tower.image_size))},
+    )
+
+
+def _feature_layer(config: LlavaConfig, where: str) -> int:
+    layers = config.vision_feature_layer
+    layers = [layers] if isinstance(layers, int) else list(layers)
+    if len(layers) != 1:
+        raise UserError(
+            f"{where}: vision_feature_layer is {layers}, and rows of several layers are not joined; it must be one."
+        )
+    return layers[0]
+
+
+LLAVA = WholeFamily(LlavaForConditionalGeneration, _parts)

@@ -1,0 +1,65 @@
+"""What the image processor of a whole model does to an image, as plain values.
+
+transformers reads the directory, so that what its files leave out is what the processor's class has by default.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoImageProcessor
+
+from motet.core.errors import UserError
+from motet.models.config_file import one_line, quiet_transformers
+from motet.models.whole.family import Images
+
+_ONLY = {
+    "do_resize": (True,),
+    "do_rescale": (True,),
+    "do_convert_rgb": (True, None),
+    "do_pad": (False, None),
+    "do_pan_and_scan": (False, None),
+}
+"""Option of a processor -> the values that Motet computes."""
+
+
+def image_options(path: Path, images: Images) -> dict[str, Any]:
+    """The options of `data/processed_images.py: ProcessedImages` for a model in `path`.
+
+    Raises UserError for a processor that is not there, that does more than that, or that makes another size.
+    """
+    try:
+        with quiet_transformers():
+            processor = AutoImageProcessor.from_pretrained(
+                path, backend="pil", local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:
+        raise UserError(f"model.path: the image processor of {path} cannot be opened ({one_line(error)}).") from error
+    where = f"model.path: the {type(processor).__name__} of {path}"
+    for key, allowed in _ONLY.items():
+        if (value := getattr(processor, key, None)) not in allowed:
+            raise UserError(f"{where} has {key} = {value!r}, which Motet does not compute; it must be {allowed[0]!r}.")
+    if abs(processor.rescale_factor * 255 - 1) > 1e-9:
+        raise UserError(f"{where} has rescale_factor = {processor.rescale_factor}; it must be 1 / 255.")
+    size, crops = dict(processor.size), bool(getattr(processor, "do_center_crop", False))
+    shortest_edge = size.pop("shortest_edge", None)
+    made = dict(processor.crop_size) if crops else size
+    if (shortest_edge is not None and not crops) or {key for key, side in made.items() if side} != {"height", "width"}:
+        raise UserError(f"{where} has size = {dict(processor.size)}, which does not bring all images to one size.")
+    if (made["height"], made["width"]) != images.size:
+        raise UserError(
+            f"{where} makes images of {made['height']} x {made['width']} pixels, and the vision tower takes "
+            f"{images.size[0]} x {images.size[1]}."
+        )
+    if crops and shortest_edge is None:
+        raise UserError(f"{where} resizes to {size} and crops, which Motet does not compute; it must be shortest_edge.")
+    normalises = bool(processor.do_normalize)
+    return {
+        "patch_size": images.patch_size,
+        "size": images.size,
+        "shortest_edge": shortest_edge,
+        "resample": int(processor.resample),
+        "mean": tuple(processor.image_mean) if normalises else (0.0,),
+        "std": tuple(processor.image_std) if normalises else (1.0,),
+    }

@@ -1,0 +1,115 @@
+"""What a rank needs for one example alone in its microbatch: an example that needs more than a rank has fits no step.
+
+Counted as in `simulate.predict.memory`, but for a single example, so it is the least that any microbatch with it takes.
+Where items are placed by themselves, a rank has its longest item or its sequence, else all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from motet.core.arrays import Float64Array
+from motet.core.context_rows import copied_heads, moved_heads
+from motet.core.plan import Plan, Unit
+from motet.core.spec import Layer
+from motet.core.workload import BACKBONE, BatchLengths
+from motet.cost.flops import work_of
+from motet.cost.memory import LayerBytes, mixed_precision, stage_layers, stage_memory
+from motet.schedule import PlannedStage, planned
+from motet.simulate.predict.memory import MAX_LOGITS
+
+
+def bytes_alone(plan: Plan, lengths: BatchLengths, *, cp: int = 1) -> Float64Array:
+    """The bytes that the fullest rank needs for each example, alone in its microbatch, float64 [num_examples].
+
+    cp: ranks that share a sequence, as the backbone's unit would have it: the larger of this and the Plan's counts.
+    Of what is gathered and reduced a rank has as much as in any microbatch. O(kinds of layers * (examples + items)).
+    """
+    needed: Float64Array = np.zeros(lengths.num_examples)
+    precision = mixed_precision(plan.precision, pipeline=plan.schedule != "data_parallel")
+    rows = _Rows(plan, lengths, cp)
+    for stages in _on_ranks(plan):
+        state, gathered = 0, 0
+        kept = {name: np.zeros(lengths.num_examples) for stage in stages for name in stage.layers}
+        working: dict[str, Float64Array] = {name: np.zeros(lengths.num_examples) for name in kept}
+        for stage in stages:
+            unit = replace(stage.unit, zero=stage.zero, shard_size=stage.shard_size)
+            layers = list(stage_layers(plan.model, stage.layers, stage.recomputed))
+            by_stage = plan.schedule != "data_parallel"
+            memory = stage_memory(unit, layers, lambda *_: 0.0, 0, precision, by_stage=by_stage)
+            state, gathered = state + memory.held_bytes, max(gathered, memory.transient)
+            for placed in dict.fromkeys(layers):
+                own, size = rows.of(placed.module, placed.layer, stage), LayerBytes.of(placed, 1.0, unit.tp, precision)
+                copied = rows.copied(placed.module, placed.layer, stage) * precision.compute
+                saved = size.saved * own + copied
+                once = (size.input * own if placed.recomputed else saved) if placed.has_backward else 0.0 * own
+                gradients = 2 * copied + (size.gradients * own if placed.has_backward else 0.0)
+                kept[placed.module] += layers.count(placed) * once
+                working[placed.module] = np.maximum(working[placed.module], saved - once + gradients)
+        if _is_together(plan, stages[0].unit):
+            needed_here = sum(kept.values()) + np.max(list(working.values()), axis=0)
+        else:
+            needed_here = np.max([kept[name] + working[name] for name in kept], axis=0)
+        needed = np.maximum(needed, needed_here + state + gathered)
+    return needed
+
+
+def _on_ranks(plan: Plan) -> Iterator[list[PlannedStage]]:
+    """The stages of each program rank, where they differ in kind from those of another."""
+    seen, program = set(), planned(plan)
+    for rank in range(program.program.num_ranks):
+        stages = [program.stages[number] for number in program.stages_on(rank)]
+        if (kinds := tuple(stage.key for stage in stages)) not in seen:
+            seen.add(kinds)
+            yield stages
+
+
+def _is_together(plan: Plan, unit: Unit) -> bool:
+    """Whether all items of an example are on one rank, or on the ranks of one replica."""
+    return plan.balance in ("off", "joint") and unit.dp <= plan.unit_of(BACKBONE).dp
+
+
+class _Rows:
+    """Rows of each example in a layer, on the rank of a stage that has most of them."""
+
+    def __init__(self, plan: Plan, lengths: BatchLengths, cp: int) -> None:
+        self._plan, self._lengths, self._cp = plan, lengths, cp
+        self._known: dict[tuple[str, Layer], Float64Array] = {}
+
+    def of(self, name: str, layer: Layer, stage: PlannedStage) -> Float64Array:
+        """[num_examples]. Ranks share the rows of a sequence, and the items of an encoder whole."""
+        items = self._lengths.of(name)
+        if (name, layer) not in self._known:
+            count, targets = items.num_items, self._lengths.num_targets if name == BACKBONE else None
+            work = work_of(layer, items.length, np.arange(count), count, num_targets=targets, segments=items.segments)
+            self._known[name, layer] = work.rows
+        rows, num_examples = self._known[name, layer], self._lengths.num_examples
+        if name == BACKBONE:
+            share = rows / max(stage.unit.cp, self._cp)
+            return np.minimum(share, MAX_LOGITS / layer.output_width) if layer.targets_only else share
+        longest = np.zeros(num_examples)
+        np.maximum.at(longest, items.example, rows)
+        if not _is_together(self._plan, stage.unit):
+            return longest
+        num_sharing = stage.unit.cp * stage.num_shares
+        return np.maximum(longest, np.bincount(items.example, rows, num_examples) / num_sharing)
+
+    def copied(self, name: str, layer: Layer, stage: PlannedStage) -> Float64Array:
+        """Elements of copies of other ranks' rows in a layer's attention, [num_examples].
+
+        Of the rank with the last row, which sees all, or in a window those of one row.
+        """
+        unit, attention, cp = stage.unit, layer.attention, max(stage.unit.cp, self._cp)
+        if name != BACKBONE or attention is None or cp == 1:
+            return np.zeros(self._lengths.num_examples)
+        rows = self._lengths.sequence.astype(np.float64)
+        others = rows * (1 - 1 / cp)
+        seen = np.minimum(others, attention.window) if attention.window else others
+        heads, kv_heads = attention.num_heads // unit.tp, max(attention.num_kv_heads // unit.tp, 1)
+        by_cast, by_heads = moved_heads(seen, others, cp, heads, kv_heads)
+        copied = (copied_heads(seen, rows / cp, cp, heads, kv_heads, by_heads=which) for which in (False, True))
+        chosen: Float64Array = np.where(by_cast <= by_heads, *copied) * (attention.kv_width / unit.tp / kv_heads)
+        return chosen

@@ -1,0 +1,31 @@
+"""Memory that is freed on the host stays with the process, so that a step finds the pages of the step before."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+import torch
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's mallopt (malloc.h)."""
+_MOST_KEPT, _LARGEST_KEPT = 2**31 - 1, 2**25
+"""Bytes: the most that mallopt takes, and the largest allocation that glibc may keep after it is freed."""
+_SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+
+def keep_freed_memory(device: torch.device) -> bool:
+    """Let glibc keep up to 2 GiB that are free at the end of the heap; returns whether it does.
+
+    A step on a CPU frees its activations and takes as many again. By default glibc gives them back to the kernel as
+    soon as 64 MiB or less are free, and each page that is taken again costs a fault of a microsecond: a third of the
+    demo's forward passes. What the environment says of this stays, and so does the heap of a process that computes on
+    a GPU.
+    """
+    if device.type != "cpu" or sys.platform != "linux" or any(name in os.environ for name in _SET_BY_USER):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Other C libraries have none, or one that does nothing.
+    return mallopt is not None and bool(
+        mallopt(_TRIM_THRESHOLD, _MOST_KEPT) and mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT)
+    )

@@ -1,0 +1,74 @@
+"""Opens what decodes the media of a run: processes of each rank, or actors of Ray (`data.service`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+from motet.data.config import LoadingConfig
+from motet.data.decode import Decoder
+from motet.data.ray_actors import RayCluster, RayServer
+from motet.data.transforms import Transform
+from motet.train.world import World
+
+
+def open_decoder(
+    config: LoadingConfig,
+    transforms: Mapping[str, Transform],
+    world: World,
+    say: Callable[[str], None],
+    cleanup: ExitStack,
+) -> Decoder:
+    """The Decoder of this rank, which `cleanup` closes. A collective.
+
+    Raises JointUserError where Ray is not installed, cannot be reached, or has no CPU for the actors.
+    """
+    cluster = None
+    if config.service == "ray":
+        cluster = _joined(config, world, cleanup)
+    with world.together():
+        decoder = cleanup.enter_context(Decoder(transforms, config.num_workers, cluster))
+    if cluster is not None:
+        whose = "that runs at " + cluster.address if not _is_embedded(config) else "of this run"
+        nodes = "a node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
+        say(
+            f"Ray decodes: {config.num_workers} actors of each rank, in a cluster {whose}, with {nodes}; its store "
+            "holds one result of each."
+        )
+    return decoder
+
+
+def _is_embedded(config: LoadingConfig) -> bool:
+    return not (config.ray_address or os.environ.get("RAY_ADDRESS"))
+
+
+def _joined(config: LoadingConfig, world: World, cleanup: ExitStack) -> RayCluster:
+    """This rank's connection to Ray. A collective.
+
+    Where no Ray runs, the first rank of each machine starts it for all ranks there.
+    """
+    # No rank goes on to its end while another still leaves Ray: it would be met by that rank's last word as it exits.
+    cleanup.enter_context(_ending_together(world))
+    if not _is_embedded(config):
+        address = config.ray_address or os.environ["RAY_ADDRESS"]
+        with world.together():
+            return cleanup.enter_context(RayCluster(address, config.num_workers * world.num_ranks))
+    first = world.rank - world.rank % world.ranks_per_node
+    num_actors = config.num_workers * min(world.ranks_per_node, world.num_ranks - first)
+    server = None
+    with world.together():
+        if world.rank == first:
+            server = cleanup.enter_context(RayServer(num_actors))
+    address, token = world.gather(None if server is None else (server.address, server.token))[first]
+    # Ray ends when all ranks have left it.
+    cleanup.enter_context(_ending_together(world))
+    with world.together():
+        return cleanup.enter_context(RayCluster(address, num_actors, token))
+
+
+@contextmanager
+def _ending_together(world: World) -> Iterator[None]:
+    """Wait for all ranks at the end of the block, unless it fails. A collective."""
+    yield
+    world.barrier()

@@ -1,0 +1,83 @@
+"""Reads a recipe: its TOML, what `--set` overrides, and the training phase that is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from motet.core.errors import UserError
+from motet.core.text_files import KeyPath, parse_toml, read_text
+from motet.train.checkpoint.contents import name_of
+from motet.train.recipe.phases import phases_in, tables_of_phase
+from motet.train.recipe.toml_text import set_key
+
+_CHOICE = "run.phase"
+
+
+class RecipeText(NamedTuple):
+    """A recipe before it is validated. set_keys: keys in `tables` that the command line has set.
+
+    phase: the number of the training phase that `tables` are of; None if the recipe has none.
+    """
+
+    text: str
+    tables: dict[str, Any]
+    set_keys: set[KeyPath]
+    phase: int | None = None
+
+
+def phase_names(path: Path, overrides: Sequence[str] = ()) -> tuple[str, ...]:
+    """The names of a recipe's training phases, in their order; () if it has none, or if `overrides` choose one.
+
+    Raises UserError as `read_recipe` does.
+    """
+    if _chosen(overrides)[0] is not None:
+        return ()
+    text = read_text(path, "the recipe")
+    return tuple(phase.name for phase in phases_in(path, text, parse_toml(text, str(path))))
+
+
+def of_phase(overrides: Sequence[str], name: str) -> list[str]:
+    """Overrides that choose a training phase, too."""
+    return [*overrides, f"{_CHOICE}={name}"]
+
+
+def read_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeText:
+    """Read a recipe, and apply overrides, which outweigh what a phase says.
+
+    A training phase is a run in a folder of its own, and begins with the last checkpoint of the phase before.
+    Raises UserError for a missing file, no TOML, a wrong override, wrong phases, and if there are phases and the
+    overrides choose none.
+    """
+    text = read_text(path, "the recipe")
+    tables = parse_toml(text, str(path))
+    name, others = _chosen(overrides)
+    phases = phases_in(path, text, tables)
+    if not phases and name is None:
+        return RecipeText(text, tables, {set_key(tables, override) for override in others})
+    if name is None:
+        names = ", ".join(phase.name for phase in phases)
+        raise UserError(f"{path} trains in phases ({names}): choose one with --set {_CHOICE}={phases[0].name}.")
+    own, number = tables_of_phase(path, text, tables, phases, name)
+    set_keys = {set_key(own, override) for override in others}
+    folder = own["run"].get("dir")
+    if isinstance(folder, str):
+        own["run"]["dir"] = str(Path(folder, name))
+        if number > 0:
+            before, _ = tables_of_phase(path, text, tables, phases, phases[number - 1].name)
+            for override in others:
+                set_key(before, override)
+            if isinstance(steps := before["run"]["steps"], int):
+                last = Path(folder, phases[number - 1].name, "checkpoints", name_of(steps))
+                own["run"].setdefault("start", str(last))
+    return RecipeText(text, own, set_keys, number)
+
+
+def _chosen(overrides: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The phase that overrides choose, None if they choose none, and the other overrides."""
+    named = [override.partition("=") for override in overrides]
+    names = [value.strip() for key, _, value in named if key.strip() == _CHOICE]
+    return names[-1] if names else None, [
+        override for override, (key, _, _) in zip(overrides, named) if key.strip() != _CHOICE
+    ]

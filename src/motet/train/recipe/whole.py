@@ -1,0 +1,106 @@
+"""A recipe whose model is a directory of transformers: `model.path`.
+
+The directory says what is made of texts and images, so such a recipe has neither `[transforms]` nor `data.tokenizer`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from motet.core.errors import UserError
+from motet.core.workload import BACKBONE
+from motet.data.config import FilesConfig
+from motet.data.processed_images import ProcessedImages
+from motet.data.text import ChatTokenizer
+from motet.models.build import ModelConfig
+from motet.models.whole.directory import WholeDirectory
+from motet.models.whole.processor import image_options
+from motet.train.recipe.recipe import Recipe
+
+
+class WholeModelConfig(BaseModel):
+    """`[model]` of a recipe whose model is a directory of transformers.
+
+    path:   a local directory with config, weights, processor and tokenizer of a multimodal model.
+    train:  by part, whether it learns: the encoders by what they read (image), projector, backbone. Default: all do.
+    freeze: weights that do not learn, beside those of parts that do not: patterns of their names, as checkpoints have
+            them, in which * stands for any characters.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    path: Path
+    train: dict[str, bool] = Field(default_factory=dict)
+    freeze: tuple[str, ...] = ()
+
+
+class WholeRecipe(Recipe):
+    """A training job whose model is a directory of transformers, with its own processor and tokenizer.
+
+    Example: `[run] dir, steps, batch_size`, `[model] path`, `[data] train` and `[optimizer] lr` are a whole recipe.
+    """
+
+    model: WholeModelConfig
+    data: FilesConfig
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> WholeRecipe:
+        if self.transforms:
+            raise ValueError(
+                f"transforms.{next(iter(self.transforms))} has no effect beside model.path, as the model's own "
+                "processor says what files become; remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _parallel_has_modules(self) -> WholeRecipe:
+        return self  # `modules` checks it: the modules stand in the directory.
+
+    @cached_property
+    def directory(self) -> WholeDirectory:
+        """The model's directory. Raises UserError for one of no family that is known."""
+        return WholeDirectory(self.model.path)
+
+    @cached_property
+    def modules(self) -> ModelConfig:
+        """The parts of the model. Raises UserError for a directory whose options Motet does not compute."""
+        config = self.directory.config(self.model.train, self.model.freeze)
+        known = [*config.encoders, BACKBONE]
+        if unknown := [name for name in self.parallel if name not in known]:
+            raise UserError(
+                f"parallel.{unknown[0]} has no effect, as the model has no such module; it has {', '.join(known)}."
+            )
+        return config
+
+    def vocabulary(self) -> ChatTokenizer:
+        """The model's own tokenizer with its chat template, read from its directory. Raises UserError."""
+        return ChatTokenizer.from_directory(self.model.path)
+
+    def table_of(self, encoder: str) -> str:
+        """The encoder's own name: there are no tables."""
+        return encoder
+
+    def transform(self, encoder: str) -> ProcessedImages:
+        """What the model's own processor makes of files for an encoder. Raises UserError for one that is not known."""
+        return self._transforms[encoder]
+
+    @cached_property
+    def _transforms(self) -> dict[str, ProcessedImages]:
+        images = self.directory.parts.images
+        return {name: ProcessedImages(**image_options(self.model.path, each)) for name, each in images.items()}
+
+
+def check_whole_tables(path: Path, tables: dict[str, Any]) -> None:
+    """Raise UserError for keys that have no place beside `model.path`."""
+    model, data = (tables.get(name, {}) for name in ("model", "data"))
+    for name in ("backbone", "encoders"):
+        if isinstance(model, dict) and name in model:
+            raise UserError(
+                f"{path}: model.path is a whole model with parts of its own, so model.{name} has no place beside it; "
+                "for parts of several directories give each its own path."
+            )
+    if isinstance(data, dict) and "tokenizer" in data:
+        raise UserError(f"{path}: model.path brings its own tokenizer; remove data.tokenizer.")

@@ -1,0 +1,126 @@
+"""Examples that no microbatch of a run can hold: left out and named before the first step, on all ranks alike.
+
+One that needs more memory than a rank may fill, alone in its microbatch, would end the run in the step that has it.
+Which these are follows from lengths, Plan and memory alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from motet.core.arrays import Float64Array, Int64Array
+from motet.core.errors import UserError
+from motet.core.plan import Plan
+from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
+from motet.cost.memory import USABLE_MEMORY
+from motet.data.examples import Examples
+from motet.data.left_out import MAX_NAMED
+from motet.planner.alone import bytes_alone
+from motet.planner.candidate import size_words
+
+_EXAMPLES_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True)
+class TooLong:
+    """Examples that do not fit alone, those that need most first.
+
+    ids: int64 [n]. needed_bytes: float64 [n], of the fullest rank. tokens: int64 [n], of their sequences.
+    cp:  int64 [n], the fewest ranks that could hold each by sharing its sequence; 0 where none of the job's can.
+    """
+
+    ids: Int64Array
+    needed_bytes: Float64Array
+    tokens: Int64Array
+    cp: Int64Array
+    capacity_bytes: int
+    num_ranks: int
+
+    def reason(self, number: int) -> str:
+        """Why one of them is left out, and what would hold it, in words. number: among these, from 0."""
+        cp = int(self.cp[number])
+        holds = f"a plan with cp = {cp} could hold it" if cp else f"no cp up to {self.num_ranks} could hold it"
+        return (
+            f"takes {self.tokens[number]:,} tokens, for which a rank needs {size_words(self.needed_bytes[number])} and "
+            f"may fill {size_words(self.capacity_bytes)}; {holds}"
+        )
+
+
+def too_long(
+    plan: Plan, num_examples: int, lengths_of: Callable[[Int64Array], BatchLengths], *, cp: int = 1
+) -> TooLong:
+    """Those of the examples 0 ... num_examples - 1 that need more than a device of the Plan's cluster may fill.
+
+    None where a rank has no memory for the model itself: then no example is to blame.
+    cp: the most ranks over which training cuts a sequence, where the Plan does not say it.
+    """
+    capacity = int(plan.cluster.device.memory_bytes * USABLE_MEMORY)
+    ids, needed = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
+    has_room = bytes_alone(plan, _nothing(plan))[0] <= capacity
+    for first in range(0, num_examples if has_room else 0, _EXAMPLES_AT_ONCE):
+        part = np.arange(first, min(first + _EXAMPLES_AT_ONCE, num_examples))
+        bytes_of = bytes_alone(plan, lengths_of(part), cp=cp)
+        ids.append(part[bytes_of > capacity])
+        needed.append(bytes_of[bytes_of > capacity])
+    found, found_bytes = np.concatenate(ids), np.concatenate(needed)
+    order = np.argsort(-found_bytes, kind="stable")
+    found, found_bytes = found[order], found_bytes[order]
+    if not len(found):
+        return TooLong(found, found_bytes, found, found, capacity, plan.cluster.num_ranks)
+    lengths, holding = lengths_of(found), np.zeros(len(found), dtype=np.int64)
+    for sharing in _shared_by_more(plan):
+        try:
+            fits = bytes_alone(sharing, lengths) <= capacity
+        except UserError:  # Ranks of a unit behind it, or of its node, cannot be divided so.
+            break
+        holding[fits & (holding == 0)] = sharing.unit_of(BACKBONE).cp
+    return TooLong(found, found_bytes, lengths.sequence, holding, capacity, plan.cluster.num_ranks)
+
+
+def _nothing(plan: Plan) -> BatchLengths:
+    """One example without a token."""
+    none, one = np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    names = [module.name for module in plan.model.modules if module.name != BACKBONE]
+    return BatchLengths(one, one, one.astype(np.int32), {name: ItemLengths(none, none, none) for name in names})
+
+
+def _shared_by_more(plan: Plan) -> Iterator[Plan]:
+    """The Plan with the backbone's sequences shared by twice as many of its ranks, by four times as many, and so on."""
+    unit, share = plan.unit_of(BACKBONE), 2
+    while unit.dp % share == 0:
+        one = replace(unit, dp=unit.dp // share, cp=unit.cp * share, zero=min(unit.zero, 1), shard_size=0)
+        units = tuple(one if each is unit else each for each in plan.units)
+        in_stages = {"schedule": "1f1b", "balance": "off", "policy": {}} if plan.schedule == "data_parallel" else {}
+        yield replace(plan, units=units, **in_stages)
+        share *= 2
+
+
+def leave_out_too_long(
+    dataset: Examples, plan: Plan, max_bad_fraction: float, say: Callable[[str], None], *, cp: int = 1
+) -> None:
+    """Leave out of a dataset, in place, what does not fit alone under a Plan. say: prints which examples these are.
+
+    Raises UserError, which names the one that needs most, for more of them than max_bad_fraction allows.
+    cp: as of `too_long`.
+    """
+    found = too_long(plan, dataset.num_examples, lambda ids: dataset.batch_lengths(ids, 1), cp=cp)
+    if len(found.ids):
+        where = dataset.where(int(found.ids[0]))
+        check_too_long(found, max_bad_fraction, dataset.num_in_manifests, where)
+        of_all = f"{len(found.ids):,} of {dataset.num_in_manifests:,} examples"
+        say(f"{of_all} left out: they need more memory than a rank has.")
+        for number, example in enumerate(found.ids[:MAX_NAMED].tolist()):
+            say(f"Left out: {dataset.where(example)}: {found.reason(number)}")
+        dataset.leave_out(found.ids, found.reason)
+
+
+def check_too_long(found: TooLong, max_bad_fraction: float, num_examples: int, where: str) -> None:
+    """Raise UserError for more of them than max_bad_fraction of all examples. where: of the one that needs most."""
+    if len(found.ids) > max_bad_fraction * num_examples:
+        raise UserError(
+            f"{len(found.ids):,} of {num_examples:,} training examples need more memory than a rank has, more than "
+            f"data.max_bad_fraction = {max_bad_fraction:g} allows; the largest: {where}: {found.reason(0)}."
+        )

@@ -1,0 +1,79 @@
+"""`motet train` with LoRA adapters: alone, sharded, and under Plans, from each other's checkpoints, and exported."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cli.tiny_job import losses, write_tiny_job
+from dist.test_planned import DEEPER, plan_of, train_under
+from dist.test_resume import stop_after
+from motet.core.plan import Unit
+from motet.core.plan_file import write_plan
+from motet.models.named_weights import is_lora
+from motet.planning.planned_recipe import read_job_recipe
+from ranks import RankFailed, run_ranks
+
+LORA = [
+    *DEEPER,
+    "model.backbone.family=phi3",
+    "model.lora.backbone={ rank = 2, dropout = 0.1 }",
+    'model.lora.audio={ rank = 3, targets = ["*_proj"] }',
+    "model.encoders.image.train_encoder=false",
+    "export.at_end=true",
+]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
+
+
+@pytest.fixture(scope="module")
+def alone(job, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("alone")
+    run_ranks(train_under, 1, str(job), [*LORA, f"run.dir={run_dir}"], None)
+    return run_dir
+
+
+def exported(run_dir):
+    files = (run_dir / "export").rglob("*.safetensors")
+    return {str(file.relative_to(run_dir / "export")): load_file(file) for file in files}
+
+
+def assert_same(run_dir, alone):
+    assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-10)
+    found, expected = exported(run_dir), exported(alone)
+    assert found.keys() == expected.keys() and "adapters/encoders/audio/adapter_model.safetensors" in found
+    for name, tensors in expected.items():
+        assert found[name].keys() == tensors.keys()
+        for key, tensor in tensors.items():
+            torch.testing.assert_close(found[name][key], tensor, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("more", ["fsdp.shard_size=2", "fsdp.shard_size=1"])
+def test_data_parallel_ranks_train_as_one_process_does(job, alone, tmp_path, more):
+    run_ranks(train_under, 2, str(job), [*LORA, more, f"run.dir={tmp_path}"], None)
+    assert_same(tmp_path, alone)
+
+
+def test_a_run_goes_on_under_another_plan(job, alone, tmp_path):
+    file, run_dir = tmp_path / "plan.json", tmp_path / "run"
+    plan = plan_of(job, ({"image": 2, "audio": 2, "backbone": 3},))
+    unit = Unit("all", plan.units[0].stages, tp=2, zero=1)
+    cluster = replace(plan.cluster, ranks_per_node=2)
+    model = read_job_recipe(job, LORA).model
+    write_plan(replace(plan, model=model, units=(unit,), schedule="1f1b", cluster=cluster), file)
+    given = [*LORA, f"run.dir={run_dir}"]
+    run_ranks(train_under, 2, str(job), given, str(file))
+    assert_same(run_dir, alone)
+    stored = json.loads((run_dir / "checkpoints" / "step-00000008" / "tensors.json").read_text())
+    base = [name for name in stored if name.startswith("model.backbone.") and not is_lora(name)]
+    assert base == [] and any(is_lora(name) for name in stored)
+    stop_after(run_dir, 4)
+    with pytest.raises(RankFailed, match=r"has adapters of 'backbone' alone, and was written beside other weights"):
+        run_ranks(train_under, 2, str(job), [*given, "run.seed=4"], None)
+    run_ranks(train_under, 2, str(job), [*given, "fsdp.shard_size=2"], None)
+    assert_same(run_dir, alone)

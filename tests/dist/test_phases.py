@@ -1,0 +1,153 @@
+"""`[[run.phase]]`: each phase is the run that one would have started by hand from the weights of the phase before."""
+
+import shutil
+from contextlib import redirect_stdout
+from functools import partial
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cli.tiny_job import losses, metrics, write_tiny_job
+from motet.core.errors import UserError
+from motet.planning.plan_first import plan_first
+from motet.train.recipe.reading import of_phase, phase_names
+from motet.train.recipe.recipe import load_recipe
+from motet.train.trainer import PhaseOfRun, train
+from ranks import run_ranks
+
+PHASES = """\
+[[run.phase]]
+name = "align"
+steps = 4
+learns = "projectors"
+optimizer = { lr = 1e-2 }
+checkpoint = { every_steps = 2 }
+
+[[run.phase]]
+name = "tune"
+steps = 3
+learns = ["backbone", "image"]
+data = { seed = 7 }
+
+[data]
+"""
+EXACT = ("run.dtype=float64", "data.heldout=[]")
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """A recipe in phases, and the same without them."""
+    plain = write_tiny_job(tmp_path_factory.mktemp("job") / "data")
+    text = plain.read_text()
+    phased = plain.with_name("phased.toml")
+    phased.write_text(text.replace("steps = 8\n", "").replace("[data]\n", PHASES, 1))
+    return phased, plain
+
+
+def train_rank(rank, num_ranks, recipe, overrides, resume="auto"):
+    """Train all phases; what was printed, or the sentence with which it ended."""
+    path = Path(recipe)
+    names = phase_names(path, overrides)
+    with redirect_stdout(StringIO()) as printed:
+        try:
+            for number, name in enumerate(names, start=1):
+                chosen = of_phase(overrides, name)
+                read = load_recipe(path, chosen)
+                plan = partial(plan_first, read, path, chosen) if read.parallel else None
+                train(read, resume=resume, plan=plan, phase=PhaseOfRun(name, number, len(names)))
+            if not names:
+                train(load_recipe(path, overrides), resume=resume)
+        except UserError as error:
+            return str(error)
+    return printed.getvalue()
+
+
+def run(recipe, num_ranks, folder, *overrides, resume="auto"):
+    return run_ranks(train_rank, num_ranks, str(recipe), [*EXACT, f"run.dir={folder}", *overrides], resume)[0]
+
+
+def weights(folder, step):
+    """Name -> weight of a checkpoint that one rank wrote."""
+    stored = load_file(folder / "checkpoints" / f"step-{step:08d}" / "rank-00000.safetensors")
+    return {name: tensor for name, tensor in stored.items() if name.startswith("model.")}
+
+
+def changed(before, after):
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def test_phases_are_runs_by_hand_and_what_does_not_learn_stays(jobs, tmp_path):
+    phased, plain = jobs
+    said = run(phased, 1, tmp_path / "a")
+    assert f"Phase align (1 of 2): 4 steps, in {tmp_path}/a/align." in said
+    assert f"Beginning with the weights of {tmp_path}/a/align/checkpoints/step-00000004." in said
+
+    frozen = [f"model.encoders.{name}.train_encoder=false" for name in ("image", "audio")]
+    by_hand = tmp_path / "by-hand"
+    run(plain, 1, by_hand, *frozen, "model.backbone.train=false", "run.steps=4", "optimizer.lr=1e-2")
+    audio = ["model.encoders.audio.train_encoder=false", "model.encoders.audio.train_projector=false"]
+    start = f"run.start={by_hand}/checkpoints/step-00000004"
+    run(plain, 1, tmp_path / "then", *audio, start, "run.steps=3", "data.seed=7")
+    assert losses(tmp_path / "a/align") == losses(by_hand)
+    assert losses(tmp_path / "a/tune") == losses(tmp_path / "then")
+
+    aligned, tuned = weights(tmp_path / "a/align", 4), weights(tmp_path / "a/tune", 3)
+    learnt = changed(weights(tmp_path / "a/align", 2), aligned)
+    assert learnt and all("projector" in name for name in learnt)
+    assert (learnt := changed(aligned, tuned)) and not [name for name in learnt if "encoders.audio" in name]
+    assert {True, False} == {"backbone" in name for name in learnt}
+
+
+def test_on_two_ranks_and_planned_anew_the_losses_are_the_same(jobs, tmp_path):
+    phased, _ = jobs
+    run(phased, 1, tmp_path / "alone")
+    run(phased, 2, tmp_path / "both")
+    pipeline = tmp_path / "data" / "phased.toml"
+    shutil.copytree(phased.parent, pipeline.parent)
+    pipeline.write_text(
+        phased.read_text().replace("data = { seed", "parallel = { backbone = { pp = 2 } }\ndata = { seed")
+    )
+    run(pipeline, 2, tmp_path / "planned")
+    for name in ("align", "tune"):
+        for folder in ("both", "planned"):
+            assert losses(tmp_path / folder / name) == pytest.approx(losses(tmp_path / "alone" / name), rel=1e-10)
+    assert {step["plan"] is None for step in metrics(tmp_path / "planned/align")} == {True}
+    assert {step["plan"] is None for step in metrics(tmp_path / "planned/tune")} == {False}
+
+
+def test_a_run_goes_on_inside_a_phase_and_passes_over_those_that_ended(jobs, tmp_path):
+    phased, _ = jobs
+    run(phased, 1, tmp_path)
+    whole = losses(tmp_path / "align"), losses(tmp_path / "tune")
+    shutil.rmtree(tmp_path / "tune")
+    assert "Phase align (1 of 2) has ended, with step 4." in run(phased, 1, tmp_path)
+    assert losses(tmp_path / "tune") == whole[1]
+    shutil.rmtree(tmp_path / "tune")
+    shutil.rmtree(tmp_path / "align/checkpoints/step-00000004")
+    assert "Resuming after step 2" in run(phased, 1, tmp_path)
+    assert (losses(tmp_path / "align"), losses(tmp_path / "tune")) == whole
+
+
+def test_a_phase_on_weights_that_have_changed_is_refused(jobs, tmp_path):
+    phased, _ = jobs
+    run(phased, 1, tmp_path)
+    run(phased, 1, tmp_path, "run.phase=align", "optimizer.lr=1e-3", resume="never")
+    assert run(phased, 1, tmp_path) == (
+        f"The run of the checkpoint {tmp_path}/tune/checkpoints/step-00000003 began with the weights of another "
+        f"checkpoint, not with those of run.start = {tmp_path}/align/checkpoints/step-00000004: set run.start back, or "
+        "start anew with --resume never."
+    )
+    shutil.rmtree(tmp_path / "align")
+    said = run(phased, 1, tmp_path, "run.phase=tune", resume="never")
+    assert said.startswith(f"run.start: {tmp_path}/align/checkpoints/step-00000004 is no complete Motet checkpoint")
+
+
+def test_a_model_of_which_nothing_learns_is_refused_on_all_ranks(jobs, tmp_path):
+    phased, _ = jobs
+    said = run_ranks(
+        train_rank, 2, str(phased), [*EXACT, f"run.dir={tmp_path}", "run.phase=align", 'model.freeze=["*"]']
+    )
+    assert [each.partition(":")[0] for each in said] == ["Nothing learns"] * 2

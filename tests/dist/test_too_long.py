@@ -1,0 +1,70 @@
+"""An example that needs more memory than a rank has is left out on all ranks alike, with what would hold it."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from cli.tiny_job import losses, write_tiny_job
+from dist.test_planned import DEEPER, FEW_CUTS, plan_of, said_under
+from dist.test_resume import run
+from motet.core.plan_file import write_plan
+from ranks import run_ranks
+
+MEMORY = ("cluster.device=cpu", "cluster.memory_gbytes=0.0012")
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A job of 40 examples, and behind them one of 144 tokens: more than a rank has memory for, but not than two."""
+    job = write_tiny_job(tmp_path / "data")
+    long = [{"from": "human", "value": "say " + "a" * 120}, {"from": "gpt", "value": "a"}]
+    with (job.parent / "train.jsonl").open("a") as manifest:
+        manifest.write(json.dumps({"id": "long", "task": "text", "conversations": long}) + "\n")
+    return job
+
+
+def without(job):
+    """The manifest without its last line."""
+    path, lines = job.parent / "short.jsonl", (job.parent / "train.jsonl").read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]))
+    return f"data.train=['{path}']"
+
+
+@pytest.mark.parametrize("mode", ["index", "exchange"])
+def test_it_is_left_out_and_named(job, tmp_path, mode):
+    said = run(job, 2, tmp_path / "a", *MEMORY, f"balance.mode={mode}")
+    assert "1 of 41 examples left out: they need more memory than a rank has." in said[0]
+    (sentence,) = [line for line in said[0].splitlines() if line.startswith("Left out")]
+    assert re.search(
+        r"train\.jsonl, line 41: takes 144 tokens, for which a rank needs [\d.]+ MB and may fill 1\.13 MB; a plan "
+        r"with cp = 2 could hold it$",
+        sentence,
+    )
+    assert "Left out" not in said[1]
+    run(job, 2, tmp_path / "b", without(job), f"balance.mode={mode}")
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+def test_more_than_are_allowed_end_the_run_on_all_ranks(job, tmp_path):
+    said = run(job, 2, tmp_path / "a", *MEMORY, "data.max_bad_fraction=0.01")
+    assert said[0] == said[1]
+    assert said[0].startswith(
+        "1 of 41 training examples need more memory than a rank has, more than data.max_bad_fraction = 0.01 allows; "
+        "the largest: "
+    )
+
+
+def test_where_sequences_are_cut_it_is_kept(job, tmp_path):
+    said = run(job, 2, tmp_path / "a", *MEMORY, "balance.method=split", "run.steps=1")
+    assert "Left out" not in said[0] and losses(tmp_path / "a")
+
+
+def test_a_plan_with_stages_leaves_it_out_by_its_own_memory(job, tmp_path):
+    plan = plan_of(job, FEW_CUTS)
+    device = replace(plan.cluster.device, memory_bytes=2_500_000)
+    write_plan(replace(plan, cluster=replace(plan.cluster, device=device)), tmp_path / "plan.json")
+    overrides = [*DEEPER, f"run.dir={tmp_path / 'run'}", "run.steps=1"]
+    said = run_ranks(said_under, 2, str(job), overrides, str(tmp_path / "plan.json"))
+    assert "train.jsonl, line 41: takes 144 tokens" in said[0] and "no cp up to 2 could hold it" in said[0]

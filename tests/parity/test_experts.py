@@ -1,0 +1,65 @@
+"""Mixtures of experts under Plans equal one process, with the balancing loss of their routers."""
+
+from dataclasses import replace
+
+import pytest
+
+from motet.runtime.fsdp import FSDPConfig
+from parity.planned import PlannedCase, assert_planned
+from parity.test_context import LLM, WHOLE
+from parity.test_context import chain as shared
+from parity.test_cut_sequences import Cut, check
+from parity.test_gradients import Case, check_cases
+from parity.test_planned import chain
+from parity.test_schedules import CUTS, on_ranks
+from ranks import run_ranks
+
+RECOMPUTED = {"backbone": 1}, {"backbone": 1}
+CASES = {
+    1: [PlannedCase(chain({"i": 3, "a": 2, "b": 3}), family=family) for family in ("mixtral", "qwen3_moe")],
+    2: [
+        PlannedCase(chain({"i": 3, "a": 2, "b": 1}, {"b": 2}), family="mixtral", microbatch_size=2),
+        PlannedCase(chain({"i": 3, "a": 2, "b": 2}, {"b": 1}, recompute=RECOMPUTED), family="qwen3_moe", tied=True),
+        PlannedCase(on_ranks(2, *CUTS["zb_h1", 2]), "zb_h1", family="mixtral"),
+        PlannedCase(chain({"i": 3, "a": 2, "b": 3}, dp=2, zero=3), family="qwen3_moe", left_out=0.5),
+        PlannedCase(chain({"i": 3, "a": 2, "b": 1}, {"b": 2}), family="mixtral", frozen=("backbone",)),
+        *(
+            PlannedCase(shared(2, WHOLE, zero=1), family="mixtral", exchange=way, contents=contents, batch_size=3)
+            for way, contents in (("group_cast", ()), ("ulysses", ("image",)))
+        ),
+    ],
+    4: [PlannedCase(shared(2, {"image": 3, "audio": 2, **LLM[0]}, LLM[1]), family="qwen3_moe", left_out=0.5)],
+}
+
+
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_mixtures(num_ranks):
+    assert_planned(num_ranks, CASES[num_ranks])
+
+
+WHOLE_COPIES = FSDPConfig(shard_size=1)
+DATA_PARALLEL = [
+    Case(family="mixtral", num_microbatches=2),
+    Case(family="qwen3_moe", fsdp=FSDPConfig(reshard_after_forward=False, recompute={"backbone": 1})),
+    Case(family="mixtral", fsdp=WHOLE_COPIES, num_microbatches=3, method="joint"),
+    Case(family="qwen3_moe", fsdp=FSDPConfig(shard_size=1, recompute=True)),
+    Case(family="mixtral", num_examples=1),
+    Case(family="qwen3_moe", frozen=("backbone",)),
+    Case(family="mixtral", fsdp=FSDPConfig(recompute="auto"), recomputes=True, num_microbatches=3, mode="exchange"),
+]
+
+
+def test_mixtures_under_data_parallelism():
+    """With FSDP and whole copies, a rank without rows, and blocks that are recomputed."""
+    assert run_ranks(check_cases, 2, DATA_PARALLEL) == [[]] * 2
+
+
+def test_mixtures_where_some_sequences_are_cut():
+    """Ranks share some sequences, each over ranks of its own, and know nothing of the others."""
+    case = Case(family="mixtral", method="per_phase")
+    cuts = [
+        Cut(case, degrees=(3, 2, 1, 2)),
+        Cut(replace(case, family="qwen3_moe", num_microbatches=2, fsdp=FSDPConfig(recompute=True)), idle=1),
+        Cut(replace(case, fsdp=WHOLE_COPIES, contents=(), num_examples=5)),
+    ]
+    assert run_ranks(check, 3, cuts) == [[]] * 3

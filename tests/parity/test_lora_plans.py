@@ -1,0 +1,48 @@
+"""Plans of models with LoRA adapters equal one process: pipelines, ZeRO, W apart, bubbles, tp, cp, and dropout."""
+
+from motet.core.plan import Unit
+from parity.planned import PlannedCase, assert_planned
+
+ALL = {"image": 3, "audio": 2, "backbone": 3}
+CUT = {"image": 3, "audio": 2, "backbone": 1}, {"backbone": 2}
+LORA = ("image", "audio", "backbone")
+
+
+def chain(*stages, **options):
+    return (Unit("all", stages, pp=len(stages), **{"zero": 0, **options}),)
+
+
+BESIDE = (
+    Unit("image", ({"image": 3},), zero=0),
+    Unit("llm", ({"audio": 2, "backbone": 3},), first_rank=1, zero=0),
+)
+CASES = [
+    PlannedCase(chain(*CUT), lora=LORA, tied=True),
+    PlannedCase(chain(*CUT), "zb_h1", lora=LORA, dropout=0.2),
+    PlannedCase(BESIDE, lora=("image", "backbone"), frozen=("audio",), microbatch_size=2),
+    PlannedCase(chain(*CUT, recompute=({"image": 2, "backbone": 1}, {"backbone": 1})), lora=LORA, dropout=0.2),
+    PlannedCase(chain(ALL, dp=2, zero=3), lora=("backbone *_proj",), frozen=("image", "*.lora_A.*")),
+    PlannedCase(chain(ALL, dp=2, zero=2), lora=LORA, contents=()),
+    PlannedCase(chain(ALL, cp=2), lora=("backbone",), dropout=0.2),
+    PlannedCase(chain(ALL, tp=2), lora=LORA, dropout=0.2),
+    PlannedCase(chain(ALL, tp=2, recompute=({"image": 2, "backbone": 2},)), lora=("backbone o_proj",), dropout=0.2),
+    PlannedCase(chain(ALL, tp=2), lora=("backbone",), family="phi3", dropout=0.2, microbatch_size=2),
+    PlannedCase(chain(ALL, tp=2), lora=LORA, family="olmo2"),
+]
+
+
+def test_two_ranks():
+    assert_planned(2, CASES)
+
+
+def test_four_ranks():
+    whole = PlannedCase(chain(ALL, dp=4, zero=3), family="phi3", lora=("backbone",), batch_size=8)
+    assert_planned(
+        4,
+        [
+            PlannedCase(chain(*CUT, tp=2), "zb_h1", lora=LORA, family="qwen3", tied=True),
+            PlannedCase(chain(ALL, tp=2, dp=2, zero=3), lora=LORA, dropout=0.2),
+            PlannedCase(chain(ALL, tp=2, dp=2, zero=2), family="phi3", lora=("backbone",), batch_size=8, then=whole),
+            PlannedCase(chain(*CUT, cp=2), lora=("backbone",), microbatch_size=2),
+        ],
+    )

@@ -1,0 +1,85 @@
+"""Whole models: loss and gradients are transformers', from the same files; they train, are planned and come back."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from benchmark import benchmark
+from motet.models.whole.registry import WHOLE
+from motet.train.recipe.recipe import dump_recipe, load_recipe
+from motet.train.trainer import train
+from ranks import run_ranks
+
+with benchmark("whole_models") as whole_models, benchmark("against_transformers") as against:
+    FAMILIES = list(whole_models.FAMILIES)
+ONE_STEP = ["run.dtype=float64", "run.steps=1", "run.batch_size=8", "data.shuffle=false", "data.num_workers=0"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def job(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    whole_models.write_job(folder, request.param)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(job):
+    return against.theirs(job)
+
+
+def test_every_family_is_held_to_transformers():
+    assert set(FAMILIES) == set(WHOLE)
+
+
+def test_loss_and_gradients_are_those_of_transformers(job, reference):
+    packed = against.ours(job)
+    assert max(packed.distance(reference)) < 1e-8
+    assert max(packed.distance(against.ours(job, packed=False))) < 1e-8
+
+
+def trained(rank, num_ranks, recipe, overrides):
+    train(load_recipe(Path(recipe), overrides))
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
+
+
+def test_training_on_two_ranks_and_the_directory_that_comes_back(job, reference, tmp_path):
+    frozen = "model.train.image=false"
+    for num_ranks in (1, 2):
+        run_dir = tmp_path / str(num_ranks)
+        overrides = [*ONE_STEP, f"run.dir={run_dir}", "export.at_end=true", frozen]
+        run_ranks(trained, num_ranks, str(job / "recipe.toml"), overrides)
+        step = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
+        assert step["loss"] == pytest.approx(reference.loss, rel=1e-10)
+    alone, shared = (tmp_path / str(num_ranks) / "export" for num_ranks in (1, 2))
+    before, after, other = stored(job / "model"), stored(alone), stored(shared)
+    assert before.keys() == after.keys() == other.keys()
+    for name, tensor in before.items():
+        is_frozen = "vision_tower" in name
+        assert torch.equal(tensor, after[name]) == is_frozen, name
+        torch.testing.assert_close(after[name], other[name], rtol=1e-6, atol=1e-7)
+    # transformers' own classes read it all, and nothing is missing or left over.
+    config = transformers.AutoConfig.from_pretrained(alone)
+    _, info = getattr(transformers, config.architectures[0]).from_pretrained(alone, output_loading_info=True)
+    assert not any(info.values())
+    theirs = [transformers.AutoProcessor.from_pretrained(each) for each in (job / "model", alone)]
+    assert theirs[0].to_dict() == theirs[1].to_dict() and theirs[0].chat_template == theirs[1].chat_template
+    assert "All parts learned but image" in (alone / "README.md").read_text()
+    # And so does Motet.
+    again = tmp_path / "again"
+    shutil.copytree(job, again, ignore=shutil.ignore_patterns("model", "*.motet-index"))
+    shutil.copytree(alone, again / "model")
+    assert max(against.ours(again).distance(against.theirs(again))) < 1e-8
+
+
+def test_a_recipe_as_it_is_written_down_is_the_same_recipe(job, tmp_path):
+    recipe = load_recipe(job / "recipe.toml", ["model.train.image=false"])
+    (tmp_path / "recipe.toml").write_text(dump_recipe(recipe))
+    assert load_recipe(tmp_path / "recipe.toml") == recipe

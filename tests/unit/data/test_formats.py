@@ -1,0 +1,321 @@
+"""Records as other trainers and hubs write them: the same tokens, lengths and media whichever way they are written."""
+
+import base64
+import bz2
+import gzip
+import io
+import json
+import lzma
+import tarfile
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from motet.core.errors import UserError
+from motet.core.example import Media
+from motet.data.audio import AudioTransform
+from motet.data.dataset import Dataset, Modality
+from motet.data.decode import Decoder
+from motet.data.images import ImageTransform
+from motet.data.index_build import open_index
+from motet.data.media import BadMedia
+from unit.data.samples import a_record, write_clip, write_image, write_manifest
+
+MODALITIES = {
+    "vision": Modality(ImageTransform(6, 2), lambda sizes: sizes.prod(axis=1) // 4, lambda sizes: sizes.prod(axis=1)),
+    "audio": Modality(AudioTransform(num_mels=8), lambda sizes: -(-sizes[:, 0] // 4), lambda sizes: sizes[:, 0]),
+}
+PLAIN = a_record("<image>What? <audio>", image="a.png", audio="a.wav")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_image(tmp_path / "a.png", 36, 24)
+    write_image(tmp_path / "b.png", 12, 24)
+    write_clip(tmp_path / "a.wav", 1000)
+    return tmp_path
+
+
+def opened(manifest, tokenizer):
+    return Dataset.open([manifest], tokenizer, MODALITIES)
+
+
+def contents(dataset):
+    """Of each example its tokens, targets and lengths, and the rows of its media."""
+    found = []
+    lengths = dataset.batch_lengths(np.arange(dataset.num_examples), 1)
+    with Decoder(dataset.transforms) as decoder:
+        for example in range(dataset.num_examples):
+            tokens, refs = dataset.tokens(example), dataset.media_refs(example)
+            media = decoder.load(refs, [dataset.readers_of(ref) for ref in refs])
+            assert all(isinstance(item, Media) for item in media), media
+            rows = [item.values.tobytes() for item in media]
+            sequence, num_targets = int(lengths.sequence[example]), int(lengths.num_targets[example])
+            assert num_targets == tokens.targets[1:].sum()
+            found.append((tokens.tokens.tolist(), tokens.targets.tolist(), tokens.media, sequence, rows))
+    return found
+
+
+def url(path, kind="image/png"):
+    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def message(*parts):
+    return {"messages": [{"role": "user", "content": list(parts)}, {"role": "assistant", "content": "A cat."}]}
+
+
+TEXT = {"type": "text", "text": "What? "}
+
+
+def test_parts_of_every_spelling_say_the_same(folder, tokenizer):
+    image, clip = folder / "a.png", folder / "a.wav"
+    data = base64.b64encode(clip.read_bytes()).decode()
+    records = [
+        PLAIN,
+        message({"type": "image", "image": "a.png"}, TEXT, {"type": "audio", "audio": "a.wav"}),
+        message({"type": "image"}, TEXT, {"type": "audio"}) | {"images": ["a.png"], "audios": ["a.wav"]},
+        message({"type": "image"}, TEXT, {"type": "audio", "path": "a.wav"}) | {"images": ["a.png"]},
+        message({"image": f"file://{image}"}, TEXT, {"type": "audio_url", "audio_url": {"url": str(clip)}}),
+        message(
+            {"type": "image_url", "image_url": {"url": url(image), "detail": "auto"}},
+            TEXT,
+            {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
+        ),
+        message(
+            {"type": "image", "base64": base64.b64encode(image.read_bytes()).decode(), "url": None},
+            TEXT,
+            {"type": "audio", "url": url(clip, "audio/wav")},
+        ),
+        PLAIN | {"image": url(image), "audio": [url(clip, "audio/wav")]},
+    ]
+    found = contents(opened(write_manifest(folder / "train.jsonl", records), tokenizer))
+    assert found[0][3] > 10
+    for number, other in enumerate(found):
+        assert other == found[0], number
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"type": "video", "video": "a.mp4"}, "part 1: its type is the text 'video', but videos are not trained yet"),
+        ({"type": "file"}, "part 1: its type is the text 'file', but must be one of text, image, image_url"),
+        ("text", "part 1: is the text 'text', but must be an object with a 'type'"),
+        ({"type": "text", "text": 3}, "part 1: 'text' is the number 3, but must be text"),
+        ({"type": "image", "max_pixels": 3}, "part 1: has a field 'max_pixels', which is not understood in a part"),
+        ({"type": "image", "path": "a.png", "url": "b.png"}, "part 1: has both 'path' and 'url'; give one of them"),
+        ({"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}}, "'image_url' has a field 'detail'"),
+        (
+            {"type": "image", "url": "https://x.org/a.png"},
+            "'url' is the URL 'https://x.org/a.png', and nothing is down",
+        ),
+        ({"type": "image", "image": {"bytes": None, "path": None}}, "'image' has neither bytes nor a path"),
+        ({"type": "image", "url": "data:image/png;base64,AAA"}, "image 1 is a data URL whose base64 is damaged"),
+        ({"type": "image", "url": "data:image/png;base64,"}, "image 1 is a data URL without a byte"),
+        ({"type": "text", "text": "<image>"}, "a text among parts holds '<image>'; there each item is a part"),
+        ({"type": "image"}, "has 1 <image> in its text, but 0 files in 'image'"),
+    ],
+)
+def test_a_part_that_is_not_understood_is_refused_by_its_line(folder, tokenizer, part, said):
+    manifest = write_manifest(folder / "train.jsonl", [PLAIN, message(part, TEXT)])
+    with pytest.raises(UserError) as caught:
+        opened(manifest, tokenizer)
+    assert "train.jsonl, line 2" in str(caught.value) and said in str(caught.value)
+
+
+def test_bytes_that_are_no_image_leave_their_example_out(folder, tokenizer):
+    records = [PLAIN, message({"type": "image", "url": "data:image/png;base64,AAAA"}, TEXT)]
+    manifest = write_manifest(folder / "train.jsonl", records)
+    for _ in range(2):  # The second time the index is there, and what was bad is looked at again.
+        dataset = opened(manifest, tokenizer)
+        (bad,) = dataset.left_out.named
+        assert (bad.where, bad.file) == (f"{folder}/train.jsonl, line 2", "image 1, held by the record")
+        assert bad.reason == "is no image that Pillow knows, or its header is damaged"
+
+
+def test_records_are_kept_without_the_bytes_that_they_hold(folder, tokenizer):
+    record = PLAIN | {"image": url(folder / "a.png"), "task": "naming"}
+    index = open_index(write_manifest(folder / "train.jsonl", [record, PLAIN]), tokenizer)
+    assert index.record(0) == PLAIN | {"image": "data:image/png;base64,", "task": "naming"}
+    ref = index.media_refs(0)[0]
+    assert ref.open().read() == (folder / "a.png").read_bytes()
+    assert index.media_refs(1)[0].path == str(folder / "a.png")
+    # An index that has lost what it held is noticed where that is decoded.
+    rows = index.path.with_name(index.about["rows"])
+    data = rows.read_bytes()
+    rows.write_bytes(bytes(ref.num_bytes) + data[ref.num_bytes :])
+    with Decoder(opened(folder / "train.jsonl", tokenizer).transforms) as decoder:
+        (item,) = decoder.load([ref], [("vision",)])
+    assert isinstance(item, BadMedia) and item.path == "image 1, held by the record"
+
+
+def compressed(opener, text):
+    held = io.BytesIO()
+    with opener(held, "wb") as file:
+        file.write(text)
+    return held.getvalue()
+
+
+@pytest.mark.parametrize(("ending", "opener"), [("gz", gzip.open), ("bz2", bz2.open), ("xz", lzma.open)])
+def test_compressed_lines_are_lines(folder, tokenizer, ending, opener):
+    plain = write_manifest(folder / "train.jsonl", [PLAIN, a_record("Hi")])
+    path = folder / f"train.jsonl.{ending}"
+    path.write_bytes(compressed(opener, plain.read_bytes()))
+    assert contents(opened(path, tokenizer)) == contents(opened(plain, tokenizer))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UserError, match=rf"train\.jsonl\.{ending}: is damaged or cut off, and cannot be decompressed"):
+        opened(path, tokenizer)
+
+
+def write_tar(path, mode, members):
+    with tarfile.open(path, mode) as tar:
+        for name, data in members.items():
+            about = tarfile.TarInfo(name)
+            about.size = len(data)
+            tar.addfile(about, io.BytesIO(data))
+    return path
+
+
+def sample(folder, key, record):
+    return {
+        f"{key}.json": json.dumps(record).encode(),
+        f"{key}.png": (folder / "a.png").read_bytes(),
+        f"{key}.wav": (folder / "a.wav").read_bytes(),
+    }
+
+
+@pytest.mark.parametrize("ending", ["tar.gz", "tgz", "tar.bz2", "tar.xz"])
+def test_compressed_shards_are_shards(folder, tokenizer, ending):
+    record = {"conversations": PLAIN["conversations"]}
+    members = sample(folder, "0", record) | sample(folder, "1", record | {"image": "1.png"})
+    plain = write_tar(folder / "a.tar", "w", members)
+    packed = write_tar(folder / f"b.{ending}", f"w:{ending[-3:].strip('.').replace('tgz', 'gz')}", members)
+    assert contents(opened(packed, tokenizer)) == contents(opened(plain, tokenizer))
+    packed.write_bytes(packed.read_bytes()[:-12])
+    with pytest.raises(UserError, match=rf"b\.{ending}: is (no whole, compressed tar file|cut off)"):
+        opened(packed, tokenizer)
+
+
+def test_pairs_of_img2dataset_are_documents(folder, tokenizer):
+    about = {"caption": "not read", "url": "https://x.org/a.jpg", "key": "00", "status": "success", "width": 36}
+    image = (folder / "a.png").read_bytes()
+    members = {"00.png": image, "00.txt": b"A cat.\n", "00.json": json.dumps(about).encode(), "01.png": image}
+    members["01.txt"] = b"A dog."
+    for ending, mode in (("tar", "w"), ("tar.gz", "w:gz")):
+        dataset = opened(write_tar(folder / f"pairs.{ending}", mode, members), tokenizer)
+        assert dataset.record(0)["metadata"] == about
+        same = [{"texts": [None, text], "images": ["a.png", None]} for text in ("A cat.", "A dog.")]
+        assert contents(dataset) == contents(opened(write_manifest(folder / "same.jsonl", same), tokenizer))
+    for name, data, said in (
+        ("01.txt", b" ", "key 01: its .txt is empty"),
+        ("01.txt", b"\xff", "key 01: its .txt is not UTF-8"),
+        ("01.jpg", image, "key 01: has 2 media files and 1 .txt, but a pair is one of each"),
+    ):
+        with pytest.raises(UserError, match=said):
+            opened(write_tar(folder / "wrong.tar", "w", members | {name: data}), tokenizer)
+
+
+def test_all_text_of_a_document_is_learned(folder, tokenizer):
+    records = [
+        {"text": "A cat and a dog."},
+        {"texts": ["A cat ", None, "and a dog."], "images": [None, "a.png", None], "metadata": "[]"},
+        {"text": "A cat <image>and a dog.", "image": "a.png"},
+        {"document": [{"type": "image", "path": "a.png"}, {"type": "image", "path": "b.png"}, TEXT]},
+    ]
+    dataset = opened(write_manifest(folder / "train.jsonl", records), tokenizer)
+    found = contents(dataset)
+    assert found[1] == found[2]
+    for number, text in enumerate(["A cat and a dog.", "A cat and a dog.", "A cat and a dog.", "What? "]):
+        tokens = dataset.tokens(number)
+        learned = tokens.tokens[tokens.targets]
+        assert learned[-1] == tokenizer.end_token
+        # The first token of all is predicted by nothing.
+        starts_with_text = not (len(tokens.media) and tokens.media_positions[0] == 0)
+        assert text.endswith(tokenizer.decode(learned)) and len(tokenizer.decode(learned)) > len(text) - 4
+        assert (
+            tokens.targets.sum() == len(tokens.tokens) - len(tokens.media) - starts_with_text
+        ) and not dataset.has_answer(number)
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"texts": ["a"], "images": ["a.png"]}, "has both of a text and an image at place 1 of 'texts' and 'images'"),
+        ({"texts": [None], "images": [None]}, "has neither of a text and an image at place 1"),
+        ({"texts": ["a", None], "images": [None]}, "'texts' and 'images' must be lists of one length"),
+        ({"texts": [None], "images": ["a.png"]}, "'texts' has no text to learn"),
+        ({"texts": "abc"}, "'texts' and 'images' must be lists"),
+        ({"texts": [3], "images": [None]}, "place 1 of 'texts' is the number 3, but must be text or null"),
+        ({"texts": [None, "a"], "images": ["https://x.org/a.png", None]}, "place 1 of 'images' is the URL"),
+        ({"text": 3}, "'text' is the number 3, but must be the text of a document"),
+        ({"text": "a", "system": "b"}, "has a field 'system', which is of conversations"),
+        ({"text": "a <eos> b"}, "the text of the document holds '<eos>'"),
+        ({"text": "a", "image": "a.png"}, "has 0 <image> in its text, but 1 files in 'image'"),
+        ({"document": "a"}, "'document' is the text 'a', but must be a list of typed parts"),
+        ({"label": 1, "text": "a"}, "has a field 'label'"),
+    ],
+)
+def test_a_document_that_is_not_understood_is_refused_by_its_line(folder, tokenizer, record, said):
+    with pytest.raises(UserError) as caught:
+        opened(write_manifest(folder / "train.jsonl", [PLAIN, record]), tokenizer)
+    assert "train.jsonl, line 2" in str(caught.value) and said in str(caught.value)
+
+
+def columns(folder):
+    """Rows as HF datasets keep them: bytes with the names that they had, null where a row has none."""
+    image, clip = ({"bytes": (folder / name).read_bytes(), "path": name} for name in ("a.png", "a.wav"))
+    return {
+        "conversations": [PLAIN["conversations"], a_record("Hi")["conversations"], PLAIN["conversations"]],
+        "image": [image, None, {"bytes": None, "path": "a.png"}],
+        "audio": [clip, None, clip],
+    }
+
+
+def test_bytes_in_parquet(folder, tokenizer):
+    pyarrow.parquet.write_table(pa.table(columns(folder)), folder / "a.parquet")
+    plain = write_manifest(folder / "train.jsonl", [PLAIN, a_record("Hi"), PLAIN])
+    assert contents(opened(folder / "a.parquet", tokenizer)) == contents(opened(plain, tokenizer))
+    for number in range(2):
+        pyarrow.parquet.write_table(pa.table(columns(folder)), folder / f"part-{number}.parquet")
+    assert contents(opened(folder / "part-*.parquet", tokenizer)) == 2 * contents(opened(plain, tokenizer))
+    with pytest.raises(UserError, match=r"names a\.parquet and train\.jsonl, which are of two formats"):
+        opened(folder / "{a.parquet,train.jsonl}", tokenizer)
+
+
+def test_a_column_of_bytes_is_no_text(folder, tokenizer):
+    pyarrow.parquet.write_table(pa.table({"text": [b"A cat."]}), folder / "a.parquet")
+    with pytest.raises(UserError, match="row 1: holds bytes in place of text; write the column as text"):
+        opened(folder / "a.parquet", tokenizer)
+
+
+def save(folder, tables):
+    """What `Dataset.save_to_disk` of HF datasets writes."""
+    folder.mkdir(parents=True)
+    names = [f"data-{number:05d}-of-{len(tables):05d}.arrow" for number in range(len(tables))]
+    for name, table in zip(names, tables):
+        with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "1", "_split": "train"}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def test_datasets_on_disk(folder, tokenizer):
+    table = pa.table(columns(folder))
+    save(folder / "saved/train", [table.slice(0, 1), table.slice(1)])
+    (folder / "saved/dataset_dict.json").write_text('{"splits": ["train"]}')
+    write_image(folder / "saved/a.png", 36, 24)
+    plain = write_manifest(folder / "train.jsonl", [PLAIN, a_record("Hi"), PLAIN])
+    dataset = opened(folder / "saved/train", tokenizer)
+    assert contents(dataset) == contents(opened(plain, tokenizer))
+    assert dataset.where(2) == f"{folder}/saved/train/data-00001-of-00002.arrow, row 2"
+    with pytest.raises(UserError, match=r"saved: holds several splits .*; name one of them, as .*saved/train"):
+        opened(folder / "saved", tokenizer)
+    arrow = folder / "saved/train/data-00001-of-00002.arrow"
+    arrow.write_bytes(arrow.read_bytes()[:300])
+    with pytest.raises(UserError, match=r"00001-of-00002\.arrow.*: is no Arrow stream that can be read"):
+        opened(folder / "saved/train", tokenizer)
+    arrow.unlink()
+    with pytest.raises(UserError, match=r"its file data-00001-of-00002\.arrow is missing"):
+        opened(folder / "saved/train", tokenizer)

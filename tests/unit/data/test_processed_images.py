@@ -1,0 +1,56 @@
+"""Images as models' own processors prepare them: pixels bit by bit those of transformers, sizes from headers alone."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from motet.data.processed_images import ProcessedImages
+
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+SIZES = [(24, 24), (100, 60), (60, 100), (9, 31), (25, 24), (7, 200), (24, 36)]
+
+
+def drawn(size, mode="RGB"):
+    rng = np.random.default_rng(size)
+    bands = {"L": (), "RGB": (3,), "RGBA": (4,)}[mode]
+    return Image.fromarray(rng.integers(0, 256, (size[1], size[0], *bands), dtype=np.uint8))
+
+
+def pixels_of(rows: np.ndarray, height: int, width: int, patch: int) -> np.ndarray:
+    """Rows of patches [n, 3 * patch ** 2] as an image [3, height, width]."""
+    by_patch = rows.reshape(height // patch, width // patch, 3, patch, patch)
+    return by_patch.transpose(2, 0, 3, 1, 4).reshape(3, height, width)
+
+
+@pytest.mark.parametrize("resample", [2, 3])
+@pytest.mark.parametrize(
+    ("size", "crop"),
+    [
+        ({"shortest_edge": 24}, (24, 24)),
+        ({"shortest_edge": 30}, (24, 24)),
+        ({"shortest_edge": 15}, (24, 24)),  # Filled up with black.
+        ({"shortest_edge": 20}, (24, 16)),
+        ({"height": 24, "width": 24}, None),
+    ],
+)
+def test_pixels_are_those_of_transformers(size, crop, resample):
+    transformers = pytest.importorskip("transformers")
+    cut = {"height": crop[0], "width": crop[1]} if crop else {"height": 24, "width": 24}
+    theirs = transformers.CLIPImageProcessorPil(
+        size=size, crop_size=cut, do_center_crop=crop is not None, resample=resample
+    )
+    ours = ProcessedImages(
+        patch_size=8,
+        size=crop or (24, 24),
+        shortest_edge=size.get("shortest_edge"),
+        resample=resample,
+        mean=MEAN,
+        std=STD,
+    )
+    for number, wanted in enumerate(SIZES):
+        image = drawn(wanted, ("RGB", "L", "RGBA")[number % 3])
+        media = ours(image)
+        expected = theirs(image, return_tensors="np")["pixel_values"][0]
+        assert media.size.tolist() == ours.sizes(np.array([wanted]))[0].tolist()
+        np.testing.assert_array_equal(pixels_of(media.values, *expected.shape[1:], patch=8), expected)
+        np.testing.assert_array_equal(media.pixels.rows(media.pixels.bytes_of(media.values)), media.values)

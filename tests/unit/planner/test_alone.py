@@ -1,0 +1,89 @@
+"""What one example alone takes: what the memory model says of a step that has nothing else."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from motet.core.cluster import Cluster, Device, Link
+from motet.core.plan import Plan, Unit
+from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
+from motet.core.workload import BatchLengths, ItemLengths
+from motet.cost.analytic import Analytic
+from motet.planner.alone import bytes_alone
+from motet.schedule import planned
+from motet.simulate.predict.predict import assign_batch, predict_assigned
+
+BLOCK = Transformer(64, 128, 4, 2, norm="rms", biases=(), causal=True)
+MODEL = multimodal("tiny", language_model(BLOCK, 4, 100), [connect(vit("image", BLOCK, 2), 64, "linear")])
+DEVICE, LINK = Device("test", {"bf16": 1e12, "fp32": 1e12}, 10**9, 1e12), Link(1e11, 1e-6)
+WHOLE = {"image": 2, "backbone": 4}
+
+
+def plan_of(unit, schedule, balance="off"):
+    cluster = Cluster(DEVICE, 1, unit.num_ranks, LINK, LINK)
+    return Plan(MODEL, cluster, (unit,), unit.dp, schedule=schedule, precision="fp32", balance=balance)
+
+
+def lengths_of(sequence, images):
+    """Examples of these lengths, with images of these lengths each."""
+    example = np.repeat(np.arange(len(images)), [len(own) for own in images])
+    length = np.array([one for own in images for one in own], dtype=np.int64)
+    items = {"image": ItemLengths(example, length, length // 4)}
+    sequence = np.array(sequence, dtype=np.int64)
+    return BatchLengths(sequence, sequence // 2, np.zeros(len(sequence), dtype=np.int32), items)
+
+
+LENGTHS = lengths_of([200, 900, 4000], [[400], [], [800, 2000]])
+
+
+@pytest.mark.parametrize(
+    ("unit", "schedule"),
+    [
+        (Unit("all", (WHOLE,), zero=0), "data_parallel"),
+        (Unit("all", (WHOLE,), zero=0, recompute=({"backbone": 3},)), "data_parallel"),
+        (Unit("all", (WHOLE,), zero=0, cp=2), "1f1b"),
+        (Unit("all", (WHOLE,), zero=0, cp=3), "1f1b"),
+        (Unit("all", (WHOLE,), zero=0, cp=4, recompute=({"backbone": 2},)), "1f1b"),
+        (Unit("all", ({"image": 2, "backbone": 1}, {"backbone": 3}), pp=2, tp=2), "1f1b"),
+        (Unit("all", ({"image": 2}, {"backbone": 1}, {"backbone": 1}, {"backbone": 2}), pp=2), "interleaved_1f1b"),
+    ],
+)
+def test_it_is_what_the_memory_model_says_of_a_step_with_the_example(unit, schedule):
+    plan = plan_of(unit, schedule)
+    cost = Analytic(plan.cluster, plan.precision)
+    for number in range(LENGTHS.num_examples):
+        one = LENGTHS.take(np.array([number]))
+        predicted = predict_assigned(plan, planned(plan), assign_batch(plan, one, cost), cost)
+        # Ranks that share a sequence have blocks of it, to within one.
+        is_close = pytest.approx(int(predicted.peak_bytes.max()), rel=1e-4 if unit.cp == 1 else 0.02)
+        assert bytes_alone(plan, one)[0] == is_close
+        assert bytes_alone(plan, LENGTHS)[number] == bytes_alone(plan, one)[0]
+
+
+def test_items_that_are_placed_by_themselves_count_by_the_longest():
+    together, apart = (
+        bytes_alone(plan_of(Unit("all", (WHOLE,), dp=2), "data_parallel", balance), LENGTHS)
+        for balance in ("joint", "auto")
+    )
+    assert together[1] == apart[1] and (together[[0, 2]] > apart[[0, 2]]).all()
+
+
+def test_ranks_that_share_a_sequence_need_less_and_not_of_an_image():
+    def needed(lengths, cp):
+        return bytes_alone(plan_of(Unit("all", (WHOLE,), zero=0, cp=cp), "1f1b"), lengths)[0]
+
+    text, image = lengths_of([100_000], [[]]), lengths_of([10], [[100_000]])
+    # A quarter of the activations, and in each layer the keys and values of the other rows.
+    assert 0.25 < needed(text, 4) / needed(text, 1) < 0.35
+    assert needed(image, 4) > 0.9 * needed(image, 1)
+    many = lengths_of([10], [[25_000] * 4])
+    assert needed(many, 4) == pytest.approx(needed(many, 1) / 4, rel=0.1)
+
+
+def test_a_plan_may_share_more_than_its_unit_says():
+    plan = plan_of(Unit("all", (WHOLE,), dp=4, zero=0), "data_parallel", "auto")
+    text = lengths_of([100_000], [[]])
+    assert bytes_alone(plan, text, cp=4) < 0.35 * bytes_alone(plan, text)
+    shared = replace(plan.units[0], dp=1, cp=4)
+    assert bytes_alone(plan, text, cp=4) == pytest.approx(bytes_alone(plan_of(shared, "1f1b"), text), rel=0.05)

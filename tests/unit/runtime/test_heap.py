@@ -1,0 +1,45 @@
+"""Pages of a step are those of the step before; what the environment says of the heap stays."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from motet.runtime.heap import keep_freed_memory
+
+FAULTS = """
+import resource, torch
+from motet.runtime.heap import keep_freed_memory
+kept = keep_freed_memory(torch.device("cpu"))
+def step():
+    held = [torch.ones(2**20) for _ in range(64)]
+step()
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step()
+print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults():
+    """(whether freed memory is kept, new pages of a step that takes and frees 256 MiB in 64 tensors)."""
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True, env={})
+    kept, count = done.stdout.split()
+    return kept == "True", int(count)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+def test_a_step_takes_the_pages_of_the_step_before():
+    # A process that gives memory back takes all 65,000 pages anew, unless something small lies above them by chance.
+    kept, count = faults()
+    assert kept and count < 6500
+
+
+def test_what_the_environment_says_stays(monkeypatch):
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")
+    assert not keep_freed_memory(torch.device("cpu"))
+
+
+def test_the_heap_beside_a_gpu_stays_as_it_is():
+    assert not keep_freed_memory(torch.device("cuda"))

@@ -1,0 +1,124 @@
+"""The recipe of a training phase: what it says outweighs the recipe, and the command line outweighs both."""
+
+import pytest
+
+from motet.core.errors import UserError
+from motet.train.recipe.reading import of_phase, phase_names, read_recipe
+
+RECIPE = """\
+export = { at_end = true }
+optimizer = { lr = 1e-4, betas = [0.9, 0.95] }
+[run]
+dir = "run"
+batch_size = 8
+seed = 1
+
+[model.backbone]
+family = "qwen2"
+train = true
+[model.encoders.image]
+family = "siglip"
+[model.encoders.audio]
+module = "own:Audio"
+
+[[run.phase]]
+name = "one"
+steps = 10
+learns = ["image", "audio.projector"]
+optimizer = { lr = 1e-3 }
+
+[[run.phase]]
+name = "two"
+steps = 20
+batch_size = 16
+learns = "all"
+model = { freeze = ["*.norm.*"] }
+
+[[run.phase]]
+name = "three"
+steps = 30
+"""
+SHAPES = """\
+workload = {}
+[run]
+dir = "run"
+batch_size = 8
+[model.backbone]
+num_layers = 2
+[model.encoders.image]
+projector = { kind = "mlp" }
+[[run.phase]]
+name = "one"
+steps = 10
+learns = "projectors"
+"""
+
+
+def tables(tmp_path, phase, *overrides, text=RECIPE):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(text)
+    return read_recipe(recipe, of_phase(overrides, phase)).tables
+
+
+def test_names_are_in_order_unless_one_is_chosen(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE)
+    assert phase_names(recipe, ["run.seed=2"]) == ("one", "two", "three")
+    assert phase_names(recipe, of_phase([], "two")) == ()
+    recipe.write_text("run = { steps = 3 }")
+    assert phase_names(recipe) == ()
+    with pytest.raises(UserError, match=r"has no such phase; it has none\."):
+        read_recipe(recipe, of_phase([], "two"))
+
+
+def test_a_phase_outweighs_the_recipe_key_by_key_and_begins_where_the_one_before_ended(tmp_path):
+    one, two, three = (tables(tmp_path, name) for name in ("one", "two", "three"))
+    assert one["run"] == {"dir": "run/one", "batch_size": 8, "seed": 1, "steps": 10}
+    assert one["optimizer"] == {"lr": 1e-3, "betas": [0.9, 0.95]} and three["optimizer"]["lr"] == 1e-4
+    start = "run/one/checkpoints/step-00000010"
+    assert two["run"] == {"dir": "run/two", "batch_size": 16, "seed": 1, "steps": 20, "start": start}
+    assert three["run"]["start"] == "run/two/checkpoints/step-00000020"
+    assert [each["export"]["at_end"] for each in (one, two, three)] == [False, False, True]
+
+
+def test_what_learns_is_said_of_every_part(tmp_path):
+    def learning(name):
+        model = tables(tmp_path, name)["model"]
+        encoders = model["encoders"]
+        halves = [
+            encoders[each].get(half) for each in ("image", "audio") for half in ("train_encoder", "train_projector")
+        ]
+        return [model["backbone"]["train"], *halves]
+
+    assert learning("one") == [False, True, True, False, True]
+    assert learning("two") == [True] * 5
+    assert learning("three") == [True] + [None] * 4
+    assert tables(tmp_path, "two")["model"]["freeze"] == ["*.norm.*"]
+    shapes = tables(tmp_path, "one", text=SHAPES)["model"]
+    assert shapes["backbone"]["train"] is shapes["encoders"]["image"]["train"] is False
+    assert shapes["encoders"]["image"]["projector"] == {"kind": "mlp", "train": True}
+
+
+def test_the_command_line_outweighs_phases_and_moves_them_together(tmp_path):
+    overrides = ("run.dir=other", "run.steps=5", "optimizer.lr=2.0")
+    two = tables(tmp_path, "two", *overrides)
+    assert two["run"]["start"] == "other/one/checkpoints/step-00000005"
+    assert (two["run"]["dir"], two["run"]["steps"], two["optimizer"]["lr"]) == ("other/two", 5, 2.0)
+    assert tables(tmp_path, "two", "run.start=mine")["run"]["start"] == "mine"
+
+
+def test_a_recipe_without_a_choice_says_how_to_choose(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE)
+    with pytest.raises(
+        UserError, match=r"trains in phases \(one, two, three\): choose one with --set run\.phase=one\."
+    ):
+        read_recipe(recipe)
+
+
+def test_a_whole_model_says_itself_what_learns(tmp_path):
+    text = 'run = { dir = "run", phase = [{ name = "one", steps = 3, learns = "all" }] }\nmodel = { path = "llava" }\n'
+    with pytest.raises(UserError, match=r"in place of learns say which learn, such as model = \{ train = "):
+        tables(tmp_path, "one", text=text)
+    said = text.replace('learns = "all"', "model = { train = { image = false } }")
+    assert tables(tmp_path, "one", text=said)["model"] == {"path": "llava", "train": {"image": False}}

@@ -1,0 +1,162 @@
+"""A recipe of a whole model: what it derives from a directory, and the sentences for what is not right there."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from benchmark import benchmark
+from motet.core.errors import UserError
+from motet.models.build import build_mllm
+from motet.models.whole.export import export_whole
+from motet.train.recipe.recipe import load_recipe
+
+with benchmark("whole_models") as whole_models:
+    pass
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llava")
+    whole_models.write_job(folder, "llava", num_examples=2)
+    return folder
+
+
+@pytest.fixture
+def job(written, tmp_path):
+    return shutil.copytree(written, tmp_path / "job")
+
+
+def changed(file, **changes):
+    """A JSON file with other values; a dict changes the table of its name."""
+    stored = json.loads(file.read_text())
+    for key, value in changes.items():
+        if isinstance(value, dict):
+            stored[key] |= value
+        else:
+            stored[key] = value
+    file.write_text(json.dumps(stored))
+
+
+def complaint(job, *overrides) -> str:
+    with pytest.raises(UserError) as caught:
+        load_recipe(job / "recipe.toml", overrides).transform("image")
+    return str(caught.value).replace(f"{job}/", "")
+
+
+def test_what_the_directory_says(job):
+    recipe = load_recipe(job / "recipe.toml", ["model.train.projector=false", "model.train.backbone=false"])
+    image = recipe.modules.encoders["image"]
+    assert (image.family, image.feature_layer, image.train_encoder, image.train_projector) == ("clip", -2, True, False)
+    assert (recipe.modules.backbone.family, recipe.modules.backbone.train) == ("llama", False)
+    transform = recipe.transform("image")
+    assert (transform.patch_size, transform.size, transform.shortest_edge) == (8, (24, 24), 24)
+    assert transform.sizes(np.array([[640, 480]])).tolist() == [[3, 3]]
+    assert recipe.vocabulary().encode is not None
+
+
+def test_keys_that_have_no_place_beside_it(job):
+    assert complaint(job, "data.tokenizer=model") == (
+        "recipe.toml: model.path brings its own tokenizer; remove data.tokenizer."
+    )
+    assert "model.backbone has no place beside it" in complaint(job, "model.backbone.family=llama")
+    assert "transforms.image has no effect beside model.path" in complaint(job, "transforms.image.patch_size=8")
+    assert complaint(job, "model.train.audio=false") == (
+        "recipe.toml: model.train.audio has no effect: model has no such part; it has image, projector, backbone."
+    )
+    assert "parallel.audio has no effect" in complaint(job, "parallel.audio.tp=2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "blip"}, "holds a model of type 'blip', and whole models are llava, gemma3"),
+        ({"model_type": ["llava"]}, "it must be a name"),
+        ({"vision_feature_select_strategy": "full"}, "is 'full', which Motet does not compute; it must be 'default'"),
+        ({"vision_feature_layer": [-2, -1]}, "rows of several layers are not joined"),
+        ({"projector_hidden_act": "silu"}, "projector_hidden_act is 'silu'"),
+        ({"quantization_config": {}}, None),
+        (
+            {"text_config": {"model_type": "granite"}},
+            "text_config is of type 'granite', which is not held to transformers in such a model",
+        ),
+        (
+            {"vision_config": {"model_type": "pixtral"}},
+            "vision_config is of type 'pixtral', which is not held to transformers",
+        ),
+        ({"text_config": {"num_hidden_layers": 3}}, "lacks 9 weights of LlavaForConditionalGeneration, model.language"),
+        ({"text_config": {"num_hidden_layers": 1}}, "which LlavaForConditionalGeneration has no place for"),
+        ({"text_config": {"hidden_size": 27}}, "has shape [263, 24], where the config asks for [263, 27]"),
+    ],
+)
+def test_directories_that_are_refused(job, changes, said):
+    file = job / "model" / "config.json"
+    if said is None:
+        stored = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "bitsandbytes"}}
+        file.write_text(json.dumps(stored))
+        said = "quantization_config is {'quant_method': 'bitsandbytes'}, which Motet does not compute"
+    else:
+        changed(file, **changes)
+    assert said in complaint(job)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"do_center_crop": False}, "which does not bring all images to one size"),
+        (
+            {"crop_size": {"height": 32, "width": 24}},
+            "makes images of 32 x 24 pixels, and the vision tower takes 24 x 24",
+        ),
+        ({"do_resize": False}, "has do_resize = False, which Motet does not compute; it must be True"),
+        ({"rescale_factor": 1.0}, "has rescale_factor = 1.0; it must be 1 / 255"),
+    ],
+)
+def test_processors_that_are_refused(job, changes, said):
+    file = job / "model" / "processor_config.json"
+    stored = json.loads(file.read_text())
+    stored["image_processor"] |= changes
+    file.write_text(json.dumps(stored))
+    assert said in complaint(job)
+
+
+def test_weights_that_are_not_there(job):
+    (job / "model" / "model.safetensors").write_bytes(b"cut")
+    assert "cannot be read" in complaint(job)
+    (job / "model" / "model.safetensors").unlink()
+    assert "holds no model.safetensors, nor an index of such files" in complaint(job)
+    shutil.rmtree(job / "model")
+    assert "there is no model/config.json; give a local directory" in complaint(job)
+
+
+def test_tied_weights_by_the_flag_of_the_whole_model(job):
+    changed(job / "model" / "config.json", tie_word_embeddings=True)
+    weights = load_file(job / "model" / "model.safetensors")
+    save_file(
+        {name: weight for name, weight in weights.items() if "lm_head" not in name},
+        job / "model" / "model.safetensors",
+        {"format": "pt"},
+    )
+    recipe = load_recipe(job / "recipe.toml")
+    model = build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size)
+    assert model.backbone.causal_lm.lm_head.weight is model.backbone.causal_lm.model.embed_tokens.weight
+
+
+def test_an_export_replaces_an_export_alone_and_leaves_old_weights_out(job, tmp_path):
+    (job / "model" / "pytorch_model.bin").write_bytes(b"old")
+    (job / "model" / "LICENSE").write_text("free")
+    recipe = load_recipe(job / "recipe.toml")
+    model = build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size)
+    out = tmp_path / "out"
+    for _ in range(2):
+        export_whole(recipe.directory, model, out, model.state_dict(), "A card.")
+    before, after = (load_file(folder / "model.safetensors") for folder in (job / "model", out))
+    assert before.keys() == after.keys() and all(before[name].equal(after[name]) for name in before)
+    assert not (out / "pytorch_model.bin").exists() and (out / "LICENSE").read_text() == "free"
+    (out / "README.md").write_text("mine")
+    with pytest.raises(UserError, match="exists and is no export"):
+        export_whole(recipe.directory, model, out, model.state_dict(), "A card.")
+    with pytest.raises(UserError, match="exists and is no export"):
+        export_whole(recipe.directory, model, job / "model", model.state_dict(), "A card.")
