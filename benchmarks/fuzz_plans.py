@@ -8,6 +8,10 @@ Strategy, cuts, schedule, replicas, ZeRO, recomputation, frozen parts, mixture a
 jobs at a time, as a job mostly waits. What is found is stored minute by minute, and a run goes on from what its file
 has, so that it may be ended at any time. A case that fails is stored with what
 differs; the first one is made as small as it can be, the command that repeats it is printed, and the exit code is 1.
+--again runs those that the file says have failed once more, and stores what becomes of them.
+
+A model may multiply a rounding beyond 1e-10 by itself. Where that decides, it is held to what one process alone makes
+of a shift by the last bit (`tests/parity/rounding.py`); `amplified` names these cases, their errors and tolerances.
 
 The file has counts, the largest errors with the numbers of their cases, and all failures. Cases add up over commits:
 `runs` says which numbers ran at which commit, where a number means what that commit draws.
@@ -38,7 +42,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 import ranks
 from parity.drawn_plans import DrawnCase, draw, plan_of, smaller
 from parity.fuzzing import run_cases
-from parity.planned import MIXED_TOLERANCE, TOLERANCE, PlannedCase
+from parity.planned import TOLERANCE, PlannedCase
 from ranks import RankFailed, RanksHung, run_ranks
 
 FEWEST, MOST, WINDOW_S = 20, 160, 60.0
@@ -57,6 +61,7 @@ class Outcome:
 
     error: float
     wrong: list[str]
+    tolerance: float = TOLERANCE
 
 
 def main() -> None:
@@ -66,14 +71,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="begin what ends in so many seconds")
     parser.add_argument("--jobs", type=int, default=2 * (os.cpu_count() or 1), help="jobs at a time")
     parser.add_argument("--json", type=Path, help="results; those that it has are not run again")
+    parser.add_argument("--again", action="store_true", help="run the failures of the file again, and nothing else")
     parser.add_argument("--case", type=int, help="run this case alone")
     parser.add_argument("--smaller", default="", help="with --case: what is made smaller, as a failure prints it")
     options = parser.parse_args()
+    if options.again and options.json is None:
+        parser.error("--again needs --json: the file whose failures run again.")
     _import_once()
     if options.case is not None:
         raise SystemExit(_run_one(options.seed, options.case, options.smaller))
     record = Record.read(options.json, options.seed)
     ranks.start_server()  # Before there are threads that start it.
+    if options.again:
+        raise SystemExit(_run_again(record, options.json))
     began_s, before_s = time.monotonic(), record.begin(commit_of())
     first = record.num_cases
 
@@ -90,6 +100,19 @@ def main() -> None:
     if failures := record.failures_here():
         _say_failure(options.seed, failures[0])
     raise SystemExit(1 if failures else 0)
+
+
+def _run_again(record: Record, path: Path) -> int:
+    """Run the failures of a record anew, and store what they are at this commit. Returns the exit code."""
+    numbers = [failure["number"] for failure in record.failures]
+    for drawn in (draw(record.seed, number) for number in numbers):
+        (outcome,) = outcomes([drawn.case])
+        print(f"case {drawn.number}: error {outcome.error:.1e}, tolerance {outcome.tolerance:.1e}", flush=True)
+        record.replace(drawn, outcome)
+    record.again.append({"commit": commit_of(), "numbers": numbers})
+    record.write(path)
+    record.say()
+    return 1 if record.failures else 0
 
 
 def _import_once() -> None:
@@ -164,7 +187,11 @@ def _reasons(failure: AssertionError) -> list[str]:
 def _on_ranks(cases: Sequence[PlannedCase]) -> list[Outcome]:
     by_rank = run_ranks(run_cases, cases[0].num_ranks, cases, timeout_s=START_LIMIT_S + CASE_LIMIT_S * len(cases))
     return [
-        Outcome(max(error for error, _ in of_ranks), [line for _, wrong in of_ranks for line in wrong])
+        Outcome(
+            max(each.error for each in of_ranks),
+            [line for each in of_ranks for line in each.wrong],
+            of_ranks[0].tolerance,
+        )
         for of_ranks in zip(*by_rank)
     ]
 
@@ -240,7 +267,8 @@ class Record:
     """What a file has. Cases are 0 ... num_cases - 1 of the seed.
 
     runs:  in order, each with its `commit`, the numbers of its cases (`first`, `num_cases`), `seconds` and `written`.
-    cells: strategy -> schedule -> cases. features: words -> cases. largest, failures: by number of the case.
+    cells: strategy -> schedule -> cases. features: words -> cases. largest, amplified, failures: by number of the case.
+    amplified: above TOLERANCE, though not above what rounding makes of the model. again: failures that ran once more.
     """
 
     seed: int
@@ -248,18 +276,20 @@ class Record:
     cells: dict[str, Counter[str]]
     features: Counter[str]
     largest: list[dict[str, Any]]
+    amplified: list[dict[str, Any]]
     failures: list[dict[str, Any]]
+    again: list[dict[str, Any]]
 
     @staticmethod
     def read(path: Path | None, seed: int) -> Record:
         """That of a file of this seed, or an empty one."""
         if path is None or not path.exists():
-            return Record(seed, [], {}, Counter(), [], [])
+            return Record(seed, [], {}, Counter(), [], [], [], [])
         stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if stored["seed"] != seed:
             raise SystemExit(f"{path} is of seed {stored['seed']}: name another file, or none.")
         cells = {strategy: Counter(counts) for strategy, counts in stored["cells"].items()}
-        kept = (stored[name] for name in ("largest", "failures"))
+        kept = (stored.get(name, []) for name in ("largest", "amplified", "failures", "again"))
         return Record(seed, stored["runs"], cells, Counter(stored["features"]), *kept)
 
     @property
@@ -282,19 +312,31 @@ class Record:
         for each, outcome in zip(drawn, found, strict=True):
             self.cells.setdefault(each.strategy, Counter())[each.case.schedule] += 1
             self.features.update(features(each.case))
-            tolerance = MIXED_TOLERANCE if each.case.is_mixed else TOLERANCE
-            self.largest.append({"number": each.number, "error": outcome.error, "tolerance": tolerance})
-            if outcome.wrong:
-                self.failures.append({"number": each.number, "wrong": outcome.wrong[:4]})
-        self.largest = sorted(self.largest, key=lambda row: -row["error"] / row["tolerance"])[:NUM_LARGEST]
+            self._note(each, outcome)
         self.runs[-1]["num_cases"] += len(drawn)
         self.runs[-1]["written"] = datetime.now(UTC).isoformat(timespec="seconds")
+
+    def replace(self, drawn: DrawnCase, found: Outcome) -> None:
+        """Take in what became of a case that is there, and failed."""
+        for rows in (self.largest, self.amplified, self.failures):
+            rows[:] = [row for row in rows if row["number"] != drawn.number]
+        self._note(drawn, found)
+
+    def _note(self, drawn: DrawnCase, found: Outcome) -> None:
+        row = {"number": drawn.number, "error": found.error, "tolerance": found.tolerance}
+        self.largest.append(row)
+        if found.wrong:
+            self.failures.append({"number": drawn.number, "wrong": found.wrong[:4]})
+        elif not drawn.case.is_mixed and found.tolerance > TOLERANCE:
+            self.amplified.append(row)
+        self.largest = sorted(self.largest, key=lambda row: -row["error"] / row["tolerance"])[:NUM_LARGEST]
 
     def write(self, path: Path) -> None:
         """Store it."""
         rows = {"cells": self.cells, "features": dict(sorted(self.features.items()))}
         about = {"device": "cpu", "emulated": False, "seed": self.seed, "num_cases": self.num_cases}
-        lists = {name: [json.dumps(row) for row in getattr(self, name)] for name in ("runs", "largest", "failures")}
+        names = ("runs", "largest", "amplified", "failures", "again")
+        lists = {name: [json.dumps(row) for row in getattr(self, name)] for name in names}
         text = json.dumps(about | rows, indent=1)[:-2]
         for name, lines in lists.items():
             text += f',\n "{name}": [' + ",".join(f"\n  {line}" for line in lines) + "\n ]"
@@ -309,6 +351,8 @@ class Record:
         largest = max((row["error"] for row in self.largest if row["tolerance"] == TOLERANCE), default=0.0)
         counted = f"{self.num_cases} cases of {len(self.runs)} runs, {len(self.failures)} differ"
         print(f"{counted}; the largest error in float64 is {largest:.1e}")
+        for row in self.amplified:
+            print("case {number}: {error:.1e}, of {tolerance:.1e} that rounding makes of its model".format(**row))
 
 
 if __name__ == "__main__":

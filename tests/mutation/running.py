@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from mutation import seeded
 from parity import planned
-from parity.fuzzing import run_cases
+from parity.fuzzing import Found, run_cases
 from parity.planned import PlannedCase, run_planned
 
 DROPOUT = 0.3
 
 
-def run_faulty(rank: int, num_ranks: int, faults: Sequence[tuple[str, PlannedCase]]) -> list[tuple[float, list[str]]]:
+def run_faulty(rank: int, num_ranks: int, faults: Sequence[tuple[str, PlannedCase]]) -> list[Found]:
     """What the fuzzer finds of each case, with a fault; "" is none. A collective."""
     found = []
     for name, case in faults:

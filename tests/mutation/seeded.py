@@ -117,6 +117,17 @@ def tied_embeddings_are_not_summed(patch):
     patch.setattr(HeldParameters, "finish", missed)
 
 
+def a_gradient_is_off_by_a_millionth(patch):
+    update = planned_step.update_if_finite
+
+    def off(optimizer, totals):
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        next(each.grad for each in parameters if each.grad is not None and each.grad.any()).mul_(1 + 1e-6)
+        update(optimizer, totals)
+
+    patch.setattr(planned_step, "update_if_finite", off)
+
+
 def gradients_are_not_zeroed(patch):
     def kept(self):
         for parameter, view in zip(self.parameters, self._views):

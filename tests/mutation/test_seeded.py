@@ -7,9 +7,13 @@ import pytest
 from motet.core.plan import Unit
 from mutation import seeded
 from mutation.running import recomputed_errors, run_faulty
+from parity.drawn_plans import draw
 from parity.planned import TOLERANCE, PlannedCase
+from parity.rounding import LOOSEST
 from ranks import run_ranks
 
+AMPLIFYING = (0, 1269)
+"""Seed and number of a case of the fuzzer whose model multiplies a rounding beyond TOLERANCE."""
 CUT = ({"image": 3, "audio": 2, "backbone": 1}, {"backbone": 2})
 RECOMPUTED = PlannedCase(
     (Unit("all", CUT, pp=2, zero=0, recompute=({"image": 2, "audio": 2}, {"backbone": 1})),), contents=("audio",)
@@ -21,7 +25,7 @@ ENCODERS_APART = PlannedCase(
 REPLICAS = PlannedCase((Unit("all", ({"image": 3, "audio": 2, "backbone": 3},), dp=2, zero=0),), "gpipe")
 SHARDS = PlannedCase((Unit("all", ({"image": 3, "audio": 2, "backbone": 3},), dp=2, zero=1),), "gpipe")
 SEEN_IN = {
-    "": [CHAIN, ENCODERS_APART, REPLICAS, SHARDS],
+    "": [CHAIN, ENCODERS_APART, REPLICAS, SHARDS, draw(*AMPLIFYING).case],
     "a_message_is_lost": [CHAIN],
     "a_receive_buffer_is_stale": [CHAIN],
     "rows_are_in_another_order": [ENCODERS_APART],
@@ -32,6 +36,7 @@ SEEN_IN = {
     "a_stage_is_not_stepped": [CHAIN],
     "the_optimizer_steps_twice": [CHAIN],
     "gradients_are_not_zeroed": [CHAIN],
+    "a_gradient_is_off_by_a_millionth": [CHAIN, draw(*AMPLIFYING).case],
     "sums_are_means": [REPLICAS],
     "a_reduction_is_missed": [REPLICAS],
     "an_empty_microbatch_skips_the_reduction": [REPLICAS],
@@ -56,10 +61,11 @@ def test_every_fault_is_put_in():
 def test_the_comparison_sees_every_fault():
     put_in = [(name, case) for name, cases in SEEN_IN.items() for case in cases]
     by_rank = run_ranks(run_faulty, 2, put_in)
+    assert TOLERANCE < by_rank[0][SEEN_IN[""].index(draw(*AMPLIFYING).case)].tolerance <= LOOSEST
     unseen = [
         name
         for (name, _), of_ranks in zip(put_in, zip(*by_rank), strict=True)
-        if any(wrong for _, wrong in of_ranks) != bool(name)
+        if any(each.wrong for each in of_ranks) != bool(name)
     ]
     assert not unseen
 

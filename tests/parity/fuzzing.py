@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,21 +16,49 @@ from torch.utils._pytree import tree_map_only
 
 from motet.runtime import groups, holders, mesh, p2p, unit_groups
 from parity.planned import MIXED_TOLERANCE, TOLERANCE, PlannedCase, differences, errors_of
+from parity.rounding import LOOSEST, tolerance_of
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rank finds of a case. error: its largest, as a share. tolerance: of all ranks. wrong: in words."""
+
+    error: float
+    tolerance: float
+    wrong: list[str]
+
 
 _made: dict[object, dist.ProcessGroup] = {}
 _ADAMW = torch.ops.aten._fused_adamw_.default
 
 
-def run_cases(rank: int, num_ranks: int, cases: Sequence[PlannedCase]) -> list[tuple[float, list[str]]]:
-    """(the largest error of this rank, what is off) of each case. A collective."""
+def run_cases(rank: int, num_ranks: int, cases: Sequence[PlannedCase]) -> list[Found]:
+    """What this rank finds of each case. A collective."""
     found = []
     for case in cases:
         with _groups_of_before(), _adamw_on_rows():
             errors = errors_of(case)
-        wrong = differences(errors, MIXED_TOLERANCE if case.is_mixed else TOLERANCE)
-        found.append((max(errors.values()), [f"rank {rank}: {line}" for line in wrong]))
+        tolerance = _tolerance(case, errors)
+        wrong = differences(errors, tolerance)
+        found.append(Found(max(errors.values()), tolerance, [f"rank {rank}: {line}" for line in wrong]))
         dist.barrier()
     return found
+
+
+def _tolerance(case: PlannedCase, errors: Mapping[str, float]) -> float:
+    """That of the case. What rounding makes of its model is measured only where that decides. A collective."""
+    if case.is_mixed:
+        return MIXED_TOLERANCE
+    largest = torch.tensor(
+        max(math.inf if math.isnan(error) else error for error in errors.values()), dtype=torch.float64
+    )
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    if largest <= TOLERANCE or largest > LOOSEST:
+        return TOLERANCE
+    source = case.seed % dist.get_world_size()  # It has the reference.
+    tolerance = torch.tensor(tolerance_of(case) if dist.get_rank() == source else 0.0, dtype=torch.float64)
+    dist.broadcast(tolerance, source)
+    return tolerance.item()
 
 
 @contextmanager

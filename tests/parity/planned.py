@@ -398,13 +398,17 @@ def _expected(
     built: tuple[Any, ...], contents: tuple[str, ...], batch_size: int, left_out: float, seed: int, num_steps: int
 ) -> Expected:
     case = PlannedCase((), contents=contents, batch_size=batch_size, left_out=left_out, seed=seed, parts=built[2])
-    model = deepcopy(_whole_model(*built))
+    return in_one_process(case, deepcopy(_whole_model(*built)), num_steps, has_draws=bool(built[-1]))
+
+
+def in_one_process(case: PlannedCase, model: MLLM, num_steps: int, has_draws: bool) -> Expected:
+    """What this model becomes on a case's examples, without its Plan. has_draws: whether something drops out."""
     optimizer = build_optimizer(model, OPTIMIZER)
     figures = []
     for number in range(num_steps):
         optimizer.zero_grad()
         kept, examples = np.flatnonzero(case.kept(number)), case.examples(number)
-        keys = example_keys(seed, number, kept) if built[-1] else None
+        keys = example_keys(case.seed, number, kept) if has_draws else None
         loss = reference_step(model, [examples[index] for index in kept], keys=keys)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         norm = sum(float(gradient.square().sum()) for gradient in gradients) ** 0.5
@@ -462,23 +466,28 @@ def errors_of(case: PlannedCase) -> dict[str, float]:
         {name: array if array is None else torch.from_numpy(array) for name, array in table.items()} for table in tables
     )
     last = figures[-1][0]
-    errors = {"evaluated loss": abs(evaluated[0] - last) / max(abs(last), 1e-9)}
+    errors = {"evaluated loss": share_off(evaluated[0], last)}
     for number, (result, (loss, norm)) in enumerate(zip(results, figures, strict=True)):
-        errors[f"loss {number}"] = abs(result.loss - loss) / max(abs(loss), 1e-9)
-        errors[f"norm {number}"] = abs(result.grad_norm - norm) / max(abs(norm), 1e-9)
+        errors[f"loss {number}"] = share_off(result.loss, loss)
+        errors[f"norm {number}"] = share_off(result.grad_norm, norm)
     largest = max((_largest(other) for other in expected_gradients.values() if other is not None), default=0.0)
     for name, weight in weights.items():
         if not case.is_mixed:
-            errors[f"weight {name}"] = _error(weight, _rows_of(expected_weights, name))
+            errors[f"weight {name}"] = largest_error(weight, _rows_of(expected_weights, name))
         gradient, other = gradients[name], _rows_of(expected_gradients, name)
         if (gradient is None) != (other is None):
             errors[f"gradient of {name} ({gradient is None} instead of {other is None}: none)"] = math.inf
         elif gradient is not None:
-            errors[f"gradient of {name}"] = _error(gradient, other, largest if case.is_mixed else None)
+            errors[f"gradient of {name}"] = largest_error(gradient, other, largest if case.is_mixed else None)
     return errors
 
 
-def _error(found: torch.Tensor, wanted: torch.Tensor, largest: float | None = None) -> float:
+def share_off(found: float, wanted: float) -> float:
+    """How far a number is off, as a share of what it should be."""
+    return abs(found - wanted) / max(abs(wanted), 1e-9)
+
+
+def largest_error(found: torch.Tensor, wanted: torch.Tensor, largest: float | None = None) -> float:
     """The largest difference, as a share of the largest number, by default of `wanted`. Of a DTensor: in this part."""
     largest = _largest(wanted) if largest is None else largest
     if isinstance(found, DTensor):

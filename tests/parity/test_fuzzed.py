@@ -9,7 +9,8 @@ from benchmark import BENCHMARKS, benchmark
 from motet.core.plan import Unit
 from parity.drawn_plans import CELLS, PER_MIXTURE, draw, obstacle_of, smaller
 from parity.fuzzing import run_cases
-from parity.planned import PlannedCase, expected
+from parity.planned import TOLERANCE, PlannedCase, expected
+from parity.rounding import LOOSEST
 from ranks import run_ranks
 
 STORED = json.loads((BENCHMARKS / "results" / "fuzz_plans-2-cpu-cores.json").read_text())
@@ -33,13 +34,15 @@ def test_stored_cases_equal_one_process(num_ranks):
     cases = stored(num_ranks)
     assert cases
     for found in run_ranks(run_cases, num_ranks, cases):
-        assert [wrong for _, wrong in found] == [[]] * len(cases)
+        assert [each.wrong for each in found] == [[]] * len(cases)
 
 
 def test_no_stored_case_differs():
     assert STORED["failures"] == []
     assert sum(sum(counts.values()) for counts in STORED["cells"].values()) == STORED["num_cases"] > 0
     assert all(row["error"] < row["tolerance"] for row in STORED["largest"])
+    assert all(TOLERANCE < row["tolerance"] <= LOOSEST for row in STORED["amplified"])
+    assert len(STORED["amplified"]) < STORED["num_cases"] / 50
 
 
 def test_stored_runs_have_every_case_once():
@@ -69,6 +72,9 @@ def test_cases_add_up_over_commits(tmp_path):
         ]
         assert stored["num_cases"] == 3 == sum(sum(counts.values()) for counts in stored["cells"].values())
         assert [failure["number"] for failure in stored["failures"]] == [0] and last.failures_here() == []
+        last.replace(replace(drawn[0], case=CHAIN), fuzz.Outcome(2e-10, [], tolerance=1e-9))
+        assert last.failures == [] and last.amplified == [{"number": 0, "error": 2e-10, "tolerance": 1e-9}]
+        assert last.largest[0] == last.amplified[0] and last.num_cases == len(last.largest) == 3
         with pytest.raises(SystemExit, match="is of seed 0: name another file"):
             fuzz.Record.read(file, 1)
 
@@ -167,7 +173,7 @@ def test_cases_that_follow_each_other_have_one_reference():
 def test_what_the_fuzzer_alone_draws_equals_one_process(case):
     """Each is a way to run a case that no other test has."""
     for found in run_ranks(run_cases, 2, [case]):
-        assert [wrong for _, wrong in found] == [[]]
+        assert [each.wrong for each in found] == [[]]
 
 
 def test_a_failure_is_made_as_small_as_it_can_be(monkeypatch):
