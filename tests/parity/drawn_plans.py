@@ -273,7 +273,10 @@ def obstacle_of(case: PlannedCase) -> str:
         program = planned(plan).program
     except UserError as error:
         return f"no Plan: {error}"
-    validate(program)  # What this refuses is a defect of a generator: it ends the fuzzer.
+    # Ranks are on CPUs, whose hosts wait.
+    validate(
+        program, holds_up=case.blocking, host_waits=True
+    )  # What this refuses is a defect of a generator: it ends the fuzzer.
     return ""
 
 

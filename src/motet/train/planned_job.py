@@ -197,7 +197,8 @@ def connected(place: Place, world: World) -> Lanes:
     """The lanes of this rank, each tried once. A collective, which fails on all ranks if it fails on one."""
     with world.together():
         # All ranks come to the same: what is accepted ends on all of them.
-        validate(place.program.program, holds_up=not place.program.layout.plan.cluster.device.overlaps)
+        holds_up = not place.program.layout.plan.cluster.device.overlaps
+        validate(place.program.program, holds_up=holds_up, host_waits=world.device.type == "cpu")
     lanes = Lanes(place.pairs, world.rank, world.device)
     with world.together():
         lanes.connect()

@@ -10,6 +10,10 @@ One rule is stricter than the simulator's: a SEND or RECV also waits for the com
 that completes here also completes on ranks that walk their rows and wait for each pass. Collectives do not wait for
 that compute: a rank must enter them ahead of it, as FSDP's prefetching does.
 
+A host that waits is stricter still, as ranks on CPUs are whatever the Plan's device overlaps: it takes its row in
+order, and waits in a RECV, and before what needs a collective; it starts SENDs and collectives, and goes on. So a
+collective that stands behind a RECV is not started before the message is there.
+
 Durations are nominal: backward takes twice as long as forward, communication takes 0. Encoders in bubbles take almost
 0, because they must not delay the backbone or change the order in which it communicates.
 """
@@ -63,12 +67,14 @@ def event_of(action: Action, program: Program) -> tuple[object, ...]:
     return action
 
 
-def dry_run(program: Program, *, blocking: bool = False, holds_up: bool = False) -> DryRun:
+def dry_run(program: Program, *, blocking: bool = False, holds_up: bool = False, host_waits: bool = False) -> DryRun:
     """Run a Program, whose actions must all be different. O(actions).
 
     blocking: communication occupies the compute stream. holds_up: collectives do, and transfers do not.
+    host_waits: a rank is one host that waits, as above; with holds_up, in collectives too.
     """
-    graph = _Graph(program, COLLECTIVES | PARTNERS.keys() if blocking else COLLECTIVES if holds_up else ())
+    held = COLLECTIVES | PARTNERS.keys() if blocking else COLLECTIVES if holds_up else ()
+    graph = _Graph(program, held, host_waits)
     start = [0.0] * len(graph.members)
     end = list(graph.duration)
     waiting = [len(before) for before in graph.before]
@@ -93,13 +99,14 @@ class _Graph:
     members: the actions of an event. before, after: the events that it waits for, and those that wait for it.
     """
 
-    def __init__(self, program: Program, held: Collection[Kind]) -> None:
+    def __init__(self, program: Program, held: Collection[Kind], host_waits: bool) -> None:
         """held: kinds of communication that occupy the compute stream."""
         number: dict[tuple[object, ...], int] = {}
         self.members: list[list[Action]] = []
         for actions in program.actions:
             for action in actions:
-                event = number.setdefault(event_of(action, program), len(number))
+                key = (action,) if host_waits and action.kind in PARTNERS else event_of(action, program)
+                event = number.setdefault(key, len(number))
                 if event == len(self.members):
                     self.members.append([])
                 self.members[event].append(action)
@@ -107,7 +114,9 @@ class _Graph:
         self.before: list[list[int]] = [[] for _ in self.members]
         self.after: list[list[int]] = [[] for _ in self.members]
         dependencies = Dependencies(program)
-        for actions in program.actions:
+        if host_waits:
+            self._walk(program, event_by_action, dependencies, held)
+        for actions in program.actions if not host_waits else ():
             last: dict[str, int] = {}
             for action in actions:
                 event = event_by_action[action]
@@ -120,6 +129,37 @@ class _Graph:
                     self._add(last["compute"], event)
                 last[stream] = event
         self.duration = _durations(self.members, program)
+
+    def _walk(
+        self, program: Program, event_by_action: dict[Action, int], dependencies: Dependencies, held: Collection[Kind]
+    ) -> None:
+        """Each host takes its row in order. A collective ends once all hosts of its group have started it."""
+        for row in program.actions:
+            before, reductions = -1, dict[int, int]()
+            for action in row:
+                event = event_by_action[action]
+                needed = [event_by_action[each] for each in dependencies.of(action)]
+                if action.kind in (Kind.RECV_F, Kind.RECV_B) and (sent := partner(action)) in event_by_action:
+                    needed.append(event_by_action[sent])
+                if action.kind is Kind.REDUCE and action.stage in reductions:  # Its message is used again.
+                    needed.append(reductions[action.stage])
+                if before >= 0:
+                    needed.append(before)
+                is_started = action.kind in COLLECTIVES and action.kind not in held
+                start = self._started() if is_started else event
+                for each in needed:
+                    self._add(each, start)
+                if is_started:
+                    self._add(start, event)
+                if action.kind is Kind.REDUCE:
+                    reductions[action.stage] = event
+                before = start
+
+    def _started(self) -> int:
+        """A new event without actions: that a host starts a collective."""
+        for lists in (self.members, self.before, self.after):
+            lists.append([])
+        return len(self.members) - 1
 
     def _add(self, before: int, after: int) -> None:
         self.before[after].append(before)
@@ -135,16 +175,16 @@ class _Graph:
         path = list(seen)
         ring = path[path.index(event) :]
         first = ring.index(min(ring))
-        return tuple(self.members[event][0] for event in ring[first:] + ring[:first])
+        return tuple(self.members[event][0] for event in ring[first:] + ring[:first] if self.members[event])
 
 
 def _durations(members: list[list[Action]], program: Program) -> list[float]:
     """The nominal duration of each event. The parts of a pass share its duration evenly."""
     num_parts = Counter(action[:3] for event in members for action in event)
     share = [BUBBLE_SHARE if stage.microbatches else 1.0 for stage in program.stages]
-    return [
-        NOMINAL_DURATIONS.get(first.kind, 0.0)
-        * (1.0 if first.kind is Kind.STEP else share[first.stage])
-        / num_parts[first[:3]]
-        for first, *_ in members
-    ]
+
+    def duration(action: Action) -> float:
+        of_stage = 1.0 if action.kind is Kind.STEP else share[action.stage]
+        return NOMINAL_DURATIONS.get(action.kind, 0.0) * of_stage / num_parts[action[:3]]
+
+    return [duration(event[0]) if event else 0.0 for event in members]

@@ -38,6 +38,7 @@ def validate(
     cap_bytes: float | Sequence[float] | None = None,
     blocking: bool = False,
     holds_up: bool = False,
+    host_waits: bool = False,
 ) -> None:
     """Prove that a Program can be executed. A Program without any SEND or RECV may still get them later.
 
@@ -45,6 +46,7 @@ def validate(
     cap_bytes:  bytes that a rank may hold at a time: one number, or one a rank. Give both or neither.
     blocking:   prove it for ranks that do nothing else while they communicate.
     holds_up:   prove it for ranks that do nothing else while they take part in collectives.
+    host_waits: prove it also for ranks whose host waits in each RECV, and for collectives (`dry_run`).
     Raises ScheduleError for a wrong Program, ArgumentError for wrong arguments. O(actions).
     """
     if (held_bytes is None) != (cap_bytes is None):
@@ -58,6 +60,8 @@ def validate(
     proof.check_collectives()
     proof.check_order()
     proof.check_deadlock(blocking, holds_up)
+    if host_waits:
+        proof.check_deadlock(False, holds_up, host_waits=True)
     if held_bytes is not None and cap_bytes is not None:
         _check_memory(program, held_bytes, cap_bytes)
 
@@ -289,9 +293,9 @@ class _Proof:
                 if self.position[needed][0] == rank and self.position[needed][1] > index:
                     raise self.refuse(f"{action} on rank {rank} stands before {needed}, which it needs.", action)
 
-    def check_deadlock(self, blocking: bool, holds_up: bool) -> None:
+    def check_deadlock(self, blocking: bool, holds_up: bool, host_waits: bool = False) -> None:
         """A dry run comes to its end."""
-        cycle = dry_run(self.program, blocking=blocking, holds_up=holds_up).cycle
+        cycle = dry_run(self.program, blocking=blocking, holds_up=holds_up, host_waits=host_waits).cycle
         if cycle:
             names = [*map(str, cycle[:_NUM_SHOWN]), *["..."] * (len(cycle) > _NUM_SHOWN), str(cycle[0])]
             waits = ", which waits for ".join(names[1:])

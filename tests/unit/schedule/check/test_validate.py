@@ -222,6 +222,20 @@ def test_two_ranks_enter_the_collectives_of_all_their_groups_in_one_order():
     assert ">>3REDUCE<<" in caught.value.grid
 
 
+def test_a_host_that_waits_in_a_receive_starts_no_collective_behind_it():
+    """Devices that overlap gather beside the receive; a thread on a CPU does not."""
+    stages = 'stage 0 rank 0 "image" group 0\nstage 1 rank 1 "image" group 0\nstage 2 rank 0 "llm"\nedge 1>2\n'
+    row = "rank 1: 1GATHER 1F0 1SEND_F0>2\n"
+    early, late = (
+        loads(f"microbatches 1\n{stages}rank 0: {own}\n{row}")
+        for own in ("0GATHER 2RECV_F0<1 2F0 0F0", "2RECV_F0<1 2F0 0GATHER 0F0")
+    )
+    validate(early, host_waits=True)
+    validate(late)
+    with pytest.raises(ScheduleError, match="Deadlock on rank 0: 2RECV_F0<1 waits for 1SEND_F0>2, which waits for 1F0"):
+        validate(late, host_waits=True)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
