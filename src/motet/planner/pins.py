@@ -30,8 +30,8 @@ def parse_pins(texts: Sequence[str], strategies: Iterable[str]) -> Pins:
     """Pins from texts KEY=VALUE.
 
     A key is a field of `Pins`; or `strategy`, which may be repeated, "-" standing for " " in its name; or
-    `MODULE.DEGREE`, as in image.tp (`cp` alone is the backbone's); or `MODULE.FIELD`, as in image.zero. Numbers by stage are written as 4,2,0, fills
-    as RANK:ACTION<BEFORE with commas between them, or none.
+    `MODULE.DEGREE`, as in image.tp (`cp` alone is the backbone's); or `MODULE.FIELD`, as in image.zero. Numbers by
+    stage are written as 4,2,0, fills as RANK:ACTION<BEFORE with commas between them, or none.
     Raises UserError for an unknown key or value, and for a key that is pinned twice.
 
     Example:
