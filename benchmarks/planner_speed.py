@@ -1,13 +1,17 @@
 """What `motet plan` takes: processor time over that of a fixed loop, and the most memory, for the recipes.
 
     python benchmarks/planner_speed.py [--repeats 5] [--only PART_OF_NAME]
-        [--json benchmarks/results/planner_speed.json]
+        [--json benchmarks/results/planner_speed.json] [--plans FOLDER]
 
 Each plan is the whole command with --no-what-if in a process of its own: reading, searching, simulating, drawing and
 writing. Its
 processor time, of all threads, is divided by that of a loop of 10 million `s += i * i` in Python, which runs in this
 process before and after it; so a figure is about the same on other machines. Figures are medians over repeats. Memory
 is the peak of the resident set. The goals are 2 loops and 1 GB, and 4 loops for 100,000 GPUs. Linux only.
+
+With --plans, the plan of each case and the figures of all that were simulated are kept in a folder, and compared with
+those that are there already: run it before a change and after. A case that answers otherwise ends the program. Writing
+the figures takes time as well.
 """
 
 from __future__ import annotations
@@ -69,13 +73,14 @@ def loop_s() -> float:
     return time.process_time() - started_s
 
 
-def run(case: Case, folder: Path) -> Taken:
-    """Run the command once. Ends the program if it fails."""
+def run(case: Case, folder: Path, *, writes_figures: bool = False) -> Taken:
+    """Run the command once; writes_figures: with --json, too. Ends the program if it fails."""
     command = [sys.executable, "-m", "motet", "plan", str(ROOT / "recipes" / f"{case.recipe}.toml"), "--no-what-if"]
     command += [word for override in case.overrides for word in ("--set", override)]
     before_s = loop_s()
     with (folder / "output.txt").open("wb") as output:
         given = [*command, "--out", str(folder / "plan.json")]
+        given += ["--json", str(folder / "figures.json")] if writes_figures else []
         process = subprocess.Popen(given, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
         _, status, used = os.wait4(process.pid, 0)
     if status:
@@ -84,11 +89,23 @@ def run(case: Case, folder: Path) -> Taken:
     return Taken((used.ru_utime + used.ru_stime) / mean_s, used.ru_maxrss * 1024 / 1e9)
 
 
-def measure(cases: list[Case], repeats: int) -> Iterator[Row]:
-    """The rows of each case: loops, then memory."""
+def compare(case: Case, folder: Path, plans: Path) -> None:
+    """Keep what a run wrote, or end the program if it is not what was kept before."""
+    for name in ("plan.json", "figures.json"):
+        kept, text = plans / f"{case.name.replace(' ', '_')}-{name}", (folder / name).read_text()
+        if not kept.exists():
+            kept.write_text(text)
+        elif kept.read_text() != text:
+            raise SystemExit(f"{case.name}: {name} is not what {kept} has.")
+
+
+def measure(cases: list[Case], repeats: int, plans: Path | None = None) -> Iterator[Row]:
+    """The rows of each case: loops, then memory. plans: as of --plans."""
     with tempfile.TemporaryDirectory() as folder:
         for case in cases:
-            taken = [run(case, Path(folder)) for _ in range(repeats)]
+            taken = [run(case, Path(folder), writes_figures=plans is not None) for _ in range(repeats)]
+            if plans is not None:
+                compare(case, Path(folder), plans)
             yield Row(f"{case.name}: loops", statistics.median(one.loops for one in taken), case.goal_loops)
             yield Row(f"{case.name}: peak GB", statistics.median(one.peak_gbytes for one in taken), GOAL_GBYTES)
 
@@ -98,9 +115,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="", help="only the cases whose name contains this")
     parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--plans", type=Path, help="keep the answers there, and compare them with those that are there")
     given = parser.parse_args()
+    if given.plans is not None:
+        given.plans.mkdir(parents=True, exist_ok=True)
     rows = []
-    for row in measure([case for case in CASES if given.only in case.name], given.repeats):
+    for row in measure([case for case in CASES if given.only in case.name], given.repeats, given.plans):
         rows.append(row)
         show(row)
     finish(rows, given.json, repeats=given.repeats)

@@ -18,6 +18,7 @@ import typer
 import motet
 from motet.core.errors import UserError
 from motet.core.files import check_output
+from motet.core.heap import keep_freed_memory
 from motet.core.limits import MAX_BATCHES, MAX_EXAMPLES, MAX_NODES, MAX_RANKS, MAX_RANKS_PER_NODE, MAX_SEED
 from motet.crash import ended
 
@@ -59,8 +60,10 @@ def _print_version(is_asked: bool) -> None:
         raise typer.Exit
 
 
-def _collect_garbage_less_often() -> None:
-    """Planning makes many small objects that stay. Run the collector less often, and not over imported modules."""
+def _keep_what_planning_makes() -> None:
+    """Planning makes many small objects that stay, and large arrays that do not. Collect garbage less often, and not
+    over imported modules; keep freed memory."""
+    keep_freed_memory()
     gc.freeze()
     gc.set_threshold(20_000)
 
@@ -267,7 +270,7 @@ def plan_recipe(
     from motet.planning.cluster import ClusterOptions
     from motet.planning.job import JobOptions, job_of_recipe
 
-    _collect_garbage_less_often()
+    _keep_what_planning_makes()
     pinned = parse_pins(pins or (), STRATEGIES)
     given = JobOptions(ClusterOptions(cluster, nodes, ranks_per_node), workload, profile)
     outputs = PlanOutputs(out, png or out.with_suffix(".png"), html, explain, json_file)
@@ -394,7 +397,7 @@ def simulate_plan(
         cost, balancing, recomputes = cost_model(read_plan.cluster, read_plan.precision, profile), by_operations, None
     from motet.simulate.predict.predict import predictions
 
-    _collect_garbage_less_often()
+    _keep_what_planning_makes()
     drawn = {"seed": seed, "jitter": jitter}
     predicted = predictions(read_plan, lengths, cost, batches, **drawn, balancing=balancing, recomputes=recomputes)
     about = {"title": f"{plan.stem}, predicted", "strategy": strategy_of(read_plan), "obstacle": untrained(read_plan)}

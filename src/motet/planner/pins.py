@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from motet.core.errors import UserError
 from motet.core.module_degrees import ModuleDegrees
 from motet.core.plan import Fill
+from motet.core.workload import BACKBONE
 from motet.planner.candidate import FieldPins, Pins
 from motet.planner.field_pins import pin_text
 
@@ -29,8 +30,8 @@ def parse_pins(texts: Sequence[str], strategies: Iterable[str]) -> Pins:
     """Pins from texts KEY=VALUE.
 
     A key is a field of `Pins`; or `strategy`, which may be repeated, "-" standing for " " in its name; or
-    `MODULE.DEGREE`, as in image.tp; or `MODULE.FIELD`, as in image.zero. Numbers by stage are written as 4,2,0, fills
-    as RANK:ACTION<BEFORE with commas between them, or none.
+    `MODULE.DEGREE`, as in image.tp (`cp` alone is the backbone's); or `MODULE.FIELD`, as in image.zero. Numbers by
+    stage are written as 4,2,0, fills as RANK:ACTION<BEFORE with commas between them, or none.
     Raises UserError for an unknown key or value, and for a key that is pinned twice.
 
     Example:
@@ -50,6 +51,8 @@ def parse_pins(texts: Sequence[str], strategies: Iterable[str]) -> Pins:
         if key == "strategy":
             chosen.append(_one_of(text, value.replace("-", " "), tuple(strategies)))
             continue
+        if key == "cp":
+            key = f"{BACKBONE}.cp"
         module, _, name = key.rpartition(".")
         name = name if module else key
         given, known = (modules.setdefault(module, {}), _DEGREES + _FIELDS) if module else (pinned, _KEYS)

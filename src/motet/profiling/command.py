@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from motet.core.errors import UserError
 from motet.core.files import check_output
+from motet.core.heap import keep_freed_memory
 from motet.core.spec import ModelSpec
 from motet.cost.profile import PROFILE_FILE, DecodingTimes, MessageTimes, ModuleTimes, OptimizerTimes, Profile
 from motet.models.build import ModelConfig, build_mllm
@@ -35,7 +36,6 @@ from motet.profiling.subjects import one_layer_deep, subjects
 from motet.profiling.table import print_tables
 from motet.runtime.clip import clip_factor, scale_gradients, square_sum
 from motet.runtime.fsdp import shard, wrap
-from motet.runtime.heap import keep_freed_memory
 from motet.runtime.mesh import SHARD, build_mesh
 from motet.train.input.service import open_decoder
 from motet.train.job import open_dataset
@@ -75,7 +75,7 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
         prepare = shard if recipe.fsdp.shard_size == 1 else wrap
         prepare(sharded, mesh, recipe.fsdp.model_copy(update={"recompute": False}))
         messages_watch, watch = Stopwatch(world.device), Stopwatch(world.device, waits=False, evicts=True)
-        keep_freed_memory(world.device)  # As training does.
+        keep_freed_memory(world.device.type)  # As training does.
         with _progress(world) as show:
             measured = measure(to_measure, watch, world, seconds, show)
         messages = measure_messages(world, messages_watch) if world.num_ranks > 1 else []

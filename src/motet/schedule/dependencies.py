@@ -45,7 +45,24 @@ class Dependencies:
         for actions in self.program.actions:
             for action in actions:
                 parts.setdefault((action.stage, action.kind, action.microbatch), []).append(action.part)
-        return {key: sorted(set(numbers)) for key, numbers in parts.items()}
+        return {key: numbers if len(numbers) == 1 else sorted(set(numbers)) for key, numbers in parts.items()}
+
+    @cached_property
+    def _ends(self) -> Mapping[tuple[int, Kind, int], Action]:
+        """The last part of each pass in the Program."""
+        ends: dict[tuple[int, Kind, int], Action] = {}
+        for actions in self.program.actions:
+            for action in actions:
+                stage, kind, microbatch, part, _ = action
+                key = stage, kind, microbatch
+                if key not in ends or part > ends[key].part:
+                    ends[key] = action
+        return ends
+
+    @cached_property
+    def _communicates(self) -> bool:
+        """Whether the Program has messages or exchanges, which stand between a pass and what it needs."""
+        return any(kind in PARTNERS or kind in EXCHANGES for _, kind in self._microbatches)
 
     @cached_property
     def _present(self) -> frozenset[Action]:
@@ -115,19 +132,21 @@ class Dependencies:
     def _num_parts(self, stage: int, kind: Kind, microbatch: int) -> int:
         return len(self._parts.get((stage, kind, microbatch), ()))
 
-    def _last(self, stage: int, kind: Kind, microbatch: int) -> Iterator[Action]:
+    def _last(self, stage: int, kind: Kind, microbatch: int) -> tuple[Action, ...]:
         """The last part of a pass, if the Program has the pass."""
-        if parts := self._parts.get((stage, kind, microbatch)):
-            yield Action(stage, kind, microbatch, parts[-1])
+        end = self._ends.get((stage, kind, microbatch))
+        return () if end is None else (end,)
 
-    def _backward(self, stage: int, microbatch: int) -> Iterator[Action]:
+    def _backward(self, stage: int, microbatch: int) -> tuple[Action, ...]:
         """The last part of the pass that computes the gradient of the stage's input."""
-        yield from self._last(stage, Kind.B, microbatch)
-        yield from self._last(stage, Kind.I, microbatch)
+        return self._last(stage, Kind.B, microbatch) + self._last(stage, Kind.I, microbatch)
 
     def _inputs(self, stage: int, microbatch: int) -> Iterator[Action]:
         """The actions that bring the outputs of the stage's sources."""
         for source in self._sources[stage]:
+            if not self._communicates:
+                yield from self._last(source, Kind.F, microbatch)
+                continue
             received = Action(stage, Kind.RECV_F, microbatch, peer=source)
             exchanged = Action(source, Kind.EXCHANGE_F, microbatch, peer=stage)
             if received in self._present:
@@ -142,6 +161,9 @@ class Dependencies:
         yield from self._last(stage, Kind.F, microbatch)
         yield from self._last(stage, Kind.R, microbatch)
         for sink in self._sinks[stage]:
+            if not self._communicates:
+                yield from self._backward(sink, microbatch)
+                continue
             received = Action(stage, Kind.RECV_B, microbatch, peer=sink)
             exchanged = Action(stage, Kind.EXCHANGE_B, microbatch, peer=sink)
             if received in self._present:
@@ -153,6 +175,8 @@ class Dependencies:
 
     def _gathered(self, kind: Kind, stage: int, microbatch: int, slice_: int) -> Iterator[Action]:
         """The all-gathers of a slice of parameters: of that slice or all, for that microbatch or the step."""
+        if (stage, kind) not in self._microbatches:
+            return
         for gathered_microbatch in dict.fromkeys((microbatch, -1)):
             for gathered_slice in dict.fromkeys((slice_, -1)):
                 gather = Action(stage, kind, gathered_microbatch, gathered_slice)

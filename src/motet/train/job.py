@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from motet.core.errors import JointUserError, UserError
+from motet.core.heap import keep_freed_memory
 from motet.core.plan import Plan
 from motet.core.plan_file import plan_digest
 from motet.core.spec import ModelSpec
@@ -32,7 +33,6 @@ from motet.models.spec import model_spec
 from motet.runtime.clock import ActionClock
 from motet.runtime.fsdp import shard
 from motet.runtime.groups import new_group
-from motet.runtime.heap import keep_freed_memory
 from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.place import Place
 from motet.runtime.planned_step import PlannedStep
@@ -162,7 +162,7 @@ def build_job(
         shard(model, mesh, recipe.fsdp)
         materialise(model, recipe.modules, recipe.run.seed, world.device)
         optimizer = build_optimizer(model, recipe.optimizer)
-    keep_freed_memory(world.device)
+    keep_freed_memory(world.device.type)
     world.barrier()  # The clocks of all ranks start at the same moment.
     step = TrainStep(
         model,

@@ -12,6 +12,7 @@ import torch
 
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
+from motet.core.heap import keep_freed_memory
 from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
@@ -21,7 +22,6 @@ from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
 from motet.models.part import keep_spans, names_of_spans
 from motet.runtime.clock import ActionClock
-from motet.runtime.heap import keep_freed_memory
 from motet.runtime.held import HeldParameters, share_out_part
 from motet.runtime.holders import Holders, sharing_groups
 from motet.runtime.mesh import Mesh
@@ -249,7 +249,7 @@ def build_part(
         held = HeldParameters(model, place, holders, groups, config.types)
         optimizer = config.optimizer(model)
     lanes = connected(place, world)
-    keep_freed_memory(world.device)
+    keep_freed_memory(world.device.type)
     world.barrier()  # The clocks of all ranks start at the same moment.
     step = PlannedStep(
         model,

@@ -36,6 +36,14 @@ def test_every_field_has_a_pin():
     assert {OTHERWISE.get(name, name) for name in decided} <= pins | {"cp"}
 
 
+def test_cp_alone_is_the_backbones():
+    assert parse_pins(["cp=2"], STRATEGIES) == parse_pins(["backbone.cp=2"], STRATEGIES)
+    with pytest.raises(UserError, match=r"backbone\.cp is pinned twice"):
+        parse_pins(["cp=2", "backbone.cp=4"], STRATEGIES)
+    with pytest.raises(UserError, match="must be a whole number of at least 1"):
+        parse_pins(["cp=0"], STRATEGIES)
+
+
 def test_every_plan_of_a_search_is_made_of_its_pins(found):
     planned, result = found
     for one in result.results:

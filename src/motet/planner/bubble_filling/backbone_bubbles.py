@@ -10,14 +10,15 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 
-from motet.core.arrays import Float64Array
+from motet.core.arrays import BoolArray, Float64Array, IndexArray
 from motet.core.errors import ArgumentError
 from motet.core.timeline import COMPUTE_STREAM, Timeline
 from motet.schedule.program import Kind
+from motet.simulate.engine.spans import Labels
 
 _ROUNDING = 1e-9
 """A slice may be longer than a bubble by this share of the slice."""
@@ -38,7 +39,7 @@ class RankPasses:
     are tensor-parallel communication.
     """
 
-    names: tuple[str, ...]
+    names: Sequence[str]
     starts_s: tuple[float, ...]
     busy_s: Float64Array
 
@@ -85,14 +86,12 @@ def backbone_of(timeline: Timeline, num_microbatches: int, *, sink: int = 0) -> 
 
     Raises ArgumentError unless that stage has a forward pass of every microbatch.
     """
-    kind = np.array(timeline.kind, dtype=object)
-    is_pass = np.isin(kind, [Kind.F, Kind.B, Kind.I, Kind.W, Kind.R])
-    on_compute = np.array([stream == COMPUTE_STREAM for stream in timeline.stream], dtype=np.bool_)
+    is_pass = _among(timeline.kind, [Kind.F, Kind.B, Kind.I, Kind.W, Kind.R])
+    on_compute = _among(timeline.stream, [COMPUTE_STREAM])
     # 1. When the sink starts and ends each microbatch.
-    prefixes = (f"{sink}F", f"{sink}B", f"{sink}I")
-    of_sink = np.array([action.startswith(prefixes) for action in timeline.action], dtype=np.bool_)
-    forward = is_pass & of_sink & (kind == Kind.F)
-    backward = is_pass & of_sink & ~forward
+    of_sink = is_pass & _of_stage(timeline, sink)
+    forward = of_sink & _among(timeline.kind, [Kind.F])
+    backward = of_sink & ~forward
     needed_s, ready_s = np.full(num_microbatches, np.inf), np.full(num_microbatches, -np.inf)
     np.minimum.at(needed_s, timeline.microbatch[forward], timeline.start_s[forward])
     np.maximum.at(ready_s, timeline.microbatch[backward], timeline.end_s[backward])
@@ -100,17 +99,53 @@ def backbone_of(timeline: Timeline, num_microbatches: int, *, sink: int = 0) -> 
         raise ArgumentError(f"stage {sink} has no forward pass of microbatch {int(np.argmax(needed_s))}.")
     ready_s = np.where(np.isneginf(ready_s), np.inf, ready_s)
     # 2. The passes of each rank.
-    rows, done_s = [], []
+    rows, done_s, is_step = [], [], _among(timeline.kind, [Kind.STEP])
     for rank in range(timeline.num_ranks):
         on_rank = timeline.rank == rank
         passes = np.flatnonzero(on_rank & is_pass)
         passes = passes[np.lexsort((timeline.end_s[passes], timeline.start_s[passes]))]
         busy = passes[on_compute[passes]]
-        names = tuple(timeline.action[span] for span in passes.tolist())
         busy_s = np.stack([timeline.start_s[busy], timeline.end_s[busy]])
-        rows.append(RankPasses(names, tuple(timeline.start_s[passes].tolist()), busy_s))
-        done_s.append(float(timeline.end_s[on_rank & (kind != Kind.STEP)].max(initial=0.0)))
+        rows.append(RankPasses(_Texts(timeline.action, passes), tuple(timeline.start_s[passes].tolist()), busy_s))
+        done_s.append(float(timeline.end_s[on_rank & ~is_step].max(initial=0.0)))
     return BackbonePipeline(tuple(rows), needed_s, ready_s, tuple(done_s))
+
+
+class _Texts(Sequence[str]):
+    """Some of a Timeline's texts, which are made when they are read: few of 10^5 are."""
+
+    def __init__(self, texts: Sequence[str], spans: IndexArray) -> None:
+        self._texts, self._spans = texts, spans
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> _Texts: ...
+    def __getitem__(self, index: int | slice) -> str | _Texts:
+        if isinstance(index, slice):
+            return _Texts(self._texts, self._spans[index])
+        return self._texts[int(self._spans[index])]
+
+
+def _among(texts: Sequence[str], chosen: Sequence[str]) -> BoolArray:
+    """Whether each text is one of those that are chosen."""
+    labels = Labels.of(texts)
+    is_chosen: BoolArray = np.array([name in chosen for name in labels.names], dtype=np.bool_)[labels.number]
+    return is_chosen
+
+
+def _of_stage(timeline: Timeline, stage: int) -> BoolArray:
+    """Whether a span is an F, B or I of a stage. Only the texts of the stage's rank are read."""
+    prefixes = (f"{stage}F", f"{stage}B", f"{stage}I")
+    is_own: BoolArray = np.zeros(len(timeline), dtype=np.bool_)
+    first = next((span for span, action in enumerate(timeline.action) if action.startswith(prefixes)), None)
+    if first is not None:
+        on_rank = np.flatnonzero(timeline.rank == timeline.rank[first])
+        is_own[on_rank] = [timeline.action[span].startswith(prefixes) for span in on_rank.tolist()]
+    return is_own
 
 
 class BubbleRoom:

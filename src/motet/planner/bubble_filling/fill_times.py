@@ -95,6 +95,13 @@ class Direction:
             begin_s = end_s + self.send_s
         return placed
 
+    def advance(self, pipeline: int, begin_s: float, free_s: dict[int, float]) -> None:
+        """Bring free_s to the ends of what `place` places. Nearly all placements are asked for these alone."""
+        for pp_rank, rank in self.ranks[pipeline]:
+            end_s = self.bubbles[rank].end(max(begin_s, free_s[rank]), self.passes[pp_rank])
+            free_s[rank] = end_s
+            begin_s = end_s + self.send_s
+
 
 class FillTimer:
     """Times a step for any assignment of microbatches to encoder pipelines.
@@ -187,9 +194,14 @@ class FillTimer:
         if key not in self._times:
             self.num_passes += len(microbatches) * self.encoders.pp
             lead_s = self._least_lead_s(pipeline, microbatches)
-            # A rank's last pass comes last.
-            ends = {placed.pp_rank: placed.end_s for placed, _, _ in self.passes(pipeline, microbatches, lead_s)}
-            self._times[key] = PipelineTimes(lead_s, tuple(ends[pp_rank] for pp_rank in range(self.encoders.pp)))
+            # As in `passes`, of which the ends are enough: a rank's last pass comes last.
+            free_s = {rank: -lead_s for _, rank in self._forward.ranks[pipeline]}
+            for _ in microbatches:
+                self._forward.advance(pipeline, -lead_s, free_s)
+            for microbatch in microbatches if self.encoders.has_backward else ():
+                self.backward.advance(pipeline, self.backward.ready_s[microbatch], free_s)
+            ranks = range(pipeline, self.backbone.num_ranks, self.num_pipelines)
+            self._times[key] = PipelineTimes(lead_s, tuple(free_s[rank] for rank in ranks))
         return self._times[key]
 
     def _least_lead_s(self, pipeline: int, microbatches: tuple[int, ...]) -> float:
@@ -197,6 +209,5 @@ class FillTimer:
         mirrored = self.mirrored
         free_s = {rank: -np.inf for _, rank in mirrored.ranks[pipeline]}
         for microbatch in reversed(microbatches):
-            for placed in mirrored.place(pipeline, mirrored.ready_s[microbatch], free_s):
-                free_s[placed.rank] = placed.end_s
+            mirrored.advance(pipeline, mirrored.ready_s[microbatch], free_s)
         return max([0.0, *free_s.values()])

@@ -45,6 +45,10 @@ class DryRun:
     cycle: tuple[Action, ...]
 
 
+_JOINED = COLLECTIVES | {Kind.RECV_F, Kind.RECV_B}
+"""Kinds whose actions may be part of another action's event."""
+
+
 def stream_of(kind: Kind) -> str:
     """The stream of a rank that actions of a kind occupy."""
     if kind in COMPUTE_KINDS:
@@ -102,15 +106,18 @@ class _Graph:
     def __init__(self, program: Program, held: Collection[Kind], host_waits: bool) -> None:
         """held: kinds of communication that occupy the compute stream."""
         number: dict[tuple[object, ...], int] = {}
+        event_by_action: dict[Action, int] = {}
         self.members: list[list[Action]] = []
+        joined = COLLECTIVES if host_waits else _JOINED
         for actions in program.actions:
             for action in actions:
-                key = (action,) if host_waits and action.kind in PARTNERS else event_of(action, program)
-                event = number.setdefault(key, len(number))
+                key = event_of(action, program) if action.kind in joined else action
+                event = event_by_action[action] = number.setdefault(key, len(number))
                 if event == len(self.members):
-                    self.members.append([])
-                self.members[event].append(action)
-        event_by_action = {action: event for event, members in enumerate(self.members) for action in members}
+                    self.members.append([action])
+                else:
+                    self.members[event].append(action)
+        streams = {kind: "compute" if kind in held else stream_of(kind) for kind in Kind}
         self.before: list[list[int]] = [[] for _ in self.members]
         self.after: list[list[int]] = [[] for _ in self.members]
         dependencies = Dependencies(program)
@@ -120,7 +127,7 @@ class _Graph:
             last: dict[str, int] = {}
             for action in actions:
                 event = event_by_action[action]
-                stream = "compute" if action.kind in held else stream_of(action.kind)
+                stream = streams[action.kind]
                 for needed in dependencies.of(action):
                     self._add(event_by_action[needed], event)
                 if stream in last:

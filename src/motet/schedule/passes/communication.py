@@ -10,7 +10,7 @@ from typing import NamedTuple
 from motet.core.errors import ArgumentError
 from motet.schedule.check.dry_run import DryRun, dry_run
 from motet.schedule.dependencies import PARTNERS
-from motet.schedule.program import Action, Kind, Program
+from motet.schedule.program import EXCHANGES, Action, Kind, Program
 
 
 class _Transfer(NamedTuple):
@@ -77,12 +77,17 @@ def _transfers(program: Program) -> Iterator[_Transfer]:
     """The transfers that the Program's edges need, in no particular order."""
     first: dict[tuple[int, Kind, int], Action] = {}
     last: dict[tuple[int, Kind, int], Action] = {}
-    present = set()
+    exchanges = set()
     for row in program.actions:
         for action in row:
-            first.setdefault(action[:3], action)
-            last[action[:3]] = action
-            present.add(action)
+            stage, kind, microbatch, _, _ = action
+            first.setdefault((stage, kind, microbatch), action)
+            last[stage, kind, microbatch] = action
+            if kind in EXCHANGES:
+                exchanges.add(action)
+
+    def is_exchanged(kind: Kind, source: int, sink: int, microbatch: int) -> bool:
+        return bool(exchanges) and Action(source, kind, microbatch, peer=sink) in exchanges
 
     def end(ends: dict[tuple[int, Kind, int], Action], stage: int, microbatch: int) -> Action | None:
         return ends.get((stage, Kind.B, microbatch)) or ends.get((stage, Kind.I, microbatch))
@@ -92,11 +97,11 @@ def _transfers(program: Program) -> Iterator[_Transfer]:
             continue
         for microbatch in range(program.num_microbatches):
             made, taken = last.get((source, Kind.F, microbatch)), first.get((sink, Kind.F, microbatch))
-            if made and taken and Action(source, Kind.EXCHANGE_F, microbatch, peer=sink) not in present:
+            if made and taken and not is_exchanged(Kind.EXCHANGE_F, source, sink, microbatch):
                 send = Action(source, Kind.SEND_F, microbatch, peer=sink)
                 yield _Transfer(send, Action(sink, Kind.RECV_F, microbatch, peer=source), made, taken)
             made, taken = end(last, sink, microbatch), end(first, source, microbatch)
-            if made and taken and Action(source, Kind.EXCHANGE_B, microbatch, peer=sink) not in present:
+            if made and taken and not is_exchanged(Kind.EXCHANGE_B, source, sink, microbatch):
                 send = Action(sink, Kind.SEND_B, microbatch, peer=source)
                 yield _Transfer(send, Action(source, Kind.RECV_B, microbatch, peer=sink), made, taken)
 

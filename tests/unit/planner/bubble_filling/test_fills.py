@@ -154,6 +154,17 @@ def test_no_partition_in_turn_is_better(case):
                 assert best.key <= timer.step(global_order(sizes)).key
 
 
+@given(cases())
+@settings(max_examples=20, deadline=None)
+def test_a_pipeline_ends_where_its_passes_end(case):
+    for fine in (False, True):
+        timer = FillTimer(case.backbone, case.encoders, fine=fine)
+        step = fastest_step(timer)
+        for number, (microbatches, times) in enumerate(zip(step.pipelines, step.times)):
+            ends = {one.pp_rank: one.end_s for one, _, _ in timer.passes(number, microbatches, times.lead_s)}
+            assert tuple(ends[pp_rank] for pp_rank in range(case.pp)) == times.end_s
+
+
 def test_small_cases_are_as_good_as_every_assignment():
     for size, passes, tensor in product((4, 5, 6), ((1.0, 2.0), (3.0, 4.0), (0.4, 0.9)), (0.0, 0.25)):
         case = Case(num_ranks=2, size=size, passes=(passes,), tensor=tensor)

@@ -4,14 +4,13 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
-from motet.runtime.heap import keep_freed_memory
+from motet.core.heap import keep_freed_memory
 
 FAULTS = """
 import resource, torch
-from motet.runtime.heap import keep_freed_memory
-kept = keep_freed_memory(torch.device("cpu"))
+from motet.core.heap import keep_freed_memory
+kept = keep_freed_memory("cpu")
 def step():
     held = [torch.ones(2**20) for _ in range(64)]
 step()
@@ -38,8 +37,8 @@ def test_a_step_takes_the_pages_of_the_step_before():
 
 def test_what_the_environment_says_stays(monkeypatch):
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")
-    assert not keep_freed_memory(torch.device("cpu"))
+    assert not keep_freed_memory("cpu")
 
 
 def test_the_heap_beside_a_gpu_stays_as_it_is():
-    assert not keep_freed_memory(torch.device("cuda"))
+    assert not keep_freed_memory("cuda")

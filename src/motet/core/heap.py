@@ -1,12 +1,10 @@
-"""Memory that is freed on the host stays with the process, so that a step finds the pages of the step before."""
+"""Memory that is freed on the host stays with the process, so that what is computed next finds the same pages."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
-
-import torch
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt (malloc.h)."""
@@ -15,15 +13,15 @@ _MOST_KEPT, _LARGEST_KEPT = 2**31 - 1, 2**25
 _SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
-def keep_freed_memory(device: torch.device) -> bool:
+def keep_freed_memory(device_type: str = "cpu") -> bool:
     """Let glibc keep up to 2 GiB that are free at the end of the heap; returns whether it does.
 
-    A step on a CPU frees its activations and takes as many again. By default glibc gives them back to the kernel as
-    soon as 64 MiB or less are free, and each page that is taken again costs a fault of a microsecond: a third of the
-    demo's forward passes. What the environment says of this stays, and so does the heap of a process that computes on
-    a GPU.
+    device_type: what the process computes on, as torch calls it: the heap beside any other than "cpu" stays as it is.
+    A step on a CPU frees its activations and takes as many again, and a search over thousands of ranks its arrays. By
+    default glibc gives them back to the kernel as soon as 64 MiB or less are free, and each page that is taken again
+    costs a fault of a microsecond: a third of the demo's forward passes. What the environment says of this stays.
     """
-    if device.type != "cpu" or sys.platform != "linux" or any(name in os.environ for name in _SET_BY_USER):
+    if device_type != "cpu" or sys.platform != "linux" or any(name in os.environ for name in _SET_BY_USER):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Other C libraries have none, or one that does nothing.
     return mallopt is not None and bool(
