@@ -6,12 +6,14 @@ their experts, so that each expert multiplies its rows at once, and back; sums a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from motet.grouped import GroupedLinear
 from motet.models.router_loss import RouterLoss
 
 ROUTER_LOSS = "router_loss"
@@ -36,6 +38,7 @@ class RoutedExperts(nn.Module):
         super().__init__()
         self.layer = layer
         self.gate, self.experts = block.gate, block.experts
+        self.product = GroupedLinear()
         # Mixtral's router always divides by the sum, and its weights stay in float32.
         self.normalises = getattr(block.gate, "norm_topk_prob", True)
         self.casts = hasattr(block.gate, "norm_topk_prob")
@@ -71,17 +74,16 @@ class RoutedExperts(nn.Module):
         """Rows [n, width] through their experts, weighed. weights, chosen: [n, experts_per_token]."""
         experts, order = chosen.view(-1).sort(stable=True)
         counts = torch.bincount(experts, minlength=self.num_experts).tolist()
-        given = rows[order // self.experts_per_token].split(counts)
-        gates_ups, downs = self.experts.gate_up_proj.unbind(), self.experts.down_proj.unbind()
-        made = []
-        for part, gate_up, down in zip(given, gates_ups, downs, strict=True):
-            if len(part):
-                gate, up = linear(part, gate_up).chunk(2, -1)
-                made.append(linear(self.experts.act_fn(gate) * up, down))
-        weighed = torch.cat(made) * weights.view(-1)[order][:, None]
+        made = self._multiplied(rows[order // self.experts_per_token], counts)
+        weighed = made * weights.view(-1)[order][:, None]
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         return weighed.to(rows.dtype)[back].view(*chosen.shape, -1).sum(1)
+
+    def _multiplied(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Rows in the order of their experts, of which each has counts[expert], through these. The same shape."""
+        gate, up = self.product(rows, self.experts.gate_up_proj, counts).chunk(2, -1)
+        return self.product(self.experts.act_fn(gate) * up, self.experts.down_proj, counts)
 
 
 def use_routed_experts(causal_lm: nn.Module) -> int:
