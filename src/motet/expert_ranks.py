@@ -25,6 +25,14 @@ class ExpertRanks:
 
     All ranks of the group call everything here alike, each with rows of its own.
     sent: gets the bytes that this rank sends to others.
+
+    Example: alone, rows go nowhere.
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> counts, doubled = torch.tensor([1, 2]), lambda rows, counts: 2 * rows
+        >>> ExpertRanks(None, 0, 1).through(torch.ones(3, 1), counts, doubled).tolist()
+        [[2.0], [2.0], [2.0]]
+        >>> dist.destroy_process_group()
     """
 
     group: dist.ProcessGroup | None

@@ -102,6 +102,14 @@ class Unit:
         return tuple(dict.fromkeys([*self.replicated, *(name for stage in self.stages for name in stage)]))
 
 
+def expert_shard_size(shard_size: int, ep: int) -> int:
+    """The number of ranks that share one copy of an expert, of those that share one copy of all else.
+
+    1, so that each of its ranks holds it whole, where these are not whole groups of `ep` ranks.
+    """
+    return 1 if shard_size % ep else shard_size // ep
+
+
 @dataclass(frozen=True)
 class Fill:
     """A part of an encoder's work in a bubble of the backbone (Optimus section 4.2).

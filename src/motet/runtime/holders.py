@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
+from motet.core.plan import expert_shard_size
 from motet.core.workload import BACKBONE
 from motet.runtime.groups import new_group
 from motet.runtime.place import Place
 from motet.schedule import PlannedProgram
-from motet.schedule.layout import expert_shard_size
 
 RankGroups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
 """Ranks -> their process group, on these ranks; None of a single rank."""

@@ -126,14 +126,6 @@ class PlannedStage:
         return (self.unit.shard_size or len(self.data_ranks)) if self.zero else 1
 
 
-def expert_shard_size(shard_size: int, ep: int) -> int:
-    """The number of ranks that share one copy of an expert, of those that share one copy of all else.
-
-    1, so that each of its ranks holds it whole, where these are not whole groups of `ep` ranks.
-    """
-    return 1 if shard_size % ep else shard_size // ep
-
-
 def part_layers(num_layers: int, num_parts: int) -> tuple[tuple[int, int], ...]:
     """(first, stop) of the layers of each part of a forward pass that is cut between layers, as evenly as possible."""
     return tuple((part * num_layers // num_parts, (part + 1) * num_layers // num_parts) for part in range(num_parts))
