@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import pairwise
+from math import gcd
 from zlib import crc32
 
 import numpy as np
@@ -27,6 +28,8 @@ from parity.planned import PHASES, PlannedCase
 from parity.planned_parts import SECOND, has_second, num_blocks_with
 
 NUM_HEADS = 4
+NUM_EXPERTS = {"mixtral": 4, "qwen3_moe": 6}
+"""Of the families with experts, as `parity.planned` makes them."""
 NUM_BLOCKS = {"image": 3, "audio": 2, "backbone": 4}
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
 GROUPINGS = {
@@ -114,7 +117,7 @@ def draw(seed: int, number: int) -> DrawnCase:
     """The first case of this number that training can run."""
     obstacles: Counter[str] = Counter()
     strategy, schedule = CELLS[number % len(CELLS)]
-    mixture = _drawn(_MIXTURE, (seed, number // PER_MIXTURE))
+    mixture = _with_experts(_drawn(_MIXTURE, (seed, number // PER_MIXTURE)), (seed, number // PER_MIXTURE))
     rng = np.random.default_rng((seed, number))
     is_resumed = rng.random() < _RESUMED
     for attempt in range(_MAX_ATTEMPTS):
@@ -148,11 +151,20 @@ def _drawn_case(
     num_ranks = num_ranks or int(rng.choice([2, 3, 4, 5], p=[0.3, 0.3, 0.25, 0.15]))
     units = tuple(_units(rng, numbers, strategy, num_ranks, schedule, mixture["parts"]))
     units = _in_tensors(np.random.default_rng((*numbers, crc32(b"tp"))), units, is_shared=strategy == "bubbles")
+    if num_experts := NUM_EXPERTS.get(mixture["family"]):
+        of_experts = np.random.default_rng((*numbers, crc32(b"ep")))
+        units = tuple(_in_experts(of_experts, unit, num_experts) for unit in units)
     backbone = next(unit for unit in units if "backbone" in unit.modules)
     sizes = [size for size in (1, 2, 3, 4) if mixture["batch_size"] % (backbone.dp * size) == 0]
     size = int(rng.choice(sizes or [1]))
     options = _drawn(_OPTIONS, numbers) | ({} if strategy == "bubbles" else {"filling": "static"})
     return PlannedCase(units, schedule, microbatch_size=size, **mixture, **options)
+
+
+def _with_experts(mixture: dict[str, object], numbers: tuple[int, ...]) -> dict[str, object]:
+    """A fifth of the mixtures have experts in the backbone, without adapters, which its layers are not all made for."""
+    rng = np.random.default_rng((*numbers, crc32(b"experts")))
+    return mixture | {"family": str(rng.choice(list(NUM_EXPERTS))), "lora": ()} if rng.random() < 0.2 else mixture
 
 
 def _drawn(options: dict[str, Callable[[np.random.Generator], object]], numbers: tuple[int, ...]) -> dict[str, object]:
@@ -218,6 +230,14 @@ def _in_tensors(rng: np.random.Generator, units: tuple[Unit, ...], is_shared: bo
         else unit
         for unit, is_chosen in zip(units, chosen)
     )
+
+
+def _in_experts(rng: np.random.Generator, unit: Unit, num_experts: int) -> Unit:
+    """Ranks of most backbones share experts, in whatever degree divides both."""
+    common = gcd(unit.dp * unit.cp, num_experts)
+    degrees = [ep for ep in range(2, common + 1) if common % ep == 0]
+    is_alone = "backbone" not in unit.modules or unit.tp > 1
+    return unit if is_alone or not degrees or rng.random() < 0.2 else replace(unit, ep=int(rng.choice(degrees)))
 
 
 def _parts(rng: np.random.Generator, num: int, num_parts: int) -> list[int]:

@@ -331,7 +331,7 @@ def build_step(case: PlannedCase, stored: torch.dtype = torch.float64, types: Co
     keep_spans(model.to(device, stored), *place.stage_spans)
     model.train()  # As the trainer does.
     unit_groups = UnitGroups.of(place)
-    groups = {**sharing_groups(place.program, holders.values()), place.tensor_ranks: unit_groups.tensor}
+    groups = {**unit_groups.by_ranks(place), **sharing_groups(place.program, holders.values())}
     divide_part(model, place, unit_groups)
     share_out_part(model, place, holders, groups, device, types)
     held = HeldParameters(model, place, holders, groups, types)

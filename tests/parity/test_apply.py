@@ -140,7 +140,7 @@ MISTAKES = {
     "precision": "the plan computes in fp64, and the model is in fp32.",
     "tensor parallelism": "unit 'all': tp is 2, and 'backbone' has 1 heads of keys and values; tp must divide them",
     "data parallelism": "data parallelism alone; motet.dispatch.prefetched is for that",
-    "degrees": "of tp, cp, pp and dp, whole numbers from 1; image.stages is not.",
+    "degrees": "of tp, cp, pp, dp and ep, whole numbers from 1; image.stages is not.",
     "no degrees": "whole numbers from 1; NoneType is not.",
     "no plan": "image is pinned to pp = 3; it must be 1 to 2, its blocks.",
     "no batch": "give batch=",

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from motet.core.plan import Unit
 from motet.runtime.fsdp import FSDPConfig
 from parity.planned import PlannedCase, assert_planned
 from parity.test_context import LLM, WHOLE
@@ -35,6 +36,48 @@ CASES = {
 @pytest.mark.parametrize("num_ranks", CASES)
 def test_mixtures(num_ranks):
     assert_planned(num_ranks, CASES[num_ranks])
+
+
+ALL = {"i": 3, "a": 2, "b": 3}
+CUT = {"i": 3, "a": 2, "b": 1}, {"b": 2}
+SPREAD = {
+    2: [
+        PlannedCase(chain(ALL, dp=2, ep=2), family="qwen3_moe", left_out=0.5),
+        PlannedCase(chain(ALL, dp=2, ep=2, zero=3), family="mixtral", left_out=0.5, tied=True, dropout=0.2),
+        PlannedCase(chain(ALL, dp=2, ep=2, zero=1), family="mixtral", frozen=("backbone",), left_out=0.5),
+        PlannedCase(shared(2, WHOLE, zero=2, ep=2), family="mixtral", batch_size=3, exchange="all_gather"),
+        PlannedCase(
+            chain(ALL, dp=2, ep=2, zero=1), family="mixtral", then=PlannedCase(chain(*CUT), "gpipe", family="mixtral")
+        ),
+        PlannedCase(
+            chain(*CUT), family="qwen3_moe", then=PlannedCase(chain(ALL, dp=2, ep=2, zero=2), family="qwen3_moe")
+        ),
+    ],
+    4: [
+        PlannedCase(chain(*CUT, dp=2, ep=2, zero=1, recompute=RECOMPUTED), family="mixtral", left_out=0.5),
+        PlannedCase(on_ranks(2, *CUTS["zb_h1", 2], dp=2, ep=2), "zb_h1", family="mixtral", left_out=0.5),
+        PlannedCase(
+            chain(ALL, dp=4, ep=2, zero=3),
+            family="mixtral",
+            batch_size=8,
+            then=PlannedCase(chain(ALL, dp=4, ep=4, zero=1, shard_size=2), family="mixtral", batch_size=8),
+        ),
+        PlannedCase(chain(ALL, dp=4, ep=2, zero=1, shard_size=2), family="mixtral", batch_size=8),
+        PlannedCase(shared(2, WHOLE, zero=1, dp=2, ep=4), family="mixtral", batch_size=4, left_out=0.4),
+        PlannedCase(shared(2, WHOLE, zero=2, dp=2, ep=2), family="qwen3_moe", batch_size=4, left_out=0.5),
+        PlannedCase(
+            (Unit("image", ({"image": 3},), dp=2), Unit("llm", ({"audio": 2, "backbone": 3},), 2, dp=2, ep=2)),
+            family="mixtral",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("num_ranks", SPREAD)
+def test_experts_that_ranks_share(num_ranks):
+    """Rows go to the ranks of their experts and back, also from replicas that have none, and checkpoints go on under
+    another `ep`: with stages, ZeRO, hybrid sharding, shared sequences and split backward passes."""
+    assert_planned(num_ranks, SPREAD[num_ranks])
 
 
 WHOLE_COPIES = FSDPConfig(shard_size=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from motet.core.limits import NumRanks
@@ -11,7 +12,7 @@ from motet.core.limits import NumRanks
 class ModuleDegrees:
     """The parallelism of one module (Cornstarch section 3.1: ParallelSpec). None leaves a degree to the planner.
 
-    tp, cp, dp: degrees of the unit that runs the module.
+    tp, cp, dp, ep: degrees of the unit that runs the module. ep adds no ranks.
     pp:         the number of pipeline ranks that hold blocks of the module. In a chain it may be less than the unit's.
 
     Example:
@@ -26,6 +27,7 @@ class ModuleDegrees:
     cp: NumRanks | None = None
     pp: NumRanks | None = None
     dp: NumRanks | None = None
+    ep: NumRanks | None = None
 
     def allow(self, **chosen: int) -> bool:
         """Whether each chosen degree is the stated one, or is not stated."""
@@ -35,6 +37,11 @@ class ModuleDegrees:
     def stated(self) -> dict[str, int]:
         """The degrees that are stated, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
+
+    @property
+    def num_ranks(self) -> int:
+        """The product of the stated degrees that have ranks of their own."""
+        return math.prod(value for name, value in self.stated.items() if name != "ep")
 
     def or_else(self, other: ModuleDegrees) -> ModuleDegrees:
         """These degrees, and those of another where none is stated here."""

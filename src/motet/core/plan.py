@@ -47,6 +47,8 @@ class Unit:
     zero:        ZeRO stage: data-parallel ranks shard nothing (0), optimizer state (1), also gradients (2), also
                  parameters (3).
     shard_size:  the number of data-parallel ranks that share one sharded copy (hybrid sharding); 0 is all.
+    ep:          expert parallelism: so many ranks that follow each other among the dp * cp ones share the experts of
+                 each layer, whole ones each, and exchange rows. It adds no ranks.
 
     Example:
         >>> unit = Unit("backbone", stages=({"backbone": 14}, {"backbone": 14}), first_rank=8, dp=2, pp=2, tp=4)
@@ -65,6 +67,7 @@ class Unit:
     recompute: tuple[Mapping[str, Count], ...] = ()
     zero: Zero = 1
     shard_size: Annotated[int, Field(ge=0, le=MAX_RANKS)] = 0
+    ep: NumRanks = 1
 
     @property
     def num_ranks(self) -> int:
@@ -87,10 +90,24 @@ class Unit:
         p, d = divmod(rest, self.dp)
         return p, d, c, t
 
+    def expert_ranks(self, rank: int) -> tuple[int, ...]:
+        """The ranks that share experts with one of its ranks, in the order of the experts that they have."""
+        p, d, c, t = self.coordinates(rank)
+        first = (d * self.cp + c) // self.ep * self.ep
+        return tuple(self.rank(p, 0, number, t) for number in range(first, first + self.ep))
+
     @cached_property
     def modules(self) -> tuple[str, ...]:
         """The modules that it computes, replicated ones first, then in the order of the data."""
         return tuple(dict.fromkeys([*self.replicated, *(name for stage in self.stages for name in stage)]))
+
+
+def expert_shard_size(shard_size: int, ep: int) -> int:
+    """The number of ranks that share one copy of an expert, of those that share one copy of all else.
+
+    1, so that each of its ranks holds it whole, where these are not whole groups of `ep` ranks.
+    """
+    return 1 if shard_size % ep else shard_size // ep
 
 
 @dataclass(frozen=True)

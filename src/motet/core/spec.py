@@ -148,6 +148,35 @@ class Layer:
         return self.weights > 0 and not self.targets_only and self.kind not in _CONVOLUTIONS
 
     @property
+    def learning_experts(self) -> int:
+        """The entries of the matrices of all experts, if they are updated: where more is frozen than stands beside
+        them, they are frozen, too, as adapters stand beside them."""
+        of_experts = self.num_experts * self.expert_weights
+        return of_experts if self.parameters - self.updated_parameters < of_experts else 0
+
+    def with_experts_of(self, ep: int) -> Layer:
+        """The layer as one of `ep` ranks holds it that share its experts (`Unit.ep`); its rows are as many as before.
+
+        If the rank has fewer experts than compute a row, it counts as reading that many.
+        """
+        left = self.num_experts // ep if ep > 1 else self.num_experts
+        if left == self.num_experts:
+            return self
+        gone = (self.num_experts - left) * self.expert_weights
+        return replace(
+            self,
+            parameters=self.parameters - gone,
+            frozen_parameters=self.frozen_parameters - (0 if self.learning_experts or not self.trainable else gone),
+            idle_weights=max(self.idle_weights - gone, 0),
+            num_experts=left,
+        )
+
+    @property
+    def experts_per_row(self) -> int:
+        """How many experts compute a row; 0 where there are none."""
+        return self.num_experts - self.idle_weights // self.expert_weights if self.num_experts else 0
+
+    @property
     def attention_weights(self) -> int:
         """The entries of a transformer layer's matrices of queries, keys, values and output; 0 of any other layer."""
         if self.attention is None or self.attention.queries or self.continues:

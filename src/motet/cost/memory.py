@@ -31,7 +31,7 @@ from functools import partial
 from typing import NamedTuple
 
 from motet.core.errors import ArgumentError
-from motet.core.plan import Unit
+from motet.core.plan import Unit, expert_shard_size
 from motet.core.spec import Layer, ModelSpec
 from motet.core.workload import BACKBONE
 
@@ -361,15 +361,15 @@ def _state_of_layer(
 ) -> StateBytes:
     """What the rank holds that has most of the layer.
 
-    num_parameters, num_trainable: those of its tensor-parallel rank. Where more is frozen than stands beside experts,
-    experts are, too: adapters stand beside them.
+    layer: with the experts of one rank. num_parameters, num_trainable: those of its tensor-parallel rank.
     """
-    shard_ranks = unit.shard_size or unit.dp
+    shard_ranks = unit.shard_size or unit.dp * unit.cp
     of_experts = layer.num_experts * -(-layer.expert_weights // unit.tp)
-    learning = of_experts if num_parameters - num_trainable < of_experts else 0
+    learning = of_experts if layer.learning_experts else 0
+    sharing = expert_shard_size(shard_ranks, unit.ep)
     parts: list[tuple[int, int, float]] = [(num_parameters - of_experts, num_trainable - learning, shard_ranks)]
     if layer.num_experts:
-        parts.append((of_experts, learning, layer.num_experts / -(-layer.num_experts // shard_ranks)))
+        parts.append((of_experts, learning, layer.num_experts / -(-layer.num_experts // sharing)))
     states = [
         state_bytes(count, trained, precision=precision, zero=unit.zero, shard_ranks=ranks)
         for count, trained, ranks in parts
@@ -380,7 +380,7 @@ def _state_of_layer(
 def _layer_memory(
     unit: Unit, placed: StageLayer, rows: RowsOfLayer, precision: MixedPrecision, copied: float
 ) -> _LayerMemory:
-    layer = placed.layer
+    layer = placed.layer.with_experts_of(unit.ep)
     num_parameters = parameters_of_rank(layer, unit.tp)
     num_trainable = updated_of_rank(layer, unit.tp)
     size = LayerBytes.of(placed, rows(placed.module, layer) / unit.cp, unit.tp, precision)

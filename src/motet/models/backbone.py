@@ -221,7 +221,8 @@ class Backbone(nn.Module):
         gradient: that of the sum of the loss, where `through` is called without the loss behind it.
         """
         context, device = context_of(sequences), sequences.tokens.device
-        if not self._balance_weight or (context is None and not int(sequences.offsets[-1])):
+        is_empty = not int(sequences.offsets[-1]) if context is None else self._without_rows(sequences)
+        if not self._balance_weight or is_empty:
             return None
         whole = sequences if context is None else context.whole
         lengths = whole.offsets.diff().long()
@@ -354,7 +355,7 @@ class Backbone(nn.Module):
         router_loss: takes the router loss, if given.
         """
         context = context_of(sequences)
-        if len(hidden) == 0 and context is None:
+        if len(hidden) == 0 and (context is None or self._without_rows(sequences)):
             for block in self._blocks[first:stop]:
                 hidden = block(hidden)
             return hidden
@@ -388,6 +389,10 @@ class Backbone(nn.Module):
             routed = {} if router_loss is None else {ROUTER_LOSS: router_loss}
             passed = self._through(hidden, position_ids=position_ids, segments=segments, **routed)
         return passed if context is None else passed[: len(context.own)]
+
+    def _without_rows(self, sequences: Sequences) -> bool:
+        """Whether this replica takes part in the experts of others alone: then no rank shares sequences with it."""
+        return not int(sequences.offsets[-1]) and any(block.without_rows is not None for block in self._blocks)
 
     def _through(self, hidden: Tensor, **arguments: Any) -> Tensor:
         """HF's layers on rows [total, dim]. Tensor-parallel ranks have a part of them each, unless layers are to see

@@ -28,6 +28,7 @@ class Block(nn.Module):
     recompute: free the activations of the layer after forward and compute them again in backward.
     skipped:   return the hidden states as they are: another stage, or another part of this one, runs the layer.
     entering:  changes hidden states that are not empty before the layer, such as by rows that are added to them.
+    without_rows: what a rank without rows takes part in, a function of the hidden states: experts that ranks share.
     number:    of the block in its module.
     halves:    of the layer, as in `contract`; () if it has none.
     half:      which half runs: the first (0), the second (1), or both (-1).
@@ -39,6 +40,7 @@ class Block(nn.Module):
         self.recompute = recompute
         self.skipped = False
         self.entering: Callable[[Tensor], Tensor] | None = None
+        self.without_rows: Callable[[Tensor], Tensor] | None = None
         self.number = 0
         self.halves: Halves = ()
         self.half = -1
@@ -55,7 +57,8 @@ class Block(nn.Module):
         if self.skipped:
             return hidden
         if hidden.numel() == 0:
-            return take_part(hidden, self.inner.parameters())
+            hidden = take_part(hidden, self.inner.parameters())
+            return hidden if self.without_rows is None else self.without_rows(hidden)
         if self.entering is not None:
             hidden = self.entering(hidden)
         run = self._running()

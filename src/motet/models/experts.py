@@ -6,12 +6,17 @@ their experts, so that each expert multiplies its rows at once, and back; sums a
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from motet.expert_ranks import ExpertRanks
+from motet.grouped import GroupedLinear
+from motet.models.block import Block
 from motet.models.router_loss import RouterLoss
 
 ROUTER_LOSS = "router_loss"
@@ -22,6 +27,7 @@ class RoutedExperts(nn.Module):
     """What computes HF's MoE block of a family in the registry, with its modules `gate` and `experts`.
 
     layer: the number of its layer. block: HF's, whose parameters it takes.
+    ranks: those that share the experts, of which this rank has some; None: it has all.
 
     Example:
         >>> from transformers import MixtralConfig
@@ -36,10 +42,12 @@ class RoutedExperts(nn.Module):
         super().__init__()
         self.layer = layer
         self.gate, self.experts = block.gate, block.experts
+        self.product = GroupedLinear()
         # Mixtral's router always divides by the sum, and its weights stay in float32.
         self.normalises = getattr(block.gate, "norm_topk_prob", True)
         self.casts = hasattr(block.gate, "norm_topk_prob")
         self.router_loss: RouterLoss | None = None
+        self.ranks: ExpertRanks | None = None
 
     @property
     def num_experts(self) -> int:
@@ -70,18 +78,21 @@ class RoutedExperts(nn.Module):
     def _mixed(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Rows [n, width] through their experts, weighed. weights, chosen: [n, experts_per_token]."""
         experts, order = chosen.view(-1).sort(stable=True)
-        counts = torch.bincount(experts, minlength=self.num_experts).tolist()
-        given = rows[order // self.experts_per_token].split(counts)
-        gates_ups, downs = self.experts.gate_up_proj.unbind(), self.experts.down_proj.unbind()
-        made = []
-        for part, gate_up, down in zip(given, gates_ups, downs, strict=True):
-            if len(part):
-                gate, up = linear(part, gate_up).chunk(2, -1)
-                made.append(linear(self.experts.act_fn(gate) * up, down))
-        weighed = torch.cat(made) * weights.view(-1)[order][:, None]
+        counts = torch.bincount(experts, minlength=self.num_experts)
+        given = rows[order // self.experts_per_token]
+        if self.ranks is None:
+            made = self._multiplied(given, counts.tolist())
+        else:
+            made = self.ranks.through(given, counts, self._multiplied)
+        weighed = made * weights.view(-1)[order][:, None]
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        return weighed.to(rows.dtype)[back].view(*chosen.shape, -1).sum(1)
+        return weighed.to(rows.dtype)[back].view(*chosen.shape, rows.shape[1]).sum(1)
+
+    def _multiplied(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Rows in the order of this rank's experts, of which each has counts[expert], through them. The same shape."""
+        gate, up = self.product(rows, self.experts.gate_up_proj, counts).chunk(2, -1)
+        return self.product(self.experts.act_fn(gate) * up, self.experts.down_proj, counts)
 
 
 def use_routed_experts(causal_lm: nn.Module) -> int:
@@ -97,6 +108,21 @@ def use_routed_experts(causal_lm: nn.Module) -> int:
         for layer in layers:
             layer.register_forward_pre_hook(_take_router_loss, with_kwargs=True)
     return len(routed)
+
+
+def expert_parameters(blocks: Iterable[Block]) -> Iterator[nn.Parameter]:
+    """The parameters of all experts in some blocks, each [num_experts, ...]."""
+    for block in blocks:
+        if isinstance(block.mlp, RoutedExperts):
+            yield from block.mlp.experts.parameters()
+
+
+def spread_experts(blocks: Iterable[Block], ranks: ExpertRanks) -> None:
+    """Let the experts of some blocks, of which this rank has a part, compute rows of all these ranks. In place."""
+    for block in blocks:
+        if isinstance(block.mlp, RoutedExperts):
+            block.mlp.ranks = ranks
+            block.without_rows = partial(RoutedExperts.__call__, block.mlp)
 
 
 def _take_router_loss(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

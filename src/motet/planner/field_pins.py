@@ -91,7 +91,7 @@ def with_pinned_fields(candidate: Candidate, pins: Pins) -> Candidate | RuledOut
     does not have all pins then, or does not fit."""
     plan = candidate.plan
     for name, degrees in pins.modules.items():
-        plan = _with_context(plan, name, degrees)
+        plan = _with_experts(_with_context(plan, name, degrees), name, degrees)
     for name, stated in pins.fields.items():
         plan = _with_fields(plan, name, stated)
     if pins.deferred_warmup is not None and plan.schedule == "interleaved_1f1b":
@@ -110,10 +110,11 @@ def with_pinned_fields(candidate: Candidate, pins: Pins) -> Candidate | RuledOut
 
 
 def before_context(pins: Pins) -> Pins:
-    """The pins that strategies are given, which propose no context parallelism: it takes its ranks from replicas."""
+    """The pins that strategies are given, which propose no context parallelism, as it takes its ranks from replicas,
+    and no expert parallelism, which has no ranks of its own."""
 
     def whole(degrees: ModuleDegrees) -> ModuleDegrees:
-        return replace(degrees, cp=None, dp=degrees.dp and degrees.dp * (degrees.cp or 1))
+        return replace(degrees, cp=None, ep=None, dp=degrees.dp and degrees.dp * (degrees.cp or 1))
 
     dp = pins.dp and pins.dp * (pins.of(BACKBONE).cp or 1)
     return replace(pins, dp=dp, modules={name: whole(degrees) for name, degrees in pins.modules.items()})
@@ -180,6 +181,7 @@ def _pinned_unit(model: ModelSpec, name: str, modules: Sequence[str], pins: Pins
         _recomputed(recompute, num_stages),
         1 if stated.zero is None else stated.zero,
         stated.shard_size or 0,
+        degrees.ep or 1,
     )
 
 
@@ -196,6 +198,14 @@ def _with_context(plan: Plan, module: str, degrees: ModuleDegrees) -> Plan:
     if unit.cp == cp or unit.cp > 1 or unit.dp % cp or plan.schedule == "data_parallel":
         return plan
     return _with_unit(plan, unit, replace(unit, cp=cp, dp=unit.dp // cp))
+
+
+def _with_experts(plan: Plan, module: str, degrees: ModuleDegrees) -> Plan:
+    """The unit of a module with its pinned EP, among the ranks that it has."""
+    unit, ep = plan.unit_of(module), degrees.ep or 1
+    if unit.ep == ep or unit.ep > 1 or unit.dp * unit.cp % ep:
+        return plan
+    return _with_unit(plan, unit, replace(unit, ep=ep))
 
 
 def _with_fields(plan: Plan, module: str, stated: FieldPins) -> Plan:

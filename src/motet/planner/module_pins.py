@@ -7,7 +7,6 @@ module's beside them. What a strategy proposes all the same without a pin is rul
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -32,11 +31,11 @@ def degrees_of(plan: Plan, module: str) -> ModuleDegrees:
         >>> model = multimodal("toy", language_model(layer, 2, 1000), [connect(vit("image", layer, 3), 64)])
         >>> chain = Unit("all", ({"image": 2}, {"image": 1, "backbone": 1}, {"backbone": 1}), pp=3, dp=2)
         >>> print(degrees_of(Plan(model, cluster("h100"), (chain,), batch_size=4), "image"))
-        tp = 1, cp = 1, pp = 2, dp = 2
+        tp = 1, cp = 1, pp = 2, dp = 2, ep = 1
     """
     unit, layout = plan.unit_of(module), Layout(plan)
     holding = {layout.pipeline_rank(unit, stage) for stage, layers in enumerate(unit.stages) if layers.get(module)}
-    return ModuleDegrees(unit.tp, unit.cp, max(len(holding), 1), unit.dp)
+    return ModuleDegrees(unit.tp, unit.cp, max(len(holding), 1), unit.dp, unit.ep)
 
 
 def unmet_pin(plan: Plan, modules: Mapping[str, ModuleDegrees]) -> str:
@@ -89,7 +88,11 @@ def check_module_pins(job: Job, pins: Pins) -> None:
             )
         if stated.pp is not None and stated.pp > num_blocks:
             raise UserError(f"{name} is pinned to pp = {stated.pp}; it must be 1 to {num_blocks}, its blocks.")
-        if (needed := math.prod(stated.stated.values())) > cluster.num_ranks:
+        numbers = {layer.num_experts for layer in job.model.module(name).layers if layer.num_experts}
+        if stated.ep not in (None, 1) and (not numbers or any(number % stated.ep for number in numbers)):
+            has = f"{listed(sorted(numbers))} experts, which it must divide" if numbers else "no experts"
+            raise UserError(f"{name} is pinned to ep = {stated.ep}, and its layers have {has}.")
+        if (needed := stated.num_ranks) > cluster.num_ranks:
             raise UserError(
                 f"{name} is pinned to {stated}, {needed:,} ranks, and the cluster has {cluster.num_ranks:,}."
             )

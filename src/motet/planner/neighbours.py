@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from math import gcd
 from typing import get_args
 
 import numpy as np
@@ -46,6 +47,7 @@ def neighbours(job: Job, plan: Plan) -> Iterator[Plan]:
     yield from _schedules(job, plan)
     yield from _chunks(job, plan)
     yield from _shardings(plan)
+    yield from _experts(plan)
     if plan.schedule == "data_parallel":
         yield from _replicas(without_caps)
     else:
@@ -100,6 +102,17 @@ def _shardings(plan: Plan) -> Iterator[Plan]:
             for size in (0, *groups) if zero else (0,):
                 if (zero, size) != (unit.zero, unit.shard_size):
                     yield _with_unit(plan, index, replace(unit, zero=zero, shard_size=size))
+
+
+def _experts(plan: Plan) -> Iterator[Plan]:
+    """Experts shared by the next smaller and larger numbers of ranks that divide the experts and the ranks."""
+    for index, unit in enumerate(plan.units if plan.schedule != "data_parallel" else ()):
+        layers = (layer for name in unit.modules for layer in plan.model.module(name).layers)
+        if numbers := {layer.num_experts for layer in layers if layer.num_experts}:
+            degrees = divisors(gcd(unit.dp * unit.cp, *numbers))
+            at = degrees.index(unit.ep) if unit.ep in degrees else 0
+            for ep in {*degrees[at + 1 : at + 2], *degrees[max(at - 1, 0) : at]}:
+                yield _with_unit(plan, index, replace(unit, ep=ep))
 
 
 def _replicas(plan: Plan) -> Iterator[Plan]:
@@ -203,7 +216,8 @@ def evenly_cut(job: Job, unit: Unit, num_examples: int, num_chunks: int = 1) -> 
 def _resized(plan: Plan, index: int, unit: Unit) -> Iterator[Plan]:
     """The Plan with a unit of other degrees: placed anew and, for another DP of the backbone, with microbatches that
     divide the batch."""
-    yield from with_microbatches(on_first_ranks(_with_unit(plan, index, unit)), plan)
+    placed = replace(unit, ep=gcd(unit.ep, unit.dp * unit.cp))
+    yield from with_microbatches(on_first_ranks(_with_unit(plan, index, placed)), plan)
 
 
 def with_microbatches(plan: Plan, before: Plan) -> Iterator[Plan]:

@@ -39,7 +39,7 @@ def parse_pins(texts: Sequence[str], strategies: Iterable[str]) -> Pins:
         >>> pins.tp, pins.strategies
         (8, ('data parallel',))
         >>> parse_pins(["image.pp=2", "image.dp=1"], []).modules
-        {'image': ModuleDegrees(tp=None, cp=None, pp=2, dp=1)}
+        {'image': ModuleDegrees(tp=None, cp=None, pp=2, dp=1, ep=None)}
     """
     pinned: dict[str, typing.Any] = {}
     modules: dict[str, dict[str, typing.Any]] = {}

@@ -243,12 +243,12 @@ def _words(start: Candidate, plan: Plan) -> str:
 
 
 def _degrees(plan: Plan) -> tuple[object, ...]:
-    units = [(unit.tp, unit.cp, unit.pp, unit.dp, unit.zero, unit.shard_size) for unit in plan.units]
+    units = [(unit.tp, unit.cp, unit.pp, unit.dp, unit.ep, unit.zero, unit.shard_size) for unit in plan.units]
     return plan.schedule, plan.microbatch_size, *units
 
 
 def _unit_words(unit: Unit) -> str:
-    sizes = {"TP": unit.tp, "CP": unit.cp, "PP": unit.pp, "DP": unit.dp}
-    words = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name != "CP")
+    sizes = {"TP": unit.tp, "CP": unit.cp, "PP": unit.pp, "DP": unit.dp, "EP": unit.ep}
+    words = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name not in ("CP", "EP"))
     groups = f" in groups of {unit.shard_size}" if unit.shard_size else ""
     return f"{unit.name} {words}, ZeRO {unit.zero}{groups}"

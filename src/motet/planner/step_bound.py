@@ -174,6 +174,7 @@ class _Bounds:
         self.encoders = tuple(module.name for module in job.model.modules if module.name != BACKBONE)
         self.num_blocks = {name: len(job.model.module(name).blocks) for name in (*self.encoders, BACKBONE)}
         self.parameters = {name: self._parameters(name) for name in self.num_blocks}
+        self.held = {name: self._parameters(name, spread=True) for name in self.num_blocks}
         self._rows = rows.of
         self._share = cache(self._even_share)
         self._longest = cache(self._longest_on_one)
@@ -346,7 +347,7 @@ class _Bounds:
         return min(rows, default=math.inf) * element_bytes
 
     def _reduction_s(self, shape: _Shape) -> float:
-        trainable = self.parameters[BACKBONE][1] / shape.tp
+        trainable = self.held[BACKBONE][1] / shape.tp
         if shape.num_copies == 1 or not trainable:
             return 0.0
         passes = self._share(BACKBONE, shape.tp, shape.cp, shape.dp)
@@ -412,7 +413,7 @@ class _Bounds:
     def _state_bytes(
         self, names: Collection[str], parts: int, num_copies: int, pipeline: bool, stages: tuple[int, ...]
     ) -> float:
-        total, trainable = (sum(self.parameters[name][index] for name in names) // parts for index in (0, 1))
+        total, trainable = (sum(self.held[name][index] for name in names) // parts for index in (0, 1))
         kinds = (True,) if pipeline else (False, True)
         return min(
             sum(state_bytes(total, trainable, precision=precision, zero=zero, shard_ranks=num_copies))
@@ -424,16 +425,16 @@ class _Bounds:
         """Messages of ZeRO 3 on a rank: parameters are gathered at least once, gradients reduced once."""
         if "communication" in self.without or shape.num_copies == 1 or self.num_ranks > MAX_RANKS_BY_SHAPE:
             return 0.0
-        total, trainable = (number / shape.tp for number in self.parameters[BACKBONE])
+        total, trainable = (number / shape.tp for number in self.held[BACKBONE])
         precision = self.job.mixed_precision(pipeline=shape.pp > 1)
         ranks = range(0, 2 * shape.tp, shape.tp)
         gathered_s = self.cost.gather_seconds(total * precision.compute, ranks)
         reduced_s = self.cost.reduce_scatter_seconds(trainable * precision.gradient, ranks) if trainable else 0.0
         return (gathered_s + reduced_s) / shape.pp
 
-    def _parameters(self, name: str) -> tuple[int, int]:
-        """All and trainable ones."""
-        layers = self.job.model.module(name).layers
+    def _parameters(self, name: str, *, spread: bool = False) -> tuple[int, int]:
+        """All and trainable ones. spread: those of a rank where one expert of each layer is on each rank."""
+        layers = [_spread(layer) if spread else layer for layer in self.job.model.module(name).layers]
         total = sum(layer.parameters for layer in layers)
         return total, sum(layer.updated_parameters for layer in layers)
 
@@ -484,7 +485,7 @@ class _Bounds:
         rows, layer = self._rows(placed.module, placed.layer), placed.layer
         whole_rows, pairs = share(rows).T
         work = Work(whole_rows / cp, pairs / cp)
-        seconds = self.cost.layer_seconds(placed.module, layer, work, tp)
+        seconds = self.cost.layer_seconds(placed.module, _spread(layer), work, tp)
         messages_s = self.cost.tensor_seconds(layer, work, range(tp)) if tp > 1 else np.zeros(2)
         if cp > 1 and layer.attention is not None:  # Keys and values of all rows are gathered.
             precision = self.job.mixed_precision(pipeline=True)
@@ -494,3 +495,8 @@ class _Bounds:
         backward_s = backward_seconds(seconds, layer, placed.needs_input) + placed.has_backward * messages_s
         input_s = float(seconds.input_s[1] + messages_s[1]) if placed.needs_input else 0.0
         return _Passes(float(seconds.forward_s[0] + messages_s[0]), input_s, float(backward_s[1]))
+
+
+def _spread(layer: Layer) -> Layer:
+    """The layer as a rank has the least of it: where ranks share its experts, one expert each."""
+    return layer.with_experts_of(layer.num_experts)

@@ -164,8 +164,8 @@ def _planned(
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
         raise UserError(
-            "motet.apply: degrees of modules are as {'image': {'pp': 2}}, of tp, cp, pp and dp, whole numbers from 1; "
-            f"{where or type(degrees).__name__} is not."
+            "motet.apply: degrees of modules are as {'image': {'pp': 2}}, of tp, cp, pp, dp and ep, whole numbers from "
+            f"1; {where or type(degrees).__name__} is not."
         ) from None
     if not (name := device_name(world.device)):
         raise UserError("motet.apply: no figures of this GPU are known; give a plan of `motet plan`, not degrees.")

@@ -37,6 +37,9 @@ def untrained(plan: Plan) -> str:
         "tensor-parallel messages hidden behind products (tensor_pieces > 1)": (
             plan.cluster.tensor_pieces > 1 and any(unit.tp > 1 for unit in plan.units)
         ),
+        "expert parallelism (ep > 1) beside encoders in bubbles": (
+            any(unit.ep > 1 for unit in plan.units) and bool(units_in_bubbles(plan))
+        ),
         "context parallelism (cp > 1) beside encoders in bubbles": (
             any(unit.cp > 1 for unit in plan.units) and bool(units_in_bubbles(plan))
         ),

@@ -1,14 +1,14 @@
 """Gradients of weights that wait: backward in two halves, I and W, for zero-bubble schedules (Qi et al. 2024).
 
 I is an ordinary backward pass in which linear layers give the gradient of their input at once, and keep their input and
-the gradient of their output. W multiplies the two. All else that backward makes comes in I: gradients of biases, norms,
-embeddings, convolutions, and of linear layers that a module does not call as `nn.Linear`. So no graph is walked twice,
-recomputation runs once, and W needs no weights.
+the gradient of their output, and so do routed experts. W multiplies the two. All else that backward makes comes in I:
+gradients of biases, norms, routers, embeddings, convolutions, and of linear layers that a module does not call as
+`nn.Linear`. So no graph is walked twice, recomputation runs once, and W needs no weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from motet.grouped import GroupedLinear, add_weight_gradients
 from motet.tensor_parallel import RowLinear
 
 
@@ -27,16 +28,22 @@ class WeightProduct:
     """The gradient of a weight [out, in] from one pass, not yet computed: gradient^T rows.
 
     rows: [n, in], the input of the layer. gradient: [n, out], that of its output.
+    counts: of rows by expert, where the weight has those of several, [num_experts, out, in]; (): it is one matrix.
     """
 
     weight: nn.Parameter
     rows: Tensor
     gradient: Tensor
+    counts: Sequence[int] = ()
 
     def add(self) -> None:
         """Compute it, and add it to the weight's gradient."""
         with torch.no_grad():
-            if self.weight.grad is None:
+            if self.counts:
+                if self.weight.grad is None:
+                    self.weight.grad = torch.zeros_like(self.weight)
+                add_weight_gradients(self.weight.grad, self.rows, self.gradient, self.counts)
+            elif self.weight.grad is None:
                 self.weight.grad = self.gradient.t() @ self.rows
             else:
                 self.weight.grad.addmm_(self.gradient.t(), self.rows)
@@ -64,7 +71,9 @@ class DeferredWeights:
         for module in modules:
             for child in module.modules():
                 # A subclass with a forward of its own may compute something else.
-                if isinstance(child, RowLinear):
+                if isinstance(child, GroupedLinear):
+                    child.waits = self.waits
+                elif isinstance(child, RowLinear):
                     child.product = partial(_forward, child, self, False)
                 elif isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward:
                     child.forward = partial(_forward, child, self, True)  # type: ignore[method-assign]
@@ -78,11 +87,11 @@ class DeferredWeights:
         finally:
             self._products = None
 
-    def waits(self, weight: nn.Parameter, rows: Tensor, gradient: Tensor) -> bool:
+    def waits(self, weight: nn.Parameter, rows: Tensor, gradient: Tensor, counts: Sequence[int] = ()) -> bool:
         """Keep a product, if the running backward pass says so."""
         if self._products is None:
             return False
-        self._products.append(WeightProduct(weight, rows, gradient))
+        self._products.append(WeightProduct(weight, rows, gradient, counts))
         return True
 
 

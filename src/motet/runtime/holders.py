@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
+from motet.core.plan import expert_shard_size
 from motet.core.workload import BACKBONE
 from motet.runtime.groups import new_group
 from motet.runtime.place import Place
@@ -27,11 +28,13 @@ class Holders:
 
     stages: the stages of the Program that use it.
     cut:    the dimension in which tensor-parallel ranks cut it; None: each of them holds all of it.
+    is_spread: whether it is of experts, which expert-parallel ranks cut in the first dimension.
     """
 
     ranks: tuple[int, ...]
     stages: tuple[int, ...]
     cut: int | None = None
+    is_spread: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,13 @@ class Sharing:
     """How the ranks that hold a parameter share it.
 
     module:      the module that it belongs to.
-    ranks:       those that hold it.
+    ranks:       those that hold it; of experts, those that hold the same ones as this rank.
     stages:      the stages of the Program that use it.
     is_of_stage: whether one stage of each of these ranks uses it, whose GATHER and REDUCE are for it too.
     zero:        the ZeRO stage; 0 where every rank holds all of the state.
     shard_size:  the number of ranks that share one copy of the sharded state: consecutive ones.
-    cut:         as in `Holders`.
-    tensor_ranks: this rank's tensor-parallel ranks: each has another part of a parameter that is cut, or all of it.
+    cut:         the dimension in which `cut_ranks` cut it; None: each of them holds all of it.
+    cut_ranks:   this rank's tensor-parallel ranks, or of experts those that share experts with it.
 
     Example:
         >>> sharing = Sharing("image", ranks=(4, 5, 6, 7), stages=(1,), is_of_stage=True, zero=1, shard_size=2)
@@ -60,7 +63,7 @@ class Sharing:
     zero: int = 0
     shard_size: int = 1
     cut: int | None = None
-    tensor_ranks: tuple[int, ...] = (0,)
+    cut_ranks: tuple[int, ...] = (0,)
 
     @property
     def is_shared_out(self) -> bool:
@@ -70,7 +73,7 @@ class Sharing:
     @property
     def num_tensor_copies(self) -> int:
         """Tensor-parallel ranks that hold the same."""
-        return len(self.tensor_ranks) if self.cut is None else 1
+        return len(self.cut_ranks) if self.cut is None else 1
 
     @staticmethod
     def of(name: str, parameter: nn.Parameter, holders: Holders, place: Place, *, casts: bool) -> Sharing:
@@ -82,12 +85,15 @@ class Sharing:
         number, *others = (number for number in holders.stages if number in place.stages)
         stage = place.stages[number]
         is_of_stage = not others and stage.data_ranks == holders.ranks
-        ranks, tensor_ranks = place.held_by(holders.ranks, stage), place.tensor_ranks
-        cut = holders.cut if len(tensor_ranks) > 1 else None
+        ranks, cut_ranks, shard_size = place.held_by(holders.ranks, stage), place.tensor_ranks, stage.shard_size
+        cut = holders.cut if len(cut_ranks) > 1 else None
+        if holders.is_spread and (ep := stage.unit.ep) > 1:
+            ranks, cut, cut_ranks = ranks[ranks.index(place.rank) % ep :: ep], 0, place.expert_ranks
+            shard_size = expert_shard_size(shard_size, ep)
         is_shared = stage.zero == 3 or (stage.zero > 0 and (parameter.requires_grad or casts))
-        if not is_of_stage or not is_shared or stage.shard_size == 1 or parameter.ndim == 0:
-            return Sharing(module, ranks, holders.stages, is_of_stage, cut=cut, tensor_ranks=tensor_ranks)
-        return Sharing(module, ranks, holders.stages, is_of_stage, stage.zero, stage.shard_size, cut, tensor_ranks)
+        if not is_of_stage or not is_shared or shard_size == 1 or parameter.ndim == 0:
+            return Sharing(module, ranks, holders.stages, is_of_stage, cut=cut, cut_ranks=cut_ranks)
+        return Sharing(module, ranks, holders.stages, is_of_stage, stage.zero, shard_size, cut, cut_ranks)
 
     def shards(self, rank: int) -> tuple[int, ...]:
         """The ranks that share one copy with `rank`."""
@@ -110,8 +116,13 @@ def sharing_groups(program: PlannedProgram, holders: Iterable[Holders]) -> RankG
         for t in range(program.stages[each.stages[0]].unit.tp)
     }
     for stage in program.stages:
-        for t in range(stage.unit.tp) if stage.shard_size > 1 else ():
-            ranks = tuple(rank + t for rank in stage.data_ranks)
-            whole = Sharing("", ranks, (), True, stage.zero, stage.shard_size)
-            sets |= {of(rank) for rank in ranks for of in (whole.shards, whole.copies)}
+        ep = stage.unit.ep
+        held = [(tuple(rank + t for rank in stage.data_ranks), stage.shard_size) for t in range(stage.unit.tp)]
+        if ep > 1:
+            held += [(stage.data_ranks[index::ep], expert_shard_size(stage.shard_size, ep)) for index in range(ep)]
+            sets |= {ranks for ranks, _ in held}
+        for ranks, shard_size in held:
+            if shard_size > 1:
+                whole = Sharing("", ranks, (), True, stage.zero, shard_size)
+                sets |= {of(rank) for rank in ranks for of in (whole.shards, whole.copies)}
     return {ranks: new_group(ranks) if len(ranks) > 1 else None for ranks in sorted(sets)}

@@ -111,6 +111,11 @@ class Place:
         """The ranks that share products with this one, by t; itself where it shares none."""
         return tuple(range(self.rank - self.t, self.rank - self.t + self.unit.tp))
 
+    @property
+    def expert_ranks(self) -> tuple[int, ...]:
+        """The ranks that share experts with this one, in order; itself where it shares none."""
+        return self.unit.expert_ranks(self.rank)
+
     def held_by(self, ranks: tuple[int, ...], stage: PlannedStage) -> tuple[int, ...]:
         """The ranks that hold the same parameters of a stage as this rank, context-parallel ones included.
 

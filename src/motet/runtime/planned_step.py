@@ -86,12 +86,14 @@ class PlannedStep:
         has_halves = any(action.kind is Kind.W for action in place.row.row)
         self.deferred = DeferredWeights(self.modules.values()) if has_halves else None
         self.like = torch.empty(0, dtype=held.types.compute or first.dtype, device=mesh.device)
+        width = spec.module(BACKBONE).layers[0].output_width
+        self.without_rows = self.like.new_empty(0, width).requires_grad_()
 
     def run(self, batches: Sequence[RankBatch], step: int = 0) -> StepResult:
         """Take one step, as `TrainStep.run` does. A collective."""
         leave_out = () if self.optimizer else (Kind.STEP,)
         self.held.sent.take()  # What has been gathered between steps, as for held-out data, is none of the step's.
-        self.groups.tensor_sent.clear()
+        self.groups.sent.clear()
         with self.held.whole():
             running = _RunningPlan(self, self._place_of(batches), batches)
             row, handlers = running.place.row, running.handlers
@@ -164,7 +166,12 @@ class _RunningPlan:
         self.totals = torch.zeros(7, dtype=torch.float64, device=mesh.device)
         self.stages = {
             number: SectionedStage(
-                [Section(span, model, self.totals, self.loss_gradient) for span in step.spans[number]],
+                [
+                    Section(
+                        span, model, self.totals, self.loss_gradient, step.without_rows if stage.unit.ep > 1 else None
+                    )
+                    for span in step.spans[number]
+                ],
                 trains and stage.has_backward,
                 mesh.device,
             )
@@ -300,10 +307,10 @@ class _RunningPlan:
             scale_gradients(parameters, clip_factor(self.totals[0].sqrt(), self.step.max_grad_norm))
 
     def _exchanged_bytes(self) -> float:
-        """Bytes that this rank has given to others that share its sequences, or its layers."""
+        """Bytes that this rank has given to others that share its sequences, its layers, or its experts."""
         contexts = (batch.sequences.context for batch in self.batches)
         of_context = sum(sum(context.sent) for context in contexts if context is not None)
-        return of_context + sum(self.step.groups.tensor_sent)
+        return of_context + sum(self.step.groups.sent)
 
     def count_losses_once(self) -> None:
         """Leave the loss and the targets to the first of the tensor-parallel ranks, which all compute the same loss."""

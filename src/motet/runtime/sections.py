@@ -164,11 +164,21 @@ class Section:
     """A span of blocks with its module. totals: float64 [>= 3], to which the loss and the targets are added.
 
     loss_gradient: that of the sum of the loss.
+    without_rows: hidden states of no row, [0, width], of a rank that takes part in the blocks of the backbone where it
+                  has none, as replicas share experts; None: it runs nothing there.
     """
 
-    def __init__(self, span: BlockSpan, model: Model, totals: Tensor, loss_gradient: float = 1.0) -> None:
+    def __init__(
+        self,
+        span: BlockSpan,
+        model: Model,
+        totals: Tensor,
+        loss_gradient: float = 1.0,
+        without_rows: Tensor | None = None,
+    ) -> None:
         self.span, self.taken, self._totals, self._loss_gradient = span, span.taken, totals, loss_gradient
         self._is_backbone = span.module == BACKBONE
+        self.without_rows = None if span.leaves else without_rows
         self._module = model.backbone if self._is_backbone else model.encoders[span.module]
 
     @property
@@ -179,7 +189,8 @@ class Section:
     def has_input(self, batch: RankBatch) -> bool:
         """Whether this rank has anything to compute in a microbatch."""
         if self._is_backbone:
-            return bool(batch.sequences.offsets.numpy()[-1])
+            has_rows = bool(batch.sequences.offsets.numpy()[-1])
+            return has_rows or (self.without_rows is not None and batch.lengths.num_examples > 0)
         return len(batch.media[self.span.module][1]) > 0
 
     def run(self, batch: RankBatch, taken: dict[str, Tensor], *, is_again: bool = False) -> Tensor:
@@ -269,6 +280,8 @@ class SectionedStage:
                     taken[name] = _leaf(held[name] if name in span.kept else held.pop(name))
             if not section.has_input(batch):
                 continue
+            if span.module in section.taken and span.module not in taken and section.without_rows is not None:
+                taken[span.module] = _leaf(section.without_rows)  # A message without rows is none.
             run = SectionRun(section, taken, None)
             keeps_graph = self._has_backward and not span.is_recomputed
             if self._has_backward and span.is_recomputed:

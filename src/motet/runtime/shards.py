@@ -14,7 +14,8 @@ from motet.runtime.mesh import REPLICATE, SHARD
 from motet.tensor_parallel import part_of
 
 TENSOR = "tensor"
-"""The axis of a mesh over the tensor-parallel ranks that cut a parameter. It is the first: its parts are shared out."""
+"""The axis of a mesh over the tensor- or expert-parallel ranks that cut a parameter. It is the first: its parts are
+shared out."""
 
 
 def share_out(
@@ -75,7 +76,7 @@ def _placement(axis: str, cut: int | None) -> Placement:
 def _mesh(sharing: Sharing, rank: int, groups: RankGroups, device_type: str) -> DeviceMesh:
     sets: dict[str, tuple[int, ...]] = {}
     if sharing.cut is not None:
-        sets[TENSOR] = sharing.tensor_ranks
+        sets[TENSOR] = sharing.cut_ranks
     if 1 < sharing.shard_size < len(sharing.ranks):
         sets[REPLICATE] = sharing.copies(rank)
     if sharing.shard_size > 1:
@@ -86,6 +87,6 @@ def _mesh(sharing: Sharing, rank: int, groups: RankGroups, device_type: str) -> 
         return DeviceMesh.from_group(of_axes[0], device_type, mesh_dim_names=names)
     ranks = torch.tensor(sharing.ranks)
     if TENSOR in sets:
-        ranks = ranks + (torch.tensor(sharing.tensor_ranks) - rank)[:, None]
+        ranks = ranks + (torch.tensor(sharing.cut_ranks) - rank)[:, None]
     mesh = ranks.view([len(of_axis) for of_axis in sets.values()])
     return DeviceMesh.from_group(of_axes, device_type, mesh=mesh, mesh_dim_names=names)

@@ -8,6 +8,7 @@ from itertools import product
 import torch.distributed as dist
 
 from motet.runtime.groups import new_group
+from motet.runtime.holders import RankGroups
 from motet.runtime.place import Place
 
 
@@ -15,18 +16,24 @@ from motet.runtime.place import Place
 class UnitGroups:
     """The groups of one rank inside its unit. They have communicators of their own, apart from those of gradients.
 
-    context: ranks that run the same sequences, by c. tensor: ranks that share the same layers, by t. None: it is alone.
-    tensor_sent: gets the bytes that it sends in collectives of the latter.
+    context: ranks that run the same sequences, by c. tensor: ranks that share the same layers, by t.
+    experts: ranks that share experts. None: it is alone.
+    sent:    gets the bytes that it sends in collectives of the latter two.
     """
 
     context: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
-    tensor_sent: list[float] = field(default_factory=list)
+    experts: dist.ProcessGroup | None = None
+    sent: list[float] = field(default_factory=list)
+
+    def by_ranks(self, place: Place) -> RankGroups:
+        """The groups whose ranks cut parameters."""
+        return {place.expert_ranks: self.experts, place.tensor_ranks: self.tensor}
 
     @staticmethod
     def of(place: Place) -> UnitGroups:
         """Make the groups of all ranks of a Plan. A collective, which does nothing where no unit has such ranks."""
-        context = tensor = None
+        context = tensor = experts = None
         for unit in place.program.layout.units:
             for p, d in product(range(unit.pp), range(unit.dp)):
                 for t in range(unit.tp) if unit.cp > 1 else ():
@@ -37,4 +44,7 @@ class UnitGroups:
                     ranks = [unit.rank(p, d, c, t) for t in range(unit.tp)]
                     group = new_group(ranks)
                     tensor = group if place.rank in ranks else tensor
-        return UnitGroups(context, tensor)
+            for ranks in sorted({unit.expert_ranks(rank) for rank in unit.ranks}) if unit.ep > 1 else ():
+                group = new_group(ranks)
+                experts = group if place.rank in ranks else experts
+        return UnitGroups(context, tensor, experts)

@@ -16,8 +16,10 @@ from motet.core.heap import keep_freed_memory
 from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
+from motet.expert_ranks import ExpertRanks
 from motet.models.context_items import GROUP_CAST, ULYSSES
 from motet.models.divided import cuts_of, divide, split_fused, why_undivided
+from motet.models.experts import expert_parameters, spread_experts
 from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
 from motet.models.part import keep_spans, names_of_spans
@@ -173,7 +175,11 @@ def holders_of(model: MLLM, program: PlannedProgram) -> dict[str, Holders]:
     if left := [name for name, _ in model.named_parameters() if name not in ranks]:
         raise UserError(f"The weight {left[0]} belongs to no block of its module, so no stage of a plan can hold it.")
     cuts = {name: cut for module in _divided(program) for name, cut in cuts_of(model, module).items()}
-    return {name: Holders(tuple(sorted(ranks[name])), tuple(stages[name]), cuts.get(name)) for name in ranks}
+    experts = {id(parameter) for parameter in expert_parameters(model.backbone.blocks)}
+    spread = {name for name, parameter in model.named_parameters() if id(parameter) in experts}
+    return {
+        name: Holders(tuple(sorted(ranks[name])), tuple(stages[name]), cuts.get(name), name in spread) for name in ranks
+    }
 
 
 def split_products(model: MLLM, program: PlannedProgram) -> None:
@@ -187,9 +193,12 @@ def _divided(program: PlannedProgram) -> set[str]:
 
 
 def divide_part(model: MLLM, place: Place, groups: UnitGroups) -> None:
-    """Change the layers of this rank's part, in place, to those of a tensor-parallel rank."""
+    """Change the layers of this rank's part, in place, to those of a tensor-parallel or an expert-parallel rank."""
+    if groups.experts is not None and BACKBONE in place.modules:
+        index, size = place.expert_ranks.index(place.rank), len(place.expert_ranks)
+        spread_experts(model.backbone.blocks, ExpertRanks(groups.experts, index, size, groups.sent))
     if groups.tensor is not None:
-        ranks = TensorRanks(groups.tensor, place.t, len(place.tensor_ranks), groups.tensor_sent)
+        ranks = TensorRanks(groups.tensor, place.t, len(place.tensor_ranks), groups.sent)
         divide(model, dict.fromkeys(place.modules, ranks))
 
 
@@ -240,7 +249,7 @@ def build_part(
         split_products(model, place.program)
         holders = holders_of(model, place.program)
     unit_groups = UnitGroups.of(place)
-    groups = {**sharing_groups(place.program, holders.values()), place.tensor_ranks: unit_groups.tensor}
+    groups = {**unit_groups.by_ranks(place), **sharing_groups(place.program, holders.values())}
     with world.together():
         keep_spans(model, *place.stage_spans)
         divide_part(model, place, unit_groups)

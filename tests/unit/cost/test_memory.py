@@ -93,6 +93,18 @@ def test_experts_are_divided_whole():
         assert held.optimizer == math.ceil(8 * others / num_ranks) + 8 * of_experts * share // 8
 
 
+@pytest.mark.parametrize(("ep", "zero", "own", "shards"), [(2, 0, 4, 1), (4, 1, 2, 1), (2, 1, 4, 2), (8, 0, 1, 1)])
+def test_ranks_that_share_experts_hold_their_own(ep, zero, own, shards):
+    """Of 8 experts each rank of `ep` has 8 / ep, which ranks that have the same ones share out under ZeRO."""
+    layer = Transformer(64, 128, 4, biases=(), num_experts=8, experts_per_token=2).layer()
+    of_expert, dp = 2 * 64 * 128, max(4, ep)
+    unit = Unit("all", ({"backbone": 1},), dp=dp, ep=ep, zero=zero)
+    held = stage_memory(unit, [StageLayer("backbone", layer, True, False)], lambda *_: 1.0, 1, FSDP_FP32)
+    others = layer.parameters - 8 * of_expert
+    assert held.gradients == 4 * (others + own * of_expert)
+    assert held.optimizer == math.ceil(8 * others / (dp if zero else 1)) + 8 * own * of_expert // shards
+
+
 def test_a_pipeline_gathers_and_reduces_a_stage_as_a_whole():
     unit = whole(zero=3, dp=4)
     layers = list(stage_layers(MODEL, unit_spans(MODEL, unit, 0), {}))
@@ -181,7 +193,10 @@ def test_microbatches_in_flight_and_tensor_and_context_parallelism():
     assert halved.transient == one.transient  # Gradients of whole rows.
     by_context = memory_of(whole(cp=2))
     assert by_context.activations == pytest.approx(one.activations / 2, rel=1e-3)
-    assert by_context.parameters == one.parameters
+    # Context-parallel ranks hold the same parameters, so that ZeRO shares their state out over them, too.
+    replicas = memory_of(whole(dp=2))
+    for name in ("parameters", "gradients", "optimizer"):
+        assert getattr(by_context, name) == getattr(replicas, name)
 
 
 def test_what_is_frozen_keeps_activations_only_where_a_gradient_passes():

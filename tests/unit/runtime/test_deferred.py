@@ -7,7 +7,10 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
+from motet.models.experts import RoutedExperts
 from motet.runtime.deferred import DeferredWeights
 
 
@@ -94,3 +97,35 @@ def test_under_autocast_nothing_waits():
     with deferred.into(products):
         output.float().sum().backward()
     assert output.dtype == torch.bfloat16 and not products and layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("frozen", [(), ("gate_up_proj",)])
+def test_experts_wait(recomputed, frozen):
+    """Their matrices' gradients come in W, as `Layer.defers_weights` says of the layer; an expert may have no row."""
+    config = MixtralConfig(hidden_size=6, intermediate_size=4, num_local_experts=5, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    block = MixtralSparseMoeBlock(config).double()
+    for parameter in block.parameters():
+        nn.init.normal_(parameter)
+    for name in frozen:
+        getattr(block.experts, name).requires_grad_(False)
+    expected = RoutedExperts(0, deepcopy(block))
+    model, x, other = RoutedExperts(0, block), rows(1)[:1, :1], rows(1)[:1, :1]
+    deferred, products = DeferredWeights([model]), []
+    for each in (x, other):
+        each.retain_grad()
+    expected(other).sin().sum().backward()
+    output = checkpoint(model, x, use_reentrant=False) if recomputed else model(x)
+    with deferred.into(products):
+        output.sin().sum().backward()
+    waiting = {"experts.gate_up_proj", "experts.down_proj"} - {f"experts.{name}" for name in frozen}
+    assert gradients(expected, other).keys() - gradients(model, x).keys() == waiting
+    assert len(products) == len(waiting) and min(products[0].counts) == 0
+    for _ in range(2):  # What is there is added to.
+        for product in products:
+            product.add()
+    found, wanted = gradients(model, x), gradients(expected, other)
+    factors = {name: 2 if name in waiting else 1 for name in wanted}
+    assert found.keys() == wanted.keys()
+    assert all(torch.allclose(found[name], factors[name] * wanted[name], rtol=0, atol=1e-12) for name in wanted)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from math import gcd
 
 from motet.core.errors import UserError
 from motet.core.limits import check_size
@@ -27,6 +28,7 @@ def check_fit(plan: Plan) -> None:
     _check_units(plan)
     _check_layers(plan)
     _check_heads(plan)
+    _check_experts(plan)
     _check_order(plan)
     _check_ranks(plan)
     _check_batch(plan)
@@ -41,7 +43,7 @@ def _check_units(plan: Plan) -> None:
         if count > 1:
             raise UserError(f"{count} units are named {name!r}; each must have its own name.")
     for unit in plan.units:
-        sizes = {"dp": unit.dp, "pp": unit.pp, "tp": unit.tp, "cp": unit.cp}
+        sizes = {"dp": unit.dp, "pp": unit.pp, "tp": unit.tp, "cp": unit.cp, "ep": unit.ep}
         for key, size in sizes.items():
             if size < 1:
                 raise UserError(f"unit {unit.name!r}: {key} is {size}; it must be at least 1.")
@@ -114,6 +116,32 @@ def _check_heads(plan: Plan) -> None:
         for name in unit.modules if unit.tp > 1 else ():
             if what := undivided_heads(plan.model.module(name), unit.tp):
                 raise UserError(f"unit {unit.name!r}: tp is {unit.tp}, and {name!r} has {what}; tp must divide them.")
+
+
+def _check_experts(plan: Plan) -> None:
+    """Expert-parallel ranks have whole experts, as many each, and run the same passes in the same order."""
+    for unit in plan.units:
+        if unit.ep == 1:
+            continue
+        where = f"unit {unit.name!r}: ep is {unit.ep}"
+        layers = [stack.layer for name in unit.modules for stack in plan.model.module(name).stacks]
+        numbers = sorted({layer.num_experts for layer in layers if layer.num_experts})
+        if not numbers:
+            raise UserError(f"{where}, and {', '.join(unit.modules)} have no experts; it must be 1.")
+        if undivided := [number for number in numbers if number % unit.ep]:
+            raise UserError(f"{where}, and layers have {undivided[0]} experts; ep must divide them.")
+        if unit.dp * unit.cp % unit.ep:
+            raise UserError(f"{where}; it must divide dp * cp, {unit.dp * unit.cp}, whose ranks share experts.")
+        if unit.tp > 1:
+            raise UserError(f"{where} and tp is {unit.tp}; one of them must be 1.")
+        if plan.schedule == "data_parallel":
+            raise UserError(f"{where}; under 'data_parallel' it must be 1: 'gpipe' with pp 1 is the same with stages.")
+        islands = gcd(*(other.dp for other in pipelined_units(plan)))
+        if unit.cp % unit.ep and unit.dp != islands:
+            raise UserError(
+                f"{where}, over replicas that other units feed in common; dp must divide that of each other unit, or "
+                f"ep must divide cp, {unit.cp}."
+            )
 
 
 def undivided_heads(module: Module, tp: int) -> str:

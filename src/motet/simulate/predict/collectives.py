@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from motet.core.arrays import Float64Array
+from motet.core.plan import expert_shard_size
 from motet.core.spec import Layer
 from motet.schedule import PlannedStage
 from motet.simulate.predict.stage_pricing import Pricing
@@ -37,6 +38,19 @@ class _Size(NamedTuple):
     updated: float
 
 
+class _Shared(NamedTuple):
+    """Parameters of a stage that the same ranks share.
+
+    slices:   those that have a message each.
+    shards:   the ranks that share the first copy of their state.
+    replicas: the ranks that hold the same share of them in all copies.
+    """
+
+    slices: list[_Size]
+    shards: tuple[int, ...]
+    replicas: tuple[int, ...]
+
+
 class Collectives:
     """The collectives of the stages that `pricing` prices. Stages that are alike are priced once."""
 
@@ -54,7 +68,8 @@ class Collectives:
 
     def _sizes(self, stage: PlannedStage) -> _Size:
         if stage.key not in self._known_sizes:
-            self._known_sizes[stage.key] = self._size(stage)
+            sizes = [size for shared in self._shared(stage) for size in shared.slices]
+            self._known_sizes[stage.key] = _Size(*(sum(each) for each in zip(*sizes, strict=True)))
         return self._known_sizes[stage.key]
 
     def of_stages(self) -> Float64Array:
@@ -83,28 +98,40 @@ class Collectives:
             return np.zeros(1)
         return np.array([self.cost.all_reduce_seconds(_TOTALS_BYTES, self.planned.stages[0].data_ranks)])
 
-    def _size(self, stage: PlannedStage) -> _Size:
-        return self._size_of([placed.layer for placed in self.pricing.layers(stage)], stage)
+    def _shared(self, stage: PlannedStage) -> list[_Shared]:
+        """All that a stage holds; its experts apart where ranks share them (`Unit.ep`).
 
-    def _slices(self, stage: PlannedStage) -> list[_Size]:
-        """The slices of parameters that have a message each: FSDP's in data parallelism, else the whole stage."""
-        layers = [placed.layer for placed in self.pricing.layers(stage)]
+        FSDP has a message for each of its slices in data parallelism; a pipeline has one for the whole stage.
+        """
+        ranks, ep, size = stage.data_ranks, stage.unit.ep, stage.shard_size
+        layers = [placed.layer.with_experts_of(ep) for placed in self.pricing.layers(stage)]
         slices = fsdp_slices(layers) if self.plan.schedule == "data_parallel" else [layers]
-        return [self._size_of(slice_, stage) for slice_ in slices]
-
-    def _size_of(self, layers: Sequence[Layer], stage: PlannedStage) -> _Size:
-        total = sum(layer.parameters for layer in layers) / stage.unit.tp
-        trainable = sum(layer.updated_parameters for layer in layers) / stage.unit.tp
-        return _Size(total, trainable, trainable / len(self._sharing(stage)[0]))
+        whole = [_size_of(slice_, stage.unit.tp, size) for slice_ in slices]
+        if ep == 1:
+            return [_Shared(whole, ranks[:size], ranks[::size])]
+        of_experts, of_copy = ranks[::ep], expert_shard_size(size, ep)
+        total = sum(layer.num_experts * layer.expert_weights for layer in layers)
+        learning = sum(layer.learning_experts for layer in layers)
+        experts = _Size(total, learning, learning / of_copy)
+        others = _Size(whole[0].total - total, whole[0].trainable - learning, (whole[0].trainable - learning) / size)
+        return [
+            _Shared([others], ranks[:size], ranks[::size]),
+            _Shared([experts], of_experts[:of_copy], of_experts[::of_copy]),
+        ]
 
     def _priced(self, stage: PlannedStage) -> CollectiveSeconds:
-        """The collectives of a stage.
+        """The collectives of a stage."""
+        every = (self._priced_of(shared, stage) for shared in self._shared(stage))
+        return CollectiveSeconds(*(sum(seconds) for seconds in zip(*every, strict=True)))
+
+    def _priced_of(self, shared: _Shared, stage: PlannedStage) -> CollectiveSeconds:
+        """The collectives of some parameters of a stage.
 
         In a pipeline a REDUCE includes the sum over copies; in data parallelism this sum is a REDUCE of its own. Frozen
         parameters are gathered only if they are sharded: under ZeRO 3, and by FSDP.
         """
         colocated = self.plan.schedule == "data_parallel"
-        (shards, replicas), slices, cost = self._sharing(stage), self._slices(stage), self.cost
+        (slices, shards, replicas), cost = shared, self.cost
         # 1. The sum over copies, of the share of one rank.
         replicas_s = 0.0
         if len(replicas) > 1:
@@ -120,10 +147,11 @@ class Collectives:
             reduce_s += replicas_s
         return CollectiveSeconds(gather_s, reduce_s, replicas_s)
 
-    def _sharing(self, stage: PlannedStage) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ranks that share the first copy of the state, and the ranks that hold the same share in all copies."""
-        ranks = stage.data_ranks
-        return ranks[: stage.shard_size], ranks[:: stage.shard_size]
+
+def _size_of(layers: Sequence[Layer], tp: int, shard_size: int) -> _Size:
+    total = sum(layer.parameters for layer in layers) / tp
+    trainable = sum(layer.updated_parameters for layer in layers) / tp
+    return _Size(total, trainable, trainable / shard_size)
 
 
 def fsdp_slices(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:

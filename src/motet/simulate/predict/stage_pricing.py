@@ -18,6 +18,7 @@ from motet.assign.rows import dealt_out
 from motet.assign.step import StepAssignment
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.context_rows import copied_heads, moved_heads
+from motet.core.exchange import Moved
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
@@ -384,10 +385,27 @@ class Pricing:
         tensor_s = np.zeros(size)
         if unit.tp > 1:
             tensor_s = self.cost.tensor_seconds(layer, work, range(unit.first_rank, unit.first_rank + unit.tp))
+        if unit.ep > 1 and layer.num_experts:
+            tensor_s = tensor_s + self._experts_s(unit, layer, work.rows)
         context = self._context(name, unit, layer)
         beyond = self.cost.beyond(name, layer, work, unit.tp)
         self.beyond[name] = self.beyond.get(name, Beyond()).or_further(beyond)
-        return _Priced(whole, work, self.cost.layer_seconds(name, layer, work, unit.tp), tensor_s, context)
+        seconds = self.cost.layer_seconds(name, layer.with_experts_of(unit.ep), work, unit.tp)
+        return _Priced(whole, work, seconds, tensor_s, context)
+
+    def _experts_s(self, unit: Unit, layer: Layer, rows: Float64Array) -> Float64Array:
+        """Seconds in which rows go to the ranks of their experts and back, in one pass of a layer, [len(rows)].
+
+        Routers are taken to choose all experts equally often, so that each rank gets as many rows as it has.
+        """
+        ranks = unit.expert_ranks(unit.first_rank)
+        nodes = [self.plan.cluster.node_of(rank) for rank in ranks]
+        here = np.array([nodes.count(node) - 1 for node in nodes])
+        to_each = rows * layer.experts_per_row * layer.output_width * self.precision.compute / unit.ep
+        inside, crossing = (
+            np.repeat((to_each[:, None] * num)[:, None, :], 2, axis=1) for num in (here, unit.ep - 1 - here)
+        )
+        return 2 * self.cost.exchange_seconds(Moved(inside, crossing), ranks)
 
     def _shares(self, name: str) -> Int64Array:
         """Which of the ranks that share a replica's items has each item of an encoder, int64 [num_items]: numbered by

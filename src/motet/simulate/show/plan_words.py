@@ -106,6 +106,7 @@ def _unit(unit: Unit, plan: Plan) -> str:
         ranks = f"rank {unit.first_rank}"
     sizes = {"data": unit.dp, "pipeline": unit.pp, "tensor": unit.tp, "context": unit.cp}
     ways = " x ".join(f"{size} {name}" for name, size in sizes.items() if size > 1)
+    ways += f", experts over {unit.ep} of them" if unit.ep > 1 else ""
     zero = f", ZeRO-{unit.zero}" if unit.dp > 1 and unit.zero else ""
     if zero and unit.shard_size:
         zero += f" over {unit.shard_size} ranks"

@@ -6,7 +6,7 @@ import pytest
 
 from motet.core.errors import UserError
 from motet.core.plan import Fill, Plan, Unit
-from motet.core.shapes import Transformer, language_model, multimodal
+from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
 from motet.cost.catalogue import cluster
 from motet.schedule import check_fit, program_of
 from unit.schedule.plans import PLANS, VLM, model, plan
@@ -188,3 +188,39 @@ def test_heads_that_tensor_parallelism_does_not_divide_are_refused(tp, kv_heads,
     with pytest.raises(UserError, match=f"unit 'llm': tp is {tp}, and 'backbone' has {what}.*; tp must divide them"):
         check_fit(Plan(llm, cluster("h100"), (unit,), 8))
     check_fit(Plan(llm, cluster("h100"), (replace(unit, tp=2 if kv_heads != 1 else 1),), 8))
+
+
+MIXED = Transformer(48, 96, num_heads=4, causal=True, num_experts=6, experts_per_token=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "schedule", "what"),
+    [
+        ({"dp": 4, "ep": 4}, "1f1b", "layers have 6 experts; ep must divide them"),
+        ({"dp": 2, "cp": 2, "ep": 3}, "1f1b", "it must divide dp \\* cp, 4"),
+        ({"dp": 2, "tp": 2, "ep": 2}, "1f1b", "and tp is 2; one of them must be 1"),
+        ({"dp": 2, "ep": 2}, "data_parallel", "under 'data_parallel' it must be 1"),
+    ],
+)
+def test_experts_that_ranks_cannot_share_are_refused(changes, schedule, what):
+    mixture = multimodal("toy", language_model(MIXED, 8, vocab_size=101), [])
+    unit = Unit("llm", ({"backbone": 8},), **changes)
+    with pytest.raises(UserError, match=f"unit 'llm': ep is {unit.ep}.*{what}"):
+        check_fit(Plan(mixture, cluster("h100"), (unit,), 8, schedule=schedule))
+    check_fit(Plan(mixture, cluster("h100"), (replace(unit, ep=1),), 8, schedule=schedule))
+
+
+def test_replicas_that_other_units_feed_in_common_share_no_experts():
+    """Their passes may come in orders of their own; those of one replica's context-parallel ranks do not."""
+    mixture = multimodal("toy", language_model(MIXED, 8, vocab_size=101), [connect(vit("image", MIXED, 2), 48)])
+    image, llm = Unit("image", ({"image": 2},), dp=3), Unit("llm", ({"backbone": 8},), 3, dp=2, ep=2)
+    with pytest.raises(UserError, match="over replicas that other units feed in common; dp must divide that of each"):
+        check_fit(Plan(mixture, cluster("h100", num_nodes=2), (image, llm), 12))
+    for units in ((image, replace(llm, cp=2)), (replace(image, dp=1), replace(llm, first_rank=1, dp=1, cp=2))):
+        check_fit(Plan(mixture, cluster("h100", num_nodes=2), units, 12))
+
+
+def test_what_has_no_experts_shares_none():
+    dense = multimodal("toy", language_model(replace(MIXED, num_experts=0, experts_per_token=0), 8, 101), [])
+    with pytest.raises(UserError, match="unit 'llm': ep is 2, and backbone have no experts; it must be 1"):
+        check_fit(Plan(dense, cluster("h100"), (Unit("llm", ({"backbone": 8},), dp=2, ep=2),), 8))
