@@ -38,6 +38,7 @@ def test_losses_are_those_of_whole_sequences(tmp_path, bad):
     assert [step["grad_norm"] for step in cut] == pytest.approx([step["grad_norm"] for step in whole], rel=1e-10)
     assert [step["left_out"] for step in cut] == [step["left_out"] for step in whole]
     assert all(step["balance"]["cut"] is None for step in whole)
+    assert all(step["phases"]["backbone"]["pad_ratio"] == 0 for step in cut), "packed rows have no padding"
     told = [step["balance"]["cut"] for step in cut if step["balance"]["cut"]]
     assert len(told) >= 3
     for step in told:

@@ -294,7 +294,8 @@ def _dist_ratio(module: Module, batches: Sequence[RankBatch], placed: Sequence[A
 def _padding(module: Module, batch: RankBatch) -> list[float]:
     """The share of padding on each rank that has items of a module."""
     placed, length = batch.decision.assignments[module.name], batch.lengths.of(module.name).length
-    computed, needed = _computed(module, batch, placed), np.bincount(placed.ranks, length, placed.num_ranks)
+    computed = _computed(module, batch, placed)
+    needed = np.bincount(placed.ranks, length, placed.num_ranks) if module.padded else computed
     return (1 - needed[computed > 0] / computed[computed > 0]).tolist()
 
 
