@@ -82,8 +82,8 @@ class PredictedRun:
     def start(self, batches: Sequence[RankBatch]) -> None:
         """Start to predict a step from its microbatches, if it is the turn of one."""
         is_turn, self._number = self._number % self._every == 0, self._number + 1
-        # Sequences are priced whole, so a step that cuts some would be predicted wrong.
-        is_whole = all(batch.decision.cuts is None for batch in batches)
+        # Items are priced whole, so a step that cuts some would be predicted wrong.
+        is_whole = all(not batch.decision.shares_items for batch in batches)
         if self._cost is not None and is_turn and is_whole:
             assignment = by_replica(self._plan, assignment_of(batches))
             step = self._plan, self._stages, assignment, self._cost
