@@ -43,7 +43,9 @@ def test_losses_are_those_of_whole_sequences(tmp_path, bad):
     assert len(told) >= 3
     for step in told:
         assert sum(step["degrees"].values()) == step["sequences"] and step["microbatches"] == 1
-        assert set(step["degrees"]) <= {"2", "3"} and step["rows"] > 0
+        assert set(step["degrees"]) <= {"2", "3"} and bool(step["rows"]) == bool(step["sequences"])
+    images = [step["items"]["image"] for step in told if step["items"]]
+    assert len(images) >= 3 and all(of["cut"] == sum(of["degrees"].values()) and of["length"] > 0 for of in images)
 
 
 def test_auto_cuts_where_it_is_predicted_to_be_faster_and_says_what_it_gains(tmp_path):

@@ -1,4 +1,4 @@
-"""Steps in which ranks share some sequences, each over ranks of its own, equal one process: float64 to 1e-10."""
+"""Steps in which ranks share some sequences and images equal one process, each over its own ranks: float64, 1e-10."""
 
 from __future__ import annotations
 
@@ -202,6 +202,8 @@ def test_cuts_anywhere_equal_one_process(num_ranks):
             ),
             idle=int(rng.integers(2)) if num_ranks > 2 else 0,
             dropout=bool(rng.integers(2)),
+            tower=["", "siglip", "qwen2_vl"][seed % 3],
+            draws_items=seed % 3 > 0,
         )
         for seed in range(20, 28)
     ]
