@@ -1,12 +1,15 @@
 """Step time unbalanced, with the backbone balanced, and with all phases balanced in every way, on the same examples.
 
-    python benchmarks/step_time.py [--lengths ../shared/data/lengths.csv.gz] [--out step_time.json]
+    python benchmarks/step_time.py [--lengths ../shared/data/lengths.csv.gz] [--out step_time.json] [--cut]
 
 Lengths are drawn from a table of real ones (a third text, a third images, a third speech), or from a sampler of similar
 shape where there is no table, and divided by --shrink, so that a small model on a few cores sees the same spread. Every
 batch is run in all ways, in turn, in one process group, with the same parameters, so that losses must agree. All ways
 but "length" balance operations; max/bound is of operations in all.
 Batches come from a prefetch thread that decides and assembles the next one while a step runs, as in training.
+
+--cut compares whole items with items cut over ranks, on whole copies of the model. The lengths are those of the table,
+without a cap. Each step is held against all work divided by the ranks.
 
 What balancing costs on the critical path is the exchange of features and gradients, and the waiting for the prefetch
 thread. An exchange also waits for the slowest rank, which the step would do later otherwise; its cost is therefore what
@@ -34,10 +37,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from motet.balance import PhaseCosts, score
+from motet.assign.orchestrator import with_cut_loads
+from motet.balance import Cost, PhaseCosts, StepCosts, choose, score
+from motet.core.assignment import Assignment
+from motet.core.cuts import ItemCuts
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BatchLengths, ItemLengths, home_ranks
-from motet.dispatch import BalanceConfig, assemble
+from motet.dispatch import BalanceConfig, Orchestrator, assemble
+from motet.dispatch.cut_batch import examples_to_lay_out
 from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig, build_mllm
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import build_mesh
@@ -53,6 +60,14 @@ WAYS = {
     "length": {"cost": "length"},
     "auto": {},
 }
+CUT_WAYS = {
+    "off": {"phases": "off"},
+    "joint": {"method": "joint"},
+    "per_phase": {"method": "per_phase"},
+    "split": {"method": "split"},
+    "auto": {"split": "auto"},
+}
+"""With --cut: whole items, items cut wherever some are too long, and the choice among all."""
 VOCABULARY, PATCH_DIM, MEL_BINS = 512, 64, 16
 MODEL = ModelConfig(
     backbone=BackboneConfig(
@@ -91,6 +106,10 @@ class Options:
     seed: int
     ranks_per_node: int = 0
     """Of emulated nodes; 0: all ranks of the machine are one."""
+    cut: bool = False
+    """Take CUT_WAYS, with whole copies of the model on all ranks."""
+    dominated: bool = False
+    """Take of the batches that are drawn those in which single items dominate: `whole_over_ideal` of DOMINATED."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +146,8 @@ def sample_table(rng: np.random.Generator, count: int = 5000) -> list[list[Row]]
     return [text, image, speech]
 
 
+DOMINATED = 1.5
+"""Steps of whole items over the ideal, from which on single items dominate."""
 SIZE_DIMS = {"image": 2, "audio": 1}
 """Numbers that say how large an item is: height and width in patches; frames."""
 
@@ -175,9 +196,12 @@ def run_rank(rank: int, num_ranks: int, rendezvous: str | None, options: Options
     else:
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if on_gpu else "gloo", rank=rank, world_size=num_ranks, init_method=rendezvous)
-    figures = measure(device, options, WAYS)
+    figures = measure(device, options, CUT_WAYS if options.cut else WAYS)
     if rank == 0:
         show(figures, options, num_ranks)
+        if options.cut:
+            figures |= {"over_ideal": over_ideal(figures, num_ranks, len(os.sched_getaffinity(0)))}
+            show_over_ideal(figures["over_ideal"])
         if out:
             Path(out).write_text(
                 json.dumps({"options": asdict(options), "num_ranks": num_ranks, "ways": figures}, indent=1)
@@ -195,11 +219,6 @@ def measure(device: torch.device, options: Options, ways: Mapping[str, dict]) ->
         "image": rng.standard_normal((1 << 16, PATCH_DIM), np.float32),
         "audio": rng.standard_normal((1 << 14, MEL_BINS), np.float32),
     }
-    batches = []
-    for _ in range(options.num_steps + 1):
-        kinds = rng.integers(0, len(groups), options.examples_per_rank * mesh.num_ranks)
-        rows = [groups[kind][rng.integers(len(groups[kind]))] for kind in kinds]
-        batches.append(Batch(rows, model, mesh.num_ranks, options.shrink, pools))
     orchestrators = {
         way: build_orchestrator(
             BalanceConfig(**table), model, mesh.num_ranks, device, torch.float32, ranks_per_node=mesh.ranks_per_node
@@ -207,19 +226,25 @@ def measure(device: torch.device, options: Options, ways: Mapping[str, dict]) ->
         for way, table in ways.items()
     }
     counted = orchestrators["auto"].costs
-    shard(model, mesh, FSDPConfig())
+    batches: list[Batch] = []
+    while len(batches) < options.num_steps + 1:
+        kinds = rng.integers(0, len(groups), options.examples_per_rank * mesh.num_ranks)
+        rows = [groups[kind][rng.integers(len(groups[kind]))] for kind in kinds]
+        batch = Batch(rows, model, mesh.num_ranks, options.shrink, pools)
+        if not options.dominated or whole_over_ideal(orchestrators["auto"], batch.lengths) >= DOMINATED:
+            batches.append(batch)
+    shard(model, mesh, FSDPConfig(shard_size=1) if options.cut else FSDPConfig())
     # A learning rate of 0: the work of an optimizer, and the same parameters for every way.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
     step = TrainStep(model, mesh, optimizer, max_grad_norm=1.0)
 
     def prepare(batch: Batch, way: str):
         decision = orchestrators[way].decide(batch.lengths)
-        sequences = [batch.sequence(i) for i in decision.backbone.on_rank(mesh.rank)]
-        media = {
-            phase: [batch.media(phase, i) for i in decision.assignments[phase].on_rank(mesh.rank)]
-            for phase in batch.items
-        }
-        return assemble(decision, batch.lengths, mesh.rank, sequences, media, ranks_per_node=mesh.ranks_per_node)
+        sequences = [batch.sequence(i) for i in decision.sequences_on(mesh.rank)]
+        media = {phase: [batch.media(phase, i) for i in decision.items_on(phase, mesh.rank)] for phase in batch.items}
+        shared = {int(i): batch.sequence(i) for i in examples_to_lay_out(decision.cuts, batch.lengths)}
+        node = mesh.ranks_per_node
+        return assemble(decision, batch.lengths, mesh.rank, sequences, media, ranks_per_node=node, shared=shared)
 
     in_turn = deque(ways)
     jobs = []
@@ -248,11 +273,25 @@ def measure(device: torch.device, options: Options, ways: Mapping[str, dict]) ->
     return {way: summarise([ranks[way][1:] for ranks in everywhere]) for way in ways}
 
 
+def whole_over_ideal(orchestrator: Orchestrator, lengths: BatchLengths) -> float:
+    """Predicted computation of whole items, each phase balanced by itself, over all work divided by the ranks."""
+    assert isinstance(orchestrator.costs, StepCosts)
+    phases = orchestrator.costs.phases(lengths)
+    weights = [phase.cost.weights(phase.lengths) for phase in phases]
+    ideal_s = sum(int(each.sum()) * phase.seconds_per_cost for each, phase in zip(weights, phases, strict=True))
+    apart = choose(phases, orchestrator.num_ranks, orchestrator.costs.times.network, methods=["per_phase"])
+    placed = zip(phases, apart.assignments, strict=True)
+    return sum(phase.compute_ns(each) for phase, each in placed) / 1e9 / (ideal_s / orchestrator.num_ranks)
+
+
 def observe(batch, result: StepResult, counted: PhaseCosts, wait_s: float, step_s: float, cpu_s: float) -> dict:
     """counted: operations, which the loads of all ways are weighed by."""
     work, placed = counted.work(batch.lengths), batch.decision.assignments
     exchanges = [span.duration_s for span in result.timeline if span.kind.startswith("EXCHANGE")]
+    passes_s = sum(span.duration_s for span in result.timeline if span.kind in ("F", "B"))
     return {
+        "passes_s": passes_s,
+        "predicted_s": batch.decision.predicted_s,
         "loss": result.loss,
         "step_s": step_s,
         "cpu_s": cpu_s,
@@ -263,11 +302,17 @@ def observe(batch, result: StepResult, counted: PhaseCosts, wait_s: float, step_
         "crossing_bytes": result.crossing_bytes,
         "method": batch.decision.method,
         "imbalance": {
-            phase: score(own.ranks, work[phase], own.num_ranks, counted.costs[phase]).imbalance
+            phase: _imbalance(batch.decision.cuts_of(phase), own, work[phase], counted.costs[phase])
             for phase, own in placed.items()
         },
         "actions": result.seconds_by_action,
     }
+
+
+def _imbalance(cuts: ItemCuts | None, placed: Assignment, work: np.ndarray, cost: Cost) -> float:
+    """The largest load over its bound; of the fragments of items that are cut."""
+    scored = score(placed.ranks, work, placed.num_ranks, cost)
+    return (scored if cuts is None else with_cut_loads(scored, cuts, cost.weights(work))).imbalance
 
 
 def summarise(ranks: list[list[dict]]) -> dict:
@@ -287,9 +332,62 @@ def summarise(ranks: list[list[dict]]) -> dict:
         "crossing_bytes": float(np.mean([step[0]["crossing_bytes"] for step in steps])),
         "imbalance": {p: float(np.mean([s[0]["imbalance"][p] for s in steps])) for p in steps[0][0]["imbalance"]},
         "losses": [step[0]["loss"] for step in steps],
+        "passes_s": [float(np.mean([rank["passes_s"] for rank in step])) for step in steps],
+        "mean_cpu_s": [float(np.mean([rank["cpu_s"] for rank in step])) for step in steps],
+        "predicted_s": [step[0]["predicted_s"] for step in steps],
         "methods": dict(Counter(step[0]["method"] for step in steps)),
         "actions": {a: float(np.median([s[0]["actions"].get(a, 0) for s in steps])) for a in steps[0][0]["actions"]},
     }
+
+
+def over_ideal(figures: dict[str, dict], num_ranks: int, num_cores: int) -> dict:
+    """Steps over the ideal, all work divided by the ranks, for each batch and way.
+
+    With a core for each rank: the step over the mean of ranks' forward and backward passes of whole items ("joint"),
+    which wait for nobody. With fewer cores, which is marked: the busiest rank's processor time over the mean of ranks.
+    predicted: seconds of a way over those of "joint", as predicted before the step; measured: as it turned out.
+    """
+    has_cores = num_cores >= num_ranks
+    ideal_s = figures["joint"]["passes_s" if has_cores else "mean_cpu_s"]
+    taken_s = {way: it["step_s" if has_cores else "cpu_s"] for way, it in figures.items()}
+    by_batch = {way: np.divide(taken, ideal_s).tolist() for way, taken in taken_s.items()}
+    is_dominated = np.array(by_batch["joint"]) >= DOMINATED
+    gains = {}
+    for way, name in (("split", "split"), ("per_phase", "per_phase")):
+        said = [predicted.get(name, np.nan) for predicted in figures["auto"]["predicted_s"]]
+        whole = [predicted["joint"] for predicted in figures["auto"]["predicted_s"]]
+        gains[way] = {
+            "predicted": np.divide(said, whole).tolist(),
+            "measured": np.divide(taken_s[way], taken_s["joint"]).tolist(),
+        }
+    return {
+        "of": "step" if has_cores else "processor time of the busiest rank (emulated)",
+        "by_batch": by_batch,
+        "median": {way: float(np.median(each)) for way, each in by_batch.items()},
+        "num_dominated": int(is_dominated.sum()),
+        "median_of_dominated": {
+            way: float(np.median(np.array(each)[is_dominated])) if is_dominated.any() else None
+            for way, each in by_batch.items()
+        },
+        "over_joint": gains,
+    }
+
+
+def show_over_ideal(found: dict) -> None:
+    print(
+        f"\n{found['of']} over all work divided by the ranks, medians; and of batches with {DOMINATED} or more jointly"
+    )
+    for way, median in found["median"].items():
+        of_dominated = found["median_of_dominated"][way]
+        print(f"{way:10}{median:8.3f}{'' if of_dominated is None else f'{of_dominated:10.3f}'}")
+    print(f"batches so dominated: {found['num_dominated']}")
+    for way, gain in found["over_joint"].items():
+        off = np.divide(gain["predicted"], gain["measured"])
+        print(
+            f"{way} over joint: predicted {np.nanmedian(gain['predicted']):.3f}, measured "
+            f"{np.nanmedian(gain['measured']):.3f}; predicted over measured {np.nanmedian(off):.3f}, of single batches "
+            f"{np.nanmin(off):.2f} to {np.nanmax(off):.2f}"
+        )
 
 
 def show(figures: dict[str, dict], options: Options, num_ranks: int) -> None:
@@ -324,6 +422,10 @@ def main() -> None:
     parser.add_argument("--shrink", type=int, default=4, help="all lengths are divided by this")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2, help="ranks to start; under torchrun, its own are taken")
+    parser.add_argument("--cut", action="store_true", help="compare whole items with items cut over ranks")
+    parser.add_argument(
+        "--dominated", action="store_true", help=f"of batches drawn, those with whole items at {DOMINATED} of the ideal"
+    )
     parser.add_argument("--out", help="write all figures to this JSON file")
     given = vars(parser.parse_args())
     num_ranks, out = given.pop("ranks"), given.pop("out")

@@ -382,24 +382,24 @@ def simulate_plan(
 
         given = JobOptions(ClusterOptions(cluster, nodes, ranks_per_node), workload, profile)
         read_plan, job = read_recipe_as_plan(plan, overrides or (), given)
-        lengths, cost, balancing, recomputes = job.workload, job.cost, job.balancing, job.recomputes
+        lengths, cost = job.workload, job.cost
+        decided = {"balancing": job.balancing, "recomputes": job.recomputes, "exchange": job.exchange}
     elif overrides or any(option is not None for option in (cluster, nodes, ranks_per_node)):
         raise UserError(
             f"--cluster, --nodes, --ranks-per-node and --set are for a recipe; {plan} is a plan, which says all that "
             "itself."
         )
     else:
-        from motet.assign.balancing import by_operations
         from motet.cost.source import cost_model
         from motet.planning.sources import read_plan_and_workload
 
         read_plan, lengths = read_plan_and_workload(plan, workload)
-        cost, balancing, recomputes = cost_model(read_plan.cluster, read_plan.precision, profile), by_operations, None
+        cost, decided = cost_model(read_plan.cluster, read_plan.precision, profile), {}
     from motet.simulate.predict.predict import predictions
 
     _keep_what_planning_makes()
     drawn = {"seed": seed, "jitter": jitter}
-    predicted = predictions(read_plan, lengths, cost, batches, **drawn, balancing=balancing, recomputes=recomputes)
+    predicted = predictions(read_plan, lengths, cost, batches, **drawn, **decided)
     about = {"title": f"{plan.stem}, predicted", "strategy": strategy_of(read_plan), "obstacle": untrained(read_plan)}
     show_predictions(read_plan, predicted, outputs, **about)
 

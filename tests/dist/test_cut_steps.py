@@ -38,11 +38,14 @@ def test_losses_are_those_of_whole_sequences(tmp_path, bad):
     assert [step["grad_norm"] for step in cut] == pytest.approx([step["grad_norm"] for step in whole], rel=1e-10)
     assert [step["left_out"] for step in cut] == [step["left_out"] for step in whole]
     assert all(step["balance"]["cut"] is None for step in whole)
+    assert all(step["phases"]["backbone"]["pad_ratio"] == 0 for step in cut), "packed rows have no padding"
     told = [step["balance"]["cut"] for step in cut if step["balance"]["cut"]]
     assert len(told) >= 3
     for step in told:
         assert sum(step["degrees"].values()) == step["sequences"] and step["microbatches"] == 1
-        assert set(step["degrees"]) <= {"2", "3"} and step["rows"] > 0
+        assert set(step["degrees"]) <= {"2", "3"} and bool(step["rows"]) == bool(step["sequences"])
+    images = [step["items"]["image"] for step in told if step["items"]]
+    assert len(images) >= 3 and all(of["cut"] == sum(of["degrees"].values()) and of["length"] > 0 for of in images)
 
 
 def test_auto_cuts_where_it_is_predicted_to_be_faster_and_says_what_it_gains(tmp_path):

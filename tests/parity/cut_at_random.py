@@ -1,4 +1,4 @@
-"""Decisions in which sequences are cut anywhere, over any ranks."""
+"""Decisions in which sequences and items are cut anywhere, over any ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from motet.core.cuts import SequenceCuts
+from motet.core.arrays import Int64Array
+from motet.core.assignment import Assignment
+from motet.core.cuts import ItemCuts
 from motet.core.workload import BatchLengths
 from motet.dispatch import Decision
 
@@ -23,20 +25,47 @@ def cut_at_random(
 
     degrees: the number of ranks that share each of the first examples; others are whole. None: they are drawn.
     """
-    num_ranks, fragments = decision.backbone.num_ranks, []
-    ranks = np.arange(num_ranks - idle)
-    for example, rows in enumerate(lengths.sequence.tolist()):
-        given = rng.choice([1, 1, 2, 4]) if degrees is None else (*degrees, *[1] * lengths.num_examples)[example]
-        units = -(-rows // 2)
+    ranks = np.arange(decision.backbone.num_ranks - idle)
+    cuts = _drawn(-(-lengths.sequence // 2), ranks, rng, degrees)
+    placed = {"backbone": _on_first(decision.backbone, len(ranks))}
+    return replace(decision, assignments=decision.assignments | placed, cuts=cuts)
+
+
+def cut_items_at_random(
+    decision: Decision,
+    lengths: BatchLengths,
+    phase: str,
+    rng: np.random.Generator,
+    degrees: Sequence[int] | None = None,
+    idle: int = 0,
+) -> Decision:
+    """As `cut_at_random`, of the items of an encoder."""
+    ranks = np.arange(decision.backbone.num_ranks - idle)
+    cuts = _drawn(lengths.items[phase].num_tokens, ranks, rng, degrees)
+    placed = {phase: _on_first(decision.assignments[phase], len(ranks))}
+    item_cuts = {} if cuts is None else {phase: cuts}
+    return replace(decision, assignments=decision.assignments | placed, item_cuts=item_cuts)
+
+
+def _on_first(placed: Assignment, num_ranks: int) -> Assignment:
+    """The assignment with all items on the first ranks."""
+    ranks = placed.ranks % num_ranks
+    order = np.argsort(ranks, kind="stable")
+    return replace(
+        placed, ranks=ranks, items=order, offsets=np.searchsorted(ranks[order], np.arange(placed.num_ranks + 1))
+    )
+
+
+def _drawn(
+    most_units: Int64Array, ranks: Int64Array, rng: np.random.Generator, degrees: Sequence[int] | None
+) -> ItemCuts | None:
+    fragments = []
+    for item, units in enumerate(most_units.tolist()):
+        given = rng.choice([1, 1, 2, 4]) if degrees is None else (*degrees, *[1] * len(most_units))[item]
         degree = min(int(given), len(ranks), units)
         if degree < 2:
             continue
         bounds = [0, *np.sort(rng.choice(np.arange(1, units), degree - 1, replace=False)).tolist(), units]
         chosen = rng.permutation(ranks)[:degree].tolist()
-        fragments += [(example, *part, units) for part in zip(chosen, bounds[:-1], bounds[1:], strict=True)]
-    placed = decision.backbone.ranks % len(ranks)
-    order = np.argsort(placed, kind="stable")
-    offsets = np.searchsorted(placed[order], np.arange(num_ranks + 1))
-    backbone = replace(decision.backbone, ranks=placed, items=order, offsets=offsets)
-    cuts = SequenceCuts(*np.array(fragments, dtype=np.int64).reshape(-1, 5).T) if fragments else None
-    return replace(decision, assignments=decision.assignments | {"backbone": backbone}, cuts=cuts)
+        fragments += [(item, *part, units) for part in zip(chosen, bounds[:-1], bounds[1:], strict=True)]
+    return ItemCuts(*np.array(fragments, dtype=np.int64).reshape(-1, 5).T) if fragments else None

@@ -1,4 +1,4 @@
-"""Steps in which ranks share some sequences, each over ranks of its own, equal one process: float64 to 1e-10."""
+"""Steps in which ranks share some sequences and images equal one process, each over its own ranks: float64, 1e-10."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import Mesh
 from motet.runtime.step import TrainStep
 from parity.collectives import counted_collectives, on_all_ranks
-from parity.cut_at_random import cut_at_random
+from parity.cut_at_random import cut_at_random, cut_items_at_random
 from parity.test_gradients import (
     TOLERANCE,
     Case,
@@ -30,6 +30,7 @@ from parity.test_gradients import (
     whole,
 )
 from parity.tiny import build_model, draw_examples, reference_step
+from parity.towers import tower_module, with_patches
 from ranks import run_ranks
 
 
@@ -39,6 +40,8 @@ class Cut:
 
     idle: ranks that get no row. dropout: of attention, and of the rows that go in. enters_again: rows of images enter
     the backbone a second time.
+    tower: a family of vision encoders in place of the toy's. items: degrees of its first images; None: whole or, with
+    `draws_items`, drawn.
     """
 
     case: Case
@@ -47,12 +50,17 @@ class Cut:
     idle: int = 0
     dropout: bool = False
     enters_again: bool = False
+    tower: str = ""
+    items: tuple[int, ...] | None = None
+    draws_items: bool = False
 
 
 def model_of(cut: Cut):
     readers = "sum" if cut.enters_again else cut.case.readers
     model = build_model(torch.float64, cut.case.frozen, readers, cut.case.family)
     model.backbone.bidirectional = ()
+    if cut.tower:
+        model.encoders["image"] = tower_module(cut.tower, cut.case.frozen)
     if cut.dropout:
         for layer in model.backbone.causal_lm.model.layers:
             layer.self_attn.attention_dropout = 0.3
@@ -61,7 +69,8 @@ def model_of(cut: Cut):
 
 def examples_of(cut: Cut) -> list[LoadedExample]:
     case = cut.case
-    return draw_examples(case.num_examples, case.seed, case.contents, "sum" if cut.enters_again else case.readers)
+    drawn = draw_examples(case.num_examples, case.seed, case.contents, "sum" if cut.enters_again else case.readers)
+    return [with_patches(example, case.seed) for example in drawn] if cut.tower else drawn
 
 
 def batch_of(examples: list[LoadedExample], model, mesh: Mesh, cut: Cut, number: int) -> RankBatch:
@@ -70,14 +79,17 @@ def batch_of(examples: list[LoadedExample], model, mesh: Mesh, cut: Cut, number:
     decision = orchestrator_of(model, mesh.num_ranks, case).decide(lengths)
     if not cut.method:
         rng = np.random.default_rng((case.seed, number))
-        decision = cut_at_random(decision, lengths, rng, cut.degrees, cut.idle)
+        if cut.degrees != ():
+            decision = cut_at_random(decision, lengths, rng, cut.degrees, cut.idle)
+        if cut.items is not None or cut.draws_items:
+            decision = cut_items_at_random(decision, lengths, "image", rng, cut.items, cut.idle)
     items = {p: [m for e in examples for q, m in zip(e.sequence.media, e.media) if q == p] for p in lengths.items}
     return assemble(
         decision,
         lengths,
         mesh.rank,
         [examples[i].sequence for i in decision.sequences_on(mesh.rank)],
-        {p: [items[p][i] for i in decision.assignments[p].on_rank(mesh.rank)] for p in lengths.items},
+        {p: [items[p][i] for i in decision.items_on(p, mesh.rank)] for p in lengths.items},
         shared={int(i): examples[i].sequence for i in examples_to_lay_out(decision.cuts, lengths)},
     )
 
@@ -98,9 +110,10 @@ def check_one(cut: Cut) -> list[str]:
     shard(model, mesh, case.fsdp)
     parts = np.array_split(np.arange(len(examples)), case.num_microbatches)
     batches = [batch_of([examples[i] for i in part], model, mesh, cut, n) for n, part in enumerate(parts)]
-    if cut.degrees is not None:
-        assert set(cut.degrees) - {1} <= set(batches[0].decision.cuts.degrees.values())
-    assert any(batch.decision.cuts is not None for batch in batches), "nothing is cut"
+    for degrees, phase in ((cut.degrees, "backbone"), (cut.items, "image")):
+        if degrees:
+            assert set(degrees) - {1} <= set(batches[0].decision.cuts_of(phase).degrees.values())
+    assert any(batch.decision.shares_items for batch in batches), "nothing is cut"
     if keys is not None:
         batches = [batch.with_draws(keys[part]) for batch, part in zip(batches, parts, strict=True)]
     with counted_exchanges() as exchanges, counted_collectives() as collectives:
@@ -152,6 +165,27 @@ def test_degrees_of_one_two_and_four_in_one_microbatch_equal_one_process(first):
     assert run_ranks(check, 4, CUTS[first : first + 5]) == [[]] * 4
 
 
+IMAGES = replace(ALL, contents=("image",))
+ITEMS = [
+    # Degrees 4, 2 and 1 of images in one microbatch, beside whole sequences; then beside cut ones.
+    Cut(ALL, degrees=(), tower="qwen2_vl", items=(4, 2, 1, 2, 4, 1)),
+    Cut(ALL, degrees=(4, 2, 1, 2), tower="siglip", items=(4, 2, 1, 2, 4, 1)),
+    Cut(replace(ALL, fsdp=WHOLE_COPIES, num_microbatches=2), tower="siglip", draws_items=True),
+    Cut(replace(ALL, fsdp=FSDPConfig(recompute=True), num_microbatches=2), tower="qwen2_vl", draws_items=True),
+    Cut(replace(ALL, frozen=("image encoder",)), degrees=(), tower="siglip", items=(2, 4)),
+    Cut(replace(ALL, frozen=("image",)), tower="qwen2_vl", items=(2, 4)),
+    Cut(replace(ALL, frozen=("backbone", "audio")), degrees=(), tower="qwen2_vl", items=(4,)),
+    # Ranks that have no image, and meet the others in each layer.
+    Cut(replace(IMAGES, num_examples=5), degrees=(), tower="siglip", items=(2,), idle=2),
+    Cut(replace(IMAGES, num_examples=1, seed=1, fsdp=HYBRID), degrees=(2,), tower="qwen2_vl", items=(2,), idle=2),
+]
+
+
+@pytest.mark.parametrize("first", range(0, len(ITEMS), 5))
+def test_images_cut_over_ranks_equal_one_process(first):
+    assert run_ranks(check, 4, ITEMS[first : first + 5]) == [[]] * 4
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_cuts_anywhere_equal_one_process(num_ranks):
     rng = np.random.default_rng(num_ranks)
@@ -168,6 +202,8 @@ def test_cuts_anywhere_equal_one_process(num_ranks):
             ),
             idle=int(rng.integers(2)) if num_ranks > 2 else 0,
             dropout=bool(rng.integers(2)),
+            tower=["", "siglip", "qwen2_vl"][seed % 3],
+            draws_items=seed % 3 > 0,
         )
         for seed in range(20, 28)
     ]

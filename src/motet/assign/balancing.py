@@ -63,13 +63,19 @@ def operation_costs(
     return StepCosts({name: cost_of(policy) for name, policy in balanced_as.items()}, work, times)
 
 
-def key_exchanges(model: ModelSpec, recompute: Mapping[str, int], element_bytes: int) -> tuple[KeyExchange, ...]:
-    """What ranks that share sequences exchange in a microbatch, by kinds of layers. Others: as of `operation_costs`."""
+def key_exchanges(
+    model: ModelSpec, recompute: Mapping[str, int], element_bytes: int, name: str = BACKBONE
+) -> tuple[KeyExchange, ...]:
+    """What ranks that share items of a module exchange in a microbatch, by kinds of layers.
+
+    By rows of the module's output, of which one may be several in a layer. Others: as of `operation_costs`.
+    """
     counts: Counter[tuple[int, int]] = Counter()
-    span = {BACKBONE: (0, len(model.module(BACKBONE).blocks))}
-    for each in stage_layers(model, span, recompute):
+    module = model.module(name)
+    joined = module.layers[-1].divisor if name != BACKBONE else 1
+    for each in stage_layers(model, {name: (0, len(module.blocks))}, recompute):
         if (attention := each.layer.attention) is not None:
-            row_bytes = 2 * attention.kv_width * element_bytes
+            row_bytes = 2 * attention.kv_width * element_bytes * joined // each.layer.divisor
             counts[attention.window, row_bytes] += 1 + each.has_backward + each.recomputed
     return tuple(KeyExchange(window, row_bytes, count) for (window, row_bytes), count in counts.items())
 

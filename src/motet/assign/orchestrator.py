@@ -36,7 +36,7 @@ from motet.balance.phases import Held, assign_apart, assign_backbone
 from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.assignment import Assignment
 from motet.core.cluster import Link
-from motet.core.cuts import SequenceCuts
+from motet.core.cuts import ItemCuts
 from motet.core.exchange import Communicator, Network
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.schedule import PlannedProgram
@@ -65,6 +65,7 @@ class Decision:
     program:     the Program of its step, where that is decided by step (`Plan.filling`); None: that of its Plan.
     cuts:        the sequences that several ranks share, which `assignments` have on the rank with most of their rows;
                  None: all are whole.
+    item_cuts:   encoder -> the same of its items, where some are shared.
 
     Example:
         >>> from motet.balance import Packed
@@ -84,7 +85,27 @@ class Decision:
     predicted_s: dict[str, float] = field(default_factory=dict)
     communicator: Communicator = "all_to_all"
     program: PlannedProgram | None = None
-    cuts: SequenceCuts | None = None
+    cuts: ItemCuts | None = None
+    item_cuts: Mapping[str, ItemCuts] = field(default_factory=dict)
+
+    def cuts_of(self, phase: str) -> ItemCuts | None:
+        """The items of a phase that several ranks share; None: all are whole."""
+        return self.cuts if phase == BACKBONE else self.item_cuts.get(phase)
+
+    @property
+    def shares_items(self) -> bool:
+        """Whether several ranks share an item of any phase."""
+        return self.cuts is not None or bool(self.item_cuts)
+
+    def whole_items_on(self, phase: str, rank: int) -> Int64Array:
+        """The items of a phase that a rank computes whole, in their order, int64 [n]."""
+        own, cuts = self.assignments[phase].on_rank(rank), self.cuts_of(phase)
+        return own if cuts is None else own[~np.isin(own, cuts.items)]
+
+    def items_on(self, phase: str, rank: int) -> Int64Array:
+        """The items of a phase that a rank computes, the whole ones in their order, then those of which it has rows."""
+        whole, cuts = self.whole_items_on(phase, rank), self.cuts_of(phase)
+        return whole if cuts is None else np.concatenate([whole, cuts.on_rank(rank)])
 
     @property
     def backbone(self) -> Assignment:
@@ -93,19 +114,15 @@ class Decision:
 
     def whole_on(self, rank: int) -> Int64Array:
         """The examples whose whole sequences a rank runs, in their order, int64 [n]."""
-        own = self.backbone.on_rank(rank)
-        return own if self.cuts is None else own[~np.isin(own, self.cuts.examples)]
+        return self.whole_items_on(BACKBONE, rank)
 
     def sequences_on(self, rank: int) -> Int64Array:
         """The examples whose sequences a rank runs, the whole ones in their order, then those of which it has rows.
 
         A rank without any counts as one of those that share the first, of which it has no row: it meets the others.
         """
-        whole = self.whole_on(rank)
-        if self.cuts is None:
-            return whole
-        own = np.concatenate([whole, self.cuts.on_rank(rank)])
-        return own if len(own) else self.cuts.examples[:1]
+        own = self.items_on(BACKBONE, rank)
+        return own if len(own) or self.cuts is None else self.cuts.items[:1]
 
     def keep(self, kept: BoolArray, lengths: BatchLengths) -> Decision:
         """The decision without the examples that could not be loaded. Other items keep their rank and their order.
@@ -118,7 +135,11 @@ class Decision:
         kept_items = {phase: kept[lengths.of(phase).example] for phase in self.work}
         work = {phase: self.work[phase][mask] for phase, mask in kept_items.items()}
 
-        cuts = None if self.cuts is None else self.cuts.keep(kept)
+        cuts = {
+            phase: left
+            for phase in self.work
+            if (own := self.cuts_of(phase)) is not None and (left := own.keep(kept_items[phase])) is not None
+        }
 
         def remaining(phase: str, assignment: Assignment) -> Assignment:
             mask = kept_items[phase]
@@ -127,13 +148,13 @@ class Decision:
             return _placed(assignment.ranks[mask], order, work[phase], assignment.num_ranks, self.costs.costs[phase])
 
         assignments = {phase: remaining(phase, assignment) for phase, assignment in self.assignments.items()}
-        if cuts is not None:
-            weights = self.costs.costs[BACKBONE].weights(work[BACKBONE])
-            assignments[BACKBONE] = with_cut_loads(assignments[BACKBONE], cuts, weights)
+        for phase, own in cuts.items():
+            assignments[phase] = with_cut_loads(assignments[phase], own, self.costs.costs[phase].weights(work[phase]))
         return replace(
             self,
             assignments=assignments,
-            cuts=cuts,
+            cuts=cuts.pop(BACKBONE, None),
+            item_cuts=cuts,
             before={phase: remaining(phase, assignment) for phase, assignment in self.before.items()},
             work=work,
         )
@@ -288,6 +309,7 @@ class Orchestrator:
             choice.predicted_s,
             self.communicator,
             cuts=cuts_in(choice.fragments),
+            item_cuts={phase: cuts for phase, cut in choice.cut_items.items() if (cuts := cuts_in(cut)) is not None},
         )
 
     def _balance_each(
@@ -315,22 +337,22 @@ class Orchestrator:
         return assignments
 
 
-def cuts_in(fragments: Split | None) -> SequenceCuts | None:
-    """The sequences that a Split cuts; None if it cuts none."""
+def cuts_in(fragments: Split | None) -> ItemCuts | None:
+    """The items that a Split cuts; None if it cuts none."""
     if fragments is None or not fragments.num_cut:
         return None
     shared = fragments.num_parts > 1
     item, begin, end = (column[shared] for column in (fragments.item, fragments.begin, fragments.end))
-    return SequenceCuts(item, fragments.assignment.ranks[shared], begin, end, fragments.units[item])
+    return ItemCuts(item, fragments.assignment.ranks[shared], begin, end, fragments.units[item])
 
 
-def with_cut_loads(placed: Assignment, cuts: SequenceCuts, weights: Int64Array) -> Assignment:
-    """The placement with the loads of the fragments of cut sequences, and a bound that holds for these.
+def with_cut_loads(placed: Assignment, cuts: ItemCuts, weights: Int64Array) -> Assignment:
+    """The placement with the loads of the fragments of cut items, and a bound that holds for these.
 
-    weights: the cost of each whole sequence, int64 [num_examples].
+    weights: the cost of each whole item, int64 [num_items].
     """
     loads = np.zeros(placed.num_ranks, dtype=np.int64)
-    is_whole = ~np.isin(np.arange(placed.num_items), cuts.examples)
+    is_whole = ~np.isin(np.arange(placed.num_items), cuts.items)
     np.add.at(loads, placed.ranks[is_whole], weights[is_whole])
     np.add.at(loads, cuts.rank, cuts.share_of(weights))
     return replace(placed, loads=loads, bound=-(-int(weights.sum()) // placed.num_ranks))

@@ -5,11 +5,12 @@ per_phase  each phase by itself (OrchMLLM, arXiv:2503.23830, sections 5 and 6). 
            outputs cross ranks, and their gradients return: the excess of packed items, most of the padded ones.
 mixed      joint, but encoders whose own assignment gains more than its exchange takes are balanced by themselves. These
            are mostly padded ones: an assignment of whole examples cannot balance count * longest.
-split      sequences that are too long for a rank cut over several ranks, all others whole (cutting.py); each encoder as
-           in joint or as in per_phase, whichever is faster. It is considered only if `methods` names it.
+split      items that are too long for a rank cut over several ranks, all others whole (cutting.py): sequences, and
+           items of encoders that can be. Each encoder is as in joint, as in per_phase, or balanced with items cut,
+           whichever is faster. It is considered only if `methods` names it.
 
 Predicted seconds = (sum over phases of the busiest rank's seconds) + (sum over encoders of the exchange's seconds)
-                    + (seconds of exchanging keys and values of cut sequences, layer by layer).
+                    + (seconds of exchanging keys and values of cut items, layer by layer).
 
 - Phases add up because ranks wait for each other in each of them (sharded modules gather weights layer by layer).
 - An exchange takes as long as its slowest rank, for bytes inside its node and between nodes (`core/exchange.py`).
@@ -18,8 +19,9 @@ Predicted seconds = (sum over phases of the busiest rank's seconds) + (sum over 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from numpy.typing import ArrayLike
@@ -27,7 +29,7 @@ from numpy.typing import ArrayLike
 from motet.balance.backend import Backend
 from motet.balance.checks import checked_num_ranks, checked_ranks
 from motet.balance.costs import Packed
-from motet.balance.cutting import cut_sequences, cut_words, deliveries
+from motet.balance.cutting import CutPhase, cut_phase, cut_words, deliveries
 from motet.balance.fragments import Split
 from motet.balance.joint import assign_jointly
 from motet.balance.phases import (
@@ -58,9 +60,10 @@ class Choice:
     """The method that is predicted to be the fastest, and its assignments.
 
     assignments: one for each phase, in their order. Where an encoder's items follow their examples, they are in the
-                 order of these, so that outputs need no sorting. With "split", a cut sequence is on the rank of its
-                 largest fragment, and the backbone's loads are those of fragments.
-    fragments:   with "split", whole sequences and fragments of others, and the rank of each; None: nothing is cut.
+                 order of these, so that outputs need no sorting. With "split", a cut item is on the rank of its
+                 largest fragment, and its phase's loads are those of fragments.
+    fragments:   with "split", whole sequences and fragments of others, and the rank of each; None: no sequence is cut.
+    cut_items:   encoder -> as `fragments`, of its items, where some are cut.
     predicted_s: predicted seconds by method; with "unbalanced", if `home` was given.
     exchange_s:  the part of predicted_s that exchanges take, by method.
     moved_bytes: bytes that cross ranks in them, in both directions.
@@ -83,6 +86,7 @@ class Choice:
     exchange_s: dict[str, float]
     moved_bytes: int
     why: str
+    cut_items: Mapping[str, Split] = field(default_factory=dict)
 
     @property
     def predicted_ns(self) -> int:
@@ -100,6 +104,7 @@ class _Option:
     moved_bytes: int
     fragments: Split | None = None
     words: str = ""
+    cut_items: Mapping[str, Split] = field(default_factory=dict)
 
     @property
     def total_ns(self) -> int:
@@ -184,6 +189,7 @@ def _chosen(method: Method, options: dict[str, _Option]) -> Choice:
         method=method,
         assignments=options[method].assignments,
         fragments=options[method].fragments,
+        cut_items=options[method].cut_items,
         predicted_s={name: option.total_ns / NS_PER_S for name, option in options.items()},
         exchange_s={name: option.exchange_ns / NS_PER_S for name, option in options.items()},
         moved_bytes=options[method].moved_bytes,
@@ -227,28 +233,46 @@ def _apart(phase: Phase, backbone: Assignment, network: Network, backend: Backen
 def _split(
     phases: Sequence[Phase], num_ranks: int, network: Network, backend: Backend, *, alone: bool
 ) -> _Option | None:
-    """The fastest way to cut sequences; None if none is too long for a rank. alone: then all of them stay whole."""
-    found = cut_sequences(phases[0], num_ranks, network, backend)
+    """The fastest way to cut items; None if none is too long for a rank. alone: then all of them stay whole."""
+    items = {
+        phase.name: cut_phase(phase, num_ranks, network, backend) for phase in phases[1:] if phase.rows is not None
+    }
     options = []
-    for cut in [each for each in found if each.fragments is not None] or (found if alone else []):
-        encoders = []
+    for cut in cut_phase(phases[0], num_ranks, network, backend):
+        placed = [cut]
         for phase in phases[1:]:
-            ways = follow(phase, cut.backbone), _apart(phase, cut.backbone, network, backend)
-            seconds = [
-                phase.compute_ns(way) + _exchange(phase, way, cut.backbone, network, cut.fragments)[0] for way in ways
-            ]
-            encoders.append(ways[int(seconds[1] < seconds[0])])
-        option = _option(phases, network, [cut.backbone, *encoders], cut.fragments)
-        options.append(
-            replace(
-                option,
-                exchange_ns=option.exchange_ns + cut.keys_ns,
-                moved_bytes=option.moved_bytes + cut.keys_bytes,
-                fragments=cut.fragments,
-                words=cut_words(cut.fragments, phases[0].rows),
+            whole = follow(phase, cut.placed), _apart(phase, cut.placed, network, backend)
+            ways = [*(CutPhase(way, None, 0, 0) for way in whole), *items.get(phase.name, ())]
+
+            exchanges = (
+                _exchange(phase, way.placed, cut.placed, network, cut.fragments, way.fragments) for way in ways
             )
-        )
+            total_ns = [
+                phase.compute_ns(way.placed) + exchange_ns + way.keys_ns
+                for way, (exchange_ns, _) in zip(ways, exchanges, strict=True)
+            ]
+            placed.append(ways[total_ns.index(min(total_ns))])
+        if alone or any(each.fragments is not None for each in placed):
+            options.append(_cut_option(phases, network, placed))
     return min(options, key=lambda option: option.key, default=None)
+
+
+def _cut_option(phases: Sequence[Phase], network: Network, placed: Sequence[CutPhase]) -> _Option:
+    """The prediction for phases of which some items are cut, an entry a phase."""
+    named = {phase.name: each.fragments for phase, each in zip(phases, placed, strict=True) if each.fragments}
+    option = _option(phases, network, [each.placed for each in placed], named)
+    whats = ("sequence", *(f"{phase.name} item" for phase in phases[1:]))
+    words = (
+        cut_words(each.fragments, phase.rows, what) for each, phase, what in zip(placed, phases, whats, strict=True)
+    )
+    return replace(
+        option,
+        exchange_ns=option.exchange_ns + sum(each.keys_ns for each in placed),
+        moved_bytes=option.moved_bytes + sum(each.keys_bytes for each in placed),
+        fragments=named.pop(phases[0].name, None),
+        cut_items=named,
+        words="; ".join(filter(None, words)),
+    )
 
 
 def _joint_backbone(phases: Sequence[Phase], num_ranks: int, held: Held | None, backend: Backend) -> Assignment:
@@ -277,11 +301,14 @@ def _follow_all(
 
 
 def _option(
-    phases: Sequence[Phase], network: Network, assignments: Sequence[Assignment], fragments: Split | None = None
+    phases: Sequence[Phase],
+    network: Network,
+    assignments: Sequence[Assignment],
+    cut: Mapping[str, Split] = MappingProxyType({}),
 ) -> _Option:
-    """The prediction for these assignments, one for each phase. fragments: of cut sequences."""
+    """The prediction for these assignments, one for each phase. cut: phase -> fragments, where items are cut."""
     exchanges = [
-        _exchange(phase, placed, assignments[0], network, fragments)
+        _exchange(phase, placed, assignments[0], network, cut.get(phases[0].name), cut.get(phase.name))
         for phase, placed in zip(phases[1:], assignments[1:], strict=True)
     ]
     return _Option(
@@ -293,13 +320,20 @@ def _option(
 
 
 def _exchange(
-    phase: Phase, placed: Assignment, backbone: Assignment, network: Network, fragments: Split | None = None
+    phase: Phase,
+    placed: Assignment,
+    backbone: Assignment,
+    network: Network,
+    fragments: Split | None = None,
+    cut: Split | None = None,
 ) -> tuple[int, int]:
-    """The exchange of a phase's outputs and gradients: nanoseconds, and bytes that cross ranks."""
+    """The exchange of a phase's outputs and gradients: nanoseconds, and bytes that cross ranks.
+
+    fragments: of the backbone's sequences. cut: of the phase's own items.
+    """
     if phase.output_bytes is None:
         return 0, 0
-    item, destination, output_bytes = deliveries(phase, backbone, fragments)
-    source = placed.ranks[item]
+    source, destination, output_bytes = deliveries(phase, placed, cut, backbone, fragments)
     moves = source != destination
     if not moves.any():
         return 0, 0

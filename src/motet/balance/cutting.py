@@ -1,96 +1,105 @@
-"""Sequences that are too long for a rank cut over several, beside whole ones: placed, and priced as they are executed.
+"""Items that are too long for a rank cut over several, beside whole ones: placed, and priced as they are executed.
 
-Only the backbone's sequences are cut. Encoders compute whole items, each on the rank of its sequence's largest fragment
-or balanced by itself, whichever is faster. In attention, a rank gets the keys and values that its rows see, in one
-exchange a layer for all cut sequences of the microbatch.
+The items of an encoder follow their sequences, or are balanced by themselves, whole or cut, whichever is faster. In
+attention, a rank gets the keys and values that its rows see, in one exchange a layer for all cut items of a phase.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from motet.balance.backend import Backend
 from motet.balance.fragments import Overhead, Split
-from motet.balance.phases import KeyExchange, Phase
+from motet.balance.phases import Phase
 from motet.balance.splitting import split
 from motet.core.arrays import Int32Array, Int64Array
 from motet.core.assignment import Assignment, csr_from_ranks
 from motet.core.exchange import NS_PER_S, Network, moved
 
 TARGETS = (1.02, 1.1, 1.3)
-"""Largest loads, as multiples of the ideal, for which sequences are cut: more balance takes more cuts and exchange."""
+"""Largest loads, as multiples of the ideal, for which items are cut: more balance takes more cuts and exchange."""
 _UNITS_A_RANK = 4
 _MOST_ROWS = 64
-"""The most rows of a unit in either half of a sequence: with their mirror images, what a kernel works on at once."""
+"""The most rows of a unit in either half of an item: with their mirror images, what a kernel works on at once."""
 
 
 @dataclass(frozen=True, eq=False)
-class CutSequences:
-    """Sequences of a microbatch, some of them cut.
+class CutPhase:
+    """The items of a phase of a microbatch, some of them cut.
 
-    backbone:  each example on the rank of its largest fragment; loads are those of the fragments.
+    placed:    each item on the rank of its largest fragment; loads are those of the fragments.
     fragments: None where nothing is cut.
     keys_ns, keys_bytes: of exchanging keys and values; the bytes are those of all ranks.
     """
 
-    backbone: Assignment
+    placed: Assignment
     fragments: Split | None
     keys_ns: int
     keys_bytes: int
 
 
-def cut_sequences(phase: Phase, num_ranks: int, network: Network, backend: Backend = "native") -> list[CutSequences]:
-    """The sequences of the backbone's phase, which has rows and a packed cost, cut for each of TARGETS.
+def cut_phase(phase: Phase, num_ranks: int, network: Network, backend: Backend = "native") -> list[CutPhase]:
+    """The items of a phase, which has rows and a packed cost, cut for each of TARGETS.
 
-    A fragment takes its share of a sequence's cost: of all work but that of targets, this holds to within a unit.
+    A fragment takes its share of an item's cost: of all work but that of targets, this holds to within a unit.
     """
     assert phase.rows is not None, "a phase that can be cut"
     costs = phase.cost.weights(phase.lengths)
-    found: list[CutSequences] = []
+    found: list[CutPhase] = []
     for target in TARGETS:
         cut = split(
             costs, num_ranks, Overhead(), divisible=units_of(phase.rows, num_ranks), target=target, backend=backend
         )
         if found and _same(cut, found[-1].fragments):
             continue
-        keys_s, keys_bytes = _keys(cut, phase.rows, phase.keys, num_ranks, network) if cut.num_cut else (0.0, 0)
+        keys_s, keys_bytes = _keys(cut, phase, num_ranks, network) if cut.num_cut else (0.0, 0)
         placed = _placed(cut, costs, num_ranks)
-        found.append(CutSequences(placed, cut if cut.num_cut else None, round(keys_s * NS_PER_S), keys_bytes))
+        found.append(CutPhase(placed, cut if cut.num_cut else None, round(keys_s * NS_PER_S), keys_bytes))
     return found
 
 
 def units_of(rows: Int64Array, num_ranks: int) -> Int64Array:
-    """The units between which sequences of so many rows can be cut, int64 [num_sequences], >= 1."""
+    """The units between which items of so many rows can be cut, int64 [num_items], >= 1."""
     half = -(-rows // 2)
     units: Int64Array = np.maximum(half // np.clip(half // (_UNITS_A_RANK * num_ranks), 1, _MOST_ROWS), 1)
     return units
 
 
 def deliveries(
-    phase: Phase, backbone: Assignment, fragments: Split | None
-) -> tuple[Int64Array, Int32Array, Int64Array]:
-    """Where outputs of an encoder's items go: (item, rank, bytes), an entry for each rank that an item goes to.
+    phase: Phase, placed: Assignment, cut: Split | None, backbone: Assignment, fragments: Split | None
+) -> tuple[Int32Array, Int32Array, Int64Array]:
+    """Where outputs of an encoder's items go: (from rank, to rank, bytes), an entry for each pair that shares an item.
 
+    placed, cut: of the items. backbone, fragments: of their sequences.
     Where an item stands in its sequence is not known from lengths: rows are taken to be all over it.
     """
     assert phase.output_bytes is not None
-    items = np.arange(len(phase.owner))
+    ranks, owner, size = placed.ranks, phase.owner, phase.output_bytes
+    if cut is not None:
+        ranks, owner, size = (
+            cut.assignment.ranks,
+            owner[cut.item],
+            _shares(cut, size[cut.item], np.arange(len(cut.item))),
+        )
     if fragments is None:
-        return items, backbone.ranks[phase.owner], phase.output_bytes
-    first, last = (np.searchsorted(fragments.item, phase.owner, side=side) for side in ("left", "right"))
+        return ranks, backbone.ranks[owner], size
+    first, last = (np.searchsorted(fragments.item, owner, side=side) for side in ("left", "right"))
     counts = last - first
-    item = np.repeat(items, counts)
     part = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-    whole, units = phase.output_bytes[item], fragments.units[fragments.item[part]]
-    size = whole * fragments.end[part] // units - whole * fragments.begin[part] // units
-    return item, fragments.assignment.ranks[part], size
+    return np.repeat(ranks, counts), fragments.assignment.ranks[part], _shares(fragments, np.repeat(size, counts), part)
 
 
-def cut_words(fragments: Split | None, rows: Int64Array | None) -> str:
-    """What is cut, in words: "1 sequence cut (3,212 rows over 4 ranks)"; "" for nothing. rows: of each sequence."""
+def _shares(cut: Split, amounts: Int64Array, part: Int64Array) -> Int64Array:
+    """What fragments have of amounts of their whole items. part: which fragments, int64 [n]. amounts: int64 [n]."""
+    units = cut.units[cut.item[part]]
+    shares: Int64Array = amounts * cut.end[part] // units - amounts * cut.begin[part] // units
+    return shares
+
+
+def cut_words(fragments: Split | None, rows: Int64Array | None, what: str = "sequence") -> str:
+    """What is cut, in words: "1 sequence cut (3,212 rows over 4 ranks)"; "" for nothing. rows: of each item."""
     if fragments is None or rows is None:
         return ""
     examples, degrees = np.unique(fragments.item, return_counts=True)
@@ -99,7 +108,7 @@ def cut_words(fragments: Split | None, rows: Int64Array | None) -> str:
     cut, over = rows[examples[is_cut]][longest_first].tolist(), degrees[is_cut][longest_first].tolist()
     named = [f"{length:,} rows over {degree} ranks" for length, degree in zip(cut, over, strict=True)]
     more = f"; {len(named) - 3} more" if len(named) > 3 else ""
-    return f"{len(named)} sequence{'s' if len(named) > 1 else ''} cut ({', '.join(named[:3])}{more})"
+    return f"{len(named)} {what}{'s' if len(named) > 1 else ''} cut ({', '.join(named[:3])}{more})"
 
 
 def _same(one: Split, other: Split | None) -> bool:
@@ -116,13 +125,13 @@ def _placed(cut: Split, costs: Int64Array, num_ranks: int) -> Assignment:
     return Assignment(ranks, *csr_from_ranks(ranks, num_ranks), cut.assignment.loads, -(-int(costs.sum()) // num_ranks))
 
 
-def _keys(
-    cut: Split, rows: Int64Array, keys: Sequence[KeyExchange], num_ranks: int, network: Network
-) -> tuple[float, int]:
+def _keys(cut: Split, phase: Phase, num_ranks: int, network: Network) -> tuple[float, int]:
     """Seconds and bytes of exchanging keys and values for these fragments."""
-    source, sink, amount, needed = _seen_rows(cut, rows)
+    assert phase.rows is not None
+    is_causal = phase.output_bytes is None  # The backbone's sequences; rows of an encoder's item see all of it.
+    source, sink, amount, needed = _seen_rows(cut, phase.rows, is_causal=is_causal)
     node, seconds, size_bytes = network.nodes(num_ranks), 0.0, 0
-    for layer in keys:
+    for layer in phase.keys:
         # A window is as long before each of a fragment's two runs of rows.
         share = np.minimum(1.0, 2.0 * (layer.window - 1) / np.maximum(needed, 1)) if layer.window else 1.0
         moving = np.rint(amount * share).astype(np.int64) * layer.row_bytes
@@ -131,17 +140,20 @@ def _keys(
     return seconds, size_bytes
 
 
-def _seen_rows(cut: Split, rows: Int64Array) -> tuple[Int32Array, Int32Array, Int64Array, Int64Array]:
-    """Rows that fragments see of others of their sequence: (from rank, to rank, rows, what the latter sees of all).
+def _seen_rows(
+    cut: Split, rows: Int64Array, *, is_causal: bool
+) -> tuple[Int32Array, Int32Array, Int64Array, Int64Array]:
+    """Rows that fragments see of others of their item: (from rank, to rank, rows, what the latter sees of all).
 
-    All rows in the front half are seen; of those in the back half, those of the fragments behind: they stand before.
+    is_causal: all rows in the front half are seen; of those in the back half, those of the fragments behind, as they
+    stand before. Else all are seen.
     """
     shared = np.flatnonzero(cut.num_parts > 1)
     item, part = cut.item[shared], cut.part[shared]
-    half = -(-rows[item] // 2)
-    size = half * cut.end[shared] // cut.units[item] - half * cut.begin[shared] // cut.units[item]
+    run = -(-rows[item] // 2) if is_causal else rows[item]
+    size = run * cut.end[shared] // cut.units[item] - run * cut.begin[shared] // cut.units[item]
     one, other = np.nonzero((item[:, None] == item) & (part[:, None] != part))  # `one` sees rows of `other`
-    amount = size[other] * np.where(part[other] > part[one], 2, 1)
+    amount = size[other] * np.where(is_causal & (part[other] > part[one]), 2, 1)
     needed = np.bincount(one, amount, len(shared)).astype(np.int64)
     ranks = cut.assignment.ranks[shared]
     return ranks[other], ranks[one], amount, needed[one]

@@ -52,8 +52,9 @@ class Phase:
     num_exchanges:    how often these bytes are sent: 2 (the output, and its gradient back), or 1 in a frozen phase.
     held:             int64 [num_items], >= 0, what an item takes of its rank's memory from its forward to its backward
                       pass, in a unit that all phases share; None: nothing.
-    rows:             int64 [num_items], rows of the backbone's sequences, between which they can be cut over ranks;
-                      None: they stay whole. keys: what the ranks that share them exchange.
+    rows:             int64 [num_items], rows of items between which they can be cut over ranks: of the backbone's
+                      sequences, or of an encoder's outputs; None: they stay whole. keys: what the ranks that share them
+                      exchange, of such rows.
 
     Example:
         >>> lengths, owner = np.array([30, 10, 20]), np.array([0, 0, 1])  # example 0 has two images

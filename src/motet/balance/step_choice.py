@@ -150,11 +150,10 @@ def _sizes(phases: Sequence[Phase]) -> Int64Array | None:
 def _fullest(phases: Sequence[Phase], choice: Choice) -> int:
     """The most that a rank holds in a microbatch."""
     held = np.zeros(choice.assignments[0].num_ranks, dtype=np.int64)
-    cut = choice.fragments
     for phase, placed in zip(phases, choice.assignments, strict=True):
         if phase.held is None:
             continue
-        if cut is not None and phase is phases[0]:
+        if (cut := choice.fragments if phase is phases[0] else choice.cut_items.get(phase.name)) is not None:
             np.add.at(held, cut.assignment.ranks, phase.held[cut.item] * (cut.end - cut.begin) // cut.units[cut.item])
         else:
             np.add.at(held, placed.ranks, phase.held)

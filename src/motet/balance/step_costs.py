@@ -113,6 +113,7 @@ class StepTimes:
     frozen:      encoders without trainable parameters, which get no gradient back.
     held:        by phase, elements that a unit of an item's length keeps for backward; {}: deferring needs no memory.
     keys:        what ranks that share a sequence exchange; (): sequences stay whole.
+    item_keys:   encoder -> the same of its items, by rows of its output; those of other encoders stay whole.
 
     Example:
         >>> times = StepTimes(lambda lengths: {"image": 1e-6}, Link(40e9, latency_s=0.0), token_bytes=8192)
@@ -126,6 +127,7 @@ class StepTimes:
     frozen: frozenset[str] = frozenset()
     held: Mapping[str, int] = field(default_factory=dict)
     keys: tuple[KeyExchange, ...] = ()
+    item_keys: Mapping[str, tuple[KeyExchange, ...]] = field(default_factory=dict)
 
     @property
     def network(self) -> Network:
@@ -195,7 +197,7 @@ class StepCosts(PhaseCosts):
     def phases(self, lengths: BatchLengths, work: Mapping[str, Int64Array] | None = None) -> list[Phase]:
         """The phases of a microbatch, in the order of `names`. work: its items' work, if it is known already."""
         weights = self.work(lengths) if work is None else work
-        unit_s, keys = self.times.unit_s(lengths), self.times.keys
+        unit_s, keys = self.times.unit_s(lengths), {**self.times.item_keys, BACKBONE: self.times.keys}
 
         def phase(name: str) -> Phase:
             items = lengths.of(name)
@@ -208,8 +210,8 @@ class StepCosts(PhaseCosts):
                 None if name == BACKBONE else items.num_tokens * self.times.token_bytes,
                 num_exchanges=1 if name in self.times.frozen else 2,
                 held=items.length * self.times.held[name] if self.times.held else None,
-                rows=lengths.sequence if name == BACKBONE and keys else None,
-                keys=keys if name == BACKBONE else (),
+                rows=items.num_tokens if keys.get(name) else None,
+                keys=keys.get(name, ()),
             )
 
         return [phase(name) for name in self.names]

@@ -95,16 +95,29 @@ def moved_heads(of_keys: Rows, of_all: Rows, num_ranks: int, heads: int, kv_head
     return of_keys * 2.0 * kv_heads, by_heads
 
 
-def copied_heads(of_keys: Rows, own_rows: Rows, num_ranks: int, heads: int, kv_heads: int, *, by_heads: bool) -> Rows:
-    """Rows of heads that backward finds on a rank beside what attention keeps of whole sequences, about.
+def exchanged_heads(
+    method: str,
+    of_keys: Float64Array,
+    of_all: Float64Array,
+    own_rows: Float64Array,
+    num_ranks: int,
+    heads: int,
+    kv_heads: int,
+) -> tuple[Float64Array, Float64Array]:
+    """Rows of heads that the busiest rank moves in a layer's attention; and those that backward finds on it beside what
+    attention keeps of whole sequences, about.
 
-    of_keys: as of `moved_heads`. own_rows: of the rank. by_heads: Ulysses, under which keys that are repeated stay, and
-    what is attended to stays twice: by heads, and by rows.
+    method: as of `dispatch.context.ContextShare`; "auto" is the way that moves fewer. own_rows: of the rank. Others: as
+    of `moved_heads`. Under an all-gather a rank has all keys, also those that its rows do not see. Under Ulysses keys
+    that are repeated stay, and what is attended to stays twice: by heads, and by rows.
     """
-    if not by_heads:
-        return of_keys * 2.0 * kv_heads
+    by_cast, by_heads = moved_heads(of_keys, of_all, num_ranks, heads, kv_heads)
     sent_kv_heads = kv_heads if kv_heads % num_ranks == 0 else heads
-    return own_rows * (heads + 2.0 * (sent_kv_heads - kv_heads))
+    kept_by_heads = own_rows * (heads + 2.0 * (sent_kv_heads - kv_heads))
+    if method == "all_gather":
+        return of_all * 2.0 * kv_heads, of_all * 2.0 * kv_heads
+    is_by_heads = by_heads < by_cast if method == "auto" else np.full(by_cast.shape, method == "ulysses")
+    return np.where(is_by_heads, by_heads, by_cast), np.where(is_by_heads, kept_by_heads, by_cast)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -21,6 +21,7 @@ from motet.dispatch.context import ContextShare
 from motet.dispatch.cut_batch import examples_to_lay_out, route_to_fragments, shared_out
 from motet.dispatch.exchange import exchange, exchange_rows
 from motet.dispatch.route import GatherRoute, Route, compose_route
+from motet.dispatch.shared_items import SharedItems, shared_items
 from motet.dropout import item_keys
 
 _NO_TARGET = -100
@@ -171,6 +172,8 @@ class RankBatch:
     sequences: the sequences that this rank runs through the backbone, in the order of their positions on the rank.
     media:     per phase, values [rows, row_dim] and sizes LongTensor on the CPU [num_items, size_dim] of the items that
                this rank encodes, in the order of their positions on the rank; both are [0, 0] where it has none.
+    shared:    of the phases of which ranks share items, the rows that this rank has; `media` has no others, and sizes
+               of whole items, also of those that it shares.
     routes:    per phase, how this rank's encoder outputs reach the backbone.
     lengths, decision: of the whole microbatch, the same on all ranks.
     recompute: per module, the number of its first blocks that this rank recomputes in backward; None: as in every
@@ -206,6 +209,11 @@ class RankBatch:
     num_step_targets: int | None = None
     num_microbatches: int = 1
     draws: Mapping[str, Int64Array] | None = None
+    shared: Mapping[str, SharedItems] = field(default_factory=dict)
+
+    def inputs(self, phase: str) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, SharedItems]:
+        """What the encoder of a phase is called with."""
+        return (*self.media[phase], self.shared[phase]) if phase in self.shared else self.media[phase]
 
     def with_draws(self, keys: Int64Array, replicas: Mapping[str, int] | None = None) -> RankBatch:
         """The same batch, with dropout drawn by item. keys: of its examples, int64 [num_examples], of all ranks.
@@ -215,7 +223,7 @@ class RankBatch:
         if replicas is None:
             replicas = dict.fromkeys([*self.lengths.items, BACKBONE], self.rank)
         of_items = {
-            phase: item_keys(keys, self.lengths.items[phase].example, self.decision.assignments[phase].on_rank(replica))
+            phase: item_keys(keys, self.lengths.items[phase].example, self.decision.items_on(phase, replica))
             for phase, replica in replicas.items()
             if phase != BACKBONE
         }
@@ -223,11 +231,19 @@ class RankBatch:
         return replace(self, draws=of_items | of_sequences)
 
     def sharing(self, group: dist.ProcessGroup | None) -> RankBatch:
-        """The same batch, whose sequences the ranks of a group share; as it is if no other rank shares them."""
+        """The same batch, whose sequences and items the ranks of a group share, where other ranks share any."""
+        context, sequences = self.sequences.context, self.sequences
+        if context is not None:
+            sequences = replace(sequences, context=replace(context, group=group))
+        shared = {phase: replace(items, group=group) for phase, items in self.shared.items()}
+        return replace(self, sequences=sequences, shared=shared)
+
+    @property
+    def shared_bytes(self) -> float:
+        """Bytes of rows that this rank has given to others that share sequences or items with it."""
         context = self.sequences.context
-        if context is None:
-            return self
-        return replace(self, sequences=replace(self.sequences, context=replace(context, group=group)))
+        sharing = [*self.shared.values(), *([] if context is None else [context])]
+        return sum(sum(each.sent) for each in sharing)
 
     @property
     def num_targets(self) -> int:
@@ -329,11 +345,11 @@ def assemble(
     """The RankBatch of one rank, made of what the rank has loaded or received.
 
     sequences: those of the examples `decision.sequences_on(rank)`, in that order.
-    media:     per phase, the items `decision.assignments[phase].on_rank(rank)`, in that order.
+    media:     per phase, the items `decision.items_on(phase, rank)`, in that order.
     shared:    those of the examples that `examples_to_lay_out` names.
     Raises ValueError where they differ from what `lengths` says: a stale index, for instance.
     """
-    routes, num_tokens, values = {}, {}, {}
+    routes, num_tokens, values, shared_rows = {}, {}, {}, {}
     examples = decision.sequences_on(rank)
     layouts = {
         int(example): _alone(shared[int(example)], int(example), lengths)
@@ -350,20 +366,22 @@ def assemble(
                 ranks_per_node=ranks_per_node,
                 communicator=decision.communicator,
             )
-            if decision.cuts is None
+            if decision.cuts is None and phase not in decision.item_cuts
             else route_to_fragments(decision, lengths, phase, rank, layouts, ranks_per_node)
         )
         num_tokens[phase] = items.take(examples).num_tokens
-        if len(media.get(phase, ())) != len(encoder.on_rank(rank)):
-            raise ValueError(
-                f"rank {rank} encodes {len(encoder.on_rank(rank))} items of phase {phase!r}, not {len(media[phase])}"
-            )
+        own = decision.items_on(phase, rank)
+        if len(media.get(phase, ())) != len(own):
+            raise ValueError(f"rank {rank} encodes {len(own)} items of phase {phase!r}, not {len(media[phase])}")
         values[phase] = stacked_media(media.get(phase, ()))
+        if (of_rank := shared_items(decision, phase, items, rank)) is not None:
+            rows, sizes = values[phase]
+            shared_rows[phase], values[phase] = of_rank, (rows[torch.from_numpy(of_rank.own)], sizes)
     packed = pack(sequences, num_tokens)
     check_lengths(packed, lengths, examples)
     if decision.cuts is not None:
         packed = shared_out(packed, decision, rank)
-    return RankBatch(packed, values, routes, lengths, decision, rank=rank)
+    return RankBatch(packed, values, routes, lengths, decision, rank=rank, shared=shared_rows)
 
 
 def _alone(sequence: TokenSequence, example: int, lengths: BatchLengths) -> PackedSequences:

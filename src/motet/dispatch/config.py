@@ -47,8 +47,8 @@ class BalanceConfig(BaseModel):
     method:  how the phases are balanced together, if all are balanced. "joint" assigns whole examples to ranks, so that
              no encoder output crosses ranks. "per_phase" assigns the items of each phase independently. "auto" predicts
              for each microbatch which method is fastest, a mix of both included (`motet.balance.choose`). "split" cuts
-             sequences that are too long for a rank over several, and balances encoders as is faster.
-    split:   whether "auto" may cut sequences, too, where that is predicted to be faster, exchange included.
+             items that are too long for a rank over several (sequences, images), and balances encoders as is faster.
+    split:   whether "auto" may cut items, too, where that is predicted to be faster, exchange included.
     mode:    "index": lengths are known before loading. "exchange": items move after loading. "auto": "index" if the
              data has an index, else "exchange".
     communicator: how inputs (in exchange mode) and encoder outputs move between ranks. "all_to_all": each rank gets its
@@ -183,7 +183,7 @@ class BalanceConfig(BaseModel):
 
     @property
     def cut_by(self) -> str:
-        """The setting by which sequences may be cut over ranks; "" if they may not."""
+        """The setting by which items may be cut over ranks; "" if they may not."""
         return 'method = "split"' if self.method == "split" else 'split = "auto"' if self.split == "auto" else ""
 
     def balanced(self, encoders: Iterable[str]) -> frozenset[str]:

@@ -1,6 +1,7 @@
-"""What a rank runs of a microbatch in which several ranks share some sequences (`core/cuts.py`), all others whole.
+"""What a rank runs of a microbatch in which several ranks share some items (`core/cuts.py`), all others whole.
 
-A rank has its whole sequences first, then its rows of shared ones. Rows of encoders go straight to the ranks of their
+A rank has its whole sequences first, then its rows of shared ones, and so it has the items of encoders
+(`shared_items.py`). Rows of encoders go straight to the ranks of their
 places, in the exchange that takes all other rows: where a placeholder stands in a shared sequence, its tokens tell,
 which every rank reads of sequences with items.
 """
@@ -17,7 +18,7 @@ import torch
 from motet.assign.orchestrator import Decision
 from motet.core.arrays import Int64Array
 from motet.core.context_rows import ContextRows
-from motet.core.cuts import SequenceCuts
+from motet.core.cuts import ItemCuts
 from motet.core.workload import BatchLengths
 from motet.dispatch.context import share_sequences
 from motet.dispatch.route import Route, route_of_parts
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
     from motet.dispatch.batch import PackedSequences
 
 
-def examples_to_lay_out(cuts: SequenceCuts | None, lengths: BatchLengths) -> Int64Array:
+def examples_to_lay_out(cuts: ItemCuts | None, lengths: BatchLengths) -> Int64Array:
     """The shared examples whose tokens every rank reads: those with items, ascending, int64 [n]."""
     if cuts is None:
         return np.zeros(0, dtype=np.int64)
-    has_items = [np.isin(cuts.examples, items.example) for items in lengths.items.values()]
-    return cuts.examples[np.any(has_items, axis=0)] if has_items else cuts.examples[:0]
+    has_items = [np.isin(cuts.items, items.example) for items in lengths.items.values()]
+    return cuts.items[np.any(has_items, axis=0)] if has_items else cuts.items[:0]
 
 
 def shared_out(packed: PackedSequences, decision: Decision, rank: int) -> PackedSequences:
@@ -58,8 +59,8 @@ def shared_out(packed: PackedSequences, decision: Decision, rank: int) -> Packed
         context=replace(
             share,
             num_whole=num_whole,
-            numbers=np.searchsorted(cuts.examples, examples),
-            num_shared=len(cuts.examples),
+            numbers=np.searchsorted(cuts.items, examples),
+            num_shared=len(cuts.items),
             method="group_cast",
         ),
     )
@@ -77,27 +78,44 @@ def route_to_fragments(
 
     layouts: example -> its sequence, packed by itself, of `examples_to_lay_out`.
     """
-    cuts, encoder, items = decision.cuts, decision.assignments[phase], lengths.items[phase]
-    assert cuts is not None, "a decision that shares sequences"
-    is_cut = np.isin(items.example, cuts.examples)
-    whole = np.flatnonzero(~is_cut)
-    backbone = decision.backbone
-    # A part is a whole item, or a run of its rows with places on one rank.
-    columns = [(whole, backbone.ranks[items.example[whole]].astype(np.int64), items.num_tokens[whole])]
-    for example in np.unique(items.example[is_cut]).tolist():
-        own = np.flatnonzero(items.example == example)
-        layout = layouts[example]
-        owner = cuts.owner(example, layout.num_tokens)[layout.feature_positions[phase].numpy()].astype(np.int64)
-        item = np.repeat(own, items.num_tokens[own])
-        first = np.flatnonzero((np.diff(item, prepend=-1) != 0) | (np.diff(owner, prepend=-1) != 0))
-        columns.append((item[first], owner[first], np.diff(first, append=len(item))))
-    part, destination, rows = (np.concatenate(each) for each in zip(*columns, strict=True))
+    cuts, item_cuts = decision.cuts, decision.cuts_of(phase)
+    encoder, backbone, items = decision.assignments[phase], decision.backbone, lengths.items[phase]
+    is_cut, goes_to_cut = (
+        np.zeros(len(of), dtype=bool) if own is None else np.isin(of, own.items)
+        for of, own in ((np.arange(items.num_items), item_cuts), (items.example, cuts))
+    )
+    whole = np.flatnonzero(~is_cut & ~goes_to_cut)
+    # A part is a whole item, or a run of its rows that are on one rank and have places on one rank.
+    columns = [
+        (
+            whole,
+            encoder.ranks[whole].astype(np.int64),
+            backbone.ranks[items.example[whole]].astype(np.int64),
+            items.num_tokens[whole],
+        )
+    ]
+    for item in np.flatnonzero(is_cut | goes_to_cut).tolist():
+        example, num_rows = int(items.example[item]), int(items.num_tokens[item])
+        source = np.full(num_rows, encoder.ranks[item], dtype=np.int64)
+        destination = np.full(num_rows, backbone.ranks[example], dtype=np.int64)
+        if item_cuts is not None and is_cut[item]:
+            source = item_cuts.run_owner(item, num_rows).astype(np.int64)
+        if cuts is not None and goes_to_cut[item]:
+            layout, begin = layouts[example], int(np.searchsorted(items.example, example))
+            before = int(items.num_tokens[begin:item].sum())
+            places = layout.feature_positions[phase].numpy()[before : before + num_rows]
+            destination = cuts.owner(example, layout.num_tokens)[places].astype(np.int64)
+        first = np.flatnonzero((np.diff(source, prepend=-1) != 0) | (np.diff(destination, prepend=-1) != 0))
+        run = np.full(len(first), item), source[first], destination[first], np.diff(first, append=num_rows)
+        columns.append(run)
+    part, source, destination, rows = (np.concatenate(each) for each in zip(*columns, strict=True))
     in_order = np.argsort(part, kind="stable")
-    part, destination, rows = part[in_order], destination[in_order], rows[in_order]
-    # A rank has its whole sequences first, in their order, then those that it shares.
-    sequence = np.where(is_cut[part], backbone.num_items + items.example[part], backbone.slots[items.example[part]])
+    part, source, destination, rows = part[in_order], source[in_order], destination[in_order], rows[in_order]
+    # A rank has its whole items first, in their order, then those that it shares; and so it has sequences.
+    place = np.where(is_cut[part], items.num_items + part, encoder.slots[part])
+    example = items.example[part]
+    sequence = np.where(goes_to_cut[part], backbone.num_items + example, backbone.slots[example])
     arrival = np.lexsort((sequence, destination))
-    source = encoder.ranks[part].astype(np.int64)
     here = np.flatnonzero(source == rank)
-    leaving = here[np.argsort(encoder.slots[part[here]], kind="stable")]
+    leaving = here[np.argsort(place[here], kind="stable")]
     return route_of_parts(leaving, arrival, source, destination, rows, rank, encoder.num_ranks, ranks_per_node)

@@ -1,4 +1,4 @@
-"""Attention over sequences whose rows several ranks share (context parallelism).
+"""Attention over sequences, and items of encoders, whose rows several ranks share (context parallelism).
 
 Three ways in which rows of other ranks get to attention, all exact:
 
@@ -33,6 +33,40 @@ from motet.models.scores import Scoring
 from motet.models.table_items import TableItems
 
 GROUP_CAST, ALL_GATHER, ULYSSES = "group_cast", "all_gather", "ulysses"
+
+
+class SharedAttention(Protocol):
+    """What attention must know of the rows that one of several ranks runs, of items that it shares.
+
+    Fields are as of `dispatch.context.ContextShare` and `dispatch.shared_items.SharedItems`.
+    """
+
+    @property
+    def rows(self) -> ContextRows: ...
+    @property
+    def num_whole(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def group(self) -> dist.ProcessGroup | None: ...
+    @property
+    def method(self) -> str: ...
+    @property
+    def own(self) -> Int64Array:
+        """The rows of this rank, ascending, int64 [n]."""
+
+    def count_bytes(self, size_bytes: float) -> None:
+        """Add to the bytes that this rank has given to others."""
+
+
+class SharedItemRows(SharedAttention, Protocol):
+    """The rows that a rank runs of an encoder's items; as of `dispatch.shared_items.SharedItems`."""
+
+    @property
+    def num_rows_out(self) -> int: ...
+    @property
+    def is_idle(self) -> bool: ...
+    def with_spare(self, num_rows: int) -> SharedItemRows: ...
 
 
 class SharedRows(Protocol):
@@ -98,6 +132,7 @@ class ContextItems:
     Documents that this rank has whole stand first, and attend as in `PackedItems`, without an exchange.
     It is used as `models.attention.PackedItems` is, by all ranks of a group.
     together: rows that see each other in both directions, as of `AttentionTable.packed`; all others are causal.
+    causal:   False: all rows of a document, or of an encoder's item, see each other.
 
     Example:
         Rank 0 has the first row and the last of four, and sees both rows of rank 1:
@@ -107,14 +142,13 @@ class ContextItems:
         'group_cast'
     """
 
-    causal = True
-
-    def __init__(self, share: SharedRows, together: ArrayLike = ()) -> None:
+    def __init__(self, share: SharedRows | SharedAttention, together: ArrayLike = (), *, causal: bool = True) -> None:
+        self.causal = causal
         self._share, self._rows, self._rank = share, share.rows.after(share.num_whole), share.rank
-        self._whole = PackedItems.from_lengths(share.rows.lengths[: share.num_whole], causal=True)
+        self._whole = PackedItems.from_lengths(share.rows.lengths[: share.num_whole], causal=causal)
         self._num_whole = int(self._whole.offsets[-1])
         self._joined: dict[int | None, TableItems] = {}
-        self._table = AttentionTable.packed(self._rows.lengths, together=together)
+        self._table = AttentionTable.packed(self._rows.lengths, causal, together=together)
         self._methods: dict[tuple[int, int, int | None], str] = {}
         self._keys: dict[tuple[int | None, bool, torch.device], tuple[TableItems, _Copies]] = {}
         self._heads: dict[torch.device, tuple[TableItems, _Copies, _Copies]] = {}
@@ -172,8 +206,9 @@ class ContextItems:
         if window not in self._joined:
             every, whole = self._share.rows, np.arange(num_whole)
             wanted = self._wanted(window, everything=False)[self._rank]
-            table = AttentionTable.packed(every.lengths).windowed(window)
-            self._joined[window] = TableItems(table.of(every.rows[self._rank], np.append(whole, num_whole + wanted)))
+            table = AttentionTable.packed(every.lengths, self.causal).windowed(window)
+            seen_here = table.of(every.rows[self._rank], np.append(whole, num_whole + wanted))
+            self._joined[window] = TableItems(seen_here, self.causal)
         keys, values = seen.transpose(0, 1)[None].chunk(2, dim=1)
         return self._joined[window].attend(query, keys, values, *how._replace(window=None))
 
@@ -239,7 +274,10 @@ class ContextItems:
         if at not in self._keys:
             wanted = self._wanted(window, everything)
             table = self._table.windowed(window).of(self._rows.rows[self._rank], wanted[self._rank])
-            self._keys[at] = TableItems(table), _Copies(self._rows.moves(self._rank, wanted), self._share, device)
+            self._keys[at] = (
+                TableItems(table, self.causal),
+                _Copies(self._rows.moves(self._rank, wanted), self._share, device),
+            )
         return self._keys[at]
 
     def _heads_on(self, device: torch.device) -> tuple[TableItems, _Copies, _Copies]:
@@ -250,14 +288,14 @@ class ContextItems:
             there = RowMoves(np.arange(sum(own)), own, counts, np.argsort(order))
             back = RowMoves(order, counts, own, np.arange(sum(own)))
             copies = (_Copies(moves, self._share, device) for moves in (there, back))
-            self._heads[device] = TableItems(self._table), *copies
+            self._heads[device] = TableItems(self._table, self.causal), *copies
         return self._heads[device]
 
 
 class _Copies:
     """Copies of rows that go from rank to rank."""
 
-    def __init__(self, moves: RowMoves, share: SharedRows, device: torch.device) -> None:
+    def __init__(self, moves: RowMoves, share: SharedRows | SharedAttention, device: torch.device) -> None:
         self.send, self.order = (torch.from_numpy(index).to(device) for index in (moves.send, moves.order))
         self.num_sent, self.num_received = list(moves.num_sent), list(moves.num_received)
         self._share = share

@@ -19,6 +19,10 @@ Any `torch.nn.Module` with the members of `Encoder` can be an encoder. Further m
                      blocks, the blocks first ... stop - 1, and behind the blocks; hidden states are [rows, width]. With
                      them a pipeline can cut the encoder between its blocks, as many as layers() describe. Default: it
                      runs whole on one stage.
+    spare(values):   (values, sizes) of the smallest item, all zeros, on the device of `values`. With it, `forward` also
+                     takes `shared` (`context_items.SharedAttention`), so that ranks can share an item: its rows meet
+                     in attention alone, and each output row is made of equally many consecutive input rows. Default:
+                     items are computed whole.
     halves:          two functions (layer, hidden, ...) of a block's layer and of what the block is called with: its
                      attention, then its MLP, each with its norm and residual. Together they compute what the layer
                      does. With them, halves of blocks can fill bubbles of a pipeline. Default: a block runs whole.

@@ -15,9 +15,10 @@ from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError, UserError
 from motet.core.item_segments import ItemSegments
 from motet.core.spec import Module
-from motet.dropout import AFTER, BEFORE, BETWEEN, ENTER, PROJECTOR, arranged
+from motet.dropout import AFTER, BEFORE, BETWEEN, ENTER, PROJECTOR, arranged, drops_out
 from motet.models.block import Block, outside_blocks, wrap_blocks
 from motet.models.callbacks import callback_name, check_callback
+from motet.models.context_items import SharedItemRows
 from motet.models.contract import item_rows
 from motet.models.cross_projector import CrossProjector
 from motet.models.layers import LayerModules, any_trainable, as_it_learns, frozen_to_eval, products_layer
@@ -216,13 +217,17 @@ class ModalityModule(nn.Module):
         """The module's part of a ModelSpec."""
         return Module.of(name, (each.layer for each in self.layers()), padded=self.cost == "padded")
 
-    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
+    def forward(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """values [sum(rows), row_dim], sizes int64 [num_items, size_dim] on the host -> [sum(num_tokens),
         backbone_dim].
 
+        shared: the rows of the items that are in `values`, and come out, where ranks share some; all ranks then call
+                it, and it is a collective. For modules with `can_share`.
         Without items: [0, backbone_dim], connected to every trainable parameter. Raises UserError if the number of rows
         is not sum(num_tokens), from which the backbone's sequences were laid out.
         """
+        if shared is not None:
+            return self._forward_shared(values, sizes, shared)
         if len(sizes) == 0:
             return self._forward_empty()
         seen, seen_sizes = self._before(values, sizes)
@@ -230,6 +235,27 @@ class ModalityModule(nn.Module):
         with torch.set_grad_enabled(has_graph), arranged(ENTER, lambda: self._encoder_rows(sizes)):
             rows = self.encoder(self._cast(seen), seen_sizes)
         return self._after(self._project(self._between(rows, seen_sizes, sizes), seen_sizes, sizes), sizes)
+
+    def _forward_shared(self, values: Tensor, sizes: Tensor, shared: SharedItemRows) -> Tensor:
+        num_rows = shared.num_rows_out
+        if shared.is_idle:  # Layers cannot run without rows, and all ranks meet in attention.
+            values, sizes = self.encoder.spare(values)
+            shared = shared.with_spare(len(values))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
+            hidden = self.encoder(self._cast(values), sizes, shared)
+        rows = self.projector(hidden.to(_dtype_of(self.projector, hidden.dtype)), np.array([len(hidden)]))
+        if not len(shared.own) or num_rows == 0:
+            return rows[:0].clone()  # Nobody sees the spare item. FSDP refuses views as outputs.
+        if len(rows) != num_rows:
+            raise ValueError(f"{type(self.encoder).__name__} gave {len(rows)} rows of shared items, not {num_rows}")
+        return rows
+
+    @property
+    def can_share(self) -> bool:
+        """Whether ranks can share an item: its rows meet in attention alone, and nothing is drawn for them."""
+        has_callback = any(callback is not None for callback in (self.before, self.between, self.after))
+        is_by_row = isinstance(self.projector, Projector) and self.projector.downsample == 1
+        return hasattr(self.encoder, "spare") and is_by_row and not has_callback and not drops_out(self)
 
     @property
     def uncuttable(self) -> str:

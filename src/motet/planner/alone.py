@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from motet.core.arrays import Float64Array
-from motet.core.context_rows import copied_heads, moved_heads
+from motet.core.context_rows import exchanged_heads
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE, BatchLengths
@@ -22,15 +22,16 @@ from motet.schedule import PlannedStage, planned
 from motet.simulate.predict.memory import MAX_LOGITS
 
 
-def bytes_alone(plan: Plan, lengths: BatchLengths, *, cp: int = 1) -> Float64Array:
+def bytes_alone(plan: Plan, lengths: BatchLengths, *, cp: int = 1, exchange: str = "auto") -> Float64Array:
     """The bytes that the fullest rank needs for each example, alone in its microbatch, float64 [num_examples].
 
     cp: ranks that share a sequence, as the backbone's unit would have it: the larger of this and the Plan's counts.
+    exchange: how these ranks get rows of each other, as of `dispatch.context.ContextShare.method`.
     Of what is gathered and reduced a rank has as much as in any microbatch. O(kinds of layers * (examples + items)).
     """
     needed: Float64Array = np.zeros(lengths.num_examples)
     precision = mixed_precision(plan.precision, pipeline=plan.schedule != "data_parallel")
-    rows = _Rows(plan, lengths, cp)
+    rows = _Rows(plan, lengths, cp, exchange)
     for stages in _on_ranks(plan):
         state, gathered = 0, 0
         kept = {name: np.zeros(lengths.num_examples) for stage in stages for name in stage.layers}
@@ -75,8 +76,8 @@ def _is_together(plan: Plan, unit: Unit) -> bool:
 class _Rows:
     """Rows of each example in a layer, on the rank of a stage that has most of them."""
 
-    def __init__(self, plan: Plan, lengths: BatchLengths, cp: int) -> None:
-        self._plan, self._lengths, self._cp = plan, lengths, cp
+    def __init__(self, plan: Plan, lengths: BatchLengths, cp: int, exchange: str) -> None:
+        self._plan, self._lengths, self._cp, self._exchange = plan, lengths, cp, exchange
         self._known: dict[tuple[str, Layer], Float64Array] = {}
 
     def of(self, name: str, layer: Layer, stage: PlannedStage) -> Float64Array:
@@ -109,7 +110,5 @@ class _Rows:
         others = rows * (1 - 1 / cp)
         seen = np.minimum(others, attention.window) if attention.window else others
         heads, kv_heads = attention.num_heads // unit.tp, max(attention.num_kv_heads // unit.tp, 1)
-        by_cast, by_heads = moved_heads(seen, others, cp, heads, kv_heads)
-        copied = (copied_heads(seen, rows / cp, cp, heads, kv_heads, by_heads=which) for which in (False, True))
-        chosen: Float64Array = np.where(by_cast <= by_heads, *copied) * (attention.kv_width / unit.tp / kv_heads)
-        return chosen
+        _, copied = exchanged_heads(self._exchange, seen, others, rows / cp, cp, heads, kv_heads)
+        return copied * (attention.kv_width / unit.tp / kv_heads)

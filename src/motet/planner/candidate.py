@@ -43,7 +43,7 @@ class Candidate:
 def predict_candidate(job: Job, candidate: Candidate, number: int = 0) -> Prediction:
     """A simulated step of the candidate's Plan on a batch of the job's, by default the first."""
     plan = candidate.plan
-    return predict_assigned(plan, job.planned(plan), job.assignment(plan, number), job.cost)
+    return predict_assigned(plan, job.planned(plan), job.assignment(plan, number), job.cost, exchange=job.exchange)
 
 
 @dataclass(frozen=True)

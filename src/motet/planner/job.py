@@ -92,6 +92,7 @@ class Job:
     policy:     as in Plan, of its Plans of data parallelism.
     degrees:    those of single modules that the recipe states: `[parallel.NAME]`.
     recomputes: what its recipe recomputes in each microbatch, if it says "auto"; Plans have numbers.
+    exchange:   how its recipe lets context-parallel ranks get rows of each other (`context.exchange`).
     Raises UserError if examples * ranks is more than the simulator takes.
     """
 
@@ -106,6 +107,7 @@ class Job:
     policy: Mapping[str, Policy] = field(default_factory=dict)
     degrees: Mapping[str, ModuleDegrees] = field(default_factory=dict)
     recomputes: Recomputes | None = None
+    exchange: str = "auto"
 
     def __post_init__(self) -> None:
         check_size(self.batch_size, self.cluster.num_ranks)

@@ -82,7 +82,7 @@ def with_best_order(job: Job, candidate: Candidate, given: Prediction, pins: Pin
             continue  # "both" is faster already: its halves are not tried.
         assignment = job.assignment(plan)
         if not _are_alike(assignment, assignment_given):
-            prediction = predict_assigned(plan, stages, assignment, job.cost)
+            prediction = predict_assigned(plan, stages, assignment, job.cost, exchange=job.exchange)
             if prediction.step_s < best.step_s and prediction.peak_bytes.max() <= job.capacity_bytes:
                 best, best_plan = prediction, plan
     if best_plan is candidate.plan:

@@ -56,7 +56,12 @@ def show_memory(
             assigned = (assign_batch(plan, batch, job.cost, job.balancing) for batch in steps.batches)
             predicted = (
                 predict_assigned(
-                    plan, stages, assignment, job.cost, recomputed=job.recomputes and job.recomputes(assignment)
+                    plan,
+                    stages,
+                    assignment,
+                    job.cost,
+                    recomputed=job.recomputes and job.recomputes(assignment),
+                    exchange=job.exchange,
                 )
                 for assignment in assigned
             )

@@ -67,4 +67,5 @@ def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()
         balancing=balancing,
         policy=policy,
         degrees=read.parallel,
+        exchange="auto" if recipe is None else recipe.context.exchange,
     )

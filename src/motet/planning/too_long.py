@@ -51,7 +51,7 @@ def _too_long(plan: Plan, job: Job) -> TooLong:
     names = [module.name for module in job.model.modules if module.name != BACKBONE]
     # A workload may have lengths of modalities that the model lacks.
     own = replace(examples, items={name: examples.items[name] for name in names}, group=None)
-    return too_long(plan, examples.num_examples, own.take)
+    return too_long(plan, examples.num_examples, own.take, exchange=job.exchange)
 
 
 def _say(found: TooLong, job: Job, recipe: Recipe | None) -> None:

@@ -79,7 +79,16 @@ def job_under_plan(
     if recipe.data.group is not None:
         workload = in_groups(recipe, workload)
     cost, balancing = cost_model(plan.cluster, plan.precision), balancing_of(recipe, plan.model)
-    job = Job(plan.model, plan.cluster, workload, plan.batch_size, cost, plan.precision, balancing=balancing)
+    job = Job(
+        plan.model,
+        plan.cluster,
+        workload,
+        plan.batch_size,
+        cost,
+        plan.precision,
+        balancing=balancing,
+        exchange=recipe.context.exchange,
+    )
     return plan, job, recipe
 
 

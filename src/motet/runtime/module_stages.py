@@ -63,7 +63,7 @@ class EncoderStage(_ModuleStage):
     def forward(self, batch: RankBatch, inputs: dict[str, Tensor]) -> Tensor:
         self._set_recomputation(batch)
         with drawing(self._phase, batch.draws):
-            return self._encoder(*batch.media[self._phase])
+            return self._encoder(*batch.inputs(self._phase))
 
 
 class BackboneStage(_ModuleStage):

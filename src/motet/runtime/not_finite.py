@@ -165,8 +165,12 @@ def _examples_and_rows(batch: RankBatch, phase: str, rank: int) -> tuple[Int64Ar
             counted = of_row, of_row[context.predicted.cpu().numpy()]
             return computed, [np.bincount(each, minlength=len(computed)) for each in counted]
         return computed, [lengths.sequence[computed], lengths.num_targets[computed]]
-    computed = batch.decision.assignments[phase].on_rank(rank)
+    computed = batch.decision.items_on(phase, rank)
     items, sizes = batch.lengths.items[phase], batch.media[phase][1].numpy()
+    if (shared := batch.shared.get(phase)) is not None:
+        of_row = np.repeat(np.arange(len(computed)), shared.rows.lengths)[shared.own]
+        counts = np.bincount(of_row, minlength=len(computed))
+        return items.example[computed], [counts * items.num_tokens[computed] // items.length[computed], counts]
     one_row_each = np.ones(len(computed), dtype=np.int64)
     return items.example[computed], [items.num_tokens[computed], sizes.prod(axis=1), one_row_each]
 

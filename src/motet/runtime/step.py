@@ -214,7 +214,7 @@ class _RunningStep:
         self.step, self.program = step, step.program(batches)
         if step.types.compute is not None:
             batches = [batch.to(step.mesh.device, dtype=step.types.compute) for batch in batches]
-        self.shares_sequences = any(batch.decision.cuts is not None for batch in batches)
+        self.shares_sequences = any(batch.decision.shares_items for batch in batches)
         if self.shares_sequences:
             batches = [batch.sharing(step.mesh.shared_rows) for batch in batches]
         self.batches = batches
@@ -252,8 +252,7 @@ class _RunningStep:
         self.wait()
         shares = [gradients.square_sum(mesh.device) for gradients in self.step.replicated.values()]
         self.totals[0] = sum(shares) if shares else square_sum(parameters, mesh.num_ranks, mesh.device)
-        contexts = (batch.sequences.context for batch in self.batches)
-        self.totals[3] = sum(sum(context.sent) for context in contexts if context is not None)
+        self.totals[3] = sum(batch.shared_bytes for batch in self.batches)
         dist.all_reduce(self.totals, group=mesh.group)
         self.step.clock.meet()
         if max_norm is not None:
@@ -315,5 +314,5 @@ def forward_features(model: Model, batch: RankBatch, group: dist.ProcessGroup) -
     features = {}
     for phase in model.encoders:
         if batch.has(phase):
-            features[phase] = exchange_rows(model.encoders[phase](*batch.media[phase]), batch.routes[phase], group)
+            features[phase] = exchange_rows(model.encoders[phase](*batch.inputs(phase)), batch.routes[phase], group)
     return features

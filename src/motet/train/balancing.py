@@ -13,12 +13,13 @@ from motet.assign.balancing import (
     Balancing,
     computed_as,
     device_type_of,
+    key_exchanges,
     operation_costs,
     recomputed_blocks,
     replicas_per_node,
 )
 from motet.balance import ACTIVE_BACKEND, Cost, LengthWork, StepCosts
-from motet.balance.costs import cost_of
+from motet.balance.costs import Packed, cost_of
 from motet.core.cluster import Link
 from motet.core.errors import JointUserError, UserError
 from motet.core.exchange import NS_PER_S, Network
@@ -112,6 +113,12 @@ def build_orchestrator(
                 "another policy."
             )
     costs = step_costs(config, spec, recompute, device.type, dtype.itemsize, measured, ranks_per_node)
+    shared = {
+        name: key_exchanges(spec, recompute, dtype.itemsize, name)
+        for name, module in model.encoders.items()
+        if module.can_share and isinstance(costs.costs[name], Packed)
+    }
+    costs = replace(costs, times=replace(costs.times, item_keys=shared))
     return _orchestrator(config, spec, costs, num_ranks)
 
 

@@ -144,7 +144,8 @@ def build_job(
         if rank_bytes:
             alone, most = plan_alone(recipe, spec, ranks), world.num_ranks if recipe.balance.cut_by else 1
             for part in opened.values():
-                leave_out_too_long(part, alone, recipe.data.max_bad_fraction, say, cp=most)
+                # Keys of sequences that training cuts by itself come by group-cast (`dispatch/cut_batch.py`).
+                leave_out_too_long(part, alone, recipe.data.max_bad_fraction, say, cp=most, exchange="group_cast")
     decoder = open_decoder(recipe.data, opened[min(opened)].transforms, world, say, cleanup)
     check_same_profile(world, measured)
     dataset = joined_splits(opened, world, say) if recipe.data.is_split else opened[0]
@@ -274,7 +275,7 @@ def _build_planned_job(
         dataset = open_dataset(recipe, recipe.data.train, vocabulary, model, say)
         heldout = _open_heldout(recipe, vocabulary, model, say)
         _check_bad_at_indexing(recipe, dataset)
-        leave_out_too_long(dataset, plan, recipe.data.max_bad_fraction, say)
+        leave_out_too_long(dataset, plan, recipe.data.max_bad_fraction, say, exchange=recipe.context.exchange)
         order = build_order(recipe, dataset, say)
         place = Place.of(plan, world.rank)
     decoder = open_decoder(recipe.data, dataset.transforms, world, say, cleanup)

@@ -74,7 +74,7 @@ class PredictedRun:
         cost = run_cost(chosen, recipe, world.device) if world.is_first else ""
         if isinstance(cost, str) and cost:
             say(cost)
-        self._cost = None if isinstance(cost, str) else cost
+        self._cost, self._exchange = None if isinstance(cost, str) else cost, recipe.context.exchange
         layout, num_actions = self._stages.layout, self._stages.program.num_actions
         self._every = math.ceil(num_actions * min(layout.num_islands, MAX_ISLANDS) / _MAX_ACTIONS)
         self._number = 0
@@ -82,12 +82,12 @@ class PredictedRun:
     def start(self, batches: Sequence[RankBatch]) -> None:
         """Start to predict a step from its microbatches, if it is the turn of one."""
         is_turn, self._number = self._number % self._every == 0, self._number + 1
-        # Sequences are priced whole, so a step that cuts some would be predicted wrong.
-        is_whole = all(batch.decision.cuts is None for batch in batches)
+        # Items are priced whole, so a step that cuts some would be predicted wrong.
+        is_whole = all(not batch.decision.shares_items for batch in batches)
         if self._cost is not None and is_turn and is_whole:
             assignment = by_replica(self._plan, assignment_of(batches))
             step = self._plan, self._stages, assignment, self._cost
-            self._future = self._pool.submit(predict_assigned, *step, filler=self._filler)
+            self._future = self._pool.submit(predict_assigned, *step, filler=self._filler, exchange=self._exchange)
 
     def of(self, result: StepResult, measured: Mapping[str, Any], say: Say) -> Prediction | None:
         """The prediction of the step that was started last; None on other ranks, and for a step that is not predicted.

@@ -50,19 +50,25 @@ class TooLong:
 
 
 def too_long(
-    plan: Plan, num_examples: int, lengths_of: Callable[[Int64Array], BatchLengths], *, cp: int = 1
+    plan: Plan,
+    num_examples: int,
+    lengths_of: Callable[[Int64Array], BatchLengths],
+    *,
+    cp: int = 1,
+    exchange: str = "auto",
 ) -> TooLong:
     """Those of the examples 0 ... num_examples - 1 that need more than a device of the Plan's cluster may fill.
 
     None where a rank has no memory for the model itself: then no example is to blame.
-    cp: the most ranks over which training cuts a sequence, where the Plan does not say it.
+    cp: the most ranks over which training cuts a sequence, where the Plan does not say it. exchange: as of
+    `bytes_alone`.
     """
     capacity = int(plan.cluster.device.memory_bytes * USABLE_MEMORY)
     ids, needed = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
     has_room = bytes_alone(plan, _nothing(plan))[0] <= capacity
     for first in range(0, num_examples if has_room else 0, _EXAMPLES_AT_ONCE):
         part = np.arange(first, min(first + _EXAMPLES_AT_ONCE, num_examples))
-        bytes_of = bytes_alone(plan, lengths_of(part), cp=cp)
+        bytes_of = bytes_alone(plan, lengths_of(part), cp=cp, exchange=exchange)
         ids.append(part[bytes_of > capacity])
         needed.append(bytes_of[bytes_of > capacity])
     found, found_bytes = np.concatenate(ids), np.concatenate(needed)
@@ -73,7 +79,7 @@ def too_long(
     lengths, holding = lengths_of(found), np.zeros(len(found), dtype=np.int64)
     for sharing in _shared_by_more(plan):
         try:
-            fits = bytes_alone(sharing, lengths) <= capacity
+            fits = bytes_alone(sharing, lengths, exchange=exchange) <= capacity
         except UserError:  # Ranks of a unit behind it, or of its node, cannot be divided so.
             break
         holding[fits & (holding == 0)] = sharing.unit_of(BACKBONE).cp
@@ -99,14 +105,20 @@ def _shared_by_more(plan: Plan) -> Iterator[Plan]:
 
 
 def leave_out_too_long(
-    dataset: Examples, plan: Plan, max_bad_fraction: float, say: Callable[[str], None], *, cp: int = 1
+    dataset: Examples,
+    plan: Plan,
+    max_bad_fraction: float,
+    say: Callable[[str], None],
+    *,
+    cp: int = 1,
+    exchange: str = "auto",
 ) -> None:
     """Leave out of a dataset, in place, what does not fit alone under a Plan. say: prints which examples these are.
 
     Raises UserError, which names the one that needs most, for more of them than max_bad_fraction allows.
-    cp: as of `too_long`.
+    cp, exchange: as of `too_long`.
     """
-    found = too_long(plan, dataset.num_examples, lambda ids: dataset.batch_lengths(ids, 1), cp=cp)
+    found = too_long(plan, dataset.num_examples, lambda ids: dataset.batch_lengths(ids, 1), cp=cp, exchange=exchange)
     if len(found.ids):
         where = dataset.where(int(found.ids[0]))
         check_too_long(found, max_bad_fraction, dataset.num_in_manifests, where)

@@ -288,6 +288,40 @@ def test_a_cut_sequence_takes_the_exchange_of_its_keys():
         assert choice.predicted_s["split"] == pytest.approx(4 + 3 * seconds)
 
 
+def cuttable_image(owner, lengths, *keys, token_bytes=1) -> Phase:
+    return replace(encoder("image", owner, lengths, token_bytes=token_bytes), rows=np.array(lengths), keys=keys)
+
+
+def test_a_giant_image_is_cut_beside_whole_sequences():
+    phases = [
+        cuttable([10] * 40, KeyExchange(0, 1, 3)),
+        cuttable_image(range(31), [1000] + [10] * 30, KeyExchange(0, 1, 3)),
+    ]
+    cheap = choose(phases, 4, FAST, methods=(*METHODS, "split"))
+    assert cheap.method == "split" and cheap.fragments is None
+    cut = cheap.cut_items["image"]
+    assert cut.num_cut == 1 and set(cut.assignment.ranks[cut.item == 0].tolist()) == {0, 1, 2, 3}
+    assert cheap.assignments[1].loads.sum() == 1300 and cheap.assignments[1].loads.max() < 1.03 * 1300 / 4
+    assert "1 image item cut (1,000 rows over 4 ranks)" in cheap.why
+    slow = choose(phases, 4, SLOW, methods=(*METHODS, "split"))
+    assert slow.method == "joint" and not slow.cut_items
+    # An encoder whose items stay whole has no rows, and its giant is cut by nothing.
+    whole = choose([phases[0], replace(phases[1], rows=None)], 4, FAST, methods=(*METHODS, "split"))
+    assert not whole.cut_items and "split" not in whole.predicted_s
+
+
+def test_a_cut_image_takes_the_exchange_of_all_of_its_keys_and_of_its_outputs():
+    """8 rows on two ranks, of which each sees the other's 4. Half of 8 bytes are for the other rank, there and back."""
+    phases = [cuttable([2, 2], KeyExchange(0, 0, 0)), cuttable_image([0], [8], KeyExchange(0, 1, 3))]
+    choice = choose(phases, 2, Link(bytes_per_s=1.0, latency_s=0.25), methods=["split"])
+    assert choice.assignments[1].loads.tolist() in ([8, 0], [0, 8])  # The exchange takes longer than the gain.
+    fast = Link(bytes_per_s=8.0, latency_s=0.0)
+    choice = choose(phases, 2, fast, methods=["split"])
+    assert choice.assignments[1].loads.tolist() == [4, 4]
+    assert choice.exchange_s["split"] == pytest.approx((3 * 4 + 2 * 4) / 8)
+    assert choice.moved_bytes == 3 * 8 + 2 * 4
+
+
 def test_outputs_go_to_all_ranks_that_share_the_sequence_of_their_item():
     """Half of an image's 100 bytes are for the other rank, and their gradients return."""
     phases = [cuttable([1000], KeyExchange(0, 0, 0)), encoder("image", [0], [100])]

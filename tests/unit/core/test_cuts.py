@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.core.cuts import SequenceCuts
+from motet.core.cuts import ItemCuts
 from motet.core.errors import ArgumentError
 
 
 def cuts_of(*fragments):
     """(example, rank, begin, end, units) each."""
-    return SequenceCuts(*np.array(fragments, dtype=np.int64).reshape(-1, 5).T)
+    return ItemCuts(*np.array(fragments, dtype=np.int64).reshape(-1, 5).T)
 
 
 @given(st.integers(2, 6), st.integers(2, 300))
@@ -56,5 +56,5 @@ def test_examples_that_are_left_out_take_their_fragments_with_them():
     ],
 )
 def test_fragments_that_are_no_whole_sequence_are_refused(fragments):
-    with pytest.raises(ArgumentError, match="the fragments of example 0 must have all of its units"):
+    with pytest.raises(ArgumentError, match="the fragments of item 0 must have all of its units"):
         cuts_of(*fragments)

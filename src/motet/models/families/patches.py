@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.models.attention import PackedItems
+from motet.models.context_items import ContextItems, SharedAttention
 from motet.models.contract import ImageRows
 
 
@@ -53,17 +54,23 @@ class PatchEncoder(nn.Module):
         """Rows that come out for each image, int64 [num_images]."""
         return np.prod(sizes, axis=1)
 
-    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
-        hidden = self.enter(values, sizes)
-        return self.leave(self.through(hidden, sizes, 0, self.num_computed), sizes)
+    def forward(self, values: Tensor, sizes: Tensor, shared: SharedAttention | None = None) -> Tensor:
+        hidden = self.enter(values, sizes) if shared is None else self.enter_shared(values, sizes, shared)
+        return self.leave(self.through(hidden, sizes, 0, self.num_computed, shared), sizes)
+
+    def enter_shared(self, values: Tensor, sizes: Tensor, shared: SharedAttention) -> Tensor:
+        """As `enter`, of the rows that this rank has of images that ranks share; for towers that have `spare`."""
+        raise NotImplementedError
 
     def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
         """Patch rows with their positions, [sum(rows + class_rows), dim]."""
         raise NotImplementedError
 
-    def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
-        """The layers first ... stop - 1."""
-        segments = PackedItems.from_lengths(self.num_outputs(sizes.numpy()) + self.class_rows)
+    def through(
+        self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedAttention | None = None
+    ) -> Tensor:
+        """The layers first ... stop - 1. shared: the rows that are here, where ranks share images."""
+        segments = item_extents(self.num_outputs(sizes.numpy()) + self.class_rows, shared)
         hidden = hidden[None]
         for layer in self.blocks[first:stop]:
             hidden = layer(hidden, segments)
@@ -108,6 +115,16 @@ def num_computed(layers: nn.ModuleList, norm: nn.Module, feature_layer: int | No
     for unused in (*layers[count:], norm):
         unused.requires_grad_(False)
     return count
+
+
+def item_extents(lengths: Int64Array, shared: SharedAttention | None) -> PackedItems | ContextItems:
+    """Who sees whom of items of these lengths, int64 [num_items]; of the rows that are here, where ranks share some."""
+    return PackedItems.from_lengths(lengths) if shared is None else ContextItems(shared, causal=False)
+
+
+def zero_image(values: Tensor, convolution: nn.Conv2d | nn.Conv3d, side: int = 1) -> tuple[Tensor, Tensor]:
+    """Values and sizes of an image of side x side patches that `embed_patches` takes, on the device of `values`."""
+    return values.new_zeros(side**2, convolution.weight[0].numel()), torch.full((1, 2), side)
 
 
 def embed_patches(convolution: nn.Conv2d | nn.Conv3d, rows: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.shapes import Transformer, merge, patches
 from motet.models.attention import PackedItems
+from motet.models.context_items import ContextItems, SharedAttention
 from motet.models.contract import ImageRows
-from motet.models.families.patches import embed_patches
+from motet.models.families.patches import embed_patches, item_extents, zero_image
 from motet.models.layers import LayerModules, any_trainable
 from motet.models.rotary import Rotation
 
@@ -31,7 +32,7 @@ class _Attention(nn.Module):
         self.qkv, self.proj = hf.qkv, hf.proj
         self.num_heads, self.head_dim = hf.num_heads, hf.proj.in_features // hf.num_heads
 
-    def forward(self, hidden: Tensor, cu_seqlens: PackedItems, position_embeddings: Rotation) -> Tensor:
+    def forward(self, hidden: Tensor, cu_seqlens: PackedItems | ContextItems, position_embeddings: Rotation) -> Tensor:
         """hidden [rows, dim] -> [rows, dim]."""
         query, key, value = self.qkv(hidden).view(len(hidden), 3, self.num_heads, -1).unbind(1)
         query, key = position_embeddings.apply(query), position_embeddings.apply(key)
@@ -96,18 +97,24 @@ class Qwen2VLEncoder(nn.Module):
             LayerModules(merger, (model.merger,)),
         ]
 
-    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
-        return self.leave(self.through(self.enter(values, sizes), sizes, 0, len(self.model.blocks)), sizes)
+    def forward(self, values: Tensor, sizes: Tensor, shared: SharedAttention | None = None) -> Tensor:
+        return self.leave(self.through(self.enter(values, sizes), sizes, 0, len(self.model.blocks), shared), sizes)
+
+    def spare(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The smallest image, a block of zeros."""
+        return zero_image(values, self.model.patch_embed.proj, self.merge)
 
     def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
         """The patch embedding."""
         return embed_patches(self.model.patch_embed.proj, values)
 
-    def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
-        """The blocks first ... stop - 1."""
+    def through(
+        self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedAttention | None = None
+    ) -> Tensor:
+        """The blocks first ... stop - 1. shared: the rows that are here, where ranks share images."""
         grids = sizes.numpy()
-        rotation = self._rotation(grids, hidden)
-        segments = PackedItems.from_lengths(np.prod(grids, axis=1))
+        rotation = self._rotation(grids, hidden, slice(None) if shared is None else shared.own)
+        segments = item_extents(np.prod(grids, axis=1), shared)
         for block in self.blocks[first:stop]:
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotation)
         return hidden
@@ -116,9 +123,9 @@ class Qwen2VLEncoder(nn.Module):
         """The merger: a row a merge x merge block."""
         return self.model.merger(hidden)
 
-    def _rotation(self, grids: Int64Array, hidden: Tensor) -> Rotation:
+    def _rotation(self, grids: Int64Array, hidden: Tensor, rows: slice | Int64Array) -> Rotation:
         frequencies = self.model.rotary_pos_emb.inv_freq.to(torch.promote_types(hidden.dtype, torch.float32))
-        coordinates = torch.from_numpy(_coordinates(grids, self.merge)).to(hidden.device)
+        coordinates = torch.from_numpy(_coordinates(grids, self.merge)[rows]).to(hidden.device)
         # Half of the head's channels turn with the patch's row, half with its column.
         angles = (coordinates[:, :, None] * frequencies).flatten(1).repeat(1, 2)
         return Rotation(angles.cos(), angles.sin())

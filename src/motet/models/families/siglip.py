@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from transformers import SiglipVisionModel
 
 from motet.core.shapes import Transformer, final_norm, patches
-from motet.models.families.patches import PatchEncoder, attention_half, embed_patches, mlp_half, patch_positions
+from motet.models.context_items import SharedAttention
+from motet.models.families.patches import (
+    PatchEncoder,
+    attention_half,
+    embed_patches,
+    mlp_half,
+    patch_positions,
+    zero_image,
+)
 from motet.models.layers import LayerModules, any_trainable, unused_layer
 
 
@@ -42,10 +51,21 @@ class SiglipEncoder(PatchEncoder):
             *([unused_layer(model.head, hidden)] if model.use_head else []),
         ]
 
+    def spare(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The smallest image, a patch of zeros."""
+        return zero_image(values, self.model.embeddings.patch_embedding)
+
     def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
-        embeddings = self.model.embeddings
-        hidden = embed_patches(embeddings.patch_embedding, values)
-        return hidden + patch_positions(embeddings.position_embedding.weight, sizes.numpy())
+        return self._embedded(values) + self._positions(sizes)
+
+    def enter_shared(self, values: Tensor, sizes: Tensor, shared: SharedAttention) -> Tensor:
+        return self._embedded(values) + self._positions(sizes)[torch.from_numpy(shared.own).to(values.device)]
+
+    def _embedded(self, values: Tensor) -> Tensor:
+        return embed_patches(self.model.embeddings.patch_embedding, values)
+
+    def _positions(self, sizes: Tensor) -> Tensor:
+        return patch_positions(self.model.embeddings.position_embedding.weight, sizes.numpy())
 
     def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
         return self.model.post_layernorm(hidden) if self.normalised else hidden

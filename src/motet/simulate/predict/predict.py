@@ -69,10 +69,11 @@ def predictions(
     jitter: float = 0.0,
     balancing: Balancing = by_operations,
     recomputes: Recomputes | None = None,
+    exchange: str = "auto",
 ) -> Iterator[Prediction]:
     """Predictions of several steps, one after the other. The first is that of `predict`.
 
-    recomputes: where training decides it in each microbatch.
+    recomputes: where training decides it in each microbatch. exchange: as of `Pricing`.
     """
     stages, rng = planned(plan), np.random.default_rng(seed)
     filler, seconds = filler_of(stages), PricedSteps(plan, cost, stages)
@@ -80,7 +81,15 @@ def predictions(
         assignment = assign_step(plan, draw_batch(plan, workload, rng), balancing, seconds)
         drawn, recomputed = int(rng.integers(1 << 32)), recomputes and recomputes(assignment)
         yield predict_assigned(
-            plan, stages, assignment, cost, seed=drawn, jitter=jitter, filler=filler, recomputed=recomputed
+            plan,
+            stages,
+            assignment,
+            cost,
+            seed=drawn,
+            jitter=jitter,
+            filler=filler,
+            recomputed=recomputed,
+            exchange=exchange,
         )
 
 
@@ -101,14 +110,15 @@ def predict_assigned(
     jitter: float = 0.0,
     filler: StepFiller | None = None,
     recomputed: Recomputed | None = None,
+    exchange: str = "auto",
 ) -> Prediction:
     """The Prediction of a step whose examples are already assigned, e.g. by the balancer of training.
 
     filler:     of `filler_of(stages)`, which is made anew if it is not given. Memory is that of the Plan's own fills:
                 those of a step need no more than devices have (simulate/filling/memory.py).
-    recomputed: of each microbatch, in place of the Plan's numbers.
+    recomputed: of each microbatch, in place of the Plan's numbers. exchange: as of `Pricing`.
     """
-    pricing = Pricing(plan, stages, assignment, cost, recomputed)
+    pricing = Pricing(plan, stages, assignment, cost, recomputed, exchange=exchange)
     timeline, program = _slowest_island(pricing, filler or filler_of(stages), seed, jitter)
     ranks = np.unique(np.concatenate([unit.first_rank + np.arange(unit.num_ranks) for unit in plan.units]))
     return Prediction(

@@ -17,7 +17,7 @@ from motet.assign.context_rows import moved_rows
 from motet.assign.rows import dealt_out
 from motet.assign.step import StepAssignment
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
-from motet.core.context_rows import copied_heads, moved_heads
+from motet.core.context_rows import exchanged_heads
 from motet.core.exchange import Moved
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
@@ -83,6 +83,7 @@ class Pricing:
     """Prices the stages of one Plan for one assigned batch.
 
     recomputed: in place of the Plan's numbers.
+    exchange: how context-parallel ranks get rows of each other, as of `dispatch.context.ContextShare.method`.
     like: a Pricing of another batch of the same Plan, with which it shares what does not depend on lengths.
     beyond: by module, how far what was priced is beyond what was measured.
     """
@@ -95,8 +96,9 @@ class Pricing:
         cost: CostModel,
         recomputed: Recomputed | None = None,
         like: Pricing | None = None,
+        exchange: str = "auto",
     ) -> None:
-        self.plan, self.planned, self.assignment = plan, planned, assignment
+        self.plan, self.planned, self.assignment, self.exchange = plan, planned, assignment, exchange
         self.cost = cost if plan.schedule == "data_parallel" else cost.unwrapped()
         self.precision = mixed_precision(plan.precision, pipeline=plan.schedule != "data_parallel")
         self.backbone = plan.unit_of(BACKBONE)
@@ -424,8 +426,8 @@ class Pricing:
     def _context(self, name: str, unit: Unit, layer: Layer) -> ContextPrice:
         """The exchange of rows between context-parallel ranks in a layer's attention, [replicas * microbatches] each.
 
-        As executed (`models/context_items.py`): the busiest rank moves what `moved_heads` says, by the cheaper way. The
-        items of encoders are dealt out whole, so that nothing moves.
+        As executed (`models/context_items.py`): the busiest rank moves what `exchanged_heads` says. The items of
+        encoders are dealt out whole, so that nothing moves.
         """
         items, attention, cp = self.assignment.modules[name], layer.attention, unit.cp
         num = self.assignment.num_microbatches
@@ -443,13 +445,9 @@ class Pricing:
         # Where the description has no heads, all keys of a row count as one.
         heads, kv_heads = attention.num_heads // unit.tp, max(attention.num_kv_heads // unit.tp, 1)
         head_bytes = attention.kv_width / unit.tp / kv_heads * self.precision.compute
-        for index in np.flatnonzero(rows).tolist():
-            of_keys, of_all = moved[index].tolist()
-            by_cast, by_heads = moved_heads(of_keys, of_all, cp, heads, kv_heads)
-            fewest, is_by_heads = min(by_cast, by_heads), by_heads < by_cast
-            own_rows = rows[index] / cp
-            kept = copied_heads(of_keys, own_rows, cp, heads, kv_heads, by_heads=is_by_heads)
-            copied[index] = kept * head_bytes
+        of_keys, of_all = moved.T.astype(np.float64)
+        sent, kept = exchanged_heads(self.exchange, of_keys, of_all, rows / cp, cp, heads, kv_heads)
+        for index in np.flatnonzero(sent).tolist():
             # As of an all-gather in which each rank gets as much.
-            seconds[index] = self.cost.gather_seconds(fewest * head_bytes * cp / (cp - 1), ranks) if fewest else 0.0
-        return ContextPrice(seconds, copied)
+            seconds[index] = self.cost.gather_seconds(sent[index] * head_bytes * cp / (cp - 1), ranks)
+        return ContextPrice(seconds, kept * head_bytes)

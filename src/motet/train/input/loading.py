@@ -155,7 +155,7 @@ class IndexLoading:
         assert decided is not None, "index mode decides before loading"
         lengths, decision = decided.lengths, decided.decision
         pending = Pending(len(ids), where_in(self._dataset, ids), lengths=lengths, decision=decision)
-        items = {phase: decision.assignments[phase].on_rank(self._rank) for phase in self._orchestrator.encoders}
+        items = {phase: decision.items_on(phase, self._rank) for phase in self._orchestrator.encoders}
         # Media are submitted first: workers decode them while this thread reads the tokens.
         pending.items = submitted(self._dataset, self._decoder, ids, lengths, items)
         read = {*decision.sequences_on(self._rank).tolist(), *examples_to_lay_out(decision.cuts, lengths).tolist()}
@@ -173,7 +173,7 @@ class IndexLoading:
         media: dict[str, list[Media]] = {}
         start = 0
         for phase in self._orchestrator.encoders:
-            end = start + len(decision.assignments[phase].on_rank(self._rank))
+            end = start + len(decision.items_on(phase, self._rank))
             media[phase] = [usable_media(future) for index, future in pending.items[start:end] if kept[index]]
             start = end
         batch = assemble(

@@ -25,6 +25,7 @@ from motet.balance import Packed, Padded, dist_ratio, score
 from motet.core.arrays import Int64Array
 from motet.core.assignment import Assignment
 from motet.core.spec import ModelSpec, Module
+from motet.core.workload import BACKBONE
 from motet.cost.flops import hfu, mfu
 from motet.dispatch import RankBatch
 from motet.runtime.step import StepResult
@@ -203,29 +204,43 @@ def balance_metrics(batches: Sequence[RankBatch]) -> dict[str, Any]:
 
 
 def cut_metrics(batches: Sequence[RankBatch]) -> dict[str, Any] | None:
-    """The sequences of a step that several ranks shared; None if none were.
+    """The items of a step that several ranks shared; None if none were.
 
     microbatches: in which some were. sequences, rows: cut ones, and their rows. degrees: ranks -> sequences so shared.
+    items: encoder -> of its items, how many were cut (`cut`), their `length`, and `degrees`.
     gained_s: predicted seconds of the fastest way of whole sequences that was considered, less those of cutting, summed
               over these microbatches; None if none was considered.
     """
-    cut = [(batch, batch.decision.cuts) for batch in batches if batch.decision.cuts is not None]
+    cut = [batch for batch in batches if batch.decision.shares_items]
     if not cut:
         return None
-    degrees: Counter[int] = Counter()
-    gained_s = []
-    for batch, cuts in cut:
-        degrees.update(cuts.degrees.values())
+    phases = (BACKBONE, *batches[0].lengths.items)
+    degrees: dict[str, Counter[int]] = {phase: Counter() for phase in phases}
+    rows, gained_s = Counter(), []
+    for batch in cut:
+        for phase in phases:
+            if (cuts := batch.decision.cuts_of(phase)) is not None:
+                degrees[phase].update(cuts.degrees.values())
+                rows[phase] += int(batch.lengths.of(phase).length[cuts.items].sum())
         whole_s = dict(batch.decision.predicted_s)
         cut_s = whole_s.pop("split", None)
         gained_s += [min(whole_s.values()) - cut_s] if whole_s and cut_s is not None else []
     return {
         "microbatches": len(cut),
-        "sequences": sum(len(cuts.examples) for _, cuts in cut),
-        "rows": sum(int(batch.lengths.sequence[cuts.examples].sum()) for batch, cuts in cut),
-        "degrees": {str(degree): count for degree, count in sorted(degrees.items())},
+        "sequences": degrees[BACKBONE].total(),
+        "rows": rows[BACKBONE],
+        "degrees": _by_degree(degrees[BACKBONE]),
+        "items": {
+            phase: {"cut": of.total(), "length": rows[phase], "degrees": _by_degree(of)}
+            for phase, of in degrees.items()
+            if of and phase != BACKBONE
+        },
         "gained_s": _rounded(sum(gained_s)) if gained_s else None,
     }
+
+
+def _by_degree(degrees: Counter[int]) -> dict[str, int]:
+    return {str(degree): count for degree, count in sorted(degrees.items())}
 
 
 def utilisation_metrics(
@@ -294,15 +309,17 @@ def _dist_ratio(module: Module, batches: Sequence[RankBatch], placed: Sequence[A
 def _padding(module: Module, batch: RankBatch) -> list[float]:
     """The share of padding on each rank that has items of a module."""
     placed, length = batch.decision.assignments[module.name], batch.lengths.of(module.name).length
-    computed, needed = _computed(module, batch, placed), np.bincount(placed.ranks, length, placed.num_ranks)
+    computed = _computed(module, batch, placed)
+    needed = np.bincount(placed.ranks, length, placed.num_ranks) if module.padded else computed
     return (1 - needed[computed > 0] / computed[computed > 0]).tolist()
 
 
 def _computed(module: Module, batch: RankBatch, placed: Assignment) -> Int64Array:
     """The lengths that each rank computes of a module, with padding, int64 [num_ranks]."""
     kind, length = Padded() if module.padded else Packed(), batch.lengths.of(module.name).length
-    if batch.decision.cuts is not None and placed is batch.decision.backbone:
-        return with_cut_loads(placed, batch.decision.cuts, length).loads
+    cuts = batch.decision.cuts_of(module.name)
+    if cuts is not None and placed is batch.decision.assignments[module.name]:
+        return with_cut_loads(placed, cuts, length).loads
     return score(placed.ranks, length, placed.num_ranks, kind).loads
 
 

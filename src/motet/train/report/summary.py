@@ -99,7 +99,9 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         lines.append(f"balanced by {methods_line(summary['balance']['methods'])}")
     if cut := summary["balance"]["cut"]:
         gained = "" if cut["gained_s"] is None else f", {cut['gained_s']:.3g} s gained by prediction"
-        lines.append(f"{cut['sequences']:,} sequences cut over ranks in {cut['microbatches']:,} microbatches{gained}")
+        items = f" and {cut['items']:,} items of encoders" if cut["items"] else ""
+        what = f"{cut['sequences']:,} sequences{items}"
+        lines.append(f"{what} cut over ranks in {cut['microbatches']:,} microbatches{gained}")
     if summary["makespan_error"] is not None:
         lines.append(
             f"a step takes {summary['measured_s']:.4g} s from its first action to its last, "
@@ -157,7 +159,9 @@ def _cut(steps: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     cut = [step for step in steps if step is not None]
     gained_s = [step["gained_s"] for step in cut if step["gained_s"] is not None]
     sums = {key: sum(step[key] for step in cut) for key in ("sequences", "microbatches")}
-    return {**sums, "gained_s": sum(gained_s) if gained_s else None} if cut else None
+    # Lines of earlier versions know no items.
+    items = sum(of["cut"] for step in cut for of in step.get("items", {}).values())
+    return {**sums, "items": items, "gained_s": sum(gained_s) if gained_s else None} if cut else None
 
 
 def _phases(steps: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,81 @@
+"""The rows that a rank computes of an encoder's items, some of which several ranks share.
+
+A fragment is a run of the item's output rows, with the input rows that each is made of. All else of an encoder works on
+rows by themselves but attention, in which the ranks that share an item get each other's keys and values.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch.distributed as dist
+
+from motet.assign.orchestrator import Decision
+from motet.core.arrays import Int64Array
+from motet.core.context_rows import ContextRows
+from motet.core.workload import ItemLengths
+
+
+@dataclass(frozen=True, eq=False)
+class SharedItems:
+    """The rows of one rank, of items of an encoder that it has whole, and then of those that it shares.
+
+    rows:      which rank has which rows in the encoder's layers. rank: which of them this one is.
+    num_whole: the first items, of which this rank has all rows.
+    num_rows_out: rows that come out of the encoder and its projector for this rank.
+    group:     the ranks that share items. sent: what `count_bytes` has been told.
+
+    Example:
+        Of a whole item of two rows and one of four, rank 1 has the latter's second half:
+        >>> shared = SharedItems(ContextRows(np.array([2, 4]), np.array([1, 1, 0, 0, 1, 1]), 2), 1, 1, num_rows_out=4)
+        >>> shared.own.tolist(), shared.is_idle
+        ([0, 1, 4, 5], False)
+    """
+
+    rows: ContextRows
+    rank: int
+    num_whole: int
+    num_rows_out: int
+    group: dist.ProcessGroup | None = None
+    method: str = "group_cast"
+    sent: deque[float] = field(default_factory=deque)  # As of `ContextShare`.
+
+    @property
+    def own(self) -> Int64Array:
+        """The rows of this rank among those of all of its items, ascending, int64 [n]."""
+        return self.rows.rows[self.rank]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank has no row, and only meets the others."""
+        return len(self.own) == 0
+
+    def with_spare(self, num_rows: int) -> SharedItems:
+        """The same, for a rank without rows: with a whole item of so many rows, of which nothing is kept."""
+        rows = ContextRows(np.array([num_rows]), np.full(num_rows, self.rank), self.rows.num_ranks)
+        return replace(self, rows=rows, num_whole=1)
+
+    def count_bytes(self, size_bytes: float) -> None:
+        """Note bytes that this rank has given to others that share items."""
+        self.sent.append(size_bytes)
+
+
+def shared_items(decision: Decision, phase: str, items: ItemLengths, rank: int) -> SharedItems | None:
+    """The rows of one rank of a phase; None if no item of the phase is shared by ranks.
+
+    items: all of the phase. Those that are shared have equally many input rows for each row that they become.
+    """
+    cuts = decision.cuts_of(phase)
+    if cuts is None:
+        return None
+    own, num_whole = decision.items_on(phase, rank), len(decision.whole_items_on(phase, rank))
+    owners = [np.full(items.length[own[:num_whole]].sum(), rank, dtype=np.int32)]
+    num_rows_out = int(items.num_tokens[own[:num_whole]].sum())
+    for item in own[num_whole:].tolist():
+        of_output = cuts.run_owner(item, int(items.num_tokens[item]))
+        num_rows_out += int((of_output == rank).sum())
+        owners.append(np.repeat(of_output, items.length[item] // items.num_tokens[item]))
+    rows = ContextRows(items.length[own], np.concatenate(owners), decision.backbone.num_ranks)
+    return SharedItems(rows, rank, num_whole, num_rows_out)
