@@ -62,7 +62,7 @@ from motet.train.input.rows import check_rows
 from motet.train.input.service import open_decoder
 from motet.train.optimizer import build_optimizer, check_groups, check_learns
 from motet.train.planned_job import ChosenPlan, PartConfig, build_part, check_context, check_cuts, context_unused
-from motet.train.recipe.recipe import DrawnRecipe, Recipe
+from motet.train.recipe.recipe import DrawnRecipe, Recipe, check_made_without_plan
 from motet.train.recompute import (
     Recomputation,
     RecomputeRanks,
@@ -114,6 +114,8 @@ def build_job(
     resume: "auto", "never" or a path. say: prints a sentence. cleanup: closes what is open when the run ends.
     chosen: the Plan to train under, with which the recipe agrees; without one, all ranks run the whole model.
     """
+    if chosen is not None:
+        check_made_without_plan(recipe)
     if chosen is not None and chosen.plan.schedule != "data_parallel":
         return _build_planned_job(recipe, world, resume, say, cleanup, chosen)
     check_same_backend(world)
@@ -174,7 +176,7 @@ def build_job(
     )
     evaluator = None
     if heldout is not None:
-        exchange = ItemExchange(world.control, orchestrator, model.encoders, ranks_per_node=world.ranks_per_node)
+        exchange = ItemExchange(world.control, orchestrator, model.measured, ranks_per_node=world.ranks_per_node)
         evaluator = Evaluator(heldout, vocabulary, decoder, exchange, mesh, world, recipe.evaluate, say)
     progress, line = _resume(recipe, world, resume, model, optimizer, _start(recipe, dataset, order), say)
     return TrainingJob(
@@ -331,8 +333,10 @@ def open_dataset(
     The model's weights are not read. whole: examples are not truncated, but left out, as answers are compared whole.
     """
     modalities = {
-        name: Modality(recipe.transform(name), module.num_tokens, module.lengths, module.segments)
-        for name, module in model.encoders.items()
+        name: Modality(
+            recipe.transform(name), module.num_tokens, module.lengths, module.segments, is_made=name in model.generators
+        )
+        for name, module in model.measured.items()
     }
     dataset: Examples
     if isinstance(recipe, DrawnRecipe):
@@ -418,7 +422,7 @@ def _loading(
         exchange = ItemExchange(
             mesh.host_group,
             orchestrator,
-            model.encoders,
+            model.measured,
             ranks_per_node=world.ranks_per_node,
             carrier=_carrier(recipe, world, mesh),
         )
