@@ -5,7 +5,7 @@ The reference is one process on one example at a time, and autograd through all 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -46,7 +46,7 @@ class Case:
     method: str = "per_phase"
     communicator: str = "all_to_all"
     frozen: tuple[str, ...] = ()
-    fsdp: FSDPConfig = FSDPConfig()
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     drawn: tuple[tuple[str, ...], ...] = (("draw", "say"), ("draw",))
     num_examples: int = 7
 
@@ -127,7 +127,7 @@ def reference(case: Case) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     if total.requires_grad:
         total.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: float(mean) for name, mean in means.items()}, gradients
+    return {name: float(torch.as_tensor(mean).detach()) for name, mean in means.items()}, gradients
 
 
 def take_step(rank: int, num_ranks: int, case: Case):
@@ -172,7 +172,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", (1, 2, 3))
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_with_generators(name: str, num_ranks: int):
     case = CASES[name]

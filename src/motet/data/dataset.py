@@ -236,8 +236,9 @@ class Dataset:
         return {phase: modality.transform for phase, modality in self._modalities.items()}
 
     def _with_phases(self, tokens: TokenSequence, refs: Sequence[MediaRef]) -> TokenSequence:
-        """The same tokens with names of phases in place of modalities. refs: its items, or these and later ones; they are read if
-        there are generators.
+        """The same tokens with names of phases in place of modalities.
+
+        refs: its items, or these and later ones; they are read if there are generators.
 
         Where several phases read an item, it has a placeholder for each, or one place for all whose rows are added.
         """

@@ -231,9 +231,7 @@ class Index:
                 where = str(self.path.with_name(self.about["rows"]))
                 offset += self._row_span(example)[0]
             in_answer, code = divmod(int(self.lengths.modality[item]), IN_ANSWER)
-            refs.append(
-                MediaRef(MODALITIES[code], where, member, offset, num_bytes, raw, in_answer=bool(in_answer))
-            )
+            refs.append(MediaRef(MODALITIES[code], where, member, offset, num_bytes, raw, in_answer=bool(in_answer)))
         return refs
 
     def _row(self, example: int) -> IndexRow:

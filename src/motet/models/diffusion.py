@@ -1,7 +1,7 @@
 """Denoising diffusion as a generator: what is added to latents, what the loss compares, and how samples are drawn.
 
-    noised  = sqrt(a) latents + sqrt(1 - a) noise       a = product of 1 - beta up to the timestep (Ho et al. 2020, eq. 4)
-    epsilon = noise                                     (section 3.2)
+    noised  = sqrt(a) latents + sqrt(1 - a) noise       a = product of 1 - beta up to the timestep
+    epsilon = noise                                     (Ho et al. 2020, eq. 4 and section 3.2)
     v       = sqrt(a) noise - sqrt(1 - a) latents       (Salimans & Ho 2022, section 4)
 
 Of each item one timestep is drawn evenly. min-SNR (Hang et al. 2023, section 3.4) weighs the loss of an item by
@@ -144,8 +144,8 @@ class Diffusion(nn.Module):
         for step, following in zip(steps.tolist(), [*steps[1:].tolist(), -1]):
             times = torch.full((len(sizes),), step)
 
-            def predict(given: Tensor) -> Tensor:
-                return self.denoiser(latents.to(conditions.dtype), times, sizes, given).to(wide)
+            def predict(given: Tensor, noised: Tensor = latents, times: Tensor = times) -> Tensor:
+                return self.denoiser(noised.to(given.dtype), times, sizes, given).to(wide)
 
             predicted = predict(conditions) if guided is None else guided(predict)
             kept, left = self._kept[step], 1.0 if following < 0 else self._kept[following]

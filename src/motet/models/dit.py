@@ -101,7 +101,9 @@ class DiT(nn.Module):
         stem = patches(self.row_dim, hidden, extra_parameters=num * hidden, trainable=any_trainable(self.entrance))
         described = [
             LayerModules(stem, (self.entrance, self.places)),
-            LayerModules(_of_item("time", 2 * hidden**2, 2 * hidden, 4 * hidden, any_trainable(self.time)), (self.time,)),
+            LayerModules(
+                _of_item("time", 2 * hidden**2, 2 * hidden, 4 * hidden, any_trainable(self.time)), (self.time,)
+            ),
         ]
         for block in self.layers_of_blocks:
             learns = any_trainable(block)
@@ -164,7 +166,9 @@ def _in_turn(counts: Int64Array, num_conditions: int) -> tuple[Int64Array, Int64
     """Where each row of items with their conditions stands in (all conditions, all own rows), and its item."""
     num_items = len(counts)
     item = np.repeat(np.arange(num_items), counts + num_conditions)
-    number = np.arange(len(item)) - np.repeat(np.cumsum(counts + num_conditions) - counts - num_conditions, counts + num_conditions)
+    number = np.arange(len(item)) - np.repeat(
+        np.cumsum(counts + num_conditions) - counts - num_conditions, counts + num_conditions
+    )
     own = num_items * num_conditions + (np.cumsum(counts) - counts)[item] + number - num_conditions
     return np.where(number < num_conditions, item * num_conditions + number, own), item
 

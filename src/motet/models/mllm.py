@@ -1,4 +1,4 @@
-"""The multimodal model: encoders with their projectors, the backbone that reads their rows, and generators behind it."""
+"""The multimodal model: encoders with their projectors, the backbone that reads their rows, and generators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from motet.models.module import ModalityModule
 
 
 class MLLM(nn.Module):
-    """Encoders by name, the backbone that reads their rows, and generators by name. The model knows nothing of ranks."""
+    """Encoders by name, the backbone that reads their rows, generators by name. The model knows nothing of ranks."""
 
     def __init__(
         self,

@@ -98,7 +98,7 @@ class BackboneStage(_ModuleStage):
 
 
 class GeneratorStage(_ModuleStage):
-    """A generator with its output projector, on this rank's items. It adds their loss to loss_sum (float64, a scalar)."""
+    """A generator with its output projector, on this rank's items. loss_sum: a float64 scalar, to which it adds."""
 
     def __init__(
         self,

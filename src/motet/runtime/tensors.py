@@ -21,8 +21,8 @@ class Tensors:
 
     outputs:   outputs of forward passes, with their graph if a backward pass follows.
     conditions: what the backbone gives a generator, likewise, by the generator's pass.
-    arrived:   the same outputs, and conditions, at the stage that takes them in: detached, and requiring a gradient if the pass that
-               made them has a backward pass.
+    arrived:   the same outputs, and conditions, at the stage that takes them in: detached, and requiring a gradient if
+               the pass that made them has a backward pass.
     gradients: gradients of outputs, back at the stage that made the output.
     """
 

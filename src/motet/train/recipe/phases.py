@@ -157,8 +157,8 @@ def _learning(model: dict[str, Any], learns: Sequence[str], *, is_drawn: bool) -
     generators = {} if is_drawn else model.get("generators", {})
     if not isinstance(generators, dict) or not all(isinstance(each, dict) for each in generators.values()):
         return model  # Likewise.
-    halves_of = {name: ("encoder", "projector") for name in encoders}
-    halves_of |= {name: ("generator", "projector") for name in generators}
+    halves_of = dict.fromkeys(encoders, ("encoder", "projector"))
+    halves_of |= dict.fromkeys(generators, ("generator", "projector"))
     parts = {_BACKBONE, *(f"{name}.{half}" for name, halves in halves_of.items() for half in halves)}
     groups = {_ALL: parts, **{name: {f"{name}.{half}" for half in halves} for name, halves in halves_of.items()}}
     for kind in ("encoder", "projector", "generator"):
