@@ -538,9 +538,14 @@ def connect(
 
 
 def condition(
-    generator: Module, input_dim: int, kind: Literal["linear", "mlp"] = "mlp", divisor: int = 1, *, trainable: bool = True
+    generator: Module,
+    input_dim: int,
+    kind: Literal["linear", "mlp"] = "mlp",
+    divisor: int = 1,
+    *,
+    trainable: bool = True,
 ) -> Module:
-    """The generator with an output projector before its first layer, as it stands at its entrance (MMScale section 2.1).
+    """The generator with an output projector before its first layer: at its entrance (MMScale section 2.1).
 
     input_dim: width of the backbone's rows. divisor: length of an item for which the backbone gives one row.
     """

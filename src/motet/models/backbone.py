@@ -222,8 +222,8 @@ class Backbone(nn.Module):
 
         Returns (cross entropy summed over targets, float32 or float64; number of targets). It is the sum, not the mean,
         because only the caller knows the number of targets on all ranks. If there are generators, a third entry has
-        the hidden states at the queries of each: [its rows, dim], in the order of its feature positions. With `predict` it
-        returns the likeliest next token of each sequence, int64 [num_sequences].
+        the hidden states at the queries of each: [its rows, dim], in the order of its feature positions. With
+        `predict` it returns the likeliest next token of each sequence, int64 [num_sequences].
         """
         if predict:
             return self.likeliest(self.hidden_states(sequences, features), sequences)

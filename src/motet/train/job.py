@@ -226,7 +226,12 @@ def _start(recipe: Recipe, dataset: Examples | OwnSplits, order: ExampleOrder) -
 
 
 def _memory_bytes(recipe: Recipe, world: World) -> int:
-    """The memory of the rank that has least; 0 where nobody says it, and nothing must know it. A collective."""
+    """The memory of the rank that has least; 0 where nobody says it, and nothing must know it. A collective.
+
+    0 with generators too: the memory of their steps is not predicted yet.
+    """
+    if recipe.modules_made:
+        return 0
     with world.together():
         must_know = recipe.fsdp.recompute == "auto"
         own_bytes = memory_bytes(recipe, world.device) if must_know else known_memory_bytes(recipe, world.device)

@@ -319,6 +319,11 @@ class Recipe(BaseModel):
     def _generators_are_computed(self) -> Recipe:
         if self.run.plan is not None and self.modules_made:
             raise ValueError("run.plan has no room for model.generators yet: they train data parallel; remove it")
+        if self.fsdp.recompute == "auto" and self.modules_made:
+            raise ValueError(
+                'fsdp.recompute = "auto" follows from predicted memory, and that of model.generators is not predicted '
+                "yet; state numbers of blocks"
+            )
         return self
 
     @property
