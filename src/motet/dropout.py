@@ -295,7 +295,7 @@ def dropped_out(values: Tensor, rows: Tensor, rate: float, numbers: Tensor | Non
     size = max(1, _AT_ONCE // max(num_columns, 1))
     limit = int(rate * 2**64) - 2**63
     for part, keys in zip(drops.split(size), rows.split(size)):
-        torch.lt(mixed(keys[:, None] + columns), limit, out=part)
+        torch.lt(mixed_bits(keys[:, None] + columns), limit, out=part)
     return values.masked_fill(drops.view(values.shape), 0) * (1 / (1 - rate))
 
 
@@ -303,7 +303,7 @@ def of_heads(rows: Tensor, num_heads: int) -> Tensor:
     """Row keys [count, length] -> those of the same rows in each head that is here, [count, num_heads, length]."""
     first = 1 if _active.draws is None else 1 + _active.draws.divided[0]
     heads = torch.arange(first, first + num_heads, device=rows.device) * _signed(_GAMMA)
-    return mixed(rows[:, None] ^ mixed(heads)[:, None])
+    return mixed_bits(rows[:, None] ^ mixed_bits(heads)[:, None])
 
 
 def counted_from(rows: Tensor, first: Tensor) -> Tensor:
@@ -311,7 +311,7 @@ def counted_from(rows: Tensor, first: Tensor) -> Tensor:
     return rows - first * _signed(_GAMMA)
 
 
-def mixed(bits: Tensor) -> Tensor:
+def mixed_bits(bits: Tensor) -> Tensor:
     """The finaliser of SplitMix64 on int64, whose right shift copies the sign."""
     bits = (bits ^ (bits >> 30 & 2**34 - 1)) * _signed(_FIRST)
     bits = (bits ^ (bits >> 27 & 2**37 - 1)) * _signed(_SECOND)

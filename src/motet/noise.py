@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from motet.core.arrays import Int64Array
-from motet.dropout import mixed, stream
+from motet.dropout import mixed_bits, stream
 
 _GAMMA = -0x61C8864680B583EB
 """The odd constant of SplitMix64 as int64."""
@@ -37,7 +37,7 @@ def normal_of_rows(keys: Int64Array, counts: Int64Array, width: int, name: str, 
     rows = torch.from_numpy(stream(np.repeat(of_item, counts), row).view(np.int64)).to(device)
     columns = torch.arange(1, 2 * width + 1, device=device) * _GAMMA
     # The upper 53 bits, which the shift of a signed number fills with its sign.
-    bits = mixed(rows[:, None] + columns) >> 11 & 2**53 - 1
+    bits = mixed_bits(rows[:, None] + columns) >> 11 & 2**53 - 1
     units = (bits.to(torch.float64) + 0.5) * 2.0**-53
     radius = (-2 * units[:, :width].log()).sqrt()
     return radius * torch.cos(2 * math.pi * units[:, width:])

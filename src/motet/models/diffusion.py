@@ -13,7 +13,7 @@ guidance by what is predicted without a condition (Ho & Salimans 2022, eq. 6).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -68,18 +68,13 @@ class NoiseConfig(BaseModel):
         return weights
 
 
-class Denoiser(Protocol):
-    """What predicts the noise of packed items, such as `dit.DiT`; beside this the members of `contract.Generator`."""
-
-    condition_dim: int
-
-    def __call__(self, noised: Tensor, times: Tensor, sizes: Tensor, conditions: Tensor) -> Tensor:
-        """noised [sum(rows), row_dim], times int64 [num_items], sizes int64 [num_items, size_dim], conditions
-        [num_items * rows of each, condition_dim] -> [sum(rows), row_dim]."""
-
-
 class Diffusion(nn.Module):
-    """A denoiser with its noise, as `contract.Generator` asks: the latents of an item are its target."""
+    """A denoiser with its noise, as `contract.Generator` asks: the latents of an item are its target.
+
+    denoiser: has condition_dim, row_dim, blocks and layers(), and is called with noised [sum(rows), row_dim], times
+              int64 [num_items], sizes int64 [num_items, size_dim] and conditions [num_items * rows of each,
+              condition_dim] -> [sum(rows), row_dim] (`dit.DiT`).
+    """
 
     def __init__(self, denoiser: nn.Module, noise: NoiseConfig) -> None:
         super().__init__()

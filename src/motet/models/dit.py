@@ -77,7 +77,7 @@ class DiT(nn.Module):
         return list(self.layers_of_blocks)
 
     def forward(self, noised: Tensor, times: Tensor, sizes: Tensor, conditions: Tensor) -> Tensor:
-        """As of `diffusion.Denoiser`. sizes: rows and columns of rasters, or lengths of sequences."""
+        """As `diffusion.Diffusion` calls it. sizes: rows and columns of rasters, or lengths of sequences."""
         counts, num = sizes.prod(dim=1).numpy(), self.num_conditions
         dtype, device, num_items = noised.dtype, noised.device, len(sizes)
         waves = _waves(times.numpy()[:, None].astype(np.float64), self.config.hidden).to(device, dtype)
