@@ -73,13 +73,13 @@ def drops_out(model: nn.Module) -> bool:
 def example_keys(seed: int, step: int, examples: Int64Array) -> Int64Array:
     """The keys of examples in a step. examples: their numbers in the dataset, int64 [n]."""
     run = np.random.SeedSequence((seed, step)).generate_state(1, np.uint64)
-    return _stream(run, examples).view(np.int64)
+    return stream(run, examples).view(np.int64)
 
 
 def item_keys(keys: Int64Array, example: Int64Array, items: Int64Array) -> Int64Array:
     """The keys of items of a phase. keys: of examples. example: of all items, ascending. items: which, int64 [n]."""
     numbers = items - np.searchsorted(example, example[items])
-    return _stream(keys[example[items]].view(np.uint64), numbers).view(np.int64)
+    return stream(keys[example[items]].view(np.uint64), numbers).view(np.int64)
 
 
 class ItemRows(NamedTuple):
@@ -252,9 +252,9 @@ def next_rows(shape: torch.Size | tuple[int, ...], device: torch.device) -> Tens
     if draws is None:
         return None
     item, row = _rows_of_items(draws, tuple(shape))
-    draw = _stream(np.array([crc32(draws.module.encode())], np.uint64), np.array([draws.place * 2**16 + draws.number]))
+    draw = stream(np.array([crc32(draws.module.encode())], np.uint64), np.array([draws.place * 2**16 + draws.number]))
     draws.number += 1
-    keys = _stream(_stream(draws.keys.view(np.uint64) ^ draw, np.zeros(1, np.int64))[item], row)
+    keys = stream(stream(draws.keys.view(np.uint64) ^ draw, np.zeros(1, np.int64))[item], row)
     return torch.from_numpy(keys.view(np.int64)).view(tuple(shape)).to(device)
 
 
@@ -295,7 +295,7 @@ def dropped_out(values: Tensor, rows: Tensor, rate: float, numbers: Tensor | Non
     size = max(1, _AT_ONCE // max(num_columns, 1))
     limit = int(rate * 2**64) - 2**63
     for part, keys in zip(drops.split(size), rows.split(size)):
-        torch.lt(_mixed(keys[:, None] + columns), limit, out=part)
+        torch.lt(mixed_bits(keys[:, None] + columns), limit, out=part)
     return values.masked_fill(drops.view(values.shape), 0) * (1 / (1 - rate))
 
 
@@ -303,7 +303,7 @@ def of_heads(rows: Tensor, num_heads: int) -> Tensor:
     """Row keys [count, length] -> those of the same rows in each head that is here, [count, num_heads, length]."""
     first = 1 if _active.draws is None else 1 + _active.draws.divided[0]
     heads = torch.arange(first, first + num_heads, device=rows.device) * _signed(_GAMMA)
-    return _mixed(rows[:, None] ^ _mixed(heads)[:, None])
+    return mixed_bits(rows[:, None] ^ mixed_bits(heads)[:, None])
 
 
 def counted_from(rows: Tensor, first: Tensor) -> Tensor:
@@ -311,14 +311,14 @@ def counted_from(rows: Tensor, first: Tensor) -> Tensor:
     return rows - first * _signed(_GAMMA)
 
 
-def _mixed(bits: Tensor) -> Tensor:
+def mixed_bits(bits: Tensor) -> Tensor:
     """The finaliser of SplitMix64 on int64, whose right shift copies the sign."""
     bits = (bits ^ (bits >> 30 & 2**34 - 1)) * _signed(_FIRST)
     bits = (bits ^ (bits >> 27 & 2**37 - 1)) * _signed(_SECOND)
     return bits ^ (bits >> 31 & 2**33 - 1)
 
 
-def _stream(keys: NDArray[np.uint64], numbers: Int64Array) -> NDArray[np.uint64]:
+def stream(keys: NDArray[np.uint64], numbers: Int64Array) -> NDArray[np.uint64]:
     """Numbers of the streams of keys: SplitMix64 on the host."""
     bits = keys + (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(_FIRST)

@@ -19,7 +19,7 @@
     num_heads = 25
     projector = { kind = "mlp", downsample = 4 }
 
-`[model.generators.NAME]` has the keys of an encoder. The backbone feeds it.
+`[model.generators.NAME]` has the keys of an encoder. The backbone feeds it, so that its projector stands before it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from motet.core.shapes import (
     Norm,
     Transformer,
     audio_encoder,
+    condition,
     connect,
     language_model,
     multimodal,
@@ -114,10 +115,10 @@ class BackboneShape(_Layers):
 
 
 class ProjectorShape(BaseModel):
-    """A projector of an encoder's rows into the backbone.
+    """A projector of an encoder's rows into the backbone; of a generator, of the backbone's rows into it.
 
     kind:       one matrix, or two with GELU between them.
-    downsample: rows that are joined into one before.
+    downsample: rows that are joined into one before; of a generator, the length for which the backbone gives one row.
     train:      whether it learns.
     """
 
@@ -164,15 +165,21 @@ class EncoderShape(_Layers):
 
     def module(self, name: str, output_dim: int) -> Module:
         """The encoder with its projector. output_dim: width of the projector's output."""
+        projector = self.projector
+        return connect(self._inner(name), output_dim, projector.kind, projector.downsample, trainable=projector.train)
+
+    def generator(self, name: str, input_dim: int) -> Module:
+        """The same layers as a generator, with its projector before them. input_dim: width of the backbone's rows."""
+        projector = self.projector
+        return condition(self._inner(name), input_dim, projector.kind, projector.downsample, trainable=projector.train)
+
+    def _inner(self, name: str) -> Module:
         shape, count = self.transformer(), self.num_layers
         if self.kind == "vit":
             sizes = {"row_dim": self.row_dim, "num_positions": self.positions}
-            encoder = vit(name, shape, count, class_row=self.class_row, trainable=self.train, **sizes)
-        else:
-            sizes = {"num_mel_bins": self.num_mel_bins, "num_positions": self.positions}
-            encoder = audio_encoder(name, shape, count, trainable=self.train, **sizes)
-        projector = self.projector
-        return connect(encoder, output_dim, projector.kind, projector.downsample, trainable=projector.train)
+            return vit(name, shape, count, class_row=self.class_row, trainable=self.train, **sizes)
+        sizes = {"num_mel_bins": self.num_mel_bins, "num_positions": self.positions}
+        return audio_encoder(name, shape, count, trainable=self.train, **sizes)
 
 
 class ModelShapes(BaseModel):
@@ -191,7 +198,6 @@ class ModelShapes(BaseModel):
     def spec(self, name: str) -> ModelSpec:
         """The model. Raises ArgumentError if two modules have one name."""
         width = self.backbone.hidden
-        encoders, generators = (
-            [shape.module(each, width) for each, shape in shapes.items()] for shapes in (self.encoders, self.generators)
-        )
+        encoders = [shape.module(each, width) for each, shape in self.encoders.items()]
+        generators = [shape.generator(each, width) for each, shape in self.generators.items()]
         return multimodal(name, self.backbone.module(), encoders, generators)

@@ -537,6 +537,23 @@ def connect(
     return replace(encoder, stacks=(*encoder.stacks, *Module.of(encoder.name, [added]).stacks))
 
 
+def condition(
+    generator: Module,
+    input_dim: int,
+    kind: Literal["linear", "mlp"] = "mlp",
+    divisor: int = 1,
+    *,
+    trainable: bool = True,
+) -> Module:
+    """The generator with an output projector before its first layer: at its entrance (MMScale section 2.1).
+
+    input_dim: width of the backbone's rows. divisor: length of an item for which the backbone gives one row.
+    """
+    width = generator.layers[0].output_width
+    added = projector(input_dim, width, kind, divisor=divisor, trainable=trainable)
+    return replace(generator, stacks=(*Module.of(generator.name, [added]).stacks, *generator.stacks))
+
+
 def multimodal(
     name: str,
     backbone: Module,

@@ -113,6 +113,11 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = field(default=(), repr=False)
 
     @property
+    def in_answers(self) -> tuple[bool, ...]:
+        """Of each placeholder, whether it stands in a turn of the assistant, which a generator can learn to make."""
+        return tuple(turn.has_loss and not self.is_document for turn in self.turns for _ in _placeholders((turn,)))
+
+    @property
     def has_answer(self) -> bool:
         """Whether its last turn with loss is a text that could be compared: not a document, and not a call."""
         return not self.is_document and not [turn for turn in self.turns if turn.has_loss][-1].calls

@@ -28,7 +28,7 @@ from motet.data.index_build import open_index
 from motet.data.index_entries import TextEncoder
 from motet.data.index_lock import IndexProgress
 from motet.data.left_out import MAX_NAMED, LeftOut, LeftOutExample, describe_left_out
-from motet.data.media import MODALITIES, MediaRef
+from motet.data.media import IN_ANSWER, MODALITIES, MediaRef
 from motet.data.transforms import Transform
 from motet.data.truncation import Truncated, num_kept_tokens, truncated
 
@@ -45,12 +45,14 @@ class Modality:
     num_tokens: rows that each item takes in the backbone's sequence.
     lengths:    how much of each item the encoder computes on.
     segments:   the segments of each item; None: each item is one.
+    is_made:    a generator learns to make its items, which are those of answers; encoders do not read them then.
     """
 
     transform: Transform
     num_tokens: Callable[[Int64Array], Int64Array]
     lengths: Callable[[Int64Array], Int64Array]
     segments: Callable[[Int64Array], ItemSegments | None] | None = None
+    is_made: bool = False
 
 
 class Dataset:
@@ -78,7 +80,9 @@ class Dataset:
         equally many, and for an example that is too long where that is an error.
         """
         self._indexes, self._text, self._modalities = list(indexes), text, dict(modalities)
-        self._readers, self._combine = _readers(self._modalities, combine), dict(combine)
+        self._makers = _readers({name: each for name, each in self._modalities.items() if each.is_made}, {})
+        read = {name: each for name, each in self._modalities.items() if not each.is_made}
+        self._readers, self._combine = _readers(read, combine), dict(combine)
         self._starts = np.cumsum([0, *(len(index) for index in self._indexes)])
         for index in self._indexes:
             self._check_modalities(index)
@@ -163,7 +167,9 @@ class Dataset:
         """The tokens of an example; `media` holds names of phases, one for each reader of each item."""
         index, example = self._locate(example_id)
         text, cut = index.tokens(example), self._cut(example_id)
-        return self._with_phases(text if cut is None else truncated(text, int(self._truncated.num_tokens[cut])))
+        text = text if cut is None else truncated(text, int(self._truncated.num_tokens[cut]))
+        # Who reads an item hangs on its turn only where something is made; then the row is read twice.
+        return self._with_phases(text, index.media_refs(example) if self._makers and text.media else ())
 
     def media_refs(self, example_id: int) -> list[MediaRef]:
         """The items' files, in order of appearance; `modality` is "image" or "audio"."""
@@ -198,16 +204,30 @@ class Dataset:
         return parse_conversation(self.record(example_id), f"example {example_id}")
 
     def has_answer(self, example_id: int) -> bool:
-        """Whether an example has an answer that could be compared; a document has none, and a call is none."""
-        return self.conversation(example_id).has_answer
+        """Whether an example has an answer that could be compared.
+
+        A document has none, a call is none, nor is an answer in which an item is made.
+        """
+        conversation = self.conversation(example_id)
+        if not conversation.has_answer:
+            return False
+        num_before = len(conversation.without_last_answer()[0].placeholders)
+        in_answer = self.media_refs(example_id)[num_before:]
+        return not any(ref.in_answer and ref.modality in self._makers for ref in in_answer)
 
     def prompt(self, example_id: int) -> tuple[TokenSequence, list[MediaRef], str]:
         """For evaluation: the tokens before the last answer, the media among them, and the answer's text."""
         tokens, answer = self._text.encode_prompt(self.conversation(example_id))
-        return self._with_phases(tokens), self.media_refs(example_id)[: len(tokens.media)], answer
+        refs = self.media_refs(example_id)[: len(tokens.media)]
+        return self._with_phases(tokens, refs), refs, answer
 
     def readers_of(self, ref: MediaRef) -> tuple[str, ...]:
-        """The names of the phases that compute an item, in their order."""
+        """The names of the phases that compute an item, in their order: of generators, if it is theirs to make."""
+        return self._read_by(ref)
+
+    def _read_by(self, ref: MediaRef) -> tuple[str, ...]:
+        if ref.in_answer and (makers := self._makers.get(ref.modality)):
+            return makers
         return self._readers[ref.modality]
 
     @property
@@ -215,16 +235,22 @@ class Dataset:
         """The transform of each phase, as `Decoder` takes them."""
         return {phase: modality.transform for phase, modality in self._modalities.items()}
 
-    def _with_phases(self, tokens: TokenSequence) -> TokenSequence:
+    def _with_phases(self, tokens: TokenSequence, refs: Sequence[MediaRef]) -> TokenSequence:
         """The same tokens with names of phases in place of modalities.
+
+        refs: its items, or these and later ones; they are read if there are generators.
 
         Where several phases read an item, it has a placeholder for each, or one place for all whose rows are added.
         """
-        media = tuple(phase for modality in tokens.media for phase in self._readers[modality])
+        if self._makers:
+            phases = [self._read_by(ref) for ref in refs[: len(tokens.media)]]
+        else:
+            phases = [self._readers[modality] for modality in tokens.media]
+        media = tuple(phase for of_item in phases for phase in of_item)
         if len(media) == len(tokens.media):
             return TokenSequence(tokens.tokens, tokens.targets, media, tokens.media_positions)
-        counts = np.array([len(self._readers[modality]) for modality in tokens.media], dtype=np.int64)
-        is_added = np.array([self._combine.get(modality) == "sum" for modality in tokens.media])
+        counts = np.array([len(of_item) for of_item in phases], dtype=np.int64)
+        is_added = np.array([self.is_added(of_item[-1]) for of_item in phases])
         repeats = np.ones(len(tokens.tokens), dtype=np.int64)
         repeats[tokens.media_positions] = np.where(is_added, 1, counts)
         starts = np.cumsum(repeats) - repeats
@@ -281,12 +307,20 @@ class Dataset:
         return items, sequence, rows
 
     def _of_phase(self, columns: ExampleLengths, modality: Modality) -> IndexArray:
-        """The items that a modality reads, [n] indexes into the items of `columns`."""
-        return np.flatnonzero(columns.modality == MODALITIES.index(modality.transform.modality))
+        """The items that a modality reads, or makes, [n] indexes into the items of `columns`."""
+        kind = modality.transform.modality
+        code = MODALITIES.index(kind)
+        if modality.is_made:
+            return np.flatnonzero(columns.modality == code + IN_ANSWER)
+        if kind in self._makers:
+            return np.flatnonzero(columns.modality == code)
+        return np.flatnonzero(columns.modality % IN_ANSWER == code)
 
     def is_added(self, phase: str) -> bool:
         """Whether the rows of a phase are added to those of the first phase that reads the same items."""
         modality = self._modalities[phase].transform.modality
+        if self._modalities[phase].is_made:
+            return False
         return self._combine.get(modality) == "sum" and self._readers[modality][0] != phase
 
     def _check_added(self, numbers: Int64Array) -> None:
@@ -315,9 +349,11 @@ class Dataset:
 
     def _check_modalities(self, index: Index) -> None:
         for code, modality in enumerate(MODALITIES):
-            if modality not in self._readers and (index.lengths.modality == code).any():
+            codes = {code} if modality in self._makers else {code, code + IN_ANSWER}
+            if modality not in self._readers and np.isin(index.lengths.modality, list(codes)).any():
+                where = ", in turns that are not the assistant's" if modality in self._makers else ""
                 raise UserError(
-                    f"{index.source} holds {modality} media, but the model has no encoder for them; add one"
+                    f"{index.source} holds {modality} media{where}, but the model has no encoder for them; add one"
                 )
 
     def _select(
@@ -399,7 +435,7 @@ class Dataset:
     def _name_refused(self, number: int) -> LeftOutExample:
         index, example = self._at(number)
         for ref in index.media_refs(example):
-            for transform in (self._modalities[phase].transform for phase in self._readers[ref.modality]):
+            for transform in (self._modalities[phase].transform for phase in self._read_by(ref)):
                 if ref.raw is not None and not transform.accepts(np.array([ref.raw], dtype=np.int64))[0]:
                     return LeftOutExample(index.where(example), ref.name, transform.refusal(ref.raw))
         raise ValueError(f"no item of example {number} is refused")

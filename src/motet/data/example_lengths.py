@@ -18,7 +18,7 @@ class ExampleLengths:
 
     num_tokens, num_targets, num_items: [num_examples]; columns of `index.LengthColumns`.
     example:  int64 [num_items], the position of each item's example among the chosen ones; ascending.
-    modality: int8 [num_items], index in MODALITIES.
+    modality: int8 [num_items], as `index.LengthColumns` has them.
     raw:      int64 [num_items, 2], as headers hold it.
     """
 

@@ -20,7 +20,7 @@ from motet.data.conversation import Conversation, parse_conversation, parse_reco
 from motet.data.headers import read_header
 from motet.data.index import SCHEMA, IndexRow
 from motet.data.manifest import Entry
-from motet.data.media import MODALITIES, BadMedia, MediaRef
+from motet.data.media import IN_ANSWER, MODALITIES, BadMedia, MediaRef
 from motet.data.record_media import find_media, without_held
 
 FATAL_HEADER = "its header ends the process that reads it"
@@ -53,7 +53,7 @@ class Columns:
 
     row_bytes, num_tokens, num_targets, num_items: int [num_examples].
     held_bytes: int [num_examples], the bytes of media that records hold; they stand before each row.
-    modality: int [num_items]. raw: int [num_items, 2].
+    modality: int [num_items], as `index.LengthColumns` has them. raw: int [num_items, 2].
     bad:      (example, path, reason); `example` counts from the first of these examples.
     rows:     packed `IndexRow`s.
     """
@@ -141,7 +141,10 @@ class EntryReader:
         # Nothing predicts the first token.
         columns.num_targets.append(int(text.targets[1:].sum()))
         columns.num_items.append(len(refs))
-        columns.modality += [MODALITIES.index(ref.modality) for ref in refs]
+        columns.modality += [
+            MODALITIES.index(ref.modality) + IN_ANSWER * in_answer
+            for ref, in_answer in zip(refs, conversation.in_answers, strict=True)
+        ]
         columns.raw += raws
 
     def _below_folder(self, path: str) -> str:

@@ -20,6 +20,8 @@ IMAGE = "image"
 AUDIO = "audio"
 MODALITIES = (IMAGE, AUDIO)
 """The modalities of manifests. An index stores positions in this tuple: append only."""
+IN_ANSWER = 64
+"""What an index adds to the position of the modality of an item in a turn of the assistant."""
 
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 _AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3")
@@ -54,6 +56,7 @@ class MediaRef:
     data:   the bytes of an item that its record holds, until they are in the index.
     raw:    (width, height) in pixels, or (samples, sampling rate), from the header when the index was built; None if
             not known yet.
+    in_answer: it stands in a turn of the assistant (not in a document), so that a generator can learn to make it.
     """
 
     modality: str
@@ -63,6 +66,7 @@ class MediaRef:
     num_bytes: int = -1
     raw: tuple[int, int] | None = None
     data: bytes | None = field(default=None, repr=False)
+    in_answer: bool = False
 
     @property
     def name(self) -> str:

@@ -29,7 +29,7 @@ from motet.core.arrays import Int64Array
 from motet.core.attention_table import AttentionTable
 from motet.core.errors import UserError
 from motet.core.shapes import Transformer, embedding, final_norm, head
-from motet.core.spec import Module
+from motet.core.spec import Layer, Module
 from motet.core.workload import BACKBONE
 from motet.dropout import ENTER, ItemRows, arranged
 from motet.models.attention import ATTENTION, PackedItems
@@ -50,6 +50,8 @@ from motet.models.router_loss import RouterLoss
 from motet.models.table_items import TableItems
 from motet.tensor_parallel import RowParts, TensorRanks, copied, likeliest_entry, vocabulary_cross_entropy
 
+_QUERY_STD = 0.02
+"""Of query tokens before they are trained, as of embeddings in transformers."""
 _MAX_LOGITS = 2**28
 """The number of logits in memory at a time: 1 GiB in float32. A long pack has many times as many."""
 
@@ -65,6 +67,8 @@ class Backbone(nn.Module):
     bidirectional: encoders whose rows see each other in both directions, as images do in Gemma 3: rows that follow each
            other without a token between.
     prefix: whether rows of a document before its first target see each other in both directions, as in PaliGemma.
+    queries: generator -> learned query tokens of each item that it is to make; they stand at the item's rows, and the
+           hidden states there are what the generator is given.
     Raises UserError for another class, and for a config with options that Motet does not compute
     (`supported.check_backbone`).
     """
@@ -77,6 +81,7 @@ class Backbone(nn.Module):
         again: Mapping[str, Sequence[int]] = MappingProxyType({}),
         bidirectional: Sequence[str] = (),
         prefix: bool = False,
+        queries: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.bidirectional, self.prefix = tuple(bidirectional), prefix
@@ -94,6 +99,10 @@ class Backbone(nn.Module):
         if not train:
             causal_lm.requires_grad_(False)
         self.causal_lm = causal_lm
+        dtype = next(p.dtype for p in causal_lm.parameters() if p.is_floating_point())
+        self.queries = nn.ParameterDict(
+            {name: nn.Parameter(_QUERY_STD * torch.randn(count, self.dim).to(dtype)) for name, count in queries.items()}
+        )
         self.row_parts: RowParts | None = None  # On tensor-parallel ranks (`divided.py`).
         self._shared: WeakKeyDictionary[SharedRows, ContextItems] = WeakKeyDictionary()
         self.merge = merge
@@ -137,6 +146,7 @@ class Backbone(nn.Module):
         tied = output.weight is table.weight
         layers = [
             LayerModules(embedding(vocab_size, hidden, trainable=any_trainable(table)), (table,)),
+            *([self._queries_layer()] if len(self.queries) else ()),
             *([products_layer("merge", self.merge, hidden)] if isinstance(self.merge, nn.Module) else ()),
             *(
                 LayerModules(self._shape(block).layer(trainable=any_trainable(block)), (block,))
@@ -146,6 +156,12 @@ class Backbone(nn.Module):
             LayerModules(head(vocab_size, hidden, tied=tied, trainable=any_trainable(output)), (output,)),
         ]
         return list(map(as_it_learns, layers))
+
+    def _queries_layer(self) -> LayerModules:
+        """The query tokens; like a token's, their row is looked up."""
+        count = sum(each.numel() for each in self.queries.values())
+        learn = any_trainable(self.queries)
+        return LayerModules(Layer("queries", 0, count, self.dim, activation_width=1, trainable=learn), (self.queries,))
 
     def _shape(self, block: Block) -> Transformer:
         if isinstance(self.causal_lm, ShapedCausalLM):
@@ -201,19 +217,29 @@ class Backbone(nn.Module):
 
     def forward(
         self, sequences: Sequences, features: dict[str, Tensor], predict: bool = False
-    ) -> tuple[Tensor, int] | Tensor:
+    ) -> tuple[Tensor, int] | tuple[Tensor, int, dict[str, Tensor]] | Tensor:
         """features: per encoder [rows, dim], which stand at sequences.feature_positions[name].
 
         Returns (cross entropy summed over targets, float32 or float64; number of targets). It is the sum, not the mean,
-        because only the caller knows the number of targets on all ranks. With `predict` it returns the likeliest next
-        token of each sequence, int64 [num_sequences].
+        because only the caller knows the number of targets on all ranks. If there are generators, a third entry has
+        the hidden states at the queries of each: [its rows, dim], in the order of its feature positions. With
+        `predict` it returns the likeliest next token of each sequence, int64 [num_sequences].
         """
         if predict:
             return self.likeliest(self.hidden_states(sequences, features), sequences)
         router_loss = self.router_loss(sequences)
         hidden = self.hidden_states(sequences, features, router_loss)
         loss, num_targets = self.leave(hidden, sequences)
-        return loss if router_loss is None else router_loss.added_to(loss), num_targets
+        loss = loss if router_loss is None else router_loss.added_to(loss)
+        return (loss, num_targets, self.conditions(hidden, sequences)) if len(self.queries) else (loss, num_targets)
+
+    def conditions(self, hidden: Tensor, sequences: Sequences) -> dict[str, Tensor]:
+        """What each generator is given of hidden states behind the norm, [total, dim]: [rows, dim]."""
+        return {name: hidden[places] for name, places in self._query_places(sequences)}
+
+    def _query_places(self, sequences: Sequences) -> list[tuple[str, Tensor]]:
+        nowhere = torch.empty(0, dtype=torch.int64, device=sequences.tokens.device)
+        return [(name, sequences.feature_positions.get(name, nowhere)) for name in self.queries]
 
     def router_loss(self, sequences: Sequences, gradient: float | None = None) -> RouterLoss | None:
         """The router loss of a pass through layers with experts; None if there is none to compute.
@@ -330,6 +356,9 @@ class Backbone(nn.Module):
         if empty:
             embeds = take_part(embeds, outside_blocks(self))
         features = {name: rows.to(embeds.dtype) for name, rows in features.items()}
+        for name, places in self._query_places(sequences):
+            rows = self.queries[name]
+            features[name] = rows.repeat(len(places) // len(rows), 1).to(embeds.dtype)
         if (context := context_of(sequences)) is not None:
             features |= placed(features, context, context.routes, embeds)
         with arranged(ENTER, lambda: _rows_of(sequences)):

@@ -6,10 +6,11 @@ and an added encoder does not change the other modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,6 +28,7 @@ from motet.models.config_file import check_feature_layer, hf_options, one_line, 
 from motet.models.exact import keep_float64
 from motet.models.families.bounds import check_bounds
 from motet.models.families.registry import BACKBONES, ENCODERS, Family
+from motet.models.generator import GeneratorConfig, build_generator
 from motet.models.initialise import compute_buffers, seeded
 from motet.models.load import checked_config, load_pretrained, on_meta
 from motet.models.lora import LoraConfig, add_lora
@@ -125,6 +127,7 @@ class ModelConfig(BaseModel):
     """The whole model.
 
     encoders: by name, which is that of a phase.
+    generators: likewise; what they make is learned from items in answers.
     combine:  what the backbone is given of media that several encoders read: "rows", those of one encoder after those
               of the other, in the order of the recipe; or "sum", one row for all of them. A sum of linear projections
               is the linear projection of joined channels.
@@ -138,14 +141,15 @@ class ModelConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
     backbone: BackboneConfig
     encoders: dict[str, EncoderConfig] = Field(default_factory=dict)
+    generators: dict[str, GeneratorConfig] = Field(default_factory=dict)
     combine: dict[Reads, Combine] = Field(default_factory=dict)
     merge: str | None = Field(default=None, min_length=1)
     lora: dict[str, LoraConfig] = Field(default_factory=dict)
     freeze: tuple[str, ...] = ()
 
     def modality(self, name: str) -> str:
-        """What the encoder of this name reads."""
-        return self.encoders[name].reads or name
+        """What the encoder of this name reads, or the generator makes."""
+        return (self.generators[name].makes if name in self.generators else self.encoders[name].reads) or name
 
     @property
     def paths(self) -> dict[str, Path]:
@@ -201,6 +205,20 @@ class ModelConfig(BaseModel):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _generators_fit(self) -> ModelConfig:
+        for name, part in self.generators.items():
+            if name == BACKBONE or not name.isidentifier() or hasattr(nn.ModuleDict(), name) or name in self.encoders:
+                raise ValueError(
+                    f"{name!r} cannot name a generator: take letters, digits and _, and neither the name of another "
+                    "module nor that of a method of torch's modules"
+                )
+            if name in get_args(Reads) and part.makes not in (None, name):
+                raise ValueError(f"a generator named {name!r} makes {name}, not {part.makes}; give it another name")
+        if self.generators and self.merge is not None:
+            raise ValueError("`merge` knows nothing of the query tokens of generators; remove it, or the generators")
+        return self
+
     @field_validator("encoders")
     @classmethod
     def _phase_names(cls, encoders: dict[str, EncoderConfig]) -> dict[str, EncoderConfig]:
@@ -231,12 +249,21 @@ def build_mllm(
     # First of all: what is wrong with them is said before anything large is built.
     callbacks = {name: _callbacks(name, part, dtype, seed) for name, part in config.encoders.items()}
     merge = None if config.merge is None else _callback("model.merge", "merge", config.merge, dtype, seed)
-    backbone = build_backbone(config.backbone, vocab_size, dtype, seed, deferred=deferred, merge=merge)
+    with seeded(seed, "queries"):
+        queries = {name: part.num_queries for name, part in config.generators.items()}
+        backbone = build_backbone(
+            config.backbone, vocab_size, dtype, seed, deferred=deferred, merge=merge, queries=queries
+        )
+    for name, part in config.generators.items():
+        backbone.queries[name].requires_grad_(part.train_projector)
     encoders = {
         name: build_modality(name, part, backbone.dim, dtype, seed, deferred=deferred, callbacks=callbacks[name])
         for name, part in config.encoders.items()
     }
-    model = MLLM(encoders, backbone)
+    generators = {
+        name: build_generator(name, part, backbone.dim, dtype, seed) for name, part in config.generators.items()
+    }
+    model = MLLM(encoders, backbone, generators)
     add_lora(model, config.lora, seed)
     for pattern in config.freeze:
         for weight in weights_named(model, pattern, "model.freeze"):
@@ -266,6 +293,7 @@ def build_backbone(
     *,
     deferred: bool = False,
     merge: Callable[..., Any] | None = None,
+    queries: Mapping[str, int] = MappingProxyType({}),
 ) -> Backbone:
     """The backbone on the CPU; raises UserError as `build_mllm` does."""
     # HF's default padding token belongs to another vocabulary, and the row of a padding token is never trained.
@@ -279,7 +307,12 @@ def build_backbone(
     if (rows := causal_lm.config.vocab_size) < vocab_size:
         raise UserError(f"model.backbone: its vocabulary has {rows} entries, but the tokenizer needs {vocab_size}")
     return Backbone(
-        causal_lm, train=config.train, merge=merge, bidirectional=config.bidirectional, prefix=config.prefix
+        causal_lm,
+        train=config.train,
+        merge=merge,
+        bidirectional=config.bidirectional,
+        prefix=config.prefix,
+        queries=queries,
     )
 
 

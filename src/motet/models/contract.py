@@ -1,4 +1,4 @@
-"""The contract of modules: what an encoder of an MLLM must offer, and what a backbone receives.
+"""The contract of modules: what an encoder and a generator of an MLLM must offer, and what a backbone receives.
 
 Any `torch.nn.Module` with the members of `Encoder` can be an encoder. Further members are optional:
 
@@ -75,6 +75,25 @@ class Encoder(Protocol):
 
     def num_outputs(self, sizes: Int64Array) -> Int64Array:
         """Output rows of each item, int64 [num_items]: pure arithmetic, called before any item is decoded."""
+
+
+class Generator(Protocol):
+    """A generator of packed items, behind its output projector. condition_dim: the width of the rows it is given.
+
+    `blocks` and `layers()` are optional, as of an encoder; so is `sample` (see `diffusion.Diffusion`), for pictures in
+    the report. Of an item the length is its number of rows: the product of its sizes.
+    """
+
+    condition_dim: int
+
+    def forward(self, values: Tensor, sizes: Tensor, conditions: Tensor, keys: Int64Array) -> Tensor:
+        """The loss summed over the rows of all items, a scalar; a step divides it by the rows of all ranks.
+
+        values [sum(rows), row_dim] are the items to learn; sizes int64 [num_items, size_dim], on the host; conditions
+        [num_items * rows of each, condition_dim]; keys int64 [num_items]: what is random must follow from an item's key
+        alone (`motet/noise.py`), so that it does not depend on the ranks. There is at least one item, and its loss must
+        not depend on the others.
+        """
 
 
 def item_rows(extents: Int64Array) -> Int64Array:

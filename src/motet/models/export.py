@@ -4,6 +4,7 @@ directory/backbone/                   AutoModelForCausalLM.from_pretrained
 directory/encoders/<name>/            the family's HF class; only model.safetensors for a user's own module
 directory/adapters/backbone/, adapters/encoders/<name>/    peft.PeftModel.from_pretrained, on top of such a model
 directory/projectors/<name>.safetensors
+directory/generators/<name>/model.safetensors    with the output projector; generators/queries.safetensors
 directory/hooks/<name>.<callback>.safetensors    for callbacks with weights
 directory/tokenizer/                  if one is given
 
@@ -126,6 +127,10 @@ def _parts(mllm: MLLM) -> Iterator[tuple[str, nn.Module, str, bool]]:
         hooks += [
             (f"{name}.{hook}", getattr(module, hook), f"{prefix}{hook}.") for hook in ("before", "between", "after")
         ]
+    for name, generator in mllm.generators.items():
+        yield f"generators/{name}/model", generator, f"generators.{name}.", False
+    if mllm.generators:
+        yield "generators/queries", mllm.backbone.queries, "backbone.queries.", False
     for name, hook, prefix in hooks:
         if isinstance(hook, nn.Module):
             yield f"hooks/{name}", hook, prefix, False

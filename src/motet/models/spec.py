@@ -37,9 +37,11 @@ _TEXT_TYPES = {"qwen2_vl_text": "qwen2"}
 
 
 def model_spec(mllm: MLLM, name: str = "model") -> ModelSpec:
-    """The ModelSpec of a built model: its encoders in their order, then the backbone."""
-    encoders = [module.spec_module(phase) for phase, module in mllm.encoders.items()]
-    return multimodal(name, mllm.backbone.spec_module(), encoders, again=mllm.backbone.again)
+    """The ModelSpec of a built model: its encoders in their order, then the backbone, then generators."""
+    encoders, generators = (
+        [module.spec_module(phase) for phase, module in modules.items()] for modules in (mllm.encoders, mllm.generators)
+    )
+    return multimodal(name, mllm.backbone.spec_module(), encoders, generators, mllm.backbone.again)
 
 
 def spec_of_config(config: ModelConfig, vocab_size: int, name: str = "model") -> ModelSpec:

@@ -1,5 +1,8 @@
 """EXCHANGE_F and EXCHANGE_B: move outputs to the ranks that need them, and gradients of outputs back.
 
+What moves is named by the pass at the end that is not the backbone: of an encoder, whose outputs the backbone needs, or
+of a generator, which needs what the backbone has at its queries. A generator's route is that of an encoder backwards.
+
 If no row moves to another rank, the Program has no exchange. The rows are then only reordered on their rank, when the
 next pass asks for them.
 """
@@ -12,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.dispatch.exchange import exchange_rows
 from motet.dispatch.route import GatherRoute, Route
@@ -35,30 +39,47 @@ class Exchanges:
         return {Kind.EXCHANGE_F: self._forward, Kind.EXCHANGE_B: self._backward}
 
     def arrived(self, key: PassKey) -> Tensor | None:
-        """The output of the forward pass `key`, as the next stage takes it in; None if that pass did not run."""
-        if key in self._tensors.outputs and key not in self._tensors.arrived:
+        """What moves by the name `key`, as the next stage takes it in; None if nothing was made of it."""
+        if key in self._made(key) and key not in self._tensors.arrived:
             self._send(key, None)
-        if key in self._program.has_backward:
+        if self._has_backward(key):
             return self._tensors.arrived.get(key)  # Kept: `returned` reads its gradient.
         return self._tensors.arrived.pop(key, None)
 
     def returned(self, key: PassKey) -> Tensor | None:
-        """The gradient of the output of the forward pass `key`; None if that output feeds no stage."""
+        """The gradient of what moved by the name `key`; None if nothing did."""
         if key in self._tensors.arrived:
             self._send_back(key, None)
         return self._tensors.gradients.pop(key, None)
 
     def _forward(self, action: Action) -> None:
-        self._send((action.stage, action.microbatch), self._group)
+        self._send(self._key(action), self._group)
 
     def _backward(self, action: Action) -> None:
-        self._send_back((action.stage, action.microbatch), self._group)
+        self._send_back(self._key(action), self._group)
+
+    def _key(self, action: Action) -> PassKey:
+        is_given = self._program.modules[action.stage] == BACKBONE
+        return action.peer if is_given else action.stage, action.microbatch
+
+    def _source(self, stage: int) -> int:
+        """The stage that makes what moves by the name of a stage: itself, or the backbone's for a generator."""
+        sources = self._program.sources[stage]
+        return next((source for source in sources if self._program.modules[source] == BACKBONE), stage)
+
+    def _has_backward(self, key: PassKey) -> bool:
+        return (self._source(key[0]), key[1]) in self._program.has_backward
+
+    def _made(self, key: PassKey) -> dict[PassKey, Tensor]:
+        """Where what moves is, before it does."""
+        return self._tensors.outputs if self._source(key[0]) == key[0] else self._tensors.conditions
 
     def _send(self, key: PassKey, group: dist.ProcessGroup | None) -> None:
         """Move an output forward. group: None if the Program has no exchange, so that no row may leave its rank."""
-        has_backward = key in self._program.has_backward
-        output = self._tensors.outputs[key] if has_backward else self._tensors.outputs.pop(key)
-        self._tensors.arrived[key] = self._move(output.detach(), self._route(key), group).requires_grad_(has_backward)
+        has_backward, made = self._has_backward(key), self._made(key)
+        output = made[key] if has_backward else made.pop(key)
+        moved = self._move(output.detach(), self._route(key), group)
+        self._tensors.arrived[key] = moved.requires_grad_(has_backward)
 
     def _send_back(self, key: PassKey, group: dist.ProcessGroup | None) -> None:
         """Move the gradient of an output back to the stage that made the output."""
@@ -68,7 +89,8 @@ class Exchanges:
 
     def _route(self, key: PassKey) -> Route | GatherRoute:
         stage, microbatch = key
-        return self._batches[microbatch].routes[self._program.modules[stage]]
+        route = self._batches[microbatch].routes[self._program.modules[stage]]
+        return route if self._source(stage) == stage else route.transpose
 
     def _move(self, rows: Tensor, route: Route | GatherRoute, group: dist.ProcessGroup | None) -> Tensor:
         """Exchange rows along a route, and count their bytes."""

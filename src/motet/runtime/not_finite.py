@@ -172,7 +172,9 @@ def _examples_and_rows(batch: RankBatch, phase: str, rank: int) -> tuple[Int64Ar
         counts = np.bincount(of_row, minlength=len(computed))
         return items.example[computed], [counts * items.num_tokens[computed] // items.length[computed], counts]
     one_row_each = np.ones(len(computed), dtype=np.int64)
-    return items.example[computed], [items.num_tokens[computed], sizes.prod(axis=1), one_row_each]
+    num_tokens, num_rows = items.num_tokens[computed], sizes.prod(axis=1)
+    # Blocks of a generator have the rows of conditions and of latents together.
+    return items.example[computed], [num_tokens, num_rows, one_row_each, num_tokens + num_rows]
 
 
 def _bad_items(is_bad: Tensor, row_counts: Sequence[Int64Array]) -> Int64Array | None:

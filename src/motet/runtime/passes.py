@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.runtime.exchanges import Exchanges
 from motet.runtime.executor import Handler, RankProgram
@@ -22,7 +23,7 @@ class StagePasses:
     """The forward and backward passes of a step on one rank.
 
     stages:        stage number -> stage, for the rank's stages.
-    loss_gradient: the gradient that a backward pass starts with if its output is a loss, which feeds no stage.
+    loss_gradients: module -> the gradient that its backward pass starts with, if its output is a loss.
     """
 
     def __init__(
@@ -32,10 +33,15 @@ class StagePasses:
         batches: Sequence[RankBatch],
         exchanges: Exchanges,
         tensors: Tensors,
-        loss_gradient: float,
+        loss_gradients: Mapping[str, float],
     ) -> None:
         self._program, self._stages, self._batches = program, stages, batches
-        self._exchanges, self._tensors, self._loss_gradient = exchanges, tensors, loss_gradient
+        self._exchanges, self._tensors, self._loss_gradients = exchanges, tensors, loss_gradients
+        self._fed_by_backbone = {
+            program.modules[stage]: stage
+            for stage, sources in program.sources.items()
+            if any(program.modules[source] == BACKBONE for source in sources)
+        }
 
     @property
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -47,20 +53,31 @@ class StagePasses:
         stage, microbatch = action.stage, action.microbatch
         inputs = {}
         for source in self._program.sources[stage]:
-            if (arrived := self._exchanges.arrived((source, microbatch))) is not None:
-                inputs[self._program.modules[source]] = arrived
+            module = self._program.modules[source]
+            moved = stage if module == BACKBONE else source
+            if (arrived := self._exchanges.arrived((moved, microbatch))) is not None:
+                inputs[module] = arrived
         has_backward = (stage, microbatch) in self._program.has_backward
         with torch.set_grad_enabled(has_backward):
             output = self._stages[stage].forward(self._batches[microbatch], inputs)
-        if has_backward or stage in self._program.feeding:
+        module = self._program.modules[stage]
+        if has_backward or (stage in self._program.feeding and module != BACKBONE):
             self._tensors.outputs[stage, microbatch] = output
+        for name, rows in self._stages[stage].conditions().items():
+            if self._batches[microbatch].has(name):
+                self._tensors.conditions[self._fed_by_backbone[name], microbatch] = rows
 
     def _backward(self, action: Action) -> None:
         """Run a stage's backward pass from the gradient that came back, or from the loss."""
         stage, microbatch = action.stage, action.microbatch
-        output = self._tensors.outputs.pop((stage, microbatch))
-        gradient = self._exchanges.returned((stage, microbatch))
-        if gradient is None:
-            gradient = torch.full_like(output, self._loss_gradient)
+        module, outputs = self._program.modules[stage], [self._tensors.outputs.pop((stage, microbatch))]
+        if (loss_gradient := self._loss_gradients.get(module)) is not None:
+            gradients = [torch.full_like(outputs[0], loss_gradient)]
+        else:
+            gradients = [self._exchanges.returned((stage, microbatch))]
+        for fed in self._fed_by_backbone.values() if module == BACKBONE else ():
+            if (given := self._tensors.conditions.pop((fed, microbatch), None)) is not None:
+                outputs.append(given)
+                gradients.append(self._exchanges.returned((fed, microbatch)))
         is_last = self._program.last_backward[stage] == microbatch
-        self._stages[stage].backward(output, gradient, is_last=is_last)
+        self._stages[stage].backward(outputs, gradients, is_last=is_last)

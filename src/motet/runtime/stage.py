@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
 
+from motet.core.arrays import Int64Array
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import PackedSequences, RankBatch
 
@@ -15,13 +16,16 @@ class ExecutableStage(Protocol):
     """One stage of a Program, with its weights; `StagePasses` calls it for each microbatch."""
 
     def forward(self, batch: RankBatch, inputs: dict[str, Tensor]) -> Tensor:
-        """The output for a microbatch; the last stage returns the sum of its losses, a scalar.
+        """The output for a microbatch; a stage that takes a loss returns its sum, a scalar.
 
         inputs: module -> its output, for the modules that feed this stage and are present in the microbatch.
         """
 
-    def backward(self, output: Tensor, gradient: Tensor, *, is_last: bool) -> None:
-        """Run the backward pass from an output. is_last: it is the stage's last backward pass in the step."""
+    def conditions(self) -> dict[str, Tensor]:
+        """What the last forward pass gives each generator, beside its output; handed over once."""
+
+    def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], *, is_last: bool) -> None:
+        """Run the backward pass from outputs. is_last: it is the stage's last backward pass in the step."""
 
 
 class EncoderModule(Protocol):
@@ -36,8 +40,25 @@ class EncoderModule(Protocol):
 class BackboneModule(Protocol):
     """The LLM. Without sequences it returns a loss of zero, with a graph to its parameters and to the features."""
 
-    def __call__(self, sequences: PackedSequences, features: dict[str, Tensor]) -> tuple[Tensor, int]:
-        """(sum of the loss over this rank's targets in float32 or float64, number of these targets)."""
+    def __call__(
+        self, sequences: PackedSequences, features: dict[str, Tensor]
+    ) -> tuple[Tensor, int] | tuple[Tensor, int, dict[str, Tensor]]:
+        """(sum of the loss over this rank's targets in float32 or float64, number of these targets).
+
+        Of a model with generators, also generator -> rows at its queries, in the order of its feature positions."""
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+class GeneratorPart(Protocol):
+    """A generator with its output projector. Without items it returns 0, with a graph to its parameters and to rows."""
+
+    weight: float
+
+    def __call__(self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array) -> Tensor:
+        """The sum of the loss over this rank's items, from rows of the backbone, [queries of its items, dim].
+
+        keys: of its items, int64 [num_items]: all that is random is drawn by them."""
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
@@ -51,17 +72,23 @@ class EncoderModules(Protocol):
 
 
 class Model(Protocol):
-    """A multimodal model: encoders, and the backbone that takes in their features."""
+    """A multimodal model: encoders, and the backbone that takes in their features; perhaps `generators` as well."""
 
     encoders: EncoderModules
     backbone: BackboneModule
 
 
-def modules_by_phase(model: Model) -> dict[str, EncoderModule | BackboneModule]:
-    """Phase -> module, in the order in which modules run: encoders, then the backbone."""
-    return {**{phase: model.encoders[phase] for phase in model.encoders}, BACKBONE: model.backbone}
+def generators_of(model: Model) -> Mapping[str, GeneratorPart]:
+    """The model's generators by phase; a model may have no such attribute."""
+    return getattr(model, "generators", {})
 
 
-def is_trainable(module: EncoderModule | BackboneModule) -> bool:
+def modules_by_phase(model: Model) -> dict[str, EncoderModule | BackboneModule | GeneratorPart]:
+    """Phase -> module, in the order in which modules run: encoders, then the backbone, then generators."""
+    encoders = {phase: model.encoders[phase] for phase in model.encoders}
+    return {**encoders, BACKBONE: model.backbone, **generators_of(model)}
+
+
+def is_trainable(module: EncoderModule | BackboneModule | GeneratorPart) -> bool:
     """Whether any parameter of the module requires a gradient."""
     return any(parameter.requires_grad for parameter in module.parameters())

@@ -3,7 +3,8 @@
 The row comes from `schedule/generators/data_parallel.py`; actions on modules that a microbatch lacks are left out. Its
 last actions are NORM (sums the squared norm, the loss and the targets over ranks, and clips) and STEP (the optimizer).
 
-loss = sum of the loss over all targets of all ranks and microbatches / number of these targets. A step whose loss or
+loss = sum of the loss over all targets of all ranks and microbatches / number of these targets. Each generator adds its
+weight x (sum of its loss over its items of all ranks and microbatches / number of their rows). A step whose loss or
 gradient is not finite changes neither weights nor the optimizer's state.
 """
 
@@ -34,11 +35,19 @@ from motet.runtime.module_stages import module_stages
 from motet.runtime.passes import StagePasses
 from motet.runtime.replicas import ReplicatedGradients
 from motet.runtime.sent_bytes import SentBytes, by_kind, count_fsdp
-from motet.runtime.stage import Model, is_trainable, modules_by_phase
+from motet.runtime.stage import Model, generators_of, is_trainable, modules_by_phase
 from motet.runtime.tensors import Tensors
 from motet.schedule.generators.data_parallel import data_parallel
 from motet.schedule.passes import Presence, add_exchanges, without_absent
 from motet.schedule.program import WHOLE_RANK, Action, Kind, Program, action_words
+
+
+@dataclass(frozen=True)
+class MadeRows:
+    """What a generator had to make in a step: rows of its items, over all ranks. weight: of its loss."""
+
+    num_rows: int
+    weight: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +59,7 @@ class StepResult:
     crossing_bytes: the part of moved_bytes that went from node to node.
     sent_bytes:     bytes that all ranks sent by kind: those of `sent_bytes.SENT_KINDS`.
     actions:        names of actions, in words, that other ranks have; this rank may lack them.
+    made:           what each generator had to make.
     met_s:          when all ranks met, in the sum over ranks before the update, in the seconds of the timeline.
     """
 
@@ -64,21 +74,34 @@ class StepResult:
     _totals: Tensor = field(repr=False)
     actions: tuple[str, ...] = ()
     met_s: float = math.nan
+    made: Mapping[str, MadeRows] = field(default_factory=dict)
 
     @cached_property
-    def _read(self) -> tuple[float, float, float]:
-        """Squared gradient norm, sum of the loss, number of targets. Raises RuntimeError if the latter is wrong."""
-        square_norm, loss_sum, num_targets = self._totals.tolist()
+    def _read(self) -> tuple[float, float, float, dict[str, float]]:
+        """Squared gradient norm, sum of the loss, number of targets, and sums of the losses of generators.
+
+        Raises RuntimeError if the number is wrong."""
+        square_norm, loss_sum, num_targets, *loss_sums = self._totals.tolist()
         if num_targets != self.num_targets:
             raise RuntimeError(
                 f"the backbone took loss on {num_targets:.0f} targets, the lengths say {self.num_targets}"
             )
-        return square_norm, loss_sum, num_targets
+        return square_norm, loss_sum, num_targets, dict(zip(self.made, loss_sums, strict=True))
 
     @property
     def loss(self) -> float:
-        """Mean over all targets of the step; 0 if there are none."""
-        return self._read[1] / max(self.num_targets, 1)
+        """What the step lowers: the loss of tokens, and those of generators times their weights."""
+        return self.losses[BACKBONE] + sum(self.losses[name] * each.weight for name, each in self.made.items())
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """The loss of tokens ("backbone"), mean over all targets; of each generator, mean over the rows of its items.
+
+        One of which the step has nothing is 0.
+        """
+        sums = self._read[3]
+        made = {name: sums[name] / max(each.num_rows, 1) for name, each in self.made.items()}
+        return {BACKBONE: self._read[1] / max(self.num_targets, 1)} | made
 
     @property
     def grad_norm(self) -> float:
@@ -180,8 +203,9 @@ class TrainStep:
                 *(self.mesh.num_ranks * each for each in self.sent.take()),
             ),
             self.clock.take(),
-            running.totals[:3],
+            running.totals_of_loss,
             met_s=self.clock.met_s,
+            made=running.made,
         )
 
     def accumulate(self, batches: Sequence[RankBatch], *, before: Hook | None = None) -> None:
@@ -204,8 +228,9 @@ class TrainStep:
 class _RunningStep:
     """One step while it runs: its Program, the handlers of its actions, and its totals.
 
-    totals: float64 [4], squared gradient norm, sum of the loss, number of targets, bytes of rows that ranks which share
-            sequences gave each other; of this rank, after NORM of all.
+    totals: float64 [4 + generators], squared gradient norm, sum of the loss, number of targets, bytes of rows that
+            ranks which share sequences gave each other, and the sum of each generator's loss; of this rank, after NORM
+            of all.
     """
 
     def __init__(self, step: TrainStep, batches: Sequence[RankBatch]) -> None:
@@ -222,20 +247,33 @@ class _RunningStep:
             if gradients := step.replicated.get(self.program.modules[stage]):
                 gradients.zero()
         self.num_targets = sum(batch.num_targets for batch in batches)
-        self.totals = torch.zeros(4, dtype=torch.float64, device=step.mesh.device)
+        generators = generators_of(step.model)
+        self.made = {
+            name: MadeRows(sum(int(batch.lengths.items[name].length.sum()) for batch in batches), module.weight)
+            for name, module in generators.items()
+        }
+        self.totals = torch.zeros(4 + len(generators), dtype=torch.float64, device=step.mesh.device)
         stages = module_stages(
             step.model,
             self.program.modules,
             step.mesh,
             step.replicated,
             self.totals,
+            {name: self.totals[4 + index] for index, name in enumerate(generators)},
             once_a_step=step.once_a_step,
         )
         tensors = Tensors()
         self.exchanges = Exchanges(self.program, batches, tensors, step.mesh.group)
         # FSDP divides gradients by the number of ranks, so the loss is multiplied by it; whole copies only sum them.
-        loss_gradient = (step.mesh.num_ranks if step.is_wrapped else 1) / max(self.num_targets, 1)
-        self.passes = StagePasses(self.program, stages, batches, self.exchanges, tensors, loss_gradient)
+        factor = step.mesh.num_ranks if step.is_wrapped else 1
+        loss_gradients = {BACKBONE: factor / max(self.num_targets, 1)}
+        loss_gradients |= {name: factor * each.weight / max(each.num_rows, 1) for name, each in self.made.items()}
+        self.passes = StagePasses(self.program, stages, batches, self.exchanges, tensors, loss_gradients)
+
+    @property
+    def totals_of_loss(self) -> Tensor:
+        """The totals without the bytes: by them a step is finite."""
+        return torch.cat([self.totals[:3], self.totals[4:]])
 
     @property
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -266,7 +304,7 @@ class _RunningStep:
     def update(self, action: Action) -> None:
         """Step the optimizer, unless loss or gradient is not finite."""
         assert self.step.optimizer is not None
-        update_if_finite(self.step.optimizer, self.totals[:3])
+        update_if_finite(self.step.optimizer, self.totals_of_loss)
 
 
 def update_if_finite(optimizer: torch.optim.Optimizer, totals: Tensor) -> None:

@@ -20,19 +20,21 @@ class Tensors:
     """Tensors by the forward pass that made the output.
 
     outputs:   outputs of forward passes, with their graph if a backward pass follows.
-    arrived:   the same outputs at the stage that takes them in: detached, and requiring a gradient if the pass that
-               made them has a backward pass.
+    conditions: what the backbone gives a generator, likewise, by the generator's pass.
+    arrived:   the same outputs, and conditions, at the stage that takes them in: detached, and requiring a gradient if
+               the pass that made them has a backward pass.
     gradients: gradients of outputs, back at the stage that made the output.
     """
 
     outputs: dict[PassKey, Tensor] = field(default_factory=dict)
+    conditions: dict[PassKey, Tensor] = field(default_factory=dict)
     arrived: dict[PassKey, Tensor] = field(default_factory=dict)
     gradients: dict[PassKey, Tensor] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
         """Whether no tensor is left, as after a whole step."""
-        return not (self.outputs or self.arrived or self.gradients)
+        return not (self.outputs or self.conditions or self.arrived or self.gradients)
 
 
 @dataclass

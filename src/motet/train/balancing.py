@@ -107,7 +107,7 @@ def build_orchestrator(
     """
     spec = model_spec(model)
     for name, policy in config.policies(computed_as(spec)).items():
-        if policy == "padded_attention" and name != BACKBONE and model.encoders[name].cut is not None:
+        if policy == "padded_attention" and name != BACKBONE and model.measured[name].cut is not None:
             raise UserError(
                 f'balance.policy: "padded_attention" pads whole items, and those of {name!r} have segments; set '
                 "another policy."
@@ -273,6 +273,10 @@ def check_shared(config: BalanceConfig, model: MLLM) -> None:
         raise UserError(
             f"balance.{config.cut_by} cannot cut sequences in which rows see each other in both directions "
             f"(model.backbone.{both_ways}); remove it."
+        )
+    if config.cut_by and model.generators:
+        raise UserError(
+            f"balance.{config.cut_by} cannot cut sequences whose query tokens model.generators read whole; remove it."
         )
     if config.cut_by and model.backbone.merge is not None:
         raise UserError(f"balance.{config.cut_by} cannot cut sequences that model.merge takes whole; remove it.")

@@ -168,7 +168,7 @@ class Evaluator:
     def _loss(self, model: MLLM, loaded: Sequence[tuple[int, list[Media]]]) -> Tensor:
         """(sum of the loss, number of targets) of this rank's sequences, float64 [2]. A collective."""
         batch = self._batch(model, [self._dataset.tokens(example) for example, _ in loaded], loaded)
-        loss_sum, num_targets = model.backbone(batch.sequences, forward_features(model, batch, self._mesh.group))
+        loss_sum, num_targets, *_ = model.backbone(batch.sequences, forward_features(model, batch, self._mesh.group))
         return torch.tensor([float(loss_sum), num_targets], dtype=torch.float64, device=self._mesh.device)
 
     def _answer(self, model: MLLM, loaded: Sequence[tuple[int, list[Media]]]) -> list[Answer]:

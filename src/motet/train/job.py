@@ -62,7 +62,7 @@ from motet.train.input.rows import check_rows
 from motet.train.input.service import open_decoder
 from motet.train.optimizer import build_optimizer, check_groups, check_learns
 from motet.train.planned_job import ChosenPlan, PartConfig, build_part, check_context, check_cuts, context_unused
-from motet.train.recipe.recipe import DrawnRecipe, Recipe
+from motet.train.recipe.recipe import DrawnRecipe, Recipe, check_made_without_plan
 from motet.train.recompute import (
     Recomputation,
     RecomputeRanks,
@@ -114,6 +114,8 @@ def build_job(
     resume: "auto", "never" or a path. say: prints a sentence. cleanup: closes what is open when the run ends.
     chosen: the Plan to train under, with which the recipe agrees; without one, all ranks run the whole model.
     """
+    if chosen is not None:
+        check_made_without_plan(recipe)
     if chosen is not None and chosen.plan.schedule != "data_parallel":
         return _build_planned_job(recipe, world, resume, say, cleanup, chosen)
     check_same_backend(world)
@@ -175,7 +177,7 @@ def build_job(
     )
     evaluator = None
     if heldout is not None:
-        exchange = ItemExchange(world.control, orchestrator, model.encoders, ranks_per_node=world.ranks_per_node)
+        exchange = ItemExchange(world.control, orchestrator, model.measured, ranks_per_node=world.ranks_per_node)
         evaluator = Evaluator(heldout, vocabulary, decoder, exchange, mesh, world, recipe.evaluate, say)
     progress, line = _resume(recipe, world, resume, model, optimizer, _start(recipe, dataset, order), say)
     return TrainingJob(
@@ -225,7 +227,12 @@ def _start(recipe: Recipe, dataset: Examples | OwnSplits, order: ExampleOrder) -
 
 
 def _memory_bytes(recipe: Recipe, world: World) -> int:
-    """The memory of the rank that has least; 0 where nobody says it, and nothing must know it. A collective."""
+    """The memory of the rank that has least; 0 where nobody says it, and nothing must know it. A collective.
+
+    0 with generators too: the memory of their steps is not predicted yet.
+    """
+    if recipe.modules_made:
+        return 0
     with world.together():
         must_know = recipe.fsdp.recompute == "auto"
         own_bytes = memory_bytes(recipe, world.device) if must_know else known_memory_bytes(recipe, world.device)
@@ -332,8 +339,10 @@ def open_dataset(
     The model's weights are not read. whole: examples are not truncated, but left out, as answers are compared whole.
     """
     modalities = {
-        name: Modality(recipe.transform(name), module.num_tokens, module.lengths, module.segments)
-        for name, module in model.encoders.items()
+        name: Modality(
+            recipe.transform(name), module.num_tokens, module.lengths, module.segments, is_made=name in model.generators
+        )
+        for name, module in model.measured.items()
     }
     dataset: Examples
     if isinstance(recipe, DrawnRecipe):
@@ -419,7 +428,7 @@ def _loading(
         exchange = ItemExchange(
             mesh.host_group,
             orchestrator,
-            model.encoders,
+            model.measured,
             ranks_per_node=world.ranks_per_node,
             carrier=_carrier(recipe, world, mesh),
         )

@@ -123,7 +123,7 @@ class _Run:
         self.spans: list[Span] | None = [] if trace else None
         self.evaluations: dict[int, Evaluation] = {}
         self.has_warned = False
-        self.drops_out = drops_out(job.model)
+        self.draws_by_item = drops_out(job.model) or bool(job.model.generators)
         self.spec, self.plan_hash = job.spec, None if job.plan is None else plan_digest(job.plan)
         self.recomputed = (
             self.recipe.fsdp.recomputed(self.spec.num_blocks) if job.plan is None else recomputed_in(job.plan)
@@ -295,8 +295,8 @@ class _Run:
         return result, cause
 
     def _drawn(self, step: int, fed: StepInput) -> list[RankBatch]:
-        """The microbatches; if a module drops out, with keys by which every rank draws as one process would."""
-        if not self.drops_out:
+        """The microbatches; if anything is drawn, with keys by which every rank draws as one process would."""
+        if not self.draws_by_item:
             return fed.batches
         replicas = self.job.step.place.replicas if isinstance(self.job.step, PlannedStep) else None
         keys = (example_keys(self.recipe.run.seed, step, ids) for ids in fed.examples)
@@ -344,6 +344,7 @@ class _Run:
                 {
                     "step": result.step + 1,
                     "loss": result.loss,
+                    "losses": result.losses,
                     "grad_norm": result.grad_norm,
                     "lr": learning_rate(self.recipe.optimizer, result.step, self.recipe.run.steps),
                     "position": fed.position,

@@ -50,9 +50,12 @@ class Module:
             return own
         return own.sum() + sum(rows.sum() for rows in inputs.values()) * self.weight[0]
 
-    def backward(self, output, gradient, *, is_last):
+    def conditions(self):
+        return {}
+
+    def backward(self, outputs, gradients, *, is_last):
         self.calls.append((f"B {self.name}", is_last))
-        output.backward(gradient)
+        torch.autograd.backward(outputs, gradients)
 
 
 def local(num_rows):
@@ -81,7 +84,7 @@ def execute(batches, trainable=NAMES):
     program, calls, tensors = program_of(batches, trainable), [], Tensors()
     stages = {number: Module(name, name in trainable, calls) for number, name in program.modules.items()}
     exchanges = Exchanges(program, batches, tensors, None)
-    passes = StagePasses(program, stages, batches, exchanges, tensors, loss_gradient=0.5)
+    passes = StagePasses(program, stages, batches, exchanges, tensors, {"backbone": 0.5})
     others = {kind: lambda action: calls.append((str(action.kind),)) for kind in (Kind.NORM, Kind.STEP)}
     measured = clock()
     Executor(program, {**passes.handlers, **exchanges.handlers, **others}, measured).run(7)
@@ -209,6 +212,6 @@ def test_a_stage_may_feed_one_that_feeds_another():
     stages = {number: Module(name, True, calls) for number, name in enumerate(NAMES)}
     stages[1].forward = lambda batch, inputs: inputs["image"] * stages[1].weight
     exchanges = Exchanges(own, [one], tensors, None)
-    Executor(own, StagePasses(own, stages, [one], exchanges, tensors, 1.0).handlers, clock()).run(0)
+    Executor(own, StagePasses(own, stages, [one], exchanges, tensors, {"backbone": 1.0}).handlers, clock()).run(0)
     assert [stage.weight.grad.item() for stage in stages.values()] == [3 * 2 * 2, 3 * 2 * 2, 3 + 3 * 2 * 2]
     assert tensors.is_empty

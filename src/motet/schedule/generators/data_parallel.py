@@ -1,5 +1,5 @@
 """Colocated data-parallel training: every rank holds a share of every module, and runs the encoders in turn, then the
-backbone (OrchMLLM sections 4 and 6).
+backbone (OrchMLLM sections 4 and 6), then the generators, which the backbone feeds (MMScale section 2.1).
 
 The generator makes the compute actions. Passes over the Program add the rest (`schedule/passes/`):
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from motet.core.errors import ArgumentError
+from motet.core.workload import BACKBONE
 from motet.schedule.program import Action, AlikeRows, Kind, Program, Stage
 
 
@@ -23,10 +24,10 @@ def data_parallel(trainable: Mapping[str, bool], num_ranks: int, num_microbatche
     """A Program of forward and backward passes, NORM and STEP. Module m on rank r is stage r * len(trainable) + m.
 
     trainable: by module, whether any parameter of it is updated: encoders in the order in which they run, then the
-               backbone.
-    The stages of a module form a group. An encoder has a backward pass if it is trainable; the backbone has one if any
-    module is trainable. NORM names the backbone's stage; it is there even if nothing is trainable, because it sums the
-    loss. STEP names the last trainable module.
+               backbone, then generators.
+    The stages of a module form a group. An encoder has a backward pass if it is trainable; the backbone has one if it
+    or any encoder is trainable; a generator has one if any of these or it is. NORM names the backbone's stage; it is
+    there even if nothing is trainable, because it sums the loss. STEP names the last trainable module.
 
     Raises ArgumentError for a number below 1, and without a module. O(stages + actions of one rank).
 
@@ -39,25 +40,29 @@ def data_parallel(trainable: Mapping[str, bool], num_ranks: int, num_microbatche
         raise ArgumentError(f"num_ranks is {num_ranks}, num_microbatches {num_microbatches}; both must be at least 1.")
     if not trainable:
         raise ArgumentError("there is no module; there must be a backbone.")
-    num_modules = len(trainable)
-    edges = [(encoder, num_modules - 1) for encoder in range(num_modules - 1)]
+    if BACKBONE not in trainable:
+        raise ArgumentError(f"the modules are {', '.join(trainable)}; one of them must be {BACKBONE!r}.")
+    num_modules, backbone = len(trainable), list(trainable).index(BACKBONE)
+    edges = [(encoder, backbone) for encoder in range(backbone)]
+    edges += [(backbone, generator) for generator in range(backbone + 1, num_modules)]
     firsts = range(0, num_ranks * num_modules, num_modules)
     return Program(
         tuple(Stage(rank, name, group) for rank in range(num_ranks) for group, name in enumerate(trainable)),
         tuple((first + source, first + sink) for first in firsts for source, sink in edges),
-        AlikeRows(tuple(_row(list(trainable.values()), num_microbatches)), num_ranks, num_modules),
+        AlikeRows(tuple(_row(list(trainable.values()), backbone, num_microbatches)), num_ranks, num_modules),
         num_microbatches,
     )
 
 
-def _row(trainable: list[bool], num_microbatches: int) -> Iterator[Action]:
+def _row(trainable: list[bool], backbone: int, num_microbatches: int) -> Iterator[Action]:
     """The row of rank 0: in each microbatch all forward passes, then all backward passes in reverse."""
-    backbone = len(trainable) - 1
     encoders = [stage for stage in range(backbone) if trainable[stage]]
-    backward = [backbone, *reversed(encoders)] if any(trainable) else []
+    is_reached = any(trainable[: backbone + 1])
+    generators = [stage for stage in range(backbone + 1, len(trainable)) if is_reached or trainable[stage]]
+    backward = [*reversed(generators), *([backbone] if is_reached else []), *reversed(encoders)]
     for microbatch in range(num_microbatches):
         yield from (Action(stage, Kind.F, microbatch) for stage in range(len(trainable)))
         yield from (Action(stage, Kind.B, microbatch) for stage in backward)
     yield Action(backbone, Kind.NORM)
-    if backward:
+    if any(trainable):
         yield Action(max(stage for stage, flag in enumerate(trainable) if flag), Kind.STEP)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from motet.core.errors import ArgumentError
+from motet.core.workload import BACKBONE
 from motet.schedule.program import EXCHANGES, Action, Kind, Program
 
 _BACKWARD = frozenset({Kind.B, Kind.I, Kind.W, Kind.R, Kind.SEND_B, Kind.RECV_B, Kind.EXCHANGE_B})
@@ -21,7 +22,7 @@ class Presence:
     """The modules that a microbatch has.
 
     modules:   modules with an item on any rank. The backbone is one if there is any example.
-    exchanged: modules with an output row that leaves its rank.
+    exchanged: modules with an output row that leaves its rank; generators to which such a row goes.
 
     Example:
         >>> from motet.schedule import data_parallel, without_absent
@@ -64,8 +65,11 @@ def without_absent(program: Program, present: Sequence[Presence], trainable: Col
         stage, kind, microbatch, _, peer = action
         if microbatch < 0:
             return True
-        if kind in EXCHANGES and stages[stage].module not in present[microbatch].exchanged:
-            return False
+        if kind in EXCHANGES:
+            # The backbone gives each generator other rows: what says whether they move is the generator.
+            end = peer if stages[stage].module == BACKBONE else stage
+            if stages[end].module not in present[microbatch].exchanged:
+                return False
         if kind in _BACKWARD:
             return has_backward(stage, microbatch) and (peer < 0 or has_backward(peer, microbatch))
         ends = (stage, peer) if peer >= 0 else (stage,)

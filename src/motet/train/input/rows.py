@@ -20,6 +20,7 @@ from motet.core.errors import UserError
 from motet.core.text_files import read_optional_object
 from motet.data.transforms import Transform
 from motet.models.contract import AudioRows, ImageRows
+from motet.models.generator import GeneratorModule
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
 from motet.train.recipe.recipe import Recipe
@@ -45,6 +46,29 @@ def check_rows(recipe: Recipe, model: MLLM) -> None:
         if path := recipe.modules.encoders[name].path:
             _check_preprocessed(key, transform, path)
         _run(name, key, transform, module)
+    for name, generator in model.generators.items():
+        _check_made(name, recipe.table_of(name), recipe.transform(name), generator)
+
+
+def _check_made(name: str, key: str, transform: Transform, module: GeneratorModule) -> None:
+    """Raise UserError for rows that a generator cannot learn to make."""
+    row_dim = getattr(module.generator, "row_dim", transform.row_dim)
+    if transform.row_dim != row_dim:
+        raise UserError(
+            f"transforms.{key} makes rows of {transform.row_dim} values, but model.generators.{name}.config.row_dim is "
+            f"{row_dim}; set it to {transform.row_dim}."
+        )
+    if hasattr(module.generator, "row_dim") and getattr(transform, "merge_size", 1) != 1:
+        raise UserError(
+            f"transforms.{key}.merge_size is {transform.merge_size}, but model.generators.{name} takes patches in "
+            "raster order; set it to 1, or give the generator a table of its own."
+        )
+    if getattr(transform, "temporal_patch_size", 1) != 1:
+        raise UserError(
+            f"transforms.{key}.temporal_patch_size is {transform.temporal_patch_size}, so that "
+            f"model.generators.{name} would make each patch several times; set it to 1, or give the generator a table "
+            "of its own."
+        )
 
 
 def _check_takes(name: str, key: str, transform: Transform, module: ModalityModule) -> None:

@@ -45,7 +45,8 @@ class TrainingPhase(BaseModel):
         None,
         min_length=1,
         description="the parts that learn, one or a list; all others are frozen: all, backbone, encoders, projectors, "
-        "an encoder by its name (its projector too), NAME.encoder, NAME.projector. Default: as [model] says",
+        "an encoder or a generator by its name (its projector too), generators, NAME.encoder, NAME.generator, "
+        "NAME.projector. Default: as [model] says",
     )
     batch_size: int | None = Field(None, gt=0, le=MAX_EXAMPLES, description="as run.batch_size")
     microbatches: int | None = Field(None, gt=0, le=MAX_EXAMPLES, description="as run.microbatches")
@@ -153,10 +154,16 @@ def _learning(model: dict[str, Any], learns: Sequence[str], *, is_drawn: bool) -
         isinstance(each, dict) for each in [model.get("backbone"), *encoders.values()]
     ):
         return model  # Refused where the recipe is validated.
-    parts = {_BACKBONE, *(f"{name}.{half}" for name in encoders for half in ("encoder", "projector"))}
-    groups = {_ALL: parts, **{name: {f"{name}.encoder", f"{name}.projector"} for name in encoders}}
-    if encoders:
-        groups |= {f"{half}s": {f"{name}.{half}" for name in encoders} for half in ("encoder", "projector")}
+    generators = {} if is_drawn else model.get("generators", {})
+    if not isinstance(generators, dict) or not all(isinstance(each, dict) for each in generators.values()):
+        return model  # Likewise.
+    halves_of = dict.fromkeys(encoders, ("encoder", "projector"))
+    halves_of |= dict.fromkeys(generators, ("generator", "projector"))
+    parts = {_BACKBONE, *(f"{name}.{half}" for name, halves in halves_of.items() for half in halves)}
+    groups = {_ALL: parts, **{name: {f"{name}.{half}" for half in halves} for name, halves in halves_of.items()}}
+    for kind in ("encoder", "projector", "generator"):
+        if of_kind := {f"{name}.{kind}" for name, halves in halves_of.items() if kind in halves}:
+            groups[f"{kind}s"] = of_kind
     groups |= {part: {part} for part in parts}
     chosen: set[str] = set()
     for name in learns:
@@ -171,9 +178,18 @@ def _learning(model: dict[str, Any], learns: Sequence[str], *, is_drawn: bool) -
         projector = encoder.get("projector", {})
         return encoder | {"train": halves[0], "projector": projector | {"train": halves[1]}}
 
-    return model | {
+    learning = model | {
         "backbone": model["backbone"] | {"train": _BACKBONE in chosen},
         "encoders": {name: of_encoder(name, encoder) for name, encoder in encoders.items()},
+    }
+    if not generators:
+        return learning
+    halves = ("generator", "projector")
+    return learning | {
+        "generators": {
+            name: table | {f"train_{half}": f"{name}.{half}" in chosen for half in halves}
+            for name, table in generators.items()
+        }
     }
 
 

@@ -178,7 +178,7 @@ class Recipe(BaseModel):
             return tables  # Refused by `DrawnRecipe` and `WholeRecipe`.
         read: dict[str, Any] = {}
         for name, table in tables.items():
-            modality = model.modality(name) if name in model.encoders else name
+            modality = model.modality(name) if name in model.encoders or name in model.generators else name
             if modality not in _TABLES:
                 raise ValueError(f"transforms.{name} has no effect, as there is no model.encoders.{name}")
             if info.mode == "json":
@@ -226,20 +226,24 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Recipe:
-        for name in self.model.encoders:
+        kinds = {"encoders": ("reads", self.model.encoders), "generators": ("makes", self.model.generators)}
+        for table, verb, name in ((table, verb, name) for table, (verb, of) in kinds.items() for name in of):
             modality = self.model.modality(name)
             if modality not in _TABLES:
                 raise ValueError(
-                    f"model.encoders.{name} does not say what it reads, and is not named after it: give it reads = "
+                    f"model.{table}.{name} does not say what it {verb}, and is not named after it: give it {verb} = "
                     f"{' or '.join(json.dumps(each) for each in _TABLES)}"
                 )
             if self.transform(name) is None:
                 other = "" if modality == name else f", or [transforms.{modality}] for all that read {modality}"
                 raise ValueError(
-                    f"model.encoders.{name} needs a table [transforms.{name}] that says what it is given{other}"
+                    f"model.{table}.{name} needs a table [transforms.{name}] that says what it is given{other}"
                 )
-        for name, readers in ((name, self.model.readers.get(name, ())) for name in self.transforms):
-            if name not in self.model.encoders and all(reader in self.transforms for reader in readers):
+        for name in self.transforms:
+            readers = [*self.model.readers.get(name, ())]
+            readers += [each for each in self.model.generators if self.model.modality(each) == name]
+            is_module = name in self.model.encoders or name in self.model.generators
+            if not is_module and all(reader in self.transforms for reader in readers):
                 raise ValueError(
                     f"transforms.{name} has no effect, as "
                     + (f"all that read {name} have their own" if readers else f"there is no model.encoders.{name}")
@@ -310,6 +314,22 @@ class Recipe(BaseModel):
     def table_of(self, encoder: str) -> str:
         """The name of the table in `[transforms]` that is an encoder's: its own, or that of what it reads."""
         return encoder if encoder in self.transforms else self.model.modality(encoder)
+
+    @model_validator(mode="after")
+    def _generators_are_computed(self) -> Recipe:
+        if self.run.plan is not None and self.modules_made:
+            raise ValueError("run.plan has no room for model.generators yet: they train data parallel; remove it")
+        if self.fsdp.recompute == "auto" and self.modules_made:
+            raise ValueError(
+                'fsdp.recompute = "auto" follows from predicted memory, and that of model.generators is not predicted '
+                "yet; state numbers of blocks"
+            )
+        return self
+
+    @property
+    def modules_made(self) -> tuple[str, ...]:
+        """The names of the generators."""
+        return tuple(self.model.generators) if isinstance(self.model, ModelConfig) else ()
 
     @property
     def plan_precision(self) -> str:
@@ -397,6 +417,15 @@ class DrawnRecipe(Recipe):
         """What makes the rows of an encoder."""
         shape = self.model.encoders[encoder]
         return DrawnTransform(encoder, shape.input_dim, is_pixels=shape.kind == "vit", seed=self.data.seed)
+
+
+def check_made_without_plan(recipe: Recipe) -> None:
+    """Raise UserError for a recipe with generators, where something is planned, simulated, profiled, or runs a Plan."""
+    if recipe.modules_made:
+        raise UserError(
+            f"model.generators.{recipe.modules_made[0]}: generators train data parallel, without a Plan; plans, "
+            "simulations and profiles of them are made of shapes alone (docs/planning.md)."
+        )
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), *, trains: bool = True) -> Recipe:

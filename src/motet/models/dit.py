@@ -1,0 +1,186 @@
+"""A diffusion transformer on packed items: blocks in a chain (Peebles & Xie, arXiv:2212.09748).
+
+The rows of its condition stand before an item's own and attend with them ("in-context conditioning", section 3.2); the
+timestep, with the mean of these rows, scales and shifts each branch of a block (adaLN-Zero). Positions are sines and
+cosines of the row's place in the item's raster, so that items may have any size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from motet.core.arrays import Int64Array
+from motet.core.errors import UserError
+from motet.core.limits import MAX_HEADS, MAX_LAYERS, MAX_MLP, MAX_WIDTH
+from motet.core.shapes import Transformer, patches
+from motet.core.spec import Layer
+from motet.models.attention import PackedItems
+from motet.models.layers import LayerModules, any_trainable
+
+_LONGEST_WAVE = 10_000.0
+
+
+class DiTConfig(BaseModel):
+    """`[model.generators.NAME.config]` of the family "dit".
+
+    row_dim:    the values of a row of what it makes, such as 3 * 8 * 8 of a patch.
+    hidden:     the width of a row. num_layers, num_heads: of blocks, and of heads in each.
+    mlp:        the width of the MLP's inner row; by default 4 * hidden.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    row_dim: int = Field(ge=1, le=MAX_MLP)
+    hidden: int = Field(ge=4, le=MAX_WIDTH)
+    num_layers: int = Field(ge=1, le=MAX_LAYERS)
+    num_heads: int = Field(ge=1, le=MAX_HEADS)
+    mlp: int = Field(0, ge=0, le=MAX_MLP)
+
+
+class DiT(nn.Module):
+    """Predicts what `diffusion.Diffusion` asks for.
+
+    num_conditions: the rows of each item's condition.
+    Raises UserError for a width that heads do not divide, or that is no multiple of 4, as two sines and two cosines of
+    a place are.
+    """
+
+    def __init__(self, num_conditions: int, config: DiTConfig) -> None:
+        super().__init__()
+        hidden, row_dim = config.hidden, config.row_dim
+        if hidden % config.num_heads or hidden % 4:
+            raise UserError(
+                f"config.hidden is {hidden}; it must be a multiple of 4, and of config.num_heads = {config.num_heads}."
+            )
+        self.config, self.row_dim, self.num_conditions = config, row_dim, num_conditions
+        self.condition_dim = hidden
+        self.entrance = nn.Linear(row_dim, hidden)
+        self.places = nn.Embedding(num_conditions, hidden)
+        self.time = nn.Sequential(nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
+        self.layers_of_blocks = nn.ModuleList(DiTLayer(config) for _ in range(config.num_layers))
+        self.last_modulation = nn.Linear(hidden, 2 * hidden)
+        self.exit = nn.Linear(hidden, row_dim)
+        nn.init.normal_(self.places.weight, std=0.02)
+        for zeroed in (self.last_modulation, self.exit):
+            nn.init.zeros_(zeroed.weight)
+            nn.init.zeros_(zeroed.bias)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The layers in execution order."""
+        return list(self.layers_of_blocks)
+
+    def forward(self, noised: Tensor, times: Tensor, sizes: Tensor, conditions: Tensor) -> Tensor:
+        """As `diffusion.Diffusion` calls it. sizes: rows and columns of rasters, or lengths of sequences."""
+        counts, num = sizes.prod(dim=1).numpy(), self.num_conditions
+        dtype, device, num_items = noised.dtype, noised.device, len(sizes)
+        waves = _waves(times.numpy()[:, None].astype(np.float64), self.config.hidden).to(device, dtype)
+        of_items = conditions.unflatten(0, (num_items, num))
+        steering = silu(self.time(waves) + of_items.mean(dim=1))
+        rows = self.entrance(noised) + _places(sizes.numpy(), self.config.hidden).to(device, dtype)
+        before = (of_items + self.places.weight).flatten(0, 1)
+        order, item = _in_turn(counts, num)
+        restore = torch.from_numpy(np.flatnonzero(order >= num_items * num)).to(device)
+        hidden = torch.cat([before, rows])[torch.from_numpy(order).to(device)]
+        extents, item = PackedItems.from_lengths(counts + num), torch.from_numpy(item).to(device)
+        for layer in self.layers_of_blocks:
+            hidden = layer(hidden, steering, item, extents)
+        shift, scale = self.last_modulation(steering)[item[restore]].chunk(2, dim=-1)
+        return self.exit(_normed(hidden[restore]) * (1 + scale) + shift)
+
+    def layers(self) -> list[LayerModules]:
+        """The layers in execution order, on items of their numbers of rows."""
+        hidden, num, config = self.config.hidden, self.num_conditions, self.config
+        shape = Transformer(hidden, config.mlp or 4 * hidden, config.num_heads, activation="gelu_pytorch_tanh")
+        stem = patches(self.row_dim, hidden, extra_parameters=num * hidden, trainable=any_trainable(self.entrance))
+        described = [
+            LayerModules(stem, (self.entrance, self.places)),
+            LayerModules(
+                _of_item("time", 2 * hidden**2, 2 * hidden, 4 * hidden, any_trainable(self.time)), (self.time,)
+            ),
+        ]
+        for block in self.layers_of_blocks:
+            learns = any_trainable(block)
+            layer = shape.layer(extra_rows=num, trainable=learns)
+            # Norms have no weights; both branches keep what they are scaled by, and what is scaled.
+            layer = replace(
+                layer,
+                parameters=layer.parameters - 4 * hidden,
+                activation_width=layer.activation_width + 6 * hidden,
+            )
+            modulation = _of_item("modulation", 6 * hidden**2, 6 * hidden, 7 * hidden, learns)
+            described += [
+                LayerModules(layer, (block.attention, block.mlp)),
+                LayerModules(replace(modulation, continues=True), (block.modulation,)),
+            ]
+        learns = any_trainable(self.exit)
+        last = _of_item("modulation", 2 * hidden**2, 2 * hidden, 3 * hidden, learns)
+        weights = hidden * self.row_dim
+        out = Layer("output", weights, weights + self.row_dim, self.row_dim, 4 * hidden + 2, trainable=learns)
+        return [*described, LayerModules(last, (self.last_modulation,)), LayerModules(out, (self.exit,))]
+
+
+class DiTLayer(nn.Module):
+    """Attention, then an MLP; each a branch whose input is scaled and shifted, and whose output is scaled."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        hidden, mlp = config.hidden, config.mlp or 4 * config.hidden
+        self.num_heads = config.num_heads
+        self.attention = nn.ModuleDict({"input": nn.Linear(hidden, 3 * hidden), "output": nn.Linear(hidden, hidden)})
+        self.mlp = nn.Sequential(nn.Linear(hidden, mlp), nn.GELU(approximate="tanh"), nn.Linear(mlp, hidden))
+        self.modulation = nn.Linear(hidden, 6 * hidden)
+        nn.init.zeros_(self.modulation.weight)
+        nn.init.zeros_(self.modulation.bias)
+
+    def forward(self, hidden: Tensor, steering: Tensor, item: Tensor, extents: PackedItems) -> Tensor:
+        """hidden [rows, width], steering [num_items, width], item int64 [rows] -> [rows, width]."""
+        of_rows = self.modulation(steering)[item].chunk(6, dim=-1)
+        shift, scale, gate = of_rows[:3]
+        hidden = hidden + gate * self._attend(_normed(hidden) * (1 + scale) + shift, extents)
+        shift, scale, gate = of_rows[3:]
+        return hidden + gate * self.mlp(_normed(hidden) * (1 + scale) + shift)
+
+    def _attend(self, rows: Tensor, extents: PackedItems) -> Tensor:
+        products = self.attention["input"](rows)[None].unflatten(-1, (3, self.num_heads, -1))
+        query, key, value = (each.transpose(1, 2) for each in products.unbind(2))
+        return self.attention["output"](extents.attend(query, key, value, None, 0.0, None).flatten(-2)[0])
+
+
+def _of_item(kind: str, weights: int, biases: int, kept: int, learns: bool) -> Layer:
+    """A product of one row of each item."""
+    return Layer(kind, weights, weights + biases, biases, kept, item_rows=1, trainable=learns)
+
+
+def _normed(hidden: Tensor) -> Tensor:
+    return nn.functional.layer_norm(hidden, hidden.shape[-1:], eps=1e-6)
+
+
+def _in_turn(counts: Int64Array, num_conditions: int) -> tuple[Int64Array, Int64Array]:
+    """Where each row of items with their conditions stands in (all conditions, all own rows), and its item."""
+    num_items = len(counts)
+    item = np.repeat(np.arange(num_items), counts + num_conditions)
+    number = np.arange(len(item)) - np.repeat(
+        np.cumsum(counts + num_conditions) - counts - num_conditions, counts + num_conditions
+    )
+    own = num_items * num_conditions + (np.cumsum(counts) - counts)[item] + number - num_conditions
+    return np.where(number < num_conditions, item * num_conditions + number, own), item
+
+
+def _places(sizes: Int64Array, width: int) -> Tensor:
+    """Sines and cosines of the place of each row, float64 [sum(rows), width]. sizes: [num_items, 1 or 2]."""
+    places = [np.stack(np.unravel_index(np.arange(size.prod()), size), axis=1) for size in sizes]
+    return _waves(np.concatenate(places).astype(np.float64), width)
+
+
+def _waves(places: np.ndarray, width: int) -> Tensor:
+    """places [n, axes] -> [n, width], an equal part of each axis; width is a multiple of 4, and there are 1 or 2."""
+    num_waves = width // (2 * places.shape[1])
+    angles = places[..., None] * np.exp(-math.log(_LONGEST_WAVE) * np.arange(num_waves) / num_waves)
+    return torch.from_numpy(np.concatenate([np.sin(angles), np.cos(angles)], axis=-1).reshape(len(places), -1))

@@ -1,0 +1,129 @@
+"""A recipe with a generator trains: the same losses on any number of ranks, resumed, exported; and what is refused."""
+
+import json
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from safetensors.torch import load_file
+
+from cli.tiny_job import metrics, write_tiny_job
+from motet.core.errors import UserError
+from motet.planning.planned_recipe import read_job_recipe
+from motet.train.recipe.reading import of_phase
+from motet.train.recipe.recipe import load_recipe
+from motet.train.trainer import train
+from ranks import run_ranks
+
+GENERATOR = """
+[model.generators.draw]
+makes = "image"
+family = "dit"
+num_queries = 3
+drop_condition = 0.2
+config = { row_dim = 16, hidden = 16, num_layers = 2, num_heads = 2 }
+noise = { predicts = "v", min_snr = 5.0 }
+
+[transforms.draw]
+patch_size = 4
+merge_size = 1
+channels = 1
+"""
+EXACT = ("run.dtype=float64", "run.steps=5", "optimizer.warmup_steps=2", "run.report_to=[]")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A tiny job in which a third of the examples ask for a picture, one of them after a picture and a picture."""
+    recipe = write_tiny_job(tmp_path_factory.mktemp("job") / "data", num_train=20, num_heldout=6)
+    folder = recipe.parent
+    asked = []
+    for number, sides in enumerate(((8, 8), (12, 8), (8, 20), (4, 4), (24, 12))):
+        name = f"media/drawn-{number}.png"
+        Image.effect_noise(sides, 60.0).save(folder / name)
+        turns = [{"from": "human", "value": f"draw {'abcde'[number]}"}, {"from": "gpt", "value": "see: <image>"}]
+        images = [name]
+        if number == 1:
+            turns += [{"from": "human", "value": "and this <image>"}, {"from": "gpt", "value": "<image> and <image>"}]
+            images += ["media/drawn-0.png", "media/drawn-0.png", name]
+        asked.append(json.dumps({"conversations": turns, "image": images}) + "\n")
+    for split in ("train", "heldout"):
+        file = folder / f"{split}.jsonl"
+        file.write_text(file.read_text() + "".join(asked))
+    recipe.write_text(recipe.read_text() + GENERATOR)
+    return recipe
+
+
+def train_rank(rank, num_ranks, recipe, overrides):
+    with redirect_stdout(StringIO()) as printed:
+        try:
+            train(load_recipe(Path(recipe), overrides))
+        except UserError as error:
+            return str(error)
+    return printed.getvalue()
+
+
+def run(recipe, num_ranks, folder, *overrides):
+    return run_ranks(train_rank, num_ranks, str(recipe), [*EXACT, f"run.dir={folder}", *overrides])[0]
+
+
+def test_any_number_of_ranks_takes_the_same_steps(job, tmp_path):
+    run(job, 1, tmp_path / "one", "data.heldout=[]", "export.at_end=true", "fsdp.shard_size=1")
+    run(job, 3, tmp_path / "three", "checkpoint.every_steps=2", "run.microbatches=2")
+    one, three = metrics(tmp_path / "one"), metrics(tmp_path / "three")
+    assert len(one) == len(three) == 5
+    for a, b in zip(one, three, strict=True):
+        assert b["losses"] == pytest.approx(a["losses"], rel=1e-9)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-8)
+        assert a["loss"] == pytest.approx(a["losses"]["backbone"] + a["losses"]["draw"])
+    assert {name for line in one for name in line["phases"]} == {"backbone", "image", "audio", "draw"}
+    assert len({line["losses"]["draw"] for line in one}) == 5
+    # Another run goes on from a checkpoint on other ranks.
+    (tmp_path / "three" / "checkpoints" / "step-00000005").rename(tmp_path / "last")
+    said = run(job, 2, tmp_path / "three")
+    assert "Resuming after step 4" in said
+    assert metrics(tmp_path / "three")[-1]["losses"] == pytest.approx(one[-1]["losses"], rel=1e-9)
+
+    exported = tmp_path / "one" / "export" / "generators"
+    assert load_file(exported / "queries.safetensors")["draw"].shape == (3, 32)
+    assert "entrance.nothing" in load_file(exported / "draw" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("transforms.draw.patch_size=6", "rows of 36 values, but model.generators.draw.config.row_dim is 16"),
+        ("transforms.draw.merge_size=2", "takes patches in raster order"),
+        ("model.generators.draw.config.num_heads=3", "config.hidden is 16; it must be a multiple of 4, and of"),
+        ("model.generators.draw.config.depth=3", "`config.depth` is wrong"),
+        ("model.generators.draw.module=a:B", "needs `family`, or `module`, and not both"),
+        ("run.plan=plan.json", "run.plan has no room for model.generators yet"),
+        ("fsdp.recompute=auto", "that of model.generators is not predicted yet; state numbers of blocks"),
+        ("balance.split=auto", "cannot cut sequences whose query tokens model.generators read whole"),
+        ("model.generators.draw.makes=video", "generators.draw.makes"),
+    ],
+)
+def test_what_does_not_fit_is_said(job, tmp_path, override, said):
+    with pytest.raises(UserError) as refused:
+        train(load_recipe(job, [f"run.dir={tmp_path / 'run'}", *EXACT, override]))
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_nothing_is_planned_for_a_recipe_with_a_generator(job):
+    with pytest.raises(UserError, match="generators train data parallel, without a Plan"):
+        read_job_recipe(job)
+
+
+def test_a_phase_freezes_generators_too(job):
+    phases = '\n[[run.phase]]\nname = "align"\nsteps = 2\nlearns = "projectors"\n'
+    phases += '[[run.phase]]\nname = "make"\nsteps = 2\nlearns = ["draw.generator"]\n'
+    phased = job.with_name("phased.toml")
+    phased.write_text(job.read_text().replace("steps = 8\n", "") + phases)
+    align, make = (load_recipe(phased, of_phase([], name)).modules for name in ("align", "make"))
+    assert (align.generators["draw"].train_generator, align.generators["draw"].train_projector) == (False, True)
+    assert (make.generators["draw"].train_generator, make.generators["draw"].train_projector) == (True, False)
+    assert not make.backbone.train
+    assert not make.encoders["image"].train_projector

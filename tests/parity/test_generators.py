@@ -1,0 +1,189 @@
+"""A step with generators equals the one-process reference: losses and gradients, float64 to 1e-10.
+
+The reference is one process on one example at a time, and autograd through all of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from motet.core.arrays import Int64Array
+from motet.core.example import Media
+from motet.core.workload import BACKBONE
+from motet.dispatch import BalanceConfig, ItemExchange, LoadedExample, RankBatch, SpeedConfig, assemble
+from motet.dispatch.batch import pack, stacked_media
+from motet.dropout import example_keys, item_keys
+from motet.models.backbone import Backbone
+from motet.models.diffusion import Diffusion, NoiseConfig
+from motet.models.dit import DiT, DiTConfig
+from motet.models.generator import GeneratorModule, OutputProjector
+from motet.models.mllm import MLLM
+from motet.models.projector import Projector, ProjectorConfig
+from motet.runtime.fsdp import FSDPConfig, shard
+from motet.runtime.mesh import build_mesh
+from motet.runtime.step import TrainStep
+from motet.train.balancing import build_orchestrator
+from parity.tiny import DIM, build_model, draw_examples
+from ranks import run_ranks
+
+TOLERANCE = 1e-10
+QUERIES = {"draw": 3, "say": 2}
+ROW_DIMS = {"draw": 5, "say": 4}
+NEAR = SpeedConfig(link_gbytes_per_s=1e9, link_latency_us=0.0, inter_node_gbytes_per_s=1e9, inter_node_latency_us=0.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run the same step. drawn: the generators that have anything to make, a set a microbatch."""
+
+    method: str = "per_phase"
+    communicator: str = "all_to_all"
+    frozen: tuple[str, ...] = ()
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    drawn: tuple[tuple[str, ...], ...] = (("draw", "say"), ("draw",))
+    num_examples: int = 7
+
+
+def model_with_generators(frozen: tuple[str, ...] = ()) -> MLLM:
+    """The same in every call and on every rank; no weight is zero, so that a gradient flows everywhere."""
+    plain = build_model(frozen=[name for name in frozen if name not in QUERIES])
+    torch.manual_seed(11)
+    backbone = Backbone(plain.backbone.causal_lm, train="backbone" not in frozen, queries=QUERIES)
+    generators = {}
+    for name, count in QUERIES.items():
+        config = DiTConfig(row_dim=ROW_DIMS[name], hidden=8, num_layers=2, num_heads=2)
+        noise = NoiseConfig(predicts="v" if name == "say" else "epsilon", min_snr=5.0 if name == "say" else None)
+        entrance = OutputProjector(Projector(DIM, 8, ProjectorConfig()), count, drop=0.3)
+        learns = name not in frozen
+        generators[name] = GeneratorModule(
+            Diffusion(DiT(count, config), noise), entrance, count, 0.5 if name == "say" else 2.0, learns, learns
+        )
+    model = MLLM(dict(plain.encoders), backbone, generators).to(torch.float64)
+    for parameter in model.generators.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def draw_made_examples(num_examples: int, drawn: tuple[str, ...], seed: int) -> list[LoadedExample]:
+    """Examples of which some have things to make, of very different sizes, at the end of the sequence."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for example in draw_examples(num_examples, seed):
+        names = tuple(rng.choice(drawn, rng.integers(0, 3))) if drawn else ()
+        sequence, items = example.sequence, list(example.media)
+        num = len(sequence.tokens)
+        sequence = replace(
+            sequence,
+            tokens=np.concatenate([sequence.tokens, np.full(len(names) + 1, 7)]),
+            targets=np.concatenate([sequence.targets, np.zeros(len(names), bool), [True]]),
+            media=(*sequence.media, *names),
+            media_positions=np.concatenate([sequence.media_positions, num + np.arange(len(names))]),
+        )
+        for name in names:
+            size = rng.integers(1, 6, 2 if name == "draw" else 1)
+            values = rng.standard_normal((size.prod(), ROW_DIMS[name])).astype(np.float32)
+            items.append(Media(values, size.astype(np.int64)))
+        made.append(LoadedExample(sequence, tuple(items)))
+    return made
+
+
+def microbatches(case: Case) -> list[list[LoadedExample]]:
+    return [draw_made_examples(case.num_examples, drawn, seed) for seed, drawn in enumerate(case.drawn)]
+
+
+def keys_of(microbatch: int, num_examples: int) -> Int64Array:
+    return example_keys(5, 3, np.arange(num_examples) + 100 * microbatch)
+
+
+@cache
+def reference(case: Case) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Losses, and gradients by name, of one process."""
+    model = model_with_generators(case.frozen)
+    model.train()
+    sums: dict[str, list] = {BACKBONE: [], "draw": [], "say": []}
+    for number, examples in enumerate(microbatches(case)):
+        for place, example in enumerate(examples):
+            key = keys_of(number, len(examples))[place : place + 1]
+            media, num_tokens, keys = {}, {}, {}
+            for name, module in model.measured.items():
+                items = [item for phase, item in zip(example.sequence.media, example.media) if phase == name]
+                values, sizes = stacked_media(items)
+                num_tokens[name] = module.num_tokens(sizes.numpy()) if items else np.zeros(0, np.int64)
+                keys[name] = item_keys(key, np.zeros(len(items), np.int64), np.arange(len(items)))
+                if items:
+                    media[name] = values.double(), sizes
+            losses = model.losses(pack([example.sequence], num_tokens), media, keys)
+            for name, pair in losses.items():
+                sums[name].append(pair)
+    means = {name: sum(loss for loss, _ in pairs) / max(1, sum(n for _, n in pairs)) for name, pairs in sums.items()}
+    total = means[BACKBONE] + sum(means[name] * module.weight for name, module in model.generators.items())
+    if total.requires_grad:
+        total.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: float(torch.as_tensor(mean).detach()) for name, mean in means.items()}, gradients
+
+
+def take_step(rank: int, num_ranks: int, case: Case):
+    """The losses, and the whole gradients by name."""
+    mesh = build_mesh(torch.device("cpu"), shard_size=case.fsdp.shard_size, ranks_per_node=2)
+    model = model_with_generators(case.frozen)
+    model.train()
+    config = BalanceConfig(
+        method=case.method, communicator=case.communicator, mode="exchange", node_wise=False, speed=NEAR
+    )
+    orchestrator = build_orchestrator(config, model, num_ranks, mesh.device, torch.float64, ranks_per_node=2)
+    batches: list[RankBatch] = []
+    exchange = ItemExchange(mesh.host_group, orchestrator, model.measured, capacity=16)
+    moves = 0
+    for number, examples in enumerate(microbatches(case)):
+        home = np.sort(np.arange(len(examples)) % num_ranks)
+        got = exchange([example for example, owner in zip(examples, home) if owner == rank])
+        batch = assemble(got.decision, got.lengths, rank, got.sequences, got.media, ranks_per_node=2)
+        moves += sum(not batch.routes[name].is_local for name in QUERIES)
+        batch = batch.with_draws(keys_of(number, len(examples)))
+        batches.append(batch.to(mesh.device, dtype=torch.float64))
+    shard(model, mesh, case.fsdp)
+    result = TrainStep(model, mesh, once_a_step=case.fsdp.once_a_step).run(batches)
+    gradients = {
+        name.replace(".inner.", "."): p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+    return result.losses, result.loss, result.grad_norm, gradients, moves
+
+
+CASES = {
+    "per phase": Case(),
+    "joint": Case(method="joint"),
+    "whole copies": Case(fsdp=FSDPConfig(shard_size=1)),
+    "a frozen backbone": Case(frozen=("backbone",)),
+    "a frozen generator, reached by its backbone": Case(frozen=("draw",)),
+    "generators alone learn": Case(frozen=("backbone", "image", "audio")),
+    "one is absent from the whole step": Case(drawn=(("draw",), ("draw",))),
+    "all are absent from the whole step": Case(drawn=((), ())),
+    "fewer items than ranks": Case(num_examples=2, drawn=(("draw",), ("say",))),
+}
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [("per phase", 1), ("per phase", 2), *((name, 3) for name in CASES)])
+def test_a_step_with_generators(name: str, num_ranks: int):
+    case = CASES[name]
+    losses, expected = reference(case)
+    for found, loss, grad_norm, gradients, moves in run_ranks(take_step, num_ranks, case):
+        assert found == pytest.approx(losses, abs=TOLERANCE)
+        assert loss == pytest.approx(losses[BACKBONE] + 2 * losses["draw"] + 0.5 * losses["say"], abs=TOLERANCE)
+        wanted = {plain.replace(".inner.", "."): value for plain, value in expected.items()}
+        for parameter, gradient in gradients.items():
+            value = wanted.pop(parameter, torch.zeros_like(gradient))
+            assert torch.allclose(gradient, value, rtol=0, atol=TOLERANCE), parameter
+        assert not any(value.any() for value in wanted.values()), list(wanted)
+        norm = sum(float(value.square().sum()) for value in gradients.values()) ** 0.5
+        assert grad_norm == pytest.approx(norm, abs=TOLERANCE)
+        assert not (name == "per phase" and num_ranks > 1) or moves, "no condition moved between ranks"
