@@ -10,10 +10,12 @@ from safetensors.torch import load_file
 from cli.tiny_job import losses, write_tiny_job
 from dist.test_planned import DEEPER, plan_of, train_under
 from dist.test_resume import stop_after
+from motet.core.errors import UserError
 from motet.core.plan import Unit
 from motet.core.plan_file import write_plan
 from motet.models.named_weights import is_lora
 from motet.planning.planned_recipe import read_job_recipe
+from motet.train.export_checkpoint import export_checkpoint
 from ranks import RankFailed, run_ranks
 
 LORA = [
@@ -43,6 +45,12 @@ def exported(run_dir):
     return {str(file.relative_to(run_dir / "export")): load_file(file) for file in files}
 
 
+def contents(folder):
+    """Bytes by file, but of a config that names the folder where it lies."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return {str(file.relative_to(folder)): file.name == "adapter_config.json" or file.read_bytes() for file in files}
+
+
 def assert_same(run_dir, alone):
     assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-10)
     found, expected = exported(run_dir), exported(alone)
@@ -69,11 +77,16 @@ def test_a_run_goes_on_under_another_plan(job, alone, tmp_path):
     given = [*LORA, f"run.dir={run_dir}"]
     run_ranks(train_under, 2, str(job), given, str(file))
     assert_same(run_dir, alone)
+    export_checkpoint(run_dir / "checkpoints" / "step-00000008", tmp_path / "later", None, ())
+    assert contents(tmp_path / "later") == contents(run_dir / "export")
     stored = json.loads((run_dir / "checkpoints" / "step-00000008" / "tensors.json").read_text())
     base = [name for name in stored if name.startswith("model.backbone.") and not is_lora(name)]
     assert base == [] and any(is_lora(name) for name in stored)
     stop_after(run_dir, 4)
     with pytest.raises(RankFailed, match=r"has adapters of 'backbone' alone, and was written beside other weights"):
         run_ranks(train_under, 2, str(job), [*given, "run.seed=4"], None)
+    with pytest.raises(UserError, match=r"was written beside other weights .*: restore them\.$"):
+        export_checkpoint(run_dir / "checkpoints" / "step-00000004", tmp_path / "other", None, ["run.seed=4"])
+    assert not (tmp_path / "other").exists()
     run_ranks(train_under, 2, str(job), [*given, "fsdp.shard_size=2"], None)
     assert_same(run_dir, alone)

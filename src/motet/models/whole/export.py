@@ -1,8 +1,9 @@
 """A trained whole model as the directory that it came from, with other weights.
 
 Files that transformers reads are copied: config, processor, tokenizer, template. Files of weights are written anew with
-the same names, tensors and dtypes. What did not learn is as it was, bit by bit. Weights in other formats are left out,
-as they would be those from before.
+the same names, tensors and dtypes. What has its stored value still is as it was, bit by bit, whether it may learn or
+not: a weight that is frozen now may have learned in a phase before. Weights in other formats are left out, as they
+would be those from before.
 """
 
 from __future__ import annotations
@@ -11,19 +12,18 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from motet.core.errors import UserError
 from motet.models.block import plain_names
-from motet.models.export import in_place_of
+from motet.models.export import CARD, MADE_BY, in_place_of, model_card
 from motet.models.load import INDEX
 from motet.models.mllm import MLLM
 from motet.models.whole.directory import WholeDirectory
 
-_CARD = "README.md"
-_MADE_BY = "Trained by Motet"
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _FOLDERS = ("additional_chat_templates",)
 
@@ -41,8 +41,7 @@ def export_whole(directory: WholeDirectory, mllm: MLLM, folder: Path, state: Map
     if not _may_replace(folder):
         raise UserError(f"{folder} exists and is no export, which would be replaced; name another directory.")
     names = names_of(directory, mllm)
-    learned = {name for name, weight in mllm.named_parameters(remove_duplicate=False) if weight.requires_grad}
-    trained = {names[name]: state[name] for name in names if name in learned}
+    weights = {names[name]: state[name] for name, _ in mllm.named_parameters(remove_duplicate=False)}
     with in_place_of(folder) as target:
         for path in sorted(directory.path.iterdir()):
             if path.is_dir() and path.name in _FOLDERS:
@@ -50,8 +49,8 @@ def export_whole(directory: WholeDirectory, mllm: MLLM, folder: Path, state: Map
             elif path.is_file() and _is_copied(path.name):
                 shutil.copyfile(path, target / path.name)
         for file, keys in directory.keys.items():
-            _write_weights(file, keys, trained, target / file.name)
-        (target / _CARD).write_text(_card(directory, card))
+            _write_weights(file, keys, weights, target / file.name)
+        (target / CARD).write_text(_card(directory, card))
 
 
 def names_of(directory: WholeDirectory, mllm: MLLM) -> dict[str, str]:
@@ -71,9 +70,9 @@ def names_of(directory: WholeDirectory, mllm: MLLM) -> dict[str, str]:
 def _may_replace(folder: Path) -> bool:
     if not folder.exists():
         return True
-    card = folder / _CARD
+    card = folder / CARD
     return folder.is_dir() and (
-        not any(folder.iterdir()) or (card.is_file() and _MADE_BY in card.read_text(errors="replace"))
+        not any(folder.iterdir()) or (card.is_file() and MADE_BY in card.read_text(errors="replace"))
     )
 
 
@@ -84,13 +83,14 @@ def _is_copied(name: str) -> bool:
     return name.endswith(_COPIED) or name.upper().startswith(("LICENSE", "NOTICE"))
 
 
-def _write_weights(file: Path, keys: Mapping[str, str], trained: Mapping[str, Tensor], target: Path) -> None:
-    """A file of weights with the trained ones in the place of the stored. keys: name in the file -> in the class."""
+def _write_weights(file: Path, keys: Mapping[str, str], weights: Mapping[str, Tensor], target: Path) -> None:
+    """A file with the weights that have changed in the place of the stored. keys: name in the file -> in the class."""
     with safe_open(file, framework="pt") as opened:
         tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118, the file is no mapping
         metadata = opened.metadata()
     for key, stored in tensors.items():
-        if (weight := trained.get(keys.get(key, ""))) is not None:
+        weight = weights.get(keys.get(key, ""))
+        if weight is not None and not torch.equal(weight.cpu(), stored.to(weight.dtype)):
             # A clone, as safetensors refuses tensors that share memory, which tied weights do.
             tensors[key] = weight.detach().to("cpu", stored.dtype, copy=True).contiguous()
     save_file(tensors, target, metadata)
@@ -98,8 +98,6 @@ def _write_weights(file: Path, keys: Mapping[str, str], trained: Mapping[str, Te
 
 def _card(directory: WholeDirectory, card: str) -> str:
     kind, name = directory.family.model.__name__, directory.path.name
-    return (
-        f"---\nlibrary_name: transformers\nbase_model: {name}\n---\n\n# {name}, trained further\n\n"
-        f"{_MADE_BY} from {name}. transformers loads it as `{kind}`, with the processor and the tokenizer that lie "
-        f"beside the weights.\n\n{card}\n"
-    )
+    beside = "with the processor and the tokenizer that lie beside the weights"
+    made = f"{MADE_BY} from {name}. transformers loads it as `{kind}`, {beside}."
+    return model_card(f"{name}, trained further", name, (made, card))

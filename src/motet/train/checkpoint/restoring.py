@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -88,7 +89,9 @@ def _read(
         rows = {key: StoredRows(stored[of.name], of) for key in tensors if (of := _rows_in(key, stored)) is not None}
         _check_fit(checkpoint, stored, stored | {key: each.tensor for key, each in rows.items()}, tensors, everywhere)
     try:
-        dcp.load(dict(tensors), storage_reader=Reader(checkpoint, stored, rows), process_group=group)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # As it is meant, without a group.
+            dcp.load(dict(tensors), storage_reader=Reader(checkpoint, stored, rows), process_group=group)
     except CheckpointException as error:  # Raised by all ranks if any fails; no subclass of Exception.
         raise JointUserError(f"The checkpoint {checkpoint} cannot be read: {first_line(error)}.") from error
 
