@@ -18,6 +18,7 @@ from motet.models.export import AdapterForm, export_hf
 from motet.models.fused import stored_names, with_whole
 from motet.models.lora_saved import check_peft
 from motet.models.mllm import MLLM
+from motet.models.whole.adapter import check_one_adapter
 from motet.models.whole.export import export_whole
 from motet.train.checkpoint.contents import Progress
 from motet.train.world import World
@@ -66,7 +67,7 @@ def write_export(model: MLLM, recipe: Recipe, folder: Path, state: Mapping[str, 
         bases, adapter = recipe.modules.paths, recipe.export.adapter
         export_hf(model, folder, state, recipe.data.tokenizer, adapter=adapter, bases=bases, card=card)
         return
-    export_whole(recipe.directory, model, folder, state, card)
+    export_whole(recipe.directory, model, folder, state, card, recipe.export.adapter)
 
 
 def _card(recipe: Recipe, num_steps: int) -> str:
@@ -93,9 +94,13 @@ def check_export(recipe: Recipe) -> None:
 
 
 def check_adapters(recipe: Recipe) -> None:
-    """Raise UserError if adapters are to be saved and peft is not installed."""
+    """Raise UserError if adapters are to be saved and peft is not installed, or has no words for them."""
+    from motet.train.recipe.whole import WholeRecipe
+
     if recipe.modules.lora and recipe.export.adapter == "saved":
         check_peft('export.adapter = "saved"')
+        if isinstance(recipe, WholeRecipe):
+            check_one_adapter(recipe.modules.lora)
 
 
 def _gathered(model: MLLM, world: World) -> dict[str, Tensor]:
