@@ -64,7 +64,9 @@ def write_export(model: MLLM, recipe: Recipe, folder: Path, state: Mapping[str, 
 
     card = _card(recipe, progress.step)
     if not isinstance(recipe, WholeRecipe):
-        bases, adapter = recipe.modules.paths, recipe.export.adapter
+        # Of a part that is not there, the frozen weights are those of run.start, not those of its path.
+        beside, adapter = progress.beside or {}, recipe.export.adapter
+        bases = {name: path for name, path in recipe.modules.paths.items() if name in beside}
         export_hf(model, folder, state, recipe.data.tokenizer, adapter=adapter, bases=bases, card=card)
         return
     export_whole(recipe.directory, model, folder, state, card, recipe.export.adapter)

@@ -20,6 +20,7 @@ from motet.models.mllm import MLLM
 from motet.train.checkpoint.contents import Damaged, RunState, is_checkpoint, verify
 from motet.train.checkpoint.folder import checkpoints
 from motet.train.checkpoint.restoring import load_weights
+from motet.train.checkpoint.state import store_frozen
 from motet.train.export import check_adapters, write_export
 from motet.train.job import check_beside
 from motet.train.recipe.recipe import DrawnRecipe, Recipe, load_recipe
@@ -43,7 +44,7 @@ def export_checkpoint(checkpoint: Path, out: Path, recipe_file: Path | None, ove
     state = _verified(checkpoint)
     beside = recipe.modules.beside_adapters(recipe.run.seed)
     check_beside(checkpoint, state, replace(state.progress, beside=beside))
-    model = _model(recipe, checkpoint)
+    model = _model(recipe, checkpoint, state)
     with writing(out, "--out"):
         write_export(model, recipe, out, model.state_dict(), state.progress)
     print(f"Exported step {state.step} to {out}; its README.md says what lies there.")
@@ -91,10 +92,11 @@ def _verified(checkpoint: Path) -> RunState:
         raise UserError(f"{checkpoint} is no complete Motet checkpoint: {damage}.") from damage
 
 
-def _model(recipe: Recipe, checkpoint: Path) -> MLLM:
+def _model(recipe: Recipe, checkpoint: Path, state: RunState) -> MLLM:
     """The model on the CPU, with the weights of a checkpoint."""
     dtype = getattr(torch, recipe.run.dtype)
     model = build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size, dtype, recipe.run.seed, deferred=True)
     materialise(model, recipe.modules, recipe.run.seed, _CPU)
+    store_frozen(model, recipe.modules.lora.keys() - (state.beside or {}).keys())
     load_weights(checkpoint, model, None)
     return model

@@ -47,9 +47,10 @@ from motet.train.balancing import (
     read_measured,
 )
 from motet.train.checkpoint.choice import Say, Start, choose_checkpoint, remove_all, verified_start
-from motet.train.checkpoint.contents import Progress, RunState, digest_of, is_checkpoint, name_of
+from motet.train.checkpoint.contents import Progress, RunState, digest_of, is_checkpoint, name_of, read_state
 from motet.train.checkpoint.restoring import load, load_weights
 from motet.train.checkpoint.saving import Checkpointer
+from motet.train.checkpoint.state import store_frozen
 from motet.train.evaluate import Evaluator
 from motet.train.evaluate_planned import PlannedEvaluator
 from motet.train.export import check_export
@@ -475,6 +476,7 @@ def _resume(
             remove_all(folder)
     if chosen is None:
         return _begun(recipe, world, model, start, say), []
+    store_frozen(model, (start.beside or {}).keys() - (chosen.state.beside or {}).keys())
     progress = load(chosen.path, model, optimizer, world.control, world.together)
     is_done = progress.step == recipe.run.steps
     say(f"Resuming after step {progress.step} from {chosen.path}{', which is the last step' if is_done else ''}.")
@@ -490,16 +492,15 @@ def _begun(recipe: Recipe, world: World, model: MLLM, start: Progress, say: Say)
     """The Progress of a run that begins, with the weights of `run.start` if there is one. A collective."""
     if recipe.run.start is None:
         return start
-    if start.beside:
-        raise JointUserError(
-            f"run.start = {recipe.run.start}: model.lora takes the frozen weights beside adapters from where the parts "
-            "come from, so that a run which began with a checkpoint could not be resumed; export the checkpoint, and "
-            "name its parts as `path` in [model]."
-        )
     digest = verified_start(recipe.run.start, world)
-    load_weights(recipe.run.start, model, world.control, world.together)
+    with world.together():
+        then = read_state(recipe.run.start)
+        check_beside(recipe.run.start, then, start)
+    store_frozen(model, (start.beside or {}).keys() - (then.beside or {}).keys())
+    load_weights(recipe.run.start, model, world.control, world.together, may_lack_adapters=True)
     say(f"Beginning with the weights of {recipe.run.start}.")
-    return replace(start, start=digest)
+    beside = {name: weights for name, weights in (start.beside or {}).items() if name in (then.beside or {})}
+    return replace(start, start=digest, beside=beside or None)
 
 
 def _check_same_start(chosen: Start, now: Path | None) -> None:

@@ -15,11 +15,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from motet.core.errors import JointUserError, UserError
 from motet.models.fused import NamedRows
+from motet.models.named_weights import is_lora
 from motet.train.checkpoint.contents import Damaged, Progress, StoredTensor, read_state, read_tensors
 from motet.train.checkpoint.state import (
     describe_tensor,
     is_step,
     is_weight,
+    model_part,
     set_step,
     share_steps,
     tensors_of,
@@ -60,11 +62,19 @@ def load_weights(
     model: nn.Module,
     group: dist.ProcessGroup | None,
     together: Callable[[], AbstractContextManager[None]] = nullcontext,
+    *,
+    may_lack_adapters: bool = False,
 ) -> None:
-    """As `load`, of weights alone: what the optimizer knows of another run is left."""
+    """As `load`, of weights alone: what the optimizer knows of another run is left.
+
+    may_lack_adapters: a part that has no adapters in the checkpoint keeps those that it has.
+    """
     with together(), _as_user_error(checkpoint):
         stored = {key: tensor for key, tensor in read_tensors(checkpoint).items() if is_weight(key)}
-    _read(checkpoint, stored, weights_of(model), group, together)
+    tensors, adapted = weights_of(model), {model_part(key) for key in stored if is_lora(key)}
+    if may_lack_adapters:
+        tensors = {key: each for key, each in tensors.items() if not is_lora(key) or model_part(key) in adapted}
+    _read(checkpoint, stored, tensors, group, together)
 
 
 @contextmanager
