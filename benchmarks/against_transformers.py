@@ -30,6 +30,7 @@ from motet.models.exact import keep_float64
 from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
 from motet.models.whole.export import names_of
+from motet.train.checkpoint.restoring import load_weights
 from motet.train.job import open_dataset
 from motet.train.recipe.recipe import load_recipe
 from motet.train.recipe.whole import WholeRecipe
@@ -60,14 +61,18 @@ class Step(NamedTuple):
         return abs(self.loss - other.loss) / other.loss, worst
 
 
-def theirs(folder: Path) -> Step:
-    """transformers' step on a job of `whole_models.write_job`."""
+def theirs(folder: Path, adapter: Path | None = None) -> Step:
+    """transformers' step on a job of `whole_models.write_job`. adapter: a directory that peft puts on top, to learn."""
     processor = transformers.AutoProcessor.from_pretrained(folder / "model")
     processor.image_processor = transformers.AutoImageProcessor.from_pretrained(folder / "model", backend="pil")
     config = transformers.AutoConfig.from_pretrained(folder / "model")
     kind = getattr(transformers, config.architectures[0])
     model = kind.from_pretrained(folder / "model", dtype=torch.float64).train()
     keep_float64(model)
+    if adapter is not None:
+        import peft
+
+        model = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
     total, num_targets = torch.zeros((), dtype=torch.float64), 0
     for line in (folder / "train.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -88,8 +93,13 @@ def theirs(folder: Path) -> Step:
         total = total + cross_entropy(logits[:-1][is_target[1:]], labels, reduction="sum")
         num_targets += len(labels)
     (total / num_targets).backward()
-    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    gradients = {_plain(name): each.grad for name, each in model.named_parameters() if each.grad is not None}
     return Step(total.item() / num_targets, num_targets, gradients)
+
+
+def _plain(name: str) -> str:
+    """The name of a weight without what peft adds to it."""
+    return name.removeprefix("base_model.model.").replace("modules_to_save.", "").replace(".default", "")
 
 
 def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -103,13 +113,18 @@ def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def ours(folder: Path, *, packed: bool = True) -> Step:
-    """Motet's step on the same job. packed: all examples in one pack; else one at a time."""
-    recipe = load_recipe(folder / "recipe.toml", ["run.dtype=float64"])
+def ours(folder: Path, *, packed: bool = True, overrides: Sequence[str] = (), checkpoint: Path | None = None) -> Step:
+    """Motet's step on the same job. packed: all examples in one pack; else one at a time. overrides: of the recipe.
+
+    checkpoint: whose weights it has; by default those of the directory.
+    """
+    recipe = load_recipe(folder / "recipe.toml", ["run.dtype=float64", *overrides])
     assert isinstance(recipe, WholeRecipe)
     vocabulary = recipe.vocabulary()
     model = build_mllm(recipe.modules, vocabulary.vocabulary_size, torch.float64, deferred=True)
     materialise(model, recipe.modules, 0, torch.device("cpu"))
+    if checkpoint is not None:
+        load_weights(checkpoint, model, None)
     dataset = open_dataset(recipe, recipe.data.train, vocabulary, model, lambda sentence: None)
     numbers = range(dataset.num_examples)
     batches = [numbers] if packed else [[number] for number in numbers]

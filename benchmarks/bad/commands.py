@@ -56,6 +56,7 @@ BASES: Mapping[str, Base] = {
     "profile": Base(("profile", "{shared}/recipe.toml", "--seconds", "1", "--out", "{folder}/profile.json")),
     "demo-data": Base(("demo-data", "{folder}/demo", "--num-train", "1", "--num-heldout", "1")),
     "checkpoints": Base(("checkpoints", "{shared}/run")),
+    "export": Base(("export", "{shared}/run/checkpoints/step-00000002", "--out", "{folder}/exported")),
     "recipe-schema": Base(("recipe-schema",)),
 }
 
@@ -63,6 +64,8 @@ NO_FILES = ("some folder", "fifo", "absent", "absent/absent", "binary", "empty",
 """What stands where a file is to be read."""
 NO_PLACES = ("some folder", "fifo", "absent/absent", "empty/absent", "/dev/full", "")
 """What stands where a file is to be written. What is written into a FIFO hangs until somebody reads it."""
+NO_FOLDERS = ("fifo", "empty/absent", "/dev/full", "")
+"""What stands where a folder is to be written, which is made."""
 WORDS: Mapping[str, tuple[str, ...]] = {
     "--set": ("", "=", "run", "run.steps", "=3", ".=3", "run.=3", "run.steps=", "run.steps=[", "a.b.c.d=1", "run=[]",
               "run.steps=1\nrun.seed=2", "x" * 10_000, "run.steps=1=2", "run.steps.x=3"),
@@ -187,9 +190,9 @@ def _plain(kind: Any) -> Any:
 def _of_argument(command: str) -> Iterator[Case]:
     """What stands in the place of the file that a command is about."""
     base, writes = BASES[command], command == "demo-data"
-    for place in NO_PLACES if writes else NO_FILES:
-        if (writes and place in ("some folder", "absent/absent")) or (command == "checkpoints" and place == ""):
-            continue  # Folders are made, and looked into.
+    for place in NO_FOLDERS if writes else NO_FILES:
+        if command == "checkpoints" and place == "":
+            continue  # It is looked into.
         given = place if place.startswith("/") or not place else f"{{folder}}/{place}"
         arguments = (base.arguments[0], given, *base.arguments[2:])
         for ending in (".toml", ".json", ".csv", "") if place == "binary" else ("",):
@@ -220,8 +223,8 @@ def _of_option(
             verdict: Verdict = "accept" if _number_holds(kind, least, most, text) else "refuse"
             yield case("options", f"{option} {text}", (option, text), verdict, says if verdict == "refuse" else "")
     elif kind is Path:
-        reads = option in ("--workload", "--profile", "--tokenizer")
-        for place in NO_FILES if reads else NO_PLACES:
+        reads = option in ("--workload", "--profile", "--tokenizer", "--recipe")
+        for place in NO_FILES if reads else NO_FOLDERS if about.metavar == "DIR" else NO_PLACES:
             given = place if place.startswith("/") or not place else f"{{folder}}/{place}"
             yield case("files", f"{option} {place}", (option, given), "refuse")
     else:

@@ -1,4 +1,4 @@
-"""The command line: `motet train | checkpoints | plan | simulate | profile | analyze | recipe-schema | demo-data`.
+"""The command line: `motet train | checkpoints | export | plan | simulate | profile | analyze | recipe-schema | ...`.
 
 Wrong input ends in one sentence on stderr and exit code 2; `crash.py` handles every other exception. A command imports
 what it needs when it runs, so that `motet --help` answers at once.
@@ -193,6 +193,24 @@ def list_checkpoints(
     from motet.train.checkpoint.command import show_checkpoints
 
     show_checkpoints(folder, as_json)
+
+
+@app.command("export")
+def export_model(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="One of a run: RUN_DIR/checkpoints/step-...")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write into: empty, or not there.")],
+    recipe: Annotated[
+        Path | None,
+        typer.Option(metavar="RECIPE.toml", help="The run's recipe; default: recipe.toml in the run's folder."),
+    ] = None,
+    overrides: SetOption = None,
+) -> None:
+    """Write the model of a checkpoint as directories that transformers reads; nothing else is changed."""
+    from motet.train.export_checkpoint import export_checkpoint
+
+    export_checkpoint(checkpoint, out, recipe, overrides or ())
 
 
 @app.command("plan")

@@ -1,6 +1,7 @@
 """`motet train` with LoRA adapters: alone, sharded, and under Plans, from each other's checkpoints, and exported."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,12 @@ from safetensors.torch import load_file
 from cli.tiny_job import losses, write_tiny_job
 from dist.test_planned import DEEPER, plan_of, train_under
 from dist.test_resume import stop_after
+from motet.core.errors import UserError
 from motet.core.plan import Unit
 from motet.core.plan_file import write_plan
 from motet.models.named_weights import is_lora
 from motet.planning.planned_recipe import read_job_recipe
+from motet.train.export_checkpoint import export_checkpoint
 from ranks import RankFailed, run_ranks
 
 LORA = [
@@ -43,6 +46,12 @@ def exported(run_dir):
     return {str(file.relative_to(run_dir / "export")): load_file(file) for file in files}
 
 
+def contents(folder):
+    """Bytes by file, but of a config that names the folder where it lies."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return {str(file.relative_to(folder)): file.name == "adapter_config.json" or file.read_bytes() for file in files}
+
+
 def assert_same(run_dir, alone):
     assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-10)
     found, expected = exported(run_dir), exported(alone)
@@ -69,11 +78,52 @@ def test_a_run_goes_on_under_another_plan(job, alone, tmp_path):
     given = [*LORA, f"run.dir={run_dir}"]
     run_ranks(train_under, 2, str(job), given, str(file))
     assert_same(run_dir, alone)
+    export_checkpoint(run_dir / "checkpoints" / "step-00000008", tmp_path / "later", None, ())
+    assert contents(tmp_path / "later") == contents(run_dir / "export")
     stored = json.loads((run_dir / "checkpoints" / "step-00000008" / "tensors.json").read_text())
     base = [name for name in stored if name.startswith("model.backbone.") and not is_lora(name)]
     assert base == [] and any(is_lora(name) for name in stored)
     stop_after(run_dir, 4)
     with pytest.raises(RankFailed, match=r"has adapters of 'backbone' alone, and was written beside other weights"):
         run_ranks(train_under, 2, str(job), [*given, "run.seed=4"], None)
+    with pytest.raises(UserError, match=r"was written beside other weights .*: restore them\.$"):
+        export_checkpoint(run_dir / "checkpoints" / "step-00000004", tmp_path / "other", None, ["run.seed=4"])
+    assert not (tmp_path / "other").exists()
     run_ranks(train_under, 2, str(job), [*given, "fsdp.shard_size=2"], None)
     assert_same(run_dir, alone)
+
+
+def test_adapters_beside_what_a_run_learned_before_and_on_from_them(job, tmp_path):
+    """Checkpoints then have the frozen weights, which lie in no directory, and nothing of them is lost in an export."""
+    full, first, then, last = (tmp_path / name for name in ("full", "first", "then", "last"))
+    own = [*(each for each in LORA if "lora" not in each), "checkpoint.every_steps=1"]
+    with_lora = [*own, *(each.replace("dropout = 0.1", "dropout = 0.0") for each in LORA if "lora" in each)]
+    run_ranks(train_under, 1, str(job), [*own, "run.steps=2", f"run.dir={first}"], None)
+    start = f"run.start={first}/checkpoints/step-00000002"
+    run_ranks(train_under, 1, str(job), [*own, start, "run.steps=1", f"run.dir={full}"], None)
+    given = [*with_lora, start, "run.steps=2", f"run.dir={then}"]
+    run_ranks(train_under, 2, str(job), given, None)
+    assert losses(then)[0] == pytest.approx(losses(full)[0], rel=1e-10)  # B is 0 at first.
+    learned, kept = exported(first), exported(then)
+    backbone = "backbone/model.safetensors"
+    for name, tensor in learned[backbone].items():
+        assert torch.equal(kept[backbone][name], tensor), name
+    adapter = "adapters/backbone/adapter_model.safetensors"
+    assert all(tensor.any() for tensor in kept[adapter].values())
+
+    # Resumed, though what it began with is gone.
+    whole = losses(then)
+    shutil.rmtree(then / "checkpoints" / "step-00000002")
+    (first / "checkpoints").rename(first / "gone")
+    run_ranks(train_under, 1, str(job), given, None)
+    assert losses(then) == pytest.approx(whole, rel=1e-10)
+    assert exported(then)[backbone].keys() == learned[backbone].keys()
+
+    # Another run goes on from its adapters, and has its frozen weights.
+    on = [*with_lora, f"run.start={then}/checkpoints/step-00000002", "run.steps=1", "optimizer.lr=1e-13"]
+    run_ranks(train_under, 1, str(job), [*on, f"run.dir={last}"], None)
+    for file in (backbone, adapter):
+        for name, tensor in exported(last)[file].items():
+            torch.testing.assert_close(tensor, exported(then)[file][name], rtol=1e-7, atol=1e-11)
+    with pytest.raises(RankFailed, match=r"the model has no weight .*lora_A"):
+        run_ranks(train_under, 1, str(job), [*own, *on[-3:], f"run.dir={tmp_path / 'none'}"], None)

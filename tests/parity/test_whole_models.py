@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from benchmark import benchmark
 from motet.models.whole.registry import WHOLE
+from motet.train.export_checkpoint import export_checkpoint
 from motet.train.recipe.recipe import dump_recipe, load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
@@ -65,6 +66,12 @@ def test_training_on_two_ranks_and_the_directory_that_comes_back(job, reference,
         is_frozen = "vision_tower" in name
         assert torch.equal(tensor, after[name]) == is_frozen, name
         torch.testing.assert_close(after[name], other[name], rtol=1e-6, atol=1e-7)
+    # A checkpoint is exported as the run was.
+    later = tmp_path / "later"
+    export_checkpoint(tmp_path / "2" / "checkpoints" / "step-00000001", later, None, ())
+    assert {file.name: file.read_bytes() for file in later.iterdir()} == {
+        file.name: file.read_bytes() for file in shared.iterdir()
+    }
     # transformers' own classes read it all, and nothing is missing or left over.
     config = transformers.AutoConfig.from_pretrained(alone)
     _, info = getattr(transformers, config.architectures[0]).from_pretrained(alone, output_loading_info=True)

@@ -7,6 +7,7 @@ directory/projectors/<name>.safetensors
 directory/generators/<name>/model.safetensors    with the output projector; generators/queries.safetensors
 directory/hooks/<name>.<callback>.safetensors    for callbacks with weights
 directory/tokenizer/                  if one is given
+directory/README.md                   a model card, if it is given
 
 Everything is checked before anything is written. The directory gets its name when it is complete.
 """
@@ -14,7 +15,7 @@ Everything is checked before anything is written. The directory gets its name wh
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -35,6 +36,8 @@ from motet.models.mllm import MLLM
 from motet.models.named_weights import is_lora
 
 _ADAPTERS = "adapters"
+CARD, MADE_BY = "README.md", "Trained by Motet"
+"""The file of a model card, and words in it by which an export is known."""
 
 AdapterForm = Literal["saved", "merged"]
 
@@ -47,6 +50,7 @@ def export_hf(
     *,
     adapter: AdapterForm = "saved",
     bases: Mapping[str, Path] = MappingProxyType({}),
+    card: str = "",
 ) -> None:
     """Write every module of `mllm` to `directory` in the dtype of the weights, in place of an earlier export there.
 
@@ -56,6 +60,7 @@ def export_hf(
     adapter:    LoRA adapters are "saved" beside the weights that they change, or "merged" into them.
     bases:      part -> directory that has its weights without adapters. Those of a part whose adapters are saved are
                 not written once more.
+    card:       a paragraph for README.md, which says how each part is loaded; without it there is no such file.
     Call it on one rank. Raises KeyError if a weight is missing. Raises UserError for a module with other weights than a
     fresh model of its config (adapters of other packages), for a model of shapes, if `directory` exists and is no
     export, and for adapters that are saved without peft.
@@ -90,6 +95,30 @@ def export_hf(
                 save_file({name: tensor.clone() for name, tensor in part.weights.items()}, file)
         if tokenizer is not None:
             shutil.copytree(tokenizer, target / "tokenizer")
+        if card:
+            (target / CARD).write_text(_card(without, {part.path for part in adapted}, left_out, bases, card))
+
+
+def model_card(title: str, base: str, paragraphs: Iterable[str]) -> str:
+    """A README.md as the hub reads it. base: the name of the model that was trained further; "" for none."""
+    of_base = f"base_model: {base}\n" if base else ""
+    text = "\n\n".join(paragraphs)
+    return f"---\nlibrary_name: transformers\n{of_base}---\n\n# {title}\n\n{text}\n"
+
+
+def _card(parts: list[_Part], adapted: set[str], left_out: set[str], bases: Mapping[str, Path], trained: str) -> str:
+    """What lies where, and what loads it. adapted, left_out: paths of parts with adapters, and without weights here."""
+    lines = []
+    for part in parts:
+        if part.path in left_out:
+            lines.append(f"- the weights of `{part.path}` are those of {bases[part.name].name}, beside adapters")
+        elif part.is_hf:
+            lines.append(f"- `{part.path}/`: transformers' `{type(part.module).__name__}.from_pretrained` loads it")
+        elif part.weights:
+            lines.append(f"- `{part.path}.safetensors`: the weights of `{type(part.module).__name__}`")
+        if part.path in adapted:
+            lines.append(f"- `{_ADAPTERS}/{part.path}/`: `peft.PeftModel.from_pretrained` loads it on top of them")
+    return model_card("A multimodal model in parts", "", (f"{MADE_BY}. {trained}", "\n".join(lines)))
 
 
 class _Part(NamedTuple):

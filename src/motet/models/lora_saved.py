@@ -14,7 +14,7 @@ from motet.core.errors import UserError
 from motet.models.lora import lora_layers
 from motet.models.named_weights import is_lora
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 """What peft puts before the names of the model that it wraps."""
 
 
@@ -61,18 +61,18 @@ def save_adapter(root: nn.Module, weights: Mapping[str, Tensor], base: str, targ
         lora_alpha=config.full_alpha,
         lora_dropout=config.dropout,
         use_rslora=config.rank_stabilized,
-        target_modules=_ends(root, layers),
+        target_modules=ends_of(root, layers),
         base_model_name_or_path=base,
         task_type="CAUSAL_LM" if root.can_generate() else None,
         inference_mode=True,
     )
     target.mkdir(parents=True)
     saved.save_pretrained(str(target))
-    tensors = {f"{_PREFIX}{name}": weight.clone() for name, weight in weights.items() if is_lora(name)}
+    tensors = {f"{PREFIX}{name}": weight.clone() for name, weight in weights.items() if is_lora(name)}
     save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def _ends(root: nn.Module, layers: Mapping[str, object]) -> list[str]:
+def ends_of(root: nn.Module, layers: Mapping[str, object]) -> list[str]:
     """The last names of these layers, by which peft finds them; their whole names if others end as well."""
     ends = {name.rpartition(".")[2] for name in layers}
     num_ended = sum(name.rpartition(".")[2] in ends for name, _ in root.named_modules())

@@ -1,7 +1,8 @@
-"""Writes the trained modules as HF directories at the end of a run, with the tokenizer beside them."""
+"""Writes trained modules as HF directories at the end of a run, with the tokenizer beside them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,17 +12,19 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from motet.core.workload import BACKBONE
 from motet.models.build import build_mllm
 from motet.models.export import AdapterForm, export_hf
 from motet.models.fused import stored_names, with_whole
 from motet.models.lora_saved import check_peft
 from motet.models.mllm import MLLM
+from motet.models.whole.adapter import check_one_adapter
 from motet.models.whole.export import export_whole
+from motet.train.checkpoint.contents import Progress
 from motet.train.world import World
 
 if TYPE_CHECKING:
     from motet.train.recipe.recipe import Recipe
-    from motet.train.recipe.whole import WholeRecipe
 
 
 class ExportConfig(BaseModel):
@@ -39,7 +42,9 @@ class ExportConfig(BaseModel):
     )
 
 
-def export(model: MLLM, recipe: Recipe, folder: Path, world: World, *, in_parts: bool = False) -> None:
+def export(
+    model: MLLM, recipe: Recipe, folder: Path, world: World, progress: Progress, *, in_parts: bool = False
+) -> None:
     """Gather the weights on rank 0, one tensor at a time, and write them to `folder`. A collective.
 
     in_parts: `model` is this rank's part; each weight is sent by the first rank that holds it.
@@ -47,34 +52,57 @@ def export(model: MLLM, recipe: Recipe, folder: Path, world: World, *, in_parts:
     state = _gathered(model, world)
     with world.together():
         if world.is_first:
-            _write(_layout(recipe) if in_parts else model, recipe, folder, state)
+            write_export(_layout(recipe) if in_parts else model, recipe, folder, state, progress)
 
 
-def _write(model: MLLM, recipe: Recipe, folder: Path, state: dict[str, Tensor]) -> None:
+def write_export(model: MLLM, recipe: Recipe, folder: Path, state: Mapping[str, Tensor], progress: Progress) -> None:
+    """Write a model to `folder`, with a card that says what was trained.
+
+    model: of the recipe, perhaps on meta. state: its whole weights by name. Raises as `export_hf` or `export_whole`.
+    """
     from motet.train.recipe.whole import WholeRecipe  # A recipe has an `ExportConfig`.
 
+    card = _card(recipe, progress.step)
     if not isinstance(recipe, WholeRecipe):
-        bases, adapter = recipe.modules.paths, recipe.export.adapter
-        export_hf(model, folder, state, recipe.data.tokenizer, adapter=adapter, bases=bases)
+        # Of a part that is not there, the frozen weights are those of run.start, not those of its path.
+        beside, adapter = progress.beside or {}, recipe.export.adapter
+        bases = {name: path for name, path in recipe.modules.paths.items() if name in beside}
+        export_hf(model, folder, state, recipe.data.tokenizer, adapter=adapter, bases=bases, card=card)
         return
-    export_whole(recipe.directory, model, folder, state, _card(recipe))
+    export_whole(recipe.directory, model, folder, state, card, recipe.export.adapter)
 
 
-def _card(recipe: WholeRecipe) -> str:
+def _card(recipe: Recipe, num_steps: int) -> str:
     """What was trained, for the model card."""
-    run, train = recipe.run, recipe.model.train
-    frozen = [name for name in recipe.directory.trainable if not train.get(name, True)]
+    run, model = recipe.run, recipe.modules
+    learns = {BACKBONE: model.backbone.train}
+    for name, part in model.encoders.items():
+        learns |= {name: part.train_encoder, f"the projector of {name}": part.train_projector}
+    frozen = [name for name, does in learns.items() if not does]
+    steps = f"{num_steps:,} steps" if num_steps == run.steps else f"{num_steps:,} of {run.steps:,} steps"
+    adapters = [f"{name} by LoRA adapters of rank {lora.rank}" for name, lora in model.lora.items()]
     return (
-        f"{run.steps:,} steps of {run.batch_size:,} examples, with a learning rate of {recipe.optimizer.lr:g} at its "
-        f"peak. {'All parts learned' if not frozen else 'All parts learned but ' + ' and '.join(frozen)}"
-        f"{', and of them not ' + ', '.join(recipe.model.freeze) if recipe.model.freeze else ''}."
+        f"{steps} of {run.batch_size:,} examples, with a learning rate of {recipe.optimizer.lr:g} at its peak. "
+        f"{'All parts learned' if not frozen else 'All parts learned but ' + ' and '.join(frozen)}"
+        f"{', and of them not ' + ', '.join(model.freeze) if model.freeze else ''}"
+        f"{', ' + ' and '.join(adapters) if adapters else ''}."
     )
 
 
 def check_export(recipe: Recipe) -> None:
     """Raise UserError if the export at the end of a run would fail for want of a package."""
-    if recipe.export.at_end and recipe.modules.lora and recipe.export.adapter == "saved":
+    if recipe.export.at_end:
+        check_adapters(recipe)
+
+
+def check_adapters(recipe: Recipe) -> None:
+    """Raise UserError if adapters are to be saved and peft is not installed, or has no words for them."""
+    from motet.train.recipe.whole import WholeRecipe
+
+    if recipe.modules.lora and recipe.export.adapter == "saved":
         check_peft('export.adapter = "saved"')
+        if isinstance(recipe, WholeRecipe):
+            check_one_adapter(recipe.modules.lora)
 
 
 def _gathered(model: MLLM, world: World) -> dict[str, Tensor]:

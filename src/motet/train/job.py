@@ -26,7 +26,6 @@ from motet.data.splits import OwnSplits
 from motet.data.text import ChatTokenizer
 from motet.dispatch import Carrier, ItemExchange, Orchestrator
 from motet.models.build import build_mllm
-from motet.models.lora import where_of
 from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
@@ -48,9 +47,10 @@ from motet.train.balancing import (
     read_measured,
 )
 from motet.train.checkpoint.choice import Say, Start, choose_checkpoint, remove_all, verified_start
-from motet.train.checkpoint.contents import Progress, digest_of, is_checkpoint, name_of
+from motet.train.checkpoint.contents import Progress, RunState, digest_of, is_checkpoint, name_of, read_state
 from motet.train.checkpoint.restoring import load, load_weights
 from motet.train.checkpoint.saving import Checkpointer
+from motet.train.checkpoint.state import store_frozen
 from motet.train.evaluate import Evaluator
 from motet.train.evaluate_planned import PlannedEvaluator
 from motet.train.export import check_export
@@ -486,6 +486,7 @@ def _resume(
             remove_all(folder)
     if chosen is None:
         return _begun(recipe, world, model, start, say), []
+    store_frozen(model, (start.beside or {}).keys() - (chosen.state.beside or {}).keys())
     progress = load(chosen.path, model, optimizer, world.control, world.together)
     is_done = progress.step == recipe.run.steps
     say(f"Resuming after step {progress.step} from {chosen.path}{', which is the last step' if is_done else ''}.")
@@ -501,16 +502,15 @@ def _begun(recipe: Recipe, world: World, model: MLLM, start: Progress, say: Say)
     """The Progress of a run that begins, with the weights of `run.start` if there is one. A collective."""
     if recipe.run.start is None:
         return start
-    if start.beside:
-        raise JointUserError(
-            f"run.start = {recipe.run.start}: model.lora takes the frozen weights beside adapters from where the parts "
-            "come from, so that a run which began with a checkpoint could not be resumed; export the checkpoint, and "
-            "name its parts as `path` in [model]."
-        )
     digest = verified_start(recipe.run.start, world)
-    load_weights(recipe.run.start, model, world.control, world.together)
+    with world.together():
+        then = read_state(recipe.run.start)
+        check_beside(recipe.run.start, then, start)
+    store_frozen(model, (start.beside or {}).keys() - (then.beside or {}).keys())
+    load_weights(recipe.run.start, model, world.control, world.together, may_lack_adapters=True)
     say(f"Beginning with the weights of {recipe.run.start}.")
-    return replace(start, start=digest)
+    beside = {name: weights for name, weights in (start.beside or {}).items() if name in (then.beside or {})}
+    return replace(start, start=digest, beside=beside or None)
 
 
 def _check_same_start(chosen: Start, now: Path | None) -> None:
@@ -546,12 +546,7 @@ def _check_same_run(chosen: Start, start: Progress, num_steps: int) -> None:
             f"The checkpoint {chosen.path} was written on other training examples than those of data.train now, or of "
             "[workload], so its position among them means nothing: restore them, or start anew with --resume never."
         )
-    if other := _other_weights(chosen.state.beside or {}, start.beside or {}):
-        raise UserError(
-            f"The checkpoint {chosen.path} has adapters of {other!r} alone, and was written beside other weights than "
-            f"those of model.{where_of(other)}.path now, or of run.seed: restore them, or start anew with --resume "
-            "never."
-        )
+    check_beside(chosen.path, chosen.state, start, ", or start anew with --resume never")
     if chosen.state.group != start.group:
         raise UserError(
             f"The checkpoint {chosen.path} was written {_group_words(chosen.state.group)}, and this run is "
@@ -565,9 +560,17 @@ def _check_same_run(chosen: Start, start: Progress, num_steps: int) -> None:
         )
 
 
-def _other_weights(then: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """The first part whose adapters stand beside other weights now; "" if there is none."""
-    return next((name for name in then if name in now and then[name] != now[name]), "")
+def check_beside(checkpoint: Path, then: RunState, now: Progress, or_else: str = "") -> None:
+    """Raise UserError if a checkpoint has adapters of a part whose frozen weights are others now.
+
+    or_else: what may be done about it but to restore them.
+    """
+    beside, there = then.beside or {}, now.beside or {}
+    if other := next((name for name in beside if name in there and beside[name] != there[name]), ""):
+        raise UserError(
+            f"The checkpoint {checkpoint} has adapters of {other!r} alone, and was written beside other weights than "
+            f"those of its path in [model] now, or of run.seed: restore them{or_else}."
+        )
 
 
 def _group_words(group: Mapping[str, int] | None) -> str:

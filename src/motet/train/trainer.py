@@ -159,7 +159,7 @@ class _Run:
         if self.recipe.export.at_end:
             with writing(self.recipe.run.dir / "export"):
                 folder, in_parts = self.recipe.run.dir / "export", isinstance(self.job.step, PlannedStep)
-                export(self.job.model, self.recipe, folder, self.world, in_parts=in_parts)
+                export(self.job.model, self.recipe, folder, self.world, self.job.progress, in_parts=in_parts)
         self._write_trace()
         self._write_last_step()
         with self._on_first_rank():

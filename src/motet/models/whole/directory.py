@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +22,7 @@ from motet.core.workload import BACKBONE
 from motet.models.build import EncoderConfig, ModelConfig
 from motet.models.config_file import one_line, parse_config, quiet_transformers, read_config_json
 from motet.models.load import check_files
+from motet.models.lora import LoraConfig
 from motet.models.stored import TensorInFile, weight_files
 from motet.models.whole.family import WholeFamily, WholeParts, check_option
 from motet.models.whole.registry import WHOLE
@@ -119,16 +121,33 @@ class WholeDirectory:
         """The names of parts in `model.train`."""
         return (*self.parts.encoders, _PROJECTOR, BACKBONE)
 
-    def config(self, train: Mapping[str, bool], freeze: tuple[str, ...]) -> ModelConfig:
-        """The model as its parts. train: by part, whether it learns; freeze: as `ModelConfig.freeze`.
+    def config(
+        self,
+        train: Mapping[str, bool],
+        freeze: tuple[str, ...],
+        lora: Mapping[str, LoraConfig] = MappingProxyType({}),
+    ) -> ModelConfig:
+        """The model as its parts. train: by part, whether it learns; freeze, lora: as of `ModelConfig`.
 
-        Raises UserError for a part that is not there, and as `parts` does.
+        Raises UserError for a part that is not there, for adapters of one that does not learn, and as `parts` does.
         """
         if unknown := sorted(train.keys() - set(self.trainable)):
             raise UserError(
                 f"model.train.{unknown[0]} has no effect: {self.path} has no such part; it has "
                 f"{', '.join(self.trainable)}."
             )
+        adapted = [name for name in self.trainable if name != _PROJECTOR]
+        for name in lora:
+            if name not in adapted:
+                raise UserError(
+                    f"model.lora.{name} has no effect: no such part of {self.path} can have adapters; those are "
+                    f"{', '.join(adapted)}."
+                )
+            if not train.get(name, True):
+                raise UserError(
+                    f"model.lora.{name} gives adapters to a part that does not learn; remove model.train.{name} = "
+                    "false: the own weights of a part with adapters are frozen in any case."
+                )
 
         def encoder(name: str, part: EncoderConfig) -> EncoderConfig:
             learns = {"train_encoder": train.get(name, True), "train_projector": train.get(_PROJECTOR, True)}
@@ -137,6 +156,7 @@ class WholeDirectory:
         return ModelConfig(
             backbone=self.parts.backbone.model_copy(update={"train": train.get(BACKBONE, True)}),
             encoders={name: encoder(name, part) for name, part in self.parts.encoders.items()},
+            lora=dict(lora),
             freeze=freeze,
         )
 

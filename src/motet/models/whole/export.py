@@ -1,8 +1,9 @@
 """A trained whole model as the directory that it came from, with other weights.
 
 Files that transformers reads are copied: config, processor, tokenizer, template. Files of weights are written anew with
-the same names, tensors and dtypes. What did not learn is as it was, bit by bit. Weights in other formats are left out,
-as they would be those from before.
+the same names, tensors and dtypes. What has its stored value still is as it was, bit by bit, whether it may learn or
+not: a weight that is frozen now may have learned in a phase before. Weights in other formats are left out, as they
+would be those from before.
 """
 
 from __future__ import annotations
@@ -11,56 +12,75 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from motet.core.errors import UserError
 from motet.models.block import plain_names
-from motet.models.export import in_place_of
+from motet.models.export import CARD, MADE_BY, AdapterForm, in_place_of, model_card
 from motet.models.load import INDEX
+from motet.models.lora_saved import merged, without_lora
 from motet.models.mllm import MLLM
+from motet.models.named_weights import is_lora
+from motet.models.whole.adapter import ADAPTER, WholeAdapter, beside
 from motet.models.whole.directory import WholeDirectory
 
-_CARD = "README.md"
-_MADE_BY = "Trained by Motet"
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _FOLDERS = ("additional_chat_templates",)
 
 
-def export_whole(directory: WholeDirectory, mllm: MLLM, folder: Path, state: Mapping[str, Tensor], card: str) -> None:
+def export_whole(
+    directory: WholeDirectory,
+    mllm: MLLM,
+    folder: Path,
+    state: Mapping[str, Tensor],
+    card: str,
+    adapter: AdapterForm = "saved",
+) -> None:
     """Write the model to `folder`, in place of an earlier export there. Call it on one rank.
 
-    mllm:  built of `directory`, perhaps on meta or sharded.
-    state: whole tensors under the names of mllm.state_dict().
-    card:  a paragraph for README.md.
-    Raises KeyError if a weight is missing. Raises UserError for a weight that the directory has no place for, and if
-    `folder` exists and is no export; nothing is written then.
+    mllm:    built of `directory`, perhaps on meta or sharded.
+    state:   whole tensors under the names of mllm.state_dict().
+    card:    a paragraph for README.md.
+    adapter: LoRA adapters are "merged" into the weights; or "saved" alone, as peft reads them, with all else that has
+             changed. Where peft cannot save that (weights beside adapters that have changed), the directory is written
+             as well, and they stand on it.
+    Raises KeyError if a weight is missing. Raises UserError for a weight that the directory has no place for, if
+    `folder` exists and is no export, and for adapters that are saved without peft; nothing is written then.
     """
     folder = folder.absolute()
     if not _may_replace(folder):
         raise UserError(f"{folder} exists and is no export, which would be replaced; name another directory.")
-    names = names_of(directory, mllm)
-    learned = {name for name, weight in mllm.named_parameters(remove_duplicate=False) if weight.requires_grad}
-    trained = {names[name]: state[name] for name in names if name in learned}
+    places, plain = names_of(directory, mllm), plain_names(mllm)
+    held = {plain[name]: state[name] for name, _ in mllm.named_parameters(remove_duplicate=False)}
+    theirs = {plain[name]: place for name, place in places.items()}
+    is_saved = adapter == "saved" and any(map(is_lora, held))
+    of_model = without_lora(held) if is_saved else merged(mllm, held)
+    weights = {theirs[name]: weight for name, weight in of_model.items()}
+    changed = _changed(directory, weights)
+    saved = WholeAdapter.of(directory, mllm, held, theirs) if is_saved else None
+    has_model = saved is None or not saved.fits_beside(changed)
     with in_place_of(folder) as target:
-        for path in sorted(directory.path.iterdir()):
-            if path.is_dir() and path.name in _FOLDERS:
-                shutil.copytree(path, target / path.name)
-            elif path.is_file() and _is_copied(path.name):
-                shutil.copyfile(path, target / path.name)
-        for file, keys in directory.keys.items():
-            _write_weights(file, keys, trained, target / file.name)
-        (target / _CARD).write_text(_card(directory, card))
+        if has_model:
+            _write_directory(directory, changed, target)
+        if saved is not None:
+            base, beside_it = (folder, dict[str, Tensor]()) if has_model else (directory.path, changed)
+            saved.save(base, weights, beside_it, target / ADAPTER)
+        (target / CARD).write_text(_card(directory, card, saved is not None, has_model))
 
 
 def names_of(directory: WholeDirectory, mllm: MLLM) -> dict[str, str]:
-    """Name in mllm.state_dict() -> name in transformers' class, for all weights. Raises UserError for one without."""
+    """Name in mllm.state_dict() -> name in transformers' class, for all weights. Raises UserError for one without.
+
+    An adapter's is that of the weight beside it, with its own end.
+    """
     names, known = {}, directory.shapes.state_dict()
     for name, plain in plain_names(mllm).items():
         own, theirs = next((each for each in directory.parts.names if plain.startswith(each[0])), ("", ""))
         names[name] = theirs + plain.removeprefix(own)
-        if names[name] not in known:
+        if beside(names[name]) not in known:
             raise UserError(
                 f"The model cannot be exported: {plain} has no place in {directory.path}, and transformers could not "
                 "load it (nothing is written)."
@@ -68,12 +88,34 @@ def names_of(directory: WholeDirectory, mllm: MLLM) -> dict[str, str]:
     return names
 
 
+def _changed(directory: WholeDirectory, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights, by transformers' names, that are not as they are stored."""
+    changed = {}
+    for file, keys in directory.keys.items():
+        with safe_open(file, framework="pt") as opened:
+            for key, name in keys.items():
+                weight = weights.get(name)
+                if weight is not None and not torch.equal(weight.cpu(), opened.get_tensor(key).to(weight.dtype)):
+                    changed[name] = weight
+    return changed
+
+
+def _write_directory(directory: WholeDirectory, changed: Mapping[str, Tensor], target: Path) -> None:
+    for path in sorted(directory.path.iterdir()):
+        if path.is_dir() and path.name in _FOLDERS:
+            shutil.copytree(path, target / path.name)
+        elif path.is_file() and _is_copied(path.name):
+            shutil.copyfile(path, target / path.name)
+    for file, keys in directory.keys.items():
+        _write_weights(file, keys, changed, target / file.name)
+
+
 def _may_replace(folder: Path) -> bool:
     if not folder.exists():
         return True
-    card = folder / _CARD
+    card = folder / CARD
     return folder.is_dir() and (
-        not any(folder.iterdir()) or (card.is_file() and _MADE_BY in card.read_text(errors="replace"))
+        not any(folder.iterdir()) or (card.is_file() and MADE_BY in card.read_text(errors="replace"))
     )
 
 
@@ -84,22 +126,23 @@ def _is_copied(name: str) -> bool:
     return name.endswith(_COPIED) or name.upper().startswith(("LICENSE", "NOTICE"))
 
 
-def _write_weights(file: Path, keys: Mapping[str, str], trained: Mapping[str, Tensor], target: Path) -> None:
-    """A file of weights with the trained ones in the place of the stored. keys: name in the file -> in the class."""
+def _write_weights(file: Path, keys: Mapping[str, str], changed: Mapping[str, Tensor], target: Path) -> None:
+    """A file with the weights that have changed in the place of the stored. keys: name in the file -> in the class."""
     with safe_open(file, framework="pt") as opened:
         tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118, the file is no mapping
         metadata = opened.metadata()
     for key, stored in tensors.items():
-        if (weight := trained.get(keys.get(key, ""))) is not None:
+        if (weight := changed.get(keys.get(key, ""))) is not None:
             # A clone, as safetensors refuses tensors that share memory, which tied weights do.
             tensors[key] = weight.detach().to("cpu", stored.dtype, copy=True).contiguous()
     save_file(tensors, target, metadata)
 
 
-def _card(directory: WholeDirectory, card: str) -> str:
+def _card(directory: WholeDirectory, trained: str, has_adapter: bool, has_model: bool) -> str:
     kind, name = directory.family.model.__name__, directory.path.name
-    return (
-        f"---\nlibrary_name: transformers\nbase_model: {name}\n---\n\n# {name}, trained further\n\n"
-        f"{_MADE_BY} from {name}. transformers loads it as `{kind}`, with the processor and the tokenizer that lie "
-        f"beside the weights.\n\n{card}\n"
-    )
+    beside_it = "with the processor and the tokenizer that lie beside the weights"
+    model = f"transformers loads it as `{kind}`, {beside_it}." if has_model else ""
+    base = "this directory" if has_model else name
+    adapter = f"`peft.PeftModel.from_pretrained` loads `{ADAPTER}/` on top of the `{kind}` of {base}."
+    made = " ".join(filter(None, (f"{MADE_BY} from {name}.", model, adapter if has_adapter else "")))
+    return model_card(f"{name}, trained further", name, (made, trained))

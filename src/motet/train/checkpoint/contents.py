@@ -56,7 +56,8 @@ class Progress:
     group:       the caps of groups by phase, on which their order also depends; None without groups.
     mixture:     weights of the manifests in whole numbers, on which the order also depends; () without.
     start:       the digest of the checkpoint whose weights the run began with (`run.start`); "" without.
-    beside:      of parts with LoRA adapters, whose frozen weights a checkpoint lacks, what says which those are.
+    beside:      of parts with LoRA adapters, whose frozen weights a checkpoint lacks, what says which those are. Parts
+                 are not there whose frozen weights came from `start`: checkpoints have them.
 
     Example:
         >>> from dataclasses import replace

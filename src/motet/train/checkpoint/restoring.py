@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -14,11 +15,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from motet.core.errors import JointUserError, UserError
 from motet.models.fused import NamedRows
+from motet.models.named_weights import is_lora
 from motet.train.checkpoint.contents import Damaged, Progress, StoredTensor, read_state, read_tensors
 from motet.train.checkpoint.state import (
     describe_tensor,
     is_step,
     is_weight,
+    model_part,
     set_step,
     share_steps,
     tensors_of,
@@ -59,11 +62,19 @@ def load_weights(
     model: nn.Module,
     group: dist.ProcessGroup | None,
     together: Callable[[], AbstractContextManager[None]] = nullcontext,
+    *,
+    may_lack_adapters: bool = False,
 ) -> None:
-    """As `load`, of weights alone: what the optimizer knows of another run is left."""
+    """As `load`, of weights alone: what the optimizer knows of another run is left.
+
+    may_lack_adapters: a part that has no adapters in the checkpoint keeps those that it has.
+    """
     with together(), _as_user_error(checkpoint):
         stored = {key: tensor for key, tensor in read_tensors(checkpoint).items() if is_weight(key)}
-    _read(checkpoint, stored, weights_of(model), group, together)
+    tensors, adapted = weights_of(model), {model_part(key) for key in stored if is_lora(key)}
+    if may_lack_adapters:
+        tensors = {key: each for key, each in tensors.items() if not is_lora(key) or model_part(key) in adapted}
+    _read(checkpoint, stored, tensors, group, together)
 
 
 @contextmanager
@@ -88,7 +99,9 @@ def _read(
         rows = {key: StoredRows(stored[of.name], of) for key in tensors if (of := _rows_in(key, stored)) is not None}
         _check_fit(checkpoint, stored, stored | {key: each.tensor for key, each in rows.items()}, tensors, everywhere)
     try:
-        dcp.load(dict(tensors), storage_reader=Reader(checkpoint, stored, rows), process_group=group)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # As it is meant, without a group.
+            dcp.load(dict(tensors), storage_reader=Reader(checkpoint, stored, rows), process_group=group)
     except CheckpointException as error:  # Raised by all ranks if any fails; no subclass of Exception.
         raise JointUserError(f"The checkpoint {checkpoint} cannot be read: {first_line(error)}.") from error
 

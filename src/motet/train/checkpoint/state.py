@@ -10,7 +10,7 @@ which no example needed its module are none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,22 @@ def _beside_adapters(model: nn.Module) -> set[str]:
         for name, weight in part.named_parameters()
         if not (weight.requires_grad or is_lora(name))
     }
+
+
+def store_frozen(model: nn.Module, parts: Collection[str]) -> None:
+    """Have checkpoints hold the frozen weights beside the adapters of these parts: they are not those of its path.
+
+    parts: the backbone, or encoders by name. The model may lack modules.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "beside_adapters", "") and name.removeprefix("encoders.") in parts:
+            module.beside_adapters = ""  # type: ignore[assignment]
+
+
+def model_part(key: str) -> str:
+    """The part that has a weight, as in `store_frozen`. key: of a checkpoint."""
+    first, *others = key.removeprefix(_WEIGHT).split(".")
+    return others[0] if first == "encoders" else first
 
 
 def share_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

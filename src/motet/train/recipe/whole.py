@@ -17,6 +17,7 @@ from motet.data.config import FilesConfig
 from motet.data.processed_images import ProcessedImages
 from motet.data.text import ChatTokenizer
 from motet.models.build import ModelConfig
+from motet.models.lora import LoraConfig
 from motet.models.whole.directory import WholeDirectory
 from motet.models.whole.processor import image_options
 from motet.train.recipe.recipe import Recipe
@@ -27,6 +28,8 @@ class WholeModelConfig(BaseModel):
 
     path:   a local directory with config, weights, processor and tokenizer of a multimodal model.
     train:  by part, whether it learns: the encoders by what they read (image), projector, backbone. Default: all do.
+    lora:   by part (the backbone, encoders by what they read): LoRA adapters, beside which the part's own weights are
+            frozen.
     freeze: weights that do not learn, beside those of parts that do not: patterns of their names, as checkpoints have
             them, in which * stands for any characters.
     """
@@ -34,6 +37,7 @@ class WholeModelConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
     path: Path
     train: dict[str, bool] = Field(default_factory=dict)
+    lora: dict[str, LoraConfig] = Field(default_factory=dict)
     freeze: tuple[str, ...] = ()
 
 
@@ -67,7 +71,7 @@ class WholeRecipe(Recipe):
     @cached_property
     def modules(self) -> ModelConfig:
         """The parts of the model. Raises UserError for a directory whose options Motet does not compute."""
-        config = self.directory.config(self.model.train, self.model.freeze)
+        config = self.directory.config(self.model.train, self.model.freeze, self.model.lora)
         known = [*config.encoders, BACKBONE]
         if unknown := [name for name in self.parallel if name not in known]:
             raise UserError(

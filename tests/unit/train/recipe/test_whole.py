@@ -160,3 +160,13 @@ def test_an_export_replaces_an_export_alone_and_leaves_old_weights_out(job, tmp_
         export_whole(recipe.directory, model, out, model.state_dict(), "A card.")
     with pytest.raises(UserError, match="exists and is no export"):
         export_whole(recipe.directory, model, job / "model", model.state_dict(), "A card.")
+
+
+def test_an_export_has_what_a_frozen_part_learned_in_an_earlier_phase(job, tmp_path):
+    recipe = load_recipe(job / "recipe.toml", ["model.train.projector=false"])
+    model = build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size)
+    name = "encoders.image.projector.layers.0.bias"
+    state = model.state_dict() | {name: model.state_dict()[name] + 1}
+    export_whole(recipe.directory, model, tmp_path / "out", state, "A card.")
+    before, after = (load_file(folder / "model.safetensors") for folder in (job / "model", tmp_path / "out"))
+    assert [key for key in before if not before[key].equal(after[key])] == ["multi_modal_projector.linear_1.bias"]

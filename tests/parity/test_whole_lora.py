@@ -1,0 +1,117 @@
+"""LoRA in whole models: equal to peft on transformers' model in one process, on ranks and in stages, and out again."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmark import benchmark
+from cli.tiny_job import losses
+from motet.core.errors import UserError
+from motet.models.build import build_mllm
+from motet.models.whole.export import export_whole
+from motet.planning.plan_first import plan_first
+from motet.train.export import check_export
+from motet.train.export_checkpoint import export_checkpoint
+from motet.train.recipe.recipe import load_recipe
+from motet.train.trainer import train
+from ranks import run_ranks
+
+with benchmark("whole_models") as whole_models, benchmark("against_transformers") as against:
+    pass
+LORA = [
+    'model.lora.backbone={ rank = 3, alpha = 5.0, targets = ["q_proj", "mlp.*"] }',
+    "model.lora.image={ rank = 2 }",
+]
+RUN = [
+    *LORA,
+    "run.dtype=float64",
+    "run.steps=2",
+    "run.batch_size=8",
+    "optimizer.lr=1e-2",
+    "data.num_workers=0",
+    "export.at_end=true",
+]
+
+
+@pytest.fixture(scope="module", params=["llava", "gemma3"])
+def job(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("job") / request.param
+    whole_models.write_job(folder, request.param)
+    return folder
+
+
+def trained(rank, num_ranks, recipe, overrides):
+    read = load_recipe(Path(recipe), overrides)
+    plan = partial(plan_first, read, Path(recipe), overrides) if read.parallel else None
+    train(read, plan=plan)
+
+
+@pytest.fixture(scope="module")
+def alone(job, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    run_ranks(trained, 1, str(job / "recipe.toml"), [*RUN, f"run.dir={folder}"])
+    return folder
+
+
+def test_on_ranks_and_in_stages_it_is_one_process(job, alone, tmp_path):
+    more = {"llava": "fsdp.shard_size=2", "gemma3": "parallel.backbone.pp=2"}[job.name]
+    run_ranks(trained, 2, str(job / "recipe.toml"), [*RUN, more, f"run.dir={tmp_path}"])
+    assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-10)
+    found, expected = (load_file(each / "export/adapter/adapter_model.safetensors") for each in (tmp_path, alone))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-11)
+
+
+def test_loss_and_gradients_are_those_of_peft_on_the_directory(job, alone):
+    """The saved adapter, with the projector that learned beside it, on top of transformers' model as it was."""
+    assert {path.name for path in (alone / "export").iterdir()} == {"README.md", "adapter"}
+    reference = against.theirs(job, alone / "export" / "adapter")
+    ours = against.ours(job, overrides=LORA, checkpoint=alone / "checkpoints" / "step-00000002")
+    assert max(ours.distance(reference)) < 1e-8
+    learned = [name for name in ours.gradients if "lora_" not in name]
+    assert learned and all("projector" in name for name in learned)
+    before = against.ours(job, overrides=LORA)
+    assert abs(before.loss - ours.loss) > 1e-3 * ours.loss
+
+
+def test_merged_it_is_a_directory_that_transformers_reads(job, alone, tmp_path):
+    again = tmp_path / "again"
+    shutil.copytree(job, again, ignore=shutil.ignore_patterns("model", "*.motet-index"))
+    checkpoint = alone / "checkpoints" / "step-00000002"
+    export_checkpoint(checkpoint, again / "model", None, ["export.adapter=merged"])
+    reference = against.ours(job, overrides=LORA, checkpoint=checkpoint)
+    # Its weights are stored in float32.
+    assert against.theirs(again).loss == pytest.approx(reference.loss, rel=1e-6)
+
+
+def test_what_has_no_place(job):
+    def complaint(*overrides):
+        with pytest.raises(UserError) as caught:
+            check_export(load_recipe(job / "recipe.toml", overrides))
+        return str(caught.value)
+
+    assert "model.lora.projector has no effect: no such part of" in complaint("model.lora.projector={ rank = 2 }")
+    told = complaint("model.lora.image={ rank = 2 }", "model.train.image=false")
+    assert "model.lora.image gives adapters to a part that does not learn; remove model.train.image = false" in told
+    told = complaint(*LORA, "model.lora.image.dropout=0.1", "export.at_end=true")
+    assert "model.lora.image.dropout is 0.1, and that of model.lora.backbone is 0.0" in told
+
+
+def test_what_it_stands_on_is_written_where_that_has_changed(job, tmp_path):
+    """A run that began with other weights than the directory's: peft would add the adapters to the wrong ones."""
+    recipe = load_recipe(job / "recipe.toml", LORA)
+    model = build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size)
+    name = "backbone.causal_lm.model.layers.0.inner.self_attn.q_proj.weight"
+    state = model.state_dict() | {name: model.state_dict()[name] + 1}
+    export_whole(recipe.directory, model, tmp_path, state, "A card.")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path) and config["modules_to_save"] is None
+    before, after = (load_file(folder / "model.safetensors") for folder in (job / "model", tmp_path))
+    changed = [key for key in before if not before[key].equal(after[key])]
+    assert len(changed) == 1 and changed[0].endswith("layers.0.self_attn.q_proj.weight")
