@@ -21,7 +21,7 @@ import torch
 import transformers
 from PIL import Image
 from torch.nn.functional import cross_entropy
-from whole_models import FAMILIES, write_job
+from whole_models import FAMILIES, open_processor, write_job
 
 from motet.data.transforms import load_media
 from motet.dispatch.batch import pack, stacked_media
@@ -62,8 +62,7 @@ class Step(NamedTuple):
 
 def theirs(folder: Path) -> Step:
     """transformers' step on a job of `whole_models.write_job`."""
-    processor = transformers.AutoProcessor.from_pretrained(folder / "model")
-    processor.image_processor = transformers.AutoImageProcessor.from_pretrained(folder / "model", backend="pil")
+    processor = open_processor(folder / "model")
     config = transformers.AutoConfig.from_pretrained(folder / "model")
     kind = getattr(transformers, config.architectures[0])
     model = kind.from_pretrained(folder / "model", dtype=torch.float64).train()

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,23 +53,39 @@ lr = 1e-3
 """All that a recipe of a whole model must say."""
 
 
+TOWER: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 28,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+}
+BACKBONE: dict[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+}
+"""Shapes of tiny towers and backbones."""
+
+
 def write_job(folder: Path, family: str, num_examples: int = 8) -> Path:
     """The directory of a tiny model, examples for it and a recipe. Returns the path of the recipe."""
     torch.manual_seed(11)
     FAMILIES[family](folder / "model")
-    write_examples(folder, num_examples)
+    write_examples(folder, num_examples, 1 if family in ONE_IMAGE else 2)
     (folder / "recipe.toml").write_text(RECIPE)
     return folder / "recipe.toml"
 
 
-def write_examples(folder: Path, num_examples: int) -> None:
+def write_examples(folder: Path, num_examples: int, most_images: int = 2) -> None:
     """train.jsonl: examples without, with one and with two images of many sizes and kinds, of one or two rounds."""
     rng = np.random.default_rng(5)
     (folder / "images").mkdir(parents=True)
     records = []
     for number in range(num_examples):
         files = []
-        for place in range((1, 0, 2, 1)[number % 4]):
+        for place in range(min((1, 0, 2, 1)[number % 4], most_images)):
             files.append(f"images/{number}-{place}.png")
             _draw(rng, ("RGB", "L", "RGBA", "P")[number // 2 % 4]).save(folder / files[-1])
         words = "".join(rng.choice(list("abcde fgh"), rng.integers(4, 30)))
@@ -89,6 +106,20 @@ def _draw(rng: np.random.Generator, mode: str) -> Image.Image:
     waves = [128 + 90 * np.sin(x / rng.uniform(2, 9) + y / rng.uniform(2, 9)) for _ in range(4)]
     pixels = (np.stack(waves, axis=-1) + rng.normal(0, 12, (height, width, 4))).clip(0, 255).astype(np.uint8)
     return Image.fromarray(pixels if mode == "RGBA" else pixels[..., :3]).convert(mode)
+
+
+def open_processor(folder: Path) -> Any:
+    """The processor of a directory, without the part that reads video; its image processor works on PIL."""
+    stored = json.loads((folder / "processor_config.json").read_text())
+    processor = without_video(getattr(transformers, stored["processor_class"])).from_pretrained(folder)
+    processor.image_processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    return processor
+
+
+def without_video(kind: type[transformers.ProcessorMixin]) -> type[transformers.ProcessorMixin]:
+    """A class of processors without the part that reads video, which needs torchvision."""
+    attributes = [name for name in kind.get_attributes() if name != "video_processor"]
+    return type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda cls: attributes)})
 
 
 def tokenizer_with(special: dict[str, str], **options: object) -> transformers.PreTrainedTokenizerFast:
@@ -207,5 +238,71 @@ def write_gemma3(folder: Path) -> None:
     processor.save_pretrained(folder)
 
 
-FAMILIES: dict[str, Callable[[Path], None]] = {"llava": write_llava, "gemma3": write_gemma3}
+CANVASES = [[24, 48], [48, 24], [48, 48], [24, 72], [72, 24]]
+"""Height and width of what AnyRes cuts into tiles of 24 pixels."""
+
+
+def write_llava_next(folder: Path) -> None:
+    """LLaVA-NeXT: LLaVA on tiles of many canvases, with newline rows; a Mistral."""
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "image_token": "<image>"}
+    tokenizer = tokenizer_with(special, add_bos_token=True)
+    images = transformers.LlavaNextImageProcessorPil(
+        size={"shortest_edge": 24}, crop_size={"height": 24, "width": 24}, image_grid_pinpoints=CANVASES
+    )
+    processor = transformers.LlavaNextProcessor(
+        images,
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=LLAVA_TEMPLATE,
+    )
+    config = transformers.LlavaNextConfig(
+        vision_config=transformers.CLIPVisionConfig(**TOWER, image_size=24, patch_size=8),
+        text_config=transformers.MistralConfig(vocab_size=len(tokenizer) + 3, **BACKBONE, sliding_window=None),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_grid_pinpoints=CANVASES,
+        image_seq_length=9,
+    )
+    like_trained(transformers.LlavaNextForConditionalGeneration(config)).save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def write_llava_onevision(folder: Path) -> None:
+    """LLaVA-OneVision: Siglip's last layer without its norm on tiles, rasters shrunk to two tiles' rows; a Qwen2."""
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "image_token": "<image>"}
+    tokenizer = tokenizer_with(special | {"video_token": "<video>"})
+    images = transformers.LlavaOnevisionImageProcessorPil(
+        size={"height": 24, "width": 24}, image_grid_pinpoints=CANVASES
+    )
+    processor = without_video(transformers.LlavaOnevisionProcessor)(
+        images,
+        tokenizer,
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+        vision_aspect_ratio="anyres_max_2",
+        chat_template=LLAVA_TEMPLATE,
+    )
+    config = transformers.LlavaOnevisionConfig(
+        vision_config=transformers.SiglipVisionConfig(**TOWER, image_size=24, patch_size=6, vision_use_head=False),
+        text_config=transformers.Qwen2Config(vocab_size=len(tokenizer) + 3, **BACKBONE),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
+        image_grid_pinpoints=CANVASES,
+        vision_feature_select_strategy="full",
+        vision_aspect_ratio="anyres_max_2",
+    )
+    like_trained(transformers.LlavaOnevisionForConditionalGeneration(config)).save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+FAMILIES: dict[str, Callable[[Path], None]] = {
+    "llava": write_llava,
+    "llava_next": write_llava_next,
+    "llava_onevision": write_llava_onevision,
+    "gemma3": write_gemma3,
+}
 """Family -> what writes the directory of a tiny model of it."""
+
+ONE_IMAGE = ("llava_onevision",)
+"""Families of whose examples none has several images."""

@@ -91,6 +91,10 @@ class EncoderConfig(BaseModel):
         """The HF classes of an encoder that has a family."""
         return ENCODERS[self.family]
 
+    def own_callbacks(self) -> dict[str, Callable[..., Any]]:
+        """Callbacks that no recipe names: those of a whole model's family."""
+        return {}
+
 
 class BackboneConfig(BaseModel):
     """The backbone, with random weights or those of a directory.
@@ -250,6 +254,9 @@ def _callbacks(name: str, config: EncoderConfig, dtype: torch.dtype, seed: int) 
         kind: _callback(f"model.encoders.{name}.{kind}", kind, path, dtype, seed)
         for kind, path in named.items()
         if path is not None
+    } | {
+        kind: callback.to(dtype) if isinstance(callback, nn.Module) else callback
+        for kind, callback in config.own_callbacks().items()
     }
 
 

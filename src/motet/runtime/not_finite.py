@@ -168,7 +168,8 @@ def _examples_and_rows(batch: RankBatch, phase: str, rank: int) -> tuple[Int64Ar
     computed = batch.decision.assignments[phase].on_rank(rank)
     items, sizes = batch.lengths.items[phase], batch.media[phase][1].numpy()
     one_row_each = np.ones(len(computed), dtype=np.int64)
-    return items.example[computed], [items.num_tokens[computed], sizes.prod(axis=1), one_row_each]
+    counts = [items.num_tokens[computed], sizes.prod(axis=1), items.length[computed], one_row_each]
+    return items.example[computed], counts
 
 
 def _bad_items(is_bad: Tensor, row_counts: Sequence[Int64Array]) -> Int64Array | None:

@@ -13,13 +13,17 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
+from motet.data.anyres_images import AnyResImages
 from motet.data.config import FilesConfig
+from motet.data.images import ImageTransform
 from motet.data.processed_images import ProcessedImages
 from motet.data.text import ChatTokenizer
 from motet.models.build import ModelConfig
 from motet.models.whole.directory import WholeDirectory
-from motet.models.whole.processor import image_options
+from motet.models.whole.processor import AnyResTiles, Images
 from motet.train.recipe.recipe import Recipe
+
+_TRANSFORMS: dict[type, type[ImageTransform]] = {Images: ProcessedImages, AnyResTiles: AnyResImages}
 
 
 class WholeModelConfig(BaseModel):
@@ -83,14 +87,14 @@ class WholeRecipe(Recipe):
         """The encoder's own name: there are no tables."""
         return encoder
 
-    def transform(self, encoder: str) -> ProcessedImages:
+    def transform(self, encoder: str) -> ImageTransform:
         """What the model's own processor makes of files for an encoder. Raises UserError for one that is not known."""
         return self._transforms[encoder]
 
     @cached_property
-    def _transforms(self) -> dict[str, ProcessedImages]:
+    def _transforms(self) -> dict[str, ImageTransform]:
         images = self.directory.parts.images
-        return {name: ProcessedImages(**image_options(self.model.path, each)) for name, each in images.items()}
+        return {name: _TRANSFORMS[type(each)](**each.options(self.model.path)) for name, each in images.items()}
 
 
 def check_whole_tables(path: Path, tables: dict[str, Any]) -> None:

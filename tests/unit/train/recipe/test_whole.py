@@ -5,12 +5,14 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from benchmark import benchmark
 from motet.core.errors import UserError
 from motet.models.build import build_mllm
 from motet.models.whole.export import export_whole
+from motet.train.job import open_dataset
 from motet.train.recipe.recipe import load_recipe
 
 with benchmark("whole_models") as whole_models:
@@ -72,7 +74,7 @@ def test_keys_that_have_no_place_beside_it(job):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "blip"}, "holds a model of type 'blip', and whole models are llava, gemma3"),
+        ({"model_type": "blip"}, "holds a model of type 'blip', and whole models are llava, "),
         ({"model_type": ["llava"]}, "it must be a name"),
         ({"vision_feature_select_strategy": "full"}, "is 'full', which Motet does not compute; it must be 'default'"),
         ({"vision_feature_layer": [-2, -1]}, "rows of several layers are not joined"),
@@ -120,6 +122,53 @@ def test_processors_that_are_refused(job, changes, said):
     stored["image_processor"] |= changes
     file.write_text(json.dumps(stored))
     assert said in complaint(job)
+
+
+@pytest.fixture(scope="module")
+def tiled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llava_onevision")
+    whole_models.write_job(folder, "llava_onevision", num_examples=2)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"size": {"height": 32, "width": 32}}, "makes images of 32 x 32 pixels, and the vision tower takes 24 x 24"),
+        ({"image_grid_pinpoints": [[24, 48]]}, "has image_grid_pinpoints = ((24, 48),), and config.json"),
+        ({"do_resize": False}, "has do_resize = False, which Motet does not compute"),
+    ],
+)
+def test_processors_of_tiles_that_are_refused(tiled, tmp_path, changes, said):
+    job = shutil.copytree(tiled, tmp_path / "job")
+    file = job / "model" / "processor_config.json"
+    stored = json.loads(file.read_text())
+    stored["image_processor"] |= changes
+    file.write_text(json.dumps(stored))
+    assert said in complaint(job)
+
+
+def test_canvases_that_are_not_made_of_tiles(tiled, tmp_path):
+    job = shutil.copytree(tiled, tmp_path / "job")
+    for file, table in (("config.json", None), ("processor_config.json", "image_processor")):
+        stored = json.loads((job / "model" / file).read_text())
+        (stored if table is None else stored[table])["image_grid_pinpoints"] = [[24, 50]]
+        (job / "model" / file).write_text(json.dumps(stored))
+    assert "has [24, 50] among its image_grid_pinpoints; each must be of whole tiles of 24 pixels" in complaint(job)
+    changed(job / "model" / "config.json", vision_aspect_ratio="pad")
+    assert "vision_aspect_ratio is 'pad', which Motet does not compute" in complaint(job)
+
+
+def test_examples_with_several_images_are_left_out_where_the_model_prepares_them_otherwise(tiled, tmp_path):
+    job = shutil.copytree(tiled, tmp_path / "job")
+    shutil.rmtree(job / "images")
+    whole_models.write_examples(job, 4)  # 1, 0, 2 and 1 images.
+    recipe = load_recipe(job / "recipe.toml")
+    with torch.device("meta"):
+        model = build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size)
+    dataset = open_dataset(recipe, recipe.data.train, recipe.vocabulary(), model, lambda sentence: None)
+    assert (dataset.num_examples, dataset.left_out.num_refused) == (3, 1)
+    assert str(dataset.left_out.first()).endswith("line 3: has 2 items for image, of whose model an example may have 1")
 
 
 def test_weights_that_are_not_there(job):
