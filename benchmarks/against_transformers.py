@@ -72,14 +72,7 @@ def theirs(folder: Path) -> Step:
         record = json.loads(line)
         # Not by the parts' paths: the reader of these shows what is under transparent pixels, the processor white.
         images = [Image.open(folder / name) for name in record.get("image", [])]
-        inputs = processor.apply_chat_template(
-            messages_of(record),
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            return_assistant_tokens_mask=True,
-            processor_kwargs={"images": images} if images else {},
-        )
+        inputs = inputs_of(processor, record, images)
         is_target = torch.as_tensor(inputs.pop("assistant_masks")).bool()[0]
         inputs = {name: each.double() if each.is_floating_point() else each for name, each in inputs.items()}
         logits = model(**inputs).logits[0]
@@ -89,6 +82,24 @@ def theirs(folder: Path) -> Step:
     (total / num_targets).backward()
     gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     return Step(total.item() / num_targets, num_targets, gradients)
+
+
+def inputs_of(processor: Any, record: dict[str, Any], images: list[Image.Image]) -> dict[str, Any]:
+    """What a processor makes of a record, with `assistant_masks`."""
+    if processor.chat_template is None:  # PaliGemma: a question and an answer.
+        question, answer = (turn["value"] for turn in record["conversations"])
+        text = question.replace("<image>\n", "<image>")
+        inputs = processor(images=images, text=text, suffix=answer, return_tensors="pt")
+        return {**inputs, "assistant_masks": inputs["labels"] != -100}
+    inputs = processor.apply_chat_template(
+        messages_of(record),
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        return_assistant_tokens_mask=True,
+        processor_kwargs={"images": images} if images else {},
+    )
+    return dict(inputs)
 
 
 def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:

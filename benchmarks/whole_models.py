@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,19 +73,25 @@ def write_job(folder: Path, family: str, num_examples: int = 8) -> Path:
     """The directory of a tiny model, examples for it and a recipe. Returns the path of the recipe."""
     torch.manual_seed(11)
     FAMILIES[family](folder / "model")
-    write_examples(folder, num_examples, 1 if family in ONE_IMAGE else 2)
+    if family in ONE_QUESTION:
+        write_examples(folder, num_examples, [1, 2], rounds=1)
+    else:
+        write_examples(folder, num_examples, [1, 0, 1] if family in ONE_IMAGE else [1, 0, 2, 1])
     (folder / "recipe.toml").write_text(RECIPE)
     return folder / "recipe.toml"
 
 
-def write_examples(folder: Path, num_examples: int, most_images: int = 2) -> None:
-    """train.jsonl: examples without, with one and with two images of many sizes and kinds, of one or two rounds."""
+def write_examples(folder: Path, num_examples: int, num_images: Sequence[int] = (1, 0, 2, 1), rounds: int = 2) -> None:
+    """train.jsonl: examples with images of many sizes and kinds, of one round or, each third one, several.
+
+    num_images: of one example after the other, again and again. rounds: at most.
+    """
     rng = np.random.default_rng(5)
     (folder / "images").mkdir(parents=True)
     records = []
     for number in range(num_examples):
         files = []
-        for place in range(min((1, 0, 2, 1)[number % 4], most_images)):
+        for place in range(num_images[number % len(num_images)]):
             files.append(f"images/{number}-{place}.png")
             _draw(rng, ("RGB", "L", "RGBA", "P")[number // 2 % 4]).save(folder / files[-1])
         words = "".join(rng.choice(list("abcde fgh"), rng.integers(4, 30)))
@@ -93,7 +99,7 @@ def write_examples(folder: Path, num_examples: int, most_images: int = 2) -> Non
             {"from": "human", "value": "<image>\n" * len(files) + f"What is {words}?"},
             {"from": "gpt", "value": f"It is {words[::-1]}."},
         ]
-        if number % 3 == 0:
+        if rounds > 1 and number % 3 == 0:
             turns += [{"from": "human", "value": "Is it?"}, {"from": "gpt", "value": "Yes."}]
         records.append({"conversations": turns, **({"image": files} if files else {})})
     (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -296,13 +302,37 @@ def write_llava_onevision(folder: Path) -> None:
     processor.save_pretrained(folder)
 
 
+def write_paligemma(folder: Path) -> None:
+    """PaliGemma: Siglip with its norm, a matrix, and a Gemma that ties its embeddings."""
+    special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "image_token": "<image>"}
+    tokenizer = tokenizer_with(special, add_bos_token=True)
+    images = transformers.SiglipImageProcessorPil(size={"height": 24, "width": 24})
+    images.image_seq_length = 16
+    processor = transformers.PaliGemmaProcessor(images, tokenizer)
+    tower = transformers.SiglipVisionConfig(
+        **TOWER, image_size=24, patch_size=6, vision_use_head=False, projection_dim=BACKBONE["hidden_size"]
+    )
+    config = transformers.PaliGemmaConfig(
+        vision_config=tower,
+        text_config=transformers.GemmaConfig(vocab_size=len(tokenizer) + 3, **BACKBONE, head_dim=8),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        projection_dim=BACKBONE["hidden_size"],
+        hidden_size=BACKBONE["hidden_size"],
+    )
+    like_trained(transformers.PaliGemmaForConditionalGeneration(config)).save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
 FAMILIES: dict[str, Callable[[Path], None]] = {
     "llava": write_llava,
     "llava_next": write_llava_next,
     "llava_onevision": write_llava_onevision,
     "gemma3": write_gemma3,
+    "paligemma": write_paligemma,
 }
 """Family -> what writes the directory of a tiny model of it."""
 
 ONE_IMAGE = ("llava_onevision",)
 """Families of whose examples none has several images."""
+ONE_QUESTION = ("paligemma",)
+"""Families of whose examples each has an image, one question and one answer."""

@@ -33,8 +33,11 @@ _AS_WRITTEN = {
     "Qwen2AudioProcessor": {AUDIO: "<|AUDIO|>"},
     "Qwen2_5OmniProcessor": {IMAGE: "<|IMAGE|>", AUDIO: "<|AUDIO|>"},
     "Glm4vProcessor": {IMAGE: "<|image|>"},
+    "PaliGemmaProcessor": {IMAGE: "<image>"},
 }
 """Processors that only repeat the template's token, once for each row -> the token, in case no file names it."""
+BARE = ("PaliGemmaProcessor",)
+"""Processors that let the tokenizer put nothing around a text."""
 _MARKS = {
     "Gemma3Processor": {IMAGE: ("boi_token", "eoi_token")},
     "Gemma3nProcessor": {IMAGE: ("boi_token", "eoi_token"), AUDIO: ("boa_token", "eoa_token")},

@@ -65,6 +65,7 @@ class Backbone(nn.Module):
     bidirectional: encoders whose rows see each other in both directions, as images do in Gemma 3: rows that follow each
            other without a token between.
     prefix: whether rows of a document before its first target see each other in both directions, as in PaliGemma.
+    first_position: of the first row of each document.
     Raises UserError for another class, and for a config with options that Motet does not compute
     (`supported.check_backbone`).
     """
@@ -77,9 +78,11 @@ class Backbone(nn.Module):
         again: Mapping[str, Sequence[int]] = MappingProxyType({}),
         bidirectional: Sequence[str] = (),
         prefix: bool = False,
+        first_position: int = 0,
     ) -> None:
         super().__init__()
         self.bidirectional, self.prefix = tuple(bidirectional), prefix
+        self.first_position = first_position
         if causal_lm.config._attn_implementation != ATTENTION:
             raise ValueError(f"{type(causal_lm).__name__} must be built with attn_implementation={ATTENTION!r}")
         shaped = isinstance(causal_lm, ShapedCausalLM)
@@ -384,7 +387,7 @@ class Backbone(nn.Module):
             arranged(2 * first, lambda: _rows_of(sequences)),
             document_lengths(self.causal_lm, of_rows),
         ):
-            position_ids = torch.from_numpy(positions).to(hidden.device)[None]
+            position_ids = torch.from_numpy(positions + self.first_position).to(hidden.device)[None]
             routed = {} if router_loss is None else {ROUTER_LOSS: router_loss}
             passed = self._through(hidden, position_ids=position_ids, segments=segments, **routed)
         return passed if context is None else passed[: len(context.own)]

@@ -107,6 +107,7 @@ class BackboneConfig(BaseModel):
             other without a token between. Text stays causal.
     prefix: whether rows of a document before its first target see each other in both directions, text included, as in
             PaliGemma.
+    first_position: of each document: PaliGemma counts from 1. Rotations differ by rounding alone.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -118,6 +119,7 @@ class BackboneConfig(BaseModel):
     train: bool = True
     bidirectional: tuple[str, ...] = ()
     prefix: bool = False
+    first_position: int = Field(default=0, ge=0, le=1)
 
     @property
     def classes(self) -> Family:
@@ -286,7 +288,12 @@ def build_backbone(
     if (rows := causal_lm.config.vocab_size) < vocab_size:
         raise UserError(f"model.backbone: its vocabulary has {rows} entries, but the tokenizer needs {vocab_size}")
     return Backbone(
-        causal_lm, train=config.train, merge=merge, bidirectional=config.bidirectional, prefix=config.prefix
+        causal_lm,
+        train=config.train,
+        merge=merge,
+        bidirectional=config.bidirectional,
+        prefix=config.prefix,
+        first_position=config.first_position,
     )
 
 

@@ -83,10 +83,13 @@ class WholeFamily:
 
     model: transformers' class, which `from_pretrained` reads its directories with.
     parts: config and `Source` -> its parts. Raises UserError for options that Motet does not compute.
+    template: the chat template that stands for what the family's processor writes, where directories have none; None:
+           directories have their own.
     """
 
     model: type[PreTrainedModel]
     parts: Callable[[PreTrainedConfig, Any], WholeParts]
+    template: str | None = None
 
 
 def language_family(config: PreTrainedConfig, where: str, *families: str) -> str:

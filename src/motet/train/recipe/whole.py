@@ -18,6 +18,7 @@ from motet.data.config import FilesConfig
 from motet.data.images import ImageTransform
 from motet.data.processed_images import ProcessedImages
 from motet.data.text import ChatTokenizer
+from motet.data.tokenizer_files import read_template
 from motet.models.build import ModelConfig
 from motet.models.whole.directory import WholeDirectory
 from motet.models.whole.processor import AnyResTiles, Images
@@ -81,7 +82,13 @@ class WholeRecipe(Recipe):
 
     def vocabulary(self) -> ChatTokenizer:
         """The model's own tokenizer with its chat template, read from its directory. Raises UserError."""
-        return ChatTokenizer.from_directory(self.model.path)
+        template = self.directory.family.template
+        if template is not None and read_template(self.model.path) is not None:
+            raise UserError(
+                f"model.path: {self.model.path} has a chat template, where the processor of "
+                f"{self.directory.family.model.__name__} writes texts by itself; remove it."
+            )
+        return ChatTokenizer.from_directory(self.model.path, template)
 
     def table_of(self, encoder: str) -> str:
         """The encoder's own name: there are no tables."""

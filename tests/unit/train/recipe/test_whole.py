@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmark import benchmark
 from motet.core.errors import UserError
+from motet.data.conversation import parse_conversation
 from motet.models.build import build_mllm
 from motet.models.whole.export import export_whole
 from motet.train.job import open_dataset
@@ -169,6 +170,21 @@ def test_examples_with_several_images_are_left_out_where_the_model_prepares_them
     dataset = open_dataset(recipe, recipe.data.train, recipe.vocabulary(), model, lambda sentence: None)
     assert (dataset.num_examples, dataset.left_out.num_refused) == (3, 1)
     assert str(dataset.left_out.first()).endswith("line 3: has 2 items for image, of whose model an example may have 1")
+
+
+def test_the_text_of_a_family_without_chat_templates(tmp_path):
+    recipe = load_recipe(whole_models.write_job(tmp_path, "paligemma", num_examples=1))
+    vocabulary = recipe.vocabulary()
+    turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "It."}]
+    sequence = vocabulary.encode(parse_conversation({"conversations": turns}, "here"))
+    # The tokenizer's own post-processor would put <bos> before the image.
+    assert sequence.media_positions.tolist() == [0]
+    assert vocabulary.decode(sequence.tokens[sequence.targets]) == "It."
+    with pytest.raises(UserError, match="PaliGemma takes one question, and one answer to it"):
+        vocabulary.encode(parse_conversation({"conversations": turns * 2}, "here"))
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(UserError, match="has a chat template, where the processor of PaliGemma"):
+        load_recipe(tmp_path / "recipe.toml").vocabulary()
 
 
 def test_weights_that_are_not_there(job):
