@@ -42,7 +42,7 @@ _TEMPLATE = (
 
 def _parts(config: PaliGemmaConfig, directory: WholeDirectory) -> WholeParts:
     where, tower = str(directory.file), config.vision_config
-    family = language_family(config, where, "gemma", "gemma2")
+    family = language_family(config, where, "gemma")
     check_option(where, "projection_dim", config.projection_dim, config.text_config.hidden_size)
     # It stands for the mask that the whole model makes, of the prefix alone.
     check_option(where, "use_bidirectional_attention", config.text_config.use_bidirectional_attention, True)
