@@ -323,12 +323,41 @@ def write_paligemma(folder: Path) -> None:
     processor.save_pretrained(folder)
 
 
+def write_internvl(folder: Path) -> None:
+    """InternVL: up to four tiles and the whole image, a norm before the MLP, and a Qwen2."""
+    special = {
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    }
+    tokenizer = tokenizer_with(special)
+    images = transformers.GotOcr2ImageProcessorPil(size={"height": 24, "width": 24}, max_patches=4)
+    processor = without_video(transformers.InternVLProcessor)(
+        images, tokenizer, image_seq_length=4, chat_template=LLAVA_TEMPLATE.replace("<image>", "<IMG_CONTEXT>")
+    )
+    config = transformers.InternVLConfig(
+        vision_config=transformers.InternVLVisionConfig(
+            **TOWER, image_size=[24, 24], patch_size=[6, 6], attention_bias=True
+        ),
+        text_config=transformers.Qwen2Config(vocab_size=len(tokenizer) + 3, **BACKBONE),
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )
+    like_trained(transformers.InternVLForConditionalGeneration(config)).save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
 FAMILIES: dict[str, Callable[[Path], None]] = {
     "llava": write_llava,
     "llava_next": write_llava_next,
     "llava_onevision": write_llava_onevision,
     "gemma3": write_gemma3,
     "paligemma": write_paligemma,
+    "internvl": write_internvl,
 }
 """Family -> what writes the directory of a tiny model of it."""
 

@@ -58,6 +58,8 @@ def test_every_weight_comes_back_under_its_name(job, tmp_path):
     recipe = load_recipe(job / "recipe.toml")
     model = build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size)
     export_whole(recipe.directory, model, tmp_path / "out", {n: w + 1 for n, w in model.state_dict().items()}, "")
+    for name, module in model.encoders.items():
+        assert module.spec_module(name).num_parameters == sum(weight.numel() for weight in module.parameters())
     before, after = stored(job / "model"), stored(tmp_path / "out")
     assert before.keys() == after.keys()
     names = names_of(recipe.directory, model)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 # Part of every fingerprint: increment it when the same tokenizer and template give other tokens than before.
-_VERSION = 3
+_VERSION = 4
 _MAX_REASON_CHARACTERS = 200
 
 

@@ -60,7 +60,7 @@ class EncoderConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     reads: Reads | None = None
-    family: Literal["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio"] | None = None
+    family: Literal["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio", "internvl"] | None = None
     config: dict[str, Any] = Field(default_factory=dict)
     path: Path | None = None
     feature_layer: int | None = None

@@ -89,6 +89,31 @@ class AnyResTiles:
         return own | {"most_items": 1 if self.alone else None} | values_of_pixels(processor)
 
 
+@dataclass(frozen=True)
+class CroppedTiles:
+    """Images that are cut into tiles before the encoder of a whole model is given them (`CroppedImages`).
+
+    tile: side of a tile in pixels, of whole patches.
+    """
+
+    patch_size: int
+    tile: int
+
+    def options(self, path: Path) -> dict[str, Any]:
+        """As of `Images`."""
+        processor, where = opened_processor(path)
+        check_processor(where, processor)
+        size = dict(processor.size)
+        check_made(where, (size.get("height"), size.get("width")), (self.tile, self.tile))
+        least, most = processor.min_patches, processor.max_patches
+        if not 1 <= least <= most:
+            raise UserError(
+                f"{where} has min_patches = {least} and max_patches = {most}; they must be at least 1, and in order."
+            )
+        own = {"patch_size": self.patch_size, "tile": self.tile, "least": least, "most": most}
+        return own | values_of_pixels(processor)
+
+
 def opened_processor(path: Path) -> tuple[Any, str]:
     """The image processor of a directory, and how sentences name it. Raises UserError if it cannot be opened."""
     try:

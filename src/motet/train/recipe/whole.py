@@ -15,16 +15,21 @@ from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
 from motet.data.anyres_images import AnyResImages
 from motet.data.config import FilesConfig
+from motet.data.cropped_images import CroppedImages
 from motet.data.images import ImageTransform
 from motet.data.processed_images import ProcessedImages
 from motet.data.text import ChatTokenizer
 from motet.data.tokenizer_files import read_template
 from motet.models.build import ModelConfig
 from motet.models.whole.directory import WholeDirectory
-from motet.models.whole.processor import AnyResTiles, Images
+from motet.models.whole.processor import AnyResTiles, CroppedTiles, Images
 from motet.train.recipe.recipe import Recipe
 
-_TRANSFORMS: dict[type, type[ImageTransform]] = {Images: ProcessedImages, AnyResTiles: AnyResImages}
+_TRANSFORMS: dict[type, type[ImageTransform]] = {
+    Images: ProcessedImages,
+    AnyResTiles: AnyResImages,
+    CroppedTiles: CroppedImages,
+}
 
 
 class WholeModelConfig(BaseModel):

@@ -187,6 +187,30 @@ def test_the_text_of_a_family_without_chat_templates(tmp_path):
         load_recipe(tmp_path / "recipe.toml").vocabulary()
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"vision_config": {"image_size": [24, 30]}}, "image_size is [24, 30]; it must be square"),
+        ({"vision_config": {"image_size": [30, 30]}}, "patches of a tile's side modulo 2 is 1"),
+        ({"vision_feature_layer": -2}, "vision_feature_layer is -2, which Motet does not compute; it must be -1"),
+        ({"downsample_ratio": 1.0}, "downsample_ratio is 1.0, which Motet does not compute; it must be 0.5"),
+    ],
+)
+def test_options_of_internvl_that_are_refused(internvl, tmp_path, changes, said):
+    job = shutil.copytree(internvl, tmp_path / "job")
+    changed(job / "model" / "config.json", **changes)
+    with pytest.raises(UserError) as caught, torch.device("meta"):
+        build_mllm(load_recipe(job / "recipe.toml").modules, 200)
+    assert said in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def internvl(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("internvl")
+    whole_models.write_job(folder, "internvl", num_examples=1)
+    return folder
+
+
 def test_weights_that_are_not_there(job):
     (job / "model" / "model.safetensors").write_bytes(b"cut")
     assert "cannot be read" in complaint(job)
