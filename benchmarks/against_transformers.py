@@ -21,7 +21,7 @@ import torch
 import transformers
 from PIL import Image
 from torch.nn.functional import cross_entropy
-from whole_models import FAMILIES, write_job
+from whole_models import FAMILIES, open_processor, write_job
 
 from motet.data.transforms import load_media
 from motet.dispatch.batch import pack, stacked_media
@@ -63,8 +63,7 @@ class Step(NamedTuple):
 
 def theirs(folder: Path, adapter: Path | None = None) -> Step:
     """transformers' step on a job of `whole_models.write_job`. adapter: a directory that peft puts on top, to learn."""
-    processor = transformers.AutoProcessor.from_pretrained(folder / "model")
-    processor.image_processor = transformers.AutoImageProcessor.from_pretrained(folder / "model", backend="pil")
+    processor = open_processor(folder / "model")
     config = transformers.AutoConfig.from_pretrained(folder / "model")
     kind = getattr(transformers, config.architectures[0])
     model = kind.from_pretrained(folder / "model", dtype=torch.float64).train()
@@ -78,14 +77,7 @@ def theirs(folder: Path, adapter: Path | None = None) -> Step:
         record = json.loads(line)
         # Not by the parts' paths: the reader of these shows what is under transparent pixels, the processor white.
         images = [Image.open(folder / name) for name in record.get("image", [])]
-        inputs = processor.apply_chat_template(
-            messages_of(record),
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            return_assistant_tokens_mask=True,
-            processor_kwargs={"images": images} if images else {},
-        )
+        inputs = inputs_of(processor, record, images)
         is_target = torch.as_tensor(inputs.pop("assistant_masks")).bool()[0]
         inputs = {name: each.double() if each.is_floating_point() else each for name, each in inputs.items()}
         logits = model(**inputs).logits[0]
@@ -100,6 +92,24 @@ def theirs(folder: Path, adapter: Path | None = None) -> Step:
 def _plain(name: str) -> str:
     """The name of a weight without what peft adds to it."""
     return name.removeprefix("base_model.model.").replace("modules_to_save.", "").replace(".default", "")
+
+
+def inputs_of(processor: Any, record: dict[str, Any], images: list[Image.Image]) -> dict[str, Any]:
+    """What a processor makes of a record, with `assistant_masks`."""
+    if processor.chat_template is None:  # PaliGemma: a question and an answer.
+        question, answer = (turn["value"] for turn in record["conversations"])
+        text = question.replace("<image>\n", "<image>")
+        inputs = processor(images=images, text=text, suffix=answer, return_tensors="pt")
+        return {**inputs, "assistant_masks": inputs["labels"] != -100}
+    inputs = processor.apply_chat_template(
+        messages_of(record),
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        return_assistant_tokens_mask=True,
+        processor_kwargs={"images": images} if images else {},
+    )
+    return dict(inputs)
 
 
 def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:

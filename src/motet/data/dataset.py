@@ -438,6 +438,12 @@ class Dataset:
             for transform in (self._modalities[phase].transform for phase in self._read_by(ref)):
                 if ref.raw is not None and not transform.accepts(np.array([ref.raw], dtype=np.int64))[0]:
                     return LeftOutExample(index.where(example), ref.name, transform.refusal(ref.raw))
+        for name, modality in self._modalities.items():
+            most, kind = getattr(modality.transform, "most_items", None), modality.transform.modality
+            num_items = sum(ref.modality == kind for ref in index.media_refs(example))
+            if most is not None and num_items > most:
+                reason = f"has {num_items} items for {name}, of whose model an example may have {most}"
+                return LeftOutExample(index.where(example), "", reason)
         raise ValueError(f"no item of example {number} is refused")
 
     def _name_too_long(self, number: int, max_sequence_length: int | None, too_long: LengthRule) -> LeftOutExample:
@@ -456,6 +462,8 @@ class Dataset:
             items = self._of_phase(columns, modality)
             if len(items):
                 refused[columns.example[items[~modality.transform.accepts(columns.raw[items])]]] = True
+                most = getattr(modality.transform, "most_items", None)
+                refused |= most is not None and np.bincount(columns.example[items], minlength=len(refused)) > most
         return refused
 
 

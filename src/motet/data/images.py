@@ -169,11 +169,7 @@ class ImageTransform:
         return width, height
 
     def _rows(self, image: Image.Image, target: tuple[int, int]) -> Media:
-
-        image, mode = _opaque(_eight_bit(image)), "L" if self.channels == 1 else "RGB"
-        if image.mode != mode:  # Pillow would copy it.
-            image = image.convert(mode)
-        image = self._resized(image, target)
+        image = self._resized(plain_image(image, "L" if self.channels == 1 else "RGB"), target)
         width, height = target
         patch, merge = self.patch_size, self.merge_size
         rows, columns = height // patch, width // patch
@@ -194,6 +190,12 @@ class ImageTransform:
     def _pixels(self) -> Pixels:
         mean, std = (np.broadcast_to(np.float32(values), (self.channels,)) for values in (self.mean, self.std))
         return Pixels(mean, std, self.temporal_patch_size)
+
+
+def plain_image(image: Image.Image, mode: str) -> Image.Image:
+    """The image in a mode of 8 bits a channel (RGB, L), on white where it is transparent."""
+    image = _opaque(_eight_bit(image))
+    return image if image.mode == mode else image.convert(mode)  # Pillow would copy it.
 
 
 def _draft(image: Image.Image, target: tuple[int, int]) -> None:

@@ -33,13 +33,18 @@ _AS_WRITTEN = {
     "Qwen2AudioProcessor": {AUDIO: "<|AUDIO|>"},
     "Qwen2_5OmniProcessor": {IMAGE: "<|IMAGE|>", AUDIO: "<|AUDIO|>"},
     "Glm4vProcessor": {IMAGE: "<|image|>"},
+    "PaliGemmaProcessor": {IMAGE: "<image>"},
 }
 """Processors that only repeat the template's token, once for each row -> the token, in case no file names it."""
+BARE = ("PaliGemmaProcessor",)
+"""Processors that let the tokenizer put nothing around a text."""
 _MARKS = {
     "Gemma3Processor": {IMAGE: ("boi_token", "eoi_token")},
     "Gemma3nProcessor": {IMAGE: ("boi_token", "eoi_token"), AUDIO: ("boa_token", "eoa_token")},
 }
 """Processors that put each item between two tokens, with empty lines around -> the names of these tokens."""
+_ENCLOSED = {"InternVLProcessor": {IMAGE: ("start_image_token", "context_image_token", "end_image_token")}}
+"""Processors that put the template's token between two others -> the names of all three."""
 
 _ROLES = ("system", "user", "assistant")
 _TEXT_MARK, _DUMP_MARK = "\ue0f0", "\ue0f1"
@@ -85,6 +90,8 @@ def media_form(modality: str, template: ChatTemplate, tokens: Iterable[str], nam
     named = names.special.get(f"{modality}_token") or _AS_WRITTEN.get(names.processor or "", {}).get(modality)
     if not written:
         return _stand_in(modality, tokens, names, named)
+    if names.processor in _ENCLOSED and modality in _ENCLOSED[names.processor]:
+        return _enclosed(modality, written, names, template)
     if names.processor in _MARKS:
         return _between_marks(modality, written, names)
     if names.processor is not None and names.processor not in _AS_WRITTEN:
@@ -167,6 +174,18 @@ def _stand_in(modality: str, tokens: list[str], names: TokenNames, named: str | 
         raise UserError("the tokenizer has no special token that could stand for an image or a clip; add '<image>'")
     token = placeholder if placeholder in tokens else tokens[0]
     return MediaForm(False, placeholder, token, token)
+
+
+def _enclosed(modality: str, written: Counter[str], names: TokenNames, template: ChatTemplate) -> MediaForm:
+    """The form of an item whose token the processor puts between two others."""
+    begin, token, end = (names.special.get(name) for name in _ENCLOSED[str(names.processor)][modality])
+    if begin is None or token is None or end is None or written != Counter([token]):
+        raise UserError(
+            f"the tokenizer is of a model with {names.processor}, but does not name the token that its template writes "
+            f"for an item of {modality}, and those around it; take its tokenizer_config.json as it was published"
+        )
+    rendered = template.try_messages(_one_turn(template, {"type": modality})) or ""
+    return MediaForm(True, token, f"{begin}{token}{end}", token, breaks_line=f"{token}\n" in rendered)
 
 
 def _between_marks(modality: str, written: Counter[str], names: TokenNames) -> MediaForm:

@@ -30,7 +30,7 @@ from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.data.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from motet.data.conversation import PLACEHOLDERS, TEXT, Conversation, Turn
-from motet.data.media_tokens import MediaForm, TokenNames, document_text, item_tokens, media_form, reserved_tokens
+from motet.data.media_tokens import BARE, MediaForm, TokenNames, document_text, item_tokens, media_form, reserved_tokens
 from motet.data.tokenizer_files import (
     open_backend,
     open_by_transformers,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 # Part of every fingerprint: increment it when the same tokenizer and template give other tokens than before.
-_VERSION = 3
+_VERSION = 4
 _MAX_REASON_CHARACTERS = 200
 
 
@@ -66,9 +66,10 @@ class ChatTokenizer:
         self._names = TokenNames(special_tokens, processor)
 
     @classmethod
-    def from_directory(cls, directory: str | Path) -> ChatTokenizer:
+    def from_directory(cls, directory: str | Path, template: str | None = None) -> ChatTokenizer:
         """The tokenizer of a directory with tokenizer.json and tokenizer_config.json, as transformers writes it.
 
+        template: in place of the default template, for a directory without one.
         transformers opens a directory of an older format (vocab.json and merges.txt, sentencepiece).
         Raises UserError if there is no tokenizer, or one of its files is damaged.
         """
@@ -76,10 +77,11 @@ class ChatTokenizer:
         if not directory.is_dir():
             raise UserError(f"tokenizer {directory}: there is no such directory; it must hold tokenizer.json")
         if not os.path.lexists(directory / "tokenizer.json"):
-            return cls._convert(directory)
+            return cls._convert(directory, template)
         files = read_tokenizer(directory)
         try:
-            tokenizer = cls(files.backend, files.template, files.names.special, processor=files.names.processor)
+            source = files.template or template
+            tokenizer = cls(files.backend, source, files.names.special, processor=files.names.processor)
             tokenizer._template.check()
         except UserError as error:
             raise UserError(f"tokenizer {directory}: {error}") from None
@@ -158,9 +160,9 @@ class ChatTokenizer:
         return {"_backend_json": self._backend_json, "_template": self._template, "_names": self._names}
 
     @classmethod
-    def _convert(cls, directory: Path) -> ChatTokenizer:
+    def _convert(cls, directory: Path, template: str | None) -> ChatTokenizer:
         try:
-            return cls.from_transformers(open_by_transformers(directory), read_template(directory))
+            return cls.from_transformers(open_by_transformers(directory), read_template(directory) or template)
         except UserError as error:
             raise UserError(f"tokenizer {directory}: {error}") from None
 
@@ -296,13 +298,14 @@ class ChatTokenizer:
         """As `_encode_bare`, with what stands around the text.
 
         A model's processor puts around a text what the tokenizer's post-processor names, unless the template has
-        written its first token already; the tokenizer of a text model leaves that to the template. What stands behind
+        written its first token already; the tokenizer of a text model leaves that to the template, and so do processors
+        that are `BARE`. What stands behind
         the last answer is learned with it.
         """
         ids, offsets = self._encode_bare(text)
         _, before, behind = self._opened
         begin = self._names.special.get("bos_token")
-        if self._names.processor is not None and not (begin and text.startswith(begin)):
+        if self._names.processor not in (None, *BARE) and not (begin and text.startswith(begin)):
             ids = np.concatenate([np.array(before, dtype=np.int64), ids, np.array(behind, dtype=np.int64)])
             first, last = np.zeros((len(before), 2), dtype=np.int64), np.repeat(offsets[-1:], len(behind), axis=0)
             offsets = np.concatenate([first, offsets, last])

@@ -69,6 +69,7 @@ class Backbone(nn.Module):
     prefix: whether rows of a document before its first target see each other in both directions, as in PaliGemma.
     queries: generator -> learned query tokens of each item that it is to make; they stand at the item's rows, and the
            hidden states there are what the generator is given.
+    first_position: of the first row of each document.
     Raises UserError for another class, and for a config with options that Motet does not compute
     (`supported.check_backbone`).
     """
@@ -82,9 +83,11 @@ class Backbone(nn.Module):
         bidirectional: Sequence[str] = (),
         prefix: bool = False,
         queries: Mapping[str, int] = MappingProxyType({}),
+        first_position: int = 0,
     ) -> None:
         super().__init__()
         self.bidirectional, self.prefix = tuple(bidirectional), prefix
+        self.first_position = first_position
         if causal_lm.config._attn_implementation != ATTENTION:
             raise ValueError(f"{type(causal_lm).__name__} must be built with attn_implementation={ATTENTION!r}")
         shaped = isinstance(causal_lm, ShapedCausalLM)
@@ -414,7 +417,7 @@ class Backbone(nn.Module):
             arranged(2 * first, lambda: _rows_of(sequences)),
             document_lengths(self.causal_lm, of_rows),
         ):
-            position_ids = torch.from_numpy(positions).to(hidden.device)[None]
+            position_ids = torch.from_numpy(positions + self.first_position).to(hidden.device)[None]
             routed = {} if router_loss is None else {ROUTER_LOSS: router_loss}
             passed = self._through(hidden, position_ids=position_ids, segments=segments, **routed)
         return passed if context is None else passed[: len(context.own)]

@@ -62,7 +62,7 @@ class EncoderConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     reads: Reads | None = None
-    family: Literal["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio"] | None = None
+    family: Literal["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio", "internvl"] | None = None
     config: dict[str, Any] = Field(default_factory=dict)
     path: Path | None = None
     feature_layer: int | None = None
@@ -93,6 +93,10 @@ class EncoderConfig(BaseModel):
         """The HF classes of an encoder that has a family."""
         return ENCODERS[self.family]
 
+    def own_callbacks(self) -> dict[str, Callable[..., Any]]:
+        """Callbacks that no recipe names: those of a whole model's family."""
+        return {}
+
 
 class BackboneConfig(BaseModel):
     """The backbone, with random weights or those of a directory.
@@ -105,6 +109,7 @@ class BackboneConfig(BaseModel):
             other without a token between. Text stays causal.
     prefix: whether rows of a document before its first target see each other in both directions, text included, as in
             PaliGemma.
+    first_position: of each document: PaliGemma counts from 1. Rotations differ by rounding alone.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -116,6 +121,7 @@ class BackboneConfig(BaseModel):
     train: bool = True
     bidirectional: tuple[str, ...] = ()
     prefix: bool = False
+    first_position: int = Field(default=0, ge=0, le=1)
 
     @property
     def classes(self) -> Family:
@@ -277,6 +283,9 @@ def _callbacks(name: str, config: EncoderConfig, dtype: torch.dtype, seed: int) 
         kind: _callback(f"model.encoders.{name}.{kind}", kind, path, dtype, seed)
         for kind, path in named.items()
         if path is not None
+    } | {
+        kind: callback.to(dtype) if isinstance(callback, nn.Module) else callback
+        for kind, callback in config.own_callbacks().items()
     }
 
 
@@ -313,6 +322,7 @@ def build_backbone(
         bidirectional=config.bidirectional,
         prefix=config.prefix,
         queries=queries,
+        first_position=config.first_position,
     )
 
 

@@ -9,6 +9,7 @@
 numbers of rows says so by functions of sizes, int64 [num_items, size_dim], on itself:
 
     before.items(sizes)       (sizes of the items that it returns, how many each item becomes: int64 [num_items])
+    before.num_values(sizes)  rows of values that it is given of each item, if not the product of the item's sizes
     between.num_rows(sizes)   rows of each item, int64 [num_items], or rows and columns of a raster, [num_items, 2]
     after.num_rows(sizes)     rows of each item, int64 [num_items]
     between.output_dim        the width of its rows, if it is not that of the encoder's

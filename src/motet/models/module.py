@@ -150,6 +150,11 @@ class ModalityModule(nn.Module):
         seen, counts = self._seen(sizes)
         return _sums(self.projector.num_outputs(self._projected(seen)), counts)
 
+    def num_values(self, sizes: Int64Array) -> Int64Array:
+        """Rows of values of each item as the module is given them, int64 [num_items]."""
+        said = getattr(self.before, "num_values", None)
+        return said(sizes) if said else np.prod(sizes, axis=1)
+
     def _seen(self, sizes: Int64Array) -> tuple[Int64Array, Int64Array]:
         """The sizes of the items that the encoder is given, and how many of them each item becomes."""
         said = getattr(self.before, "items", None)
@@ -390,7 +395,7 @@ class ModalityModule(nn.Module):
         if self.before is None:
             return values, sizes
         who = f"before ({callback_name(self.before)})"
-        with arranged(BEFORE, lambda: [np.prod(sizes.numpy(), axis=1)]):
+        with arranged(BEFORE, lambda: [self.num_values(sizes.numpy())]):
             given = self.before(values.to(_dtype_of(self.before, values.dtype)), sizes)
         if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, Tensor) for part in given)):
             raise UserError(f"{who} returned {type(given).__name__}; it must return (values, sizes), two tensors")

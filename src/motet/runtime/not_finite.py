@@ -174,7 +174,8 @@ def _examples_and_rows(batch: RankBatch, phase: str, rank: int) -> tuple[Int64Ar
     one_row_each = np.ones(len(computed), dtype=np.int64)
     num_tokens, num_rows = items.num_tokens[computed], sizes.prod(axis=1)
     # Blocks of a generator have the rows of conditions and of latents together.
-    return items.example[computed], [num_tokens, num_rows, one_row_each, num_tokens + num_rows]
+    counts = [num_tokens, num_rows, items.length[computed], one_row_each, num_tokens + num_rows]
+    return items.example[computed], counts
 
 
 def _bad_items(is_bad: Tensor, row_counts: Sequence[Int64Array]) -> Int64Array | None:

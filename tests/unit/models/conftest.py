@@ -48,6 +48,7 @@ ENCODERS = {
     "siglip": VISION,
     "clip": VISION,
     "dinov2": {k: v for k, v in VISION.items() if k != "intermediate_size"} | {"mlp_ratio": 2},
+    "internvl": VISION,
     "qwen2_vl": {"depth": 2, "embed_dim": 24, "hidden_size": 20, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2},
     "whisper": AUDIO,
     "qwen2_audio": AUDIO,

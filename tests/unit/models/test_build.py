@@ -131,6 +131,8 @@ def test_wrong_options_are_named(tiny):
     check("encoder_layerdrop must be 0", tiny, a={"family": "whisper", "config": layerdrop})
     drop_path = tiny.encoders["dinov2"] | {"drop_path_rate": 0.1}
     check("drop_path_rate must be 0", tiny, a={"family": "dinov2", "config": drop_path})
+    large = tiny.encoders["internvl"] | {"norm_type": "rms_norm", "use_qk_norm": True}
+    check("norm_type is 'rms_norm', which Motet does not compute", tiny, a={"family": "internvl", "config": large})
     small = {"family": "qwen2", "config": tiny.backbone_options | {"vocab_size": 10}}
     check("vocabulary has 10 entries, but the tokenizer needs 50", tiny, small)
 

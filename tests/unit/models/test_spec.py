@@ -18,12 +18,13 @@ from motet.models.module import ModalityModule
 from motet.models.projector import Projector, ProjectorConfig
 from motet.models.spec import model_spec, spec_of_config, spec_of_directory
 
-ENCODERS = ["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio"]
+ENCODERS = ["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio", "internvl"]
 BACKBONES = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe"]
 VARIANTS = {
     "qwen3_moe": [{"num_hidden_layers": 3, "mlp_only_layers": [1]}],
     "dinov2": [{"use_swiglu_ffn": True}, {"qkv_bias": False}],
     "siglip": [{"vision_use_head": False}],
+    "internvl": [{"attention_bias": True}],
     "llama": [{"attention_bias": True, "mlp_bias": True}],
     "qwen3": [{"attention_bias": True, "head_dim": 16}],
 }

@@ -78,10 +78,12 @@ BOUNDS: dict[str, Bound] = {
     "initializer_range": _RANGE,
     "init_std": _RANGE,
     "initializer_factor": Bound(0, 100, whole=False, open=True),
-    "layerscale_value": Bound(0, 100, whole=False, open=True),
+    **dict.fromkeys(("layerscale_value", "layer_scale_init_value"), Bound(0, 100, whole=False, open=True)),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), _EPSILON),
     **dict.fromkeys(("attention_dropout", "dropout", "activation_dropout", "hidden_dropout_prob"), _SHARE),
-    **dict.fromkeys(("attention_probs_dropout_prob", "resid_pdrop", "embd_pdrop", "drop_path_rate"), _SHARE),
+    **dict.fromkeys(
+        ("attention_probs_dropout_prob", "resid_pdrop", "embd_pdrop", "drop_path_rate", "projection_dropout"), _SHARE
+    ),
     **dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop"), _SHARE),
     "rope_theta": Bound(1, 1e12, whole=False, open=True),
     "rope_local_base_freq": Bound(1, 1e12, whole=False, open=True),

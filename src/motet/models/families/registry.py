@@ -34,6 +34,7 @@ from motet.models.families.branches import (
 )
 from motet.models.families.clip import ClipEncoder
 from motet.models.families.dinov2 import Dinov2Encoder
+from motet.models.families.internvl import InternVLEncoder
 from motet.models.families.qwen2_audio import Qwen2AudioEncoder
 from motet.models.families.qwen2_vl import Qwen2VLEncoder
 from motet.models.families.shaped import (
@@ -126,6 +127,14 @@ ENCODERS = {
         r"^(model\.)?visual\.",
         depth="depth",
         branches=QWEN2_VL_BRANCHES,
+    ),
+    "internvl": Family(
+        transformers.InternVLVisionConfig,
+        transformers.InternVLVisionModel,
+        InternVLEncoder,
+        "vision_config",
+        _TOWER,
+        class_row=True,
     ),
     "whisper": Family(
         transformers.WhisperConfig,

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
+    InternVLVisionConfig,
     MixtralConfig,
     Phi3Config,
     PreTrainedConfig,
@@ -100,7 +101,10 @@ def check_encoder(config: PreTrainedConfig, where: str = "") -> None:
     """Raise UserError for options that no encoder computes as transformers does, and for dims that do not fit."""
     _check_only(config, where, _ONLY)
     for key in ("image_size", "patch_size", "temporal_patch_size"):
-        if not isinstance(size := getattr(config, key, 1), int):
+        size = getattr(config, key, 1)
+        if isinstance(config, InternVLVisionConfig) and isinstance(size, list | tuple) and len(set(size)) == 1:
+            continue  # Its sides are given twice.
+        if not isinstance(size, int):
             raise UserError(f"{where}{key} is {size!r}; it must be one whole number, as patches and images are square.")
     if hasattr(config, "image_size") and config.image_size < config.patch_size:
         raise UserError(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
+from pydantic import Field
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from motet.core.errors import UserError
@@ -30,15 +33,34 @@ class WholeBackboneConfig(BackboneConfig):
         return replace(BACKBONES[self.family], part="text_config", prefixes=_LANGUAGE, prefix="model.")
 
 
-@dataclass(frozen=True)
-class Images:
-    """What images become before the encoder of a whole model is given them: rows of patches of one size.
+class WholeEncoderConfig(EncoderConfig):
+    """An encoder of a whole model, whose callbacks are the family's own.
 
-    size: (height, width) that its image processor must make.
+    made: kind of callback -> what makes it. What has weights learns with the projector.
     """
 
-    patch_size: int
-    size: tuple[int, int]
+    made: dict[str, Callable[[], Any]] = Field(default_factory=dict)
+
+    def own_callbacks(self) -> dict[str, Any]:
+        callbacks = {kind: make() for kind, make in self.made.items()}
+        for callback in callbacks.values():
+            if isinstance(callback, nn.Module):
+                callback.requires_grad_(self.train_projector)
+        return callbacks
+
+
+class MadeOfFiles(Protocol):
+    """What files become before an encoder of a whole model is given them (`models/whole/processor.py`).
+
+    `train/recipe/whole.py` has the transform of each kind.
+    Example: `Images(patch_size=14, size=(336, 336))` are images that all come to one size.
+    """
+
+    def options(self, path: Path) -> dict[str, Any]:
+        """The options of the transform that does what the processor in a directory does.
+
+        Raises UserError for a processor that does anything else.
+        """
 
 
 @dataclass(frozen=True)
@@ -46,13 +68,13 @@ class WholeParts:
     """The parts of a whole model.
 
     names:  prefixes of weights in an MLLM, and in transformers' class. Together they cover all weights of both.
-    images: by encoder, what it is given.
+    images: by encoder, what it is given of files.
     """
 
     backbone: BackboneConfig
     encoders: dict[str, EncoderConfig]
     names: tuple[tuple[str, str], ...]
-    images: dict[str, Images] = field(default_factory=dict)
+    images: dict[str, MadeOfFiles] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,10 +83,13 @@ class WholeFamily:
 
     model: transformers' class, which `from_pretrained` reads its directories with.
     parts: config and `Source` -> its parts. Raises UserError for options that Motet does not compute.
+    template: the chat template that stands for what the family's processor writes, where directories have none; None:
+           directories have their own.
     """
 
     model: type[PreTrainedModel]
     parts: Callable[[PreTrainedConfig, Any], WholeParts]
+    template: str | None = None
 
 
 def language_family(config: PreTrainedConfig, where: str, *families: str) -> str:

@@ -10,7 +10,6 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from motet.models.build import EncoderConfig
 from motet.models.whole.family import (
     BACKBONE_NAMES,
-    Images,
     WholeBackboneConfig,
     WholeFamily,
     WholeParts,
@@ -18,6 +17,7 @@ from motet.models.whole.family import (
     language_family,
     vision_family,
 )
+from motet.models.whole.processor import Images
 from motet.models.whole.projector import PooledProjectorConfig
 
 if TYPE_CHECKING:

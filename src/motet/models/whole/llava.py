@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from transformers import LlavaConfig, LlavaForConditionalGeneration
+from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedConfig
 
 from motet.core.errors import UserError
-from motet.models.build import EncoderConfig
 from motet.models.families.registry import ENCODERS
 from motet.models.whole.family import (
     BACKBONE_NAMES,
-    Images,
+    MadeOfFiles,
     WholeBackboneConfig,
+    WholeEncoderConfig,
     WholeFamily,
     WholeParts,
     check_option,
     language_family,
     vision_family,
 )
+from motet.models.whole.processor import Images
 from motet.models.whole.projector import StoredProjectorConfig
 
 if TYPE_CHECKING:
@@ -33,18 +35,31 @@ _WEIGHTS = {
 
 
 def _parts(config: LlavaConfig, directory: WholeDirectory) -> WholeParts:
-    where, tower = str(directory.file), config.vision_config
+    tower = config.vision_config
+    return llava_parts(config, directory, Images(tower.patch_size, (tower.image_size, tower.image_size)))
+
+
+def llava_parts(
+    config: PreTrainedConfig,
+    directory: WholeDirectory,
+    images: MadeOfFiles,
+    made: dict[str, Callable[[], Any]] | None = None,
+    names: tuple[tuple[str, str], ...] = (),
+) -> WholeParts:
+    """The parts of LLaVA and of what follows it. made: the encoder's callbacks; names: of their weights."""
+    where = str(directory.file)
     family = vision_family(config, where, "clip", "siglip")
     check_option(where, "projector_hidden_act", config.projector_hidden_act, "gelu")
     check_option(where, "multimodal_projector_bias", config.multimodal_projector_bias, True)
     strategy = "default" if ENCODERS[family].class_row else "full"
     check_option(where, "vision_feature_select_strategy", config.vision_feature_select_strategy, strategy)
-    names = {own: _PROJECTOR + theirs for own, theirs in _WEIGHTS.items()}
-    encoder = EncoderConfig(
+    weights = {own: _PROJECTOR + theirs for own, theirs in _WEIGHTS.items()}
+    encoder = WholeEncoderConfig(
         family=family,
         path=directory.path,
         feature_layer=_feature_layer(config, where),
-        projector=StoredProjectorConfig(tensors=directory.tensors_at(names)),
+        projector=StoredProjectorConfig(tensors=directory.tensors_at(weights)),
+        made=made or {},
     )
     return WholeParts(
         WholeBackboneConfig(
@@ -56,13 +71,14 @@ def _parts(config: LlavaConfig, directory: WholeDirectory) -> WholeParts:
         (
             *BACKBONE_NAMES,
             ("encoders.image.encoder.model.", "model.vision_tower."),
-            *((f"encoders.image.projector.{own}", theirs) for own, theirs in names.items()),
+            *((f"encoders.image.projector.{own}", theirs) for own, theirs in weights.items()),
+            *names,
         ),
-        {"image": Images(tower.patch_size, (tower.image_size, tower.image_size))},
+        {"image": images},
     )
 
 
-def _feature_layer(config: LlavaConfig, where: str) -> int:
+def _feature_layer(config: PreTrainedConfig, where: str) -> int:
     layers = config.vision_feature_layer
     layers = [layers] if isinstance(layers, int) else list(layers)
     if len(layers) != 1:

@@ -1,10 +1,11 @@
-"""What the image processor of a whole model does to an image, as plain values.
+"""What the image processor of a whole model does to an image, as the options of a transform (`data/`).
 
 transformers reads the directory, so that what its files leave out is what the processor's class has by default.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,109 @@ from transformers import AutoImageProcessor
 
 from motet.core.errors import UserError
 from motet.models.config_file import one_line, quiet_transformers
-from motet.models.whole.family import Images
 
-_ONLY = {
-    "do_resize": (True,),
-    "do_rescale": (True,),
-    "do_convert_rgb": (True, None),
-    "do_pad": (False, None),
-    "do_pan_and_scan": (False, None),
-}
-"""Option of a processor -> the values that Motet computes."""
+_ONLY = {"do_resize": (True,), "do_rescale": (True,), "do_convert_rgb": (True, None)}
+"""Option of every processor -> the values that Motet computes."""
 
 
-def image_options(path: Path, images: Images) -> dict[str, Any]:
-    """The options of `data/processed_images.py: ProcessedImages` for a model in `path`.
+@dataclass(frozen=True)
+class Images:
+    """Images that come to one size before the encoder of a whole model is given them (`ProcessedImages`).
 
-    Raises UserError for a processor that is not there, that does more than that, or that makes another size.
+    size: (height, width) that its image processor must make.
     """
+
+    patch_size: int
+    size: tuple[int, int]
+
+    def options(self, path: Path) -> dict[str, Any]:
+        """The options of the transform that does what the processor in `path` does.
+
+        Raises UserError for a processor that is not there, that does more than that, or that makes another size.
+        """
+        processor, where = opened_processor(path)
+        check_processor(where, processor, do_pad=(False, None), do_pan_and_scan=(False, None))
+        size, crops = dict(processor.size), bool(getattr(processor, "do_center_crop", False))
+        shortest_edge = size.pop("shortest_edge", None)
+        made = dict(processor.crop_size) if crops else size
+        sides = {key for key, side in made.items() if side}
+        if (shortest_edge is not None and not crops) or sides != {"height", "width"}:
+            raise UserError(f"{where} has size = {dict(processor.size)}, which does not bring all images to one size.")
+        check_made(where, (made["height"], made["width"]), self.size)
+        if crops and shortest_edge is None:
+            raise UserError(
+                f"{where} resizes to {size} and crops, which Motet does not compute; it must be shortest_edge."
+            )
+        own = {"patch_size": self.patch_size, "size": self.size, "shortest_edge": shortest_edge}
+        return own | values_of_pixels(processor)
+
+
+@dataclass(frozen=True)
+class AnyResTiles:
+    """Images that are cut into tiles before the encoder of a whole model is given them (`AnyResImages`).
+
+    tile:     side of a tile in pixels, of whole patches.
+    canvases: (height, width) of each, which its image processor must have, too.
+    alone:    whether an example may have one image only.
+    """
+
+    patch_size: int
+    tile: int
+    canvases: tuple[tuple[int, int], ...]
+    alone: bool = False
+
+    def options(self, path: Path) -> dict[str, Any]:
+        """As of `Images`. Raises UserError also for canvases that are others, or not made of tiles."""
+        processor, where = opened_processor(path)
+        check_processor(where, processor)
+        size = dict(processor.size)
+        edge = size.get("shortest_edge")
+        made = (edge, edge) if edge else (size.get("height"), size.get("width"))
+        check_made(where, made, (self.tile, self.tile))
+        if getattr(processor, "do_center_crop", False):
+            crop = dict(processor.crop_size)
+            check_made(where, (crop.get("height"), crop.get("width")), (self.tile, self.tile))
+        theirs = tuple((int(height), int(width)) for height, width in processor.image_grid_pinpoints)
+        if theirs != self.canvases:
+            raise UserError(
+                f"{where} has image_grid_pinpoints = {theirs}, and config.json {self.canvases}; they must be the same."
+            )
+        if wrong := [canvas for canvas in theirs if any(side < 1 or side % self.tile for side in canvas)]:
+            raise UserError(
+                f"{where} has {list(wrong[0])} among its image_grid_pinpoints; each must be of whole tiles of "
+                f"{self.tile} pixels."
+            )
+        own = {"patch_size": self.patch_size, "tile": self.tile, "canvases": theirs}
+        return own | {"most_items": 1 if self.alone else None} | values_of_pixels(processor)
+
+
+@dataclass(frozen=True)
+class CroppedTiles:
+    """Images that are cut into tiles before the encoder of a whole model is given them (`CroppedImages`).
+
+    tile: side of a tile in pixels, of whole patches.
+    """
+
+    patch_size: int
+    tile: int
+
+    def options(self, path: Path) -> dict[str, Any]:
+        """As of `Images`."""
+        processor, where = opened_processor(path)
+        check_processor(where, processor)
+        size = dict(processor.size)
+        check_made(where, (size.get("height"), size.get("width")), (self.tile, self.tile))
+        least, most = processor.min_patches, processor.max_patches
+        if not 1 <= least <= most:
+            raise UserError(
+                f"{where} has min_patches = {least} and max_patches = {most}; they must be at least 1, and in order."
+            )
+        own = {"patch_size": self.patch_size, "tile": self.tile, "least": least, "most": most}
+        return own | values_of_pixels(processor)
+
+
+def opened_processor(path: Path) -> tuple[Any, str]:
+    """The image processor of a directory, and how sentences name it. Raises UserError if it cannot be opened."""
     try:
         with quiet_transformers():
             processor = AutoImageProcessor.from_pretrained(
@@ -36,29 +123,30 @@ def image_options(path: Path, images: Images) -> dict[str, Any]:
             )
     except Exception as error:
         raise UserError(f"model.path: the image processor of {path} cannot be opened ({one_line(error)}).") from error
-    where = f"model.path: the {type(processor).__name__} of {path}"
-    for key, allowed in _ONLY.items():
+    return processor, f"model.path: the {type(processor).__name__} of {path}"
+
+
+def check_processor(where: str, processor: Any, **only: tuple[Any, ...]) -> None:
+    """Raise UserError for an option with another value than those that Motet computes. only: beside those of all."""
+    for key, allowed in (_ONLY | only).items():
         if (value := getattr(processor, key, None)) not in allowed:
             raise UserError(f"{where} has {key} = {value!r}, which Motet does not compute; it must be {allowed[0]!r}.")
     if abs(processor.rescale_factor * 255 - 1) > 1e-9:
         raise UserError(f"{where} has rescale_factor = {processor.rescale_factor}; it must be 1 / 255.")
-    size, crops = dict(processor.size), bool(getattr(processor, "do_center_crop", False))
-    shortest_edge = size.pop("shortest_edge", None)
-    made = dict(processor.crop_size) if crops else size
-    if (shortest_edge is not None and not crops) or {key for key, side in made.items() if side} != {"height", "width"}:
-        raise UserError(f"{where} has size = {dict(processor.size)}, which does not bring all images to one size.")
-    if (made["height"], made["width"]) != images.size:
+
+
+def check_made(where: str, made: tuple[Any, Any], taken: tuple[int, int]) -> None:
+    """Raise UserError unless a processor makes images of the (height, width) that the tower takes."""
+    if made != taken:
         raise UserError(
-            f"{where} makes images of {made['height']} x {made['width']} pixels, and the vision tower takes "
-            f"{images.size[0]} x {images.size[1]}."
+            f"{where} makes images of {made[0]} x {made[1]} pixels, and the vision tower takes {taken[0]} x {taken[1]}."
         )
-    if crops and shortest_edge is None:
-        raise UserError(f"{where} resizes to {size} and crops, which Motet does not compute; it must be shortest_edge.")
+
+
+def values_of_pixels(processor: Any) -> dict[str, Any]:
+    """The options of an image transform that say how pixels are resampled and normalised."""
     normalises = bool(processor.do_normalize)
     return {
-        "patch_size": images.patch_size,
-        "size": images.size,
-        "shortest_edge": shortest_edge,
         "resample": int(processor.resample),
         "mean": tuple(processor.image_mean) if normalises else (0.0,),
         "std": tuple(processor.image_std) if normalises else (1.0,),

@@ -31,6 +31,35 @@ class StoredProjectorConfig(ProjectorConfig):
         return with_weights(super().build(input_dim, output_dim), self.tensors)
 
 
+class NormedProjectorConfig(StoredProjectorConfig):
+    """InternVL's projector."""
+
+    def build(self, input_dim: int, output_dim: int) -> Projector:
+        """The projector, with its weights unless it has shapes only. Its dtype is that of the files."""
+        return with_weights(NormedProjector(input_dim, output_dim, self), self.tensors)
+
+
+class NormedProjector(Projector):
+    """InternVL's projector: rows of a square joined, a norm over all of them, and an MLP.
+
+    Example:
+        >>> import numpy as np
+        >>> projector = NormedProjector(8, 32, ProjectorConfig(downsample=4))
+        >>> projector.num_outputs(np.array([[4, 6]])).tolist()
+        [6]
+    """
+
+    def __init__(self, input_dim: int, output_dim: int, config: ProjectorConfig) -> None:
+        super().__init__(input_dim, output_dim, config)
+        self.layers = nn.Sequential(nn.LayerNorm(input_dim * self.downsample), *self.layers)
+
+    def described(self, divisor: int) -> list[LayerModules]:
+        """Its layer. divisor: length of an item that makes one row of the encoder's output."""
+        [described] = super().described(divisor)
+        norm = 2 * self.input_dim * self.downsample
+        return [LayerModules(replace(described.layer, parameters=described.layer.parameters + norm), (self,))]
+
+
 class PooledProjectorConfig(ProjectorConfig):
     """Gemma 3's projector. tensors: as of `StoredProjectorConfig`; pool, eps: as of `PooledProjector`."""
 

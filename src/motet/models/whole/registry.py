@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from motet.models.whole.family import WholeFamily
 from motet.models.whole.gemma3 import GEMMA3
+from motet.models.whole.internvl import INTERNVL
 from motet.models.whole.llava import LLAVA
+from motet.models.whole.llava_next import LLAVA_NEXT, LLAVA_ONEVISION
+from motet.models.whole.paligemma import PALIGEMMA
 
-WHOLE: dict[str, WholeFamily] = {"llava": LLAVA, "gemma3": GEMMA3}
+WHOLE: dict[str, WholeFamily] = {
+    "llava": LLAVA,
+    "llava_next": LLAVA_NEXT,
+    "llava_onevision": LLAVA_ONEVISION,
+    "gemma3": GEMMA3,
+    "paligemma": PALIGEMMA,
+    "internvl": INTERNVL,
+}

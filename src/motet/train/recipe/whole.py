@@ -13,14 +13,24 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
+from motet.data.anyres_images import AnyResImages
 from motet.data.config import FilesConfig
+from motet.data.cropped_images import CroppedImages
+from motet.data.images import ImageTransform
 from motet.data.processed_images import ProcessedImages
 from motet.data.text import ChatTokenizer
+from motet.data.tokenizer_files import read_template
 from motet.models.build import ModelConfig
 from motet.models.lora import LoraConfig
 from motet.models.whole.directory import WholeDirectory
-from motet.models.whole.processor import image_options
+from motet.models.whole.processor import AnyResTiles, CroppedTiles, Images
 from motet.train.recipe.recipe import Recipe
+
+_TRANSFORMS: dict[type, type[ImageTransform]] = {
+    Images: ProcessedImages,
+    AnyResTiles: AnyResImages,
+    CroppedTiles: CroppedImages,
+}
 
 
 class WholeModelConfig(BaseModel):
@@ -81,20 +91,26 @@ class WholeRecipe(Recipe):
 
     def vocabulary(self) -> ChatTokenizer:
         """The model's own tokenizer with its chat template, read from its directory. Raises UserError."""
-        return ChatTokenizer.from_directory(self.model.path)
+        template = self.directory.family.template
+        if template is not None and read_template(self.model.path) is not None:
+            raise UserError(
+                f"model.path: {self.model.path} has a chat template, where the processor of "
+                f"{self.directory.family.model.__name__} writes texts by itself; remove it."
+            )
+        return ChatTokenizer.from_directory(self.model.path, template)
 
     def table_of(self, encoder: str) -> str:
         """The encoder's own name: there are no tables."""
         return encoder
 
-    def transform(self, encoder: str) -> ProcessedImages:
+    def transform(self, encoder: str) -> ImageTransform:
         """What the model's own processor makes of files for an encoder. Raises UserError for one that is not known."""
         return self._transforms[encoder]
 
     @cached_property
-    def _transforms(self) -> dict[str, ProcessedImages]:
+    def _transforms(self) -> dict[str, ImageTransform]:
         images = self.directory.parts.images
-        return {name: ProcessedImages(**image_options(self.model.path, each)) for name, each in images.items()}
+        return {name: _TRANSFORMS[type(each)](**each.options(self.model.path)) for name, each in images.items()}
 
 
 def check_whole_tables(path: Path, tables: dict[str, Any]) -> None:

@@ -5,12 +5,15 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from benchmark import benchmark
 from motet.core.errors import UserError
+from motet.data.conversation import parse_conversation
 from motet.models.build import build_mllm
 from motet.models.whole.export import export_whole
+from motet.train.job import open_dataset
 from motet.train.recipe.recipe import load_recipe
 
 with benchmark("whole_models") as whole_models:
@@ -72,7 +75,7 @@ def test_keys_that_have_no_place_beside_it(job):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "blip"}, "holds a model of type 'blip', and whole models are llava, gemma3"),
+        ({"model_type": "blip"}, "holds a model of type 'blip', and whole models are llava, "),
         ({"model_type": ["llava"]}, "it must be a name"),
         ({"vision_feature_select_strategy": "full"}, "is 'full', which Motet does not compute; it must be 'default'"),
         ({"vision_feature_layer": [-2, -1]}, "rows of several layers are not joined"),
@@ -120,6 +123,92 @@ def test_processors_that_are_refused(job, changes, said):
     stored["image_processor"] |= changes
     file.write_text(json.dumps(stored))
     assert said in complaint(job)
+
+
+@pytest.fixture(scope="module")
+def tiled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llava_onevision")
+    whole_models.write_job(folder, "llava_onevision", num_examples=2)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"size": {"height": 32, "width": 32}}, "makes images of 32 x 32 pixels, and the vision tower takes 24 x 24"),
+        ({"image_grid_pinpoints": [[24, 48]]}, "has image_grid_pinpoints = ((24, 48),), and config.json"),
+        ({"do_resize": False}, "has do_resize = False, which Motet does not compute"),
+    ],
+)
+def test_processors_of_tiles_that_are_refused(tiled, tmp_path, changes, said):
+    job = shutil.copytree(tiled, tmp_path / "job")
+    file = job / "model" / "processor_config.json"
+    stored = json.loads(file.read_text())
+    stored["image_processor"] |= changes
+    file.write_text(json.dumps(stored))
+    assert said in complaint(job)
+
+
+def test_canvases_that_are_not_made_of_tiles(tiled, tmp_path):
+    job = shutil.copytree(tiled, tmp_path / "job")
+    for file, table in (("config.json", None), ("processor_config.json", "image_processor")):
+        stored = json.loads((job / "model" / file).read_text())
+        (stored if table is None else stored[table])["image_grid_pinpoints"] = [[24, 50]]
+        (job / "model" / file).write_text(json.dumps(stored))
+    assert "has [24, 50] among its image_grid_pinpoints; each must be of whole tiles of 24 pixels" in complaint(job)
+    changed(job / "model" / "config.json", vision_aspect_ratio="pad")
+    assert "vision_aspect_ratio is 'pad', which Motet does not compute" in complaint(job)
+
+
+def test_examples_with_several_images_are_left_out_where_the_model_prepares_them_otherwise(tiled, tmp_path):
+    job = shutil.copytree(tiled, tmp_path / "job")
+    shutil.rmtree(job / "images")
+    whole_models.write_examples(job, 4)  # 1, 0, 2 and 1 images.
+    recipe = load_recipe(job / "recipe.toml")
+    with torch.device("meta"):
+        model = build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size)
+    dataset = open_dataset(recipe, recipe.data.train, recipe.vocabulary(), model, lambda sentence: None)
+    assert (dataset.num_examples, dataset.left_out.num_refused) == (3, 1)
+    assert str(dataset.left_out.first()).endswith("line 3: has 2 items for image, of whose model an example may have 1")
+
+
+def test_the_text_of_a_family_without_chat_templates(tmp_path):
+    recipe = load_recipe(whole_models.write_job(tmp_path, "paligemma", num_examples=1))
+    vocabulary = recipe.vocabulary()
+    turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "It."}]
+    sequence = vocabulary.encode(parse_conversation({"conversations": turns}, "here"))
+    # The tokenizer's own post-processor would put <bos> before the image.
+    assert sequence.media_positions.tolist() == [0]
+    assert vocabulary.decode(sequence.tokens[sequence.targets]) == "It."
+    with pytest.raises(UserError, match="PaliGemma takes one question, and one answer to it"):
+        vocabulary.encode(parse_conversation({"conversations": turns * 2}, "here"))
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(UserError, match="has a chat template, where the processor of PaliGemma"):
+        load_recipe(tmp_path / "recipe.toml").vocabulary()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"vision_config": {"image_size": [24, 30]}}, "image_size is [24, 30]; it must be square"),
+        ({"vision_config": {"image_size": [30, 30]}}, "patches of a tile's side modulo 2 is 1"),
+        ({"vision_feature_layer": -2}, "vision_feature_layer is -2, which Motet does not compute; it must be -1"),
+        ({"downsample_ratio": 1.0}, "downsample_ratio is 1.0, which Motet does not compute; it must be 0.5"),
+    ],
+)
+def test_options_of_internvl_that_are_refused(internvl, tmp_path, changes, said):
+    job = shutil.copytree(internvl, tmp_path / "job")
+    changed(job / "model" / "config.json", **changes)
+    with pytest.raises(UserError) as caught, torch.device("meta"):
+        build_mllm(load_recipe(job / "recipe.toml").modules, 200)
+    assert said in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def internvl(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("internvl")
+    whole_models.write_job(folder, "internvl", num_examples=1)
+    return folder
 
 
 def test_weights_that_are_not_there(job):

@@ -1,0 +1,73 @@
+"""PaliGemma (Beyer et al. 2024, section 3): Siglip, a matrix, and Gemma, whose prefix sees itself in both directions.
+
+The prefix is the image and the question; the answer is causal. Its directories have no chat template: their processor
+writes the images, the token that begins a text, the question and a line break, and then the answer and its end.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
+
+from motet.models.whole.family import (
+    BACKBONE_NAMES,
+    WholeBackboneConfig,
+    WholeEncoderConfig,
+    WholeFamily,
+    WholeParts,
+    check_option,
+    language_family,
+    vision_family,
+)
+from motet.models.whole.processor import Images
+from motet.models.whole.projector import StoredProjectorConfig
+
+if TYPE_CHECKING:
+    from motet.models.whole.directory import WholeDirectory
+
+_PROJECTOR = "model.multi_modal_projector.linear."
+
+_TEMPLATE = (
+    "{% set roles = messages | map(attribute='role') | list %}"
+    "{% if roles[1:] not in ([], ['assistant']) or roles[:1] != ['user'] %}"
+    "{{ raise_exception('PaliGemma takes one question, and one answer to it') }}{% endif %}"
+    "{% for message in messages %}{% if message.role == 'user' %}"
+    "{% if message.content is string %}{{ bos_token + message.content | trim }}{% else %}"
+    "{% for part in message.content if part.type == 'image' %}{{ '<image>' }}{% endfor %}{{ bos_token }}"
+    "{% for part in message.content if part.type == 'text' %}{{ part.text | trim }}{% endfor %}{% endif %}{{ '\n' }}"
+    "{% else %}{% generation %}{{ message.content + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+)
+
+
+def _parts(config: PaliGemmaConfig, directory: WholeDirectory) -> WholeParts:
+    where, tower = str(directory.file), config.vision_config
+    family = language_family(config, where, "gemma")
+    check_option(where, "projection_dim", config.projection_dim, config.text_config.hidden_size)
+    # It stands for the mask that the whole model makes, of the prefix alone.
+    check_option(where, "use_bidirectional_attention", config.text_config.use_bidirectional_attention, True)
+    weights = {f"layers.0.{kind}": f"{_PROJECTOR}{kind}" for kind in ("weight", "bias")}
+    encoder = WholeEncoderConfig(
+        family=vision_family(config, where, "siglip"),
+        path=directory.path,
+        projector=StoredProjectorConfig(kind="linear", tensors=directory.tensors_at(weights)),
+    )
+    return WholeParts(
+        WholeBackboneConfig(
+            family=family,
+            path=directory.path,
+            config={"tie_word_embeddings": config.tie_word_embeddings, "use_bidirectional_attention": False},
+            prefix=True,
+            first_position=1,
+        ),
+        {"image": encoder},
+        (
+            *BACKBONE_NAMES,
+            ("encoders.image.encoder.model.", "model.vision_tower."),
+            *((f"encoders.image.projector.{own}", theirs) for own, theirs in weights.items()),
+        ),
+        {"image": Images(tower.patch_size, (tower.image_size, tower.image_size))},
+    )
+
+
+PALIGEMMA = WholeFamily(PaliGemmaForConditionalGeneration, _parts, _TEMPLATE)
