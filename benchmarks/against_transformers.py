@@ -4,15 +4,18 @@
 
 transformers' side: its own class, processor and chat template; one example at a time, without padding or packing; the
 loss on what its template marks as the assistant's. Motet's side: the recipe of six keys, all examples packed into one
-sequence, and again one at a time. Norms of both keep float64: transformers' round to float32, which is 1e-7 by itself.
+sequence, and again one at a time. Norms of both keep float64, and so does what turns patches with their places:
+transformers' round to float32, which is 1e-7 by itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +24,7 @@ import torch
 import transformers
 from PIL import Image
 from torch.nn.functional import cross_entropy
-from whole_models import FAMILIES, write_job
+from whole_models import FAMILIES, open_processor, write_job
 
 from motet.data.transforms import load_media
 from motet.dispatch.batch import pack, stacked_media
@@ -62,19 +65,19 @@ class Step(NamedTuple):
 
 def theirs(folder: Path) -> Step:
     """transformers' step on a job of `whole_models.write_job`."""
-    processor = transformers.AutoProcessor.from_pretrained(folder / "model")
-    processor.image_processor = transformers.AutoImageProcessor.from_pretrained(folder / "model", backend="pil")
+    processor = open_processor(folder / "model")
     config = transformers.AutoConfig.from_pretrained(folder / "model")
     kind = getattr(transformers, config.architectures[0])
     model = kind.from_pretrained(folder / "model", dtype=torch.float64).train()
     keep_float64(model)
+    _turn_patches_in_float64(model)
     total, num_targets = torch.zeros((), dtype=torch.float64), 0
     for line in (folder / "train.jsonl").read_text().splitlines():
         record = json.loads(line)
         # Not by the parts' paths: the reader of these shows what is under transparent pixels, the processor white.
         images = [Image.open(folder / name) for name in record.get("image", [])]
         inputs = processor.apply_chat_template(
-            messages_of(record),
+            messages_of(record, placeholder_of(processor)),
             tokenize=True,
             return_dict=True,
             return_tensors="pt",
@@ -92,15 +95,49 @@ def theirs(folder: Path) -> Step:
     return Step(total.item() / num_targets, num_targets, gradients)
 
 
-def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """A record's turns as typed parts. A line break behind a placeholder parts it from the text."""
+def _turn_patches_in_float64(model: torch.nn.Module) -> None:
+    """Let towers of Qwen turn patches in float64, in place: transformers' turn them in float32, which is 1e-7."""
+    for module in list(model.modules()):
+        if hasattr(modeling := sys.modules[type(module).__module__], "apply_rotary_pos_emb_vision"):
+            modeling.apply_rotary_pos_emb_vision = _turned_in_float64
+        if type(module).__name__.endswith("VisionRotaryEmbedding"):
+            module.forward = partial(_turns_in_float64, module)
+
+
+def _turns_in_float64(rotary: Any, values: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = positions[..., None].double() * rotary.inv_freq.double()
+    return tuple(rotary.recomposition_frequencies(turns) for turns in (angles.cos(), angles.sin()))
+
+
+def _turned_in_float64(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key, cos, sin = tensors
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+
+    def turned(rows: torch.Tensor) -> torch.Tensor:
+        first, second = rows.chunk(2, dim=-1)
+        return rows * cos + torch.cat([-second, first], dim=-1) * sin
+
+    return turned(query), turned(key)
+
+
+def messages_of(record: dict[str, Any], placeholder: str = "<image>") -> list[dict[str, Any]]:
+    """A record's turns as typed parts: texts, and images where the placeholder stands."""
     messages = []
     for turn in record["conversations"]:
-        *images, text = turn["value"].split("<image>\n")
+        first, *others = turn["value"].split(placeholder)
+        parts = [{"type": "text", "text": first}]
+        for text in others:
+            parts += [{"type": "image"}, {"type": "text", "text": text}]
         role = {"human": "user", "gpt": "assistant"}[turn["from"]]
-        parts = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
-        messages.append({"role": role, "content": parts})
+        messages.append({"role": role, "content": [part for part in parts if part.get("text", True)]})
     return messages
+
+
+def placeholder_of(processor: Any) -> str:
+    """What stands for an image in a record; with its line break, if the template writes one behind an image."""
+    alone = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
+    breaks_line = f"{processor.image_token}\n" in processor.apply_chat_template(alone)
+    return "<image>\n" if breaks_line else "<image>"
 
 
 def ours(folder: Path, *, packed: bool = True) -> Step:

@@ -9,6 +9,8 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -33,6 +35,26 @@ GEMMA3_TEMPLATE = (
     "{{ '\n' if message.role == 'assistant' else '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
+
+QWEN_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% elif message.role == 'assistant' %}{% generation %}{{ part.text + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{{ '\n' if message.role == 'assistant' else '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+QWEN_TOKENS = {
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|endoftext|>",
+    "turn_token": "<|im_start|>",
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>",
+}
 
 RECIPE = """\
 [run]
@@ -207,5 +229,90 @@ def write_gemma3(folder: Path) -> None:
     processor.save_pretrained(folder)
 
 
-FAMILIES: dict[str, Callable[[Path], None]] = {"llava": write_llava, "gemma3": write_gemma3}
+def write_qwen2_vl(folder: Path) -> None:
+    """Qwen2-VL: images of any size on a grid of positions, tied embeddings, areas that bound most of the images."""
+    tokenizer = tokenizer_with(QWEN_TOKENS)
+    tower = {"embed_dim": 16, "hidden_size": 24, "mlp_ratio": 2, "patch_size": 4, "depth": 2, "num_heads": 2}
+    text = _qwen_text(len(tokenizer), num_attention_heads=2, num_key_value_heads=1, hidden_size=24)
+    config = transformers.Qwen2VLConfig(
+        vision_config=tower, text_config=text, tie_word_embeddings=True, **_qwen_ids(tokenizer)
+    )
+    like_trained(transformers.Qwen2VLForConditionalGeneration(config)).save_pretrained(folder)
+    _save_qwen_processor(folder, transformers.Qwen2VLProcessor, tokenizer)
+
+
+def write_qwen2_5_vl(folder: Path) -> None:
+    """Qwen2.5-VL: windows of 2 x 2 blocks in the first and the last of three layers of the tower."""
+    tokenizer = tokenizer_with(QWEN_TOKENS)
+    tower = {
+        "hidden_size": 16,
+        "out_hidden_size": 24,
+        "intermediate_size": 28,
+        "patch_size": 4,
+        "depth": 3,
+        "num_heads": 2,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    }
+    text = _qwen_text(len(tokenizer), num_attention_heads=2, num_key_value_heads=1, hidden_size=24)
+    config = transformers.Qwen2_5_VLConfig(
+        vision_config=tower, text_config=text, tie_word_embeddings=False, **_qwen_ids(tokenizer)
+    )
+    like_trained(transformers.Qwen2_5_VLForConditionalGeneration(config)).save_pretrained(folder)
+    _save_qwen_processor(folder, transformers.Qwen2_5_VLProcessor, tokenizer)
+
+
+def _qwen_text(num_tokens: int, **options: object) -> dict[str, object]:
+    return {
+        "vocab_size": num_tokens + 3,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 3]},
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), None),
+        **options,
+    }
+
+
+def _qwen_ids(tokenizer: transformers.PreTrainedTokenizerFast) -> dict[str, int]:
+    names = ("image", "video", "vision_start", "vision_end")
+    return {f"{name}_token_id": tokenizer.convert_tokens_to_ids(QWEN_TOKENS[f"{name}_token"]) for name in names}
+
+
+def _save_qwen_processor(folder: Path, kind: type, tokenizer: transformers.PreTrainedTokenizerFast) -> None:
+    """Blocks of 8 x 8 pixels, at least 6 of them and at most 30."""
+    images = transformers.Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, size={"shortest_edge": 6 * 64, "longest_edge": 30 * 64}
+    )
+    # By its parts, as transformers writes a processor with videos only where torchvision is.
+    tokenizer.chat_template = QWEN_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    images.save_pretrained(folder)
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": kind.__name__}))
+
+
+def _without_videos(kind: type, images: Any, tokenizer: Any, template: str) -> Any:
+    """A processor of a family that has videos, which transformers reads with torchvision alone."""
+    with mock.patch.object(kind, "check_argument_for_proper_class"):
+        return kind(images, tokenizer, chat_template=template)
+
+
+def open_processor(folder: Path) -> Any:
+    """transformers' processor of a directory, with images on Pillow."""
+    images = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    stored = json.loads((folder / "processor_config.json").read_text())
+    kind = getattr(transformers, stored["processor_class"])
+    if "video_processor" in kind.get_attributes():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        return _without_videos(kind, images, tokenizer, (folder / "chat_template.jinja").read_text())
+    processor = kind.from_pretrained(folder)
+    processor.image_processor = images
+    return processor
+
+
+FAMILIES: dict[str, Callable[[Path], None]] = {
+    "llava": write_llava,
+    "gemma3": write_gemma3,
+    "qwen2_vl": write_qwen2_vl,
+    "qwen2_5_vl": write_qwen2_5_vl,
+}
 """Family -> what writes the directory of a tiny model of it."""

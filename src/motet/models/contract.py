@@ -86,6 +86,8 @@ class Sequences(Protocol):
     offsets:           int32 or int64 [num_sequences + 1], on the host.
     feature_positions: per encoder, int64 [rows]: positions in [0, total) of its feature rows, in row order. Encoders
                        whose rows are added have them at the same positions.
+    grid_positions:    optional, int64 [3, total] on the host: each row's time, row and column, for a backbone whose
+                       positions are those of a grid; None where no item has one.
     num_targets:       optional, int64 [num_sequences] on the host: the targets of each document, without first tokens.
     context:           optional, a `context_items.SharedRows` where ranks share the documents: tokens, targets and
                        positions are then of the rows of this rank, and offsets of all.

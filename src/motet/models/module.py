@@ -189,6 +189,13 @@ class ModalityModule(nn.Module):
             )
         return extents
 
+    def grids(self, sizes: Int64Array) -> Int64Array:
+        """Rows and columns of the raster that each item's rows in the backbone's sequence are, int64 [num_items, 2].
+
+        The projector must say `raster`, and there must be no callback behind it.
+        """
+        return self.projector.raster(self._projected(self._seen(sizes)[0]))
+
     def layers(self) -> list[LayerModules]:
         """The layers in execution order, on items of `lengths(sizes)`.
 

@@ -282,7 +282,7 @@ def _build_planned_job(
     _check_same_examples(world, dataset, heldout)
     with world.together():
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
-    needs = StageNeeds.of(place, recipe.context.exchange, sees_ahead=model.backbone.sees_ahead)
+    needs = StageNeeds.of(place, recipe.context.exchange, needs_places=model.backbone.needs_places)
     step, optimizer = build_part(model, spec, place, PartConfig.of_recipe(recipe, world.device), mesh, world)
     evaluator = None
     if heldout is not None:
@@ -331,7 +331,13 @@ def open_dataset(
     The model's weights are not read. whole: examples are not truncated, but left out, as answers are compared whole.
     """
     modalities = {
-        name: Modality(recipe.transform(name), module.num_tokens, module.lengths, module.segments)
+        name: Modality(
+            recipe.transform(name),
+            module.num_tokens,
+            module.lengths,
+            module.segments,
+            module.grids if model.backbone.reads_grids else None,
+        )
         for name, module in model.encoders.items()
     }
     dataset: Examples

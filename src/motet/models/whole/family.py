@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from motet.core.errors import UserError
+from motet.data.transforms import Transform
 from motet.models.build import BackboneConfig, EncoderConfig
-from motet.models.families.registry import BACKBONES, ENCODERS, Family
+from motet.models.families.registry import BACKBONES, ENCODERS, GRID_BACKBONES, TOWERS, Family
 
 _LANGUAGE = r"^(model\.)?language_model\.(model\.)?"
 """Where a backbone lies in a larger checkpoint, in each of transformers' formats."""
@@ -23,11 +25,24 @@ BACKBONE_NAMES = (
 
 
 class WholeBackboneConfig(BackboneConfig):
-    """The backbone of a whole model, in whose directory it lies."""
+    """The backbone of a whole model, in whose directory it lies. family: also of those that are nothing else."""
+
+    family: str  # type: ignore[assignment]
 
     @property
     def classes(self) -> Family:
-        return replace(BACKBONES[self.family], part="text_config", prefixes=_LANGUAGE, prefix="model.")
+        family = (BACKBONES | GRID_BACKBONES)[self.family]
+        return replace(family, part="text_config", prefixes=_LANGUAGE, prefix="model.")
+
+
+class TowerConfig(EncoderConfig):
+    """A tower of a whole model whose last layers are the model's projector. family: of `registry.TOWERS`."""
+
+    family: str  # type: ignore[assignment]
+
+    @property
+    def classes(self) -> Family:
+        return TOWERS[self.family]
 
 
 @dataclass(frozen=True)
@@ -46,13 +61,15 @@ class WholeParts:
     """The parts of a whole model.
 
     names:  prefixes of weights in an MLLM, and in transformers' class. Together they cover all weights of both.
-    images: by encoder, what it is given.
+    images: by encoder, what it is given, where all images come to one size.
+    transforms: by any other encoder, what makes the transform of its files, given the directory. Raises UserError.
     """
 
     backbone: BackboneConfig
     encoders: dict[str, EncoderConfig]
     names: tuple[tuple[str, str], ...]
     images: dict[str, Images] = field(default_factory=dict)
+    transforms: dict[str, Callable[[Path], Transform]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -29,19 +29,9 @@ def image_options(path: Path, images: Images) -> dict[str, Any]:
 
     Raises UserError for a processor that is not there, that does more than that, or that makes another size.
     """
-    try:
-        with quiet_transformers():
-            processor = AutoImageProcessor.from_pretrained(
-                path, backend="pil", local_files_only=True, trust_remote_code=False
-            )
-    except Exception as error:
-        raise UserError(f"model.path: the image processor of {path} cannot be opened ({one_line(error)}).") from error
+    processor = open_image_processor(path)
     where = f"model.path: the {type(processor).__name__} of {path}"
-    for key, allowed in _ONLY.items():
-        if (value := getattr(processor, key, None)) not in allowed:
-            raise UserError(f"{where} has {key} = {value!r}, which Motet does not compute; it must be {allowed[0]!r}.")
-    if abs(processor.rescale_factor * 255 - 1) > 1e-9:
-        raise UserError(f"{where} has rescale_factor = {processor.rescale_factor}; it must be 1 / 255.")
+    check_processor(processor, where)
     size, crops = dict(processor.size), bool(getattr(processor, "do_center_crop", False))
     shortest_edge = size.pop("shortest_edge", None)
     made = dict(processor.crop_size) if crops else size
@@ -54,12 +44,39 @@ def image_options(path: Path, images: Images) -> dict[str, Any]:
         )
     if crops and shortest_edge is None:
         raise UserError(f"{where} resizes to {size} and crops, which Motet does not compute; it must be shortest_edge.")
-    normalises = bool(processor.do_normalize)
+    mean, std = normalisation(processor)
     return {
         "patch_size": images.patch_size,
         "size": images.size,
         "shortest_edge": shortest_edge,
         "resample": int(processor.resample),
-        "mean": tuple(processor.image_mean) if normalises else (0.0,),
-        "std": tuple(processor.image_std) if normalises else (1.0,),
+        "mean": mean,
+        "std": std,
     }
+
+
+def open_image_processor(path: Path) -> Any:
+    """transformers' image processor of a directory, on Pillow. Raises UserError if it cannot be opened."""
+    try:
+        with quiet_transformers():
+            return AutoImageProcessor.from_pretrained(
+                path, backend="pil", local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:
+        raise UserError(f"model.path: the image processor of {path} cannot be opened ({one_line(error)}).") from error
+
+
+def check_processor(processor: Any, where: str) -> None:
+    """Raise UserError for what no image processor may do, whatever its sizes. where: names it in the sentence."""
+    for key, allowed in _ONLY.items():
+        if (value := getattr(processor, key, None)) not in allowed:
+            raise UserError(f"{where} has {key} = {value!r}, which Motet does not compute; it must be {allowed[0]!r}.")
+    if abs(processor.rescale_factor * 255 - 1) > 1e-9:
+        raise UserError(f"{where} has rescale_factor = {processor.rescale_factor}; it must be 1 / 255.")
+
+
+def normalisation(processor: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of the channels; those that change nothing if it does not normalise."""
+    if not processor.do_normalize:
+        return (0.0,), (1.0,)
+    return tuple(processor.image_mean), tuple(processor.image_std)

@@ -5,5 +5,11 @@ from __future__ import annotations
 from motet.models.whole.family import WholeFamily
 from motet.models.whole.gemma3 import GEMMA3
 from motet.models.whole.llava import LLAVA
+from motet.models.whole.qwen_vl import QWEN2_5_VL, QWEN2_VL
 
-WHOLE: dict[str, WholeFamily] = {"llava": LLAVA, "gemma3": GEMMA3}
+WHOLE: dict[str, WholeFamily] = {
+    "llava": LLAVA,
+    "gemma3": GEMMA3,
+    "qwen2_vl": QWEN2_VL,
+    "qwen2_5_vl": QWEN2_5_VL,
+}

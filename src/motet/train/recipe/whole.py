@@ -16,6 +16,7 @@ from motet.core.workload import BACKBONE
 from motet.data.config import FilesConfig
 from motet.data.processed_images import ProcessedImages
 from motet.data.text import ChatTokenizer
+from motet.data.transforms import Transform
 from motet.models.build import ModelConfig
 from motet.models.whole.directory import WholeDirectory
 from motet.models.whole.processor import image_options
@@ -83,14 +84,15 @@ class WholeRecipe(Recipe):
         """The encoder's own name: there are no tables."""
         return encoder
 
-    def transform(self, encoder: str) -> ProcessedImages:
+    def transform(self, encoder: str) -> Transform:
         """What the model's own processor makes of files for an encoder. Raises UserError for one that is not known."""
         return self._transforms[encoder]
 
     @cached_property
-    def _transforms(self) -> dict[str, ProcessedImages]:
-        images = self.directory.parts.images
-        return {name: ProcessedImages(**image_options(self.model.path, each)) for name, each in images.items()}
+    def _transforms(self) -> dict[str, Transform]:
+        parts, path = self.directory.parts, self.model.path
+        of_one_size = {name: ProcessedImages(**image_options(path, each)) for name, each in parts.images.items()}
+        return of_one_size | {name: made_of(path) for name, made_of in parts.transforms.items()}
 
 
 def check_whole_tables(path: Path, tables: dict[str, Any]) -> None:
