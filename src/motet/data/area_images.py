@@ -1,7 +1,7 @@
 """An image as Qwen's image processors prepare it: in its own aspect, with an area between two bounds.
 
 Sizes and pixels are those of transformers' Qwen2VLImageProcessorPil (`smart_resize`). The values come from the model's
-directory (`models/whole/areas.py`).
+directory (`models/whole/processor.py`).
 """
 
 from __future__ import annotations

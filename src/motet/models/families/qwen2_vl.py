@@ -94,9 +94,7 @@ class _Qwen2VLBlocks(nn.Module):
     def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
         """The blocks first ... stop - 1."""
         grids = sizes.numpy()
-        rotation = patch_rotation(
-            self.model.rotary_pos_emb.inv_freq, patch_coordinates(grids, self.merge), hidden
-        )
+        rotation = patch_rotation(self.model.rotary_pos_emb.inv_freq, patch_coordinates(grids, self.merge), hidden)
         segments = PackedItems.from_lengths(np.prod(grids, axis=1))
         for block in self.blocks[first:stop]:
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotation)

@@ -220,8 +220,8 @@ def _check_sections(config: PreTrainedConfig, name: str, sections: Any) -> None:
     is_three = isinstance(sections, list | tuple) and len(sections) == NUM_AXES
     if not is_three or any(type(each) is not int or each < 1 for each in sections) or sum(sections) != pairs:
         raise UserError(
-            f"{name}.mrope_section is {sections!r}; it must be {NUM_AXES} whole numbers that add up to {pairs}, half the "
-            "channels of a head."
+            f"{name}.mrope_section is {sections!r}; it must be {NUM_AXES} whole numbers that add up to {pairs}, half "
+            "the channels of a head."
         )
 
 

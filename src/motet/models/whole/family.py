@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from motet.core.errors import UserError
-from motet.data.transforms import Transform
 from motet.models.build import BackboneConfig, EncoderConfig
 from motet.models.families.registry import BACKBONES, ENCODERS, GRID_BACKBONES, TOWERS, Family
 
@@ -57,19 +55,29 @@ class Images:
 
 
 @dataclass(frozen=True)
+class Areas:
+    """What images become before the encoder of a whole model that takes them in their own aspect.
+
+    patch_size, merge_size: sides of a patch, and of a merge block in patches. temporal_patch_size: repeats of a patch.
+    """
+
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+
+
+@dataclass(frozen=True)
 class WholeParts:
     """The parts of a whole model.
 
     names:  prefixes of weights in an MLLM, and in transformers' class. Together they cover all weights of both.
-    images: by encoder, what it is given, where all images come to one size.
-    transforms: by any other encoder, what makes the transform of its files, given the directory. Raises UserError.
+    images: by encoder, what it is given.
     """
 
     backbone: BackboneConfig
     encoders: dict[str, EncoderConfig]
     names: tuple[tuple[str, str], ...]
-    images: dict[str, Images] = field(default_factory=dict)
-    transforms: dict[str, Callable[[Path], Transform]] = field(default_factory=dict)
+    images: dict[str, Images | Areas] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ transformers reads the directory, so that what its files leave out is what the p
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoImageProcessor
 
 from motet.core.errors import UserError
 from motet.models.config_file import one_line, quiet_transformers
-from motet.models.whole.family import Images
+from motet.models.whole.family import Areas, Images
 
 _ONLY = {
     "do_resize": (True,),
@@ -53,6 +54,31 @@ def image_options(path: Path, images: Images) -> dict[str, Any]:
         "mean": mean,
         "std": std,
     }
+
+
+def area_options(path: Path, areas: Areas) -> dict[str, Any]:
+    """The options of `data/area_images.py: AreaImages` for a model in `path`.
+
+    Raises UserError for a processor that is not there, that is another, or that makes other patches.
+    """
+    processor = open_image_processor(path)
+    where = f"model.path: the {type(processor).__name__} of {path}"
+    check_processor(processor, where)
+    if type(processor).__name__ != "Qwen2VLImageProcessorPil":
+        raise UserError(f"{where} is not what Motet computes for this model; it must be a Qwen2VLImageProcessor.")
+    sides = asdict(areas)
+    for key, taken in sides.items():
+        if (made := getattr(processor, key)) != taken:
+            raise UserError(f"{where} has {key} = {made}, and the vision tower takes {taken}.")
+    size = dict(processor.size)
+    least, most = size.get("shortest_edge"), size.get("longest_edge")
+    if not least or not most or least > most:
+        raise UserError(
+            f"{where} has size = {size}; it must name the smallest area shortest_edge, and the largest longest_edge."
+        )
+    mean, std = normalisation(processor)
+    resample = int(processor.resample)
+    return sides | {"mean": mean, "std": std, "min_area": least, "max_area": most, "resample": resample}
 
 
 def open_image_processor(path: Path) -> Any:

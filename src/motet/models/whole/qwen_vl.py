@@ -13,9 +13,9 @@ from transformers import PreTrainedConfig, Qwen2_5_VLForConditionalGeneration, Q
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLPatchMerger
 from transformers.models.qwen2_vl.modeling_qwen2_vl import PatchMerger
 
-from motet.models.whole.areas import Areas
 from motet.models.whole.family import (
     BACKBONE_NAMES,
+    Areas,
     TowerConfig,
     WholeBackboneConfig,
     WholeFamily,
@@ -32,9 +32,15 @@ _MLP = ("mlp.0.weight", "mlp.0.bias", "mlp.2.weight", "mlp.2.bias")
 
 
 def _parts(
-    family: str, width: str, merger: type[nn.Module], norm: Sequence[str], config: PreTrainedConfig, directory: WholeDirectory
+    family: str,
+    width: str,
+    merger: type[nn.Module],
+    norm: Sequence[str],
+    config: PreTrainedConfig,
+    directory: WholeDirectory,
 ) -> WholeParts:
-    """family: of tower and text; width: the tower's option that is the text's width; norm: the merger's weights of it."""
+    """family: of tower and text. width: the tower's option that is the text's width. norm: the merger's weights of it.
+    """
     where, tower, text = str(directory.file), config.vision_config, config.text_config
     check_option(where, f"vision_config.{width}", getattr(tower, width), text.hidden_size)
     tensors = directory.tensors_at({f"merger.{name}": _MERGER + name for name in (*norm, *_MLP)})
@@ -53,7 +59,7 @@ def _parts(
             ("encoders.image.encoder.model.", "model.visual."),
             ("encoders.image.projector.merger.", _MERGER),
         ),
-        transforms={"image": Areas(tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size).transform},
+        {"image": Areas(tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size)},
     )
 
 

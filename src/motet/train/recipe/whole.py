@@ -5,6 +5,7 @@ The directory says what is made of texts and images, so such a recipe has neithe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,22 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
+from motet.data.area_images import AreaImages
 from motet.data.config import FilesConfig
 from motet.data.processed_images import ProcessedImages
 from motet.data.text import ChatTokenizer
 from motet.data.transforms import Transform
 from motet.models.build import ModelConfig
 from motet.models.whole.directory import WholeDirectory
-from motet.models.whole.processor import image_options
+from motet.models.whole.family import Areas, Images
+from motet.models.whole.processor import area_options, image_options
 from motet.train.recipe.recipe import Recipe
+
+_TRANSFORMS: dict[type, tuple[Callable[[Path, Any], dict[str, Any]], Callable[..., Transform]]] = {
+    Images: (image_options, ProcessedImages),
+    Areas: (area_options, AreaImages),
+}
+"""What an encoder takes -> its options, of the model's own processor, and the transform that has them."""
 
 
 class WholeModelConfig(BaseModel):
@@ -90,9 +99,11 @@ class WholeRecipe(Recipe):
 
     @cached_property
     def _transforms(self) -> dict[str, Transform]:
-        parts, path = self.directory.parts, self.model.path
-        of_one_size = {name: ProcessedImages(**image_options(path, each)) for name, each in parts.images.items()}
-        return of_one_size | {name: made_of(path) for name, made_of in parts.transforms.items()}
+        made: dict[str, Transform] = {}
+        for name, taken in self.directory.parts.images.items():
+            options_of, transform = _TRANSFORMS[type(taken)]
+            made[name] = transform(**options_of(self.model.path, taken))
+        return made
 
 
 def check_whole_tables(path: Path, tables: dict[str, Any]) -> None:
