@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import soundfile
 import torch
 import transformers
 from PIL import Image
@@ -69,6 +70,11 @@ def theirs(folder: Path) -> Step:
     config = transformers.AutoConfig.from_pretrained(folder / "model")
     kind = getattr(transformers, config.architectures[0])
     model = kind.from_pretrained(folder / "model", dtype=torch.float64).train()
+    with torch.device("meta"):
+        # What the class freezes (positions of clips) its reader of files lets learn, as it does all weights.
+        learns = {name: each.requires_grad for name, each in kind(config).named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(learns[name])
     keep_float64(model)
     _turn_patches_in_float64(model)
     total, num_targets = torch.zeros((), dtype=torch.float64), 0
@@ -76,14 +82,20 @@ def theirs(folder: Path) -> Step:
         record = json.loads(line)
         # Not by the parts' paths: the reader of these shows what is under transparent pixels, the processor white.
         images = [Image.open(folder / name) for name in record.get("image", [])]
+        messages = messages_of(record, placeholder_of(processor))
+        clips = [part for message in messages for part in message["content"] if part["type"] == "audio"]
+        for part, name in zip(clips, record.get("audio", []), strict=True):
+            part["audio"] = soundfile.read(folder / name, dtype="float32")[0]
         inputs = processor.apply_chat_template(
-            messages_of(record, placeholder_of(processor)),
+            messages,
             tokenize=True,
             return_dict=True,
             return_tensors="pt",
             return_assistant_tokens_mask=True,
             processor_kwargs={"images": images} if images else {},
         )
+        if "input_features" in inputs:
+            _take_features(inputs, record, folder)
         is_target = torch.as_tensor(inputs.pop("assistant_masks")).bool()[0]
         inputs = {name: each.double() if each.is_floating_point() else each for name, each in inputs.items()}
         logits = model(**inputs).logits[0]
@@ -120,21 +132,39 @@ def _turned_in_float64(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return turned(query), turned(key)
 
 
+def _take_features(inputs: dict[str, Any], record: dict[str, Any], folder: Path) -> None:
+    """Put Motet's frames of clips in the place of transformers', which must be equal to 1e-5: both are float32.
+
+    Frames behind those that Motet computes stay as they are, as nothing may depend on them.
+    """
+    recipe = load_recipe(folder / "recipe.toml", [])
+    for name, theirs, mask in zip(record["audio"], inputs["input_features"], inputs["feature_attention_mask"]):
+        media = recipe.transform("audio")(soundfile.read(folder / name, dtype="float32")[0], 16_000)
+        if (
+            int(mask.sum()) != media.size[0]
+            or np.abs(theirs[:, : len(media.values)].numpy().T - media.values).max() > 1e-5
+        ):
+            raise ValueError(f"{name} has other frames")
+        theirs[:, : len(media.values)] = torch.from_numpy(media.values.T)
+
+
 def messages_of(record: dict[str, Any], placeholder: str = "<image>") -> list[dict[str, Any]]:
-    """A record's turns as typed parts: texts, and images where the placeholder stands."""
+    """A record's turns as typed parts: texts, and items where the placeholder stands."""
     messages = []
     for turn in record["conversations"]:
         first, *others = turn["value"].split(placeholder)
         parts = [{"type": "text", "text": first}]
         for text in others:
-            parts += [{"type": "image"}, {"type": "text", "text": text}]
+            parts += [{"type": placeholder.strip("<>\n")}, {"type": "text", "text": text}]
         role = {"human": "user", "gpt": "assistant"}[turn["from"]]
         messages.append({"role": role, "content": [part for part in parts if part.get("text", True)]})
     return messages
 
 
 def placeholder_of(processor: Any) -> str:
-    """What stands for an image in a record; with its line break, if the template writes one behind an image."""
+    """What stands for an item in a record; with its line break, if the template writes one behind it."""
+    if not hasattr(processor, "image_processor"):
+        return "<audio>"
     alone = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
     breaks_line = f"{processor.image_token}\n" in processor.apply_chat_template(alone)
     return "<image>\n" if breaks_line else "<image>"

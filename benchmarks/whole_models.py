@@ -13,8 +13,10 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import soundfile
 import torch
 import transformers
+from numpy.typing import NDArray
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -40,6 +42,16 @@ QWEN_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% for part in message.content %}"
     "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
     "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% elif message.role == 'assistant' %}{% generation %}{{ part.text + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{{ '\n' if message.role == 'assistant' else '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+QWEN_AUDIO_TEMPLATE = (
+    "{% set clips = namespace(count=0) %}{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% for part in message.content %}{% if part.type == 'audio' %}{% set clips.count = clips.count + 1 %}"
+    "{{ 'Audio ' ~ clips.count ~ ': <|audio_bos|><|AUDIO|><|audio_eos|>\n' }}"
     "{% elif message.role == 'assistant' %}{% generation %}{{ part.text + '<|im_end|>' }}{% endgeneration %}"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}"
     "{{ '\n' if message.role == 'assistant' else '<|im_end|>\n' }}{% endfor %}"
@@ -78,29 +90,36 @@ def write_job(folder: Path, family: str, num_examples: int = 8) -> Path:
     """The directory of a tiny model, examples for it and a recipe. Returns the path of the recipe."""
     torch.manual_seed(11)
     FAMILIES[family](folder / "model")
-    write_examples(folder, num_examples)
+    write_examples(folder, num_examples, "audio" if family in AUDIO_FAMILIES else "image")
     (folder / "recipe.toml").write_text(RECIPE)
     return folder / "recipe.toml"
 
 
-def write_examples(folder: Path, num_examples: int) -> None:
-    """train.jsonl: examples without, with one and with two images of many sizes and kinds, of one or two rounds."""
+def write_examples(folder: Path, num_examples: int, modality: str = "image") -> None:
+    """train.jsonl: examples without, with one and with two items of many sizes and kinds, of one or two rounds.
+
+    modality: image or audio.
+    """
     rng = np.random.default_rng(5)
-    (folder / "images").mkdir(parents=True)
+    (folder / "media").mkdir(parents=True)
     records = []
     for number in range(num_examples):
         files = []
         for place in range((1, 0, 2, 1)[number % 4]):
-            files.append(f"images/{number}-{place}.png")
-            _draw(rng, ("RGB", "L", "RGBA", "P")[number // 2 % 4]).save(folder / files[-1])
+            if modality == "image":
+                files.append(f"media/{number}-{place}.png")
+                _draw(rng, ("RGB", "L", "RGBA", "P")[number // 2 % 4]).save(folder / files[-1])
+            else:
+                files.append(f"media/{number}-{place}.wav")
+                soundfile.write(folder / files[-1], _sound(rng, CLIP_SAMPLES[number // 2 % 4] - place), 16_000)
         words = "".join(rng.choice(list("abcde fgh"), rng.integers(4, 30)))
         turns = [
-            {"from": "human", "value": "<image>\n" * len(files) + f"What is {words}?"},
+            {"from": "human", "value": f"<{modality}>\n" * len(files) + f"What is {words}?"},
             {"from": "gpt", "value": f"It is {words[::-1]}."},
         ]
         if number % 3 == 0:
             turns += [{"from": "human", "value": "Is it?"}, {"from": "gpt", "value": "Yes."}]
-        records.append({"conversations": turns, **({"image": files} if files else {})})
+        records.append({"conversations": turns, **({modality: files} if files else {})})
     (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
@@ -111,6 +130,17 @@ def _draw(rng: np.random.Generator, mode: str) -> Image.Image:
     waves = [128 + 90 * np.sin(x / rng.uniform(2, 9) + y / rng.uniform(2, 9)) for _ in range(4)]
     pixels = (np.stack(waves, axis=-1) + rng.normal(0, 12, (height, width, 4))).clip(0, 255).astype(np.uint8)
     return Image.fromarray(pixels if mode == "RGBA" else pixels[..., :3]).convert(mode)
+
+
+CLIP_SAMPLES = (4001, 16_000, 15_850, 9_000)
+"""Of a clip that ends within a frame, of one as long as a chunk, of one a frame shorter, and of one of whole frames."""
+
+
+def _sound(rng: np.random.Generator, num_samples: int) -> NDArray[np.float64]:
+    """A tone that rises and falls, with noise, and is loudest at its end."""
+    time = np.arange(num_samples) / 16_000
+    tone = np.sin(2 * np.pi * rng.uniform(200, 900) * time * (1 + 0.3 * np.sin(9 * time)))
+    return 0.4 * (0.2 + np.linspace(0, 1, num_samples)) * tone + rng.normal(0, 0.01, num_samples)
 
 
 def tokenizer_with(special: dict[str, str], **options: object) -> transformers.PreTrainedTokenizerFast:
@@ -298,9 +328,11 @@ def _without_videos(kind: type, images: Any, tokenizer: Any, template: str) -> A
 
 def open_processor(folder: Path) -> Any:
     """transformers' processor of a directory, with images on Pillow."""
-    images = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     stored = json.loads((folder / "processor_config.json").read_text())
     kind = getattr(transformers, stored["processor_class"])
+    if "image_processor" not in kind.get_attributes():
+        return kind.from_pretrained(folder)
+    images = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     if "video_processor" in kind.get_attributes():
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         return _without_videos(kind, images, tokenizer, (folder / "chat_template.jinja").read_text())
@@ -309,10 +341,51 @@ def open_processor(folder: Path) -> Any:
     return processor
 
 
+def write_qwen2_audio(folder: Path) -> None:
+    """Qwen2-Audio: chunks of one second, a hundred frames of 20 mel bands."""
+    special = {
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "turn_token": "<|im_start|>",
+        "audio_token": "<|AUDIO|>",
+        "audio_bos_token": "<|audio_bos|>",
+        "audio_eos_token": "<|audio_eos|>",
+    }
+    tokenizer = tokenizer_with(special)
+    extractor = transformers.WhisperFeatureExtractor(feature_size=20, chunk_length=1, return_attention_mask=True)
+    tower = {
+        "model_type": "qwen2_audio_encoder",
+        "num_mel_bins": 20,
+        "d_model": 16,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 28,
+        "max_source_positions": 50,
+    }
+    text = {
+        "model_type": "qwen2",
+        "vocab_size": len(tokenizer) + 3,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+    }
+    config = transformers.Qwen2AudioConfig(
+        audio_config=tower, text_config=text, audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>")
+    )
+    like_trained(transformers.Qwen2AudioForConditionalGeneration(config)).save_pretrained(folder)
+    transformers.Qwen2AudioProcessor(extractor, tokenizer, chat_template=QWEN_AUDIO_TEMPLATE).save_pretrained(folder)
+
+
+AUDIO_FAMILIES = ("qwen2_audio",)
+"""Families whose examples have clips in place of images."""
+
 FAMILIES: dict[str, Callable[[Path], None]] = {
     "llava": write_llava,
     "gemma3": write_gemma3,
     "qwen2_vl": write_qwen2_vl,
     "qwen2_5_vl": write_qwen2_5_vl,
+    "qwen2_audio": write_qwen2_audio,
 }
 """Family -> what writes the directory of a tiny model of it."""

@@ -18,7 +18,7 @@ from ranks import run_ranks
 
 with benchmark("whole_models") as whole_models, benchmark("against_transformers") as against:
     FAMILIES = list(whole_models.FAMILIES)
-FROZEN = re.compile(r"vision_tower|visual\.(?!merger)")
+FROZEN = re.compile(r"vision_tower|visual\.(?!merger)|audio_tower")
 """Weights of the towers, without their mergers, which are projectors."""
 ONE_STEP = ["run.dtype=float64", "run.steps=1", "run.batch_size=8", "data.shuffle=false", "data.num_workers=0"]
 
@@ -54,7 +54,8 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_training_on_two_ranks_and_the_directory_that_comes_back(job, reference, tmp_path):
-    frozen = "model.train.image=false"
+    reads = "audio" if job.name.startswith(whole_models.AUDIO_FAMILIES) else "image"
+    frozen = f"model.train.{reads}=false"
     # What one rank does, two families show: one with images of one size, one with images of their own.
     alone_too = job.name.startswith(("llava", "qwen2_vl"))
     for num_ranks in (1, 2) if alone_too else (2,):
@@ -77,7 +78,7 @@ def test_training_on_two_ranks_and_the_directory_that_comes_back(job, reference,
     assert not any(info.values())
     theirs = [whole_models.open_processor(each) for each in (job / "model", alone)]
     assert theirs[0].to_dict() == theirs[1].to_dict() and theirs[0].chat_template == theirs[1].chat_template
-    assert "All parts learned but image" in (alone / "README.md").read_text()
+    assert f"All parts learned but {reads}" in (alone / "README.md").read_text()
     # And so does Motet.
     again = tmp_path / "again"
     shutil.copytree(job, again, ignore=shutil.ignore_patterns("model", "*.motet-index"))
@@ -86,6 +87,6 @@ def test_training_on_two_ranks_and_the_directory_that_comes_back(job, reference,
 
 
 def test_a_recipe_as_it_is_written_down_is_the_same_recipe(job, tmp_path):
-    recipe = load_recipe(job / "recipe.toml", ["model.train.image=false"])
+    recipe = load_recipe(job / "recipe.toml", ["model.train.projector=false"])
     (tmp_path / "recipe.toml").write_text(dump_recipe(recipe))
     assert load_recipe(tmp_path / "recipe.toml") == recipe

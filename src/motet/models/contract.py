@@ -7,6 +7,7 @@ Any `torch.nn.Module` with the members of `Encoder` can be an encoder. Further m
                      recipe says so. Default: none.
     cost:            "packed" (work grows with the sum of lengths; the default) or "padded" (with count x longest).
     lengths(sizes):  int64 [num_items], the lengths that balancing uses. Default: the product of an item's sizes.
+    num_inputs(sizes): int64 [num_items], the rows of `values` that each item has. Default: the product of its sizes.
     segments(sizes): `core.item_segments.ItemSegments`, the parts of each item (tiles, frames, windows) beyond which
                      no row attends; they add up to the item's length. Default: each item is one segment. Layers that
                      attend over the whole item say so: `Attention(whole=True)`. "packed" encoders only.

@@ -106,6 +106,11 @@ class ModalityModule(nn.Module):
         """How the work of its items adds up: "packed" or "padded"."""
         return getattr(self.encoder, "cost", "packed")
 
+    def num_inputs(self, sizes: Int64Array) -> Int64Array:
+        """The rows that each item itself has, before `before`, int64 [num_items]."""
+        said = getattr(self.encoder, "num_inputs", None) if self.before is None else None
+        return np.prod(sizes, axis=1) if said is None else said(sizes)
+
     def lengths(self, sizes: Int64Array) -> Int64Array:
         """The length of each item for balancing, int64 [num_items]: patches, mel frames, over all that it becomes."""
         segments = self.segments(sizes)

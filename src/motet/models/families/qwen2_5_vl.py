@@ -37,7 +37,7 @@ def _mlp_half(layer: nn.Module, hidden: Tensor, **arrangement: Any) -> Tensor:
 class Qwen25VLTower(nn.Module):
     """Rows are patches (channel, time, y, x), merge x merge neighbours consecutive; sizes are (patch rows, columns).
 
-    Raises UserError for windows that are not whole merge blocks, and for a layer that is not there.
+    Raises UserError for windows that are not whole merge blocks.
     """
 
     halves = (_attention_half, _mlp_half)
@@ -52,8 +52,6 @@ class Qwen25VLTower(nn.Module):
             raise UserError(f"window_size is {config.window_size}; it must be a multiple of {block}, a block's side.")
         self.window = config.window_size // block
         self.whole = frozenset(config.fullatt_block_indexes)
-        if wrong := sorted(self.whole - set(range(config.depth))):
-            raise UserError(f"fullatt_block_indexes has {wrong[0]}; the tower has the layers 0 to {config.depth - 1}.")
         model.merger = nn.Identity()
         keep_float64(model)
         for layer in model.blocks:

@@ -40,7 +40,7 @@ from motet.models.families.clip import ClipEncoder
 from motet.models.families.dinov2 import Dinov2Encoder
 from motet.models.families.grid_text import Qwen2VLCausalLM, Qwen25VLCausalLM
 from motet.models.families.qwen2_5_vl import Qwen25VLTower
-from motet.models.families.qwen2_audio import Qwen2AudioEncoder
+from motet.models.families.qwen2_audio import Qwen2AudioEncoder, Qwen2AudioTower
 from motet.models.families.qwen2_vl import Qwen2VLEncoder, Qwen2VLTower
 from motet.models.families.shaped import (
     ShapedAudioConfig,
@@ -194,8 +194,9 @@ TOWERS = {
         depth="depth",
         branches=QWEN2_5_VL_BRANCHES,
     ),
+    "qwen2_audio": replace(ENCODERS["qwen2_audio"], adapter=Qwen2AudioTower),
 }
-"""Towers of whole models alone, whose last layers are the model's projector."""
+"""Towers as whole models have them: the last layers of some are the model's projector."""
 
 SHAPED_BACKBONE = Family(ShapedLMConfig, ShapedCausalLM, depth="num_layers", branches=SHAPED_BRANCHES)
 

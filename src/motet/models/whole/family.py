@@ -34,7 +34,7 @@ class WholeBackboneConfig(BackboneConfig):
 
 
 class TowerConfig(EncoderConfig):
-    """A tower of a whole model whose last layers are the model's projector. family: of `registry.TOWERS`."""
+    """A tower that is another in its whole model than by itself. family: of `registry.TOWERS`."""
 
     family: str  # type: ignore[assignment]
 
@@ -67,6 +67,18 @@ class Areas:
 
 
 @dataclass(frozen=True)
+class Clips:
+    """What clips become before the encoder of a whole model is given them: log-mel frames in a chunk of silence.
+
+    num_mels: values of a frame. max_frames: of the chunk. margin: frames of silence that the encoder sees.
+    """
+
+    num_mels: int
+    max_frames: int
+    margin: int
+
+
+@dataclass(frozen=True)
 class WholeParts:
     """The parts of a whole model.
 
@@ -77,7 +89,7 @@ class WholeParts:
     backbone: BackboneConfig
     encoders: dict[str, EncoderConfig]
     names: tuple[tuple[str, str], ...]
-    images: dict[str, Images | Areas] = field(default_factory=dict)
+    images: dict[str, Images | Areas | Clips] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the image processor of a whole model does to an image, as plain values.
+"""What the processor of a whole model does to an image or a clip, as plain values.
 
 transformers reads the directory, so that what its files leave out is what the processor's class has by default.
 """
@@ -9,11 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoImageProcessor
+from transformers import AutoFeatureExtractor, AutoImageProcessor, WhisperFeatureExtractor
 
 from motet.core.errors import UserError
 from motet.models.config_file import one_line, quiet_transformers
-from motet.models.whole.family import Areas, Images
+from motet.models.whole.family import Areas, Clips, Images
 
 _ONLY = {
     "do_resize": (True,),
@@ -78,7 +78,36 @@ def area_options(path: Path, areas: Areas) -> dict[str, Any]:
         )
     mean, std = normalisation(processor)
     resample = int(processor.resample)
-    return sides | {"mean": mean, "std": std, "min_area": least, "max_area": most, "resample": resample}
+    area = {"min_area": least, "max_area": most}
+    return sides | area | {"mean": mean, "std": std, "resample": resample}
+
+
+def clip_options(path: Path, clips: Clips) -> dict[str, Any]:
+    """The options of `data/padded_clips.py: PaddedClips` for a model in `path`.
+
+    Raises UserError for an extractor that is not there, that is another, or that makes other frames.
+    """
+    try:
+        with quiet_transformers():
+            extractor = AutoFeatureExtractor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise UserError(f"model.path: the feature extractor of {path} cannot be opened ({one_line(error)}).") from error
+    where = f"model.path: the {type(extractor).__name__} of {path}"
+    if type(extractor) is not WhisperFeatureExtractor:
+        raise UserError(f"{where} is not what Motet computes for this model; it must be a WhisperFeatureExtractor.")
+    # Mel filters of transformers end at 8 kHz, whatever the rate.
+    only = {"sampling_rate": 16_000, "feature_size": clips.num_mels, "dither": 0.0, "padding_value": 0.0}
+    for key, needed in (only | {"padding_side": "right", "nb_max_frames": clips.max_frames}).items():
+        if (value := getattr(extractor, key)) != needed:
+            raise UserError(f"{where} has {key} = {value!r}; for this model it must be {needed!r}.")
+    return {
+        "sampling_rate": extractor.sampling_rate,
+        "num_mels": clips.num_mels,
+        "n_fft": extractor.n_fft,
+        "hop_length": extractor.hop_length,
+        "max_seconds": float(extractor.chunk_length),
+        "margin": clips.margin,
+    }
 
 
 def open_image_processor(path: Path) -> Any:

@@ -39,8 +39,7 @@ def _parts(
     config: PreTrainedConfig,
     directory: WholeDirectory,
 ) -> WholeParts:
-    """family: of tower and text. width: the tower's option that is the text's width. norm: the merger's weights of it.
-    """
+    """family: of tower and text. width: the tower's option that is the text's width. norm: the merger's own weights."""
     where, tower, text = str(directory.file), config.vision_config, config.text_config
     check_option(where, f"vision_config.{width}", getattr(tower, width), text.hidden_size)
     tensors = directory.tensors_at({f"merger.{name}": _MERGER + name for name in (*norm, *_MLP)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from motet.models.whole.family import WholeFamily
 from motet.models.whole.gemma3 import GEMMA3
 from motet.models.whole.llava import LLAVA
+from motet.models.whole.qwen2_audio import QWEN2_AUDIO
 from motet.models.whole.qwen_vl import QWEN2_5_VL, QWEN2_VL
 
 WHOLE: dict[str, WholeFamily] = {
@@ -12,4 +13,5 @@ WHOLE: dict[str, WholeFamily] = {
     "gemma3": GEMMA3,
     "qwen2_vl": QWEN2_VL,
     "qwen2_5_vl": QWEN2_5_VL,
+    "qwen2_audio": QWEN2_AUDIO,
 }

@@ -16,18 +16,20 @@ from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
 from motet.data.area_images import AreaImages
 from motet.data.config import FilesConfig
+from motet.data.padded_clips import PaddedClips
 from motet.data.processed_images import ProcessedImages
 from motet.data.text import ChatTokenizer
 from motet.data.transforms import Transform
 from motet.models.build import ModelConfig
 from motet.models.whole.directory import WholeDirectory
-from motet.models.whole.family import Areas, Images
-from motet.models.whole.processor import area_options, image_options
+from motet.models.whole.family import Areas, Clips, Images
+from motet.models.whole.processor import area_options, clip_options, image_options
 from motet.train.recipe.recipe import Recipe
 
 _TRANSFORMS: dict[type, tuple[Callable[[Path, Any], dict[str, Any]], Callable[..., Transform]]] = {
     Images: (image_options, ProcessedImages),
     Areas: (area_options, AreaImages),
+    Clips: (clip_options, PaddedClips),
 }
 """What an encoder takes -> its options, of the model's own processor, and the transform that has them."""
 
