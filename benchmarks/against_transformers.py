@@ -111,7 +111,7 @@ def _turn_patches_in_float64(model: torch.nn.Module) -> None:
     """Let towers of Qwen turn patches in float64, in place: transformers' turn them in float32, which is 1e-7."""
     for module in list(model.modules()):
         if hasattr(modeling := sys.modules[type(module).__module__], "apply_rotary_pos_emb_vision"):
-            modeling.apply_rotary_pos_emb_vision = _turned_in_float64
+            vars(modeling)["apply_rotary_pos_emb_vision"] = _turned_in_float64
         if type(module).__name__.endswith("VisionRotaryEmbedding"):
             module.forward = partial(_turns_in_float64, module)
 
@@ -139,7 +139,8 @@ def _take_features(inputs: dict[str, Any], record: dict[str, Any], folder: Path)
     """
     recipe = load_recipe(folder / "recipe.toml", [])
     for name, theirs, mask in zip(record["audio"], inputs["input_features"], inputs["feature_attention_mask"]):
-        media = recipe.transform("audio")(soundfile.read(folder / name, dtype="float32")[0], 16_000)
+        transform: Any = recipe.transform("audio")
+        media = transform(soundfile.read(folder / name, dtype="float32")[0], 16_000)
         if (
             int(mask.sum()) != media.size[0]
             or np.abs(theirs[:, : len(media.values)].numpy().T - media.values).max() > 1e-5

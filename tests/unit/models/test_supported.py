@@ -265,5 +265,5 @@ def test_sections_of_a_grid_are_checked(sections):
     config.rope_parameters = {"rope_type": "default", "type": "mrope", "rope_theta": 1e4, "mrope_section": [2, 1, 3]}
     check_backbone(config)
     config.rope_parameters["mrope_section"] = sections
-    with pytest.raises(UserError, match="mrope_section is .* add up to 6"):
+    with pytest.raises(UserError, match=r"mrope_section is .* add up to 6"):
         check_backbone(config)

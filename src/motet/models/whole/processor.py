@@ -83,7 +83,7 @@ def area_options(path: Path, areas: Areas) -> dict[str, Any]:
 
 
 def clip_options(path: Path, clips: Clips) -> dict[str, Any]:
-    """The options of `data/padded_clips.py: PaddedClips` for a model in `path`.
+    """The options of `data/chunked_clips.py: ChunkedClips` for a model in `path`.
 
     Raises UserError for an extractor that is not there, that is another, or that makes other frames.
     """

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
 from motet.data.area_images import AreaImages
+from motet.data.chunked_clips import ChunkedClips
 from motet.data.config import FilesConfig
-from motet.data.padded_clips import PaddedClips
 from motet.data.processed_images import ProcessedImages
 from motet.data.text import ChatTokenizer
 from motet.data.transforms import Transform
@@ -29,7 +29,7 @@ from motet.train.recipe.recipe import Recipe
 _TRANSFORMS: dict[type, tuple[Callable[[Path, Any], dict[str, Any]], Callable[..., Transform]]] = {
     Images: (image_options, ProcessedImages),
     Areas: (area_options, AreaImages),
-    Clips: (clip_options, PaddedClips),
+    Clips: (clip_options, ChunkedClips),
 }
 """What an encoder takes -> its options, of the model's own processor, and the transform that has them."""
 

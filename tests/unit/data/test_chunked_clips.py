@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from motet.data.padded_clips import PaddedClips
+from motet.data.chunked_clips import ChunkedClips
 
 LENGTHS = [1, 159, 160, 161, 4000, 4001, 15_599, 15_600, 15_601, 15_840, 15_841, 15_999, 16_000]
 
@@ -12,7 +12,7 @@ LENGTHS = [1, 159, 160, 161, 4000, 4001, 15_599, 15_600, 15_601, 15_840, 15_841,
 def test_frames_are_those_of_transformers(num_mels, n_fft, hop):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.WhisperFeatureExtractor(feature_size=num_mels, chunk_length=1, n_fft=n_fft, hop_length=hop)
-    ours = PaddedClips(num_mels=num_mels, n_fft=n_fft, hop_length=hop, max_seconds=1.0, margin=2)
+    ours = ChunkedClips(num_mels=num_mels, n_fft=n_fft, hop_length=hop, max_seconds=1.0, margin=2)
     rng = np.random.default_rng(7)
     for length in LENGTHS:
         # Loudest at the end, so that a frame behind the clip may be the loudest of all.
@@ -29,5 +29,5 @@ def test_frames_are_those_of_transformers(num_mels, n_fft, hop):
 
 
 def test_silence_has_frames_too():
-    made = PaddedClips(num_mels=20, max_seconds=1.0, margin=2)(np.zeros(800, dtype=np.float32), 16_000)
+    made = ChunkedClips(num_mels=20, max_seconds=1.0, margin=2)(np.zeros(800, dtype=np.float32), 16_000)
     np.testing.assert_allclose(made.values, np.full((7, 20), -1.5), rtol=0, atol=1e-6)

@@ -16,13 +16,13 @@ from motet.data.audio import AudioTransform
 
 
 @dataclass(frozen=True)
-class PaddedClips(AudioTransform):
+class ChunkedClips(AudioTransform):
     """A clip's file to the log-mel frames of a model that pads all clips to max_seconds.
 
     margin: frames of silence behind the clip's own, fewer where the chunk ends. An item's size does not count them.
 
     Example:
-        >>> media = PaddedClips(margin=2)(np.zeros(1600, dtype=np.float32), 16_000)
+        >>> media = ChunkedClips(margin=2)(np.zeros(1600, dtype=np.float32), 16_000)
         >>> media.size.tolist(), media.values.shape
         ([10], (12, 80))
     """
