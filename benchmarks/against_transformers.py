@@ -4,19 +4,23 @@
 
 transformers' side: its own class, processor and chat template; one example at a time, without padding or packing; the
 loss on what its template marks as the assistant's. Motet's side: the recipe of six keys, all examples packed into one
-sequence, and again one at a time. Norms of both keep float64: transformers' round to float32, which is 1e-7 by itself.
+sequence, and again one at a time. Norms of both keep float64, and so does what turns patches with their places:
+transformers' round to float32, which is 1e-7 by itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import soundfile
 import torch
 import transformers
 from PIL import Image
@@ -67,17 +71,23 @@ def theirs(folder: Path, adapter: Path | None = None) -> Step:
     config = transformers.AutoConfig.from_pretrained(folder / "model")
     kind = getattr(transformers, config.architectures[0])
     model = kind.from_pretrained(folder / "model", dtype=torch.float64).train()
+    with torch.device("meta"):
+        # What the class freezes (positions of clips) its reader of files lets learn, as it does all weights.
+        learns = {name: each.requires_grad for name, each in kind(config).named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(learns[name])
     keep_float64(model)
     if adapter is not None:
         import peft
 
         model = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    _turn_patches_in_float64(model)
     total, num_targets = torch.zeros((), dtype=torch.float64), 0
     for line in (folder / "train.jsonl").read_text().splitlines():
         record = json.loads(line)
         # Not by the parts' paths: the reader of these shows what is under transparent pixels, the processor white.
         images = [Image.open(folder / name) for name in record.get("image", [])]
-        inputs = inputs_of(processor, record, images)
+        inputs = inputs_of(processor, record, images, folder)
         is_target = torch.as_tensor(inputs.pop("assistant_masks")).bool()[0]
         inputs = {name: each.double() if each.is_floating_point() else each for name, each in inputs.items()}
         logits = model(**inputs).logits[0]
@@ -94,33 +104,92 @@ def _plain(name: str) -> str:
     return name.removeprefix("base_model.model.").replace("modules_to_save.", "").replace(".default", "")
 
 
-def inputs_of(processor: Any, record: dict[str, Any], images: list[Image.Image]) -> dict[str, Any]:
-    """What a processor makes of a record, with `assistant_masks`."""
+def inputs_of(processor: Any, record: dict[str, Any], images: list[Image.Image], folder: Path) -> dict[str, Any]:
+    """What a processor makes of a record and its media, with `assistant_masks`. folder: where clips lie."""
     if processor.chat_template is None:  # PaliGemma: a question and an answer.
         question, answer = (turn["value"] for turn in record["conversations"])
         text = question.replace("<image>\n", "<image>")
         inputs = processor(images=images, text=text, suffix=answer, return_tensors="pt")
         return {**inputs, "assistant_masks": inputs["labels"] != -100}
+    messages = messages_of(record, placeholder_of(processor))
+    clips = [part for message in messages for part in message["content"] if part["type"] == "audio"]
+    for part, name in zip(clips, record.get("audio", []), strict=True):
+        part["audio"] = soundfile.read(folder / name, dtype="float32")[0]
     inputs = processor.apply_chat_template(
-        messages_of(record),
+        messages,
         tokenize=True,
         return_dict=True,
         return_tensors="pt",
         return_assistant_tokens_mask=True,
         processor_kwargs={"images": images} if images else {},
     )
+    if "input_features" in inputs:
+        _take_features(inputs, record, folder)
     return dict(inputs)
 
 
-def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """A record's turns as typed parts. A line break behind a placeholder parts it from the text."""
+def _turn_patches_in_float64(model: torch.nn.Module) -> None:
+    """Let towers of Qwen turn patches in float64, in place: transformers' turn them in float32, which is 1e-7."""
+    for module in list(model.modules()):
+        if hasattr(modeling := sys.modules[type(module).__module__], "apply_rotary_pos_emb_vision"):
+            vars(modeling)["apply_rotary_pos_emb_vision"] = _turned_in_float64
+        if type(module).__name__.endswith("VisionRotaryEmbedding"):
+            module.forward = partial(_turns_in_float64, module)
+
+
+def _turns_in_float64(rotary: Any, values: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = positions[..., None].double() * rotary.inv_freq.double()
+    return tuple(rotary.recomposition_frequencies(turns) for turns in (angles.cos(), angles.sin()))
+
+
+def _turned_in_float64(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key, cos, sin = tensors
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+
+    def turned(rows: torch.Tensor) -> torch.Tensor:
+        first, second = rows.chunk(2, dim=-1)
+        return rows * cos + torch.cat([-second, first], dim=-1) * sin
+
+    return turned(query), turned(key)
+
+
+def _take_features(inputs: dict[str, Any], record: dict[str, Any], folder: Path) -> None:
+    """Put Motet's frames of clips in the place of transformers', which must be equal to 1e-5: both are float32.
+
+    Frames behind those that Motet computes stay as they are, as nothing may depend on them.
+    """
+    recipe = load_recipe(folder / "recipe.toml", [])
+    for name, theirs, mask in zip(record["audio"], inputs["input_features"], inputs["feature_attention_mask"]):
+        transform: Any = recipe.transform("audio")
+        media = transform(soundfile.read(folder / name, dtype="float32")[0], 16_000)
+        if (
+            int(mask.sum()) != media.size[0]
+            or np.abs(theirs[:, : len(media.values)].numpy().T - media.values).max() > 1e-5
+        ):
+            raise ValueError(f"{name} has other frames")
+        theirs[:, : len(media.values)] = torch.from_numpy(media.values.T)
+
+
+def messages_of(record: dict[str, Any], placeholder: str = "<image>") -> list[dict[str, Any]]:
+    """A record's turns as typed parts: texts, and items where the placeholder stands."""
     messages = []
     for turn in record["conversations"]:
-        *images, text = turn["value"].split("<image>\n")
+        first, *others = turn["value"].split(placeholder)
+        parts = [{"type": "text", "text": first}]
+        for text in others:
+            parts += [{"type": placeholder.strip("<>\n")}, {"type": "text", "text": text}]
         role = {"human": "user", "gpt": "assistant"}[turn["from"]]
-        parts = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
-        messages.append({"role": role, "content": parts})
+        messages.append({"role": role, "content": [part for part in parts if part.get("text", True)]})
     return messages
+
+
+def placeholder_of(processor: Any) -> str:
+    """What stands for an item in a record; with its line break, if the template writes one behind it."""
+    if not hasattr(processor, "image_processor"):
+        return "<audio>"
+    alone = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
+    breaks_line = f"{processor.image_token}\n" in processor.apply_chat_template(alone)
+    return "<image>\n" if breaks_line else "<image>"
 
 
 def ours(folder: Path, *, packed: bool = True, overrides: Sequence[str] = (), checkpoint: Path | None = None) -> Step:

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import soundfile
 import torch
 import transformers
+from numpy.typing import NDArray
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -34,6 +36,36 @@ GEMMA3_TEMPLATE = (
     "{{ '\n' if message.role == 'assistant' else '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
+
+QWEN_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% elif message.role == 'assistant' %}{% generation %}{{ part.text + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{{ '\n' if message.role == 'assistant' else '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+QWEN_AUDIO_TEMPLATE = (
+    "{% set clips = namespace(count=0) %}{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% for part in message.content %}{% if part.type == 'audio' %}{% set clips.count = clips.count + 1 %}"
+    "{{ 'Audio ' ~ clips.count ~ ': <|audio_bos|><|AUDIO|><|audio_eos|>\n' }}"
+    "{% elif message.role == 'assistant' %}{% generation %}{{ part.text + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{{ '\n' if message.role == 'assistant' else '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+QWEN_TOKENS = {
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|endoftext|>",
+    "turn_token": "<|im_start|>",
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>",
+}
 
 RECIPE = """\
 [run]
@@ -73,7 +105,9 @@ def write_job(folder: Path, family: str, num_examples: int = 8) -> Path:
     """The directory of a tiny model, examples for it and a recipe. Returns the path of the recipe."""
     torch.manual_seed(11)
     FAMILIES[family](folder / "model")
-    if family in ONE_QUESTION:
+    if family in AUDIO_FAMILIES:
+        write_examples(folder, num_examples, modality="audio")
+    elif family in ONE_QUESTION:
         write_examples(folder, num_examples, [1, 2], rounds=1)
     else:
         write_examples(folder, num_examples, [1, 0, 1] if family in ONE_IMAGE else [1, 0, 2, 1])
@@ -81,27 +115,33 @@ def write_job(folder: Path, family: str, num_examples: int = 8) -> Path:
     return folder / "recipe.toml"
 
 
-def write_examples(folder: Path, num_examples: int, num_images: Sequence[int] = (1, 0, 2, 1), rounds: int = 2) -> None:
-    """train.jsonl: examples with images of many sizes and kinds, of one round or, each third one, several.
+def write_examples(
+    folder: Path, num_examples: int, num_items: Sequence[int] = (1, 0, 2, 1), rounds: int = 2, modality: str = "image"
+) -> None:
+    """train.jsonl: examples with items of many sizes and kinds, of one round or, each third one, several.
 
-    num_images: of one example after the other, again and again. rounds: at most.
+    num_items: of one example after the other, again and again. rounds: at most. modality: image or audio.
     """
     rng = np.random.default_rng(5)
-    (folder / "images").mkdir(parents=True)
+    (folder / "media").mkdir(parents=True)
     records = []
     for number in range(num_examples):
         files = []
-        for place in range(num_images[number % len(num_images)]):
-            files.append(f"images/{number}-{place}.png")
-            _draw(rng, ("RGB", "L", "RGBA", "P")[number // 2 % 4]).save(folder / files[-1])
+        for place in range(num_items[number % len(num_items)]):
+            if modality == "image":
+                files.append(f"media/{number}-{place}.png")
+                _draw(rng, ("RGB", "L", "RGBA", "P")[number // 2 % 4]).save(folder / files[-1])
+            else:
+                files.append(f"media/{number}-{place}.wav")
+                soundfile.write(folder / files[-1], _sound(rng, CLIP_SAMPLES[number // 2 % 4] - place), 16_000)
         words = "".join(rng.choice(list("abcde fgh"), rng.integers(4, 30)))
         turns = [
-            {"from": "human", "value": "<image>\n" * len(files) + f"What is {words}?"},
+            {"from": "human", "value": f"<{modality}>\n" * len(files) + f"What is {words}?"},
             {"from": "gpt", "value": f"It is {words[::-1]}."},
         ]
         if rounds > 1 and number % 3 == 0:
             turns += [{"from": "human", "value": "Is it?"}, {"from": "gpt", "value": "Yes."}]
-        records.append({"conversations": turns, **({"image": files} if files else {})})
+        records.append({"conversations": turns, **({modality: files} if files else {})})
     (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
@@ -118,7 +158,8 @@ def open_processor(folder: Path) -> Any:
     """The processor of a directory, without the part that reads video; its image processor works on PIL."""
     stored = json.loads((folder / "processor_config.json").read_text())
     processor = without_video(getattr(transformers, stored["processor_class"])).from_pretrained(folder)
-    processor.image_processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    if hasattr(processor, "image_processor"):
+        processor.image_processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     return processor
 
 
@@ -126,6 +167,17 @@ def without_video(kind: type[transformers.ProcessorMixin]) -> type[transformers.
     """A class of processors without the part that reads video, which needs torchvision."""
     attributes = [name for name in kind.get_attributes() if name != "video_processor"]
     return type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda cls: attributes)})
+
+
+CLIP_SAMPLES = (4001, 16_000, 15_850, 9_000)
+"""Of a clip that ends within a frame, of one as long as a chunk, of one a frame shorter, and of one of whole frames."""
+
+
+def _sound(rng: np.random.Generator, num_samples: int) -> NDArray[np.float64]:
+    """A tone that rises and falls, with noise, and is loudest at its end."""
+    time = np.arange(num_samples) / 16_000
+    tone = np.sin(2 * np.pi * rng.uniform(200, 900) * time * (1 + 0.3 * np.sin(9 * time)))
+    return 0.4 * (0.2 + np.linspace(0, 1, num_samples)) * tone + rng.normal(0, 0.01, num_samples)
 
 
 def tokenizer_with(special: dict[str, str], **options: object) -> transformers.PreTrainedTokenizerFast:
@@ -351,6 +403,107 @@ def write_internvl(folder: Path) -> None:
     processor.save_pretrained(folder)
 
 
+def write_qwen2_vl(folder: Path) -> None:
+    """Qwen2-VL: images of any size on a grid of positions, tied embeddings, areas that bound most of the images."""
+    tokenizer = tokenizer_with(QWEN_TOKENS)
+    tower = {"embed_dim": 16, "hidden_size": 24, "mlp_ratio": 2, "patch_size": 4, "depth": 2, "num_heads": 2}
+    text = _qwen_text(len(tokenizer), num_attention_heads=2, num_key_value_heads=1, hidden_size=24)
+    config = transformers.Qwen2VLConfig(
+        vision_config=tower, text_config=text, tie_word_embeddings=True, **_qwen_ids(tokenizer)
+    )
+    like_trained(transformers.Qwen2VLForConditionalGeneration(config)).save_pretrained(folder)
+    _save_qwen_processor(folder, transformers.Qwen2VLProcessor, tokenizer)
+
+
+def write_qwen2_5_vl(folder: Path) -> None:
+    """Qwen2.5-VL: windows of 2 x 2 blocks in the first and the last of three layers of the tower."""
+    tokenizer = tokenizer_with(QWEN_TOKENS)
+    tower = {
+        "hidden_size": 16,
+        "out_hidden_size": 24,
+        "intermediate_size": 28,
+        "patch_size": 4,
+        "depth": 3,
+        "num_heads": 2,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    }
+    text = _qwen_text(len(tokenizer), num_attention_heads=2, num_key_value_heads=1, hidden_size=24)
+    config = transformers.Qwen2_5_VLConfig(
+        vision_config=tower, text_config=text, tie_word_embeddings=False, **_qwen_ids(tokenizer)
+    )
+    like_trained(transformers.Qwen2_5_VLForConditionalGeneration(config)).save_pretrained(folder)
+    _save_qwen_processor(folder, transformers.Qwen2_5_VLProcessor, tokenizer)
+
+
+def _qwen_text(num_tokens: int, **options: object) -> dict[str, object]:
+    return {
+        "vocab_size": num_tokens + 3,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 3]},
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), None),
+        **options,
+    }
+
+
+def _qwen_ids(tokenizer: transformers.PreTrainedTokenizerFast) -> dict[str, int]:
+    names = ("image", "video", "vision_start", "vision_end")
+    return {f"{name}_token_id": tokenizer.convert_tokens_to_ids(QWEN_TOKENS[f"{name}_token"]) for name in names}
+
+
+def _save_qwen_processor(folder: Path, kind: type, tokenizer: transformers.PreTrainedTokenizerFast) -> None:
+    """Blocks of 8 x 8 pixels, at least 6 of them and at most 30."""
+    images = transformers.Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, size={"shortest_edge": 6 * 64, "longest_edge": 30 * 64}
+    )
+    # By its parts, as transformers writes a processor with videos only where torchvision is.
+    tokenizer.chat_template = QWEN_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    images.save_pretrained(folder)
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": kind.__name__}))
+
+
+def write_qwen2_audio(folder: Path) -> None:
+    """Qwen2-Audio: chunks of one second, a hundred frames of 20 mel bands."""
+    special = {
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "turn_token": "<|im_start|>",
+        "audio_token": "<|AUDIO|>",
+        "audio_bos_token": "<|audio_bos|>",
+        "audio_eos_token": "<|audio_eos|>",
+    }
+    tokenizer = tokenizer_with(special)
+    extractor = transformers.WhisperFeatureExtractor(feature_size=20, chunk_length=1, return_attention_mask=True)
+    tower = {
+        "model_type": "qwen2_audio_encoder",
+        "num_mel_bins": 20,
+        "d_model": 16,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 28,
+        "max_source_positions": 50,
+    }
+    text = {
+        "model_type": "qwen2",
+        "vocab_size": len(tokenizer) + 3,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+    }
+    config = transformers.Qwen2AudioConfig(
+        audio_config=tower, text_config=text, audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>")
+    )
+    like_trained(transformers.Qwen2AudioForConditionalGeneration(config)).save_pretrained(folder)
+    transformers.Qwen2AudioProcessor(extractor, tokenizer, chat_template=QWEN_AUDIO_TEMPLATE).save_pretrained(folder)
+
+
+AUDIO_FAMILIES = ("qwen2_audio",)
+"""Families whose examples have clips in place of images."""
+
 FAMILIES: dict[str, Callable[[Path], None]] = {
     "llava": write_llava,
     "llava_next": write_llava_next,
@@ -358,6 +511,9 @@ FAMILIES: dict[str, Callable[[Path], None]] = {
     "gemma3": write_gemma3,
     "paligemma": write_paligemma,
     "internvl": write_internvl,
+    "qwen2_vl": write_qwen2_vl,
+    "qwen2_5_vl": write_qwen2_5_vl,
+    "qwen2_audio": write_qwen2_audio,
 }
 """Family -> what writes the directory of a tiny model of it."""
 

@@ -361,7 +361,7 @@ def batches_of(
     """The microbatches of a step, as far as this rank needs them. decide: that of the place, by default a new one."""
     examples, phases = case.examples(step), tuple(model.encoders)
     lengths = LoadedTables.read([tables_of(examples, phases, model.encoders)], phases).lengths
-    needs = StageNeeds.of(place, case.exchange, sees_ahead=model.backbone.sees_ahead)
+    needs = StageNeeds.of(place, case.exchange, needs_places=model.backbone.needs_places)
     batches, all_kept = [], case.kept(step)
     for number, part in enumerate((decide or StepDecider(place))(lengths).microbatches):
         kept = all_kept[part.examples]

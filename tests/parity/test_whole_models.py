@@ -1,6 +1,7 @@
 """Whole models: loss and gradients are transformers', from the same files; they train, are planned and come back."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -20,8 +21,10 @@ from ranks import run_ranks
 
 with benchmark("whole_models") as whole_models, benchmark("against_transformers") as against:
     FAMILIES = list(whole_models.FAMILIES)
-TRAINED = ["llava", "gemma3", "llava_next"]
+TRAINED = ["llava", "gemma3", "llava_next", "qwen2_vl", "qwen2_audio"]
 """Families that are trained on two ranks here: those that differ in what ranks do. The others are read and written."""
+FROZEN = re.compile(r"vision_tower|visual\.(?!merger)|audio_tower")
+"""Weights of the towers, without their mergers, which are projectors."""
 ONE_STEP = ["run.dtype=float64", "run.steps=1", "run.batch_size=8", "data.shuffle=false", "data.num_workers=0"]
 
 
@@ -64,11 +67,11 @@ def test_every_weight_comes_back_under_its_name(job, tmp_path):
     before, after = stored(job / "model"), stored(tmp_path / "out")
     assert before.keys() == after.keys()
     names = names_of(recipe.directory, model)
-    learned = {names[name] for name, weight in model.named_parameters() if weight.requires_grad}
+    held = {names[name] for name, _ in model.named_parameters(remove_duplicate=False)}
     keys = {key: name for keys in recipe.directory.keys.values() for key, name in keys.items()}
     for key, weight in before.items():
         name = keys[key]
-        torch.testing.assert_close(after[key], weight + 1 if name in learned else weight, rtol=0, atol=0)
+        torch.testing.assert_close(after[key], weight + 1 if name in held else weight, rtol=0, atol=0)
     config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     _, info = getattr(transformers, config.architectures[0]).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values())
@@ -78,18 +81,22 @@ def test_every_weight_comes_back_under_its_name(job, tmp_path):
 
 @pytest.mark.parametrize("job", TRAINED, indirect=True)
 def test_training_on_two_ranks_and_the_directory_that_comes_back(job, reference, tmp_path):
-    frozen = "model.train.image=false"
-    for num_ranks in (1, 2):
+    reads = "audio" if job.name.startswith(whole_models.AUDIO_FAMILIES) else "image"
+    frozen = f"model.train.{reads}=false"
+    # What one rank does, two families show: one with images of one size, one with images of their own.
+    alone_too = job.name.startswith(("llava0", "qwen2_vl"))
+    for num_ranks in (1, 2) if alone_too else (2,):
         run_dir = tmp_path / str(num_ranks)
         overrides = [*ONE_STEP, f"run.dir={run_dir}", "export.at_end=true", frozen]
         run_ranks(trained, num_ranks, str(job / "recipe.toml"), overrides)
         step = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
         assert step["loss"] == pytest.approx(reference.loss, rel=1e-10)
-    alone, shared = (tmp_path / str(num_ranks) / "export" for num_ranks in (1, 2))
+    shared = tmp_path / "2" / "export"
+    alone = tmp_path / "1" / "export" if alone_too else shared
     before, after, other = stored(job / "model"), stored(alone), stored(shared)
     assert before.keys() == after.keys() == other.keys()
     for name, tensor in before.items():
-        is_frozen = "vision_tower" in name
+        is_frozen = FROZEN.search(name) is not None
         assert torch.equal(tensor, after[name]) == is_frozen, name
         torch.testing.assert_close(after[name], other[name], rtol=1e-6, atol=1e-7)
     # A checkpoint is exported as the run was.
@@ -104,7 +111,7 @@ def test_training_on_two_ranks_and_the_directory_that_comes_back(job, reference,
     assert not any(info.values())
     theirs = [whole_models.open_processor(each) for each in (job / "model", alone)]
     assert theirs[0].to_dict() == theirs[1].to_dict() and theirs[0].chat_template == theirs[1].chat_template
-    assert "All parts learned but image" in (alone / "README.md").read_text()
+    assert f"All parts learned but {reads}" in (alone / "README.md").read_text()
     # And so does Motet.
     again = tmp_path / "again"
     shutil.copytree(job, again, ignore=shutil.ignore_patterns("model", "*.motet-index"))
@@ -113,6 +120,6 @@ def test_training_on_two_ranks_and_the_directory_that_comes_back(job, reference,
 
 
 def test_a_recipe_as_it_is_written_down_is_the_same_recipe(job, tmp_path):
-    recipe = load_recipe(job / "recipe.toml", ["model.train.image=false"])
+    recipe = load_recipe(job / "recipe.toml", ["model.train.projector=false"])
     (tmp_path / "recipe.toml").write_text(dump_recipe(recipe))
     assert load_recipe(tmp_path / "recipe.toml") == recipe

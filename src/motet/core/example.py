@@ -21,6 +21,8 @@ class TokenSequence:
     targets:         bool [num_tokens], True for the tokens of an answer: loss is taken on predicting them.
     media:           the phase of each placeholder, in order of appearance: ("image", "audio").
     media_positions: int64 [num_items], the index of each item's placeholder in `tokens`; ascending.
+    grids:           int64 [num_items, 2], rows and columns of the raster that an item's rows in the sequence are, for a
+                     backbone whose positions are those of a grid; None for all others.
 
     Example:
         An image between two tokens of a question, then an answer of one token:
@@ -34,6 +36,7 @@ class TokenSequence:
     targets: BoolArray
     media: tuple[str, ...]
     media_positions: Int64Array
+    grids: Int64Array | None = None
 
 
 @dataclass(frozen=True, eq=False)

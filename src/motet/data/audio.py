@@ -150,12 +150,16 @@ class AudioTransform:
             if max(up, down) > _MAX_RESAMPLING:
                 raise Unusable(self.refusal((len(samples), rate)))
             samples = resample_poly(samples, up, down, window=_low_pass(max(up, down))).astype(np.float32)
-        values = self._log_mel(samples)
-        return Media(values, np.array([len(values)], dtype=np.int64))
+        return self._media_of(samples)
 
-    def _log_mel(self, samples: Float32Array) -> Float32Array:
+    def _media_of(self, samples: Float32Array) -> Media:
+        """The frames of samples at sampling_rate."""
         num_frames = max(-(-len(samples) // self.hop_length), 1)
-        samples = np.pad(samples, (0, num_frames * self.hop_length - len(samples)))
+        values = self._log_mel(np.pad(samples, (0, num_frames * self.hop_length - len(samples))), num_frames)
+        return Media(values, np.array([num_frames], dtype=np.int64))
+
+    def _log_mel(self, samples: Float32Array, num_frames: int) -> Float32Array:
+        """The first frames of samples, with their mirror image before and behind them, [num_frames, num_mels]."""
         samples = np.pad(samples, self.n_fft // 2, mode="reflect")
         windows = np.lib.stride_tricks.sliding_window_view(samples, self.n_fft)[:: self.hop_length][:num_frames]
         hann, filters = _hann(self.n_fft), _mel_filters(self.sampling_rate, self.n_fft, self.num_mels)

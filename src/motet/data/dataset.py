@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -46,6 +46,8 @@ class Modality:
     lengths:    how much of each item the encoder computes on.
     segments:   the segments of each item; None: each item is one.
     is_made:    a generator learns to make its items, which are those of answers; encoders do not read them then.
+    grids:      rows and columns of each item's rows in the sequence, int64 [n, 2], where the backbone's positions are
+                those of a grid; None where they are not.
     """
 
     transform: Transform
@@ -53,6 +55,7 @@ class Modality:
     lengths: Callable[[Int64Array], Int64Array]
     segments: Callable[[Int64Array], ItemSegments | None] | None = None
     is_made: bool = False
+    grids: Callable[[Int64Array], Int64Array] | None = None
 
 
 class Dataset:
@@ -169,7 +172,8 @@ class Dataset:
         text, cut = index.tokens(example), self._cut(example_id)
         text = text if cut is None else truncated(text, int(self._truncated.num_tokens[cut]))
         # Who reads an item hangs on its turn only where something is made; then the row is read twice.
-        return self._with_phases(text, index.media_refs(example) if self._makers and text.media else ())
+        read = self._with_phases(text, index.media_refs(example) if self._makers and text.media else ())
+        return self._with_grids(read, example_id)
 
     def media_refs(self, example_id: int) -> list[MediaRef]:
         """The items' files, in order of appearance; `modality` is "image" or "audio"."""
@@ -219,7 +223,7 @@ class Dataset:
         """For evaluation: the tokens before the last answer, the media among them, and the answer's text."""
         tokens, answer = self._text.encode_prompt(self.conversation(example_id))
         refs = self.media_refs(example_id)[: len(tokens.media)]
-        return self._with_phases(tokens, refs), refs, answer
+        return self._with_grids(self._with_phases(tokens, refs), example_id), refs, answer
 
     def readers_of(self, ref: MediaRef) -> tuple[str, ...]:
         """The names of the phases that compute an item, in their order: of generators, if it is theirs to make."""
@@ -259,6 +263,18 @@ class Dataset:
         return TokenSequence(
             np.repeat(tokens.tokens, repeats), np.repeat(tokens.targets, repeats), media, positions.astype(np.int64)
         )
+
+    def _with_grids(self, tokens: TokenSequence, example_id: int) -> TokenSequence:
+        """The same tokens with the grids of their items, where modalities tell them."""
+        if not any(modality.grids for modality in self._modalities.values()):
+            return tokens
+        raws = [ref.raw for ref in self.media_refs(example_id) for _ in self.readers_of(ref)]
+        grids = np.zeros((len(tokens.media), 2), dtype=np.int64)
+        for number, (phase, raw) in enumerate(zip(tokens.media, raws)):
+            modality = self._modalities[phase]
+            assert modality.grids is not None, "a phase whose rows have no grid beside one whose rows have"
+            grids[number] = modality.grids(modality.transform.sizes(np.array([raw], dtype=np.int64)))[0]
+        return replace(tokens, grids=grids)
 
     def _numbers(self, example_ids: Int64Array) -> Int64Array:
         """Numbers through all manifests, left-out examples included."""

@@ -16,6 +16,7 @@ from motet.absent import take_part
 from motet.assign.orchestrator import Decision
 from motet.core.arrays import Int64Array
 from motet.core.example import Media, TokenSequence
+from motet.core.grid_positions import grid_positions
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.dispatch.context import ContextShare
 from motet.dispatch.cut_batch import examples_to_lay_out, route_to_fragments, shared_out
@@ -40,6 +41,8 @@ class PackedSequences:
                        positions are of its rows, and offsets of all; None: this rank has all rows.
     num_targets:       int64 [num_sequences] on the CPU, without first tokens, where the rank may have no tokens; None:
                        `targets` says it.
+    grid_positions:    LongTensor on the CPU [3, total], each row's time, row and column (`core/grid_positions.py`), for
+                       a backbone whose positions are those of a grid; None: no item of the sequences has a grid.
 
     Example:
         >>> text = TokenSequence(np.array([7, 0, 9]), np.array([False, False, True]), ("image",), np.array([1]))
@@ -56,6 +59,7 @@ class PackedSequences:
     feature_positions: dict[str, Tensor]
     context: ContextShare | None = None
     num_targets: Tensor | None = None
+    grid_positions: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -97,15 +101,15 @@ class PackedSequences:
         return self.tokens.masked_fill(~self.targets, _NO_TARGET)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedSequences:
-        """The same sequences with all tensors but `offsets` on `device`."""
+        """The same sequences on `device`, but for the tensors that stay on the CPU."""
         return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PackedSequences:
-        """The same sequences with all tensors but `offsets` in pinned memory."""
+        """The same sequences in pinned memory, but for the tensors that stay on the CPU."""
         return self._with_tensors(lambda tensor: tensor.pin_memory())
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedSequences:
-        """Apply `change` to all tensors but `offsets`, which stay on the CPU: shapes are computed from them."""
+        """Apply `change` to all tensors but those that stay on the CPU, as shapes are computed from them."""
         return replace(
             self,
             tokens=change(self.tokens),
@@ -122,8 +126,8 @@ def pack(sequences: Sequence[TokenSequence], num_tokens: Mapping[str, Int64Array
 
     num_tokens: per phase, int64 [num_items]: the rows of its items in order. Phases without items are listed too.
     Neither a placeholder nor the first token of a sequence is a target: nothing predicts them.
-    Raises ValueError for a placeholder of an unknown phase, and where a phase has more or fewer items than
-    placeholders.
+    Raises ValueError for a placeholder of an unknown phase, where a phase has more or fewer items than placeholders,
+    and where items have a grid of other rows, or only some have one.
     """
     tokens = np.concatenate([sequence.tokens for sequence in sequences] or [np.empty(0, np.int64)])
     targets = np.concatenate([sequence.targets for sequence in sequences] or [np.empty(0, np.bool_)])
@@ -162,7 +166,21 @@ def pack(sequences: Sequence[TokenSequence], num_tokens: Mapping[str, Int64Array
         targets=torch.from_numpy(packed_targets),
         offsets=torch.from_numpy(offsets.astype(np.int32)),
         feature_positions=positions,
+        grid_positions=_grid_positions(sequences, text_lengths, placeholders, repeats),
     )
+
+
+def _grid_positions(
+    sequences: Sequence[TokenSequence], text_lengths: Int64Array, placeholders: Int64Array, num_rows: Int64Array
+) -> Tensor | None:
+    """`PackedSequences.grid_positions`; arguments are those of `core.grid_positions`."""
+    with_items = [sequence for sequence in sequences if sequence.media]
+    grids = [sequence.grids for sequence in with_items if sequence.grids is not None]
+    if not grids:
+        return None
+    if len(grids) < len(with_items):
+        raise ValueError("only some of the sequences with items have grids")
+    return torch.from_numpy(grid_positions(text_lengths, placeholders, num_rows, np.concatenate(grids)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,7 @@ from motet.absent import take_part
 from motet.core.arrays import Int64Array
 from motet.core.attention_table import AttentionTable
 from motet.core.errors import UserError
+from motet.core.grid_positions import NUM_AXES
 from motet.core.shapes import Transformer, embedding, final_norm, head
 from motet.core.spec import Layer, Module
 from motet.core.workload import BACKBONE
@@ -92,6 +93,7 @@ class Backbone(nn.Module):
             raise ValueError(f"{type(causal_lm).__name__} must be built with attn_implementation={ATTENTION!r}")
         shaped = isinstance(causal_lm, ShapedCausalLM)
         self._norm = causal_lm.shape.norm if shaped else backbone_family(causal_lm).norm
+        self.reads_grids = not shaped and backbone_family(causal_lm).reads_grids
         check_backbone(causal_lm.config, f"{type(causal_lm).__name__}: ")
         use_document_rotary(causal_lm)
         num_routed = 0 if shaped else use_routed_experts(causal_lm)
@@ -210,9 +212,11 @@ class Backbone(nn.Module):
         return getattr(attention, "sliding_window", of_model)
 
     @property
-    def sees_ahead(self) -> bool:
-        """Whether rows see some that stand behind them; then each block needs to know where rows stand."""
-        return self.prefix or bool(self.bidirectional)
+    def needs_places(self) -> bool:
+        """Whether each block needs to know where rows stand: rows see some that stand behind them, or their positions
+        are those of a grid.
+        """
+        return self.prefix or bool(self.bidirectional) or self.reads_grids
 
     def spec_module(self, name: str = BACKBONE) -> Module:
         """The backbone's part of a ModelSpec."""
@@ -401,13 +405,14 @@ class Backbone(nn.Module):
                 if len(together)
                 else PackedItems(offsets, causal=True)
             )
-            positions = np.arange(len(hidden)) - np.repeat(offsets[:-1], lengths)
+            positions = self._positions(sequences, np.arange(len(hidden)) - np.repeat(offsets[:-1], lengths))
         else:
             if (segments := self._shared.get(context)) is None:
                 together = rows_together(context.whole, self.bidirectional, self.prefix)
                 segments = self._shared[context] = ContextItems(context, together)
             own, hidden = spare_row(context.own, hidden)
-            positions, of_rows = context.rows.positions[own], np.repeat(lengths, lengths)[own]
+            positions = self._positions(context.whole, context.rows.positions)[..., own]
+            of_rows = np.repeat(lengths, lengths)[own]
             again = [name for name, blocks in self.again.items() if any(first <= block < stop for block in blocks)]
             moved = placed(features, context, [name for name in context.routes if name in again], hidden)
             features = {name: features[name] for name in features if name in again} | moved
@@ -417,7 +422,7 @@ class Backbone(nn.Module):
             arranged(2 * first, lambda: _rows_of(sequences)),
             document_lengths(self.causal_lm, of_rows),
         ):
-            position_ids = torch.from_numpy(positions + self.first_position).to(hidden.device)[None]
+            position_ids = torch.from_numpy(positions + self.first_position).to(hidden.device).unsqueeze(-2)
             routed = {} if router_loss is None else {ROUTER_LOSS: router_loss}
             passed = self._through(hidden, position_ids=position_ids, segments=segments, **routed)
         return passed if context is None else passed[: len(context.own)]
@@ -425,6 +430,18 @@ class Backbone(nn.Module):
     def _without_rows(self, sequences: Sequences) -> bool:
         """Whether this replica takes part in the experts of others alone: then no rank shares sequences with it."""
         return not int(sequences.offsets[-1]) and any(block.without_rows is not None for block in self._blocks)
+
+    def _positions(self, sequences: Sequences, counted: Int64Array) -> Int64Array:
+        """The positions of rows, int64 [total], or [3, total] where they are those of a grid.
+
+        counted: from 0 in each document. Raises ValueError where items stand without their grids.
+        """
+        if not self.reads_grids:
+            return counted
+        found = getattr(sequences, "grid_positions", None)
+        if found is None and any(len(places) for places in sequences.feature_positions.values()):
+            raise ValueError("the rows of items have no grid, and the backbone's positions are those of a grid")
+        return np.broadcast_to(counted, (NUM_AXES, len(counted))).copy() if found is None else found.numpy()
 
     def _through(self, hidden: Tensor, **arguments: Any) -> Tensor:
         """HF's layers on rows [total, dim]. Tensor-parallel ranks have a part of them each, unless layers are to see

@@ -24,7 +24,11 @@ from motet.models.families.registry import Family
 _USE_OUTPUT = ("siglip", "clip", "paligemma", "gemma3", "shieldgemma2", "cohere2_vision", "qwen2_vl", "qwen2_audio")
 """The types of larger models that use the tower's own output."""
 
-_UNDECLARED = {"qwen3_moe": {"head_dim"}}
+_UNDECLARED = {
+    "qwen3_moe": {"head_dim"},
+    "qwen2_vl_text": {"tie_word_embeddings"},
+    "qwen2_5_vl_text": {"tie_word_embeddings"},
+}
 """Options that a model reads of its config, although their class does not declare them."""
 
 

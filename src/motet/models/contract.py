@@ -7,6 +7,7 @@ Any `torch.nn.Module` with the members of `Encoder` can be an encoder. Further m
                      recipe says so. Default: none.
     cost:            "packed" (work grows with the sum of lengths; the default) or "padded" (with count x longest).
     lengths(sizes):  int64 [num_items], the lengths that balancing uses. Default: the product of an item's sizes.
+    num_inputs(sizes): int64 [num_items], the rows of `values` that each item has. Default: the product of its sizes.
     segments(sizes): `core.item_segments.ItemSegments`, the parts of each item (tiles, frames, windows) beyond which
                      no row attends; they add up to the item's length. Default: each item is one segment. Layers that
                      attend over the whole item say so: `Attention(whole=True)`. "packed" encoders only.
@@ -109,6 +110,8 @@ class Sequences(Protocol):
     offsets:           int32 or int64 [num_sequences + 1], on the host.
     feature_positions: per encoder, int64 [rows]: positions in [0, total) of its feature rows, in row order. Encoders
                        whose rows are added have them at the same positions.
+    grid_positions:    optional, int64 [3, total] on the host: each row's time, row and column, for a backbone whose
+                       positions are those of a grid; None where no item has one.
     num_targets:       optional, int64 [num_sequences] on the host: the targets of each document, without first tokens.
     context:           optional, a `context_items.SharedRows` where ranks share the documents: tokens, targets and
                        positions are then of the rows of this rank, and offsets of all.

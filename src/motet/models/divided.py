@@ -19,7 +19,15 @@ from motet.core.workload import BACKBONE
 from motet.dropout import set_divided
 from motet.models.backbone import Backbone
 from motet.models.families.branches import TensorBranch
-from motet.models.families.registry import BACKBONES, ENCODERS, SHAPED_BACKBONE, SHAPED_ENCODERS, Family
+from motet.models.families.registry import (
+    BACKBONES,
+    ENCODERS,
+    GRID_BACKBONES,
+    SHAPED_BACKBONE,
+    SHAPED_ENCODERS,
+    TOWERS,
+    Family,
+)
 from motet.models.fused import SplitLinear
 from motet.models.lora import Adapted, LoraLinear, row_linear, split_linear
 from motet.models.mllm import MLLM
@@ -211,7 +219,8 @@ def _vocabulary(backbone: Backbone) -> tuple[nn.Module, nn.Module]:
 
 def _family(model: nn.Module) -> Family | None:
     """The family of exactly this class."""
-    known = (*BACKBONES.values(), *ENCODERS.values(), SHAPED_BACKBONE, *SHAPED_ENCODERS.values())
+    encoders = (*ENCODERS.values(), *TOWERS.values(), *SHAPED_ENCODERS.values())
+    known = (*BACKBONES.values(), *GRID_BACKBONES.values(), SHAPED_BACKBONE, *encoders)
     return next((family for family in known if type(model) is family.model), None)
 
 

@@ -107,6 +107,11 @@ class ModalityModule(nn.Module):
         """How the work of its items adds up: "packed" or "padded"."""
         return getattr(self.encoder, "cost", "packed")
 
+    def num_inputs(self, sizes: Int64Array) -> Int64Array:
+        """The rows that each item itself has, before `before`, int64 [num_items]."""
+        said = getattr(self.encoder, "num_inputs", None) if self.before is None else None
+        return np.prod(sizes, axis=1) if said is None else said(sizes)
+
     def lengths(self, sizes: Int64Array) -> Int64Array:
         """The length of each item for balancing, int64 [num_items]: patches, mel frames, over all that it becomes."""
         segments = self.segments(sizes)
@@ -194,6 +199,13 @@ class ModalityModule(nn.Module):
                 "gives a raster of rows, of which squares are joined: it must be 1, 4, 9, 16, ..."
             )
         return extents
+
+    def grids(self, sizes: Int64Array) -> Int64Array:
+        """Rows and columns of the raster that each item's rows in the backbone's sequence are, int64 [num_items, 2].
+
+        The projector must say `raster`, and there must be no callback behind it.
+        """
+        return self.projector.raster(self._projected(self._seen(sizes)[0]))
 
     def layers(self) -> list[LayerModules]:
         """The layers in execution order, on items of `lengths(sizes)`.

@@ -63,7 +63,7 @@ class ParallelMLLM:
         with world.together():
             place = Place.of(plan, world.rank)
         part = PartConfig(lambda held: held.to(world.device), make_optimizer, max_grad_norm)
-        self._needs = StageNeeds.of(place, sees_ahead=model.backbone.sees_ahead)
+        self._needs = StageNeeds.of(place, needs_places=model.backbone.needs_places)
         self._decide = StepDecider(place)
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
         self._step, self.optimizer = build_part(model, plan.model, place, part, mesh, world)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
+from motet.core.grid_positions import NUM_AXES
 from motet.core.item_segments import ItemSegments
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE
@@ -194,7 +195,7 @@ def _encoder(recipe: Recipe, name: str, module: ModalityModule, sharded: nn.Modu
 
     def drawn(batch: Batch) -> tuple[Tensor, Tensor]:
         chosen = np.stack([sizes[length] for length in items(batch).tolist()])
-        return torch.randn(int(chosen.prod(axis=1).sum()), row_dim, device=device), torch.from_numpy(chosen)
+        return torch.randn(int(module.num_inputs(chosen).sum()), row_dim, device=device), torch.from_numpy(chosen)
 
     def prepare(batch: Batch, called: nn.Module) -> Callable[[], Tensor]:
         values, on_host = drawn(batch)
@@ -274,6 +275,8 @@ def _backbone(recipe: Recipe, backbone: Backbone, sharded: nn.Module, device: to
             targets=targets,
             offsets=torch.from_numpy(offsets.astype(np.int32)),
             feature_positions={"feature": starts},
+            # Read where positions are those of a grid: as of text.
+            grid_positions=torch.from_numpy(np.tile(np.concatenate([np.arange(n) for n in each]), (NUM_AXES, 1))),
         )
         dtype = next(backbone.parameters()).dtype
         rows = torch.randn(len(each), backbone.dim, dtype=dtype, device=device, requires_grad=True)

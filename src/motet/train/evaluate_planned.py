@@ -228,7 +228,7 @@ class GrowingPrompts:
         prompt, answer = self._prompts[example_id], np.array(self.answers[example_id], dtype=np.int64)
         tokens = np.concatenate([prompt.tokens, answer])
         is_answer = np.arange(len(tokens)) >= len(prompt.tokens)
-        return TokenSequence(tokens, is_answer, prompt.media, prompt.media_positions)
+        return replace(prompt, tokens=tokens, targets=is_answer)
 
     def batch_lengths(self, example_ids: Int64Array, num_ranks: int) -> BatchLengths:
         """As `Dataset.batch_lengths`."""

@@ -8,6 +8,7 @@ the collectives of a sharded model need all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -47,11 +48,19 @@ def generate(
 class _GrowingSequence:
     """A prompt and the answer so far. positions, rows: phase -> where its feature rows are in tokens, and the rows.
 
+    grid: positions of its rows on the axes of a grid, int64 [3, length]; None: its backbone counts rows.
     Tokens of the answer are targets, as they are in training: a prefix ends there.
     """
 
-    def __init__(self, tokens: Tensor, targets: Tensor, positions: dict[str, Tensor], rows: dict[str, Tensor]) -> None:
-        self.tokens, self.targets, self.positions, self.rows = tokens, targets, positions, rows
+    def __init__(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        positions: dict[str, Tensor],
+        rows: dict[str, Tensor],
+        grid: Tensor | None,
+    ) -> None:
+        self.tokens, self.targets, self.positions, self.rows, self.grid = tokens, targets, positions, rows, grid
         self.answer: list[int] = []
         self.is_finished = False
 
@@ -63,12 +72,17 @@ class _GrowingSequence:
         self.answer.append(token)
         self.tokens = torch.cat([self.tokens, self.tokens.new_tensor([token])])
         self.targets = torch.cat([self.targets, self.targets.new_ones(1)])
+        if self.grid is not None:
+            # A token stands one further than all before it, on all axes.
+            self.grid = torch.cat([self.grid, (self.grid.max() + 1).expand(len(self.grid), 1)], dim=1)
 
 
 def _cut(
     prompts: PackedSequences, features: dict[str, Tensor]
-) -> list[tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]]:
-    """The packed prompts one by one: (tokens, targets, positions of feature rows, the rows), the last two by phase."""
+) -> list[tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor], Tensor | None]]:
+    """The packed prompts one by one: (tokens, targets, positions of feature rows, the rows, positions on a grid); the
+    third and the fourth by phase.
+    """
     offsets = prompts.offsets.tolist()
     ends = {
         name: torch.searchsorted(at.cpu(), prompts.offsets.long()).tolist()
@@ -79,7 +93,8 @@ def _cut(
         span = {name: slice(ends[name][i], ends[name][i + 1]) for name in features}
         positions = {name: prompts.feature_positions[name][span[name]] - start for name in features}
         rows = {name: features[name][span[name]] for name in features}
-        pieces.append((prompts.tokens[start:end], prompts.targets[start:end], positions, rows))
+        grid = None if prompts.grid_positions is None else prompts.grid_positions[:, start:end]
+        pieces.append((prompts.tokens[start:end], prompts.targets[start:end], positions, rows, grid))
     return pieces
 
 
@@ -97,4 +112,6 @@ def _join(
     }
     rows = {name: torch.cat([features[name][:0], *(s.rows[name] for s in active)]) for name in features}
     targets = torch.cat([nothing.bool(), *(sequence.targets for sequence in active)])
-    return PackedSequences(tokens, targets, torch.from_numpy(offsets), positions), rows
+    grids = [sequence.grid for sequence in active if sequence.grid is not None]
+    packed = PackedSequences(tokens, targets, torch.from_numpy(offsets), positions)
+    return replace(packed, grid_positions=torch.cat(grids, dim=1) if grids else None), rows

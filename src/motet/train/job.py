@@ -290,7 +290,7 @@ def _build_planned_job(
     _check_same_examples(world, dataset, heldout)
     with world.together():
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
-    needs = StageNeeds.of(place, recipe.context.exchange, sees_ahead=model.backbone.sees_ahead)
+    needs = StageNeeds.of(place, recipe.context.exchange, needs_places=model.backbone.needs_places)
     step, optimizer = build_part(model, spec, place, PartConfig.of_recipe(recipe, world.device), mesh, world)
     evaluator = None
     if heldout is not None:
@@ -340,7 +340,12 @@ def open_dataset(
     """
     modalities = {
         name: Modality(
-            recipe.transform(name), module.num_tokens, module.lengths, module.segments, is_made=name in model.generators
+            recipe.transform(name),
+            module.num_tokens,
+            module.lengths,
+            module.segments,
+            is_made=name in model.generators,
+            grids=module.grids if model.backbone.reads_grids and name in model.encoders else None,
         )
         for name, module in model.measured.items()
     }

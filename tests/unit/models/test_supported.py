@@ -14,6 +14,7 @@ from motet.models.backbone import Backbone
 from motet.models.build import BackboneConfig, EncoderConfig, build_backbone, build_modality
 from motet.models.families.bounds import BOUNDS, check_bounds
 from motet.models.families.registry import BACKBONES, ENCODERS
+from motet.models.families.supported import check_backbone
 from motet.models.spec import spec_of_directory
 
 INF, NAN = float("inf"), float("nan")
@@ -256,3 +257,13 @@ def test_padding_tokens_of_another_vocabulary_freeze_no_row(tiny):
     for family in ("gemma", "phi3", "olmo2"):
         assert tiny.backbone(family, head_dim=8) if family == "gemma" else tiny.backbone(family)
         assert tiny.backbone(family).causal_lm.model.embed_tokens.padding_idx is None
+
+
+@pytest.mark.parametrize("sections", [None, [2, 1], [2, 1, 2], [3, 3, 0], [2.0, 1, 3], "213"])
+def test_sections_of_a_grid_are_checked(sections):
+    config = transformers.Qwen2VLTextConfig(hidden_size=24, num_attention_heads=2, num_key_value_heads=1)
+    config.rope_parameters = {"rope_type": "default", "type": "mrope", "rope_theta": 1e4, "mrope_section": [2, 1, 3]}
+    check_backbone(config)
+    config.rope_parameters["mrope_section"] = sections
+    with pytest.raises(UserError, match=r"mrope_section is .* add up to 6"):
+        check_backbone(config)

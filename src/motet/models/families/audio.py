@@ -36,10 +36,12 @@ class AudioEncoder(nn.Module):
     """Rows are log-mel frames, sizes are (frames,). Clips are padded, so the phase has the padded cost.
 
     pooled: number of rows that are averaged into one before the last norm.
+    margin: frames behind a clip's own, as far as there are positions, which the convolutions see and nothing else.
     """
 
     cost = "padded"
     pooled = 1
+    margin = 0
     halves = (_attention, _mlp)
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,6 +56,10 @@ class AudioEncoder(nn.Module):
     @property
     def blocks(self) -> list[nn.Module]:
         return list(self.model.layers)
+
+    def num_inputs(self, sizes: Int64Array) -> Int64Array:
+        """Frames of each clip, those behind its own included."""
+        return np.minimum(sizes[:, 0] + self.margin, self.max_frames)
 
     def num_outputs(self, sizes: Int64Array) -> Int64Array:
         """Half the number of frames, rounded up. Raises UserError for a clip with more frames than positions."""
@@ -97,13 +103,13 @@ class AudioEncoder(nn.Module):
 
     def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
         """The convolutions: rows of all clips, each padded to the longest, [num_clips * longest, dim]."""
-        model, frames = self.model, sizes.numpy()[:, 0]
+        model, frames = self.model, self.num_inputs(sizes.numpy())
         num_clips, longest = len(frames), int(frames.max())
         positions = real_rows(frames, values.new_empty(num_clips, longest))
         clips = values.new_zeros(num_clips * longest, values.shape[1]).index_copy(0, positions, values)
         is_real = values.new_zeros(num_clips * longest).index_fill(0, positions, 1).view(num_clips, 1, longest)
         hidden = gelu(model.conv1(clips.view(num_clips, longest, -1).transpose(1, 2))) * is_real
-        hidden = gelu(model.conv2(hidden)).transpose(1, 2)
+        hidden = gelu(model.conv2(hidden)).transpose(1, 2)[:, : self._real_counts(sizes).max()]
         hidden = hidden + model.embed_positions.weight[: hidden.shape[1]]
         return dropout(hidden, p=model.dropout, training=model.training).flatten(0, 1)
 

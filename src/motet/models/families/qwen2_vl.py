@@ -24,7 +24,7 @@ from motet.models.layers import LayerModules, any_trainable
 from motet.models.rotary import Rotation
 
 
-class _Attention(nn.Module):
+class PackedVisionAttention(nn.Module):
     """HF's VisionAttention over packed images, with HF's parameters under HF's names."""
 
     def __init__(self, hf: VisionAttention) -> None:
@@ -48,24 +48,89 @@ def _mlp_half(layer: nn.Module, hidden: Tensor, **arrangement: Any) -> Tensor:
     return hidden + layer.mlp(layer.norm2(hidden))
 
 
-class Qwen2VLEncoder(nn.Module):
-    """Rows are patches (channel, time, y, x), merge x merge neighbours consecutive; sizes are (patch rows, columns)."""
+class _Qwen2VLBlocks(nn.Module):
+    """What stands before the merger. Rows are patches (channel, time, y, x), merge x merge neighbours consecutive;
+    sizes are (patch rows, columns).
+    """
 
     halves = (_attention_half, _mlp_half)
 
     def __init__(self, model: Qwen2VisionTransformerPretrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.output_dim = model.config.hidden_size
+        self.output_dim = model.config.embed_dim
         self.merge = model.spatial_merge_size
         config = model.config
         self.takes = ImageRows(config.patch_size, self.merge, config.in_channels, config.temporal_patch_size)
         for block in model.blocks:
-            block.attn = _Attention(block.attn)
+            block.attn = PackedVisionAttention(block.attn)
 
     @property
     def blocks(self) -> list[nn.Module]:
         return list(self.model.blocks)
+
+    def layers(self) -> list[LayerModules]:
+        """The patch embedding and the transformer layers."""
+        model, config = self.model, self.model.config
+        row_dim = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        stem = patches(row_dim, config.embed_dim, bias=False, trainable=any_trainable(model.patch_embed))
+        shape = Transformer(
+            config.embed_dim,
+            int(config.embed_dim * config.mlp_ratio),
+            config.num_heads,
+            activation=config.hidden_act,
+        )
+        return [
+            LayerModules(stem, (model.patch_embed,)),
+            *(LayerModules(shape.layer(trainable=any_trainable(block)), (block,)) for block in self.blocks),
+        ]
+
+    def forward(self, values: Tensor, sizes: Tensor, shared: SharedAttention | None = None) -> Tensor:
+        return self.leave(self.through(self.enter(values, sizes), sizes, 0, len(self.model.blocks), shared), sizes)
+
+    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
+        """The patch embedding."""
+        return embed_patches(self.model.patch_embed.proj, values)
+
+    def through(
+        self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedAttention | None = None
+    ) -> Tensor:
+        """The blocks first ... stop - 1. shared: the rows that are here, where ranks share images."""
+        grids = sizes.numpy()
+        coordinates = patch_coordinates(grids, self.merge)[slice(None) if shared is None else shared.own]
+        rotation = patch_rotation(self.model.rotary_pos_emb.inv_freq, coordinates, hidden)
+        segments = item_extents(np.prod(grids, axis=1), shared)
+        for block in self.blocks[first:stop]:
+            hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotation)
+        return hidden
+
+    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+        """The rows behind the last block."""
+        return hidden
+
+
+class Qwen2VLTower(_Qwen2VLBlocks):
+    """The tower without its merger, which is the projector of the whole model."""
+
+    def __init__(self, model: Qwen2VisionTransformerPretrainedModel) -> None:
+        super().__init__(model)
+        model.merger = nn.Identity()
+
+    def num_outputs(self, sizes: Int64Array) -> Int64Array:
+        """A row for each patch."""
+        return np.prod(sizes, axis=1)
+
+    def grid(self, sizes: Int64Array) -> Int64Array:
+        """Patch rows and columns; merge x merge neighbours are consecutive."""
+        return sizes
+
+
+class Qwen2VLEncoder(_Qwen2VLBlocks):
+    """The tower with its merger."""
+
+    def __init__(self, model: Qwen2VisionTransformerPretrainedModel) -> None:
+        super().__init__(model)
+        self.output_dim = model.config.hidden_size
 
     def num_outputs(self, sizes: Int64Array) -> Int64Array:
         """One row for each merge x merge block. Raises UserError for sizes that are no multiples of merge."""
@@ -81,57 +146,31 @@ class Qwen2VLEncoder(nn.Module):
 
     def layers(self) -> list[LayerModules]:
         model, config = self.model, self.model.config
-        row_dim = config.in_channels * config.temporal_patch_size * config.patch_size**2
-        stem = patches(row_dim, config.embed_dim, bias=False, trainable=any_trainable(model.patch_embed))
-        shape = Transformer(
-            config.embed_dim,
-            int(config.embed_dim * config.mlp_ratio),
-            config.num_heads,
-            activation=config.hidden_act,
-        )
         size = self.merge**2
         merger = merge(config.embed_dim, config.hidden_size, size, divisor=size, trainable=any_trainable(model.merger))
-        return [
-            LayerModules(stem, (model.patch_embed,)),
-            *(LayerModules(shape.layer(trainable=any_trainable(block)), (block,)) for block in self.blocks),
-            LayerModules(merger, (model.merger,)),
-        ]
-
-    def forward(self, values: Tensor, sizes: Tensor, shared: SharedAttention | None = None) -> Tensor:
-        return self.leave(self.through(self.enter(values, sizes), sizes, 0, len(self.model.blocks), shared), sizes)
+        return [*super().layers(), LayerModules(merger, (model.merger,))]
 
     def spare(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The smallest image, a block of zeros."""
         return zero_image(values, self.model.patch_embed.proj, self.merge)
 
-    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
-        """The patch embedding."""
-        return embed_patches(self.model.patch_embed.proj, values)
-
-    def through(
-        self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedAttention | None = None
-    ) -> Tensor:
-        """The blocks first ... stop - 1. shared: the rows that are here, where ranks share images."""
-        grids = sizes.numpy()
-        rotation = self._rotation(grids, hidden, slice(None) if shared is None else shared.own)
-        segments = item_extents(np.prod(grids, axis=1), shared)
-        for block in self.blocks[first:stop]:
-            hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotation)
-        return hidden
-
     def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
         """The merger: a row a merge x merge block."""
         return self.model.merger(hidden)
 
-    def _rotation(self, grids: Int64Array, hidden: Tensor, rows: slice | Int64Array) -> Rotation:
-        frequencies = self.model.rotary_pos_emb.inv_freq.to(torch.promote_types(hidden.dtype, torch.float32))
-        coordinates = torch.from_numpy(_coordinates(grids, self.merge)[rows]).to(hidden.device)
-        # Half of the head's channels turn with the patch's row, half with its column.
-        angles = (coordinates[:, :, None] * frequencies).flatten(1).repeat(1, 2)
-        return Rotation(angles.cos(), angles.sin())
+
+def patch_rotation(frequencies: Tensor, coordinates: Int64Array, like: Tensor) -> Rotation:
+    """The turns of patches: half of a head's channels turn with the patch's row, half with its column.
+
+    frequencies: [head_dim / 4]. coordinates: row and column, int64 [num_patches, 2]. like: whose device and dtype, at
+    least float32, they get.
+    """
+    frequencies = frequencies.to(torch.promote_types(like.dtype, torch.float32))
+    angles = (torch.from_numpy(coordinates).to(like.device)[:, :, None] * frequencies).flatten(1).repeat(1, 2)
+    return Rotation(angles.cos(), angles.sin())
 
 
-def _coordinates(grids: Int64Array, merge: int) -> Int64Array:
+def patch_coordinates(grids: Int64Array, merge: int) -> Int64Array:
     """Row and column of each patch, int64 [sum(h * w), 2], in raster order of the blocks, then inside each block."""
     counts = np.prod(grids, axis=1)
     patch = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

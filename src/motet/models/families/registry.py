@@ -7,10 +7,13 @@ loss and gradients with transformers' own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import transformers
 from torch import nn
+from transformers import Qwen2_5_VLTextConfig, Qwen2VLTextConfig
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder as HFQwen2AudioEncoder
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
@@ -26,6 +29,7 @@ from motet.models.families.branches import (
     LLAMA_BRANCHES,
     OLMO2_BRANCHES,
     PHI3_BRANCHES,
+    QWEN2_5_VL_BRANCHES,
     QWEN2_VL_BRANCHES,
     QWEN3_BRANCHES,
     SHAPED_BRANCHES,
@@ -34,9 +38,11 @@ from motet.models.families.branches import (
 )
 from motet.models.families.clip import ClipEncoder
 from motet.models.families.dinov2 import Dinov2Encoder
+from motet.models.families.grid_text import Qwen2VLCausalLM, Qwen25VLCausalLM
 from motet.models.families.internvl import InternVLEncoder
-from motet.models.families.qwen2_audio import Qwen2AudioEncoder
-from motet.models.families.qwen2_vl import Qwen2VLEncoder
+from motet.models.families.qwen2_5_vl import Qwen25VLTower
+from motet.models.families.qwen2_audio import Qwen2AudioEncoder, Qwen2AudioTower
+from motet.models.families.qwen2_vl import Qwen2VLEncoder, Qwen2VLTower
 from motet.models.families.shaped import (
     ShapedAudioConfig,
     ShapedAudioEncoder,
@@ -65,6 +71,7 @@ class Family:
     class_row:      whether the tower computes a class row, which its encoder leaves out.
     feature_layers: whether the encoder can return the output of any layer.
     branches:       how tensor-parallel ranks divide a layer; () if they cannot.
+    reads_grids:    whether positions of a backbone's rows are those of a grid (`core/grid_positions.py`).
     """
 
     config: type[transformers.PreTrainedConfig]
@@ -78,6 +85,7 @@ class Family:
     class_row: bool = False
     feature_layers: bool = False
     branches: tuple[TensorBranch, ...] = ()
+    reads_grids: bool = False
 
     @property
     def is_part(self) -> bool:
@@ -178,6 +186,27 @@ BACKBONES = {
     "qwen3_moe": Family(transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
 }
 
+GRID_BACKBONES = {
+    "qwen2_vl": Family(Qwen2VLTextConfig, Qwen2VLCausalLM, branches=LLAMA_BRANCHES, reads_grids=True),
+    "qwen2_5_vl": Family(Qwen2_5_VLTextConfig, Qwen25VLCausalLM, branches=LLAMA_BRANCHES, reads_grids=True),
+}
+"""Backbones of whole models alone: transformers has them as parts of these."""
+
+TOWERS = {
+    "qwen2_vl": replace(ENCODERS["qwen2_vl"], adapter=Qwen2VLTower),
+    "qwen2_5_vl": Family(
+        Qwen2_5_VLVisionConfig,
+        Qwen2_5_VisionTransformerPretrainedModel,
+        Qwen25VLTower,
+        "vision_config",
+        r"^(model\.)?visual\.",
+        depth="depth",
+        branches=QWEN2_5_VL_BRANCHES,
+    ),
+    "qwen2_audio": replace(ENCODERS["qwen2_audio"], adapter=Qwen2AudioTower),
+}
+"""Towers as whole models have them: the last layers of some are the model's projector."""
+
 SHAPED_BACKBONE = Family(ShapedLMConfig, ShapedCausalLM, depth="num_layers", branches=SHAPED_BRANCHES)
 
 SHAPED_ENCODERS = {
@@ -193,7 +222,7 @@ SHAPED_ENCODERS = {
 
 def backbone_family(causal_lm: nn.Module) -> Family:
     """The family of exactly this class; a subclass may compute anything. Raises UserError for any other class."""
-    for family in BACKBONES.values():
+    for family in (*BACKBONES.values(), *GRID_BACKBONES.values()):
         if type(causal_lm) is family.model:
             return family
     known = ", ".join(family.model.__name__ for family in BACKBONES.values())

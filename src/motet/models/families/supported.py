@@ -17,11 +17,14 @@ from transformers import (
     MixtralConfig,
     Phi3Config,
     PreTrainedConfig,
+    Qwen2_5_VLTextConfig,
+    Qwen2VLTextConfig,
     Qwen3MoeConfig,
 )
 from transformers.activations import ACT2FN
 
 from motet.core.errors import UserError
+from motet.core.grid_positions import NUM_AXES
 
 _ONLY: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
@@ -52,6 +55,9 @@ _SOFT_CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
 
 _EXPERTS = ("num_experts", "num_local_experts")
 """Options that are numbers in families with experts; transformers has each by both names."""
+
+_ON_GRID = (Qwen2VLTextConfig, Qwen2_5_VLTextConfig)
+"""Backbones whose positions have three axes."""
 
 _KINDS = ("full_attention", "sliding_attention")
 
@@ -115,9 +121,11 @@ def check_encoder(config: PreTrainedConfig, where: str = "") -> None:
         return
     if set(rope) - {"rope_type", "type", "rope_theta"} or rope.get("rope_type") != "axial":
         raise UserError(f"{where}rope_parameters is {rope}; only the base, rope_theta, may be set.")
-    if config.embed_dim % (4 * config.num_heads):
+    # Qwen2-VL's hidden_size is the text's width.
+    width = "embed_dim" if has_option(config, "embed_dim") else "hidden_size"
+    if getattr(config, width) % (4 * config.num_heads):
         raise UserError(
-            f"{where}embed_dim is {config.embed_dim}; it must be a multiple of 4 * num_heads, as the channels of a "
+            f"{where}{width} is {getattr(config, width)}; it must be a multiple of 4 * num_heads, as the channels of a "
             "head turn in pairs, half of them with the row and half with the column."
         )
 
@@ -183,6 +191,10 @@ def _check_rope(config: PreTrainedConfig, name: str, rope: Any) -> None:
     if kind not in _ROPE or (kind == "longrope" and isinstance(config, Gemma3TextConfig)):
         raise UserError(f"{name} is {rope}, whose rope_type Motet does not compute; it must be {', '.join(_ROPE)}.")
     options = _ROPE[kind] | {"rope_type", "type", "rope_theta"}
+    on_grid = isinstance(config, _ON_GRID)
+    if on_grid:
+        options |= {"mrope_section"}
+        _check_sections(config, name, rope.get("mrope_section"))
     share = rope.get("partial_rotary_factor")
     if isinstance(config, Phi3Config) or share in (None, 1):
         options |= {"partial_rotary_factor"}
@@ -193,7 +205,8 @@ def _check_rope(config: PreTrainedConfig, name: str, rope: Any) -> None:
         )
     # Phi3's only type has older names.
     old_name = rope.get("type", kind)
-    if old_name != kind and not (isinstance(config, Phi3Config) and old_name in ("su", "yarn")):
+    has_old_name = (isinstance(config, Phi3Config) and old_name in ("su", "yarn")) or (on_grid and old_name == "mrope")
+    if old_name != kind and not has_old_name:
         raise UserError(f"{name}.type is {old_name!r}, and rope_type is {kind!r}; they must agree.")
     _check_ranges(name, kind, rope)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -202,6 +215,17 @@ def _check_rope(config: PreTrainedConfig, name: str, rope: Any) -> None:
         raise UserError(
             f"{name}: {rotated} channels of a head would turn with the position; their number must be even and not 0, "
             "as they turn in pairs (head_dim, or hidden_size / num_attention_heads)."
+        )
+
+
+def _check_sections(config: PreTrainedConfig, name: str, sections: Any) -> None:
+    """Each pair of a head's channels turns with one axis of the grid: so many with the first, the second, the third."""
+    pairs = config.hidden_size // config.num_attention_heads // 2
+    is_three = isinstance(sections, list | tuple) and len(sections) == NUM_AXES
+    if not is_three or any(type(each) is not int or each < 1 for each in sections) or sum(sections) != pairs:
+        raise UserError(
+            f"{name}.mrope_section is {sections!r}; it must be {NUM_AXES} whole numbers that add up to {pairs}, half "
+            "the channels of a head."
         )
 
 

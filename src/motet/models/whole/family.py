@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from motet.core.errors import UserError
 from motet.models.build import BackboneConfig, EncoderConfig
-from motet.models.families.registry import BACKBONES, ENCODERS, Family
+from motet.models.families.registry import BACKBONES, ENCODERS, GRID_BACKBONES, TOWERS, Family
 
 _LANGUAGE = r"^(model\.)?language_model\.(model\.)?"
 """Where a backbone lies in a larger checkpoint, in each of transformers' formats."""
@@ -26,11 +26,24 @@ BACKBONE_NAMES = (
 
 
 class WholeBackboneConfig(BackboneConfig):
-    """The backbone of a whole model, in whose directory it lies."""
+    """The backbone of a whole model, in whose directory it lies. family: also of those that are nothing else."""
+
+    family: str  # type: ignore[assignment]
 
     @property
     def classes(self) -> Family:
-        return replace(BACKBONES[self.family], part="text_config", prefixes=_LANGUAGE, prefix="model.")
+        family = (BACKBONES | GRID_BACKBONES)[self.family]
+        return replace(family, part="text_config", prefixes=_LANGUAGE, prefix="model.")
+
+
+class TowerConfig(EncoderConfig):
+    """A tower that is another in its whole model than by itself. family: of `registry.TOWERS`."""
+
+    family: str  # type: ignore[assignment]
+
+    @property
+    def classes(self) -> Family:
+        return TOWERS[self.family]
 
 
 class WholeEncoderConfig(EncoderConfig):

@@ -1,15 +1,15 @@
-"""What the image processor of a whole model does to an image, as the options of a transform (`data/`).
+"""What the processor of a whole model does to an image or a clip, as the options of a transform (`data/`).
 
 transformers reads the directory, so that what its files leave out is what the processor's class has by default.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoImageProcessor
+from transformers import AutoFeatureExtractor, AutoImageProcessor, WhisperFeatureExtractor
 
 from motet.core.errors import UserError
 from motet.models.config_file import one_line, quiet_transformers
@@ -112,6 +112,76 @@ class CroppedTiles:
             )
         own = {"patch_size": self.patch_size, "tile": self.tile, "least": least, "most": most}
         return own | values_of_pixels(processor)
+
+
+@dataclass(frozen=True)
+class Areas:
+    """What images become before the encoder of a whole model that takes them in their own aspect (`AreaImages`).
+
+    patch_size, merge_size: sides of a patch, and of a merge block in patches. temporal_patch_size: repeats of a patch.
+    """
+
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+
+    def options(self, path: Path) -> dict[str, Any]:
+        """As of `Images`. Raises UserError also for a processor of another class."""
+        processor, where = opened_processor(path)
+        check_processor(where, processor)
+        if type(processor).__name__ != "Qwen2VLImageProcessorPil":
+            raise UserError(f"{where} is not what Motet computes for this model; it must be a Qwen2VLImageProcessor.")
+        sides = asdict(self)
+        for key, taken in sides.items():
+            if (made := getattr(processor, key)) != taken:
+                raise UserError(f"{where} has {key} = {made}, and the vision tower takes {taken}.")
+        size = dict(processor.size)
+        least, most = size.get("shortest_edge"), size.get("longest_edge")
+        if not least or not most or least > most:
+            raise UserError(
+                f"{where} has size = {size}; it must name the smallest area shortest_edge, and the largest "
+                "longest_edge."
+            )
+        return sides | {"min_area": least, "max_area": most} | values_of_pixels(processor)
+
+
+@dataclass(frozen=True)
+class Clips:
+    """What clips become before the encoder of a whole model is given them (`ChunkedClips`): log-mel frames in a chunk
+    of silence.
+
+    num_mels: values of a frame. max_frames: of the chunk. margin: frames of silence that the encoder sees.
+    """
+
+    num_mels: int
+    max_frames: int
+    margin: int
+
+    def options(self, path: Path) -> dict[str, Any]:
+        """As of `Images`, of the directory's feature extractor."""
+        try:
+            with quiet_transformers():
+                extractor = AutoFeatureExtractor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except Exception as error:
+            raise UserError(
+                f"model.path: the feature extractor of {path} cannot be opened ({one_line(error)})."
+            ) from error
+        where = f"model.path: the {type(extractor).__name__} of {path}"
+        if type(extractor) is not WhisperFeatureExtractor:
+            raise UserError(f"{where} is not what Motet computes for this model; it must be a WhisperFeatureExtractor.")
+        # Mel filters of transformers end at 8 kHz, whatever the rate.
+        only = {"sampling_rate": 16_000, "feature_size": self.num_mels, "dither": 0.0, "padding_value": 0.0}
+        for key, needed in (only | {"padding_side": "right", "nb_max_frames": self.max_frames}).items():
+            if (value := getattr(extractor, key)) != needed:
+                raise UserError(f"{where} has {key} = {value!r}; for this model it must be {needed!r}.")
+        return {
+            "sampling_rate": extractor.sampling_rate,
+            "num_mels": self.num_mels,
+            "n_fft": extractor.n_fft,
+            "hop_length": extractor.hop_length,
+            "max_seconds": float(extractor.chunk_length),
+            "margin": self.margin,
+        }
 
 
 def opened_processor(path: Path) -> tuple[Any, str]:

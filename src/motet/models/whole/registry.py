@@ -8,6 +8,8 @@ from motet.models.whole.internvl import INTERNVL
 from motet.models.whole.llava import LLAVA
 from motet.models.whole.llava_next import LLAVA_NEXT, LLAVA_ONEVISION
 from motet.models.whole.paligemma import PALIGEMMA
+from motet.models.whole.qwen2_audio import QWEN2_AUDIO
+from motet.models.whole.qwen_vl import QWEN2_5_VL, QWEN2_VL
 
 WHOLE: dict[str, WholeFamily] = {
     "llava": LLAVA,
@@ -16,4 +18,7 @@ WHOLE: dict[str, WholeFamily] = {
     "gemma3": GEMMA3,
     "paligemma": PALIGEMMA,
     "internvl": INTERNVL,
+    "qwen2_vl": QWEN2_VL,
+    "qwen2_5_vl": QWEN2_5_VL,
+    "qwen2_audio": QWEN2_AUDIO,
 }

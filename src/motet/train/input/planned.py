@@ -57,19 +57,19 @@ class StageNeeds:
     context: ContextPlace | None = None
 
     @staticmethod
-    def of(place: Place, exchange: ContextExchange = "auto", *, sees_ahead: bool = False) -> StageNeeds:
+    def of(place: Place, exchange: ContextExchange = "auto", *, needs_places: bool = False) -> StageNeeds:
         """Of the rank of a Place. Places of rows are read with the tokens, where a block needs to know them: before it
         rows enter the backbone again, or its rows see some behind them.
 
         exchange:   how attention gets rows of other ranks that share its sequences.
-        sees_ahead: as of `models.backbone.Backbone`.
+        needs_places: as of `models.backbone.Backbone`.
         """
         plan, stages = place.program.layout.plan, place.stages.values()
         model = plan.model
         begun = {name: one for one in stages for name, (first, _) in one.layers.items() if first == 0}
         ended = {name for one in stages for name, (_, stop) in one.layers.items() if stop == model.num_blocks[name]}
         spans = [range(*one.layers[BACKBONE]) for one in stages if BACKBONE in one.layers]
-        knows_places = any(block in span for *_, block in model.reentries for span in spans) or (sees_ahead and spans)
+        knows_places = any(block in span for *_, block in model.reentries for span in spans) or (needs_places and spans)
         readers = {name: stage for name, stage in begun.items() if name != BACKBONE}
         context = ContextPlace.of(plan, place.c, exchange) if BACKBONE in place.replicas else None
         return StageNeeds(place.replicas, readers, BACKBONE in begun.keys() | ended or bool(knows_places), context)

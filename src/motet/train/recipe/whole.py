@@ -5,6 +5,7 @@ The directory says what is made of texts and images, so such a recipe has neithe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,22 +15,26 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
 from motet.data.anyres_images import AnyResImages
+from motet.data.area_images import AreaImages
+from motet.data.chunked_clips import ChunkedClips
 from motet.data.config import FilesConfig
 from motet.data.cropped_images import CroppedImages
-from motet.data.images import ImageTransform
 from motet.data.processed_images import ProcessedImages
 from motet.data.text import ChatTokenizer
 from motet.data.tokenizer_files import read_template
+from motet.data.transforms import Transform
 from motet.models.build import ModelConfig
 from motet.models.lora import LoraConfig
 from motet.models.whole.directory import WholeDirectory
-from motet.models.whole.processor import AnyResTiles, CroppedTiles, Images
+from motet.models.whole.processor import AnyResTiles, Areas, Clips, CroppedTiles, Images
 from motet.train.recipe.recipe import Recipe
 
-_TRANSFORMS: dict[type, type[ImageTransform]] = {
+_TRANSFORMS: dict[type, Callable[..., Transform]] = {
     Images: ProcessedImages,
     AnyResTiles: AnyResImages,
     CroppedTiles: CroppedImages,
+    Areas: AreaImages,
+    Clips: ChunkedClips,
 }
 
 
@@ -103,12 +108,12 @@ class WholeRecipe(Recipe):
         """The encoder's own name: there are no tables."""
         return encoder
 
-    def transform(self, encoder: str) -> ImageTransform:
+    def transform(self, encoder: str) -> Transform:
         """What the model's own processor makes of files for an encoder. Raises UserError for one that is not known."""
         return self._transforms[encoder]
 
     @cached_property
-    def _transforms(self) -> dict[str, ImageTransform]:
+    def _transforms(self) -> dict[str, Transform]:
         images = self.directory.parts.images
         return {name: _TRANSFORMS[type(each)](**each.options(self.model.path)) for name, each in images.items()}
 

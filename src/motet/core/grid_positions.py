@@ -1,0 +1,45 @@
+"""Positions of packed rows by time, row and column, as in multimodal rotary embedding (M-RoPE; Qwen2-VL, section 2.1).
+
+A token of text has the same position on all three axes, one more than the largest before it. The rows of an image are a
+grid that begins there: all at one time, each in its row and its column. So the text behind an image of 4 x 6 rows goes
+on 6 further, and not 24.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from motet.core.arrays import Int64Array
+
+NUM_AXES = 3
+"""Time, row, column."""
+
+
+def grid_positions(
+    text_lengths: Int64Array, placeholders: Int64Array, num_rows: Int64Array, grids: Int64Array
+) -> Int64Array:
+    """The positions of the rows of packed sequences, int64 [3, num_packed_rows], from 0 in each sequence.
+
+    text_lengths: int64 [num_sequences], tokens of each sequence, of which an item has one.
+    placeholders: int64 [num_items], the place of each item's token among all tokens; ascending.
+    num_rows:     int64 [num_tokens], the packed rows of each token.
+    grids:        int64 [num_items, 2], rows and columns of each item.
+    Raises ValueError where an item has another number of rows than its grid. O(num_packed_rows).
+
+    Example:
+        A token, an image of 2 x 2 rows, a token:
+        >>> grid_positions(np.array([3]), np.array([1]), np.array([1, 4, 1]), np.array([[2, 2]])).tolist()
+        [[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]]
+    """
+    if not np.array_equal(num_rows[placeholders], grids.prod(axis=1)):
+        raise ValueError(f"items of {num_rows[placeholders].tolist()} rows have the grids {grids.tolist()}")
+    advance, width = np.ones_like(num_rows), np.ones_like(num_rows)
+    advance[placeholders], width[placeholders] = grids.max(axis=1, initial=0), grids[:, 1]
+    before = np.cumsum(advance) - advance
+    first_tokens = np.cumsum(text_lengths) - text_lengths
+    has_tokens = text_lengths > 0
+    begin = before - np.repeat(before[first_tokens[has_tokens]], text_lengths[has_tokens])
+    token = np.repeat(np.arange(len(num_rows)), num_rows)
+    inside = np.arange(len(token)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
+    row, column = np.divmod(inside, width[token])
+    return np.stack([begin[token], begin[token] + row, begin[token] + column]).astype(np.int64)

@@ -1,0 +1,40 @@
+"""The text models of Qwen2-VL and Qwen2.5-VL as causal LMs: Qwen2 on positions of a grid (M-RoPE).
+
+transformers has them only inside of its multimodal classes. The layers, their rotary positions and the names of weights
+are its own.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedModel, Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel, Qwen2VLTextConfig, Qwen2VLTextModel
+
+
+class _GridCausalLM(PreTrainedModel):
+    """A text model and its output layer. Subclasses name the config and the text model."""
+
+    base_model_prefix = "model"
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012, as transformers has it
+    _supports_attention_backend = True
+    _supports_sdpa = True
+    text_model: type[PreTrainedModel]
+
+    def __init__(self, config: Qwen2VLTextConfig | Qwen2_5_VLTextConfig) -> None:
+        super().__init__(config)
+        self.model = self.text_model(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+class Qwen2VLCausalLM(_GridCausalLM):
+    """Qwen2-VL's."""
+
+    config: Qwen2VLTextConfig
+    text_model = Qwen2VLTextModel
+
+
+class Qwen25VLCausalLM(_GridCausalLM):
+    """Qwen2.5-VL's."""
+
+    config: Qwen2_5_VLTextConfig
+    text_model = Qwen2_5_VLTextModel

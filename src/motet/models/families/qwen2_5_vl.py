@@ -1,0 +1,136 @@
+"""Qwen2.5-VL's vision transformer (Qwen2.5-VL, section 2.1.1): most layers attend within windows of an image.
+
+Rows enter in the order of their windows, so that windows are packed items, and leave in the order in which they came.
+Attention is Qwen2-VL's. The merger is the projector of the whole model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+from motet.core.arrays import Int64Array
+from motet.core.errors import UserError
+from motet.core.item_segments import ItemSegments
+from motet.core.shapes import Transformer, patches
+from motet.models.attention import PackedItems
+from motet.models.contract import ImageRows
+from motet.models.exact import keep_float64
+from motet.models.families.patches import embed_patches
+from motet.models.families.qwen2_vl import PackedVisionAttention, patch_coordinates, patch_rotation
+from motet.models.layers import LayerModules, any_trainable
+
+
+def _attention_half(layer: nn.Module, hidden: Tensor, **arrangement: Any) -> Tensor:
+    return hidden + layer.attn(layer.norm1(hidden), **arrangement)
+
+
+def _mlp_half(layer: nn.Module, hidden: Tensor, **arrangement: Any) -> Tensor:
+    return hidden + layer.mlp(layer.norm2(hidden))
+
+
+class Qwen25VLTower(nn.Module):
+    """Rows are patches (channel, time, y, x), merge x merge neighbours consecutive; sizes are (patch rows, columns).
+
+    Raises UserError for windows that are not whole merge blocks.
+    """
+
+    halves = (_attention_half, _mlp_half)
+
+    def __init__(self, model: Qwen2_5_VisionTransformerPretrainedModel) -> None:
+        super().__init__()
+        config = model.config
+        self.model, self.output_dim, self.merge = model, config.hidden_size, model.spatial_merge_size
+        self.takes = ImageRows(config.patch_size, self.merge, config.in_channels, config.temporal_patch_size)
+        block = config.patch_size * self.merge
+        if config.window_size < block or config.window_size % block:
+            raise UserError(f"window_size is {config.window_size}; it must be a multiple of {block}, a block's side.")
+        self.window = config.window_size // block
+        self.whole = frozenset(config.fullatt_block_indexes)
+        model.merger = nn.Identity()
+        keep_float64(model)
+        for layer in model.blocks:
+            layer.attn = PackedVisionAttention(layer.attn)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.model.blocks)
+
+    def num_outputs(self, sizes: Int64Array) -> Int64Array:
+        """A row for each patch."""
+        return np.prod(sizes, axis=1)
+
+    def grid(self, sizes: Int64Array) -> Int64Array:
+        """Patch rows and columns; merge x merge neighbours are consecutive."""
+        return sizes
+
+    def segments(self, sizes: Int64Array) -> ItemSegments:
+        """The windows of each image, in patches; those at its right and lower edge may be smaller."""
+        return ItemSegments.of(self._windows(height, width)[1] for height, width in sizes.tolist())
+
+    def layers(self) -> list[LayerModules]:
+        """The patch embedding and the transformer layers."""
+        model, config = self.model, self.model.config
+        row_dim = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        stem = patches(row_dim, config.hidden_size, bias=False, trainable=any_trainable(model.patch_embed))
+        shape = Transformer(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_heads,
+            gated=True,
+            activation=config.hidden_act,
+            norm="rms",
+        )
+        found = [LayerModules(stem, (model.patch_embed,))]
+        for number, block in enumerate(self.blocks):
+            layer = shape.layer(trainable=any_trainable(block))
+            attention = replace(layer.attention, whole=number in self.whole)
+            found.append(LayerModules(replace(layer, attention=attention), (block,)))
+        return found
+
+    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
+        return self.leave(self.through(self.enter(values, sizes), sizes, 0, len(self.model.blocks)), sizes)
+
+    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
+        """The patch embedding; rows of a window are consecutive behind it."""
+        order = torch.from_numpy(self._order(sizes.numpy())).to(values.device)
+        return embed_patches(self.model.patch_embed.proj, values)[order]
+
+    def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
+        """The blocks first ... stop - 1."""
+        grids = sizes.numpy()
+        coordinates = patch_coordinates(grids, self.merge)[self._order(grids)]
+        rotation = patch_rotation(self.model.rotary_pos_emb.inv_freq, coordinates, hidden)
+        images, windows = (
+            PackedItems.from_lengths(lengths) for lengths in (np.prod(grids, axis=1), self.segments(grids).length)
+        )
+        for number in range(first, stop):
+            seen = images if number in self.whole else windows
+            hidden = self.blocks[number](hidden, cu_seqlens=seen, position_embeddings=rotation)
+        return hidden
+
+    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+        """The rows in the order of their patches."""
+        back = np.argsort(self._order(sizes.numpy()))
+        return hidden[torch.from_numpy(back).to(hidden.device)]
+
+    def _order(self, grids: Int64Array) -> Int64Array:
+        """The place of each row of the windows among the rows of the images, int64 [sum(h * w)]."""
+        starts = np.cumsum(np.prod(grids, axis=1)) - np.prod(grids, axis=1)
+        orders = [start + self._windows(*grid)[0] for start, grid in zip(starts, grids.tolist())]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *orders])
+
+    def _windows(self, height: int, width: int) -> tuple[Int64Array, Int64Array]:
+        """Of one image: the place of each row of its windows among its rows, int64 [h * w]; the rows of each window."""
+        if height % self.merge or width % self.merge:
+            raise UserError(f"an image's patch rows and columns must be multiples of {self.merge}: {height} x {width}")
+        down, across = height // self.merge, width // self.merge
+        row, column = np.divmod(np.arange(down * across), across)
+        window = row // self.window * -(-across // self.window) + column // self.window
+        blocks, size = np.argsort(window, kind="stable"), self.merge**2
+        return (blocks[:, None] * size + np.arange(size)).ravel(), np.bincount(window) * size
