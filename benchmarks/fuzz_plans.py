@@ -29,8 +29,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rows import ROOT, commit_of
@@ -81,7 +83,8 @@ def main() -> None:
     if options.case is not None:
         raise SystemExit(_run_one(options.seed, options.case, options.smaller))
     record = Record.read(options.json, options.seed)
-    ranks.start_server()  # Before there are threads that start it.
+    ranks.start_server()  # Before there are threads that start it, or make the folder.
+    _references()
     if options.again:
         raise SystemExit(_run_again(record, options.json))
     began_s, before_s = time.monotonic(), record.begin(commit_of())
@@ -155,6 +158,9 @@ def _run(windows: Iterable[list[DrawnCase]], num_jobs: int) -> Iterator[tuple[li
             for index, each in enumerate(drawn):
                 by_ranks[each.case.num_ranks].append(index)
             jobs = sorted(by_ranks.values(), key=len, reverse=True)
+            # Jobs begin at different models, so that one has what another has computed.
+            starts = (number * len(job) // len(jobs) for number, job in enumerate(jobs))
+            jobs = [job[start:] + job[:start] for job, start in zip(jobs, starts)]
             ahead.append((drawn, [(job, pool.submit(outcomes, [drawn[index].case for index in job])) for job in jobs]))
             if len(ahead) > 1:
                 yield _joined(*ahead.popleft())
@@ -184,8 +190,15 @@ def _reasons(failure: AssertionError) -> list[str]:
     return [line for line in str(failure).splitlines() if line and not line.startswith((" ", "rank", "Traceback"))]
 
 
+@cache
+def _references() -> TemporaryDirectory[str]:
+    """What one process computes of the models and examples of this run."""
+    return TemporaryDirectory(prefix="motet-fuzz-")
+
+
 def _on_ranks(cases: Sequence[PlannedCase]) -> list[Outcome]:
-    by_rank = run_ranks(run_cases, cases[0].num_ranks, cases, timeout_s=START_LIMIT_S + CASE_LIMIT_S * len(cases))
+    limit_s = START_LIMIT_S + CASE_LIMIT_S * len(cases)
+    by_rank = run_ranks(run_cases, cases[0].num_ranks, cases, _references().name, timeout_s=limit_s)
     return [
         Outcome(
             max(each.error for each in of_ranks),

@@ -168,8 +168,12 @@ def holders_of(model: MLLM, program: PlannedProgram) -> dict[str, Holders]:
     """
     ranks: dict[str, set[int]] = {}
     stages: dict[str, list[int]] = {}
+    names: dict[tuple[tuple[str, tuple[int, int]], ...], set[str]] = {}  # Replicas hold the same.
     for number, stage in enumerate(program.stages):
-        for name in names_of_spans(model, stage.layers):
+        spans = tuple(stage.layers.items())
+        if spans not in names:
+            names[spans] = names_of_spans(model, stage.layers)
+        for name in names[spans]:
             ranks.setdefault(name, set()).update(stage.data_ranks)
             stages.setdefault(name, []).append(number)
     if left := [name for name, _ in model.named_parameters() if name not in ranks]:
