@@ -49,9 +49,6 @@ SPREAD = {
         PlannedCase(
             chain(ALL, dp=2, ep=2, zero=1), family="mixtral", then=PlannedCase(chain(*CUT), "gpipe", family="mixtral")
         ),
-        PlannedCase(
-            chain(*CUT), family="qwen3_moe", then=PlannedCase(chain(ALL, dp=2, ep=2, zero=2), family="qwen3_moe")
-        ),
     ],
     4: [
         PlannedCase(chain(*CUT, dp=2, ep=2, zero=1, recompute=RECOMPUTED), family="mixtral", left_out=0.5),
@@ -62,7 +59,6 @@ SPREAD = {
             batch_size=8,
             then=PlannedCase(chain(ALL, dp=4, ep=4, zero=1, shard_size=2), family="mixtral", batch_size=8),
         ),
-        PlannedCase(chain(ALL, dp=4, ep=2, zero=1, shard_size=2), family="mixtral", batch_size=8),
         PlannedCase(shared(2, WHOLE, zero=1, dp=2, ep=4), family="mixtral", batch_size=4, left_out=0.4),
         PlannedCase(shared(2, WHOLE, zero=2, dp=2, ep=2), family="qwen3_moe", batch_size=4, left_out=0.5),
         PlannedCase(
