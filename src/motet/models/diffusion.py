@@ -32,6 +32,7 @@ class NoiseConfig(BaseModel):
 
     schedule:   of the betas: "linear" from beta_start to beta_end; "scaled_linear", whose roots are linear (Stable
                 Diffusion); or "cosine" (Nichol & Dhariwal 2021, eq. 17), which takes neither.
+    beta_start, beta_end: the first and the last beta, unless the schedule is "cosine".
     timesteps:  their number.
     predicts:   what the model predicts: "epsilon", the noise, or "v".
     min_snr:    gamma of min-SNR weighting; None: all timesteps weigh alike.

@@ -31,7 +31,8 @@ class DiTConfig(BaseModel):
     """`[model.generators.NAME.config]` of the family "dit".
 
     row_dim:    the values of a row of what it makes, such as 3 * 8 * 8 of a patch.
-    hidden:     the width of a row. num_layers, num_heads: of blocks, and of heads in each.
+    hidden:     the width of a row.
+    num_layers, num_heads: of blocks, and of heads in each.
     mlp:        the width of the MLP's inner row; by default 4 * hidden.
     """
 
