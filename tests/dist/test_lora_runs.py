@@ -68,13 +68,35 @@ def test_data_parallel_ranks_train_as_one_process_does(job, alone, tmp_path, mor
     assert_same(tmp_path, alone)
 
 
-def test_a_run_goes_on_under_another_plan(job, alone, tmp_path):
-    file, run_dir = tmp_path / "plan.json", tmp_path / "run"
+def write_tensor_parallel_plan(job, file):
     plan = plan_of(job, ({"image": 2, "audio": 2, "backbone": 3},))
     unit = Unit("all", plan.units[0].stages, tp=2, zero=1)
     cluster = replace(plan.cluster, ranks_per_node=2)
     model = read_job_recipe(job, LORA).model
     write_plan(replace(plan, model=model, units=(unit,), schedule="1f1b", cluster=cluster), file)
+
+
+def test_adapters_that_were_saved_start_on_any_ranks(job, alone, tmp_path):
+    """Of phi3 a rank of two tensor-parallel ones has some rows of each B that is split."""
+    saved = [
+        f"model.lora.{name}.path={alone}/export/adapters/{folder}"
+        for name, folder in (("backbone", "backbone"), ("audio", "encoders/audio"))
+    ]
+    write_tensor_parallel_plan(job, tmp_path / "plan.json")
+    ways = {"alone": (1, [], None), "sharded": (2, ["fsdp.shard_size=2"], None), "tp": (2, [], "plan.json")}
+    found = {}
+    for name, (num_ranks, more, plan) in ways.items():
+        given = [*LORA, *saved, *more, "run.steps=1", "export.at_end=false", f"run.dir={tmp_path / name}"]
+        run_ranks(train_under, num_ranks, str(job), given, plan and str(tmp_path / plan))
+        found[name] = losses(tmp_path / name)
+    for name in ("sharded", "tp"):
+        assert found[name] == pytest.approx(found["alone"], rel=1e-10), name
+    assert abs(found["alone"][0] - losses(alone)[0]) > 1e-3
+
+
+def test_a_run_goes_on_under_another_plan(job, alone, tmp_path):
+    file, run_dir = tmp_path / "plan.json", tmp_path / "run"
+    write_tensor_parallel_plan(job, file)
     given = [*LORA, f"run.dir={run_dir}"]
     run_ranks(train_under, 2, str(job), given, str(file))
     assert_same(run_dir, alone)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -25,6 +26,7 @@ from motet.models.backbone import Backbone
 from motet.models.block import Block, plain_names
 from motet.models.fused import SplitLinear
 from motet.models.initialise import seeded
+from motet.models.lora_read import read_adapter
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
 from motet.models.named_weights import is_lora, is_named
@@ -50,6 +52,9 @@ class LoraConfig(BaseModel):
     dropout: float = Field(0.0, ge=0, lt=1, description="of what the adapter reads; masks are drawn by item")
     rank_stabilized: bool = Field(
         False, description="multiply by alpha / sqrt(rank) instead (rsLoRA; Kalajdzievski 2023)"
+    )
+    path: Path | None = Field(
+        None, description="a directory of peft, from whose adapters they start: of the same rank, alpha and layers"
     )
 
     @field_validator("targets", mode="before")
@@ -168,8 +173,9 @@ def row_linear(layer: nn.Linear, parts: RowParts) -> RowLinear:
 def add_lora(mllm: MLLM, configs: Mapping[str, LoraConfig], seed: int) -> None:
     """Give parts of a model adapters, in place: what the parts had is frozen, and the adapters learn.
 
-    Adapters are on meta where the weights beside them are; `materialise` draws those later. Raises UserError for a
-    module of the user's own, and for a target that names no linear layer in the blocks of its part.
+    Adapters are on meta where the weights beside them are; `materialise` gives those their values later. Raises
+    UserError for a module of the user's own, for a target that names no linear layer in the blocks of its part, and as
+    `read_adapter` does.
     """
     for name, config in configs.items():
         module, where = mllm.backbone if name == BACKBONE else mllm.encoders[name], f"model.lora.{name}"
@@ -186,11 +192,15 @@ def add_lora(mllm: MLLM, configs: Mapping[str, LoraConfig], seed: int) -> None:
         for path, layer in _chosen(root, module.blocks, config, where).items():
             owner, _, key = path.rpartition(".")
             setattr(root.get_submodule(owner), key, LoraLinear(layer, config))
+        plain = plain_names(root)
+        adapters = {plain[key]: weight for key, weight in root.named_parameters() if is_lora(key)}
+        read = {}
+        if config.path is not None:
+            read = read_adapter(where, config, {key: tuple(weight.shape) for key, weight in adapters.items()})
         with torch.no_grad():
-            place = where_of(name)
-            for key, weight in root.named_parameters():
-                if is_lora(key) and not weight.is_meta:
-                    weight.copy_(drawn_lora(weight, place, plain_names(root)[key], seed))
+            for key, weight in adapters.items():
+                if not weight.is_meta:
+                    weight.copy_(read[key][...] if read else drawn_lora(weight, where_of(name), key, seed))
 
 
 def where_of(part: str) -> str:

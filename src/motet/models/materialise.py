@@ -17,15 +17,17 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from motet.core.errors import UserError
+from motet.core.workload import BACKBONE
 from motet.models.block import plain_names
 from motet.models.families.registry import Family
 from motet.models.fused import NamedRows, stored_names
 from motet.models.initialise import drawn
 from motet.models.load import on_meta
 from motet.models.lora import drawn_lora
+from motet.models.lora_read import PREFIX, WEIGHTS
 from motet.models.mllm import MLLM
 from motet.models.named_weights import is_lora
-from motet.models.stored import stored_tensors
+from motet.models.stored import TensorInFile, stored_tensors
 from motet.tensor_parallel import part_of
 
 if TYPE_CHECKING:
@@ -47,11 +49,12 @@ def materialise(mllm: MLLM, config: ModelConfig, seed: int, device: torch.device
     """
     backbone, where = config.backbone, "backbone"
     if mllm.backbone is not None:
-        fill_parameters(mllm.backbone.causal_lm, where, backbone.classes, backbone.path, seed, device)
+        model, adapter = mllm.backbone.causal_lm, _adapter(config, BACKBONE)
+        fill_parameters(model, where, backbone.classes, backbone.path, seed, device, adapter)
     for name, part in config.encoders.items():
         if part.family and name in mllm.encoders:
             model, where = mllm.encoders[name].encoder.model, f"encoders.{name}"
-            fill_parameters(model, where, part.classes, part.path, seed, device)
+            fill_parameters(model, where, part.classes, part.path, seed, device, _adapter(config, name))
     for module in mllm.modules():
         for key, buffer in module._buffers.items():
             module._buffers[key] = None if buffer is None else buffer.to(device)
@@ -60,12 +63,24 @@ def materialise(mllm: MLLM, config: ModelConfig, seed: int, device: torch.device
                 parameter.data = parameter.data.to(device)
 
 
+def _adapter(config: ModelConfig, part: str) -> Path | None:
+    """The directory from which a part's adapters start."""
+    return config.lora[part].path if part in config.lora else None
+
+
 def fill_parameters(
-    model: PreTrainedModel, where: str, family: Family, path: Path | None, seed: int, device: torch.device
+    model: PreTrainedModel,
+    where: str,
+    family: Family,
+    path: Path | None,
+    seed: int,
+    device: torch.device,
+    adapter: Path | None = None,
 ) -> None:
     """Replace the parameters of an HF model that are on meta by their values on `device`, of a DTensor this rank's.
 
-    path: the directory that holds them; None: they are drawn from `seed`. Tied parameters stay tied.
+    path, adapter: the directories that hold them, and those of its adapters; None: they are drawn from `seed`. Tied
+    parameters stay tied.
     """
     keys = stored_names(model, plain_names(model))
     missing: dict[str, list[tuple[int, nn.Parameter]]] = {}
@@ -89,8 +104,11 @@ def fill_parameters(
         for first, parameter in missing.pop(name, ()):
             _copy_own_rows(source, first, values[id(parameter)])
     for name in filter(is_lora, list(missing)):
-        for _, parameter in missing.pop(name):
-            _copy_own_rows(drawn_lora(parameter, where, name, seed), 0, values[id(parameter)])
+        for first, parameter in missing.pop(name):
+            if adapter is None:
+                _copy_own_rows(drawn_lora(parameter, where, name, seed), 0, values[id(parameter)])
+            else:
+                _copy_own_rows(TensorInFile(adapter / WEIGHTS, PREFIX + name), first, values[id(parameter)])
     if missing:
         raise UserError(f"model.{where}.path: {path} lacks {min(missing)}, which it had when the model was built.")
 

@@ -16,6 +16,7 @@ from motet.models.exact import keep_float64
 from motet.models.export import export_hf
 from motet.models.fused import SplitLinear
 from motet.models.lora import LoraConfig, LoraLinear, SplitLora, lora_layers
+from motet.models.materialise import materialise
 from motet.models.named_weights import is_lora
 
 LENGTHS = [9, 14, 6]
@@ -221,3 +222,40 @@ def test_patterns_name_adapters_too(tiny):
     mllm = built(tiny, {"backbone": {"rank": 2}}, freeze=("*.lora_A.weight",))
     learns = [name for name, weight in mllm.named_parameters() if weight.requires_grad]
     assert learns and all(name.endswith("lora_B.weight") for name in learns)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_adapters_start_from_those_that_peft_has_saved(tiny, tmp_path, deferred):
+    """What an export wrote, and peft would load, is what a model starts with: read at once, or row by row."""
+    lora = {"backbone": {"rank": 3, "alpha": 5.0, "targets": ["q_proj", "mlp.*"]}}
+    first = built(tiny, lora, "llama")
+    export_hf(first, tmp_path)
+    saved = tmp_path / "adapters" / "backbone"
+    config = ModelConfig(
+        backbone={"family": "llama", "path": tmp_path / "backbone"},
+        lora={"backbone": lora["backbone"] | {"path": saved}},
+    )
+    second = build_mllm(config, tiny.vocab, torch.float64, seed=9, deferred=deferred)
+    materialise(second, config, 9, torch.device("cpu"))
+    expected = first.backbone.state_dict()
+    assert any(weight.any() for name, weight in expected.items() if name.endswith("lora_B.weight"))
+    assert all(torch.equal(weight, expected[name]) for name, weight in second.backbone.state_dict().items())
+
+    def complaint(**changes):
+        given = LoraConfig(**(lora["backbone"] | {"path": saved} | changes))
+        with pytest.raises(UserError) as caught:
+            build_mllm(config.model_copy(update={"lora": {"backbone": given}}), tiny.vocab, deferred=True)
+        return str(caught.value)
+
+    assert "model.lora.backbone: the adapter in" in (told := complaint(alpha=6.0)) and "says 2." in told
+    assert "model.lora.backbone.rank: " in complaint(rank=6, alpha=10.0)
+    assert "has no adapter of model.layers.0.self_attn.k_proj" in complaint(targets=["q_proj", "k_proj", "mlp.*"])
+    assert "has an adapter of model.layers.0.mlp.down_proj" in complaint(targets=["q_proj"])
+    assert "there is no" in complaint(path=tmp_path)
+    stored = json.loads((saved / "adapter_config.json").read_text())
+    for changes, words in (({"use_dora": True}, "has use_dora = True"), ({"r": "three"}, "states no rank and alpha")):
+        (saved / "adapter_config.json").write_text(json.dumps(stored | changes))
+        assert words in complaint()
+    (saved / "adapter_config.json").write_text(json.dumps(stored))
+    (saved / "adapter_model.safetensors").write_bytes(b"cut")
+    assert "adapter_model.safetensors cannot be read" in complaint()

@@ -143,6 +143,11 @@ class WholeDirectory:
                     f"model.lora.{name} has no effect: no such part of {self.path} can have adapters; those are "
                     f"{', '.join(adapted)}."
                 )
+            if lora[name].path is not None:
+                raise UserError(
+                    f"model.lora.{name}.path is not read beside model.path; merge that adapter into the directory with "
+                    "peft, or begin with a checkpoint (run.start)."
+                )
             if not train.get(name, True):
                 raise UserError(
                     f"model.lora.{name} gives adapters to a part that does not learn; remove model.train.{name} = "
