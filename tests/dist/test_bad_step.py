@@ -158,8 +158,8 @@ class Overflow(torch.autograd.Function):
 def overflow_in_backward():
     hidden = Backbone.hidden_states
 
-    def overflowing(self, sequences, features):
-        return Overflow.apply(hidden(self, sequences, features))
+    def overflowing(self, *arguments):
+        return Overflow.apply(hidden(self, *arguments))
 
     Backbone.hidden_states = overflowing
 
