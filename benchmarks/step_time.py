@@ -310,7 +310,7 @@ def observe(batch, result: StepResult, counted: PhaseCosts, wait_s: float, step_
 def _imbalance(cuts: ItemCuts | None, placed: Assignment, work: np.ndarray, cost: Cost) -> float:
     """The largest load over its bound; of the fragments of items that are cut."""
     scored = score(placed.ranks, work, placed.num_ranks, cost)
-    return (scored if cuts is None else with_cut_loads(scored, cuts, cost.weights(work))).imbalance
+    return float((scored if cuts is None else with_cut_loads(scored, cuts, cost.weights(work))).imbalance)
 
 
 def summarise(ranks: list[list[dict]]) -> dict:
