@@ -288,9 +288,7 @@ def observe(batch, result: StepResult, counted: PhaseCosts, wait_s: float, step_
     """counted: operations, which the loads of all ways are weighed by."""
     work, placed = counted.work(batch.lengths), batch.decision.assignments
     exchanges = [span.duration_s for span in result.timeline if span.kind.startswith("EXCHANGE")]
-    passes_s = sum(span.duration_s for span in result.timeline if span.kind in ("F", "B"))
     return {
-        "passes_s": passes_s,
         "predicted_s": batch.decision.predicted_s,
         "loss": result.loss,
         "step_s": step_s,
@@ -312,7 +310,7 @@ def observe(batch, result: StepResult, counted: PhaseCosts, wait_s: float, step_
 def _imbalance(cuts: ItemCuts | None, placed: Assignment, work: np.ndarray, cost: Cost) -> float:
     """The largest load over its bound; of the fragments of items that are cut."""
     scored = score(placed.ranks, work, placed.num_ranks, cost)
-    return (scored if cuts is None else with_cut_loads(scored, cuts, cost.weights(work))).imbalance
+    return float((scored if cuts is None else with_cut_loads(scored, cuts, cost.weights(work))).imbalance)
 
 
 def summarise(ranks: list[list[dict]]) -> dict:
@@ -332,7 +330,6 @@ def summarise(ranks: list[list[dict]]) -> dict:
         "crossing_bytes": float(np.mean([step[0]["crossing_bytes"] for step in steps])),
         "imbalance": {p: float(np.mean([s[0]["imbalance"][p] for s in steps])) for p in steps[0][0]["imbalance"]},
         "losses": [step[0]["loss"] for step in steps],
-        "passes_s": [float(np.mean([rank["passes_s"] for rank in step])) for step in steps],
         "mean_cpu_s": [float(np.mean([rank["cpu_s"] for rank in step])) for step in steps],
         "predicted_s": [step[0]["predicted_s"] for step in steps],
         "methods": dict(Counter(step[0]["method"] for step in steps)),
@@ -343,12 +340,13 @@ def summarise(ranks: list[list[dict]]) -> dict:
 def over_ideal(figures: dict[str, dict], num_ranks: int, num_cores: int) -> dict:
     """Steps over the ideal, all work divided by the ranks, for each batch and way.
 
-    With a core for each rank: the step over the mean of ranks' forward and backward passes of whole items ("joint"),
-    which wait for nobody. With fewer cores, which is marked: the busiest rank's processor time over the mean of ranks.
+    The ideal is the processor time of whole items ("joint"), the mean over ranks; passes also wait for sums of
+    gradients. With a core for each rank steps are held against it; with fewer, which is marked, the processor time of
+    the busiest rank.
     predicted: seconds of a way over those of "joint", as predicted before the step; measured: as it turned out.
     """
     has_cores = num_cores >= num_ranks
-    ideal_s = figures["joint"]["passes_s" if has_cores else "mean_cpu_s"]
+    ideal_s = figures["joint"]["mean_cpu_s"]
     taken_s = {way: it["step_s" if has_cores else "cpu_s"] for way, it in figures.items()}
     by_batch = {way: np.divide(taken, ideal_s).tolist() for way, taken in taken_s.items()}
     is_dominated = np.array(by_batch["joint"]) >= DOMINATED

@@ -57,7 +57,7 @@ def test_auto_cuts_where_it_is_predicted_to_be_faster_and_says_what_it_gains(tmp
     cut = [step for step in steps if step["methods"] == {"split": 1}]
     assert len(cut) >= 3 and all(step["cut"]["gained_s"] > 0 for step in cut)
     assert all("cut (" in step["why"]["split"] and "rows over" in step["why"]["split"] for step in cut)
-    assert any("sequences cut over ranks" in line for line in said[0].splitlines())
+    assert any(" cut over ranks" in line for line in said[0].splitlines())
     # A link that takes as long as the step leaves sequences whole.
     slow = ("balance.speed={ device_tflops = 1e-6, link_latency_us = 1e9 }",)
     run(job, 3, tmp_path / "slow", *EXACT, *FEW, "balance.split=auto", *slow, "run.steps=2")
