@@ -428,7 +428,7 @@ def write_qwen2_5_vl(folder: Path) -> None:
         "window_size": 16,
         "fullatt_block_indexes": [1],
     }
-    text = _qwen_text(len(tokenizer), num_attention_heads=2, num_key_value_heads=1, hidden_size=24)
+    text = _qwen_text(len(tokenizer), num_attention_heads=2, num_key_value_heads=2, hidden_size=24)
     config = transformers.Qwen2_5_VLConfig(
         vision_config=tower, text_config=text, tie_word_embeddings=False, **_qwen_ids(tokenizer)
     )

@@ -1,0 +1,48 @@
+"""Whole models whose positions are those of a grid, under Plans: what stages and ranks share equals one process."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from benchmark import benchmark
+from motet.planning.plan_first import plan_first
+from motet.train.recipe.recipe import load_recipe
+from motet.train.trainer import train
+from ranks import run_ranks
+
+with benchmark("whole_models") as whole_models:
+    pass
+RUN = ["run.dtype=float64", "run.steps=2", "run.batch_size=8", "optimizer.lr=1e-2", "data.num_workers=0"]
+WAYS = {
+    "stages": ["parallel.backbone.pp=2"],
+    "shared sequences": ["parallel.backbone.cp=2"],
+    "divided layers": ["parallel.backbone.tp=2"],
+}
+
+
+def trained(rank, num_ranks, recipe, runs):
+    """Train a recipe in each way: name of the folder -> overrides."""
+    for folder, overrides in runs.items():
+        overrides = [*RUN, *overrides, f"run.dir={folder}"]
+        read = load_recipe(Path(recipe), overrides)
+        train(read, plan=partial(plan_first, read, Path(recipe), overrides) if read.parallel else None)
+
+
+def figures(folder):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [[line["loss"], line["grad_norm"]] for line in lines]
+
+
+def test_qwen_in_stages_and_on_shared_rows_is_one_process(tmp_path):
+    """Its windows, its grids, and a merger for projector."""
+    whole_models.write_job(tmp_path / "job", "qwen2_5_vl")
+    recipe = str(tmp_path / "job" / "recipe.toml")
+    run_ranks(trained, 1, recipe, {str(tmp_path / "alone"): []})
+    run_ranks(trained, 2, recipe, {str(tmp_path / name): overrides for name, overrides in WAYS.items()})
+    alone = figures(tmp_path / "alone")
+    assert len(alone) == 2
+    for name in WAYS:
+        for found, expected in zip(figures(tmp_path / name), alone, strict=True):
+            assert found == pytest.approx(expected, rel=1e-10), name
