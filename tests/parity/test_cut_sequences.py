@@ -212,5 +212,5 @@ def test_cuts_anywhere_equal_one_process(num_ranks):
 
 def test_what_is_chosen_equals_one_process():
     """One of two sequences is longer than the other, so that both ranks have a part of it."""
-    cuts = [Cut(replace(ALL, num_examples=2, seed=seed), method="split") for seed in (0, 3)]
+    cuts = [Cut(replace(ALL, num_examples=2, seed=seed), method="split") for seed in (0, 4)]
     assert run_ranks(check, 2, cuts) == [[]] * 2

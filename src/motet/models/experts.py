@@ -113,16 +113,22 @@ def use_routed_experts(causal_lm: nn.Module) -> int:
 def expert_parameters(blocks: Iterable[Block]) -> Iterator[nn.Parameter]:
     """The parameters of all experts in some blocks, each [num_experts, ...]."""
     for block in blocks:
-        if isinstance(block.mlp, RoutedExperts):
-            yield from block.mlp.experts.parameters()
+        if (routed := _routed(block)) is not None:
+            yield from routed.experts.parameters()
 
 
 def spread_experts(blocks: Iterable[Block], ranks: ExpertRanks) -> None:
     """Let the experts of some blocks, of which this rank has a part, compute rows of all these ranks. In place."""
     for block in blocks:
-        if isinstance(block.mlp, RoutedExperts):
-            block.mlp.ranks = ranks
-            block.without_rows = partial(RoutedExperts.__call__, block.mlp)
+        if (routed := _routed(block)) is not None:
+            routed.ranks = ranks
+            block.without_rows = partial(RoutedExperts.__call__, routed)
+
+
+def _routed(block: Block) -> RoutedExperts | None:
+    """The experts of a block; None if it has none, as blocks of shapes, which have no `mlp` either."""
+    mlp = getattr(block, "mlp", None)
+    return mlp if isinstance(mlp, RoutedExperts) else None
 
 
 def _take_router_loss(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

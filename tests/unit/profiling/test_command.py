@@ -135,9 +135,8 @@ def test_lengths_are_those_that_transform_and_encoder_allow(recipe, chosen):
 
 def test_seconds_are_spent_where_the_jobs_lengths_are(recipe, chosen):
     """4 training examples, 2 in a microbatch of a rank of 3: no batch is longer, or has more rows than twice those."""
-    model = SimpleNamespace(
-        encoders={name: chosen[name].module for name in ("image", "audio")}, backbone=chosen[BACKBONE].module
-    )
+    encoders = {name: chosen[name].module for name in ("image", "audio")}
+    model = SimpleNamespace(encoders=encoders, generators={}, measured=encoders, backbone=chosen[BACKBONE].module)
     asked = asked_lengths(recipe, model, 1)
     found = {one.name: one for one in subjects(recipe, model, model, torch.device("cpu"), asked)}
     for name, subject in found.items():

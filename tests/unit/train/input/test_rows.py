@@ -39,7 +39,7 @@ def check(module, transform, path=None) -> None:
         table_of=lambda name: name,
         modules=SimpleNamespace(encoders={name: SimpleNamespace(path=path)}),
     )
-    check_rows(recipe, SimpleNamespace(encoders={name: module}))
+    check_rows(recipe, SimpleNamespace(encoders={name: module}, generators={}))
 
 
 def encoder(family, deferred=False, **options):

@@ -162,7 +162,7 @@ def test_canvases_that_are_not_made_of_tiles(tiled, tmp_path):
 
 def test_examples_with_several_images_are_left_out_where_the_model_prepares_them_otherwise(tiled, tmp_path):
     job = shutil.copytree(tiled, tmp_path / "job")
-    shutil.rmtree(job / "images")
+    shutil.rmtree(job / "media")
     whole_models.write_examples(job, 4)  # 1, 0, 2 and 1 images.
     recipe = load_recipe(job / "recipe.toml")
     with torch.device("meta"):
