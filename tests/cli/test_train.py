@@ -135,7 +135,8 @@ def test_killed_in_the_second_phase_and_restarted_by_torchrun(job, tmp_path):
     )
     overrides = ("checkpoint.every_steps=2", "data.heldout=[]")
     launcher = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=1"]
-    killed = signalled(signal.SIGKILL, step=6, rank=1)
+    # The sixth of the second phase: by then its first checkpoint is written, as the second began to be.
+    killed = signalled(signal.SIGKILL, step=8, rank=1)
     done = run(command(launcher, phased, tmp_path, *overrides, program=killed))
     assert done.returncode == 0, done.stderr
     said = [
