@@ -117,13 +117,21 @@ class _Graph:
                     self.members.append([action])
                 else:
                     self.members[event].append(action)
-        streams = {kind: "compute" if kind in held else stream_of(kind) for kind in Kind}
         self.before: list[list[int]] = [[] for _ in self.members]
         self.after: list[list[int]] = [[] for _ in self.members]
         dependencies = Dependencies(program)
         if host_waits:
             self._walk(program, event_by_action, dependencies, held)
-        for actions in program.actions if not host_waits else ():
+        else:
+            self._run_in_streams(program, event_by_action, dependencies, held)
+        self.duration = _durations(self.members, program)
+
+    def _run_in_streams(
+        self, program: Program, event_by_action: dict[Action, int], dependencies: Dependencies, held: Collection[Kind]
+    ) -> None:
+        """Each stream takes its actions in order; a message starts once the compute before it has ended."""
+        streams = {kind: "compute" if kind in held else stream_of(kind) for kind in Kind}
+        for actions in program.actions:
             last: dict[str, int] = {}
             for action in actions:
                 event = event_by_action[action]
@@ -135,7 +143,6 @@ class _Graph:
                 if stream in ("send", "receive") and "compute" in last:
                     self._add(last["compute"], event)
                 last[stream] = event
-        self.duration = _durations(self.members, program)
 
     def _walk(
         self, program: Program, event_by_action: dict[Action, int], dependencies: Dependencies, held: Collection[Kind]
