@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,8 @@ BACKBONE_NAMES = (
     ("backbone.causal_lm.lm_head.", "lm_head."),
 )
 """Weights of the backbone in an MLLM, and in transformers' class of a whole model: prefixes."""
+VISION_TOWER = "model.vision_tower."
+"""Where a vision tower lies in most of transformers' classes."""
 
 
 class WholeBackboneConfig(BackboneConfig):
@@ -103,6 +105,27 @@ class WholeFamily:
     model: type[PreTrainedModel]
     parts: Callable[[PreTrainedConfig, Any], WholeParts]
     template: str | None = None
+
+
+def one_tower(
+    backbone: BackboneConfig,
+    reads: str,
+    encoder: EncoderConfig,
+    files: MadeOfFiles,
+    tower: str,
+    projector: Mapping[str, str],
+    others: Iterable[tuple[str, str]] = (),
+) -> WholeParts:
+    """The parts of a whole model with one encoder, which has the name of what it reads.
+
+    tower:     prefix of the encoder's weights in transformers' class.
+    projector: weights of the projector, or prefixes of them, in Motet's and in transformers' class.
+    others:    as of `WholeParts.names`, of weights in the encoder's callbacks.
+    """
+    own = f"encoders.{reads}."
+    in_projector = ((f"{own}projector.{name}", theirs) for name, theirs in projector.items())
+    names = (*BACKBONE_NAMES, (f"{own}encoder.model.", tower), *in_projector, *others)
+    return WholeParts(backbone, {reads: encoder}, names, {reads: files})
 
 
 def language_family(config: PreTrainedConfig, where: str, *families: str) -> str:

@@ -9,12 +9,13 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from motet.models.build import EncoderConfig
 from motet.models.whole.family import (
-    BACKBONE_NAMES,
+    VISION_TOWER,
     WholeBackboneConfig,
     WholeFamily,
     WholeParts,
     check_option,
     language_family,
+    one_tower,
     vision_family,
 )
 from motet.models.whole.processor import Images
@@ -40,20 +41,18 @@ def _parts(config: Gemma3Config, directory: WholeDirectory) -> WholeParts:
             tensors=directory.tensors_at(names), pool=side // math.isqrt(rows), eps=tower.layer_norm_eps
         ),
     )
-    return WholeParts(
+    return one_tower(
         WholeBackboneConfig(
             family=language_family(config, where, "gemma3"),
             path=directory.path,
             config={"tie_word_embeddings": config.tie_word_embeddings},
             bidirectional=("image",),
         ),
-        {"image": encoder},
-        (
-            *BACKBONE_NAMES,
-            ("encoders.image.encoder.model.", "model.vision_tower."),
-            *((f"encoders.image.projector.{own}", theirs) for own, theirs in names.items()),
-        ),
-        {"image": Images(tower.patch_size, (tower.image_size, tower.image_size))},
+        "image",
+        encoder,
+        Images.of(config.vision_config),
+        VISION_TOWER,
+        names,
     )
 
 

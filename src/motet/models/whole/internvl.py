@@ -10,13 +10,14 @@ from transformers import InternVLConfig, InternVLForConditionalGeneration
 from motet.core.arrays import Int64Array
 from motet.models.families.internvl import one_side
 from motet.models.whole.family import (
-    BACKBONE_NAMES,
+    VISION_TOWER,
     WholeBackboneConfig,
     WholeEncoderConfig,
     WholeFamily,
     WholeParts,
     check_option,
     language_family,
+    one_tower,
     vision_family,
 )
 from motet.models.whole.processor import CroppedTiles
@@ -51,19 +52,17 @@ def _parts(config: InternVLConfig, directory: WholeDirectory) -> WholeParts:
         projector=NormedProjectorConfig(downsample=4, tensors=directory.tensors_at(weights)),
         made={"before": partial(Tiles, side, partial(_counts, side))},
     )
-    return WholeParts(
+    return one_tower(
         WholeBackboneConfig(
             family=language_family(config, where, "qwen2", "qwen3", "llama"),
             path=directory.path,
             config={"tie_word_embeddings": config.tie_word_embeddings},
         ),
-        {"image": encoder},
-        (
-            *BACKBONE_NAMES,
-            ("encoders.image.encoder.model.", "model.vision_tower."),
-            *((f"encoders.image.projector.{own}", theirs) for own, theirs in weights.items()),
-        ),
-        {"image": CroppedTiles(patch_size, tile)},
+        "image",
+        encoder,
+        CroppedTiles(patch_size, tile),
+        VISION_TOWER,
+        weights,
     )
 
 

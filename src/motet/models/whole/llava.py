@@ -10,7 +10,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedC
 from motet.core.errors import UserError
 from motet.models.families.registry import ENCODERS
 from motet.models.whole.family import (
-    BACKBONE_NAMES,
+    VISION_TOWER,
     MadeOfFiles,
     WholeBackboneConfig,
     WholeEncoderConfig,
@@ -18,6 +18,7 @@ from motet.models.whole.family import (
     WholeParts,
     check_option,
     language_family,
+    one_tower,
     vision_family,
 )
 from motet.models.whole.processor import Images
@@ -35,8 +36,7 @@ _WEIGHTS = {
 
 
 def _parts(config: LlavaConfig, directory: WholeDirectory) -> WholeParts:
-    tower = config.vision_config
-    return llava_parts(config, directory, Images(tower.patch_size, (tower.image_size, tower.image_size)))
+    return llava_parts(config, directory, Images.of(config.vision_config))
 
 
 def llava_parts(
@@ -61,20 +61,18 @@ def llava_parts(
         projector=StoredProjectorConfig(tensors=directory.tensors_at(weights)),
         made=made or {},
     )
-    return WholeParts(
+    return one_tower(
         WholeBackboneConfig(
             family=language_family(config, where, "llama", "mistral", "qwen2", "qwen3"),
             path=directory.path,
             config={"tie_word_embeddings": config.tie_word_embeddings},
         ),
-        {"image": encoder},
-        (
-            *BACKBONE_NAMES,
-            ("encoders.image.encoder.model.", "model.vision_tower."),
-            *((f"encoders.image.projector.{own}", theirs) for own, theirs in weights.items()),
-            *names,
-        ),
-        {"image": images},
+        "image",
+        encoder,
+        images,
+        VISION_TOWER,
+        weights,
+        names,
     )
 
 

@@ -5,22 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from pydantic import ConfigDict
 from torch import Tensor, nn
 
 from motet.core.arrays import Int64Array
 from motet.core.shapes import merge
 from motet.models.layers import LayerModules, any_trainable
-from motet.models.projector import ProjectorConfig
-from motet.models.stored import TensorInFile
-from motet.models.whole.projector import with_weights
+from motet.models.whole.projector import StoredProjectorConfig, with_weights
 
 
-class MergerProjectorConfig(ProjectorConfig):
-    """A merger with stored weights. tensors: by their names in it; merger, merge: as of `MergerProjector`."""
+class MergerProjectorConfig(StoredProjectorConfig):
+    """A merger with stored weights. merger, merge: as of `MergerProjector`."""
 
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-    tensors: dict[str, TensorInFile]
     merger: type[nn.Module]
     merge: int
 

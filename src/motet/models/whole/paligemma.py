@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
 from motet.models.whole.family import (
-    BACKBONE_NAMES,
+    VISION_TOWER,
     WholeBackboneConfig,
     WholeEncoderConfig,
     WholeFamily,
     WholeParts,
     check_option,
     language_family,
+    one_tower,
     vision_family,
 )
 from motet.models.whole.processor import Images
@@ -41,7 +42,7 @@ _TEMPLATE = (
 
 
 def _parts(config: PaliGemmaConfig, directory: WholeDirectory) -> WholeParts:
-    where, tower = str(directory.file), config.vision_config
+    where = str(directory.file)
     family = language_family(config, where, "gemma")
     check_option(where, "projection_dim", config.projection_dim, config.text_config.hidden_size)
     # It stands for the mask that the whole model makes, of the prefix alone.
@@ -52,7 +53,7 @@ def _parts(config: PaliGemmaConfig, directory: WholeDirectory) -> WholeParts:
         path=directory.path,
         projector=StoredProjectorConfig(kind="linear", tensors=directory.tensors_at(weights)),
     )
-    return WholeParts(
+    return one_tower(
         WholeBackboneConfig(
             family=family,
             path=directory.path,
@@ -60,13 +61,11 @@ def _parts(config: PaliGemmaConfig, directory: WholeDirectory) -> WholeParts:
             prefix=True,
             first_position=1,
         ),
-        {"image": encoder},
-        (
-            *BACKBONE_NAMES,
-            ("encoders.image.encoder.model.", "model.vision_tower."),
-            *((f"encoders.image.projector.{own}", theirs) for own, theirs in weights.items()),
-        ),
-        {"image": Images(tower.patch_size, (tower.image_size, tower.image_size))},
+        "image",
+        encoder,
+        Images.of(config.vision_config),
+        VISION_TOWER,
+        weights,
     )
 
 

@@ -9,13 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoFeatureExtractor, AutoImageProcessor, WhisperFeatureExtractor
+from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedConfig, WhisperFeatureExtractor
 
 from motet.core.errors import UserError
 from motet.models.config_file import one_line, quiet_transformers
 
 _ONLY = {"do_resize": (True,), "do_rescale": (True,), "do_convert_rgb": (True, None)}
 """Option of every processor -> the values that Motet computes."""
+_UNPADDED = {"do_pad": (False, None), "do_pan_and_scan": (False, None)}
+"""The same, of processors that make one image of each."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,18 @@ class Images:
     patch_size: int
     size: tuple[int, int]
 
+    @classmethod
+    def of(cls, tower: PreTrainedConfig) -> Images:
+        """The images that a tower takes which reads squares of one size."""
+        return cls(tower.patch_size, (tower.image_size, tower.image_size))
+
     def options(self, path: Path) -> dict[str, Any]:
         """The options of the transform that does what the processor in `path` does.
 
         Raises UserError for a processor that is not there, that does more than that, or that makes another size.
         """
         processor, where = opened_processor(path)
-        check_processor(where, processor, do_pad=(False, None), do_pan_and_scan=(False, None))
+        check_processor(where, processor, **_UNPADDED)
         size, crops = dict(processor.size), bool(getattr(processor, "do_center_crop", False))
         shortest_edge = size.pop("shortest_edge", None)
         made = dict(processor.crop_size) if crops else size
@@ -128,7 +135,7 @@ class Areas:
     def options(self, path: Path) -> dict[str, Any]:
         """As of `Images`. Raises UserError also for a processor of another class."""
         processor, where = opened_processor(path)
-        check_processor(where, processor)
+        check_processor(where, processor, **_UNPADDED)
         if type(processor).__name__ != "Qwen2VLImageProcessorPil":
             raise UserError(f"{where} is not what Motet computes for this model; it must be a Qwen2VLImageProcessor.")
         sides = asdict(self)

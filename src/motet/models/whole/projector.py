@@ -60,11 +60,9 @@ class NormedProjector(Projector):
         return [LayerModules(replace(described.layer, parameters=described.layer.parameters + norm), (self,))]
 
 
-class PooledProjectorConfig(ProjectorConfig):
-    """Gemma 3's projector. tensors: as of `StoredProjectorConfig`; pool, eps: as of `PooledProjector`."""
+class PooledProjectorConfig(StoredProjectorConfig):
+    """Gemma 3's projector. pool, eps: as of `PooledProjector`."""
 
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-    tensors: dict[str, TensorInFile]
     pool: int
     eps: float
 

@@ -8,13 +8,13 @@ from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
 
 from motet.models.families.qwen2_audio import Qwen2AudioTower
 from motet.models.whole.family import (
-    BACKBONE_NAMES,
     TowerConfig,
     WholeBackboneConfig,
     WholeFamily,
     WholeParts,
     check_option,
     language_family,
+    one_tower,
 )
 from motet.models.whole.processor import Clips
 from motet.models.whole.projector import StoredProjectorConfig
@@ -34,18 +34,16 @@ def _parts(config: Qwen2AudioConfig, directory: WholeDirectory) -> WholeParts:
         path=directory.path,
         projector=StoredProjectorConfig(kind="linear", tensors=directory.tensors_at(names)),
     )
-    return WholeParts(
+    return one_tower(
         # transformers' class ties no weights, whatever the config says.
         WholeBackboneConfig(
             family=language_family(config, where, "qwen2"), path=directory.path, config={"tie_word_embeddings": False}
         ),
-        {"audio": encoder},
-        (
-            *BACKBONE_NAMES,
-            ("encoders.audio.encoder.model.", "model.audio_tower."),
-            ("encoders.audio.projector.layers.0.", _LINEAR),
-        ),
-        {"audio": Clips(tower.num_mel_bins, 2 * tower.max_source_positions, Qwen2AudioTower.margin)},
+        "audio",
+        encoder,
+        Clips(tower.num_mel_bins, 2 * tower.max_source_positions, Qwen2AudioTower.margin),
+        "model.audio_tower.",
+        {"layers.0.": _LINEAR},
     )
 
 

@@ -14,12 +14,12 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLPatchMe
 from transformers.models.qwen2_vl.modeling_qwen2_vl import PatchMerger
 
 from motet.models.whole.family import (
-    BACKBONE_NAMES,
     TowerConfig,
     WholeBackboneConfig,
     WholeFamily,
     WholeParts,
     check_option,
+    one_tower,
 )
 from motet.models.whole.merger import MergerProjectorConfig
 from motet.models.whole.processor import Areas
@@ -48,17 +48,15 @@ def _parts(
         path=directory.path,
         projector=MergerProjectorConfig(tensors=tensors, merger=merger, merge=tower.spatial_merge_size),
     )
-    return WholeParts(
+    return one_tower(
         WholeBackboneConfig(
             family=family, path=directory.path, config={"tie_word_embeddings": config.tie_word_embeddings}
         ),
-        {"image": encoder},
-        (
-            *BACKBONE_NAMES,
-            ("encoders.image.encoder.model.", "model.visual."),
-            ("encoders.image.projector.merger.", _MERGER),
-        ),
-        {"image": Areas(tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size)},
+        "image",
+        encoder,
+        Areas(tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size),
+        "model.visual.",
+        {"merger.": _MERGER},
     )
 
 
