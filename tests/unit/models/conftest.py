@@ -27,6 +27,13 @@ EXPERTS = {
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "head_dim": 8},
 }
 """Options of mixtures of experts, whose own numbers are those of large models."""
+OTHER_NAMES = {
+    "gpt2": {"n_embd": DIM, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": 64}
+    | dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0),
+    "opt": {"hidden_size": DIM, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 48, "dropout": 0.0}
+    | {"max_position_embeddings": 64},
+}
+"""Options of families that name them otherwise, and whose positions are learned."""
 VISION = {
     "hidden_size": 24,
     "intermediate_size": 40,
@@ -99,7 +106,7 @@ class Tiny:
         return build_backbone(config, VOCAB, dtype, 0)
 
     def options_of(self, family: str) -> dict[str, object]:
-        return BACKBONE | EXPERTS.get(family, {})
+        return BACKBONE | EXPERTS.get(family, {}) if family not in OTHER_NAMES else OTHER_NAMES[family]
 
     def mllm(self, dtype: torch.dtype = torch.float64, train: bool = True, **frozen):
         encoders = {

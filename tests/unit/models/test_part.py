@@ -130,7 +130,8 @@ def test_a_vision_transformer_of_shapes_in_two_parts_is_itself(tiny, shape):
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe"],
+    ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe"]
+    + ["granite", "gpt2", "opt"],
 )
 def test_a_backbone_in_two_parts_is_the_backbone(tiny, family):
     backbone, packed = tiny.backbone(family).eval(), tiny.Packed.of([7, 1, 12, 5])

@@ -1,8 +1,8 @@
 """The HF classes of each family, and the position of its tower in a larger checkpoint.
 
-`Backbone` computes embedding, layers, output layer and cross entropy, and nothing else: no logit scale and no sink,
-soft caps of Gemma 2 alone, and one auxiliary loss, that of routers. So a backbone is listed only if a test compares its
-loss and gradients with transformers' own.
+`Backbone` computes embedding, layers, output layer and cross entropy, and nothing else: no sink, scaled logits of
+Granite and soft caps of Gemma 2 alone, and one auxiliary loss, that of routers. So a backbone is listed only if a test
+compares its loss and gradients with transformers' own.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ from motet.models.families.shaped import (
 )
 from motet.models.families.siglip import SiglipEncoder
 from motet.models.families.supported import check_backbone, check_encoder
+from motet.models.families.text import GPT2Text, GraniteText, OPTText, TextModel
 from motet.models.families.whisper import WhisperEncoder
 
 
@@ -72,6 +73,7 @@ class Family:
     feature_layers: whether the encoder can return the output of any layer.
     branches:       how tensor-parallel ranks divide a layer; () if they cannot.
     reads_grids:    whether positions of a backbone's rows are those of a grid (`core/grid_positions.py`).
+    text:           where a backbone's parts are, and what its class does besides Llama's.
     """
 
     config: type[transformers.PreTrainedConfig]
@@ -86,6 +88,7 @@ class Family:
     feature_layers: bool = False
     branches: tuple[TensorBranch, ...] = ()
     reads_grids: bool = False
+    text: type[TextModel] = TextModel
 
     @property
     def is_part(self) -> bool:
@@ -184,6 +187,13 @@ BACKBONES = {
     ),
     "mixtral": Family(transformers.MixtralConfig, transformers.MixtralForCausalLM),
     "qwen3_moe": Family(transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "granite": Family(
+        transformers.GraniteConfig, transformers.GraniteForCausalLM, branches=LLAMA_BRANCHES, text=GraniteText
+    ),
+    "gpt2": Family(transformers.GPT2Config, transformers.GPT2LMHeadModel, depth="n_layer", norm="layer", text=GPT2Text),
+    "opt": Family(
+        transformers.OPTConfig, transformers.OPTForCausalLM, norm="layer", branches=AUDIO_BRANCHES, text=OPTText
+    ),
 }
 
 GRID_BACKBONES = {
