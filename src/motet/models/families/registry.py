@@ -38,9 +38,11 @@ from motet.models.families.branches import (
 )
 from motet.models.families.clip import ClipEncoder
 from motet.models.families.dinov2 import Dinov2Encoder
+from motet.models.families.dinov3 import Dinov3Encoder
 from motet.models.families.grid_text import Qwen2VLCausalLM, Qwen25VLCausalLM
 from motet.models.families.internvl import InternVLEncoder
-from motet.models.families.qwen2_5_vl import Qwen25VLTower
+from motet.models.families.pixtral import PixtralEncoder
+from motet.models.families.qwen2_5_vl import Qwen25VLEncoder, Qwen25VLTower
 from motet.models.families.qwen2_audio import Qwen2AudioEncoder, Qwen2AudioTower
 from motet.models.families.qwen2_vl import Qwen2VLEncoder, Qwen2VLTower
 from motet.models.families.shaped import (
@@ -54,6 +56,7 @@ from motet.models.families.shaped import (
     ShapedVisionTransformer,
 )
 from motet.models.families.siglip import SiglipEncoder
+from motet.models.families.siglip2 import Siglip2Encoder
 from motet.models.families.supported import check_backbone, check_encoder
 from motet.models.families.text import GPT2Text, GraniteText, OPTText, TextModel
 from motet.models.families.whisper import WhisperEncoder
@@ -147,6 +150,39 @@ ENCODERS = {
         _TOWER,
         class_row=True,
     ),
+    "siglip2": Family(
+        transformers.Siglip2VisionConfig,
+        transformers.Siglip2VisionModel,
+        Siglip2Encoder,
+        "vision_config",
+        _TOWER,
+        feature_layers=True,
+        branches=VISION_BRANCHES,
+    ),
+    "pixtral": Family(
+        transformers.PixtralVisionConfig,
+        transformers.PixtralVisionModel,
+        PixtralEncoder,
+        "vision_config",
+        _TOWER,
+        feature_layers=True,
+    ),
+    "dinov3": Family(
+        transformers.DINOv3ViTConfig,
+        transformers.DINOv3ViTModel,
+        Dinov3Encoder,
+        class_row=True,
+        feature_layers=True,
+    ),
+    "qwen2_5_vl": Family(
+        Qwen2_5_VLVisionConfig,
+        Qwen2_5_VisionTransformerPretrainedModel,
+        Qwen25VLEncoder,
+        "vision_config",
+        r"^(model\.)?visual\.",
+        depth="depth",
+        branches=QWEN2_5_VL_BRANCHES,
+    ),
     "whisper": Family(
         transformers.WhisperConfig,
         HFWhisperEncoder,
@@ -204,15 +240,7 @@ GRID_BACKBONES = {
 
 TOWERS = {
     "qwen2_vl": replace(ENCODERS["qwen2_vl"], adapter=Qwen2VLTower),
-    "qwen2_5_vl": Family(
-        Qwen2_5_VLVisionConfig,
-        Qwen2_5_VisionTransformerPretrainedModel,
-        Qwen25VLTower,
-        "vision_config",
-        r"^(model\.)?visual\.",
-        depth="depth",
-        branches=QWEN2_5_VL_BRANCHES,
-    ),
+    "qwen2_5_vl": replace(ENCODERS["qwen2_5_vl"], adapter=Qwen25VLTower),
     "qwen2_audio": replace(ENCODERS["qwen2_audio"], adapter=Qwen2AudioTower),
 }
 """Towers as whole models have them: the last layers of some are the model's projector."""

@@ -152,9 +152,10 @@ def check_encoder(config: PreTrainedConfig, where: str = "") -> None:
         raise UserError(f"{where}rope_parameters is {rope}; only the base, rope_theta, may be set.")
     # Qwen2-VL's hidden_size is the text's width.
     width = "embed_dim" if has_option(config, "embed_dim") else "hidden_size"
-    if getattr(config, width) % (4 * config.num_heads):
+    heads = "num_heads" if has_option(config, "num_heads") else "num_attention_heads"
+    if getattr(config, width) % (4 * getattr(config, heads)):
         raise UserError(
-            f"{where}{width} is {getattr(config, width)}; it must be a multiple of 4 * num_heads, as the channels of a "
+            f"{where}{width} is {getattr(config, width)}; it must be a multiple of 4 * {heads}, as the channels of a "
             "head turn in pairs, half of them with the row and half with the column."
         )
 
