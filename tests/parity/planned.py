@@ -90,6 +90,7 @@ OF_FAMILY = {
         "router_aux_loss_coef": 0.3,
     },
     "phi3": {"pad_token_id": 0, "eos_token_id": 1},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
 }
 
 
@@ -127,18 +128,13 @@ def build_hf_model(
         activation_dropout=dropout,
     )
     of_family = BACKBONES[family]
-    backbone = of_family.config(
-        vocab_size=VOCABULARY,
-        hidden_size=DIM,
-        intermediate_size=24,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-        attn_implementation=ATTENTION,
-        attention_dropout=dropout,
-        **OF_FAMILY.get(family, {}),
-    )
+    numbers = {"hidden_size": DIM, "num_hidden_layers": num_layers, "num_attention_heads": 4}
+    numbers |= {"vocab_size": VOCABULARY, "tie_word_embeddings": tied, "attn_implementation": ATTENTION}
+    drops = {"gpt2": ("embd_pdrop", "attn_pdrop", "resid_pdrop"), "opt": ("dropout", "attention_dropout")}
+    numbers |= dict.fromkeys(drops.get(family, ("attention_dropout",)), dropout)
+    inner = {"gpt2": {"n_inner": 24}, "opt": {"ffn_dim": 24}}
+    numbers |= inner.get(family, {"intermediate_size": 24, "num_key_value_heads": 2})
+    backbone = of_family.config(**numbers, **OF_FAMILY.get(family, {}))
     towers = {
         "image": (SiglipEncoder(SiglipVisionModel(image)), 1),
         "audio": (WhisperEncoder(HFWhisperEncoder(audio)), 2),

@@ -172,7 +172,8 @@ ITEMS = [
     Cut(ALL, degrees=(4, 2, 1, 2), tower="siglip", items=(4, 2, 1, 2, 4, 1)),
     Cut(replace(ALL, fsdp=WHOLE_COPIES, num_microbatches=2), tower="siglip", draws_items=True),
     Cut(replace(ALL, fsdp=FSDPConfig(recompute=True), num_microbatches=2), tower="qwen2_vl", draws_items=True),
-    Cut(replace(ALL, frozen=("image encoder",)), degrees=(), tower="siglip", items=(2, 4)),
+    Cut(ALL, degrees=(), tower="pixtral", items=(2, 4)),
+    Cut(replace(ALL, frozen=("image encoder",)), degrees=(), tower="siglip2", items=(2, 4)),
     Cut(replace(ALL, frozen=("image",)), tower="qwen2_vl", items=(2, 4)),
     Cut(replace(ALL, frozen=("backbone", "audio")), degrees=(), tower="qwen2_vl", items=(4,)),
     # Ranks that have no image, and meet the others in each layer.

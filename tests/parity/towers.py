@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from transformers import SiglipVisionConfig, SiglipVisionModel
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
@@ -15,7 +14,7 @@ from motet.core.example import Media
 from motet.dispatch import LoadedExample
 from motet.models.attention import ATTENTION
 from motet.models.families.qwen2_vl import Qwen2VLEncoder
-from motet.models.families.siglip import SiglipEncoder
+from motet.models.families.registry import ENCODERS
 from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
 from parity.tiny import DIM
@@ -27,18 +26,23 @@ ROW_DIM = 12
 def tower_module(family: str, frozen: Sequence[str]) -> ModalityModule:
     """The same parameters in every call, in float64. frozen: as of `tiny.build_model`."""
     torch.manual_seed(11)
-    if family == "siglip":
-        config = SiglipVisionConfig(
+    if family != "qwen2_vl":
+        of_family = ENCODERS[family]
+        options = {
+            "siglip": {"image_size": 8, "vision_use_head": False},
+            "siglip2": {"num_patches": 16, "vision_use_head": False},
+            "pixtral": {"image_size": 8},
+        }
+        config = of_family.config(
             hidden_size=8,
             intermediate_size=12,
             num_attention_heads=2,
             num_hidden_layers=2,
-            image_size=8,
             patch_size=2,
-            vision_use_head=False,
             attn_implementation=ATTENTION,
+            **options[family],
         )
-        encoder = SiglipEncoder(SiglipVisionModel(config))
+        encoder = of_family.adapter(of_family.model(config).to(torch.float64))
     else:
         config = Qwen2VLVisionConfig(
             depth=2, embed_dim=8, hidden_size=8, num_heads=2, mlp_ratio=2, patch_size=2, temporal_patch_size=1

@@ -427,9 +427,10 @@ def _one_block(layers: Sequence[Layer], start: Layer) -> list[Layer]:
     return [first, *(replace(layer, continues=True) for layer in (start, *rest))]
 
 
-def embedding(vocab_size: int, hidden: int, *, trainable: bool = True) -> Layer:
-    """The look-up of a row for each token. Backward needs the token alone."""
-    return Layer("embedding", 0, vocab_size * hidden, output_width=hidden, activation_width=1, trainable=trainable)
+def embedding(vocab_size: int, hidden: int, num_positions: int = 0, *, trainable: bool = True) -> Layer:
+    """The look-up of a row for each token, and for each position if these are learned. Backward needs the token."""
+    parameters = (vocab_size + num_positions) * hidden
+    return Layer("embedding", 0, parameters, output_width=hidden, activation_width=1, trainable=trainable)
 
 
 def head(vocab_size: int, hidden: int, *, tied: bool = False, trainable: bool = True) -> Layer:

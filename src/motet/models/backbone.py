@@ -44,6 +44,7 @@ from motet.models.extents import rows_together
 from motet.models.families.registry import backbone_family
 from motet.models.families.shaped import ShapedCausalLM
 from motet.models.families.supported import check_backbone, has_option
+from motet.models.families.text import TextModel
 from motet.models.layers import LayerModules, any_trainable, as_it_learns, frozen_to_eval, products_layer
 from motet.models.merge import merge_rows, places_of
 from motet.models.rotary import document_lengths, use_document_rotary
@@ -95,8 +96,9 @@ class Backbone(nn.Module):
         self._norm = causal_lm.shape.norm if shaped else backbone_family(causal_lm).norm
         self.reads_grids = not shaped and backbone_family(causal_lm).reads_grids
         check_backbone(causal_lm.config, f"{type(causal_lm).__name__}: ")
+        self._text = (TextModel if shaped else backbone_family(causal_lm).text)(causal_lm)
         use_document_rotary(causal_lm)
-        num_routed = 0 if shaped else use_routed_experts(causal_lm)
+        num_routed = 0 if shaped else use_routed_experts(self._text.layers)
         # As in transformers, which does not read the coefficient otherwise.
         balances = num_routed and causal_lm.config.output_router_logits
         self._balance_weight = causal_lm.config.router_aux_loss_coef / num_routed if balances else 0.0
@@ -113,7 +115,7 @@ class Backbone(nn.Module):
         self.merge = merge
         if merge is not None:
             check_callback("merge", "merge", merge)
-        self._blocks = tuple(wrap_blocks(causal_lm, causal_lm.model.layers))
+        self._blocks = tuple(wrap_blocks(causal_lm, self._text.layers))
         self.again = {name: tuple(blocks) for name, blocks in again.items()}
         for name, blocks in self.again.items():
             if wrong := [block for block in blocks if not 0 < block < len(self._blocks)]:
@@ -146,18 +148,20 @@ class Backbone(nn.Module):
 
     def layers(self) -> list[LayerModules]:
         """The layers in execution order, from tokens to logits."""
-        model, hidden, vocab_size = self.causal_lm.model, self.dim, self.causal_lm.config.vocab_size
-        table, output = model.embed_tokens, self.causal_lm.lm_head
+        text, hidden, vocab_size = self._text, self.dim, self.causal_lm.config.vocab_size
+        table, output = text.table, self.causal_lm.lm_head
+        tables = (table,) if text.positions is None else (table, text.positions)
+        num_positions = 0 if text.positions is None else text.positions.num_embeddings
         tied = output.weight is table.weight
         layers = [
-            LayerModules(embedding(vocab_size, hidden, trainable=any_trainable(table)), (table,)),
+            LayerModules(embedding(vocab_size, hidden, num_positions, trainable=any_trainable(*tables)), tables),
             *([self._queries_layer()] if len(self.queries) else ()),
             *([products_layer("merge", self.merge, hidden)] if isinstance(self.merge, nn.Module) else ()),
             *(
                 LayerModules(self._shape(block).layer(trainable=any_trainable(block)), (block,))
                 for block in self._blocks
             ),
-            LayerModules(final_norm(hidden, self._norm, trainable=any_trainable(model.norm)), (model.norm,)),
+            LayerModules(final_norm(hidden, self._norm, trainable=any_trainable(text.norm)), (text.norm,)),
             LayerModules(head(vocab_size, hidden, tied=tied, trainable=any_trainable(output)), (output,)),
         ]
         return list(map(as_it_learns, layers))
@@ -171,6 +175,8 @@ class Backbone(nn.Module):
     def _shape(self, block: Block) -> Transformer:
         if isinstance(self.causal_lm, ShapedCausalLM):
             return self.causal_lm.shape
+        if (own := self._text.shape(block)) is not None:
+            return own
         config, attention = self.causal_lm.config, block.self_attn
         routed = block.mlp if isinstance(block.mlp, RoutedExperts) else None
         mlp = block.mlp if routed is None else routed.experts
@@ -210,6 +216,17 @@ class Backbone(nn.Module):
         config = self.causal_lm.config
         of_model = config.sliding_window if has_option(config, "sliding_window") else None
         return getattr(attention, "sliding_window", of_model)
+
+    @property
+    def text(self) -> TextModel:
+        """Where the parts of the causal LM are."""
+        return self._text
+
+    @property
+    def max_rows(self) -> int | None:
+        """The longest sequence that there are positions for; None where no table bounds it."""
+        count = self._text.num_positions
+        return None if count is None else count - self.first_position
 
     @property
     def needs_places(self) -> bool:
@@ -313,7 +330,7 @@ class Backbone(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [n, dim] behind the norm -> [n, vocab_size], capped where the family caps them (Gemma 2)."""
-        logits = self.causal_lm.lm_head(hidden)
+        logits = self._text.scaled(self.causal_lm.lm_head(hidden))
         cap = getattr(self.causal_lm.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -358,7 +375,7 @@ class Backbone(nn.Module):
         that it holds.
         """
         empty = len(sequences.tokens) == 0
-        table = self.causal_lm.get_input_embeddings()
+        table = self._text.table
         embeds = table.weight.new_zeros(0, self.dim) if empty else table(sequences.tokens)
         if empty:
             embeds = take_part(embeds, outside_blocks(self))
@@ -370,6 +387,8 @@ class Backbone(nn.Module):
             features |= placed(features, context, context.routes, embeds)
         with arranged(ENTER, lambda: _rows_of(sequences)):
             embeds = self._merged(embeds, features, sequences)
+            if len(embeds):
+                embeds = self._text.entered(embeds, self._counted(sequences) + self.first_position)
         if torch.is_grad_enabled() and not embeds.requires_grad:
             # The same on every rank: with a frozen backbone a rank without media must still run backward.
             embeds.requires_grad_()
@@ -405,7 +424,7 @@ class Backbone(nn.Module):
                 if len(together)
                 else PackedItems(offsets, causal=True)
             )
-            positions = self._positions(sequences, np.arange(len(hidden)) - np.repeat(offsets[:-1], lengths))
+            positions = self._positions(sequences, self._counted(sequences).numpy())
         else:
             if (segments := self._shared.get(context)) is None:
                 together = rows_together(context.whole, self.bidirectional, self.prefix)
@@ -431,6 +450,14 @@ class Backbone(nn.Module):
         """Whether this replica takes part in the experts of others alone: then no rank shares sequences with it."""
         return not int(sequences.offsets[-1]) and any(block.without_rows is not None for block in self._blocks)
 
+    @staticmethod
+    def _counted(sequences: Sequences) -> Tensor:
+        """The positions of the rows that are here, from 0 in each document, int64 [total]."""
+        if (context := context_of(sequences)) is not None:
+            return torch.from_numpy(context.rows.positions[context.own])
+        offsets = sequences.offsets.long()
+        return torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(offsets.diff())
+
     def _positions(self, sequences: Sequences, counted: Int64Array) -> Int64Array:
         """The positions of rows, int64 [total], or [3, total] where they are those of a grid.
 
@@ -447,12 +474,11 @@ class Backbone(nn.Module):
         """HF's layers on rows [total, dim]. Tensor-parallel ranks have a part of them each, unless layers are to see
         all: where rows are added before a block, or where backward calls a block again, outside of this context.
         """
-        model, parts = self.causal_lm.model, self.row_parts
+        parts = self.row_parts
         if parts is None or any(block.recompute or block.entering for block in self._blocks):
-            return model(inputs_embeds=hidden[None], use_cache=False, **arguments).last_hidden_state[0]
+            return self._text.through(hidden[None], **arguments)[0]
         with parts.of(len(hidden)):
-            own = parts.own(hidden)[None]
-            return parts.whole(model(inputs_embeds=own, use_cache=False, **arguments).last_hidden_state[0])
+            return parts.whole(self._text.through(parts.own(hidden)[None], **arguments)[0])
 
     def leave(self, hidden: Tensor, sequences: Sequences) -> tuple[Tensor, int]:
         """What stands behind the blocks and the norm: the loss and the number of targets, as `forward` returns them."""
@@ -489,15 +515,15 @@ class Backbone(nn.Module):
 
         All blocks stay in the HF model: it reads of each what its layer's attention needs, by the layer's number.
         """
-        model, norm = self.causal_lm.model, self.causal_lm.model.norm
+        text, norm = self._text, self._text.norm
         for number, block in enumerate(self._blocks):
             block.skipped = not first <= number < stop
         if stop < len(self._blocks):
-            model.norm = nn.Identity()
+            setattr(text.decoder, text.norm_name, nn.Identity())
         try:
             yield
         finally:
-            model.norm = norm
+            setattr(text.decoder, text.norm_name, norm)
             for block in self._blocks:
                 block.skipped = False
 

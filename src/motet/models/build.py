@@ -62,7 +62,13 @@ class EncoderConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     reads: Reads | None = None
-    family: Literal["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio", "internvl"] | None = None
+    family: (
+        Literal[
+            "siglip", "siglip2", "clip", "dinov2", "dinov3", "pixtral", "internvl", "qwen2_vl", "qwen2_5_vl",
+            "whisper", "qwen2_audio",
+        ]
+        | None
+    ) = None  # fmt: skip
     config: dict[str, Any] = Field(default_factory=dict)
     path: Path | None = None
     feature_layer: int | None = None
@@ -114,8 +120,9 @@ class BackboneConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     family: Literal[
-        "qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe"
-    ]
+        "qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe",
+        "granite", "gpt2", "opt",
+    ]  # fmt: skip
     config: dict[str, Any] = Field(default_factory=dict)
     path: Path | None = None
     train: bool = True

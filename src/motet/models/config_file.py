@@ -21,7 +21,10 @@ from motet.core.text_files import read_json
 from motet.models.families.bounds import check_bounds
 from motet.models.families.registry import Family
 
-_USE_OUTPUT = ("siglip", "clip", "paligemma", "gemma3", "shieldgemma2", "cohere2_vision", "qwen2_vl", "qwen2_audio")
+_USE_OUTPUT = (
+    "siglip", "siglip2", "clip", "paligemma", "gemma3", "shieldgemma2", "cohere2_vision", "qwen2_vl", "qwen2_5_vl",
+    "qwen2_audio",
+)  # fmt: skip
 """The types of larger models that use the tower's own output."""
 
 _UNDECLARED = {

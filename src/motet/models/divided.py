@@ -115,8 +115,8 @@ def divide(mllm: MLLM, ranks: Mapping[str, TensorRanks]) -> None:
                 _divide_branch(root, branch, parts)
         if isinstance(module, Backbone):
             module.row_parts = parts
-            sum_gradients(module.causal_lm.model.norm, parts.shared)
-            divide_vocabulary(module.causal_lm.model.embed_tokens, of_module)
+            sum_gradients(module.text.norm, parts.shared)
+            divide_vocabulary(module.text.table, of_module)
 
 
 def _share_norms(layer: nn.Module, branches: Sequence[TensorBranch], parts: RowParts) -> None:
@@ -214,7 +214,7 @@ def _layers(module: ModalityModule | Backbone) -> list[nn.Module]:
 
 
 def _vocabulary(backbone: Backbone) -> tuple[nn.Module, nn.Module]:
-    return backbone.causal_lm.model.embed_tokens, backbone.causal_lm.lm_head
+    return backbone.text.table, backbone.causal_lm.lm_head
 
 
 def _family(model: nn.Module) -> Family | None:

@@ -95,13 +95,12 @@ class RoutedExperts(nn.Module):
         return self.product(self.experts.act_fn(gate) * up, self.experts.down_proj, counts)
 
 
-def use_routed_experts(causal_lm: nn.Module) -> int:
-    """Replace HF's MoE blocks in the layers of a model, in place, if it is not done yet; returns how many there are.
+def use_routed_experts(layers: Any) -> int:
+    """Replace HF's MoE blocks in layers of a model, in place, if it is not done yet; returns how many there are.
 
     In a model with experts, all layers take `ROUTER_LOSS` as a keyword, those without one too.
     """
-    layers: Any = causal_lm.model.layers  # type: ignore[union-attr]
-    routed = [number for number, layer in enumerate(layers) if hasattr(layer.mlp, "experts")]
+    routed = [number for number, layer in enumerate(layers) if hasattr(getattr(layer, "mlp", None), "experts")]
     if routed and not isinstance(layers[routed[0]].mlp, RoutedExperts):
         for number in routed:
             layers[number].mlp = RoutedExperts(number, layers[number].mlp)

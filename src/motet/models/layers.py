@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from motet.core.shapes import unused
 from motet.core.spec import Layer
 from motet.models.named_weights import is_lora
 
 _TRAINED_ELSEWHERE = "is_trained_elsewhere"
-_PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
 
 
 class LayerModules(NamedTuple):

@@ -70,7 +70,7 @@ def document_lengths(causal_lm: nn.Module, lengths: Int64Array | None) -> Iterat
 
     None: the rows are whole documents.
     """
-    rotary = causal_lm.model.rotary_emb
+    rotary = None if lengths is None else getattr(causal_lm.base_model, "rotary_emb", None)
     if lengths is None or not isinstance(rotary, DocumentRotary):
         yield
         return
@@ -83,7 +83,9 @@ def document_lengths(causal_lm: nn.Module, lengths: Int64Array | None) -> Iterat
 
 def use_document_rotary(causal_lm: nn.Module) -> None:
     """Replace a model's rotary module by a DocumentRotary if it chooses frequencies by the largest position."""
-    rope = causal_lm.config.rope_parameters
+    rope = getattr(causal_lm.config, "rope_parameters", None)
+    if rope is None:
+        return
     rotary = causal_lm.model.rotary_emb
     if rope.get("rope_type") == "longrope" and not isinstance(rotary, DocumentRotary):
         causal_lm.model.rotary_emb = DocumentRotary(rotary, rope["original_max_position_embeddings"])

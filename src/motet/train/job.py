@@ -325,6 +325,23 @@ def _check_same_plan(world: World, plan: Plan) -> None:
         raise JointUserError(f"Rank {other} has read another plan than rank 0: copy one file to all machines.")
 
 
+def _check_fits_positions(recipe: Recipe, model: MLLM, answers: bool) -> None:
+    """Raise UserError if a sequence may be longer than a table of learned positions, or grow longer as it is answered.
+
+    A document may not be found to be too long in a step, by the one rank that has it.
+    """
+    rows, allowed = model.backbone.max_rows, recipe.data.max_sequence_length
+    if rows is None:
+        return
+    most = rows - (recipe.evaluate.max_new_tokens if answers else 0)
+    if allowed is None or allowed > most:
+        raise UserError(
+            f"data.max_sequence_length is {'not set' if allowed is None else f'{allowed:,}'}, but model.backbone has "
+            f"positions for {rows:,} rows{' with the evaluate.max_new_tokens of an answer' if answers else ''}; set it "
+            f"to {most} at most."
+        )
+
+
 def open_dataset(
     recipe: Recipe,
     manifests: Sequence[str],
@@ -338,6 +355,7 @@ def open_dataset(
 
     The model's weights are not read. whole: examples are not truncated, but left out, as answers are compared whole.
     """
+    _check_fits_positions(recipe, model, answers=whole)
     modalities = {
         name: Modality(
             recipe.transform(name),

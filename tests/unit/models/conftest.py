@@ -27,6 +27,13 @@ EXPERTS = {
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "head_dim": 8},
 }
 """Options of mixtures of experts, whose own numbers are those of large models."""
+OTHER_NAMES = {
+    "gpt2": {"n_embd": DIM, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": 64}
+    | dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0),
+    "opt": {"hidden_size": DIM, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 48, "dropout": 0.0}
+    | {"max_position_embeddings": 64},
+}
+"""Options of families that name them otherwise, and whose positions are learned."""
 VISION = {
     "hidden_size": 24,
     "intermediate_size": 40,
@@ -50,6 +57,11 @@ ENCODERS = {
     "dinov2": {k: v for k, v in VISION.items() if k != "intermediate_size"} | {"mlp_ratio": 2},
     "internvl": VISION,
     "qwen2_vl": {"depth": 2, "embed_dim": 24, "hidden_size": 20, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2},
+    "siglip2": {k: v for k, v in VISION.items() if k != "image_size"} | {"num_patches": 16},
+    "pixtral": VISION,
+    "dinov3": VISION | {"num_register_tokens": 3, "pos_embed_rescale": 1.0, "key_bias": True},
+    "qwen2_5_vl": {"depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "patch_size": 4}
+    | {"out_hidden_size": 20, "window_size": 16, "fullatt_block_indexes": [1]},
     "whisper": AUDIO,
     "qwen2_audio": AUDIO,
 }
@@ -99,7 +111,7 @@ class Tiny:
         return build_backbone(config, VOCAB, dtype, 0)
 
     def options_of(self, family: str) -> dict[str, object]:
-        return BACKBONE | EXPERTS.get(family, {})
+        return BACKBONE | EXPERTS.get(family, {}) if family not in OTHER_NAMES else OTHER_NAMES[family]
 
     def mllm(self, dtype: torch.dtype = torch.float64, train: bool = True, **frozen):
         encoders = {
@@ -113,7 +125,7 @@ class Tiny:
         return torch.tensor(CLIP_SIZES if "audio" in family or family == "whisper" else IMAGE_SIZES)
 
     def values(self, family: str, sizes: Tensor, seed: int = 0) -> Tensor:
-        row_dim = 8 if sizes.shape[1] == 1 else 3 * 16 * (2 if family == "qwen2_vl" else 1)
+        row_dim = 8 if sizes.shape[1] == 1 else 3 * 16 * (2 if family in ("qwen2_vl", "qwen2_5_vl") else 1)
         return torch.randn(int(sizes.prod(1).sum()), row_dim, generator=torch.Generator().manual_seed(seed))
 
 

@@ -3,15 +3,31 @@
 import numpy as np
 import pytest
 import torch
-from transformers import CLIPVisionModel, Dinov2Model, SiglipVisionModel
+from torch.autograd import grad
+from transformers import (
+    CLIPVisionModel,
+    Dinov2Model,
+    DINOv3ViTModel,
+    PixtralVisionModel,
+    Siglip2VisionModel,
+    SiglipVisionModel,
+)
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from motet.core.errors import UserError
+from motet.models.block import plain_names
+from motet.models.build import EncoderConfig, build_modality
+from motet.models.exact import keep_float64
 
 HF = {
     "siglip": SiglipVisionModel,
+    "siglip2": Siglip2VisionModel,
+    "pixtral": PixtralVisionModel,
+    "dinov3": DINOv3ViTModel,
+    "qwen2_5_vl": Qwen2_5_VisionTransformerPretrainedModel,
     "clip": CLIPVisionModel,
     "dinov2": Dinov2Model,
     "qwen2_vl": Qwen2VisionTransformerPretrainedModel,
@@ -23,8 +39,6 @@ FAMILIES = list(HF)
 
 def reference(module, family, dtype=torch.float64):
     """HF's own class with the same weights, and HF's own attention."""
-    from motet.models.block import plain_names
-
     names = plain_names(module.encoder)
     config = module.encoder.model.config.__class__.from_dict(module.encoder.model.config.to_dict())
     config._attn_implementation = "sdpa"
@@ -73,6 +87,51 @@ def test_qwen2_vl_equals_hf_on_packed_images(tiny):
     expected = reference(module, "qwen2_vl")(values, grid).pooler_output
     # HF rotates in float32.
     torch.testing.assert_close(module.encoder(values, sizes), expected, rtol=1e-6, atol=1e-6)
+
+
+def hf_rows(model, family, values, grid):
+    """What transformers computes of one image, its patches alone."""
+    if family == "siglip2":
+        channels_last = values.view(-1, 3, 16).transpose(1, 2).flatten(1)[None]
+        return model(channels_last, torch.ones(1, len(values)), torch.tensor([grid])).last_hidden_state[0]
+    if family == "qwen2_5_vl":
+        return model(values, torch.tensor([[1, *grid]])).pooler_output
+    return model(picture(values, *grid)).last_hidden_state[0][-len(values) :]
+
+
+@pytest.mark.parametrize("family", ["siglip2", "pixtral", "dinov3", "qwen2_5_vl"])
+@pytest.mark.parametrize("grid", [(4, 4), (2, 6), (6, 10)])
+def test_rows_and_gradients_equal_hf_on_one_image(tiny, family, grid):
+    """Beside another image in the pack; with weights as if trained."""
+    module = tiny.encoder(family)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
+    model = reference(module, family)
+    keep_float64(model)
+    sizes = torch.tensor([[2, 2], grid])
+    values = tiny.values(family, sizes).double()
+    got = module.encoder(values, sizes)[int(module.encoder.num_outputs(sizes[:1].numpy())[0]) :]
+    expected = hf_rows(model, family, values[4:], grid)
+    # HF turns rows by float32 angles, and resizes tables in float32.
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    weights = torch.randn_like(got)
+    names, theirs = plain_names(module.encoder.model), dict(model.named_parameters())
+    learns = [
+        (each, theirs[names[name]]) for name, each in module.encoder.model.named_parameters() if each.requires_grad
+    ]
+    wanted = grad((expected * weights).sum(), [other for _, other in learns])
+    found = grad((got * weights).sum(), [one for one, _ in learns])
+    least = 1e-3 * max(float(each.norm()) for each in wanted)
+    for one, other in zip(found, wanted):
+        assert float((one - other).norm()) < 1e-5 * max(float(other.norm()), least)
+
+
+@pytest.mark.parametrize("option", ["pos_embed_rescale", "pos_embed_jitter"])
+def test_places_that_are_drawn_for_a_batch_are_refused(tiny, option):
+    config = tiny.encoders["dinov3"] | {option: 2.0}
+    with pytest.raises(UserError, match=f"{option} is 2.0; it must be 1"):
+        build_modality("dinov3", EncoderConfig(family="dinov3", config=config), 8, torch.float32, 0)
 
 
 @pytest.mark.parametrize("family", ["whisper", "qwen2_audio"])

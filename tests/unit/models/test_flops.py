@@ -25,7 +25,10 @@ from unit.cost.forward_flops import forward_flops
 from unit.models.test_module import tile, untile
 
 ENCODERS = ["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio"]
-BACKBONES = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe"]
+BACKBONES = [
+    "qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe",
+    "granite", "gpt2", "opt",
+]  # fmt: skip
 MIXTURES = ["mixtral", "qwen3_moe"]
 
 
@@ -63,7 +66,7 @@ def is_audio(family: str) -> bool:
     return family in ("whisper", "qwen2_audio")
 
 
-@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize("family", [*ENCODERS, "siglip2", "pixtral", "dinov3"])
 @pytest.mark.parametrize("train", [True, False])
 def test_encoder(tiny, family, train):
     module = tiny.encoder(family, torch.float32, train_encoder=train, projector={"kind": "linear", "downsample": 4})
@@ -135,6 +138,21 @@ def test_recomputation_runs_forward_again(tiny, family):
 
 
 FULL_SIZE = {
+    "granite": {  # ibm-granite/granite-3.1-2b-base
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 49155,
+    },
+    "gpt2": {"n_embd": 1600, "n_layer": 48, "n_head": 25, "n_positions": 4096},  # openai-community/gpt2-xl, but long
+    "opt": {  # facebook/opt-6.7b
+        "hidden_size": 4096,
+        "ffn_dim": 16384,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
     "siglip": {  # google/siglip-so400m-patch14-384
         "hidden_size": 1152,
         "intermediate_size": 4304,
@@ -292,13 +310,12 @@ def test_full_size_backbone(family):
     def run():
         # What Backbone.forward does, but for the places of targets, which `meta` does not know.
         positions = torch.arange(4096, device="meta")[None]
-        hidden = backbone.causal_lm.model(
-            inputs_embeds=torch.empty(1, 4096, backbone.dim, device="meta"),
+        hidden = backbone.text.through(
+            torch.empty(1, 4096, backbone.dim, device="meta"),
             position_ids=positions,
-            use_cache=False,
             segments=PackedItems(np.array([0, 4096]), causal=True),
-        ).last_hidden_state[0]
-        return backbone.causal_lm.lm_head(hidden)
+        )
+        return backbone.causal_lm.lm_head(hidden[0])
 
     forward, step = counted_step(run)
     assert forward_flops(spec, lengths) == forward

@@ -20,6 +20,10 @@ DROPOUTS = {
     "clip": {"attention_dropout": 0.2},
     "dinov2": {"attention_probs_dropout_prob": 0.2, "hidden_dropout_prob": 0.2},
     "qwen2_vl": {},
+    "qwen2_5_vl": {},
+    "siglip2": {"attention_dropout": 0.2},
+    "pixtral": {"attention_dropout": 0.2},
+    "dinov3": {"attention_dropout": 0.2},
     "whisper": {"dropout": 0.2, "attention_dropout": 0.2, "activation_dropout": 0.2},
     "qwen2_audio": {"dropout": 0.2, "attention_dropout": 0.2, "activation_dropout": 0.2},
 }

@@ -90,7 +90,11 @@ def check_in_parts(module, sizes, values, backbone, cut):
     assert torch.equal(second.leave(second.through(hidden, sizes, cut, num_blocks), sizes), module(values, sizes))
 
 
-@pytest.mark.parametrize("family", ["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio", "internvl"])
+@pytest.mark.parametrize(
+    "family",
+    ["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio", "internvl"]
+    + ["siglip2", "pixtral", "dinov3", "qwen2_5_vl"],
+)
 def test_an_encoder_in_two_parts_is_the_encoder(tiny, family):
     sizes = tiny.sizes(family)
     values = tiny.values(family, sizes).double()
@@ -130,7 +134,8 @@ def test_a_vision_transformer_of_shapes_in_two_parts_is_itself(tiny, shape):
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe"],
+    ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe"]
+    + ["granite", "gpt2", "opt"],
 )
 def test_a_backbone_in_two_parts_is_the_backbone(tiny, family):
     backbone, packed = tiny.backbone(family).eval(), tiny.Packed.of([7, 1, 12, 5])

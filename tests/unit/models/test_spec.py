@@ -18,13 +18,21 @@ from motet.models.module import ModalityModule
 from motet.models.projector import Projector, ProjectorConfig
 from motet.models.spec import model_spec, spec_of_config, spec_of_directory
 
-ENCODERS = ["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio", "internvl"]
-BACKBONES = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe"]
+ENCODERS = [
+    "siglip", "siglip2", "clip", "dinov2", "dinov3", "pixtral", "internvl", "qwen2_vl", "qwen2_5_vl", "whisper",
+    "qwen2_audio",
+]  # fmt: skip
+BACKBONES = [
+    "qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe",
+    "granite", "gpt2", "opt",
+]  # fmt: skip
 VARIANTS = {
     "qwen3_moe": [{"num_hidden_layers": 3, "mlp_only_layers": [1]}],
     "dinov2": [{"use_swiglu_ffn": True}, {"qkv_bias": False}],
     "siglip": [{"vision_use_head": False}],
+    "dinov3": [{"use_gated_mlp": True}, {"key_bias": False, "mlp_bias": False, "num_register_tokens": 0}],
     "internvl": [{"attention_bias": True}],
+    "opt": [{"enable_bias": False}],
     "llama": [{"attention_bias": True, "mlp_bias": True}],
     "qwen3": [{"attention_bias": True, "head_dim": 16}],
 }
@@ -392,14 +400,14 @@ def test_what_a_directory_holds_and_no_family_stands_for_is_named(tiny, tmp_path
         file.write_text(text)
         with pytest.raises(UserError, match=said):
             spec_of_directory(tmp_path)
-    file.write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(UserError, match="no family stands for a model of type 'gpt2'"):
+    file.write_text(json.dumps({"model_type": "bloom"}))
+    with pytest.raises(UserError, match="no family stands for a model of type 'bloom'"):
         spec_of_directory(tmp_path)
     file.write_text(json.dumps({"model_type": "llama", "hidden_size": "wide"}))
     with pytest.raises(UserError, match="is no config of llama"):
         spec_of_directory(tmp_path)
-    config = transformers.LlavaConfig(text_config={"model_type": "gpt2"}, vision_config={"model_type": "vit"})
-    with pytest.raises(UserError, match="text_config is of type 'gpt2'"):
+    config = transformers.LlavaConfig(text_config={"model_type": "bloom"}, vision_config={"model_type": "vit"})
+    with pytest.raises(UserError, match="text_config is of type 'bloom'"):
         spec_of_directory(saved(tmp_path, config))
     config = transformers.LlavaConfig(text_config={"model_type": "llama"}, vision_config={"model_type": "vit"})
     with pytest.raises(UserError, match="vision_config is of type 'vit'"):

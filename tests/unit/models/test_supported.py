@@ -3,6 +3,7 @@
 import json
 from copy import deepcopy
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from motet.models.families.bounds import BOUNDS, check_bounds
 from motet.models.families.registry import BACKBONES, ENCODERS
 from motet.models.families.supported import check_backbone
 from motet.models.spec import spec_of_directory
+from motet.train.evaluate import EvaluateConfig
+from motet.train.job import open_dataset
 
 INF, NAN = float("inf"), float("nan")
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
@@ -199,7 +202,7 @@ def test_an_adapter_beside_the_weights_is_refused(tiny, tmp_path):
         build_backbone(config, 50, torch.float32, 0)
 
 
-@pytest.mark.parametrize("name", ["Granite", "Cohere", "Olmo3", "SmolLM3"])
+@pytest.mark.parametrize("name", ["Cohere", "Olmo3", "SmolLM3"])
 def test_other_classes_are_no_backbone(tiny, name):
     config = getattr(transformers, f"{name}Config")(
         **tiny.backbone_options | {"vocab_size": 50, "pad_token_id": 0}, attn_implementation=ATTENTION
@@ -227,10 +230,48 @@ def test_a_model_in_hand_is_held_to_the_same(tiny):
         Backbone(transformers.Qwen2ForCausalLM(config))
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "said"),
+    [
+        ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim is 16; it must be hidden_size, 32"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is False, which Motet does not compute"),
+        ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine is False"),
+        ("opt", {"layerdrop": 0.1}, "layerdrop is 0.1"),
+        ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn is True"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),
+        ("llama", {"logits_scaling": 2.0}, "has no option logits_scaling"),
+    ],
+)
+def test_what_families_with_learned_positions_do_not_compute(tiny, family, options, said):
+    with pytest.raises(UserError, match=said):
+        tiny.backbone(family, **options)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_a_document_is_no_longer_than_the_table_of_positions(tiny, family):
+    backbone = tiny.backbone(family)
+    assert backbone.max_rows == 64 and tiny.backbone("llama").max_rows is None
+    backbone(tiny.Packed.of([64, 3]), {})
+    with pytest.raises(UserError, match=r"65 rows is longer than the 64 .* set data.max_sequence_length to 64"):
+        backbone(tiny.Packed.of([3, 65]), {})
+
+
+@pytest.mark.parametrize(("allowed", "said"), [(None, "not set"), (65, "65")])
+def test_a_recipe_says_that_its_sequences_fit_the_table(tiny, allowed, said):
+    recipe = SimpleNamespace(data=SimpleNamespace(max_sequence_length=allowed), evaluate=EvaluateConfig())
+    model = SimpleNamespace(backbone=tiny.backbone("gpt2"))
+    with pytest.raises(UserError, match=f"max_sequence_length is {said}, but model.backbone has positions for 64 rows"):
+        open_dataset(recipe, (), None, model, print)
+    recipe.data.max_sequence_length = 64
+    with pytest.raises(UserError, match=r"evaluate\.max_new_tokens of an answer; set it to 32 at most"):
+        open_dataset(recipe, (), None, model, print, whole=True)
+
+
 UNBOUNDED = {
     "pretraining_tp",
     "_out_indices",
     "median_filter_width",
+    "summary_first_dropout",
 }
 """Numbers that may have one value only, and such as no encoder reads."""
 

@@ -30,7 +30,7 @@ def _mlp(layer: nn.Module, hidden: Tensor, segments: PackedItems) -> Tensor:
 class Dinov2Encoder(PatchEncoder):
     """feature_layer: as in `patches.num_computed`."""
 
-    stack = "layer"
+    stack = "encoder.layer"
     class_rows = 1
     halves = (_attention, _mlp)
 

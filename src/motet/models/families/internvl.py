@@ -43,7 +43,7 @@ class _PackedLayer(InternVLVisionLayer):
 class InternVLEncoder(PatchEncoder):
     """The tower of InternVL's small models (InternViT-300M). Raises UserError for the options of the large one."""
 
-    stack = "layer"
+    stack = "encoder.layer"
     class_rows = 1
     halves = (_attention, _mlp)
 

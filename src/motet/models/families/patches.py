@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,12 +21,12 @@ class PatchEncoder(nn.Module):
     """A vision tower on packed patches; subclasses compute it.
 
     Rows are patches (channel, y, x), row-major; sizes are (patch rows, patch columns).
-    norm, feature_layer: as in `num_computed`. stack: the name of the list of layers in the tower's `encoder`.
+    norm, feature_layer: as in `num_computed`. stack: the path of the list of layers in the tower.
     class_rows: rows that `enter` puts before those of each image, and `leave` takes out.
     """
 
-    stack: ClassVar[str] = "layers"
-    class_rows: ClassVar[int] = 0
+    stack: ClassVar[str] = "encoder.layers"
+    class_rows: int = 0
 
     def __init__(self, model: PreTrainedModel, norm: nn.Module, feature_layer: int | None) -> None:
         super().__init__()
@@ -39,7 +39,8 @@ class PatchEncoder(nn.Module):
     @property
     def all_layers(self) -> nn.ModuleList:
         """The tower's layers, also those that are not computed."""
-        return getattr(self.model.encoder, self.stack)
+        holder, _, name = self.stack.partition(".")
+        return getattr(getattr(self.model, holder), name)
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -71,10 +72,15 @@ class PatchEncoder(nn.Module):
     ) -> Tensor:
         """The layers first ... stop - 1. shared: the rows that are here, where ranks share images."""
         segments = item_extents(self.num_outputs(sizes.numpy()) + self.class_rows, shared)
+        turns = self.turns(sizes, hidden, shared)
         hidden = hidden[None]
         for layer in self.blocks[first:stop]:
-            hidden = layer(hidden, segments)
+            hidden = layer(hidden, segments, **turns)
         return hidden[0]
+
+    def turns(self, sizes: Tensor, hidden: Tensor, shared: SharedAttention | None) -> dict[str, Any]:
+        """What layers are given of the places of rows, besides; nothing where places are added before them."""
+        return {}
 
     def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
         """The images' own rows behind the layers, [sum(rows), dim]."""
@@ -149,22 +155,22 @@ def patch_positions(table: Tensor, grids: Int64Array) -> Tensor:
     return torch.cat([by_grid[height, width] for height, width in grids.tolist()])
 
 
-def add_class_rows(rows: Tensor, class_row: Tensor, counts: Int64Array) -> Tensor:
-    """Put one class row before the rows of each image: [sum(counts + 1), dim]."""
-    num_images = len(counts)
-    starts = np.cumsum(counts + 1) - (counts + 1)
-    order = np.empty(counts.sum() + num_images, dtype=np.int64)
-    order[starts] = np.arange(num_images)
-    order[_own_positions(counts)] = num_images + np.arange(counts.sum())
-    joined = torch.cat([class_row.expand(num_images, -1), rows])
-    return joined.index_select(0, torch.from_numpy(order).to(rows.device))
+def add_class_rows(rows: Tensor, class_rows: Tensor, counts: Int64Array) -> Tensor:
+    """Put class rows, [k, dim] or one as [dim], before the rows of each image: [sum(counts + k), dim]."""
+    class_rows = class_rows.reshape(-1, rows.shape[1])
+    num_before = len(class_rows)
+    order = np.empty(counts.sum() + num_before * len(counts), dtype=np.int64)
+    starts = np.cumsum(counts + num_before) - (counts + num_before)
+    order[(starts[:, None] + np.arange(num_before)).ravel()] = np.tile(np.arange(num_before), len(counts))
+    order[own_positions(counts, num_before)] = num_before + np.arange(counts.sum())
+    return torch.cat([class_rows, rows]).index_select(0, torch.from_numpy(order).to(rows.device))
 
 
-def without_class_rows(rows: Tensor, counts: Int64Array) -> Tensor:
-    """The rows of `add_class_rows` without the class rows: [sum(counts), dim]."""
-    return rows.index_select(0, torch.from_numpy(_own_positions(counts)).to(rows.device))
+def without_class_rows(rows: Tensor, counts: Int64Array, num_before: int = 1) -> Tensor:
+    """The rows of `add_class_rows` without the class rows, so many an image: [sum(counts), dim]."""
+    return rows.index_select(0, torch.from_numpy(own_positions(counts, num_before)).to(rows.device))
 
 
-def _own_positions(counts: Int64Array) -> Int64Array:
-    """Positions of the images' own rows behind a class row each, int64 [sum(counts)]."""
-    return np.arange(counts.sum()) + np.repeat(np.arange(len(counts)), counts) + 1
+def own_positions(counts: Int64Array, num_before: int) -> Int64Array:
+    """Positions of the images' own rows behind so many class rows each, int64 [sum(counts)]."""
+    return np.arange(counts.sum()) + np.repeat(np.arange(1, len(counts) + 1) * num_before, counts)

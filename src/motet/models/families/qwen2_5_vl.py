@@ -1,7 +1,7 @@
 """Qwen2.5-VL's vision transformer (Qwen2.5-VL, section 2.1.1): most layers attend within windows of an image.
 
 Rows enter in the order of their windows, so that windows are packed items, and leave in the order in which they came.
-Attention is Qwen2-VL's. The merger is the projector of the whole model.
+Attention is Qwen2-VL's. The merger is the projector of the whole model; by parts it belongs to the encoder.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.item_segments import ItemSegments
-from motet.core.shapes import Transformer, patches
+from motet.core.shapes import Transformer, merge, patches
 from motet.models.attention import PackedItems
 from motet.models.contract import ImageRows
 from motet.models.exact import keep_float64
@@ -34,8 +34,9 @@ def _mlp_half(layer: nn.Module, hidden: Tensor, **arrangement: Any) -> Tensor:
     return hidden + layer.mlp(layer.norm2(hidden))
 
 
-class Qwen25VLTower(nn.Module):
-    """Rows are patches (channel, time, y, x), merge x merge neighbours consecutive; sizes are (patch rows, columns).
+class _Qwen25VLBlocks(nn.Module):
+    """What stands before the merger. Rows are patches (channel, time, y, x), merge x merge neighbours consecutive;
+    sizes are (patch rows, columns).
 
     Raises UserError for windows that are not whole merge blocks.
     """
@@ -52,7 +53,6 @@ class Qwen25VLTower(nn.Module):
             raise UserError(f"window_size is {config.window_size}; it must be a multiple of {block}, a block's side.")
         self.window = config.window_size // block
         self.whole = frozenset(config.fullatt_block_indexes)
-        model.merger = nn.Identity()
         keep_float64(model)
         for layer in model.blocks:
             layer.attn = PackedVisionAttention(layer.attn)
@@ -60,14 +60,6 @@ class Qwen25VLTower(nn.Module):
     @property
     def blocks(self) -> list[nn.Module]:
         return list(self.model.blocks)
-
-    def num_outputs(self, sizes: Int64Array) -> Int64Array:
-        """A row for each patch."""
-        return np.prod(sizes, axis=1)
-
-    def grid(self, sizes: Int64Array) -> Int64Array:
-        """Patch rows and columns; merge x merge neighbours are consecutive."""
-        return sizes
 
     def segments(self, sizes: Int64Array) -> ItemSegments:
         """The windows of each image, in patches; those at its right and lower edge may be smaller."""
@@ -134,3 +126,51 @@ class Qwen25VLTower(nn.Module):
         window = row // self.window * -(-across // self.window) + column // self.window
         blocks, size = np.argsort(window, kind="stable"), self.merge**2
         return (blocks[:, None] * size + np.arange(size)).ravel(), np.bincount(window) * size
+
+
+class Qwen25VLTower(_Qwen25VLBlocks):
+    """The tower without its merger, which is the projector of the whole model."""
+
+    def __init__(self, model: Qwen2_5_VisionTransformerPretrainedModel) -> None:
+        super().__init__(model)
+        model.merger = nn.Identity()
+
+    def num_outputs(self, sizes: Int64Array) -> Int64Array:
+        """A row for each patch."""
+        return np.prod(sizes, axis=1)
+
+    def grid(self, sizes: Int64Array) -> Int64Array:
+        """Patch rows and columns; merge x merge neighbours are consecutive."""
+        return sizes
+
+
+class Qwen25VLEncoder(_Qwen25VLBlocks):
+    """The tower with its merger, which makes each merge x merge block one row."""
+
+    def __init__(self, model: Qwen2_5_VisionTransformerPretrainedModel) -> None:
+        super().__init__(model)
+        self.output_dim = model.config.out_hidden_size
+
+    def num_outputs(self, sizes: Int64Array) -> Int64Array:
+        """One row for each block."""
+        return np.prod(self.grid(sizes), axis=1)
+
+    def grid(self, sizes: Int64Array) -> Int64Array:
+        """The raster of an image's blocks. Raises UserError for sizes that are no multiples of merge."""
+        if (sizes % self.merge).any():
+            raise UserError(
+                f"an image's patch rows and columns must be multiples of {self.merge}, got {sizes.tolist()}"
+            )
+        return sizes // self.merge
+
+    def layers(self) -> list[LayerModules]:
+        model, config, size = self.model, self.model.config, self.merge**2
+        layer = merge(
+            config.hidden_size, config.out_hidden_size, size, divisor=size, trainable=any_trainable(model.merger)
+        )
+        # Its norm has no bias.
+        layer = replace(layer, parameters=sum(each.numel() for each in model.merger.parameters()))
+        return [*super().layers(), LayerModules(layer, (model.merger,))]
+
+    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+        return self.model.merger(super().leave(hidden, sizes))

@@ -1,8 +1,8 @@
 """The HF classes of each family, and the position of its tower in a larger checkpoint.
 
-`Backbone` computes embedding, layers, output layer and cross entropy, and nothing else: no logit scale and no sink,
-soft caps of Gemma 2 alone, and one auxiliary loss, that of routers. So a backbone is listed only if a test compares its
-loss and gradients with transformers' own.
+`Backbone` computes embedding, layers, output layer and cross entropy, and nothing else: no sink, scaled logits of
+Granite and soft caps of Gemma 2 alone, and one auxiliary loss, that of routers. So a backbone is listed only if a test
+compares its loss and gradients with transformers' own.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ from motet.models.families.branches import (
 )
 from motet.models.families.clip import ClipEncoder
 from motet.models.families.dinov2 import Dinov2Encoder
+from motet.models.families.dinov3 import Dinov3Encoder
 from motet.models.families.grid_text import Qwen2VLCausalLM, Qwen25VLCausalLM
 from motet.models.families.internvl import InternVLEncoder
-from motet.models.families.qwen2_5_vl import Qwen25VLTower
+from motet.models.families.pixtral import PixtralEncoder
+from motet.models.families.qwen2_5_vl import Qwen25VLEncoder, Qwen25VLTower
 from motet.models.families.qwen2_audio import Qwen2AudioEncoder, Qwen2AudioTower
 from motet.models.families.qwen2_vl import Qwen2VLEncoder, Qwen2VLTower
 from motet.models.families.shaped import (
@@ -54,7 +56,9 @@ from motet.models.families.shaped import (
     ShapedVisionTransformer,
 )
 from motet.models.families.siglip import SiglipEncoder
+from motet.models.families.siglip2 import Siglip2Encoder
 from motet.models.families.supported import check_backbone, check_encoder
+from motet.models.families.text import GPT2Text, GraniteText, OPTText, TextModel
 from motet.models.families.whisper import WhisperEncoder
 
 
@@ -72,6 +76,7 @@ class Family:
     feature_layers: whether the encoder can return the output of any layer.
     branches:       how tensor-parallel ranks divide a layer; () if they cannot.
     reads_grids:    whether positions of a backbone's rows are those of a grid (`core/grid_positions.py`).
+    text:           where a backbone's parts are, and what its class does besides Llama's.
     """
 
     config: type[transformers.PreTrainedConfig]
@@ -86,6 +91,7 @@ class Family:
     feature_layers: bool = False
     branches: tuple[TensorBranch, ...] = ()
     reads_grids: bool = False
+    text: type[TextModel] = TextModel
 
     @property
     def is_part(self) -> bool:
@@ -144,6 +150,39 @@ ENCODERS = {
         _TOWER,
         class_row=True,
     ),
+    "siglip2": Family(
+        transformers.Siglip2VisionConfig,
+        transformers.Siglip2VisionModel,
+        Siglip2Encoder,
+        "vision_config",
+        _TOWER,
+        feature_layers=True,
+        branches=VISION_BRANCHES,
+    ),
+    "pixtral": Family(
+        transformers.PixtralVisionConfig,
+        transformers.PixtralVisionModel,
+        PixtralEncoder,
+        "vision_config",
+        _TOWER,
+        feature_layers=True,
+    ),
+    "dinov3": Family(
+        transformers.DINOv3ViTConfig,
+        transformers.DINOv3ViTModel,
+        Dinov3Encoder,
+        class_row=True,
+        feature_layers=True,
+    ),
+    "qwen2_5_vl": Family(
+        Qwen2_5_VLVisionConfig,
+        Qwen2_5_VisionTransformerPretrainedModel,
+        Qwen25VLEncoder,
+        "vision_config",
+        r"^(model\.)?visual\.",
+        depth="depth",
+        branches=QWEN2_5_VL_BRANCHES,
+    ),
     "whisper": Family(
         transformers.WhisperConfig,
         HFWhisperEncoder,
@@ -184,6 +223,13 @@ BACKBONES = {
     ),
     "mixtral": Family(transformers.MixtralConfig, transformers.MixtralForCausalLM),
     "qwen3_moe": Family(transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "granite": Family(
+        transformers.GraniteConfig, transformers.GraniteForCausalLM, branches=LLAMA_BRANCHES, text=GraniteText
+    ),
+    "gpt2": Family(transformers.GPT2Config, transformers.GPT2LMHeadModel, depth="n_layer", norm="layer", text=GPT2Text),
+    "opt": Family(
+        transformers.OPTConfig, transformers.OPTForCausalLM, norm="layer", branches=AUDIO_BRANCHES, text=OPTText
+    ),
 }
 
 GRID_BACKBONES = {
@@ -194,15 +240,7 @@ GRID_BACKBONES = {
 
 TOWERS = {
     "qwen2_vl": replace(ENCODERS["qwen2_vl"], adapter=Qwen2VLTower),
-    "qwen2_5_vl": Family(
-        Qwen2_5_VLVisionConfig,
-        Qwen2_5_VisionTransformerPretrainedModel,
-        Qwen25VLTower,
-        "vision_config",
-        r"^(model\.)?visual\.",
-        depth="depth",
-        branches=QWEN2_5_VL_BRANCHES,
-    ),
+    "qwen2_5_vl": replace(ENCODERS["qwen2_5_vl"], adapter=Qwen25VLTower),
     "qwen2_audio": replace(ENCODERS["qwen2_audio"], adapter=Qwen2AudioTower),
 }
 """Towers as whole models have them: the last layers of some are the model's projector."""

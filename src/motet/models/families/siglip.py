@@ -36,7 +36,7 @@ class SiglipEncoder(PatchEncoder):
         stem = patches(
             config.num_channels * config.patch_size**2,
             hidden,
-            num_positions=embeddings.num_positions,
+            num_positions=len(embeddings.position_embedding.weight),
             trainable=any_trainable(embeddings),
         )
         norm = model.post_layernorm

@@ -13,8 +13,11 @@ from typing import Any
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
+    GPT2Config,
+    GraniteConfig,
     InternVLVisionConfig,
     MixtralConfig,
+    OPTConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen2_5_VLTextConfig,
@@ -43,7 +46,7 @@ _ONLY_BACKBONE: dict[str, tuple[Any, ...]] = {
     "attention_chunk_size": (None,),
     "pretraining_tp": (None, 1),
     "embd_pdrop": (None, 0),
-    **dict.fromkeys(("logit_scale", "logits_scaling", "scale_emb", "scale_depth"), (None, 1)),
+    **dict.fromkeys(("logit_scale", "scale_emb", "scale_depth", "logits_scaling"), (None, 1)),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), (None,)),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (None, 0)),
     "router_jitter_noise": (None, 0),
@@ -52,6 +55,24 @@ _ONLY_BACKBONE: dict[str, tuple[Any, ...]] = {
 
 _SOFT_CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
 """Options that are numbers in Gemma 2. Gemma 3 has them, too; transformers reads one of them, and Motet none."""
+
+_ONLY_OF: dict[type[PreTrainedConfig], dict[str, tuple[Any, ...]]] = {
+    GPT2Config: {"reorder_and_upcast_attn": (None, False)},
+    OPTConfig: {
+        "do_layer_norm_before": (None, True),
+        "_remove_final_layer_norm": (None, False),
+        "layer_norm_elementwise_affine": (None, True),
+        "layerdrop": (None, 0),
+    },
+}
+"""Option of one family -> the values that Motet computes. A norm behind attention and narrow embeddings are OPT-350m's;
+`reorder_and_upcast_attn` rounds scores to float32 in transformers' eager attention alone."""
+
+_COMPUTED: dict[type[PreTrainedConfig], tuple[str, ...]] = {
+    GPT2Config: ("embd_pdrop",),
+    GraniteConfig: ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+}
+"""Options of all backbones that one family has, and Motet computes there."""
 
 _EXPERTS = ("num_experts", "num_local_experts")
 """Options that are numbers in families with experts; transformers has each by both names."""
@@ -87,14 +108,22 @@ def check_backbone(config: PreTrainedConfig, where: str = "") -> None:
     """
     has_experts = isinstance(config, MixtralConfig | Qwen3MoeConfig)
     numbers = (_SOFT_CAPS if isinstance(config, Gemma2Config) else ()) + (_EXPERTS if has_experts else ())
-    _check_only(config, where, {key: only for key, only in (_ONLY | _ONLY_BACKBONE).items() if key not in numbers})
+    numbers += _COMPUTED.get(type(config), ())
+    options = _ONLY | _ONLY_BACKBONE | _ONLY_OF.get(type(config), {})
+    _check_only(config, where, {key: only for key, only in options.items() if key not in numbers})
+    if isinstance(config, OPTConfig) and config.word_embed_proj_dim != config.hidden_size:
+        raise UserError(
+            f"{where}word_embed_proj_dim is {config.word_embed_proj_dim}; it must be hidden_size, "
+            f"{config.hidden_size}, as Motet does not compute embeddings of another width (OPT-350m)."
+        )
     if has_experts and config.num_experts_per_tok > config.num_experts:
         raise UserError(
             f"{where}num_experts_per_tok is {config.num_experts_per_tok}; it must be at most the number of experts, "
             f"{config.num_experts}."
         )
     _check_kinds(config, where)
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise UserError(
             f"{where}num_attention_heads is {heads}; it must be a multiple of num_key_value_heads, {kv_heads}."
@@ -123,9 +152,10 @@ def check_encoder(config: PreTrainedConfig, where: str = "") -> None:
         raise UserError(f"{where}rope_parameters is {rope}; only the base, rope_theta, may be set.")
     # Qwen2-VL's hidden_size is the text's width.
     width = "embed_dim" if has_option(config, "embed_dim") else "hidden_size"
-    if getattr(config, width) % (4 * config.num_heads):
+    heads = "num_heads" if has_option(config, "num_heads") else "num_attention_heads"
+    if getattr(config, width) % (4 * getattr(config, heads)):
         raise UserError(
-            f"{where}{width} is {getattr(config, width)}; it must be a multiple of 4 * num_heads, as the channels of a "
+            f"{where}{width} is {getattr(config, width)}; it must be a multiple of 4 * {heads}, as the channels of a "
             "head turn in pairs, half of them with the row and half with the column."
         )
 
@@ -175,6 +205,8 @@ def _check_kinds(config: PreTrainedConfig, where: str) -> None:
 
 def _ropes(config: PreTrainedConfig, where: str) -> dict[str, Any]:
     """The tables of rotary options that the model reads, by name: one table, or one for each kind of its layers."""
+    if not has_option(config, "rope_parameters") and not hasattr(config, "rope_parameters"):
+        return {}  # Positions are learned.
     rope = config.rope_parameters
     if isinstance(config, Gemma3TextConfig):
         if stray := sorted(set(rope) - set(_KINDS)):
