@@ -19,14 +19,14 @@ from motet.planner.bubble_filling.encoder_plans import EncoderPlans
 from motet.schedule import PlannedStage, add_communication, add_data_parallel, split_parts
 from motet.schedule.layout import LAYER_PARTS
 from motet.schedule.program import Program
-from motet.simulate import simulate
+from motet.simulate.engine.simulate import Prepared, simulate
 from motet.simulate.engine.stage_times import Part, StageTimes
 from motet.simulate.predict.program_times import stage_times_of
 from motet.simulate.predict.traffic import Traffic
 
 _MAX_PARTS = 200_000
 """Parts of the backbone's passes, above which passes are not taken in parts."""
-_MAX_ISLANDS = 8
+MAX_ISLANDS = 8
 """Seconds are averaged over the microbatches of so many replicas of the backbone."""
 
 
@@ -82,12 +82,13 @@ class BackboneAlone:
         trainable = [number for number, stage in enumerate(stages) if stage.trainable]
         program = add_communication(add_data_parallel(pricing.planned.program, zero, trainable))
         # 2. Seconds of the microbatches of some replicas, and their mean.
-        replicas = [stage_times_of(pricing, traffic, n) for n in range(min(pricing.num_islands, _MAX_ISLANDS))]
+        replicas = [stage_times_of(pricing, traffic, n) for n in range(min(pricing.num_islands, MAX_ISLANDS))]
         mean = _mean(replicas)
         # 3. The slowest replica; those whose microbatches are the same are simulated once.
         unlike = {pricing.assignment.island_key(n, pricing.num_islands): times for n, times in enumerate(replicas)}
-        slowest_s = max(simulate(program, times).makespan_s for times in unlike.values())
-        return _Backbone(stages, mean, program, slowest_s / simulate(program, mean).makespan_s)
+        prepared = Prepared(program)
+        slowest_s = max(simulate(prepared, times).makespan_s for times in unlike.values())
+        return _Backbone(stages, mean, program, slowest_s / simulate(prepared, mean).makespan_s)
 
     def _parted(self, backbone: _Backbone) -> _Backbone:
         """The backbone with passes in the parts of `fillable`; unchanged if these are too many or leave no bubbles."""

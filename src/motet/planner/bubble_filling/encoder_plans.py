@@ -115,14 +115,18 @@ class EncoderPlans:
         plan = self.plan(units)
         return Pricing(plan, fillable(plan)[0], self._assignment, self.job.cost)
 
+    def pricing_of(self, backbone: Unit) -> Pricing:
+        """Prices of the stages of a backbone's unit without a schedule."""
+        plan = self.plan((backbone, *self.example.units[1:]))
+        return Pricing(plan, unscheduled(Layout(plan)), self._assignment, self.job.cost)
+
     def least_s(self, backbone: Unit) -> float:
         """Seconds that a step of the backbone takes at least, without messages, over all replicas. Rounded down.
 
         A rank computes all of its passes, in turn. Before the first, the ranks before it compute theirs of the first
         microbatch; behind the last, they do so for the last one. So no step that fills its bubbles takes less either.
         """
-        plan = self.plan((backbone, *self.example.units[1:]))
-        pricing = Pricing(plan, unscheduled(Layout(plan)), self._assignment, self.job.cost)
+        pricing = self.pricing_of(backbone)
         busy_s, passing_s = np.zeros((2, self.shape.pp, pricing.num_islands))
         for kind in pricing.planned.kinds:
             prices = pricing.islands(kind.stage)

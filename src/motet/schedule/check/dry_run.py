@@ -25,7 +25,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from motet.schedule.dependencies import COLLECTIVES, PARTNERS, Dependencies, partner
-from motet.schedule.program import COMPUTE_KINDS, Action, Kind, Program
+from motet.schedule.program import COMPUTE_KINDS, Action, Kind, Program, Stage
 
 NOMINAL_DURATIONS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0, Kind.R: 1.0, Kind.STEP: 1.0}
 BUBBLE_SHARE = 1e-3
@@ -192,10 +192,15 @@ class _Graph:
         return tuple(self.members[event][0] for event in ring[first:] + ring[:first] if self.members[event])
 
 
+def nominal_share(stage: Stage) -> float:
+    """The nominal duration of a stage's pass, as a share of that of others of its kind."""
+    return BUBBLE_SHARE if stage.microbatches else 1.0
+
+
 def _durations(members: list[list[Action]], program: Program) -> list[float]:
     """The nominal duration of each event. The parts of a pass share its duration evenly."""
     num_parts = Counter(action[:3] for event in members for action in event)
-    share = [BUBBLE_SHARE if stage.microbatches else 1.0 for stage in program.stages]
+    share = list(map(nominal_share, program.stages))
 
     def duration(action: Action) -> float:
         of_stage = 1.0 if action.kind is Kind.STEP else share[action.stage]

