@@ -67,25 +67,37 @@ def _microbatches(plan: Plan) -> Iterator[Plan]:
 
 def _schedules(job: Job, plan: Plan) -> Iterator[Plan]:
     """Schedules with the same stages: 1F1B and ZB-H1; interleaved 1F1B in two chunks and ZB-V. And those with two
-    chunks in place of one, and with one in place of two, cut anew. ZB schedules are of one pipeline."""
-    unit = plan.units[0]
-    if len(plan.units) > 1 or unit.pp == 1 or plan.schedule not in _SAME_STAGES:
+    chunks in place of one, and with one in place of two, cut anew.
+
+    ZB schedules are of one pipeline. On one pipeline rank, chunks let the gradients of one be reduced beside the
+    passes of another.
+    """
+    if plan.schedule not in _SAME_STAGES:
         return
-    yield replace(plan, schedule=_SAME_STAGES[plan.schedule])
-    is_whole = plan.schedule in ("1f1b", "zb_h1")
+    unit, is_whole = backbone_unit(plan), plan.schedule in ("1f1b", "zb_h1")
+    is_alone = len(plan.units) == 1
+    if is_alone and not (is_whole and unit.pp == 1):
+        yield replace(plan, schedule=_SAME_STAGES[plan.schedule])
     if recut := evenly_cut(job, unit, plan.microbatch_size, 2 if is_whole else 1):
-        yield replace(_with_unit(plan, 0, recut), schedule="zb_v" if is_whole else "1f1b")
+        changed = _with_unit(plan, plan.units.index(unit), recut)
+        if not is_whole:
+            yield replace(changed, schedule="1f1b")
+        elif is_alone and unit.pp > 1:
+            yield replace(changed, schedule="zb_v")
+        else:
+            yield replace(changed, schedule="interleaved_1f1b")
 
 
 def _chunks(job: Job, plan: Plan) -> Iterator[Plan]:
     """Interleaved 1F1B with other numbers of chunks of the backbone's unit, cut anew."""
-    if plan.schedule != "interleaved_1f1b":
+    if plan.schedule not in ("interleaved_1f1b", "zb_v"):
         return
     unit = backbone_unit(plan)
     chunks = len(unit.stages) // unit.pp
     for other in sorted({chunks // 2, chunks - 1, chunks + 1, 2 * chunks} - {0, 1, chunks}):
         if recut := evenly_cut(job, unit, plan.microbatch_size, other):
-            yield _with_unit(plan, plan.units.index(unit), recut)
+            changed = _with_unit(plan, plan.units.index(unit), recut)
+            yield replace(changed, schedule="interleaved_1f1b")
 
 
 def _shardings(plan: Plan) -> Iterator[Plan]:

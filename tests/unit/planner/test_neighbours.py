@@ -116,6 +116,18 @@ def test_chunks_become_fewer_and_more():
     assert {len(other.units[0].stages) // 2 for other in found if other.units[0].pp == 2} >= {2, 3, 4}
 
 
+def test_chunks_are_found_on_one_pipeline_rank_and_beside_other_units():
+    """One rank's chunks let gradients be reduced beside passes: a search with the schedule pinned found 11 % by it."""
+    whole = plan(Unit("all", ({"image": 6, "audio": 4, "backbone": 8},), cp=4))
+    assert {(other.schedule, len(other.units[0].stages)) for other in fitting(whole)} >= {("interleaved_1f1b", 2)}
+    folded = replace(whole, units=(replace(whole.units[0], stages=ALL),), schedule="zb_v")
+    found = {(other.schedule, len(other.units[0].stages)) for other in fitting(folded) if other.units[0].pp == 1}
+    assert found >= {("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3), ("interleaved_1f1b", 4)}
+    units = plan(*PLANS["side by side"].units[:2], Unit("backbone", ({"backbone": 5}, {"backbone": 3}), 4, pp=2))
+    found = {(other.schedule, len(other.units[2].stages)) for other in fitting(units) if len(other.units) == 3}
+    assert ("interleaved_1f1b", 4) in found
+
+
 def test_tensor_parallel_groups_keep_to_nodes():
     for other in fitting(PLANS["side by side"]):
         assert all(unit.first_rank % unit.tp == 0 for unit in other.units)
