@@ -153,6 +153,7 @@ def _data_parallel(plan: Plan) -> dict[str, bool]:
 def _in_stages(plan: Plan) -> dict[str, bool]:
     return {
         "ranks left over": sum(unit.num_ranks for unit in pipelined_units(plan)) < plan.cluster.num_ranks,
+        "generators under a schedule with stages": bool(plan.model.generators),
         f"the order {plan.order!r} in {plan.precision}, of which its device states no peak": (
             plan.order != "given" and plan.precision not in plan.cluster.device.peak_flops
         ),
