@@ -2,6 +2,7 @@
 
 import json
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -11,7 +12,11 @@ from safetensors.torch import load_file
 
 from cli.tiny_job import metrics, write_tiny_job
 from motet.core.errors import UserError
+from motet.core.plan import Plan, Unit
+from motet.core.plan_file import write_plan
+from motet.cost.catalogue import cluster
 from motet.planning.planned_recipe import read_job_recipe
+from motet.planning.under_plan import recipe_under_plan
 from motet.train.recipe.reading import of_phase
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
@@ -69,10 +74,17 @@ def run(recipe, num_ranks, folder, *overrides):
     return run_ranks(train_rank, num_ranks, str(recipe), [*EXACT, f"run.dir={folder}", *overrides])[0]
 
 
-def test_any_number_of_ranks_takes_the_same_steps(job, tmp_path):
-    run(job, 1, tmp_path / "one", "data.heldout=[]", "export.at_end=true", "fsdp.shard_size=1")
+@pytest.fixture(scope="module")
+def alone(job, tmp_path_factory):
+    """The folder of a run of one process: what all others must equal."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    run(job, 1, folder, "data.heldout=[]", "export.at_end=true", "fsdp.shard_size=1")
+    return folder
+
+
+def test_any_number_of_ranks_takes_the_same_steps(job, alone, tmp_path):
     run(job, 3, tmp_path / "three", "checkpoint.every_steps=2", "run.microbatches=2")
-    one, three = metrics(tmp_path / "one"), metrics(tmp_path / "three")
+    one, three = metrics(alone), metrics(tmp_path / "three")
     assert len(one) == len(three) == 5
     for a, b in zip(one, three, strict=True):
         assert b["losses"] == pytest.approx(a["losses"], rel=1e-9)
@@ -86,7 +98,7 @@ def test_any_number_of_ranks_takes_the_same_steps(job, tmp_path):
     assert "Resuming after step 4" in said
     assert metrics(tmp_path / "three")[-1]["losses"] == pytest.approx(one[-1]["losses"], rel=1e-9)
 
-    exported = tmp_path / "one" / "export" / "generators"
+    exported = alone / "export" / "generators"
     assert load_file(exported / "queries.safetensors")["draw"].shape == (3, 32)
     assert "entrance.nothing" in load_file(exported / "draw" / "model.safetensors")
 
@@ -99,8 +111,6 @@ def test_any_number_of_ranks_takes_the_same_steps(job, tmp_path):
         ("model.generators.draw.config.num_heads=3", "config.hidden is 16; it must be a multiple of 4, and of"),
         ("model.generators.draw.config.depth=3", "`config.depth` is wrong"),
         ("model.generators.draw.module=a:B", "needs `family`, or `module`, and not both"),
-        ("run.plan=plan.json", "run.plan has no room for model.generators yet"),
-        ("fsdp.recompute=auto", "that of model.generators is not predicted yet; state numbers of blocks"),
         ("balance.split=auto", "cannot cut sequences whose query tokens model.generators read whole"),
         ("model.generators.draw.makes=video", "generators.draw.makes"),
     ],
@@ -112,9 +122,36 @@ def test_what_does_not_fit_is_said(job, tmp_path, override, said):
     assert "\n" not in str(refused.value)
 
 
-def test_nothing_is_planned_for_a_recipe_with_a_generator(job):
-    with pytest.raises(UserError, match="generators train data parallel, without a Plan"):
-        read_job_recipe(job)
+def planned(job, *units, **options):
+    """A Plan of the job's model on as many H100 as the units have ranks, in float64."""
+    where = cluster("h100", 1, max(unit.ranks.stop for unit in units))
+    device = replace(where.device, peak_flops={**where.device.peak_flops, "fp64": 1e12}, overlaps=False)
+    model = read_job_recipe(job, EXACT).model
+    return Plan(model, replace(where, device=device), units, 6, precision="fp64", **options)
+
+
+def train_planned(rank, num_ranks, recipe, overrides, plan):
+    recipe = Path(recipe)
+    read, chosen = recipe_under_plan(load_recipe(recipe, overrides), recipe, Path(plan), overrides)
+    with redirect_stdout(StringIO()) as printed:
+        train(read, chosen=chosen)
+    return printed.getvalue()
+
+
+def run_planned(job, plan, folder, *overrides):
+    write_plan(plan, folder.with_suffix(".json"))
+    given = [*EXACT, f"run.dir={folder}", *overrides]
+    return run_ranks(train_planned, plan.cluster.num_ranks, str(job), given, str(folder.with_suffix(".json")))[0]
+
+
+def test_a_data_parallel_plan_trains_as_the_recipe_does(job, alone, tmp_path):
+    blocks = {"image": 1, "audio": 1, "backbone": 2, "draw": 2}
+    unit = Unit("all", (blocks,), dp=2, zero=3, recompute=({"draw": 1},))
+    plan = planned(job, unit, microbatch_size=3, schedule="data_parallel", balance="auto")
+    run_planned(job, plan, tmp_path / "planned", "data.heldout=[]")
+    for a, b in zip(metrics(alone), metrics(tmp_path / "planned"), strict=True):
+        assert b["losses"] == pytest.approx(a["losses"], rel=1e-9)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-8)
 
 
 def test_a_phase_freezes_generators_too(job):

@@ -98,7 +98,7 @@ def microbatches_are_swapped(patch):
         runs, key, other = self.tensors.runs, *((action.stage, action.microbatch ^ bit) for bit in (0, 1))
         is_first = all((each.kind, each.stage) != (Kind.SEND_B, action.stage) for each in self.step.place.row.row)
         both = [*runs.get(key, ()), *runs.get(other, ())] if key in runs and other in runs else []
-        ready = all(run.output is not None and not run.section.takes_loss for run in both)
+        ready = all(run.output is not None and not run.section.span.takes_loss for run in both)
         if both and ready and is_first:
             runs[key], runs[other] = runs[other], runs[key]
         backward(self, action)

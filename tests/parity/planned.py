@@ -55,15 +55,16 @@ from motet.train.input.planned import StageNeeds, StepDecider
 from motet.train.optimizer import OptimizerConfig, build_optimizer
 from motet.train.planned_job import divide_part, holders_of, split_products
 from parity.going_on import gone_on
+from parity.planned_generators import ROW_DIMS_MADE, SIZE_DIMS_MADE, with_generators
 from parity.planned_parts import SECOND, again_with, has_second, read_twice, second_tower, with_parts
 from parity.random_fills import with_random_fills
 from parity.tiny import draw_example, reference_step
 from ranks import run_ranks
 
 DIM, VOCABULARY = 16, 40
-ROW_DIMS = {"image": 12, "audio": 5}
-SIZE_DIMS = {"image": 2, "audio": 1, SECOND: 2}
-PHASES = tuple(ROW_DIMS)
+ROW_DIMS = {"image": 12, "audio": 5} | ROW_DIMS_MADE
+SIZE_DIMS = {"image": 2, "audio": 1, SECOND: 2} | SIZE_DIMS_MADE
+PHASES = ("image", "audio")
 TOLERANCE, MIXED_TOLERANCE = 1e-10, 1e-5
 NUM_STEPS = 3
 OPTIMIZER = OptimizerConfig(
@@ -102,14 +103,16 @@ def build_hf_model(
     family: str = "qwen2",
     lora: Sequence[str] = (),
     dropout: float = 0.0,
+    made: Sequence[str] = (),
 ) -> MLLM:
     """The same parameters in every call.
 
     parts: as of `parity.planned_parts`. num_layers, family: of the backbone. dropout: of all that HF drops out.
     lora: parts with adapters, unless they are frozen; "backbone *_proj" has them in layers with such names alone.
 
-    frozen: of "image", "audio", "backbone"; of "image encoder", "audio encoder"; of "image block", "audio block",
-    "backbone block", the second one alone; patterns of names with a *.
+    made: generators, as of `parity.planned_generators`.
+    frozen: of "image", "audio", "backbone", "draw", "say"; of "image encoder", "audio encoder"; of "image block", "audio
+    block", "backbone block", the second one alone; patterns of names with a *.
     """
     torch.manual_seed(5)
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "attn_implementation": ATTENTION}
@@ -157,6 +160,7 @@ def build_hf_model(
     causal_lm = of_family.model(backbone).to(torch.float64)
     ahead = {"bidirectional": ("image",) if "ahead" in parts else (), "prefix": "prefix" in parts}
     model = MLLM(encoders, Backbone(causal_lm, train=BACKBONE not in frozen, again=again_with(parts), **ahead))
+    model = with_generators(model, made, frozen)
     targets = {name: (its or "*",) for name, _, its in (each.partition(" ") for each in lora)}
     learn = {name: its for name, its in targets.items() if not {name, f"{name} encoder"} & {*frozen}}
     add_lora(model, {name: LoraConfig(rank=3, targets=its, dropout=dropout) for name, its in learn.items()}, seed=1)
@@ -186,7 +190,7 @@ class PlannedCase:
     fill_seed: of random fills of bubbles; -1: coarse ones. filling, fills: as in Plan.
     parts: of the model, as of `parity.planned_parts`.
     exchange: how attention gets rows of other context-parallel ranks.
-    lora: parts with adapters, as of `build_hf_model`.
+    lora: parts with adapters, made: generators, as of `build_hf_model`.
     left_out: the share of examples that are found bad after the step was decided.
     is_mixed: passes compute in float32, and gradients are summed in float64, as parameters are stored.
     then:     goes on behind the first step, from its checkpoint: another Plan for the same model, examples and ranks.
@@ -216,6 +220,7 @@ class PlannedCase:
     seed: int = 0
     parts: tuple[str, ...] = ()
     fills: tuple[Fill, ...] = ()
+    made: tuple[str, ...] = ()
     exchange: str = "auto"
 
     @property
@@ -224,9 +229,9 @@ class PlannedCase:
         return max(unit.ranks.stop for unit in self.units)
 
     @property
-    def built(self) -> tuple[tuple[str, ...], bool, tuple[str, ...], int, str, tuple[str, ...], float]:
+    def built(self) -> tuple[tuple[str, ...], bool, tuple[str, ...], int, str, tuple[str, ...], float, tuple[str, ...]]:
         """Arguments of `build_hf_model`."""
-        return self.frozen, self.tied, self.parts, self.num_layers, self.family, self.lora, self.dropout
+        return self.frozen, self.tied, self.parts, self.num_layers, self.family, self.lora, self.dropout, self.made
 
     def plan(self) -> Plan:
         """The Plan of the tiny model."""
@@ -244,7 +249,8 @@ class PlannedCase:
     def examples(self, step: int) -> list[LoadedExample]:
         """Of very different lengths; about a third are text only, and the first microbatch has no image."""
         rng = np.random.default_rng((self.seed, step))
-        media = [tuple(rng.choice(self.contents, rng.integers(0, 4))) if self.contents else () for _ in range(99)]
+        contents = (*self.contents, *self.made)
+        media = [tuple(rng.choice(contents, rng.integers(0, 4))) if contents else () for _ in range(99)]
         media = [tuple(map(str, each)) for each in media[: self.batch_size]]
         media[0] = tuple(name for name in media[0] if name != "image")
         examples = [draw_example(rng, each, ROW_DIMS) for each in media]
@@ -305,8 +311,7 @@ def run_planned(
     for number in range(len(results), num_steps):
         batches = batches_of(case, step.place, whole, number, decide)
         if evaluated is not None and number == num_steps - 1:
-            loss_sum, num_targets = step.evaluate(batches).tolist()
-            evaluated.append(loss_sum / max(num_targets, 1))
+            evaluated.append(_mean_loss(step.evaluate(batches).tolist(), batches, step.weights))
         results.append(step.run(batches, number))
     weights = {name: parameter.detach() for name, parameter in parameters.items()}
     gradients = {name: parameter.grad for name, parameter in parameters.items()}
@@ -314,6 +319,15 @@ def run_planned(
         return results, weights, gradients
     tables = ({name: _whole(tensor) for name, tensor in table.items()} for table in (weights, gradients))
     return results, *map(with_whole, tables)
+
+
+def _mean_loss(totals: Sequence[float], batches: Sequence[RankBatch], weights: Mapping[str, float]) -> float:
+    """The loss of all, from what `PlannedStep.evaluate` gives."""
+    loss_sum, num_targets, *loss_sums = totals
+    rows = [max(sum(int(b.lengths.items[name].length.sum()) for b in batches), 1) for name in weights]
+    return loss_sum / max(num_targets, 1) + sum(
+        weight * loss / count for weight, loss, count in zip(weights.values(), loss_sums, rows, strict=True)
+    )
 
 
 def _stored_parameters(step: PlannedStep) -> dict[str, torch.nn.Parameter]:
@@ -345,7 +359,7 @@ def build_step(case: PlannedCase, stored: torch.dtype = torch.float64, types: Co
     rank, device, plan = dist.get_rank(), rank_device(), case.plan()
     model, place = case.model(), Place.of(plan, rank)
     split_products(model, place.program)
-    holders = holders_of(model, place.program)
+    holders, weights = holders_of(model, place.program), {name: each.weight for name, each in model.generators.items()}
     keep_spans(model.to(device, stored), *place.stage_spans)
     model.train()  # As the trainer does.
     unit_groups = UnitGroups.of(place)
@@ -358,7 +372,7 @@ def build_step(case: PlannedCase, stored: torch.dtype = torch.float64, types: Co
     optimizer = build_optimizer(model, OPTIMIZER)
     return PlannedStep(
         model, plan.model, place, lanes, build_mesh(device), held, unit_groups, optimizer,
-        max_grad_norm=OPTIMIZER.clip_norm,
+        weights=weights, max_grad_norm=OPTIMIZER.clip_norm,
     )  # fmt: skip
 
 
@@ -377,8 +391,8 @@ def batches_of(
     case: PlannedCase, place: Place, model: MLLM, step: int, decide: StepDecider | None = None
 ) -> list[RankBatch]:
     """The microbatches of a step, as far as this rank needs them. decide: that of the place, by default a new one."""
-    examples, phases = case.examples(step), tuple(model.encoders)
-    lengths = LoadedTables.read([tables_of(examples, phases, model.encoders)], phases).lengths
+    examples, phases = case.examples(step), tuple(model.measured)
+    lengths = LoadedTables.read([tables_of(examples, phases, model.measured)], phases).lengths
     needs = StageNeeds.of(place, case.exchange, needs_places=model.backbone.needs_places)
     batches, all_kept = [], case.kept(step)
     for number, part in enumerate((decide or StepDecider(place))(lengths).microbatches):
@@ -396,7 +410,7 @@ def batches_of(
         if needs.tokens:
             sequences = [chosen[i].sequence for i in decision.backbone.on_rank(place.replicas[BACKBONE])]
         batch = assemble_stages(decision, lengths, place.replicas, sequences, taken, sizes, needs.context)
-        if case.dropout:
+        if case.dropout or case.made:
             batch = batch.with_draws(example_keys(case.seed, step, part.examples[kept]), place.replicas)
         batches.append(batch.to(rank_device(), dtype=torch.float64))
     return batches
@@ -415,8 +429,11 @@ def expected(case: PlannedCase, num_steps: int = NUM_STEPS) -> Expected:
 def _expected(
     built: tuple[Any, ...], contents: tuple[str, ...], batch_size: int, left_out: float, seed: int, num_steps: int
 ) -> Expected:
-    case = PlannedCase((), contents=contents, batch_size=batch_size, left_out=left_out, seed=seed, parts=built[2])
-    return in_one_process(case, deepcopy(_whole_model(*built)), num_steps, has_draws=bool(built[-1]))
+    *_, parts, _, _, _, dropout, made = built
+    case = PlannedCase(
+        (), contents=contents, batch_size=batch_size, left_out=left_out, seed=seed, parts=parts, made=made
+    )
+    return in_one_process(case, deepcopy(_whole_model(*built)), num_steps, has_draws=bool(dropout or made))
 
 
 def in_one_process(case: PlannedCase, model: MLLM, num_steps: int, has_draws: bool) -> Expected:

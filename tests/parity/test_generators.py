@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from motet.core.arrays import Int64Array
 from motet.core.example import Media
+from motet.core.plan import Unit
 from motet.core.workload import BACKBONE
 from motet.dispatch import BalanceConfig, ItemExchange, LoadedExample, RankBatch, SpeedConfig, assemble
 from motet.dispatch.batch import pack, stacked_media
@@ -30,6 +31,7 @@ from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import build_mesh
 from motet.runtime.step import TrainStep
 from motet.train.balancing import build_orchestrator
+from parity.planned import PlannedCase, assert_planned
 from parity.tiny import DIM, build_model, draw_examples
 from ranks import run_ranks
 
@@ -187,3 +189,60 @@ def test_a_step_with_generators(name: str, num_ranks: int):
         norm = sum(float(value.square().sum()) for value in gradients.values()) ** 0.5
         assert grad_norm == pytest.approx(norm, abs=TOLERANCE)
         assert not (name == "per phase" and num_ranks > 1) or moves, "no condition moved between ranks"
+
+
+BOTH = ("draw", "say")
+BEHIND = Unit("all", ({"image": 3, "audio": 2, "backbone": 1}, {"backbone": 2, "draw": 1, "say": 1}), pp=2)
+
+
+def apart(**options) -> tuple[Unit, ...]:
+    """The backbone with its encoders on rank 0, a generator on each rank behind it."""
+    return (
+        Unit("llm", ({"image": 3, "audio": 2, "backbone": 3},), zero=0),
+        Unit("draw", ({"draw": 1},), first_rank=1, zero=0, **options),
+        Unit("say", ({"say": 1},), first_rank=2, zero=0),
+    )
+
+
+PLANNED = {
+    2: [
+        PlannedCase((BEHIND,), made=BOTH),
+        PlannedCase((BEHIND,), made=BOTH, frozen=("backbone", "image", "audio"), schedule="gpipe"),
+        PlannedCase((BEHIND,), made=BOTH, frozen=BOTH, schedule="zb_h1", dropout=0.2),
+        PlannedCase(
+            (
+                Unit("llm", ({"image": 3, "audio": 2, "backbone": 3},)),
+                Unit("made", ({"draw": 1, "say": 1},), first_rank=1, recompute=({"draw": 1},)),
+            ),
+            made=BOTH,
+            left_out=0.3,
+            frozen=("draw",),
+        ),
+    ],
+    3: [
+        PlannedCase(apart(), made=BOTH),
+        PlannedCase(apart(), made=BOTH, contents=(), batch_size=2, frozen=("backbone",)),
+        PlannedCase(
+            (
+                Unit("llm", ({"image": 3, "audio": 2, "backbone": 3},)),
+                Unit("made", ({"draw": 1, "say": 1},), first_rank=1, dp=2, zero=3),
+            ),
+            made=BOTH,
+            balance="per_phase",
+        ),
+        PlannedCase(
+            (Unit("all", ({"image": 3, "audio": 2, "backbone": 3}, {"draw": 1}, {"say": 1}), pp=3, zero=0),), made=BOTH
+        ),
+        PlannedCase(
+            (Unit("all", ({"image": 3, "audio": 2, "backbone": 3, "draw": 1, "say": 1},), dp=3, zero=2),),
+            made=BOTH,
+            balance="joint",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("num_ranks", PLANNED)
+def test_plans_with_stages(num_ranks: int):
+    """In a stage of the backbone's, in a later stage, on ranks of their own; frozen, absent, balanced, sharded."""
+    assert_planned(num_ranks, PLANNED[num_ranks])

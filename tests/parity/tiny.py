@@ -244,7 +244,7 @@ def draw_example(
     tokens = rng.integers(0, VOCABULARY, num_tokens)
     items = []
     for phase in media:
-        size = rng.integers(1, 5, 2) if phase == "image" else rng.integers(1, 20, 1)
+        size = rng.integers(1, 5, 2) if phase in ("image", "draw") else rng.integers(1, 20, 1)
         items.append(Media(rng.standard_normal((size.prod(), row_dims[phase])).astype(np.float32), size))
     return LoadedExample(TokenSequence(tokens, targets, tuple(map(str, media)), places), tuple(items))
 
@@ -257,8 +257,12 @@ def reference_step(
 ) -> float:
     """Loss and, in `.grad`, gradients of the whole batch; in modules that ran, unused parameters get zero gradients.
 
-    keys: of the examples, by which dropout is drawn, int64 [num_examples]; None: there is no dropout.
+    keys: of the examples, by which dropout and noise are drawn, int64 [num_examples]; None: there is none.
     """
+    num_made = {
+        name: sum(int(m.size.prod()) for e in examples for p, m in zip(e.sequence.media, e.media) if p == name)
+        for name in model.generators
+    }
     num_targets = sum(int(example.sequence.targets.sum()) for example in examples)
     total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32))
     ran = [model.backbone] if examples else []
@@ -267,6 +271,8 @@ def reference_step(
         features: dict[str, list[Tensor]] = {phase: [] for phase in model.encoders}
         positions: dict[str, list[int]] = {phase: [] for phase in model.encoders}
         tokens, targets, item = [], [], 0
+        made: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in model.generators}
+        positions |= {name: [] for name in model.generators}
         media_positions = example.sequence.media_positions.tolist()
         for place, (token, target) in enumerate(zip(example.sequence.tokens, example.sequence.targets)):
             if place not in media_positions:
@@ -276,6 +282,12 @@ def reference_step(
             for _ in range(media_positions.count(place)):
                 phase, media = example.sequence.media[item], example.media[item]
                 values = torch.from_numpy(np.array(media.values)).to(dtype)
+                if phase in made:
+                    made[phase].append((values, torch.from_numpy(np.array(media.size))[None]))
+                    rows = torch.empty(model.generators[phase].num_queries)
+                    positions[phase] += range(len(tokens), len(tokens) + len(rows))
+                    item += 1
+                    continue
                 with drawing(phase, _of_item(key, phase, len(features[phase]))):
                     rows = model.encoders[phase](values, torch.from_numpy(np.array(media.size))[None])
                 features[phase].append(rows)
@@ -291,8 +303,16 @@ def reference_step(
             feature_positions={phase: torch.tensor(places) for phase, places in positions.items() if places},
         )
         with drawing(BACKBONE, None if key is None else {BACKBONE: key}):
-            loss_sum, _ = model.backbone(sequence, {phase: torch.cat(rows) for phase, rows in features.items() if rows})
+            taken = {phase: torch.cat(rows) for phase, rows in features.items() if rows}
+            loss_sum, _, *given = model.backbone(sequence, taken)
         total = total + loss_sum / num_targets
+        for name, items in made.items():
+            module, conditions = model.generators[name], given[0][name]
+            for number, (values, size) in enumerate(items):
+                own = conditions[number * module.num_queries : (number + 1) * module.num_queries]
+                draws = item_keys(key, np.zeros(number + 1, np.int64), np.array([number]))
+                total = total + module(values, size, own, draws) * module.weight / num_made[name]
+                ran.append(module)
     if total.requires_grad:
         total.backward()
     for module in ran:

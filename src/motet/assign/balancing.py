@@ -56,7 +56,9 @@ def operation_costs(
         lambda _: unit_s,
         speed.network(ranks_per_node),
         token_bytes=model.module(BACKBONE).layers[0].output_width * element_bytes,
-        frozen=frozenset(module.name for module in model.modules if not module.trainable),
+        frozen=frozenset(
+            module.name for module in model.modules if module.name != BACKBONE and not model.moved(module.name)[1]
+        ),
         held=held_elements(model, recompute),
         keys=key_exchanges(model, recompute, element_bytes),
     )

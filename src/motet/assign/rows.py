@@ -92,11 +92,19 @@ def edge_rows(
     as in training (`coordinates.share_of`); None: rows go from replica to replica, whatever ranks share them.
     A module that continues in the sink stage, or only passes through it, has the key (module, module) and the value
     None: all of its rows go, in their order. So they do to a later stage of the module that has taken them in.
+    (generator, generator) is what the backbone gives it.
     """
     layout = planned.layout
     source, sink = (planned.stages[stage] for stage in planned.program.edges[edge])
     rows: dict[tuple[str, str], SentRows | None] = {}
     for name, stop in planned.outputs(edge):
+        if stop == 0:
+            rows[name, name] = None
+            if name in sink.layers:
+                sender = BACKBONE, share_of(layout, BACKBONE, source, island, shares and shares[0])
+                receiver = name, share_of(layout, name, sink, island, shares and shares[1])
+                rows[name, name] = given_rows(assignment, sender[1], receiver, microbatch)
+            continue
         sender = name, share_of(layout, name, source, island, shares and shares[0])
         has_ended = stop == len(layout.plan.model.module(name).blocks)
         consumers = consumers_in(layout, name, sink) if has_ended else []
@@ -132,6 +140,31 @@ def sent_rows(
         row_order(arriving, sent, items.num_tokens),
         int(items.num_tokens[arriving].sum()),
     )
+
+
+def given_rows(assignment: StepAssignment, sender: int, sink: tuple[str, int], microbatch: int) -> SentRows:
+    """The rows that a replica of the backbone gives a replica of a generator: those at the queries of its items.
+
+    They stand in the sequences as an encoder's would, so they are an encoder's rows sent the other way.
+    """
+    rows = sent_rows(assignment, sink, (BACKBONE, sender), microbatch)
+    num_taken = assignment.modules[sink[0]].num_tokens[assignment.modules[sink[0]].items_of(sink[1], microbatch)].sum()
+    order = np.argsort(rows.source, kind="stable")
+    return SentRows(rows.sink[order], rows.source[order], int(num_taken))
+
+
+def num_given_rows(assignment: StepAssignment, name: str, receiver: int | None, num_islands: int = 1) -> Int64Array:
+    """How many rows each replica of the backbone gives a generator, int64 [num_replicas, num_microbatches].
+
+    receiver: those alone that go to this replica, by its number in its island; None: to any.
+    """
+    items, sequences = assignment.modules[name], assignment.modules[BACKBONE]
+    source, count = np.zeros(assignment.batch.num_examples, dtype=np.int64), assignment.num_microbatches
+    source[sequences.example] = sequences.replica
+    goes = slice(None) if receiver is None else items.replica % (items.num_replicas // num_islands) == receiver
+    cell = (source[items.example] * count + items.microbatch)[goes]
+    num = np.bincount(cell, items.num_tokens[goes], sequences.num_replicas * count)
+    return num.astype(np.int64).reshape(sequences.num_replicas, count)
 
 
 def _arriving_items(

@@ -109,8 +109,8 @@ class StepTimes:
 
     unit_s:      from lengths to seconds of a rank, forward and backward, for one unit of each phase's cost.
     link:        the link of exchanges; a Link alone means that all ranks share a node.
-    token_bytes: bytes of one row of an encoder's output.
-    frozen:      encoders without trainable parameters, which get no gradient back.
+    token_bytes: bytes of one row that moves between a phase and the backbone.
+    frozen:      phases between which and the backbone no gradient of these rows moves.
     held:        by phase, elements that a unit of an item's length keeps for backward; {}: deferring needs no memory.
     keys:        what ranks that share a sequence exchange; (): sequences stay whole.
     item_keys:   encoder -> the same of its items, by rows of its output; those of other encoders stay whole.

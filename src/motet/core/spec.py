@@ -19,6 +19,7 @@ from pydantic import Field
 from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError
 from motet.core.limits import Count, NumLayers, Parameters
+from motet.core.workload import BACKBONE
 
 
 @dataclass(frozen=True)
@@ -274,12 +275,16 @@ class Module:
         layers = (self.layers[index] for index in self.blocks[block])
         return next((layer for layer in layers if layer.attention is not None and layer.attention.queries), None)
 
-    def sent(self, stop: int) -> Layer:
-        """The layer whose output a pipeline sends that cuts behind the block stop - 1.
-
-        A block of queries is given the rows of the items alone, without class rows.
+    def sent_index(self, stop: int) -> int:
+        """The index of the layer whose output goes on where a pipeline cuts behind the block stop - 1: the last one of
+        the block that does not see targets alone. Of the whole backbone it is the last norm.
         """
-        last, keys = self.layers[self.blocks[stop - 1][-1]], self.keys_of(stop)
+        block = self.blocks[stop - 1]
+        return next((index for index in reversed(block) if not self.layers[index].targets_only), block[-1])
+
+    def sent(self, stop: int) -> Layer:
+        """The layer of `sent_index`. A block of queries is given the rows of the items alone, without class rows."""
+        last, keys = self.layers[self.sent_index(stop)], self.keys_of(stop)
         return last if keys is None else replace(last, divisor=keys.divisor, extra_rows=0)
 
     @property
@@ -368,6 +373,28 @@ class ModelSpec:
     def sinks(self, name: str) -> tuple[str, ...]:
         """The modules that take in the outputs of the named one."""
         return tuple(sink for source, sink in self.edges if source == name)
+
+    @property
+    def generators(self) -> tuple[str, ...]:
+        """The modules that the backbone feeds."""
+        return self.sinks(BACKBONE)
+
+    def sent(self, name: str, stop: int) -> tuple[Layer, bool]:
+        """The layer whose output goes on behind so many blocks of a module, and whether a gradient of it comes back.
+
+        Behind no block of a generator stands what the backbone gives it: hidden states behind the last norm.
+        """
+        if stop == 0:
+            name, stop = BACKBONE, len(self.module(BACKBONE).blocks)
+        module = self.module(name)
+        index = module.sent_index(stop)
+        return module.sent(stop), module.layers[index].trainable or self.input_gradients[name][index]
+
+    def moved(self, name: str) -> tuple[Layer, bool]:
+        """As `sent`, of the rows that move between a module and the backbone: those that an encoder gives it, or that a
+        generator is given.
+        """
+        return self.sent(name, 0 if name in self.generators else len(self.module(name).blocks))
 
     def entries(self, source: str, sink: str) -> tuple[int, ...]:
         """The blocks of a sink before which it takes in a source's outputs, ascending: the first, and reentries."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from motet.assign.context_rows import context_rows
-from motet.assign.rows import SentRows, edge_rows
+from motet.assign.rows import SentRows, edge_rows, num_given_rows
 from motet.assign.step import ModuleAssignment, StepAssignment, joined
 from motet.core.arrays import Int64Array
 from motet.core.spec import Module
@@ -71,16 +71,20 @@ def message_parts(
     rows, parts = edge_rows(planned, assignment, edge, island, microbatch, shares), []
     for name, stop in planned.outputs(edge):
         module, items = model.module(name), assignment.modules[name]
-        index, layer = module.blocks[stop - 1][-1], module.sent(stop)
-        computed = items.items_of(share_of(layout, name, source, island, shares and shares[0]), microbatch)
-        num_sent = _num_rows(module, stop, items, computed)
+        layer, has_gradient = model.sent(name, stop)
+        whose = name if stop else BACKBONE
+        replica = share_of(layout, whose, source, island, shares and shares[0])
+        computed = items.items_of(replica, microbatch)
+        if stop:
+            num_sent = _num_rows(module, stop, items, computed)
+        else:
+            num_sent = int(num_given_rows(assignment, name, None)[replica, microbatch])
         is_kept = name == BACKBONE and num_sent > 0
         if name == BACKBONE and source.unit.cp > 1 and shares is not None:
             num_sent = len(context_rows(items.length[computed], source.unit.cp).rows[shares[0]])
         for (source_module, _), sent in rows.items():
             if source_module == name:
                 num_taken = num_sent if sent is None else sent.num_taken
-                has_gradient = layer.trainable or model.input_gradients[name][index]
                 moved = None if sent is None or _are_all(sent, num_sent, num_taken) else sent
                 part = MessagePart(name, layer.output_width, moved, num_sent, num_taken, has_gradient)
                 if part.num_rows or is_kept:

@@ -98,7 +98,8 @@ class DiT(nn.Module):
     def layers(self) -> list[LayerModules]:
         """The layers in execution order, on items of their numbers of rows."""
         hidden, num, config = self.config.hidden, self.num_conditions, self.config
-        shape = Transformer(hidden, config.mlp or 4 * hidden, config.num_heads, activation="gelu_pytorch_tanh")
+        mlp = config.mlp or 4 * hidden
+        shape = Transformer(hidden, mlp, config.num_heads, activation="gelu_pytorch_tanh")
         stem = patches(self.row_dim, hidden, extra_parameters=num * hidden, trainable=any_trainable(self.entrance))
         described = [
             LayerModules(stem, (self.entrance, self.places)),
@@ -109,12 +110,11 @@ class DiT(nn.Module):
         for block in self.layers_of_blocks:
             learns = any_trainable(block)
             layer = shape.layer(extra_rows=num, trainable=learns)
-            # Norms have no weights; both branches keep what they are scaled by, and what is scaled.
-            layer = replace(
-                layer,
-                parameters=layer.parameters - 4 * hidden,
-                activation_width=layer.activation_width + 6 * hidden,
-            )
+            # Norms have no weights. Beside the six factors and shifts each branch keeps what enters it, its norm, the
+            # factor with 1 added, the input of its first product, and what the gate multiplies; attention keeps
+            # queries, keys, values and what they become, twice; the MLP both ends of its activation.
+            kept = 21 * hidden + 2 * mlp + config.num_heads + 4
+            layer = replace(layer, parameters=layer.parameters - 4 * hidden, activation_width=kept)
             modulation = _of_item("modulation", 6 * hidden**2, 6 * hidden, 7 * hidden, learns)
             described += [
                 LayerModules(layer, (block.attention, block.mlp)),
@@ -123,7 +123,8 @@ class DiT(nn.Module):
         learns = any_trainable(self.exit)
         last = _of_item("modulation", 2 * hidden**2, 2 * hidden, 3 * hidden, learns)
         weights = hidden * self.row_dim
-        out = Layer("output", weights, weights + self.row_dim, self.row_dim, 4 * hidden + 2, trainable=learns)
+        kept = 4 * hidden + self.row_dim + 10  # Of the loss, too: what is wrong of each value.
+        out = Layer("output", weights, weights + self.row_dim, self.row_dim, kept, trainable=learns)
         return [*described, LayerModules(last, (self.last_modulation,)), LayerModules(out, (self.exit,))]
 
 

@@ -48,6 +48,8 @@ _PROJECTOR = (TensorBranch("", ("layers.0",), "layers.2"),)
 
 def why_undivided(mllm: MLLM, name: str) -> str:
     """Why tensor-parallel ranks cannot share the layers of a module, in words; "" if they can."""
+    if name in mllm.generators:
+        return "Motet knows no way to divide the layers of a generator"
     module = _module(mllm, name)
     model = _tower(module)
     if (family := _family(model)) is None or not family.branches:

@@ -15,6 +15,7 @@ from torch import nn
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE
 from motet.models.backbone import Backbone
+from motet.models.generator import GeneratorModule
 from motet.models.layers import note_trained
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
@@ -34,33 +35,41 @@ def keep_spans(mllm: MLLM, *stages: HeldSpans) -> None:
 
     A parameter that is tied stays where any of the blocks that use it stays.
     """
-    for name in [*mllm.encoders, BACKBONE]:
+    for name in [*mllm.encoders, BACKBONE, *mllm.generators]:
         spans, module = [spans[name] for spans in stages if name in spans], _module(mllm, name)
-        note_trained(*([module.causal_lm] if isinstance(module, Backbone) else [module.encoder, module.projector]))
+        note_trained(*_learning_parts(module))
         _empty(module, spans)
         if not spans:
             _remove(mllm, name)
 
 
-def _module(mllm: MLLM, name: str) -> ModalityModule | Backbone:
-    return mllm.backbone if name == BACKBONE else mllm.encoders[name]
+def _module(mllm: MLLM, name: str) -> ModalityModule | Backbone | GeneratorModule:
+    return mllm.backbone if name == BACKBONE else mllm.measured[name]
+
+
+def _learning_parts(module: ModalityModule | Backbone | GeneratorModule) -> list[nn.Module]:
+    """The parts that learn or do not, each as a whole."""
+    if isinstance(module, Backbone):
+        return [module.causal_lm]
+    is_generator = isinstance(module, GeneratorModule)
+    return [module.generator, module.entrance] if is_generator else [module.encoder, module.projector]
 
 
 def _remove(mllm: MLLM, name: str) -> None:
     if name == BACKBONE:
         mllm.backbone = None
     else:
-        del mllm.encoders[name]
+        del (mllm.generators if name in mllm.generators else mllm.encoders)[name]
 
 
-def _parameters(module: ModalityModule | Backbone, first: int, stop: int) -> chain[nn.Parameter]:
+def _parameters(module: ModalityModule | Backbone | GeneratorModule, first: int, stop: int) -> chain[nn.Parameter]:
     """The parameters of the blocks first ... stop - 1."""
     layers = module.layers()
     indexes = Module.of("", (each.layer for each in layers)).block_layers(first, stop)
     return chain.from_iterable(part.parameters() for index in indexes for part in layers[index].modules)
 
 
-def _empty(module: ModalityModule | Backbone, spans: Sequence[tuple[int, int]]) -> None:
+def _empty(module: ModalityModule | Backbone | GeneratorModule, spans: Sequence[tuple[int, int]]) -> None:
     held = {id(parameter) for span in spans for parameter in _parameters(module, *span)}
     for child in module.modules():
         for key, parameter in child._parameters.items():

@@ -41,7 +41,7 @@ def examples_a_group(workload: Workload) -> int:
 
 
 def _totals(recipe: Recipe, workload: Workload) -> dict[str, Int64Array]:
-    names = [*recipe.modules.encoders, BACKBONE]
+    names = [*recipe.modules.encoders, *recipe.modules.generators, BACKBONE]
     if missing := [name for name in names[:-1] if name not in workload.examples.items]:
         raise UserError(f"data.group needs lengths of {', '.join(missing)}, which {workload.source} does not have.")
     return {name: total_lengths(workload.examples, name) for name in names}

@@ -187,7 +187,7 @@ def _recomputes(plan: Plan) -> bool | dict[str, int]:
 
 def _balance(recipe: Recipe, spec: ModelSpec) -> Literal["off", "joint", "per_phase", "auto"]:
     names = [module.name for module in spec.modules]
-    balanced = recipe.balance.balanced(names[:-1])
+    balanced = recipe.balance.balanced([name for name in names if name != BACKBONE])
     if balanced and balanced != set(names):
         phases = recipe.balance.phases
         raise UserError(

@@ -108,10 +108,9 @@ def _trains(tables: dict[str, Any]) -> bool:
 
 def _of_training(path: Path, overrides: Sequence[str]) -> JobRecipe:
     from motet.models.spec import spec_of_config
-    from motet.train.recipe.recipe import check_made_without_plan, load_recipe
+    from motet.train.recipe.recipe import load_recipe
 
     recipe = load_recipe(path, overrides, trains=False)
-    check_made_without_plan(recipe)
     model = spec_of_config(recipe.modules, recipe.vocabulary().vocabulary_size, path.stem)
     return JobRecipe(model, recipe.run.batch_size, recipe.plan_precision, recipe.cluster, None, recipe, recipe.parallel)
 

@@ -63,7 +63,7 @@ def obstacle_in(recipe: Recipe) -> Callable[[Plan], str]:
     # Encoders of the families can be cut anywhere, unless a callback prevents it, or the rows that queries read.
     parts = recipe.modules.encoders.values()
     may_refuse = any(part.module or part.before or part.between or part.projector.queries for part in parts)
-    may_refuse |= recipe.modules.merge is not None
+    may_refuse |= recipe.modules.merge is not None or bool(recipe.modules.generators)
 
     def found(plan: Plan) -> str:
         what = obstacle(plan, recipe)
@@ -153,6 +153,9 @@ def _data_parallel(plan: Plan) -> dict[str, bool]:
 def _in_stages(plan: Plan) -> dict[str, bool]:
     return {
         "ranks left over": sum(unit.num_ranks for unit in pipelined_units(plan)) < plan.cluster.num_ranks,
+        "context parallelism (cp > 1) of a backbone that feeds generators": (
+            bool(plan.model.generators) and plan.unit_of(BACKBONE).cp > 1
+        ),
         f"the order {plan.order!r} in {plan.precision}, of which its device states no peak": (
             plan.order != "given" and plan.precision not in plan.cluster.device.peak_flops
         ),

@@ -40,7 +40,7 @@ from motet.runtime.mesh import SHARD, build_mesh
 from motet.train.input.service import open_decoder
 from motet.train.job import open_dataset
 from motet.train.optimizer import OptimizerConfig, build_optimizer
-from motet.train.recipe.recipe import Recipe, check_made_without_plan
+from motet.train.recipe.recipe import Recipe
 from motet.train.world import World, join_world
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -57,7 +57,6 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
     name: the recipe's name in the file. out: the file, by default in `recipe.run.dir`. seconds: time for the layers.
     Raises UserError for what is wrong with the recipe, and for a file that cannot be written.
     """
-    check_made_without_plan(recipe)
     with join_world(recipe.run.device) as world:
         with world.together():
             if out is not None and world.is_first:

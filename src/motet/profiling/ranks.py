@@ -178,7 +178,8 @@ def measure_shared(
     """
     subject = measured.subject
     times: list[LayerTimes] = []
-    for number, (layer, (module, *_)) in enumerate(subject.layers):
+    for number, (layer, modules) in enumerate(subject.layers):
+        module = next(iter(modules), None)
         if layer.attention is None or not isinstance(module, Block):
             continue
         reason = _obstacle(module, layer.attention.kv_width, layer.attention.width, world.num_ranks)

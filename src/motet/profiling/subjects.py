@@ -28,6 +28,7 @@ from motet.core.workload import BACKBONE
 from motet.cost.profile import Batch
 from motet.models.backbone import Backbone
 from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig
+from motet.models.generator import GeneratorModule
 from motet.models.layers import LayerModules
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
@@ -86,7 +87,15 @@ def one_layer_deep(config: ModelConfig) -> ModelConfig:
         for name, part in config.encoders.items()
     }
     backbone = config.backbone.model_copy(update={"train": True} | _truncated(config.backbone))
-    return config.model_copy(update={"encoders": encoders, "backbone": backbone, "freeze": ()})
+    generators = {
+        name: part.model_copy(
+            update={"train_generator": True, "train_projector": True}
+            | ({"config": part.config | {"num_layers": 1}} if part.family else {})
+        )
+        for name, part in config.generators.items()
+    }
+    update = {"encoders": encoders, "backbone": backbone, "generators": generators, "freeze": ()}
+    return config.model_copy(update=update)
 
 
 def _truncated(part: EncoderConfig | BackboneConfig) -> dict[str, Any]:
@@ -110,7 +119,7 @@ def subjects(
     device: torch.device,
     asked: Mapping[str, AskedLengths] = MappingProxyType({}),
 ) -> list[Subject]:
-    """The modules to measure, encoders first. Raises UserError for an encoder that no item fits.
+    """The modules to measure: encoders, the backbone, generators. Raises UserError for an encoder that no item fits.
 
     model, sharded: the same model twice, on `device`; the second under FSDP once it is measured.
     asked:          what the job asks for, by module, as far as it is known.
@@ -118,7 +127,11 @@ def subjects(
     encoders = [
         _encoder(recipe, name, module, sharded.encoders[name], device) for name, module in model.encoders.items()
     ]
-    found = [*encoders, _backbone(recipe, model.backbone, sharded.backbone, device)]
+    generators = [
+        _generator(recipe, name, module, sharded.generators[name], model.backbone.dim, device)
+        for name, module in model.generators.items()
+    ]
+    found = [*encoders, _backbone(recipe, model.backbone, sharded.backbone, device), *generators]
     return [_as_asked(subject, asked[subject.name]) if subject.name in asked else subject for subject in found]
 
 
@@ -218,7 +231,32 @@ def _encoder(recipe: Recipe, name: str, module: ModalityModule, sharded: nn.Modu
     )
 
 
-def _sizes(recipe: Recipe, name: str, module: ModalityModule) -> dict[int, Int64Array]:
+def _generator(
+    recipe: Recipe, name: str, module: GeneratorModule, sharded: nn.Module, width: int, device: torch.device
+) -> Subject:
+    """A generator on random hidden states. width: of the backbone's rows."""
+    sizes = _sizes(recipe, name, module)
+    row_dim = recipe.transform(name).row_dim
+    dtype = next(module.parameters()).dtype
+
+    def prepare(batch: Batch, called: nn.Module) -> Callable[[], Tensor]:
+        chosen = np.stack([sizes[length] for length in items(batch).tolist()])
+        values = torch.randn(int(module.lengths(chosen).sum()), row_dim, device=device)
+        rows = torch.randn(int(module.num_tokens(chosen).sum()), width, dtype=dtype, device=device)
+        on_host, keys = torch.from_numpy(chosen), np.arange(len(chosen))
+        return lambda: called(values, on_host, rows, keys)
+
+    lengths = np.array(sorted(sizes), dtype=np.int64)
+    # A block is timed whole, as its first layer.
+    blocks, layers = iter(module.blocks), []
+    for layer, modules in module.layers():
+        if layer.in_block:
+            modules = () if layer.continues else (next(blocks),)
+        layers.append(LayerModules(layer, modules))
+    return Subject(name, module, module.spec_module(name), layers, lengths, sharded, prepare)
+
+
+def _sizes(recipe: Recipe, name: str, module: ModalityModule | GeneratorModule) -> dict[int, Int64Array]:
     """The sizes of an item, by length. Items are what the transform makes of squares, or of clips, of many sizes."""
     by_length: dict[int, Int64Array] = {}
     for size in recipe.transform(name).sizes(_raw(recipe, name))[:, None]:
@@ -229,7 +267,8 @@ def _sizes(recipe: Recipe, name: str, module: ModalityModule) -> dict[int, Int64
         if fits:
             by_length.setdefault(int(module.lengths(size)[0]), size[0])
     if not by_length:
-        raise UserError(f"transforms.{name} makes no item that model.encoders.{name} can take.")
+        kind = "generators" if isinstance(module, GeneratorModule) else "encoders"
+        raise UserError(f"transforms.{name} makes no item that model.{kind}.{name} can take.")
     return by_length
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -26,20 +27,23 @@ from motet.runtime.clip import clip_factor, scale_gradients
 from motet.runtime.clock import ActionClock
 from motet.runtime.deferred import DeferredWeights
 from motet.runtime.executor import Executor, Handler
+from motet.runtime.fsdp import recompute_first
 from motet.runtime.held import HeldParameters
 from motet.runtime.mesh import Mesh
 from motet.runtime.messages import Messages
 from motet.runtime.p2p import Lanes
 from motet.runtime.place import Place
-from motet.runtime.sections import Section, SectionedStage, SectionRun, spans_of
+from motet.runtime.sections import BlockSpan, Section, SectionedStage, SectionRun, spans_of
 from motet.runtime.sent_bytes import by_kind
-from motet.runtime.stage import Model
-from motet.runtime.step import StepResult, update_if_finite
+from motet.runtime.stage import Model, modules_by_phase
+from motet.runtime.step import MadeRows, StepResult, update_if_finite
 from motet.runtime.tensors import StageTensors
 from motet.runtime.unit_groups import UnitGroups
 from motet.schedule.program import Action, Kind
 
 _IN_PARTS = (Kind.F, Kind.B)
+_SENT = slice(3, 7)
+"""Where the totals of a step have bytes sent by kind."""
 
 
 class PlannedStep:
@@ -48,6 +52,7 @@ class PlannedStep:
     model:    this rank's part; a module that the rank holds nothing of is absent, or None.
     spec:     of the whole model.
     held:     the part's parameters. groups: of the ranks that share its work.
+    weights:  generator -> the weight of its loss, of all generators of the whole model.
     Others as in `TrainStep`.
     """
 
@@ -62,20 +67,20 @@ class PlannedStep:
         groups: UnitGroups,
         optimizer: torch.optim.Optimizer | None = None,
         *,
+        weights: Mapping[str, float] = MappingProxyType({}),
         max_grad_norm: float | None = None,
         clock: ActionClock | None = None,
     ) -> None:
         self.model, self.place, self.lanes, self.mesh, self.held = model, place, lanes, mesh, held
-        self.groups = groups
+        self.groups, self.weights = groups, weights
         self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
         self.clock = clock or ActionClock(mesh.rank, mesh.device)
-        self.modules: dict[str, nn.Module] = {
-            name: model.backbone if name == BACKBONE else model.encoders[name] for name in place.modules
-        }
-        named = [
-            (f"encoders.{phase}." if phase != BACKBONE else "backbone.", phase, module)
-            for phase, module in self.modules.items()
-        ]
+        of_phase, kinds = modules_by_phase(model), dict.fromkeys(weights, "generators.") | {BACKBONE: ""}
+        self.modules: dict[str, nn.Module] = {name: of_phase[name] for name in place.modules}
+        named = [(f"{kinds.get(phase, 'encoders.')}{phase}.", phase, module) for phase, module in self.modules.items()]
+        for stage in place.stages.values():
+            for name in weights.keys() & stage.layers.keys():
+                recompute_first(self.modules[name], stage.recomputed.get(name, 0))
         self.parameters = {
             prefix + name: (phase, parameter)
             for prefix, phase, module in named
@@ -99,7 +104,7 @@ class PlannedStep:
             row, handlers = running.place.row, running.handlers
             Executor(row, handlers, self.clock, leave_out=leave_out, in_parts=_IN_PARTS).run(step)
             running.end()
-        sent_bytes = running.totals[3:].tolist()
+        sent_bytes = running.totals[_SENT].tolist()
         return StepResult(
             step,
             running.num_targets,
@@ -109,13 +114,15 @@ class PlannedStep:
             0,
             by_kind(*sent_bytes),
             self.clock.take(),
-            running.totals[:3],
+            running.totals_of_loss,
             self.place.action_words,
             self.clock.met_s,
+            running.made,
         )
 
     def evaluate(self, batches: Sequence[RankBatch], model: Model | None = None) -> Tensor:
-        """(sum of the loss, number of targets) of a step's microbatches over all ranks, float64 [2]. A collective.
+        """(sum of the loss, number of targets, sum of each generator's loss) of a step's microbatches over all ranks,
+        float64 [2 + generators]. A collective.
 
         Forward passes alone; the model's train or eval mode stays. model: has the modules to run, by default its own.
         """
@@ -127,7 +134,7 @@ class PlannedStep:
         running.count_losses_once()
         dist.all_reduce(running.totals, group=self.mesh.group)
         self.lanes.wait_for_sends()
-        return running.totals[1:3]
+        return running.totals_of_loss[1:]
 
     def _place_of(self, batches: Sequence[RankBatch]) -> Place:
         """The place in the Program of a step."""
@@ -135,8 +142,10 @@ class PlannedStep:
 
 
 class _RunningPlan:
-    """One step while it runs. totals: float64 [7]; of this rank, after `end` of all.
+    """One step while it runs.
 
+    totals: float64 [7 + generators], squared gradient norm, sum of the loss, number of targets, bytes sent by kind
+            (_SENT), and the sum of each generator's loss; of this rank, after `end` of all.
     place: in the Program of the step.
     model: has the modules to run, by default those of the step. trains: False runs forward passes alone.
     """
@@ -162,16 +171,13 @@ class _RunningPlan:
         assignment = assignment_of(batches)
         self.lengths = assignment.batch
         self.num_targets = int(self.lengths.num_targets.sum())
-        self.loss_gradient = 1 / max(self.num_targets, 1)
-        self.totals = torch.zeros(7, dtype=torch.float64, device=mesh.device)
+        self.made = {
+            name: MadeRows(int(self.lengths.items[name].length.sum()), weight) for name, weight in step.weights.items()
+        }
+        self.totals = torch.zeros(_SENT.stop + len(self.made), dtype=torch.float64, device=mesh.device)
         self.stages = {
             number: SectionedStage(
-                [
-                    Section(
-                        span, model, self.totals, self.loss_gradient, step.without_rows if stage.unit.ep > 1 else None
-                    )
-                    for span in step.spans[number]
-                ],
+                [self._section(span, model, takes_part=stage.unit.ep > 1) for span in step.spans[number]],
                 trains and stage.has_backward,
                 mesh.device,
             )
@@ -189,6 +195,19 @@ class _RunningPlan:
         )
         self.reduced: set[int] = set()
         self.has_ended = False
+
+    def _section(self, span: BlockSpan, model: Model, *, takes_part: bool) -> Section:
+        """takes_part: the rank runs blocks of the backbone where it has no rows."""
+        without_rows, made = self.step.without_rows if takes_part else None, self.made.get(span.module)
+        if made is None:
+            return Section(span, model, self.totals, 1 / max(self.num_targets, 1), without_rows)
+        of_generator = self.totals[_SENT.stop + list(self.made).index(span.module)]
+        return Section(span, model, self.totals, made.weight / max(made.num_rows, 1), without_rows, made=of_generator)
+
+    @property
+    def totals_of_loss(self) -> Tensor:
+        """The totals without the bytes: by them a step is finite."""
+        return torch.cat([self.totals[: _SENT.start], self.totals[_SENT.stop :]])
 
     @property
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -238,13 +257,13 @@ class _RunningPlan:
         """From the gradients that arrived, or from the loss."""
         key = action.stage, action.microbatch
         runs, gradients = self._taken_runs(action), self.tensors.output_gradients.pop(key, {})
-        if runs and runs[-1].section.takes_loss:
-            loss = runs[-1].output
-            assert loss is not None, "what takes the loss is not recomputed"
-            gradients[BACKBONE] = torch.full_like(loss, self.loss_gradient)
-        if runs and (output := runs[-1].output) is not None and runs[-1].section.span.module not in gradients:
+        for run in runs:
+            if run.section.span.takes_loss:
+                assert run.output is not None, "what takes a loss is not recomputed"
+                gradients[run.section.span.output] = torch.full_like(run.output, run.section.loss_gradient)
+        if runs and (output := runs[-1].output) is not None and runs[-1].section.span.output not in gradients:
             # A copy of a replicated encoder whose stage takes nothing in: its pass runs as predicted, and adds nothing.
-            gradients[runs[-1].section.span.module] = torch.zeros_like(output)
+            gradients[runs[-1].section.span.output] = torch.zeros_like(output)
         self.step.held.use(action.stage)
         # Programs have no R of encoders in bubbles: their B recomputes, and is priced so.
         self.stages[action.stage].recompute(self.batches[action.microbatch], runs)
@@ -284,7 +303,7 @@ class _RunningPlan:
         """Sum what is to be summed over ranks, clip, and step the optimizer, unless the step is not finite."""
         assert self.step.optimizer is not None
         self.end()
-        update_if_finite(self.step.optimizer, self.totals[:3])
+        update_if_finite(self.step.optimizer, self.totals_of_loss)
         self.step.held.updated()
 
     def end(self) -> None:
@@ -298,7 +317,7 @@ class _RunningPlan:
         self.totals[0] = self.step.held.finish(mesh.device)
         self.count_losses_once()
         sent_bytes = self.messages.sent_bytes, self._exchanged_bytes(), *self.step.held.sent.take()
-        self.totals[3:] = torch.tensor(sent_bytes, dtype=torch.float64)
+        self.totals[_SENT] = torch.tensor(sent_bytes, dtype=torch.float64)
         dist.all_reduce(self.totals, group=mesh.group)
         self.step.clock.meet(restarts=True)
         self.step.lanes.wait_for_sends()
@@ -315,7 +334,7 @@ class _RunningPlan:
     def count_losses_once(self) -> None:
         """Leave the loss and the targets to the first of the tensor-parallel ranks, which all compute the same loss."""
         if self.place.t:
-            self.totals[1:3] = 0
+            self.totals[1 : _SENT.start] = 0
 
     def _check_no_products(self, stage: int, microbatch: int = -1) -> None:
         """Raise RuntimeError if gradients of weights of a stage still wait: of a microbatch, or (-1) of any."""

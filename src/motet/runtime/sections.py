@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from motet.core.spec import ModelSpec, Module
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import PackedSequences, RankBatch
 from motet.dropout import drawing
-from motet.runtime.stage import Model
+from motet.runtime.stage import GeneratorPart, Model, modules_by_phase
 from motet.schedule import PlannedStage, parts_of
 
 
@@ -67,6 +67,7 @@ class CuttableBackbone(Protocol):
         router_loss: Any = None,
     ) -> Tensor: ...
     def leave(self, hidden: Tensor, sequences: PackedSequences) -> tuple[Tensor, int]: ...
+    def conditions(self, hidden: Tensor, sequences: PackedSequences) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,9 @@ class BlockSpan:
     is_trainable: whether any parameter of the blocks is updated.
     part:         the part of the stage's forward pass that it belongs to.
     begins_inside, ends_inside: as in `PlannedStage`, of its first block and of its last one.
+    gives:        the generator to which it gives the backbone's rows at its queries; "" for any other span.
+    makes:        it is a generator, whole: what it takes in is what it is given, and goes by its own name.
+    has_backward: whether any parameter of the module is updated, or a gradient of what it takes in is needed.
     """
 
     module: str
@@ -94,11 +98,29 @@ class BlockSpan:
     part: int = 0
     begins_inside: bool = False
     ends_inside: bool = False
+    gives: str = ""
+    makes: bool = False
+    has_backward: bool = True
+
+    @property
+    def output(self) -> str:
+        """The name of the tensor that it makes."""
+        return self.gives or self.module
+
+    @property
+    def takes_loss(self) -> bool:
+        """Whether that tensor is the sum of a loss."""
+        return self.makes or (self.module == BACKBONE and self.leaves and not self.gives)
+
+    @property
+    def sees_targets(self) -> bool:
+        """Whether it is the backbone's output layer with its loss."""
+        return self.takes_loss and not self.makes
 
     @property
     def taken(self) -> tuple[str, ...]:
         """Names of the tensors that it takes in."""
-        return self.sources if self.enters else (self.module, *self.sources)
+        return self.sources if self.enters and not self.makes else (self.module, *self.sources)
 
 
 def spans_of(stage: PlannedStage, model: ModelSpec) -> Iterator[BlockSpan]:
@@ -117,6 +139,10 @@ def spans_of(stage: PlannedStage, model: ModelSpec) -> Iterator[BlockSpan]:
 
 def _spans_of_part(stage: PlannedStage, model: ModelSpec) -> Iterator[BlockSpan]:
     for name, (first, stop) in stage.layers.items():
+        if name in model.generators:
+            # Its blocks are recomputed inside its backward pass (`planned_step.py`).
+            yield replace(_span(model, name, (first, stop), True, True, is_whole=True), sources=(), makes=True)
+            continue
         module, num_recomputed = model.module(name), stage.recomputed.get(name, 0)
         enters = first == 0 and not (stage.begins_inside and name == stage.modules[0])
         is_last = stop == len(module.blocks) and not (stage.ends_inside and name == stage.modules[-1])
@@ -134,6 +160,9 @@ def _spans_of_part(stage: PlannedStage, model: ModelSpec) -> Iterator[BlockSpan]
             if cut < stop or leaves:
                 yield _span(model, name, (cut, stop), False, leaves)
         if takes_loss:
+            for generator in model.generators:
+                given = _span(model, name, (stop, stop), False, False)
+                yield replace(given, gives=generator, kept=(BACKBONE,))
             yield _span(model, name, (stop, stop), False, True)
 
 
@@ -157,12 +186,16 @@ def _span(
     entries = {source: model.entries(source, name) for source in model.sources(name)}
     sources = tuple(each for each in entries if enters or any(block in range(*blocks) for block in entries[each]))
     kept = tuple(each for each in sources if entries[each][-1] >= blocks[1])
-    return BlockSpan(name, *blocks, enters, leaves, is_whole, sources, is_recomputed, is_trainable, kept)
+    has_backward = module.trainable or model.input_gradients[name][0]
+    return BlockSpan(
+        name, *blocks, enters, leaves, is_whole, sources, is_recomputed, is_trainable, kept, has_backward=has_backward
+    )
 
 
 class Section:
     """A span of blocks with its module. totals: float64 [>= 3], to which the loss and the targets are added.
 
+    made: of a generator the float64 scalar to which its loss is added; else unused.
     loss_gradient: that of the sum of the loss.
     without_rows: hidden states of no row, [0, width], of a rank that takes part in the blocks of the backbone where it
                   has none, as replicas share experts; None: it runs nothing there.
@@ -175,19 +208,17 @@ class Section:
         totals: Tensor,
         loss_gradient: float = 1.0,
         without_rows: Tensor | None = None,
+        made: Tensor | None = None,
     ) -> None:
-        self.span, self.taken, self._totals, self._loss_gradient = span, span.taken, totals, loss_gradient
-        self._is_backbone = span.module == BACKBONE
-        self.without_rows = None if span.leaves else without_rows
-        self._module = model.backbone if self._is_backbone else model.encoders[span.module]
-
-    @property
-    def takes_loss(self) -> bool:
-        """Whether the output is the sum of the loss."""
-        return self._is_backbone and self.span.leaves
+        self.span, self.taken, self._totals, self.loss_gradient = span, span.taken, totals, loss_gradient
+        self._is_backbone, self._made = span.module == BACKBONE, made
+        self.without_rows = None if span.leaves or span.gives else without_rows
+        self._module = modules_by_phase(model)[span.module]
 
     def has_input(self, batch: RankBatch) -> bool:
         """Whether this rank has anything to compute in a microbatch."""
+        if self.span.gives:
+            return len(batch.sequences.feature_positions[self.span.gives]) > 0
         if self._is_backbone:
             has_rows = bool(batch.sequences.offsets.numpy()[-1])
             return has_rows or (self.without_rows is not None and batch.lengths.num_examples > 0)
@@ -196,6 +227,8 @@ class Section:
     def run(self, batch: RankBatch, taken: dict[str, Tensor], *, is_again: bool = False) -> Tensor:
         """The output; of the last section of the backbone the sum of the loss. is_again: it adds to no totals."""
         with drawing(self.span.module, batch.draws):
+            if self.span.makes:
+                return self._run_generator(batch, taken)
             if not self._is_backbone:
                 return self._run_encoder(batch, taken)
             return self._run_backbone(batch, taken, is_again)
@@ -211,13 +244,24 @@ class Section:
                 hidden = module.through(hidden, sizes, span.first, span.stop)
         return module.leave(hidden, sizes) if span.leaves else hidden
 
+    def _run_generator(self, batch: RankBatch, taken: dict[str, Tensor]) -> Tensor:
+        name, module = self.span.module, cast(GeneratorPart, self._module)
+        if batch.draws is None:
+            raise ValueError(f"the generator {name!r} needs `RankBatch.draws`, by which its noise is drawn")
+        loss_sum = module(*batch.media[name], taken[name], batch.draws[name])
+        assert self._made is not None, "a generator has a loss"
+        self._made += loss_sum.detach()
+        return loss_sum
+
     def _run_backbone(self, batch: RankBatch, taken: dict[str, Tensor], is_again: bool) -> Tensor:
         module: CuttableBackbone = self._module  # type: ignore[assignment]
         span, sequences = self.span, batch.sequences
+        if span.gives:
+            return module.conditions(taken[BACKBONE], sequences)[span.gives]
         hidden = module.enter(sequences, taken) if span.enters else taken[span.module]
         if span.first < span.stop:
             features = {name: rows for name, rows in taken.items() if name != span.module}
-            router_loss = module.router_loss(sequences, self._loss_gradient)
+            router_loss = module.router_loss(sequences, self.loss_gradient)
             hidden = module.through(hidden, sequences, span.first, span.stop, features, router_loss)
             if router_loss is not None and not is_again:
                 self._totals[1] += router_loss.value
@@ -283,18 +327,19 @@ class SectionedStage:
             if span.module in section.taken and span.module not in taken and section.without_rows is not None:
                 taken[span.module] = _leaf(section.without_rows)  # A message without rows is none.
             run = SectionRun(section, taken, None)
-            keeps_graph = self._has_backward and not span.is_recomputed
-            if self._has_backward and span.is_recomputed:
+            has_backward = self._has_backward and span.has_backward
+            keeps_graph = has_backward and not span.is_recomputed
+            if has_backward and span.is_recomputed:
                 run.random = self._random_states()
             with torch.set_grad_enabled(keeps_graph):
                 output = section.run(batch, run.taken)
             if keeps_graph:
                 run.output = output
-            elif self._has_backward:
+            elif has_backward:
                 output.requires_grad_(span.is_trainable or any(leaf.requires_grad for leaf in run.taken.values()))
-            if self._has_backward:
+            if has_backward:
                 runs.append(run)
-            held[span.module] = output
+            held[span.output] = output
         return held, runs
 
     def recompute(self, batch: RankBatch, runs: Sequence[SectionRun]) -> None:
@@ -320,10 +365,10 @@ class SectionedStage:
                    logits, which are larger than all that the stage keeps for backward (`Layer.defers_weights`).
         """
         for run in reversed(runs):
-            gradient, output = gradients.pop(run.section.span.module, None), run.output
+            gradient, output = gradients.pop(run.section.span.output, None), run.output
             assert output is not None, "a section that is recomputed runs before its backward pass"
             if gradient is not None and output.requires_grad:
-                with nullcontext() if run.section.takes_loss else deferring():
+                with nullcontext() if run.section.span.sees_targets else deferring():
                     torch.autograd.backward(output, gradient)
             for name, leaf in run.taken.items():
                 if leaf.requires_grad:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from motet.core.workload import BACKBONE
 from motet.schedule.coordinates import host_of
 from motet.schedule.layout import Layout, PlannedStage
 
@@ -11,10 +12,14 @@ from motet.schedule.layout import Layout, PlannedStage
 def edge_outputs(layout: Layout, source: PlannedStage, sink: PlannedStage) -> Iterator[tuple[str, int]]:
     """(module, number of its blocks that are computed) for each module whose output goes from source to sink.
 
-    Under "data_parallel" a stage is a module, and the edge carries its output.
+    No block of a generator is computed where what it is given goes: the backbone's rows at the queries of its items.
+    Under "data_parallel" a stage is a module, and the edge carries its output, or what a generator is given.
     """
     if layout.plan.schedule == "data_parallel":
-        yield from ((name, stop) for name, (_, stop) in source.layers.items())
+        if BACKBONE in source.layers:
+            yield from ((name, 0) for name in sink.layers)
+        else:
+            yield from ((name, stop) for name, (_, stop) in source.layers.items())
     elif set(source.modules) <= set(source.unit.replicated):
         yield from _beside_copies(layout, source, sink)
     elif sink.unit is source.unit:
@@ -44,6 +49,10 @@ def _within_unit(layout: Layout, source: PlannedStage) -> Iterator[tuple[str, in
     """Modules that have begun and not ended, and modules that have ended and feed one that is yet to take them in."""
     model, computed, in_bubbles = layout.plan.model, _computed_blocks(source), _is_in_bubbles(layout, source)
     for name, num_blocks in computed.items():
+        if name in model.generators and not num_blocks and _has_ended(layout, BACKBONE, computed.get(BACKBONE, 0)):
+            yield name, 0
+        if name == BACKBONE and _has_ended(layout, name, num_blocks):
+            continue  # What it gives goes by the names of generators.
         # A module of another unit: only the last stage in bubbles sends to the backbone, so outputs go on until there.
         taken_in = [
             computed[consumer] > model.entries(name, consumer)[-1] if consumer in computed else not in_bubbles
@@ -58,8 +67,12 @@ def _between_units(layout: Layout, source: PlannedStage, sink: PlannedStage) -> 
     in_bubbles = _is_in_bubbles(layout, source)
     for name, num_blocks in _computed_blocks(source).items():
         is_here = in_bubbles or name in source.layers
-        if is_here and _has_ended(layout, name, num_blocks) and consumers_in(layout, name, sink):
-            yield name, num_blocks
+        if is_here and _has_ended(layout, name, num_blocks):
+            taking = consumers_in(layout, name, sink)
+            if name == BACKBONE:
+                yield from ((taker, 0) for taker in taking)
+            elif taking:
+                yield name, num_blocks
 
 
 def _is_in_bubbles(layout: Layout, stage: PlannedStage) -> bool:

@@ -19,7 +19,6 @@ from math import gcd
 from motet.core.errors import ArgumentError
 from motet.core.plan import Plan, Unit, Zero
 from motet.core.spec import ModelSpec
-from motet.core.workload import BACKBONE
 from motet.schedule.check.fit import check_fit
 from motet.schedule.generators.disaggregated import Island, Pipeline, UnitEdge, island, touched
 from motet.schedule.plan_units import (
@@ -350,8 +349,8 @@ class Layout:
 
     @property
     def data_parallel_modules(self) -> tuple[str, ...]:
-        """The modules in the order in which a data-parallel rank runs them: encoders, then the backbone."""
-        return (*(module.name for module in self.plan.model.modules if module.name != BACKBONE), BACKBONE)
+        """The modules in the order in which a data-parallel rank runs them: encoders, the backbone, generators."""
+        return tuple(module.name for module in self.plan.model.modules)
 
     def data_parallel_stages(self) -> Iterator[PlannedStage]:
         """The stages of a "data_parallel" Program: on each rank one for each module, which differ by rank in `replica`,
@@ -362,6 +361,8 @@ class Layout:
         names = self.data_parallel_modules
         layers = [{name: (0, unit.stages[0][name])} for name in names]
         flags = [self.trainable(span) for span in layers]
+        model = self.plan.model
+        is_reached = [flag or model.input_gradients[name][0] for name, flag in zip(names, flags)]
         first_rank_stages = [
             PlannedStage(
                 unit,
@@ -373,11 +374,11 @@ class Layout:
                 data_ranks=self.data_ranks(unit, range(1)),
                 examples=(0, 0),
                 microbatches=tuple(range(self.num_microbatches)),
-                has_backward=any(flags) if name == BACKBONE else trainable,
+                has_backward=has_backward,
                 trainable=trainable,
                 num_parts=min(unit.stages[0][name], MAX_PARTS),
             )
-            for name, span, trainable in zip(names, layers, flags)
+            for name, span, trainable, has_backward in zip(names, layers, flags, is_reached)
         ]
         size = self.plan.microbatch_size
         for rank in range(unit.dp):

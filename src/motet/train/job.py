@@ -62,7 +62,7 @@ from motet.train.input.rows import check_rows
 from motet.train.input.service import open_decoder
 from motet.train.optimizer import build_optimizer, check_groups, check_learns
 from motet.train.planned_job import ChosenPlan, PartConfig, build_part, check_context, check_cuts, context_unused
-from motet.train.recipe.recipe import DrawnRecipe, Recipe, check_made_without_plan
+from motet.train.recipe.recipe import DrawnRecipe, Recipe
 from motet.train.recompute import (
     Recomputation,
     RecomputeRanks,
@@ -114,8 +114,6 @@ def build_job(
     resume: "auto", "never" or a path. say: prints a sentence. cleanup: closes what is open when the run ends.
     chosen: the Plan to train under, with which the recipe agrees; without one, all ranks run the whole model.
     """
-    if chosen is not None:
-        check_made_without_plan(recipe)
     if chosen is not None and chosen.plan.schedule != "data_parallel":
         return _build_planned_job(recipe, world, resume, say, cleanup, chosen)
     check_same_backend(world)
@@ -227,12 +225,7 @@ def _start(recipe: Recipe, dataset: Examples | OwnSplits, order: ExampleOrder) -
 
 
 def _memory_bytes(recipe: Recipe, world: World) -> int:
-    """The memory of the rank that has least; 0 where nobody says it, and nothing must know it. A collective.
-
-    0 with generators too: the memory of their steps is not predicted yet.
-    """
-    if recipe.modules_made:
-        return 0
+    """The memory of the rank that has least; 0 where nobody says it, and nothing must know it. A collective."""
     with world.together():
         must_know = recipe.fsdp.recompute == "auto"
         own_bytes = memory_bytes(recipe, world.device) if must_know else known_memory_bytes(recipe, world.device)

@@ -97,7 +97,7 @@ def check_cuts(model: MLLM, plan: Plan) -> None:
 
 
 def impossible_cut(model: MLLM, plan: Plan) -> str:
-    """What a Plan does with an encoder that has no such parts, as "unit 'x' cuts ..."; "" if nothing."""
+    """What a Plan does with an encoder or a generator that has no such parts, as "unit 'x' cuts ..."; "" if nothing."""
     in_parts = _modules_in_parts(plan)
     in_halves = {name for name, is_halved in in_parts.items() if is_halved}
     for unit in plan.units:
@@ -107,6 +107,10 @@ def impossible_cut(model: MLLM, plan: Plan) -> str:
             if name == BACKBONE:
                 if model.backbone.merge is not None and unit.cp > 1:
                     return f"unit {unit.name!r} has cp {unit.cp}, which cannot be: model.merge takes whole sequences"
+                continue
+            if name in model.generators:
+                if sum(name in stage for stage in unit.stages) > 1:
+                    return f"unit {unit.name!r} cuts {name!r}, which cannot be: a generator is computed in one stage"
                 continue
             encoder = model.encoders[name]
             for stop in accumulate(stage.get(name, 0) for stage in unit.stages):
@@ -252,6 +256,7 @@ def build_part(
     with world.together():
         split_products(model, place.program)
         holders = holders_of(model, place.program)
+    weights = {name: module.weight for name, module in model.generators.items()}
     unit_groups = UnitGroups.of(place)
     groups = {**unit_groups.by_ranks(place), **sharing_groups(place.program, holders.values())}
     with world.together():
@@ -273,6 +278,7 @@ def build_part(
         held,
         unit_groups,
         optimizer,
+        weights=weights,
         max_grad_norm=config.max_grad_norm,
         clock=ActionClock(world.rank, world.device),
     )

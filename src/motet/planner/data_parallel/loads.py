@@ -251,7 +251,7 @@ def _moved_bytes(job: Job, name: str, assignment: StepAssignment, unit: Unit) ->
         return None
     node = np.array([job.cluster.node_of(rank) for rank in unit.ranks[:: unit.tp]])
     rows = assignment.moved_rows(name, node)
-    row_bytes = job.model.module(name).layers[-1].output_width * job.mixed_precision(pipeline=False).compute
+    row_bytes = job.model.moved(name)[0].output_width * job.mixed_precision(pipeline=False).compute
     return rows.in_bytes(row_bytes, unit.tp) if rows.busiest.any() else None
 
 

@@ -15,7 +15,6 @@ from typing import Literal
 
 from motet.assign.balancing import recomputed_blocks
 from motet.core.plan import Plan, Unit
-from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
 from motet.planner.data_parallel.loads import EvenBatch, Load, ModuleState, assigned_load, sample_of, state_of
 from motet.planner.data_parallel.recomputation import fit_recomputation
@@ -81,7 +80,7 @@ class DataParallelSearch:
 
     def unit(self, sharding: ZeroSharding, recompute: Mapping[str, int] | None = None) -> Unit:
         """The one unit of a Plan. recompute: recomputed blocks by module, here and below."""
-        order = [module.name for module in self.job.model.modules if module.name != BACKBONE] + [BACKBONE]
+        order = [module.name for module in self.job.model.modules]
         stage = {name: len(self.job.model.module(name).blocks) for name in order}
         chosen = {name: count for name, count in (recompute or {}).items() if count}
         return Unit(

@@ -347,7 +347,9 @@ def _check_data_parallel(plan: Plan, unit: Unit) -> None:
             f"unit {unit.name!r}: under 'data_parallel' one unit holds all modules in one stage, with pp and cp 1."
         )
     for module in plan.model.modules:
-        if module.name != BACKBONE and (module.name, BACKBONE) not in plan.model.edges:
+        edges = [edge for edge in plan.model.edges if module.name in edge]
+        if module.name != BACKBONE and edges not in ([(module.name, BACKBONE)], [(BACKBONE, module.name)]):
             raise UserError(
-                f"module {module.name!r} does not feed the backbone, as under 'data_parallel' all others must."
+                f"module {module.name!r} must feed the backbone and nothing else, or be fed by it alone, under "
+                "'data_parallel'."
             )

@@ -122,8 +122,7 @@ class StepOperations:
         layout, model, node_of = self.planned.layout, self.plan.model, self.plan.cluster.node_of
         outputs = []
         for name, stop in edge_outputs(layout, source, sink):
-            index = model.module(name).blocks[stop - 1][-1]
-            outputs.append((name, model.module(name).sent(stop), model.input_gradients[name][index]))
+            outputs.append((name, *model.sent(name, stop)))
         ends = [(end.unit.name, replica_of(layout, end, 0), end.num_shares) for end in (source, sink)]
         consumers = [consumers_in(layout, name, sink) for name, *_ in outputs] if source.unit is not sink.unit else []
         ranks = source.ranks[0], sink.ranks[0]

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from motet.assign.rows import sent_shares
+from motet.assign.rows import num_given_rows, sent_shares
 from motet.core.arrays import Float64Array
+from motet.core.workload import BACKBONE
+from motet.schedule import PlannedStage
 from motet.schedule.coordinates import replica_of
 from motet.schedule.edges import consumers_in
 from motet.simulate.predict.collectives import Collectives
@@ -44,16 +46,21 @@ class Traffic:
         return self.cost.send_seconds(self._sent_bytes(edge, islands, gradient=gradient), ends)
 
     def exchange_s(self) -> Float64Array:
-        """Seconds of exchanges of encoder outputs, [num_edges, num_microbatches]: rows go to their sequences' ranks."""
+        """Seconds of exchanges, [num_edges, num_microbatches]: rows of encoders go to the ranks of their sequences, and
+        those at queries to the ranks of their items.
+        """
         unit = self.pricing.backbone
         ranks = range(unit.first_rank, unit.first_rank + unit.dp * unit.tp, unit.tp)
         node = np.array([self.plan.cluster.node_of(rank) for rank in ranks])
         seconds: dict[str, Float64Array] = {}
-        for module in self.plan.model.modules[:-1]:
-            row_bytes = module.layers[-1].output_width * self.precision.compute
-            moved_bytes = self.assignment.moved_rows(module.name, node).in_bytes(row_bytes, unit.tp)
-            seconds[module.name] = self.cost.exchange_seconds(moved_bytes, ranks)
-        names = [self.planned.stages[source].modules[0] for source, _ in self.planned.program.edges]
+        model = self.plan.model
+        for name in (module.name for module in model.modules if module.name != BACKBONE):
+            row_bytes = model.moved(name)[0].output_width * self.precision.compute
+            moved_bytes = self.assignment.moved_rows(name, node).in_bytes(row_bytes, unit.tp)
+            seconds[name] = self.cost.exchange_seconds(moved_bytes, ranks)
+        # One end of each edge is the backbone's, and the other says what moves.
+        ends = ((self.planned.stages[stage].modules[0] for stage in edge) for edge in self.planned.program.edges)
+        names = [next(name for name in pair if name != BACKBONE) for pair in ends]
         return np.stack([seconds[name] for name in names]) if names else np.zeros((1, 1))
 
     def _sent_bytes(self, edge: int, islands: Sequence[int], *, gradient: bool) -> Float64Array:
@@ -65,17 +72,24 @@ class Traffic:
         total, model = np.zeros((len(islands), self.assignment.num_microbatches)), self.plan.model
         layout = self.planned.layout
         for name, stop in self.planned.outputs(edge):
-            module = model.module(name)
-            index, layer = module.blocks[stop - 1][-1], module.sent(stop)
-            if gradient and not (layer.trainable or model.input_gradients[name][index]):
+            layer, has_gradient = model.sent(name, stop)
+            if gradient and not has_gradient:
                 continue
-            rows = self.pricing.rows(name, layer, source, islands)
-            if sink.unit is not source.unit:
+            senders = [replica_of(layout, source, island) for island in islands]
+            if stop == 0:
+                rows = self._given_rows(name, source, sink)[senders]
+            else:
+                rows = self.pricing.rows(name, layer, source, islands)
+            if stop and sink.unit is not source.unit:
                 (taker, *_) = consumers_in(layout, name, sink)
-                senders = [replica_of(layout, source, island) for island in islands]
                 rows = rows * self._sent_shares(name, taker, replica_of(layout, sink, 0))[senders]
             total += rows * layer.output_width * self.precision.compute
         return total
+
+    def _given_rows(self, name: str, source: PlannedStage, sink: PlannedStage) -> Float64Array:
+        """`num_given_rows` of an edge, in float64."""
+        receiver = replica_of(self.planned.layout, sink, 0) if sink.unit is not source.unit else None
+        return num_given_rows(self.assignment, name, receiver, self.pricing.num_islands).astype(np.float64)
 
     def _sent_shares(self, name: str, taker: str, receiver: int) -> Float64Array:
         """`sent_shares`. receiver: the replica of the first island that takes the rows in. Cached."""

@@ -315,22 +315,6 @@ class Recipe(BaseModel):
         """The name of the table in `[transforms]` that is an encoder's: its own, or that of what it reads."""
         return encoder if encoder in self.transforms else self.model.modality(encoder)
 
-    @model_validator(mode="after")
-    def _generators_are_computed(self) -> Recipe:
-        if self.run.plan is not None and self.modules_made:
-            raise ValueError("run.plan has no room for model.generators yet: they train data parallel; remove it")
-        if self.fsdp.recompute == "auto" and self.modules_made:
-            raise ValueError(
-                'fsdp.recompute = "auto" follows from predicted memory, and that of model.generators is not predicted '
-                "yet; state numbers of blocks"
-            )
-        return self
-
-    @property
-    def modules_made(self) -> tuple[str, ...]:
-        """The names of the generators."""
-        return tuple(self.model.generators) if isinstance(self.model, ModelConfig) else ()
-
     @property
     def plan_precision(self) -> str:
         """What modules compute in, by its name in Plans."""
@@ -417,15 +401,6 @@ class DrawnRecipe(Recipe):
         """What makes the rows of an encoder."""
         shape = self.model.encoders[encoder]
         return DrawnTransform(encoder, shape.input_dim, is_pixels=shape.kind == "vit", seed=self.data.seed)
-
-
-def check_made_without_plan(recipe: Recipe) -> None:
-    """Raise UserError for a recipe with generators, where something is planned, simulated, profiled, or runs a Plan."""
-    if recipe.modules_made:
-        raise UserError(
-            f"model.generators.{recipe.modules_made[0]}: generators train data parallel, without a Plan; plans, "
-            "simulations and profiles of them are made of shapes alone (docs/planning.md)."
-        )
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), *, trains: bool = True) -> Recipe:

@@ -134,9 +134,10 @@ OPTIONS = {
     "unit 'llm': zero is 3, and stages that share out a replicated module take passes in different orders": (
         replace(PLANS["replicated"], units=(replace(PLANS["replicated"].units[0], zero=3),)), {}
     ),
-    "module 'generator' does not feed the backbone": (
+    "module 'image' must feed the backbone and nothing else, or be fed by it alone": (
         plan(
-            model(backbone=2, generator=1), Unit("all", ({"backbone": 2, "generator": 1},), zero=3)
+            replace(VLM, edges=(("image", "audio"), ("image", "backbone"))),
+            Unit("all", ({"image": 4, "audio": 2, "backbone": 8},), zero=3),
         ),
         {"schedule": "data_parallel"},
     ),

@@ -1,0 +1,48 @@
+"""Generators of the tiny model that Plans are tried on: "draw" makes rasters, and "say" sequences."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from motet.models.backbone import Backbone
+from motet.models.diffusion import Diffusion, NoiseConfig
+from motet.models.dit import DiT, DiTConfig
+from motet.models.generator import GeneratorModule, OutputProjector
+from motet.models.mllm import MLLM
+from motet.models.projector import Projector, ProjectorConfig
+
+QUERIES = {"draw": 3, "say": 2}
+ROW_DIMS_MADE = {"draw": 5, "say": 4}
+SIZE_DIMS_MADE = {"draw": 2, "say": 1}
+
+
+def with_generators(model: MLLM, made: Sequence[str], frozen: Sequence[str]) -> MLLM:
+    """The model with generators behind its backbone; no weight of theirs is zero, so that gradients flow everywhere.
+
+    frozen: may name generators. `made` says of each by its name; none is the model as it is.
+    """
+    if not made:
+        return model
+    backbone = model.backbone
+    queries = {name: QUERIES[name] for name in made}
+    renewed = Backbone(
+        backbone.causal_lm,
+        train=any(parameter.requires_grad for parameter in backbone.parameters()),
+        again=backbone.again,
+        bidirectional=backbone.bidirectional,
+        prefix=backbone.prefix,
+        queries=queries,
+    )
+    generators = {name: _generator(name, backbone.dim, name not in frozen) for name in made}
+    model = MLLM(dict(model.encoders), renewed, generators).double()
+    for parameter in model.generators.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def _generator(name: str, width: int, learns: bool) -> GeneratorModule:
+    config = DiTConfig(row_dim=ROW_DIMS_MADE[name], hidden=8, num_layers=1, num_heads=2)
+    noise = NoiseConfig(predicts="v", min_snr=5.0) if name == "say" else NoiseConfig()
+    entrance = OutputProjector(Projector(width, 8, ProjectorConfig()), QUERIES[name], drop=0.3)
+    generator = Diffusion(DiT(QUERIES[name], config), noise)
+    return GeneratorModule(generator, entrance, QUERIES[name], 0.5 if name == "say" else 2.0, learns, learns)

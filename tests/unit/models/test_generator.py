@@ -1,0 +1,49 @@
+"""What is predicted of a generator's memory is what its forward pass keeps."""
+
+import numpy as np
+import pytest
+import torch
+
+from motet.core.shapes import Transformer, language_model, multimodal
+from motet.cost.flops import work_of
+from motet.cost.memory import FSDP_FP32, LayerBytes, stage_layers
+from motet.models.diffusion import Diffusion, NoiseConfig
+from motet.models.dit import DiT, DiTConfig
+from motet.models.generator import GeneratorModule, OutputProjector
+from motet.models.projector import Projector, ProjectorConfig
+
+QUERIES, DIM = 4, 32
+
+
+def module_of(hidden, row_dim, num_layers):
+    config = DiTConfig(row_dim=row_dim, hidden=hidden, num_layers=num_layers, num_heads=4)
+    entrance = OutputProjector(Projector(DIM, hidden, ProjectorConfig()), QUERIES, drop=0.1)
+    return GeneratorModule(Diffusion(DiT(QUERIES, config), NoiseConfig()), entrance, QUERIES)
+
+
+def kept_bytes(module, sizes, row_dim):
+    """Bytes of all that the graph keeps, without parameters."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        if (storage := tensor.untyped_storage()).data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    rows = torch.randn(len(sizes) * QUERIES, DIM, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = module(torch.randn(int(sizes.prod(1).sum()), row_dim), sizes, rows, np.arange(len(sizes)))
+        assert loss.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize(("hidden", "row_dim", "num_layers"), [(64, 48, 3), (64, 768, 1), (128, 16, 2)])
+def test_a_forward_pass_keeps_what_is_predicted(hidden, row_dim, num_layers):
+    module, sizes = module_of(hidden, row_dim, num_layers), torch.tensor([[16, 16], [24, 24], [8, 8]])
+    spec = multimodal("tiny", language_model(Transformer(DIM, 64, 2), 1, 10), [], [module.spec_module("draw")])
+    predicted = sum(
+        LayerBytes.of(placed, float(work_of(placed.layer, module.lengths(sizes.numpy())).rows[0]), 1, FSDP_FP32).saved
+        for placed in stage_layers(spec, {"draw": (0, num_layers)}, {})
+    )
+    assert predicted == pytest.approx(kept_bytes(module, sizes, row_dim), rel=0.02)

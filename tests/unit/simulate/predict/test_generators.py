@@ -1,0 +1,84 @@
+"""What moves between backbone and generators is predicted as the rows at the queries of their items."""
+
+import numpy as np
+import pytest
+
+from motet.assign.plan import assign_step
+from motet.core.cluster import Cluster, Device, Link
+from motet.core.plan import Plan, Unit
+from motet.core.shapes import Transformer, condition, language_model, multimodal, vit
+from motet.core.workload import BatchLengths, ItemLengths
+from motet.cost.analytic import Analytic
+from motet.schedule import planned, program_of_batch
+from motet.simulate.predict.predict import predict_assigned
+from motet.simulate.predict.stage_pricing import Pricing
+from motet.simulate.predict.traffic import Traffic
+
+SHAPE = Transformer(8, 16, 2)
+MODEL = multimodal(
+    "toy",
+    language_model(Transformer(32, 64, 2, causal=True), 2, vocab_size=1000),
+    [],
+    [condition(vit(name, SHAPE, num_layers=2), 32) for name in ("draw", "say")],
+)
+BLOCKS = {"backbone": 2, "draw": 2, "say": 2}
+LINK = Link(1e9, 0.0)
+BYTES_PER_S = 0.8e9
+# Example 0 has two large pictures, examples 2 and 3 a small one each, of 3 queries; example 2 has a clip of 2 as well.
+LENGTHS = BatchLengths(
+    np.full(4, 40),
+    np.full(4, 9),
+    np.zeros(4, np.int32),
+    {
+        "draw": ItemLengths(np.array([0, 0, 2, 3]), np.array([50, 60, 6, 7]), np.full(4, 3)),
+        "say": ItemLengths(np.array([2]), np.array([9]), np.array([2])),
+    },
+)
+
+
+def traffic_of(*units, **options):
+    cluster = Cluster(Device("toy", {"bf16": 1e12}, 10**9, 1e9), 1, 8, LINK, LINK)
+    plan = Plan(MODEL, cluster, units, 4, **options)
+    program, assignment = planned(plan), assign_step(plan, LENGTHS)
+    return plan, assignment, Traffic(Pricing(plan, program, assignment, Analytic(cluster, "bf16")))
+
+
+def sent_bytes(traffic, **options):
+    """By edge, bytes of all microbatches."""
+    sent = BYTES_PER_S * traffic.send_s([0], **options)[0].sum(axis=1)
+    return dict(zip(traffic.planned.program.edges, np.rint(sent).astype(int).tolist(), strict=True))
+
+
+def test_units_are_sent_the_rows_at_queries():
+    units = (
+        Unit("llm", ({"backbone": 2},), dp=2),
+        Unit("draw", ({"draw": 2},), first_rank=2),
+        Unit("say", ({"say": 2},), first_rank=3),
+    )
+    *_, traffic = traffic_of(*units, microbatch_size=2)
+    row = 32 * 2
+    assert sent_bytes(traffic) == {(0, 2): 6 * row, (1, 2): 6 * row, (0, 3): 0, (1, 3): 2 * row}
+    assert sent_bytes(traffic, gradient=True) == sent_bytes(traffic)
+
+
+def test_a_later_stage_of_the_unit_gets_what_its_generators_take():
+    *_, traffic = traffic_of(Unit("all", ({"backbone": 2}, {"draw": 2}, {"say": 2}), pp=3))
+    assert sent_bytes(traffic) == {(0, 1): 14 * 64, (1, 2): 2 * 64}
+
+
+@pytest.mark.parametrize("balance", ["per_phase", "off"])
+def test_a_data_parallel_step_has_the_exchanges_of_what_moves(balance):
+    plan, assignment, traffic = traffic_of(
+        Unit("all", (BLOCKS,), dp=2), schedule="data_parallel", balance=balance, microbatch_size=2
+    )
+    moved = assignment.exchanged_rows("draw")[0]
+    assert (moved > 0) == (balance == "per_phase")
+    program = program_of_batch(traffic.planned, assignment.present)
+    actions = [str(action).partition(".")[0] for action in program.actions[0]]
+    passes = ["0F0", "1F0", "2F0", "2B0", "1B0", "0B0"]
+    assert list(dict.fromkeys(name for name in actions if name in passes)) == passes
+    assert ("0EXCHANGE_F0>1" in actions, "0EXCHANGE_B0>1" in actions) == (bool(moved), bool(moved))
+    assert predict_assigned(plan, traffic.planned, assignment, traffic.cost).step_s > 0
+    # The rows at queries are as wide as the backbone's.
+    seconds = traffic.exchange_s()[traffic.planned.program.edges.index((0, 1)), 0]
+    assert seconds == pytest.approx(64 * moved / BYTES_PER_S, rel=0.01)
