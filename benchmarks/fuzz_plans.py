@@ -4,10 +4,11 @@
     python benchmarks/fuzz_plans.py --seed 0 --case 17
 
 Strategy, cuts, schedule, replicas, ZeRO, recomputation, frozen parts, mixture and microbatches are drawn
-(`tests/parity/drawn_plans.py`); a case is made again from the seed and its number. Ranks are processes on gloo, several
-jobs at a time, as a job mostly waits. What is found is stored minute by minute, and a run goes on from what its file
-has, so that it may be ended at any time. A case that fails is stored with what
-differs; the first one is made as small as it can be, the command that repeats it is printed, and the exit code is 1.
+(`tests/parity/drawn_plans.py`), and in every tenth case which ranks share which sequences and images; a case is made
+again from the seed and its number. Ranks are processes on gloo, several jobs at a time, as a job mostly waits. What is
+found is stored minute by minute, and a run goes on from what its file has, so that it may be ended at any time. A case
+that fails is stored with what differs; the first one is made as small as it can be, the command that repeats it is
+printed, and the exit code is 1.
 --again runs those that the file says have failed once more, and stores what becomes of them.
 
 A model may multiply a rounding beyond 1e-10 by itself. Where that decides, it is held to what one process alone makes
@@ -42,6 +43,7 @@ from motet.schedule import planned
 sys.path.insert(0, str(ROOT / "tests"))
 
 import ranks
+from parity.cut_steps import Cut
 from parity.drawn_plans import DrawnCase, draw, plan_of, smaller
 from parity.fuzzing import run_cases
 from parity.planned import TOLERANCE, PlannedCase
@@ -53,6 +55,7 @@ job, so that fewer than FEWEST would be starts of processes for the most part.
 """
 CASE_LIMIT_S, START_LIMIT_S = 30, 300
 """A job that takes longer, by its cases, hangs. A machine that does other work may take a minute to start one."""
+AnyCase = PlannedCase | Cut
 NUM_LARGEST = 20
 """The largest errors that the file names."""
 
@@ -175,7 +178,7 @@ def _joined(
     return drawn, [found[index] for index in range(len(drawn))]
 
 
-def outcomes(cases: Sequence[PlannedCase]) -> list[Outcome]:
+def outcomes(cases: Sequence[AnyCase]) -> list[Outcome]:
     """What becomes of cases of one number of ranks, on the same processes; alone if one of them ends these."""
     try:
         return _on_ranks(cases)
@@ -196,7 +199,7 @@ def _references() -> TemporaryDirectory[str]:
     return TemporaryDirectory(prefix="motet-fuzz-")
 
 
-def _on_ranks(cases: Sequence[PlannedCase]) -> list[Outcome]:
+def _on_ranks(cases: Sequence[AnyCase]) -> list[Outcome]:
     limit_s = START_LIMIT_S + CASE_LIMIT_S * len(cases)
     by_rank = run_ranks(run_cases, cases[0].num_ranks, cases, _references().name, timeout_s=limit_s)
     return [
@@ -209,7 +212,7 @@ def _on_ranks(cases: Sequence[PlannedCase]) -> list[Outcome]:
     ]
 
 
-def shrunk(case: PlannedCase) -> tuple[PlannedCase, list[int]]:
+def shrunk(case: AnyCase) -> tuple[AnyCase, list[int]]:
     """The smallest case that fails as well, one step after the other, and the steps: places in `smaller`."""
     steps: list[int] = []
     while True:
@@ -221,7 +224,7 @@ def shrunk(case: PlannedCase) -> tuple[PlannedCase, list[int]]:
             return case, steps
 
 
-def repeated(case: PlannedCase, steps: Sequence[int]) -> PlannedCase:
+def repeated(case: AnyCase, steps: Sequence[int]) -> AnyCase:
     """The case that `shrunk` came to by these steps."""
     for place in steps:
         case = next(islice(smaller(case), place, None))
@@ -245,9 +248,12 @@ def _say_failure(seed: int, failure: dict[str, Any]) -> None:
     print(f"  python benchmarks/fuzz_plans.py --seed {seed} --case {number}{chosen}", flush=True)
 
 
-def features(case: PlannedCase) -> Iterator[str]:
+def features(case: AnyCase) -> Iterator[str]:
     """What a case has, in words to be counted."""
     yield f"{case.num_ranks} ranks"
+    if isinstance(case, Cut):
+        yield from _features_of_cut(case)
+        return
     for name in ("tied", "frozen", "caps", "blocking", "deferred_warmup", "left_out", "is_mixed", "dropout"):
         if getattr(case, name):
             yield name
@@ -273,6 +279,14 @@ def features(case: PlannedCase) -> Iterator[str]:
         yield f"random fills, {case.filling}"
         if any(stage.num_parts > stage.num_layers for stage in planned(plan_of(case)).stages):
             yield "fills of halves of blocks"
+
+
+def _features_of_cut(cut: Cut) -> Iterator[str]:
+    yield f"cut items, {cut.tower or 'toy'} tower"
+    yield f"cut items, {cut.case.family}"
+    for name in ("method", "idle", "dropout", "enters_again"):
+        if getattr(cut, name):
+            yield f"cut items, {name}"
 
 
 @dataclass

@@ -219,10 +219,10 @@ def measure(device: torch.device, options: Options, ways: Mapping[str, dict]) ->
         "image": rng.standard_normal((1 << 16, PATCH_DIM), np.float32),
         "audio": rng.standard_normal((1 << 14, MEL_BINS), np.float32),
     }
+    fsdp = FSDPConfig(shard_size=1) if options.cut else FSDPConfig()
+    on_node = {"ranks_per_node": mesh.ranks_per_node, "waits": fsdp.waits}
     orchestrators = {
-        way: build_orchestrator(
-            BalanceConfig(**table), model, mesh.num_ranks, device, torch.float32, ranks_per_node=mesh.ranks_per_node
-        )
+        way: build_orchestrator(BalanceConfig(**table), model, mesh.num_ranks, device, torch.float32, **on_node)
         for way, table in ways.items()
     }
     counted = orchestrators["auto"].costs
@@ -233,7 +233,7 @@ def measure(device: torch.device, options: Options, ways: Mapping[str, dict]) ->
         batch = Batch(rows, model, mesh.num_ranks, options.shrink, pools)
         if not options.dominated or whole_over_ideal(orchestrators["auto"], batch.lengths) >= DOMINATED:
             batches.append(batch)
-    shard(model, mesh, FSDPConfig(shard_size=1) if options.cut else FSDPConfig())
+    shard(model, mesh, fsdp)
     # A learning rate of 0: the work of an optimizer, and the same parameters for every way.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
     step = TrainStep(model, mesh, optimizer, max_grad_norm=1.0)
@@ -351,8 +351,8 @@ def over_ideal(figures: dict[str, dict], num_ranks: int, num_cores: int) -> dict
     by_batch = {way: np.divide(taken, ideal_s).tolist() for way, taken in taken_s.items()}
     is_dominated = np.array(by_batch["joint"]) >= DOMINATED
     gains = {}
-    for way, name in (("split", "split"), ("per_phase", "per_phase")):
-        said = [predicted.get(name, np.nan) for predicted in figures["auto"]["predicted_s"]]
+    for way in ("split", "per_phase"):
+        said = [predicted.get(way, np.nan) for predicted in figures["auto"]["predicted_s"]]
         whole = [predicted["joint"] for predicted in figures["auto"]["predicted_s"]]
         gains[way] = {
             "predicted": np.divide(said, whole).tolist(),

@@ -4,7 +4,8 @@ Everything that a Plan can say is drawn, and what training cannot run yet (`plan
 So what it learns to run is drawn from then on; a field that `PlannedCase` gets joins with a line in `_OPTIONS`.
 
 The number says strategy and schedule, so that there are equally many cases of each pair. PER_MIXTURE cases that follow
-each other have the same model and examples, so that one process computes them once.
+each other have the same model and examples, so that one process computes them once. Every CUT_EVERY-th case is a step
+of data parallelism in which ranks share some items (`parity/cut_steps.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from motet.core.plan import Plan, Unit
 from motet.planning.trainable import obstacle
 from motet.schedule import planned, validate
 from motet.train.recipe.recipe import Recipe
+from parity.cut_steps import Cut, drawn_cut, smaller_cuts
 from parity.planned import PHASES, PlannedCase
 from parity.planned_parts import SECOND, has_second, num_blocks_with
 
@@ -55,11 +57,12 @@ CELLS = tuple(
 )
 """(strategy, schedule) of the cases 0, 1, 2, ..., over and over."""
 PER_MIXTURE = 20
+CUT_ITEMS, CUT_EVERY, FIRST_CUT = "cut items", 10, 3
+"""The strategy of cases in which ranks share items; the first one. CUT_EVERY has no factor of the number of CELLS."""
 FROZEN = (
     *("image", "image encoder", "image block", "audio", "audio encoder", "backbone", "backbone block"),
     *("*.q_proj.*", "*norm*"),
 )
-LORA = ("image", "audio", "backbone", "backbone *_proj", "backbone down_proj")
 LORA = ("image", "audio", "backbone", "backbone *_proj", "backbone down_proj")
 _PARTS = (
     *[()] * 6,
@@ -109,13 +112,15 @@ class DrawnCase:
 
     number: int
     strategy: str
-    case: PlannedCase
+    case: PlannedCase | Cut
     obstacles: Counter[str]
 
 
 def draw(seed: int, number: int) -> DrawnCase:
     """The first case of this number that training can run."""
     obstacles: Counter[str] = Counter()
+    if number % CUT_EVERY == FIRST_CUT:
+        return DrawnCase(number, CUT_ITEMS, drawn_cut(seed, number), obstacles)
     strategy, schedule = CELLS[number % len(CELLS)]
     mixture = _with_experts(_drawn(_MIXTURE, (seed, number // PER_MIXTURE)), (seed, number // PER_MIXTURE))
     rng = np.random.default_rng((seed, number))
@@ -282,8 +287,10 @@ def plan_of(case: PlannedCase) -> Plan:
     return replace(plan, cluster=replace(plan.cluster, ranks_per_node=case.num_ranks))
 
 
-def obstacle_of(case: PlannedCase) -> str:
+def obstacle_of(case: PlannedCase | Cut) -> str:
     """Why training cannot run a case: no Plan, or one that it cannot run yet; "" if it can."""
+    if isinstance(case, Cut):
+        return ""
     try:
         plan = plan_of(case)
         if why := obstacle(plan, _recipe(case.is_mixed)):
@@ -300,8 +307,11 @@ def obstacle_of(case: PlannedCase) -> str:
     return ""
 
 
-def smaller(case: PlannedCase) -> Iterator[PlannedCase]:
+def smaller(case: PlannedCase | Cut) -> Iterator[PlannedCase | Cut]:
     """Cases with one thing less that training can run, in one order."""
+    if isinstance(case, Cut):
+        yield from smaller_cuts(case)
+        return
     if case.then is not None:
         yield replace(case, then=None)
         yield case.then

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from motet.runtime import groups, holders, mesh, p2p, unit_groups
 from parity import planned
+from parity.cut_steps import Cut, errors_of_cut
 from parity.planned import MIXED_TOLERANCE, TOLERANCE, PlannedCase, differences, errors_of
 from parity.rounding import LOOSEST, tolerance_of
 
@@ -38,7 +39,7 @@ _made: dict[object, dist.ProcessGroup] = {}
 _ADAMW = torch.ops.aten._fused_adamw_.default
 
 
-def run_cases(rank: int, num_ranks: int, cases: Sequence[PlannedCase], references: str = "") -> list[Found]:
+def run_cases(rank: int, num_ranks: int, cases: Sequence[PlannedCase | Cut], references: str = "") -> list[Found]:
     """What this rank finds of each case. A collective.
 
     references: a folder in which jobs of other numbers of ranks find what one process computes; "" is none.
@@ -46,11 +47,14 @@ def run_cases(rank: int, num_ranks: int, cases: Sequence[PlannedCase], reference
     found = []
     gc.freeze()  # Imports are a hundred times what a case leaves.
     for case in cases:
-        with _groups_of_before(), _adamw_on_rows(), _expected_in(references):
-            errors = errors_of(case)
-        tolerance = _tolerance(case, errors)
+        if isinstance(case, Cut):
+            errors, tolerance = errors_of_cut(case), TOLERANCE  # Of one step, whose gradients are all that is compared.
+        else:
+            with _groups_of_before(), _adamw_on_rows(), _expected_in(references):
+                errors = errors_of(case)
+            tolerance = _tolerance(case, errors)
         wrong = differences(errors, tolerance)
-        found.append(Found(max(errors.values()), tolerance, [f"rank {rank}: {line}" for line in wrong]))
+        found.append(Found(max(errors.values(), default=0.0), tolerance, [f"rank {rank}: {line}" for line in wrong]))
         dist.barrier()
     return found
 

@@ -2,142 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
-from motet.core.workload import home_ranks
-from motet.dispatch import LoadedExample, RankBatch, assemble
-from motet.dispatch.cut_batch import examples_to_lay_out
-from motet.dropout import example_keys
-from motet.runtime.fsdp import FSDPConfig, shard
-from motet.runtime.mesh import Mesh
-from motet.runtime.step import TrainStep
-from parity.collectives import counted_collectives, on_all_ranks
-from parity.cut_at_random import cut_at_random, cut_items_at_random
-from parity.test_gradients import (
-    TOLERANCE,
-    Case,
-    counted_exchanges,
-    lengths_of,
-    local,
-    mesh_of,
-    orchestrator_of,
-    relative,
-    whole,
-)
-from parity.tiny import build_model, draw_examples, reference_step
-from parity.towers import tower_module, with_patches
+from motet.runtime.fsdp import FSDPConfig
+from parity.cut_steps import Cut, errors_of_cut, shares
+from parity.planned import differences
+from parity.test_gradients import Case
 from ranks import run_ranks
 
 
-@dataclass(frozen=True)
-class Cut:
-    """degrees: of the first examples, one after the other; None: drawn. method: as in a recipe, in place of these.
-
-    idle: ranks that get no row. dropout: of attention, and of the rows that go in. enters_again: rows of images enter
-    the backbone a second time.
-    tower: a family of vision encoders in place of the toy's. items: degrees of its first images; None: whole or, with
-    `draws_items`, drawn.
-    """
-
-    case: Case
-    degrees: tuple[int, ...] | None = None
-    method: str = ""
-    idle: int = 0
-    dropout: bool = False
-    enters_again: bool = False
-    tower: str = ""
-    items: tuple[int, ...] | None = None
-    draws_items: bool = False
-
-
-def model_of(cut: Cut):
-    readers = "sum" if cut.enters_again else cut.case.readers
-    model = build_model(torch.float64, cut.case.frozen, readers, cut.case.family)
-    model.backbone.bidirectional = ()
-    if cut.tower:
-        model.encoders["image"] = tower_module(cut.tower, cut.case.frozen)
-    if cut.dropout:
-        for layer in model.backbone.causal_lm.model.layers:
-            layer.self_attn.attention_dropout = 0.3
-    return model
-
-
-def examples_of(cut: Cut) -> list[LoadedExample]:
-    case = cut.case
-    drawn = draw_examples(case.num_examples, case.seed, case.contents, "sum" if cut.enters_again else case.readers)
-    return [with_patches(example, case.seed) for example in drawn] if cut.tower else drawn
-
-
-def batch_of(examples: list[LoadedExample], model, mesh: Mesh, cut: Cut, number: int) -> RankBatch:
-    lengths = replace(lengths_of(model, examples, mesh), home=home_ranks(len(examples), mesh.num_ranks))
-    case = replace(cut.case, method=cut.method) if cut.method else cut.case
-    decision = orchestrator_of(model, mesh.num_ranks, case).decide(lengths)
-    if not cut.method:
-        rng = np.random.default_rng((case.seed, number))
-        if cut.degrees != ():
-            decision = cut_at_random(decision, lengths, rng, cut.degrees, cut.idle)
-        if cut.items is not None or cut.draws_items:
-            decision = cut_items_at_random(decision, lengths, "image", rng, cut.items, cut.idle)
-    items = {p: [m for e in examples for q, m in zip(e.sequence.media, e.media) if q == p] for p in lengths.items}
-    return assemble(
-        decision,
-        lengths,
-        mesh.rank,
-        [examples[i].sequence for i in decision.sequences_on(mesh.rank)],
-        {p: [items[p][i] for i in decision.items_on(p, mesh.rank)] for p in lengths.items},
-        shared={int(i): examples[i].sequence for i in examples_to_lay_out(decision.cuts, lengths)},
-    )
-
-
 def check(rank: int, num_ranks: int, cuts: list[Cut]) -> list[str]:
+    """What differs from one process, on rank 0; that a case cuts what it is for, on all."""
     wrong = []
     for cut in cuts:
-        wrong += check_one(cut)
+        assert any(shares(cut)), f"{cut}: nothing is cut"
+        wrong += [f"{cut}: {line}" for line in differences(errors_of_cut(cut))]
         dist.barrier()
     return wrong
-
-
-def check_one(cut: Cut) -> list[str]:
-    """What differs from the reference, on rank 0."""
-    case, mesh = cut.case, mesh_of(cut.case.fsdp.shard_size)
-    examples, model = examples_of(cut), model_of(cut)
-    keys = example_keys(7, 1, np.arange(len(examples))) if cut.dropout else None
-    shard(model, mesh, case.fsdp)
-    parts = np.array_split(np.arange(len(examples)), case.num_microbatches)
-    batches = [batch_of([examples[i] for i in part], model, mesh, cut, n) for n, part in enumerate(parts)]
-    for degrees, phase in ((cut.degrees, "backbone"), (cut.items, "image")):
-        if degrees:
-            assert set(degrees) - {1} <= set(batches[0].decision.cuts_of(phase).degrees.values())
-    assert any(batch.decision.shares_items for batch in batches), "nothing is cut"
-    if keys is not None:
-        batches = [batch.with_draws(keys[part]) for batch, part in zip(batches, parts, strict=True)]
-    with counted_exchanges() as exchanges, counted_collectives() as collectives:
-        result = TrainStep(model, mesh, once_a_step=case.fsdp.once_a_step).run(batches)
-    collectives["exchange"] += sum(size_bytes for _, size_bytes in exchanges)
-    sent_bytes = on_all_ranks(collectives)
-    assert result.sent_bytes == pytest.approx(sent_bytes, abs=0.5), (result.sent_bytes, sent_bytes)
-    loss, norm, gradients = result.loss, result.grad_norm, {n: p.grad for n, p in model.named_parameters()}
-    shards = {name: None if gradient is None else local(gradient) for name, gradient in gradients.items()}
-    found = whole(shards, mesh)
-    if mesh.rank:
-        return []
-    reference = model_of(cut)
-    expected_loss = reference_step(reference, examples, keys=keys)
-    expected = {name: p.grad for name, p in reference.named_parameters()}
-    expected_norm = sum(float(g.square().sum()) for g in expected.values() if g is not None) ** 0.5
-    pairs = {"loss": (loss, expected_loss), "gradient norm": (norm, expected_norm)}
-    wrong = [f"{n}: {a} instead of {b}" for n, (a, b) in pairs.items() if abs(a - b) > TOLERANCE * abs(b)]
-    for name, gradient in expected.items():
-        if (gradient is None) != (found[name] is None):
-            wrong.append(f"{name}: gradient is {found[name]} instead of {gradient}")
-        elif gradient is not None and (off := relative(found[name], gradient)) > TOLERANCE:
-            wrong.append(f"{name}: off by {off:.1e}")
-    return [f"{cut}: {line}" for line in wrong]
 
 
 WHOLE_COPIES, HYBRID = FSDPConfig(shard_size=1), FSDPConfig(shard_size=2)

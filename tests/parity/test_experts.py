@@ -6,10 +6,11 @@ import pytest
 
 from motet.core.plan import Unit
 from motet.runtime.fsdp import FSDPConfig
+from parity.cut_steps import Cut
 from parity.planned import PlannedCase, assert_planned
 from parity.test_context import LLM, WHOLE
 from parity.test_context import chain as shared
-from parity.test_cut_sequences import Cut, check
+from parity.test_cut_sequences import check
 from parity.test_gradients import Case, check_cases
 from parity.test_planned import chain
 from parity.test_schedules import CUTS, on_ranks

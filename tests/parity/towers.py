@@ -19,6 +19,7 @@ from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
 from parity.tiny import DIM
 
+TOWERS = ("siglip", "qwen2_vl")
 ROW_DIM = 12
 """Of patches of 2 x 2 pixels with 3 channels."""
 
@@ -57,7 +58,7 @@ def tower_module(family: str, frozen: Sequence[str]) -> ModalityModule:
     return module.to(torch.float64)
 
 
-def with_patches(example: LoadedExample, seed: int) -> LoadedExample:
+def with_patches(example: LoadedExample, seed: int, tower: str = "") -> LoadedExample:
     """The example with images of twice as many rows and columns of patches, as blocks of 2 x 2 of them are joined."""
     rng = np.random.default_rng((seed, len(example.sequence.tokens)))
     media = []

@@ -12,7 +12,9 @@ split      items that are too long for a rank cut over several ranks, all others
 Predicted seconds = (sum over phases of the busiest rank's seconds) + (sum over encoders of the exchange's seconds)
                     + (seconds of exchanging keys and values of cut items, layer by layer).
 
-- Phases add up because ranks wait for each other in each of them (sharded modules gather weights layer by layer).
+- Phases add up because ranks wait for each other in each of them (sharded modules gather weights layer by layer). With
+  whole copies of the model they wait in exchanges alone (`Phase.waits`): phases between which nothing is exchanged take
+  what the rank does that is busiest in all of them.
 - An exchange takes as long as its slowest rank, for bytes inside its node and between nodes (`core/exchange.py`).
 - Times are compared in whole nanoseconds, so that all ranks choose the same.
 """
@@ -38,6 +40,7 @@ from motet.balance.phases import (
     assign_apart,
     assign_backbone,
     check_phases,
+    computing_ns,
     follow,
     joint_costs,
     keeping_size,
@@ -313,7 +316,14 @@ def _option(
     ]
     return _Option(
         tuple(assignments),
-        sum(phase.compute_ns(placed) for phase, placed in zip(phases, assignments, strict=True)),
+        computing_ns(
+            phases,
+            assignments,
+            [
+                phases[0].name in cut,
+                *(phase.name in cut or size > 0 for phase, (_, size) in zip(phases[1:], exchanges)),
+            ],
+        ),
         sum(nanoseconds for nanoseconds, _ in exchanges),
         sum(moved_bytes for _, moved_bytes in exchanges),
     )

@@ -55,6 +55,8 @@ class Phase:
     rows:             int64 [num_items], rows of items between which they can be cut over ranks: of the backbone's
                       sequences, or of an encoder's outputs; None: they stay whole. keys: what the ranks that share them
                       exchange, of such rows.
+    waits:            whether ranks wait for each other in the phase, as those that shard a module gather its weights
+                      layer by layer. Else they meet where rows are exchanged, and at the end.
 
     Example:
         >>> lengths, owner = np.array([30, 10, 20]), np.array([0, 0, 1])  # example 0 has two images
@@ -74,10 +76,26 @@ class Phase:
     held: Int64Array | None = None
     rows: Int64Array | None = None
     keys: tuple[KeyExchange, ...] = ()
+    waits: bool = True
 
     def compute_ns(self, assignment: Assignment) -> int:
         """Compute time of the busiest rank, in nanoseconds."""
         return round(int(assignment.loads.max(initial=0)) * self.seconds_per_cost * NS_PER_S)
+
+
+def computing_ns(phases: Sequence[Phase], assignments: Sequence[Assignment], meets: Sequence[bool]) -> int:
+    """Nanoseconds of computing all phases: of the busiest rank in each phase, and of the busiest in what is left.
+
+    meets: whether ranks exchange rows in or behind a phase. In phases in which they neither meet nor wait a rank goes
+    on when it is ready, so that its seconds add up.
+    """
+    total_ns, left_s = 0, np.zeros(assignments[0].num_ranks)
+    for phase, placed, meeting in zip(phases, assignments, meets, strict=True):
+        if phase.waits or meeting:
+            total_ns += phase.compute_ns(placed)
+        else:
+            left_s += placed.loads * phase.seconds_per_cost
+    return total_ns + round(float(left_s.max()) * NS_PER_S)
 
 
 def scored_phase(phase: Phase, ranks: Int32Array, num_ranks: int) -> Assignment:

@@ -114,6 +114,7 @@ class StepTimes:
     held:        by phase, elements that a unit of an item's length keeps for backward; {}: deferring needs no memory.
     keys:        what ranks that share a sequence exchange; (): sequences stay whole.
     item_keys:   encoder -> the same of its items, by rows of its output; those of other encoders stay whole.
+    waits:       whether ranks wait for each other in each phase, as of `Phase`.
 
     Example:
         >>> times = StepTimes(lambda lengths: {"image": 1e-6}, Link(40e9, latency_s=0.0), token_bytes=8192)
@@ -128,6 +129,7 @@ class StepTimes:
     held: Mapping[str, int] = field(default_factory=dict)
     keys: tuple[KeyExchange, ...] = ()
     item_keys: Mapping[str, tuple[KeyExchange, ...]] = field(default_factory=dict)
+    waits: bool = True
 
     @property
     def network(self) -> Network:
@@ -212,6 +214,7 @@ class StepCosts(PhaseCosts):
                 held=items.length * self.times.held[name] if self.times.held else None,
                 rows=items.num_tokens if keys.get(name) else None,
                 keys=keys.get(name, ()),
+                waits=self.times.waits,
             )
 
         return [phase(name) for name in self.names]

@@ -2,13 +2,14 @@
 of one rank against the keys of all (context parallelism).
 
 On CUDA flex attention computes it (`models/flex.py`). Elsewhere it is computed by tiles: some consecutive rows against
-the range of keys that they see, with a mask of this size. What is a plain pack takes the kernels for packs.
+the range of keys that they see, with a mask of this size; long runs of rows take none (`models/row_runs.py`).
+What is a plain pack takes the kernels for packs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from motet.core.attention_table import AttentionTable
 from motet.dropout import counted_from, next_rows, of_heads
 from motet.models.attention import PackedItems
 from motet.models.flex import FlexTable, has_flex
+from motet.models.row_runs import RowRun, attend_causal_run, row_runs
 from motet.models.scores import Scoring, attended
 
 _TILE = 256
@@ -32,13 +34,17 @@ _CALL = 48**2
 
 @dataclass(frozen=True)
 class Tile:
-    """The rows first to last (exclusive) of a table against its keys low to high. full: each row sees them all."""
+    """The rows first to last (exclusive) of a table against its keys low to high.
+
+    full: each row sees them all. is_run: each sees them but for those behind its own, as `attend_causal_run` has it.
+    """
 
     first: int
     last: int
     low: int
     high: int
     full: bool
+    is_run: bool = False
 
 
 class TableItems:
@@ -59,7 +65,7 @@ class TableItems:
         self.table, self.causal = table, causal
         pack = table.as_pack()
         self._pack = None if pack is None else PackedItems(*pack)
-        self._groups: dict[int | None, list[_Group]] = {}
+        self._groups: dict[tuple[int | None, bool], list[_Group]] = {}
         self._flex: dict[tuple[int | None, torch.device], FlexTable] = {}
         self._bounds: dict[tuple[int | None, torch.device], tuple[Tensor, Tensor]] = {}
 
@@ -106,15 +112,16 @@ class TableItems:
         """As `attend`, but [1, heads, num_rows, head_dim]."""
         scale, dropout, window, softcap, sinks = how
         table, at = self.table.windowed(window), (window, query.device)
-        if window not in self._groups:
-            self._groups[window] = _groups(table)
         if at not in self._bounds:
             self._bounds[at] = tuple(torch.from_numpy(x).to(query.device) for x in (table.start, table.end))
         draws, columns = self._draws(dropout, query)
         has_scores = softcap is not None or sinks is not None or draws is not None
+        has_runs = not (has_scores or dropout) and query.device.type == "cpu"
+        if (window, has_runs) not in self._groups:
+            self._groups[window, has_runs] = _groups(plan_tiles(table, has_runs=has_runs), table.num_keys)
         outputs = []
         # A split is one node of the autograd graph; each slice would add a gradient of the size of the whole pack.
-        groups = self._groups[window]
+        groups = self._groups[window, has_runs]
         keys, values = (x.split([group.high - group.low for group in groups], dim=2) for x in (key, value))
         rows = iter(query.split([tile.last - tile.first for group in groups for tile in group.tiles], dim=2))
         for group, group_keys, group_values in zip(groups, keys, values, strict=True):
@@ -123,7 +130,9 @@ class TableItems:
                 piece = [x.narrow(2, tile.low - group.low, tile.high - tile.low) for x in (group_keys, group_values)]
                 bounds = self._bounds[at]
                 is_seen = tile.high > tile.low
-                if is_seen and not (has_scores or tile.full or dropout) and query.device.type == "cpu":
+                if tile.is_run:
+                    out = attend_causal_run(next(rows), *piece, scale)
+                elif is_seen and has_runs and not tile.full:
                     out = _MaskedTile.apply(next(rows), *piece, tile, bounds, scale)
                 elif is_seen and not has_scores:
                     own_rows, is_grouped = next(rows), query.shape[1] != key.shape[1]
@@ -208,31 +217,34 @@ class _Group:
     tiles: list[Tile]
 
 
-def _groups(table: AttentionTable) -> list[_Group]:
+def _groups(tiles: Sequence[Tile], num_keys: int) -> list[_Group]:
     """The tiles of a table, by ranges of keys that together are all of its keys."""
-    tiles = plan_tiles(table)
     seen = np.maximum.accumulate([tile.high for tile in tiles])
     needed = np.minimum.accumulate([tile.low for tile in reversed(tiles)])[::-1]
     cuts = [0, *(np.flatnonzero(seen[:-1] <= needed[1:]) + 1).tolist(), len(tiles)]
-    ends = [*(int(needed[cut]) for cut in cuts[1:-1]), table.num_keys]
+    ends = [*(int(needed[cut]) for cut in cuts[1:-1]), num_keys]
     starts = [0, *ends[:-1]]
     return [
-        _Group(low, high, tiles[first:last])
+        _Group(low, high, list(tiles[first:last]))
         for low, high, first, last in zip(starts, ends, cuts[:-1], cuts[1:], strict=True)
     ]
 
 
-def plan_tiles(table: AttentionTable) -> list[Tile]:
-    """Tiles that together have each row of the table once, in order. At least one, which may be empty."""
+def plan_tiles(table: AttentionTable, *, has_runs: bool = False) -> list[Tile]:
+    """Tiles that together have each row of the table once, in order. At least one, which may be empty.
+
+    has_runs: whether runs of rows are tiles of their own, however long.
+    """
     pairs = table.pairs
     sees = table.start < table.end
     low = np.where(sees, table.start, table.num_keys).min(axis=0, initial=table.num_keys)
     high = np.where(sees, table.end, 0).max(axis=0, initial=0)
-    cuts = _cuts(table)
+    runs = row_runs(table) if has_runs else []
+    cuts, causal_runs = _cuts(table, runs), {run.first for run in runs if run.is_causal}
     tiles: list[Tile] = []
     for first, last in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
-        tile = _tile(first, last, low, high, pairs)
-        if tiles and last - tiles[-1].first <= _TILE:
+        tile = replace(_tile(first, last, low, high, pairs), is_run=first in causal_runs)
+        if tiles and last - tiles[-1].first <= _TILE and not (tile.is_run or tiles[-1].is_run):
             joined = _tile(tiles[-1].first, last, low, high, pairs)
             if _area(joined) <= _area(tiles[-1]) + _area(tile) + _CALL:
                 tiles[-1] = joined
@@ -241,12 +253,17 @@ def plan_tiles(table: AttentionTable) -> list[Tile]:
     return tiles or [Tile(0, 0, 0, 0, True)]
 
 
-def _cuts(table: AttentionTable) -> np.ndarray:
-    """Where tiles may begin, int64: at the first row of each document, and every `_TILE` rows from there."""
+def _cuts(table: AttentionTable, runs: Sequence[RowRun]) -> np.ndarray:
+    """Where tiles may begin, int64: at the first row of each document, every `_TILE` rows from there, and around runs."""
     number = np.arange(table.num_rows)
     new = np.diff(table.document, prepend=-1) != 0
     first = np.flatnonzero(new)[np.cumsum(new) - 1] if table.num_rows else number
-    return np.append(np.flatnonzero((number - first) % _TILE == 0), table.num_rows)
+    is_cut = (number - first) % _TILE == 0
+    for begin, end, _ in runs:
+        is_cut[begin:end] = False
+        is_cut[begin] = True
+        is_cut[end : end + 1] = True
+    return np.append(np.flatnonzero(is_cut), table.num_rows)
 
 
 def _tile(first: int, last: int, low: np.ndarray, high: np.ndarray, pairs: np.ndarray) -> Tile:

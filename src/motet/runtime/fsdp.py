@@ -72,6 +72,14 @@ class FSDPConfig(BaseModel):
         return self
 
     @property
+    def waits(self) -> bool:
+        """Whether ranks wait for each other in each pass, layer by layer, as they gather parameters or sum gradients.
+
+        Of whole copies gradients are summed once a step, as of parameters that are gathered once.
+        """
+        return self.shard_size != 1 and not self.once_a_step
+
+    @property
     def types(self) -> ComputeTypes:
         """The types in which modules compute and gradients are summed; None: as `ComputeTypes` says."""
         return ComputeTypes(_DTYPES.get(self.param_dtype or ""), _DTYPES.get(self.reduce_dtype or ""))

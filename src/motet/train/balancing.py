@@ -100,9 +100,12 @@ def build_orchestrator(
     recompute: Mapping[str, int] = MappingProxyType({}),
     measured: MeasuredPhases | None = None,
     ranks_per_node: int | None = None,
+    waits: bool = True,
 ) -> Orchestrator:
     """The Orchestrator of a model, the same on all ranks. dtype: of moved encoder outputs. Others: as in `step_costs`.
 
+    waits: of the run's `FSDPConfig`. It counts where items may be cut: predictions of a Plan, which has whole items
+           alone, take ranks to wait in each phase, and must decide as training does.
     Raises UserError if `config` does not fit the model.
     """
     spec = model_spec(model)
@@ -118,7 +121,7 @@ def build_orchestrator(
         for name, module in model.encoders.items()
         if module.can_share and isinstance(costs.costs[name], Packed)
     }
-    costs = replace(costs, times=replace(costs.times, item_keys=shared))
+    costs = replace(costs, times=replace(costs.times, item_keys=shared, waits=waits or not config.cut_by))
     return _orchestrator(config, spec, costs, num_ranks)
 
 

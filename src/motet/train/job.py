@@ -212,6 +212,7 @@ def _orchestrator(
         recompute=recipe.fsdp.recomputed(spec.num_blocks),
         measured=measured,
         ranks_per_node=world.ranks_per_node,
+        waits=recipe.fsdp.waits,
     )
 
 

@@ -256,6 +256,18 @@ def test_a_giant_is_no_reason_to_leave_the_rest_unbalanced(longest, seed):
     assert choice.assignments[1].imbalance < 1.2
 
 
+def test_ranks_that_do_not_wait_in_phases_take_what_the_busiest_of_them_does_in_all():
+    """Rank 0 has the longer sequence and rank 1 the larger image; they wait where rows are exchanged."""
+    phases = [backbone([10, 6]), encoder("image", [1], [3])]
+    apart = [replace(phase, waits=False) for phase in phases]
+    assert choose(phases, 2, FAST, methods=["joint"]).predicted_s["joint"] == pytest.approx(10 + 3)
+    assert choose(apart, 2, FAST, methods=["joint"]).predicted_s["joint"] == pytest.approx(max(10, 6 + 3))
+    both_of_one = [apart[0], replace(encoder("image", [0, 0], [3, 3]), waits=False)]
+    moved = choose(both_of_one, 2, Link(bytes_per_s=1e3, latency_s=0.0), methods=["per_phase"])
+    assert moved.predicted_s["per_phase"] == pytest.approx(10 + 3 + moved.exchange_s["per_phase"])
+    assert moved.exchange_s["per_phase"] > 0
+
+
 def cuttable(lengths, *keys) -> Phase:
     return replace(backbone(lengths), rows=np.array(lengths), keys=keys)
 

@@ -1,0 +1,207 @@
+"""A step in which ranks share some sequences and images, each over its own ranks, against one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from motet.core.workload import BatchLengths, home_ranks
+from motet.dispatch import Decision, LoadedExample, RankBatch, assemble
+from motet.dispatch.cut_batch import examples_to_lay_out
+from motet.dropout import example_keys
+from motet.models.mllm import MLLM
+from motet.runtime.fsdp import FSDPConfig, shard
+from motet.runtime.mesh import Mesh
+from motet.runtime.step import TrainStep
+from parity.collectives import counted_collectives, on_all_ranks
+from parity.cut_at_random import cut_at_random, cut_items_at_random
+from parity.planned import share_off
+from parity.test_gradients import Case, counted_exchanges, lengths_of, local, mesh_of, orchestrator_of, relative, whole
+from parity.tiny import PHASES, build_model, draw_examples, reference_step
+from parity.towers import TOWERS, tower_module, with_patches
+
+
+@dataclass(frozen=True)
+class Cut:
+    """degrees: of the first examples, one after the other; None: drawn. method: as in a recipe, in place of these.
+
+    num_ranks: of the job, as far as a case is drawn.
+    idle: ranks that get no row. dropout: of attention, and of the rows that go in. enters_again: rows of images enter
+    the backbone a second time.
+    tower: a family of vision encoders in place of the toy's. items: degrees of its first images; None: whole or, with
+    `draws_items`, drawn.
+    """
+
+    case: Case
+    degrees: tuple[int, ...] | None = None
+    method: str = ""
+    idle: int = 0
+    dropout: bool = False
+    enters_again: bool = False
+    tower: str = ""
+    items: tuple[int, ...] | None = None
+    draws_items: bool = False
+    num_ranks: int = 4
+    schedule: ClassVar[str] = "data_parallel"
+    is_mixed: ClassVar[bool] = False
+
+
+def errors_of_cut(cut: Cut) -> dict[str, float]:
+    """How far loss, norm and gradients of a step are from one process, as shares of it, on rank 0; nothing on others.
+
+    A collective. Fails where the bytes that the step counts are not those that collectives were given.
+    """
+    case, mesh = cut.case, mesh_of(cut.case.fsdp.shard_size)
+    examples, model = _examples_of(cut), _model_of(cut)
+    keys = example_keys(7, 1, np.arange(len(examples))) if cut.dropout else None
+    shard(model, mesh, case.fsdp)
+    batches = [_assembled(decision, lengths, of, mesh) for decision, lengths, of in _decided(cut, model, mesh)]
+    if keys is not None:
+        parts = np.array_split(np.arange(len(examples)), case.num_microbatches)
+        batches = [batch.with_draws(keys[part]) for batch, part in zip(batches, parts, strict=True)]
+    with counted_exchanges() as exchanges, counted_collectives() as collectives:
+        result = TrainStep(model, mesh, once_a_step=case.fsdp.once_a_step).run(batches)
+    collectives["exchange"] += sum(size_bytes for _, size_bytes in exchanges)
+    sent_bytes = on_all_ranks(collectives)
+    assert result.sent_bytes == pytest.approx(sent_bytes, abs=0.5), (result.sent_bytes, sent_bytes)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    found = whole({name: None if gradient is None else local(gradient) for name, gradient in gradients.items()}, mesh)
+    if mesh.rank:
+        return {}
+    reference = _model_of(cut)
+    loss = reference_step(reference, examples, keys=keys)
+    expected = {name: p.grad for name, p in reference.named_parameters()}
+    norm = sum(float(g.square().sum()) for g in expected.values() if g is not None) ** 0.5
+    errors = {"loss": share_off(result.loss, loss), "gradient norm": share_off(result.grad_norm, norm)}
+    for name, gradient in expected.items():
+        if (gradient is None) != (found[name] is None):
+            errors[f"gradient of {name} ({found[name] is None} instead of {gradient is None}: none)"] = math.inf
+        elif gradient is not None:
+            errors[f"gradient of {name}"] = relative(found[name], gradient)
+    return errors
+
+
+def shares(cut: Cut) -> list[bool]:
+    """Whether ranks share an item, by microbatch. Fails where the degrees of the first one are not those of the case.
+
+    A collective.
+    """
+    mesh = mesh_of(cut.case.fsdp.shard_size)
+    decisions = [decision for decision, _, _ in _decided(cut, _model_of(cut), mesh)]
+    for degrees, phase in ((cut.degrees, "backbone"), (cut.items, "image")):
+        if degrees:
+            assert set(degrees) - {1} <= set(decisions[0].cuts_of(phase).degrees.values()), cut
+    return [decision.shares_items for decision in decisions]
+
+
+def _model_of(cut: Cut) -> MLLM:
+    readers = "sum" if cut.enters_again else cut.case.readers
+    model = build_model(torch.float64, cut.case.frozen, readers, cut.case.family)
+    model.backbone.bidirectional = ()
+    if cut.tower:
+        model.encoders["image"] = tower_module(cut.tower, cut.case.frozen)
+    if cut.dropout:
+        for layer in model.backbone.causal_lm.model.layers:
+            layer.self_attn.attention_dropout = 0.3
+    return model
+
+
+def _examples_of(cut: Cut) -> list[LoadedExample]:
+    case = cut.case
+    drawn = draw_examples(case.num_examples, case.seed, case.contents, "sum" if cut.enters_again else case.readers)
+    return [with_patches(example, case.seed, cut.tower) for example in drawn] if cut.tower else drawn
+
+
+def _decided(cut: Cut, model: MLLM, mesh: Mesh) -> Iterator[tuple[Decision, BatchLengths, list[LoadedExample]]]:
+    """By microbatch: what is decided, lengths, examples."""
+    examples = _examples_of(cut)
+    for number, part in enumerate(np.array_split(np.arange(len(examples)), cut.case.num_microbatches)):
+        chosen = [examples[i] for i in part]
+        lengths = replace(lengths_of(model, chosen, mesh), home=home_ranks(len(chosen), mesh.num_ranks))
+        case = replace(cut.case, method=cut.method) if cut.method else cut.case
+        decision = orchestrator_of(model, mesh.num_ranks, case).decide(lengths)
+        if not cut.method:
+            rng = np.random.default_rng((case.seed, number))
+            if cut.degrees != ():
+                decision = cut_at_random(decision, lengths, rng, cut.degrees, cut.idle)
+            if cut.items is not None or cut.draws_items:
+                decision = cut_items_at_random(decision, lengths, "image", rng, cut.items, cut.idle)
+        yield decision, lengths, chosen
+
+
+def _assembled(decision: Decision, lengths: BatchLengths, examples: list[LoadedExample], mesh: Mesh) -> RankBatch:
+    items = {p: [m for e in examples for q, m in zip(e.sequence.media, e.media) if q == p] for p in lengths.items}
+    return assemble(
+        decision,
+        lengths,
+        mesh.rank,
+        [examples[i].sequence for i in decision.sequences_on(mesh.rank)],
+        {p: [items[p][i] for i in decision.items_on(p, mesh.rank)] for p in lengths.items},
+        shared={int(i): examples[i].sequence for i in examples_to_lay_out(decision.cuts, lengths)},
+    )
+
+
+_FSDP = (
+    *(FSDPConfig(), FSDPConfig(shard_size=1), FSDPConfig(recompute=True, reshard_after_forward=False)),
+    *(FSDPConfig(shard_size=1, recompute={"backbone": 1}), FSDPConfig(shard_size=2)),
+)
+_FROZEN = ((), (), ("image",), ("image encoder",), ("audio", "backbone"), ("backbone",), ("image encoder", "audio"))
+
+
+def drawn_cut(seed: int, number: int) -> Cut:
+    """The same case for the same numbers: sequences and images in any degrees, beside whole ones."""
+    rng = np.random.default_rng((seed, number))
+    num_ranks = int(rng.choice([2, 3, 4, 5], p=[0.3, 0.3, 0.25, 0.15]))
+    fsdp = [each for each in _FSDP if num_ranks % (each.shard_size or 1) == 0]
+    num_examples = int(rng.integers(1, 15))
+    case = Case(
+        method="per_phase",
+        seed=int(rng.integers(2**31)),
+        num_examples=num_examples,
+        num_microbatches=int(rng.integers(1, min(num_examples, 3) + 1)),
+        fsdp=fsdp[rng.integers(len(fsdp))],
+        frozen=_FROZEN[rng.integers(len(_FROZEN))],
+        contents=tuple(name for name in PHASES if rng.random() < 0.8),
+        family=str(rng.choice(["qwen2", "qwen2", "llama", "qwen3", "mixtral", "qwen3_moe"])),
+    )
+    tower = str(rng.choice(["", *TOWERS]))
+    return Cut(
+        case,
+        degrees=() if tower and rng.random() < 0.2 else None,
+        method="split" if rng.random() < 0.15 else "",
+        idle=int(rng.integers(num_ranks - 1)) if rng.random() < 0.4 else 0,
+        dropout=bool(rng.random() < 0.3),
+        enters_again=not tower and bool(rng.random() < 0.3),
+        tower=tower,
+        draws_items=bool(tower),
+        num_ranks=num_ranks,
+    )
+
+
+def smaller_cuts(cut: Cut) -> Iterator[Cut]:
+    """Cases with one thing less, in one order."""
+    case, plain = cut.case, Case()
+    changes: list[Cut] = [
+        *(replace(cut, case=replace(case, num_microbatches=count)) for count in range(1, case.num_microbatches)),
+        *(
+            replace(cut, case=replace(case, num_examples=count))
+            for count in (case.num_examples // 2, case.num_examples - 1)
+            if count >= case.num_microbatches
+        ),
+        *(
+            replace(cut, case=replace(case, contents=tuple(name for name in case.contents if name != left)))
+            for left in case.contents
+        ),
+        *(replace(cut, case=replace(case, **{name: getattr(plain, name)})) for name in ("fsdp", "frozen", "family")),
+        *(replace(cut, **{name: False}) for name in ("dropout", "enters_again", "draws_items")),
+        replace(cut, idle=0),
+        replace(cut, degrees=()),
+        replace(cut, tower="", draws_items=False),
+    ]
+    yield from (one for one in changes if one != cut)
