@@ -1,12 +1,14 @@
 """A recipe with a generator trains: the same losses on any number of ranks, resumed, exported; and what is refused."""
 
 import json
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -15,11 +17,16 @@ from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
 from motet.core.plan_file import write_plan
 from motet.cost.catalogue import cluster
+from motet.dispatch import pack
+from motet.dispatch.batch import stacked_media
+from motet.dropout import example_keys, item_keys
 from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.under_plan import recipe_under_plan
+from motet.train.job import build_job
 from motet.train.recipe.reading import of_phase
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
+from motet.train.world import join_world
 from ranks import run_ranks
 
 GENERATOR = """
@@ -103,6 +110,85 @@ def test_any_number_of_ranks_takes_the_same_steps(job, alone, tmp_path):
     assert "entrance.nothing" in load_file(exported / "draw" / "model.safetensors")
 
 
+SAMPLED = (
+    "model.generators.draw.sampling={sampler='ddpm',steps=3,guidance=2.0}",
+    "evaluate.num_made=4",
+    "evaluate.batch_size=2",
+)
+
+
+def evaluate_rank(rank, num_ranks, recipe, overrides):
+    """What is made of held-out prompts, the same one by one in one process (None on several), and the examples left."""
+    with join_world("cpu") as world, ExitStack() as cleanup:
+        job = build_job(load_recipe(Path(recipe), overrides), world, "never", lambda _: None, cleanup)
+        torch.manual_seed(2)
+        for weight in job.model.parameters():
+            # As initialised, a diffusion transformer predicts zeros. Sharded weights get values by their place alone.
+            weight.data.fill_(0.0) if weight.ndim < 2 else weight.data.mul_(2)
+        for weight in job.model.generators.parameters():
+            weight.data.fill_(0.05)
+        found = job.evaluator.run(job.model).made
+        return [(item.place, item.number, item.prompt, item.media, item.values) for item in found], one_by_one(job)
+
+
+def one_by_one(job):
+    if job.world.num_ranks > 1:
+        return None
+    evaluator, made = job.evaluator, {}
+    dataset, generator = evaluator._dataset, job.model.generators["draw"].eval()
+    for place in range(dataset.num_examples):
+        sequence, refs = dataset.tokens(place), dataset.media_refs(place)
+        if "draw" not in sequence.media:
+            continue
+        loaded = [future.result() for future in evaluator._decoder.submit(refs, [dataset.readers_of(r) for r in refs])]
+        media, num_tokens = {}, {}
+        for name, module in job.model.measured.items():
+            items = [item for phase, item in zip(sequence.media, loaded) if phase == name]
+            values, sizes = stacked_media(items)
+            num_tokens[name] = module.num_tokens(sizes.numpy()) if items else np.zeros(0, np.int64)
+            # What the answer holds is not known to what makes it.
+            media[name] = (values.double() if name != "draw" else torch.full_like(values, torch.nan), sizes)
+        with torch.no_grad():
+            features = {
+                name: module.eval()(*media[name]) for name, module in job.model.encoders.items() if len(media[name][1])
+            }
+            _, _, conditions = job.model.backbone.eval()(pack([sequence], num_tokens), features)
+        num = len(media["draw"][1])
+        keys = item_keys(example_keys(3, 0, np.array([place])), np.zeros(num, np.int64), np.arange(num))
+        made[place] = generator.sample(media["draw"][1], conditions["draw"], keys).numpy()
+    return made
+
+
+def test_what_is_made_of_prompts_is_the_same_on_any_number_of_ranks(job):
+    overrides = [*EXACT, *SAMPLED]
+    [(made, expected)] = run_ranks(evaluate_rank, 1, str(job), [*overrides, "fsdp.shard_size=1"])
+    assert [(place, number) for place, number, *_ in made] == [(6, 0), (7, 0), (7, 1), (7, 2), (8, 0), (9, 0)]
+    for place in {place for place, *_ in made}:
+        together = np.concatenate([values for where, *_, values in made if where == place])
+        assert together == pytest.approx(expected[place], abs=1e-10)
+        assert np.ptp(together) > 0.1
+    # Of the second batch a rank has nothing to make.
+    for found in run_ranks(evaluate_rank, 3, str(job), overrides):
+        for one, other in zip(made, found[0], strict=True):
+            assert other[:4] == one[:4]
+            assert other[4] == pytest.approx(one[4], abs=1e-10)
+
+
+def test_what_is_made_is_shown(job, tmp_path):
+    overrides = [*SAMPLED, "evaluate.every_steps=4", f"run.dir={tmp_path}", "run.steps=5", "run.report_to=[]"]
+    run_ranks(train_rank, 1, str(job), overrides)
+    made = json.loads((tmp_path / "made.json").read_text())
+    assert made[0]["prompt"] == "draw a\nsee: "
+    assert made[-1]["step"] == 5
+    assert Path(made[0]["expected"]).name == "drawn-0.png"
+    with Image.open(tmp_path / made[0]["file"]) as shown:
+        assert (shown.size, shown.mode) == ((8, 8), "L")
+    assert sorted(folder.name for folder in (tmp_path / "made").iterdir()) == ["step-00000004", "step-00000005"]
+    page = (tmp_path / "report.html").read_text()
+    assert "made of held-out prompts after step 5" in page
+    assert page.count('<div class="made">') == len(made)
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -111,6 +197,8 @@ def test_any_number_of_ranks_takes_the_same_steps(job, alone, tmp_path):
         ("model.generators.draw.config.num_heads=3", "config.hidden is 16; it must be a multiple of 4, and of"),
         ("model.generators.draw.config.depth=3", "`config.depth` is wrong"),
         ("model.generators.draw.module=a:B", "needs `family`, or `module`, and not both"),
+        ("model.generators.draw.sampling.steps=1001", "`sampling.steps` is 1001, but `noise.timesteps` is 1000"),
+        ("model.generators.draw.sampling.sampler=euler", "sampling.sampler"),
         ("balance.split=auto", "cannot cut sequences whose query tokens model.generators read whole"),
         ("model.generators.draw.makes=video", "generators.draw.makes"),
     ],

@@ -22,6 +22,7 @@ from motet.data.headers import MAX_RATE, MAX_SECONDS, MIN_RATE, open_clip
 from motet.data.media import AUDIO, MediaRef, Unusable
 
 if TYPE_CHECKING:
+    from PIL import Image
     from soundfile import SoundFile
 
 _FRAMES_AT_ONCE = 4096
@@ -135,6 +136,17 @@ class AudioTransform:
     def rows_of(self, decoded: tuple[Float32Array, int]) -> Media:
         """The frames of what `decode` returned."""
         return self(*decoded)
+
+    def picture(self, values: Float32Array, size: Int64Array) -> Image.Image:
+        """The spectrogram, low bands below, from its least value (black) to its largest. values: [frames, num_mels].
+
+        size: int64 [1], its frames, as of every transform.
+        """
+        from PIL import Image
+
+        bands = np.asarray(values, dtype=np.float32).reshape(int(size[0]), self.num_mels).T[::-1]
+        span = max(float(np.ptp(bands)), 1e-6)
+        return Image.fromarray(np.rint((bands - bands.min()) / span * 255).astype(np.uint8))
 
     def __call__(self, samples: Float32Array, rate: int) -> Media:
         """Frames [num_frames, num_mels] of mono samples [n], -1 to 1, at `rate` Hz; size (frames,).

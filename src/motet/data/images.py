@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from motet.core.arrays import BoolArray, Int64Array
+from motet.core.arrays import BoolArray, Float32Array, Int64Array
 from motet.core.example import Media, Pixels
 from motet.data.bounds import check_attributes
 from motet.data.headers import open_image, orientation, turned_size
@@ -162,6 +162,20 @@ class ImageTransform:
     def __call__(self, image: Image.Image) -> Media:
         """Rows [num_patches, row_dim], a row in the order (channel, time, y, x); size (patch rows, patch columns)."""
         return self._rows(image, self._target(image.size))
+
+    def picture(self, values: Float32Array, size: Int64Array) -> Image.Image:
+        """The image whose rows are the nearest to `values`: the inverse of a call, but for resizing.
+
+        values: [num_patches, row_dim]. size: int64 [2], (patch rows, patch columns).
+        """
+        from PIL import Image
+
+        patch, merge = self.patch_size, self.merge_size
+        rows, columns = size.tolist()
+        patches = self._pixels().bytes_of(np.asarray(values, dtype=np.float32))
+        blocks = patches.reshape(rows // merge, columns // merge, merge, merge, self.channels, patch, patch)
+        pixels = blocks.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * patch, columns * patch, self.channels)
+        return Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if self.channels == 1 else pixels))
 
     def _target(self, raw: tuple[int, int]) -> tuple[int, int]:
         """(width, height) after resizing, from (width, height) after the EXIF turn."""

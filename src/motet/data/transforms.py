@@ -22,7 +22,8 @@ class Transform(Protocol):
     raw: int64 [n, 2], from headers: (width, height) of images, (samples, sampling rate) of clips.
     Where several encoders read an item, transforms that have `decode(ref)`, `rows_of(decoded)` and an equal `decoding`
     share what is decoded; others decode it once more. A transform that has `most_items` leaves out examples with more
-    items of its kind, as its model prepares them otherwise.
+    items of its kind, as its model prepares them otherwise. Of one that has `picture(values, size)`, which gives an
+    image of Pillow's, the report shows what generators make.
 
     Example:
         >>> transform: Transform = ImageTransform(patch_size=16)

@@ -81,8 +81,8 @@ class Encoder(Protocol):
 class Generator(Protocol):
     """A generator of packed items, behind its output projector. condition_dim: the width of the rows it is given.
 
-    `blocks` and `layers()` are optional, as of an encoder; so is `sample` (see `diffusion.Diffusion`), for pictures in
-    the report. Of an item the length is its number of rows: the product of its sizes.
+    `blocks` and `layers()` are optional, as of an encoder; so is `sample` (see `diffusion.Diffusion`), for what the
+    report shows. Of an item the length is its number of rows: the product of its sizes.
     """
 
     condition_dim: int

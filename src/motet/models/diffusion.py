@@ -6,8 +6,14 @@
 
 Of each item one timestep is drawn evenly. min-SNR (Hang et al. 2023, section 3.4) weighs the loss of an item by
 min(SNR, gamma), with SNR = a / (1 - a), in terms of predicted latents: that is min(SNR, gamma) / SNR for epsilon, and
-min(SNR, gamma) / (SNR + 1) for v. Samples are drawn by DDIM without noise of its own (Song et al. 2021, eq. 12), with
-guidance by what is predicted without a condition (Ho & Salimans 2022, eq. 6).
+min(SNR, gamma) / (SNR + 1) for v.
+
+Samples are drawn by Song et al. 2021, eq. 12, from the timestep t to an earlier one s, with a of each:
+
+    latents <- sqrt(a_s) clean + sqrt(1 - a_s - sigma^2) epsilon + sigma noise
+
+DDIM has sigma = 0; ancestral sampling of DDPM has sigma^2 = (1 - a_s) / (1 - a_t) (1 - a_t / a_s) (eq. 16, eta = 1).
+Guidance is by what is predicted without a condition (Ho & Salimans 2022, eq. 6; its w is `guidance` - 1 here).
 """
 
 from __future__ import annotations
@@ -69,6 +75,20 @@ class NoiseConfig(BaseModel):
         return weights
 
 
+class SamplingConfig(BaseModel):
+    """`[model.generators.NAME.sampling]`: how items are made of held-out prompts.
+
+    sampler:  "ddim", which adds no noise on its way, or "ddpm", ancestral sampling.
+    steps:    timesteps that are taken, evenly spread from the last to the first.
+    guidance: how far to go beyond what is predicted without a condition; 1 is none, and more needs drop_condition.
+    """
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
+    sampler: Literal["ddim", "ddpm"] = "ddim"
+    steps: int = Field(50, ge=1, le=MAX_TIMESTEPS)
+    guidance: float = Field(1.0, ge=0, le=100)
+
+
 class Diffusion(nn.Module):
     """A denoiser with its noise, as `contract.Generator` asks: the latents of an item are its target.
 
@@ -126,17 +146,17 @@ class Diffusion(nn.Module):
         sizes: Tensor,
         conditions: Tensor,
         keys: Int64Array,
-        num_steps: int,
+        sampling: SamplingConfig,
         guided: Callable[[Callable[[Tensor], Tensor]], Tensor] | None = None,
     ) -> Tensor:
         """Latents [sum(rows), row_dim] drawn for conditions [num_items * rows of each, condition_dim].
 
-        keys: of items, by which the first noise is drawn. guided: makes one prediction of predictions by conditions.
+        keys: of items, by which noise is drawn. guided: makes one prediction of predictions by conditions.
         """
         counts, device = sizes.prod(dim=1), conditions.device
         wide = torch.promote_types(conditions.dtype, torch.float32)
         latents = normal_of_rows(keys, counts.numpy(), self.row_dim, "noise", device).to(wide)
-        steps = np.linspace(self.noise.timesteps - 1, 0, num_steps).round().astype(np.int64)
+        steps = np.linspace(self.noise.timesteps - 1, 0, sampling.steps).round().astype(np.int64)
         for step, following in zip(steps.tolist(), [*steps[1:].tolist(), -1]):
             times = torch.full((len(sizes),), step)
 
@@ -151,7 +171,11 @@ class Diffusion(nn.Module):
             else:
                 clean = kept**0.5 * latents - (1 - kept) ** 0.5 * predicted
                 noise = kept**0.5 * predicted + (1 - kept) ** 0.5 * latents
-            latents = left**0.5 * clean + (1 - left) ** 0.5 * noise
+            spread = (1 - left) / (1 - kept) * (1 - kept / left) if sampling.sampler == "ddpm" else 0.0
+            latents = left**0.5 * clean + max(1 - left - spread, 0.0) ** 0.5 * noise
+            if spread > 0:
+                own = normal_of_rows(keys, counts.numpy(), self.row_dim, f"noise before {step}", device)
+                latents = latents + spread**0.5 * own.to(wide)
         return latents
 
     @staticmethod

@@ -25,7 +25,7 @@ from motet.core.readers import Reads
 from motet.core.spec import Module
 from motet.models.block import Block, outside_blocks, wrap_blocks
 from motet.models.callbacks import imported
-from motet.models.diffusion import Diffusion, NoiseConfig
+from motet.models.diffusion import Diffusion, NoiseConfig, SamplingConfig
 from motet.models.dit import DiT, DiTConfig
 from motet.models.initialise import seeded
 from motet.models.layers import LayerModules, any_trainable, as_it_learns, frozen_to_eval, products_layer
@@ -47,6 +47,7 @@ class GeneratorConfig(BaseModel):
     num_queries:  learned query tokens of an item in the sequence: what is read there is its condition.
     projector:    the kind of the output projector.
     drop_condition: the share of items that learn without their condition, for guidance.
+    sampling:     how items are made of held-out prompts.
     weight:       of its loss, beside 1 of the loss of tokens.
     train_generator, train_projector: whether each learns; the queries learn with the projector.
     """
@@ -61,6 +62,7 @@ class GeneratorConfig(BaseModel):
     num_queries: int = Field(ge=1, le=MAX_QUERIES)
     projector: Literal["linear", "mlp"] = "mlp"
     drop_condition: float = Field(0.0, ge=0, lt=1)
+    sampling: SamplingConfig = SamplingConfig()
     weight: float = Field(1.0, gt=0, le=10**6)
     train_generator: bool = True
     train_projector: bool = True
@@ -73,6 +75,14 @@ class GeneratorConfig(BaseModel):
             raise ValueError("`module` excludes `config` and `noise`")
         if self.args and not self.module:
             raise ValueError("`args` are for `module` only")
+        if self.sampling.guidance != 1 and not self.drop_condition:
+            raise ValueError(
+                f"`sampling.guidance` = {self.sampling.guidance:g} needs `drop_condition` above 0: the model must "
+                "learn to go without a condition"
+            )
+        timesteps = (self.noise or NoiseConfig()).timesteps
+        if self.family and self.sampling.steps > timesteps:
+            raise ValueError(f"`sampling.steps` is {self.sampling.steps}, but `noise.timesteps` is {timesteps}")
         if self.family:
             try:
                 DiTConfig.model_validate(self.config)
@@ -121,8 +131,10 @@ class GeneratorModule(nn.Module):
         weight: float = 1.0,
         train_generator: bool = True,
         train_projector: bool = True,
+        sampling: SamplingConfig | None = None,
     ) -> None:
         super().__init__()
+        self.sampling = sampling or SamplingConfig()
         self.generator, self.entrance = generator, entrance
         self.num_queries, self.weight = num_queries, weight
         if not train_generator:
@@ -198,13 +210,14 @@ class GeneratorModule(nn.Module):
         return loss.to(torch.promote_types(loss.dtype, torch.float32))
 
     @torch.no_grad()
-    def sample(
-        self, sizes: Tensor, rows: Tensor, keys: Int64Array, num_steps: int = 50, guidance: float = 1.0
-    ) -> Tensor:
-        """What the generator makes of hidden states, [sum(rows), row_dim]. guidance: 1 is none.
+    def sample(self, sizes: Tensor, rows: Tensor, keys: Int64Array, sampling: SamplingConfig | None = None) -> Tensor:
+        """What the generator makes of hidden states, [sum(rows), row_dim]. sampling: None: as it was built with.
 
+        Others as in `forward`; there is at least one item. Takes `steps` passes, with guidance twice as many.
         Raises UserError for guidance where the model has not learned to go without a condition.
         """
+        sampling = sampling or self.sampling
+        guidance = sampling.guidance
         if guidance != 1 and self.entrance.nothing is None:
             raise UserError(f"guidance = {guidance:g} takes a generator with drop_condition above 0; set it to 1.")
         rows, num_items = rows.to(self._dtype), len(sizes)
@@ -216,7 +229,7 @@ class GeneratorModule(nn.Module):
             without = predict(self.entrance(rows, torch.ones(num_items, dtype=torch.bool, device=rows.device)))
             return without + guidance * (predict(conditions) - without)
 
-        return self.generator.sample(sizes, conditions, keys, num_steps, guided)
+        return self.generator.sample(sizes, conditions, keys, sampling, guided)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -250,6 +263,7 @@ def build_generator(
         config.weight,
         config.train_generator,
         config.train_projector,
+        config.sampling,
     )
 
 
@@ -268,6 +282,8 @@ def _custom(where: str, config: GeneratorConfig) -> nn.Module:
         generator = kind(**config.args)
     except TypeError as error:
         raise UserError(f"{named}: does not take the given args ({error})") from error
+    if config.sampling != SamplingConfig() and not hasattr(generator, "sample"):
+        raise UserError(f"{named}: has no `sample`, so `sampling` has no effect; remove it")
     if not isinstance(generator, nn.Module) or not hasattr(generator, "condition_dim"):
         lacks = "lacks condition_dim" if isinstance(generator, nn.Module) else "is no torch.nn.Module"
         raise UserError(f"{named}: {lacks}; see motet.models.contract.Generator for what a generator must offer")

@@ -13,7 +13,12 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from motet.core.errors import UserError
 from motet.core.limits import MAX_RANKS, NumLayers
@@ -131,6 +136,9 @@ def wrap(model: Model, mesh: Mesh, config: FSDPConfig) -> None:
             fully_shard(unit, mesh=mesh.shards, reshard_after_forward=reshard, mp_policy=policy)
         # A parameter that only some ranks use would otherwise be reduced on those ranks alone.
         module.set_reduce_scatter_unused_params(True)
+        if hasattr(module, "sample"):
+            # A generator is entered here too, and its parameters must be gathered then.
+            register_fsdp_forward_method(module, "sample")
 
 
 def recompute_first(module: object, count: int) -> None:

@@ -7,7 +7,7 @@ The encoders run once; `generate.py` then writes the answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from motet.runtime.mesh import Mesh
 from motet.runtime.step import forward_features
 from motet.train.generate import generate
 from motet.train.input.loading import exchanged
+from motet.train.made_items import MadeItem, examples_to_make, make_items, makers
 from motet.train.world import World
 
 _NO_TASK = "all"
@@ -49,6 +50,9 @@ class EvaluateConfig(BaseModel):
     max_new_tokens: int = Field(32, gt=0, le=10**6, description="longest answer, in tokens")
     max_examples: int | None = Field(None, gt=0, le=10**9, description="evaluate on the first so many; all by default")
     num_samples: int = Field(12, ge=0, le=10_000, description="answers shown in the report")
+    num_made: int = Field(
+        12, ge=0, le=10_000, description="held-out examples of which generators make the items, for the report"
+    )
 
 
 @dataclass(frozen=True)
@@ -76,18 +80,21 @@ class Evaluation:
     exact_match:  task -> share of its answers that are exact.
     num_examples: task -> number of its examples.
     samples:      answers for the report.
+    made:         what generators made of held-out prompts, for the report.
     """
 
     loss: float
     exact_match: dict[str, float]
     num_examples: dict[str, int]
     samples: list[Answer] = field(default_factory=list)
+    made: list[MadeItem] = field(default_factory=list)
 
 
 class Evaluator:
     """Evaluates a model on one held-out dataset.
 
     exchange: on a host group of the main thread.
+    seed:     by which generators draw noise.
     report:   called once with a sentence for each example that is left out, because its files cannot be used.
     """
 
@@ -100,8 +107,10 @@ class Evaluator:
         mesh: Mesh,
         world: World,
         config: EvaluateConfig,
+        seed: int,
         report: Callable[[str], None],
     ) -> None:
+        self._seed = seed
         self._left_out = LeftOutOfEvaluation(world, report)
         self._dataset, self._tokenizer, self._decoder, self._exchange = dataset, tokenizer, decoder, exchange
         self._mesh, self._world, self._config = mesh, world, config
@@ -126,12 +135,27 @@ class Evaluator:
             with computing(model):
                 totals += self._loss(model, loaded)
                 answers += self._answer(model, loaded)
+        made = [] if stopped else self._make(model, count)
         model.train(training)
         if stopped:
             return None
         dist.all_reduce(totals, group=self._mesh.group)
         everywhere = [answer for of_rank in self._world.gather(answers) for answer in of_rank]
-        return evaluation_of(totals, count, everywhere, self._left_out, self._config.num_samples)
+        evaluation = evaluation_of(totals, count, everywhere, self._left_out, self._config.num_samples)
+        return replace(evaluation, made=made)
+
+    def _make(self, model: MLLM, count: int) -> list[MadeItem]:
+        """What generators make of the first prompts, among the first `count`, that ask for anything. A collective."""
+        with self._world.together():
+            asked = examples_to_make(self._dataset, makers(model), count, self._config.num_made)
+        made: list[MadeItem] = []
+        for start in range(0, len(asked), self._config.batch_size):
+            loaded = self._load(np.array(asked[start : start + self._config.batch_size]))
+            batch = self._batch(model, [self._dataset.tokens(example) for example, _ in loaded], loaded)
+            examples = np.array(self._of_all_ranks(loaded), dtype=np.int64)
+            with computing(model):
+                made += make_items(model, batch, examples, self._dataset, self._seed, self._mesh.group, self._world)
+        return made
 
     def _load(self, examples: np.ndarray) -> list[tuple[int, list[Media]]]:
         """(example, its items) for the home examples of this rank whose media can be used; others are reported.
@@ -165,6 +189,10 @@ class Evaluator:
         batch = exchanged(self._exchange, examples, self._world.ranks_per_node).batch
         return batch.to(self._mesh.device, dtype=compute_types_of(model).compute)
 
+    def _of_all_ranks(self, loaded: Sequence[tuple[int, list[Media]]]) -> list[int]:
+        """The examples that all ranks have loaded, rank by rank, as the exchange numbers them. A collective."""
+        return [example for of_rank in self._world.gather([example for example, _ in loaded]) for example in of_rank]
+
     def _loss(self, model: MLLM, loaded: Sequence[tuple[int, list[Media]]]) -> Tensor:
         """(sum of the loss, number of targets) of this rank's sequences, float64 [2]. A collective."""
         batch = self._batch(model, [self._dataset.tokens(example) for example, _ in loaded], loaded)
@@ -184,10 +212,7 @@ class Evaluator:
             (example, media[: len(prompt.media)]) for prompt, (example, media) in zip(prompts, loaded, strict=True)
         ]
         batch = self._batch(model, prompts, prompt_media)
-        # The exchange numbers the examples of all ranks, rank by rank.
-        examples = [
-            example for of_rank in self._world.gather([example for example, _ in loaded]) for example in of_rank
-        ]
+        examples = self._of_all_ranks(loaded)
         computed = [examples[index] for index in batch.decision.backbone.on_rank(self._world.rank).tolist()]
         features = forward_features(model, batch, self._mesh.group)
         answers = generate(

@@ -176,7 +176,9 @@ def build_job(
     evaluator = None
     if heldout is not None:
         exchange = ItemExchange(world.control, orchestrator, model.measured, ranks_per_node=world.ranks_per_node)
-        evaluator = Evaluator(heldout, vocabulary, decoder, exchange, mesh, world, recipe.evaluate, say)
+        evaluator = Evaluator(
+            heldout, vocabulary, decoder, exchange, mesh, world, recipe.evaluate, recipe.run.seed, say
+        )
     progress, line = _resume(recipe, world, resume, model, optimizer, _start(recipe, dataset, order), say)
     return TrainingJob(
         recipe,

@@ -23,6 +23,7 @@ FILES = (
     "metrics.jsonl",
     "bad_steps.jsonl",
     "answers.json",
+    "made.json",
     "last_step.json",
     "trace.json",
     "timeline.html",
@@ -30,7 +31,7 @@ FILES = (
     "summary.json",
     "report.html",
 )
-FOLDERS = ("checkpoints", "tensorboard", "export")
+FOLDERS = ("checkpoints", "tensorboard", "export", "made")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """Error codes of a file system without locks."""
 

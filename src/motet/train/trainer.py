@@ -26,6 +26,7 @@ from motet.train.export import export
 from motet.train.input.feed import Feed, StepInput, StepRange
 from motet.train.input.loading import UnreadableExample
 from motet.train.job import TrainingJob, build_job, has_ended
+from motet.train.made_items import write_items
 from motet.train.optimizer import learning_rate, set_learning_rate
 from motet.train.planned_job import ChosenPlan
 from motet.train.predicting import PredictedRun
@@ -385,6 +386,7 @@ class _Run:
                 answers = [dataclasses.asdict(answer) | {"is_exact": answer.is_exact} for answer in evaluation.samples]
                 text = to_json(answers, ensure_ascii=False, indent=1)
                 (self.recipe.run.dir / "answers.json").write_text(text, encoding="utf-8")
+                write_items(self.recipe.run.dir, self.job.progress.step, evaluation.made, self.job.dataset.transforms)
         return True
 
     def _leave(self, request: int) -> None:

@@ -53,6 +53,16 @@ def test_no_side_changes_by_more_than_half_a_block(width, height, patch, merge):
         assert abs(side - at_least_one_block) <= transform.block / 2 + 1000 % transform.block
 
 
+@pytest.mark.parametrize("merge", [1, 2])
+@pytest.mark.parametrize(("channels", "repeats"), [(3, 1), (1, 2)])
+def test_rows_are_a_picture_again(merge, channels, repeats):
+    transform = ImageTransform(3, merge, channels=channels, temporal_patch_size=repeats, mean=(0.3,), std=(0.2,))
+    image = picture(30, 18).convert("L" if channels == 1 else "RGB")
+    media = transform(image)
+    again = transform.picture(media.values + 0.005, media.size)
+    np.testing.assert_array_equal(np.asarray(again), np.asarray(image))
+
+
 def test_a_fitting_image_is_not_resampled():
     image = picture(24, 12)
     values = ImageTransform(6, mean=(0.0,), std=(1.0,))(image).values

@@ -5,8 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from motet.models.diffusion import Diffusion, NoiseConfig
+from motet.models.diffusion import Diffusion, NoiseConfig, SamplingConfig
 from motet.models.dit import DiT, DiTConfig
+from motet.models.generator import GeneratorModule, OutputProjector
+from motet.models.projector import Projector, ProjectorConfig
 from motet.noise import normal_of_rows, uniform_of_items
 
 CPU = torch.device("cpu")
@@ -27,16 +29,64 @@ class Known(nn.Module):
         return noise if self.config.predicts == "epsilon" else kept.sqrt() * noise - (1 - kept).sqrt() * self.latents
 
 
+@pytest.mark.parametrize("sampler", ["ddim", "ddpm"])
 @pytest.mark.parametrize("predicts", ["epsilon", "v"])
 @pytest.mark.parametrize("schedule", ["linear", "scaled_linear", "cosine"])
-def test_what_knows_the_latents_has_no_loss_and_samples_them(schedule, predicts):
+def test_what_knows_the_latents_has_no_loss_and_samples_them(schedule, predicts, sampler):
     sizes, keys = torch.tensor([[2, 2], [1, 3]]), np.array([5, -9])
     latents = torch.randn(7, 3, dtype=torch.float64)
     config = NoiseConfig(schedule=schedule, predicts=predicts, timesteps=50)
     model = Diffusion(Known(latents, config), config)
     conditions = torch.zeros(2, 2, dtype=torch.float64)
     assert model(latents, sizes, conditions, keys).item() < 1e-20
-    assert torch.allclose(model.sample(sizes, conditions, keys, num_steps=7), latents, atol=1e-8)
+    sampled = model.sample(sizes, conditions, keys, SamplingConfig(sampler=sampler, steps=7))
+    assert torch.allclose(sampled, latents, atol=1e-8)
+
+
+class Ideal(nn.Module):
+    """The best predictor of normal latents of a given mean and spread."""
+
+    condition_dim, row_dim, blocks = 2, 3, ()
+    mean, spread = 0.7, 0.4
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    def forward(self, noised, times, sizes, conditions):
+        kept = self.config.kept()[int(times[0])]
+        noise = (1 - kept) ** 0.5 * (noised - kept**0.5 * self.mean) / (kept * self.spread**2 + 1 - kept)
+        return noise if self.config.predicts == "epsilon" else (noise - (1 - kept) ** 0.5 * noised) / kept**0.5
+
+
+@pytest.mark.parametrize("predicts", ["epsilon", "v"])
+@pytest.mark.parametrize("sampler", ["ddim", "ddpm"])
+def test_samples_have_the_spread_of_what_is_learned(sampler, predicts):
+    config = NoiseConfig(schedule="cosine", timesteps=400, predicts=predicts)
+    sizes, keys = torch.tensor([[5000]]), np.array([3])
+    sampling = SamplingConfig(sampler=sampler, steps=400)
+    sampled = Diffusion(Ideal(config), config).sample(sizes, torch.zeros(1, 2).double(), keys, sampling)
+    assert float(sampled.mean()) == pytest.approx(Ideal.mean, abs=0.02)
+    assert float(sampled.std()) == pytest.approx(Ideal.spread, rel=0.04)
+
+
+def test_guidance_goes_beyond_what_is_predicted_without_a_condition():
+    torch.manual_seed(0)
+    projector, num = Projector(6, 8, ProjectorConfig()), 2
+    model = Diffusion(DiT(num, DiTConfig(row_dim=3, hidden=8, num_layers=1, num_heads=2)), NoiseConfig())
+    module = GeneratorModule(model, OutputProjector(projector, num, drop=0.5), num).double()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    sizes, rows, keys = torch.tensor([[2, 2], [3, 1]]), torch.randn(4, 6).double(), np.array([1, 2])
+    # One step is linear in what is predicted.
+    with_it, without, beyond = (
+        module.sample(sizes, rows, keys, SamplingConfig(steps=1, guidance=guidance)) for guidance in (1, 0, 3)
+    )
+    assert not torch.allclose(with_it, without, atol=1e-3)
+    assert torch.allclose(beyond, without + 3 * (with_it - without), rtol=1e-10)
+    assert torch.equal(without, module.sample(sizes, 2 * rows, keys, SamplingConfig(steps=1, guidance=0)))
+    alone = module.sample(sizes[1:], rows[2:], keys[1:], SamplingConfig(sampler="ddpm", steps=4))
+    assert torch.allclose(module.sample(sizes, rows, keys, SamplingConfig(sampler="ddpm", steps=4))[4:], alone)
 
 
 def test_the_loss_of_an_item_is_its_own():

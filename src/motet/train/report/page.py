@@ -1,4 +1,5 @@
-"""The report of a run: one HTML page, made from its `summary.json`, `metrics.jsonl` and `answers.json`.
+"""The report of a run: one HTML page, made from its `summary.json`, `metrics.jsonl`, `answers.json` and
+`made.json`.
 
 Charts are inline SVG and media are data URIs, so that the page can be mailed and read without a network.
 """
@@ -29,6 +30,8 @@ def write_report(run_dir: Path) -> Path:
     steps = read_lines(run_dir / "metrics.jsonl")
     answers_file = run_dir / "answers.json"
     answers = json.loads(answers_file.read_text(encoding="utf-8")) if answers_file.exists() else []
+    made_file = run_dir / "made.json"
+    made = json.loads(made_file.read_text(encoding="utf-8")) if made_file.exists() else []
     title = f"Motet run: {run_dir.name}"
     body = [
         f"<h1>{html.escape(title)}</h1>",
@@ -39,6 +42,7 @@ def write_report(run_dir: Path) -> Path:
         *_time(steps),
         *beside_sections(run_dir, summary),
         *_exact_match(summary),
+        *_made(made, run_dir),
         *_answers(answers),
     ]
     page = (
@@ -190,6 +194,26 @@ def _answers(answers: list[dict[str, Any]]) -> list[str]:
     if not answers:
         return []
     return ["<h2>Held-out examples and the model's answers</h2>", '<div class="cards">', *map(_card, answers), "</div>"]
+
+
+def _made(made: list[dict[str, Any]], run_dir: Path) -> list[str]:
+    """What generators made of held-out prompts, beside what the answer holds."""
+    if not made:
+        return []
+    cards = [
+        f'<div class="card shown"><div class="task">{html.escape(item["generator"])}</div>'
+        f"{''.join(_player(Path(path)) for path in item['media'])}<dl>"
+        f"<dt>asked</dt><dd>{html.escape(item['prompt'])}</dd></dl>"
+        f'<div class="made"><div>made{_player(run_dir / item["file"])}</div>'
+        f"<div>held out{_player(Path(item['expected']))}</div></div></div>"
+        for item in made
+    ]
+    return [
+        f"<h2>What was made of held-out prompts after step {made[0]['step']:,}</h2>",
+        '<div class="cards">',
+        *cards,
+        "</div>",
+    ]
 
 
 def _card(answer: dict[str, Any]) -> str:
