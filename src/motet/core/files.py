@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 from pathlib import Path
@@ -57,3 +58,35 @@ def check_output(path: Path) -> None:
     # Writing to a pipe waits for a reader. A device such as /dev/null takes any output.
     if kind not in (None, "a device"):
         raise UserError(f"{path} cannot be written: it is {kind.replace('directory', 'folder')}; name a file.")
+
+
+class FileSlice(io.RawIOBase):
+    """A part of an open file as a file; closing it closes the open file."""
+
+    def __init__(self, file: IO[bytes], offset: int, num_bytes: int) -> None:
+        self._file, self._offset, self._num_bytes, self._position = file, offset, num_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = (0, self._position, self._num_bytes)[whence]
+        self._position = max(start + offset, 0)
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        num_bytes = min(len(buffer), max(self._num_bytes - self._position, 0))
+        data = os.pread(self._file.fileno(), num_bytes, self._offset + self._position)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

@@ -9,11 +9,13 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from motet.core.limits import MAX_RANKS, MAX_SEED
+from motet.data.copies import Copies
 from motet.data.dataset import LengthRule
 from motet.data.order import whole_weights
 
 _SPLIT = re.compile(r"\{rank(?::0([1-9])d)?\}")
 """The number of a split in a manifest's name: {rank}, or {rank:05d} in five digits."""
+_CACHE_BYTES = 64 << 30
 
 Cap = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
@@ -82,6 +84,10 @@ class FilesConfig(LoadingConfig):
                     `heldout`, as answers are compared whole. "error": the job stops before its first step, and names
                     the first.
     index_folder:   a folder for indexes, if the manifests' own folders cannot be written.
+    cache_folder:   where local copies of remote files are kept: manifests, shards and media may then be URLs (s3://,
+                    gs://, az://, hf://, https://). A folder of each machine itself, which all processes there share.
+                    None: nothing is downloaded.
+    cache_bytes:    the most bytes that these copies take; the least recently used make room. By default 64 GiB.
     """
 
     train: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -90,6 +96,21 @@ class FilesConfig(LoadingConfig):
     too_long: LengthRule = "drop"
     mixture: tuple[Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)], ...] = ()
     index_folder: Path | None = None
+    cache_folder: Path | None = None
+    cache_bytes: Annotated[int | None, Field(ge=1, le=2**63 - 1)] = None
+
+    @property
+    def copies(self) -> Copies | None:
+        """Where remote files are copied to; None: there may be none."""
+        if self.cache_folder is None:
+            return None
+        return Copies(str(self.cache_folder), self.cache_bytes or _CACHE_BYTES)
+
+    @model_validator(mode="after")
+    def _remote_files_have_a_folder(self) -> FilesConfig:
+        if self.cache_bytes is not None and self.cache_folder is None:
+            raise ValueError("cache_bytes has no effect without cache_folder; set that, or remove it")
+        return self
 
     @model_validator(mode="after")
     def _a_weight_a_manifest(self) -> FilesConfig:

@@ -22,6 +22,7 @@ from motet.core.item_segments import ItemSegments
 from motet.core.readers import Combine, combine_error
 from motet.core.workload import BatchLengths, ItemLengths, home_ranks
 from motet.data.conversation import Conversation, parse_conversation
+from motet.data.copies import Copies
 from motet.data.example_lengths import ExampleLengths
 from motet.data.index import Index
 from motet.data.index_build import open_index
@@ -103,12 +104,18 @@ class Dataset:
         max_sequence_length: int | None = None,
         too_long: LengthRule = "drop",
         index_folder: str | Path | None = None,
+        copies: Copies | None = None,
         num_workers: int = 0,
         progress: IndexProgress | None = None,
     ) -> Dataset:
-        """The examples of all manifests, one after the other. Indexes that do not fit are built. Raises UserError."""
+        """The examples of all manifests, one after the other. Indexes that do not fit are built. Raises UserError.
+
+        copies: where remote files are copied to; None: there may be none.
+        """
         indexes = [
-            open_index(manifest, text, index_folder=index_folder, num_workers=num_workers, progress=progress)
+            open_index(
+                manifest, text, index_folder=index_folder, copies=copies, num_workers=num_workers, progress=progress
+            )
             for manifest in manifests
         ]
         return cls(

@@ -83,7 +83,8 @@ class Decoder:
                     future.set_result(bad or done.result()[number])
 
         # An actor has another working directory.
-        task = ref if self._cluster is None else replace(ref, path=os.path.abspath(ref.path))
+        is_here = self._cluster is None or ref.copies is not None
+        task = ref if is_here else replace(ref, path=os.path.abspath(ref.path))
         self._pool.submit((task, tuple(readers))).add_done_callback(settle)
         return loaded
 

@@ -30,7 +30,9 @@ from motet.core.arrays import Int32Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.core.files import irregular_kind, printable
+from motet.data.copies import Copies
 from motet.data.media import IN_ANSWER, IN_RECORD, MODALITIES, MediaRef
+from motet.data.remote import is_url, located
 
 # Increment it when the contents of the files change: older indexes are then rebuilt.
 FORMAT_VERSION = 6
@@ -141,7 +143,7 @@ class IndexRow:
 class Index:
     """A built index, opened for reading; any number of processes share its memory.
 
-    folder: media paths are relative to it.
+    folder: media paths are relative to it; perhaps a URL. copies: where remote media are copied to.
     All lengths are read once, for their checksum: 10 ms for a million examples. Raises DamagedIndex if `path` is no
     whole index of this version, OSError if it cannot be read.
 
@@ -149,7 +151,7 @@ class Index:
     example, and `index.media_refs(0)` the files of the first one.
     """
 
-    def __init__(self, path: Path, folder: Path) -> None:
+    def __init__(self, path: Path, folder: Path | str, copies: Copies | None = None) -> None:
         self.path, self.folder = path, folder
         try:
             if kind := irregular_kind(path):
@@ -165,6 +167,8 @@ class Index:
                 raise DamagedIndex(f"{path} does not have its checksum")
         except (ValueError, LookupError, AttributeError, pa.ArrowException) as error:
             raise DamagedIndex(f"{path} is no whole index: {error}") from error
+        # An index that is built anew has copies of its own, so that no former content of a URL is read.
+        self._copies = None if copies is None else copies.of_version(self.about["rows"])
         # O_NONBLOCK: opening a pipe under this name would block.
         self._rows = os.open(path.with_name(self.about["rows"]), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if os.fstat(self._rows).st_size != self._row_span(len(self) - 1)[1]:
@@ -203,7 +207,7 @@ class Index:
     def bad_examples(self) -> Iterator[BadExample]:
         """Examples that cannot be used, in order. O(1) if there are none."""
         for example, path, reason in _bad_rows(self._column("bad")):
-            where = path if path.endswith(IN_RECORD) else os.path.join(self.folder, path)
+            where = path if path.endswith(IN_RECORD) or is_url(path) else os.path.join(self.folder, path)
             yield BadExample(example, printable(where), reason)
 
     def where(self, example: int) -> str:
@@ -226,12 +230,15 @@ class Index:
         for item, (path, member, offset, num_bytes) in zip(range(start, end), self._row(example).locations):
             raw = (int(widths[item]), int(heights[item]))
             if path:
-                where = os.path.join(self.folder, path)
+                where = located(self.folder, path)
             else:
                 where = str(self.path.with_name(self.about["rows"]))
                 offset += self._row_span(example)[0]
             in_answer, code = divmod(int(self.lengths.modality[item]), IN_ANSWER)
-            refs.append(MediaRef(MODALITIES[code], where, member, offset, num_bytes, raw, in_answer=bool(in_answer)))
+            at = self._copies if is_url(where) else None
+            refs.append(
+                MediaRef(MODALITIES[code], where, member, offset, num_bytes, raw, in_answer=bool(in_answer), copies=at)
+            )
         return refs
 
     def _row(self, example: int) -> IndexRow:

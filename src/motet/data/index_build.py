@@ -25,10 +25,12 @@ from typing import Any
 import pyarrow as pa
 
 from motet.core.errors import UserError
+from motet.data.copies import Copies
 from motet.data.index import FORMAT_VERSION, SCHEMA, DamagedIndex, Index, checksum
 from motet.data.index_entries import FATAL_HEADER, EntryReader, HeaderCheck, PackedColumns, TextEncoder, join_columns
 from motet.data.index_lock import IndexProgress, build_lock
 from motet.data.manifest import Entry, Manifest
+from motet.data.media import MediaRef
 from motet.data.workers import WorkerDied, WorkerPool
 
 _CHUNK_EXAMPLES = 256
@@ -41,18 +43,20 @@ def open_index(
     text: TextEncoder,
     *,
     index_folder: str | Path | None = None,
+    copies: Copies | None = None,
     num_workers: int = 0,
     progress: IndexProgress | None = None,
 ) -> Index:
     """The index of a manifest; it is built first if no index fits.
 
     index_folder: a folder for indexes, if the manifest's own is not writable.
+    copies:       where remote files are copied to; None: there may be none.
     num_workers:  processes that build; 0: this one.
     Raises UserError for a manifest that is missing or wrong (naming the line), or if no index can be written.
     """
     with _reading(manifest):
-        manifest = manifest if isinstance(manifest, Manifest) else Manifest.find(manifest)
-    folder = _index_folder(manifest, index_folder)
+        manifest = manifest if isinstance(manifest, Manifest) else Manifest.find(manifest, copies)
+    folder = manifest.default_index_folder if index_folder is None else manifest.index_folder_in(Path(index_folder))
     path = folder / f"{text.fingerprint[:16]}.arrow"
     if index := _open_if_fits(path, manifest):
         return index
@@ -80,7 +84,7 @@ def _reading(manifest: str | Path | Manifest) -> Iterator[None]:
         yield
     except OSError as error:
         name = manifest.name if isinstance(manifest, Manifest) else manifest
-        raise UserError(f"manifest {name}: cannot be read ({error.strerror})") from error
+        raise UserError(f"manifest {name}: cannot be read ({error.strerror or error})") from error
 
 
 @contextmanager
@@ -98,19 +102,11 @@ def _writing(manifest: Manifest, folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _index_folder(manifest: Manifest, index_folder: str | Path | None) -> Path:
-    if index_folder is None:
-        return manifest.default_index_folder
-    # Manifests of the same name from several folders share `index_folder`.
-    suffix = hashlib.blake2b(str(manifest.folder.resolve()).encode(), digest_size=6).hexdigest()
-    return Path(index_folder) / f"{manifest.name}-{suffix}.motet-index"
-
-
 def _open_if_fits(path: Path, manifest: Manifest) -> Index | None:
     with _reading(manifest):
         stamp = manifest.stamp()
     try:
-        index = Index(path, manifest.folder)
+        index = Index(path, manifest.folder, manifest.copies)
     except (OSError, DamagedIndex):
         return None
     return index if _is_current(manifest, stamp, index) and _still_bad(index) else None
@@ -120,6 +116,8 @@ def _is_current(manifest: Manifest, stamp: list[list[Any]], index: Index) -> boo
     """Whether the index was built from the manifest as it is now."""
     if index.about["stamp"] == stamp:
         return True
+    if manifest.is_remote:
+        return False
     # The manifest may have been copied or touched without a change.
     same_sizes = [entry[:2] for entry in index.about["stamp"]] == [entry[:2] for entry in stamp]
     with _reading(manifest):
@@ -134,7 +132,7 @@ def _still_bad(index: Index) -> bool:
     with WorkerPool(int(any_fatal), HeaderCheck) as pool:
         for bad in bad_examples:
             try:
-                refs = [replace(ref, raw=None) for ref in index.media_refs(bad.example)]
+                refs = [_as_now(ref) for ref in index.media_refs(bad.example)]
                 if pool.submit(refs).result() != bad.reason:
                     return False
             except WorkerDied:
@@ -146,10 +144,16 @@ def _still_bad(index: Index) -> bool:
     return True
 
 
+def _as_now(ref: MediaRef) -> MediaRef:
+    """A reference to what its file is now: without the header, or the local copy, that it once had."""
+    return replace(ref, raw=None, copies=None if ref.copies is None else ref.copies.of_version(uuid.uuid4().hex))
+
+
 def _build(manifest: Manifest, text: TextEncoder, path: Path, num_workers: int, progress: IndexProgress) -> Path:
+    rows_path = path.with_name(f"{path.stem}-{uuid.uuid4().hex[:12]}.rows")
+    manifest = manifest.of_version(rows_path.name)
     with _reading(manifest):
         stamp, digest = manifest.stamp(), manifest.digest()
-    rows_path = path.with_name(f"{path.stem}-{uuid.uuid4().hex[:12]}.rows")
     try:
         chunks = _write_rows(rows_path, _read_all(manifest, text, num_workers), progress)
         if not chunks:
@@ -228,7 +232,7 @@ def _read_all(manifest: Manifest, text: TextEncoder, num_workers: int) -> Iterat
     # Reading a small manifest takes less time than starting a worker.
     is_small = len(first) < 3 and sum(map(len, first)) < 2 * _CHUNK_EXAMPLES
     num_workers = 0 if is_small else num_workers
-    with WorkerPool(num_workers, EntryReader, manifest.folder, text) as pool:
+    with WorkerPool(num_workers, EntryReader, manifest.folder, text, manifest.copies) as pool:
         waiting: deque[tuple[Future[PackedColumns], list[Entry]]] = deque()
         for chunk in chain(first, chunks):
             waiting.append((pool.submit((chunk, "")), chunk))

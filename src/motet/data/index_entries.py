@@ -17,11 +17,13 @@ from motet.core.arrays import Int32Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.data.conversation import Conversation, parse_conversation, parse_record
+from motet.data.copies import Copies
 from motet.data.headers import read_header
 from motet.data.index import SCHEMA, IndexRow
 from motet.data.manifest import Entry
 from motet.data.media import IN_ANSWER, MODALITIES, BadMedia, MediaRef
 from motet.data.record_media import find_media, without_held
+from motet.data.remote import is_url, relative
 
 FATAL_HEADER = "its header ends the process that reads it"
 """The start of the reason for a file whose header killed a worker; it must only be opened in a worker process."""
@@ -101,10 +103,10 @@ class PackedColumns:
 
 
 class EntryReader:
-    """Entries to columns; it runs in a worker process. folder: media paths are relative to it."""
+    """Entries to columns; it runs in a worker process. folder, copies: as `find_media` takes them."""
 
-    def __init__(self, folder: Path, text: TextEncoder) -> None:
-        self._folder, self._text = folder, text
+    def __init__(self, folder: Path | str, text: TextEncoder, copies: Copies | None = None) -> None:
+        self._folder, self._text, self._copies = folder, text, copies
 
     def __call__(self, task: tuple[Sequence[Entry], str]) -> PackedColumns:
         """task: entries, and how a worker died that read the files of this one entry ("was killed by SIGSEGV"), or "".
@@ -120,7 +122,7 @@ class EntryReader:
     def _add(self, entry: Entry, death: str, columns: Columns) -> None:
         record = parse_record(entry.text, entry.where)
         conversation = parse_conversation(record, entry.where)
-        refs = find_media(entry, record, conversation, self._folder)
+        refs = find_media(entry, record, conversation, self._folder, self._copies)
         try:
             text = self._text.encode(conversation)
         except UserError as error:
@@ -156,7 +158,9 @@ class EntryReader:
         locations, offset = [], -num_held
         for ref in refs:
             if ref.data is None:
-                locations.append((os.path.relpath(ref.path, self._folder), ref.member, ref.offset, ref.num_bytes))
+                own = is_url(ref.path)
+                path = relative(ref.path, self._folder) if own else os.path.relpath(ref.path, self._folder)
+                locations.append((path, ref.member, ref.offset, ref.num_bytes))
             else:
                 locations.append(("", ref.member, offset, len(ref.data)))
                 offset += len(ref.data)

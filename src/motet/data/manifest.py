@@ -3,6 +3,7 @@
 The name of a manifest is a file (`train.jsonl`, `train.json`, `train.parquet`, `train.tar`; JSONL and tar also as
 `.gz`, `.bz2` or `.xz`), a directory of tar shards, a directory that `datasets` saved, or a pattern of files of one
 format with `*`, `?`, or braces (`train-{000..127}.tar`). Media paths are relative to the manifest's directory.
+All but what `datasets` saved may also be a URL (`remote.py`), and is then read as a local copy.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,12 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from motet.core.errors import UserError
-from motet.core.text_files import read_json
-from motet.data.compressed import COMPRESSED_ENDINGS, DECOMPRESSION_ERRORS, is_compressed, open_decompressed
+from motet.core.text_files import parse_json, read_json
+from motet.data.compressed import COMPRESSED_ENDINGS, DECOMPRESSION_ERRORS, is_compressed, open_decompressed, open_file
 from motet.data.conversation import check_is_object
+from motet.data.copies import INDEXES, Copies
 from motet.data.media_names import DATA_URL_HEAD
 from motet.data.record_fields import TOOLS_FIELD, TURN_FIELDS
-from motet.data.shards import TAR_ENDINGS, Member, expand_shards, read_shard
+from motet.data.remote import FILE, find_all, folder_of, is_url, located, path_of
+from motet.data.remote_manifest import RemoteFile, remote_files
+from motet.data.shard_names import TAR_ENDINGS
+from motet.data.shards import Member, expand_shards, read_shard
 
 _FORMATS = ".json, .jsonl, .parquet or .tar"
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
@@ -56,40 +61,75 @@ class Manifest:
     """A manifest that exists.
 
     files:  the one file, or the shards in order.
-    folder: media paths are relative to it.
+    folder: media paths are relative to it; a URL if the manifest has one.
+    copies: where remote files are copied to; None: none are read.
     """
 
     name: str
     kind: str
-    files: tuple[Path, ...]
-    folder: Path
+    files: tuple[Path | RemoteFile, ...]
+    folder: Path | str
+    copies: Copies | None = None
 
     @classmethod
-    def find(cls, spec: str | Path) -> Manifest:
-        """The manifest that `spec` names. Raises UserError if it is missing or of no known format."""
-        path = Path(spec)
+    def find(cls, spec: str | Path, copies: Copies | None = None) -> Manifest:
+        """The manifest that `spec` names. Raises UserError if it is missing, out of reach or of no known format."""
+        if is_url(spec):
+            url = str(spec)
+            files = remote_files(url, copies)
+            name = url.rstrip("/").rpartition("/")[2] if len(files) > 1 else files[0].name
+            folder = folder_of(url.rstrip("/"))
+            return cls(re.sub(r"[^\w.-]+", "_", name), _common_kind(files, url), files, folder, copies)
+        path = Path(str(spec).removeprefix(FILE))
         if path.is_file():
-            return cls(path.name, _kind_of(path, spec), (path,), path.parent)
+            return cls(path.name, _kind_of(path, spec), (path,), path.parent, copies)
         if (path / _STATE).is_file() or (path / _SPLITS).is_file():
-            return cls(path.name, "arrow", _saved_files(path), path.parent)
-        shards = expand_shards(spec)
+            return cls(path.name, "arrow", _saved_files(path), path.parent, copies)
+        shards = expand_shards(path)
         if not shards:
             raise UserError(f"manifest {spec}: there is no such file; it must be a {_FORMATS} file, or tar shards")
-        kinds = [_kind_of(shard, spec) for shard in shards]
-        if other := next((shard for shard, kind in zip(shards, kinds) if kind != kinds[0]), None):
-            raise UserError(f"manifest {spec}: names {shards[0].name} and {other.name}, which are of two formats")
         name = path.name if path.is_dir() else re.sub(r"[^\w.-]+", "_", path.name)
-        return cls(name, kinds[0], tuple(shards), path.parent)
+        return cls(name, _common_kind(shards, spec), tuple(shards), path.parent, copies)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it has a URL."""
+        return isinstance(self.folder, str)
 
     @property
     def default_index_folder(self) -> Path:
-        """The folder of its indexes, beside it."""
+        """The folder of its indexes: beside it, or for a remote one beside the local copies."""
+        if isinstance(self.folder, str):
+            assert self.copies is not None, "a remote manifest was found with them"
+            return self.index_folder_in(Path(self.copies.folder) / INDEXES)
         return self.folder / f"{self.name}.motet-index"
 
+    def index_folder_in(self, folder: Path) -> Path:
+        """The folder of its indexes in one that manifests of the same name from several folders share."""
+        own = self.folder if isinstance(self.folder, str) else str(self.folder.resolve())
+        suffix = hashlib.blake2b(own.encode(), digest_size=6).hexdigest()
+        return folder / f"{self.name}-{suffix}.motet-index"
+
+    def of_version(self, version: str) -> Manifest:
+        """The same manifest, of which remote files are copied anew for each version."""
+        copies = None if self.copies is None else self.copies.of_version(version)
+        files = (file.of_version(version) if isinstance(file, RemoteFile) else file for file in self.files)
+        return replace(self, files=tuple(files), copies=copies)
+
     def stamp(self) -> list[list[Any]]:
-        """Name, bytes and modification time (ns) of each file: if equal, the manifest has not changed."""
+        """Name, bytes and time of change (ns) of each file: if equal, the manifest has not changed.
+
+        Of a remote file, in place of the time, what its store calls its version.
+        """
         with self._reading():
-            return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in self.files]
+            remote = [file.found.url for file in self.files if isinstance(file, RemoteFile)]
+            if remote:
+                found = dict(zip(remote, find_all(remote)))
+                if gone := [url for url in remote if found[url] is None]:
+                    raise FileNotFoundError(f"{gone[0]} is not there any more")
+                return [[path_of(at.url).name, at.size_bytes, at.version] for at in found.values() if at is not None]
+            local = [file for file in self.files if not isinstance(file, RemoteFile)]
+            return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in local]
 
     def digest(self) -> str:
         """A digest of the content; for shards, which may be terabytes, of their names and sizes."""
@@ -99,7 +139,7 @@ class Manifest:
             return digest.hexdigest()
         with self._reading():
             for path in self.files:
-                with path.open("rb") as file:
+                with open_file(path) as file:
                     for chunk in iter(partial(file.read, _DIGEST_CHUNK_BYTES), b""):
                         digest.update(chunk)
         return digest.hexdigest()
@@ -119,10 +159,20 @@ class Manifest:
         try:
             yield
         except OSError as error:
-            raise UserError(f"manifest {self.folder / self.name}: cannot be read ({error.strerror or error})") from None
+            raise UserError(
+                f"manifest {located(self.folder, self.name)}: cannot be read ({error.strerror or error})"
+            ) from None
 
 
-def _kind_of(path: Path, spec: str | Path) -> str:
+def _common_kind(files: Sequence[Path | RemoteFile], spec: str | Path) -> str:
+    """The format of all files of a manifest. Raises UserError if there are two."""
+    kinds = [_kind_of(file, spec) for file in files]
+    if other := next((file for file, kind in zip(files, kinds) if kind != kinds[0]), None):
+        raise UserError(f"manifest {spec}: names {files[0].name} and {other.name}, which are of two formats")
+    return kinds[0]
+
+
+def _kind_of(path: Path | RemoteFile, spec: str | Path) -> str:
     """The format of a file by its ending. Raises UserError for any other."""
     name = path.name.lower()
     if name.endswith(TAR_ENDINGS):
@@ -161,13 +211,14 @@ def _saved_files(folder: Path) -> tuple[Path, ...]:
     return files
 
 
-def _read_tar(path: Path) -> Iterator[Entry]:
+def _read_tar(path: Path | RemoteFile) -> Iterator[Entry]:
     for key, text, members in read_shard(path):
         yield Entry(f"{path}, key {key}", text, members, 1.0)
 
 
-def _read_jsonl(path: Path) -> Iterator[Entry]:
-    num_bytes = max(path.stat().st_size, 1)
+def _read_jsonl(path: Path | RemoteFile) -> Iterator[Entry]:
+    size_bytes = path.found.size_bytes if isinstance(path, RemoteFile) else path.stat().st_size
+    num_bytes = max(size_bytes, 1)
     done = 0
     try:
         with open_decompressed(path) as file:
@@ -182,8 +233,12 @@ def _read_jsonl(path: Path) -> Iterator[Entry]:
         raise UserError(f"{path}: is damaged or cut off, and cannot be decompressed ({error})") from None
 
 
-def _read_json(path: Path) -> Iterator[Entry]:
-    records = read_json(path, "the manifest")
+def _read_json(path: Path | RemoteFile) -> Iterator[Entry]:
+    if isinstance(path, RemoteFile):
+        with path.open_copy() as file:
+            records = parse_json(file.read(), str(path))
+    else:
+        records = read_json(path, "the manifest")
     if not isinstance(records, list):
         raise UserError(f"{path}: must hold a list of records; one record a line is a .jsonl file")
     for number, record in enumerate(records, start=1):
@@ -191,7 +246,7 @@ def _read_json(path: Path) -> Iterator[Entry]:
         yield Entry(where, _dump(check_is_object(record, where), where), None, number / len(records))
 
 
-def _read_table(path: Path) -> Iterator[Entry]:
+def _read_table(path: Path | RemoteFile) -> Iterator[Entry]:
     number = 0
     for records, num_rows in (_arrow_batches if path.suffix == ".arrow" else _parquet_batches)(path):
         for record in records:
@@ -200,7 +255,7 @@ def _read_table(path: Path) -> Iterator[Entry]:
             yield Entry(where, _dump(record, where), None, number / num_rows)
 
 
-def _arrow_batches(path: Path) -> Iterator[tuple[list[dict[str, Any]], int]]:
+def _arrow_batches(path: Path | RemoteFile) -> Iterator[tuple[list[dict[str, Any]], int]]:
     """As `_parquet_batches`, of a file that `datasets` saved: an Arrow stream."""
     import pyarrow
 
@@ -218,13 +273,13 @@ def _arrow_batches(path: Path) -> Iterator[tuple[list[dict[str, Any]], int]]:
         raise UserError(_unreadable(path, num_read, "Arrow stream", error)) from None
 
 
-def _parquet_batches(path: Path) -> Iterator[tuple[list[dict[str, Any]], int]]:
+def _parquet_batches(path: Path | RemoteFile) -> Iterator[tuple[list[dict[str, Any]], int]]:
     """Batches of rows, each with the number of rows in the whole file."""
     import pyarrow.parquet
 
     num_read = 0
     try:
-        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
+        with open_file(path) as opened, pyarrow.parquet.ParquetFile(opened, page_checksum_verification=True) as file:
             _check_names(file.schema_arrow, path)
             for batch in file.iter_batches(batch_size=_TABLE_ROWS):
                 yield batch.to_pylist(), file.metadata.num_rows
@@ -236,12 +291,12 @@ def _parquet_batches(path: Path) -> Iterator[tuple[list[dict[str, Any]], int]]:
         raise UserError(_unreadable(path, num_read, "Parquet file", error)) from None
 
 
-def _check_names(schema: Any, path: Path) -> None:
+def _check_names(schema: Any, path: Path | RemoteFile) -> None:
     if repeated := [name for name in schema.names if schema.names.count(name) > 1]:
         raise UserError(f"{path}: has two columns '{repeated[0]}'; each must have a name of its own")
 
 
-def _unreadable(path: Path, num_read: int, what: str, error: Exception) -> str:
+def _unreadable(path: Path | RemoteFile, num_read: int, what: str, error: Exception) -> str:
     reason = " ".join(str(error).split())[:_MAX_REASON_CHARACTERS]
     after = f", after row {num_read}" if num_read else ""
     return f"{path}{after}: is no {what} that can be read ({reason})"

@@ -7,14 +7,16 @@ of bytes, compressed shards) are copied into the index, and are slices of its fi
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from motet.core.files import IrregularFile, open_regular, printable
+from motet.core.errors import UserError
+from motet.core.files import FileSlice, IrregularFile, open_regular, printable
+from motet.data.copies import Copies
+from motet.data.remote import is_url, path_of
 
 IMAGE = "image"
 AUDIO = "audio"
@@ -50,10 +52,11 @@ class Unusable(ValueError):
 class MediaRef:
     """One item of one example, with all that another process needs to load it.
 
-    path:   the item's own file, or the tar shard that holds it.
+    path:   the item's own file, or the tar shard that holds it; a path, or a URL.
     member: the name inside the shard; empty for an own file.
     offset, num_bytes: the slice of the shard; num_bytes is -1 for an own file.
     data:   the bytes of an item that its record holds, until they are in the index.
+    copies: where the local copy of a URL is; None for a path.
     raw:    (width, height) in pixels, or (samples, sampling rate), from the header when the index was built; None if
             not known yet.
     in_answer: it stands in a turn of the assistant (not in a document), so that a generator can learn to make it.
@@ -67,6 +70,7 @@ class MediaRef:
     raw: tuple[int, int] | None = None
     data: bytes | None = field(default=None, repr=False)
     in_answer: bool = False
+    copies: Copies | None = field(default=None, repr=False)
 
     @property
     def name(self) -> str:
@@ -78,12 +82,14 @@ class MediaRef:
         )
 
     def open(self) -> IO[bytes]:
-        """The bytes of this item as a file. Raises OSError."""
+        """The bytes of this item as a file. Raises OSError, and as `Copies.open`."""
         if self.data is not None:
             return io.BytesIO(self.data)
+        if self.copies is not None:
+            return self.copies.open(self.path, self.offset, self.num_bytes)
         if self.num_bytes < 0:
             return open_regular(self.path)
-        return io.BufferedReader(_Slice(open_regular(self.path), self.offset, self.num_bytes))
+        return io.BufferedReader(FileSlice(open_regular(self.path), self.offset, self.num_bytes))
 
 
 def modality_of(name: str) -> str | None:
@@ -96,7 +102,8 @@ def modality_of(name: str) -> str | None:
 
 def codec_of(ref: MediaRef) -> str:
     """What decodes an item, by the ending of its name: ".jpg"."""
-    suffix = Path(ref.member or ref.path).suffix.lower()
+    name = ref.member or ref.path
+    suffix = (path_of(name) if is_url(name) else Path(name)).suffix.lower()
     return ".jpg" if suffix == ".jpeg" else suffix
 
 
@@ -109,10 +116,10 @@ def amount_of(ref: MediaRef) -> int:
 
 @contextmanager
 def raise_bad_media(ref: MediaRef) -> Iterator[None]:
-    """Turn every exception on a file into BadMedia with a reason that the user can act on."""
+    """Turn every exception on a file, but UserError, into BadMedia with a reason that the user can act on."""
     try:
         yield
-    except BadMedia:
+    except (BadMedia, UserError):  # The latter is no fault of the file.
         raise
     except Exception as error:
         raise BadMedia(ref.name, failure_reason(error)) from error
@@ -135,35 +142,3 @@ def failure_reason(error: Exception) -> str:
     if type(error).__name__ == "LibsndfileError":
         return f"is no audio that soundfile knows, or it is damaged ({getattr(error, 'error_string', error)})"
     return f"cannot be read ({type(error).__name__}: {error})"
-
-
-class _Slice(io.RawIOBase):
-    """A part of an open file as a file; closing it closes the open file."""
-
-    def __init__(self, file: IO[bytes], offset: int, num_bytes: int) -> None:
-        self._file, self._offset, self._num_bytes, self._position = file, offset, num_bytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = (0, self._position, self._num_bytes)[whence]
-        self._position = max(start + offset, 0)
-        return self._position
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        num_bytes = min(len(buffer), max(self._num_bytes - self._position, 0))
-        data = os.pread(self._file.fileno(), num_bytes, self._offset + self._position)
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()

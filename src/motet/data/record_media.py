@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,17 +16,23 @@ from urllib.parse import unquote_to_bytes
 
 from motet.core.errors import UserError
 from motet.data.conversation import Conversation, match_media, media_names
+from motet.data.copies import Copies
 from motet.data.manifest import Entry
 from motet.data.media import IN_RECORD, MediaRef
 from motet.data.media_names import DATA_URL
+from motet.data.remote import is_url, located
 from motet.data.shards import Member, find_members, look_up
 
 _HEAD = re.compile(r"data:[^,;]*(?:;[^,;]*)*?(;base64)?,", re.IGNORECASE)
 _MAX_HELD_TEXT = 64
 
 
-def find_media(entry: Entry, record: dict[str, Any], conversation: Conversation, folder: Path) -> list[MediaRef]:
-    """The items of a record, in order of appearance. folder: paths are relative to it.
+def find_media(
+    entry: Entry, record: dict[str, Any], conversation: Conversation, folder: Path | str, copies: Copies | None = None
+) -> list[MediaRef]:
+    """The items of a record, in order of appearance. folder: paths are relative to it; perhaps a URL.
+
+    copies: where remote items are copied to; None: there may be none.
 
     Raises UserError, naming the record, unless each placeholder has one item and each item one placeholder.
     """
@@ -48,13 +53,14 @@ def find_media(entry: Entry, record: dict[str, Any], conversation: Conversation,
                 MediaRef(modality, "", held_name, data=_held_bytes(name, f"{entry.where}: {modality} {number}"))
             )
         elif entry.members is None:
-            refs.append(MediaRef(modality, os.path.join(folder, name)))
+            refs.append(_file(modality, folder, name, f"{entry.where}: {modality} {number}", copies))
         else:
             member = members[look_up(name, list(members), entry.where)]
             if member.data is not None:
                 refs.append(MediaRef(modality, "", held_name, data=member.data))
             else:
-                refs.append(MediaRef(modality, member.shard, member.name, member.offset, member.num_bytes))
+                at = copies if is_url(member.shard) else None
+                refs.append(MediaRef(modality, member.shard, member.name, member.offset, member.num_bytes, copies=at))
     return refs
 
 
@@ -67,6 +73,22 @@ def without_held(value: Any) -> Any:
     if isinstance(value, str) and len(value) > _MAX_HELD_TEXT and (head := _HEAD.match(value)) and head.group(1):
         return head.group()
     return value
+
+
+def _file(modality: str, folder: Path | str, name: str, where: str, copies: Copies | None) -> MediaRef:
+    """An item that is a file of its own. Raises UserError naming `where` if it is remote, and nothing may be copied."""
+    try:
+        path = located(folder, name)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    if not is_url(path):
+        return MediaRef(modality, path)
+    if copies is None:
+        raise UserError(
+            f"{where} is the URL '{path[:60]}', and nothing is downloaded without a folder for local copies; set "
+            "data.cache_folder, or save the file and name that"
+        )
+    return MediaRef(modality, path, copies=copies)
 
 
 def _held_bytes(url: str, where: str) -> bytes:

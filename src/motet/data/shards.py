@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import glob
 import json
-import math
-import re
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
@@ -27,19 +25,12 @@ from motet.core.text_files import parse_json
 from motet.data.compressed import DECOMPRESSION_ERRORS, is_compressed, open_decompressed
 from motet.data.media import MODALITIES, modality_of
 from motet.data.record_fields import RECORD_FIELDS, is_given
+from motet.data.remote_manifest import RemoteFile
+from motet.data.shard_names import TAR_ENDINGS, expand_braces
 
-_MAX_SHARDS = 100_000
-"""The most shards that braces may name: 100 TB at a gigabyte each. More is a slip, and would fill the memory."""
-
-_BRACES = re.compile(r"\{([^{}]*)\}")
-_NESTED = re.compile(r"\{[^}]*\{")
-_RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
 _SCAN_BYTES = 1 << 20
 # The exceptions of tarfile, and those that it lets through for meaningless headers.
 _TAR_ERRORS = (tarfile.TarError, *DECOMPRESSION_ERRORS, ValueError, ArithmeticError, LookupError, RecursionError)
-
-
-TAR_ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
 @dataclass(frozen=True)
@@ -64,7 +55,7 @@ def expand_shards(spec: str | Path) -> list[Path]:
     if Path(spec).is_dir():
         shards = sorted(path for path in Path(spec).iterdir() if path.name.lower().endswith(TAR_ENDINGS))
     else:
-        expanded = list(_expand_braces(str(spec)))
+        expanded = list(expand_braces(str(spec)))
         missing = [path for path in expanded if not glob.has_magic(path) and not Path(path).exists()]
         if missing and len(expanded) > 1:
             raise UserError(f"manifest {spec}: shard {missing[0]} is missing ({len(missing)} of {len(expanded)} are)")
@@ -76,7 +67,7 @@ def expand_shards(spec: str | Path) -> list[Path]:
     return shards
 
 
-def read_shard(shard: Path) -> Iterator[tuple[str, bytes, tuple[Member, ...]]]:
+def read_shard(shard: Path | RemoteFile) -> Iterator[tuple[str, bytes, tuple[Member, ...]]]:
     """Key, record and media of each sample. Raises UserError naming shard and key.
 
     Damage of the shard may be found only behind its last sample, after all of them were yielded.
@@ -111,7 +102,7 @@ def _read(
         yield member, tar.extractfile(member).read() if wanted else None  # type: ignore[union-attr]
 
 
-def _files(tar: tarfile.TarFile, shard: Path) -> Iterator[tarfile.TarInfo]:
+def _files(tar: tarfile.TarFile, shard: Path | RemoteFile) -> Iterator[tarfile.TarInfo]:
     """The regular files of a shard, in order. Raises UserError, at the end at the latest, if files are missing."""
     end = -1
     while (member := tar.next()) is not None:
@@ -132,7 +123,7 @@ def _files(tar: tarfile.TarFile, shard: Path) -> Iterator[tarfile.TarInfo]:
     _check_end(tar, shard)
 
 
-def _check_end(tar: tarfile.TarFile, shard: Path) -> None:
+def _check_end(tar: tarfile.TarFile, shard: Path | RemoteFile) -> None:
     """Raise UserError unless the shard ends with a block of zeros, and only zeros follow.
 
     For tarfile a damaged header is the end of the archive, and so is the end of a file that is cut off between two
@@ -228,34 +219,3 @@ def _split(name: str) -> tuple[str, str]:
     folder, slash, file = name.rpartition("/")
     stem, _, ending = file.partition(".")
     return folder + slash + stem, ending
-
-
-def _expand_braces(pattern: str) -> Iterator[str]:
-    """Every name that a pattern stands for. Raises UserError if there are too many, before it makes any."""
-    if _NESTED.search(pattern):
-        raise UserError(f"manifest {pattern}: has braces within braces; name one list or range in each")
-    count = math.prod(_num_choices(match.group(1)) for match in _BRACES.finditer(pattern))
-    if count > _MAX_SHARDS:
-        raise UserError(f"manifest {pattern}: its braces name {count:,} shards, more than {_MAX_SHARDS:,}")
-    yield from _expand(pattern)
-
-
-def _num_choices(choices: str) -> int:
-    if bounds := _RANGE.fullmatch(choices):
-        return max(int(bounds[2]) - int(bounds[1]) + 1, 0)
-    return choices.count(",") + 1
-
-
-def _expand(pattern: str) -> Iterator[str]:
-    match = _BRACES.search(pattern)
-    if not match:
-        yield pattern
-        return
-    if bounds := _RANGE.fullmatch(match.group(1)):
-        first, last = bounds.groups()
-        choices = [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    else:
-        choices = match.group(1).split(",")
-    for choice in choices:
-        for rest in _expand(pattern[match.end() :]):
-            yield pattern[: match.start()] + choice + rest

@@ -381,6 +381,7 @@ def open_dataset(
             max_sequence_length=recipe.data.max_sequence_length,
             too_long="drop" if whole and recipe.data.too_long == "truncate" else recipe.data.too_long,
             index_folder=recipe.data.index_folder,
+            copies=recipe.data.copies,
             num_workers=recipe.data.num_workers,
             progress=_index_progress(manifests, say),
         )

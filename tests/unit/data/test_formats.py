@@ -108,7 +108,7 @@ def test_parts_of_every_spelling_say_the_same(folder, tokenizer):
         ({"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}}, "'image_url' has a field 'detail'"),
         (
             {"type": "image", "url": "https://x.org/a.png"},
-            "'url' is the URL 'https://x.org/a.png', and nothing is down",
+            "image 1 is the URL 'https://x.org/a.png', and nothing is downloaded without a folder for local copies",
         ),
         ({"type": "image", "image": {"bytes": None, "path": None}}, "'image' has neither bytes nor a path"),
         ({"type": "image", "url": "data:image/png;base64,AAA"}, "image 1 is a data URL whose base64 is damaged"),
@@ -247,7 +247,10 @@ def test_all_text_of_a_document_is_learned(folder, tokenizer):
         ({"texts": [None], "images": ["a.png"]}, "'texts' has no text to learn"),
         ({"texts": "abc"}, "'texts' and 'images' must be lists"),
         ({"texts": [3], "images": [None]}, "place 1 of 'texts' is the number 3, but must be text or null"),
-        ({"texts": [None, "a"], "images": ["https://x.org/a.png", None]}, "place 1 of 'images' is the URL"),
+        (
+            {"texts": [None, "a"], "images": ["ftp://x.org/a.png", None]},
+            "place 1 of 'images' is the URL 'ftp://x.org/a.png': URLs of 'ftp://' are not read; those are of s3, gs",
+        ),
         ({"text": 3}, "'text' is the number 3, but must be the text of a document"),
         ({"text": "a", "system": "b"}, "has a field 'system', which is of conversations"),
         ({"text": "a <eos> b"}, "the text of the document holds '<eos>'"),

@@ -43,6 +43,7 @@ from motet.data.audio import AudioTransform
 from motet.data.config import DataConfig, DrawnDataConfig
 from motet.data.drawn import DrawnTransform, DrawnVocabulary
 from motet.data.images import ImageTransform
+from motet.data.remote import FILE, is_url
 from motet.data.text import ChatTokenizer
 from motet.dispatch import BalanceConfig
 from motet.dispatch.context import ContextConfig
@@ -505,5 +506,8 @@ def absolute(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
     for split in ("train", "heldout"):
         # Manifests may be patterns of shards, so they are strings, not Paths.
         if split in tables.get("data", {}):
-            tables["data"][split] = [str(joined(Path(manifest))) for manifest in tables["data"][split]]
+            tables["data"][split] = [
+                manifest if is_url(manifest) else str(joined(Path(manifest.removeprefix(FILE))))
+                for manifest in tables["data"][split]
+            ]
     return tables
