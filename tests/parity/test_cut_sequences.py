@@ -61,6 +61,11 @@ ITEMS = [
     Cut(replace(ALL, frozen=("image encoder",)), degrees=(), tower="siglip2", items=(2, 4)),
     Cut(replace(ALL, frozen=("image",)), tower="qwen2_vl", items=(2, 4)),
     Cut(replace(ALL, frozen=("backbone", "audio")), degrees=(), tower="qwen2_vl", items=(4,)),
+    Cut(ALL, degrees=(2,), tower="whole qwen2_vl", items=(4, 2, 1, 2)),
+    # Windows: some stay on a rank, and ranks share others.
+    Cut(ALL, degrees=(4, 2, 1, 2), tower="qwen2_5_vl", items=(4, 2, 1, 2, 4, 1)),
+    Cut(replace(ALL, fsdp=FSDPConfig(recompute=True), num_microbatches=2), tower="qwen2_5_vl", draws_items=True),
+    Cut(replace(IMAGES, num_examples=5), degrees=(), tower="qwen2_5_vl", items=(2,), idle=2),
     # Ranks that have no image, and meet the others in each layer.
     Cut(replace(IMAGES, num_examples=5), degrees=(), tower="siglip", items=(2,), idle=2),
     Cut(replace(IMAGES, num_examples=1, seed=1, fsdp=HYBRID), degrees=(2,), tower="qwen2_vl", items=(2,), idle=2),

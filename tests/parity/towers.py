@@ -7,19 +7,33 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VisionTransformerPretrainedModel,
+    Qwen2_5_VLPatchMerger,
+)
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
-from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+from transformers.models.qwen2_vl.modeling_qwen2_vl import PatchMerger, Qwen2VisionTransformerPretrainedModel
 
 from motet.core.example import Media
 from motet.dispatch import LoadedExample
 from motet.models.attention import ATTENTION
-from motet.models.families.qwen2_vl import Qwen2VLEncoder
+from motet.models.families.qwen2_5_vl import Qwen25VLTower
+from motet.models.families.qwen2_vl import Qwen2VLEncoder, Qwen2VLTower
 from motet.models.families.registry import ENCODERS
 from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
+from motet.models.whole.merger import MergerProjector
 from parity.tiny import DIM
 
-TOWERS = ("siglip", "qwen2_vl")
+_OPTIONS = {
+    "siglip": {"image_size": 8, "vision_use_head": False},
+    "siglip2": {"num_patches": 16, "vision_use_head": False},
+    "pixtral": {"image_size": 8},
+}
+"""Those of a family's own in its config."""
+TOWERS = (*_OPTIONS, "qwen2_vl", "whole qwen2_vl", "qwen2_5_vl")
+"""Of a whole Qwen2-VL or Qwen2.5-VL the merger is the projector."""
 ROW_DIM = 12
 """Of patches of 2 x 2 pixels with 3 channels."""
 
@@ -27,13 +41,9 @@ ROW_DIM = 12
 def tower_module(family: str, frozen: Sequence[str]) -> ModalityModule:
     """The same parameters in every call, in float64. frozen: as of `tiny.build_model`."""
     torch.manual_seed(11)
-    if family != "qwen2_vl":
+    projector = None
+    if (options := _OPTIONS.get(family)) is not None:
         of_family = ENCODERS[family]
-        options = {
-            "siglip": {"image_size": 8, "vision_use_head": False},
-            "siglip2": {"num_patches": 16, "vision_use_head": False},
-            "pixtral": {"image_size": 8},
-        }
         config = of_family.config(
             hidden_size=8,
             intermediate_size=12,
@@ -41,24 +51,35 @@ def tower_module(family: str, frozen: Sequence[str]) -> ModalityModule:
             num_hidden_layers=2,
             patch_size=2,
             attn_implementation=ATTENTION,
-            **options[family],
+            **options,
         )
-        encoder = of_family.adapter(of_family.model(config).to(torch.float64))
+        encoder = of_family.adapter(of_family.model(config))
+    elif family == "qwen2_5_vl":
+        config = Qwen2_5_VLVisionConfig(
+            depth=3, hidden_size=8, intermediate_size=12, num_heads=2, patch_size=2, temporal_patch_size=1,
+            window_size=8, fullatt_block_indexes=[1],
+        )  # fmt: skip
+        encoder = Qwen25VLTower(Qwen2_5_VisionTransformerPretrainedModel(config))
+        projector = MergerProjector(8, DIM, Qwen2_5_VLPatchMerger, merge=2)
     else:
         config = Qwen2VLVisionConfig(
             depth=2, embed_dim=8, hidden_size=8, num_heads=2, mlp_ratio=2, patch_size=2, temporal_patch_size=1
         )
-        encoder = Qwen2VLEncoder(Qwen2VisionTransformerPretrainedModel(config))
+        model = Qwen2VisionTransformerPretrainedModel(config)
+        if family == "whole qwen2_vl":
+            encoder, projector = Qwen2VLTower(model), MergerProjector(8, DIM, PatchMerger, merge=2)
+        else:
+            encoder = Qwen2VLEncoder(model)
     module = ModalityModule(
         encoder,
-        build_projector(8, DIM, ProjectorConfig()),
+        projector or build_projector(8, DIM, ProjectorConfig()),
         train_encoder="image" not in frozen and "image encoder" not in frozen,
         train_projector="image" not in frozen,
     )
     return module.to(torch.float64)
 
 
-def with_patches(example: LoadedExample, seed: int, tower: str = "") -> LoadedExample:
+def with_patches(example: LoadedExample, seed: int) -> LoadedExample:
     """The example with images of twice as many rows and columns of patches, as blocks of 2 x 2 of them are joined."""
     rng = np.random.default_rng((seed, len(example.sequence.tokens)))
     media = []

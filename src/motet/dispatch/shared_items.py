@@ -57,6 +57,15 @@ class SharedItems:
         rows = ContextRows(np.array([num_rows]), np.full(num_rows, self.rank), self.rows.num_ranks)
         return replace(self, rows=rows, num_whole=1)
 
+    def in_order(self, order: Int64Array, lengths: Int64Array, num_whole: int) -> SharedItems:
+        """The same rows in another order, as items of other lengths, of which the first num_whole are here whole.
+
+        order: int64 [num_rows], the number of each row before. lengths: int64 [num_items], such as of windows.
+        """
+        return replace(
+            self, rows=ContextRows(lengths, self.rows.owner[order], self.rows.num_ranks), num_whole=num_whole
+        )
+
     def count_bytes(self, size_bytes: float) -> None:
         """Note bytes that this rank has given to others that share items."""
         self.sent.append(size_bytes)

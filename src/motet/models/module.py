@@ -271,7 +271,7 @@ class ModalityModule(nn.Module):
     def can_share(self) -> bool:
         """Whether ranks can share an item: its rows meet in attention alone, and nothing is drawn for them."""
         has_callback = any(callback is not None for callback in (self.before, self.between, self.after))
-        is_by_row = isinstance(self.projector, Projector) and self.projector.downsample == 1
+        is_by_row = getattr(self.projector, "shareable", False)
         return hasattr(self.encoder, "spare") and is_by_row and not has_callback and not drops_out(self)
 
     @property

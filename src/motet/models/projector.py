@@ -85,6 +85,11 @@ class Projector(nn.Module):
         """None: it is sharded with what stands outside of the encoder's blocks."""
         return []
 
+    @property
+    def shareable(self) -> bool:
+        """Whether ranks can project parts of an item: an output row is made of consecutive rows, as many as any."""
+        return self.downsample == 1
+
     def described(self, divisor: int) -> list[LayerModules]:
         """Its layer. divisor: length of an item that makes one row of the encoder's output."""
         layer = projector(

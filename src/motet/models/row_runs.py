@@ -1,9 +1,9 @@
 """Runs of rows that attend without a mask on CPUs: each sees what the one before it sees, or that and one key more.
 
 Such runs stand in whole documents, and in the fragments of a sequence that ranks share. A causal one sees some keys
-whole, and as many as it has rows in a triangle; a kernel takes either without a mask. Each gives the logarithm of its sum of
-exponents, by which both parts are joined, as ring attention joins blocks (Liu et al. 2023, arXiv:2310.01889). Masks of
-tiles made the fragments of a cut sequence take up to 1.4 times their share of the whole one's time.
+whole, and as many as it has rows in a triangle; a kernel takes either without a mask. Each gives the logarithm of its
+sum of exponents, by which both parts are joined, as ring attention joins blocks (Liu et al. 2023, arXiv:2310.01889).
+Masks of tiles made the fragments of a cut sequence take up to 1.4 times their share of the whole one's time.
 """
 
 from __future__ import annotations

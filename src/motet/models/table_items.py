@@ -254,7 +254,7 @@ def plan_tiles(table: AttentionTable, *, has_runs: bool = False) -> list[Tile]:
 
 
 def _cuts(table: AttentionTable, runs: Sequence[RowRun]) -> np.ndarray:
-    """Where tiles may begin, int64: at the first row of each document, every `_TILE` rows from there, and around runs."""
+    """Where tiles may begin, int64: at each document's first row, every `_TILE` rows from there, and around runs."""
     number = np.arange(table.num_rows)
     new = np.diff(table.document, prepend=-1) != 0
     first = np.flatnonzero(new)[np.cumsum(new) - 1] if table.num_rows else number

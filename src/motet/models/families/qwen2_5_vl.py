@@ -19,9 +19,10 @@ from motet.core.errors import UserError
 from motet.core.item_segments import ItemSegments
 from motet.core.shapes import Transformer, merge, patches
 from motet.models.attention import PackedItems
+from motet.models.context_items import ContextItems, SharedItemRows
 from motet.models.contract import ImageRows
 from motet.models.exact import keep_float64
-from motet.models.families.patches import embed_patches
+from motet.models.families.patches import embed_patches, zero_image
 from motet.models.families.qwen2_vl import PackedVisionAttention, patch_coordinates, patch_rotation
 from motet.models.layers import LayerModules, any_trainable
 
@@ -85,31 +86,59 @@ class _Qwen25VLBlocks(nn.Module):
             found.append(LayerModules(replace(layer, attention=attention), (block,)))
         return found
 
-    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
-        return self.leave(self.through(self.enter(values, sizes), sizes, 0, len(self.model.blocks)), sizes)
+    def forward(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
+        hidden = self.through(self.enter(values, sizes, shared), sizes, 0, len(self.model.blocks), shared)
+        return self.leave(hidden, sizes, shared)
 
-    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
-        """The patch embedding; rows of a window are consecutive behind it."""
-        order = torch.from_numpy(self._order(sizes.numpy())).to(values.device)
-        return embed_patches(self.model.patch_embed.proj, values)[order]
+    def spare(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The smallest image, a block of zeros."""
+        return zero_image(values, self.model.patch_embed.proj, self.merge)
 
-    def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
-        """The blocks first ... stop - 1."""
+    def enter(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
+        """The patch embedding; rows of a window are consecutive behind it. shared: as of `through`."""
+        order, _ = self._rows_here(sizes.numpy(), shared)
+        return embed_patches(self.model.patch_embed.proj, values)[torch.from_numpy(order).to(values.device)]
+
+    def through(
+        self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedItemRows | None = None
+    ) -> Tensor:
+        """The blocks first ... stop - 1. shared: the rows that are here, where ranks share images."""
         grids = sizes.numpy()
-        coordinates = patch_coordinates(grids, self.merge)[self._order(grids)]
+        coordinates = patch_coordinates(grids, self.merge)[self._rows_here(grids, shared)[1]]
         rotation = patch_rotation(self.model.rotary_pos_emb.inv_freq, coordinates, hidden)
-        images, windows = (
-            PackedItems.from_lengths(lengths) for lengths in (np.prod(grids, axis=1), self.segments(grids).length)
-        )
+        images, windows = self._extents(grids, shared)
         for number in range(first, stop):
             seen = images if number in self.whole else windows
             hidden = self.blocks[number](hidden, cu_seqlens=seen, position_embeddings=rotation)
         return hidden
 
-    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
-        """The rows in the order of their patches."""
-        back = np.argsort(self._order(sizes.numpy()))
+    def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
+        """The rows in the order of their patches. shared: as of `through`."""
+        back = np.argsort(self._rows_here(sizes.numpy(), shared)[0])
         return hidden[torch.from_numpy(back).to(hidden.device)]
+
+    def _extents(
+        self, grids: Int64Array, shared: SharedItemRows | None
+    ) -> tuple[PackedItems | ContextItems, PackedItems | ContextItems]:
+        """Who sees whom in the order of windows: of whole images, and within windows.
+
+        A window that ranks share has its rows on them as the image has; windows that one rank has stay there.
+        """
+        of_images, of_windows = np.prod(grids, axis=1), self.segments(grids).length
+        if shared is None:
+            return PackedItems.from_lengths(of_images), PackedItems.from_lengths(of_windows)
+        order, num_whole = self._order(grids), shared.num_whole
+        images = shared.in_order(order, of_images, num_whole)
+        windows = shared.in_order(order, of_windows, len(self.segments(grids[:num_whole]).length))
+        return ContextItems(images, causal=False), ContextItems(windows, causal=False)
+
+    def _rows_here(self, grids: Int64Array, shared: SharedItemRows | None) -> tuple[Int64Array, Int64Array]:
+        """Of the rows that are here, in the order of windows: their places among these, and among all of the images."""
+        order = self._order(grids)
+        if shared is None:
+            return order, order
+        here = order[np.isin(order, shared.own)]
+        return np.searchsorted(shared.own, here), here
 
     def _order(self, grids: Int64Array) -> Int64Array:
         """The place of each row of the windows among the rows of the images, int64 [sum(h * w)]."""

@@ -104,6 +104,10 @@ class _Qwen2VLBlocks(nn.Module):
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotation)
         return hidden
 
+    def spare(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The smallest image, a block of zeros."""
+        return zero_image(values, self.model.patch_embed.proj, self.merge)
+
     def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
         """The rows behind the last block."""
         return hidden
@@ -149,10 +153,6 @@ class Qwen2VLEncoder(_Qwen2VLBlocks):
         size = self.merge**2
         merger = merge(config.embed_dim, config.hidden_size, size, divisor=size, trainable=any_trainable(model.merger))
         return [*super().layers(), LayerModules(merger, (model.merger,))]
-
-    def spare(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The smallest image, a block of zeros."""
-        return zero_image(values, self.model.patch_embed.proj, self.merge)
 
     def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
         """The merger: a row a merge x merge block."""

@@ -36,6 +36,8 @@ class MergerProjector(nn.Module):
     """
 
     kind = "merger"
+    shareable = True
+    """As of `Projector`: a block's rows are consecutive, and a rank has whole blocks."""
 
     def __init__(self, input_dim: int, output_dim: int, merger: type[nn.Module], merge: int) -> None:
         super().__init__()
