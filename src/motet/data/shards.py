@@ -39,7 +39,7 @@ _SCAN_BYTES = 1 << 20
 _TAR_ERRORS = (tarfile.TarError, *DECOMPRESSION_ERRORS, ValueError, ArithmeticError, LookupError, RecursionError)
 
 
-TAR_ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+TAR_ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
 @dataclass(frozen=True)
