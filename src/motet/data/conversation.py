@@ -9,6 +9,7 @@
   (`data/parts.py`), which name their own media or take those of the record.
 - `system` is one more turn in front.
 - `"loss": false` in a turn of the assistant takes it out of the loss.
+- `instruction`, `input`, `output` and `history`, as Alpaca has them (`data/alpaca.py`), are turns, too.
 - `tools` and `tool_calls` are passed to the chat template (`data/tool_use.py`); turns from `tool` answer calls.
 
 A record without turns is a document, of which all text is learned: `text` with placeholders, `document`, a list of
@@ -27,6 +28,7 @@ from typing import Any
 
 import motet.core.text_files
 from motet.core.errors import UserError
+from motet.data.alpaca import instruction_turns, is_instruction
 from motet.data.media import AUDIO, IMAGE, MODALITIES
 from motet.data.media_names import DATA_URL_HEAD, media_name
 from motet.data.parts import TEXTS_FIELD, TypedPart, interleaved, typed_parts
@@ -152,6 +154,8 @@ def parse_conversation(record: dict[str, Any], where: str) -> Conversation:
     """The turns of a record. Raises UserError naming `where`, what is wrong and what would be right."""
     check_fields(record, where)
     fields = [field for field in TURN_FIELDS if record.get(field) is not None]
+    if not fields and is_instruction(record):
+        record, fields = record | {TURN_FIELDS[0]: instruction_turns(record, where)}, [TURN_FIELDS[0]]
     if not fields and any(is_given(record.get(name)) for name in (TEXTS_FIELD, PARTS_FIELD, TEXT_FIELD)):
         return _document(record, where)
     if not fields:

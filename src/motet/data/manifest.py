@@ -1,8 +1,8 @@
 """Manifests: JSON, JSONL, Parquet, HF datasets and WebDataset tar shards, read as one stream of records.
 
 The name of a manifest is a file (`train.jsonl`, `train.json`, `train.parquet`, `train.tar`; JSONL and tar also as
-`.gz`, `.bz2` or `.xz`), a directory of tar shards, a directory that `datasets` saved, or a pattern of files of one
-format with `*`, `?`, or braces (`train-{000..127}.tar`). Media paths are relative to the manifest's directory.
+`.gz`, `.bz2`, `.xz` or `.zst`), a directory of tar shards, a directory that `datasets` saved, or a pattern of files of
+one format with `*`, `?`, or braces (`train-{000..127}.tar`). Media paths are relative to the manifest's directory.
 All but what `datasets` saved may also be a URL (`remote.py`), and is then read as a local copy.
 """
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from motet.core.errors import UserError
 
-TAR_ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+TAR_ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _MAX_SHARDS = 100_000
 """The most shards that braces may name: 100 TB at a gigabyte each. More is a slip, and would fill the memory."""
 

@@ -6,7 +6,7 @@ rank holds its own share and one layer, and the numbers are those of the whole m
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import EllipsisType
 from typing import TYPE_CHECKING, Protocol
@@ -40,21 +40,26 @@ class Source(Protocol):
     def __getitem__(self, part: tuple[slice, ...] | EllipsisType, /) -> Tensor: ...
 
 
-def materialise(mllm: MLLM, config: ModelConfig, seed: int, device: torch.device) -> None:
+def materialise(
+    mllm: MLLM, config: ModelConfig, seed: int, device: torch.device, unfilled: Collection[str] = ()
+) -> None:
     """Fill in what `build_mllm(config, ..., deferred=True)` left on meta, and bring the rest of the model to `device`.
 
+    unfilled: parts (the backbone, encoders by name) that get memory alone, as a checkpoint has all of their weights;
+              until it is read they are nan.
     The model may lack modules, and parameters of modules (`part.py`); those are left out.
 
     It communicates nothing. Raises UserError if weights that were in a directory are there no longer.
     """
     backbone, where = config.backbone, "backbone"
     if mllm.backbone is not None:
-        model, adapter = mllm.backbone.causal_lm, _adapter(config, BACKBONE)
-        fill_parameters(model, where, backbone.classes, backbone.path, seed, device, adapter)
+        model, adapter, fill = mllm.backbone.causal_lm, _adapter(config, BACKBONE), BACKBONE not in unfilled
+        fill_parameters(model, where, backbone.classes, backbone.path, seed, device, adapter, fill=fill)
     for name, part in config.encoders.items():
         if part.family and name in mllm.encoders:
             model, where = mllm.encoders[name].encoder.model, f"encoders.{name}"
-            fill_parameters(model, where, part.classes, part.path, seed, device, _adapter(config, name))
+            adapter, fill = _adapter(config, name), name not in unfilled
+            fill_parameters(model, where, part.classes, part.path, seed, device, adapter, fill=fill)
     for module in mllm.modules():
         for key, buffer in module._buffers.items():
             module._buffers[key] = None if buffer is None else buffer.to(device)
@@ -76,11 +81,13 @@ def fill_parameters(
     seed: int,
     device: torch.device,
     adapter: Path | None = None,
+    *,
+    fill: bool = True,
 ) -> None:
     """Replace the parameters of an HF model that are on meta by their values on `device`, of a DTensor this rank's.
 
     path, adapter: the directories that hold them, and those of its adapters; None: they are drawn from `seed`. Tied
-    parameters stay tied.
+    parameters stay tied. fill: whether they get their values; else they are nan.
     """
     keys = stored_names(model, plain_names(model))
     missing: dict[str, list[tuple[int, nn.Parameter]]] = {}
@@ -100,6 +107,10 @@ def fill_parameters(
         for key, parameter in module._parameters.items():
             if id(parameter) in values:
                 setattr(module, key, values[id(parameter)])
+    if not fill:
+        for value in values.values():
+            nn.init.constant_(value, torch.nan)
+        return
     for name, source in _sources(on_meta(family, model.config), where, family, path, seed):
         for first, parameter in missing.pop(name, ()):
             _copy_own_rows(source, first, values[id(parameter)])

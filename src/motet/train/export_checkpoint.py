@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from motet.core.errors import UserError
+from motet.core.workload import BACKBONE
 from motet.models.build import build_mllm
 from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
@@ -96,7 +97,9 @@ def _model(recipe: Recipe, checkpoint: Path, state: RunState) -> MLLM:
     """The model on the CPU, with the weights of a checkpoint."""
     dtype = getattr(torch, recipe.run.dtype)
     model = build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size, dtype, recipe.run.seed, deferred=True)
-    materialise(model, recipe.modules, recipe.run.seed, _CPU)
-    store_frozen(model, recipe.modules.lora.keys() - (state.beside or {}).keys())
+    beside = (state.beside or {}).keys()
+    store_frozen(model, recipe.modules.lora.keys() - beside)
+    # Only beside adapters does a checkpoint lack weights; all others would be read twice.
+    materialise(model, recipe.modules, recipe.run.seed, _CPU, {BACKBONE, *recipe.modules.encoders} - beside)
     load_weights(checkpoint, model, None)
     return model

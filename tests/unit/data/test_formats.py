@@ -151,13 +151,22 @@ def test_records_are_kept_without_the_bytes_that_they_hold(folder, tokenizer):
 
 
 def compressed(opener, text):
+    if opener is None:
+        return pa.Codec("zstd").compress(text, asbytes=True)
     held = io.BytesIO()
     with opener(held, "wb") as file:
         file.write(text)
     return held.getvalue()
 
 
-@pytest.mark.parametrize(("ending", "opener"), [("gz", gzip.open), ("bz2", bz2.open), ("xz", lzma.open)])
+def test_frames_of_zstd_that_follow_each_other_are_one_file(folder, tokenizer):
+    plain = write_manifest(folder / "train.jsonl", [PLAIN, a_record("Hi")])
+    path, lines = folder / "train.jsonl.zst", plain.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(pa.Codec("zstd").compress(line, asbytes=True) for line in lines))
+    assert contents(opened(path, tokenizer)) == contents(opened(plain, tokenizer))
+
+
+@pytest.mark.parametrize(("ending", "opener"), [("gz", gzip.open), ("bz2", bz2.open), ("xz", lzma.open), ("zst", None)])
 def test_compressed_lines_are_lines(folder, tokenizer, ending, opener):
     plain = write_manifest(folder / "train.jsonl", [PLAIN, a_record("Hi")])
     path = folder / f"train.jsonl.{ending}"
@@ -185,12 +194,16 @@ def sample(folder, key, record):
     }
 
 
-@pytest.mark.parametrize("ending", ["tar.gz", "tgz", "tar.bz2", "tar.xz"])
+@pytest.mark.parametrize("ending", ["tar.gz", "tgz", "tar.bz2", "tar.xz", "tar.zst"])
 def test_compressed_shards_are_shards(folder, tokenizer, ending):
     record = {"conversations": PLAIN["conversations"]}
     members = sample(folder, "0", record) | sample(folder, "1", record | {"image": "1.png"})
     plain = write_tar(folder / "a.tar", "w", members)
-    packed = write_tar(folder / f"b.{ending}", f"w:{ending[-3:].strip('.').replace('tgz', 'gz')}", members)
+    if ending == "tar.zst":
+        packed = folder / "b.tar.zst"
+        packed.write_bytes(compressed(None, plain.read_bytes()))
+    else:
+        packed = write_tar(folder / f"b.{ending}", f"w:{ending[-3:].strip('.').replace('tgz', 'gz')}", members)
     assert contents(opened(packed, tokenizer)) == contents(opened(plain, tokenizer))
     packed.write_bytes(packed.read_bytes()[:-12])
     with pytest.raises(UserError, match=rf"b\.{ending}: is (no whole, compressed tar file|cut off)"):
@@ -322,3 +335,42 @@ def test_datasets_on_disk(folder, tokenizer):
     arrow.unlink()
     with pytest.raises(UserError, match=r"its file data-00001-of-00002\.arrow is missing"):
         opened(folder / "saved/train", tokenizer)
+
+
+def test_instructions_of_alpaca_are_turns(folder, tokenizer):
+    turns = [("Hi", "Hello"), ("<image>What? <audio>\nSay it.", "A cat.")]
+    written = [
+        {"from": name, "value": text} for pair in turns for name, text in zip(("human", "gpt"), pair, strict=True)
+    ]
+    media = {"image": "a.png", "audio": "a.wav", "system": "Be brief."}
+    records = [
+        {"conversations": written} | media,
+        {
+            "instruction": "<image>What? <audio>",
+            "input": "Say it.",
+            "output": "A cat.",
+            "history": [["Hi", "Hello"]],
+        }
+        | media,
+    ]
+    first, second = contents(opened(write_manifest(folder / "train.jsonl", records), tokenizer))
+    assert first == second
+    alone = [a_record("Hi"), {"instruction": "Hi", "input": "", "output": a_record("Hi")["conversations"][1]["value"]}]
+    first, second = contents(opened(write_manifest(folder / "alone.jsonl", alone), tokenizer))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"text": "### Instruction: Add."}, "has both 'text', which would be learned whole, and 'instruction'"),
+        ({"output": None}, "'output' is null, but must be text"),
+        ({"input": 3}, "'input' is the number 3, but must be text"),
+        ({"history": [["Hi"]]}, "'history' must be pairs of a question and an answer, but number 1 is not"),
+        ({"history": "Hi"}, "'history' is the text 'Hi', but must be a list of pairs"),
+    ],
+)
+def test_an_instruction_that_is_not_understood_is_refused_by_its_line(folder, tokenizer, fields, said):
+    record = {"instruction": "Add.", "output": "7"} | fields
+    with pytest.raises(UserError, match=rf"line 1: {said}"):
+        opened(write_manifest(folder / "train.jsonl", [record]), tokenizer)
