@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from motet.demo.drawing import write_drawing_data
-from motet.demo.judge import CHANCE, MAX_NEAR, MIN_READ, MIN_SPREAD, Judge, Verdict
+from motet.demo import Judge, write_drawing_data
+from motet.demo.judge import MAX_NEAR, MIN_READ, MIN_SPREAD, Verdict
 
 NUM_RANKS, NUM_TRAIN, NUM_HELDOUT = 2, 16_000, 100
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo_generate.toml"
+_CHANCE = 0.1
 _ZOOM, _MARGIN = 6, 6
 """Of the picture: pixels of its own for each of a digit's, and between two digits."""
 
@@ -59,7 +60,7 @@ def report(verdict: Verdict, read: np.ndarray, digits: np.ndarray, kinds: Sequen
     by_kind = {kind: right[[each == kind for each in kinds]] for kind in sorted(set(kinds))}
     said = ", ".join(f"{kind} {int(of_kind.sum())} of {len(of_kind)}" for kind, of_kind in by_kind.items())
     print(f"Read as the digit asked for: {verdict.read:.0%} of {len(digits)} held-out prompts ({said});")
-    print(f"  goal {MIN_READ:.0%}, chance {CHANCE:.0%}, real held-out digits {verdict.real_read:.1%}.")
+    print(f"  goal {MIN_READ:.0%}, chance {_CHANCE:.0%}, real held-out digits {verdict.real_read:.1%}.")
     print(f"Two pictures of a digit differ {verdict.spread:.0%} as much as two real ones; goal {MIN_SPREAD:.0%}.")
     print(f"Nearer to a training digit than 99% of real held-out ones: {verdict.near:.0%}; goal below {MAX_NEAR:.0%}.")
     print(f"  Median distance to the nearest: {verdict.distance:.2f}, of real ones {verdict.real_distance:.2f}.")

@@ -24,7 +24,7 @@ from motet.demo.speech import NUMBER_WORDS, Utterance, say_digits, synthesise_al
 from motet.demo.tokenizer import write_tokenizer
 from motet.demo.write import write_jsonl
 
-KINDS = ("text", "speech")
+_KINDS = ("text", "speech")
 _SPEECH_SHARE = 0.5
 _WORDS = {
     "train": """
@@ -79,9 +79,9 @@ def _record(
 ) -> dict[str, Any]:
     """An example. clips, used: files of utterances, and instances of digits, to which it adds its own."""
     if split == "train":
-        digit, kind = rng.randrange(10), KINDS[rng.random() < _SPEECH_SHARE]
+        digit, kind = rng.randrange(10), _KINDS[rng.random() < _SPEECH_SHARE]
     else:
-        digit, kind = number // len(KINDS) % 10, KINDS[number % len(KINDS)]
+        digit, kind = number // len(_KINDS) % 10, _KINDS[number % len(_KINDS)]
     record: dict[str, Any] = {"id": f"{split}-{number:06d}", "task": kind, "digit": digit}
     if kind == "speech":
         said = say_digits(str(digit), rng.choice(voices(split)))

@@ -14,7 +14,6 @@ import numpy as np
 from motet.core.arrays import Float64Array, Int64Array
 from motet.demo.images import load_handwriting
 
-CHANCE = 0.1
 MIN_READ, MIN_SPREAD, MAX_NEAR = 0.8, 0.5, 0.05
 _NEAREST_REAL = 0.01
 """The share of real digits that are nearer to a training one than what counts as near."""

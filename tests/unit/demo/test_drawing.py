@@ -9,9 +9,8 @@ pytest.importorskip("ttspico")
 from PIL import Image
 
 from motet.core.errors import UserError
-from motet.demo.drawing import write_drawing_data
+from motet.demo import Judge, write_drawing_data
 from motet.demo.images import load_handwriting
-from motet.demo.judge import Judge
 from motet.demo.speech import NUMBER_WORDS
 
 
