@@ -7,7 +7,7 @@ PYTEST := .venv/bin/python -m pytest
 WORKERS := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 RANKS := 4
 
-.PHONY: venv demo demo-plans test test-gpu lint format clean
+.PHONY: venv demo demo-plans demo-generate test test-gpu lint format clean
 
 venv: .venv/installed
 
@@ -24,6 +24,10 @@ demo: venv
 # The demonstration's model under Plans of every kind that trains: the same losses, and a picture of their steps.
 demo-plans: venv
 	OMP_NUM_THREADS=1 .venv/bin/python scripts/demo_plans.py
+
+# "Draw the digit" from words and from speech, judged by a classifier that knows real digits. Exit code 1 if it misses.
+demo-generate: venv
+	OMP_NUM_THREADS=1 .venv/bin/python scripts/demo_generate.py
 
 test: venv
 	OMP_NUM_THREADS=1 $(PYTEST) tests -m "not gpu" $(WORKERS) --durations 15

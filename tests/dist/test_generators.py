@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from cli.tiny_job import metrics, write_tiny_job
 from motet.core.errors import UserError
@@ -118,15 +119,15 @@ SAMPLED = (
 
 
 def evaluate_rank(rank, num_ranks, recipe, overrides):
-    """What is made of held-out prompts, the same one by one in one process (None on several), and the examples left."""
+    """What is made of held-out prompts, the same one by one in one process (None on several)."""
     with join_world("cpu") as world, ExitStack() as cleanup:
         job = build_job(load_recipe(Path(recipe), overrides), world, "never", lambda _: None, cleanup)
         torch.manual_seed(2)
-        for weight in job.model.parameters():
-            # As initialised, a diffusion transformer predicts zeros. Sharded weights get values by their place alone.
-            weight.data.fill_(0.0) if weight.ndim < 2 else weight.data.mul_(2)
-        for weight in job.model.generators.parameters():
-            weight.data.fill_(0.05)
+        for _, weight in sorted(job.model.generators.named_parameters()):
+            # As initialised, a diffusion transformer predicts zeros.
+            drawn = 0.3 * torch.randn(weight.shape, dtype=weight.dtype)
+            is_sharded = isinstance(weight, DTensor)
+            weight.data.copy_(distribute_tensor(drawn, weight.device_mesh, weight.placements) if is_sharded else drawn)
         found = job.evaluator.run(job.model).made
         return [(item.place, item.number, item.prompt, item.media, item.values) for item in found], one_by_one(job)
 
@@ -135,7 +136,8 @@ def one_by_one(job):
     if job.world.num_ranks > 1:
         return None
     evaluator, made = job.evaluator, {}
-    dataset, generator = evaluator._dataset, job.model.generators["draw"].eval()
+    dataset = evaluator._dataset
+    job.model.eval()
     for place in range(dataset.num_examples):
         sequence, refs = dataset.tokens(place), dataset.media_refs(place)
         if "draw" not in sequence.media:
@@ -146,16 +148,11 @@ def one_by_one(job):
             items = [item for phase, item in zip(sequence.media, loaded) if phase == name]
             values, sizes = stacked_media(items)
             num_tokens[name] = module.num_tokens(sizes.numpy()) if items else np.zeros(0, np.int64)
-            # What the answer holds is not known to what makes it.
-            media[name] = (values.double() if name != "draw" else torch.full_like(values, torch.nan), sizes)
-        with torch.no_grad():
-            features = {
-                name: module.eval()(*media[name]) for name, module in job.model.encoders.items() if len(media[name][1])
-            }
-            _, _, conditions = job.model.backbone.eval()(pack([sequence], num_tokens), features)
-        num = len(media["draw"][1])
-        keys = item_keys(example_keys(3, 0, np.array([place])), np.zeros(num, np.int64), np.arange(num))
-        made[place] = generator.sample(media["draw"][1], conditions["draw"], keys).numpy()
+            media[name] = values.double(), sizes
+        sizes = {"draw": media.pop("draw")[1]}
+        number = np.arange(len(sizes["draw"]))
+        keys = item_keys(example_keys(3, 0, np.array([place])), np.zeros_like(number), number)
+        made[place] = job.model.make(pack([sequence], num_tokens), media, sizes, {"draw": keys})["draw"].numpy()
     return made
 
 
@@ -172,6 +169,27 @@ def test_what_is_made_of_prompts_is_the_same_on_any_number_of_ranks(job):
         for one, other in zip(made, found[0], strict=True):
             assert other[:4] == one[:4]
             assert other[4] == pytest.approx(one[4], abs=1e-10)
+
+
+def test_clips_are_made_too_and_shown_as_spectrograms(job, tmp_path):
+    clip = {"conversations": [{"from": "human", "value": "say b"}, {"from": "gpt", "value": "so: <audio>"}]}
+    lines = [json.dumps(clip | {"audio": f"media/{split}-2.wav"}) for split in ("train", "heldout")]
+    for split, line in zip(("train", "heldout"), lines, strict=True):
+        (job.parent / f"spoken-{split}.jsonl").write_text((job.parent / f"{split}.jsonl").read_text() + line + "\n")
+    speaks = job.with_name("speaks.toml")
+    config = "config = { row_dim = 20, hidden = 16, num_layers = 1, num_heads = 2 }"
+    speaks.write_text(
+        f'{job.read_text()}\n[model.generators.speak]\nmakes = "audio"\nfamily = "dit"\nnum_queries = 2\n{config}\n'
+    )
+    overrides = [f'data.{split}=["spoken-{split}.jsonl"]' for split in ("train", "heldout")]
+    overrides += [f"run.dir={tmp_path}", "run.steps=5", "run.report_to=[]", *SAMPLED, "evaluate.num_made=9"]
+    run_ranks(train_rank, 1, str(speaks), overrides)
+    assert any(line["losses"]["speak"] for line in metrics(tmp_path))
+    [spoken] = [item for item in json.loads((tmp_path / "made.json").read_text()) if item["generator"] == "speak"]
+    assert (spoken["prompt"], Path(spoken["expected"]).name) == ("say b\nso: ", "heldout-2.wav")
+    with Image.open(tmp_path / spoken["file"]) as shown:
+        assert shown.height == 20
+        assert shown.width > 5  # A column a frame, as many as the held-out clip has.
 
 
 def test_what_is_made_is_shown(job, tmp_path):

@@ -6,6 +6,8 @@ draws come from one seed, so the same call writes the same bytes. It does not im
 The words are in docs/glossary.md.
 """
 
+from motet.demo.drawing import write_drawing_data
+from motet.demo.judge import Judge
 from motet.demo.write import write_demo_data
 
-__all__ = ["write_demo_data"]
+__all__ = ["Judge", "write_demo_data", "write_drawing_data"]

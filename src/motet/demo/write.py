@@ -83,11 +83,11 @@ def write_demo_data(
             num_drawn += 1
             if num_drawn % 100 == 0 or num_drawn == num_examples:
                 report("examples", num_drawn, num_examples)
-        _write_jsonl(out / f"{split}.jsonl", lines)
+        write_jsonl(out / f"{split}.jsonl", lines)
     # 2. Synthesise and write the clips.
     _write_clips(out, names, num_workers, report, contents)
     # 3. Write the contents of all media files, and the tokenizer.
-    _write_jsonl(out / "media.jsonl", contents)
+    write_jsonl(out / "media.jsonl", contents)
     write_tokenizer(out / "tokenizer", corpus)
 
 
@@ -151,6 +151,7 @@ def _record(name: str, example: Example, images: list[str], audios: list[str]) -
     return record
 
 
-def _write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
+def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Write a record a line."""
     text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     path.write_text(text, encoding="utf-8", newline="\n")

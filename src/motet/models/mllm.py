@@ -9,6 +9,7 @@ from motet.core.arrays import Int64Array
 from motet.core.workload import BACKBONE
 from motet.models.backbone import Backbone
 from motet.models.contract import Sequences
+from motet.models.diffusion import SamplingConfig
 from motet.models.generator import GeneratorModule
 from motet.models.module import ModalityModule
 
@@ -54,6 +55,26 @@ class MLLM(nn.Module):
             values, sizes = media.get(name, _NOTHING)
             losses[name] = module(values, sizes, conditions[name], keys.get(name)), int(sizes.prod(dim=1).sum())
         return losses
+
+    @torch.no_grad()
+    def make(
+        self,
+        sequences: Sequences,
+        media: dict[str, tuple[Tensor, Tensor]],
+        sizes: dict[str, Tensor],
+        keys: dict[str, Int64Array],
+        sampling: SamplingConfig | None = None,
+    ) -> dict[str, Tensor]:
+        """What generators make at their places in the sequences: generator -> [sum(rows), row_dim].
+
+        sequences, media: as of `forward`. sizes: generator -> int64 [num_items, size_dim], of at least one item each.
+        keys: as of `losses`. sampling: None: as each generator was built with. For a model in eval mode.
+        """
+        _, _, conditions = self.backbone(sequences, self._features(media))
+        return {
+            name: self.generators[name].sample(of_items, conditions[name], keys[name], sampling)
+            for name, of_items in sizes.items()
+        }
 
     def _features(self, media: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
         return {name: module(*media.get(name, _NOTHING)) for name, module in self.encoders.items()}

@@ -67,7 +67,7 @@ def makers(model: MLLM) -> list[str]:
 def examples_to_make(dataset: Dataset, generators: Sequence[str], count: int, most: int) -> list[int]:
     """The first examples, at most `most` among the first `count`, with an item that one of the generators makes."""
     found: list[int] = []
-    for example in range(count):
+    for example in range(count if generators else 0):
         if len(found) == most:
             break
         if any(_made_refs(dataset, example, name) for name in generators):

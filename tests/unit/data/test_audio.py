@@ -133,6 +133,17 @@ def test_an_empty_clip_is_bad(tmp_path):
         read_header(MediaRef("audio", str(path)))
 
 
+def test_frames_are_a_spectrogram_with_low_bands_below():
+    transform = AudioTransform(num_mels=20)
+    times = np.arange(8000) / 16_000
+    media = transform(np.sin(2 * np.pi * 300 * times).astype(np.float32), 16_000)
+    shown = np.asarray(transform.picture(media.values, media.size))
+    assert shown.shape == (20, 50)
+    assert (shown.min(), shown.max()) == (0, 255)
+    assert shown.mean(axis=1).argmax() == 19 - media.values.mean(axis=0).argmax() > 10
+    assert not np.asarray(transform.picture(np.zeros((50, 20)), media.size)).any()  # Silence is no noise.
+
+
 def test_longer_clips_are_refused_or_cut():
     raw = np.array([[16_000, 16_000], [16_001, 16_000], [8000, 8000], [96_000, 48_000]])
     assert AudioTransform(max_seconds=1).accepts(raw).tolist() == [True, False, True, False]
