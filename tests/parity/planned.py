@@ -110,8 +110,8 @@ def build_hf_model(
     lora: parts with adapters, unless they are frozen; "backbone *_proj" has them in layers with such names alone.
 
     made: generators, as of `parity.planned_generators`.
-    frozen: of "image", "audio", "backbone", "draw", "say"; of "image encoder", "audio encoder"; of "image block", "audio
-    block", "backbone block", the second one alone; patterns of names with a *.
+    frozen: of "image", "audio", "backbone", "draw", "say"; of "image encoder", "audio encoder"; of "image block",
+    "audio block", "backbone block", the second one alone; patterns of names with a *.
     """
     torch.manual_seed(5)
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "attn_implementation": ATTENTION}

@@ -176,7 +176,9 @@ def build_job(
     evaluator = None
     if heldout is not None:
         exchange = ItemExchange(world.control, orchestrator, model.measured, ranks_per_node=world.ranks_per_node)
-        evaluator = Evaluator(heldout, vocabulary, decoder, exchange, mesh, world, recipe.evaluate, say)
+        evaluator = Evaluator(
+            heldout, vocabulary, decoder, exchange, mesh, world, recipe.evaluate, recipe.run.seed, say
+        )
     progress, line = _resume(recipe, world, resume, model, optimizer, _start(recipe, dataset, order), say)
     return TrainingJob(
         recipe,
@@ -287,7 +289,9 @@ def _build_planned_job(
     step, optimizer = build_part(model, spec, place, PartConfig.of_recipe(recipe, world.device), mesh, world)
     evaluator = None
     if heldout is not None:
-        evaluator = PlannedEvaluator(heldout, vocabulary, decoder, plan, needs, step, world, recipe.evaluate, say)
+        evaluator = PlannedEvaluator(
+            heldout, vocabulary, decoder, plan, needs, step, world, recipe.evaluate, recipe.run.seed, say
+        )
     progress, line = _resume(recipe, world, resume, model, optimizer, _start(recipe, dataset, order), say)
     return TrainingJob(
         recipe,
