@@ -55,7 +55,7 @@ from motet.train.input.planned import StageNeeds, StepDecider
 from motet.train.optimizer import OptimizerConfig, build_optimizer
 from motet.train.planned_job import divide_part, holders_of, split_products
 from parity.going_on import gone_on
-from parity.planned_generators import ROW_DIMS_MADE, SIZE_DIMS_MADE, with_generators
+from parity.planned_generators import QUERIES, ROW_DIMS_MADE, SIZE_DIMS_MADE, with_generators
 from parity.planned_parts import SECOND, again_with, has_second, read_twice, second_tower, with_parts
 from parity.random_fills import with_random_fills
 from parity.tiny import draw_example, reference_step
@@ -163,6 +163,7 @@ def build_hf_model(
     }
     causal_lm = of_family.model(backbone).to(torch.float64)
     ahead = {"bidirectional": ("image",) if "ahead" in parts else (), "prefix": "prefix" in parts}
+    ahead["queries"] = {name: QUERIES[name] for name in made}
     model = MLLM(encoders, Backbone(causal_lm, train=BACKBONE not in frozen, again=again_with(parts), **ahead))
     model = with_generators(model, made, frozen)
     targets = {name: (its or "*",) for name, _, its in (each.partition(" ") for each in lora)}
