@@ -1,6 +1,7 @@
 """A recipe with a generator trains: the same losses on any number of ranks, resumed, exported; and what is refused."""
 
 import json
+import shutil
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -22,6 +23,7 @@ from motet.dispatch import pack
 from motet.dispatch.batch import stacked_media
 from motet.dropout import example_keys, item_keys
 from motet.planning.planned_recipe import read_job_recipe
+from motet.planning.trainable import obstacle_in
 from motet.planning.under_plan import recipe_under_plan
 from motet.train.job import build_job
 from motet.train.recipe.reading import of_phase
@@ -86,8 +88,14 @@ def run(recipe, num_ranks, folder, *overrides):
 def alone(job, tmp_path_factory):
     """The folder of a run of one process: what all others must equal."""
     folder = tmp_path_factory.mktemp("alone") / "run"
-    run(job, 1, folder, "data.heldout=[]", "export.at_end=true", "fsdp.shard_size=1")
+    run(job, 1, folder, "export.at_end=true", "fsdp.shard_size=1")
     return folder
+
+
+def held_out(folder):
+    """The held-out losses of tokens and of the generator."""
+    summary = json.loads((folder / "summary.json").read_text())
+    return [summary["loss_heldout"], summary["losses_heldout"]["draw"]]
 
 
 def test_any_number_of_ranks_takes_the_same_steps(job, alone, tmp_path):
@@ -100,6 +108,7 @@ def test_any_number_of_ranks_takes_the_same_steps(job, alone, tmp_path):
         assert a["loss"] == pytest.approx(a["losses"]["backbone"] + a["losses"]["draw"])
     assert {name for line in one for name in line["phases"]} == {"backbone", "image", "audio", "draw"}
     assert len({line["losses"]["draw"] for line in one}) == 5
+    assert held_out(tmp_path / "three") == pytest.approx(held_out(alone), rel=1e-9)
     # Another run goes on from a checkpoint on other ranks.
     (tmp_path / "three" / "checkpoints" / "step-00000005").rename(tmp_path / "last")
     said = run(job, 2, tmp_path / "three")
@@ -258,6 +267,47 @@ def test_a_data_parallel_plan_trains_as_the_recipe_does(job, alone, tmp_path):
     for a, b in zip(metrics(alone), metrics(tmp_path / "planned"), strict=True):
         assert b["losses"] == pytest.approx(a["losses"], rel=1e-9)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-8)
+
+
+def test_plans_with_stages_train_resume_and_evaluate_as_one_process_does(job, alone, tmp_path):
+    """A generator behind the backbone on a rank of its own; then, from a checkpoint, in the last stage of a chain."""
+    before = {"image": 1, "audio": 1}
+    behind = planned(
+        job, Unit("llm", (before | {"backbone": 2},), zero=0), Unit("draw", ({"draw": 2},), first_rank=1, zero=0)
+    )
+    chain = planned(job, Unit("all", (before, {"backbone": 2, "draw": 2}), pp=2, recompute=({}, {"draw": 1})))
+    folder = tmp_path / "run"
+    run_planned(job, behind, folder, "checkpoint.every_steps=3")
+    assert held_out(folder) == pytest.approx(held_out(alone), rel=1e-9)
+    shutil.rmtree(folder / "checkpoints" / "step-00000005")
+    assert "Resuming after step 3" in run_planned(job, chain, folder, "checkpoint.every_steps=3")
+    for a, b in zip(metrics(alone), metrics(folder), strict=True):
+        assert b["losses"] == pytest.approx(a["losses"], rel=1e-9)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-8)
+    assert held_out(folder) == pytest.approx(held_out(alone), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("units", "said"),
+    [
+        (
+            (Unit("all", ({"image": 1, "audio": 1, "backbone": 2, "draw": 1}, {"draw": 1}), pp=2),),
+            "computed in one stage",
+        ),
+        (
+            (
+                Unit("llm", ({"image": 1, "audio": 1, "backbone": 2},)),
+                Unit("draw", ({"draw": 2},), first_rank=1, tp=2),
+            ),
+            "no way to divide the layers of a generator",
+        ),
+        ((Unit("all", ({"image": 1, "audio": 1, "backbone": 2, "draw": 2},), cp=2),), "of a backbone that feeds gener"),
+    ],
+    ids=["cut", "tp", "cp"],
+)
+def test_a_plan_that_generators_cannot_be_in_is_refused(job, units, said):
+    recipe = load_recipe(job, EXACT)
+    assert said in obstacle_in(recipe)(planned(job, *units))
 
 
 def test_a_phase_freezes_generators_too(job):

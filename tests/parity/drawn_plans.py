@@ -30,6 +30,7 @@ from parity.planned import PHASES, PlannedCase
 from parity.planned_parts import SECOND, has_second, num_blocks_with
 
 NUM_HEADS = 4
+MAX_RANKS = 5
 NUM_EXPERTS = {"mixtral": 4, "qwen3_moe": 6}
 """Of the families with experts, as `parity.planned` makes them."""
 NUM_BLOCKS = {"image": 3, "audio": 2, "backbone": 4}
@@ -85,6 +86,7 @@ _MIXTURE = {
     "num_layers": lambda rng: NUM_BLOCKS["backbone"],
     "family": lambda rng: str(rng.choice(["qwen2", "qwen2", "qwen3", "llama", "phi3", "olmo2"])),
     "seed": lambda rng: int(rng.integers(2**31)),
+    "made": lambda rng: (*[()] * 5, ("draw",), ("draw", "say"))[int(rng.integers(7))],
 }
 """Field of a PlannedCase -> how it is drawn for a mixture: what one process computes."""
 _OPTIONS = {
@@ -159,6 +161,7 @@ def _drawn_case(
     if num_experts := NUM_EXPERTS.get(mixture["family"]):
         of_experts = np.random.default_rng((*numbers, crc32(b"ep")))
         units = tuple(_in_experts(of_experts, unit, num_experts) for unit in units)
+    units = _with_made(np.random.default_rng((*numbers, crc32(b"made units"))), units, mixture["made"])
     backbone = next(unit for unit in units if "backbone" in unit.modules)
     sizes = [size for size in (1, 2, 3, 4) if mixture["batch_size"] % (backbone.dp * size) == 0]
     size = int(rng.choice(sizes or [1]))
@@ -245,6 +248,22 @@ def _in_experts(rng: np.random.Generator, unit: Unit, num_experts: int) -> Unit:
     return unit if is_alone or not degrees or rng.random() < 0.2 else replace(unit, ep=int(rng.choice(degrees)))
 
 
+def _with_made(rng: np.random.Generator, units: tuple[Unit, ...], made: tuple[str, ...]) -> tuple[Unit, ...]:
+    """Generators in the last stage of the backbone, or in one or two replicas on further ranks."""
+    if not made:
+        return units
+    num_ranks, blocks = max(unit.ranks.stop for unit in units), dict.fromkeys(made, 1)
+    if rng.random() < 0.5 and num_ranks < MAX_RANKS:
+        replicas = int(rng.integers(1, 1 + min(2, MAX_RANKS - num_ranks)))
+        recompute = (blocks,) if rng.random() < 0.4 else ()
+        behind = Unit("+".join(made), (blocks,), num_ranks, dp=replicas, recompute=recompute, zero=int(rng.integers(4)))
+        return (*units, behind)
+    return tuple(
+        replace(unit, stages=(*unit.stages[:-1], unit.stages[-1] | blocks)) if "backbone" in unit.modules else unit
+        for unit in units
+    )
+
+
 def _parts(rng: np.random.Generator, num: int, num_parts: int) -> list[int]:
     """num as a sum; 0 where there are fewer than parts, which no Plan has."""
     if num < num_parts:
@@ -295,6 +314,8 @@ def obstacle_of(case: PlannedCase | Cut) -> str:
         plan = plan_of(case)
         if why := obstacle(plan, _recipe(case.is_mixed)):
             return why
+        if any(unit.tp > 1 and {*unit.modules} & {*case.made} for unit in plan.units):
+            return "tensor parallelism of generators"
         if case.exchange == "ulysses" and NUM_HEADS % plan.unit_of("backbone").cp:
             return "heads that ranks do not divide"
         program = planned(plan).program

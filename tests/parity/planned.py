@@ -55,7 +55,7 @@ from motet.train.input.planned import StageNeeds, StepDecider
 from motet.train.optimizer import OptimizerConfig, build_optimizer
 from motet.train.planned_job import divide_part, holders_of, split_products
 from parity.going_on import gone_on
-from parity.planned_generators import ROW_DIMS_MADE, SIZE_DIMS_MADE, with_generators
+from parity.planned_generators import QUERIES, ROW_DIMS_MADE, SIZE_DIMS_MADE, with_generators
 from parity.planned_parts import SECOND, again_with, has_second, read_twice, second_tower, with_parts
 from parity.random_fills import with_random_fills
 from parity.tiny import draw_example, reference_step
@@ -111,8 +111,8 @@ def build_hf_model(
     lora: parts with adapters, unless they are frozen; "backbone *_proj" has them in layers with such names alone.
 
     made: generators, as of `parity.planned_generators`.
-    frozen: of "image", "audio", "backbone", "draw", "say"; of "image encoder", "audio encoder"; of "image block", "audio
-    block", "backbone block", the second one alone; patterns of names with a *.
+    frozen: of "image", "audio", "backbone", "draw", "say"; of "image encoder", "audio encoder"; of "image block",
+    "audio block", "backbone block", the second one alone; patterns of names with a *.
     """
     torch.manual_seed(5)
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "attn_implementation": ATTENTION}
@@ -159,6 +159,7 @@ def build_hf_model(
     }
     causal_lm = of_family.model(backbone).to(torch.float64)
     ahead = {"bidirectional": ("image",) if "ahead" in parts else (), "prefix": "prefix" in parts}
+    ahead["queries"] = {name: QUERIES[name] for name in made}
     model = MLLM(encoders, Backbone(causal_lm, train=BACKBONE not in frozen, again=again_with(parts), **ahead))
     model = with_generators(model, made, frozen)
     targets = {name: (its or "*",) for name, _, its in (each.partition(" ") for each in lora)}

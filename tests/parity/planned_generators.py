@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from motet.models.backbone import Backbone
 from motet.models.diffusion import Diffusion, NoiseConfig
 from motet.models.dit import DiT, DiTConfig
 from motet.models.generator import GeneratorModule, OutputProjector
@@ -17,24 +16,15 @@ SIZE_DIMS_MADE = {"draw": 2, "say": 1}
 
 
 def with_generators(model: MLLM, made: Sequence[str], frozen: Sequence[str]) -> MLLM:
-    """The model with generators behind its backbone; no weight of theirs is zero, so that gradients flow everywhere.
+    """The model with generators behind its backbone, which has query tokens; no weight of theirs is zero, so that
+    gradients flow everywhere.
 
     frozen: may name generators. `made` says of each by its name; none is the model as it is.
     """
     if not made:
         return model
-    backbone = model.backbone
-    queries = {name: QUERIES[name] for name in made}
-    renewed = Backbone(
-        backbone.causal_lm,
-        train=any(parameter.requires_grad for parameter in backbone.parameters()),
-        again=backbone.again,
-        bidirectional=backbone.bidirectional,
-        prefix=backbone.prefix,
-        queries=queries,
-    )
-    generators = {name: _generator(name, backbone.dim, name not in frozen) for name in made}
-    model = MLLM(dict(model.encoders), renewed, generators).double()
+    generators = {name: _generator(name, model.backbone.dim, name not in frozen) for name in made}
+    model = MLLM(dict(model.encoders), model.backbone, generators).double()
     for parameter in model.generators.parameters():
         nn.init.normal_(parameter, std=0.2)
     return model

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from motet.core.arrays import Int64Array
 from motet.core.errors import JointUserError, UserError
 from motet.core.example import Media, TokenSequence
 from motet.core.limits import MAX_EXAMPLES, MAX_STEPS
@@ -24,6 +25,8 @@ from motet.data.decode import Decoder
 from motet.data.media import BadMedia
 from motet.data.text import ChatTokenizer
 from motet.dispatch import ItemExchange, LoadedExample, RankBatch
+from motet.dispatch.exchange import exchange_rows
+from motet.dropout import example_keys
 from motet.models.mllm import MLLM
 from motet.runtime.casting import compute_types_of, computing
 from motet.runtime.mesh import Mesh
@@ -34,6 +37,7 @@ from motet.train.made_items import MadeItem, examples_to_make, make_items, maker
 from motet.train.world import World
 
 _NO_TASK = "all"
+_NO_STEP = 2**62
 _MAX_NAMED = 3
 """Examples that an error names."""
 
@@ -81,6 +85,7 @@ class Evaluation:
     num_examples: task -> number of its examples.
     samples:      answers for the report.
     made:         what generators made of held-out prompts, for the report.
+    losses_made:  generator -> mean of its loss over the rows of what the answers hold; those with nothing are left out.
     """
 
     loss: float
@@ -88,13 +93,14 @@ class Evaluation:
     num_examples: dict[str, int]
     samples: list[Answer] = field(default_factory=list)
     made: list[MadeItem] = field(default_factory=list)
+    losses_made: dict[str, float] = field(default_factory=dict)
 
 
 class Evaluator:
     """Evaluates a model on one held-out dataset.
 
     exchange: on a host group of the main thread.
-    seed:     by which generators draw noise.
+    seed:     of the noise that generators draw and are judged by: the same in each evaluation.
     report:   called once with a sentence for each example that is left out, because its files cannot be used.
     """
 
@@ -110,10 +116,9 @@ class Evaluator:
         seed: int,
         report: Callable[[str], None],
     ) -> None:
-        self._seed = seed
         self._left_out = LeftOutOfEvaluation(world, report)
         self._dataset, self._tokenizer, self._decoder, self._exchange = dataset, tokenizer, decoder, exchange
-        self._mesh, self._world, self._config = mesh, world, config
+        self._mesh, self._world, self._config, self._seed = mesh, world, config, seed
 
     @torch.no_grad()
     def run(self, model: MLLM, is_stopped: Callable[[], bool] = lambda: False) -> Evaluation | None:
@@ -125,7 +130,7 @@ class Evaluator:
         training = model.training
         model.eval()
         count = min(self._dataset.num_examples, self._config.max_examples or self._dataset.num_examples)
-        totals = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+        totals = torch.zeros(2 + 2 * len(model.generators), dtype=torch.float64, device=self._mesh.device)
         answers: list[Answer] = []
         stopped = False
         for start in range(0, count, self._config.batch_size):
@@ -141,7 +146,9 @@ class Evaluator:
             return None
         dist.all_reduce(totals, group=self._mesh.group)
         everywhere = [answer for of_rank in self._world.gather(answers) for answer in of_rank]
-        evaluation = evaluation_of(totals, count, everywhere, self._left_out, self._config.num_samples)
+        evaluation = evaluation_of(
+            totals, tuple(model.generators), count, everywhere, self._left_out, self._config.num_samples
+        )
         return replace(evaluation, made=made)
 
     def _make(self, model: MLLM, count: int) -> list[MadeItem]:
@@ -194,10 +201,22 @@ class Evaluator:
         return [example for of_rank in self._world.gather([example for example, _ in loaded]) for example in of_rank]
 
     def _loss(self, model: MLLM, loaded: Sequence[tuple[int, list[Media]]]) -> Tensor:
-        """(sum of the loss, number of targets) of this rank's sequences, float64 [2]. A collective."""
+        """This rank's part of the totals that `evaluation_of` takes. A collective."""
+        group = self._mesh.group
         batch = self._batch(model, [self._dataset.tokens(example) for example, _ in loaded], loaded)
-        loss_sum, num_targets, *_ = model.backbone(batch.sequences, forward_features(model, batch, self._mesh.group))
-        return torch.tensor([float(loss_sum), num_targets], dtype=torch.float64, device=self._mesh.device)
+        loss_sum, num_targets, *given = model.backbone(batch.sequences, forward_features(model, batch, group))
+        totals = [float(loss_sum), num_targets]
+        if model.generators:
+            examples = np.array(self._of_all_ranks(loaded), dtype=np.int64)
+            batch = batch.with_draws(heldout_keys(self._seed, examples))
+        for name, generator in model.generators.items():
+            made = 0.0, 0
+            if batch.has(name):
+                rows = exchange_rows(given[0][name], batch.routes[name].transpose, group)
+                values, sizes = batch.media[name]
+                made = float(generator(values, sizes, rows, batch.draws[name])), int(sizes.prod(dim=1).sum())
+            totals += made
+        return torch.tensor(totals, dtype=torch.float64, device=self._mesh.device)
 
     def _answer(self, model: MLLM, loaded: Sequence[tuple[int, list[Media]]]) -> list[Answer]:
         """Answers to the examples whose sequences this rank runs; documents have none. A collective."""
@@ -261,11 +280,23 @@ class LeftOutOfEvaluation:
             self._report(f"Left out of the evaluation: {sentence}")
 
 
-def evaluation_of(
-    totals: Tensor, num_examples: int, answers: Sequence[Answer], left_out: LeftOutOfEvaluation, num_samples: int
-) -> Evaluation:
-    """The Evaluation of held-out examples. totals: (sum of the loss, number of targets) over all ranks, [2].
+def heldout_keys(seed: int, examples: Int64Array) -> Int64Array:
+    """The keys by which noise of held-out examples is drawn: of no step of training. examples: int64 [n]."""
+    return example_keys(seed, _NO_STEP, examples)
 
+
+def evaluation_of(
+    totals: Tensor,
+    generators: Sequence[str],
+    num_examples: int,
+    answers: Sequence[Answer],
+    left_out: LeftOutOfEvaluation,
+    num_samples: int,
+) -> Evaluation:
+    """The Evaluation of held-out examples.
+
+    totals: over all ranks, [2 + 2 * generators]: sum of the loss and number of targets; of each generator sum of its
+            loss and number of rows.
     Raises JointUserError if there are no targets; call it on all ranks.
     """
     if not totals[1]:
@@ -274,7 +305,9 @@ def evaluation_of(
             f"{'; '.join(sorted(left_out.sentences)[:_MAX_NAMED]) or 'they have no answer'}."
         )
     in_order = sorted(answers, key=lambda answer: answer.place)
-    return _summarised(float(totals[0] / totals[1]), in_order, num_samples)
+    found = _summarised(float(totals[0] / totals[1]), in_order, num_samples)
+    sums = zip(generators, totals[2:].reshape(-1, 2).tolist(), strict=True)
+    return replace(found, losses_made={name: loss_sum / num_rows for name, (loss_sum, num_rows) in sums if num_rows})
 
 
 def _summarised(loss: float, answers: Sequence[Answer], num_samples: int) -> Evaluation:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
@@ -39,6 +40,7 @@ from motet.train.evaluate import (
     LeftOutOfEvaluation,
     answer_to,
     evaluation_of,
+    heldout_keys,
     prompt_of,
 )
 from motet.train.input.loading import Decodes
@@ -59,12 +61,13 @@ class PlannedEvaluator:
         step: PlannedStep,
         world: World,
         config: EvaluateConfig,
+        seed: int,
         report: Callable[[str], None],
     ) -> None:
         self._left_out = LeftOutOfEvaluation(world, report)
         self._dataset, self._tokenizer, self._decoder = dataset, tokenizer, decoder
         self._plan, self._needs, self._step, self._world, self._config = plan, needs, step, world, config
-        self._decide = StepDecider(step.place, own_fills=True)
+        self._decide, self._seed = StepDecider(step.place, own_fills=True), seed
 
     @torch.no_grad()
     def run(self, model: MLLM, is_stopped: Callable[[], bool] = lambda: False) -> Evaluation | None:
@@ -72,19 +75,23 @@ class PlannedEvaluator:
         training = model.training
         model.eval()
         count = min(self._dataset.num_examples, self._config.max_examples or self._dataset.num_examples)
-        totals, answers, stopped = torch.zeros(2, dtype=torch.float64), list[Answer](), False
+        made = tuple(self._step.weights)
+        totals, answers, stopped = torch.zeros(2 + 2 * len(made), dtype=torch.float64), list[Answer](), False
         size = min(self._config.batch_size, self._plan.batch_size)
         for start in range(0, count, size):
             if stopped := any(self._world.gather(is_stopped())):
                 break
             chunk = np.arange(start, min(start + size, count))
             batches, kept = self._loaded(self._dataset, self._decoder, chunk)
-            totals += self._step.evaluate(batches).cpu()
+            loss_sum, num_targets, *loss_sums = self._step.evaluate(batches).tolist()
+            rows = [sum(int(batch.lengths.items[name].length.sum()) for batch in batches) for name in made]
+            of_generators = chain(*zip(loss_sums, rows, strict=True))
+            totals += torch.tensor([loss_sum, num_targets, *of_generators], dtype=torch.float64)
             answers += self._answers(model, np.sort(np.concatenate(kept)))
         model.train(training)
         if stopped:
             return None
-        return evaluation_of(totals, count, answers, self._left_out, self._config.num_samples)
+        return evaluation_of(totals, made, count, answers, self._left_out, self._config.num_samples)
 
     def _loaded(
         self, dataset: Examples, decoder: Decodes, examples: Int64Array
@@ -108,8 +115,11 @@ class PlannedEvaluator:
                 kept: BoolArray = part.decided.examples < len(examples)
                 for of_rank in everywhere:
                     kept[of_rank[number]] = False
-                batches.append(loading.finish(waiting, kept).batch.to(self._world.device))
-                ids_kept.append(part.ids[kept])
+                batch, ids_here = loading.finish(waiting, kept).batch, part.ids[kept]
+                if self._step.weights:
+                    batch = batch.with_draws(heldout_keys(self._seed, ids_here), self._needs.replicas)
+                batches.append(batch.to(self._world.device))
+                ids_kept.append(ids_here)
         return batches, ids_kept
 
     def _answers(self, model: MLLM, examples: Int64Array) -> list[Answer]:
@@ -141,7 +151,8 @@ class PlannedEvaluator:
         """Example -> its likeliest next token, of all ranks. A collective."""
         batches, examples = self._loaded(growing, media, active)
         predicting = _Predicting(model.backbone)
-        self._step.evaluate(batches, SimpleNamespace(encoders=model.encoders, backbone=predicting))
+        silent = dict.fromkeys(model.generators, _nothing_made)
+        self._step.evaluate(batches, SimpleNamespace(encoders=model.encoders, backbone=predicting, generators=silent))
         own: dict[int, int] = {}
         for microbatch, tokens in zip(self._predicted_microbatches(batches), predicting.found, strict=True):
             sequences = batches[microbatch].decision.backbone.on_rank(self._needs.replicas[BACKBONE])
@@ -186,10 +197,19 @@ class _Predicting:
         """As `Backbone.through`."""
         return self._backbone.through(hidden, sequences, first, stop, features)
 
+    def conditions(self, hidden: Tensor, sequences: PackedSequences) -> dict[str, Tensor]:
+        """As `Backbone.conditions`."""
+        return self._backbone.conditions(hidden, sequences)
+
     def leave(self, hidden: Tensor, sequences: PackedSequences) -> tuple[Tensor, int]:
         """Find the next tokens. Returns no loss, of no target."""
         self.found.append(self._backbone.likeliest(hidden, sequences))
         return hidden.new_zeros(()), 0
+
+
+def _nothing_made(values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array) -> Tensor:
+    """In place of a generator, whose items of earlier turns are in prompts: no loss is asked for."""
+    return rows.new_zeros(())
 
 
 class _DecodedOnce:

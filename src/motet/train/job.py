@@ -290,7 +290,9 @@ def _build_planned_job(
     step, optimizer = build_part(model, spec, place, PartConfig.of_recipe(recipe, world.device), mesh, world)
     evaluator = None
     if heldout is not None:
-        evaluator = PlannedEvaluator(heldout, vocabulary, decoder, plan, needs, step, world, recipe.evaluate, say)
+        evaluator = PlannedEvaluator(
+            heldout, vocabulary, decoder, plan, needs, step, world, recipe.evaluate, recipe.run.seed, say
+        )
     progress, line = _resume(recipe, world, resume, model, optimizer, _start(recipe, dataset, order), say)
     return TrainingJob(
         recipe,

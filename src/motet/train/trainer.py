@@ -382,7 +382,8 @@ class _Run:
         self.evaluations[self.job.progress.step] = evaluation
         with self._on_first_rank():
             if self.log is not None:
-                self.log.write_heldout(self.job.progress.step, evaluation.loss, evaluation.exact_match)
+                found = evaluation.loss, evaluation.exact_match, evaluation.losses_made
+                self.log.write_heldout(self.job.progress.step, *found)
                 answers = [dataclasses.asdict(answer) | {"is_exact": answer.is_exact} for answer in evaluation.samples]
                 text = to_json(answers, ensure_ascii=False, indent=1)
                 (self.recipe.run.dir / "answers.json").write_text(text, encoding="utf-8")

@@ -64,10 +64,14 @@ class MetricsLog:
         self._to_trackers(lambda tracker: tracker.add(scalars, step))
         self._show(step, f"loss {metrics['loss']:.4f}  {metrics['tokens_per_s']:,.0f} tokens/s")
 
-    def write_heldout(self, step: int, loss: float, exact_match: dict[str, float]) -> None:
-        """Log an evaluation after a step. exact_match: by task, the share of answers that match."""
-        shares = {f"heldout/exact_match/{task}": share for task, share in exact_match.items()}
-        self._to_trackers(lambda tracker: tracker.add({"heldout/loss": loss, **shares}, step))
+    def write_heldout(self, step: int, loss: float, exact_match: dict[str, float], made: dict[str, float]) -> None:
+        """Log an evaluation after a step. exact_match: by task, the share of answers that match.
+
+        made: generator -> its loss.
+        """
+        scalars = {f"heldout/exact_match/{task}": share for task, share in exact_match.items()}
+        scalars |= {f"heldout/losses/{name}": of_generator for name, of_generator in made.items()}
+        self._to_trackers(lambda tracker: tracker.add({"heldout/loss": loss, **scalars}, step))
 
     def flush(self) -> None:
         """Flush events to the disk; done before a checkpoint, which counts their steps as done."""

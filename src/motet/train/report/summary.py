@@ -61,6 +61,7 @@ def summarise(
         "loss_last": _mean(losses[-loss_steps:]) if losses else None,
         "loss_heldout": last.loss if last else None,
         "heldout_loss_by_step": {str(step): evaluation.loss for step, evaluation in evaluations.items()},
+        "losses_heldout": last.made if last else {},
         "exact_match": last.exact_match if last else {},
         "num_heldout": last.num_examples if last else {},
         "balance": _balance(steps),
@@ -82,6 +83,7 @@ def summarise(
 def summary_lines(summary: dict[str, Any]) -> list[str]:
     """The summary as lines for a terminal."""
     heldout = "" if summary["loss_heldout"] is None else f", {summary['loss_heldout']:.4f} held out"
+    heldout += "".join(f", {loss:.4f} of {name}" for name, loss in summary.get("losses_heldout", {}).items())
     lines = [
         f"{summary['steps']} steps on {summary['num_ranks']} ranks in {summary['wall_s']:.0f} s: "
         f"{summary['tokens_per_s']:,.0f} tokens/s, MFU {summary['mfu']:.1%}{_hfu_words(summary)} of the "
