@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -39,12 +39,14 @@ class CheckpointConfig(BaseModel):
 
     every_steps: int = Field(0, ge=0, le=MAX_STEPS, description="steps between checkpoints; 0 writes only the last one")
     keep: int = Field(2, gt=0, le=MAX_STEPS, description="how many of the latest checkpoints stay")
-    url: str | None = Field(
-        None,
-        pattern=r"^(s3|gs|az|abfs|hf|file|memory)://[^/].*[^/]$|^file:///.*[^/]$",
-        description="a folder of the run by URL (s3://, gs://, az://, hf://, file://), to which each checkpoint is "
-        "copied; a run whose own folder has none as new goes on from there",
-    )
+    url: Annotated[
+        str | None,
+        Field(
+            pattern=r"^(s3|gs|az|abfs|hf|file|memory)://[^/].*[^/]$|^file:///.*[^/]$",
+            description="a folder of the run by URL (s3://, gs://, az://, hf://, file://), to which each checkpoint is "
+            "copied; a run whose own folder has none as new goes on from there",
+        ),
+    ] = None
 
 
 class Checkpointer:
