@@ -34,8 +34,36 @@ WITH: Mapping[str, tuple[str, ...]] = {
     "balance.costs": ('balance.cost="length"',),
     "data.too_long": ("data.max_sequence_length=4096",),
     "balance.profile": ('balance.cost="profile"',),
+    "data.cache_bytes": ('data.cache_folder="copies"',),
 }
 """What must be set beside a key of `motet train`, by how it begins."""
+
+SERVICES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "no actors": (('data.service="ray"', "data.num_workers=0"), "num_workers is 0; raise it"),
+    "an address without Ray": (('data.ray_address="10.0.0.5:6379"',), "ray_address has no effect without"),
+    "a Ray that does not listen": (
+        ('data.service="ray"', 'data.ray_address="127.0.0.1:1"', "data.num_workers=1"),
+        "(Ray at 127.0.0.1:1 cannot be reached|Ray, which is not installed)",
+    ),
+    "a URL without a folder of copies": (
+        ('data.train=["https://127.0.0.1:1/a.jsonl"]',),
+        r"https://127.0.0.1:1/a.jsonl: is a URL.*set data\.cache_folder",
+    ),
+    "another protocol": (
+        ('data.train=["ssh://127.0.0.1/a.jsonl"]', 'data.cache_folder="{folder}/copies"'),
+        "URLs of 'ssh://' are not read; those are of s3",
+    ),
+    "a server that does not listen": (
+        ('data.train=["http://127.0.0.1:1/a.jsonl"]', 'data.cache_folder="{folder}/copies"'),
+        "http://127.0.0.1:1/a.jsonl cannot be reached, in 5 attempts",
+    ),
+    "a bound without a folder of copies": (
+        ("data.cache_bytes=1000",),
+        "cache_bytes has no effect without cache_folder",
+    ),
+    "checkpoints on the web": (('checkpoint.url="https://127.0.0.1:1/run"',), r"checkpoint\.url"),
+}
+"""What is wrong with a service, in words: what is set, and what the sentence says."""
 
 JOB: dict[str, Any] = {
     "run": {"batch_size": 4},
@@ -95,7 +123,7 @@ DECIDED: tuple[tuple[str, Verdict], ...] = (
     (r"train/.*optimizer\.clip_norm=(10\*\*30|Infinity)$", "accept"),
     # Devices and precisions that there are not.
     (r"(train|plan)/.*cluster\.(device|peak_tflops)=", "refuse"),
-    (r'train/.*data\.index_folder=""$', "accept"),
+    (r'train/.*data\.(index|cache)_folder=""$', "accept"),
     (r"train/.*transforms\.image\.(patch_size|merge_size|channels|temporal_patch_size|fixed_size)=", "refuse"),
     (r"train/.*transforms\.audio\.(num_mels|n_fft|hop_length|sampling_rate)=", "refuse"),
     (r"train/.*transforms\.image\.max_pixels_side=1$", "refuse"),
@@ -121,7 +149,7 @@ UNTRIED = (
 def cases(seed: int) -> Iterator[Case]:
     """All cases of settings, the same for a seed."""
     rng = random.Random(f"settings {seed}")
-    for case in [*_of_training(rng), *_of_options(rng), *_of_planning(rng)]:
+    for case in [*_of_training(rng), *_of_options(rng), *_of_planning(rng), *_of_services()]:
         if not any(re.match(name, case.name) for name in UNTRIED):
             yield case
 
@@ -159,6 +187,13 @@ def _of_training(rng: random.Random) -> Iterator[Case]:
         beside = [each for start, sets in WITH.items() if leaf.name.startswith(start) for each in sets]
         for key, value, is_right in tried(leaf, rng):
             yield _training_case("settings", key, value, is_right, beside)
+
+
+def _of_services() -> Iterator[Case]:
+    """What decodes and where files are: keys that say nothing together, and services that do not answer."""
+    for what, (sets, says) in SERVICES.items():
+        arguments = (*TRAIN, *(word for each in ("run.dir={folder}/run", *sets) for word in ("--set", each)))
+        yield Case(f"train/services/{what}", arguments, "refuse", says=says)
 
 
 def _training_case(group: str, key: Key, value: Any, is_right: bool, beside: list[str]) -> Case:

@@ -317,13 +317,15 @@ def plan_recipe(
         job = job_of_recipe(recipe, given, overrides or ())
         obstacle = trainable_in(recipe, overrides or (), is_asked=is_trainable)
         asked = {"is_trainable": is_trainable, "says_what_if": what_if}
-        best = plan_command(job, pinned, outputs, obstacle, untrained, **asked)
-        if profile is not None and not outputs.is_json_alone:
-            from motet.planning.decoding import decoding_in_words
+        need = None
+        if profile is not None:
+            from motet.planning.decoding import decoding_need
 
-            ranks = best.candidate.plan.cluster.num_ranks
-            if words := decoding_in_words(recipe, overrides or (), profile, best.step_s, ranks):
-                print(words)
+            need = decoding_need(recipe, overrides or (), profile)
+        figures = None if need is None else need.figures
+        best = plan_command(job, pinned, outputs, obstacle, untrained, decoding=figures, **asked)
+        if need is not None and not outputs.is_json_alone:
+            print(need.words(best.step_s, best.candidate.plan.cluster.num_ranks))
         if obstacle is not None and not best.obstacle:
             from motet.planning.too_long import say_too_long
             from motet.train.recipe.recipe import load_recipe

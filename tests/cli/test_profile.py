@@ -17,7 +17,7 @@ from motet.cost.flops import work_of
 from motet.cost.profile import read_profile
 from motet.cost.profiled import Profiled
 from motet.models.spec import spec_of_config
-from motet.planning.decoding import decoding_in_words
+from motet.planning.decoding import decoding_need
 from motet.profiling.command import profile
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
@@ -121,12 +121,23 @@ def test_decoding_is_timed_and_says_which_cores_a_job_needs(job, of_two, tmp_pat
     measured.model_copy(update={"decoding": tuple(slow)}).write(tmp_path / "slow.json")
     # Half of the examples have an image, half a clip: a second of a core for each example.
     options = [*EXACT, "data.num_workers=2"]
-    words = decoding_in_words(job, options, tmp_path / "slow.json", 0.5, 2)
+    need = decoding_need(job, options, tmp_path / "slow.json")
+    words = need.words(0.5, 2)
     assert words.startswith("Decoding takes 6 s of a core a step, so 12 CPU cores keep every rank computing; with the ")
     assert words.endswith("recipe's 4 workers (2 a rank), each step waits 1 s for them (67% of it).")
-    assert decoding_in_words(job, options, tmp_path / "slow.json", 2.0, 2).endswith("no step waits for them.")
+    assert need.words(2.0, 2).endswith("no step waits for them.")
+    figures = {"core_s": 6.0, "cores": 12, "workers": 4, "stall_s": 1.0, "stall_share": 2 / 3}
+    assert need.figures(0.5, 2) == pytest.approx(figures)
+    # motet plan has the same beside each plan, for the seconds of its step.
+    sets = [part for override in options for part in ("--set", override)]
+    command = ["plan", str(job), "--profile", str(tmp_path / "slow.json"), "--ranks-per-node", "2", "--no-what-if"]
+    files = ["--out", str(tmp_path / "plan.json"), "--json", "-"]
+    done = CliRunner().invoke(app, [*command, *files, *sets], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    best = json.loads(done.stdout)[0]
+    assert best["decoding"] == pytest.approx(need.figures(best["step_s"], 2))
     measured.model_copy(update={"decoding": ()}).write(tmp_path / "none.json")
-    assert decoding_in_words(job, options, tmp_path / "none.json", 0.5, 2) == ""
+    assert decoding_need(job, options, tmp_path / "none.json") is None
 
 
 def test_training_balanced_on_measured_cost_has_the_same_losses(job, of_two, tmp_path):

@@ -27,7 +27,7 @@ from motet.data.conversation import check_is_object
 from motet.data.copies import INDEXES, Copies
 from motet.data.media_names import DATA_URL_HEAD
 from motet.data.record_fields import TOOLS_FIELD, TURN_FIELDS
-from motet.data.remote import FILE, find_all, folder_of, is_url, located, path_of
+from motet.data.remote import LOCAL_URL, find_all, folder_of, is_url, located, path_of
 from motet.data.remote_manifest import RemoteFile, remote_files
 from motet.data.shard_names import TAR_ENDINGS
 from motet.data.shards import Member, expand_shards, read_shard
@@ -80,7 +80,7 @@ class Manifest:
             name = url.rstrip("/").rpartition("/")[2] if len(files) > 1 else files[0].name
             folder = folder_of(url.rstrip("/"))
             return cls(re.sub(r"[^\w.-]+", "_", name), _common_kind(files, url), files, folder, copies)
-        path = Path(str(spec).removeprefix(FILE))
+        path = Path(str(spec).removeprefix(LOCAL_URL))
         if path.is_file():
             return cls(path.name, _kind_of(path, spec), (path,), path.parent, copies)
         if (path / _STATE).is_file() or (path / _SPLITS).is_file():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from motet.core.errors import UserError
 from motet.data.record_fields import kind_of
-from motet.data.remote import FILE, check_protocol, is_url
+from motet.data.remote import LOCAL_URL, check_protocol, is_url
 
 DATA_URL = "data:"
 """How bytes begin that a record holds."""
@@ -25,4 +25,4 @@ def media_name(value: object, where: str) -> str:
         raise UserError(f"{where} is {kind_of(value)}, but must be a file name, or a data URL with its bytes")
     if is_url(value):
         check_protocol(value, f"{where} is the URL '{value[:60]}'")
-    return value.removeprefix(FILE)
+    return value.removeprefix(LOCAL_URL)

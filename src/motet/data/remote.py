@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeVar
@@ -24,7 +24,7 @@ from motet.core.errors import UserError
 
 PROTOCOLS = ("s3", "gs", "az", "abfs", "hf", "https", "http", "memory")
 """The protocols of URLs. Others of fsspec's reach into programs and files of this machine."""
-FILE = "file://"
+LOCAL_URL = "file://"
 """How the URL of a path of this machine begins."""
 ATTEMPTS = 5
 """How often a store is asked before it counts as out of reach."""
@@ -218,6 +218,56 @@ def copy_to(found: Found, file: IO[bytes]) -> None:
             raise EOFError(f"{file.tell():,} of {found.size_bytes:,} bytes came")
 
     tried(found.url, copy)
+
+
+def put_file(path: Path, url: str) -> None:
+    """Copy a file of this machine to a URL, as a whole. Raises as `tried`."""
+    size_bytes = path.stat().st_size
+
+    def put(files: Any) -> None:
+        _make_folder(files, url)
+        files.put_file(str(path), _inside(url))
+        if (there := int(files.info(_inside(url))["size"])) != size_bytes:
+            raise EOFError(f"{there:,} of {size_bytes:,} bytes came")
+
+    _written(url, put)
+
+
+def write_bytes(url: str, data: bytes) -> None:
+    """Put bytes in the place of a file. Raises as `tried`."""
+
+    def write(files: Any) -> None:
+        _make_folder(files, url)
+        files.pipe_file(_inside(url), data)
+
+    _written(url, write)
+
+
+def remove_files(urls: Sequence[str]) -> None:
+    """Remove files, as far as they are there. Raises as `tried`."""
+    for url in urls:
+        with suppress(FileNotFoundError):
+            _written(url, lambda files, url=url: files.rm_file(_inside(url)))
+
+
+def remove_folder(url: str) -> None:
+    """Remove an empty folder of a disk; stores have none. One that is not empty stays."""
+    if url.startswith(LOCAL_URL):
+        with suppress(OSError):
+            file_system(url).rmdir(_inside(url))
+
+
+def _written(url: str, action: Callable[[Any], None]) -> None:
+    try:
+        tried(url, action)
+    except (PermissionError, NotImplementedError, IsADirectoryError, NotADirectoryError) as error:
+        raise UserError(f"{url} cannot be written ({error or type(error).__name__})") from error
+
+
+def _make_folder(files: Any, url: str) -> None:
+    # Stores have no folders; disks do.
+    if url.startswith(LOCAL_URL):
+        files.makedirs(posixpath.dirname(_inside(url)), exist_ok=True)
 
 
 @contextmanager

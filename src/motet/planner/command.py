@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -66,6 +66,10 @@ class PlanOutputs:
                 raise UserError(f"{path} cannot be written: two of --out, --png, --html, --explain and --json name it.")
 
 
+Decoding: TypeAlias = Callable[[float, int], dict[str, float]]
+"""Figures of decoding, of (seconds of a step, number of ranks)."""
+
+
 def plan_command(
     job: Job,
     pins: Pins,
@@ -73,6 +77,7 @@ def plan_command(
     obstacle: Callable[[Plan], str] | None = None,
     untrained: Callable[[Plan], str] = lambda plan: "",
     *,
+    decoding: Decoding | None = None,
     is_trainable: bool = False,
     says_what_if: bool | None = None,
 ) -> SimulatedCandidate:
@@ -81,6 +86,7 @@ def plan_command(
     obstacle:     what of a Plan training cannot run yet, in words; "" if it can run the Plan. None: the job is none
                   that trains. Plans that cannot be trained are marked as such.
     untrained:    what of a Plan no job can train yet, in words, for JSON.
+    decoding:     of a step on so many ranks, what its media ask of CPU cores, for JSON; None: nobody knows.
     is_trainable: only Plans that training can run count.
     says_what_if: whether the job is planned anew with more memory, a node more and larger batches; None: if that is
                   quick.
@@ -100,16 +106,19 @@ def plan_command(
     if result.results and says_what_if is not False:
         sentences = map(str, what_if(result, STRATEGIES, quota)) if says_what_if or is_quick(job) else _NOT_TRIED
         result = replace(result, what_if=tuple(sentences))
-    write_outputs(result, outputs, untrained)
+    write_outputs(result, outputs, untrained, decoding)
     return result.best
 
 
 def write_outputs(
-    result: SearchResult, outputs: PlanOutputs, untrained: Callable[[Plan], str] = lambda plan: ""
+    result: SearchResult,
+    outputs: PlanOutputs,
+    untrained: Callable[[Plan], str] = lambda plan: "",
+    decoding: Decoding | None = None,
 ) -> None:
     """Write the best Plan, then print the result: files are written even where nobody reads standard output.
 
-    untrained: as of `plan_command`. Raises UserError as `plan_command` does.
+    untrained, decoding: as of `plan_command`. Raises UserError as `plan_command` does.
     """
     best = result.best
     title = f"{result.job.model.name}: {best.candidate.strategy}, {best.candidate.what}, predicted"
@@ -127,17 +136,20 @@ def write_outputs(
 
         write_explanation(result, outputs.explanation, words)
     if outputs.json is not None:
-        write_prediction(list(_tables(result, untrained)), outputs.json)
+        write_prediction(list(_tables(result, untrained, decoding)), outputs.json)
     if not outputs.is_json_alone:
         print_result(result, words=words)
         print(f"\nWrote {', '.join(map(str, outputs.paths))}.")
 
 
-def _tables(result: SearchResult, untrained: Callable[[Plan], str]) -> Iterator[dict[str, Any]]:
+def _tables(
+    result: SearchResult, untrained: Callable[[Plan], str], decoding: Decoding | None
+) -> Iterator[dict[str, Any]]:
     """The figures of each Plan, best first.
 
     bound_s: of every Plan of the job (`step_bound.py`), by the predicted seconds; bound_by: the term that binds.
     measured_s: seconds of a real step; null where none was run. pins: of every field, as `--pin` takes them.
+    decoding: what the media of its step ask of CPU cores; null where nobody knows.
     """
     for one in result.results:
         candidate = one.candidate
@@ -150,6 +162,7 @@ def _tables(result: SearchResult, untrained: Callable[[Plan], str]) -> Iterator[
             "measured_s": one.measured_s,
             **figures,
             **bound,
+            "decoding": None if decoding is None else decoding(one.step_s, candidate.plan.cluster.num_ranks),
             "pins": pin_texts(pins_of(candidate.plan)),
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,29 +19,60 @@ _NUM_EXAMPLES = 4096
 """So many examples tell what decoding the others takes."""
 
 
-def decoding_in_words(path: Path, overrides: Sequence[str], profile: Path | None, step_s: float, ranks: int) -> str:
-    """A sentence on the cores that a recipe's media need; "" without a profile that has decoding, or without files.
+@dataclass(frozen=True)
+class DecodingNeed:
+    """What the media of a recipe ask of CPU cores.
 
-    step_s: of the Plan, on `ranks` ranks. Raises UserError for what is wrong with the recipe's data.
+    core_s: seconds of one core that those of a step take. workers: of each rank. kind: of worker, in words.
+    """
+
+    core_s: float
+    workers: int
+    kind: str
+
+    def load(self, step_s: float, num_ranks: int) -> DecodingLoad:
+        """What they ask beside a Plan of this step, on so many ranks."""
+        return DecodingLoad(self.core_s, step_s, max(self.workers, 1) * num_ranks)
+
+    def figures(self, step_s: float, num_ranks: int) -> dict[str, float]:
+        """For JSON: cores so that no step waits, and what each step waits with the workers of the recipe."""
+        load = self.load(step_s, num_ranks)
+        return {
+            "core_s": load.core_s,
+            "cores": load.cores,
+            "workers": load.num_workers,
+            "stall_s": load.stall_s,
+            "stall_share": load.stall_share,
+        }
+
+    def words(self, step_s: float, num_ranks: int) -> str:
+        """The same as a sentence."""
+        load = self.load(step_s, num_ranks)
+        waits = (
+            f"each step waits {load.stall_s:.3g} s for them ({load.stall_share:.0%} of it)"
+            if load.stall_s > 0
+            else "no step waits for them"
+        )
+        return (
+            f"Decoding takes {load.core_s:.3g} s of a core a step, so {load.cores:,} CPU cores keep every rank "
+            f"computing; with the recipe's {load.num_workers:,} {self.kind} ({self.workers} a rank), {waits}."
+        )
+
+
+def decoding_need(path: Path, overrides: Sequence[str], profile: Path | None) -> DecodingNeed | None:
+    """The need of a recipe's media; None without a profile that has decoding, or without files.
+
+    Raises UserError for what is wrong with the recipe's data.
     """
     if profile is None or not (measured := read_profile(profile).decoding):
-        return ""
+        return None
     recipe = read_job_recipe(path, overrides).recipe
     if recipe is None or recipe.is_drawn or recipe.data.group is not None:
-        return ""
+        return None
     dataset, _ = training_data(recipe)
     core_s = core_seconds(dataset, DecodingCost(measured)) * recipe.run.batch_size
-    load = DecodingLoad(core_s, step_s, max(recipe.data.num_workers, 1) * ranks)
     kind = "actors" if recipe.data.service == "ray" else "workers"
-    waits = (
-        f"each step waits {load.stall_s:.3g} s for them ({load.stall_share:.0%} of it)"
-        if load.stall_s > 0
-        else "no step waits for them"
-    )
-    return (
-        f"Decoding takes {load.core_s:.3g} s of a core a step, so {load.cores:,} CPU cores keep every rank computing; "
-        f"with the recipe's {load.num_workers:,} {kind} ({recipe.data.num_workers} a rank), {waits}."
-    )
+    return DecodingNeed(core_s, recipe.data.num_workers, kind)
 
 
 def core_seconds(dataset: Examples, cost: DecodingCost) -> float:

@@ -22,6 +22,7 @@ from motet.data.drawn import DrawnDataset, DrawnVocabulary
 from motet.data.examples import Examples
 from motet.data.groups import GroupedOrder
 from motet.data.order import ExampleOrder
+from motet.data.remote import LOCAL_URL, is_url
 from motet.data.splits import OwnSplits
 from motet.data.text import ChatTokenizer
 from motet.dispatch import Carrier, ItemExchange, Orchestrator
@@ -48,6 +49,7 @@ from motet.train.balancing import (
 )
 from motet.train.checkpoint.choice import Say, Start, choose_checkpoint, remove_all, verified_start
 from motet.train.checkpoint.contents import Progress, RunState, digest_of, is_checkpoint, name_of, read_state
+from motet.train.checkpoint.remote import RemoteCheckpoints, checkpoint_at
 from motet.train.checkpoint.restoring import load, load_weights
 from motet.train.checkpoint.saving import Checkpointer
 from motet.train.checkpoint.state import store_frozen
@@ -497,7 +499,7 @@ def _resume(
     Returns the Progress from which the run goes on, and the names of the checkpoints that led there.
     """
     folder = recipe.run.dir / _CHECKPOINTS
-    chosen = choose_checkpoint(resume, folder, world, say)
+    chosen = choose_checkpoint(_fetched(resume, recipe, world, say), folder, world, say)
     with world.together():
         if chosen is not None:
             if recipe.data.is_split and chosen.state.dataset != start.dataset:
@@ -513,6 +515,26 @@ def _resume(
     is_done = progress.step == recipe.run.steps
     say(f"Resuming after step {progress.step} from {chosen.path}{', which is the last step' if is_done else ''}.")
     return progress, chosen.line
+
+
+def _fetched(resume: str, recipe: Recipe, world: World, say: Say) -> str:
+    """What to resume from once it is here: a checkpoint that is named by URL, or the newest one of `checkpoint.url`.
+
+    A collective.
+    """
+    folder, found = recipe.run.dir / _CHECKPOINTS, resume
+    with world.together():
+        if world.is_first:
+            if is_url(resume) or resume.startswith(LOCAL_URL):
+                remote, name = checkpoint_at(resume)
+                say(f"Fetching {resume} to {folder}.")
+                found = str(remote.fetch(name, folder))
+            elif resume == "auto" and recipe.checkpoint.url is not None:
+                remote = RemoteCheckpoints(recipe.checkpoint.url)
+                if name := remote.newer_than(folder):
+                    say(f"Fetching {remote.url}/{name} to {folder}.")
+                    remote.fetch(name, folder)
+    return str(world.gather(found)[0])
 
 
 def has_ended(recipe: Recipe) -> bool:

@@ -178,17 +178,24 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
                 f"{checkpoint} was written by an earlier version of Motet as a pickle, which can run code when it is "
                 "opened and so is not: go on with that version, or start anew with --resume never."
             )
-        body = dict(json.loads(_read(path)))
-        if body.pop("sha256", None) != _sha256_of(body):
-            raise Damaged(f"{MANIFEST} is not as it was written, by its own checksum")
-        if body.get("format") != FORMAT:
-            raise UserError(
-                f"{checkpoint} was written by Motet {body.get('motet')} in the format {body.get('format')}, and Motet "
-                f"{motet.__version__} reads the format {FORMAT}: update Motet."
-            )
-        manifest = CheckpointManifest.model_validate(body)
+        return parse_manifest(_read(path), str(checkpoint))
+
+
+def parse_manifest(text: bytes, where: str) -> CheckpointManifest:
+    """The manifest of the checkpoint `where` from its bytes. Raises as `read_manifest`, and as JSON and pydantic do."""
+    body = dict(json.loads(text))
+    if body.pop("sha256", None) != _sha256_of(body):
+        raise Damaged(f"{MANIFEST} is not as it was written, by its own checksum")
+    if body.get("format") != FORMAT:
+        raise UserError(
+            f"{where} was written by Motet {body.get('motet')} in the format {body.get('format')}, and Motet "
+            f"{motet.__version__} reads the format {FORMAT}: update Motet."
+        )
+    manifest = CheckpointManifest.model_validate(body)
     if absent := [name for name in (STATE, TENSORS) if name not in manifest.files]:
         raise Damaged(f"{MANIFEST} does not name {absent[0]}")
+    if outside := [name for name in manifest.files if Path(name).name != name]:
+        raise Damaged(f"{MANIFEST} names {outside[0]!r}, which is not beside it")
     return manifest
 
 

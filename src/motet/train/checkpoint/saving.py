@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,12 @@ from motet.core.errors import JointUserError
 from motet.core.limits import MAX_STEPS
 from motet.train.checkpoint.contents import File, Progress, RunState, StoredTensor, complete_checkpoint, name_of
 from motet.train.checkpoint.folder import clear_unfinished, publish_checkpoint
+from motet.train.checkpoint.remote import RemoteCheckpoints
 from motet.train.checkpoint.state import tensors_of
 from motet.train.checkpoint.storage import Writer, first_line
+
+_TELL_EVERY_S = 5.0
+"""How often a rank that copies a checkpoint says so to those that wait; far below any limit of waiting."""
 
 
 class CheckpointConfig(BaseModel):
@@ -35,10 +39,21 @@ class CheckpointConfig(BaseModel):
 
     every_steps: int = Field(0, ge=0, le=MAX_STEPS, description="steps between checkpoints; 0 writes only the last one")
     keep: int = Field(2, gt=0, le=MAX_STEPS, description="how many of the latest checkpoints stay")
+    url: Annotated[
+        str | None,
+        Field(
+            pattern=r"^(s3|gs|az|abfs|hf|file|memory)://[^/].*[^/]$|^file:///.*[^/]$",
+            description="a folder of the run by URL (s3://, gs://, az://, hf://, file://), to which each checkpoint is "
+            "copied; a run whose own folder has none as new goes on from there",
+        ),
+    ] = None
 
 
 class Checkpointer:
     """Saves the checkpoints of one run. All ranks call every method alike.
+
+    With `config.url` the first rank copies each checkpoint there in a thread of its own, while training goes on. The
+    next save waits for it, and so does the end; ranks tell each other every few seconds that they wait.
 
     group:  a host (gloo) group that nothing else uses, since saving runs in a thread; None without torch.distributed.
     line:   names of the checkpoints in the folder that led to this run, the earliest first.
@@ -58,6 +73,9 @@ class Checkpointer:
         self._folder, self._config, self._group, self._line = folder, config, group, list(line)
         self._launch, self._say = launch, say
         self._pending: Future[Any] | None = None
+        self._remote = None if config.url is None else RemoteCheckpoints(config.url)
+        self._copier = ThreadPoolExecutor(1, "copies-checkpoints")
+        self._copying: Future[None] | None = None
         self._save_step: int | None = None
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
@@ -89,6 +107,30 @@ class Checkpointer:
             raise JointUserError(
                 f"The checkpoint of step {self._save_step} could not be written to {self._folder}: {first_line(error)}."
             ) from error
+        if self._remote is not None and (problem := self._copied()):
+            raise JointUserError(
+                f"The checkpoint of step {self._save_step} is in {self._folder}, and could not be copied to "
+                f"{self._remote.url}: {problem}."
+            )
+
+    def _copied(self) -> str:
+        """Wait until the first rank has copied the last checkpoint; why it could not, or "". A collective."""
+        while True:
+            said = [self._copy_state()]
+            if self._group is not None:
+                dist.broadcast_object_list(said, group=self._group, group_src=0)
+            if said[0] is not None:
+                return said[0]
+
+    def _copy_state(self) -> str | None:
+        """Of the first rank: why the last checkpoint was not copied; "": it was; None: it still is, after seconds."""
+        if self._copying is None:  # Another rank, which is told.
+            return ""
+        if not wait([self._copying], timeout=_TELL_EVERY_S).done:
+            return None
+        copying, self._copying = self._copying, None
+        error = copying.exception()
+        return "" if error is None else first_line(error)
 
     def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
         """Start a save in the background."""
@@ -104,6 +146,8 @@ class Checkpointer:
         def finish(files: dict[str, File], tensors: dict[str, StoredTensor]) -> None:
             complete_checkpoint(temporary, files, tensors, state)
             self._line = publish_checkpoint(temporary, self._line, self._config.keep)
+            if self._remote is not None:
+                self._copying = self._copier.submit(self._remote.save, temporary.with_suffix(""), list(self._line))
 
         future = dcp.async_save(
             tensors_of(model, optimizer), storage_writer=Writer(temporary, start, finish), process_group=self._group

@@ -61,6 +61,9 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeText:
         raise UserError(f"{path} trains in phases ({names}): choose one with --set {_CHOICE}={phases[0].name}.")
     own, number = tables_of_phase(path, text, tables, phases, name)
     set_keys = {set_key(own, override) for override in others}
+    saving = own.get("checkpoint")
+    if isinstance(saving, dict) and isinstance(saving.get("url"), str):
+        saving["url"] = f"{saving['url']}/{name}"
     folder = own["run"].get("dir")
     if isinstance(folder, str):
         own["run"]["dir"] = str(Path(folder, name))

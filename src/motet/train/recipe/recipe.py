@@ -43,7 +43,7 @@ from motet.data.audio import AudioTransform
 from motet.data.config import DataConfig, DrawnDataConfig
 from motet.data.drawn import DrawnTransform, DrawnVocabulary
 from motet.data.images import ImageTransform
-from motet.data.remote import FILE, is_url
+from motet.data.remote import LOCAL_URL, is_url
 from motet.data.text import ChatTokenizer
 from motet.dispatch import BalanceConfig
 from motet.dispatch.context import ContextConfig
@@ -507,7 +507,7 @@ def absolute(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
         # Manifests may be patterns of shards, so they are strings, not Paths.
         if split in tables.get("data", {}):
             tables["data"][split] = [
-                manifest if is_url(manifest) else str(joined(Path(manifest.removeprefix(FILE))))
+                manifest if is_url(manifest) else str(joined(Path(manifest.removeprefix(LOCAL_URL))))
                 for manifest in tables["data"][split]
             ]
     return tables

@@ -105,6 +105,9 @@ def test_the_command_line_outweighs_phases_and_moves_them_together(tmp_path):
     assert two["run"]["start"] == "other/one/checkpoints/step-00000005"
     assert (two["run"]["dir"], two["run"]["steps"], two["optimizer"]["lr"]) == ("other/two", 5, 2.0)
     assert tables(tmp_path, "two", "run.start=mine")["run"]["start"] == "mine"
+    # Checkpoints of phases lie apart at a URL, as they do in run.dir.
+    url = "checkpoint.url=s3://bucket/run"
+    assert tables(tmp_path, "two", url)["checkpoint"]["url"] == "s3://bucket/run/two"
 
 
 def test_a_recipe_without_a_choice_says_how_to_choose(tmp_path):

@@ -1,0 +1,145 @@
+"""Checkpoints copied to a URL, and fetched from it: what a run on another machine goes on from.
+
+    URL/latest.json       names of the checkpoints that led to the newest one, the earliest first; written last
+    URL/step-N/...        the files of a checkpoint; manifest.json last, so a folder without it is not whole
+
+A store cannot rename, so `latest.json` says which checkpoints count: one write puts a new one in place of a former.
+Bytes are verified where they were fetched to, like those of any checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from motet.core.errors import UserError
+from motet.data.remote import copy_to, find, put_file, read_bytes, remove_files, remove_folder, write_bytes
+from motet.train.checkpoint.contents import (
+    MANIFEST,
+    Damaged,
+    parse_manifest,
+    read_manifest,
+    step_named,
+    sync,
+)
+from motet.train.checkpoint.folder import checkpoints, checkpoints_set_aside, set_aside
+
+_LATEST = "latest.json"
+_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class RemoteCheckpoints:
+    """The checkpoints of one run at a URL. Called on the first rank alone."""
+
+    url: str
+
+    def line(self) -> list[str]:
+        """The names of those that led to the newest one; [] if there are none. Raises UserError."""
+        try:
+            named = json.loads(read_bytes(f"{self.url}/{_LATEST}"))["line"]
+        except FileNotFoundError:
+            return []
+        except PermissionError as error:
+            raise UserError(f"{self.url}/{_LATEST} cannot be read: no permission") from error
+        except (ValueError, KeyError, TypeError):
+            named = None
+        if not isinstance(named, list) or not all(step_named(Path(str(name))) is not None for name in named):
+            raise UserError(f"{self.url}/{_LATEST} is not what Motet writes: give each run a URL of its own")
+        return [str(name) for name in named]
+
+    def save(self, checkpoint: Path, line: Sequence[str]) -> None:
+        """Copy a whole checkpoint, then make it the newest; those that are not in `line` any more are removed.
+
+        line: names of the checkpoints that led to it and are kept, this one included. Raises UserError.
+        """
+        before = self.line()
+        there = f"{self.url}/{checkpoint.name}"
+        # Another run of this URL may have left one of the same step: half of each would be none.
+        remove_files([f"{there}/{MANIFEST}"])
+        names = sorted(read_manifest(checkpoint).files)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(lambda name: put_file(checkpoint / name, f"{there}/{name}"), names))
+        put_file(checkpoint / MANIFEST, f"{there}/{MANIFEST}")
+        kept = [name for name in line if name in (*before, checkpoint.name)]
+        write_bytes(f"{self.url}/{_LATEST}", json.dumps({"line": kept}).encode())
+        for name in before:
+            if name not in kept and (step_named(Path(name)) or 0) < (step_named(checkpoint) or 0):
+                self._remove(name)
+
+    def fetch(self, name: str, folder: Path) -> Path:
+        """A checkpoint in a run's folder; it is downloaded unless the very same is there. Raises UserError."""
+        there, path = f"{self.url}/{name}", folder / name
+        try:
+            text = read_bytes(f"{there}/{MANIFEST}")
+        except OSError:
+            raise UserError(f"{there} is no complete Motet checkpoint: {MANIFEST} is missing") from None
+        files = _files(text, there)
+        temporary = path.with_name(f"{name}.tmp")
+        try:
+            if path.is_dir():
+                if (path / MANIFEST).is_file() and (path / MANIFEST).read_bytes() == text:
+                    return path
+                set_aside(path, "superseded")
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                list(pool.map(lambda each: _download(f"{there}/{each}", temporary / each), files))
+            (temporary / MANIFEST).write_bytes(text)
+            sync(temporary / MANIFEST)
+            sync(temporary)
+            temporary.rename(path)
+            sync(folder)
+        except OSError as error:
+            raise UserError(f"{there} cannot be copied to {folder}: {error.strerror or error}") from error
+        return path
+
+    def newer_than(self, folder: Path) -> str | None:
+        """The newest one, if a run's folder has none as new, and did not set it aside. Raises UserError."""
+        newest = next(reversed(self.line()), None)
+        if newest is None:
+            return None
+        own = max((step_named(path) or 0 for path in checkpoints(folder)), default=-1)
+        is_aside = any(path.name.startswith(f"{newest}.") for path in checkpoints_set_aside(folder))
+        return newest if (step_named(Path(newest)) or 0) > own and not is_aside else None
+
+    def _remove(self, name: str) -> None:
+        there = f"{self.url}/{name}"
+        try:
+            files = _files(read_bytes(f"{there}/{MANIFEST}"), there)
+        except FileNotFoundError:
+            return
+        # Without its manifest it is no checkpoint, whatever of it is left.
+        remove_files([f"{there}/{MANIFEST}"])
+        remove_files([f"{there}/{each}" for each in files])
+        remove_folder(there)
+
+
+def checkpoint_at(url: str) -> tuple[RemoteCheckpoints, str]:
+    """The run and the name of a checkpoint by its URL. Raises UserError if the URL is of something else."""
+    run, _, name = url.rstrip("/").rpartition("/")
+    if step_named(Path(name)) is None:
+        raise UserError(f"{url} names no checkpoint: its URL ends with step-N, as in {url.rstrip('/')}/step-00000100")
+    return RemoteCheckpoints(run), name
+
+
+def _files(manifest: bytes, where: str) -> list[str]:
+    """The names of the files of a checkpoint, by its manifest. Raises UserError."""
+    try:
+        return sorted(parse_manifest(manifest, where).files)
+    except (Damaged, ValueError, TypeError) as error:
+        why = error if isinstance(error, Damaged) else f"{MANIFEST} is not what Motet writes"
+        raise UserError(f"{where} is no complete Motet checkpoint: {why}") from None
+
+
+def _download(url: str, path: Path) -> None:
+    found = find(url)
+    if found is None:
+        raise UserError(f"{url} is missing, so the checkpoint is not whole")
+    with path.open("wb") as file:
+        copy_to(found, file)
+    sync(path)
