@@ -96,10 +96,13 @@ def train_recipe(
             "run's checkpoints; PATH: go on from that checkpoint and delete none.",
         ),
     ] = "auto",
-    plan: Annotated[
-        Path | None,
+    plans: Annotated[
+        list[Path] | None,
         typer.Option(
-            metavar="PLAN.json", help="Train under a plan that motet plan wrote; default: the recipe's run.plan."
+            "--plan",
+            metavar="PLAN.json",
+            help="Train under a plan that motet plan wrote; default: the recipe's run.plan. Of a recipe in phases: one "
+            "for each, in their order.",
         ),
     ] = None,
     is_dry_run: Annotated[
@@ -119,6 +122,7 @@ def train_recipe(
             raise UserError("--dry-run trains nothing, so --trace and --resume mean nothing beside it.")
         from motet.planning.dry_run import show_memory
 
+        plan = _one_plan(plans, recipe)
         show_memory(recipe, overrides or (), json_file, plan.absolute() if plan is not None else None)
         return
     if json_file is not None:
@@ -129,23 +133,35 @@ def train_recipe(
     if not names:
         from motet.train.recipe.recipe import load_recipe
 
-        _train(load_recipe(recipe, overrides or ()), recipe, overrides or (), resume, trace, plan)
+        _train(load_recipe(recipe, overrides or ()), recipe, overrides or (), resume, trace, _one_plan(plans, recipe))
         return
-    if plan is not None:
+    if plans and len(plans) != len(names):
         raise UserError(
-            f"{recipe} trains in phases ({', '.join(names)}), and a plan is of one: choose it with --set "
-            f"run.phase={names[0]}, or state `plan` in each [[run.phase]]."
+            f"{recipe} trains in phases ({', '.join(names)}), and a plan is of one: give --plan {len(names)} times, in "
+            f"their order, choose a phase with --set run.phase={names[0]}, or state `plan` in each [[run.phase]]."
         )
-    _train_phases(recipe, {name: of_phase(overrides or (), name) for name in names}, resume, trace)
+    phases = {name: of_phase(overrides or (), name) for name in names}
+    _train_phases(recipe, phases, resume, trace, plans or ())
 
 
-def _train_phases(recipe: Path, phases: dict[str, list[str]], resume: str, trace: bool) -> None:
-    """Train one phase after the other. phases: name -> the overrides that choose it, too."""
+def _one_plan(plans: list[Path] | None, recipe: Path) -> Path | None:
+    """The plan that is given, None if none is. Raises UserError for several."""
+    if plans and len(plans) > 1:
+        raise UserError(f"--plan is given {len(plans)} times, and {recipe} is one run here; give one plan.")
+    return plans[0] if plans else None
+
+
+def _train_phases(recipe: Path, phases: dict[str, list[str]], resume: str, trace: bool, plans: Sequence[Path]) -> None:
+    """Train one phase after the other. phases: name -> the overrides that choose it, too. plans: of each, or none."""
     from motet.train.recipe.recipe import load_recipe
     from motet.train.trainer import PhaseOfRun
 
     # What is wrong with a later phase is said before the first one trains.
     jobs = {name: load_recipe(recipe, overrides) for name, overrides in phases.items()}
+    for plan, (name, overrides) in zip(plans, phases.items()):
+        from motet.planning.under_plan import recipe_under_plan
+
+        recipe_under_plan(jobs[name], recipe, plan.absolute(), overrides)
     resumed = None
     if resume not in ("auto", "never"):
         within = Path(resume).absolute()
@@ -155,7 +171,9 @@ def _train_phases(recipe: Path, phases: dict[str, list[str]], resume: str, trace
             raise UserError(f"--resume {resume} is a checkpoint of no phase: those are in {folders}.")
     for number, (name, overrides) in enumerate(phases.items()):
         if resumed is None or name == resumed:
-            _train(jobs[name], recipe, overrides, resume, trace, None, PhaseOfRun(name, number + 1, len(phases)))
+            phase = PhaseOfRun(name, number + 1, len(phases))
+            plan = plans[number] if plans else None
+            _train(jobs[name], recipe, overrides, resume, trace, plan, phase)
         if name == resumed:
             resume, resumed = "auto", None
 
@@ -282,11 +300,13 @@ def plan_recipe(
     overrides: SetOption = None,
 ) -> None:
     """Find the plan by which a job trains fastest, and whether it fits, before any GPU is hired."""
-    from motet.planner.command import PlanOutputs, plan_command
+    from motet.planner.command import PlanOutputs
     from motet.planner.pins import parse_pins
     from motet.planner.strategies import STRATEGIES
+    from motet.planning.best_plan import PlanRequest, plan_phases, plan_recipe_file
     from motet.planning.cluster import ClusterOptions
-    from motet.planning.job import JobOptions, job_of_recipe
+    from motet.planning.job import JobOptions
+    from motet.train.recipe.reading import phase_names
 
     _keep_what_planning_makes()
     pinned = parse_pins(pins or (), STRATEGIES)
@@ -302,6 +322,14 @@ def plan_recipe(
         )
     if launch not in (None, "slurm", "k8s"):
         raise UserError(f"--launch {launch}: must be slurm or k8s.")
+    phases = phase_names(recipe, overrides or ())
+    if phases:
+        one = {"--measure": measure is not None, "--launch": launch is not None, "--json -": outputs.is_json_alone}
+        if wrong := next((option for option, is_given in one.items() if is_given), ""):
+            raise UserError(
+                f"{wrong} is of one plan, and {recipe} trains in phases ({', '.join(phases)}): choose one with --set "
+                f"run.phase={phases[0]}."
+            )
     if launch is not None:
         from motet.planning.launch import launch_file
 
@@ -310,40 +338,13 @@ def plan_recipe(
         from motet.planning.measure import MeasureRequest, plan_measured
 
         plan_measured(MeasureRequest(recipe, overrides or (), given, pinned, measure), outputs)
+        return
+    request = PlanRequest(recipe, tuple(overrides or ()), given, pinned, outputs, is_trainable, what_if, launch)
+    if phases:
+        plan_phases(request, phases)
     else:
-        from motet.planning.trainable import trainable_in, training_line, untrained
-
-        is_trainable = is_trainable or launch is not None
-        job = job_of_recipe(recipe, given, overrides or ())
-        obstacle = trainable_in(recipe, overrides or (), is_asked=is_trainable)
-        asked = {"is_trainable": is_trainable, "says_what_if": what_if}
-        need = None
-        if profile is not None:
-            from motet.planning.decoding import decoding_need
-
-            need = decoding_need(recipe, overrides or (), profile)
-        figures = None if need is None else need.figures
-        best = plan_command(job, pinned, outputs, obstacle, untrained, decoding=figures, **asked)
-        if need is not None and not outputs.is_json_alone:
-            print(need.words(best.step_s, best.candidate.plan.cluster.num_ranks))
-        if obstacle is not None and not best.obstacle:
-            from motet.planning.too_long import say_too_long
-            from motet.train.recipe.recipe import load_recipe
-
-            own = load_recipe(recipe, overrides or (), trains=False) if workload is None else None
-            say_too_long(best.candidate.plan, job, own)
-            where = best.candidate.plan.cluster
-            from motet.planning.under_plan import to_remove
-
-            first = to_remove(recipe, overrides or (), best.candidate.plan)
-            told = [*([first] if first else []), f"Train it: {training_line(recipe, out, where, overrides or ())}"]
-            if launch is not None:
-                from motet.planning.launch import Launch, write_launch
-
-                start = write_launch(Launch(recipe, overrides or (), out, where, Path.cwd()), launch)
-                told.append(f"Start the job: {start}")
-            if not outputs.is_json_alone:
-                print(*told, sep="\n")
+        for line in plan_recipe_file(request):
+            print(line)
 
 
 @app.command("simulate")

@@ -245,6 +245,49 @@ def test_what_the_plan_decides_is_to_leave_the_recipe_before_it_trains(tmp_path,
     assert then.startswith("Train it: torchrun")
 
 
+PHASED = """
+[[run.phase]]
+name = "align"
+steps = 2
+learns = "projectors"
+
+[[run.phase]]
+name = "tune"
+steps = 2
+batch_size = 16
+"""
+
+
+@pytest.fixture
+def phased(recipe):
+    recipe.write_text(RECIPE.replace("batch_size = 32\n", f'batch_size = 32\ndir = "run"\n{PHASED}', 1))
+    return recipe.name
+
+
+def test_every_phase_is_planned_at_once_and_the_line_trains_all(phased, tmp_path, monkeypatch, capsys):
+    few = ("--ranks-per-node", "1", "--no-what-if", "--pin", "strategy=data-parallel")
+    motet(monkeypatch, "plan", phased, *few)
+    said = capsys.readouterr().out
+    plans = [json.loads((tmp_path / f"plan-{name}.json").read_text()) for name in ("align", "tune")]
+    assert [plan["batch_size"] for plan in plans] == [32, 16]
+    assert plans[0]["model"] != plans[1]["model"]  # The first trains projectors alone.
+    assert (tmp_path / "plan-align.png").exists() and not (tmp_path / "plan.json").exists()
+    line = (
+        f"torchrun --standalone --nproc-per-node 1 -m motet train {phased} --plan plan-align.json --plan plan-tune.json"
+    )
+    assert "Phase align" in said and said.rstrip().endswith(f"Train them: {line}")
+    motet(monkeypatch, "plan", phased, *few, "--set", "run.phase=tune")
+    assert json.loads((tmp_path / "plan.json").read_text()) == plans[1]
+    assert "give --plan 2 times" in fails(monkeypatch, capsys, "train", phased, "--plan", "plan-align.json")
+    crossed = ("--plan", "plan-tune.json", "--plan", "plan-align.json")
+    assert "run.batch_size = 16, and the recipe has 32" in fails(monkeypatch, capsys, "train", phased, *crossed)
+
+
+@pytest.mark.parametrize("option", [("--json", "-"), ("--measure", "2"), ("--launch", "slurm")])
+def test_what_is_of_one_plan_asks_for_a_phase(phased, monkeypatch, capsys, option):
+    assert "choose one with --set run.phase=align" in fails(monkeypatch, capsys, "plan", phased, *option)
+
+
 def test_a_model_of_hf_families_without_data(recipe, tmp_path, monkeypatch):
     """Their sizes are HF's options; the vocabulary must be among them, as no tokenizer tells it."""
     options = "{ hidden_size = 64, intermediate_size = 128, num_hidden_layers = 2, vocab_size = 100 }"

@@ -58,12 +58,22 @@ class PlanOutputs:
         """Whether JSON is all that is printed."""
         return self.json == STDOUT
 
+    def named(self, name: str) -> PlanOutputs:
+        """The files with a name in theirs: plan.json becomes plan-NAME.json."""
+        optional = self.html, self.explanation, None if self.is_json_alone else self.json
+        html, explanation, json = (None if path is None else _named(path, name) for path in optional)
+        return PlanOutputs(_named(self.plan, name), _named(self.png, name), html, explanation, json)
+
     def check(self) -> None:
         """Raises UserError for a file that cannot be written, and for one path that is named twice."""
         for path in self.paths:
             check_output(path)
             if self.paths.count(path) > 1:
                 raise UserError(f"{path} cannot be written: two of --out, --png, --html, --explain and --json name it.")
+
+
+def _named(path: Path, name: str) -> Path:
+    return path.with_name(f"{path.stem}-{name}{path.suffix}")
 
 
 Decoding: TypeAlias = Callable[[float, int], dict[str, float]]

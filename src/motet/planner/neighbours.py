@@ -3,8 +3,9 @@
 Strategies propose by closed forms, which leave out what only simulation shows, and give all units one ZeRO stage, no
 context parallelism, and degrees that divide each other. `refinement.py` goes from a proposed Plan to faster neighbours.
 
-A neighbour is of the same strategy: modules that share a unit stay together. It may be no Plan that fits: callers
-check it (`check_fit`), simulate it, and compare its memory.
+In a neighbour, modules that share a unit stay together; data parallelism may become a chain of one pipeline rank, and
+no pipeline data parallelism. It may be no Plan that fits: callers check it (`check_fit`), simulate it, and compare its
+memory.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def neighbours(job: Job, plan: Plan) -> Iterator[Plan]:
     yield from _experts(plan)
     if plan.schedule == "data_parallel":
         yield from _replicas(without_caps)
+        yield from _as_pipelines(job, without_caps)
     else:
         yield from _cuts(plan)
         yield from _degrees(job, without_caps)
@@ -137,6 +139,17 @@ def _replicas(plan: Plan) -> Iterator[Plan]:
             zero = unit.zero if dp > 1 else 0
             changed = replace(plan, units=(replace(unit, dp=dp, zero=zero, shard_size=0),))
             yield from with_microbatches(changed, plan)
+
+
+def _as_pipelines(job: Job, plan: Plan) -> Iterator[Plan]:
+    """Data parallelism as replicas of one pipeline rank, whole and in two chunks: items stay with their examples, which
+    come in an order of their own, and no parameters are gathered for a pass."""
+    (unit,) = plan.units
+    whole = replace(unit, zero=min(unit.zero, 1), shard_size=0)
+    changed = replace(plan, schedule="1f1b", balance="off", policy={})
+    yield _with_unit(changed, 0, whole)
+    if recut := evenly_cut(job, whole, plan.microbatch_size, 2):
+        yield replace(_with_unit(changed, 0, recut), schedule="interleaved_1f1b")
 
 
 def _cuts(plan: Plan) -> Iterator[Plan]:

@@ -60,7 +60,7 @@ class Launch:
     def torchrun(self, *options: str) -> str:
         """The command of a node. options: how the nodes meet, as text for a shell."""
         counts = f"--nnodes {self.cluster.num_nodes} --nproc-per-node {self.cluster.ranks_per_node}"
-        train = shlex.join(train_words(self.recipe_file, self.plan_file, self.overrides))
+        train = shlex.join(train_words(self.recipe_file, [self.plan_file], self.overrides))
         return " ".join(["torchrun", counts, *options, train])
 
 

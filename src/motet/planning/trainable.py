@@ -103,9 +103,10 @@ def set_words(overrides: Sequence[str]) -> list[str]:
     return [word for override in overrides for word in ("--set", override)]
 
 
-def train_words(recipe_file: Path, plan_file: Path, overrides: Sequence[str] = ()) -> list[str]:
-    """What torchrun is to start, as words of a command line."""
-    return ["-m", "motet", "train", str(recipe_file), *set_words(overrides), "--plan", str(plan_file)]
+def train_words(recipe_file: Path, plan_files: Sequence[Path], overrides: Sequence[str] = ()) -> list[str]:
+    """What torchrun is to start, as words of a command line. plan_files: one, or one for each training phase."""
+    plans = [word for plan_file in plan_files for word in ("--plan", str(plan_file))]
+    return ["-m", "motet", "train", str(recipe_file), *set_words(overrides), *plans]
 
 
 def plan_line(recipe_file: Path, plan_file: Path, overrides: Sequence[str], cluster: Cluster) -> str:
@@ -118,9 +119,13 @@ def plan_line(recipe_file: Path, plan_file: Path, overrides: Sequence[str], clus
 
 def training_line(recipe_file: Path, plan_file: Path, cluster: Cluster, overrides: Sequence[str] = ()) -> str:
     """The command that trains a recipe under a Plan; on several nodes, what is to be started on each."""
+    return f"{torchrun_words(cluster)} {shlex.join(train_words(recipe_file, [plan_file], overrides))}"
+
+
+def torchrun_words(cluster: Cluster) -> str:
+    """How a line begins that starts one process for each device of a cluster, on each of its nodes."""
     nodes = "--standalone" if cluster.num_nodes == 1 else f"--nnodes {cluster.num_nodes} --rdzv-endpoint HOST:PORT"
-    torchrun = f"torchrun {nodes} --nproc-per-node {cluster.ranks_per_node}"
-    return f"{torchrun} {shlex.join(train_words(recipe_file, plan_file, overrides))}"
+    return f"torchrun {nodes} --nproc-per-node {cluster.ranks_per_node}"
 
 
 def _cut_block(plan: Plan) -> str:

@@ -128,6 +128,11 @@ def test_chunks_are_found_on_one_pipeline_rank_and_beside_other_units():
     assert ("interleaved_1f1b", 4) in found
 
 
+def test_data_parallelism_becomes_replicas_of_one_pipeline_rank():
+    found = {(other.schedule, len(other.units[0].stages)) for other in fitting(PLANS["colocated"])}
+    assert found >= {("data_parallel", 1), ("1f1b", 1), ("interleaved_1f1b", 2)}
+
+
 def test_tensor_parallel_groups_keep_to_nodes():
     for other in fitting(PLANS["side by side"]):
         assert all(unit.first_rank % unit.tp == 0 for unit in other.units)

@@ -1,0 +1,123 @@
+"""`motet plan RECIPE`: the best Plan of a recipe, or of each of its training phases, and the command that trains it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from motet.core.cluster import Cluster
+from motet.core.errors import UserError
+from motet.planner.candidate import Pins
+from motet.planner.command import PlanOutputs, plan_command
+from motet.planner.search_result import SimulatedCandidate
+from motet.planning.job import JobOptions, job_of_recipe
+from motet.planning.trainable import torchrun_words, train_words, trainable_in, training_line, untrained
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is to be planned, and what is to be written.
+
+    is_trainable, says_what_if: as of `plan_command`. launch: writes the file that starts the job, for this launcher.
+    """
+
+    recipe: Path
+    overrides: tuple[str, ...]
+    options: JobOptions
+    pins: Pins
+    outputs: PlanOutputs
+    is_trainable: bool = False
+    says_what_if: bool | None = None
+    launch: Literal["slurm", "k8s"] | None = None
+
+    def of_phase(self, name: str) -> PlanRequest:
+        """The request of one training phase, whose files have its name in theirs."""
+        from motet.train.recipe.reading import of_phase
+
+        outputs = self.outputs.named(name)
+        return replace(self, overrides=tuple(of_phase(self.overrides, name)), outputs=outputs)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The answer of a request. trains: whether `motet train` can run it. first: what the recipe must not say then."""
+
+    best: SimulatedCandidate
+    trains: bool
+    first: str = ""
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that the Plan is for."""
+        return self.best.candidate.plan.cluster
+
+
+def plan_recipe_file(request: PlanRequest) -> list[str]:
+    """Plan one run; returns the lines that say how it is trained, none where it cannot be. Raises UserError."""
+    planned = _planned(request)
+    if not planned.trains:
+        return []
+    recipe, out = request.recipe, request.outputs.plan
+    lines = [planned.first] * bool(planned.first)
+    lines.append(f"Train it: {training_line(recipe, out, planned.cluster, request.overrides)}")
+    if request.launch is not None:
+        from motet.planning.launch import Launch, write_launch
+
+        launch = Launch(recipe, request.overrides, out, planned.cluster, Path.cwd())
+        lines.append(f"Start the job: {write_launch(launch, request.launch)}")
+    return [] if request.outputs.is_json_alone else lines
+
+
+def plan_phases(request: PlanRequest, names: Sequence[str]) -> None:
+    """Plan each training phase of a recipe, and print the command that trains all of them under these Plans.
+
+    Raises UserError as `plan_command` does, with the phase, and for files that cannot be written before any is planned.
+    """
+    requests = [request.of_phase(name) for name in names]
+    for each in requests:
+        each.outputs.check()
+    planned = []
+    for name, each in zip(names, requests):
+        print(f"Phase {name}\n")
+        try:
+            planned.append(_planned(each))
+        except UserError as error:
+            raise UserError(f"Phase {name}: {error}") from error
+        print()
+    for one in planned:
+        if one.first:
+            print(one.first)
+    if all(one.trains for one in planned):
+        files = [each.outputs.plan for each in requests]
+        words = train_words(request.recipe, files, request.overrides)
+        print(f"Train them: {torchrun_words(planned[0].cluster)} {shlex.join(words)}")
+
+
+def _planned(request: PlanRequest) -> Planned:
+    """Plan one run, print and write the result."""
+    recipe, overrides, outputs = request.recipe, request.overrides, request.outputs
+    asks = request.is_trainable or request.launch is not None
+    job = job_of_recipe(recipe, request.options, overrides)
+    obstacle = trainable_in(recipe, overrides, is_asked=asks)
+    need = None
+    if (profile := request.options.profile) is not None:
+        from motet.planning.decoding import decoding_need
+
+        need = decoding_need(recipe, overrides, profile)
+    figures = None if need is None else need.figures
+    asked = {"is_trainable": asks, "says_what_if": request.says_what_if}
+    best = plan_command(job, request.pins, outputs, obstacle, untrained, decoding=figures, **asked)
+    if need is not None and not outputs.is_json_alone:
+        print(need.words(best.step_s, best.candidate.plan.cluster.num_ranks))
+    if obstacle is None or best.obstacle:
+        return Planned(best, trains=False)
+    from motet.planning.too_long import say_too_long
+    from motet.planning.under_plan import to_remove
+    from motet.train.recipe.recipe import load_recipe
+
+    own = load_recipe(recipe, overrides, trains=False) if request.options.workload is None else None
+    say_too_long(best.candidate.plan, job, own)
+    return Planned(best, trains=True, first=to_remove(recipe, overrides, best.candidate.plan))
