@@ -10,7 +10,7 @@ from typing import Any, Literal
 from motet.core.module_degrees import ANY_DEGREES, ModuleDegrees
 from motet.core.plan import BalancingMethod, Fill, FillingMethod, Order, Plan, Zero
 from motet.planner.job import Job
-from motet.simulate.predict.predict import predict_assigned
+from motet.simulate.predict.predict import predict_assigned, step_s_of
 from motet.simulate.predict.prediction import Prediction
 
 CHAIN = "chain"
@@ -44,6 +44,12 @@ def predict_candidate(job: Job, candidate: Candidate, number: int = 0) -> Predic
     """A simulated step of the candidate's Plan on a batch of the job's, by default the first."""
     plan = candidate.plan
     return predict_assigned(plan, job.planned(plan), job.assignment(plan, number), job.cost, exchange=job.exchange)
+
+
+def candidate_step_s(job: Job, candidate: Candidate, number: int = 0) -> float:
+    """`predict_candidate(job, candidate, number).step_s` alone, in less time."""
+    plan = candidate.plan
+    return step_s_of(plan, job.planned(plan), job.assignment(plan, number), job.cost, exchange=job.exchange)
 
 
 @dataclass(frozen=True)

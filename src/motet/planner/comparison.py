@@ -14,7 +14,7 @@ import numpy as np
 
 from motet.core.arrays import Float64Array
 from motet.core.plan import Plan
-from motet.planner.candidate import predict_candidate
+from motet.planner.candidate import candidate_step_s
 from motet.planner.data_parallel.loads import sample_of
 from motet.planner.degrees import divisors
 from motet.planner.job import Job
@@ -85,11 +85,11 @@ def _steps(job: Job, simulated: SimulatedCandidate) -> Float64Array:
         return np.array([simulated.prediction.step_s])
     candidate, numbers = simulated.candidate, range(1, NUM_COMPARED)
     if job.batch_size <= _MAX_EXAMPLES:
-        further = [predict_candidate(job, candidate, number).step_s for number in numbers]
+        further = [candidate_step_s(job, candidate, number) for number in numbers]
         return np.array([simulated.prediction.step_s, *further])
     part = replace(candidate, plan=fewer_replicas(candidate.plan, _MAX_EXAMPLES))
     of_part = replace(job, batch_size=max(part.plan.batch_size, _MAX_EXAMPLES))
-    first, *others = [predict_candidate(of_part, part, number).step_s for number in range(NUM_COMPARED)]
+    first, *others = [candidate_step_s(of_part, part, number) for number in range(NUM_COMPARED)]
     return simulated.prediction.step_s * np.array([1.0, *(other / first for other in others)])
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from motet.core.plan import BalancingMethod, Order
 from motet.planner import comparison as comparing
-from motet.planner.candidate import Pins, predict_candidate
+from motet.planner.candidate import Pins, candidate_step_s, predict_candidate
 from motet.planner.comparison import NUM_COMPARED, compare, fewer_replicas, rivals
 from motet.planner.report import winner_in_words
 from motet.planner.search import search
@@ -89,6 +89,16 @@ def test_gains_are_of_the_same_batches_and_their_median_is_said(strategies):
         least, most = (f"{gain:.{digits}%}" for gain in (gains.min(), gains.max()))
         assert f"{np.median(gains):.{digits}%}" in words
         assert f"the median of {NUM_COMPARED} batches with {least} to {most}" in words
+
+
+def test_seconds_alone_are_those_of_the_prediction():
+    given_job = job(batch_size=32, spread=1.0)
+    found = search(given_job, STRATEGIES, is_refined=False)
+    assert len({one.candidate.strategy for one in found.results}) >= 3
+    for one in found.results:
+        for filling in ("static", "by_step") if one.candidate.plan.fills else ("static",):
+            candidate = replace(one.candidate, plan=replace(one.candidate.plan, filling=filling))
+            assert candidate_step_s(given_job, candidate, 1) == predict_candidate(given_job, candidate, 1).step_s
 
 
 def test_where_all_batches_are_alike_one_is_enough():

@@ -26,7 +26,7 @@ from motet.simulate.predict.traffic import Traffic
 
 _MAX_PARTS = 200_000
 """Parts of the backbone's passes, above which passes are not taken in parts."""
-MAX_ISLANDS = 8
+MAX_TIMED_ISLANDS = 8
 """Seconds are averaged over the microbatches of so many replicas of the backbone."""
 
 
@@ -82,7 +82,7 @@ class BackboneAlone:
         trainable = [number for number, stage in enumerate(stages) if stage.trainable]
         program = add_communication(add_data_parallel(pricing.planned.program, zero, trainable))
         # 2. Seconds of the microbatches of some replicas, and their mean.
-        replicas = [stage_times_of(pricing, traffic, n) for n in range(min(pricing.num_islands, MAX_ISLANDS))]
+        replicas = [stage_times_of(pricing, traffic, n) for n in range(min(pricing.num_islands, MAX_TIMED_ISLANDS))]
         mean = _mean(replicas)
         # 3. The slowest replica; those whose microbatches are the same are simulated once.
         unlike = {pricing.assignment.island_key(n, pricing.num_islands): times for n, times in enumerate(replicas)}

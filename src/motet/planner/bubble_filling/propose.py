@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from motet.core.workload import BACKBONE
-from motet.planner.bubble_filling.backbone_alone import MAX_ISLANDS, BackboneAlone
+from motet.planner.bubble_filling.backbone_alone import MAX_TIMED_ISLANDS, BackboneAlone
 from motet.planner.bubble_filling.backbone_bubbles import BackbonePipeline
 from motet.planner.bubble_filling.backbone_shapes import PipelineShape, backbone_shapes, encoders_of
 from motet.planner.bubble_filling.encoder_memory import EncoderMemory, FittedPlan
@@ -150,7 +150,7 @@ def _bounded_backbone(job: Job, pins: Pins, shape: PipelineShape, faster_than_s:
     if least_s >= faster_than_s:
         return _Outcome(True, [*ruled_out, _too_slow(shape, least)])
     # 5. How often its microbatches go through the pipeline and back.
-    if faster_than_s < math.inf and round_trips_s(plans, least.units[0], MAX_ISLANDS) >= faster_than_s:
+    if faster_than_s < math.inf and round_trips_s(plans, least.units[0], MAX_TIMED_ISLANDS) >= faster_than_s:
         return _Outcome(True, [*ruled_out, _too_slow(shape, least)])
     # 6. Its simulated step, if all bubbles were filled.
     filler = _Filler(plans)

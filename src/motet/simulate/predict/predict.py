@@ -10,7 +10,7 @@ only MAX_ISLANDS are simulated: those with the largest sum, over microbatches, o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from motet.assign.balancing import Balancing, by_operations
 from motet.assign.plan import assign_step
 from motet.assign.step import StepAssignment
+from motet.core.arrays import Float64Array
 from motet.core.plan import Plan
 from motet.core.timeline import Timeline
 from motet.core.workload import BatchLengths, Workload
@@ -137,6 +138,17 @@ def predict_assigned(
     )
 
 
+def step_s_of(
+    plan: Plan, stages: PlannedProgram, assignment: StepAssignment, cost: CostModel, *, exchange: str = "auto"
+) -> float:
+    """`predict_assigned(...).step_s` alone: without the Timeline, the memory and the operations of the step."""
+    pricing, filler = Pricing(plan, stages, assignment, cost, exchange=exchange), filler_of(stages)
+    if filler is None and len(islands := list(_simulated(pricing, 0.0))) > 1:
+        program = Prepared(program_of_batch(stages, _present(pricing)))
+        return float(_makespans(pricing, Traffic(pricing), program, islands).max())
+    return _slowest_island(pricing, filler, 0, 0.0)[0].makespan_s
+
+
 def filler_of(stages: PlannedProgram) -> StepFiller | None:
     """What decides the fills of a Plan's steps; None if its own are those of every step. stages: of the Plan."""
     return StepFiller(stages) if stages.layout.plan.filling == "by_step" else None
@@ -168,8 +180,13 @@ def _slowest_island(
         return max(map(simulated, islands), key=lambda timeline: timeline.makespan_s), None
     if len(islands) == 1:
         return simulated(islands[0]), None
-    step_s = makespans(own, times_in_islands(pricing, traffic, islands), len(islands), overlap)
-    return simulated(islands[int(np.argmax(step_s))]), None
+    return simulated(islands[int(np.argmax(_makespans(pricing, traffic, own, islands)))]), None
+
+
+def _makespans(pricing: Pricing, traffic: Traffic, program: Prepared, islands: Sequence[int]) -> Float64Array:
+    """Seconds of a step of each of these islands, [len(islands)]."""
+    overlap = pricing.plan.cluster.device.overlaps
+    return makespans(program, times_in_islands(pricing, traffic, islands), len(islands), overlap)
 
 
 def _present(pricing: Pricing) -> tuple[Presence, ...]:

@@ -10,7 +10,7 @@ from motet.core.sampler import Sampler
 from motet.core.shapes import Transformer, audio_encoder, connect, language_model, multimodal, vit
 from motet.core.spec import ModelSpec
 from motet.cost.analytic import Analytic
-from motet.planner.bubble_filling.backbone_alone import MAX_ISLANDS, BackboneAlone
+from motet.planner.bubble_filling.backbone_alone import MAX_TIMED_ISLANDS, BackboneAlone
 from motet.planner.bubble_filling.backbone_shapes import backbone_shapes
 from motet.planner.bubble_filling.encoder_plans import EncoderPlans
 from motet.planner.bubble_filling.propose import propose_bubble_filling
@@ -198,7 +198,7 @@ def test_round_trips_are_near_a_simulated_step_of_slow_messages_and_never_above(
         units = plans.units(next(iter(plans)))
         alone = BackboneAlone(plans)
         simulated_s = alone.pipeline(units, parted=True).end_s * alone.slowdown(units)
-        bound_s = round_trips_s(plans, units[0], MAX_ISLANDS)
+        bound_s = round_trips_s(plans, units[0], MAX_TIMED_ISLANDS)
         assert bound_s <= simulated_s
         shares.append(bound_s / max(plans.least_s(units[0]), 1e-9))
     assert max(shares) > 1.5  # It tells more than what is computed.
@@ -208,7 +208,7 @@ def test_chunks_have_no_round_trips():
     given = job(batch_size=32)
     shape = next(shape for shape in backbone_shapes(given, Pins(schedule="interleaved_1f1b")) if shape.num_chunks > 1)
     plans = EncoderPlans(given, shape)
-    assert round_trips_s(plans, plans.units(next(iter(plans)))[0], MAX_ISLANDS) == 0
+    assert round_trips_s(plans, plans.units(next(iter(plans)))[0], MAX_TIMED_ISLANDS) == 0
 
 
 def test_no_pin_finds_a_faster_backbone():
