@@ -25,6 +25,7 @@ from typing import Any
 import pyarrow as pa
 
 from motet.core.errors import UserError
+from motet.core.modalities import own_modalities
 from motet.data.index import FORMAT_VERSION, SCHEMA, DamagedIndex, Index, checksum
 from motet.data.index_entries import FATAL_HEADER, EntryReader, HeaderCheck, PackedColumns, TextEncoder, join_columns
 from motet.data.index_lock import IndexProgress, build_lock
@@ -53,7 +54,7 @@ def open_index(
     with _reading(manifest):
         manifest = manifest if isinstance(manifest, Manifest) else Manifest.find(manifest)
     folder = _index_folder(manifest, index_folder)
-    path = folder / f"{text.fingerprint[:16]}.arrow"
+    path = folder / f"{_name(text)}.arrow"
     if index := _open_if_fits(path, manifest):
         return index
     with _writing(manifest, folder):
@@ -106,6 +107,14 @@ def _index_folder(manifest: Manifest, index_folder: str | Path | None) -> Path:
     return Path(index_folder) / f"{manifest.name}-{suffix}.motet-index"
 
 
+def _name(text: TextEncoder) -> str:
+    """The name of an index: of the text's encoder, and of modalities of the user's own, in their order."""
+    known = "".join(f" {own.name} {own.digest}" for own in own_modalities())
+    if not known:
+        return text.fingerprint[:16]
+    return hashlib.blake2b((text.fingerprint + known).encode(), digest_size=8).hexdigest()
+
+
 def _open_if_fits(path: Path, manifest: Manifest) -> Index | None:
     with _reading(manifest):
         stamp = manifest.stamp()
@@ -131,7 +140,7 @@ def _still_bad(index: Index) -> bool:
     bad_examples = list(index.bad_examples())
     # A header that kills its reader is read in a worker process.
     any_fatal = any(bad.reason.startswith(FATAL_HEADER) for bad in bad_examples)
-    with WorkerPool(int(any_fatal), HeaderCheck) as pool:
+    with WorkerPool(int(any_fatal), HeaderCheck, own_modalities()) as pool:
         for bad in bad_examples:
             try:
                 refs = [replace(ref, raw=None) for ref in index.media_refs(bad.example)]
@@ -228,7 +237,7 @@ def _read_all(manifest: Manifest, text: TextEncoder, num_workers: int) -> Iterat
     # Reading a small manifest takes less time than starting a worker.
     is_small = len(first) < 3 and sum(map(len, first)) < 2 * _CHUNK_EXAMPLES
     num_workers = 0 if is_small else num_workers
-    with WorkerPool(num_workers, EntryReader, manifest.folder, text) as pool:
+    with WorkerPool(num_workers, EntryReader, manifest.folder, text, own_modalities()) as pool:
         waiting: deque[tuple[Future[PackedColumns], list[Entry]]] = deque()
         for chunk in chain(first, chunks):
             waiting.append((pool.submit((chunk, "")), chunk))

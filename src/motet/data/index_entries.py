@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from motet.core.arrays import Int32Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
+from motet.core.modalities import OwnModality, modalities
 from motet.data.conversation import Conversation, parse_conversation, parse_record
 from motet.data.headers import read_header
 from motet.data.index import SCHEMA, IndexRow
 from motet.data.manifest import Entry
-from motet.data.media import IN_ANSWER, MODALITIES, BadMedia, MediaRef
+from motet.data.media import IN_ANSWER, BadMedia, MediaRef
 from motet.data.record_media import find_media, without_held
 
 FATAL_HEADER = "its header ends the process that reads it"
@@ -101,9 +102,12 @@ class PackedColumns:
 
 
 class EntryReader:
-    """Entries to columns; it runs in a worker process. folder: media paths are relative to it."""
+    """Entries to columns; it runs in a worker process. folder: media paths are relative to it.
 
-    def __init__(self, folder: Path, text: TextEncoder) -> None:
+    own: modalities of the user's own, which a process knows once they have come to it.
+    """
+
+    def __init__(self, folder: Path, text: TextEncoder, own: Sequence[OwnModality] = ()) -> None:
         self._folder, self._text = folder, text
 
     def __call__(self, task: tuple[Sequence[Entry], str]) -> PackedColumns:
@@ -142,7 +146,7 @@ class EntryReader:
         columns.num_targets.append(int(text.targets[1:].sum()))
         columns.num_items.append(len(refs))
         columns.modality += [
-            MODALITIES.index(ref.modality) + IN_ANSWER * in_answer
+            modalities().index(ref.modality) + IN_ANSWER * in_answer
             for ref, in_answer in zip(refs, conversation.in_answers, strict=True)
         ]
         columns.raw += raws
@@ -184,7 +188,10 @@ def _skip_headers(refs: list[MediaRef], death: str, where: str) -> tuple[list[tu
 
 
 class HeaderCheck:
-    """A check of headers; it runs in a worker process, which a header may kill."""
+    """A check of headers; it runs in a worker process, which a header may kill. own: as of an EntryReader."""
+
+    def __init__(self, own: Sequence[OwnModality] = ()) -> None:
+        pass
 
     def __call__(self, refs: Sequence[MediaRef]) -> str:
         """The reason why the first bad file cannot be used; "" if all files can be used."""
