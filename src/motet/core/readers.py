@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-Reads = Literal["image", "audio"]
-"""The kinds of media that an encoder can read."""
 Combine = Literal["rows", "sum"]
 """What becomes of the rows of several encoders that read one item (`combine_error`)."""
 

@@ -4,7 +4,7 @@
      "image": "a.png"}
 
 - `image`/`images` and `audio`/`audios` name one file or a list of files. `<image>` and `<audio>`, anywhere in the text,
-  stand for the next file of their kind.
+  stand for the next file of their kind; and so with the name of a modality of the user's own.
 - `messages` with `role` and `content` is the same in OpenAI's words. A content may be a list of typed parts
   (`data/parts.py`), which name their own media or take those of the record.
 - `system` is one more turn in front.
@@ -28,12 +28,12 @@ from typing import Any
 
 import motet.core.text_files
 from motet.core.errors import UserError
+from motet.core.modalities import modalities
 from motet.data.alpaca import instruction_turns, is_instruction
-from motet.data.media import AUDIO, IMAGE, MODALITIES
+from motet.data.media import AUDIO, IMAGE
 from motet.data.media_names import DATA_URL_HEAD, media_name
 from motet.data.parts import TEXTS_FIELD, TypedPart, interleaved, typed_parts
 from motet.data.record_fields import (
-    MEDIA_FIELDS,
     PARTS_FIELD,
     SYSTEM_FIELD,
     TEXT_FIELD,
@@ -43,12 +43,11 @@ from motet.data.record_fields import (
     check_names_no_media,
     is_given,
     kind_of,
+    media_fields,
 )
 from motet.data.tool_use import Call, calls_in_text, parse_calls, parse_tools
 
 TEXT, DOCUMENT = "text", "document"
-PLACEHOLDERS = {modality: f"<{modality}>" for modality in MODALITIES}
-PLACEHOLDER_PATTERN = re.compile(f"<({'|'.join(MODALITIES)})>")
 # Other programs' placeholders of an item. As plain text they would be learned without the item.
 _OTHER_PLACEHOLDER = re.compile(r"</?\|?\s*(?:image|img|audio|video)s?[\s_-]*\d*\s*\|?>", re.IGNORECASE)
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -82,8 +81,8 @@ class Turn:
         """The text and the items in it, in order: ("text", "What is "), ("image", "<image>"); at least one piece."""
         if self.parts is not None:
             return list(self.parts) or [(TEXT, "")]
-        split = PLACEHOLDER_PATTERN.split(self.text)
-        pieces = [(piece, PLACEHOLDERS[piece]) if i % 2 else (TEXT, piece) for i, piece in enumerate(split) if piece]
+        split = _placeholder_pattern().split(self.text)
+        pieces = [(piece, placeholder(piece)) if i % 2 else (TEXT, piece) for i, piece in enumerate(split) if piece]
         return pieces or [(TEXT, "")]
 
     def with_texts(self, pieces: Sequence[tuple[str, str]]) -> Turn:
@@ -134,6 +133,16 @@ class Conversation:
         last = max(i for i, turn in enumerate(self.turns) if turn.has_loss)
         turns = self.turns[:last]
         return Conversation(turns, _placeholders(turns), tools=self.tools), self.turns[last].text
+
+
+def placeholder(modality: str) -> str:
+    """What stands for an item in a text: "<image>"."""
+    return f"<{modality}>"
+
+
+def _placeholder_pattern() -> re.Pattern[str]:
+    """A pattern of all placeholders, which names their modality."""
+    return re.compile(f"<({'|'.join(modalities())})>")  # Compiled once: re keeps what it has compiled.
 
 
 def parse_record(text: bytes, where: str) -> dict[str, Any]:
@@ -187,8 +196,8 @@ def parse_conversation(record: dict[str, Any], where: str) -> Conversation:
 def media_names(record: dict[str, Any], where: str) -> dict[str, list[str] | None]:
     """Modality -> files that the record names; None if it has no such field. Raises UserError naming `where`."""
     if is_given(record.get(TEXTS_FIELD)) and not any(is_given(record.get(field)) for field in TURN_FIELDS):
-        return {IMAGE: [], AUDIO: _names(record, MEDIA_FIELDS[AUDIO], where)}
-    return {modality: _names(record, fields, where) for modality, fields in MEDIA_FIELDS.items()}
+        return {IMAGE: [], AUDIO: _names(record, media_fields()[AUDIO], where)}
+    return {modality: _names(record, fields, where) for modality, fields in media_fields().items()}
 
 
 def match_media(conversation: Conversation, names: dict[str, list[str]], where: str) -> list[tuple[str, str]]:
@@ -198,14 +207,14 @@ def match_media(conversation: Conversation, names: dict[str, list[str]], where: 
     """
     own = conversation.names or (None,) * len(conversation.placeholders)
     unnamed = [modality for modality, name in zip(conversation.placeholders, own, strict=True) if name is None]
-    for modality in MODALITIES:
+    for modality in modalities():
         num_placeholders, num_files = unnamed.count(modality), len(names[modality])
         if num_placeholders != num_files:
             raise UserError(
-                f"{where}: has {num_placeholders} {PLACEHOLDERS[modality]} in its text, but {num_files} files in "
-                f"'{modality}'; each file needs one {PLACEHOLDERS[modality]} and the reverse"
+                f"{where}: has {num_placeholders} {placeholder(modality)} in its text, but {num_files} files in "
+                f"'{modality}'; each file needs one {placeholder(modality)} and the reverse"
             )
-    remaining = {modality: iter(names[modality]) for modality in MODALITIES}
+    remaining = {modality: iter(names[modality]) for modality in modalities()}
     return [
         (modality, next(remaining[modality]) if name is None else name)
         for modality, name in zip(conversation.placeholders, own)
@@ -237,11 +246,11 @@ def _document(record: dict[str, Any], where: str) -> Conversation:
 def _of_parts(role: str, parts: Sequence[TypedPart], has_loss: bool, where: str) -> tuple[Turn, tuple[str | None, ...]]:
     """A turn of typed parts, and the names of its media."""
     for part in parts:
-        if part.kind == TEXT and (found := PLACEHOLDER_PATTERN.search(_checked_text(part.text, where))):
+        if part.kind == TEXT and (found := _placeholder_pattern().search(_checked_text(part.text, where))):
             raise UserError(
                 f"{where}: a text among parts holds '{found.group()}'; there each item is a part of its own"
             )
-    pieces = tuple((part.kind, part.text if part.kind == TEXT else PLACEHOLDERS[part.kind]) for part in parts)
+    pieces = tuple((part.kind, part.text if part.kind == TEXT else placeholder(part.kind)) for part in parts)
     turn = Turn(role, "".join(text for _, text in pieces), has_loss, pieces)
     return turn, tuple(part.name for part in parts if part.kind != TEXT)
 
@@ -331,7 +340,7 @@ def _checked_text(text: str, where: str) -> str:
     if text.startswith(DATA_URL_HEAD):
         raise UserError(f"{where}: holds bytes in place of text; write the column as text")
     for match in _OTHER_PLACEHOLDER.finditer(text):
-        if not PLACEHOLDER_PATTERN.fullmatch(match.group()):
+        if not _placeholder_pattern().fullmatch(match.group()):
             why = "videos are not trained yet" if "video" in match.group().lower() else "it stands for no file"
             raise UserError(f"{where}: holds '{match.group()}', but {why}; media are written <image> and <audio>")
     return text

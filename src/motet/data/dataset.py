@@ -19,6 +19,7 @@ from motet.core.arrays import BoolArray, IndexArray, Int32Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.core.item_segments import ItemSegments
+from motet.core.modalities import modalities as all_modalities
 from motet.core.readers import Combine, combine_error
 from motet.core.workload import BatchLengths, ItemLengths, home_ranks
 from motet.data.conversation import Conversation, parse_conversation
@@ -29,7 +30,7 @@ from motet.data.index_build import open_index
 from motet.data.index_entries import TextEncoder
 from motet.data.index_lock import IndexProgress
 from motet.data.left_out import MAX_NAMED, LeftOut, LeftOutExample, describe_left_out
-from motet.data.media import IN_ANSWER, MODALITIES, MediaRef
+from motet.data.media import IN_ANSWER, MediaRef
 from motet.data.transforms import Transform
 from motet.data.truncation import Truncated, num_kept_tokens, truncated
 
@@ -183,7 +184,7 @@ class Dataset:
         return self._with_grids(read, example_id)
 
     def media_refs(self, example_id: int) -> list[MediaRef]:
-        """The items' files, in order of appearance; `modality` is "image" or "audio"."""
+        """The items' files, in order of appearance; `modality` is a name of `core.modalities`."""
         index, example = self._locate(example_id)
         refs, cut = index.media_refs(example), self._cut(example_id)
         return refs if cut is None else refs[: int(self._truncated.num_items[cut])]
@@ -332,7 +333,7 @@ class Dataset:
     def _of_phase(self, columns: ExampleLengths, modality: Modality) -> IndexArray:
         """The items that a modality reads, or makes, [n] indexes into the items of `columns`."""
         kind = modality.transform.modality
-        code = MODALITIES.index(kind)
+        code = all_modalities().index(kind)
         if modality.is_made:
             return np.flatnonzero(columns.modality == code + IN_ANSWER)
         if kind in self._makers:
@@ -371,7 +372,7 @@ class Dataset:
             )
 
     def _check_modalities(self, index: Index) -> None:
-        for code, modality in enumerate(MODALITIES):
+        for code, modality in enumerate(all_modalities()):
             codes = {code} if modality in self._makers else {code, code + IN_ANSWER}
             if modality not in self._readers and np.isin(index.lengths.modality, list(codes)).any():
                 where = ", in turns that are not the assistant's" if modality in self._makers else ""
@@ -494,8 +495,9 @@ def _readers(modalities: Mapping[str, Modality], combine: Mapping[str, Combine])
     readers: dict[str, tuple[str, ...]] = {}
     for name, modality in modalities.items():
         kind = modality.transform.modality
-        if kind not in MODALITIES:
-            raise UserError(f"encoder {name} reads '{kind}', but manifests hold only {' and '.join(MODALITIES)}")
+        if kind not in all_modalities():
+            held = " and ".join(all_modalities())
+            raise UserError(f"encoder {name} reads '{kind}', but manifests hold only {held}")
         readers[kind] = (*readers.get(kind, ()), name)
     if wrong := combine_error(readers, combine):
         raise UserError(f"{wrong}.")

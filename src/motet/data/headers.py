@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
 
+from motet.core.modalities import find_own
 from motet.data.media import IMAGE, MediaRef, Unusable, raise_bad_media
 from motet.data.mp3 import count_samples
+from motet.data.own_items import read_own_header
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -45,8 +47,13 @@ _OGG_LAST_PAGE = 4
 
 
 def read_header(ref: MediaRef) -> tuple[int, int]:
-    """(width, height) of an image after its EXIF turn, or (samples, sampling rate) of a clip. Raises BadMedia."""
+    """(width, height) of an image after its EXIF turn, (samples, sampling rate) of a clip, (rows, 0) of an own item.
+
+    Raises BadMedia.
+    """
     with raise_bad_media(ref):
+        if own := find_own(ref.modality):
+            return read_own_header(own, ref)
         if ref.modality == IMAGE:
             with open_image(ref) as image:
                 return turned_size(image)

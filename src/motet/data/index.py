@@ -30,8 +30,9 @@ from motet.core.arrays import Int32Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.core.files import irregular_kind, printable
+from motet.core.modalities import modalities
 from motet.data.copies import Copies
-from motet.data.media import IN_ANSWER, IN_RECORD, MODALITIES, MediaRef
+from motet.data.media import IN_ANSWER, IN_RECORD, MediaRef
 from motet.data.remote import is_url, located
 
 # Increment it when the contents of the files change: older indexes are then rebuilt.
@@ -57,8 +58,8 @@ class LengthColumns:
     num_tokens:   int32 [num_examples], tokens of the text, placeholders included.
     num_targets:  int32 [num_examples], tokens that the loss counts.
     item_offsets: int32 [num_examples + 1]; the items of example i are [item_offsets[i], item_offsets[i + 1]).
-    modality:     int8 [num_items], index in MODALITIES; plus IN_ANSWER in a turn of the assistant.
-    raw:          two int64 [num_items]: widths and heights, or samples and sampling rates; 0 if the file is bad.
+    modality:     int8 [num_items], position in `modalities()`; plus IN_ANSWER in a turn of the assistant.
+    raw:          two int64 [num_items]: widths and heights, or samples and sampling rates, or rows and 0; 0 if bad.
     """
 
     num_tokens: Int32Array
@@ -237,13 +238,15 @@ class Index:
             in_answer, code = divmod(int(self.lengths.modality[item]), IN_ANSWER)
             at = self._copies if is_url(where) else None
             refs.append(
-                MediaRef(MODALITIES[code], where, member, offset, num_bytes, raw, in_answer=bool(in_answer), copies=at)
+                MediaRef(
+                    modalities()[code], where, member, offset, num_bytes, raw, in_answer=bool(in_answer), copies=at
+                )
             )
         return refs
 
     def _row(self, example: int) -> IndexRow:
         start, end = self.lengths.item_offsets[example : example + 2].tolist()
-        media = tuple(MODALITIES[code % IN_ANSWER] for code in self.lengths.modality[start:end])
+        media = tuple(modalities()[code % IN_ANSWER] for code in self.lengths.modality[start:end])
         first, last = self._row_span(example)
         # pread has no shared file position, so threads need no lock; and it maps no memory.
         try:

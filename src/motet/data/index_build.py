@@ -25,6 +25,7 @@ from typing import Any
 import pyarrow as pa
 
 from motet.core.errors import UserError
+from motet.core.modalities import own_modalities
 from motet.data.copies import Copies
 from motet.data.index import FORMAT_VERSION, SCHEMA, DamagedIndex, Index, checksum
 from motet.data.index_entries import FATAL_HEADER, EntryReader, HeaderCheck, PackedColumns, TextEncoder, join_columns
@@ -57,7 +58,7 @@ def open_index(
     with _reading(manifest):
         manifest = manifest if isinstance(manifest, Manifest) else Manifest.find(manifest, copies)
     folder = manifest.default_index_folder if index_folder is None else manifest.index_folder_in(Path(index_folder))
-    path = folder / f"{text.fingerprint[:16]}.arrow"
+    path = folder / f"{_name(text)}.arrow"
     if index := _open_if_fits(path, manifest):
         return index
     with _writing(manifest, folder):
@@ -102,6 +103,14 @@ def _writing(manifest: Manifest, folder: Path) -> Iterator[None]:
         ) from error
 
 
+def _name(text: TextEncoder) -> str:
+    """The name of an index: of the text's encoder, and of modalities of the user's own, in their order."""
+    known = "".join(f" {own.name} {own.digest}" for own in own_modalities())
+    if not known:
+        return text.fingerprint[:16]
+    return hashlib.blake2b((text.fingerprint + known).encode(), digest_size=8).hexdigest()
+
+
 def _open_if_fits(path: Path, manifest: Manifest) -> Index | None:
     with _reading(manifest):
         stamp = manifest.stamp()
@@ -129,7 +138,7 @@ def _still_bad(index: Index) -> bool:
     bad_examples = list(index.bad_examples())
     # A header that kills its reader is read in a worker process.
     any_fatal = any(bad.reason.startswith(FATAL_HEADER) for bad in bad_examples)
-    with WorkerPool(int(any_fatal), HeaderCheck) as pool:
+    with WorkerPool(int(any_fatal), HeaderCheck, own_modalities()) as pool:
         for bad in bad_examples:
             try:
                 refs = [_as_now(ref) for ref in index.media_refs(bad.example)]
@@ -232,7 +241,7 @@ def _read_all(manifest: Manifest, text: TextEncoder, num_workers: int) -> Iterat
     # Reading a small manifest takes less time than starting a worker.
     is_small = len(first) < 3 and sum(map(len, first)) < 2 * _CHUNK_EXAMPLES
     num_workers = 0 if is_small else num_workers
-    with WorkerPool(num_workers, EntryReader, manifest.folder, text, manifest.copies) as pool:
+    with WorkerPool(num_workers, EntryReader, manifest.folder, text, manifest.copies, own_modalities()) as pool:
         waiting: deque[tuple[Future[PackedColumns], list[Entry]]] = deque()
         for chunk in chain(first, chunks):
             waiting.append((pool.submit((chunk, "")), chunk))

@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from motet.core.arrays import Int32Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
+from motet.core.modalities import OwnModality, modalities
 from motet.data.conversation import Conversation, parse_conversation, parse_record
 from motet.data.copies import Copies
 from motet.data.headers import read_header
 from motet.data.index import SCHEMA, IndexRow
 from motet.data.manifest import Entry
-from motet.data.media import IN_ANSWER, MODALITIES, BadMedia, MediaRef
+from motet.data.media import IN_ANSWER, BadMedia, MediaRef
 from motet.data.record_media import find_media, without_held
 from motet.data.remote import is_url, relative
 
@@ -103,9 +104,14 @@ class PackedColumns:
 
 
 class EntryReader:
-    """Entries to columns; it runs in a worker process. folder, copies: as `find_media` takes them."""
+    """Entries to columns; it runs in a worker process. folder, copies: as `find_media` takes them.
 
-    def __init__(self, folder: Path | str, text: TextEncoder, copies: Copies | None = None) -> None:
+    own: modalities of the user's own, which a process knows once they have come to it.
+    """
+
+    def __init__(
+        self, folder: Path | str, text: TextEncoder, copies: Copies | None = None, own: Sequence[OwnModality] = ()
+    ) -> None:
         self._folder, self._text, self._copies = folder, text, copies
 
     def __call__(self, task: tuple[Sequence[Entry], str]) -> PackedColumns:
@@ -144,7 +150,7 @@ class EntryReader:
         columns.num_targets.append(int(text.targets[1:].sum()))
         columns.num_items.append(len(refs))
         columns.modality += [
-            MODALITIES.index(ref.modality) + IN_ANSWER * in_answer
+            modalities().index(ref.modality) + IN_ANSWER * in_answer
             for ref, in_answer in zip(refs, conversation.in_answers, strict=True)
         ]
         columns.raw += raws
@@ -188,7 +194,10 @@ def _skip_headers(refs: list[MediaRef], death: str, where: str) -> tuple[list[tu
 
 
 class HeaderCheck:
-    """A check of headers; it runs in a worker process, which a header may kill."""
+    """A check of headers; it runs in a worker process, which a header may kill. own: as of an EntryReader."""
+
+    def __init__(self, own: Sequence[OwnModality] = ()) -> None:
+        pass
 
     def __call__(self, refs: Sequence[MediaRef]) -> str:
         """The reason why the first bad file cannot be used; "" if all files can be used."""

@@ -15,13 +15,10 @@ from typing import IO
 
 from motet.core.errors import UserError
 from motet.core.files import FileSlice, IrregularFile, open_regular, printable
+from motet.core.modalities import AUDIO, IMAGE, own_modalities
 from motet.data.copies import Copies
 from motet.data.remote import is_url, path_of
 
-IMAGE = "image"
-AUDIO = "audio"
-MODALITIES = (IMAGE, AUDIO)
-"""The modalities of manifests. An index stores positions in this tuple: append only."""
 IN_ANSWER = 64
 """What an index adds to the position of the modality of an item in a turn of the assistant."""
 
@@ -57,8 +54,8 @@ class MediaRef:
     offset, num_bytes: the slice of the shard; num_bytes is -1 for an own file.
     data:   the bytes of an item that its record holds, until they are in the index.
     copies: where the local copy of a URL is; None for a path.
-    raw:    (width, height) in pixels, or (samples, sampling rate), from the header when the index was built; None if
-            not known yet.
+    raw:    (width, height) in pixels, (samples, sampling rate), or (rows, 0) of an own modality, from the header when
+            the index was built; None if not known yet.
     in_answer: it stands in a turn of the assistant (not in a document), so that a generator can learn to make it.
     """
 
@@ -97,7 +94,9 @@ def modality_of(name: str) -> str | None:
     suffix = Path(name).suffix.lower()
     if suffix in _IMAGE_SUFFIXES:
         return IMAGE
-    return AUDIO if suffix in _AUDIO_SUFFIXES else None
+    if suffix in _AUDIO_SUFFIXES:
+        return AUDIO
+    return next((own.name for own in own_modalities() if suffix in own.suffixes), None)
 
 
 def codec_of(ref: MediaRef) -> str:
@@ -108,7 +107,7 @@ def codec_of(ref: MediaRef) -> str:
 
 
 def amount_of(ref: MediaRef) -> int:
-    """The pixels of an image, or the samples of a clip, by its header; 0 if that is not known yet."""
+    """The pixels of an image, the samples of a clip, or the rows of an own item, by its header; 0: not known yet."""
     if ref.raw is None:
         return 0
     return ref.raw[0] * ref.raw[1] if ref.modality == IMAGE else ref.raw[0]

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from motet.core.errors import UserError
+from motet.core.modalities import modalities
 from motet.data.chat_template import ChatTemplate
-from motet.data.conversation import PLACEHOLDERS, TEXT
+from motet.data.conversation import TEXT, placeholder
 from motet.data.media import AUDIO, IMAGE
 
 _AS_WRITTEN = {
@@ -116,7 +117,7 @@ def reserved_tokens(template: ChatTemplate, tokens: Iterable[str], names: TokenN
     contents = {role: [{"type": TEXT, TEXT: role}] if role in template.roles_in_parts else role for role in _ROLES}
     turns = [{"role": role, "content": content} for role, content in contents.items()]
     rendered = [template.try_messages(turns[start:], generation_prompt=True) for start in (0, 1)]
-    rendered += [template.try_messages(_one_turn(template, {"type": kind})) for kind in (*PLACEHOLDERS, "video")]
+    rendered += [template.try_messages(_one_turn(template, {"type": kind})) for kind in (*modalities(), "video")]
     written = {token for text in rendered if text for token in _occurrences(text, tokens)}
     return written | {token for token in names.special.values() if token in tokens and not token.isspace()}
 
@@ -162,18 +163,18 @@ def _occurrences(text: str, tokens: list[str]) -> list[str]:
 
 def _stand_in(modality: str, tokens: list[str], names: TokenNames, named: str | None) -> MediaForm:
     """The form of a modality for which the template writes nothing. named: the model's own token for it, if any."""
-    placeholder = PLACEHOLDERS[modality]
+    written = placeholder(modality)
     modalities = _AS_WRITTEN.get(names.processor or "") or _MARKS.get(names.processor or "")
     is_read = names.processor is not None and (modalities is None or modality in modalities)
-    if (named is not None or is_read) and not (named == placeholder and names.processor in (None, *_AS_WRITTEN)):
+    if (named is not None or is_read) and not (named == written and names.processor in (None, *_AS_WRITTEN)):
         raise UserError(
             f"the tokenizer is of a model with {modality} tokens of its own ({named or names.processor}), but its chat "
             f"template writes none for a part of type '{modality}'; give it the model's own template"
         )
     if not tokens:
         raise UserError("the tokenizer has no special token that could stand for an image or a clip; add '<image>'")
-    token = placeholder if placeholder in tokens else tokens[0]
-    return MediaForm(False, placeholder, token, token)
+    token = written if written in tokens else tokens[0]
+    return MediaForm(False, written, token, token)
 
 
 def _enclosed(modality: str, written: Counter[str], names: TokenNames, template: ChatTemplate) -> MediaForm:

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from motet.core.errors import UserError
+from motet.core.modalities import own_modalities
 from motet.data.media import AUDIO, IMAGE
 from motet.data.media_names import DATA_URL, DATA_URL_HEAD, media_name
 from motet.data.record_fields import kind_of
 
 _TEXT = "text"
 _TYPES = {_TEXT: _TEXT, "image": IMAGE, "image_url": IMAGE, "audio": AUDIO, "audio_url": AUDIO, "input_audio": AUDIO}
+"""The types of parts, but those of own modalities, which have the modality's name."""
 _ANY = ("path", "url", "base64")
 """Where transformers looks for the item of a part of any type."""
 TEXTS_FIELD, _IMAGES = "texts", "images"
@@ -68,12 +70,13 @@ def _typed_part(part: object, where: str) -> TypedPart:
         raise UserError(f"{where}: is {kind_of(part)}, but must be an object with a 'type'")
     # In Parquet each part has the fields of all parts, null where a part has none.
     part = {name: value for name, value in part.items() if value is not None}
-    named = part.get("type", next((name for name in _TYPES if name in part), None))
-    if named not in _TYPES:
-        why = "videos are not trained yet" if "video" in str(named) else f"must be one of {', '.join(_TYPES)}"
+    types = _TYPES | {own.name: own.name for own in own_modalities()}
+    named = part.get("type", next((name for name in types if name in part), None))
+    if named not in types:
+        why = "videos are not trained yet" if "video" in str(named) else f"must be one of {', '.join(types)}"
         raise UserError(f"{where}: its type is {kind_of(named)}, but {why}")
-    kind = _TYPES[named]
-    allowed = (_TEXT,) if kind == _TEXT else (*(name for name, of in _TYPES.items() if of == kind), *_ANY)
+    kind = types[named]
+    allowed = (_TEXT,) if kind == _TEXT else (*(name for name, of in types.items() if of == kind), *_ANY)
     for name in part:
         if name != "type" and name not in allowed:
             raise UserError(f"{where}: has a field '{name}', which is not understood in a part of type '{named}'")

@@ -13,10 +13,9 @@ from functools import lru_cache
 from typing import Any
 
 from motet.core.errors import UserError
-from motet.data.media import AUDIO, IMAGE
+from motet.core.modalities import modalities
 
 TURN_FIELDS = ("conversations", "messages")
-MEDIA_FIELDS = {IMAGE: ("image", "images"), AUDIO: ("audio", "audios")}
 SYSTEM_FIELD, TOOLS_FIELD, TEXT_FIELD, PARTS_FIELD = "system", "tools", "text", "document"
 RECORD_FIELDS = (*TURN_FIELDS, PARTS_FIELD)
 """A table with one of these is a record, and not what is known of one."""
@@ -25,7 +24,6 @@ _READ = (
     SYSTEM_FIELD,
     TOOLS_FIELD,
     PARTS_FIELD,
-    *(name for names in MEDIA_FIELDS.values() for name in names),
 )
 
 _REFUSED = {
@@ -54,6 +52,17 @@ _OTHER_MEDIA = re.compile(r"(?:image|img|picture|audio)s?_(?:path|url|uri|file|f
 _MIN_SIMILARITY = 0.85
 
 
+def media_fields() -> dict[str, tuple[str, str]]:
+    """Modality -> the fields that may name its files, one file or a list: {"image": ("image", "images"), ...}."""
+    return {modality: (modality, f"{modality}s") for modality in modalities()}
+
+
+def taken_fields() -> set[str]:
+    """Fields that are read, or refused for what they mean elsewhere: no modality may have their name."""
+    others = ("image_url", "audio_url", "input_audio", "path", "url", "base64", "type", "metadata", "texts")
+    return {*_READ, *_REFUSED, TEXT_FIELD, *others}
+
+
 def is_given(value: object) -> bool:
     """Whether a field has a value: null and an empty text, list or table are none."""
     return value is not None and value not in ("", [], {})
@@ -76,8 +85,9 @@ def kind_of(value: object) -> str:
 
 def check_fields(record: dict[str, Any], where: str) -> None:
     """Raise UserError naming `where` for the first field that is not read and would change the training."""
+    read = (*_READ, *(name for names in media_fields().values() for name in names))
     for name, value in record.items():
-        if name not in _READ and (reason := _refusal(name)) and is_given(value):
+        if name not in read and (reason := _refusal(name, read)) and is_given(value):
             raise UserError(f"{where}: has a field '{name}': {reason}")
 
 
@@ -92,10 +102,10 @@ def check_names_no_media(record: dict[str, Any], where: str) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _refusal(name: str) -> str | None:
+def _refusal(name: str, read: tuple[str, ...]) -> str | None:
     """Why a field that is not read is refused; None for metadata."""
     if reason := _REFUSED.get(name):
         return f"{reason}; remove the field, or leave such records out"
-    if close := difflib.get_close_matches(name.lower(), (*_READ, *_REFUSED), n=1, cutoff=_MIN_SIMILARITY):
+    if close := difflib.get_close_matches(name.lower(), (*read, *_REFUSED), n=1, cutoff=_MIN_SIMILARITY):
         return f"is it meant to be '{close[0]}'? Rename or remove it"
     return None

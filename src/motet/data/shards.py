@@ -21,9 +21,10 @@ from pathlib import Path
 
 from motet.core.errors import UserError
 from motet.core.files import irregular_kind
+from motet.core.modalities import modalities
 from motet.core.text_files import parse_json
 from motet.data.compressed import DECOMPRESSION_ERRORS, is_compressed, open_decompressed
-from motet.data.media import MODALITIES, modality_of
+from motet.data.media import modality_of
 from motet.data.record_fields import RECORD_FIELDS, is_given
 from motet.data.remote_manifest import RemoteFile
 from motet.data.shard_names import TAR_ENDINGS, expand_braces
@@ -200,7 +201,7 @@ def find_members(
     """
     by_name = {member.name: member for member in members}
     by_modality: dict[str, list[str]] = {}
-    for modality in MODALITIES:
+    for modality in modalities():
         present, named = [member.name for member in members if modality_of(member.name) == modality], names[modality]
         by_modality[modality] = present if named is None else [look_up(name, present, where) for name in named]
     return by_modality, by_name

@@ -29,7 +29,7 @@ from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.data.chat_template import DEFAULT_TEMPLATE, ChatTemplate
-from motet.data.conversation import PLACEHOLDERS, TEXT, Conversation, Turn
+from motet.data.conversation import TEXT, Conversation, Turn, placeholder
 from motet.data.media_tokens import BARE, MediaForm, TokenNames, document_text, item_tokens, media_form, reserved_tokens
 from motet.data.tokenizer_files import (
     open_backend,
@@ -359,11 +359,11 @@ def _without_double_breaks(turns: tuple[Turn, ...], forms: dict[str, MediaForm])
     placeholder with its white space out of the text before it writes `<image>` and a line break in front. Typed parts
     part items from texts by themselves, and stay as they are.
     """
-    for form, placeholder in ((form, PLACEHOLDERS[modality]) for modality, form in forms.items()):
+    for form, written in ((form, placeholder(modality)) for modality, form in forms.items()):
         if form.breaks_line:
-            pattern = re.compile(f"\n?{placeholder}\n?")
+            pattern = re.compile(f"\n?{written}\n?")
             turns = tuple(
-                turn if turn.parts is not None else replace(turn, text=pattern.sub(placeholder, turn.text))
+                turn if turn.parts is not None else replace(turn, text=pattern.sub(written, turn.text))
                 for turn in turns
             )
     return list(turns)

@@ -19,7 +19,8 @@ __all__ = ["AudioTransform", "ImageTransform", "Transform", "load_media"]
 class Transform(Protocol):
     """A transform of one modality; picklable, and importable in a worker process (not defined in a script).
 
-    raw: int64 [n, 2], from headers: (width, height) of images, (samples, sampling rate) of clips.
+    raw: int64 [n, 2], from headers: (width, height) of images, (samples, sampling rate) of clips, (rows, 0) of own
+    items.
     Where several encoders read an item, transforms that have `decode(ref)`, `rows_of(decoded)` and an equal `decoding`
     share what is decoded; others decode it once more. A transform that has `most_items` leaves out examples with more
     items of its kind, as its model prepares them otherwise. Of one that has `picture(values, size)`, which gives an
@@ -33,7 +34,7 @@ class Transform(Protocol):
 
     @property
     def modality(self) -> str:
-        """ "image" or "audio": the placeholder that it stands for."""
+        """ "image", "audio", or that of the user's own: the placeholder that it stands for."""
 
     def sizes(self, raw: Int64Array) -> Int64Array:
         """The exact sizes of the items that `load` returns, int64 [n, size_dim], from their headers."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -19,7 +19,8 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from motet.core.errors import UserError
-from motet.core.readers import Combine, Reads, combine_error
+from motet.core.modalities import AUDIO, IMAGE, modalities
+from motet.core.readers import Combine, combine_error
 from motet.core.workload import BACKBONE
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
@@ -49,11 +50,12 @@ class EncoderConfig(BaseModel):
     config:         HF's options of the family; they override those of `path`.
     path:           a local directory with safetensors. If it holds a larger model, only the tower is read: the
                     projector starts from random weights.
-    module, args:   "package.module:Class", called with `args`; see `contract.Encoder`.
-    reads:          the media that it is given; by default that after which it is named. Several encoders may read one
+    module, args:   "package.module:Class" or "file.py:Class", called with `args`; see `contract.Encoder`.
+    reads:          the media that it is given: image, audio, or a name of `[modalities]`; by default that after which
+                    it is named. Several encoders may read one
                     kind of media (`ModelConfig.combine`).
     before, between, after: callbacks before the encoder, between encoder and projector, and after the projector, as
-                    "package.module:function" (`models/callbacks.py`).
+                    "package.module:function" or "file.py:function" (`models/callbacks.py`).
     train_encoder, train_projector: whether each learns.
     feature_layer:  the layer of a vision tower whose output is used, counted as transformers counts hidden states: -1
                     is the last layer, -2 the one before it (LLaVA), without the norm behind the layers. Default: the
@@ -61,7 +63,7 @@ class EncoderConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-    reads: Reads | None = None
+    reads: str | None = None
     family: (
         Literal[
             "siglip", "siglip2", "clip", "dinov2", "dinov3", "pixtral", "internvl", "qwen2_vl", "qwen2_5_vl",
@@ -80,6 +82,13 @@ class EncoderConfig(BaseModel):
     before: str | None = Field(default=None, min_length=1)
     between: str | None = Field(default=None, min_length=1)
     after: str | None = Field(default=None, min_length=1)
+
+    @field_validator("reads")
+    @classmethod
+    def _is_a_modality(cls, reads: str | None) -> str | None:
+        if reads is not None and reads not in modalities():
+            raise ValueError(f"it must be {' or '.join(modalities())}, or have a table [modalities.{reads}]")
+        return reads
 
     @model_validator(mode="after")
     def _one_source(self) -> EncoderConfig:
@@ -155,7 +164,7 @@ class ModelConfig(BaseModel):
     backbone: BackboneConfig
     encoders: dict[str, EncoderConfig] = Field(default_factory=dict)
     generators: dict[str, GeneratorConfig] = Field(default_factory=dict)
-    combine: dict[Reads, Combine] = Field(default_factory=dict)
+    combine: dict[str, Combine] = Field(default_factory=dict)
     merge: str | None = Field(default=None, min_length=1)
     lora: dict[str, LoraConfig] = Field(default_factory=dict)
     freeze: tuple[str, ...] = ()
@@ -226,7 +235,7 @@ class ModelConfig(BaseModel):
                     f"{name!r} cannot name a generator: take letters, digits and _, and neither the name of another "
                     "module nor that of a method of torch's modules"
                 )
-            if name in get_args(Reads) and part.makes not in (None, name):
+            if name in (IMAGE, AUDIO) and part.makes not in (None, name):
                 raise ValueError(f"a generator named {name!r} makes {name}, not {part.makes}; give it another name")
         if self.generators and self.merge is not None:
             raise ValueError("`merge` knows nothing of the query tokens of generators; remove it, or the generators")
@@ -242,7 +251,7 @@ class ModelConfig(BaseModel):
                     f"{name!r} cannot name an encoder: take letters, digits and _, and neither {BACKBONE!r} nor the "
                     "name of a method of torch's modules"
                 )
-            if name in get_args(Reads) and part.reads not in (None, name):
+            if name in modalities() and part.reads not in (None, name):
                 raise ValueError(f"an encoder named {name!r} reads {name}, not {part.reads}; give it another name")
         return encoders
 

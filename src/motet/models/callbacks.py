@@ -30,6 +30,7 @@ from typing import Any
 from torch import nn
 
 from motet.core.errors import UserError
+from motet.core.own_file import NAMED_IN_FILE, import_file
 from motet.models.initialise import seeded
 
 ARGUMENTS = {
@@ -42,13 +43,16 @@ ARGUMENTS = {
 
 
 def imported(where: str, path: str, form: str) -> Any:
-    """What "package.module:name" names. where: the key of the recipe. form: what it is to be written as.
+    """What "package.module:name" or "file.py:name" names.
+
+    where: the key of the recipe. form: what it is to be written as.
 
     Raises UserError if it cannot be imported.
     """
     package, _, attribute = path.partition(":")
     try:
-        found = importlib.import_module(package)
+        in_file = NAMED_IN_FILE.fullmatch(path)
+        found = import_file(where, package) if in_file else importlib.import_module(package)
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError, SyntaxError) as error:

@@ -21,7 +21,6 @@ from motet.absent import take_part
 from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError, UserError
 from motet.core.item_segments import ItemSegments
-from motet.core.readers import Reads
 from motet.core.spec import Module
 from motet.models.block import Block, outside_blocks, wrap_blocks
 from motet.models.callbacks import imported
@@ -53,7 +52,7 @@ class GeneratorConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    makes: Reads | None = None
+    makes: Literal["image", "audio"] | None = None
     family: Literal["dit"] | None = None
     config: dict[str, Any] = Field(default_factory=dict)
     noise: NoiseConfig | None = None

@@ -26,6 +26,7 @@ from motet.core.item_segments import ItemSegments
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE
 from motet.cost.profile import Batch
+from motet.data.own_items import OwnTransform
 from motet.models.backbone import Backbone
 from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig
 from motet.models.generator import GeneratorModule
@@ -39,6 +40,8 @@ MAX_BATCH_ROWS = 2**16
 """Rows of the largest batch."""
 _SHORTEST = 8
 """Shorter items are not measured if there are longer ones."""
+_LONGEST_OWN = 4096
+"""Rows of the longest item of an own modality, of which nothing says how long it may be."""
 _NUM_CANDIDATES = 40
 """Lengths of sequences that batches are made of."""
 _NUM_LENGTHS, _LENGTH_RATIO = 6, 3
@@ -282,6 +285,8 @@ def _raw(recipe: Recipe, name: str) -> Int64Array:
         longest, second = int(items.length.max(initial=1)), None
     elif transform.modality == "image":
         longest, second = transform.max_pixels_side, None
+    elif isinstance(transform, OwnTransform):
+        longest, second = _LONGEST_OWN, 0
     else:
         longest, second = int(transform.max_seconds * transform.sampling_rate), transform.sampling_rate
     first = np.unique(np.geomspace(1, longest, 4 * _NUM_CANDIDATES).astype(np.int64))

@@ -100,7 +100,7 @@ def _check_preprocessed(name: str, transform: Transform, path: Path) -> None:
     for file, stored in _preprocessed(path):
         if stored.get("do_normalize") is False:
             stored = stored | {"image_mean": 0.0, "image_std": 1.0}
-        for ours, theirs in _PREPROCESSED[transform.modality].items():
+        for ours, theirs in _PREPROCESSED.get(transform.modality, {}).items():
             if theirs in stored and not _equal(getattr(transform, ours), stored[theirs]):
                 raise UserError(
                     f"transforms.{name}.{ours} is not what the weights in {path} were made with: {file} has {theirs} = "

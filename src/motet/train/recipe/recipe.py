@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,9 @@ from pydantic import (
 
 from motet.core.errors import UserError
 from motet.core.limits import MAX_EXAMPLES, MAX_SEED, MAX_STEPS, MAX_WAIT_S
+from motet.core.modalities import AUDIO, IMAGE, own_modality
 from motet.core.module_degrees import ModuleDegrees
+from motet.core.own_file import NAMED_IN_FILE
 from motet.core.sampler import Sampler
 from motet.core.shape_tables import ModelShapes
 from motet.core.workload import BACKBONE, Workload
@@ -43,8 +46,11 @@ from motet.data.audio import AudioTransform
 from motet.data.config import DataConfig, DrawnDataConfig
 from motet.data.drawn import DrawnTransform, DrawnVocabulary
 from motet.data.images import ImageTransform
+from motet.data.own_items import OwnTransform
+from motet.data.record_fields import taken_fields
 from motet.data.remote import LOCAL_URL, is_url
 from motet.data.text import ChatTokenizer
+from motet.data.transforms import Transform
 from motet.dispatch import BalanceConfig
 from motet.dispatch.context import ContextConfig
 from motet.models.build import ModelConfig
@@ -63,6 +69,7 @@ _DRAWN_LR = 1e-4
 """The peak learning rate of a recipe whose examples are drawn, if it says none."""
 Service = Literal["tensorboard", "wandb", "trackio"]
 _DTYPE_OF = {"bf16": "bfloat16", "fp32": "float32"}
+_OWN_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _PRECISION = {"param_dtype", "reduce_dtype"}
 
 
@@ -128,6 +135,16 @@ def _tables(kind: type) -> TypeAdapter[dict[str, ImageTransform | AudioTransform
     return TypeAdapter(dict[str, Annotated[kinds, Discriminator(lambda _: kind.__name__)]])
 
 
+class ModalityConfig(BaseModel):
+    """`[modalities.NAME]`: a modality of the user's own.
+
+    file: a Python file with ROW_DIM, read_header(file) and load(file), and perhaps SUFFIXES (`core/modalities.py`).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    file: Path
+
+
 _TABLES = {kind.modality: _tables(kind) for kind in (ImageTransform, AudioTransform)}
 
 
@@ -147,6 +164,10 @@ class Recipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     run: RunConfig
+    modalities: dict[str, ModalityConfig] = Field(
+        default_factory=dict,
+        description="modalities of your own, by name; <NAME> stands for an item, and records name files in NAME",
+    )
     model: ModelConfig
     data: DataConfig
     transforms: dict[str, ImageTransform | AudioTransform] = Field(
@@ -168,6 +189,24 @@ class Recipe(BaseModel):
         description="degrees of parallelism of single modules: `motet plan` keeps to them, and plans what is not said",
     )
 
+    @field_validator("modalities")
+    @classmethod
+    def _are_known(cls, tables: dict[str, ModalityConfig]) -> dict[str, ModalityConfig]:
+        """Let this process know them: what follows in a recipe names them."""
+        for name, table in tables.items():
+            others = [IMAGE, AUDIO, *(other for other in tables if other != name)]
+            is_taken = {name, f"{name}s"} & {*taken_fields(), *others, *(f"{other}s" for other in others)}
+            if name == BACKBONE or is_taken or not _OWN_NAME.fullmatch(name):
+                raise ValueError(
+                    f"{name!r} cannot name a modality: take lower-case letters, digits and _, and no name that fields "
+                    "of records, another modality or a part of the model have already"
+                )
+            try:
+                own_modality(name, table.file)
+            except UserError as error:
+                raise ValueError(str(error)) from error
+        return tables
+
     @field_validator("transforms", mode="before")
     @classmethod
     def _of_what_is_read(cls, tables: Any, info: ValidationInfo) -> Any:
@@ -180,6 +219,10 @@ class Recipe(BaseModel):
         read: dict[str, Any] = {}
         for name, table in tables.items():
             modality = model.modality(name) if name in model.encoders or name in model.generators else name
+            if modality in info.data.get("modalities", {}):
+                raise ValueError(
+                    f"transforms.{name} has no effect, as the file of modalities.{modality} says what files become"
+                )
             if modality not in _TABLES:
                 raise ValueError(f"transforms.{name} has no effect, as there is no model.encoders.{name}")
             if info.mode == "json":
@@ -227,13 +270,18 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Recipe:
+        for name in self.modalities:
+            if name not in self.model.readers:
+                raise ValueError(f"modalities.{name} has no effect, as there is no model.encoders.{name}; remove it")
         kinds = {"encoders": ("reads", self.model.encoders), "generators": ("makes", self.model.generators)}
         for table, verb, name in ((table, verb, name) for table, (verb, of) in kinds.items() for name in of):
             modality = self.model.modality(name)
+            if modality in self.modalities and table == "encoders":
+                continue
             if modality not in _TABLES:
                 raise ValueError(
                     f"model.{table}.{name} does not say what it {verb}, and is not named after it: give it {verb} = "
-                    f"{' or '.join(json.dumps(each) for each in _TABLES)}"
+                    f"{' or '.join(json.dumps(each) for each in (*_TABLES, *self.modalities))}"
                 )
             if self.transform(name) is None:
                 other = "" if modality == name else f", or [transforms.{modality}] for all that read {modality}"
@@ -308,8 +356,10 @@ class Recipe(BaseModel):
             )
         return count
 
-    def transform(self, encoder: str) -> ImageTransform | AudioTransform | None:
+    def transform(self, encoder: str) -> Transform | None:
         """The transform from files to the rows of an encoder; None if the recipe has none."""
+        if own := self.modalities.get(self.model.modality(encoder)):
+            return OwnTransform(own_modality(self.model.modality(encoder), own.file))
         return self.transforms.get(self.table_of(encoder))
 
     def table_of(self, encoder: str) -> str:
@@ -354,7 +404,7 @@ class DrawnRecipe(Recipe):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> DrawnRecipe:
-        for name in ("transforms", "evaluate", "export"):
+        for name in ("modalities", "transforms", "evaluate", "export"):
             if getattr(self, name) != type(getattr(self, name))():
                 raise ValueError(f"[{name}] has no effect beside [workload], as drawn examples mean nothing")
         dtype = self.fsdp.param_dtype or self.run.dtype
@@ -412,7 +462,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, trains: bool = Tru
     Raises UserError if the file is missing or no TOML, and for the first wrong key.
     """
     read = read_recipe(path, overrides)
-    schema, tables = Recipe, read.tables
+    schema, tables = Recipe, _with_own_files(read.tables, path.resolve().parent)
     if "workload" in tables:
         schema, tables = DrawnRecipe, _drawn_tables(path, tables, trains)
     elif isinstance(tables.get("model"), dict) and "path" in tables["model"]:
@@ -433,6 +483,20 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, trains: bool = Tru
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     return resolved
+
+
+def _with_own_files(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The same tables with absolute paths of the user's own files, which are opened while the tables are validated."""
+    own = tables.get("modalities")
+    if not isinstance(own, dict):
+        return tables
+    own = {
+        name: table | {"file": str(folder / Path(table["file"]).expanduser())}
+        if isinstance(table, dict) and isinstance(table.get("file"), str)
+        else table
+        for name, table in own.items()
+    }
+    return tables | {"modalities": own}
 
 
 def _drawn_tables(path: Path, tables: dict[str, Any], trains: bool) -> dict[str, Any]:
@@ -492,7 +556,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def absolute(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The same tables with every relative Path, and the manifests, joined to the recipe's folder."""
+    """The same tables with every relative Path joined to the recipe's folder; manifests, and files of code, too."""
 
     def joined(value: Any) -> Any:
         if isinstance(value, Path):
@@ -502,7 +566,17 @@ def absolute(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
             return {key: joined(item) for key, item in value.items()}
         return [joined(item) for item in value] if isinstance(value, list) else value
 
+    def in_folder(value: Any) -> Any:
+        """Names of what a file of the user's own defines, with the file's absolute path."""
+        if isinstance(value, dict):
+            return {key: in_folder(item) for key, item in value.items()}
+        if isinstance(value, str) and (found := NAMED_IN_FILE.fullmatch(value)):
+            return f"{joined(Path(found[1]))}:{found[2]}"
+        return value
+
     tables = joined(tables)
+    if "model" in tables:
+        tables["model"] = in_folder(tables["model"])
     for split in ("train", "heldout"):
         # Manifests may be patterns of shards, so they are strings, not Paths.
         if split in tables.get("data", {}):

@@ -67,6 +67,11 @@ class WholeRecipe(Recipe):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> WholeRecipe:
+        if self.modalities:
+            raise ValueError(
+                f"modalities.{next(iter(self.modalities))} has no effect beside model.path, as the model reads what "
+                "its own processor knows; remove it"
+            )
         if self.transforms:
             raise ValueError(
                 f"transforms.{next(iter(self.transforms))} has no effect beside model.path, as the model's own "
