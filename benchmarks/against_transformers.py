@@ -25,7 +25,8 @@ import torch
 import transformers
 from PIL import Image
 from torch.nn.functional import cross_entropy
-from whole_models import FAMILIES, open_processor, write_job
+from transformers.image_transforms import convert_to_rgb
+from whole_models import FAMILIES, GENERIC, open_processor, write_job
 
 from motet.data.transforms import load_media
 from motet.dispatch.batch import pack, stacked_media
@@ -87,6 +88,8 @@ def theirs(folder: Path, adapter: Path | None = None) -> Step:
         record = json.loads(line)
         # Not by the parts' paths: the reader of these shows what is under transparent pixels, the processor white.
         images = [Image.open(folder / name) for name in record.get("image", [])]
+        if config.model_type in GENERIC:
+            images = [convert_to_rgb(image) for image in images]  # Some of these processors take nothing else.
         inputs = inputs_of(processor, record, images, folder)
         is_target = torch.as_tensor(inputs.pop("assistant_masks")).bool()[0]
         inputs = {name: each.double() if each.is_floating_point() else each for name, each in inputs.items()}
@@ -233,8 +236,8 @@ def _loss_of(model: MLLM, dataset: Any, numbers: Sequence[int]) -> tuple[torch.T
 def main() -> None:
     """Print a row a family."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; by default all")
-    chosen = parser.parse_args().families or list(FAMILIES)
+    parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES | GENERIC)}; by default all")
+    chosen = parser.parse_args().families or list(FAMILIES | GENERIC)
     transformers.logging.set_verbosity_error()
     print("| `model_type` | targets | loss | gradients | packed against one at a time |")
     print("|---|---|---|---|---|")

@@ -104,7 +104,7 @@ BACKBONE: dict[str, Any] = {
 def write_job(folder: Path, family: str, num_examples: int = 8) -> Path:
     """The directory of a tiny model, examples for it and a recipe. Returns the path of the recipe."""
     torch.manual_seed(11)
-    FAMILIES[family](folder / "model")
+    (FAMILIES | GENERIC)[family](folder / "model")
     if family in AUDIO_FAMILIES:
         write_examples(folder, num_examples, modality="audio")
     elif family in ONE_QUESTION:
@@ -503,6 +503,74 @@ def write_qwen2_audio(folder: Path) -> None:
 
 AUDIO_FAMILIES = ("qwen2_audio",)
 """Families whose examples have clips in place of images."""
+
+
+def _of_no_family(folder: Path, vision: Any, kind: str, **options: Any) -> transformers.PreTrainedTokenizerFast:
+    """The model of a class that Motet does not know: its tower, and a Llama. options: of its config."""
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "image_token": "<image>"}
+    tokenizer = tokenizer_with(special | {"boi_token": "<boi>", "eoi_token": "<eoi>"}, add_bos_token=True)
+    config = getattr(transformers, f"{kind}Config")(
+        vision_config=vision,
+        text_config=transformers.LlamaConfig(vocab_size=len(tokenizer) + 3, **BACKBONE, tie_word_embeddings=False),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        tie_word_embeddings=False,
+        **options,
+    )
+    like_trained(getattr(transformers, f"{kind}ForConditionalGeneration")(config)).save_pretrained(folder)
+    return tokenizer
+
+
+def write_vipllava(folder: Path) -> None:
+    """VipLLaVA: three layers of CLIP side by side, a norm and an MLP."""
+    vision = transformers.CLIPVisionConfig(**TOWER, image_size=24, patch_size=8)
+    tokenizer = _of_no_family(folder, vision, "VipLlava", vision_feature_layer=[-2, -3, 1])
+    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 24}, crop_size={"height": 24, "width": 24})
+    transformers.LlavaProcessor(
+        images,
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=LLAVA_TEMPLATE,
+    ).save_pretrained(folder)
+
+
+def write_deepseek_vl(folder: Path) -> None:
+    """DeepSeek-VL: Siglip and an aligner, on images that are padded to a square."""
+    vision = transformers.SiglipVisionConfig(**TOWER, image_size=24, patch_size=8, vision_use_head=False)
+    tokenizer = _of_no_family(folder, vision, "DeepseekVL")
+    images = transformers.DeepseekVLImageProcessorPil(size={"height": 24, "width": 24}, min_size=4)
+    processor = transformers.DeepseekVLProcessor(images, tokenizer, LLAVA_TEMPLATE, num_image_tokens=9)
+    processor.save_pretrained(folder)
+
+
+def write_janus(folder: Path) -> None:
+    """Janus: a tower and an aligner of its own, marks around an image, and weights that no text trains."""
+    shapes = {name: TOWER[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+    vision = transformers.JanusVisionConfig(
+        **shapes, image_size=24, patch_size=8, projection_dim=24, num_image_tokens=9, mlp_ratio=2.0
+    )
+    vq = transformers.JanusVQVAEConfig(
+        num_embeddings=16,
+        base_channels=32,
+        channel_multiplier=[1, 1],
+        num_res_blocks=1,
+        latent_channels=32,
+        projection_dim=24,
+        image_token_embed_dim=24,
+    )
+    tokenizer = _of_no_family(folder, vision, "Janus", vq_config=vq)
+    images = transformers.JanusImageProcessorPil(size={"height": 24, "width": 24}, min_size=4)
+    processor = transformers.JanusProcessor(images, tokenizer, chat_template=LLAVA_TEMPLATE, num_image_tokens=9)
+    processor.save_pretrained(folder)
+
+
+GENERIC: dict[str, Callable[[Path], None]] = {
+    "vipllava": write_vipllava,
+    "deepseek_vl": write_deepseek_vl,
+    "janus": write_janus,
+}
+"""The same, of models that Motet does not know, and trains by transformers' conventions alone."""
 
 FAMILIES: dict[str, Callable[[Path], None]] = {
     "llava": write_llava,

@@ -13,7 +13,10 @@ SUFFIXES = (".ply",)
 
 def read_header(file):
     """The number of an item's rows. Motet balances by it, before anything is decoded."""
-    return int(re.search(rb"element vertex (\d+)\n", _head(file))[1])
+    found = re.search(rb"element vertex (\d+)\n", _head(file))
+    if found is None:
+        raise ValueError("names no vertices in its header")
+    return int(found[1])
 
 
 def load(file):

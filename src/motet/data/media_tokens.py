@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from motet.core.errors import UserError
@@ -75,10 +75,13 @@ class TokenNames:
 
     special:   name (`eos_token`, `image_token`, ...) -> token.
     processor: the class that prepares texts and media for the tokenizer's model; None for a text model.
+    forms:     modality -> the token that the template writes for an item, and what the processor puts in its place,
+               with one such token; where it is known, `processor` is not asked.
     """
 
     special: dict[str, str]
     processor: str | None = None
+    forms: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def media_form(modality: str, template: ChatTemplate, tokens: Iterable[str], names: TokenNames) -> MediaForm:
@@ -89,6 +92,8 @@ def media_form(modality: str, template: ChatTemplate, tokens: Iterable[str], nam
     tokens = list(tokens)
     written = _written_tokens(modality, template, tokens)
     named = names.special.get(f"{modality}_token") or _AS_WRITTEN.get(names.processor or "", {}).get(modality)
+    if modality in names.forms:
+        return _as_put(modality, written, names, template)
     if not written:
         return _stand_in(modality, tokens, names, named)
     if names.processor in _ENCLOSED and modality in _ENCLOSED[names.processor]:
@@ -175,6 +180,15 @@ def _stand_in(modality: str, tokens: list[str], names: TokenNames, named: str | 
         raise UserError("the tokenizer has no special token that could stand for an image or a clip; add '<image>'")
     token = written if written in tokens else tokens[0]
     return MediaForm(False, written, token, token)
+
+
+def _as_put(modality: str, written: Counter[str], names: TokenNames, template: ChatTemplate) -> MediaForm:
+    """The form of an item of which it is known what the processor puts for it."""
+    token, put = names.forms[modality]
+    if written[token] != 1:
+        raise UserError(f"the tokenizer's chat template does not write one {token} for an item of {modality}")
+    rendered = template.try_messages(_one_turn(template, {"type": modality})) or ""
+    return MediaForm(True, token, put, token, breaks_line=f"{token}\n" in rendered)
 
 
 def _enclosed(modality: str, written: Counter[str], names: TokenNames, template: ChatTemplate) -> MediaForm:

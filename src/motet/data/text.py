@@ -17,10 +17,12 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,10 +68,17 @@ class ChatTokenizer:
         self._names = TokenNames(special_tokens, processor)
 
     @classmethod
-    def from_directory(cls, directory: str | Path, template: str | None = None) -> ChatTokenizer:
+    def from_directory(
+        cls,
+        directory: str | Path,
+        template: str | None = None,
+        forms: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+    ) -> ChatTokenizer:
         """The tokenizer of a directory with tokenizer.json and tokenizer_config.json, as transformers writes it.
 
         template: in place of the default template, for a directory without one.
+        forms: modality -> the token that the template writes for an item, and what its processor puts in its place,
+               with one such token.
         transformers opens a directory of an older format (vocab.json and merges.txt, sentencepiece).
         Raises UserError if there is no tokenizer, or one of its files is damaged.
         """
@@ -82,6 +91,7 @@ class ChatTokenizer:
         try:
             source = files.template or template
             tokenizer = cls(files.backend, source, files.names.special, processor=files.names.processor)
+            tokenizer._names = replace(tokenizer._names, forms=dict(forms))
             tokenizer._template.check()
         except UserError as error:
             raise UserError(f"tokenizer {directory}: {error}") from None
@@ -100,7 +110,8 @@ class ChatTokenizer:
     def fingerprint(self) -> str:
         """Equal for two tokenizers only if they give the same tokens."""
         digest = hashlib.blake2b(digest_size=16)
-        names = json.dumps([self._names.special, self._names.processor], sort_keys=True)
+        forms = [self._names.forms] if self._names.forms else []
+        names = json.dumps([self._names.special, self._names.processor, *forms], sort_keys=True)
         for part in (str(_VERSION), self._template.source, names):
             digest.update(part.encode() + b"\0")
         digest.update(self._backend_json.encode())

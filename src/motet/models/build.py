@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -63,6 +63,7 @@ class EncoderConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
+    is_of_whole: ClassVar[bool] = False
     reads: str | None = None
     family: (
         Literal[
@@ -96,7 +97,7 @@ class EncoderConfig(BaseModel):
             raise ValueError("`module` excludes `family`, `path` and `config`")
         if self.args and not self.module:
             raise ValueError("`args` are for `module` only")
-        if not (self.module or self.family):
+        if not (self.module or self.family or self.is_of_whole):
             raise ValueError("an encoder needs `family` or `module`")
         with_layers = [name for name, family in ENCODERS.items() if family.feature_layers]
         if self.feature_layer is not None and self.family not in with_layers:
@@ -107,6 +108,10 @@ class EncoderConfig(BaseModel):
     def classes(self) -> Family:
         """The HF classes of an encoder that has a family."""
         return ENCODERS[self.family]
+
+    def own_encoder(self) -> nn.Module | None:
+        """The encoder, where neither a family nor a module is it: that of a whole model. Its dtype is its files'."""
+        return None
 
     def own_callbacks(self) -> dict[str, Callable[..., Any]]:
         """Callbacks that no recipe names: those of a whole model's family."""
@@ -358,7 +363,9 @@ def build_modality(
     """
     if callbacks is None:
         callbacks = _callbacks(name, config, dtype, seed)
-    if config.module:
+    if own := config.own_encoder():
+        encoder = own.to(dtype)
+    elif config.module:
         encoder = _build_custom(name, config, seed).to(dtype)
     else:
         family, where = config.classes, f"encoders.{name}"

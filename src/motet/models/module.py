@@ -421,7 +421,7 @@ class ModalityModule(nn.Module):
         return seen, seen_sizes
 
     def _forward_empty(self) -> Tensor:
-        weight = outside_blocks(self.projector)[0]
+        weight = (outside_blocks(self.projector) or outside_blocks(self))[0]
         x = weight.new_zeros(0, self.projector.output_dim)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
             for block in self._blocks[: self.num_encoder_blocks]:

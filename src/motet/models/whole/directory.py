@@ -25,6 +25,7 @@ from motet.models.load import check_files
 from motet.models.lora import LoraConfig
 from motet.models.stored import TensorInFile, weight_files
 from motet.models.whole.family import WholeFamily, WholeParts, check_option
+from motet.models.whole.generic import generic_family
 from motet.models.whole.registry import WHOLE
 
 _PROJECTOR = "projector"
@@ -46,12 +47,7 @@ class WholeDirectory:
             )
         stored = read_config_json(self.file)
         kind = stored.get("model_type")
-        if kind not in WHOLE:
-            raise UserError(
-                f"model.path: {path} holds a model of type {kind!r}, and whole models are {', '.join(WHOLE)}; of "
-                "others name the parts, by [model.backbone] and [model.encoders.NAME]."
-            )
-        self.family: WholeFamily = WHOLE[kind]
+        self.family: WholeFamily = WHOLE[kind] if kind in WHOLE else generic_family(path, kind, ", ".join(WHOLE))
         self.hf_config: PreTrainedConfig = parse_config(self.file, CONFIG_MAPPING[kind], stored)
         check_option(str(self.file), "quantization_config", stored.get("quantization_config"), None)
         check_files("model.path", path)
@@ -119,7 +115,8 @@ class WholeDirectory:
     @property
     def trainable(self) -> tuple[str, ...]:
         """The names of parts in `model.train`."""
-        return (*self.parts.encoders, _PROJECTOR, BACKBONE)
+        has_projector = any(".projector." in own for own, _ in self.parts.names)
+        return (*self.parts.encoders, *([_PROJECTOR] if has_projector else []), BACKBONE)
 
     def config(
         self,
@@ -137,6 +134,11 @@ class WholeDirectory:
                 f"{', '.join(self.trainable)}."
             )
         adapted = [name for name in self.trainable if name != _PROJECTOR]
+        if lora and self.parts.forms:
+            raise UserError(
+                f"model.lora.{next(iter(lora))} is not held to peft in a model that Motet does not know, as "
+                f"{self.family.model.__name__}; remove it."
+            )
         for name in lora:
             if name not in adapted:
                 raise UserError(

@@ -84,12 +84,14 @@ class WholeParts:
 
     names:  prefixes of weights in an MLLM, and in transformers' class. Together they cover all weights of both.
     images: by encoder, what it is given of files.
+    forms:  by what is read, the token of an item and the text around it, where no table of processors has them.
     """
 
     backbone: BackboneConfig
     encoders: dict[str, EncoderConfig]
     names: tuple[tuple[str, str], ...]
     images: dict[str, MadeOfFiles] = field(default_factory=dict)
+    forms: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

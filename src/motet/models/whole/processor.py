@@ -58,6 +58,21 @@ class Images:
 
 
 @dataclass(frozen=True)
+class ByProcessor:
+    """Images that the directory's own processor prepares, of a model that Motet does not know (`ImagesByProcessor`).
+
+    shape: (channels, height, width) of what it makes of every image. num_rows: that its values lie in.
+    """
+
+    shape: tuple[int, int, int]
+    num_rows: int
+
+    def options(self, path: Path) -> dict[str, Any]:
+        """As of `Images`."""
+        return {"path": path, "shape": self.shape, "num_rows": self.num_rows}
+
+
+@dataclass(frozen=True)
 class AnyResTiles:
     """Images that are cut into tiles before the encoder of a whole model is given them (`AnyResImages`).
 

@@ -16,6 +16,7 @@ from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
 from motet.data.anyres_images import AnyResImages
 from motet.data.area_images import AreaImages
+from motet.data.by_processor import ImagesByProcessor
 from motet.data.chunked_clips import ChunkedClips
 from motet.data.config import FilesConfig
 from motet.data.cropped_images import CroppedImages
@@ -26,7 +27,7 @@ from motet.data.transforms import Transform
 from motet.models.build import ModelConfig
 from motet.models.lora import LoraConfig
 from motet.models.whole.directory import WholeDirectory
-from motet.models.whole.processor import AnyResTiles, Areas, Clips, CroppedTiles, Images
+from motet.models.whole.processor import AnyResTiles, Areas, ByProcessor, Clips, CroppedTiles, Images
 from motet.train.recipe.recipe import Recipe
 
 _TRANSFORMS: dict[type, Callable[..., Transform]] = {
@@ -35,6 +36,7 @@ _TRANSFORMS: dict[type, Callable[..., Transform]] = {
     CroppedTiles: CroppedImages,
     Areas: AreaImages,
     Clips: ChunkedClips,
+    ByProcessor: ImagesByProcessor,
 }
 
 
@@ -107,7 +109,7 @@ class WholeRecipe(Recipe):
                 f"model.path: {self.model.path} has a chat template, where the processor of "
                 f"{self.directory.family.model.__name__} writes texts by itself; remove it."
             )
-        return ChatTokenizer.from_directory(self.model.path, template)
+        return ChatTokenizer.from_directory(self.model.path, template, forms=self.directory.parts.forms)
 
     def table_of(self, encoder: str) -> str:
         """The encoder's own name: there are no tables."""

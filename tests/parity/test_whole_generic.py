@@ -1,0 +1,138 @@
+"""Whole models that Motet does not know: loss, gradients, two ranks and the directory that comes back."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from benchmark import benchmark
+from cli.tiny_job import losses
+from motet.core.errors import UserError
+from motet.models.whole.directory import WholeDirectory
+from motet.train.recipe.recipe import load_recipe
+from motet.train.trainer import train
+from ranks import run_ranks
+
+with benchmark("whole_models") as whole_models, benchmark("against_transformers") as against:
+    GENERIC = list(whole_models.GENERIC)
+SOURCE = Path(__file__).parents[2] / "src"
+ONE_STEP = ["run.dtype=float64", "run.steps=1", "run.batch_size=8", "data.shuffle=false", "data.num_workers=0"]
+
+
+@pytest.fixture(scope="module", params=GENERIC)
+def job(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    whole_models.write_job(folder, request.param)
+    return folder
+
+
+def trained(rank, num_ranks, recipe, overrides):
+    train(load_recipe(Path(recipe), overrides))
+
+
+def test_motet_has_not_a_word_of_these_families():
+    source = " ".join(path.read_text().lower() for path in SOURCE.rglob("*.py"))
+    assert len(GENERIC) == 3
+    assert [name for name in GENERIC if name in source or name.replace("_", "") in source] == []
+
+
+def test_loss_and_gradients_are_those_of_transformers_also_on_two_ranks(job, tmp_path):
+    reference, packed = against.theirs(job), against.ours(job)
+    assert max(packed.distance(reference)) < 1e-8
+    assert max(packed.distance(against.ours(job, packed=False))) < 1e-8
+    overrides = [*ONE_STEP, f"run.dir={tmp_path}", "export.at_end=true", "model.train.image=false"]
+    run_ranks(trained, 2, str(job / "recipe.toml"), overrides)
+    step = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert step["loss"] == pytest.approx(reference.loss, rel=1e-10)
+    assert {"image", "backbone"} == step["phases"].keys()
+    before, after = (load_file(folder / "model.safetensors") for folder in (job / "model", tmp_path / "export"))
+    changed = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
+    assert before.keys() == after.keys()
+    assert changed and all("language_model" in name or "lm_head" in name for name in changed)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "export")
+    kind = getattr(transformers, config.architectures[0])
+    _, info = kind.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not any(info.values())
+
+
+@pytest.mark.parametrize("job", ["vipllava"], indirect=True)
+def test_ranks_and_steps_without_images(job, tmp_path):
+    """Two examples a step on two ranks, all parts learn: the encoder's weights meet on ranks that have no image."""
+    overrides = [*ONE_STEP, "run.steps=4", "run.batch_size=2", "optimizer.weight_decay=0.1"]
+    for num_ranks in (1, 2):
+        run_ranks(trained, num_ranks, str(job / "recipe.toml"), [*overrides, f"run.dir={tmp_path / str(num_ranks)}"])
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-10)
+
+
+def test_weights_on_which_no_row_depends_are_no_parameters(tmp_path):
+    """As in transformers, where they have no gradient: a weight decay must not shrink them."""
+    whole_models.GENERIC["vipllava"](tmp_path)
+    encoder = WholeDirectory(tmp_path).config({}, ()).encoders["image"].own_encoder()
+    learned = {name for name, _ in encoder.named_parameters()}
+    assert any(".layers.1." in name for name in learned) and not any(".layers.2." in name for name in learned)
+    before = load_file(tmp_path / "model.safetensors")
+    kept = dict(encoder.named_buffers())
+    [name] = [name for name in kept if name.endswith("layers.2.mlp.fc1.weight")]
+    [stored] = [each for key, each in before.items() if key.endswith("layers.2.mlp.fc1.weight")]
+    assert torch.equal(kept[name], stored)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"config": {"image_token_id": 7}}, "as the token of an image, which config.json does not"),
+        ({"processor": {"num_image_tokens": 8}}, "puts 8 tokens for an image, and 9 rows"),
+        ({"config": {"model_type": "idefics3"}}, "it has no get_placeholder_mask"),
+        ({"config": {"model_type": "nothing"}}, "transformers has no class of that type"),
+        ({"text": {"model_type": "granite"}}, "text_config is of type 'granite', which is not held to transformers"),
+    ],
+)
+def test_what_is_not_understood_is_one_sentence(tmp_path, change, said):
+    whole_models.write_deepseek_vl(tmp_path)
+    for file, table in (("config.json", "config"), ("processor_config.json", "processor")):
+        stored = json.loads((tmp_path / file).read_text()) | change.get(table, {})
+        if table == "config":
+            stored["text_config"] |= change.get("text", {})
+        (tmp_path / file).write_text(json.dumps(stored))
+    with pytest.raises(UserError, match=said):
+        _ = WholeDirectory(tmp_path).parts
+
+
+def altered(change):
+    """A class of models whose forward gives its language model something else."""
+    base = transformers.DeepseekVLModel
+
+    class Altered(base):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs | change)
+
+    return Altered
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"position_ids": torch.zeros(1, 21, dtype=torch.long)}, "is given positions of its own"),
+        ({"attention_mask": torch.zeros(1, 21)}, "is given a mask of its own"),
+        ({"deepstack": torch.zeros(1)}, "is given deepstack"),
+    ],
+)
+def test_a_forward_that_does_more_is_refused(tmp_path, monkeypatch, change, said):
+    whole_models.write_deepseek_vl(tmp_path)
+    directory = WholeDirectory(tmp_path)
+    modeling = transformers.models.deepseek_vl.modeling_deepseek_vl
+    monkeypatch.setattr(modeling, "DeepseekVLModel", altered(change))
+    with pytest.raises(UserError, match=said):
+        _ = directory.parts
+
+
+def test_adapters_are_refused(tmp_path):
+    job = tmp_path / "job"
+    whole_models.write_job(job, "deepseek_vl", num_examples=2)
+    with pytest.raises(UserError, match=r"model.lora.backbone is not held to peft"):
+        load_recipe(job / "recipe.toml", ["model.lora.backbone.rank=2"])
+    shutil.rmtree(job)
