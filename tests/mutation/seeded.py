@@ -140,10 +140,10 @@ def the_loss_is_divided_by_own_targets(patch):
     backward = _RunningPlan.backward
 
     def own(self, action):
-        of_step = self.loss_gradient
-        self.loss_gradient = 1 / max(sum(int(batch.sequences.targets.sum()) for batch in self.batches), 1)
+        of_rank = 1 / max(sum(int(batch.sequences.targets.sum()) for batch in self.batches), 1)
+        for run in self.tensors.runs.get((action.stage, action.microbatch), ()):
+            run.section.loss_gradient = of_rank
         backward(self, action)
-        self.loss_gradient = of_step
 
     patch.setattr(_RunningPlan, "backward", own)
 
