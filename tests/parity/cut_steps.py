@@ -170,14 +170,14 @@ def drawn_cut(seed: int, number: int) -> Cut:
         contents=tuple(name for name in PHASES if rng.random() < 0.8),
         family=str(rng.choice(["qwen2", "qwen2", "llama", "qwen3", "mixtral", "qwen3_moe"])),
     )
-    tower = str(rng.choice(["", *TOWERS]))
+    tower = str(rng.choice(["", "", *TOWERS]))
     return Cut(
         case,
         degrees=() if tower and rng.random() < 0.2 else None,
         method="split" if rng.random() < 0.15 else "",
         idle=int(rng.integers(num_ranks - 1)) if rng.random() < 0.4 else 0,
         dropout=bool(rng.random() < 0.3),
-        enters_again=not tower and bool(rng.random() < 0.3),
+        enters_again=not tower and bool(rng.random() < 0.5),
         tower=tower,
         draws_items=bool(tower),
         num_ranks=num_ranks,
