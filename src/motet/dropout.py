@@ -39,6 +39,7 @@ ENTER, BEFORE, BETWEEN, PROJECTOR, AFTER = range(-5, 0)
 """Places outside of blocks. Block n is place 2 n + 1, and behind it is place 2 n + 2."""
 _GAMMA = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_NO_STEP = 2**62
 _AT_ONCE = 2**20
 """Elements of a mask that are drawn at a time: their bits take 8 bytes each."""
 _DROPOUTS = (functional.dropout, torch.dropout)
@@ -74,6 +75,11 @@ def example_keys(seed: int, step: int, examples: Int64Array) -> Int64Array:
     """The keys of examples in a step. examples: their numbers in the dataset, int64 [n]."""
     run = np.random.SeedSequence((seed, step)).generate_state(1, np.uint64)
     return stream(run, examples).view(np.int64)
+
+
+def heldout_keys(seed: int, examples: Int64Array) -> Int64Array:
+    """The keys by which noise of held-out examples is drawn: of no step of training. examples: int64 [n]."""
+    return example_keys(seed, _NO_STEP, examples)
 
 
 def item_keys(keys: Int64Array, example: Int64Array, items: Int64Array) -> Int64Array:

@@ -21,7 +21,7 @@ from motet.core.plan_file import write_plan
 from motet.cost.catalogue import cluster
 from motet.dispatch import pack
 from motet.dispatch.batch import stacked_media
-from motet.dropout import example_keys, item_keys
+from motet.dropout import heldout_keys, item_keys
 from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.trainable import obstacle_in
 from motet.planning.under_plan import recipe_under_plan
@@ -160,7 +160,7 @@ def one_by_one(job):
             media[name] = values.double(), sizes
         sizes = {"draw": media.pop("draw")[1]}
         number = np.arange(len(sizes["draw"]))
-        keys = item_keys(example_keys(3, 0, np.array([place])), np.zeros_like(number), number)
+        keys = item_keys(heldout_keys(3, np.array([place])), np.zeros_like(number), number)
         made[place] = job.model.make(pack([sequence], num_tokens), media, sizes, {"draw": keys})["draw"].numpy()
     return made
 

@@ -26,7 +26,7 @@ from motet.data.media import BadMedia
 from motet.data.text import ChatTokenizer
 from motet.dispatch import ItemExchange, LoadedExample, RankBatch
 from motet.dispatch.exchange import exchange_rows
-from motet.dropout import example_keys
+from motet.dropout import heldout_keys
 from motet.models.mllm import MLLM
 from motet.runtime.casting import compute_types_of, computing
 from motet.runtime.mesh import Mesh
@@ -37,7 +37,6 @@ from motet.train.made_items import MadeItem, examples_to_make, make_items, maker
 from motet.train.world import World
 
 _NO_TASK = "all"
-_NO_STEP = 2**62
 _MAX_NAMED = 3
 """Examples that an error names."""
 
@@ -278,11 +277,6 @@ class LeftOutOfEvaluation:
         for sentence in sorted(everywhere - self.sentences):
             self.sentences.add(sentence)
             self._report(f"Left out of the evaluation: {sentence}")
-
-
-def heldout_keys(seed: int, examples: Int64Array) -> Int64Array:
-    """The keys by which noise of held-out examples is drawn: of no step of training. examples: int64 [n]."""
-    return example_keys(seed, _NO_STEP, examples)
 
 
 def evaluation_of(

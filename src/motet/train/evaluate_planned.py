@@ -29,6 +29,8 @@ from motet.data.media import BadMedia, MediaRef
 from motet.data.order import StepExamples
 from motet.data.text import ChatTokenizer
 from motet.dispatch import PackedSequences, RankBatch
+from motet.dropout import heldout_keys
+from motet.models.generator import GeneratorModule
 from motet.models.backbone import Backbone
 from motet.models.mllm import MLLM
 from motet.runtime.planned_step import PlannedStep
@@ -40,11 +42,11 @@ from motet.train.evaluate import (
     LeftOutOfEvaluation,
     answer_to,
     evaluation_of,
-    heldout_keys,
     prompt_of,
 )
 from motet.train.input.loading import Decodes
 from motet.train.input.planned import PlannedLoading, StageNeeds, StepDecider
+from motet.train.made_items import MadeItem, examples_to_make, makers, named_items, of_all_ranks
 from motet.train.world import World
 
 
@@ -75,8 +77,8 @@ class PlannedEvaluator:
         training = model.training
         model.eval()
         count = min(self._dataset.num_examples, self._config.max_examples or self._dataset.num_examples)
-        made = tuple(self._step.weights)
-        totals, answers, stopped = torch.zeros(2 + 2 * len(made), dtype=torch.float64), list[Answer](), False
+        generators = tuple(self._step.weights)
+        totals, answers, stopped = torch.zeros(2 + 2 * len(generators), dtype=torch.float64), list[Answer](), False
         size = min(self._config.batch_size, self._plan.batch_size)
         for start in range(0, count, size):
             if stopped := any(self._world.gather(is_stopped())):
@@ -84,14 +86,36 @@ class PlannedEvaluator:
             chunk = np.arange(start, min(start + size, count))
             batches, kept = self._loaded(self._dataset, self._decoder, chunk)
             loss_sum, num_targets, *loss_sums = self._step.evaluate(batches).tolist()
-            rows = [sum(int(batch.lengths.items[name].length.sum()) for batch in batches) for name in made]
+            rows = [sum(int(batch.lengths.items[name].length.sum()) for batch in batches) for name in generators]
             of_generators = chain(*zip(loss_sums, rows, strict=True))
             totals += torch.tensor([loss_sum, num_targets, *of_generators], dtype=torch.float64)
             answers += self._answers(model, np.sort(np.concatenate(kept)))
+        made = [] if stopped else self._make(model, count, size)
         model.train(training)
         if stopped:
             return None
-        return evaluation_of(totals, made, count, answers, self._left_out, self._config.num_samples)
+        evaluation = evaluation_of(totals, generators, count, answers, self._left_out, self._config.num_samples)
+        return replace(evaluation, made=made)
+
+    def _make(self, model: MLLM, count: int, size: int) -> list[MadeItem]:
+        """As `Evaluator._make`, `size` prompts at a time. A collective."""
+        names = sorted({name for of_rank in self._world.gather(makers(model)) for name in of_rank})
+        with self._world.together():
+            asked = np.array(examples_to_make(self._dataset, names, count, self._config.num_made), dtype=np.int64)
+        made = list[MadeItem]()
+        for start in range(0, len(asked), size):
+            batches, examples = self._loaded(self._dataset, self._decoder, asked[start : start + size])
+            samplers = {name: _Sampling(model.generators[name]) for name in makers(model)}
+            generators = dict.fromkeys(model.generators, _nothing_made) | samplers
+            self._step.evaluate(
+                batches, SimpleNamespace(encoders=model.encoders, backbone=model.backbone, generators=generators)
+            )
+            for name, sampler in samplers.items():
+                with_items = [number for number in self._passed(name) if batches[number].has(name)]
+                for number, values in zip(with_items, sampler.made, strict=True):
+                    replica = self._needs.replicas[name]
+                    made += named_items(self._dataset, batches[number], examples[number], name, replica, values)
+        return of_all_ranks(made, self._world)
 
     def _loaded(
         self, dataset: Examples, decoder: Decodes, examples: Int64Array
@@ -163,10 +187,13 @@ class PlannedEvaluator:
 
     def _predicted_microbatches(self, batches: Sequence[RankBatch]) -> list[int]:
         """The microbatches behind whose last block this rank is, in the order of its row; those with sequences."""
-        place, num_blocks = self._step.place.forward, self._plan.model.num_blocks[BACKBONE]
-        last = {number for number, stage in place.stages.items() if stage.layers.get(BACKBONE, (0, 0))[1] == num_blocks}
-        passes = [action.microbatch for action in place.row.row if action.kind is Kind.F and action.stage in last]
-        return [microbatch for microbatch in passes if int(batches[microbatch].sequences.offsets[-1])]
+        return [number for number in self._passed(BACKBONE) if int(batches[number].sequences.offsets[-1])]
+
+    def _passed(self, module: str) -> list[int]:
+        """The microbatches whose passes through the last block of a module this rank has, in the order of its row."""
+        place, num_blocks = self._step.place.forward, self._plan.model.num_blocks[module]
+        last = {number for number, stage in place.stages.items() if stage.layers.get(module, (0, 0))[1] == num_blocks}
+        return [action.microbatch for action in place.row.row if action.kind is Kind.F and action.stage in last]
 
 
 class _Predicting:
@@ -210,6 +237,19 @@ class _Predicting:
 def _nothing_made(values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array) -> Tensor:
     """In place of a generator, whose items of earlier turns are in prompts: no loss is asked for."""
     return rows.new_zeros(())
+
+
+class _Sampling:
+    """A generator that makes its items in place of their loss. made: of each pass that has any, [num_rows, row_dim]."""
+
+    def __init__(self, generator: GeneratorModule) -> None:
+        self._generator, self.made = generator, list[Tensor]()
+
+    def __call__(self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array) -> Tensor:
+        """Make the items of a pass. Returns no loss."""
+        if len(sizes):
+            self.made.append(self._generator.sample(sizes, rows, keys))
+        return rows.new_zeros(())
 
 
 class _DecodedOnce:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from motet.core.arrays import Float32Array, Float64Array, Int64Array
 from motet.data.conversation import TEXT
@@ -24,7 +25,7 @@ from motet.data.media import MediaRef
 from motet.data.transforms import Transform
 from motet.dispatch import RankBatch
 from motet.dispatch.exchange import exchange_rows
-from motet.dropout import example_keys
+from motet.dropout import heldout_keys
 from motet.models.mllm import MLLM
 from motet.runtime.step import forward_features
 from motet.train.report.step_lines import to_json
@@ -89,7 +90,7 @@ def make_items(
 
     batch: on the model's device. examples: the number in the dataset of each of its examples, int64 [num_examples].
     """
-    batch = batch.with_draws(example_keys(seed, 0, examples))
+    batch = batch.with_draws(heldout_keys(seed, examples))
     assert batch.draws is not None
     _, _, conditions = model.backbone(batch.sequences, forward_features(model, batch, group))
     made = []
@@ -104,15 +105,31 @@ def make_items(
             # Parts of a sharded generator are gathered in each of its passes, in which all ranks take part.
             sizes, keys = torch.ones(1, num_axes, dtype=torch.int64), np.zeros(1, dtype=np.int64)
             rows = rows.new_zeros(module.num_queries, rows.shape[1])
-        values = module.sample(sizes, rows, keys).cpu().numpy()
+        values = module.sample(sizes, rows, keys)
         if not is_spare:
-            of_items = np.split(values, np.cumsum(sizes.prod(dim=1).numpy())[:-1])
-            owner, items = batch.lengths.items[name].example, batch.decision.items_on(name, world.rank)
-            numbers = items - np.searchsorted(owner, owner[items])
-            made += [
-                _made_item(dataset, int(examples[owner[item]]), name, int(number), of_item, size)
-                for item, number, of_item, size in zip(items, numbers, of_items, sizes.numpy(), strict=True)
-            ]
+            made += named_items(dataset, batch, examples, name, world.rank, values)
+    return of_all_ranks(made, world)
+
+
+def named_items(
+    dataset: Dataset, batch: RankBatch, examples: Int64Array, generator: str, replica: int, values: Tensor
+) -> list[MadeItem]:
+    """What a replica of a generator made of a batch, item by item. values: of all its items, [num_rows, row_dim].
+
+    examples: as of `make_items`.
+    """
+    sizes = batch.media[generator][1].numpy()
+    of_items = np.split(values.cpu().numpy(), np.cumsum(sizes.prod(axis=1))[:-1])
+    owner, items = batch.lengths.items[generator].example, batch.decision.items_on(generator, replica)
+    numbers = items - np.searchsorted(owner, owner[items])
+    return [
+        _made_item(dataset, int(examples[owner[item]]), generator, int(number), of_item, size)
+        for item, number, of_item, size in zip(items, numbers, of_items, sizes, strict=True)
+    ]
+
+
+def of_all_ranks(made: Sequence[MadeItem], world: World) -> list[MadeItem]:
+    """The items that all ranks made, in the order of examples. A collective."""
     everywhere = [item for of_rank in world.gather(made) for item in of_rank]
     return sorted(everywhere, key=lambda item: (item.place, item.generator, item.number))
 
