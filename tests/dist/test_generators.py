@@ -98,6 +98,12 @@ def held_out(folder):
     return [summary["loss_heldout"], summary["losses_heldout"]["draw"]]
 
 
+def shown(folder):
+    """What generators made of held-out prompts: what is said of each, and its pixels."""
+    lines = [line | {"step": 0} for line in json.loads((folder / "made.json").read_text())]
+    return [{**line, "file": np.asarray(Image.open(folder / line["file"])).tolist()} for line in lines]
+
+
 def test_any_number_of_ranks_takes_the_same_steps(job, alone, tmp_path):
     run(job, 3, tmp_path / "three", "checkpoint.every_steps=2", "run.microbatches=2")
     one, three = metrics(alone), metrics(tmp_path / "three")
@@ -279,12 +285,14 @@ def test_plans_with_stages_train_resume_and_evaluate_as_one_process_does(job, al
     folder = tmp_path / "run"
     run_planned(job, behind, folder, "checkpoint.every_steps=3")
     assert held_out(folder) == pytest.approx(held_out(alone), rel=1e-9)
+    assert shown(folder) == shown(alone) != []
     shutil.rmtree(folder / "checkpoints" / "step-00000005")
     assert "Resuming after step 3" in run_planned(job, chain, folder, "checkpoint.every_steps=3")
     for a, b in zip(metrics(alone), metrics(folder), strict=True):
         assert b["losses"] == pytest.approx(a["losses"], rel=1e-9)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-8)
     assert held_out(folder) == pytest.approx(held_out(alone), rel=1e-9)
+    assert shown(folder) == shown(alone)
 
 
 @pytest.mark.parametrize(

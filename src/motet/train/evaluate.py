@@ -15,7 +15,6 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from motet.core.arrays import Int64Array
 from motet.core.errors import JointUserError, UserError
 from motet.core.example import Media, TokenSequence
 from motet.core.limits import MAX_EXAMPLES, MAX_STEPS

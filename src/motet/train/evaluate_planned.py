@@ -30,8 +30,8 @@ from motet.data.order import StepExamples
 from motet.data.text import ChatTokenizer
 from motet.dispatch import PackedSequences, RankBatch
 from motet.dropout import heldout_keys
-from motet.models.generator import GeneratorModule
 from motet.models.backbone import Backbone
+from motet.models.generator import GeneratorModule
 from motet.models.mllm import MLLM
 from motet.runtime.planned_step import PlannedStep
 from motet.schedule.program import Kind

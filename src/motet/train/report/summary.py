@@ -61,7 +61,7 @@ def summarise(
         "loss_last": _mean(losses[-loss_steps:]) if losses else None,
         "loss_heldout": last.loss if last else None,
         "heldout_loss_by_step": {str(step): evaluation.loss for step, evaluation in evaluations.items()},
-        "losses_heldout": last.made if last else {},
+        "losses_heldout": last.losses_made if last else {},
         "exact_match": last.exact_match if last else {},
         "num_heldout": last.num_examples if last else {},
         "balance": _balance(steps),
