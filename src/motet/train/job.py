@@ -272,7 +272,6 @@ def _build_planned_job(
         spec = model_spec(model)
         chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
         check_cuts(model, plan)
-        _check_known(recipe)
         check_context(model, plan, recipe.context.exchange)
         check_rows(recipe, model)
         check_learns(model)
@@ -316,16 +315,6 @@ def _build_planned_job(
         num_microbatches(plan),
         plan,
     )
-
-
-def _check_known(recipe: Recipe) -> None:
-    """Raise UserError for a whole model that Motet does not know: it trains data parallel alone."""
-    for name, part in recipe.modules.encoders.items():
-        if part.is_of_whole:
-            raise UserError(
-                f"model.path holds a model that Motet does not know, whose encoder {name} has not been held to one "
-                'process in a plan with stages; train it without, or under one of schedule "data_parallel".'
-            )
 
 
 def _check_same_plan(world: World, plan: Plan) -> None:
