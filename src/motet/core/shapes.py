@@ -34,8 +34,9 @@ Activation = Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "rel
 BIASES = ("query", "key", "value", "output", "mlp")
 """The products of a transformer layer that may have a bias."""
 
-_ACTIVATION_KEEPS = {"relu": 0, "quick_gelu": 2}
-"""Rows that an activation keeps beside its output, if not one (its input): x * sigmoid(1.702 x) keeps both factors."""
+_ACTIVATION_KEEPS = {"relu": 0, "quick_gelu": 2, "gelu_new": 4}
+"""Rows that an activation keeps beside its output, if not one (its input): x * sigmoid(1.702 x) keeps both factors, and
+transformers' formula of GPT-2's keeps a tanh besides."""
 
 
 @dataclass(frozen=True)

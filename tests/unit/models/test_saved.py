@@ -42,6 +42,21 @@ BACKBONE = {
     "num_key_value_heads": 2,
     "intermediate_size": 352,
 }
+OTHER_NAMES = {
+    "gpt2": {
+        **{"n_embd": 128, "n_layer": 3, "n_head": 4, "n_inner": 352, "n_positions": 300},
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    },
+    "opt": {
+        "hidden_size": 128,
+        "word_embed_proj_dim": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "ffn_dim": 352,
+        "max_position_embeddings": 300,
+        "dropout": 0.0,
+    },
+}
 UNROTATED = 2 * 128
 """Queries and keys before rotation, of Qwen2-VL and Phi3, which have one product for queries, keys and values: they
 share a storage with the values, which attention keeps as they are.
@@ -105,12 +120,15 @@ def test_encoder(family):
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe"],
+    [
+        *("qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe"),
+        *("granite", "gpt2", "opt"),
+    ],
 )
 def test_backbone(tiny, family):
     wide = {"head_dim": 32}
     options = {"qwen3": wide, "gemma": wide, "gemma2": wide, "gemma3": wide, "phi3": {"num_key_value_heads": 4}}
-    config = BACKBONE | options.get(family, {})
+    config = OTHER_NAMES.get(family, BACKBONE) | options.get(family, {})
     backbone = build_backbone(BackboneConfig(family=family, config=config), 50, torch.bfloat16, 0)
     packed = tiny.Packed.of([300])
     packed.targets[:] = True

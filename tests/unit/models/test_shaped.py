@@ -88,7 +88,9 @@ def test_operations_and_saved_tensors_are_what_shapes_say(variant):
     assert step_flops(spec, np.array([64]), np.array([num_targets])) == step
 
 
-@pytest.mark.parametrize("options", [{}, {"class_row": True, "num_positions": 300}, GATED | {"qk_norm": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"class_row": True, "num_positions": 300, "activation": "gelu_new"}, GATED | {"qk_norm": True}]
+)
 def test_saved_tensors_of_an_image(options):
     wide = {"hidden": 128, "mlp": 512, "num_heads": 4, "row_dim": 48}
     _, model = model_of({"hidden": 160, "num_heads": 5}, torch.bfloat16, image=VISION | wide | options)
