@@ -63,7 +63,7 @@ ITEMS = [
     Cut(replace(ALL, frozen=("backbone", "audio")), degrees=(), tower="qwen2_vl", items=(4,)),
     Cut(ALL, degrees=(2,), tower="whole qwen2_vl", items=(4, 2, 1, 2)),
     # Windows: some stay on a rank, and ranks share others.
-    Cut(ALL, degrees=(4, 2, 1, 2), tower="qwen2_5_vl", items=(4, 2, 1, 2, 4, 1)),
+    Cut(ALL, degrees=(4, 2, 1, 2), tower="whole qwen2_5_vl", items=(4, 2, 1, 2, 4, 1)),
     Cut(replace(ALL, fsdp=FSDPConfig(recompute=True), num_microbatches=2), tower="qwen2_5_vl", draws_items=True),
     Cut(replace(IMAGES, num_examples=5), degrees=(), tower="qwen2_5_vl", items=(2,), idle=2),
     # Ranks that have no image, and meet the others in each layer.

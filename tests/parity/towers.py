@@ -18,7 +18,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import PatchMerger, Qwen2Vis
 from motet.core.example import Media
 from motet.dispatch import LoadedExample
 from motet.models.attention import ATTENTION
-from motet.models.families.qwen2_5_vl import Qwen25VLTower
+from motet.models.families.qwen2_5_vl import Qwen25VLEncoder, Qwen25VLTower
 from motet.models.families.qwen2_vl import Qwen2VLEncoder, Qwen2VLTower
 from motet.models.families.registry import ENCODERS
 from motet.models.module import ModalityModule
@@ -32,7 +32,7 @@ _OPTIONS = {
     "pixtral": {"image_size": 8},
 }
 """Those of a family's own in its config."""
-TOWERS = (*_OPTIONS, "qwen2_vl", "whole qwen2_vl", "qwen2_5_vl")
+TOWERS = (*_OPTIONS, "qwen2_vl", "whole qwen2_vl", "qwen2_5_vl", "whole qwen2_5_vl")
 """Of a whole Qwen2-VL or Qwen2.5-VL the merger is the projector."""
 ROW_DIM = 12
 """Of patches of 2 x 2 pixels with 3 channels."""
@@ -54,13 +54,16 @@ def tower_module(family: str, frozen: Sequence[str]) -> ModalityModule:
             **options,
         )
         encoder = of_family.adapter(of_family.model(config))
-    elif family == "qwen2_5_vl":
+    elif family.endswith("qwen2_5_vl"):
         config = Qwen2_5_VLVisionConfig(
             depth=3, hidden_size=8, intermediate_size=12, num_heads=2, patch_size=2, temporal_patch_size=1,
-            window_size=8, fullatt_block_indexes=[1],
+            window_size=8, fullatt_block_indexes=[1], out_hidden_size=8,
         )  # fmt: skip
-        encoder = Qwen25VLTower(Qwen2_5_VisionTransformerPretrainedModel(config))
-        projector = MergerProjector(8, DIM, Qwen2_5_VLPatchMerger, merge=2)
+        model = Qwen2_5_VisionTransformerPretrainedModel(config)
+        if family == "whole qwen2_5_vl":
+            encoder, projector = Qwen25VLTower(model), MergerProjector(8, DIM, Qwen2_5_VLPatchMerger, merge=2)
+        else:
+            encoder = Qwen25VLEncoder(model)
     else:
         config = Qwen2VLVisionConfig(
             depth=2, embed_dim=8, hidden_size=8, num_heads=2, mlp_ratio=2, patch_size=2, temporal_patch_size=1

@@ -44,7 +44,11 @@ BACKBONE = {
 }
 OTHER_NAMES = {
     "gpt2": {
-        **{"n_embd": 128, "n_layer": 3, "n_head": 4, "n_inner": 352, "n_positions": 300},
+        "n_embd": 128,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_inner": 352,
+        "n_positions": 300,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     },
     "opt": {

@@ -1,4 +1,4 @@
-"""What vision towers with a position table share: the encoder around them, patch rows, and positions of any grid."""
+"""What vision towers share: the encoder around them, patch rows, merged rows, and position tables of any grid."""
 
 from __future__ import annotations
 
@@ -174,3 +174,33 @@ def without_class_rows(rows: Tensor, counts: Int64Array, num_before: int = 1) ->
 def own_positions(counts: Int64Array, num_before: int) -> Int64Array:
     """Positions of the images' own rows behind so many class rows each, int64 [sum(counts)]."""
     return np.arange(counts.sum()) + np.repeat(np.arange(1, len(counts) + 1) * num_before, counts)
+
+
+class PatchRows:
+    """Of an image tower whose outputs are its patches, merge x merge neighbours consecutive."""
+
+    def num_outputs(self, sizes: Int64Array) -> Int64Array:
+        """A row for each patch, int64 [num_items]."""
+        return np.prod(sizes, axis=1)
+
+    def grid(self, sizes: Int64Array) -> Int64Array:
+        """Patch rows and columns, int64 [num_items, 2]."""
+        return sizes
+
+
+class MergedRows:
+    """Of an image tower that makes each merge x merge block of patches one row."""
+
+    merge: int
+
+    def num_outputs(self, sizes: Int64Array) -> Int64Array:
+        """A row for each block, int64 [num_items]. Raises UserError as `grid`."""
+        return np.prod(self.grid(sizes), axis=1)
+
+    def grid(self, sizes: Int64Array) -> Int64Array:
+        """Rows and columns of blocks, int64 [num_items, 2]. Raises UserError for sizes that no blocks divide."""
+        if (sizes % self.merge).any():
+            raise UserError(
+                f"an image's patch rows and columns must be multiples of {self.merge}, got {sizes.tolist()}"
+            )
+        return sizes // self.merge

@@ -7,7 +7,6 @@ Attention is Qwen2-VL's. The merger is the projector of the whole model; by part
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,17 +21,15 @@ from motet.models.attention import PackedItems
 from motet.models.context_items import ContextItems, SharedItemRows
 from motet.models.contract import ImageRows
 from motet.models.exact import keep_float64
-from motet.models.families.patches import embed_patches, zero_image
-from motet.models.families.qwen2_vl import PackedVisionAttention, patch_coordinates, patch_rotation
+from motet.models.families.patches import MergedRows, PatchRows, embed_patches, zero_image
+from motet.models.families.qwen2_vl import (
+    PackedVisionAttention,
+    attention_half,
+    mlp_half,
+    patch_coordinates,
+    patch_rotation,
+)
 from motet.models.layers import LayerModules, any_trainable
-
-
-def _attention_half(layer: nn.Module, hidden: Tensor, **arrangement: Any) -> Tensor:
-    return hidden + layer.attn(layer.norm1(hidden), **arrangement)
-
-
-def _mlp_half(layer: nn.Module, hidden: Tensor, **arrangement: Any) -> Tensor:
-    return hidden + layer.mlp(layer.norm2(hidden))
 
 
 class _Qwen25VLBlocks(nn.Module):
@@ -42,7 +39,7 @@ class _Qwen25VLBlocks(nn.Module):
     Raises UserError for windows that are not whole merge blocks.
     """
 
-    halves = (_attention_half, _mlp_half)
+    halves = (attention_half, mlp_half)
 
     def __init__(self, model: Qwen2_5_VisionTransformerPretrainedModel) -> None:
         super().__init__()
@@ -157,40 +154,20 @@ class _Qwen25VLBlocks(nn.Module):
         return (blocks[:, None] * size + np.arange(size)).ravel(), np.bincount(window) * size
 
 
-class Qwen25VLTower(_Qwen25VLBlocks):
+class Qwen25VLTower(PatchRows, _Qwen25VLBlocks):
     """The tower without its merger, which is the projector of the whole model."""
 
     def __init__(self, model: Qwen2_5_VisionTransformerPretrainedModel) -> None:
         super().__init__(model)
         model.merger = nn.Identity()
 
-    def num_outputs(self, sizes: Int64Array) -> Int64Array:
-        """A row for each patch."""
-        return np.prod(sizes, axis=1)
 
-    def grid(self, sizes: Int64Array) -> Int64Array:
-        """Patch rows and columns; merge x merge neighbours are consecutive."""
-        return sizes
-
-
-class Qwen25VLEncoder(_Qwen25VLBlocks):
+class Qwen25VLEncoder(MergedRows, _Qwen25VLBlocks):
     """The tower with its merger, which makes each merge x merge block one row."""
 
     def __init__(self, model: Qwen2_5_VisionTransformerPretrainedModel) -> None:
         super().__init__(model)
         self.output_dim = model.config.out_hidden_size
-
-    def num_outputs(self, sizes: Int64Array) -> Int64Array:
-        """One row for each block."""
-        return np.prod(self.grid(sizes), axis=1)
-
-    def grid(self, sizes: Int64Array) -> Int64Array:
-        """The raster of an image's blocks. Raises UserError for sizes that are no multiples of merge."""
-        if (sizes % self.merge).any():
-            raise UserError(
-                f"an image's patch rows and columns must be multiples of {self.merge}, got {sizes.tolist()}"
-            )
-        return sizes // self.merge
 
     def layers(self) -> list[LayerModules]:
         model, config, size = self.model, self.model.config, self.merge**2
@@ -201,5 +178,6 @@ class Qwen25VLEncoder(_Qwen25VLBlocks):
         layer = replace(layer, parameters=sum(each.numel() for each in model.merger.parameters()))
         return [*super().layers(), LayerModules(layer, (model.merger,))]
 
-    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
-        return self.model.merger(super().leave(hidden, sizes))
+    def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
+        """As without the merger, of whose blocks a rank has all rows."""
+        return self.model.merger(super().leave(hidden, sizes, shared))

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel, VisionAttention
 
 from motet.core.arrays import Int64Array
-from motet.core.errors import UserError
 from motet.core.shapes import Transformer, merge, patches
 from motet.models.attention import PackedItems
 from motet.models.context_items import ContextItems, SharedAttention
 from motet.models.contract import ImageRows
-from motet.models.families.patches import embed_patches, item_extents, zero_image
+from motet.models.families.patches import MergedRows, PatchRows, embed_patches, item_extents, zero_image
 from motet.models.layers import LayerModules, any_trainable
 from motet.models.rotary import Rotation
 
@@ -40,11 +39,13 @@ class PackedVisionAttention(nn.Module):
         return self.proj(cu_seqlens.attend(query, key, value, None, 0.0, None).reshape(len(hidden), -1))
 
 
-def _attention_half(layer: nn.Module, hidden: Tensor, **arrangement: Any) -> Tensor:
+def attention_half(layer: nn.Module, hidden: Tensor, **arrangement: Any) -> Tensor:
+    """The first half of a block of a Qwen vision transformer."""
     return hidden + layer.attn(layer.norm1(hidden), **arrangement)
 
 
-def _mlp_half(layer: nn.Module, hidden: Tensor, **arrangement: Any) -> Tensor:
+def mlp_half(layer: nn.Module, hidden: Tensor, **arrangement: Any) -> Tensor:
+    """The second half."""
     return hidden + layer.mlp(layer.norm2(hidden))
 
 
@@ -53,7 +54,7 @@ class _Qwen2VLBlocks(nn.Module):
     sizes are (patch rows, columns).
     """
 
-    halves = (_attention_half, _mlp_half)
+    halves = (attention_half, mlp_half)
 
     def __init__(self, model: Qwen2VisionTransformerPretrainedModel) -> None:
         super().__init__()
@@ -113,40 +114,20 @@ class _Qwen2VLBlocks(nn.Module):
         return hidden
 
 
-class Qwen2VLTower(_Qwen2VLBlocks):
+class Qwen2VLTower(PatchRows, _Qwen2VLBlocks):
     """The tower without its merger, which is the projector of the whole model."""
 
     def __init__(self, model: Qwen2VisionTransformerPretrainedModel) -> None:
         super().__init__(model)
         model.merger = nn.Identity()
 
-    def num_outputs(self, sizes: Int64Array) -> Int64Array:
-        """A row for each patch."""
-        return np.prod(sizes, axis=1)
 
-    def grid(self, sizes: Int64Array) -> Int64Array:
-        """Patch rows and columns; merge x merge neighbours are consecutive."""
-        return sizes
-
-
-class Qwen2VLEncoder(_Qwen2VLBlocks):
+class Qwen2VLEncoder(MergedRows, _Qwen2VLBlocks):
     """The tower with its merger."""
 
     def __init__(self, model: Qwen2VisionTransformerPretrainedModel) -> None:
         super().__init__(model)
         self.output_dim = model.config.hidden_size
-
-    def num_outputs(self, sizes: Int64Array) -> Int64Array:
-        """One row for each merge x merge block. Raises UserError for sizes that are no multiples of merge."""
-        if (sizes % self.merge).any():
-            raise UserError(
-                f"an image's patch rows and columns must be multiples of {self.merge}, got {sizes.tolist()}"
-            )
-        return np.prod(sizes, axis=1) // self.merge**2
-
-    def grid(self, sizes: Int64Array) -> Int64Array:
-        """The raster of an image's blocks; the merger makes each block one row."""
-        return sizes // self.merge
 
     def layers(self) -> list[LayerModules]:
         model, config = self.model, self.model.config
