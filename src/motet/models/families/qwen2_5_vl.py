@@ -24,10 +24,10 @@ from motet.models.exact import keep_float64
 from motet.models.families.patches import MergedRows, PatchRows, embed_patches, zero_image
 from motet.models.families.qwen2_vl import (
     PackedVisionAttention,
-    attention_half,
-    mlp_half,
     patch_coordinates,
     patch_rotation,
+    qwen_attention_half,
+    qwen_mlp_half,
 )
 from motet.models.layers import LayerModules, any_trainable
 
@@ -39,7 +39,7 @@ class _Qwen25VLBlocks(nn.Module):
     Raises UserError for windows that are not whole merge blocks.
     """
 
-    halves = (attention_half, mlp_half)
+    halves = (qwen_attention_half, qwen_mlp_half)
 
     def __init__(self, model: Qwen2_5_VisionTransformerPretrainedModel) -> None:
         super().__init__()

@@ -39,12 +39,12 @@ class PackedVisionAttention(nn.Module):
         return self.proj(cu_seqlens.attend(query, key, value, None, 0.0, None).reshape(len(hidden), -1))
 
 
-def attention_half(layer: nn.Module, hidden: Tensor, **arrangement: Any) -> Tensor:
+def qwen_attention_half(layer: nn.Module, hidden: Tensor, **arrangement: Any) -> Tensor:
     """The first half of a block of a Qwen vision transformer."""
     return hidden + layer.attn(layer.norm1(hidden), **arrangement)
 
 
-def mlp_half(layer: nn.Module, hidden: Tensor, **arrangement: Any) -> Tensor:
+def qwen_mlp_half(layer: nn.Module, hidden: Tensor, **arrangement: Any) -> Tensor:
     """The second half."""
     return hidden + layer.mlp(layer.norm2(hidden))
 
@@ -54,7 +54,7 @@ class _Qwen2VLBlocks(nn.Module):
     sizes are (patch rows, columns).
     """
 
-    halves = (attention_half, mlp_half)
+    halves = (qwen_attention_half, qwen_mlp_half)
 
     def __init__(self, model: Qwen2VisionTransformerPretrainedModel) -> None:
         super().__init__()
