@@ -181,10 +181,10 @@ def _case(command: str, group: str, what: str, more: tuple[str, ...], verdict: V
 
 
 def _plain(kind: Any) -> Any:
-    """The type of a value that is given, of a type that may be None."""
+    """The type of a value that is given, of a type that may be None, or a list of them."""
     if typing.get_origin(kind) in (UnionType, typing.Union):
         (kind,) = (each for each in typing.get_args(kind) if each is not type(None))
-    return kind
+    return typing.get_args(kind)[0] if kind == list[Path] else kind
 
 
 def _of_argument(command: str) -> Iterator[Case]:

@@ -48,7 +48,7 @@ def line_of(text, part):
             'family = "qwen2"',
             'family = "qwen9"',
             'family = "qwen9"',
-            "'gemma3', 'phi3', 'olmo2', 'mixtral' or 'qwen3_moe'",
+            "'mixtral', 'qwen3_moe', 'granite', 'gpt2' or 'opt'",
         ),
         ("[data]", "[data]\ngroup = 3", "group", "'data.group' must be 'auto'"),
         (
@@ -376,7 +376,7 @@ def test_what_is_wrong_with_a_phase(job, tmp_path, capsys, monkeypatch, old, new
 def test_commands_on_a_recipe_in_phases_ask_for_one(job, tmp_path, capsys, monkeypatch):
     phased = job.with_name("phased.toml")
     phased.write_text(RECIPE.replace("steps = 8\n", "").replace("[data]\n", PHASES, 1))
-    for command in ("plan", "simulate", "analyze", "profile"):
+    for command in ("simulate", "analyze", "profile"):
         said = run(capsys, monkeypatch, command, phased)
         assert said == f"{phased} trains in phases (align, tune): choose one with --set run.phase=align."
     assert "it has align, tune." in run(capsys, monkeypatch, "plan", phased, "--set", "run.phase=other")

@@ -208,11 +208,11 @@ def test_a_projector_of_any_kind_is_composed():
 
 
 def test_models_that_motet_does_not_compute_are_refused():
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import BloomConfig, BloomForCausalLM
 
     parts = example_module("hf_parts")
-    small = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=9))
-    with pytest.raises(UserError, match="GPT2LMHeadModel is no backbone"):
+    small = BloomForCausalLM(BloomConfig(n_layer=1, n_head=2, hidden_size=8, vocab_size=9))
+    with pytest.raises(UserError, match="BloomForCausalLM is no backbone"):
         motet.compose(small, {})
     with pytest.raises(UserError, match="is no encoder that Motet knows as 'image'"):
         motet.compose(parts.language_model(), {"image": small})

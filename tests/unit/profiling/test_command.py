@@ -93,12 +93,19 @@ def test_every_family_can_be_one_layer_deep():
         "clip": {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "patch_size": 4},
         "dinov2": {"hidden_size": 16, "num_attention_heads": 2, "patch_size": 4},
         "qwen2_vl": {"embed_dim": 16, "num_heads": 2, "hidden_size": 16, "depth": 5},
+        "qwen2_5_vl": {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16, "depth": 5},
+        **dict.fromkeys(("siglip2", "pixtral"), {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}),
         "whisper": {"d_model": 16, "encoder_attention_heads": 2, "encoder_ffn_dim": 16},
         "qwen2_audio": {"d_model": 16, "encoder_attention_heads": 2, "encoder_ffn_dim": 16},
     }
     backbone = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    others = {
+        "gpt2": {"n_embd": 16, "n_head": 2, "n_inner": 16},
+        "opt": {"hidden_size": 16, "word_embed_proj_dim": 16, "num_attention_heads": 2, "ffn_dim": 16},
+    }
     for family in BACKBONES:
-        given = {"backbone": {"family": family, "config": backbone | {"num_hidden_layers": 5}, "train": False}}
+        config = others.get(family, backbone) | {BACKBONES[family].depth: 5}
+        given = {"backbone": {"family": family, "config": config, "train": False}}
         given["encoders"] = {
             name: {"family": name, "config": config, "train_encoder": False} for name, config in options.items()
         }
@@ -178,7 +185,8 @@ def test_small_batches_are_for_many_rounds_and_those_of_a_job_for_some(chosen, m
 
 
 def test_an_encoder_that_no_item_fits_is_named(recipe, chosen, monkeypatch):
-    model = SimpleNamespace(encoders={"image": chosen["image"].module}, backbone=chosen[BACKBONE].module)
+    parts = {"image": chosen["image"].module}
+    model = SimpleNamespace(encoders=parts, backbone=chosen[BACKBONE].module, generators={})
 
     def refuse(sizes):
         raise UserError("never")
@@ -190,7 +198,8 @@ def test_an_encoder_that_no_item_fits_is_named(recipe, chosen, monkeypatch):
 
 def test_pairs_of_an_encoder_with_segments_end_at_them(recipe, chosen, monkeypatch):
     """In segments of 4 rows a row attends to 4, however long the item is."""
-    model = SimpleNamespace(encoders={"image": chosen["image"].module}, backbone=chosen[BACKBONE].module)
+    parts = {"image": chosen["image"].module}
+    model = SimpleNamespace(encoders=parts, backbone=chosen[BACKBONE].module, generators={})
     monkeypatch.setattr(chosen["image"].module, "cut", lambda sizes: ItemSegments.cut(sizes.prod(axis=1), 4))
     subject, _ = subjects(recipe, model, model, torch.device("cpu"))
     lengths = subject.lengths[subject.lengths % 4 == 0]
