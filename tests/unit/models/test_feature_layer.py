@@ -136,7 +136,7 @@ def test_a_layer_that_there_is_not_is_named(tiny):
     for layer in (0, 4, -4):
         with pytest.raises(UserError, match=rf"model.encoders.image: feature_layer is {layer}, but the tower has 3"):
             of_family(tiny, "clip", layer)
-    with pytest.raises(ValidationError, match="`feature_layer` is for siglip, clip, dinov2, siglip2, pixtral, dinov3 only"):
+    with pytest.raises(ValidationError, match="is for siglip, clip, dinov2, siglip2, pixtral, dinov3 only"):
         EncoderConfig(family="whisper", feature_layer=-1)
 
 

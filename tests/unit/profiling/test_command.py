@@ -94,7 +94,8 @@ def test_every_family_can_be_one_layer_deep():
         "dinov2": {"hidden_size": 16, "num_attention_heads": 2, "patch_size": 4},
         "qwen2_vl": {"embed_dim": 16, "num_heads": 2, "hidden_size": 16, "depth": 5},
         "qwen2_5_vl": {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16, "depth": 5},
-        **dict.fromkeys(("siglip2", "pixtral"), {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}),
+        "siglip2": {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2},
+        "pixtral": {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2},
         "whisper": {"d_model": 16, "encoder_attention_heads": 2, "encoder_ffn_dim": 16},
         "qwen2_audio": {"d_model": 16, "encoder_attention_heads": 2, "encoder_ffn_dim": 16},
     }
