@@ -76,7 +76,8 @@ class Copies:
 
     def used_bytes(self) -> int:
         """What copies take now, counted; for tests and messages."""
-        return sum(size for _, size, _ in self._all())
+        with self._counting():
+            return sum(size for _, size, _ in self._all())
 
     def _open(self, key: str, size: int | None, url: str, source: Callable[[], bytes | Found]) -> IO[bytes]:
         """The copy with a key; it is made of what `source` gives. size: in bytes, if known."""
@@ -103,7 +104,9 @@ class Copies:
                 os.fsync(part.fileno())
                 name = self._path(key)
                 opened = open(f"{name}{_PART}", "rb")  # noqa: SIM115  The caller closes it.
-                os.rename(f"{name}{_PART}", name)
+                # A file that changes its name while another process counts would be counted twice, or not at all.
+                with self._counting():
+                    os.rename(f"{name}{_PART}", name)
             return opened
 
     def _key(self, name: str) -> str:
@@ -153,8 +156,7 @@ class Copies:
         self._check_fits(size, url)
         deadline = time.monotonic() + _ROOM_LIMIT_S
         while True:
-            with self._writing(), open(Path(self.folder) / _LOCK, "a+b") as file:
-                _lock(file)
+            with self._writing(), self._counting() as file:
                 written = os.pread(file.fileno(), _COUNT.size, 0)
                 used = _COUNT.unpack(written)[0] if len(written) == _COUNT.size else self.max_bytes
                 if used + size > self.max_bytes:
@@ -171,6 +173,13 @@ class Copies:
                     "at once; raise it"
                 )
             time.sleep(_LOOK_EVERY_S)
+
+    @contextmanager
+    def _counting(self) -> Iterator[IO[bytes]]:
+        """The lock, held: meanwhile no other process takes room, removes a copy, or gives one its name."""
+        with open(Path(self.folder) / _LOCK, "a+b") as file:
+            _lock(file)
+            yield file
 
     def _remove_old(self, size: int) -> int:
         """Remove copies, those first that were used longest ago, until `size` fits; returns what the others take."""
