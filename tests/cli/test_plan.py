@@ -76,7 +76,7 @@ def fails(monkeypatch, capsys, *words) -> str:
 
 
 def test_the_plan_is_written_and_simulates_to_the_step_that_was_shown(recipe, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "400")
     motet(monkeypatch, "plan", recipe, "--explain", "all.html", "--html", "step.html")
     shown = capsys.readouterr().out
     assert "Wrote plan.json, plan.png, step.html, all.html." in shown
@@ -90,6 +90,13 @@ def test_the_plan_is_written_and_simulates_to_the_step_that_was_shown(recipe, tm
     step = next(line for line in simulated.splitlines() if line.startswith("step")).split()[1:3]
     winner = next(line for line in shown.splitlines() if line.startswith(("data parallel", "chain", "modality")))
     assert " ".join(step) in winner
+    # The explanation has all that the terminal has.
+    page = html.unescape(page)
+    told = [line.strip() for line in shown.splitlines() if line.strip() and not line.startswith("Wrote")]
+    for line in told:
+        missing = [part for part in re.split(r" {2,}", line) if part not in page]
+        assert not missing
+    assert "memory by rank" in page and (tmp_path / "all.html").stat().st_size < 2_000_000
 
 
 FIGURES = {"strategy", "trainable", "why_not", "step_s", "bound_s", "peak_bytes", "bubbles_s", "mfu", "hfu"}
@@ -98,11 +105,11 @@ FIGURES = {"strategy", "trainable", "why_not", "step_s", "bound_s", "peak_bytes"
 def test_figures_as_json(recipe, tmp_path, monkeypatch, capsys):
     """A list, best first; alone on standard output where that is asked for."""
     # What hides messages is planned, and not trained.
-    hides = "--set", "cluster.tensor_pieces=2"
+    hides = "--set", "cluster.tensor_pieces=2", "--no-what-if"
     motet(monkeypatch, "plan", recipe, "--json", "figures.json", "--out", "first.json", *hides)
     assert "figures.json" in capsys.readouterr().out
     written = json.loads((tmp_path / "figures.json").read_text())
-    motet(monkeypatch, "plan", recipe, "--json", "-", "--launch", "slurm", *TRAINS)
+    motet(monkeypatch, "plan", recipe, "--json", "-", "--launch", "slurm", "--no-what-if", *TRAINS)
     printed = json.loads(capsys.readouterr().out)
     assert (tmp_path / "plan.json").exists() and (tmp_path / "plan.sbatch").exists()
     for tables in (written, printed):
@@ -136,18 +143,6 @@ def test_what_would_change_the_best_is_tried_where_it_is_quick_or_asked_for(reci
     many = "--set", "run.batch_size=2048"
     assert told(*many) == ["--what-if tries what more memory, a node more and larger batches would change."]
     assert len(told(*many, "--what-if")) >= 3
-
-
-def test_the_explanation_has_all_that_the_terminal_has(recipe, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "400")
-    motet(monkeypatch, "plan", recipe, "--explain", "all.html")
-    shown = capsys.readouterr().out
-    page = html.unescape((tmp_path / "all.html").read_text())
-    told = [line.strip() for line in shown.splitlines() if line.strip() and not line.startswith("Wrote")]
-    for line in told:
-        missing = [part for part in re.split(r" {2,}", line) if part not in page]
-        assert not missing
-    assert "memory by rank" in page and (tmp_path / "all.html").stat().st_size < 2_000_000
 
 
 def test_pins_are_kept(recipe, tmp_path, monkeypatch, capsys):
@@ -388,11 +383,14 @@ def test_what_cannot_be_measured(recipe, tmp_path, monkeypatch, capsys):
     assert "training can run none of the" in said and "because of what is not there yet" in said
 
 
+QUICK = ("--pin", "strategy=data-parallel", "--no-what-if")
+
+
 @pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
 def test_the_plan_is_written_where_nobody_reads_what_is_printed(recipe, tmp_path, closed):
     close = "; ".join(f"os.close({descriptor})" for descriptor in closed)
     start = f"import os, sys; {close}; os.execv(sys.executable, [sys.executable, '-m', 'motet', *sys.argv[1:]])"
-    command = [sys.executable, "-c", start, "plan", str(recipe), "--out", str(tmp_path / "p.json")]
+    command = [sys.executable, "-c", start, "plan", str(recipe), *QUICK, "--out", str(tmp_path / "p.json")]
     assert subprocess.run(command, timeout=TIMEOUT_S, check=False).returncode == 0
     assert (tmp_path / "p.json").is_file()
 
@@ -400,7 +398,7 @@ def test_the_plan_is_written_where_nobody_reads_what_is_printed(recipe, tmp_path
 def test_the_plan_is_written_where_its_reader_has_left(recipe, tmp_path):
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "motet", "plan", str(recipe), "--out", str(tmp_path / "p.json")]
+    command = [sys.executable, "-m", "motet", "plan", str(recipe), *QUICK, "--out", str(tmp_path / "p.json")]
     subprocess.run(command, stdout=writing, timeout=TIMEOUT_S, check=False)
     os.close(writing)
     assert (tmp_path / "p.json").is_file()

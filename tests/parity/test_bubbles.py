@@ -86,7 +86,7 @@ CASES_OF_4 = [
     beside(({"backbone": 1}, {"backbone": 1}, {"backbone": 1}), BOTH, pp=3, contents=("image",)),
     beside(LLM, BOTH, dp=2, zero=1, balance="joint", schedule="gpipe", batch_size=8),
 ]
-NUM_RANDOM = {2: 30, 3: 6, 4: 6}
+NUM_RANDOM = {2: 16, 3: 4, 4: 4}
 """Random cases a number of ranks. Their seeds are 0 to NUM_RANDOM - 1; `random_case` makes one again."""
 
 

@@ -45,16 +45,8 @@ OF_BACKBONES = {
         PlannedCase(chain(3, {SECOND: 2} | WHOLE), exchange="all_gather", parts=("rows",)),
     ],
     4: [
-        *(
-            PlannedCase(
-                chain(2, {"image": 3, "audio": 2, "backbone": 2}, {"backbone": 1}, zero=0), "gpipe", exchange=way
-            )
-            for way in WAYS
-        ),
+        PlannedCase(chain(2, {"image": 3, "audio": 2, "backbone": 2}, {"backbone": 1}, zero=0), "gpipe", dropout=0.2),
         PlannedCase(chain(2, {"image": 2}, {"image": 1, "audio": 2, "backbone": 3}), "zb_h1"),
-        PlannedCase(
-            chain(2, {"image": 3, "audio": 2, "backbone": 2}, {"backbone": 1}, recompute=RECOMPUTED), dropout=0.2
-        ),
         PlannedCase(
             (replace(chain(2, {"image": 2}, {"image": 1, "audio": 2}, {"backbone": 2}, {"backbone": 1})[0], pp=2),),
             "zb_v",

@@ -28,7 +28,7 @@ def on(job, **changed):
 
 
 @given(job=jobs())
-@settings(max_examples=6)
+@settings(max_examples=3)
 def test_every_result_runs_and_the_answer_is_the_same_twice(job):
     found, again = search(job, STRATEGIES), search(scaled(job), STRATEGIES)
     assert [one.candidate.plan for one in found.results] == [one.candidate.plan for one in again.results]
@@ -44,13 +44,13 @@ def test_every_result_runs_and_the_answer_is_the_same_twice(job):
 
 
 @given(job=jobs())
-@settings(max_examples=10)
+@settings(max_examples=4)
 def test_more_nodes_are_never_slower(job):
     with_one_more = on(job, num_nodes=job.cluster.num_nodes + 1)
     assert step_s(with_one_more) <= step_s(job)
 
 
 @given(job=jobs())
-@settings(max_examples=10)
+@settings(max_examples=4)
 def test_twice_the_memory_is_not_slower(job):
     assert step_s(scaled(job, memory=2)) <= step_s(job) * WRONG
