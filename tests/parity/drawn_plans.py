@@ -316,6 +316,8 @@ def obstacle_of(case: PlannedCase | Cut) -> str:
             return why
         if any(unit.tp > 1 and {*unit.modules} & {*case.made} for unit in plan.units):
             return "tensor parallelism of generators"
+        if case.family in NUM_EXPERTS and plan.unit_of("backbone").tp > 1:
+            return "tensor parallelism of experts"
         if case.exchange == "ulysses" and NUM_HEADS % plan.unit_of("backbone").cp:
             return "heads that ranks do not divide"
         program = planned(plan).program

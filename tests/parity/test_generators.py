@@ -234,6 +234,13 @@ PLANNED = {
             (Unit("all", ({"image": 3, "audio": 2, "backbone": 3}, {"draw": 1}, {"say": 1}), pp=3, zero=0),), made=BOTH
         ),
         PlannedCase(
+            (
+                Unit("llm", ({"image": 3, "audio": 2, "backbone": 3},), dp=2, zero=1),
+                Unit("made", ({"draw": 1, "say": 1},), first_rank=2),
+            ),
+            made=BOTH,
+        ),
+        PlannedCase(
             (Unit("all", ({"image": 3, "audio": 2, "backbone": 3, "draw": 1, "say": 1},), dp=3, zero=2),),
             made=BOTH,
             balance="joint",

@@ -18,6 +18,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import PatchMerger, Qwen2Vis
 from motet.core.example import Media
 from motet.dispatch import LoadedExample
 from motet.models.attention import ATTENTION
+from motet.models.exact import keep_float64
 from motet.models.families.qwen2_5_vl import Qwen25VLEncoder, Qwen25VLTower
 from motet.models.families.qwen2_vl import Qwen2VLEncoder, Qwen2VLTower
 from motet.models.families.registry import ENCODERS
@@ -79,7 +80,9 @@ def tower_module(family: str, frozen: Sequence[str]) -> ModalityModule:
         train_encoder="image" not in frozen and "image encoder" not in frozen,
         train_projector="image" not in frozen,
     )
-    return module.to(torch.float64)
+    module = module.to(torch.float64)
+    keep_float64(module)  # What these norms round would hide what differs, or look as if something did.
+    return module
 
 
 def with_patches(example: LoadedExample, seed: int) -> LoadedExample:

@@ -74,10 +74,10 @@ def message_parts(
         layer, has_gradient = model.sent(name, stop)
         whose = name if stop else BACKBONE
         replica = share_of(layout, whose, source, island, shares and shares[0])
-        computed = items.items_of(replica, microbatch)
         if stop:
+            computed = items.items_of(replica, microbatch)
             num_sent = _num_rows(module, stop, items, computed)
-        else:
+        else:  # What the backbone gives a generator, whose replicas are not the backbone's.
             num_sent = int(num_given_rows(assignment, name, None)[replica, microbatch])
         is_kept = name == BACKBONE and num_sent > 0
         if name == BACKBONE and source.unit.cp > 1 and shares is not None:
