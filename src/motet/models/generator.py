@@ -133,6 +133,7 @@ class GeneratorModule(nn.Module):
     """A generator behind its output projector.
 
     generator: fulfils `contract.Generator`. weight: of its loss in a step, where the loss of tokens has 1.
+    where:     what messages call it.
     Raises UserError for a generator that pads its items: items are packed.
     """
 
@@ -148,8 +149,10 @@ class GeneratorModule(nn.Module):
         train_generator: bool = True,
         train_projector: bool = True,
         sampling: SamplingConfig | None = None,
+        where: str = "a generator",
     ) -> None:
         super().__init__()
+        self.where = where
         self.sampling = sampling or SamplingConfig()
         self.generator, self.entrance = generator, entrance
         self.num_queries, self.weight = num_queries, weight
@@ -194,7 +197,10 @@ class GeneratorModule(nn.Module):
         Raises UserError for sizes that the generator cannot make.
         """
         if check := getattr(self.generator, "check_sizes", None):
-            check(sizes)
+            try:
+                check(sizes)
+            except UserError as error:
+                raise UserError(f"{self.where}: {error}.") from None
         return np.full(len(sizes), self.num_queries, dtype=np.int64)
 
     def layers(self) -> list[LayerModules]:
@@ -294,6 +300,7 @@ def build_generator(
         config.train_generator,
         config.train_projector,
         config.sampling,
+        where,
     )
 
 

@@ -62,7 +62,7 @@ class UNet(nn.Module):
             rows, columns = sizes[wrong[0]].tolist()
             raise UserError(
                 f"a raster of {rows} x {columns} rows cannot be halved {self.divisor.bit_length() - 1} times, as the "
-                f"UNet does; both sides must be multiples of {self.divisor}"
+                f"UNet does; let its transform make sides that are multiples of {self.divisor}, as by fixed_size"
             )
 
     def forward(self, noised: Tensor, times: Tensor, sizes: Tensor, conditions: Tensor) -> Tensor:

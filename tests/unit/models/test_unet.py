@@ -276,7 +276,7 @@ def test_what_is_missing_is_said(pipeline, tmp_path, monkeypatch):
         built(family="unet", config=TINY | {"depth": 3})
     with pytest.raises(ValueError, match="has no effect beside"):
         GeneratorConfig(num_queries=1, path=pipeline, noise={"schedule": "path", "predicts": "v"})
-    with pytest.raises(ValueError, match="`noise.schedule` must be said beside `path`"):
+    with pytest.raises(ValueError, match=r"`noise.schedule` must be said beside `path`"):
         GeneratorConfig(num_queries=1, path=pipeline, noise={"min_snr": 5.0})
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(UserError, match=r"pip install 'motet\[diffusion\]'"):
