@@ -225,11 +225,11 @@ def test_what_is_made_is_shown(job, tmp_path):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("transforms.draw.patch_size=6", "rows of 36 values, but model.generators.draw.config.row_dim is 16"),
+        ("transforms.draw.patch_size=6", "rows of 36 values, but model.generators.draw makes rows of 16"),
         ("transforms.draw.merge_size=2", "takes patches in raster order"),
         ("model.generators.draw.config.num_heads=3", "config.hidden is 16; it must be a multiple of 4, and of"),
         ("model.generators.draw.config.depth=3", "`config.depth` is wrong"),
-        ("model.generators.draw.module=a:B", "needs `family`, or `module`, and not both"),
+        ("model.generators.draw.module=a:B", "needs `family`, `path` or `module`, and one of them alone"),
         ("model.generators.draw.sampling.steps=1001", "`sampling.steps` is 1001, but `noise.timesteps` is 1000"),
         ("model.generators.draw.sampling.sampler=euler", "sampling.sampler"),
         ("balance.split=auto", "cannot cut sequences whose query tokens model.generators read whole"),

@@ -11,6 +11,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from diffusers import UNet2DConditionModel
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -27,6 +28,7 @@ from motet.models.dit import DiT, DiTConfig
 from motet.models.generator import GeneratorModule, OutputProjector
 from motet.models.mllm import MLLM
 from motet.models.projector import Projector, ProjectorConfig
+from motet.models.unet import UNet
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import build_mesh
 from motet.runtime.step import TrainStep
@@ -38,12 +40,26 @@ from ranks import run_ranks
 TOLERANCE = 1e-10
 QUERIES = {"draw": 3, "say": 2}
 ROW_DIMS = {"draw": 5, "say": 4}
+UNET = {
+    "in_channels": ROW_DIMS["draw"],
+    "out_channels": ROW_DIMS["draw"],
+    "block_out_channels": (4, 8),
+    "layers_per_block": 1,
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "cross_attention_dim": 6,
+    "attention_head_dim": 2,
+    "norm_num_groups": 2,
+}
 NEAR = SpeedConfig(link_gbytes_per_s=1e9, link_latency_us=0.0, inter_node_gbytes_per_s=1e9, inter_node_latency_us=0.0)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run the same step. drawn: the generators that have anything to make, a set a microbatch."""
+    """One way to run the same step. drawn: the generators that have anything to make, a set a microbatch.
+
+    unet: what draws is a UNet of diffusers, whose items have sides that can be halved.
+    """
 
     method: str = "per_phase"
     communicator: str = "all_to_all"
@@ -51,9 +67,10 @@ class Case:
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     drawn: tuple[tuple[str, ...], ...] = (("draw", "say"), ("draw",))
     num_examples: int = 7
+    unet: bool = False
 
 
-def model_with_generators(frozen: tuple[str, ...] = ()) -> MLLM:
+def model_with_generators(frozen: tuple[str, ...] = (), unet: bool = False) -> MLLM:
     """The same in every call and on every rank; no weight is zero, so that a gradient flows everywhere."""
     plain = build_model(frozen=[name for name in frozen if name not in QUERIES])
     torch.manual_seed(11)
@@ -61,11 +78,13 @@ def model_with_generators(frozen: tuple[str, ...] = ()) -> MLLM:
     generators = {}
     for name, count in QUERIES.items():
         config = DiTConfig(row_dim=ROW_DIMS[name], hidden=8, num_layers=2, num_heads=2)
+        is_unet = unet and name == "draw"
+        denoiser = UNet(count, UNet2DConditionModel(**UNET)) if is_unet else DiT(count, config)
         noise = NoiseConfig(predicts="v" if name == "say" else "epsilon", min_snr=5.0 if name == "say" else None)
-        entrance = OutputProjector(Projector(DIM, 8, ProjectorConfig()), count, drop=0.3)
+        entrance = OutputProjector(Projector(DIM, denoiser.condition_dim, ProjectorConfig()), count, drop=0.3)
         learns = name not in frozen
         generators[name] = GeneratorModule(
-            Diffusion(DiT(count, config), noise), entrance, count, 0.5 if name == "say" else 2.0, learns, learns
+            Diffusion(denoiser, noise), entrance, count, 0.5 if name == "say" else 2.0, learns, learns
         )
     model = MLLM(dict(plain.encoders), backbone, generators).to(torch.float64)
     for parameter in model.generators.parameters():
@@ -73,8 +92,11 @@ def model_with_generators(frozen: tuple[str, ...] = ()) -> MLLM:
     return model
 
 
-def draw_made_examples(num_examples: int, drawn: tuple[str, ...], seed: int) -> list[LoadedExample]:
-    """Examples of which some have things to make, of very different sizes, at the end of the sequence."""
+def draw_made_examples(num_examples: int, drawn: tuple[str, ...], seed: int, unit: int = 1) -> list[LoadedExample]:
+    """Examples of which some have things to make, of very different sizes, at the end of the sequence.
+
+    unit: what these sizes are multiples of.
+    """
     rng = np.random.default_rng(seed)
     made = []
     for example in draw_examples(num_examples, seed):
@@ -89,7 +111,7 @@ def draw_made_examples(num_examples: int, drawn: tuple[str, ...], seed: int) -> 
             media_positions=np.concatenate([sequence.media_positions, num + np.arange(len(names))]),
         )
         for name in names:
-            size = rng.integers(1, 6, 2 if name == "draw" else 1)
+            size = unit * rng.integers(1, 6 // unit, 2 if name == "draw" else 1)
             values = rng.standard_normal((size.prod(), ROW_DIMS[name])).astype(np.float32)
             items.append(Media(values, size.astype(np.int64)))
         made.append(LoadedExample(sequence, tuple(items)))
@@ -97,7 +119,8 @@ def draw_made_examples(num_examples: int, drawn: tuple[str, ...], seed: int) -> 
 
 
 def microbatches(case: Case) -> list[list[LoadedExample]]:
-    return [draw_made_examples(case.num_examples, drawn, seed) for seed, drawn in enumerate(case.drawn)]
+    unit = 2 if case.unet else 1
+    return [draw_made_examples(case.num_examples, drawn, seed, unit) for seed, drawn in enumerate(case.drawn)]
 
 
 def keys_of(microbatch: int, num_examples: int) -> Int64Array:
@@ -107,7 +130,7 @@ def keys_of(microbatch: int, num_examples: int) -> Int64Array:
 @cache
 def reference(case: Case) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Losses, and gradients by name, of one process."""
-    model = model_with_generators(case.frozen)
+    model = model_with_generators(case.frozen, case.unet)
     model.train()
     sums: dict[str, list] = {BACKBONE: [], "draw": [], "say": []}
     for number, examples in enumerate(microbatches(case)):
@@ -135,7 +158,7 @@ def reference(case: Case) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
 def take_step(rank: int, num_ranks: int, case: Case):
     """The losses, and the whole gradients by name."""
     mesh = build_mesh(torch.device("cpu"), shard_size=case.fsdp.shard_size, ranks_per_node=2)
-    model = model_with_generators(case.frozen)
+    model = model_with_generators(case.frozen, case.unet)
     model.train()
     config = BalanceConfig(
         method=case.method, communicator=case.communicator, mode="exchange", node_wise=False, speed=NEAR
@@ -170,6 +193,8 @@ CASES = {
     "generators alone learn": Case(frozen=("backbone", "image", "audio")),
     "one is absent from the whole step": Case(drawn=(("draw",), ("draw",))),
     "all are absent from the whole step": Case(drawn=((), ())),
+    "a UNet": Case(unet=True),
+    "a frozen UNet in whole copies": Case(unet=True, frozen=("draw",), fsdp=FSDPConfig(shard_size=1)),
     "fewer items than ranks": Case(num_examples=2, drawn=(("draw",), ("say",))),
 }
 

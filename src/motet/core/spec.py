@@ -33,6 +33,7 @@ class Attention:
               windows) of `window` rows.
     density:  the share of these pairs that a mask leaves.
     queries:  if not 0, so many queries of each item attend to its rows (cross attention), which do not attend.
+    keys:     if not 0, each row attends to so many rows that its item has beside them, such as its condition.
     whole:    rows attend over the whole item, also where it has segments (`core/item_segments.py`).
     num_heads, num_kv_heads: which tensor parallelism must divide; 0 where it does not divide the layer, or where they
               are not known.
@@ -47,6 +48,7 @@ class Attention:
     whole: bool = False
     num_heads: Count = 0
     num_kv_heads: Count = 0
+    keys: Count = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.density <= 1:

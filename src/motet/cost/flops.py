@@ -319,8 +319,8 @@ def pairs_of_items(attention: Attention, rows: Int64Array, segments: ItemSegment
 
 def pairs_of(attention: Attention, rows: Int64Array) -> Int64Array:
     """The pairs of a query and a key among the given numbers of rows, int64 [n], at a density of 1."""
-    if attention.queries:
-        return attention.queries * rows
+    if beside := attention.queries or attention.keys:
+        return beside * rows
     if not attention.window:
         pairs: Int64Array = rows * (rows + 1) // 2 if attention.causal else rows * rows
     elif attention.causal:

@@ -19,11 +19,11 @@ Guidance is by what is predicted without a condition (Ho & Salimans 2022, eq. 6;
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from motet.core.arrays import Float64Array, Int64Array
@@ -37,7 +37,8 @@ class NoiseConfig(BaseModel):
     """`[model.generators.NAME.noise]`: the noise of a diffusion model, and its loss.
 
     schedule:   of the betas: "linear" from beta_start to beta_end; "scaled_linear", whose roots are linear (Stable
-                Diffusion); or "cosine" (Nichol & Dhariwal 2021, eq. 17), which takes neither.
+                Diffusion); "cosine" (Nichol & Dhariwal 2021, eq. 17), which takes neither; or "path", that of the
+                scheduler beside a model of diffusers, which says all but min_snr.
     beta_start, beta_end: the first and the last beta, unless the schedule is "cosine".
     timesteps:  their number.
     predicts:   what the model predicts: "epsilon", the noise, or "v".
@@ -45,12 +46,21 @@ class NoiseConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    schedule: Literal["linear", "scaled_linear", "cosine"] = "scaled_linear"
+    schedule: Literal["linear", "scaled_linear", "cosine", "path"] = "scaled_linear"
     timesteps: int = Field(1000, ge=1, le=MAX_TIMESTEPS)
     beta_start: float = Field(0.00085, gt=0, lt=1)
     beta_end: float = Field(0.012, gt=0, lt=1)
     predicts: Literal["epsilon", "v"] = "epsilon"
     min_snr: float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _path_says_all(self) -> NoiseConfig:
+        said = {name: value for name, value in self if name not in ("schedule", "min_snr")}
+        if self.schedule == "path" and (
+            stray := [name for name, value in said.items() if value != type(self).model_fields[name].default]
+        ):
+            raise ValueError(f'`{stray[0]}` has no effect beside `schedule` = "path", as the scheduler\'s file says it')
+        return self
 
     def kept(self) -> Float64Array:
         """Of each timestep the share of the latents' variance that is left (a above), float64 [timesteps]."""
@@ -74,6 +84,24 @@ class NoiseConfig(BaseModel):
         weights: Float64Array = np.minimum(snr, self.min_snr) / (snr if self.predicts == "epsilon" else snr + 1)
         return weights
 
+    def visits(self, sampling: SamplingConfig) -> list[Visit]:
+        """The timesteps that a sampler takes, from the last to the first."""
+        kept = self.kept()
+        times = np.linspace(self.timesteps - 1, 0, sampling.steps).round().astype(np.int64).tolist()
+        return [Visit(time, float(left)) for time, left in zip(times, [*kept[times[1:]], 1.0], strict=True)]
+
+    @property
+    def bound(self) -> float | None:
+        """Predicted latents are clipped to plus and minus this; None: they are not."""
+        return None
+
+
+class Visit(NamedTuple):
+    """A timestep of sampling, and what is kept (a above) where it leads to."""
+
+    time: int
+    left: float
+
 
 class SamplingConfig(BaseModel):
     """`[model.generators.NAME.sampling]`: how items are made of held-out prompts.
@@ -92,9 +120,9 @@ class SamplingConfig(BaseModel):
 class Diffusion(nn.Module):
     """A denoiser with its noise, as `contract.Generator` asks: the latents of an item are its target.
 
-    denoiser: has condition_dim, row_dim, blocks and layers(), and is called with noised [sum(rows), row_dim], times
-              int64 [num_items], sizes int64 [num_items, size_dim] and conditions [num_items * rows of each,
-              condition_dim] -> [sum(rows), row_dim] (`dit.DiT`).
+    denoiser: has condition_dim, row_dim and layers(), perhaps blocks, divisor and check_sizes, and is called with
+              noised [sum(rows), row_dim], times int64 [num_items], sizes int64 [num_items, size_dim] and conditions
+              [num_items * rows of each, condition_dim] -> [sum(rows), row_dim] (`dit.DiT`).
     """
 
     def __init__(self, denoiser: nn.Module, noise: NoiseConfig) -> None:
@@ -112,6 +140,16 @@ class Diffusion(nn.Module):
     def row_dim(self) -> int:
         """The values of a row of latents."""
         return self.denoiser.row_dim
+
+    @property
+    def divisor(self) -> int:
+        """What each size of an item must be a multiple of."""
+        return getattr(self.denoiser, "divisor", 1)
+
+    def check_sizes(self, sizes: Int64Array) -> None:
+        """Raise UserError for sizes of items that the denoiser cannot make."""
+        if check := getattr(self.denoiser, "check_sizes", None):
+            check(sizes)
 
     def layers(self) -> list[LayerModules]:
         """Those of the denoiser."""
@@ -156,21 +194,24 @@ class Diffusion(nn.Module):
         counts, device = sizes.prod(dim=1), conditions.device
         wide = torch.promote_types(conditions.dtype, torch.float32)
         latents = normal_of_rows(keys, counts.numpy(), self.row_dim, "noise", device).to(wide)
-        steps = np.linspace(self.noise.timesteps - 1, 0, sampling.steps).round().astype(np.int64)
-        for step, following in zip(steps.tolist(), [*steps[1:].tolist(), -1]):
+        for step, left in self.noise.visits(sampling):
             times = torch.full((len(sizes),), step)
 
             def predict(given: Tensor, noised: Tensor = latents, times: Tensor = times) -> Tensor:
                 return self.denoiser(noised.to(given.dtype), times, sizes, given).to(wide)
 
             predicted = predict(conditions) if guided is None else guided(predict)
-            kept, left = self._kept[step], 1.0 if following < 0 else self._kept[following]
+            kept = float(self._kept[step])
             if self.noise.predicts == "epsilon":
                 noise = predicted
                 clean = (latents - (1 - kept) ** 0.5 * noise) / kept**0.5
             else:
                 clean = kept**0.5 * latents - (1 - kept) ** 0.5 * predicted
                 noise = kept**0.5 * predicted + (1 - kept) ** 0.5 * latents
+            if (bound := self.noise.bound) is not None:
+                clean = clean.clamp(-bound, bound)
+                if sampling.sampler == "ddpm":  # Its mean is of what is clipped (Ho et al. 2020, eq. 7).
+                    noise = (latents - kept**0.5 * clean) / (1 - kept) ** 0.5
             spread = (1 - left) / (1 - kept) * (1 - kept / left) if sampling.sampler == "ddpm" else 0.0
             latents = left**0.5 * clean + max(1 - left - spread, 0.0) ** 0.5 * noise
             if spread > 0:

@@ -5,6 +5,8 @@ directory/encoders/<name>/            the family's HF class; only model.safetens
 directory/adapters/backbone/, adapters/encoders/<name>/    peft.PeftModel.from_pretrained, on top of such a model
 directory/projectors/<name>.safetensors
 directory/generators/<name>/model.safetensors    with the output projector; generators/queries.safetensors
+directory/generators/<name>/unet/     of a model of diffusers: its class's from_pretrained; beside it scheduler/, and
+                                      entrance.safetensors with the output projector
 directory/hooks/<name>.<callback>.safetensors    for callbacks with weights
 directory/tokenizer/                  if one is given
 directory/README.md                   a model card, if it is given
@@ -30,10 +32,13 @@ from transformers import PreTrainedModel
 from motet.core.errors import UserError
 from motet.models.block import plain_names
 from motet.models.config_file import quiet_transformers
+from motet.models.diffusers_directory import write_unet
 from motet.models.families.shaped import ShapedCausalLM
 from motet.models.lora_saved import check_peft, merged, save_adapter, without_lora
 from motet.models.mllm import MLLM
 from motet.models.named_weights import is_lora
+from motet.models.scheduler_noise import SchedulerNoise
+from motet.models.unet import UNet
 
 _ADAPTERS = "adapters"
 CARD, MADE_BY = "README.md", "Trained by Motet"
@@ -89,10 +94,16 @@ def export_hf(
             if part.is_hf:
                 _write_model(part, fresh[part.path], target / part.path)
             elif part.weights:
+                if part.is_diffusers:
+                    write_unet(part.module, part.weights, target / part.path)
+                    continue
                 file = target / f"{part.path}.safetensors"
                 file.parent.mkdir(parents=True, exist_ok=True)
                 # Clones, because safetensors refuses tensors that share memory, as tied weights do.
                 save_file({name: tensor.clone() for name, tensor in part.weights.items()}, file)
+        for name, generator in mllm.generators.items():
+            if isinstance(noise := getattr(generator.generator, "noise", None), SchedulerNoise):
+                noise.write(target / "generators" / name / "scheduler")
         if tokenizer is not None:
             shutil.copytree(tokenizer, target / "tokenizer")
         if card:
@@ -114,6 +125,8 @@ def _card(parts: list[_Part], adapted: set[str], left_out: set[str], bases: Mapp
             lines.append(f"- the weights of `{part.path}` are those of {bases[part.name].name}, beside adapters")
         elif part.is_hf:
             lines.append(f"- `{part.path}/`: transformers' `{type(part.module).__name__}.from_pretrained` loads it")
+        elif part.is_diffusers:
+            lines.append(f"- `{part.path}/`: diffusers' `{type(part.module).__name__}.from_pretrained` loads it")
         elif part.weights:
             lines.append(f"- `{part.path}.safetensors`: the weights of `{type(part.module).__name__}`")
         if part.path in adapted:
@@ -133,6 +146,11 @@ class _Part(NamedTuple):
     def name(self) -> str:
         """Of an encoder or the backbone."""
         return self.path.removeprefix("encoders/")
+
+    @property
+    def is_diffusers(self) -> bool:
+        """Whether diffusers writes it."""
+        return not self.is_hf and hasattr(self.module, "save_pretrained")
 
     @property
     def has_lora(self) -> bool:
@@ -157,7 +175,12 @@ def _parts(mllm: MLLM) -> Iterator[tuple[str, nn.Module, str, bool]]:
             (f"{name}.{hook}", getattr(module, hook), f"{prefix}{hook}.") for hook in ("before", "between", "after")
         ]
     for name, generator in mllm.generators.items():
-        yield f"generators/{name}/model", generator, f"generators.{name}.", False
+        prefix, denoiser = f"generators.{name}.", getattr(generator.generator, "denoiser", None)
+        if isinstance(denoiser, UNet):
+            yield f"generators/{name}/unet", denoiser.unet, f"{prefix}generator.denoiser.unet.", False
+            yield f"generators/{name}/entrance", generator.entrance, f"{prefix}entrance.", False
+        else:
+            yield f"generators/{name}/model", generator, prefix, False
     if mllm.generators:
         yield "generators/queries", mllm.backbone.queries, "backbone.queries.", False
     for name, hook, prefix in hooks:

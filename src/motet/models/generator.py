@@ -10,6 +10,7 @@ query tokens, which stand in the sequence where the item does, and see all that 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -24,11 +25,14 @@ from motet.core.item_segments import ItemSegments
 from motet.core.spec import Module
 from motet.models.block import Block, outside_blocks, wrap_blocks
 from motet.models.callbacks import imported
+from motet.models.diffusers_directory import scheduler_of_directory, unet_of_config, unet_of_directory
 from motet.models.diffusion import Diffusion, NoiseConfig, SamplingConfig
 from motet.models.dit import DiT, DiTConfig
 from motet.models.initialise import seeded
 from motet.models.layers import LayerModules, any_trainable, as_it_learns, frozen_to_eval, products_layer
 from motet.models.projector import Projector, ProjectorConfig
+from motet.models.scheduler_noise import SchedulerNoise
+from motet.models.unet import UNet
 from motet.noise import uniform_of_items
 
 MAX_QUERIES = 4096
@@ -37,11 +41,14 @@ MAX_QUERIES = 4096
 class GeneratorConfig(BaseModel):
     """One generator, `[model.generators.NAME]`.
 
-    The generator is `family`, with random weights; or `module`.
+    The generator is `family`, with random weights; `path`; or `module`.
 
     makes:        the media that it makes; by default that after which it is named. Its items are those in answers.
-    family:       "dit": a diffusion transformer on the rows of `transforms` (`models/dit.py`).
-    config, noise: of the family.
+    family:       "dit": a diffusion transformer on the rows of `transforms` (`models/dit.py`); "unet": diffusers'
+                  UNet2DConditionModel (`models/unet.py`).
+    config:       of the family; of "unet" the options of diffusers' class.
+    path:         a local directory of diffusers: a UNet2DConditionModel, or a pipeline that has one.
+    noise:        of both; of `path`, by default, that of the scheduler beside it.
     module, args: "package.module:Class", called with `args`; see `contract.Generator`.
     num_queries:  learned query tokens of an item in the sequence: what is read there is its condition.
     projector:    the kind of the output projector.
@@ -53,8 +60,9 @@ class GeneratorConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     makes: Literal["image", "audio"] | None = None
-    family: Literal["dit"] | None = None
+    family: Literal["dit", "unet"] | None = None
     config: dict[str, Any] = Field(default_factory=dict)
+    path: Path | None = None
     noise: NoiseConfig | None = None
     module: str | None = Field(default=None, min_length=1)
     args: dict[str, Any] = Field(default_factory=dict)
@@ -68,10 +76,18 @@ class GeneratorConfig(BaseModel):
 
     @model_validator(mode="after")
     def _one_source(self) -> GeneratorConfig:
-        if bool(self.module) == bool(self.family):
-            raise ValueError("a generator needs `family`, or `module`, and not both")
+        if [bool(self.module), bool(self.family), bool(self.path)].count(True) != 1:
+            raise ValueError("a generator needs `family`, `path` or `module`, and one of them alone")
         if self.module and (self.config or self.noise):
             raise ValueError("`module` excludes `config` and `noise`")
+        if self.path and self.config:
+            raise ValueError("`path` excludes `config`: the directory has the options of its model")
+        if self.noise and self.noise.schedule == "path" and not self.path:
+            raise ValueError('`noise.schedule` = "path" is for a generator with `path`')
+        if self.path and self.noise and "schedule" not in self.noise.model_fields_set:
+            raise ValueError(
+                '`noise.schedule` must be said beside `path`: "path", for that of the scheduler beside it, or another'
+            )
         if self.args and not self.module:
             raise ValueError("`args` are for `module` only")
         if self.sampling.guidance != 1 and not self.drop_condition:
@@ -80,9 +96,10 @@ class GeneratorConfig(BaseModel):
                 "learn to go without a condition"
             )
         timesteps = (self.noise or NoiseConfig()).timesteps
-        if self.family and self.sampling.steps > timesteps:
+        says_timesteps = self.family or (self.noise and self.noise.schedule != "path")
+        if says_timesteps and self.sampling.steps > timesteps:
             raise ValueError(f"`sampling.steps` is {self.sampling.steps}, but `noise.timesteps` is {timesteps}")
-        if self.family:
+        if self.family == "dit":
             try:
                 DiTConfig.model_validate(self.config)
             except ValidationError as error:
@@ -116,6 +133,7 @@ class GeneratorModule(nn.Module):
     """A generator behind its output projector.
 
     generator: fulfils `contract.Generator`. weight: of its loss in a step, where the loss of tokens has 1.
+    where:     what messages call it.
     Raises UserError for a generator that pads its items: items are packed.
     """
 
@@ -131,8 +149,10 @@ class GeneratorModule(nn.Module):
         train_generator: bool = True,
         train_projector: bool = True,
         sampling: SamplingConfig | None = None,
+        where: str = "a generator",
     ) -> None:
         super().__init__()
+        self.where = where
         self.sampling = sampling or SamplingConfig()
         self.generator, self.entrance = generator, entrance
         self.num_queries, self.weight = num_queries, weight
@@ -147,6 +167,11 @@ class GeneratorModule(nn.Module):
         super().train(mode)
         frozen_to_eval(self.generator, self.entrance)
         return self
+
+    @property
+    def divisor(self) -> int:
+        """What each size of an item must be a multiple of."""
+        return getattr(self.generator, "divisor", 1)
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -167,7 +192,15 @@ class GeneratorModule(nn.Module):
         return None
 
     def num_tokens(self, sizes: Int64Array) -> Int64Array:
-        """The queries of each item in the backbone's sequence, int64 [num_items]."""
+        """The queries of each item in the backbone's sequence, int64 [num_items].
+
+        Raises UserError for sizes that the generator cannot make.
+        """
+        if check := getattr(self.generator, "check_sizes", None):
+            try:
+                check(sizes)
+            except UserError as error:
+                raise UserError(f"{self.where}: {error}.") from None
         return np.full(len(sizes), self.num_queries, dtype=np.int64)
 
     def layers(self) -> list[LayerModules]:
@@ -247,11 +280,15 @@ def build_generator(
 ) -> GeneratorModule:
     """One generator with its output projector, on the CPU.
 
-    Raises UserError for options that do not fit, and for a class of the user's own that does not fulfil the contract.
+    Raises UserError for options that do not fit, for a directory that is missing or holds another model, and for a
+    class of the user's own that does not fulfil the contract.
     """
     where = f"model.generators.{name}"
     with seeded(seed, f"generators.{name}"):
-        generator = _custom(where, config) if config.module else _family(where, config)
+        if config.module:
+            generator = _custom(where, config)
+        else:
+            generator = _family(where, config) if config.family == "dit" else _of_diffusers(where, config, dtype)
     with seeded(seed, f"{name} output projector"):
         projector = Projector(backbone_dim, generator.condition_dim, ProjectorConfig(kind=config.projector))
         entrance = OutputProjector(projector, config.num_queries, config.drop_condition)
@@ -263,6 +300,7 @@ def build_generator(
         config.train_generator,
         config.train_projector,
         config.sampling,
+        where,
     )
 
 
@@ -272,6 +310,36 @@ def _family(where: str, config: GeneratorConfig) -> nn.Module:
     except (UserError, ArgumentError) as error:
         raise UserError(f"{where}.{error}") from None
     return Diffusion(denoiser, config.noise or NoiseConfig())
+
+
+def _of_diffusers(where: str, config: GeneratorConfig, dtype: torch.dtype) -> nn.Module:
+    """A UNet of diffusers, with random weights or those of a directory."""
+    named = f"{where}.path: {config.path}" if config.path else f"{where}.config"
+
+    def denoiser() -> UNet:
+        if config.path is None:
+            unet = unet_of_config(where, config.config)
+        else:
+            unet = unet_of_directory(where, config.path, dtype)
+        try:
+            return UNet(config.num_queries, unet)
+        except UserError as error:
+            raise UserError(f"{named}: {error}.") from None
+
+    with torch.device("meta"):
+        denoiser()  # What is wrong with its options is said before weights are read or drawn.
+    noise = config.noise or NoiseConfig(schedule="path" if config.path else "scaled_linear")
+    if config.path is None or noise.schedule != "path":
+        return Diffusion(denoiser(), noise)
+    scheduler = scheduler_of_directory(where, config.path)
+    try:
+        noise = SchedulerNoise.of(scheduler, noise.min_snr)
+        if config.sampling.steps > noise.timesteps:
+            raise UserError(f"sampling.steps is {config.sampling.steps}, but there are {noise.timesteps} timesteps")
+        noise.visits(config.sampling)
+    except UserError as error:
+        raise UserError(f"{where}: the scheduler of {config.path} does not fit: {error}.") from None
+    return Diffusion(denoiser(), noise)
 
 
 def _custom(where: str, config: GeneratorConfig) -> nn.Module:

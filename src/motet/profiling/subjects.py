@@ -93,7 +93,7 @@ def one_layer_deep(config: ModelConfig) -> ModelConfig:
     generators = {
         name: part.model_copy(
             update={"train_generator": True, "train_projector": True}
-            | ({"config": part.config | {"num_layers": 1}} if part.family else {})
+            | ({"config": part.config | {"num_layers": 1}} if part.family == "dit" else {})
         )
         for name, part in config.generators.items()
     }
@@ -250,10 +250,10 @@ def _generator(
         return lambda: called(values, on_host, rows, keys)
 
     lengths = np.array(sorted(sizes), dtype=np.int64)
-    # A block is timed whole, as its first layer.
+    # A block is timed whole, as its first layer; what has none, layer by layer.
     blocks, layers = iter(module.blocks), []
     for layer, modules in module.layers():
-        if layer.in_block:
+        if layer.in_block and module.blocks:
             modules = () if layer.continues else (next(blocks),)
         layers.append(LayerModules(layer, modules))
     return Subject(name, module, module.spec_module(name), layers, lengths, sharded, prepare)

@@ -103,7 +103,8 @@ def make_items(
         num_axes = max(world.gather(sizes.shape[1]))
         if is_spare := not len(sizes):
             # Parts of a sharded generator are gathered in each of its passes, in which all ranks take part.
-            sizes, keys = torch.ones(1, num_axes, dtype=torch.int64), np.zeros(1, dtype=np.int64)
+            sizes = torch.full((1, num_axes), module.divisor, dtype=torch.int64)
+            keys = np.zeros(1, dtype=np.int64)
             rows = rows.new_zeros(module.num_queries, rows.shape[1])
         values = module.sample(sizes, rows, keys)
         if not is_spare:

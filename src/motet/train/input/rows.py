@@ -55,8 +55,8 @@ def _check_made(name: str, key: str, transform: Transform, module: GeneratorModu
     row_dim = getattr(module.generator, "row_dim", transform.row_dim)
     if transform.row_dim != row_dim:
         raise UserError(
-            f"transforms.{key} makes rows of {transform.row_dim} values, but model.generators.{name}.config.row_dim is "
-            f"{row_dim}; set it to {transform.row_dim}."
+            f"transforms.{key} makes rows of {transform.row_dim} values, but model.generators.{name} makes rows of "
+            f"{row_dim}; let both be one (config.row_dim, in_channels of a UNet; channels * patch_size squared)."
         )
     if hasattr(module.generator, "row_dim") and getattr(transform, "merge_size", 1) != 1:
         raise UserError(

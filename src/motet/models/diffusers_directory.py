@@ -1,0 +1,156 @@
+"""Models and noise schedules of diffusers: made of a config, or read from a directory that diffusers writes.
+
+DIR/config.json                         a model alone, as `ModelMixin.save_pretrained` writes it, or
+DIR/unet/config.json                    a pipeline, with
+DIR/scheduler/scheduler_config.json     the noise that the model learned with.
+
+Nothing is fetched: a name on the hub is a directory that is missing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from motet.core.errors import UserError
+from motet.core.text_files import read_json
+from motet.models.config_file import one_line
+from motet.models.families.bounds import check_bounds
+from motet.models.load import check_files
+
+UNET = "UNet2DConditionModel"
+_SCHEDULER = Path("scheduler", "scheduler_config.json")
+
+
+def check_diffusers(where: str) -> ModuleType:
+    """The package diffusers. where: the key of the recipe that needs it. Raises UserError if it is not installed."""
+    try:
+        import diffusers
+    except ImportError as error:
+        raise UserError(
+            f"{where} needs the package diffusers, which is not installed; run pip install 'motet[diffusion]'"
+        ) from error
+    return diffusers
+
+
+def unet_of_config(where: str, options: dict[str, Any]) -> nn.Module:
+    """A UNet2DConditionModel with random weights. Raises UserError for options that diffusers does not take.
+
+    where: the table of the recipe.
+    """
+    kind = getattr(check_diffusers(where), UNET)
+    check_bounds(f"{where}.config.", options)
+    try:
+        with _quiet():
+            return kind(**options)
+    except Exception as error:
+        # diffusers checks options with exceptions of any kind.
+        raise UserError(f"{where}.config: no {UNET} can be made of it ({one_line(error)})") from error
+
+
+def unet_of_directory(where: str, path: Path, dtype: torch.dtype) -> nn.Module:
+    """The UNet2DConditionModel of a directory, with its weights; on meta, with shapes only.
+
+    Raises UserError for a directory that is missing or has another model, and for weights that are damaged, missing,
+    too many, or of another shape.
+    """
+    kind, folder = getattr(check_diffusers(f"{where}.path"), UNET), _folder(where, path, "unet")
+    options = _stored(where, folder / "config.json", (UNET,))
+    own = {key: value for key, value in options.items() if not key.startswith("_")}
+    if unknown := sorted(own.keys() - inspect.signature(kind.__init__).parameters.keys()):
+        raise UserError(f"{where}.path: {folder / 'config.json'} has {unknown[0]}, which {UNET} does not know")
+    if torch.get_default_device().type == "meta":
+        return unet_of_config(where, own)
+    check_files(f"{where}.path", folder)
+    try:
+        with _quiet():
+            model, info = kind.from_pretrained(
+                folder,
+                torch_dtype=dtype,
+                output_loading_info=True,
+                local_files_only=True,
+                use_safetensors=True,
+                low_cpu_mem_usage=False,
+            )
+    except Exception as error:
+        raise UserError(f"{where}.path: weights in {folder} cannot be loaded ({_first(error)})") from error
+    for found, what in ((info["missing_keys"], "lacks"), (info["unexpected_keys"], "has, beyond its config,")):
+        if found:
+            raise UserError(f"{where}.path: {folder} {what} {len(found)} weights of {UNET}, {min(found)} for one")
+    return model.train()
+
+
+def write_unet(unet: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write a UNet2DConditionModel as diffusers does, with these whole weights: `unet` itself may be sharded."""
+    with _quiet():
+        with torch.device("meta"):
+            fresh = type(unet).from_config(unet.config)
+        fresh.load_state_dict(weights, assign=True)
+        fresh.save_pretrained(folder)
+
+
+def scheduler_of_directory(where: str, path: Path) -> Any:
+    """The scheduler that says with which noise the model of a directory learned.
+
+    path: of a pipeline, or of a model in one. Raises UserError for a directory without one, and for one of a class
+    whose noise is not that of DDPM.
+    """
+    found = [folder / _SCHEDULER for folder in (path, path.parent) if (folder / _SCHEDULER).is_file()]
+    if not found:
+        raise UserError(
+            f"{where}.path: there is no {path / _SCHEDULER}, which says the noise that the model learned with; say it "
+            f"in {where}.noise"
+        )
+    options = _stored(where, found[0], ("DDPMScheduler", "DDIMScheduler", "PNDMScheduler"))
+    kind = getattr(check_diffusers(where), options["_class_name"])
+    try:
+        with _quiet(), torch.device("cpu"):  # Its few numbers are read, also where a model has shapes alone.
+            return kind.from_config({key: value for key, value in options.items() if not key.startswith("_")})
+    except Exception as error:
+        raise UserError(f"{where}.path: no scheduler can be made of {found[0]} ({one_line(error)})") from error
+
+
+def _folder(where: str, path: Path, part: str) -> Path:
+    """Where a part of a pipeline lies, or a model alone."""
+    folder = path / part if (path / part / "config.json").is_file() else path
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"{where}.path: there is neither {path / 'config.json'} nor {path / part / 'config.json'}; give a local "
+            "directory that diffusers wrote"
+        )
+    return folder
+
+
+def _stored(where: str, file: Path, kinds: tuple[str, ...]) -> dict[str, Any]:
+    """The options in a file of diffusers, which must be of one of these classes."""
+    options = read_json(file)
+    named = options.get("_class_name") if isinstance(options, dict) else None
+    if named not in kinds:
+        raise UserError(f"{where}.path: {file} is of class {named!r}; it must be {' or '.join(kinds)}")
+    check_bounds(f"{file}: ", options)
+    return options
+
+
+def _first(error: Exception) -> str:
+    """What torch says of the first of many weights."""
+    return one_line(error).split(". ")[0]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Turn off diffusers' reports, such as of options of another version; errors are raised."""
+    from diffusers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)

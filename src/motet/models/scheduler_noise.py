@@ -1,0 +1,93 @@
+"""The noise of a scheduler of diffusers: what is added, what is predicted, and which timesteps samples take.
+
+diffusers computes its betas in float32. They are taken from it as they are, so that a loss equals that of a script of
+diffusers to the last bits (`tests/unit/models/test_unet.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import PrivateAttr
+
+from motet.core.arrays import Float64Array
+from motet.core.errors import UserError
+from motet.models.diffusion import NoiseConfig, SamplingConfig, Visit
+
+_PREDICTS = {"epsilon": "epsilon", "v_prediction": "v"}
+
+
+class SchedulerNoise(NoiseConfig):
+    """As NoiseConfig, of a DDPMScheduler, DDIMScheduler or PNDMScheduler. Make it by `of`."""
+
+    _scheduler: Any = PrivateAttr(default=None)
+
+    @classmethod
+    def of(cls, scheduler: Any, min_snr: float | None) -> SchedulerNoise:
+        """Raises UserError for what is not computed here: the scheduler's key is named."""
+        options = scheduler.config
+        predicts = _PREDICTS.get(options.prediction_type)
+        if predicts is None:
+            raise UserError(f"prediction_type is {options.prediction_type!r}; it must be {' or '.join(_PREDICTS)}")
+        if options.get("rescale_betas_zero_snr") and predicts == "epsilon":
+            raise UserError(
+                "rescale_betas_zero_snr leaves nothing of the latents at the last timestep, of which noise then says "
+                'nothing; prediction_type must be "v_prediction"'
+            )
+        if options.get("thresholding"):
+            raise UserError("thresholding is true, of which only false is computed")
+        if options.get("variance_type", "fixed_small") != "fixed_small":
+            raise UserError(f'variance_type is {options.variance_type!r}, of which only "fixed_small" is computed')
+        if len(scheduler.alphas_cumprod) != options.num_train_timesteps:
+            raise UserError(
+                f"trained_betas has {len(scheduler.alphas_cumprod)} values; it must have one for each of the "
+                f"{options.num_train_timesteps} num_train_timesteps"
+            )
+        made = cls(timesteps=options.num_train_timesteps, predicts=predicts, min_snr=min_snr)
+        made._scheduler = scheduler
+        return made
+
+    def kept(self) -> Float64Array:
+        """As diffusers has it, rounded to float32."""
+        kept: Float64Array = self._scheduler.alphas_cumprod.double().numpy()
+        return kept
+
+    def visits(self, sampling: SamplingConfig) -> list[Visit]:
+        """The timesteps of diffusers' sampler of this name with the scheduler's spacing, offset and last step.
+
+        Raises UserError if they begin behind the last one.
+        """
+        options, steps, kept = self._scheduler.config, sampling.steps, self.kept()
+        spacing, stride = options.get("timestep_spacing", "leading"), self.timesteps // steps
+        if spacing == "linspace":
+            times = np.linspace(0, self.timesteps - 1, steps).round()[::-1].astype(np.int64)
+        elif spacing == "leading":
+            times = (np.arange(steps) * stride)[::-1] + options.get("steps_offset", 0)
+        else:
+            times = np.round(np.arange(self.timesteps, 0, -self.timesteps / steps)).astype(np.int64) - 1
+        if times[0] >= self.timesteps:
+            raise UserError(
+                f"{steps} steps of sampling with steps_offset = {options.steps_offset} begin at timestep {times[0]}, "
+                f"but there are {self.timesteps}; take fewer"
+            )
+        if sampling.sampler == "ddim":
+            last = 1.0 if options.get("set_alpha_to_one", True) else float(kept[0])
+            following = times - stride
+        else:
+            last, following = 1.0, np.append(times[1:], -1)
+        return [
+            Visit(time, float(kept[after]) if after >= 0 else last)
+            for time, after in zip(times.tolist(), following.tolist(), strict=True)
+        ]
+
+    @property
+    def bound(self) -> float | None:
+        """The scheduler's, if it clips samples."""
+        options = self._scheduler.config
+        return options.clip_sample_range if options.get("clip_sample") else None
+
+    def write(self, folder: Path) -> None:
+        """Write the scheduler as diffusers does."""
+        self._scheduler.save_pretrained(folder)

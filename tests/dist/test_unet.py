@@ -1,0 +1,107 @@
+"""A recipe whose generator is a UNet of diffusers: the same on any number of ranks, shown, exported; what is refused."""
+
+import json
+
+import diffusers
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from cli.tiny_job import metrics, write_tiny_job
+from dist.test_generators import held_out, run, shown
+from motet.core.errors import UserError
+from motet.train.recipe.recipe import load_recipe
+from motet.train.trainer import train
+
+GENERATOR = """
+[model.generators.draw]
+makes = "image"
+path = "pipeline"
+num_queries = 2
+drop_condition = 0.2
+noise = { schedule = "path", min_snr = 5.0 }
+sampling = { sampler = "ddpm", steps = 3, guidance = 2.0 }
+
+[transforms.draw]
+patch_size = 2
+channels = 1
+"""
+UNET = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "block_out_channels": (4, 8),
+    "layers_per_block": 1,
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "cross_attention_dim": 6,
+    "attention_head_dim": 2,
+    "norm_num_groups": 2,
+}
+SIDES = ((8, 8), (12, 8), (8, 8), (4, 4), (8, 12))
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A tiny job in which some examples ask for a picture, of several sizes."""
+    recipe = write_tiny_job(tmp_path_factory.mktemp("job") / "data", num_train=10, num_heldout=4)
+    folder, asked = recipe.parent, []
+    for number, sides in enumerate(SIDES):
+        name = f"media/drawn-{number}.png"
+        Image.effect_noise(sides, 60.0).save(folder / name)
+        turns = [{"from": "human", "value": f"draw {'abcde'[number]}"}, {"from": "gpt", "value": "see: <image>"}]
+        asked.append(json.dumps({"conversations": turns, "image": [name]}) + "\n")
+    for split in ("train", "heldout"):
+        file = folder / f"{split}.jsonl"
+        file.write_text(file.read_text() + "".join(asked))
+    torch.manual_seed(1)
+    diffusers.UNet2DConditionModel(**UNET).save_pretrained(folder / "pipeline" / "unet")
+    scheduler = diffusers.DDPMScheduler(prediction_type="v_prediction")
+    scheduler.save_pretrained(folder / "pipeline" / "scheduler")
+    recipe.write_text(recipe.read_text() + GENERATOR)
+    return recipe
+
+
+def test_ranks_train_make_and_export_as_one_process_does(job, tmp_path):
+    few = ("run.steps=3", "evaluate.num_made=4", "evaluate.batch_size=2")
+    run(job, 1, tmp_path / "one", *few, "fsdp.shard_size=1")
+    run(job, 2, tmp_path / "two", *few, "export.at_end=true", "run.microbatches=2")
+    for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        assert b["losses"] == pytest.approx(a["losses"], rel=1e-9)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-8)
+    assert held_out(tmp_path / "two") == pytest.approx(held_out(tmp_path / "one"), rel=1e-9)
+    assert shown(tmp_path / "two") == shown(tmp_path / "one") != []
+
+    exported = tmp_path / "two" / "export" / "generators" / "draw"
+    unet = diffusers.UNet2DConditionModel.from_pretrained(exported / "unet")
+    before = diffusers.UNet2DConditionModel.from_pretrained(job.parent / "pipeline" / "unet")
+    assert not torch.equal(unet.conv_in.weight, before.conv_in.weight)
+    assert diffusers.DDPMScheduler.from_pretrained(exported / "scheduler").config.prediction_type == "v_prediction"
+    assert "nothing" in load_file(exported / "entrance.safetensors")
+
+
+def test_a_frozen_unet_is_exported_bit_for_bit(job, tmp_path):
+    frozen = ("model.generators.draw.train_generator=false", "run.dtype=float32", "data.heldout=[]")
+    run(job, 1, tmp_path / "run", *frozen, "run.steps=2", "export.at_end=true", "fsdp.shard_size=1")
+    [file] = (tmp_path / "run" / "export" / "generators" / "draw" / "unet").glob("*.safetensors")
+    stored = load_file(job.parent / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors")
+    exported = load_file(file)
+    assert exported.keys() == stored.keys()
+    assert all(torch.equal(exported[name], value) for name, value in stored.items())
+    assert len({line["losses"]["draw"] for line in metrics(tmp_path / "run")}) == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("transforms.draw.patch_size=4", "rows of 16 values, but model.generators.draw makes rows of 4"),
+        ("transforms.draw.fixed_size=6", "model.generators.draw: a raster of 3 x 3 rows cannot be halved 1 times"),
+        ("fsdp.recompute=true", "names no blocks that can be recomputed"),
+        ("model.generators.draw.config.in_channels=3", "`path` excludes `config`"),
+    ],
+)
+def test_what_does_not_fit_is_said(job, tmp_path, override, said):
+    with pytest.raises(UserError) as refused:
+        train(load_recipe(job, [f"run.dir={tmp_path / 'run'}", override]))
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
