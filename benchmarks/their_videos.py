@@ -23,7 +23,7 @@ _MODULES = [f"torchvision{part}" for part in ("", ".transforms", ".transforms.v2
 
 
 @cache
-def _kind() -> type:
+def kind() -> type:
     """The class, imported while empty modules stand for torchvision."""
     absent = [name for name in _MODULES if name not in sys.modules]
     for name in absent:
@@ -48,10 +48,10 @@ def _kind() -> type:
             return torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2).reshape(*shape[:-2], *reversed(to))
 
         def rescale_and_normalize(self, images: torch.Tensor, *options: Any) -> torch.Tensor:
-            _, factor, _, mean, std = options
+            _, factor, normalises, mean, std = options
             rescaled = (images.numpy().astype(np.float64) * factor).astype(np.float32)
             mean, std = (np.array(each, dtype=np.float32)[:, None, None] for each in (mean, std))
-            return torch.from_numpy((rescaled - mean) / std)
+            return torch.from_numpy((rescaled - mean) / std if normalises else rescaled)
 
     return type("VideoProcessor", (Qwen2VLVideoProcessor, ByPillow), {})
 
@@ -61,7 +61,7 @@ def their_video(folder: Path, path: Path, **options: Any) -> tuple[torch.Tensor,
 
     folder: whose files say what the processor does. options: over these.
     """
-    processor = _kind().from_pretrained(folder, **options)
+    processor = kind().from_pretrained(folder, **options)
     sample = processor.sample_frames if processor.do_sample_frames else None
 
     def numbers(metadata: VideoMetadata, **_: Any) -> Any:
