@@ -49,6 +49,7 @@ class VideoConfig(BaseModel):
 
     fps:        so many frames a second, between `min_frames` and `max_frames`, which are the directory's by default.
     num_frames: so many of each video.
+    min_frames, max_frames: bounds of `fps`.
     """
 
     model_config = ConfigDict(extra="forbid")
