@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ import soundfile
 import torch
 import transformers
 from PIL import Image
+from their_videos import their_video
 from torch.nn.functional import cross_entropy
 from transformers.image_transforms import convert_to_rgb
 from whole_models import FAMILIES, GENERIC, open_processor, write_job
@@ -92,7 +94,11 @@ def theirs(folder: Path, adapter: Path | None = None) -> Step:
             images = [convert_to_rgb(image) for image in images]  # Some of these processors take nothing else.
         inputs = inputs_of(processor, record, images, folder)
         is_target = torch.as_tensor(inputs.pop("assistant_masks")).bool()[0]
-        inputs = {name: each.double() if each.is_floating_point() else each for name, each in inputs.items()}
+        # Positions of frames are rounded as their seconds are, in float32.
+        inputs = {
+            name: each.double() if each.is_floating_point() and name != "second_per_grid_ts" else each
+            for name, each in inputs.items()
+        }
         logits = model(**inputs).logits[0]
         labels = inputs["input_ids"][0, 1:][is_target[1:]]
         total = total + cross_entropy(logits[:-1][is_target[1:]], labels, reduction="sum")
@@ -118,6 +124,8 @@ def inputs_of(processor: Any, record: dict[str, Any], images: list[Image.Image],
     clips = [part for message in messages for part in message["content"] if part["type"] == "audio"]
     for part, name in zip(clips, record.get("audio", []), strict=True):
         part["audio"] = soundfile.read(folder / name, dtype="float32")[0]
+    if "video" in record:  # They come behind it, in `_with_videos`.
+        processor.validate_inputs = lambda **inputs: None
     inputs = processor.apply_chat_template(
         messages,
         tokenize=True,
@@ -128,7 +136,7 @@ def inputs_of(processor: Any, record: dict[str, Any], images: list[Image.Image],
     )
     if "input_features" in inputs:
         _take_features(inputs, record, folder)
-    return dict(inputs)
+    return _with_videos(dict(inputs), processor, record, folder) if "video" in record else dict(inputs)
 
 
 def _turn_patches_in_float64(model: torch.nn.Module) -> None:
@@ -173,14 +181,28 @@ def _take_features(inputs: dict[str, Any], record: dict[str, Any], folder: Path)
         theirs[:, : len(media.values)] = torch.from_numpy(media.values.T)
 
 
+def _with_videos(inputs: dict[str, Any], processor: Any, record: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The inputs with what transformers' video processor makes of the record's videos, each of which has one token."""
+    made = [their_video(folder / "model", folder / name) for name in record["video"]]
+    values, grids, seconds = zip(*made, strict=True)
+    is_video = torch.as_tensor(inputs["input_ids"])[0] == processor.video_token_id
+    repeats = torch.ones(len(is_video), dtype=torch.int64)
+    repeats[is_video] = torch.cat(grids).prod(-1) // processor.image_processor.merge_size**2
+    for name in ("input_ids", "attention_mask", "assistant_masks", "mm_token_type_ids"):
+        inputs[name] = torch.as_tensor(inputs[name])[0].repeat_interleave(repeats)[None]
+    inputs |= {"pixel_values_videos": torch.cat(values), "video_grid_thw": torch.cat(grids)}
+    has_times = "second_per_grid_ts" in processor.model_input_names
+    return inputs | ({"second_per_grid_ts": torch.tensor(seconds)} if has_times else {})
+
+
 def messages_of(record: dict[str, Any], placeholder: str = "<image>") -> list[dict[str, Any]]:
     """A record's turns as typed parts: texts, and items where the placeholder stands."""
     messages = []
     for turn in record["conversations"]:
-        first, *others = turn["value"].split(placeholder)
-        parts = [{"type": "text", "text": first}]
-        for text in others:
-            parts += [{"type": placeholder.strip("<>\n")}, {"type": "text", "text": text}]
+        pieces = re.split(f"({placeholder}|<video>)", turn["value"])
+        parts: list[dict[str, Any]] = [{"type": "text", "text": pieces[0]}]
+        for mark, text in zip(pieces[1::2], pieces[2::2], strict=True):
+            parts += [{"type": mark.strip("<>\n")}, {"type": "text", "text": text}]
         role = {"human": "user", "gpt": "assistant"}[turn["from"]]
         messages.append({"role": role, "content": [part for part in parts if part.get("text", True)]})
     return messages

@@ -35,8 +35,9 @@ from motet.cost.decoding import DecodingFit, DecodingLoad
 from motet.cost.profile import DecodingTimes
 from motet.data.decode import Decoder
 from motet.data.images import ImageTransform
-from motet.data.media import MediaRef, amount_of
+from motet.data.media import MediaRef
 from motet.data.ray_actors import RayCluster, RayServer
+from motet.data.videos import amount_of
 from motet.profiling.decoding import decode_seconds
 
 SIDES = (256, 512, 1024)

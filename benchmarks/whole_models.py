@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,8 @@ def write_job(folder: Path, family: str, num_examples: int = 8) -> Path:
     (FAMILIES | GENERIC)[family](folder / "model")
     if family in AUDIO_FAMILIES:
         write_examples(folder, num_examples, modality="audio")
+    elif family in VIDEO_FAMILIES:
+        write_examples(folder, num_examples, [1, 0, 2, 0, 1, 0, 0, 1], num_videos=[0, 0, 1, 1, 0, 0, 2, 0])
     elif family in ONE_QUESTION:
         write_examples(folder, num_examples, [1, 2], rounds=1)
     else:
@@ -116,11 +119,17 @@ def write_job(folder: Path, family: str, num_examples: int = 8) -> Path:
 
 
 def write_examples(
-    folder: Path, num_examples: int, num_items: Sequence[int] = (1, 0, 2, 1), rounds: int = 2, modality: str = "image"
+    folder: Path,
+    num_examples: int,
+    num_items: Sequence[int] = (1, 0, 2, 1),
+    rounds: int = 2,
+    modality: str = "image",
+    num_videos: Sequence[int] = (0,),
 ) -> None:
     """train.jsonl: examples with items of many sizes and kinds, of one round or, each third one, several.
 
-    num_items: of one example after the other, again and again. rounds: at most. modality: image or audio.
+    num_items: of one example after the other, again and again; and so num_videos. rounds: at most.
+    modality: image or audio.
     """
     rng = np.random.default_rng(5)
     (folder / "media").mkdir(parents=True)
@@ -135,14 +144,46 @@ def write_examples(
                 files.append(f"media/{number}-{place}.wav")
                 soundfile.write(folder / files[-1], _sound(rng, CLIP_SAMPLES[number // 2 % 4] - place), 16_000)
         words = "".join(rng.choice(list("abcde fgh"), rng.integers(4, 30)))
+        videos = [f"media/{number}-{place}" for place in range(num_videos[number % len(num_videos)])]
+        videos = [write_video(folder, name, number + place) for place, name in enumerate(videos)]
+        marks = f"<{modality}>\n" * len(files) + "<video>\n" * len(videos)
         turns = [
-            {"from": "human", "value": f"<{modality}>\n" * len(files) + f"What is {words}?"},
+            {"from": "human", "value": f"{marks}What is {words}?"},
             {"from": "gpt", "value": f"It is {words[::-1]}."},
         ]
         if rounds > 1 and number % 3 == 0:
             turns += [{"from": "human", "value": "Is it?"}, {"from": "gpt", "value": "Yes."}]
-        records.append({"conversations": turns, **({modality: files} if files else {})})
+        named = {name: each for name, each in ((modality, files), ("video", videos)) if each}
+        records.append({"conversations": turns, **named})
     (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+VIDEOS = (
+    (".mp4", "mpeg4", "yuv420p", Fraction(24000, 1001)),
+    (".mkv", "ffv1", "yuv420p", Fraction(12)),
+    (".avi", "mjpeg", "yuvj420p", Fraction(25, 2)),
+)
+"""Ending, codec, format of pixels and frames a second. The second container does not say how many frames it has."""
+
+
+def write_video(folder: Path, name: str, number: int, num_frames: int | None = None) -> str:
+    """A moving picture with noise, in one of `VIDEOS`. Returns its file's name. num_frames: by default 5 to 14."""
+    import av
+
+    rng = np.random.default_rng(number)
+    suffix, codec, pixels, rate = VIDEOS[number % len(VIDEOS)]
+    height, width = (2 * rng.integers(8, 30, 2)).tolist()
+    y, x = np.mgrid[:height, :width]
+    with av.open(folder / f"{name}{suffix}", "w") as container:
+        stream = container.add_stream(codec, rate=rate)
+        stream.width, stream.height, stream.pix_fmt = width, height, pixels
+        for time in range(num_frames or int(rng.integers(5, 15))):
+            waves = [128 + 90 * np.sin(x / 5 + y / (3 + channel) + time) for channel in range(3)]
+            frame = np.stack(waves, axis=-1) + rng.normal(0, 12, (height, width, 3))
+            picture = av.VideoFrame.from_ndarray(frame.clip(0, 255).astype(np.uint8), format="rgb24")
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode(None))
+    return f"{name}{suffix}"
 
 
 def _draw(rng: np.random.Generator, mode: str) -> Image.Image:
@@ -461,6 +502,9 @@ def _save_qwen_processor(folder: Path, kind: type, tokenizer: transformers.PreTr
     tokenizer.chat_template = QWEN_TEMPLATE
     tokenizer.save_pretrained(folder)
     images.save_pretrained(folder)
+    videos = {"patch_size": 4, "size": {"shortest_edge": 6 * 64, "longest_edge": 12 * 64}}
+    sampling = {"do_sample_frames": True, "fps": 6.0, "max_frames": 6}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps({**videos, **sampling}))
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": kind.__name__}))
 
 
@@ -501,6 +545,8 @@ def write_qwen2_audio(folder: Path) -> None:
     transformers.Qwen2AudioProcessor(extractor, tokenizer, chat_template=QWEN_AUDIO_TEMPLATE).save_pretrained(folder)
 
 
+VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+"""Families whose examples have videos, too."""
 AUDIO_FAMILIES = ("qwen2_audio",)
 """Families whose examples have clips in place of images."""
 

@@ -115,7 +115,7 @@ def _model_of(cut: Cut) -> MLLM:
 def _examples_of(cut: Cut) -> list[LoadedExample]:
     case = cut.case
     drawn = draw_examples(case.num_examples, case.seed, case.contents, "sum" if cut.enters_again else case.readers)
-    return [with_patches(example, case.seed) for example in drawn] if cut.tower else drawn
+    return [with_patches(example, case.seed, cut.tower) for example in drawn] if cut.tower else drawn
 
 
 def _decided(cut: Cut, model: MLLM, mesh: Mesh) -> Iterator[tuple[Decision, BatchLengths, list[LoadedExample]]]:

@@ -85,12 +85,15 @@ def tower_module(family: str, frozen: Sequence[str]) -> ModalityModule:
     return module
 
 
-def with_patches(example: LoadedExample, seed: int) -> LoadedExample:
-    """The example with images of twice as many rows and columns of patches, as blocks of 2 x 2 of them are joined."""
+def with_patches(example: LoadedExample, seed: int, family: str) -> LoadedExample:
+    """The example with images of twice as many rows and columns of patches, as blocks of 2 x 2 of them are joined.
+
+    Towers of whole models get videos: items of one to three frames.
+    """
     rng = np.random.default_rng((seed, len(example.sequence.tokens)))
     media = []
     for phase, item in zip(example.sequence.media, example.media, strict=True):
-        size = 2 * item.size
+        size = np.insert(2 * item.size, 0, rng.integers(1, 4)) if family.startswith("whole") else 2 * item.size
         values = rng.standard_normal((size.prod(), ROW_DIM)).astype(np.float32)
         media.append(Media(values, size) if phase == "image" else item)
     return replace(example, media=tuple(media))

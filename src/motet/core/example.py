@@ -21,8 +21,9 @@ class TokenSequence:
     targets:         bool [num_tokens], True for the tokens of an answer: loss is taken on predicting them.
     media:           the phase of each placeholder, in order of appearance: ("image", "audio").
     media_positions: int64 [num_items], the index of each item's placeholder in `tokens`; ascending.
-    grids:           int64 [num_items, 2], rows and columns of the raster that an item's rows in the sequence are, for a
-                     backbone whose positions are those of a grid; None for all others.
+    grids:           int64 [num_items, 4], frames, rows and columns of the raster that an item's rows in the sequence
+                     are, and the step of its frames (`core/grid_positions.py`), for a backbone whose positions are
+                     those of a grid; None for all others.
 
     Example:
         An image between two tokens of a question, then an answer of one token:
@@ -88,7 +89,8 @@ class Media:
     """One decoded and transformed item, ready for its encoder.
 
     values: float32 [num_rows, row_dim]: patches, or mel frames.
-    size:   int64 [size_dim]: (patch rows, patch columns) of an image, (frames,) of a clip; size_dim is fixed by phase.
+    size:   int64 [size_dim]: (patch rows, patch columns) of an image, (frames,) of a clip, or, where videos are read,
+            (frames, patch rows, patch columns) of both; size_dim is fixed by phase.
     pixels: what `values` were made of, if they are pixels of 8 bits: these are less to send.
     patches: the bytes themselves, uint8 [num_rows, num_channels * area], as long as `values` are what they make: an
              item then goes to another process as bytes, a fourth of its values or less, and is made of them there.

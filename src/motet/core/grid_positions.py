@@ -2,17 +2,28 @@
 
 A token of text has the same position on all three axes, one more than the largest before it. The rows of an image are a
 grid that begins there: all at one time, each in its row and its column. So the text behind an image of 4 x 6 rows goes
-on 6 further, and not 24.
+on 6 further, and not 24. The frames of a video are such grids, each at its time; the text behind goes on from the
+longer side of a frame as well, however late the last frame is, as transformers has it.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from motet.core.arrays import Int64Array
+from motet.core.arrays import Float32Array, Int64Array
 
 NUM_AXES = 3
 """Time, row, column."""
+GRID_DIM = 4
+"""Of an item: frames, rows, columns, and the time between two frames (`step_bits`)."""
+
+
+def step_bits(steps: Float32Array) -> Int64Array:
+    """The positions between two frames of each item, float32 [n], as what a grid holds: their bits, int64 [n].
+
+    Positions are rounded as transformers rounds them, so a step must come to all ranks in its very bits.
+    """
+    return np.ascontiguousarray(steps, dtype=np.float32).view(np.int32).astype(np.int64)
 
 
 def grid_positions(
@@ -23,23 +34,29 @@ def grid_positions(
     text_lengths: int64 [num_sequences], tokens of each sequence, of which an item has one.
     placeholders: int64 [num_items], the place of each item's token among all tokens; ascending.
     num_rows:     int64 [num_tokens], the packed rows of each token.
-    grids:        int64 [num_items, 2], rows and columns of each item.
+    grids:        int64 [num_items, 4], frames, rows and columns of each item, and the step of its frames (`step_bits`).
     Raises ValueError where an item has another number of rows than its grid. O(num_packed_rows).
 
     Example:
         A token, an image of 2 x 2 rows, a token:
-        >>> grid_positions(np.array([3]), np.array([1]), np.array([1, 4, 1]), np.array([[2, 2]])).tolist()
+        >>> grids = np.array([[1, 2, 2, 0]])
+        >>> grid_positions(np.array([3]), np.array([1]), np.array([1, 4, 1]), grids).tolist()
         [[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]]
     """
-    if not np.array_equal(num_rows[placeholders], grids.prod(axis=1)):
+    if not np.array_equal(num_rows[placeholders], grids[:, :3].prod(axis=1)):
         raise ValueError(f"items of {num_rows[placeholders].tolist()} rows have the grids {grids.tolist()}")
-    advance, width = np.ones_like(num_rows), np.ones_like(num_rows)
-    advance[placeholders], width[placeholders] = grids.max(axis=1, initial=0), grids[:, 1]
+    advance, width, area = (np.ones_like(num_rows) for _ in range(3))
+    step = np.zeros(len(num_rows), dtype=np.float32)
+    advance[placeholders], width[placeholders] = grids[:, 1:3].max(axis=1, initial=0), grids[:, 2]
+    area[placeholders] = grids[:, 1] * grids[:, 2]
+    step[placeholders] = grids[:, 3].astype(np.int32).view(np.float32)
     before = np.cumsum(advance) - advance
     first_tokens = np.cumsum(text_lengths) - text_lengths
     has_tokens = text_lengths > 0
     begin = before - np.repeat(before[first_tokens[has_tokens]], text_lengths[has_tokens])
     token = np.repeat(np.arange(len(num_rows)), num_rows)
     inside = np.arange(len(token)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
+    frame, inside = np.divmod(inside, area[token])
     row, column = np.divmod(inside, width[token])
-    return np.stack([begin[token], begin[token] + row, begin[token] + column]).astype(np.int64)
+    time = (frame.astype(np.float32) * step[token]).astype(np.int64)
+    return np.stack([begin[token] + time, begin[token] + row, begin[token] + column]).astype(np.int64)

@@ -20,6 +20,8 @@ class ItemSegments:
 
     length:  int64 [num_segments], item by item.
     offsets: int64 [num_items + 1], ascending from 0: item i has the segments offsets[i] ... offsets[i + 1] - 1.
+    frames:  int64 [num_items], the equally many rows of each of which see no others even in layers that attend over
+             whole items (`Attention.whole`); None: each item is one.
     Raises ArgumentError for offsets that are not these.
 
     Example:
@@ -31,6 +33,7 @@ class ItemSegments:
 
     length: Int64Array
     offsets: Int64Array
+    frames: Int64Array | None = None
 
     def __post_init__(self) -> None:
         ends = self.offsets
@@ -44,9 +47,9 @@ class ItemSegments:
         return cls.counted(np.concatenate([np.zeros(0, np.int64), *columns]), np.array([len(each) for each in columns]))
 
     @classmethod
-    def counted(cls, length: Int64Array, counts: Int64Array) -> ItemSegments:
+    def counted(cls, length: Int64Array, counts: Int64Array, frames: Int64Array | None = None) -> ItemSegments:
         """From all segments, item by item, and the number of segments of each item, int64 [num_items]."""
-        return cls(length, np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)]))
+        return cls(length, np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)]), frames)
 
     @classmethod
     def whole(cls, length: Int64Array) -> ItemSegments:
@@ -66,8 +69,13 @@ class ItemSegments:
     @classmethod
     def joined(cls, parts: Sequence[ItemSegments]) -> ItemSegments:
         """The items of all parts, one part after the other."""
+        frames = None
+        if any(part.frames is not None for part in parts):
+            frames = np.concatenate(
+                [np.ones_like(part.counts) if part.frames is None else part.frames for part in parts]
+            )
         return cls.counted(
-            np.concatenate([part.length for part in parts]), np.concatenate([part.counts for part in parts])
+            np.concatenate([part.length for part in parts]), np.concatenate([part.counts for part in parts]), frames
         )
 
     @property
@@ -82,16 +90,19 @@ class ItemSegments:
 
     @property
     def pattern(self) -> Int64Array:
-        """A number for each item, int64 [num_items]: equal for items with equal segments, in their order."""
+        """A number for each item, int64 [num_items]: equal for items with equal segments and frames, in their order."""
         known: dict[bytes, int] = {}
         parts = np.split(self.length, self.offsets[1:-1]) if self.num_items else []
-        return np.array([known.setdefault(part.tobytes(), len(known)) for part in parts], dtype=np.int64)
+        frames = np.ones(len(parts), dtype=np.int64) if self.frames is None else self.frames
+        keys = [part.tobytes() + count.tobytes() for part, count in zip(parts, frames)]
+        return np.array([known.setdefault(key, len(known)) for key in keys], dtype=np.int64)
 
     def take(self, items: Int64Array) -> ItemSegments:
         """The given items, int64 [n], in this order. O(n + segments taken)."""
         counts = self.counts[items]
         first = self.offsets[items] - (np.cumsum(counts) - counts)
-        return self.counted(self.length[np.arange(counts.sum()) + np.repeat(first, counts)], counts)
+        frames = None if self.frames is None else self.frames[items]
+        return self.counted(self.length[np.arange(counts.sum()) + np.repeat(first, counts)], counts, frames)
 
     def summed(self, amount: Int64Array) -> Int64Array:
         """The sum of each item's segments, [num_items]. amount: int64 [num_segments], or Python's own integers.

@@ -1,4 +1,4 @@
-"""The modalities that manifests may hold: images, clips, and those of the user's own.
+"""The modalities that manifests may hold: images, clips, videos, and those of the user's own.
 
 An own modality is a Python file with four things (docs/media.md):
 
@@ -22,7 +22,7 @@ from typing import IO, Any
 from motet.core.errors import UserError
 from motet.core.own_file import import_file
 
-IMAGE, AUDIO = "image", "audio"
+IMAGE, AUDIO, VIDEO = "image", "audio", "video"
 MAX_KINDS = 63
 """An index stores positions among the modalities in 6 bits."""
 
@@ -64,7 +64,7 @@ def own_modalities() -> tuple[OwnModality, ...]:
 
 def modalities() -> tuple[str, ...]:
     """The names of all modalities; a modality keeps its position."""
-    return (IMAGE, AUDIO, *_OWN)
+    return (IMAGE, AUDIO, VIDEO, *_OWN)
 
 
 def find_own(name: str) -> OwnModality | None:

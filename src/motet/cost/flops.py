@@ -313,7 +313,8 @@ def pairs_of_items(attention: Attention, rows: Int64Array, segments: ItemSegment
     if segments is None:
         return pairs_of(attention, rows)
     if attention.whole:
-        return pairs_of(attention, segments.summed(rows))
+        frames = np.ones_like(segments.counts) if segments.frames is None else segments.frames
+        return frames * pairs_of(attention, segments.summed(rows) // frames)
     return segments.summed(pairs_of(attention, rows))
 
 

@@ -11,7 +11,7 @@ longest item, since operations grow with length.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -104,7 +104,7 @@ def _flops(layers: Mapping[Layer, LikeOperations], items: ItemLengths, num_targe
     # Half of the range, as `_in_units` adds half a unit.
     if most_parts * int(_summed(layers, longest, None, most_targets)[0]) > INT64_MAX // 2:
         lengths, num_targets = lengths.astype(object), num_targets.astype(object)
-        segments = segments and ItemSegments(segments.length.astype(object), segments.offsets)
+        segments = segments and replace(segments, length=segments.length.astype(object))
     return _summed(layers, lengths, segments, num_targets)
 
 

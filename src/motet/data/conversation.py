@@ -3,8 +3,9 @@
     {"conversations": [{"from": "human", "value": "<image> What is it?"}, {"from": "gpt", "value": "A cat."}],
      "image": "a.png"}
 
-- `image`/`images` and `audio`/`audios` name one file or a list of files. `<image>` and `<audio>`, anywhere in the text,
-  stand for the next file of their kind; and so with the name of a modality of the user's own.
+- `image`/`images`, `audio`/`audios` and `video`/`videos` name one file or a list of files. `<image>`, `<audio>` and
+  `<video>`, anywhere in the text, stand for the next file of their kind; and so with the name of a modality of the
+  user's own.
 - `messages` with `role` and `content` is the same in OpenAI's words. A content may be a list of typed parts
   (`data/parts.py`), which name their own media or take those of the record.
 - `system` is one more turn in front.
@@ -30,7 +31,7 @@ import motet.core.text_files
 from motet.core.errors import UserError
 from motet.core.modalities import modalities
 from motet.data.alpaca import instruction_turns, is_instruction
-from motet.data.media import AUDIO, IMAGE
+from motet.data.media import IMAGE
 from motet.data.media_names import DATA_URL_HEAD, media_name
 from motet.data.parts import TEXTS_FIELD, TypedPart, interleaved, typed_parts
 from motet.data.record_fields import (
@@ -196,7 +197,8 @@ def parse_conversation(record: dict[str, Any], where: str) -> Conversation:
 def media_names(record: dict[str, Any], where: str) -> dict[str, list[str] | None]:
     """Modality -> files that the record names; None if it has no such field. Raises UserError naming `where`."""
     if is_given(record.get(TEXTS_FIELD)) and not any(is_given(record.get(field)) for field in TURN_FIELDS):
-        return {IMAGE: [], AUDIO: _names(record, media_fields()[AUDIO], where)}
+        others = {modality: fields for modality, fields in media_fields().items() if modality != IMAGE}
+        return {IMAGE: []} | {modality: _names(record, fields, where) for modality, fields in others.items()}
     return {modality: _names(record, fields, where) for modality, fields in media_fields().items()}
 
 
@@ -268,7 +270,7 @@ def _parse_turn(turn: object, where: str) -> tuple[Turn, tuple[str | None, ...]]
         if name not in turn:
             raise UserError(f"{where}: has no field '{name}'; a turn must have '{style[0]}' and '{style[1]}'")
         if not isinstance(turn[name], str) and not (name == "content" and isinstance(turn[name], list)):
-            parts = "; write the text with <image> and <audio> in it" if isinstance(turn[name], list) else ""
+            parts = "; write the text with <image>, <audio> and <video> in it" if isinstance(turn[name], list) else ""
             raise UserError(f"{where}: '{name}' is {kind_of(turn[name])}, but must be text{parts}")
     if turn[style[0]] not in _ROLES:
         raise UserError(f"{where}: '{style[0]}' is '{turn[style[0]][:40]}', but must be one of {', '.join(_ROLES)}")
@@ -341,8 +343,10 @@ def _checked_text(text: str, where: str) -> str:
         raise UserError(f"{where}: holds bytes in place of text; write the column as text")
     for match in _OTHER_PLACEHOLDER.finditer(text):
         if not _placeholder_pattern().fullmatch(match.group()):
-            why = "videos are not trained yet" if "video" in match.group().lower() else "it stands for no file"
-            raise UserError(f"{where}: holds '{match.group()}', but {why}; media are written <image> and <audio>")
+            raise UserError(
+                f"{where}: holds '{match.group()}', but it stands for no file; media are written <image>, <audio> and "
+                "<video>"
+            )
     return text
 
 

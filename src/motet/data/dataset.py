@@ -18,6 +18,7 @@ import numpy as np
 from motet.core.arrays import BoolArray, IndexArray, Int32Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
+from motet.core.grid_positions import GRID_DIM, NUM_AXES
 from motet.core.item_segments import ItemSegments
 from motet.core.modalities import modalities as all_modalities
 from motet.core.readers import Combine, combine_error
@@ -31,7 +32,7 @@ from motet.data.index_entries import TextEncoder
 from motet.data.index_lock import IndexProgress
 from motet.data.left_out import MAX_NAMED, LeftOut, LeftOutExample, describe_left_out
 from motet.data.media import IN_ANSWER, MediaRef
-from motet.data.transforms import Transform
+from motet.data.transforms import Transform, kinds_of
 from motet.data.truncation import Truncated, num_kept_tokens, truncated
 
 _SCAN_EXAMPLES = 1 << 16
@@ -48,8 +49,8 @@ class Modality:
     lengths:    how much of each item the encoder computes on.
     segments:   the segments of each item; None: each item is one.
     is_made:    a generator learns to make its items, which are those of answers; encoders do not read them then.
-    grids:      rows and columns of each item's rows in the sequence, int64 [n, 2], where the backbone's positions are
-                those of a grid; None where they are not.
+    grids:      frames, rows and columns of each item's rows in the sequence, int64 [n, 3], where the backbone's
+                positions are those of a grid; None where they are not.
     """
 
     transform: Transform
@@ -277,11 +278,13 @@ class Dataset:
         if not any(modality.grids for modality in self._modalities.values()):
             return tokens
         raws = [ref.raw for ref in self.media_refs(example_id) for _ in self.readers_of(ref)]
-        grids = np.zeros((len(tokens.media), 2), dtype=np.int64)
+        grids = np.zeros((len(tokens.media), GRID_DIM), dtype=np.int64)
         for number, (phase, raw) in enumerate(zip(tokens.media, raws)):
             modality = self._modalities[phase]
             assert modality.grids is not None, "a phase whose rows have no grid beside one whose rows have"
-            grids[number] = modality.grids(modality.transform.sizes(np.array([raw], dtype=np.int64)))[0]
+            header, steps = np.array([raw], dtype=np.int64), getattr(modality.transform, "time_steps", None)
+            grids[number, :NUM_AXES] = modality.grids(modality.transform.sizes(header))[0]
+            grids[number, NUM_AXES:] = 0 if steps is None else steps(header)
         return replace(tokens, grids=grids)
 
     def _numbers(self, example_ids: Int64Array) -> Int64Array:
@@ -332,13 +335,12 @@ class Dataset:
 
     def _of_phase(self, columns: ExampleLengths, modality: Modality) -> IndexArray:
         """The items that a modality reads, or makes, [n] indexes into the items of `columns`."""
-        kind = modality.transform.modality
-        code = all_modalities().index(kind)
-        if modality.is_made:
-            return np.flatnonzero(columns.modality == code + IN_ANSWER)
-        if kind in self._makers:
-            return np.flatnonzero(columns.modality == code)
-        return np.flatnonzero(columns.modality % IN_ANSWER == code)
+        codes = []
+        for kind in kinds_of(modality.transform):
+            code = all_modalities().index(kind)
+            codes += [] if modality.is_made else [code]
+            codes += [code + IN_ANSWER] if modality.is_made or kind not in self._makers else []
+        return np.flatnonzero(np.isin(columns.modality, codes))
 
     def is_added(self, phase: str) -> bool:
         """Whether the rows of a phase are added to those of the first phase that reads the same items."""
@@ -494,11 +496,11 @@ class Dataset:
 def _readers(modalities: Mapping[str, Modality], combine: Mapping[str, Combine]) -> dict[str, tuple[str, ...]]:
     readers: dict[str, tuple[str, ...]] = {}
     for name, modality in modalities.items():
-        kind = modality.transform.modality
-        if kind not in all_modalities():
-            held = " and ".join(all_modalities())
-            raise UserError(f"encoder {name} reads '{kind}', but manifests hold only {held}")
-        readers[kind] = (*readers.get(kind, ()), name)
+        for kind in kinds_of(modality.transform):
+            if kind not in all_modalities():
+                held = " and ".join(all_modalities())
+                raise UserError(f"encoder {name} reads '{kind}', but manifests hold only {held}")
+            readers[kind] = (*readers.get(kind, ()), name)
     if wrong := combine_error(readers, combine):
         raise UserError(f"{wrong}.")
     return readers

@@ -11,9 +11,11 @@ from typing import Any
 
 from motet.core.errors import UserError
 from motet.core.example import Media
-from motet.data.media import IMAGE, BadMedia, MediaRef, amount_of, failure_reason
+from motet.core.modalities import AUDIO, IMAGE, VIDEO
+from motet.data.media import BadMedia, MediaRef, failure_reason
 from motet.data.ray_actors import RayCluster
 from motet.data.transforms import Transform, load_media
+from motet.data.videos import amount_of
 from motet.data.workers import WorkerDied, WorkerPool
 
 
@@ -53,7 +55,7 @@ class Decoder:
     ) -> list[Future[Media | BadMedia]]:
         """Start loading; a future for each item and each of its readers, in order.
 
-        Workers get the items that take longest first, by pixels or samples, so that they end together.
+        Workers get the items that take longest first, by pixels (of all frames) or samples, so that they end together.
         readers: of each item, the names of the encoders that read it; by default one, named after the item's modality.
         """
         if readers is None:
@@ -103,12 +105,12 @@ class Decoder:
         self._pool.__exit__(kind, *rest)
 
 
-_S_PER_PIXEL, _S_PER_SAMPLE = 3e-8, 1e-8
-"""About what images and clips take; only which item takes longer counts."""
+_S_PER_UNIT = {IMAGE: 3e-8, AUDIO: 1e-8, VIDEO: 5e-9}
+"""About what a pixel or a sample takes; only which item takes longer counts."""
 
 
 def _seconds(ref: MediaRef) -> float:
-    return amount_of(ref) * (_S_PER_PIXEL if ref.modality == IMAGE else _S_PER_SAMPLE)
+    return amount_of(ref) * _S_PER_UNIT.get(ref.modality, _S_PER_UNIT[AUDIO])
 
 
 class _Loader:

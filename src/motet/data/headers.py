@@ -1,6 +1,7 @@
-"""The headers of images and clips: their sizes, and whether their files can be used, before memory is allocated.
+"""The headers of images, clips and videos: sizes, and whether files can be used, before memory is allocated.
 
-Pillow reads width and height, and soundfile samples and sampling rate; nothing is decoded. An index is built from
+Pillow reads width and height, soundfile samples and sampling rate, and PyAV what `data/videos.py` says; nothing is
+decoded. An index is built from
 `read_header`. Transforms open files through the same checks, so that a file that changed since is refused in the same
 words.
 """
@@ -13,10 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
 
-from motet.core.modalities import find_own
+from motet.core.modalities import VIDEO, find_own
 from motet.data.media import IMAGE, MediaRef, Unusable, raise_bad_media
 from motet.data.mp3 import count_samples
 from motet.data.own_items import read_own_header
+from motet.data.videos import read_video_header
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -47,13 +49,16 @@ _OGG_LAST_PAGE = 4
 
 
 def read_header(ref: MediaRef) -> tuple[int, int]:
-    """(width, height) of an image after its EXIF turn, (samples, sampling rate) of a clip, (rows, 0) of an own item.
+    """(width, height) of an image after its EXIF turn, (samples, sampling rate) of a clip, (rows, 0) of an own item;
+    `VideoHeader.raw` of a video.
 
     Raises BadMedia.
     """
     with raise_bad_media(ref):
         if own := find_own(ref.modality):
             return read_own_header(own, ref)
+        if ref.modality == VIDEO:
+            return read_video_header(ref)
         if ref.modality == IMAGE:
             with open_image(ref) as image:
                 return turned_size(image)

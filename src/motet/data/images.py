@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from motet.core.arrays import BoolArray, Float32Array, Int64Array
+from motet.core.arrays import BoolArray, Float32Array, Int64Array, UInt8Array
 from motet.core.example import Media, Pixels
 from motet.data.bounds import check_attributes
 from motet.data.headers import open_image, orientation, turned_size
@@ -182,7 +182,11 @@ class ImageTransform:
         width, height = self.pixels(np.array([raw], dtype=np.int64))[0].tolist()
         return width, height
 
-    def _rows(self, image: Image.Image, target: tuple[int, int]) -> Media:
+    def patches_of(self, image: Image.Image) -> UInt8Array:
+        """The bytes of an image's rows, uint8 [num_patches, channels * patch_size**2], in the order (channel, y, x)."""
+        return self._patches(image, self._target(image.size))
+
+    def _patches(self, image: Image.Image, target: tuple[int, int]) -> UInt8Array:
         image = self._resized(plain_image(image, "L" if self.channels == 1 else "RGB"), target)
         width, height = target
         patch, merge = self.patch_size, self.merge_size
@@ -190,10 +194,12 @@ class ImageTransform:
         pixels = np.asarray(image).reshape(rows // merge, merge, patch, columns // merge, merge, patch, self.channels)
         # Transposing bytes before the conversion to floats takes a quarter of the memory traffic.
         ordered = np.ascontiguousarray(pixels.transpose(0, 3, 1, 4, 6, 2, 5))
-        patches = ordered.reshape(rows * columns, self.channels * patch * patch)
-        pixels_of_rows = self._pixels()
-        values = pixels_of_rows.rows(patches)
-        return Media(values, np.array([rows, columns], dtype=np.int64), pixels_of_rows, patches)
+        return ordered.reshape(rows * columns, self.channels * patch * patch)
+
+    def _rows(self, image: Image.Image, target: tuple[int, int]) -> Media:
+        patches, (width, height), pixels_of_rows = self._patches(image, target), target, self._pixels()
+        size = np.array([height // self.patch_size, width // self.patch_size], dtype=np.int64)
+        return Media(pixels_of_rows.rows(patches), size, pixels_of_rows, patches)
 
     def _resized(self, image: Image.Image, target: tuple[int, int]) -> Image.Image:
         """The image in the size (width, height)."""

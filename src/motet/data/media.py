@@ -1,4 +1,4 @@
-"""References to the bytes of images and clips, and the reasons why one cannot be used.
+"""References to the bytes of images, clips and videos, and the reasons why one cannot be used.
 
 The bytes are a file, or a slice of a tar shard that is read in place. Those that a record itself holds (base64, columns
 of bytes, compressed shards) are copied into the index, and are slices of its file of rows.
@@ -15,7 +15,7 @@ from typing import IO
 
 from motet.core.errors import UserError
 from motet.core.files import FileSlice, IrregularFile, open_regular, printable
-from motet.core.modalities import AUDIO, IMAGE, own_modalities
+from motet.core.modalities import AUDIO, IMAGE, VIDEO, own_modalities
 from motet.data.copies import Copies
 from motet.data.remote import is_url, path_of
 
@@ -24,6 +24,7 @@ IN_ANSWER = 64
 
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 _AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3")
+_VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ogv", ".flv", ".wmv", ".3gp")
 
 
 IN_RECORD = ", held by the record"
@@ -54,8 +55,8 @@ class MediaRef:
     offset, num_bytes: the slice of the shard; num_bytes is -1 for an own file.
     data:   the bytes of an item that its record holds, until they are in the index.
     copies: where the local copy of a URL is; None for a path.
-    raw:    (width, height) in pixels, (samples, sampling rate), or (rows, 0) of an own modality, from the header when
-            the index was built; None if not known yet.
+    raw:    (width, height) in pixels, (samples, sampling rate), `VideoHeader.raw`, or (rows, 0) of an own modality,
+            from the header when the index was built; None if not known yet.
     in_answer: it stands in a turn of the assistant (not in a document), so that a generator can learn to make it.
     """
 
@@ -96,6 +97,8 @@ def modality_of(name: str) -> str | None:
         return IMAGE
     if suffix in _AUDIO_SUFFIXES:
         return AUDIO
+    if suffix in _VIDEO_SUFFIXES:
+        return VIDEO
     return next((own.name for own in own_modalities() if suffix in own.suffixes), None)
 
 
@@ -104,13 +107,6 @@ def codec_of(ref: MediaRef) -> str:
     name = ref.member or ref.path
     suffix = (path_of(name) if is_url(name) else Path(name)).suffix.lower()
     return ".jpg" if suffix == ".jpeg" else suffix
-
-
-def amount_of(ref: MediaRef) -> int:
-    """The pixels of an image, the samples of a clip, or the rows of an own item, by its header; 0: not known yet."""
-    if ref.raw is None:
-        return 0
-    return ref.raw[0] * ref.raw[1] if ref.modality == IMAGE else ref.raw[0]
 
 
 @contextmanager

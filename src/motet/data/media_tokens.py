@@ -22,14 +22,14 @@ from motet.core.errors import UserError
 from motet.core.modalities import modalities
 from motet.data.chat_template import ChatTemplate
 from motet.data.conversation import TEXT, placeholder
-from motet.data.media import AUDIO, IMAGE
+from motet.data.media import AUDIO, IMAGE, VIDEO
 
 _AS_WRITTEN = {
     "LlavaProcessor": {IMAGE: "<image>"},
     "LlavaNextProcessor": {IMAGE: "<image>"},
     "LlavaOnevisionProcessor": {IMAGE: "<image>"},
-    "Qwen2VLProcessor": {IMAGE: "<|image_pad|>"},
-    "Qwen2_5_VLProcessor": {IMAGE: "<|image_pad|>"},
+    "Qwen2VLProcessor": {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>"},
+    "Qwen2_5_VLProcessor": {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>"},
     "Qwen3VLProcessor": {IMAGE: "<|image_pad|>"},
     "Qwen2AudioProcessor": {AUDIO: "<|AUDIO|>"},
     "Qwen2_5OmniProcessor": {IMAGE: "<|IMAGE|>", AUDIO: "<|AUDIO|>"},
@@ -122,7 +122,7 @@ def reserved_tokens(template: ChatTemplate, tokens: Iterable[str], names: TokenN
     contents = {role: [{"type": TEXT, TEXT: role}] if role in template.roles_in_parts else role for role in _ROLES}
     turns = [{"role": role, "content": content} for role, content in contents.items()]
     rendered = [template.try_messages(turns[start:], generation_prompt=True) for start in (0, 1)]
-    rendered += [template.try_messages(_one_turn(template, {"type": kind})) for kind in (*modalities(), "video")]
+    rendered += [template.try_messages(_one_turn(template, {"type": kind})) for kind in modalities()]
     written = {token for text in rendered if text for token in _occurrences(text, tokens)}
     return written | {token for token in names.special.values() if token in tokens and not token.isspace()}
 

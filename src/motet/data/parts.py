@@ -12,12 +12,13 @@ from typing import Any
 
 from motet.core.errors import UserError
 from motet.core.modalities import own_modalities
-from motet.data.media import AUDIO, IMAGE
+from motet.data.media import AUDIO, IMAGE, VIDEO
 from motet.data.media_names import DATA_URL, DATA_URL_HEAD, media_name
 from motet.data.record_fields import kind_of
 
 _TEXT = "text"
 _TYPES = {_TEXT: _TEXT, "image": IMAGE, "image_url": IMAGE, "audio": AUDIO, "audio_url": AUDIO, "input_audio": AUDIO}
+_TYPES |= {"video": VIDEO, "video_url": VIDEO}
 """The types of parts, but those of own modalities, which have the modality's name."""
 _ANY = ("path", "url", "base64")
 """Where transformers looks for the item of a part of any type."""
@@ -73,8 +74,7 @@ def _typed_part(part: object, where: str) -> TypedPart:
     types = _TYPES | {own.name: own.name for own in own_modalities()}
     named = part.get("type", next((name for name in types if name in part), None))
     if named not in types:
-        why = "videos are not trained yet" if "video" in str(named) else f"must be one of {', '.join(types)}"
-        raise UserError(f"{where}: its type is {kind_of(named)}, but {why}")
+        raise UserError(f"{where}: its type is {kind_of(named)}, but must be one of {', '.join(types)}")
     kind = types[named]
     allowed = (_TEXT,) if kind == _TEXT else (*(name for name, of in types.items() if of == kind), *_ANY)
     for name in part:

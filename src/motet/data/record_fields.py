@@ -29,7 +29,6 @@ _READ = (
 _REFUSED = {
     name: reason
     for reason, names in (
-        ("videos are not trained yet", "video videos"),
         ("tools are named 'tools', and calls are turns", "tool functions function_call tool_calls parallel_tool_calls"),
         (
             "answers are learned, not compared or judged",
@@ -48,7 +47,7 @@ _REFUSED = {
     )
     for name in names.split()
 }
-_OTHER_MEDIA = re.compile(r"(?:image|img|picture|audio)s?_(?:path|url|uri|file|filename|bytes|base64)s?")
+_OTHER_MEDIA = re.compile(r"(?:image|img|picture|audio|video)s?_(?:path|url|uri|file|filename|bytes|base64)s?")
 _MIN_SIMILARITY = 0.85
 
 
@@ -59,7 +58,18 @@ def media_fields() -> dict[str, tuple[str, str]]:
 
 def taken_fields() -> set[str]:
     """Fields that are read, or refused for what they mean elsewhere: no modality may have their name."""
-    others = ("image_url", "audio_url", "input_audio", "path", "url", "base64", "type", "metadata", "texts")
+    others = (
+        "image_url",
+        "audio_url",
+        "input_audio",
+        "video_url",
+        "path",
+        "url",
+        "base64",
+        "type",
+        "metadata",
+        "texts",
+    )
     return {*_READ, *_REFUSED, TEXT_FIELD, *others}
 
 
@@ -96,8 +106,8 @@ def check_names_no_media(record: dict[str, Any], where: str) -> None:
     for name, value in record.items():
         if _OTHER_MEDIA.fullmatch(name) and is_given(value):
             raise UserError(
-                f"{where}: has a field '{name}', but no <image> or <audio> in its text; name media in 'image' or "
-                "'audio' and put a placeholder where each stands, or remove the field"
+                f"{where}: has a field '{name}', but no <image>, <audio> or <video> in its text; name media in "
+                "'image', 'audio' or 'video' and put a placeholder where each stands, or remove the field"
             )
 
 

@@ -13,18 +13,19 @@ from motet.data.audio import AudioTransform
 from motet.data.images import ImageTransform
 from motet.data.media import MediaRef, Unusable, raise_bad_media
 
-__all__ = ["AudioTransform", "ImageTransform", "Transform", "load_media"]
+__all__ = ["AudioTransform", "ImageTransform", "Transform", "kinds_of", "load_media"]
 
 
 class Transform(Protocol):
     """A transform of one modality; picklable, and importable in a worker process (not defined in a script).
 
-    raw: int64 [n, 2], from headers: (width, height) of images, (samples, sampling rate) of clips, (rows, 0) of own
-    items.
+    raw: int64 [n, 2], from headers: (width, height) of images, (samples, sampling rate) of clips, `VideoHeader.raw` of
+    videos, (rows, 0) of own items.
     Where several encoders read an item, transforms that have `decode(ref)`, `rows_of(decoded)` and an equal `decoding`
     share what is decoded; others decode it once more. A transform that has `most_items` leaves out examples with more
-    items of its kind, as its model prepares them otherwise. Of one that has `picture(values, size)`, which gives an
-    image of Pillow's, the report shows what generators make.
+    items of its kind, as its model prepares them otherwise. One that has `also` takes items of these modalities, too,
+    for the same encoder; with `time_steps(raw)` it says how far apart their frames are (`core/grid_positions.py`). Of
+    one that has `picture(values, size)`, which gives an image of Pillow's, the report shows what generators make.
 
     Example:
         >>> transform: Transform = ImageTransform(patch_size=16)
@@ -47,6 +48,11 @@ class Transform(Protocol):
 
     def load(self, ref: MediaRef) -> Media:
         """Decode and transform a file; raises any Exception if it is missing or damaged."""
+
+
+def kinds_of(transform: Transform) -> tuple[str, ...]:
+    """The modalities of the items that a transform takes, its own first."""
+    return (transform.modality, *getattr(transform, "also", ()))
 
 
 def load_media(ref: MediaRef, transform: Transform, decoded: dict[Hashable, Any] | None = None) -> Media:

@@ -13,15 +13,16 @@ from numpy.typing import NDArray
 
 from motet.core.arrays import Int64Array, UInt8Array
 from motet.core.example import Media, Pixels, TokenSequence
+from motet.core.grid_positions import GRID_DIM
 
 T = TypeVar("T", int, Int64Array)
 
 
 def example_bytes(num_text_tokens: Int64Array, num_items: Int64Array) -> Int64Array:
-    """Bytes of each sequence: tokens int64, targets one byte each, positions of placeholders int64, and as much for
-    grids of items, rows and columns int32.
+    """Bytes of each sequence: tokens int64, targets one byte each, positions of placeholders int64, and grids of items,
+    int32 [GRID_DIM].
     """
-    return 8 * num_text_tokens + _up_to_8(num_text_tokens) + 16 * num_items
+    return 8 * num_text_tokens + _up_to_8(num_text_tokens) + (8 + 4 * GRID_DIM) * num_items
 
 
 def write_example(sequence: TokenSequence, into: UInt8Array) -> None:
@@ -31,7 +32,7 @@ def write_example(sequence: TokenSequence, into: UInt8Array) -> None:
     into[:start] = _as_bytes(sequence.tokens, np.int64)
     into[start : start + num_tokens] = _as_bytes(sequence.targets, np.bool_)
     num_items = len(sequence.media)
-    grids = np.zeros((num_items, 2)) if sequence.grids is None else sequence.grids
+    grids = np.zeros((num_items, GRID_DIM)) if sequence.grids is None else sequence.grids
     start += _up_to_8(num_tokens)
     into[start : start + 8 * num_items] = _as_bytes(sequence.media_positions, np.int64)
     into[start + 8 * num_items :] = _as_bytes(grids, np.int32)
@@ -41,14 +42,14 @@ def read_example(data: UInt8Array, num_text_tokens: int, media: tuple[str, ...])
     """The sequence that `write_example` wrote, as a view of `data`. media: the phases of its placeholders, in order."""
     start = 8 * num_text_tokens
     items, end = start + _up_to_8(num_text_tokens), start + _up_to_8(num_text_tokens) + 8 * len(media)
-    grids = data[end:].view(np.int32).reshape(-1, 2)
+    grids = data[end:].view(np.int32).reshape(-1, GRID_DIM)
     return TokenSequence(
         tokens=data[:start].view(np.int64),
         targets=data[start : start + num_text_tokens].view(np.bool_),
         media=media,
         media_positions=data[items:end].view(np.int64),
         # No item has a grid without rows.
-        grids=grids.astype(np.int64) if grids.all() and len(grids) else None,
+        grids=grids.astype(np.int64) if grids[:, :3].all() and len(grids) else None,
     )
 
 

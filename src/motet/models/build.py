@@ -19,7 +19,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from motet.core.errors import UserError
-from motet.core.modalities import AUDIO, IMAGE, modalities
+from motet.core.modalities import AUDIO, IMAGE, VIDEO, modalities
 from motet.core.readers import Combine, combine_error
 from motet.core.workload import BACKBONE
 from motet.models.attention import ATTENTION
@@ -39,6 +39,11 @@ from motet.models.module import ModalityModule
 from motet.models.named_weights import weights_named
 from motet.models.projector import ProjectorConfig, build_projector
 from motet.models.stored import stored_tensors, weights_digest
+
+
+def _alone() -> tuple[str, ...]:
+    """The modalities that an encoder may read by itself: videos are read by the encoder of images, in whole models."""
+    return tuple(kind for kind in modalities() if kind != VIDEO)
 
 
 class EncoderConfig(BaseModel):
@@ -87,8 +92,8 @@ class EncoderConfig(BaseModel):
     @field_validator("reads")
     @classmethod
     def _is_a_modality(cls, reads: str | None) -> str | None:
-        if reads is not None and reads not in modalities():
-            raise ValueError(f"it must be {' or '.join(modalities())}, or have a table [modalities.{reads}]")
+        if reads is not None and reads not in _alone():
+            raise ValueError(f"it must be {' or '.join(_alone())}, or have a table [modalities.{reads}]")
         return reads
 
     @model_validator(mode="after")
@@ -256,7 +261,7 @@ class ModelConfig(BaseModel):
                     f"{name!r} cannot name an encoder: take letters, digits and _, and neither {BACKBONE!r} nor the "
                     "name of a method of torch's modules"
                 )
-            if name in modalities() and part.reads not in (None, name):
+            if name in _alone() and part.reads not in (None, name):
                 raise ValueError(f"an encoder named {name!r} reads {name}, not {part.reads}; give it another name")
         return encoders
 

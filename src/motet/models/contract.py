@@ -9,13 +9,15 @@ Any `torch.nn.Module` with the members of `Encoder` can be an encoder. Further m
     lengths(sizes):  int64 [num_items], the lengths that balancing uses. Default: the product of an item's sizes.
     num_inputs(sizes): int64 [num_items], the rows of `values` that each item has. Default: the product of its sizes.
     segments(sizes): `core.item_segments.ItemSegments`, the parts of each item (tiles, frames, windows) beyond which
-                     no row attends; they add up to the item's length. Default: each item is one segment. Layers that
-                     attend over the whole item say so: `Attention(whole=True)`. "packed" encoders only.
+                     no row attends; they add up to the item's length. None, the default: each item is one segment.
+                     Layers that attend over the whole item, or over a whole frame of it, say so:
+                     `Attention(whole=True)`. "packed" encoders only.
     takes:           ImageRows or AudioRows: the contents of its input rows. A recipe's transform must make exactly
                      these. Default: unknown, and the recipe is not checked.
-    grid(sizes):     int64 [num_items, 2], the rows and columns of an item's outputs as a raster, so that a projector
-                     can join neighbours in two dimensions. The attribute is None if the outputs are a sequence.
-                     Default: a sequence; but a recipe whose projector joins rows of images needs the attribute.
+    grid(sizes):     int64 [num_items, 2], the rows and columns of an item's outputs as a raster, or, of videos,
+                     [num_items, 3] with the frames before them, so that a projector can join neighbours in two
+                     dimensions. The attribute is None if the outputs are a sequence. Default: a sequence; but a recipe
+                     whose projector joins rows of images needs the attribute.
     enter(values, sizes), through(hidden, sizes, first, stop), leave(hidden, sizes): the parts of `forward` before the
                      blocks, the blocks first ... stop - 1, and behind the blocks; hidden states are [rows, width]. With
                      them a pipeline can cut the encoder between its blocks, as many as layers() describe. Default: it

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from motet.absent import take_part
 from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError, UserError
+from motet.core.grid_positions import NUM_AXES
 from motet.core.item_segments import ItemSegments
 from motet.core.spec import Module
 from motet.dropout import AFTER, BEFORE, BETWEEN, ENTER, PROJECTOR, arranged, drops_out
@@ -145,7 +146,8 @@ class ModalityModule(nn.Module):
         """The segments of items of which `before` makes several: theirs, or each is one."""
         inner = getattr(self.encoder, "segments", None)
         seen, counts = self._seen(sizes)
-        segments = inner(seen) if inner else ItemSegments.whole(self._seen_lengths(seen))
+        found = inner(seen) if inner else None
+        segments = ItemSegments.whole(self._seen_lengths(seen)) if found is None else found
         return ItemSegments.counted(segments.length, _sums(segments.counts, counts))
 
     def num_tokens(self, sizes: Int64Array) -> Int64Array:
@@ -201,11 +203,12 @@ class ModalityModule(nn.Module):
         return extents
 
     def grids(self, sizes: Int64Array) -> Int64Array:
-        """Rows and columns of the raster that each item's rows in the backbone's sequence are, int64 [num_items, 2].
+        """Frames, rows and columns of the raster that each item's rows in the sequence are, int64 [num_items, 3].
 
         The projector must say `raster`, and there must be no callback behind it.
         """
-        return self.projector.raster(self._projected(self._seen(sizes)[0]))
+        raster = self.projector.raster(self._projected(self._seen(sizes)[0]))
+        return raster if raster.shape[1] == NUM_AXES else np.insert(raster, 0, 1, axis=1)
 
     def layers(self) -> list[LayerModules]:
         """The layers in execution order, on items of `lengths(sizes)`.

@@ -11,7 +11,7 @@ import numpy as np
 from motet.cost.decoding import DecodingCost, DecodingLoad
 from motet.cost.profile import read_profile
 from motet.data.examples import Examples, files_by_codec
-from motet.data.media import amount_of
+from motet.data.videos import amount_of
 from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.sources import training_data
 

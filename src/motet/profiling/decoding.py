@@ -9,7 +9,8 @@ import numpy as np
 from motet.cost.profile import DecodingTimes
 from motet.data.decode import Decoder
 from motet.data.examples import Examples, files_by_codec
-from motet.data.media import BadMedia, MediaRef, amount_of
+from motet.data.media import BadMedia, MediaRef
+from motet.data.videos import amount_of
 
 _NUM_EXAMPLES = 1024
 """So many examples tell a job's media."""

@@ -3,33 +3,40 @@
 import numpy as np
 import pytest
 
-from motet.core.grid_positions import grid_positions
+from motet.core.grid_positions import grid_positions, step_bits
 
 
 def one_by_one(text_length, images):
-    """The positions of one sequence, token by token. images: place of a placeholder -> its grid."""
+    """The positions of one sequence, token by token. images: place of a placeholder -> its grid, and step of frames."""
     found, largest = [], -1
     for place in range(text_length):
         start = largest + 1
-        height, width = images.get(place, (1, 1))
-        found += [(start, start + row, start + column) for row in range(height) for column in range(width)]
-        largest = max(max(each) for each in found)
+        frames, height, width, step = images.get(place, (1, 1, 1, 0.0))
+        times = [int(np.float32(frame) * np.float32(step)) for frame in range(frames)]
+        found += [
+            (start + time, start + row, start + column)
+            for time in times
+            for row in range(height)
+            for column in range(width)
+        ]
+        # However late the last frame is, as transformers has it.
+        largest = start + max(height, width) - 1
     return found
 
 
-def test_text_goes_on_behind_the_longer_side_of_an_image():
+def test_frames_stand_at_their_time_and_text_goes_on_behind_the_longer_side():
     rng = np.random.default_rng(2)
     lengths, placeholders, grids, expected = [], [], [], []
     for length in (5, 1, 0, 9, 4):
         chosen = sorted(rng.choice(length, size=min(length, int(rng.integers(0, 4))), replace=False).tolist())
-        of_sequence = {place: tuple(rng.integers(1, 6, 2).tolist()) for place in chosen}
+        of_sequence = {place: (*rng.integers(1, 6, 3).tolist(), 0.1 * rng.integers(1, 40)) for place in chosen}
         placeholders += [sum(lengths) + place for place in chosen]
-        grids += of_sequence.values()
+        grids += [[*each[:3], *step_bits(np.float32([each[3]]))] for each in of_sequence.values()]
         expected += one_by_one(length, of_sequence)
         lengths.append(length)
     grids = np.array(grids)
     num_rows = np.ones(sum(lengths), dtype=np.int64)
-    num_rows[placeholders] = grids.prod(axis=1)
+    num_rows[placeholders] = grids[:, :3].prod(axis=1)
     assert len(grids) > 3
     found = grid_positions(np.array(lengths), np.array(placeholders), num_rows, grids)
     assert found.T.tolist() == [list(each) for each in expected]

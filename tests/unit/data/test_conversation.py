@@ -43,7 +43,7 @@ def test_messages_say_the_same_as_conversations():
     )
     parts = [{"type": "text", "text": "Hello"}]
     assert complaint({"conversations": [{"from": "human", "value": parts}, GPT]}) == (
-        "turn 1: 'value' is a list, but must be text; write the text with <image> and <audio> in it"
+        "turn 1: 'value' is a list, but must be text; write the text with <image>, <audio> and <video> in it"
     )
     assert complaint({"messages": [{"role": "user"}]}) == (
         "turn 1: has no field 'content'; a turn must have 'role' and 'content'"
@@ -96,8 +96,10 @@ def test_turns_that_are_not_understood(turns, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("<video> What?", "holds '<video>', but videos are not trained yet; media are written <image> and <audio>"),
-        ("</Video> What?", "holds '</Video>', but videos are not trained yet"),
+        (
+            "</Video> What?",
+            "holds '</Video>', but it stands for no file; media are written <image>, <audio> and <video>",
+        ),
         ("<image> and <image_1>", "holds '<image_1>', but it stands for no file"),
         ("<Image>", "holds '<Image>', but it stands for no file"),
         ("<img> What?", "holds '<img>', but it stands for no file"),
@@ -120,8 +122,6 @@ def test_texts_that_only_look_alike():
     ("field", "value", "said"),
     [
         ("functions", [{"name": "f"}], "has a field 'functions': tools are named 'tools', and calls are turns; remove"),
-        ("video", "a.mp4", "has a field 'video': videos are not trained yet"),
-        ("videos", ["a.mp4"], "has a field 'videos': videos are not trained yet"),
         ("rejected_response", "No.", "has a field 'rejected_response': answers are learned, not compared"),
         ("chosen", "Yes.", "has a field 'chosen': answers are learned, not compared"),
         ("label", False, "has a field 'label': answers are learned, not compared"),

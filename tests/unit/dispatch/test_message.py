@@ -15,7 +15,9 @@ def example(num_items, grids):
     return TokenSequence(tokens, targets, ("image",) * num_items, places, grids)
 
 
-@pytest.mark.parametrize(("num_items", "grids"), [(0, None), (2, None), (2, np.array([[2, 3], [4, 1]]))])
+@pytest.mark.parametrize(
+    ("num_items", "grids"), [(0, None), (2, None), (2, np.array([[1, 2, 3, 0], [5, 4, 1, 1 << 30]]))]
+)
 def test_an_example_arrives_with_its_grids(num_items, grids):
     sent = example(num_items, grids)
     into = np.zeros(int(example_bytes(np.array([len(sent.tokens)]), np.array([num_items]))[0]), dtype=np.uint8)
@@ -28,7 +30,7 @@ def test_an_example_arrives_with_its_grids(num_items, grids):
 
 
 def test_sequences_without_items_stand_beside_those_with_grids():
-    with_grids, text = example(1, np.array([[2, 3]])), example(0, None)
+    with_grids, text = example(1, np.array([[1, 2, 3, 0]])), example(0, None)
     packed = pack([text, with_grids], {"image": np.array([6])})
     expected = [[0, 1, 2, 0, 1, 1, 1, 1, 1, 1, 4, 5], [0, 1, 2, 0, 1, 1, 1, 2, 2, 2, 4, 5]]
     assert packed.grid_positions[:2].tolist() == expected
@@ -39,7 +41,7 @@ def test_sequences_without_items_stand_beside_those_with_grids():
 
 
 def test_a_token_of_an_answer_stands_behind_all_before_it():
-    packed = pack([example(0, None), example(1, np.array([[2, 3]]))], {"image": np.array([6])})
+    packed = pack([example(0, None), example(1, np.array([[1, 2, 3, 0]]))], {"image": np.array([6])})
     growing = [_GrowingSequence(*pieces) for pieces in _cut(packed, {})]
     for sequence, token in zip(growing, (7, 8)):
         sequence.add(token, end_token=None)

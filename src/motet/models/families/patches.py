@@ -128,6 +128,11 @@ def item_extents(lengths: Int64Array, shared: SharedAttention | None) -> PackedI
     return PackedItems.from_lengths(lengths) if shared is None else ContextItems(shared, causal=False)
 
 
+def frames_of(sizes: Int64Array) -> Int64Array:
+    """The grid of each frame of packed items, int64 [num_frames, 2]. sizes: int64 [num_items, 3], or 2 of images."""
+    return sizes if sizes.shape[1] == 2 else np.repeat(sizes[:, 1:], sizes[:, 0], axis=0)
+
+
 def zero_image(values: Tensor, convolution: nn.Conv2d | nn.Conv3d, side: int = 1) -> tuple[Tensor, Tensor]:
     """Values and sizes of an image of side x side patches that `embed_patches` takes, on the device of `values`."""
     return values.new_zeros(side**2, convolution.weight[0].numel()), torch.full((1, 2), side)
@@ -184,7 +189,7 @@ class PatchRows:
         return np.prod(sizes, axis=1)
 
     def grid(self, sizes: Int64Array) -> Int64Array:
-        """Patch rows and columns, int64 [num_items, 2]."""
+        """Patch rows and columns, int64 [num_items, 2], or frames before them, [num_items, 3]."""
         return sizes
 
 
@@ -198,9 +203,12 @@ class MergedRows:
         return np.prod(self.grid(sizes), axis=1)
 
     def grid(self, sizes: Int64Array) -> Int64Array:
-        """Rows and columns of blocks, int64 [num_items, 2]. Raises UserError for sizes that no blocks divide."""
-        if (sizes % self.merge).any():
+        """Rows and columns of blocks, int64 [num_items, 2]. Raises UserError for sizes that no blocks divide.
+
+        Where sizes have frames before them, so has this.
+        """
+        if (sizes[:, -2:] % self.merge).any():
             raise UserError(
                 f"an image's patch rows and columns must be multiples of {self.merge}, got {sizes.tolist()}"
             )
-        return sizes // self.merge
+        return np.concatenate([sizes[:, :-2], sizes[:, -2:] // self.merge], axis=1)

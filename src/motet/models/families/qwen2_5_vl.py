@@ -1,4 +1,5 @@
-"""Qwen2.5-VL's vision transformer (Qwen2.5-VL, section 2.1.1): most layers attend within windows of an image.
+"""Qwen2.5-VL's vision transformer (Qwen2.5-VL, section 2.1.1): most layers attend within windows of an image, or of
+a frame of a video; the others within the image or the frame.
 
 Rows enter in the order of their windows, so that windows are packed items, and leave in the order in which they came.
 Attention is Qwen2-VL's. The merger is the projector of the whole model; by parts it belongs to the encoder.
@@ -21,7 +22,7 @@ from motet.models.attention import PackedItems
 from motet.models.context_items import ContextItems, SharedItemRows
 from motet.models.contract import ImageRows
 from motet.models.exact import keep_float64
-from motet.models.families.patches import MergedRows, PatchRows, embed_patches, zero_image
+from motet.models.families.patches import MergedRows, PatchRows, embed_patches, frames_of, zero_image
 from motet.models.families.qwen2_vl import (
     PackedVisionAttention,
     patch_coordinates,
@@ -34,7 +35,7 @@ from motet.models.layers import LayerModules, any_trainable
 
 class _Qwen25VLBlocks(nn.Module):
     """What stands before the merger. Rows are patches (channel, time, y, x), merge x merge neighbours consecutive;
-    sizes are (patch rows, columns).
+    sizes are (patch rows, columns), or, of videos and images alike, (frames, patch rows, columns).
 
     Raises UserError for windows that are not whole merge blocks.
     """
@@ -60,8 +61,11 @@ class _Qwen25VLBlocks(nn.Module):
         return list(self.model.blocks)
 
     def segments(self, sizes: Int64Array) -> ItemSegments:
-        """The windows of each image, in patches; those at its right and lower edge may be smaller."""
-        return ItemSegments.of(self._windows(height, width)[1] for height, width in sizes.tolist())
+        """The windows of each item, in patches; those at its right and lower edge may be smaller."""
+        if sizes.shape[1] == 2:
+            return ItemSegments.of(self._windows(height, width)[1] for height, width in sizes.tolist())
+        windows = [np.tile(self._windows(height, width)[1], frames) for frames, height, width in sizes.tolist()]
+        return replace(ItemSegments.of(windows), frames=sizes[:, 0])
 
     def layers(self) -> list[LayerModules]:
         """The patch embedding and the transformer layers."""
@@ -93,17 +97,18 @@ class _Qwen25VLBlocks(nn.Module):
 
     def enter(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """The patch embedding; rows of a window are consecutive behind it. shared: as of `through`."""
-        order, _ = self._rows_here(sizes.numpy(), shared)
+        order, _ = self._rows_here(frames_of(sizes.numpy()), shared)
         return embed_patches(self.model.patch_embed.proj, values)[torch.from_numpy(order).to(values.device)]
 
     def through(
         self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedItemRows | None = None
     ) -> Tensor:
         """The blocks first ... stop - 1. shared: the rows that are here, where ranks share images."""
-        grids = sizes.numpy()
+        grids = frames_of(sizes.numpy())
         coordinates = patch_coordinates(grids, self.merge)[self._rows_here(grids, shared)[1]]
         rotation = patch_rotation(self.model.rotary_pos_emb.inv_freq, coordinates, hidden)
-        images, windows = self._extents(grids, shared)
+        num_whole = 0 if shared is None else len(frames_of(sizes.numpy()[: shared.num_whole]))
+        images, windows = self._extents(grids, shared, num_whole)
         for number in range(first, stop):
             seen = images if number in self.whole else windows
             hidden = self.blocks[number](hidden, cu_seqlens=seen, position_embeddings=rotation)
@@ -111,20 +116,21 @@ class _Qwen25VLBlocks(nn.Module):
 
     def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """The rows in the order of their patches. shared: as of `through`."""
-        back = np.argsort(self._rows_here(sizes.numpy(), shared)[0])
+        back = np.argsort(self._rows_here(frames_of(sizes.numpy()), shared)[0])
         return hidden[torch.from_numpy(back).to(hidden.device)]
 
     def _extents(
-        self, grids: Int64Array, shared: SharedItemRows | None
+        self, grids: Int64Array, shared: SharedItemRows | None, num_whole: int
     ) -> tuple[PackedItems | ContextItems, PackedItems | ContextItems]:
-        """Who sees whom in the order of windows: of whole images, and within windows.
+        """Who sees whom in the order of windows: of whole images or frames, and within windows.
 
-        A window that ranks share has its rows on them as the image has; windows that one rank has stay there.
+        grids: of each of them. num_whole: the first of them, of which this rank has all rows. A window that ranks share
+        has its rows on them as the image has; windows that one rank has stay there.
         """
         of_images, of_windows = np.prod(grids, axis=1), self.segments(grids).length
         if shared is None:
             return PackedItems.from_lengths(of_images), PackedItems.from_lengths(of_windows)
-        order, num_whole = self._order(grids), shared.num_whole
+        order = self._order(grids)
         images = shared.in_order(order, of_images, num_whole)
         windows = shared.in_order(order, of_windows, len(self.segments(grids[:num_whole]).length))
         return ContextItems(images, causal=False), ContextItems(windows, causal=False)

@@ -1,7 +1,9 @@
-"""Qwen2-VL's vision transformer: images of any grid, rotary positions, merge x merge patches joined into one row.
+"""Qwen2-VL's vision transformer: images and videos of any grid, rotary positions, merge x merge patches
+joined into one row.
 
 A module of our own computes its attention with HF's parameters. HF's module always rotates in float32, so that float64
-could not be exact to 1e-10, and calls the kernel once for each image.
+could not be exact to 1e-10, and calls the kernel once for each image. The frames of a video (of two pictures each) do
+not see each other.
 """
 
 from __future__ import annotations
@@ -14,11 +16,19 @@ from torch import Tensor, nn
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel, VisionAttention
 
 from motet.core.arrays import Int64Array
+from motet.core.item_segments import ItemSegments
 from motet.core.shapes import Transformer, merge, patches
 from motet.models.attention import PackedItems
-from motet.models.context_items import ContextItems, SharedAttention
+from motet.models.context_items import ContextItems, SharedItemRows
 from motet.models.contract import ImageRows
-from motet.models.families.patches import MergedRows, PatchRows, embed_patches, item_extents, zero_image
+from motet.models.families.patches import (
+    MergedRows,
+    PatchRows,
+    embed_patches,
+    frames_of,
+    item_extents,
+    zero_image,
+)
 from motet.models.layers import LayerModules, any_trainable
 from motet.models.rotary import Rotation
 
@@ -51,7 +61,7 @@ def qwen_mlp_half(layer: nn.Module, hidden: Tensor, **arrangement: Any) -> Tenso
 
 class _Qwen2VLBlocks(nn.Module):
     """What stands before the merger. Rows are patches (channel, time, y, x), merge x merge neighbours consecutive;
-    sizes are (patch rows, columns).
+    sizes are (patch rows, columns), or, of videos and images alike, (frames, patch rows, columns).
     """
 
     halves = (qwen_attention_half, qwen_mlp_half)
@@ -70,6 +80,12 @@ class _Qwen2VLBlocks(nn.Module):
     def blocks(self) -> list[nn.Module]:
         return list(self.model.blocks)
 
+    def segments(self, sizes: Int64Array) -> ItemSegments | None:
+        """The frames of each item, in patches; None where items have none."""
+        if sizes.shape[1] == 2:
+            return None
+        return ItemSegments.counted(np.prod(frames_of(sizes), axis=1), sizes[:, 0])
+
     def layers(self) -> list[LayerModules]:
         """The patch embedding and the transformer layers."""
         model, config = self.model, self.model.config
@@ -86,7 +102,7 @@ class _Qwen2VLBlocks(nn.Module):
             *(LayerModules(shape.layer(trainable=any_trainable(block)), (block,)) for block in self.blocks),
         ]
 
-    def forward(self, values: Tensor, sizes: Tensor, shared: SharedAttention | None = None) -> Tensor:
+    def forward(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         return self.leave(self.through(self.enter(values, sizes), sizes, 0, len(self.model.blocks), shared), sizes)
 
     def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
@@ -94,13 +110,17 @@ class _Qwen2VLBlocks(nn.Module):
         return embed_patches(self.model.patch_embed.proj, values)
 
     def through(
-        self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedAttention | None = None
+        self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedItemRows | None = None
     ) -> Tensor:
         """The blocks first ... stop - 1. shared: the rows that are here, where ranks share images."""
-        grids = sizes.numpy()
+        grids = frames_of(sizes.numpy())
         coordinates = patch_coordinates(grids, self.merge)[slice(None) if shared is None else shared.own]
         rotation = patch_rotation(self.model.rotary_pos_emb.inv_freq, coordinates, hidden)
-        segments = item_extents(np.prod(grids, axis=1), shared)
+        lengths = np.prod(grids, axis=1)
+        if shared is not None and len(grids) > len(sizes):
+            num_whole = len(frames_of(sizes.numpy()[: shared.num_whole]))
+            shared = shared.in_order(np.arange(lengths.sum()), lengths, num_whole)
+        segments = item_extents(lengths, shared)
         for block in self.blocks[first:stop]:
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotation)
         return hidden

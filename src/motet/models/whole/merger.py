@@ -62,13 +62,13 @@ class MergerProjector(nn.Module):
         return [LayerModules(replace(layer, parameters=sum(each.numel() for each in self.parameters())), (self,))]
 
     def raster(self, extents: Int64Array) -> Int64Array:
-        """Rows and columns of each image's output rows, int64 [num_items, 2]."""
-        return extents // self.merge
+        """Rows and columns of each item's output rows, int64 [num_items, 2], or frames before them, [num_items, 3]."""
+        return np.concatenate([extents[:, :-2], extents[:, -2:] // self.merge], axis=1)
 
     def num_outputs(self, extents: Int64Array) -> Int64Array:
         """Output rows of each image, int64 [num_items]."""
         return np.prod(self.raster(extents), axis=1)
 
     def forward(self, rows: Tensor, extents: Int64Array) -> Tensor:
-        """rows [sum(rows of an image), input_dim] -> [sum(num_outputs), output_dim]. extents: sides, [num_items, 2]."""
+        """rows [sum(rows of an image), input_dim] -> [sum(num_outputs), output_dim]. extents: sides, behind frames."""
         return self.merger(rows)

@@ -5,7 +5,7 @@ transformers reads the directory, so that what its files leave out is what the p
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -147,14 +147,19 @@ class Areas:
     merge_size: int
     temporal_patch_size: int
 
+    @property
+    def sides(self) -> dict[str, int]:
+        """Options of the processor that the tower has as well."""
+        names = ("patch_size", "merge_size", "temporal_patch_size")
+        return {name: getattr(self, name) for name in names}
+
     def options(self, path: Path) -> dict[str, Any]:
         """As of `Images`. Raises UserError also for a processor of another class."""
         processor, where = opened_processor(path)
         check_processor(where, processor, **_UNPADDED)
         if type(processor).__name__ != "Qwen2VLImageProcessorPil":
             raise UserError(f"{where} is not what Motet computes for this model; it must be a Qwen2VLImageProcessor.")
-        sides = asdict(self)
-        for key, taken in sides.items():
+        for key, taken in self.sides.items():
             if (made := getattr(processor, key)) != taken:
                 raise UserError(f"{where} has {key} = {made}, and the vision tower takes {taken}.")
         size = dict(processor.size)
@@ -164,7 +169,7 @@ class Areas:
                 f"{where} has size = {size}; it must name the smallest area shortest_edge, and the largest "
                 "longest_edge."
             )
-        return sides | {"min_area": least, "max_area": most} | values_of_pixels(processor)
+        return self.sides | {"min_area": least, "max_area": most} | values_of_pixels(processor)
 
 
 @dataclass(frozen=True)
@@ -225,6 +230,13 @@ def check_processor(where: str, processor: Any, **only: tuple[Any, ...]) -> None
             raise UserError(f"{where} has {key} = {value!r}, which Motet does not compute; it must be {allowed[0]!r}.")
     if abs(processor.rescale_factor * 255 - 1) > 1e-9:
         raise UserError(f"{where} has rescale_factor = {processor.rescale_factor}; it must be 1 / 255.")
+
+
+def check_values(where: str, options: dict[str, Any], **needed: object) -> None:
+    """Raise UserError for an option of a processor's file with another value than the one that Motet computes."""
+    for key, value in needed.items():
+        if options[key] != value:
+            raise UserError(f"{where} has {key} = {options[key]!r}; for this model it must be {value!r}.")
 
 
 def check_made(where: str, made: tuple[Any, Any], taken: tuple[int, int]) -> None:

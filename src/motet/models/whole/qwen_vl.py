@@ -1,4 +1,5 @@
-"""Qwen2-VL (Wang et al. 2024) and Qwen2.5-VL (Bai et al. 2025): images of their own size on positions of a grid.
+"""Qwen2-VL (Wang et al. 2024) and Qwen2.5-VL (Bai et al. 2025): images and videos of their own size on positions of a
+grid.
 
 Their merger is the model's projector.
 """
@@ -22,7 +23,7 @@ from motet.models.whole.family import (
     one_tower,
 )
 from motet.models.whole.merger import MergerProjectorConfig
-from motet.models.whole.processor import Areas
+from motet.models.whole.video_processor import VideoAreas
 
 if TYPE_CHECKING:
     from motet.models.whole.directory import WholeDirectory
@@ -54,7 +55,13 @@ def _parts(
         ),
         "image",
         encoder,
-        Areas(tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size),
+        VideoAreas(
+            tower.patch_size,
+            tower.spatial_merge_size,
+            tower.temporal_patch_size,
+            # Qwen2.5-VL's frames stand at their time (section 2.1.3), Qwen2-VL's are counted.
+            tokens_per_second=getattr(tower, "tokens_per_second", None),
+        ),
         "model.visual.",
         {"merger.": _MERGER},
     )

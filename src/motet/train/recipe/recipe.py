@@ -34,7 +34,7 @@ from pydantic import (
 
 from motet.core.errors import UserError
 from motet.core.limits import MAX_EXAMPLES, MAX_SEED, MAX_STEPS, MAX_WAIT_S
-from motet.core.modalities import AUDIO, IMAGE, own_modality
+from motet.core.modalities import AUDIO, IMAGE, VIDEO, own_modality
 from motet.core.module_degrees import ModuleDegrees
 from motet.core.own_file import NAMED_IN_FILE
 from motet.core.sampler import Sampler
@@ -194,7 +194,7 @@ class Recipe(BaseModel):
     def _are_known(cls, tables: dict[str, ModalityConfig]) -> dict[str, ModalityConfig]:
         """Let this process know them: what follows in a recipe names them."""
         for name, table in tables.items():
-            others = [IMAGE, AUDIO, *(other for other in tables if other != name)]
+            others = [IMAGE, AUDIO, VIDEO, *(other for other in tables if other != name)]
             is_taken = {name, f"{name}s"} & {*taken_fields(), *others, *(f"{other}s" for other in others)}
             if name == BACKBONE or is_taken or not _OWN_NAME.fullmatch(name):
                 raise ValueError(

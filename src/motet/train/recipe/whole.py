@@ -6,6 +6,7 @@ The directory says what is made of texts and images, so such a recipe has neithe
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
 from motet.data.anyres_images import AnyResImages
 from motet.data.area_images import AreaImages
+from motet.data.area_videos import AreaVideos, FrameSampling
 from motet.data.by_processor import ImagesByProcessor
 from motet.data.chunked_clips import ChunkedClips
 from motet.data.config import FilesConfig
@@ -28,6 +30,7 @@ from motet.models.build import ModelConfig
 from motet.models.lora import LoraConfig
 from motet.models.whole.directory import WholeDirectory
 from motet.models.whole.processor import AnyResTiles, Areas, ByProcessor, Clips, CroppedTiles, Images
+from motet.models.whole.video_processor import VideoAreas
 from motet.train.recipe.recipe import Recipe
 
 _TRANSFORMS: dict[type, Callable[..., Transform]] = {
@@ -35,9 +38,44 @@ _TRANSFORMS: dict[type, Callable[..., Transform]] = {
     AnyResTiles: AnyResImages,
     CroppedTiles: CroppedImages,
     Areas: AreaImages,
+    VideoAreas: AreaVideos,
     Clips: ChunkedClips,
     ByProcessor: ImagesByProcessor,
 }
+
+
+class VideoConfig(BaseModel):
+    """`[model.video]` of a recipe: which frames of a video are taken, in place of what the directory's processor says.
+
+    fps:        so many frames a second, between `min_frames` and `max_frames`, which are the directory's by default.
+    num_frames: so many of each video.
+    min_frames, max_frames: bounds of `fps`.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    fps: float | None = Field(default=None, gt=0, le=1000)
+    num_frames: int | None = Field(default=None, ge=1, le=2**16)
+    min_frames: int | None = Field(default=None, ge=1, le=2**16)
+    max_frames: int | None = Field(default=None, ge=1, le=2**16)
+
+    @model_validator(mode="after")
+    def _one_way(self) -> VideoConfig:
+        if (self.fps is None) == (self.num_frames is None):
+            raise ValueError("it must have one of `fps` and `num_frames`")
+        if self.num_frames is not None and (self.min_frames or self.max_frames):
+            raise ValueError("`min_frames` and `max_frames` are bounds of `fps`; remove them beside `num_frames`")
+        return self
+
+    def over(self, stored: FrameSampling) -> FrameSampling:
+        """The frames that are taken. stored: what the directory's processor says. Raises UserError for bounds."""
+        bounds = {"min_frames": self.min_frames, "max_frames": self.max_frames}
+        given = {name: value for name, value in bounds.items() if value is not None}
+        made = replace(stored, fps=self.fps, num_frames=self.num_frames, **given)
+        if made.min_frames > made.max_frames:
+            raise UserError(
+                f"model.video: min_frames is {made.min_frames} and max_frames {made.max_frames}; they must be in order."
+            )
+        return made
 
 
 class WholeModelConfig(BaseModel):
@@ -47,6 +85,7 @@ class WholeModelConfig(BaseModel):
     train:  by part, whether it learns: the encoders by what they read (image), projector, backbone. Default: all do.
     lora:   by part (the backbone, encoders by what they read): LoRA adapters, beside which the part's own weights are
             frozen.
+    video:  which frames of videos are taken; by default those that the directory's own processor takes.
     freeze: weights that do not learn, beside those of parts that do not: patterns of their names, as checkpoints have
             them, in which * stands for any characters.
     """
@@ -55,6 +94,7 @@ class WholeModelConfig(BaseModel):
     path: Path
     train: dict[str, bool] = Field(default_factory=dict)
     lora: dict[str, LoraConfig] = Field(default_factory=dict)
+    video: VideoConfig | None = None
     freeze: tuple[str, ...] = ()
 
 
@@ -122,7 +162,15 @@ class WholeRecipe(Recipe):
     @cached_property
     def _transforms(self) -> dict[str, Transform]:
         images = self.directory.parts.images
-        return {name: _TRANSFORMS[type(each)](**each.options(self.model.path)) for name, each in images.items()}
+        made = {name: _TRANSFORMS[type(each)](**each.options(self.model.path)) for name, each in images.items()}
+        if self.model.video is None:
+            return made
+        reads = {name: each for name, each in made.items() if isinstance(each, AreaVideos)}
+        if not reads:
+            raise UserError("model.video has no effect, as the model reads no videos; remove it.")
+        return made | {
+            name: replace(each, sampling=self.model.video.over(each.sampling)) for name, each in reads.items()
+        }
 
 
 def check_whole_tables(path: Path, tables: dict[str, Any]) -> None:

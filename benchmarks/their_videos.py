@@ -1,0 +1,92 @@
+"""transformers' own video processor of Qwen2-VL without torchvision, which its module asks for.
+
+What is its own here: which frames are sampled, the bounds of areas, padding to pairs, the order of patches. Frames are
+resized by Pillow, and values normalised as in transformers' image processors on numpy, in place of torchvision.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import torch
+from PIL import Image
+from transformers.video_utils import VideoMetadata, read_video_pyav
+
+_MODULES = [f"torchvision{part}" for part in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional")]
+
+
+@cache
+def kind() -> type:
+    """The class, imported while empty modules stand for torchvision."""
+    absent = [name for name in _MODULES if name not in sys.modules]
+    for name in absent:
+        module = types.ModuleType(name)
+        module.__spec__, module.__path__ = importlib.machinery.ModuleSpec(name, None), []
+        sys.modules[name] = module
+        parent, _, own = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], own, module)
+    try:
+        from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+        from transformers.video_processing_utils import BaseVideoProcessor
+    finally:
+        for name in absent:
+            del sys.modules[name]
+
+    class ByPillow(BaseVideoProcessor):
+        def resize(self, image: torch.Tensor, size: Any, resample: int, **options: Any) -> torch.Tensor:
+            shape, to = image.shape, (size.width, size.height)
+            frames = [each.permute(1, 2, 0).numpy() for each in image.reshape(-1, *shape[-3:])]
+            resized = [np.asarray(Image.fromarray(each).resize(to, Image.Resampling(resample))) for each in frames]
+            return torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2).reshape(*shape[:-2], *reversed(to))
+
+        def rescale_and_normalize(self, images: torch.Tensor, *options: Any) -> torch.Tensor:
+            _, factor, normalises, mean, std = options
+            rescaled = (images.numpy().astype(np.float64) * factor).astype(np.float32)
+            mean, std = (np.array(each, dtype=np.float32)[:, None, None] for each in (mean, std))
+            return torch.from_numpy((rescaled - mean) / std if normalises else rescaled)
+
+    return type("VideoProcessor", (Qwen2VLVideoProcessor, ByPillow), {})
+
+
+def their_video(folder: Path, path: Path, **options: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """`pixel_values_videos` and `video_grid_thw` of one video, and the seconds of a grid.
+
+    folder: whose files say what the processor does. options: over these.
+    """
+    processor = kind().from_pretrained(folder, **options)
+    sample = processor.sample_frames if processor.do_sample_frames else None
+
+    def numbers(metadata: VideoMetadata, **_: Any) -> Any:
+        if not metadata.total_num_frames:  # Its reader stops at containers that do not say it.
+            with av.open(path) as container:
+                metadata.total_num_frames = sum(1 for _ in container.decode(video=0))
+        return sample(metadata=metadata) if sample else np.arange(metadata.total_num_frames)
+
+    frames, metadata = read_video_pyav(str(path), numbers)
+    made = processor._preprocess(
+        [torch.from_numpy(frames).permute(0, 3, 1, 2)],
+        do_resize=processor.do_resize,
+        size=processor._standardize_kwargs(size=processor.size)["size"],
+        resample=int(processor.resample),
+        do_rescale=processor.do_rescale,
+        rescale_factor=processor.rescale_factor,
+        do_normalize=processor.do_normalize,
+        image_mean=processor.image_mean,
+        image_std=processor.image_std,
+        patch_size=processor.patch_size,
+        temporal_patch_size=processor.temporal_patch_size,
+        merge_size=processor.merge_size,
+        cap_pixels_per_frame=processor.cap_pixels_per_frame,
+        return_tensors="pt",
+    )
+    # As Qwen2_5_VLProcessor has it.
+    seconds = processor.temporal_patch_size / metadata.sampled_fps
+    return made["pixel_values_videos"], made["video_grid_thw"], seconds

@@ -1,0 +1,102 @@
+"""What the video processor of a whole model does, as the options of a transform (`data/area_videos.py`).
+
+transformers' own classes of video processors need torchvision, which Motet does without. So the files are read here as
+`get_video_processor_dict` finds them, and what they leave out is what Qwen2VLVideoProcessor has by default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from motet.core.errors import UserError
+from motet.core.text_files import read_optional_object
+from motet.data.area_videos import FrameSampling
+from motet.models.whole.processor import Areas, check_values
+
+_DEFAULTS: dict[str, Any] = {
+    "do_resize": True,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "resample": 3,
+    "image_mean": (0.48145466, 0.4578275, 0.40821073),
+    "image_std": (0.26862954, 0.26130258, 0.27577711),
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "do_sample_frames": False,
+    "fps": None,
+    "num_frames": None,
+    "min_frames": 4,
+    "max_frames": 768,
+    "cap_pixels_per_frame": None,
+    "max_video_tokens": 128_000,
+}
+_SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}
+_KINDS = ("Qwen2VLVideoProcessor", "Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+"""Types that a file may name: directories without a file for videos have that for images for both."""
+
+
+@dataclass(frozen=True)
+class VideoAreas(Areas):
+    """What images and videos become before the encoder of a whole model that takes both (`AreaVideos`).
+
+    tokens_per_second: positions of a second between frames; None: frames are counted.
+    """
+
+    tokens_per_second: float | None = None
+
+    def options(self, path: Path) -> dict[str, Any]:
+        """As of `Images`. Raises UserError also for a video processor of another class or other patches."""
+        stored, where = _stored(path)
+        check_values(where, stored, **{key: getattr(self, key) for key in self.sides})
+        least, most = stored["size"].get("shortest_edge"), stored["size"].get("longest_edge")
+        if not least or not most or least > most:
+            raise UserError(
+                f"{where} has size = {stored['size']}; it must name the smallest area shortest_edge, and the largest "
+                "longest_edge."
+            )
+        normalises = stored["do_normalize"]
+        return super().options(path) | {
+            "min_video_area": least,
+            "max_video_area": most,
+            "sampling": _sampling(stored, where),
+            "cap_tokens": stored["max_video_tokens"] if stored["cap_pixels_per_frame"] else None,
+            "video_mean": tuple(stored["image_mean"]) if normalises else (0.0,),
+            "video_std": tuple(stored["image_std"]) if normalises else (1.0,),
+            "video_resample": int(stored["resample"]),
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+def _sampling(stored: dict[str, Any], where: str) -> FrameSampling:
+    """Which frames are taken. Raises UserError where transformers stops."""
+    fps, num_frames = stored["fps"], stored["num_frames"]
+    if not stored["do_sample_frames"]:
+        fps = num_frames = None  # It takes all frames, whatever the options say.
+    elif (fps is None) == (num_frames is None):
+        raise UserError(f"{where} has do_sample_frames, so it must have one of fps and num_frames.")
+    return FrameSampling(fps, stored["min_frames"], stored["max_frames"], num_frames)
+
+
+def _stored(path: Path) -> tuple[dict[str, Any], str]:
+    """The options of the video processor in a directory, and how sentences name it."""
+    names = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
+    found = [(read_optional_object(path / name) or {}) for name in names]
+    found[0] = found[0].get("video_processor") or {}
+    name, stored = next(((name, each) for name, each in zip(names, found) if each), (names[2], {}))
+    where = f"model.path: the video processor in {path / name}"
+    kind = stored.get("video_processor_type") or stored.get("image_processor_type") or _KINDS[0]
+    if kind not in _KINDS:
+        raise UserError(f"{where} is a {kind}, which Motet does not compute; it must be a {_KINDS[0]}.")
+    size = dict(stored.get("size") or _SIZE)
+    for area, old in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+        if stored.get(old) is not None:
+            size[area] = stored[old]
+    options = _DEFAULTS | {key: stored[key] for key in _DEFAULTS.keys() & stored.keys()} | {"size": size}
+    check_values(where, options, do_resize=True, do_rescale=True)
+    if abs(options["rescale_factor"] * 255 - 1) > 1e-9:
+        raise UserError(f"{where} has rescale_factor = {options['rescale_factor']}; it must be 1 / 255.")
+    return options, where

@@ -1,0 +1,100 @@
+"""Videos and images in one batch, one of them, or neither: two ranks have the losses of one; bad ones are left out."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmark import benchmark
+from motet.core.errors import UserError
+from motet.train.recipe.recipe import load_recipe
+from motet.train.trainer import train
+from ranks import run_ranks
+
+pytest.importorskip("av")
+with benchmark("whole_models") as whole_models:
+    pass
+
+STEPS = (("image", ""), ("", ""), ("video", ""), ("video", "image"), ("", "video"))
+"""What the two examples of each step have. Of the first video, in the third step, the end of the file is missing."""
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("videos")
+    whole_models.write_job(folder, "qwen2_5_vl")
+    image = next(folder.glob("media/*.png")).relative_to(folder)
+    records = []
+    for number, kind in enumerate(kind for step in STEPS for kind in step):
+        if kind == "video":
+            # The first is an AVI, whose header counts frames that the file lacks.
+            media = {
+                "video": whole_models.write_video(folder, f"media/of-{number}", 3 * number + 2, 24 if number > 4 else 8)
+            }
+            bad = folder / media["video"]
+            if number == 4:
+                bad.write_bytes(bad.read_bytes()[: bad.stat().st_size // 2])
+        else:
+            media = {kind: str(image)} if kind else {}
+        mark = f"<{kind}>\n" if kind else ""
+        turns = [{"from": "human", "value": f"{mark}What is {number}?"}, {"from": "gpt", "value": "It is that."}]
+        records.append({"conversations": turns, **media})
+    (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def trained(rank, num_ranks, recipe, overrides):
+    train(load_recipe(Path(recipe), overrides))
+
+
+def steps_of(job, run_dir, num_ranks, *overrides):
+    run_ranks(
+        trained,
+        num_ranks,
+        str(job / "recipe.toml"),
+        [
+            *("run.dtype=float64", f"run.steps={len(STEPS)}", "run.batch_size=2", "data.shuffle=false"),
+            *(f"run.dir={run_dir}", "data.max_bad_fraction=0.5", "data.num_workers=1", *overrides),
+        ],
+    )
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone(job, tmp_path_factory):
+    return steps_of(job, tmp_path_factory.mktemp("alone") / "run", 1)
+
+
+def test_a_video_that_is_cut_off_is_left_out_and_named(alone):
+    assert [step["num_examples"] for step in alone] == [2, 2, 1, 2, 2]
+    (left_out,) = alone[2]["left_out"]
+    assert left_out["file"].endswith("of-4.avi") and "line 5" in left_out["line"]
+    assert "cut off or damaged" in left_out["why"] or "is damaged: frame" in left_out["why"]
+
+
+WAYS = {"index": (), "exchange": ("balance.mode=exchange",)}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_losses_of_two_ranks_are_those_of_one(job, alone, tmp_path, way):
+    shared = steps_of(job, tmp_path / "run", 2, *way)
+    for one, two in zip(alone, shared, strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-10)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-10)
+        assert two["left_out"] == one["left_out"]
+
+
+def test_frames_that_a_recipe_asks_for_are_taken(job):
+    read = ["model.video.fps=3.0", "model.video.max_frames=4"]
+    assert load_recipe(job / "recipe.toml", read).transform("image").sampling.fps == 3.0
+    with pytest.raises(UserError, match="it must have one of `fps` and `num_frames`"):
+        load_recipe(job / "recipe.toml", ["model.video.max_frames=4"])
+    other = job / "other"
+    whole_models.write_job(other, "llava", 2)
+    with pytest.raises(UserError, match="has no effect, as the model reads no videos"):
+        load_recipe(other / "recipe.toml", ["model.video.fps=1.0"]).transform("image")
+    line = (job / "train.jsonl").read_text().splitlines()[6]
+    (other / "train.jsonl").write_text(line.replace("media/", "../media/") + "\n")
+    recipe = load_recipe(other / "recipe.toml", ["data.num_workers=0", f"run.dir={other / 'run'}"])
+    with pytest.raises(UserError, match=r"train.jsonl holds video media, but the model has no encoder for them"):
+        train(recipe)
