@@ -21,9 +21,9 @@ from ranks import run_ranks
 
 with benchmark("whole_models") as whole_models, benchmark("against_transformers") as against:
     FAMILIES = list(whole_models.FAMILIES)
-TRAINED = ["llava", "gemma3", "llava_next", "qwen2_vl", "qwen2_audio"]
+TRAINED = ["llava", "gemma3", "llava_next", "idefics3", "qwen2_vl", "qwen2_audio"]
 """Families that are trained on two ranks here: those that differ in what ranks do. The others are read and written."""
-FROZEN = re.compile(r"vision_tower|visual\.(?!merger)|audio_tower")
+FROZEN = re.compile(r"vision_tower|vision_model|visual\.(?!merger)|audio_tower")
 """Weights of the towers, without their mergers, which are projectors."""
 ONE_STEP = ["run.dtype=float64", "run.steps=1", "run.batch_size=8", "data.shuffle=false", "data.num_workers=0"]
 

@@ -12,11 +12,15 @@ from dataclasses import dataclass, replace
 import transformers
 from torch import nn
 from transformers import Qwen2_5_VLTextConfig, Qwen2VLTextConfig
+from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
+from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionTransformer
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder as HFQwen2AudioEncoder
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig
+from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionTransformer
 from transformers.models.whisper.modeling_whisper import WhisperEncoder as HFWhisperEncoder
 
 from motet.core.errors import UserError
@@ -40,6 +44,7 @@ from motet.models.families.clip import ClipEncoder
 from motet.models.families.dinov2 import Dinov2Encoder
 from motet.models.families.dinov3 import Dinov3Encoder
 from motet.models.families.grid_text import Qwen2VLCausalLM, Qwen25VLCausalLM
+from motet.models.families.idefics3 import Idefics3Tower
 from motet.models.families.internvl import InternVLEncoder
 from motet.models.families.pixtral import PixtralEncoder
 from motet.models.families.qwen2_5_vl import Qwen25VLEncoder, Qwen25VLTower
@@ -242,6 +247,22 @@ TOWERS = {
     "qwen2_vl": replace(ENCODERS["qwen2_vl"], adapter=Qwen2VLTower),
     "qwen2_5_vl": replace(ENCODERS["qwen2_5_vl"], adapter=Qwen25VLTower),
     "qwen2_audio": replace(ENCODERS["qwen2_audio"], adapter=Qwen2AudioTower),
+    "idefics3": Family(
+        Idefics3VisionConfig,
+        Idefics3VisionTransformer,
+        Idefics3Tower,
+        "vision_config",
+        r"^(model\.)?vision_model\.",
+        branches=VISION_BRANCHES,
+    ),
+    "smolvlm": Family(
+        SmolVLMVisionConfig,
+        SmolVLMVisionTransformer,
+        Idefics3Tower,
+        "vision_config",
+        r"^(model\.)?vision_model\.",
+        branches=VISION_BRANCHES,
+    ),
 }
 """Towers as whole models have them: the last layers of some are the model's projector."""
 
