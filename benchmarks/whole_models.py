@@ -507,6 +507,28 @@ def write_qwen2_5_vl(folder: Path) -> None:
     _save_qwen_processor(folder, transformers.Qwen2_5_VLProcessor, tokenizer)
 
 
+def write_qwen3_vl(folder: Path) -> None:
+    """Qwen3-VL: rows of two inner layers of the tower enter behind the first two layers of three; tied embeddings."""
+    tokenizer = tokenizer_with(QWEN_TOKENS)
+    tower = {
+        "hidden_size": 16,
+        "out_hidden_size": 24,
+        "intermediate_size": 28,
+        "patch_size": 4,
+        "depth": 4,
+        "num_heads": 2,
+        "num_position_embeddings": 36,
+        "deepstack_visual_indexes": [0, 2],
+    }
+    text = _qwen_text(len(tokenizer), num_attention_heads=2, num_key_value_heads=2, hidden_size=24, head_dim=12)
+    text |= {"num_hidden_layers": 3}
+    config = transformers.Qwen3VLConfig(
+        vision_config=tower, text_config=text, tie_word_embeddings=True, **_qwen_ids(tokenizer)
+    )
+    like_trained(transformers.Qwen3VLForConditionalGeneration(config)).save_pretrained(folder)
+    _save_qwen_processor(folder, transformers.Qwen3VLProcessor, tokenizer)
+
+
 def _qwen_text(num_tokens: int, **options: object) -> dict[str, object]:
     return {
         "vocab_size": num_tokens + 3,
@@ -654,6 +676,7 @@ FAMILIES: dict[str, Callable[[Path], None]] = {
     "smolvlm": write_smolvlm,
     "qwen2_vl": write_qwen2_vl,
     "qwen2_5_vl": write_qwen2_5_vl,
+    "qwen3_vl": write_qwen3_vl,
     "qwen2_audio": write_qwen2_audio,
 }
 """Family -> what writes the directory of a tiny model of it."""

@@ -178,17 +178,17 @@ class ChatTokenizer:
 
         Sizes are rows and columns of tiles.
         """
-        form = self._form(modality) if self._names.processor in TILED else None
-        return None if form is None else cache(partial(self._text_of_tiles, form))
+        if modality not in TILED.get(self._names.processor or "", {}):
+            return None
+        return cache(partial(self._text_of_tiles, self._form(modality)))
 
     def _text_of_tiles(self, form: MediaForm, size: tuple[int, ...]) -> ItemText:
         """All tokens of the item but the first and the last, which stand around it in every sequence."""
         before, behind = form.put.split(form.token)
         tokens, _ = self._encode_bare(before + tiled_text(form, self._names, *size) + behind)
-        ends, (own, _) = (len(self._encode_bare(part)[0]) for part in (before, behind)), self._encode_bare(form.token)
-        first, last = ends
+        first, last = (len(self._encode_bare(part)[0]) for part in (before, behind))
         tokens = tokens[first : len(tokens) - last]
-        return ItemText(tokens, np.flatnonzero(tokens == own[0]))
+        return ItemText(tokens, np.flatnonzero(tokens == self._added[form.token]))
 
     def decode(self, tokens: Int64Array) -> str:
         """Text of token ids, special tokens left out."""

@@ -1,4 +1,4 @@
-"""The vision tower of Idefics3 and SmolVLM on packed patches: Siglip's layers behind positions by a side's fractions."""
+"""The vision tower of Idefics3 and SmolVLM on packed patches: Siglip's layers, positions by fractions of sides."""
 
 from __future__ import annotations
 

@@ -25,14 +25,22 @@ VISION_TOWER = "model.vision_tower."
 
 
 class WholeBackboneConfig(BackboneConfig):
-    """The backbone of a whole model, in whose directory it lies. family: also of those that are nothing else."""
+    """The backbone of a whole model, in whose directory it lies.
+
+    family: also of those that are nothing else. stacked: as of `Backbone`.
+    """
 
     family: str  # type: ignore[assignment]
+    stacked: dict[str, int] = Field(default_factory=dict)
 
     @property
     def classes(self) -> Family:
         family = (BACKBONES | GRID_BACKBONES)[self.family]
         return replace(family, part="text_config", prefixes=_LANGUAGE, prefix="model.")
+
+    @property
+    def stacked_rows(self) -> dict[str, int]:
+        return self.stacked
 
 
 class WholeEncoderConfig(EncoderConfig):
@@ -110,7 +118,7 @@ class WholeFamily:
 
 
 def backbone_names(text: str = LANGUAGE_MODEL) -> tuple[tuple[str, str], ...]:
-    """Prefixes of the backbone's weights in an MLLM, and in transformers' class of a whole model. text: of its layers."""
+    """Prefixes of the backbone's weights in an MLLM, and in transformers' class. text: that of its layers there."""
     return ("backbone.causal_lm.model.", text), ("backbone.causal_lm.lm_head.", "lm_head.")
 
 

@@ -10,6 +10,7 @@ from motet.models.whole.llava import LLAVA
 from motet.models.whole.llava_next import LLAVA_NEXT, LLAVA_ONEVISION
 from motet.models.whole.paligemma import PALIGEMMA
 from motet.models.whole.qwen2_audio import QWEN2_AUDIO
+from motet.models.whole.qwen3_vl import QWEN3_VL
 from motet.models.whole.qwen_vl import QWEN2_5_VL, QWEN2_VL
 
 WHOLE: dict[str, WholeFamily] = {
@@ -23,5 +24,6 @@ WHOLE: dict[str, WholeFamily] = {
     "smolvlm": SMOLVLM,
     "qwen2_vl": QWEN2_VL,
     "qwen2_5_vl": QWEN2_5_VL,
+    "qwen3_vl": QWEN3_VL,
     "qwen2_audio": QWEN2_AUDIO,
 }
