@@ -252,7 +252,10 @@ def _loss_of(model: MLLM, dataset: Any, numbers: Sequence[int]) -> tuple[torch.T
     rows = {phase: model.encoders[phase].num_tokens(each) for phase, each in sizes.items()}
     media = {phase: stacked_media(each) for phase, each in items.items() if each}
     media = {phase: (values.double(), sizes) for phase, (values, sizes) in media.items()}
-    return model(pack(sequences, rows), media)
+    packed = pack(sequences, rows)
+    if packed.offsets.diff().tolist() != dataset.batch_lengths(np.array(numbers), 1).sequence.tolist():
+        raise ValueError("sequences are not as long as the index says")
+    return model(packed, media)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -56,6 +57,15 @@ QWEN_AUDIO_TEMPLATE = (
     "{% else %}{{ part.text }}{% endif %}{% endfor %}"
     "{{ '\n' if message.role == 'assistant' else '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+IDEFICS3_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message.role | capitalize }}"
+    "{{ ':' if message.content[0].type == 'image' else ': ' }}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<image>{% elif message.role == 'assistant' %}"
+    "{% generation %}{{ part.text + '<end_of_utterance>' }}{% endgeneration %}{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{{ '\n' if message.role == 'assistant' else '<end_of_utterance>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
 
 QWEN_TOKENS = {
@@ -207,7 +217,20 @@ def open_processor(folder: Path) -> Any:
 def without_video(kind: type[transformers.ProcessorMixin]) -> type[transformers.ProcessorMixin]:
     """A class of processors without the part that reads video, which needs torchvision."""
     attributes = [name for name in kind.get_attributes() if name != "video_processor"]
-    return type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda cls: attributes)})
+    members: dict[str, Any] = {"get_attributes": classmethod(lambda cls: attributes)}
+    if kind is transformers.SmolVLMProcessor:
+        # It asks for a package that counts the frames of videos in words, and for what reads them.
+        vars(sys.modules[kind.__module__])["num2words"] = str
+        members["__init__"] = _init_smolvlm
+        members["apply_chat_template"] = transformers.ProcessorMixin.apply_chat_template
+    return type(kind.__name__, (kind,), members)
+
+
+def _init_smolvlm(
+    self: Any, image_processor: Any, tokenizer: Any, image_seq_len: int = 169, chat_template: str | None = None
+) -> None:
+    kind = transformers.SmolVLMProcessor
+    kind.__init__(self, image_processor, tokenizer, None, image_seq_len, chat_template)
 
 
 CLIP_SAMPLES = (4001, 16_000, 15_850, 9_000)
@@ -444,6 +467,54 @@ def write_internvl(folder: Path) -> None:
     processor.save_pretrained(folder)
 
 
+def write_idefics3(folder: Path) -> None:
+    """Idefics3: up to 2 x 2 tiles and the whole image, nine rows joined, tokens for the places of tiles; a Llama."""
+    rows = {f"row_{row}_col_{column}_token": f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)}
+    tokenizer = _tiled_tokenizer(rows | {"global_token": "<global-img>"})
+    images = transformers.Idefics3ImageProcessorPil(size={"longest_edge": 70}, max_image_size={"longest_edge": 36})
+    processor = transformers.Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=IDEFICS3_TEMPLATE)
+    tower = {**TOWER, "image_size": 36, "patch_size": 6}
+    _write_tiled(folder, "Idefics3", tower, len(tokenizer), tokenizer, scale_factor=3, tie_word_embeddings=False)
+    processor.save_pretrained(folder)
+
+
+def write_smolvlm(folder: Path) -> None:
+    """SmolVLM: marks of other names, images that are not split, four rows joined, tied embeddings."""
+    tokenizer = _tiled_tokenizer({"fake_image_token": "<around>", "global_image_token": "<whole>"})
+    images = transformers.SmolVLMImageProcessorPil(
+        size={"longest_edge": 33}, max_image_size={"longest_edge": 24}, do_image_splitting=False
+    )
+    processor = without_video(transformers.SmolVLMProcessor)(
+        images, tokenizer, image_seq_len=9, chat_template=IDEFICS3_TEMPLATE
+    )
+    tower = {**TOWER, "image_size": 24, "patch_size": 4}
+    _write_tiled(folder, "SmolVLM", tower, len(tokenizer), tokenizer, scale_factor=2, tie_word_embeddings=True)
+    processor.save_pretrained(folder)
+
+
+def _tiled_tokenizer(special: dict[str, str]) -> transformers.PreTrainedTokenizerFast:
+    plain = {"bos_token": "<s>", "eos_token": "<end_of_utterance>", "pad_token": "<pad>", "image_token": "<image>"}
+    marks = {"fake_image_token": "<fake_token_around_image>"}
+    return tokenizer_with(plain | marks | special, add_bos_token=True)
+
+
+def _write_tiled(
+    folder: Path,
+    kind: str,
+    tower: dict[str, Any],
+    size: int,
+    tokenizer: transformers.PreTrainedTokenizerFast,
+    **options: Any,
+) -> None:
+    config = getattr(transformers, f"{kind}Config")(
+        vision_config=tower,
+        text_config={"model_type": "llama", "vocab_size": size + 3, **BACKBONE, "pad_token_id": 1},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        **options,
+    )
+    like_trained(getattr(transformers, f"{kind}ForConditionalGeneration")(config)).save_pretrained(folder)
+
+
 def write_qwen2_vl(folder: Path) -> None:
     """Qwen2-VL: images of any size on a grid of positions, tied embeddings, areas that bound most of the images."""
     tokenizer = tokenizer_with(QWEN_TOKENS)
@@ -475,6 +546,28 @@ def write_qwen2_5_vl(folder: Path) -> None:
     )
     like_trained(transformers.Qwen2_5_VLForConditionalGeneration(config)).save_pretrained(folder)
     _save_qwen_processor(folder, transformers.Qwen2_5_VLProcessor, tokenizer)
+
+
+def write_qwen3_vl(folder: Path) -> None:
+    """Qwen3-VL: rows of two inner layers of the tower enter behind the first two layers of three; tied embeddings."""
+    tokenizer = tokenizer_with(QWEN_TOKENS)
+    tower = {
+        "hidden_size": 16,
+        "out_hidden_size": 24,
+        "intermediate_size": 28,
+        "patch_size": 4,
+        "depth": 4,
+        "num_heads": 2,
+        "num_position_embeddings": 36,
+        "deepstack_visual_indexes": [0, 2],
+    }
+    text = _qwen_text(len(tokenizer), num_attention_heads=2, num_key_value_heads=2, hidden_size=24, head_dim=12)
+    text |= {"num_hidden_layers": 3}
+    config = transformers.Qwen3VLConfig(
+        vision_config=tower, text_config=text, tie_word_embeddings=True, **_qwen_ids(tokenizer)
+    )
+    like_trained(transformers.Qwen3VLForConditionalGeneration(config)).save_pretrained(folder)
+    _save_qwen_processor(folder, transformers.Qwen3VLProcessor, tokenizer)
 
 
 def _qwen_text(num_tokens: int, **options: object) -> dict[str, object]:
@@ -625,8 +718,11 @@ FAMILIES: dict[str, Callable[[Path], None]] = {
     "gemma3": write_gemma3,
     "paligemma": write_paligemma,
     "internvl": write_internvl,
+    "idefics3": write_idefics3,
+    "smolvlm": write_smolvlm,
     "qwen2_vl": write_qwen2_vl,
     "qwen2_5_vl": write_qwen2_5_vl,
+    "qwen3_vl": write_qwen3_vl,
     "qwen2_audio": write_qwen2_audio,
 }
 """Family -> what writes the directory of a tiny model of it."""

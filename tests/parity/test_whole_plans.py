@@ -35,11 +35,20 @@ def figures(folder):
     return [[line["loss"], line["grad_norm"]] for line in lines]
 
 
-@pytest.mark.parametrize(("family", "ways"), [("qwen2_5_vl", list(WAYS)), ("vipllava", list(WAYS)[:2])])
+@pytest.mark.parametrize(
+    ("family", "ways"),
+    [
+        ("qwen2_5_vl", list(WAYS)[1:]),
+        ("qwen3_vl", list(WAYS)),
+        ("idefics3", ["shared sequences"]),
+        ("vipllava", list(WAYS)[:2]),
+    ],
+)
 def test_what_ranks_share_is_one_process(family, ways, tmp_path):
-    """Windows, grids and a merger for projector; and a class that Motet does not know, whose encoder is not cut.
+    """Windows, grids and a merger as projector; rows for several blocks; items in several pieces; and a class that
+    Motet does not know, whose encoder is not cut.
 
-    The latter has one head of keys, which two ranks cannot divide.
+    The latter two have one head of keys, which two ranks cannot divide.
     """
     whole_models.write_job(tmp_path / "job", family)
     recipe = str(tmp_path / "job" / "recipe.toml")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +13,20 @@ from motet.core.arrays import BoolArray, Float32Array, Int64Array, UInt8Array
 
 @dataclass(frozen=True, eq=False)
 class TokenSequence:
-    """The text of one example. Each item has one placeholder token, whatever number of rows the item becomes.
+    """The text of one example. Each item has one placeholder token, whatever number of rows the item becomes; or
+    several, among which its rows are dealt evenly, with text between them (the tiles of Idefics3).
 
     An item that several encoders read is an item of each. They have a placeholder each, or one together: then their
     rows are added, which must be equally many.
 
     tokens:          int64 [num_tokens], text token ids; any valid id at a placeholder.
     targets:         bool [num_tokens], True for the tokens of an answer: loss is taken on predicting them.
-    media:           the phase of each placeholder, in order of appearance: ("image", "audio").
-    media_positions: int64 [num_items], the index of each item's placeholder in `tokens`; ascending.
+    media:           the phase of each item, in order of appearance: ("image", "audio").
+    media_positions: int64 [num_placeholders], the index of each placeholder in `tokens`; ascending.
     grids:           int64 [num_items, 4], frames, rows and columns of the raster that an item's rows in the sequence
                      are, and the step of its frames (`core/grid_positions.py`), for a backbone whose positions are
                      those of a grid; None for all others.
+    pieces:          int64 [num_items], the placeholders of each item; None: each has one.
 
     Example:
         An image between two tokens of a question, then an answer of one token:
@@ -38,6 +41,57 @@ class TokenSequence:
     media: tuple[str, ...]
     media_positions: Int64Array
     grids: Int64Array | None = None
+    pieces: Int64Array | None = None
+
+    @property
+    def num_pieces(self) -> Int64Array:
+        """The placeholders of each item, int64 [num_items]."""
+        return np.ones(len(self.media), dtype=np.int64) if self.pieces is None else self.pieces
+
+
+@dataclass(frozen=True, eq=False)
+class ItemText:
+    """What stands in the place of an item whose rows come in several pieces.
+
+    tokens: int64 [n], marks, and any valid id at the placeholders. places: int64 [num_pieces], these; ascending.
+
+    Example:
+        Two tiles of rows, and a mark before each:
+        >>> ItemText(np.array([7, 0, 8, 0]), np.array([1, 3])).num_marks
+        2
+    """
+
+    tokens: Int64Array
+    places: Int64Array
+
+    @property
+    def num_marks(self) -> int:
+        """Tokens that stay."""
+        return len(self.tokens) - len(self.places)
+
+
+def in_pieces(sequence: TokenSequence, texts: Sequence[ItemText | None]) -> TokenSequence:
+    """A sequence whose items have one placeholder each, with other texts in their places. Marks are no targets.
+
+    texts: of each item; None: its placeholder stays. Items with texts share no placeholder with others.
+    """
+    tokens, targets, positions, pieces, copied, length = [], [], [], [], 0, 0
+    for place, text in zip(sequence.media_positions.tolist(), texts, strict=True):
+        text = text or ItemText(sequence.tokens[place : place + 1], np.zeros(1, dtype=np.int64))
+        tokens += [sequence.tokens[copied:place], text.tokens]
+        targets += [sequence.targets[copied:place], np.zeros(len(text.tokens), dtype=np.bool_)]
+        length += place - copied
+        positions.append(length + text.places)
+        pieces.append(len(text.places))
+        length += len(text.tokens)
+        copied = place + 1
+    return TokenSequence(
+        np.concatenate([*tokens, sequence.tokens[copied:]]),
+        np.concatenate([*targets, sequence.targets[copied:]]),
+        sequence.media,
+        np.concatenate([*positions, np.empty(0, np.int64)]).astype(np.int64),
+        pieces=np.array(pieces, dtype=np.int64),
+    )
 
 
 @dataclass(frozen=True, eq=False)

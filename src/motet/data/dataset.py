@@ -17,7 +17,7 @@ import numpy as np
 
 from motet.core.arrays import BoolArray, IndexArray, Int32Array, Int64Array
 from motet.core.errors import UserError
-from motet.core.example import TokenSequence
+from motet.core.example import ItemText, TokenSequence, in_pieces
 from motet.core.grid_positions import GRID_DIM, NUM_AXES
 from motet.core.item_segments import ItemSegments
 from motet.core.modalities import modalities as all_modalities
@@ -51,6 +51,8 @@ class Modality:
     is_made:    a generator learns to make its items, which are those of answers; encoders do not read them then.
     grids:      frames, rows and columns of each item's rows in the sequence, int64 [n, 3], where the backbone's
                 positions are those of a grid; None where they are not.
+    item_text:  size of an item -> what stands in its place, where its rows come in several pieces; None where they are
+                one run.
     """
 
     transform: Transform
@@ -59,6 +61,14 @@ class Modality:
     segments: Callable[[Int64Array], ItemSegments | None] | None = None
     is_made: bool = False
     grids: Callable[[Int64Array], Int64Array] | None = None
+    item_text: Callable[[tuple[int, ...]], ItemText] | None = None
+
+    def num_marks(self, sizes: Int64Array) -> Int64Array:
+        """Tokens that stand between the rows of each item, int64 [n]."""
+        if self.item_text is None or not len(sizes):
+            return np.zeros(len(sizes), dtype=np.int64)
+        alike, which = np.unique(sizes, axis=0, return_inverse=True)
+        return np.array([self.item_text(tuple(size)).num_marks for size in alike.tolist()])[which.reshape(-1)]
 
 
 class Dataset:
@@ -182,7 +192,7 @@ class Dataset:
         text = text if cut is None else truncated(text, int(self._truncated.num_tokens[cut]))
         # Who reads an item hangs on its turn only where something is made; then the row is read twice.
         read = self._with_phases(text, index.media_refs(example) if self._makers and text.media else ())
-        return self._with_grids(read, example_id)
+        return self._with_sizes(read, example_id)
 
     def media_refs(self, example_id: int) -> list[MediaRef]:
         """The items' files, in order of appearance; `modality` is a name of `core.modalities`."""
@@ -232,7 +242,7 @@ class Dataset:
         """For evaluation: the tokens before the last answer, the media among them, and the answer's text."""
         tokens, answer = self._text.encode_prompt(self.conversation(example_id))
         refs = self.media_refs(example_id)[: len(tokens.media)]
-        return self._with_grids(self._with_phases(tokens, refs), example_id), refs, answer
+        return self._with_sizes(self._with_phases(tokens, refs), example_id), refs, answer
 
     def readers_of(self, ref: MediaRef) -> tuple[str, ...]:
         """The names of the phases that compute an item, in their order: of generators, if it is theirs to make."""
@@ -273,17 +283,25 @@ class Dataset:
             np.repeat(tokens.tokens, repeats), np.repeat(tokens.targets, repeats), media, positions.astype(np.int64)
         )
 
-    def _with_grids(self, tokens: TokenSequence, example_id: int) -> TokenSequence:
-        """The same tokens with the grids of their items, where modalities tell them."""
-        if not any(modality.grids for modality in self._modalities.values()):
+    def _with_sizes(self, tokens: TokenSequence, example_id: int) -> TokenSequence:
+        """The same tokens with what follows from sizes of their items: their grids, or the pieces of their rows."""
+        phases = [self._modalities[phase] for phase in tokens.media]
+        if not any(modality.grids or modality.item_text for modality in phases):
             return tokens
         raws = [ref.raw for ref in self.media_refs(example_id) for _ in self.readers_of(ref)]
+        headers = [np.array([raw], dtype=np.int64) for raw in raws]
+        sizes = [each.transform.sizes(header) for each, header in zip(phases, headers)]
+        if any(modality.item_text for modality in phases):
+            texts = [
+                modality.item_text and modality.item_text(tuple(size[0].tolist()))
+                for modality, size in zip(phases, sizes)
+            ]
+            return in_pieces(tokens, texts)
         grids = np.zeros((len(tokens.media), GRID_DIM), dtype=np.int64)
-        for number, (phase, raw) in enumerate(zip(tokens.media, raws)):
-            modality = self._modalities[phase]
+        for number, (modality, header, size) in enumerate(zip(phases, headers, sizes)):
             assert modality.grids is not None, "a phase whose rows have no grid beside one whose rows have"
-            header, steps = np.array([raw], dtype=np.int64), getattr(modality.transform, "time_steps", None)
-            grids[number, :NUM_AXES] = modality.grids(modality.transform.sizes(header))[0]
+            steps = getattr(modality.transform, "time_steps", None)
+            grids[number, :NUM_AXES] = modality.grids(size)[0]
             grids[number, NUM_AXES:] = 0 if steps is None else steps(header)
         return replace(tokens, grids=grids)
 
@@ -313,21 +331,22 @@ class Dataset:
 
     def _item_lengths(self, columns: ExampleLengths) -> tuple[dict[str, ItemLengths], Int64Array, Int64Array]:
         """The items of each phase, the length of each example's sequence, int64 [num_examples], and the rows that each
-        item takes in it, int64 [num_items].
+        item takes in it, marks between them included, int64 [num_items].
         """
         rows, items = np.zeros(len(columns.example), dtype=np.int64), {}
         for name, modality in self._modalities.items():
             of_phase = self._of_phase(columns, modality)
             length = num_tokens = np.zeros(0, dtype=np.int64)
-            segments = None
+            segments, marks = None, length
             if len(of_phase):
                 sizes = modality.transform.sizes(columns.raw[of_phase])
                 length = np.asarray(modality.lengths(sizes), dtype=np.int64)
                 num_tokens = np.asarray(modality.num_tokens(sizes), dtype=np.int64)
                 segments = modality.segments(sizes) if modality.segments else None
+                marks = modality.num_marks(sizes)
             items[name] = ItemLengths(columns.example[of_phase], length, num_tokens, segments)
             if not self.is_added(name):
-                rows[of_phase] += num_tokens
+                rows[of_phase] += num_tokens + marks
         # The rows of its item replace each placeholder.
         sequence = columns.num_tokens - columns.num_items
         np.add.at(sequence, columns.example, rows)

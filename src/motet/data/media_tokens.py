@@ -46,6 +46,10 @@ _MARKS = {
 """Processors that put each item between two tokens, with empty lines around -> the names of these tokens."""
 _ENCLOSED = {"InternVLProcessor": {IMAGE: ("start_image_token", "context_image_token", "end_image_token")}}
 """Processors that put the template's token between two others -> the names of all three."""
+_TILE_MARKS = {"fake_image_token": "<fake_token_around_image>", "global_image_token": "<global-img>"}
+"""Names of the tokens around tiles, which SmolVLM's tokenizers may have otherwise -> what they are by default."""
+TILED = {"Idefics3Processor": {IMAGE: "<image>"}, "SmolVLMProcessor": {IMAGE: "<image>"}}
+"""Processors that put marks before each tile of an item, and one behind the last -> the token of a tile's rows."""
 
 _ROLES = ("system", "user", "assistant")
 _TEXT_MARK, _DUMP_MARK = "\ue0f0", "\ue0f1"
@@ -96,6 +100,8 @@ def media_form(modality: str, template: ChatTemplate, tokens: Iterable[str], nam
         return _as_put(modality, written, names, template)
     if not written:
         return _stand_in(modality, tokens, names, named)
+    if names.processor in TILED and modality in TILED[names.processor]:
+        return _tiled(modality, written, names, template)
     if names.processor in _ENCLOSED and modality in _ENCLOSED[names.processor]:
         return _enclosed(modality, written, names, template)
     if names.processor in _MARKS:
@@ -201,6 +207,39 @@ def _enclosed(modality: str, written: Counter[str], names: TokenNames, template:
         )
     rendered = template.try_messages(_one_turn(template, {"type": modality})) or ""
     return MediaForm(True, token, f"{begin}{token}{end}", token, breaks_line=f"{token}\n" in rendered)
+
+
+def _tiled(modality: str, written: Counter[str], names: TokenNames, template: ChatTemplate) -> MediaForm:
+    """The form of an item in tiles, as it stands before its size is known: a mark, its token, a mark."""
+    token = names.special.get(f"{modality}_token", TILED[str(names.processor)][modality])
+    if written != Counter([token]):
+        raise UserError(f"the tokenizer's chat template does not write one {token} for an item of {modality}")
+    mark = _tile_marks(names)[0]
+    rendered = template.try_messages(_one_turn(template, {"type": modality})) or ""
+    return MediaForm(True, token, f"{mark}{token}{mark}", token, breaks_line=f"{token}\n" in rendered)
+
+
+def tiled_text(form: MediaForm, names: TokenNames, rows: int, columns: int) -> str:
+    """What stands between the first mark and the last one of an item in rows x columns tiles.
+
+    Each tile's rows are one token here. Behind several tiles stands the whole image; an image of 1 x 1 is that alone.
+    """
+    mark, whole = _tile_marks(names)
+    if rows * columns == 1:
+        return whole + form.token
+    lines = (
+        "".join(f"{mark}<row_{row}_col_{column}>{form.token}" for column in range(1, columns + 1))
+        for row in range(1, rows + 1)
+    )
+    tiles = "".join(f"{line}\n" for line in lines)
+    return f"{tiles}\n{mark}{whole}{form.token}".removeprefix(mark)
+
+
+def _tile_marks(names: TokenNames) -> tuple[str, str]:
+    """What stands before each tile, and behind that before the whole image."""
+    named = names.special if names.processor == "SmolVLMProcessor" else {}
+    around, whole = (named.get(name, mark) for name, mark in _TILE_MARKS.items())
+    return around, whole
 
 
 def _between_marks(modality: str, written: Counter[str], names: TokenNames) -> MediaForm:

@@ -17,9 +17,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -29,10 +29,20 @@ import numpy as np
 
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
-from motet.core.example import TokenSequence
+from motet.core.example import ItemText, TokenSequence
 from motet.data.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from motet.data.conversation import TEXT, Conversation, Turn, placeholder
-from motet.data.media_tokens import BARE, MediaForm, TokenNames, document_text, item_tokens, media_form, reserved_tokens
+from motet.data.media_tokens import (
+    BARE,
+    TILED,
+    MediaForm,
+    TokenNames,
+    document_text,
+    item_tokens,
+    media_form,
+    reserved_tokens,
+    tiled_text,
+)
 from motet.data.tokenizer_files import (
     open_backend,
     open_by_transformers,
@@ -162,6 +172,23 @@ class ChatTokenizer:
         """The ids of the tokens of an item: the one that its rows replace, and the marks around it."""
         tokens = item_tokens(self._form(modality), modality, self._template, self._added)
         return frozenset(self._added[token] for token in tokens if token in self._added)
+
+    def item_text(self, modality: str) -> Callable[[tuple[int, ...]], ItemText] | None:
+        """Size of an item -> what stands in its place, where its rows come in several pieces; None: they are one run.
+
+        Sizes are rows and columns of tiles.
+        """
+        if modality not in TILED.get(self._names.processor or "", {}):
+            return None
+        return cache(partial(self._text_of_tiles, self._form(modality)))
+
+    def _text_of_tiles(self, form: MediaForm, size: tuple[int, ...]) -> ItemText:
+        """All tokens of the item but the first and the last, which stand around it in every sequence."""
+        before, behind = form.put.split(form.token)
+        tokens, _ = self._encode_bare(before + tiled_text(form, self._names, *size) + behind)
+        first, last = (len(self._encode_bare(part)[0]) for part in (before, behind))
+        tokens = tokens[first : len(tokens) - last]
+        return ItemText(tokens, np.flatnonzero(tokens == self._added[form.token]))
 
     def decode(self, tokens: Int64Array) -> str:
         """Text of token ids, special tokens left out."""

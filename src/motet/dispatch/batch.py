@@ -122,12 +122,13 @@ class PackedSequences:
 def pack(sequences: Sequence[TokenSequence], num_tokens: Mapping[str, Int64Array]) -> PackedSequences:
     """Pack sequences in the given order and replace each placeholder by as many rows as its item takes.
 
-    Items of several phases with one placeholder have their rows at the same places.
+    Items of several phases with one placeholder have their rows at the same places. Of an item with several
+    placeholders each takes as many rows.
 
     num_tokens: per phase, int64 [num_items]: the rows of its items in order. Phases without items are listed too.
     Neither a placeholder nor the first token of a sequence is a target: nothing predicts them.
     Raises ValueError for a placeholder of an unknown phase, where a phase has more or fewer items than placeholders,
-    and where items have a grid of other rows, or only some have one.
+    where an item's rows are not dealt evenly, and where items have a grid of other rows, or only some have one.
     """
     tokens = np.concatenate([sequence.tokens for sequence in sequences] or [np.empty(0, np.int64)])
     targets = np.concatenate([sequence.targets for sequence in sequences] or [np.empty(0, np.bool_)])
@@ -138,16 +139,22 @@ def pack(sequences: Sequence[TokenSequence], num_tokens: Mapping[str, Int64Array
         [start + sequence.media_positions for start, sequence in zip(text_starts, sequences, strict=True)]
         or [np.empty(0, np.int64)]
     )
-    phases = np.array([phase for sequence in sequences for phase in sequence.media], dtype=object)
+    of_items = np.array([phase for sequence in sequences for phase in sequence.media], dtype=object)
+    pieces = np.concatenate([sequence.num_pieces for sequence in sequences] or [np.empty(0, np.int64)])
+    phases = np.repeat(of_items, pieces)
     repeats = np.ones(len(tokens), dtype=np.int64)
     if unknown := set(phases) - num_tokens.keys():
         raise ValueError(f"sequences have placeholders of unknown phases {sorted(unknown)}")
+    by_placeholder = {}
     for phase, rows in num_tokens.items():
-        replaced = placeholders[phases == phase]
-        if len(replaced) != len(rows):
-            raise ValueError(f"{len(replaced)} placeholders of phase {phase!r}, {len(rows)} items")
-        repeats[replaced] = rows
-    for phase, rows in num_tokens.items():
+        own = pieces[of_items == phase]
+        if len(own) != len(rows):
+            raise ValueError(f"{len(own)} placeholders of phase {phase!r}, {len(rows)} items")
+        if (rows % own).any():
+            raise ValueError(f"items of phase {phase!r} have {rows.tolist()} rows for {own.tolist()} placeholders")
+        by_placeholder[phase] = np.repeat(rows // own, own)
+        repeats[placeholders[phases == phase]] = by_placeholder[phase]
+    for phase, rows in by_placeholder.items():
         if (repeats[placeholders[phases == phase]] != rows).any():
             raise ValueError(f"items of phase {phase!r} share a placeholder with items of another number of rows")
     targets[placeholders] = False
@@ -180,7 +187,10 @@ def _grid_positions(
         return None
     if len(grids) < len(with_items):
         raise ValueError("only some of the sequences with items have grids")
-    return torch.from_numpy(grid_positions(text_lengths, placeholders, num_rows, np.concatenate(grids)))
+    of_items = np.concatenate(grids)
+    if len(placeholders) != len(of_items):
+        raise ValueError(f"{len(of_items)} items with grids have {len(placeholders)} placeholders")
+    return torch.from_numpy(grid_positions(text_lengths, placeholders, num_rows, of_items))
 
 
 @dataclass(frozen=True, eq=False)

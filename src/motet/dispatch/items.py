@@ -177,7 +177,7 @@ class ItemExchange:
             part = incoming[starts[parcel] : starts[parcel] + parcels.size_bytes[parcel]]
             row = int(parcels.row[parcel])
             if parcels.kind[parcel] == 0:
-                contents[parcel] = read_example(part, tables.num_text_tokens(row), tables.media_of(row))
+                contents[parcel] = read_example(part, tables.num_text_tokens(row), *tables.media_of(row))
             else:
                 contents[parcel] = read_media(part, tables.media_shape(row))
 

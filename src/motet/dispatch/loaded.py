@@ -22,8 +22,9 @@ from motet.dispatch.message import MediaShape, example_bytes, media_bytes
 
 # Columns of the table of examples, and of the table of items. `_EXAMPLE` counts the examples of the item's rank.
 # `_SHARES`: the item has the placeholder of the item before it, so that its rows take no further places.
+# `_PIECES`: its placeholders.
 _LOADED, _TEXT_TOKENS, _TARGETS, _EXAMPLE_COLUMNS = range(4)
-_EXAMPLE, _PHASE, _LENGTH, _NUM_TOKENS, _NUM_SEGMENTS, _SHARES, _SHAPE = range(7)
+_EXAMPLE, _PHASE, _LENGTH, _NUM_TOKENS, _NUM_SEGMENTS, _SHARES, _PIECES, _SHAPE = range(8)
 _ITEM_COLUMNS = _SHAPE + len(MediaShape._fields)
 
 
@@ -67,7 +68,7 @@ class LoadedExample:
 def tables_of(
     examples: Sequence[LoadedExample | None], phases: Sequence[str], measures: Mapping[str, Measure]
 ) -> Int64Array:
-    """The tables of one rank as one vector, int64 [2 + 3 * num_examples + 11 * num_items + num_segments].
+    """The tables of one rank as one vector, int64 [2 + 3 * num_examples + 12 * num_items + num_segments].
 
     They are counts, examples, items, and the lengths of all segments, item by item.
     An example that could not be loaded is None; it is listed as not loaded and has no items. Raises ValueError for an
@@ -83,9 +84,11 @@ def tables_of(
         if len(example.media) != len(sequence.media):
             raise ValueError(f"example {i} has {len(sequence.media)} placeholders and {len(example.media)} items")
         example_table[i] = True, len(sequence.tokens), 0
-        shares = np.diff(sequence.media_positions, prepend=-1) == 0
-        for phase, item, is_shared in zip(sequence.media, example.media, shares.tolist(), strict=True):
-            rows.append((i, phases.index(phase), 0, 0, 0, int(is_shared), *MediaShape.of(item)))
+        pieces = sequence.num_pieces
+        shares = np.diff(sequence.media_positions[np.cumsum(pieces) - pieces], prepend=-1) == 0
+        columns = zip(sequence.media, example.media, shares.tolist(), pieces.tolist(), strict=True)
+        for phase, item, is_shared, num_pieces in columns:
+            rows.append((i, phases.index(phase), 0, 0, 0, int(is_shared), num_pieces, *MediaShape.of(item)))
             media.append(item)
     item_table = np.array(rows, dtype=np.int64).reshape(-1, _ITEM_COLUMNS)
     segments_of_items = [np.zeros(0, dtype=np.int64)] * len(item_table)
@@ -111,7 +114,8 @@ def tables_of(
 def _count_targets(sequence: TokenSequence, num_tokens: Int64Array) -> int:
     """Targets by the rules of `pack`: neither the first token of the packed sequence nor a placeholder counts."""
     repeats = np.ones(len(sequence.tokens), dtype=np.int64)
-    repeats[sequence.media_positions] = num_tokens
+    pieces = sequence.num_pieces
+    repeats[sequence.media_positions] = np.repeat(num_tokens // pieces, pieces)
     counted = sequence.targets.copy()
     counted[sequence.media_positions] = False
     counted[: np.flatnonzero(np.append(repeats, 1))[0] + 1] = False
@@ -230,14 +234,16 @@ class LoadedTables:
 
     def _sizes(self) -> tuple[Int64Array, Int64Array]:
         """Bytes of each sequence, and of each item."""
-        num_items = np.bincount(self.items[:, _EXAMPLE], minlength=len(self.examples))
-        sequence_bytes = example_bytes(self.examples[:, _TEXT_TOKENS], num_items)
+        num_items, num_placeholders = np.zeros((2, len(self.examples)), dtype=np.int64)
+        np.add.at(num_items, self.items[:, _EXAMPLE], 1)
+        np.add.at(num_placeholders, self.items[:, _EXAMPLE], self.items[:, _PIECES])
+        sequence_bytes = example_bytes(self.examples[:, _TEXT_TOKENS], num_items, num_placeholders)
         return sequence_bytes, media_bytes(MediaShape(*self.items[:, _SHAPE:].T))
 
-    def media_of(self, example_row: int) -> tuple[str, ...]:
-        """The phases of an example's placeholders, in order."""
+    def media_of(self, example_row: int) -> tuple[tuple[str, ...], Int64Array]:
+        """The phases of an example's items, in order, and the placeholders of each, int64 [num_items]."""
         first, last = np.searchsorted(self.items[:, _EXAMPLE], [example_row, example_row + 1])
-        return tuple(self.phases[index] for index in self.items[first:last, _PHASE])
+        return tuple(self.phases[index] for index in self.items[first:last, _PHASE]), self.items[first:last, _PIECES]
 
     def num_text_tokens(self, example_row: int) -> int:
         """Text tokens of an example, a placeholder counted as one."""
@@ -279,7 +285,9 @@ def _lengths(
 ) -> BatchLengths:
     segments = ItemSegments.counted(segment_lengths, items[:, _NUM_SEGMENTS])
     sequence = examples[:, _TEXT_TOKENS].copy()
-    np.add.at(sequence, items[:, _EXAMPLE], np.where(items[:, _SHARES] == 1, 0, items[:, _NUM_TOKENS] - 1))
+    np.add.at(
+        sequence, items[:, _EXAMPLE], np.where(items[:, _SHARES] == 1, 0, items[:, _NUM_TOKENS] - items[:, _PIECES])
+    )
     columns = {}
     for index, phase in enumerate(phases):
         of_phase = np.flatnonzero(items[:, _PHASE] == index)

@@ -18,11 +18,11 @@ from motet.core.grid_positions import GRID_DIM
 T = TypeVar("T", int, Int64Array)
 
 
-def example_bytes(num_text_tokens: Int64Array, num_items: Int64Array) -> Int64Array:
+def example_bytes(num_text_tokens: Int64Array, num_items: Int64Array, num_placeholders: Int64Array) -> Int64Array:
     """Bytes of each sequence: tokens int64, targets one byte each, positions of placeholders int64, and grids of items,
     int32 [GRID_DIM].
     """
-    return 8 * num_text_tokens + _up_to_8(num_text_tokens) + (8 + 4 * GRID_DIM) * num_items
+    return 8 * num_text_tokens + _up_to_8(num_text_tokens) + 8 * num_placeholders + 4 * GRID_DIM * num_items
 
 
 def write_example(sequence: TokenSequence, into: UInt8Array) -> None:
@@ -31,17 +31,21 @@ def write_example(sequence: TokenSequence, into: UInt8Array) -> None:
     start = 8 * num_tokens
     into[:start] = _as_bytes(sequence.tokens, np.int64)
     into[start : start + num_tokens] = _as_bytes(sequence.targets, np.bool_)
-    num_items = len(sequence.media)
-    grids = np.zeros((num_items, GRID_DIM)) if sequence.grids is None else sequence.grids
+    grids = np.zeros((len(sequence.media), GRID_DIM)) if sequence.grids is None else sequence.grids
     start += _up_to_8(num_tokens)
-    into[start : start + 8 * num_items] = _as_bytes(sequence.media_positions, np.int64)
-    into[start + 8 * num_items :] = _as_bytes(grids, np.int32)
+    end = start + 8 * len(sequence.media_positions)
+    into[start:end] = _as_bytes(sequence.media_positions, np.int64)
+    into[end:] = _as_bytes(grids, np.int32)
 
 
-def read_example(data: UInt8Array, num_text_tokens: int, media: tuple[str, ...]) -> TokenSequence:
-    """The sequence that `write_example` wrote, as a view of `data`. media: the phases of its placeholders, in order."""
+def read_example(data: UInt8Array, num_text_tokens: int, media: tuple[str, ...], pieces: Int64Array) -> TokenSequence:
+    """The sequence that `write_example` wrote, as a view of `data`.
+
+    media, pieces: the phases of its items, in order, and the placeholders of each, int64 [num_items].
+    """
     start = 8 * num_text_tokens
-    items, end = start + _up_to_8(num_text_tokens), start + _up_to_8(num_text_tokens) + 8 * len(media)
+    items = start + _up_to_8(num_text_tokens)
+    end = items + 8 * int(pieces.sum())
     grids = data[end:].view(np.int32).reshape(-1, GRID_DIM)
     return TokenSequence(
         tokens=data[:start].view(np.int64),
@@ -50,6 +54,7 @@ def read_example(data: UInt8Array, num_text_tokens: int, media: tuple[str, ...])
         media_positions=data[items:end].view(np.int64),
         # No item has a grid without rows.
         grids=grids.astype(np.int64) if grids[:, :3].all() and len(grids) else None,
+        pieces=pieces if (pieces != 1).any() else None,
     )
 
 

@@ -66,6 +66,8 @@ class Backbone(nn.Module):
     merge: a callback in place of `merge_rows` (`models/callbacks.py`).
     again: encoder -> blocks, not the first, before which its rows are added to the hidden states at their places again,
            as DeepStack does.
+    stacked: encoder -> n: n + 1 rows of it stand side by side as one wide row, of which the first enters as rows of
+             others do, and each other one is added before the next block, 1 to n (Qwen3-VL's DeepStack).
     bidirectional: encoders whose rows see each other in both directions, as images do in Gemma 3: rows that follow each
            other without a token between.
     prefix: whether rows of a document before its first target see each other in both directions, as in PaliGemma.
@@ -82,6 +84,7 @@ class Backbone(nn.Module):
         train: bool = True,
         merge: Callable[[Tensor, dict[str, Tensor], Sequences], Tensor] | None = None,
         again: Mapping[str, Sequence[int]] = MappingProxyType({}),
+        stacked: Mapping[str, int] = MappingProxyType({}),
         bidirectional: Sequence[str] = (),
         prefix: bool = False,
         queries: Mapping[str, int] = MappingProxyType({}),
@@ -116,7 +119,9 @@ class Backbone(nn.Module):
         if merge is not None:
             check_callback("merge", "merge", merge)
         self._blocks = tuple(wrap_blocks(causal_lm, self._text.layers))
+        self.stacked = dict(stacked)
         self.again = {name: tuple(blocks) for name, blocks in again.items()}
+        self.again |= {name: tuple(range(1, count + 1)) for name, count in self.stacked.items()}
         for name, blocks in self.again.items():
             if wrong := [block for block in blocks if not 0 < block < len(self._blocks)]:
                 raise UserError(
@@ -145,6 +150,14 @@ class Backbone(nn.Module):
     def trainable(self) -> bool:
         """Whether the backbone has trainable parameters; a frozen backbone still runs backward for its encoders."""
         return any(p.requires_grad for p in self.parameters())
+
+    def row_width(self, encoder: str) -> int:
+        """Width of the rows that an encoder gives."""
+        return self.dim * (1 + self.stacked.get(encoder, 0))
+
+    def _part(self, encoder: str, rows: Tensor, block: int) -> Tensor:
+        """What of an encoder's rows enters before a block, [rows, dim]."""
+        return rows[:, block * self.dim : (block + 1) * self.dim] if encoder in self.stacked else rows
 
     def layers(self) -> list[LayerModules]:
         """The layers in execution order, from tokens to logits."""
@@ -384,7 +397,8 @@ class Backbone(nn.Module):
             rows = self.queries[name]
             features[name] = rows.repeat(len(places) // len(rows), 1).to(embeds.dtype)
         if (context := context_of(sequences)) is not None:
-            features |= placed(features, context, context.routes, embeds)
+            features |= placed(features, context, context.routes, embeds, self.row_width)
+        features = {name: self._part(name, rows, 0) for name, rows in features.items()}
         with arranged(ENTER, lambda: _rows_of(sequences)):
             embeds = self._merged(embeds, features, sequences)
             if len(embeds):
@@ -433,7 +447,8 @@ class Backbone(nn.Module):
             positions = self._positions(context.whole, context.rows.positions)[..., own]
             of_rows = np.repeat(lengths, lengths)[own]
             again = [name for name, blocks in self.again.items() if any(first <= block < stop for block in blocks)]
-            moved = placed(features, context, [name for name in context.routes if name in again], hidden)
+            names = [name for name in context.routes if name in again]
+            moved = placed(features, context, names, hidden, self.row_width)
             features = {name: features[name] for name in features if name in again} | moved
         with (
             self._only(first, stop),
@@ -493,16 +508,16 @@ class Backbone(nn.Module):
     def _entering(self, features: Mapping[str, Tensor], sequences: Sequences) -> Iterator[None]:
         """In the block, rows of encoders that enter again are added before their blocks."""
 
-        def add(name: str, inner: Callable[[Tensor], Tensor] | None, hidden: Tensor) -> Tensor:
+        def add(name: str, number: int, inner: Callable[[Tensor], Tensor] | None, hidden: Tensor) -> Tensor:
             """hidden [1, total, dim]. inner: of another encoder that enters before the same block."""
-            rows = features[name].to(hidden.dtype)
+            rows = self._part(name, features[name], number).to(hidden.dtype)
             hidden = hidden if inner is None else inner(hidden)
             return hidden.index_add(1, places_of(name, rows, sequences), rows[None])
 
         entered = [(name, block) for name in features for block in self.again.get(name, ())]
         for name, number in entered:
             block = self._blocks[number]
-            block.entering = partial(add, name, block.entering)
+            block.entering = partial(add, name, number, block.entering)
         try:
             yield
         finally:

@@ -73,7 +73,7 @@ class EncoderConfig(BaseModel):
     family: (
         Literal[
             "siglip", "siglip2", "clip", "dinov2", "dinov3", "pixtral", "internvl", "qwen2_vl", "qwen2_5_vl",
-            "whisper", "qwen2_audio",
+            "qwen3_vl", "whisper", "qwen2_audio",
         ]
         | None
     ) = None  # fmt: skip
@@ -148,6 +148,11 @@ class BackboneConfig(BaseModel):
     bidirectional: tuple[str, ...] = ()
     prefix: bool = False
     first_position: int = Field(default=0, ge=0, le=1)
+
+    @property
+    def stacked_rows(self) -> dict[str, int]:
+        """`stacked` of `Backbone`: no recipe has it, but families of whole models."""
+        return {}
 
     @property
     def classes(self) -> Family:
@@ -349,6 +354,7 @@ def build_backbone(
         prefix=config.prefix,
         queries=queries,
         first_position=config.first_position,
+        stacked=config.stacked_rows,
     )
 
 

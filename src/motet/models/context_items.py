@@ -12,7 +12,7 @@ take part, also one without rows, and so they do when a block is recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -116,15 +116,19 @@ def spare_row(own: Int64Array, hidden: Tensor) -> tuple[Int64Array, Tensor]:
 
 
 def placed(
-    features: Mapping[str, Tensor], context: SharedRows, names: Iterable[str], like: Tensor
+    features: Mapping[str, Tensor],
+    context: SharedRows,
+    names: Iterable[str],
+    like: Tensor,
+    width: Callable[[str], int],
 ) -> dict[str, Tensor]:
     """The rows of encoders whose places are on this rank. A collective.
 
     features: those that this rank has taken in; it may have none of an encoder. names: of encoders, the same on all
-    ranks in the same order. like: [n, width], of the type of the rows.
+    ranks in the same order. like: of the type of the rows. width: of the rows of each.
     """
-    nothing = like.new_zeros(0, like.shape[1])
-    return {name: context.placed(name, features.get(name, nothing).to(like.dtype)) for name in names}
+    taken = {name: features[name] if name in features else like.new_zeros(0, width(name)) for name in names}
+    return {name: context.placed(name, rows.to(like.dtype)) for name, rows in taken.items()}
 
 
 class ContextItems:

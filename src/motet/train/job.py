@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from motet.core.errors import JointUserError, UserError
+from motet.core.example import ItemText
 from motet.core.heap import keep_freed_memory
 from motet.core.plan import Plan
 from motet.core.plan_file import plan_digest
@@ -23,8 +24,10 @@ from motet.data.examples import Examples
 from motet.data.groups import GroupedOrder
 from motet.data.order import ExampleOrder
 from motet.data.remote import LOCAL_URL, is_url
+from motet.data.split_images import SplitImages
 from motet.data.splits import OwnSplits
 from motet.data.text import ChatTokenizer
+from motet.data.transforms import Transform
 from motet.dispatch import Carrier, ItemExchange, Orchestrator
 from motet.models.build import build_mllm
 from motet.models.materialise import materialise
@@ -364,6 +367,7 @@ def open_dataset(
             module.segments,
             is_made=name in model.generators,
             grids=module.grids if model.backbone.reads_grids and name in model.encoders else None,
+            item_text=_item_text(vocabulary, recipe.transform(name)),
         )
         for name, module in model.measured.items()
     }
@@ -391,6 +395,19 @@ def open_dataset(
         )
     say_left_out(manifests or ("[workload]",), dataset.left_out, dataset.num_in_manifests, say)
     return dataset
+
+
+def _item_text(
+    vocabulary: ChatTokenizer | DrawnVocabulary, transform: Transform
+) -> Callable[[tuple[int, ...]], ItemText] | None:
+    """As of `Modality`. Raises UserError for a tokenizer that tells tiles apart, beside a transform that makes none."""
+    text = vocabulary.item_text(transform.modality) if isinstance(vocabulary, ChatTokenizer) else None
+    if text is not None and not isinstance(transform, SplitImages):
+        raise UserError(
+            "data.tokenizer is of a model that cuts images into tiles and marks each of them, which the transform here "
+            "does not; take the tokenizer of another model, or the whole model (model.path)."
+        )
+    return text
 
 
 def _open_heldout(recipe: Recipe, vocabulary: ChatTokenizer | DrawnVocabulary, model: MLLM, say: Say) -> Dataset | None:

@@ -3,30 +3,72 @@
 import numpy as np
 import pytest
 
-from motet.core.example import TokenSequence
+from motet.core.example import Media, TokenSequence
 from motet.dispatch.batch import pack
+from motet.dispatch.loaded import LoadedExample, LoadedTables, tables_of
 from motet.dispatch.message import example_bytes, read_example, write_example
 from motet.train.generate import _cut, _GrowingSequence, _join
 
 
-def example(num_items, grids):
-    places = np.arange(1, num_items + 1)
-    tokens, targets = np.arange(num_items + 3), np.arange(num_items + 3) > num_items
-    return TokenSequence(tokens, targets, ("image",) * num_items, places, grids)
+def example(num_items, grids, pieces=None):
+    num_places = num_items if pieces is None else pieces.sum()
+    places = np.arange(1, num_places + 1)
+    tokens, targets = np.arange(num_places + 3), np.arange(num_places + 3) > num_places
+    return TokenSequence(tokens, targets, ("image",) * num_items, places, grids, pieces)
 
 
 @pytest.mark.parametrize(
-    ("num_items", "grids"), [(0, None), (2, None), (2, np.array([[1, 2, 3, 0], [5, 4, 1, 1 << 30]]))]
+    ("num_items", "grids", "pieces"),
+    [
+        (0, None, None),
+        (2, None, None),
+        (2, np.array([[1, 2, 3, 0], [5, 4, 1, 1 << 30]]), None),
+        (2, None, np.array([3, 1])),
+    ],
 )
-def test_an_example_arrives_with_its_grids(num_items, grids):
-    sent = example(num_items, grids)
-    into = np.zeros(int(example_bytes(np.array([len(sent.tokens)]), np.array([num_items]))[0]), dtype=np.uint8)
+def test_an_example_arrives_with_its_grids_and_pieces(num_items, grids, pieces):
+    sent = example(num_items, grids, pieces)
+    size = example_bytes(*(np.array([len(each)]) for each in (sent.tokens, sent.media, sent.media_positions)))
+    into = np.zeros(int(size[0]), dtype=np.uint8)
     write_example(sent, into)
-    got = read_example(into, len(sent.tokens), sent.media)
+    got = read_example(into, len(sent.tokens), sent.media, sent.num_pieces)
     np.testing.assert_array_equal(got.media_positions, sent.media_positions)
-    assert (got.grids is None) == (grids is None)
-    if grids is not None:
-        np.testing.assert_array_equal(got.grids, grids)
+    for arrived, own in ((got.grids, grids), (got.pieces, pieces)):
+        assert (arrived is None) == (own is None)
+        if own is not None:
+            np.testing.assert_array_equal(arrived, own)
+
+
+def test_the_rows_of_an_item_are_dealt_over_its_placeholders():
+    sequence = TokenSequence(
+        np.array([9, 7, 0, 8, 0, 5, 0, 3]),
+        np.arange(8) == 7,
+        ("image",) * 2,
+        np.array([2, 4, 6]),
+        None,
+        np.array([2, 1]),
+    )
+    packed = pack([sequence], {"image": np.array([6, 2])})
+    assert packed.feature_positions["image"].tolist() == [2, 3, 4, 6, 7, 8, 10, 11]
+    assert packed.tokens[[0, 1, 5, 9, 12]].tolist() == [9, 7, 8, 5, 3]
+    tables = LoadedTables.read(
+        [tables_of([LoadedExample(sequence, (media(6), media(2)))], ("image",), {"image": Rows()})], ("image",)
+    )
+    assert tables.lengths.sequence.tolist() == [packed.num_tokens]
+    assert (tables.lengths.num_targets.tolist(), tables.media_of(0)[1].tolist()) == ([1], [2, 1])
+    with pytest.raises(ValueError, match=r"5, 2\] rows for \[2, 1\] placeholders"):
+        pack([sequence], {"image": np.array([5, 2])})
+
+
+def media(num_rows):
+    return Media(np.zeros((num_rows, 4), np.float32), np.array([num_rows]))
+
+
+class Rows:
+    def lengths(self, sizes):
+        return sizes[:, 0]
+
+    num_tokens = lengths
 
 
 def test_sequences_without_items_stand_beside_those_with_grids():

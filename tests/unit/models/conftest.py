@@ -62,6 +62,8 @@ ENCODERS = {
     "dinov3": VISION | {"num_register_tokens": 3, "pos_embed_rescale": 1.0, "key_bias": True},
     "qwen2_5_vl": {"depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "patch_size": 4}
     | {"out_hidden_size": 20, "window_size": 16, "fullatt_block_indexes": [1]},
+    "qwen3_vl": {"depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "patch_size": 4}
+    | {"out_hidden_size": 20, "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1]},
     "whisper": AUDIO,
     "qwen2_audio": AUDIO,
 }
@@ -125,7 +127,7 @@ class Tiny:
         return torch.tensor(CLIP_SIZES if "audio" in family or family == "whisper" else IMAGE_SIZES)
 
     def values(self, family: str, sizes: Tensor, seed: int = 0) -> Tensor:
-        row_dim = 8 if sizes.shape[1] == 1 else 3 * 16 * (2 if family in ("qwen2_vl", "qwen2_5_vl") else 1)
+        row_dim = 8 if sizes.shape[1] == 1 else 3 * 16 * (2 if family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl") else 1)
         return torch.randn(int(sizes.prod(1).sum()), row_dim, generator=torch.Generator().manual_seed(seed))
 
 

@@ -15,6 +15,7 @@ from transformers import (
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from motet.core.errors import UserError
@@ -28,6 +29,7 @@ HF = {
     "pixtral": PixtralVisionModel,
     "dinov3": DINOv3ViTModel,
     "qwen2_5_vl": Qwen2_5_VisionTransformerPretrainedModel,
+    "qwen3_vl": Qwen3VLVisionModel,
     "clip": CLIPVisionModel,
     "dinov2": Dinov2Model,
     "qwen2_vl": Qwen2VisionTransformerPretrainedModel,
@@ -94,12 +96,12 @@ def hf_rows(model, family, values, grid):
     if family == "siglip2":
         channels_last = values.view(-1, 3, 16).transpose(1, 2).flatten(1)[None]
         return model(channels_last, torch.ones(1, len(values)), torch.tensor([grid])).last_hidden_state[0]
-    if family == "qwen2_5_vl":
+    if family in ("qwen2_5_vl", "qwen3_vl"):
         return model(values, torch.tensor([[1, *grid]])).pooler_output
     return model(picture(values, *grid)).last_hidden_state[0][-len(values) :]
 
 
-@pytest.mark.parametrize("family", ["siglip2", "pixtral", "dinov3", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["siglip2", "pixtral", "dinov3", "qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("grid", [(4, 4), (2, 6), (6, 10)])
 def test_rows_and_gradients_equal_hf_on_one_image(tiny, family, grid):
     """Beside another image in the pack; with weights as if trained."""

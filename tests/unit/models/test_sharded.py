@@ -31,7 +31,7 @@ def documents(config: ModelConfig, rank: int, num_ranks: int):
             for name, module in mllm.encoders.items():
                 kind = "audio" if module.cost == "padded" else "image"
                 size = torch.tensor([SIZES[kind][i]])
-                row_dim = 8 if kind == "audio" else 48 * (2 if name in ("qwen2_vl", "qwen2_5_vl") else 1)
+                row_dim = 8 if kind == "audio" else 48 * (2 if name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl") else 1)
                 values = torch.randn(int(size.prod()), row_dim, generator=generator)
                 if kind != only:
                     continue

@@ -19,8 +19,8 @@ from motet.models.projector import Projector, ProjectorConfig
 from motet.models.spec import model_spec, spec_of_config, spec_of_directory
 
 ENCODERS = [
-    "siglip", "siglip2", "clip", "dinov2", "dinov3", "pixtral", "internvl", "qwen2_vl", "qwen2_5_vl", "whisper",
-    "qwen2_audio",
+    "siglip", "siglip2", "clip", "dinov2", "dinov3", "pixtral", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
+    "whisper", "qwen2_audio",
 ]  # fmt: skip
 BACKBONES = [
     "qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe",

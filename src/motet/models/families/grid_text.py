@@ -1,4 +1,4 @@
-"""The text models of Qwen2-VL and Qwen2.5-VL as causal LMs: Qwen2 on positions of a grid (M-RoPE).
+"""The text models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL as causal LMs: Qwen2 or Qwen3 on positions of a grid (M-RoPE).
 
 transformers has them only inside of its multimodal classes. The layers, their rotary positions and the names of weights
 are its own.
@@ -7,7 +7,15 @@ are its own.
 from __future__ import annotations
 
 from torch import nn
-from transformers import PreTrainedModel, Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel, Qwen2VLTextConfig, Qwen2VLTextModel
+from transformers import (
+    PreTrainedModel,
+    Qwen2_5_VLTextConfig,
+    Qwen2_5_VLTextModel,
+    Qwen2VLTextConfig,
+    Qwen2VLTextModel,
+    Qwen3VLTextConfig,
+    Qwen3VLTextModel,
+)
 
 
 class _GridCausalLM(PreTrainedModel):
@@ -19,7 +27,7 @@ class _GridCausalLM(PreTrainedModel):
     _supports_sdpa = True
     text_model: type[PreTrainedModel]
 
-    def __init__(self, config: Qwen2VLTextConfig | Qwen2_5_VLTextConfig) -> None:
+    def __init__(self, config: Qwen2VLTextConfig | Qwen2_5_VLTextConfig | Qwen3VLTextConfig) -> None:
         super().__init__(config)
         self.model = self.text_model(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -31,6 +39,13 @@ class Qwen2VLCausalLM(_GridCausalLM):
 
     config: Qwen2VLTextConfig
     text_model = Qwen2VLTextModel
+
+
+class Qwen3VLCausalLM(_GridCausalLM):
+    """Qwen3-VL's: Qwen3 on positions whose axes take turns at a head's channels."""
+
+    config: Qwen3VLTextConfig
+    text_model = Qwen3VLTextModel
 
 
 class Qwen25VLCausalLM(_GridCausalLM):

@@ -11,12 +11,17 @@ from dataclasses import dataclass, replace
 
 import transformers
 from torch import nn
-from transformers import Qwen2_5_VLTextConfig, Qwen2VLTextConfig
+from transformers import Qwen2_5_VLTextConfig, Qwen2VLTextConfig, Qwen3VLTextConfig, Qwen3VLVisionConfig
+from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
+from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionTransformer
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder as HFQwen2AudioEncoder
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig
+from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionTransformer
 from transformers.models.whisper.modeling_whisper import WhisperEncoder as HFWhisperEncoder
 
 from motet.core.errors import UserError
@@ -39,12 +44,14 @@ from motet.models.families.branches import (
 from motet.models.families.clip import ClipEncoder
 from motet.models.families.dinov2 import Dinov2Encoder
 from motet.models.families.dinov3 import Dinov3Encoder
-from motet.models.families.grid_text import Qwen2VLCausalLM, Qwen25VLCausalLM
+from motet.models.families.grid_text import Qwen2VLCausalLM, Qwen3VLCausalLM, Qwen25VLCausalLM
+from motet.models.families.idefics3 import Idefics3Tower
 from motet.models.families.internvl import InternVLEncoder
 from motet.models.families.pixtral import PixtralEncoder
 from motet.models.families.qwen2_5_vl import Qwen25VLEncoder, Qwen25VLTower
 from motet.models.families.qwen2_audio import Qwen2AudioEncoder, Qwen2AudioTower
 from motet.models.families.qwen2_vl import Qwen2VLEncoder, Qwen2VLTower
+from motet.models.families.qwen3_vl import Qwen3VLEncoder, Qwen3VLTower
 from motet.models.families.shaped import (
     ShapedAudioConfig,
     ShapedAudioEncoder,
@@ -183,6 +190,14 @@ ENCODERS = {
         depth="depth",
         branches=QWEN2_5_VL_BRANCHES,
     ),
+    "qwen3_vl": Family(
+        Qwen3VLVisionConfig,
+        Qwen3VLVisionModel,
+        Qwen3VLEncoder,
+        "vision_config",
+        r"^(model\.)?visual\.",
+        depth="depth",
+    ),
     "whisper": Family(
         transformers.WhisperConfig,
         HFWhisperEncoder,
@@ -235,6 +250,7 @@ BACKBONES = {
 GRID_BACKBONES = {
     "qwen2_vl": Family(Qwen2VLTextConfig, Qwen2VLCausalLM, branches=LLAMA_BRANCHES, reads_grids=True),
     "qwen2_5_vl": Family(Qwen2_5_VLTextConfig, Qwen25VLCausalLM, branches=LLAMA_BRANCHES, reads_grids=True),
+    "qwen3_vl": Family(Qwen3VLTextConfig, Qwen3VLCausalLM, branches=QWEN3_BRANCHES, reads_grids=True),
 }
 """Backbones of whole models alone: transformers has them as parts of these."""
 
@@ -242,6 +258,21 @@ TOWERS = {
     "qwen2_vl": replace(ENCODERS["qwen2_vl"], adapter=Qwen2VLTower),
     "qwen2_5_vl": replace(ENCODERS["qwen2_5_vl"], adapter=Qwen25VLTower),
     "qwen2_audio": replace(ENCODERS["qwen2_audio"], adapter=Qwen2AudioTower),
+    "qwen3_vl": replace(ENCODERS["qwen3_vl"], adapter=Qwen3VLTower),
+    "idefics3": Family(
+        Idefics3VisionConfig,
+        Idefics3VisionTransformer,
+        Idefics3Tower,
+        "vision_config",
+        r"^(model\.)?vision_model\.",
+    ),
+    "smolvlm": Family(
+        SmolVLMVisionConfig,
+        SmolVLMVisionTransformer,
+        Idefics3Tower,
+        "vision_config",
+        r"^(model\.)?vision_model\.",
+    ),
 }
 """Towers as whole models have them: the last layers of some are the model's projector."""
 

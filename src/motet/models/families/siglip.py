@@ -26,7 +26,8 @@ class SiglipEncoder(PatchEncoder):
 
     def __init__(self, model: SiglipVisionModel, feature_layer: int | None = None) -> None:
         super().__init__(model, model.post_layernorm, feature_layer)
-        if model.use_head:
+        self.has_head = getattr(model, "use_head", False)  # Idefics3's tower has none.
+        if self.has_head:
             # The head pools the patches into one row, which an MLLM does not use: it would never get a gradient.
             model.head.requires_grad_(False)
 
@@ -48,7 +49,7 @@ class SiglipEncoder(PatchEncoder):
             LayerModules(final_norm(hidden, trainable=any_trainable(norm)), (norm,))
             if self.normalised
             else unused_layer(norm, hidden),
-            *([unused_layer(model.head, hidden)] if model.use_head else []),
+            *([unused_layer(model.head, hidden)] if self.has_head else []),
         ]
 
     def spare(self, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from transformers import (
     Qwen2_5_VLTextConfig,
     Qwen2VLTextConfig,
     Qwen3MoeConfig,
+    Qwen3VLTextConfig,
 )
 from transformers.activations import ACT2FN
 
@@ -77,7 +78,7 @@ _COMPUTED: dict[type[PreTrainedConfig], tuple[str, ...]] = {
 _EXPERTS = ("num_experts", "num_local_experts")
 """Options that are numbers in families with experts; transformers has each by both names."""
 
-_ON_GRID = (Qwen2VLTextConfig, Qwen2_5_VLTextConfig)
+_ON_GRID = (Qwen2VLTextConfig, Qwen2_5_VLTextConfig, Qwen3VLTextConfig)
 """Backbones whose positions have three axes."""
 
 _KINDS = ("full_attention", "sliding_attention")
@@ -227,6 +228,12 @@ def _check_rope(config: PreTrainedConfig, name: str, rope: Any) -> None:
     if on_grid:
         options |= {"mrope_section"}
         _check_sections(config, name, rope.get("mrope_section"))
+    if isinstance(config, Qwen3VLTextConfig):
+        options |= {"mrope_interleaved"}
+        if rope.get("mrope_interleaved", True) is not True:
+            raise UserError(
+                f"{name}.mrope_interleaved is {rope['mrope_interleaved']}; transformers computes true only."
+            )
     share = rope.get("partial_rotary_factor")
     if isinstance(config, Phi3Config) or share in (None, 1):
         options |= {"partial_rotary_factor"}
@@ -252,7 +259,7 @@ def _check_rope(config: PreTrainedConfig, name: str, rope: Any) -> None:
 
 def _check_sections(config: PreTrainedConfig, name: str, sections: Any) -> None:
     """Each pair of a head's channels turns with one axis of the grid: so many with the first, the second, the third."""
-    pairs = config.hidden_size // config.num_attention_heads // 2
+    pairs = (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) // 2
     is_three = isinstance(sections, list | tuple) and len(sections) == NUM_AXES
     if not is_three or any(type(each) is not int or each < 1 for each in sections) or sum(sections) != pairs:
         raise UserError(

@@ -15,37 +15,32 @@ from motet.core.errors import UserError
 from motet.models.build import BackboneConfig, EncoderConfig
 from motet.models.families.registry import BACKBONES, ENCODERS, GRID_BACKBONES, TOWERS, Family
 
-_LANGUAGE = r"^(model\.)?language_model\.(model\.)?"
+_LANGUAGE = r"^(model\.)?(language|text)_model\.(model\.)?"
 """Where a backbone lies in a larger checkpoint, in each of transformers' formats."""
 
-BACKBONE_NAMES = (
-    ("backbone.causal_lm.model.", "model.language_model."),
-    ("backbone.causal_lm.lm_head.", "lm_head."),
-)
-"""Weights of the backbone in an MLLM, and in transformers' class of a whole model: prefixes."""
+LANGUAGE_MODEL = "model.language_model."
+"""Where the layers of a backbone lie in most of transformers' classes of whole models."""
 VISION_TOWER = "model.vision_tower."
 """Where a vision tower lies in most of transformers' classes."""
 
 
 class WholeBackboneConfig(BackboneConfig):
-    """The backbone of a whole model, in whose directory it lies. family: also of those that are nothing else."""
+    """The backbone of a whole model, in whose directory it lies.
+
+    family: also of those that are nothing else. stacked: as of `Backbone`.
+    """
 
     family: str  # type: ignore[assignment]
+    stacked: dict[str, int] = Field(default_factory=dict)
 
     @property
     def classes(self) -> Family:
         family = (BACKBONES | GRID_BACKBONES)[self.family]
         return replace(family, part="text_config", prefixes=_LANGUAGE, prefix="model.")
 
-
-class TowerConfig(EncoderConfig):
-    """A tower that is another in its whole model than by itself. family: of `registry.TOWERS`."""
-
-    family: str  # type: ignore[assignment]
-
     @property
-    def classes(self) -> Family:
-        return TOWERS[self.family]
+    def stacked_rows(self) -> dict[str, int]:
+        return self.stacked
 
 
 class WholeEncoderConfig(EncoderConfig):
@@ -62,6 +57,19 @@ class WholeEncoderConfig(EncoderConfig):
             if isinstance(callback, nn.Module):
                 callback.requires_grad_(self.train_projector)
         return callbacks
+
+
+class TowerConfig(WholeEncoderConfig):
+    """A tower that is another in its whole model than by itself, or is in whole models alone.
+
+    family: of `registry.TOWERS`.
+    """
+
+    family: str  # type: ignore[assignment]
+
+    @property
+    def classes(self) -> Family:
+        return TOWERS[self.family]
 
 
 class MadeOfFiles(Protocol):
@@ -109,6 +117,11 @@ class WholeFamily:
     template: str | None = None
 
 
+def backbone_names(text: str = LANGUAGE_MODEL) -> tuple[tuple[str, str], ...]:
+    """Prefixes of the backbone's weights in an MLLM, and in transformers' class. text: that of its layers there."""
+    return ("backbone.causal_lm.model.", text), ("backbone.causal_lm.lm_head.", "lm_head.")
+
+
 def one_tower(
     backbone: BackboneConfig,
     reads: str,
@@ -117,16 +130,18 @@ def one_tower(
     tower: str,
     projector: Mapping[str, str],
     others: Iterable[tuple[str, str]] = (),
+    text: str = LANGUAGE_MODEL,
 ) -> WholeParts:
     """The parts of a whole model with one encoder, which has the name of what it reads.
 
     tower:     prefix of the encoder's weights in transformers' class.
     projector: weights of the projector, or prefixes of them, in Motet's and in transformers' class.
     others:    as of `WholeParts.names`, of weights in the encoder's callbacks.
+    text:      prefix of the backbone's weights but its head's.
     """
     own = f"encoders.{reads}."
     in_projector = ((f"{own}projector.{name}", theirs) for name, theirs in projector.items())
-    names = (*BACKBONE_NAMES, (f"{own}encoder.model.", tower), *in_projector, *others)
+    names = (*backbone_names(text), (f"{own}encoder.model.", tower), *in_projector, *others)
     return WholeParts(backbone, {reads: encoder}, names, {reads: files})
 
 

@@ -34,11 +34,11 @@ from motet.models.initialise import compute_buffers
 from motet.models.layers import LayerModules
 from motet.models.projector import ProjectorConfig
 from motet.models.whole.family import (
-    BACKBONE_NAMES,
     WholeBackboneConfig,
     WholeEncoderConfig,
     WholeFamily,
     WholeParts,
+    backbone_names,
     language_family,
 )
 from motet.models.whole.processor import ByProcessor, opened_processor
@@ -192,7 +192,7 @@ def _parts(config: PreTrainedConfig, directory: WholeDirectory) -> WholeParts:
     return WholeParts(
         backbone,
         {"image": encoder},
-        (*BACKBONE_NAMES, ("encoders.image.encoder.model.", "model.")),
+        (*backbone_names(), ("encoders.image.encoder.model.", "model.")),
         {"image": ByProcessor(shape, _rows_of_values(shape, num_rows))},
         {"image": form},
     )

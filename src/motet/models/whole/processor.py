@@ -137,6 +137,28 @@ class CroppedTiles:
 
 
 @dataclass(frozen=True)
+class SplitTiles:
+    """Images that are cut into marked tiles before the encoder of a whole model is given them (`SplitImages`).
+
+    tile: side of a tile in pixels, of whole patches.
+    """
+
+    patch_size: int
+    tile: int
+
+    def options(self, path: Path) -> dict[str, Any]:
+        """As of `Images`. Raises UserError also for images that are not resized by their longer side."""
+        processor, where = opened_processor(path)
+        check_processor(where, processor, do_pad=(True, False))
+        size, tile = dict(processor.size), dict(processor.max_image_size).get("longest_edge")
+        check_made(where, (tile, tile), (self.tile, self.tile))
+        if not (longest := size.pop("longest_edge", None)) or any(size.values()):
+            raise UserError(f"{where} has size = {dict(processor.size)}; it must name longest_edge alone.")
+        own = {"patch_size": self.patch_size, "tile": self.tile, "longest": longest}
+        return own | {"splits": bool(processor.do_image_splitting)} | values_of_pixels(processor)
+
+
+@dataclass(frozen=True)
 class Areas:
     """What images become before the encoder of a whole model that takes them in their own aspect (`AreaImages`).
 

@@ -60,6 +60,34 @@ class NormedProjector(Projector):
         return [LayerModules(replace(described.layer, parameters=described.layer.parameters + norm), (self,))]
 
 
+class UnbiasedProjectorConfig(StoredProjectorConfig):
+    """Idefics3's projector."""
+
+    def build(self, input_dim: int, output_dim: int) -> Projector:
+        """The projector, with its weights unless it has shapes only. Its dtype is that of the files."""
+        return with_weights(UnbiasedProjector(input_dim, output_dim, self), self.tensors)
+
+
+class UnbiasedProjector(Projector):
+    """Idefics3's projector: rows of a square joined, and a matrix.
+
+    Example:
+        >>> import numpy as np
+        >>> projector = UnbiasedProjector(8, 32, ProjectorConfig(kind="linear", downsample=9))
+        >>> projector.num_outputs(np.array([[6, 6]])).tolist(), sum(each.numel() for each in projector.parameters())
+        ([4], 2304)
+    """
+
+    def __init__(self, input_dim: int, output_dim: int, config: ProjectorConfig) -> None:
+        super().__init__(input_dim, output_dim, config)
+        self.layers = nn.Sequential(nn.Linear(input_dim * self.downsample, output_dim, bias=False))
+
+    def described(self, divisor: int) -> list[LayerModules]:
+        """Its layer. divisor: length of an item that makes one row of the encoder's output."""
+        [described] = super().described(divisor)
+        return [LayerModules(replace(described.layer, parameters=described.layer.weights), (self,))]
+
+
 class PooledProjectorConfig(StoredProjectorConfig):
     """Gemma 3's projector. pool, eps: as of `PooledProjector`."""
 

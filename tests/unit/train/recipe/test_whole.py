@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from benchmark import benchmark
 from motet.core.errors import UserError
 from motet.data.conversation import parse_conversation
+from motet.data.images import ImageTransform
 from motet.models.build import build_mllm
 from motet.models.whole.export import export_whole
 from motet.train.job import open_dataset
@@ -209,6 +210,49 @@ def internvl(tmp_path_factory):
     folder = tmp_path_factory.mktemp("internvl")
     whole_models.write_job(folder, "internvl", num_examples=1)
     return folder
+
+
+@pytest.fixture(scope="module")
+def idefics3(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("idefics3")
+    whole_models.write_job(folder, "idefics3", num_examples=2)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"size": {"height": 72, "width": 72}}, "it must name longest_edge alone"),
+        (
+            {"max_image_size": {"longest_edge": 24}},
+            "makes images of 24 x 24 pixels, and the vision tower takes 36 x 36",
+        ),
+    ],
+)
+def test_processors_of_marked_tiles_that_are_refused(idefics3, tmp_path, changes, said):
+    job = shutil.copytree(idefics3, tmp_path / "job")
+    file = job / "model" / "processor_config.json"
+    stored = json.loads(file.read_text())
+    stored["image_processor"] |= changes
+    file.write_text(json.dumps(stored))
+    assert said in complaint(job)
+
+
+def test_marks_of_tiles_are_for_images_that_are_cut(idefics3, monkeypatch):
+    """Beside another transform sizes would be taken for numbers of tiles."""
+    recipe = load_recipe(idefics3 / "recipe.toml")
+    vocabulary = recipe.vocabulary()
+    text = vocabulary.item_text("image")((1, 2))
+    assert vocabulary._tokenizer.decode(text.tokens.tolist(), skip_special_tokens=False) == (
+        "<row_1_col_1><image><fake_token_around_image><row_1_col_2><image>\n\n"
+        "<fake_token_around_image><global-img><image>"
+    )
+    assert (len(text.places), text.num_marks) == (3, 7)
+    with torch.device("meta"):
+        model = build_mllm(recipe.modules, vocabulary.vocabulary_size)
+    monkeypatch.setattr(type(recipe), "transform", lambda self, encoder: ImageTransform(patch_size=6))
+    with pytest.raises(UserError, match="is of a model that cuts images into tiles"):
+        open_dataset(recipe, recipe.data.train, vocabulary, model, lambda sentence: None)
 
 
 def test_weights_that_are_not_there(job):

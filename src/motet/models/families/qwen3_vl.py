@@ -1,0 +1,121 @@
+"""Qwen3-VL's vision transformer (Bai et al. 2025): learned positions that are interpolated, rotary ones besides, and
+rows of inner layers that go along with those of the last one (DeepStack, Meng et al. 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights
+
+from motet.core.shapes import Transformer, merge, patches
+from motet.models.contract import ImageRows
+from motet.models.families.patches import MergedRows, PatchRows, embed_patches, item_extents
+from motet.models.families.qwen2_vl import PackedVisionAttention, patch_coordinates, patch_rotation
+from motet.models.layers import LayerModules, any_trainable, unused_layer
+
+
+class _Qwen3VLBlocks(nn.Module):
+    """What stands before the mergers.
+
+    Rows are patches (channel, time, y, x), merge x merge neighbours consecutive; sizes are (patch rows, columns). An
+    output row is a wide one: that of the last block, then those of the inner ones, in their order.
+    inner: numbers of these blocks, ascending.
+    """
+
+    def __init__(self, model: Qwen3VLVisionModel, inner: Sequence[int]) -> None:
+        super().__init__()
+        self.model = model
+        config = model.config
+        self.width, self.inner = config.hidden_size, tuple(inner)
+        self.output_dim = self.width * (1 + len(self.inner))
+        self.merge = config.spatial_merge_size
+        self.takes = ImageRows(config.patch_size, self.merge, config.in_channels, config.temporal_patch_size)
+        for block in model.blocks:
+            block.attn = PackedVisionAttention(block.attn)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.model.blocks)
+
+    def layers(self) -> list[LayerModules]:
+        """The patch embedding and the transformer layers, each of which sends on the inner rows so far."""
+        model, config = self.model, self.model.config
+        stem = patches(
+            config.in_channels * config.temporal_patch_size * config.patch_size**2,
+            self.width,
+            num_positions=config.num_position_embeddings,
+            trainable=any_trainable(model.patch_embed) or any_trainable(model.pos_embed),
+        )
+        shape = Transformer(self.width, config.intermediate_size, config.num_heads, activation=config.hidden_act)
+        described = [LayerModules(stem, (model.patch_embed, model.pos_embed))]
+        for number, block in enumerate(self.blocks):
+            layer, sent = shape.layer(trainable=any_trainable(block)), 1 + sum(inner <= number for inner in self.inner)
+            described.append(LayerModules(replace(layer, output_width=self.width * sent), (block,)))
+        return described
+
+    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
+        return self.leave(self.through(self.enter(values, sizes), sizes, 0, len(self.model.blocks)), sizes)
+
+    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
+        """The patch embedding and the positions of the table, between whose rows an image's patches stand."""
+        model = self.model
+        embedded = embed_patches(model.patch_embed.proj, values)
+        grids = torch.cat([torch.ones_like(sizes[:, :1]), sizes], dim=1)
+        # In float32, as transformers rounds the weights of the rows.
+        rows, weights = get_vision_interpolation_indices_and_weights(
+            grids, model.num_grid_per_side, align_corners=True, spatial_merge_size=self.merge
+        )
+        rows, weights = rows.to(embedded.device), weights.to(embedded.device)
+        return embedded + (model.pos_embed(rows) * weights[:, :, None]).sum(1).to(embedded.dtype)
+
+    def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
+        """The blocks first ... stop - 1. hidden: wide rows, with those of inner blocks so far."""
+        grids = sizes.numpy()
+        hidden, *inner = hidden.split(self.width, dim=1)
+        rotation = patch_rotation(self.model.rotary_pos_emb.inv_freq, patch_coordinates(grids, self.merge), hidden)
+        segments = item_extents(np.prod(grids, axis=1), None)
+        for number, block in enumerate(self.blocks[first:stop], first):
+            hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotation)
+            if number in self.inner:
+                inner.append(hidden)
+        return torch.cat([hidden, *inner], dim=1)
+
+    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+        """The wide rows behind the last block."""
+        return hidden
+
+
+class Qwen3VLTower(PatchRows, _Qwen3VLBlocks):
+    """The tower without its mergers, which are the projector of the whole model."""
+
+    def __init__(self, model: Qwen3VLVisionModel) -> None:
+        super().__init__(model, model.config.deepstack_visual_indexes)
+        model.merger, model.deepstack_merger_list = nn.Identity(), nn.ModuleList()
+
+
+class Qwen3VLEncoder(MergedRows, _Qwen3VLBlocks):
+    """The tower by itself, with the merger of its last rows. Those of inner ones are kept as they are."""
+
+    def __init__(self, model: Qwen3VLVisionModel) -> None:
+        super().__init__(model, ())
+        self.output_dim = model.config.out_hidden_size
+        model.deepstack_merger_list.requires_grad_(False)
+
+    def layers(self) -> list[LayerModules]:
+        model, size = self.model, self.merge**2
+        merger = merge(self.width, self.output_dim, size, divisor=size, trainable=any_trainable(model.merger))
+        return [
+            *super().layers(),
+            *(unused_layer(unused, self.output_dim) for unused in model.deepstack_merger_list),
+            LayerModules(merger, (model.merger,)),
+        ]
+
+    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+        """The merger: a row a merge x merge block."""
+        return self.model.merger(hidden)
