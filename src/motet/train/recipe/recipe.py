@@ -68,9 +68,9 @@ from motet.train.recipe.toml_text import dump_toml
 _DRAWN_LR = 1e-4
 """The peak learning rate of a recipe whose examples are drawn, if it says none."""
 Service = Literal["tensorboard", "wandb", "trackio"]
-_DTYPE_OF = {"bf16": "bfloat16", "fp32": "float32"}
+_DTYPE_OF = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _OWN_NAME = re.compile(r"[a-z][a-z0-9_]*")
-_PRECISION = {"param_dtype", "reduce_dtype"}
+_PRECISION = {"param_dtype", "reduce_dtype", "loss_scale", "loss_scale_steps"}
 
 
 class RunConfig(BaseModel):
@@ -400,7 +400,7 @@ class DrawnRecipe(Recipe):
     model: ModelShapes
     data: DrawnDataConfig = DrawnDataConfig()
     workload: Sampler
-    precision: Literal["bf16", "fp32"] | None = None
+    precision: Literal["bf16", "fp16", "fp32"] | None = None
 
     @model_validator(mode="after")
     def _parts_fit(self) -> DrawnRecipe:
