@@ -30,6 +30,7 @@ from motet.train.made_items import write_items
 from motet.train.optimizer import learning_rate, set_learning_rate
 from motet.train.planned_job import ChosenPlan
 from motet.train.predicting import PredictedRun
+from motet.train.profiled_steps import profiled
 from motet.train.recipe.recipe import Recipe, dump_recipe
 from motet.train.recompute_measured import RankCorrection, correction_words
 from motet.train.report.beside import LAST_STEP
@@ -287,7 +288,8 @@ class _Run:
         batches = [batch.to(self.world.device, non_blocking=True) for batch in self._drawn(step, fed)]
         if self.predicted is not None:
             self.predicted.start(fed.batches)
-        with self._correcting(fed):
+        run, clock = self.recipe.run, self.job.step.clock
+        with self._correcting(fed), profiled(run.dir, run.profile_steps, step + 1, clock, self.world):
             result = self.job.step.run(batches, step)
         scale = self.job.step.loss_scale
         if result.is_finite:
