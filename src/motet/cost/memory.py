@@ -76,7 +76,7 @@ MEGATRON_BF16 = MixedPrecision(compute=2, stored=2, gradient=4, optimizer=12, ma
 """The bytes of Megatron's distributed optimizer: bfloat16 parameters; float32 gradients, master copy and moments."""
 
 
-PRECISION_OF_DTYPE = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+PRECISION_OF_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 """The names that Plans have for the types in which modules compute."""
 
 

@@ -1,9 +1,10 @@
-"""Records of instructions, as Alpaca and LLaMA-Factory have them, as turns.
+"""Records of a question and its answer without turns, as Alpaca, LLaMA-Factory and ms-swift have them, as turns.
 
     {"instruction": "Add up.", "input": "4 and 3", "output": "7", "history": [["Hi", "Hello"]]}
+    {"query": "Add up 4 and 3.", "response": "7", "history": [["Hi", "Hello"]]}
 
-The question is the instruction, and the input on a line of its own behind it. Pairs of `history` stand before; their
-answers are learned as well. Placeholders, media and `system` are those of any conversation.
+The question of the former is the instruction, and the input on a line of its own behind it. Pairs of `history` stand
+before; their answers are learned as well. Placeholders, media and `system` are those of any conversation.
 """
 
 from __future__ import annotations
@@ -13,27 +14,35 @@ from typing import Any
 from motet.core.errors import UserError
 from motet.data.record_fields import TEXT_FIELD, is_given, kind_of
 
-_INSTRUCTION, _INPUT, _OUTPUT, _HISTORY = "instruction", "input", "output", "history"
+_INPUT, _HISTORY = "input", "history"
+_STYLES = (("instruction", "output"), ("query", "response"))
+"""Names of the question and of the answer. Only the former kind has an input."""
 
 
 def is_instruction(record: dict[str, Any]) -> bool:
-    """Whether a record without turns has an instruction and its answer."""
-    return is_given(record.get(_INSTRUCTION)) and _OUTPUT in record
+    """Whether a record without turns has a question and its answer."""
+    return any(is_given(record.get(question)) and answer in record for question, answer in _STYLES)
 
 
 def instruction_turns(record: dict[str, Any], where: str) -> list[dict[str, str]]:
     """The turns of such a record. Raises UserError naming `where`, also where `text` would be another reading of it."""
-    if is_given(record.get(TEXT_FIELD)):
-        raise UserError(
-            f"{where}: has both 'text', which would be learned whole, and '{_INSTRUCTION}' with '{_OUTPUT}'; leave out "
-            "the one that is not meant"
-        )
-    given = {name: record.get(name) for name in (_INSTRUCTION, _INPUT, _OUTPUT)}
+    question, answer = next(style for style in _STYLES if is_given(record.get(style[0])) and style[1] in record)
+    others = {TEXT_FIELD: ", which would be learned whole,"} | {
+        style[0]: "" for style in _STYLES if style[0] != question
+    }
+    for name, what in others.items():
+        if is_given(record.get(name)):
+            raise UserError(
+                f"{where}: has both '{name}'{what} and '{question}' with '{answer}'; leave out the one that is not "
+                "meant"
+            )
+    fields = (question, _INPUT, answer) if question == _STYLES[0][0] else (question, answer)
+    given = {name: record.get(name) for name in fields}
     for name, value in given.items():
         if not isinstance(value, str) and not (name == _INPUT and value is None):
             raise UserError(f"{where}: '{name}' is {kind_of(value)}, but must be text")
-    question = "\n".join(filter(None, (given[_INSTRUCTION], given[_INPUT])))
-    return [*_history(record.get(_HISTORY), where), *_pair(question, str(given[_OUTPUT]))]
+    asked = "\n".join(filter(None, (given[question], given.get(_INPUT))))
+    return [*_history(record.get(_HISTORY), where), *_pair(asked, str(given[answer]))]
 
 
 def _history(pairs: Any, where: str) -> list[dict[str, str]]:

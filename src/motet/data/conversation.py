@@ -10,7 +10,8 @@
   (`data/parts.py`), which name their own media or take those of the record.
 - `system` is one more turn in front.
 - `"loss": false` in a turn of the assistant takes it out of the loss.
-- `instruction`, `input`, `output` and `history`, as Alpaca has them (`data/alpaca.py`), are turns, too.
+- `instruction`, `input`, `output` and `history`, or `query` and `response` in place of the first three, are turns, too
+  (`data/alpaca.py`).
 - `tools` and `tool_calls` are passed to the chat template (`data/tool_use.py`); turns from `tool` answer calls.
 
 A record without turns is a document, of which all text is learned: `text` with placeholders, `document`, a list of

@@ -24,7 +24,7 @@ from motet.train.balancing import balancing_of
 from motet.train.planned_job import ChosenPlan
 from motet.train.recipe.recipe import Recipe, load_recipe
 
-_PRECISION_KEYS = {"param_dtype", "reduce_dtype"}
+_PRECISION_KEYS = {"param_dtype", "reduce_dtype", "loss_scale", "loss_scale_steps"}
 _BALANCE_KEYS = {"method", "phases", "policy"}
 
 

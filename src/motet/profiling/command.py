@@ -43,7 +43,7 @@ from motet.train.optimizer import OptimizerConfig, build_optimizer
 from motet.train.recipe.recipe import Recipe
 from motet.train.world import World, join_world
 
-_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 _OPTIMIZER_REPEATS = 9
 _SHARES = (1.0, 0.5, 0.25, 0.125)
 """Shares of each parameter that the optimizer is timed on."""

@@ -62,6 +62,21 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
         torch._foreach_mul_(gradients, factor)
 
 
+@torch.no_grad()
+def unscale_and_clip(
+    parameters: Iterable[nn.Parameter], square_norm: Tensor, max_norm: float | None, scale: float = 1.0
+) -> None:
+    """Divide gradients of a scaled loss, and their squared norm, by the scale, in place, and clip the gradients.
+
+    square_norm: of the scaled gradients over all ranks, a float64 scalar. scale: a power of two, so nothing is rounded.
+    """
+    square_norm /= scale**2
+    if max_norm is not None:
+        scale_gradients(parameters, clip_factor(square_norm.sqrt(), max_norm) / scale)
+    elif scale != 1:
+        scale_gradients(parameters, torch.full_like(square_norm, 1 / scale))
+
+
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """min(1, max_norm / norm): the factor after which the norm of the gradients is at most max_norm.
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from torch.profiler import record_function
 
 from motet.core.timeline import COMPUTE_STREAM, Timeline
 from motet.schedule.program import WHOLE_RANK, Action
@@ -31,6 +33,7 @@ class ActionClock:
     """Records the spans of one rank. Times are `time.perf_counter() - zero_s` in seconds; zero_s defaults to now.
 
     met_s: of the spans that `take` returned last, when the ranks met (`meet`); NaN if they did not.
+    names: whether torch's profiler is told the name of each action.
     """
 
     def __init__(self, rank: int, device: torch.device, *, zero_s: float | None = None) -> None:
@@ -41,6 +44,8 @@ class ActionClock:
         self._start: Mark = 0.0
         self._met: Mark | None = None
         self.met_s = math.nan
+        self.names = False
+        self._named: AbstractContextManager[object] = nullcontext()
         if self._on_device:
             self._origin = torch.cuda.Event(enable_timing=True)
             self._origin.record()
@@ -49,6 +54,9 @@ class ActionClock:
 
     def begin(self, action: Action) -> None:
         """An action of a Program begins; on a GPU, its work on the current stream."""
+        if self.names:
+            self._named = record_function(str(action))
+            self._named.__enter__()
         self._start = self._mark()
 
     def end(self, action: Action, step: int, module: str) -> None:
@@ -58,6 +66,8 @@ class ActionClock:
         simulated Timeline.
         """
         self._pending.append(_Recorded(action, step, module, self._start, self._mark()))
+        if self.names:
+            self._named.__exit__(None, None, None)
 
     def meet(self, *, restarts: bool = False) -> None:
         """Note that all ranks have just met, as they do once a step, so that their spans can be aligned.

@@ -7,6 +7,7 @@ divisor to 1, which not every backend supports. A model of which every rank hold
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -21,13 +22,19 @@ from torch.distributed.fsdp import (
 )
 
 from motet.core.errors import UserError
-from motet.core.limits import MAX_RANKS, NumLayers
+from motet.core.limits import MAX_RANKS, MAX_STEPS, NumLayers
 from motet.runtime.casting import set_compute_types
+from motet.runtime.loss_scale import LossScale
 from motet.runtime.mesh import Mesh
 from motet.runtime.sharded_state import ComputeTypes
 from motet.runtime.stage import Model, is_trainable, modules_by_phase
 
-_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 class FSDPConfig(BaseModel):
@@ -38,6 +45,9 @@ class FSDPConfig(BaseModel):
     param_dtype:  dtype in which modules compute; None: that of the parameters. Parameters and optimizer state keep
                   their dtype.
     reduce_dtype: dtype in which gradients are summed over ranks; None: that in which modules compute.
+    loss_scale:   with param_dtype = "float16", what the loss is multiplied by in the first step, a power of two. It is
+                  halved after a step whose gradients overflow, which changes nothing.
+    loss_scale_steps: finite steps in a row after which the loss scale is doubled.
     reshard_after_forward: free gathered parameters after the forward pass, and gather them again for the backward pass.
     once_a_step:  gather parameters before their first use in a step, and sum gradients over ranks after their last
                   backward pass; both are whole in between (ZeRO 1). It needs reshard_after_forward = false.
@@ -50,8 +60,10 @@ class FSDPConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     shard_size: int | None = Field(default=None, ge=1, le=MAX_RANKS)
-    param_dtype: Literal["float64", "float32", "bfloat16"] | None = None
-    reduce_dtype: Literal["float64", "float32", "bfloat16"] | None = None
+    param_dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None
+    reduce_dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None
+    loss_scale: float = Field(65536.0, ge=1, le=2.0**32)
+    loss_scale_steps: int = Field(2000, gt=0, le=MAX_STEPS)
     reshard_after_forward: bool = True
     once_a_step: bool = False
     recompute: bool | Literal["auto"] | dict[str, NumLayers] = False
@@ -69,6 +81,27 @@ class FSDPConfig(BaseModel):
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 raise ValueError(f"{name} = {count!r} is no number of blocks, which is a whole number from 0 on")
         return given
+
+    @field_validator("loss_scale")
+    @classmethod
+    def _rounds_nothing(cls, given: float) -> float:
+        if math.frexp(given)[0] != 0.5:
+            raise ValueError(f"{given:g} is no power of two, which alone rounds no gradient; take 65536, or 1024")
+        return given
+
+    @model_validator(mode="after")
+    def _scaled_if_float16(self) -> FSDPConfig:
+        if self.param_dtype == "float16":
+            return self
+        if self.reduce_dtype == "float16":
+            raise ValueError(
+                'reduce_dtype = "float16" needs param_dtype = "float16": without a loss scale small gradients would be '
+                "summed as 0"
+            )
+        for key in ("loss_scale", "loss_scale_steps"):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f'{key} has no effect without param_dtype = "float16"; remove it')
+        return self
 
     @model_validator(mode="after")
     def _kept_if_gathered_once(self) -> FSDPConfig:
@@ -88,6 +121,11 @@ class FSDPConfig(BaseModel):
     def types(self) -> ComputeTypes:
         """The types in which modules compute and gradients are summed; None: as `ComputeTypes` says."""
         return ComputeTypes(_DTYPES.get(self.param_dtype or ""), _DTYPES.get(self.reduce_dtype or ""))
+
+    @property
+    def scale(self) -> LossScale | None:
+        """The loss scale that a run begins with; None where modules do not compute in float16."""
+        return LossScale(self.loss_scale, self.loss_scale_steps) if self.param_dtype == "float16" else None
 
     def recomputed(self, num_blocks: Mapping[str, int]) -> dict[str, int]:
         """The number of blocks that each module recomputes in every microbatch, modules without any left out.

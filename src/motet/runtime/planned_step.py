@@ -23,12 +23,13 @@ from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.dispatch.edge_messages import assignment_of, message_parts
-from motet.runtime.clip import clip_factor, scale_gradients
+from motet.runtime.clip import unscale_and_clip
 from motet.runtime.clock import ActionClock
 from motet.runtime.deferred import DeferredWeights
 from motet.runtime.executor import Executor, Handler
 from motet.runtime.fsdp import recompute_first
 from motet.runtime.held import HeldParameters
+from motet.runtime.loss_scale import LossScale
 from motet.runtime.mesh import Mesh
 from motet.runtime.messages import Messages
 from motet.runtime.p2p import Lanes
@@ -69,11 +70,12 @@ class PlannedStep:
         *,
         weights: Mapping[str, float] = MappingProxyType({}),
         max_grad_norm: float | None = None,
+        loss_scale: LossScale | None = None,
         clock: ActionClock | None = None,
     ) -> None:
         self.model, self.place, self.lanes, self.mesh, self.held = model, place, lanes, mesh, held
         self.groups, self.weights = groups, weights
-        self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
+        self.optimizer, self.max_grad_norm, self.loss_scale = optimizer, max_grad_norm, loss_scale
         self.clock = clock or ActionClock(mesh.rank, mesh.device)
         of_phase, kinds = modules_by_phase(model), dict.fromkeys(weights, "generators.") | {BACKBONE: ""}
         self.modules: dict[str, nn.Module] = {name: of_phase[name] for name in place.modules}
@@ -118,6 +120,7 @@ class PlannedStep:
             self.place.action_words,
             self.clock.met_s,
             running.made,
+            self.loss_scale and self.loss_scale.value,
         )
 
     def evaluate(self, batches: Sequence[RankBatch], model: Model | None = None) -> Tensor:
@@ -174,6 +177,7 @@ class _RunningPlan:
         self.made = {
             name: MadeRows(int(self.lengths.items[name].length.sum()), weight) for name, weight in step.weights.items()
         }
+        self.scale = step.loss_scale.value if step.loss_scale else 1.0
         self.totals = torch.zeros(_SENT.stop + len(self.made), dtype=torch.float64, device=mesh.device)
         self.stages = {
             number: SectionedStage(
@@ -200,9 +204,10 @@ class _RunningPlan:
         """takes_part: the rank runs blocks of the backbone where it has no rows."""
         without_rows, made = self.step.without_rows if takes_part else None, self.made.get(span.module)
         if made is None:
-            return Section(span, model, self.totals, 1 / max(self.num_targets, 1), without_rows)
+            return Section(span, model, self.totals, self.scale / max(self.num_targets, 1), without_rows)
         of_generator = self.totals[_SENT.stop + list(self.made).index(span.module)]
-        return Section(span, model, self.totals, made.weight / max(made.num_rows, 1), without_rows, made=of_generator)
+        loss_gradient = self.scale * made.weight / max(made.num_rows, 1)
+        return Section(span, model, self.totals, loss_gradient, without_rows, made=of_generator)
 
     @property
     def totals_of_loss(self) -> Tensor:
@@ -321,9 +326,8 @@ class _RunningPlan:
         dist.all_reduce(self.totals, group=mesh.group)
         self.step.clock.meet(restarts=True)
         self.step.lanes.wait_for_sends()
-        if self.step.max_grad_norm is not None:
-            parameters = [parameter for _, parameter in self.step.parameters.values()]
-            scale_gradients(parameters, clip_factor(self.totals[0].sqrt(), self.step.max_grad_norm))
+        parameters = [parameter for _, parameter in self.step.parameters.values()]
+        unscale_and_clip(parameters, self.totals[0], self.step.max_grad_norm, self.scale)
 
     def _exchanged_bytes(self) -> float:
         """Bytes that this rank has given to others that share its sequences, its layers, or its experts."""

@@ -26,10 +26,11 @@ from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.dispatch.exchange import exchange_rows
 from motet.runtime.casting import compute_types_of, computing
-from motet.runtime.clip import clip_factor, scale_gradients, square_sum
+from motet.runtime.clip import square_sum, unscale_and_clip
 from motet.runtime.clock import ActionClock
 from motet.runtime.exchanges import Exchanges
 from motet.runtime.executor import Executor, Handler, Hook, RankProgram
+from motet.runtime.loss_scale import LossScale
 from motet.runtime.mesh import Mesh
 from motet.runtime.module_stages import module_stages
 from motet.runtime.passes import StagePasses
@@ -60,6 +61,7 @@ class StepResult:
     sent_bytes:     bytes that all ranks sent by kind: those of `sent_bytes.SENT_KINDS`.
     actions:        names of actions, in words, that other ranks have; this rank may lack them.
     made:           what each generator had to make.
+    loss_scale:     what the loss was multiplied by for the backward pass; None in types that need no scale.
     met_s:          when all ranks met, in the sum over ranks before the update, in the seconds of the timeline.
     """
 
@@ -75,6 +77,7 @@ class StepResult:
     actions: tuple[str, ...] = ()
     met_s: float = math.nan
     made: Mapping[str, MadeRows] = field(default_factory=dict)
+    loss_scale: float | None = None
 
     @cached_property
     def _read(self) -> tuple[float, float, float, dict[str, float]]:
@@ -114,6 +117,11 @@ class StepResult:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     @property
+    def has_overflowed(self) -> bool:
+        """Whether the loss is finite and its gradient is not, as when it overflows float16; the same on all ranks."""
+        return math.isfinite(self.loss) and not math.isfinite(self.grad_norm)
+
+    @property
     def seconds_by_action(self) -> dict[str, float]:
         """This rank's seconds by kind and module of its actions, in words: "forward image", "norm".
 
@@ -131,6 +139,8 @@ class TrainStep:
     optimizer:     None: the step computes gradients and updates no weight.
     max_grad_norm: None: gradients are not clipped.
     once_a_step:   as of `FSDPConfig`.
+    loss_scale:    what the loss is multiplied by before the backward pass. Gradients and their norm are divided by it
+                   before they are clipped. The caller notes how a step ended.
 
     Example:
         >>> from types import SimpleNamespace
@@ -150,12 +160,13 @@ class TrainStep:
         *,
         max_grad_norm: float | None = None,
         once_a_step: bool = False,
+        loss_scale: LossScale | None = None,
         clock: ActionClock | None = None,
     ) -> None:
         self.model = model
         self.mesh = mesh
         self.optimizer = optimizer
-        self.max_grad_norm, self.once_a_step = max_grad_norm, once_a_step
+        self.max_grad_norm, self.once_a_step, self.loss_scale = max_grad_norm, once_a_step, loss_scale
         self.clock = clock or ActionClock(mesh.rank, mesh.device)
         self.modules = modules_by_phase(model)
         self.parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
@@ -206,6 +217,7 @@ class TrainStep:
             running.totals_of_loss,
             met_s=self.clock.met_s,
             made=running.made,
+            loss_scale=self.loss_scale and self.loss_scale.value,
         )
 
     def accumulate(self, batches: Sequence[RankBatch], *, before: Hook | None = None) -> None:
@@ -264,8 +276,9 @@ class _RunningStep:
         )
         tensors = Tensors()
         self.exchanges = Exchanges(self.program, batches, tensors, step.mesh.group)
+        self.scale = step.loss_scale.value if step.loss_scale else 1.0
         # FSDP divides gradients by the number of ranks, so the loss is multiplied by it; whole copies only sum them.
-        factor = step.mesh.num_ranks if step.is_wrapped else 1
+        factor = self.scale * (step.mesh.num_ranks if step.is_wrapped else 1)
         loss_gradients = {BACKBONE: factor / max(self.num_targets, 1)}
         loss_gradients |= {name: factor * each.weight / max(each.num_rows, 1) for name, each in self.made.items()}
         self.passes = StagePasses(self.program, stages, batches, self.exchanges, tensors, loss_gradients)
@@ -286,15 +299,14 @@ class _RunningStep:
 
     def norm(self, action: Action) -> None:
         """Sum (squared gradient norm, loss, targets) over ranks in one collective, then clip the gradients."""
-        mesh, parameters, max_norm = self.step.mesh, self.step.parameters, self.step.max_grad_norm
+        mesh, parameters = self.step.mesh, self.step.parameters
         self.wait()
         shares = [gradients.square_sum(mesh.device) for gradients in self.step.replicated.values()]
         self.totals[0] = sum(shares) if shares else square_sum(parameters, mesh.num_ranks, mesh.device)
         self.totals[3] = sum(batch.shared_bytes for batch in self.batches)
         dist.all_reduce(self.totals, group=mesh.group)
         self.step.clock.meet()
-        if max_norm is not None:
-            scale_gradients(parameters, clip_factor(self.totals[0].sqrt(), max_norm))
+        unscale_and_clip(parameters, self.totals[0], self.step.max_grad_norm, self.scale)
 
     def wait(self) -> None:
         """Wait until gradients of whole copies are summed over ranks."""

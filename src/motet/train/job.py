@@ -176,6 +176,7 @@ def build_job(
         optimizer,
         max_grad_norm=recipe.optimizer.clip_norm,
         once_a_step=recipe.fsdp.once_a_step,
+        loss_scale=recipe.fsdp.scale,
         clock=ActionClock(world.rank, world.device),
     )
     evaluator = None
@@ -184,7 +185,9 @@ def build_job(
         evaluator = Evaluator(
             heldout, vocabulary, decoder, exchange, mesh, world, recipe.evaluate, recipe.run.seed, say
         )
-    progress, line = _resume(recipe, world, resume, model, optimizer, _start(recipe, dataset, order), say)
+    start = _start(recipe, dataset, order, step)
+    progress, line = _resume(recipe, world, resume, model, optimizer, start, say)
+    _restore_scale(step, progress)
     return TrainingJob(
         recipe,
         world,
@@ -223,13 +226,29 @@ def _orchestrator(
     )
 
 
-def _start(recipe: Recipe, dataset: Examples | OwnSplits, order: ExampleOrder) -> Progress:
+def _start(
+    recipe: Recipe, dataset: Examples | OwnSplits, order: ExampleOrder, step: TrainStep | PlannedStep
+) -> Progress:
     """The Progress before the first step, with all that the order of examples depends on."""
     caps = order.caps if isinstance(order, GroupedOrder) else None
     beside = recipe.modules.beside_adapters(recipe.run.seed)
     return Progress(
-        0, 0, 0, recipe.data.seed, dataset.fingerprint, group=caps, mixture=recipe.data.weights, beside=beside
+        0,
+        0,
+        0,
+        recipe.data.seed,
+        dataset.fingerprint,
+        group=caps,
+        mixture=recipe.data.weights,
+        beside=beside,
+        loss_scale=step.loss_scale and step.loss_scale.value,
     )
+
+
+def _restore_scale(step: TrainStep | PlannedStep, progress: Progress) -> None:
+    """Go on with the loss scale of a checkpoint; one that computed in another type has none."""
+    if step.loss_scale is not None and progress.loss_scale is not None:
+        step.loss_scale.value, step.loss_scale.num_finite = progress.loss_scale, progress.num_finite
 
 
 def _memory_bytes(recipe: Recipe, world: World) -> int:
@@ -298,7 +317,9 @@ def _build_planned_job(
         evaluator = PlannedEvaluator(
             heldout, vocabulary, decoder, plan, needs, step, world, recipe.evaluate, recipe.run.seed, say
         )
-    progress, line = _resume(recipe, world, resume, model, optimizer, _start(recipe, dataset, order), say)
+    start = _start(recipe, dataset, order, step)
+    progress, line = _resume(recipe, world, resume, model, optimizer, start, say)
+    _restore_scale(step, progress)
     return TrainingJob(
         recipe,
         world,

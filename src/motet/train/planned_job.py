@@ -26,6 +26,7 @@ from motet.models.part import keep_spans, names_of_spans
 from motet.runtime.clock import ActionClock
 from motet.runtime.held import HeldParameters, share_out_part
 from motet.runtime.holders import Holders, sharing_groups
+from motet.runtime.loss_scale import LossScale
 from motet.runtime.mesh import Mesh
 from motet.runtime.p2p import Lanes
 from motet.runtime.place import Place
@@ -227,13 +228,14 @@ class PartConfig:
     """How a rank's part of a model is made.
 
     fill:          gives the part its weights, on the rank's device. optimizer: makes the optimizer of the part.
-    max_grad_norm: as of `PlannedStep`. types: those in which it computes.
+    max_grad_norm, loss_scale: as of `PlannedStep`. types: those in which it computes.
     """
 
     fill: Callable[[MLLM], object]
     optimizer: Callable[[MLLM], torch.optim.Optimizer]
     max_grad_norm: float | None = None
     types: ComputeTypes = SAME_TYPES
+    loss_scale: LossScale | None = None
 
     @staticmethod
     def of_recipe(recipe: Recipe, device: torch.device) -> PartConfig:
@@ -243,6 +245,7 @@ class PartConfig:
             lambda model: build_optimizer(model, recipe.optimizer),
             recipe.optimizer.clip_norm,
             recipe.fsdp.types,
+            recipe.fsdp.scale,
         )
 
 
@@ -280,6 +283,7 @@ def build_part(
         optimizer,
         weights=weights,
         max_grad_norm=config.max_grad_norm,
+        loss_scale=config.loss_scale,
         clock=ActionClock(world.rank, world.device),
     )
     return step, optimizer

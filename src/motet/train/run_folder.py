@@ -31,7 +31,7 @@ FILES = (
     "summary.json",
     "report.html",
 )
-FOLDERS = ("checkpoints", "tensorboard", "export", "made")
+FOLDERS = ("checkpoints", "tensorboard", "export", "made", "profile")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """Error codes of a file system without locks."""
 

@@ -30,6 +30,7 @@ from motet.train.made_items import write_items
 from motet.train.optimizer import learning_rate, set_learning_rate
 from motet.train.planned_job import ChosenPlan
 from motet.train.predicting import PredictedRun
+from motet.train.profiled_steps import profiled
 from motet.train.recipe.recipe import Recipe, dump_recipe
 from motet.train.recompute_measured import RankCorrection, correction_words
 from motet.train.report.beside import LAST_STEP
@@ -216,7 +217,9 @@ class _Run:
                     step=done,
                     position=fed.position,
                     num_bad=fed.num_bad,
-                    num_skipped=self.job.progress.num_skipped + (cause is not None),
+                    num_skipped=self.job.progress.num_skipped + (not result.is_finite),
+                    loss_scale=self.job.step.loss_scale and self.job.step.loss_scale.value,
+                    num_finite=self.job.step.loss_scale.num_finite if self.job.step.loss_scale else 0,
                 )
                 if request:
                     self._leave(request)
@@ -279,16 +282,27 @@ class _Run:
             self._say(correction_words(of_ranks, self.first_step, capacity_bytes, resolution_bytes))
 
     def _step(self, step: int, fed: StepInput) -> tuple[StepResult, Cause | None]:
-        """Take a step; with the cause if it is not finite. A collective."""
+        """Take a step; with the cause if it is bad, and no overflow that a smaller loss scale mends. A collective."""
         set_learning_rate(self.job.optimizer, learning_rate(self.recipe.optimizer, step, self.recipe.run.steps))
         self._seed(step)
         batches = [batch.to(self.world.device, non_blocking=True) for batch in self._drawn(step, fed)]
         if self.predicted is not None:
             self.predicted.start(fed.batches)
-        with self._correcting(fed):
+        run, clock = self.recipe.run, self.job.step.clock
+        with self._correcting(fed), profiled(run.dir, run.profile_steps, step + 1, clock, self.world):
             result = self.job.step.run(batches, step)
+        scale = self.job.step.loss_scale
         if result.is_finite:
             self.bad_steps.passed()
+            if scale is not None:
+                scale.passed()
+            return result, None
+        if scale is not None and scale.can_fall and result.has_overflowed:
+            before, _ = scale.value, scale.overflowed()
+            self._say(
+                f"Step {step + 1}: gradients overflow float16 at a loss scale of {before:,.0f}, so it changes nothing; "
+                f"the scale is {scale.value:,.0f} now."
+            )
             return result, None
         self._seed(step)
         cause = examine(self.job.step, batches, fed, self.job.dataset, self.world)
@@ -351,6 +365,8 @@ class _Run:
                     "position": fed.position,
                     "plan": self.plan_hash,
                     "bad_step": None if cause is None else str(cause),
+                    "loss_scale": result.loss_scale,
+                    "overflow": cause is None and not result.is_finite,
                     "num_examples": result.num_examples,
                     "num_targets": result.num_targets,
                     "num_tokens": result.num_tokens,

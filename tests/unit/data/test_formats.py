@@ -354,8 +354,11 @@ def test_instructions_of_alpaca_are_turns(folder, tokenizer):
         }
         | media,
     ]
-    first, second = contents(opened(write_manifest(folder / "train.jsonl", records), tokenizer))
-    assert first == second
+    records.append(
+        {"query": "<image>What? <audio>\nSay it.", "response": "A cat.", "history": [["Hi", "Hello"]]} | media
+    )
+    first, second, third = contents(opened(write_manifest(folder / "train.jsonl", records), tokenizer))
+    assert first == second == third
     alone = [a_record("Hi"), {"instruction": "Hi", "input": "", "output": a_record("Hi")["conversations"][1]["value"]}]
     first, second = contents(opened(write_manifest(folder / "alone.jsonl", alone), tokenizer))
     assert first == second
@@ -365,6 +368,7 @@ def test_instructions_of_alpaca_are_turns(folder, tokenizer):
     ("fields", "said"),
     [
         ({"text": "### Instruction: Add."}, "has both 'text', which would be learned whole, and 'instruction'"),
+        ({"query": "Add."}, "has both 'query' and 'instruction' with 'output'"),
         ({"output": None}, "'output' is null, but must be text"),
         ({"input": 3}, "'input' is the number 3, but must be text"),
         ({"history": [["Hi"]]}, "'history' must be pairs of a question and an answer, but number 1 is not"),

@@ -68,9 +68,9 @@ from motet.train.recipe.toml_text import dump_toml
 _DRAWN_LR = 1e-4
 """The peak learning rate of a recipe whose examples are drawn, if it says none."""
 Service = Literal["tensorboard", "wandb", "trackio"]
-_DTYPE_OF = {"bf16": "bfloat16", "fp32": "float32"}
+_DTYPE_OF = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _OWN_NAME = re.compile(r"[a-z][a-z0-9_]*")
-_PRECISION = {"param_dtype", "reduce_dtype"}
+_PRECISION = {"param_dtype", "reduce_dtype", "loss_scale", "loss_scale_steps"}
 
 
 class RunConfig(BaseModel):
@@ -107,6 +107,9 @@ class RunConfig(BaseModel):
     report_to: tuple[Service, ...] = Field(
         ("tensorboard",), description="what scalars are reported to beside metrics.jsonl: one, or a list; [] is nothing"
     )
+    profile_steps: tuple[int, ...] = Field(
+        (), description="steps, from 1, of which each rank writes a trace of torch's profiler to run.dir/profile"
+    )
     wait_limit_s: float = Field(
         600.0,
         gt=0,
@@ -123,6 +126,18 @@ class RunConfig(BaseModel):
     def _whole_microbatches(self) -> RunConfig:
         if self.batch_size % self.microbatches:
             raise ValueError(f"microbatches = {self.microbatches} must divide batch_size = {self.batch_size}")
+        return self
+
+    @field_validator("profile_steps", mode="before", json_schema_input_type=int | tuple[int, ...])
+    @classmethod
+    def _one_step_or_several(cls, given: Any) -> Any:
+        return (given,) if isinstance(given, int) else tuple(given) if isinstance(given, list) else given
+
+    @model_validator(mode="after")
+    def _profiles_what_runs(self) -> RunConfig:
+        for step in self.profile_steps:
+            if not 1 <= step <= self.steps:
+                raise ValueError(f"profile_steps has {step}, and the steps are 1 to {self.steps}")
         return self
 
 
@@ -400,7 +415,7 @@ class DrawnRecipe(Recipe):
     model: ModelShapes
     data: DrawnDataConfig = DrawnDataConfig()
     workload: Sampler
-    precision: Literal["bf16", "fp32"] | None = None
+    precision: Literal["bf16", "fp16", "fp32"] | None = None
 
     @model_validator(mode="after")
     def _parts_fit(self) -> DrawnRecipe:

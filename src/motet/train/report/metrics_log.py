@@ -183,6 +183,8 @@ def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
         )
         if math.isfinite(metrics[name])
     }
+    if metrics["loss_scale"] is not None:
+        scalars["train/loss_scale"] = metrics["loss_scale"]
     for phase, values in metrics["phases"].items():
         scalars[f"balance/{phase}/before"] = values["max_over_bound_before"]
         scalars[f"balance/{phase}/after"] = values["max_over_bound"]

@@ -70,6 +70,8 @@ def _tiles(summary: dict[str, Any]) -> str:
         tiles["unreadable examples"] = f"{summary['bad_examples']:,}"
     if summary["bad_steps"]:
         tiles["steps not finite, skipped"] = f"{summary['bad_steps']:,}"
+    if summary.get("loss_scale") is not None:
+        tiles["loss scale at last, steps that overflowed"] = f"{summary['loss_scale']:,.0f}, {summary['overflows']:,}"
     return (
         '<div class="tiles">'
         + "".join(f'<div class="tile"><b>{shown}</b><span>{name}</span></div>' for name, shown in tiles.items())

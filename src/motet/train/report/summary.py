@@ -28,6 +28,7 @@ def summarise(
     padding:               the share of operations that padding takes, over the time of steps; None as hfu.
     wall_s:                time of this process, without the parts of the run before it was resumed.
     exact_match:           of the last evaluation.
+    overflows, loss_scale: steps that changed nothing as gradients overflowed float16, and the scale of the last step.
     bytes:                 what all ranks sent, by kind; None for a run that an earlier version began.
     predicted_s, measured_s, makespan_error, bubbles: of the steps after the first ones that were predicted, as medians;
                            the makespan from the first action of any rank to the last, measured over predicted less 1,
@@ -77,6 +78,8 @@ def summarise(
         **_beside(steps),
         "bad_examples": steps[-1]["bad_examples"],
         "bad_steps": sum(step.get("bad_step") is not None for step in steps),
+        "overflows": sum(step.get("overflow", False) for step in steps),
+        "loss_scale": steps[-1].get("loss_scale"),
     }
 
 
@@ -92,6 +95,11 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     ]
     if summary["bad_steps"]:
         lines.append(f"{summary['bad_steps']} steps were not finite and changed nothing; bad_steps.jsonl names them")
+    if summary["overflows"]:
+        lines.append(
+            f"{summary['overflows']} steps overflowed float16 and changed nothing; the last loss scale was "
+            f"{summary['loss_scale']:,.0f}"
+        )
     for name, phase in shared_phases(summary).items():
         lines.append(
             f"{name}: mean max/bound load {phase['max_over_bound_before']:.3f} before balancing, "
