@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cli.tiny_job import losses, write_tiny_job
+from cli.tiny_job import losses, metrics, write_tiny_job
 from dist.test_planned import DEEPER, FEW_CUTS, plan_of, said_under
 from dist.test_resume import run
 from motet.core.plan_file import write_plan
@@ -56,9 +56,20 @@ def test_more_than_are_allowed_end_the_run_on_all_ranks(job, tmp_path):
     )
 
 
-def test_where_sequences_are_cut_it_is_kept(job, tmp_path):
-    said = run(job, 2, tmp_path / "a", *MEMORY, "balance.method=split", "run.steps=1")
-    assert "Left out" not in said[0] and losses(tmp_path / "a")
+def test_where_sequences_are_cut_it_is_kept_and_cut_however_dear_that_is(job, tmp_path):
+    last = job.parent / "last.jsonl"
+    last.write_text("".join((job.parent / "train.jsonl").read_text().splitlines(keepends=True)[-2:]))
+    exact = ("run.dtype=float64", "model.encoders.audio.config.dropout=0.0", f"data.train=['{last}']")
+    slow = "balance.speed={ device_tflops = 1e-6, link_latency_us = 1e9 }"
+    options = (*exact, "balance.split=auto", slow, "run.batch_size=2", "run.microbatches=1", "run.steps=2")
+    # In float64 all takes twice the bytes.
+    said = run(job, 2, tmp_path / "a", MEMORY[0], "cluster.memory_gbytes=0.0024", *options)
+    run(job, 2, tmp_path / "b", *options)
+    assert "Left out" not in said[0] and losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "b"), rel=1e-10)
+    cut = [step["balance"]["cut"] for step in metrics(tmp_path / "a")]
+    assert all(of["sequences"] and of["by_memory"] == 1 and of["gained_s"] is None for of in cut)
+    assert "in 2 microbatches, 2 of which no rank could hold whole" in said[0]
+    assert all(step["balance"]["cut"] is None for step in metrics(tmp_path / "b"))
 
 
 def test_a_plan_with_stages_leaves_it_out_by_its_own_memory(job, tmp_path):
