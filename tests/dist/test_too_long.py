@@ -19,10 +19,15 @@ MEMORY = ("cluster.device=cpu", "cluster.memory_gbytes=0.0012")
 def job(tmp_path):
     """A job of 40 examples, and behind them one of 144 tokens: more than a rank has memory for, but not than two."""
     job = write_tiny_job(tmp_path / "data")
-    long = [{"from": "human", "value": "say " + "a" * 120}, {"from": "gpt", "value": "a"}]
     with (job.parent / "train.jsonl").open("a") as manifest:
-        manifest.write(json.dumps({"id": "long", "task": "text", "conversations": long}) + "\n")
+        manifest.write(said_of(120))
     return job
+
+
+def said_of(num_letters):
+    """A line of a manifest."""
+    turns = [{"from": "human", "value": "say " + "a" * num_letters}, {"from": "gpt", "value": "a"}]
+    return json.dumps({"id": "long", "task": "text", "conversations": turns}) + "\n"
 
 
 def without(job):
@@ -70,6 +75,25 @@ def test_where_sequences_are_cut_it_is_kept_and_cut_however_dear_that_is(job, tm
     assert all(of["sequences"] and of["by_memory"] == 1 and of["gained_s"] is None for of in cut)
     assert "in 2 microbatches, 2 of which no rank could hold whole" in said[0]
     assert all(step["balance"]["cut"] is None for step in metrics(tmp_path / "b"))
+
+
+def held_out(folder, *num_letters):
+    (folder / "held.jsonl").write_text("".join(map(said_of, num_letters)))
+    return f"data.heldout=['{folder / 'held.jsonl'}']"
+
+
+def test_held_out_examples_that_no_rank_can_evaluate_are_left_out_and_named(job, tmp_path):
+    """Nothing of them is kept for a backward pass, so the one that is too long to train on is evaluated."""
+    held = held_out(tmp_path, 10, 120, 4000)
+    said = run(job, 2, tmp_path / "a", *MEMORY, held, "run.steps=1")
+    assert "1 of 3 held-out examples left out: they need more memory than a rank has." in said[0]
+    assert re.search(r"Left out: \S+held\.jsonl, line 3: takes 4,024 tokens, for which a rank needs", said[0])
+    assert "4,024" not in said[1]
+    heldout = json.loads((tmp_path / "a" / "summary.json").read_text())["num_heldout"]
+    assert sum(heldout.values()) == 2
+    # With nothing left there is nothing to evaluate.
+    both = run(job, 2, tmp_path / "b", *MEMORY, held_out(tmp_path, 4000), "run.steps=1")
+    assert both[0] == both[1] and "no example of the manifests can be used" in both[0]
 
 
 def test_a_plan_with_stages_leaves_it_out_by_its_own_memory(job, tmp_path):

@@ -26,12 +26,19 @@ _WHOLE: Mapping[str, int] = MappingProxyType({})
 
 
 def bytes_alone(
-    plan: Plan, lengths: BatchLengths, *, shared_by: Mapping[str, int] = _WHOLE, exchange: str = "auto"
+    plan: Plan,
+    lengths: BatchLengths,
+    *,
+    shared_by: Mapping[str, int] = _WHOLE,
+    exchange: str = "auto",
+    trains: bool = True,
 ) -> Float64Array:
     """The bytes that the fullest rank needs for each example, alone in its microbatch, float64 [num_examples].
 
     shared_by: module -> the ranks that share an item of it; the larger of this and the `cp` of the backbone's unit
                counts. Items of other encoders are whole.
+    trains:    False: in an evaluation, of which no backward pass keeps anything; the model's state is there all the
+               same.
     exchange:  how these ranks get rows of each other, as of `dispatch.context.ContextShare.method`.
     Of what is gathered and reduced a rank has as much as in any microbatch. O(kinds of layers * (examples + items)).
     """
@@ -47,7 +54,9 @@ def bytes_alone(
             for placed in dict.fromkeys(layers):
                 own, tp = rows.of(placed.module, placed.layer, stage), stage.unit.tp
                 copied = rows.copied(placed.module, placed.layer, stage) * precision.compute
-                once, beside = layer_bytes(placed, LayerBytes.of(placed, 1.0, tp, precision), own, copied)
+                once, beside = layer_bytes(
+                    placed, LayerBytes.of(placed, 1.0, tp, precision), own, copied, trains=trains
+                )
                 kept[placed.module] += layers.count(placed) * once
                 working[placed.module] = np.maximum(working[placed.module], beside)
         if _is_together(plan, stages[0].unit):
@@ -71,15 +80,18 @@ def fixed_bytes(plan: Plan, stages: list[PlannedStage]) -> int:
 
 
 def layer_bytes(
-    placed: StageLayer, size: LayerBytes, rows: Float64Array, copied: Float64Array
+    placed: StageLayer, size: LayerBytes, rows: Float64Array, copied: Float64Array, *, trains: bool = True
 ) -> tuple[Float64Array, Float64Array]:
     """What a layer keeps of rows for backward, and what it has beside that while it runs; in bytes, as rows have shape.
 
-    size: of one row. copied: bytes of copies of other ranks' rows in its attention.
+    size: of one row. copied: bytes of copies of other ranks' rows in its attention. trains: as of `bytes_alone`.
     """
+    has_backward = placed.has_backward and trains
     saved = size.saved * rows + copied
-    once = (size.input * rows if placed.recomputed else saved) if placed.has_backward else 0.0 * rows
-    gradients = 2 * copied + (size.gradients * rows if placed.has_backward else 0.0)
+    once = (size.input * rows if placed.recomputed else saved) if has_backward else 0.0 * rows
+    # An evaluation has logits too, with their copies.
+    has_gradients = has_backward or (placed.layer.targets_only and placed.has_backward)
+    gradients = 2 * copied + (size.gradients * rows if has_gradients else 0.0)
     return once, saved - once + gradients
 
 

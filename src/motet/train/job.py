@@ -77,7 +77,7 @@ from motet.train.recompute import (
     plan_alone,
 )
 from motet.train.report.metrics import peak_memory_bytes
-from motet.train.too_long import leave_out_too_long
+from motet.train.too_long import leave_out_of_evaluation, leave_out_too_long
 from motet.train.world import World
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -154,6 +154,8 @@ def build_job(
                 leave_out_too_long(
                     part, alone, recipe.data.max_bad_fraction, say, shared_by=shared, exchange="group_cast"
                 )
+            if heldout is not None:
+                leave_out_of_evaluation(heldout, alone, say, exchange="group_cast")
     decoder = open_decoder(recipe.data, opened[min(opened)].transforms, world, say, cleanup)
     check_same_profile(world, measured)
     dataset = joined_splits(opened, world, say) if recipe.data.is_split else opened[0]
@@ -301,6 +303,8 @@ def _build_planned_job(
         heldout = _open_heldout(recipe, vocabulary, model, say)
         _check_bad_at_indexing(recipe, dataset)
         leave_out_too_long(dataset, plan, recipe.data.max_bad_fraction, say, exchange=recipe.context.exchange)
+        if heldout is not None:
+            leave_out_of_evaluation(heldout, plan, say, exchange=recipe.context.exchange)
         order = build_order(recipe, dataset, say)
         place = Place.of(plan, world.rank)
     decoder = open_decoder(recipe.data, dataset.transforms, world, say, cleanup)
