@@ -117,7 +117,7 @@ def predicted(spec, lengths: BatchLengths, num_ranks: int, recomputed: bool) -> 
     blocks = {"backbone": LAYERS}
     unit = Unit("all", (blocks,), dp=num_ranks, zero=0, recompute=(blocks,) if recomputed else ())
     plan = Plan(spec, cluster, (unit,), num_ranks, schedule="data_parallel", precision="fp32", balance="auto")
-    return int(bytes_alone(plan, lengths, cp=num_ranks)[0])
+    return int(bytes_alone(plan, lengths, shared_by={"backbone": num_ranks})[0])
 
 
 def rows_of(num_ranks: int, rows: tuple[int, ...], limits: dict[bool, int]) -> list[Row]:

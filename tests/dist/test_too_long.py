@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cli.tiny_job import losses, write_tiny_job
+from cli.tiny_job import losses, metrics, write_tiny_job
 from dist.test_planned import DEEPER, FEW_CUTS, plan_of, said_under
 from dist.test_resume import run
 from motet.core.plan_file import write_plan
@@ -19,10 +19,15 @@ MEMORY = ("cluster.device=cpu", "cluster.memory_gbytes=0.0012")
 def job(tmp_path):
     """A job of 40 examples, and behind them one of 144 tokens: more than a rank has memory for, but not than two."""
     job = write_tiny_job(tmp_path / "data")
-    long = [{"from": "human", "value": "say " + "a" * 120}, {"from": "gpt", "value": "a"}]
     with (job.parent / "train.jsonl").open("a") as manifest:
-        manifest.write(json.dumps({"id": "long", "task": "text", "conversations": long}) + "\n")
+        manifest.write(said_of(120))
     return job
+
+
+def said_of(num_letters):
+    """A line of a manifest."""
+    turns = [{"from": "human", "value": "say " + "a" * num_letters}, {"from": "gpt", "value": "a"}]
+    return json.dumps({"id": "long", "task": "text", "conversations": turns}) + "\n"
 
 
 def without(job):
@@ -56,9 +61,39 @@ def test_more_than_are_allowed_end_the_run_on_all_ranks(job, tmp_path):
     )
 
 
-def test_where_sequences_are_cut_it_is_kept(job, tmp_path):
-    said = run(job, 2, tmp_path / "a", *MEMORY, "balance.method=split", "run.steps=1")
-    assert "Left out" not in said[0] and losses(tmp_path / "a")
+def test_where_sequences_are_cut_it_is_kept_and_cut_however_dear_that_is(job, tmp_path):
+    last = job.parent / "last.jsonl"
+    last.write_text("".join((job.parent / "train.jsonl").read_text().splitlines(keepends=True)[-2:]))
+    exact = ("run.dtype=float64", "model.encoders.audio.config.dropout=0.0", f"data.train=['{last}']")
+    slow = "balance.speed={ device_tflops = 1e-6, link_latency_us = 1e9 }"
+    options = (*exact, "balance.split=auto", slow, "run.batch_size=2", "run.microbatches=1", "run.steps=2")
+    # In float64 all takes twice the bytes.
+    said = run(job, 2, tmp_path / "a", MEMORY[0], "cluster.memory_gbytes=0.0024", *options)
+    run(job, 2, tmp_path / "b", *options)
+    assert "Left out" not in said[0] and losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "b"), rel=1e-10)
+    cut = [step["balance"]["cut"] for step in metrics(tmp_path / "a")]
+    assert all(of["sequences"] and of["by_memory"] == 1 and of["gained_s"] is None for of in cut)
+    assert "in 2 microbatches, 2 of which no rank could hold whole" in said[0]
+    assert all(step["balance"]["cut"] is None for step in metrics(tmp_path / "b"))
+
+
+def held_out(folder, *num_letters):
+    (folder / "held.jsonl").write_text("".join(map(said_of, num_letters)))
+    return f"data.heldout=['{folder / 'held.jsonl'}']"
+
+
+def test_held_out_examples_that_no_rank_can_evaluate_are_left_out_and_named(job, tmp_path):
+    """Nothing of them is kept for a backward pass, so the one that is too long to train on is evaluated."""
+    held = held_out(tmp_path, 10, 120, 4000)
+    said = run(job, 2, tmp_path / "a", *MEMORY, held, "run.steps=1")
+    assert "1 of 3 held-out examples left out: they need more memory than a rank has." in said[0]
+    assert re.search(r"Left out: \S+held\.jsonl, line 3: takes 4,024 tokens, for which a rank needs", said[0])
+    assert "4,024" not in said[1]
+    heldout = json.loads((tmp_path / "a" / "summary.json").read_text())["num_heldout"]
+    assert sum(heldout.values()) == 2
+    # With nothing left there is nothing to evaluate.
+    both = run(job, 2, tmp_path / "b", *MEMORY, held_out(tmp_path, 4000), "run.steps=1")
+    assert both[0] == both[1] and "no example of the manifests can be used" in both[0]
 
 
 def test_a_plan_with_stages_leaves_it_out_by_its_own_memory(job, tmp_path):

@@ -11,12 +11,22 @@ import torch.distributed as dist
 from dist.test_strict_lanes import generated, pairs_of, walk
 from motet.runtime.p2p import Lanes
 from motet.schedule import add_communication, planned, validate
-from parity import test_bubbles, test_pairs, test_planned, test_schedules
+from parity import (
+    test_bubbles,
+    test_context,
+    test_cut_sequences,
+    test_experts,
+    test_pairs,
+    test_planned,
+    test_schedules,
+    test_tensor_parallel_plans,
+)
 from parity.planned import assert_planned, rank_device
 from ranks import run_ranks
 from unit.schedule.plans import PLANS
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+FOUR_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="fewer than four CUDA devices")
 BEYOND_BUFFERS = 2**22
 """Elements of a message: 32 MB, eight times the buffer of an NCCL channel."""
 BUSY_CYCLES = 10_000_000_000
@@ -29,13 +39,40 @@ CASES = {
     "zb_v": [*test_schedules.cases_of("zb_v", 2), *test_schedules.ENDS_TOGETHER],
     "bubbles": test_bubbles.CASES_OF_2,
     "replicated": test_pairs.CASES[2],
+    "cp": test_context.OF_BACKBONES[2],
+    "tp": [
+        *test_tensor_parallel_plans.families(test_tensor_parallel_plans.chain(test_tensor_parallel_plans.ALL)),
+        *test_tensor_parallel_plans.families(
+            test_tensor_parallel_plans.chain(test_tensor_parallel_plans.ALL, recompute=({"image": 2, "backbone": 2},))
+        ),
+    ],
+    "ep": [*test_experts.CASES[2], *test_experts.SPREAD[2]],
 }
+OF_FOUR = {"cp": test_context.OF_BACKBONES[4], "encoders cp": test_context.OF_ENCODERS[4], "ep": test_experts.SPREAD[4]}
 
 
 @TWO_GPUS
 @pytest.mark.parametrize("kind", CASES)
 def test_steps_equal_one_process(kind):
     assert_planned(2, CASES[kind], on_gpus=True)
+
+
+@FOUR_GPUS
+@pytest.mark.parametrize("kind", OF_FOUR)
+def test_steps_of_four_equal_one_process(kind):
+    assert_planned(4, OF_FOUR[kind], on_gpus=True)
+
+
+@FOUR_GPUS
+@pytest.mark.parametrize("cuts", ["CUTS", "ITEMS"])
+def test_steps_that_cut_items_equal_one_process(cuts):
+    cases = getattr(test_cut_sequences, cuts)
+    assert run_ranks(test_cut_sequences.check, 4, cases, on_gpus=True) == [[]] * 4
+
+
+@TWO_GPUS
+def test_what_is_chosen_to_be_cut_equals_one_process():
+    assert run_ranks(test_cut_sequences.check, 2, test_cut_sequences.CHOSEN, on_gpus=True) == [[]] * 2
 
 
 def walk_all(rank, num_ranks, programs, width):

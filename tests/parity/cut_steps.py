@@ -17,12 +17,12 @@ from motet.dispatch.cut_batch import examples_to_lay_out
 from motet.dropout import example_keys
 from motet.models.mllm import MLLM
 from motet.runtime.fsdp import FSDPConfig, shard
-from motet.runtime.mesh import Mesh
+from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.step import TrainStep
 from parity.collectives import counted_collectives, on_all_ranks
 from parity.cut_at_random import cut_at_random, cut_items_at_random
-from parity.planned import share_off
-from parity.test_gradients import Case, counted_exchanges, lengths_of, local, mesh_of, orchestrator_of, relative, whole
+from parity.planned import rank_device, share_off
+from parity.test_gradients import Case, counted_exchanges, lengths_of, local, orchestrator_of, relative, whole
 from parity.tiny import PHASES, build_model, draw_examples, reference_step
 from parity.towers import TOWERS, tower_module, with_patches
 
@@ -57,11 +57,12 @@ def errors_of_cut(cut: Cut) -> dict[str, float]:
 
     A collective. Fails where the bytes that the step counts are not those that collectives were given.
     """
-    case, mesh = cut.case, mesh_of(cut.case.fsdp.shard_size)
-    examples, model = _examples_of(cut), _model_of(cut)
+    case, mesh = cut.case, build_mesh(rank_device(), shard_size=cut.case.fsdp.shard_size)
+    examples, model = _examples_of(cut), _model_of(cut).to(mesh.device)
     keys = example_keys(7, 1, np.arange(len(examples))) if cut.dropout else None
     shard(model, mesh, case.fsdp)
-    batches = [_assembled(decision, lengths, of, mesh) for decision, lengths, of in _decided(cut, model, mesh)]
+    decided = _decided(cut, model, mesh)
+    batches = [_assembled(decision, lengths, of, mesh).to(mesh.device) for decision, lengths, of in decided]
     if keys is not None:
         parts = np.array_split(np.arange(len(examples)), case.num_microbatches)
         batches = [batch.with_draws(keys[part]) for batch, part in zip(batches, parts, strict=True)]
@@ -71,7 +72,9 @@ def errors_of_cut(cut: Cut) -> dict[str, float]:
     sent_bytes = on_all_ranks(collectives)
     assert result.sent_bytes == pytest.approx(sent_bytes, abs=0.5), (result.sent_bytes, sent_bytes)
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    found = whole({name: None if gradient is None else local(gradient) for name, gradient in gradients.items()}, mesh)
+    found = whole(
+        {name: None if gradient is None else local(gradient).cpu() for name, gradient in gradients.items()}, mesh
+    )
     if mesh.rank:
         return {}
     reference = _model_of(cut)
@@ -92,7 +95,7 @@ def shares(cut: Cut) -> list[bool]:
 
     A collective.
     """
-    mesh = mesh_of(cut.case.fsdp.shard_size)
+    mesh = build_mesh(rank_device(), shard_size=cut.case.fsdp.shard_size)
     decisions = [decision for decision, _, _ in _decided(cut, _model_of(cut), mesh)]
     for degrees, phase in ((cut.degrees, "backbone"), (cut.items, "image")):
         if degrees:

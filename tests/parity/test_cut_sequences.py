@@ -66,6 +66,11 @@ ITEMS = [
     Cut(ALL, degrees=(4, 2, 1, 2), tower="whole qwen2_5_vl", items=(4, 2, 1, 2, 4, 1)),
     Cut(replace(ALL, fsdp=FSDPConfig(recompute=True), num_microbatches=2), tower="qwen2_5_vl", draws_items=True),
     Cut(replace(IMAGES, num_examples=5), degrees=(), tower="qwen2_5_vl", items=(2,), idle=2),
+    # Class rows, which the rank with an image's first row has; three of them an image, of no place.
+    Cut(replace(ALL, seed=3), degrees=(2,), tower="clip", items=(4, 2, 1, 2, 4, 1)),
+    Cut(replace(ALL, fsdp=FSDPConfig(recompute=True), num_microbatches=2), tower="dinov3", draws_items=True),
+    Cut(replace(IMAGES, num_examples=5), degrees=(), tower="dinov2", items=(2, 3), idle=1),
+    Cut(replace(ALL, seed=4), degrees=(), tower="internvl", items=(3, 2)),
     # Ranks that have no image, and meet the others in each layer.
     Cut(replace(IMAGES, num_examples=5), degrees=(), tower="siglip", items=(2,), idle=2),
     Cut(replace(IMAGES, num_examples=1, seed=1, fsdp=HYBRID), degrees=(2,), tower="qwen2_vl", items=(2,), idle=2),
@@ -101,7 +106,9 @@ def test_cuts_anywhere_equal_one_process(num_ranks):
     assert run_ranks(check, num_ranks, cuts) == [[]] * num_ranks
 
 
+CHOSEN = [Cut(replace(ALL, num_examples=2, seed=seed), method="split") for seed in (0, 4)]
+"""One of two sequences is longer than the other, so that both ranks have a part of it."""
+
+
 def test_what_is_chosen_equals_one_process():
-    """One of two sequences is longer than the other, so that both ranks have a part of it."""
-    cuts = [Cut(replace(ALL, num_examples=2, seed=seed), method="split") for seed in (0, 4)]
-    assert run_ranks(check, 2, cuts) == [[]] * 2
+    assert run_ranks(check, 2, CHOSEN) == [[]] * 2

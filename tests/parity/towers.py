@@ -31,6 +31,10 @@ _OPTIONS = {
     "siglip": {"image_size": 8, "vision_use_head": False},
     "siglip2": {"num_patches": 16, "vision_use_head": False},
     "pixtral": {"image_size": 8},
+    "clip": {"image_size": 8},
+    "dinov2": {"image_size": 8, "mlp_ratio": 2},
+    "internvl": {"image_size": [8, 8], "use_absolute_position_embeddings": True},
+    "dinov3": {"num_register_tokens": 2, "pos_embed_rescale": 1.0},
 }
 """Those of a family's own in its config."""
 TOWERS = (*_OPTIONS, "qwen2_vl", "whole qwen2_vl", "qwen2_5_vl", "whole qwen2_5_vl")

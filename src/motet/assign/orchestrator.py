@@ -66,6 +66,7 @@ class Decision:
     cuts:        the sequences that several ranks share, which `assignments` have on the rank with most of their rows;
                  None: all are whole.
     item_cuts:   encoder -> the same of its items, where some are shared.
+    lacking_bytes, fits_whole: as of `motet.balance.Choice`.
 
     Example:
         >>> from motet.balance import Packed
@@ -87,6 +88,8 @@ class Decision:
     program: PlannedProgram | None = None
     cuts: ItemCuts | None = None
     item_cuts: Mapping[str, ItemCuts] = field(default_factory=dict)
+    lacking_bytes: int = 0
+    fits_whole: bool = True
 
     def cuts_of(self, phase: str) -> ItemCuts | None:
         """The items of a phase that several ranks share; None: all are whole."""
@@ -229,7 +232,13 @@ class Orchestrator:
         if isinstance(self.costs, StepCosts) and self.compares:
             phases, link = self.costs.phases(lengths, work), self.costs.times.link
             choice = choose(
-                phases, self.num_ranks, link, methods=self.methods, home=lengths.home, input_bytes=input_bytes
+                phases,
+                self.num_ranks,
+                link,
+                methods=self.methods,
+                home=lengths.home,
+                input_bytes=input_bytes,
+                room_bytes=self.costs.times.room_bytes,
             )
             return self.decision_of(choice, lengths, work, start_s)
         before = self._before(lengths, work)
@@ -310,6 +319,8 @@ class Orchestrator:
             self.communicator,
             cuts=cuts_in(choice.fragments),
             item_cuts={phase: cuts for phase, cut in choice.cut_items.items() if (cuts := cuts_in(cut)) is not None},
+            lacking_bytes=choice.lacking_bytes,
+            fits_whole=choice.fits_whole,
         )
 
     def _balance_each(

@@ -94,6 +94,7 @@ def decide_step(
         costs.times.link,
         methods=orchestrator.methods,
         home=lengths.home,
+        room_bytes=costs.times.room_bytes,
         run=run,
     )
     chosen_s = time.perf_counter()

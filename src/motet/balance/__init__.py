@@ -41,7 +41,16 @@ from motet.balance.reordering import island_makespans, order_islands, order_micr
 from motet.balance.segments import Segments
 from motet.balance.splitting import split
 from motet.balance.step_choice import StepChoice, choose_step
-from motet.balance.step_costs import ASSUMED_SPEEDS, ItemWork, LengthWork, PhaseCosts, Speed, StepCosts, StepTimes
+from motet.balance.step_costs import (
+    ASSUMED_SPEEDS,
+    ItemMemory,
+    ItemWork,
+    LengthWork,
+    PhaseCosts,
+    Speed,
+    StepCosts,
+    StepTimes,
+)
 from motet.balance.tokens import distribute_tokens
 from motet.core.cluster import Link
 from motet.core.exchange import Network
@@ -56,6 +65,7 @@ __all__ = [
     "Deferral",
     "GroupCaps",
     "Groups",
+    "ItemMemory",
     "ItemWork",
     "LengthWork",
     "Link",

@@ -33,6 +33,7 @@ from motet.balance.checks import checked_num_ranks, checked_ranks
 from motet.balance.costs import Packed
 from motet.balance.cutting import CutPhase, cut_phase, cut_words, deliveries
 from motet.balance.fragments import Split
+from motet.balance.item_bytes import lacking_bytes
 from motet.balance.joint import assign_jointly
 from motet.balance.phases import (
     Held,
@@ -71,6 +72,9 @@ class Choice:
     exchange_s:  the part of predicted_s that exchanges take, by method.
     moved_bytes: bytes that cross ranks in them, in both directions.
     why:         one sentence with the figures.
+    lacking_bytes: what the fullest rank lacks of the memory that it takes, where no method fits; 0 where it fits, and
+                 where memory is not known.
+    fits_whole:  whether a method of whole items fits, if any was considered.
 
     Example:
         >>> import numpy as np
@@ -90,6 +94,8 @@ class Choice:
     moved_bytes: int
     why: str
     cut_items: Mapping[str, Split] = field(default_factory=dict)
+    lacking_bytes: int = 0
+    fits_whole: bool = True
 
     @property
     def predicted_ns(self) -> int:
@@ -108,6 +114,7 @@ class _Option:
     fragments: Split | None = None
     words: str = ""
     cut_items: Mapping[str, Split] = field(default_factory=dict)
+    lacking_bytes: int = 0
 
     @property
     def total_ns(self) -> int:
@@ -115,9 +122,9 @@ class _Option:
         return self.compute_ns + self.exchange_ns
 
     @property
-    def key(self) -> tuple[int, int]:
-        """Options are compared by it: time, then bytes."""
-        return self.total_ns, self.moved_bytes
+    def key(self) -> tuple[int, int, int]:
+        """Options are compared by it: what fits first; then time, then bytes that move."""
+        return self.lacking_bytes, self.total_ns, self.moved_bytes
 
 
 def choose(
@@ -128,6 +135,7 @@ def choose(
     methods: Sequence[Method] = METHODS,
     home: ArrayLike | None = None,
     input_bytes: ArrayLike | None = None,
+    room_bytes: int | None = None,
     backend: Backend = "native",
 ) -> Choice:
     """Choose the fastest of `methods` for one microbatch.
@@ -137,6 +145,8 @@ def choose(
     home: int [num_examples], the rank of each example without balancing. It adds "unbalanced" to the predictions.
     input_bytes: int [num_examples], >= 0, the size of what the home rank of an example has loaded; None: every rank
         can load any example. With it, little leaves its node, at the price of 0.1 % of the balance (joint: 1.6 %).
+    room_bytes: what items may take of a rank's memory (`Phase.bytes`); None: it is not known. A method that fits comes
+        before a faster one that does not, and "split" also cuts what no rank can hold whole.
 
     A long item does not keep the microbatch from being balanced: other items are balanced beside it. A tie goes to the
     method that moves fewer bytes, then to the earlier of `methods`. The result is a pure function of the arguments.
@@ -160,7 +170,8 @@ def choose(
         options["joint"] = _follow_all(phases, network, _joint_backbone(phases, num_ranks, held, backend), {})
         if "mixed" in methods and (mixed := _mixed(phases, num_ranks, network, options["joint"], held, backend)):
             options["mixed"] = mixed
-    if "split" in methods and (cut := _split(phases, num_ranks, network, backend, alone=len(methods) == 1)):
+    options = {name: _sized(option, phases, room_bytes) for name, option in options.items()}
+    if "split" in methods and (cut := _split(phases, num_ranks, network, room_bytes, backend, alone=len(methods) == 1)):
         options["split"] = cut
     # 2. Take the fastest.
     method = min((name for name in methods if name in options), key=lambda name: options[name].key)
@@ -169,11 +180,17 @@ def choose(
 
 
 def choose_given(
-    phases: Sequence[Phase], ranks: Int32Array, num_ranks: int, link: Link | Network, *, home: ArrayLike | None = None
+    phases: Sequence[Phase],
+    ranks: Int32Array,
+    num_ranks: int,
+    link: Link | Network,
+    *,
+    home: ArrayLike | None = None,
+    room_bytes: int | None = None,
 ) -> Choice:
     """The Choice of "joint" with the given rank of each example, int32 [num_examples]. Others: as in `choose`."""
     network = Network.of(link)
-    option = _follow_all(phases, network, scored_phase(phases[0], ranks, num_ranks), {})
+    option = _sized(_follow_all(phases, network, scored_phase(phases[0], ranks, num_ranks), {}), phases, room_bytes)
     return _chosen("joint", {"joint": option} | _unbalanced(phases, num_ranks, network, home))
 
 
@@ -197,7 +214,17 @@ def _chosen(method: Method, options: dict[str, _Option]) -> Choice:
         exchange_s={name: option.exchange_ns / NS_PER_S for name, option in options.items()},
         moved_bytes=options[method].moved_bytes,
         why=_why(method, options),
+        lacking_bytes=options[method].lacking_bytes,
+        fits_whole=not all(option.lacking_bytes for name, option in options.items() if name in METHODS)
+        or options.keys().isdisjoint(METHODS),
     )
+
+
+def _sized(option: _Option, phases: Sequence[Phase], room_bytes: int | None) -> _Option:
+    """The option with what it lacks of memory."""
+    cuts = [option.fragments, *(option.cut_items.get(phase.name) for phase in phases[1:])]
+    placed = zip([phase.bytes for phase in phases], option.assignments, cuts, strict=True)
+    return replace(option, lacking_bytes=lacking_bytes(placed, option.assignments[0].num_ranks, room_bytes))
 
 
 def _mixed(
@@ -234,29 +261,33 @@ def _apart(phase: Phase, backbone: Assignment, network: Network, backend: Backen
 
 
 def _split(
-    phases: Sequence[Phase], num_ranks: int, network: Network, backend: Backend, *, alone: bool
+    phases: Sequence[Phase], num_ranks: int, network: Network, room_bytes: int | None, backend: Backend, *, alone: bool
 ) -> _Option | None:
     """The fastest way to cut items; None if none is too long for a rank. alone: then all of them stay whole."""
     items = {
-        phase.name: cut_phase(phase, num_ranks, network, backend) for phase in phases[1:] if phase.rows is not None
+        phase.name: cut_phase(phase, num_ranks, network, room_bytes, backend)
+        for phase in phases[1:]
+        if phase.rows is not None
     }
     options = []
-    for cut in cut_phase(phases[0], num_ranks, network, backend):
+    for cut in cut_phase(phases[0], num_ranks, network, room_bytes, backend):
         placed = [cut]
         for phase in phases[1:]:
             whole = follow(phase, cut.placed), _apart(phase, cut.placed, network, backend)
             ways = [*(CutPhase(way, None, 0, 0) for way in whole), *items.get(phase.name, ())]
-
             exchanges = (
                 _exchange(phase, way.placed, cut.placed, network, cut.fragments, way.fragments) for way in ways
             )
-            total_ns = [
-                phase.compute_ns(way.placed) + exchange_ns + way.keys_ns
+            keys = [
+                (
+                    lacking_bytes([(phase.bytes, way.placed, way.fragments)], num_ranks, room_bytes),
+                    phase.compute_ns(way.placed) + exchange_ns + way.keys_ns,
+                )
                 for way, (exchange_ns, _) in zip(ways, exchanges, strict=True)
             ]
-            placed.append(ways[total_ns.index(min(total_ns))])
+            placed.append(ways[keys.index(min(keys))])
         if alone or any(each.fragments is not None for each in placed):
-            options.append(_cut_option(phases, network, placed))
+            options.append(_sized(_cut_option(phases, network, placed), phases, room_bytes))
     return min(options, key=lambda option: option.key, default=None)
 
 
@@ -364,12 +395,19 @@ def _why(method: Method, options: dict[str, _Option]) -> str:
     def exchange(option: _Option) -> str:
         return f", {as_ms(option.exchange_ns)} of it exchange" if option.exchange_ns else ""
 
+    def lacks(option: _Option) -> str:
+        return f", {option.lacking_bytes:,} bytes more than a rank has" if option.lacking_bytes else ""
+
     others = "; ".join(
-        f"{name} {as_ms(option.total_ns)}{exchange(option)}" for name, option in options.items() if name != method
+        f"{name} {as_ms(option.total_ns)}{exchange(option)}{lacks(option)}"
+        for name, option in options.items()
+        if name != method
     )
     chosen = options[method]
     cut = f"; {chosen.words}" if chosen.words else ""
-    return f"{method}: {as_ms(chosen.total_ns)} predicted{exchange(chosen)}{cut}" + (f" ({others})." if others else ".")
+    return f"{method}: {as_ms(chosen.total_ns)} predicted{exchange(chosen)}{lacks(chosen)}{cut}" + (
+        f" ({others})." if others else "."
+    )
 
 
 def as_ms(nanoseconds: int) -> str:

@@ -6,13 +6,16 @@ attention, a rank gets the keys and values that its rows see, in one exchange a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from motet.balance.backend import Backend
-from motet.balance.fragments import Overhead, Split
+from motet.balance.fragments import Overhead, Split, fragment_costs
+from motet.balance.item_bytes import ItemBytes, lacking_bytes
 from motet.balance.phases import Phase
+from motet.balance.scoring import scored
 from motet.balance.splitting import split
 from motet.core.arrays import Int32Array, Int64Array
 from motet.core.assignment import Assignment, csr_from_ranks
@@ -40,19 +43,33 @@ class CutPhase:
     keys_bytes: int
 
 
-def cut_phase(phase: Phase, num_ranks: int, network: Network, backend: Backend = "native") -> list[CutPhase]:
+def cut_phase(
+    phase: Phase, num_ranks: int, network: Network, room_bytes: int | None = None, backend: Backend = "native"
+) -> list[CutPhase]:
     """The items of a phase, which has rows and a packed cost, cut for each of TARGETS.
 
+    room_bytes: what items may take of a rank's memory. Where all of these lack some, items are cut by memory too: as
+                few as fit, and for ranks that are as full as each other.
     A fragment takes its share of an item's cost: of all work but that of targets, this holds to within a unit.
     """
     assert phase.rows is not None, "a phase that can be cut"
-    costs = phase.cost.weights(phase.lengths)
+    costs, units = phase.cost.weights(phase.lengths), units_of(phase.rows, num_ranks)
+    cuts = [split(costs, num_ranks, Overhead(), divisible=units, target=target, backend=backend) for target in TARGETS]
+    found = _distinct(cuts, phase, costs, num_ranks, network)
+    lacks = [lacking_bytes([(phase.bytes, each.placed, each.fragments)], num_ranks, room_bytes) for each in found]
+    if room_bytes is not None and phase.bytes is not None and all(lacks):
+        cuts += _cut_by_memory(phase.bytes, costs, units, num_ranks, room_bytes, backend)
+        found = _distinct(cuts, phase, costs, num_ranks, network)
+    return found
+
+
+def _distinct(
+    cuts: Sequence[Split], phase: Phase, costs: Int64Array, num_ranks: int, network: Network
+) -> list[CutPhase]:
+    """Ways to cut a phase with what they exchange, without those that are as the one before."""
     found: list[CutPhase] = []
-    for target in TARGETS:
-        cut = split(
-            costs, num_ranks, Overhead(), divisible=units_of(phase.rows, num_ranks), target=target, backend=backend
-        )
-        if found and _same(cut, found[-1].fragments):
+    for cut, before in zip(cuts, (None, *cuts), strict=False):
+        if before is not None and _same(cut, before):
             continue
         keys_s, keys_bytes = _keys(cut, phase, num_ranks, network) if cut.num_cut else (0.0, 0)
         placed = _placed(cut, costs, num_ranks)
@@ -111,8 +128,26 @@ def cut_words(fragments: Split | None, rows: Int64Array | None, what: str = "seq
     return f"{len(named)} {what}{'s' if len(named) > 1 else ''} cut ({', '.join(named[:3])}{more})"
 
 
-def _same(one: Split, other: Split | None) -> bool:
-    return other is not None and all(
+def _cut_by_memory(
+    items: ItemBytes, costs: Int64Array, units: Int64Array, num_ranks: int, room_bytes: int, backend: Backend
+) -> list[Split]:
+    """Items cut and placed by what they take of memory: for ranks that have room for it, and for the fullest least."""
+    needed, overhead = items.alone, Overhead(fraction=items.copied_share)
+    fits = float(room_bytes * num_ranks / max(int(needed.sum()), 1))
+    splits = [
+        split(needed, num_ranks, overhead, divisible=units, target=min(max(target, 1.0), 1000.0), backend=backend)
+        for target in (fits, TARGETS[0])
+    ]
+    none = np.zeros((len(costs), 1), dtype=np.int64)
+    works = [fragment_costs(costs[:, None], none, cut.units, cut.item, cut.begin, cut.end)[:, 0] for cut in splits]
+    return [
+        replace(cut, costs=work, assignment=scored(cut.assignment.ranks, work, num_ranks))
+        for cut, work in zip(splits, works, strict=True)
+    ]
+
+
+def _same(one: Split, other: Split) -> bool:
+    return np.array_equal(one.assignment.ranks, other.assignment.ranks) and all(
         np.array_equal(getattr(one, name), getattr(other, name)) for name in ("item", "begin", "end")
     )
 

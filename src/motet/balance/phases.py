@@ -13,6 +13,7 @@ from motet.balance.backend import Backend
 from motet.balance.checks import checked_integers, checked_ranks, checked_ranks_per_node
 from motet.balance.costs import Cost, Packed
 from motet.balance.home import renamed
+from motet.balance.item_bytes import ItemBytes
 from motet.balance.placement import assign, score
 from motet.core.arrays import Int32Array, Int64Array
 from motet.core.assignment import Assignment
@@ -52,6 +53,7 @@ class Phase:
     num_exchanges:    how often these bytes are sent: 2 (the output, and its gradient back), or 1 in a frozen phase.
     held:             int64 [num_items], >= 0, what an item takes of its rank's memory from its forward to its backward
                       pass, in a unit that all phases share; None: nothing.
+    bytes:            what its items take of a rank's memory; None: it is not known.
     rows:             int64 [num_items], rows of items between which they can be cut over ranks: of the backbone's
                       sequences, or of an encoder's outputs; None: they stay whole. keys: what the ranks that share them
                       exchange, of such rows.
@@ -74,6 +76,7 @@ class Phase:
     output_bytes: Int64Array | None = None
     num_exchanges: int = 2
     held: Int64Array | None = None
+    bytes: ItemBytes | None = None
     rows: Int64Array | None = None
     keys: tuple[KeyExchange, ...] = ()
     waits: bool = True
@@ -202,6 +205,8 @@ def check_phases(phases: Sequence[Phase]) -> None:
             )
         if phase.held is not None and len(checked_integers(phase.held, f"held of {phase.name!r}")) != num_items:
             raise ArgumentError(f"held of {phase.name!r} has {len(phase.held)} entries; it must have {num_items}.")
+        if phase.bytes is not None and len(phase.bytes.kept) != num_items:
+            raise ArgumentError(f"bytes of {phase.name!r} has {len(phase.bytes.kept)} items; it must have {num_items}.")
         if phase.rows is not None and len(checked_integers(phase.rows, f"rows of {phase.name!r}")) != num_items:
             raise ArgumentError(f"rows of {phase.name!r} has {len(phase.rows)} entries; it must have {num_items}.")
         if not 0 <= phase.seconds_per_cost < math.inf:

@@ -65,6 +65,7 @@ def choose_step(
     *,
     methods: Sequence[Method] = METHODS,
     home: ArrayLike | None = None,
+    room_bytes: int | None = None,
     backend: Backend = "native",
     run: Run = map,
 ) -> StepChoice:
@@ -73,7 +74,7 @@ def choose_step(
     phases: those of all examples of the step, as `choose` takes them. If they say what items hold, "defer" keeps long
             examples apart: no rank holds more in a microbatch than the fullest rank with "stay", or than one example.
     microbatch: int [num_examples], the given microbatch of each example, from 0.
-    home: int [num_examples], the rank of each example without balancing, as in `choose`.
+    home: int [num_examples], the rank of each example without balancing, as in `choose`. room_bytes: as there.
     run: maps a function over the microbatches, e.g. in threads.
     A tie goes to "stay". Raises ArgumentError as `choose` does, and for `microbatch` of another shape.
     """
@@ -87,16 +88,18 @@ def choose_step(
         return [_Part(_phases_of(phases, own), None if homes is None else homes[own]) for own in members]
 
     def choose_one(part: _Part) -> Choice:
-        return choose(part.phases, num_ranks, link, methods=methods, home=part.home, backend=backend)
+        return choose(
+            part.phases, num_ranks, link, methods=methods, home=part.home, room_bytes=room_bytes, backend=backend
+        )
 
     # 1. The step as it comes.
     parts = parts_of(given)
     stay = list(run(choose_one, parts))
     choices = {"stay": stay}
-    stay_ns = sum(choice.predicted_ns for choice in stay)
+    stay_ns, lacks = sum(choice.predicted_ns for choice in stay), any(choice.lacking_bytes for choice in stay)
     costs, unit_s = joint_costs(phases)
     least_ns = round(float(costs.sum()) * unit_s * NS_PER_S / num_ranks)
-    if stay_ns <= (1 + MIN_GAIN) * least_ns:
+    if stay_ns <= (1 + MIN_GAIN) * least_ns and not lacks:
         why = f"stay: {as_ms(stay_ns)} predicted (no step takes less than {as_ms(least_ns)})."
         return StepChoice(given, tuple(stay), False, {"stay": stay_ns / NS_PER_S}, why)
     # 2. Long examples deferred, in the memory of the first.
@@ -113,12 +116,15 @@ def choose_step(
             if capacity is not None and _fullest(part.phases, deferred[index]) > capacity:
                 # The placement of the deferral itself, which keeps to the capacity.
                 ranks = deferral.assignments[index].ranks
-                deferred[index] = choose_given(part.phases, ranks, num_ranks, link, home=part.home)
+                deferred[index] = choose_given(
+                    part.phases, ranks, num_ranks, link, home=part.home, room_bytes=room_bytes
+                )
         if all(choice.method in methods for choice in deferred):
             choices["defer"] = deferred
-    # 3. The faster of both.
+    # 3. The faster of both, of those that fit.
     predicted_ns = {name: sum(choice.predicted_ns for choice in of_step) for name, of_step in choices.items()}
-    name = min(predicted_ns, key=lambda name: predicted_ns[name])
+    lacking = {name: max(choice.lacking_bytes for choice in of_step) for name, of_step in choices.items()}
+    name = min(predicted_ns, key=lambda name: (lacking[name], predicted_ns[name]))
     others = "; ".join(f"{other} {as_ms(ns)}" for other, ns in predicted_ns.items() if other != name)
     return StepChoice(
         microbatch=deferral.microbatch if deferral is not None and name == "defer" else given,
@@ -174,6 +180,7 @@ def _phases_of(phases: Sequence[Phase], has_example: BoolArray) -> list[Phase]:
             owner=new_number[phase.owner[has_item]],
             output_bytes=taken(phase.output_bytes, has_item),
             held=taken(phase.held, has_item),
+            bytes=None if phase.bytes is None else phase.bytes.take(has_item),
             rows=taken(phase.rows, has_item),
         )
         for phase in phases

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from motet.balance.costs import Cost, Packed, Padded
+from motet.balance.item_bytes import ItemBytes
 from motet.balance.phases import KeyExchange, Phase
 from motet.core.arrays import Int64Array
 from motet.core.cluster import Link
@@ -71,6 +72,28 @@ class LengthWork:
         return self.units.get(phase, "tokens" if phase == BACKBONE else "length")
 
 
+class ItemMemory(Protocol):
+    """What the items of a microbatch take of a rank's memory, and what they may take.
+
+    Example:
+        >>> import numpy as np
+        >>> class ByteForEachToken:
+        ...     room_bytes = 1000
+        ...     def __call__(self, lengths):
+        ...         none = np.zeros((lengths.num_examples, 0), int)
+        ...         whole = ItemBytes(lengths.sequence, none, none[0], 0 * lengths.sequence, none)
+        ...         return {BACKBONE: whole}
+        >>> memory: ItemMemory = ByteForEachToken()
+    """
+
+    @property
+    def room_bytes(self) -> int:
+        """What items may take of a rank's memory: what is left beside the model's state."""
+
+    def __call__(self, lengths: BatchLengths) -> Mapping[str, ItemBytes]:
+        """What the items of each phase take."""
+
+
 @dataclass(frozen=True)
 class Speed:
     """What a rank computes and sends in a second: stated, not measured, so that a run can be repeated.
@@ -115,6 +138,7 @@ class StepTimes:
     keys:        what ranks that share a sequence exchange; (): sequences stay whole.
     item_keys:   encoder -> the same of its items, by rows of its output; those of other encoders stay whole.
     waits:       whether ranks wait for each other in each phase, as of `Phase`.
+    memory:      what items take of a rank's memory; None: it is not known, and nothing is placed by it.
 
     Example:
         >>> times = StepTimes(lambda lengths: {"image": 1e-6}, Link(40e9, latency_s=0.0), token_bytes=8192)
@@ -130,6 +154,12 @@ class StepTimes:
     keys: tuple[KeyExchange, ...] = ()
     item_keys: Mapping[str, tuple[KeyExchange, ...]] = field(default_factory=dict)
     waits: bool = True
+    memory: ItemMemory | None = None
+
+    @property
+    def room_bytes(self) -> int | None:
+        """What items may take of a rank's memory; None: it is not known."""
+        return None if self.memory is None else self.memory.room_bytes
 
     @property
     def network(self) -> Network:
@@ -200,6 +230,7 @@ class StepCosts(PhaseCosts):
         """The phases of a microbatch, in the order of `names`. work: its items' work, if it is known already."""
         weights = self.work(lengths) if work is None else work
         unit_s, keys = self.times.unit_s(lengths), {**self.times.item_keys, BACKBONE: self.times.keys}
+        taken: Mapping[str, ItemBytes] = {} if self.times.memory is None else self.times.memory(lengths)
 
         def phase(name: str) -> Phase:
             items = lengths.of(name)
@@ -212,6 +243,7 @@ class StepCosts(PhaseCosts):
                 None if name == BACKBONE else items.num_tokens * self.times.token_bytes,
                 num_exchanges=1 if name in self.times.frozen else 2,
                 held=items.length * self.times.held[name] if self.times.held else None,
+                bytes=taken.get(name),
                 rows=items.num_tokens if keys.get(name) else None,
                 keys=keys.get(name, ()),
                 waits=self.times.waits,

@@ -57,6 +57,20 @@ class SharedItems:
         rows = ContextRows(np.array([num_rows]), np.full(num_rows, self.rank), self.rows.num_ranks)
         return replace(self, rows=rows, num_whole=1)
 
+    def with_class_rows(self, num_before: int) -> SharedItems:
+        """The same with so many rows more before each item, which the rank has that has the item's first.
+
+        Example:
+            Ranks 1 and 0 share an item; rank 1 has its first row, and so the one before it:
+            >>> shared = SharedItems(ContextRows(np.array([3]), np.array([1, 0, 0]), 2), 1, 0, num_rows_out=1)
+            >>> shared.with_class_rows(1).own.tolist(), shared.with_class_rows(2).rows.rows[0].tolist()
+            ([0, 1], [3, 4])
+        """
+        lengths, owner = self.rows.lengths, self.rows.owner
+        firsts = np.repeat(np.cumsum(lengths) - lengths, num_before)
+        rows = ContextRows(lengths + num_before, np.insert(owner, firsts, owner[firsts]), self.rows.num_ranks)
+        return replace(self, rows=rows)
+
     def in_order(self, order: Int64Array, lengths: Int64Array, num_whole: int) -> SharedItems:
         """The same rows in another order, as items of other lengths, of which the first num_whole are here whole.
 

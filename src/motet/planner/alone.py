@@ -6,8 +6,9 @@ Where items are placed by themselves, a rank has its longest item or its sequenc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -17,48 +18,84 @@ from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.flops import work_of
-from motet.cost.memory import LayerBytes, mixed_precision, stage_layers, stage_memory
+from motet.cost.memory import LayerBytes, StageLayer, mixed_precision, stage_layers, stage_memory
 from motet.schedule import PlannedStage, planned
 from motet.simulate.predict.memory import MAX_LOGITS
 
+_WHOLE: Mapping[str, int] = MappingProxyType({})
 
-def bytes_alone(plan: Plan, lengths: BatchLengths, *, cp: int = 1, exchange: str = "auto") -> Float64Array:
+
+def bytes_alone(
+    plan: Plan,
+    lengths: BatchLengths,
+    *,
+    shared_by: Mapping[str, int] = _WHOLE,
+    exchange: str = "auto",
+    trains: bool = True,
+) -> Float64Array:
     """The bytes that the fullest rank needs for each example, alone in its microbatch, float64 [num_examples].
 
-    cp: ranks that share a sequence, as the backbone's unit would have it: the larger of this and the Plan's counts.
-    exchange: how these ranks get rows of each other, as of `dispatch.context.ContextShare.method`.
+    shared_by: module -> the ranks that share an item of it; the larger of this and the `cp` of the backbone's unit
+               counts. Items of other encoders are whole.
+    trains:    False: in an evaluation, of which no backward pass keeps anything; the model's state is there all the
+               same.
+    exchange:  how these ranks get rows of each other, as of `dispatch.context.ContextShare.method`.
     Of what is gathered and reduced a rank has as much as in any microbatch. O(kinds of layers * (examples + items)).
     """
     needed: Float64Array = np.zeros(lengths.num_examples)
     precision = mixed_precision(plan.precision, pipeline=plan.schedule != "data_parallel")
-    rows = _Rows(plan, lengths, cp, exchange)
-    for stages in _on_ranks(plan):
-        state, gathered = 0, 0
+    rows = _Rows(plan, lengths, shared_by, exchange)
+    for stages in on_ranks(plan):
+        fixed = fixed_bytes(plan, stages)
         kept = {name: np.zeros(lengths.num_examples) for stage in stages for name in stage.layers}
         working: dict[str, Float64Array] = {name: np.zeros(lengths.num_examples) for name in kept}
         for stage in stages:
-            unit = replace(stage.unit, zero=stage.zero, shard_size=stage.shard_size)
             layers = list(stage_layers(plan.model, stage.layers, stage.recomputed))
-            by_stage = plan.schedule != "data_parallel"
-            memory = stage_memory(unit, layers, lambda *_: 0.0, 0, precision, by_stage=by_stage)
-            state, gathered = state + memory.held_bytes, max(gathered, memory.transient)
             for placed in dict.fromkeys(layers):
-                own, size = rows.of(placed.module, placed.layer, stage), LayerBytes.of(placed, 1.0, unit.tp, precision)
+                own, tp = rows.of(placed.module, placed.layer, stage), stage.unit.tp
                 copied = rows.copied(placed.module, placed.layer, stage) * precision.compute
-                saved = size.saved * own + copied
-                once = (size.input * own if placed.recomputed else saved) if placed.has_backward else 0.0 * own
-                gradients = 2 * copied + (size.gradients * own if placed.has_backward else 0.0)
+                once, beside = layer_bytes(
+                    placed, LayerBytes.of(placed, 1.0, tp, precision), own, copied, trains=trains
+                )
                 kept[placed.module] += layers.count(placed) * once
-                working[placed.module] = np.maximum(working[placed.module], saved - once + gradients)
+                working[placed.module] = np.maximum(working[placed.module], beside)
         if _is_together(plan, stages[0].unit):
             needed_here = sum(kept.values()) + np.max(list(working.values()), axis=0)
         else:
             needed_here = np.max([kept[name] + working[name] for name in kept], axis=0)
-        needed = np.maximum(needed, needed_here + state + gathered)
+        needed = np.maximum(needed, needed_here + fixed)
     return needed
 
 
-def _on_ranks(plan: Plan) -> Iterator[list[PlannedStage]]:
+def fixed_bytes(plan: Plan, stages: list[PlannedStage]) -> int:
+    """What a rank with these stages has whatever its items are: state, and what is gathered and reduced."""
+    state, gathered, by_stage = 0, 0, plan.schedule != "data_parallel"
+    precision = mixed_precision(plan.precision, pipeline=by_stage)
+    for stage in stages:
+        unit = replace(stage.unit, zero=stage.zero, shard_size=stage.shard_size)
+        layers = stage_layers(plan.model, stage.layers, stage.recomputed)
+        memory = stage_memory(unit, layers, lambda *_: 0.0, 0, precision, by_stage=by_stage)
+        state, gathered = state + memory.held_bytes, max(gathered, memory.transient)
+    return state + gathered
+
+
+def layer_bytes(
+    placed: StageLayer, size: LayerBytes, rows: Float64Array, copied: Float64Array, *, trains: bool = True
+) -> tuple[Float64Array, Float64Array]:
+    """What a layer keeps of rows for backward, and what it has beside that while it runs; in bytes, as rows have shape.
+
+    size: of one row. copied: bytes of copies of other ranks' rows in its attention. trains: as of `bytes_alone`.
+    """
+    has_backward = placed.has_backward and trains
+    saved = size.saved * rows + copied
+    once = (size.input * rows if placed.recomputed else saved) if has_backward else 0.0 * rows
+    # An evaluation has logits too, with their copies.
+    has_gradients = has_backward or (placed.layer.targets_only and placed.has_backward)
+    gradients = 2 * copied + (size.gradients * rows if has_gradients else 0.0)
+    return once, saved - once + gradients
+
+
+def on_ranks(plan: Plan) -> Iterator[list[PlannedStage]]:
     """The stages of each program rank, where they differ in kind from those of another."""
     seen, program = set(), planned(plan)
     for rank in range(program.program.num_ranks):
@@ -76,8 +113,8 @@ def _is_together(plan: Plan, unit: Unit) -> bool:
 class _Rows:
     """Rows of each example in a layer, on the rank of a stage that has most of them."""
 
-    def __init__(self, plan: Plan, lengths: BatchLengths, cp: int, exchange: str) -> None:
-        self._plan, self._lengths, self._cp, self._exchange = plan, lengths, cp, exchange
+    def __init__(self, plan: Plan, lengths: BatchLengths, shared_by: Mapping[str, int], exchange: str) -> None:
+        self._plan, self._lengths, self._shared_by, self._exchange = plan, lengths, shared_by, exchange
         self._known: dict[tuple[str, Layer], Float64Array] = {}
 
     def of(self, name: str, layer: Layer, stage: PlannedStage) -> Float64Array:
@@ -89,12 +126,12 @@ class _Rows:
             self._known[name, layer] = work.rows
         rows, num_examples = self._known[name, layer], self._lengths.num_examples
         if name == BACKBONE:
-            share = rows / max(stage.unit.cp, self._cp)
+            share = rows / self._num_sharing(name, stage)
             return np.minimum(share, MAX_LOGITS / layer.output_width) if layer.targets_only else share
         longest = np.zeros(num_examples)
         np.maximum.at(longest, items.example, rows)
         if not _is_together(self._plan, stage.unit):
-            return longest
+            return longest / self._num_sharing(name, stage)
         num_sharing = stage.unit.cp * stage.num_shares
         return np.maximum(longest, np.bincount(items.example, rows, num_examples) / num_sharing)
 
@@ -103,12 +140,16 @@ class _Rows:
 
         Of the rank with the last row, which sees all, or in a window those of one row.
         """
-        unit, attention, cp = stage.unit, layer.attention, max(stage.unit.cp, self._cp)
-        if name != BACKBONE or attention is None or cp == 1:
+        unit, attention, cp = stage.unit, layer.attention, self._num_sharing(name, stage)
+        if attention is None or cp == 1:
             return np.zeros(self._lengths.num_examples)
-        rows = self._lengths.sequence.astype(np.float64)
+        rows = cp * self.of(name, layer, stage)
         others = rows * (1 - 1 / cp)
         seen = np.minimum(others, attention.window) if attention.window else others
         heads, kv_heads = attention.num_heads // unit.tp, max(attention.num_kv_heads // unit.tp, 1)
         _, copied = exchanged_heads(self._exchange, seen, others, rows / cp, cp, heads, kv_heads)
         return copied * (attention.kv_width / unit.tp / kv_heads)
+
+    def _num_sharing(self, name: str, stage: PlannedStage) -> int:
+        """The ranks that share an item of a module."""
+        return max(stage.unit.cp if name == BACKBONE else 1, self._shared_by.get(name, 1))

@@ -18,7 +18,7 @@ from motet.assign.balancing import (
     recomputed_blocks,
     replicas_per_node,
 )
-from motet.balance import ACTIVE_BACKEND, Cost, LengthWork, StepCosts
+from motet.balance import ACTIVE_BACKEND, Cost, ItemMemory, LengthWork, StepCosts
 from motet.balance.costs import Packed, cost_of
 from motet.core.cluster import Link
 from motet.core.errors import JointUserError, UserError
@@ -101,11 +101,13 @@ def build_orchestrator(
     measured: MeasuredPhases | None = None,
     ranks_per_node: int | None = None,
     waits: bool = True,
+    memory: ItemMemory | None = None,
 ) -> Orchestrator:
     """The Orchestrator of a model, the same on all ranks. dtype: of moved encoder outputs. Others: as in `step_costs`.
 
     waits: of the run's `FSDPConfig`. It counts where items may be cut: predictions of a Plan, which has whole items
            alone, take ranks to wait in each phase, and must decide as training does.
+    memory: as of `StepTimes`, where items may be cut.
     Raises UserError if `config` does not fit the model.
     """
     spec = model_spec(model)
@@ -121,7 +123,8 @@ def build_orchestrator(
         for name, module in model.encoders.items()
         if module.can_share and isinstance(costs.costs[name], Packed)
     }
-    costs = replace(costs, times=replace(costs.times, item_keys=shared, waits=waits or not config.cut_by))
+    times = replace(costs.times, item_keys=shared, waits=waits or not config.cut_by, memory=memory)
+    costs = replace(costs, times=times)
     return _orchestrator(config, spec, costs, num_ranks)
 
 

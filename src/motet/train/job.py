@@ -11,12 +11,14 @@ from pathlib import Path
 
 import torch
 
+from motet.balance import ItemMemory, StepCosts
 from motet.core.errors import JointUserError, UserError
 from motet.core.example import ItemText
 from motet.core.heap import keep_freed_memory
 from motet.core.plan import Plan
 from motet.core.plan_file import plan_digest
 from motet.core.spec import ModelSpec
+from motet.core.workload import BACKBONE
 from motet.data.dataset import Dataset, Modality
 from motet.data.decode import Decoder
 from motet.data.drawn import DrawnDataset, DrawnVocabulary
@@ -33,6 +35,7 @@ from motet.models.build import build_mllm
 from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
+from motet.planner.item_memory import RankMemory
 from motet.runtime.clock import ActionClock
 from motet.runtime.fsdp import shard
 from motet.runtime.groups import new_group
@@ -77,7 +80,7 @@ from motet.train.recompute import (
     plan_alone,
 )
 from motet.train.report.metrics import peak_memory_bytes
-from motet.train.too_long import leave_out_too_long
+from motet.train.too_long import leave_out_of_evaluation, leave_out_too_long
 from motet.train.world import World
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -140,17 +143,22 @@ def build_job(
         if chosen is not None:
             chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
         measured = read_measured(recipe, spec)
-        orchestrator = _orchestrator(recipe, model, spec, measured, world)
+        memory = RankMemory(plan_alone(recipe, spec, ranks)) if rank_bytes and recipe.balance.cut_by else None
+        orchestrator = _orchestrator(recipe, model, spec, measured, world, memory)
         splits = own_splits(recipe, world)
         opened = {
             number: open_dataset(recipe, manifests, vocabulary, model, say) for number, manifests in splits.items()
         }
         heldout = _open_heldout(recipe, vocabulary, model, say)
         if rank_bytes:
-            alone, most = plan_alone(recipe, spec, ranks), world.num_ranks if recipe.balance.cut_by else 1
+            alone, shared = plan_alone(recipe, spec, ranks), _shared_by(recipe, orchestrator)
             for part in opened.values():
-                # Keys of sequences that training cuts by itself come by group-cast (`dispatch/cut_batch.py`).
-                leave_out_too_long(part, alone, recipe.data.max_bad_fraction, say, cp=most, exchange="group_cast")
+                # Keys of items that training cuts by itself come by group-cast (`dispatch/cut_batch.py`).
+                leave_out_too_long(
+                    part, alone, recipe.data.max_bad_fraction, say, shared_by=shared, exchange="group_cast"
+                )
+            if heldout is not None:
+                leave_out_of_evaluation(heldout, alone, say, exchange="group_cast")
     decoder = open_decoder(recipe.data, opened[min(opened)].transforms, world, say, cleanup)
     check_same_profile(world, measured)
     dataset = joined_splits(opened, world, say) if recipe.data.is_split else opened[0]
@@ -210,9 +218,14 @@ def build_job(
 
 
 def _orchestrator(
-    recipe: Recipe, model: MLLM, spec: ModelSpec, measured: MeasuredPhases | None, world: World
+    recipe: Recipe,
+    model: MLLM,
+    spec: ModelSpec,
+    measured: MeasuredPhases | None,
+    world: World,
+    memory: ItemMemory | None = None,
 ) -> Orchestrator:
-    """The Orchestrator of a recipe. measured: the profile that it balances by, if it does."""
+    """The Orchestrator of a recipe. measured: the profile that it balances by, if it does. memory: of `StepTimes`."""
     return build_orchestrator(
         recipe.balance,
         model,
@@ -223,7 +236,16 @@ def _orchestrator(
         measured=measured,
         ranks_per_node=world.ranks_per_node,
         waits=recipe.fsdp.waits,
+        memory=memory,
     )
+
+
+def _shared_by(recipe: Recipe, orchestrator: Orchestrator) -> dict[str, int]:
+    """Module -> the most ranks over which training cuts an item of it; of those whose items it cuts."""
+    costs = orchestrator.costs
+    if not recipe.balance.cut_by or not isinstance(costs, StepCosts):
+        return {}
+    return dict.fromkeys((BACKBONE, *costs.times.item_keys), orchestrator.num_ranks)
 
 
 def _start(
@@ -303,6 +325,8 @@ def _build_planned_job(
         heldout = _open_heldout(recipe, vocabulary, model, say)
         _check_bad_at_indexing(recipe, dataset)
         leave_out_too_long(dataset, plan, recipe.data.max_bad_fraction, say, exchange=recipe.context.exchange)
+        if heldout is not None:
+            leave_out_of_evaluation(heldout, plan, say, exchange=recipe.context.exchange)
         order = build_order(recipe, dataset, say)
         place = Place.of(plan, world.rank)
     decoder = open_decoder(recipe.data, dataset.transforms, world, say, cleanup)

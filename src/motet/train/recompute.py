@@ -94,12 +94,17 @@ class Recomputation:
     def lacking_bytes(self, batches: Sequence[RankBatch]) -> float:
         """What the fullest of a rank's microbatches takes above what the rank may fill, by prediction; 0 if it fits."""
         if self.correction is None:
-            return 0.0
+            return float(max(batch.decision.lacking_bytes for batch in batches))
         return max(0.0, max(batch.predicted_bytes for batch in batches) - self.correction.limit_bytes)
 
     def lacking_words(self, step: int, lacking_bytes: float) -> str:
         """The warning about a step with a microbatch that does not fit. lacking_bytes: of the rank that lacks most."""
-        assert self.auto is not None
+        if self.auto is None:
+            return (
+                f"balance.{self.recipe.balance.cut_by}: however its items are cut, a microbatch of step {step} lacks "
+                f"{size_words(lacking_bytes)} of memory on a rank, by prediction, and a later one may too: "
+                f"{_FIT_ADVICE}"
+            )
         return (
             f'fsdp.recompute = "auto": with every block recomputed, a microbatch of step {step} lacks '
             f"{size_words(lacking_bytes)} of memory on a rank, by prediction, and a later one may too: {_FIT_ADVICE}"

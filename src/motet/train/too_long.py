@@ -6,8 +6,9 @@ Which these are follows from lengths, Plan and memory alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from motet.planner.alone import bytes_alone
 from motet.planner.candidate import size_words
 
 _EXAMPLES_AT_ONCE = 1 << 16
+_WHOLE: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -54,21 +56,22 @@ def too_long(
     num_examples: int,
     lengths_of: Callable[[Int64Array], BatchLengths],
     *,
-    cp: int = 1,
+    shared_by: Mapping[str, int] = _WHOLE,
     exchange: str = "auto",
+    trains: bool = True,
 ) -> TooLong:
     """Those of the examples 0 ... num_examples - 1 that need more than a device of the Plan's cluster may fill.
 
     None where a rank has no memory for the model itself: then no example is to blame.
-    cp: the most ranks over which training cuts a sequence, where the Plan does not say it. exchange: as of
-    `bytes_alone`.
+    shared_by, exchange, trains: as of `bytes_alone`; the most ranks over which training cuts items, where the Plan does
+    not say it.
     """
     capacity = int(plan.cluster.device.memory_bytes * USABLE_MEMORY)
     ids, needed = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
     has_room = bytes_alone(plan, _nothing(plan))[0] <= capacity
     for first in range(0, num_examples if has_room else 0, _EXAMPLES_AT_ONCE):
         part = np.arange(first, min(first + _EXAMPLES_AT_ONCE, num_examples))
-        bytes_of = bytes_alone(plan, lengths_of(part), cp=cp, exchange=exchange)
+        bytes_of = bytes_alone(plan, lengths_of(part), shared_by=shared_by, exchange=exchange, trains=trains)
         ids.append(part[bytes_of > capacity])
         needed.append(bytes_of[bytes_of > capacity])
     found, found_bytes = np.concatenate(ids), np.concatenate(needed)
@@ -79,7 +82,7 @@ def too_long(
     lengths, holding = lengths_of(found), np.zeros(len(found), dtype=np.int64)
     for sharing in _shared_by_more(plan):
         try:
-            fits = bytes_alone(sharing, lengths, exchange=exchange) <= capacity
+            fits = bytes_alone(sharing, lengths, exchange=exchange, trains=trains) <= capacity
         except UserError:  # Ranks of a unit behind it, or of its node, cannot be divided so.
             break
         holding[fits & (holding == 0)] = sharing.unit_of(BACKBONE).cp
@@ -110,23 +113,52 @@ def leave_out_too_long(
     max_bad_fraction: float,
     say: Callable[[str], None],
     *,
-    cp: int = 1,
+    shared_by: Mapping[str, int] = _WHOLE,
     exchange: str = "auto",
 ) -> None:
     """Leave out of a dataset, in place, what does not fit alone under a Plan. say: prints which examples these are.
 
     Raises UserError, which names the one that needs most, for more of them than max_bad_fraction allows.
-    cp, exchange: as of `too_long`.
+    shared_by, exchange: as of `too_long`.
     """
-    found = too_long(plan, dataset.num_examples, lambda ids: dataset.batch_lengths(ids, 1), cp=cp, exchange=exchange)
+    found = too_long(
+        plan,
+        dataset.num_examples,
+        lambda ids: dataset.batch_lengths(ids, 1),
+        shared_by=shared_by,
+        exchange=exchange,
+    )
     if len(found.ids):
         where = dataset.where(int(found.ids[0]))
         check_too_long(found, max_bad_fraction, dataset.num_in_manifests, where)
-        of_all = f"{len(found.ids):,} of {dataset.num_in_manifests:,} examples"
-        say(f"{of_all} left out: they need more memory than a rank has.")
-        for number, example in enumerate(found.ids[:MAX_NAMED].tolist()):
-            say(f"Left out: {dataset.where(example)}: {found.reason(number)}")
-        dataset.leave_out(found.ids, found.reason)
+        _leave_out(dataset, found, "examples", say)
+
+
+def leave_out_of_evaluation(dataset: Examples, plan: Plan, say: Callable[[str], None], *, exchange: str) -> None:
+    """Leave out of held-out examples, in place, what does not fit alone under a Plan.
+
+    They are evaluated whole, but for sequences that the Plan's context-parallel ranks share. Others: as of
+    `leave_out_too_long`.
+    Raises UserError if no other is left.
+    """
+    found = too_long(
+        plan,
+        dataset.num_examples,
+        lambda ids: dataset.batch_lengths(ids, 1),
+        exchange=exchange,
+        trains=False,
+    )
+    if len(found.ids):
+        _leave_out(dataset, found, "held-out examples", say)
+
+
+def _leave_out(dataset: Examples, found: TooLong, what: str, say: Callable[[str], None]) -> None:
+    """Leave them out, and say which they are."""
+    of_all = f"{len(found.ids):,} of {dataset.num_in_manifests:,} {what}"
+    say(f"{of_all} left out: they need more memory than a rank has.")
+    for number, example in enumerate(found.ids[:MAX_NAMED].tolist()):
+        say(f"Left out: {dataset.where(example)}: {found.reason(number)}")
+    dataset.leave_out(found.ids, found.reason)
 
 
 def check_too_long(found: TooLong, max_bad_fraction: float, num_examples: int, where: str) -> None:

@@ -106,6 +106,8 @@ def test_ranks_that_share_a_sequence_need_less_and_not_of_an_image():
 def test_a_plan_may_share_more_than_its_unit_says():
     plan = plan_of(Unit("all", (WHOLE,), dp=4, zero=0), "data_parallel", "auto")
     text = lengths_of([100_000], [[]])
-    assert bytes_alone(plan, text, cp=4) < 0.35 * bytes_alone(plan, text)
+    assert bytes_alone(plan, text, shared_by={"backbone": 4}) < 0.35 * bytes_alone(plan, text)
     shared = replace(plan.units[0], dp=1, cp=4)
-    assert bytes_alone(plan, text, cp=4) == pytest.approx(bytes_alone(plan_of(shared, "1f1b"), text), rel=0.05)
+    assert bytes_alone(plan, text, shared_by={"backbone": 4}) == pytest.approx(
+        bytes_alone(plan_of(shared, "1f1b"), text), rel=0.05
+    )

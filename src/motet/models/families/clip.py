@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import CLIPVisionModel
 
 from motet.core.shapes import Transformer, patches
+from motet.models.context_items import SharedItemRows
 from motet.models.families.patches import (
     PatchEncoder,
     add_class_rows,
@@ -16,7 +17,9 @@ from motet.models.families.patches import (
     embed_patches,
     mlp_half,
     patch_positions,
+    rows_here,
     without_class_rows,
+    zero_image,
 )
 from motet.models.layers import LayerModules, any_trainable, unused_layer
 
@@ -55,12 +58,18 @@ class ClipEncoder(PatchEncoder):
             unused_layer(model.post_layernorm, hidden),
         ]
 
-    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
+    def spare(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The smallest image, a patch of zeros."""
+        return zero_image(values, self.model.embeddings.patch_embedding)
+
+    def enter(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         grids = sizes.numpy()
         counts = self.num_outputs(grids)
         embeddings, table = self.model.embeddings, self.model.embeddings.position_embedding.weight
-        patches = embed_patches(embeddings.patch_embedding, values) + patch_positions(table[1:], grids)
-        return self.model.pre_layrnorm(add_class_rows(patches, embeddings.class_embedding + table[0], counts))
+        patches = embed_patches(embeddings.patch_embedding, values) + rows_here(
+            patch_positions(table[1:], grids), shared
+        )
+        return self.model.pre_layrnorm(add_class_rows(patches, embeddings.class_embedding + table[0], counts, shared))
 
-    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
-        return without_class_rows(hidden, self.num_outputs(sizes.numpy()))
+    def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
+        return without_class_rows(hidden, self.num_outputs(sizes.numpy()), shared=shared)

@@ -8,12 +8,15 @@ from transformers import Dinov2Model
 from motet.core.errors import UserError
 from motet.core.shapes import BIASES, Transformer, final_norm, patches
 from motet.models.attention import PackedItems
+from motet.models.context_items import SharedItemRows
 from motet.models.families.patches import (
     PatchEncoder,
     add_class_rows,
     embed_patches,
     patch_positions,
+    rows_here,
     without_class_rows,
+    zero_image,
 )
 from motet.models.layers import LayerModules, any_trainable, unused_layer
 
@@ -77,13 +80,19 @@ class Dinov2Encoder(PatchEncoder):
             else unused_layer(norm, hidden),
         ]
 
-    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
+    def spare(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The smallest image, a patch of zeros."""
+        return zero_image(values, self.model.embeddings.patch_embeddings.projection)
+
+    def enter(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         grids = sizes.numpy()
         counts = self.num_outputs(grids)
         embeddings, table = self.model.embeddings, self.model.embeddings.position_embeddings[0]
-        patches = embed_patches(embeddings.patch_embeddings.projection, values) + patch_positions(table[1:], grids)
-        return embeddings.dropout(add_class_rows(patches, embeddings.cls_token[0, 0] + table[0], counts))
+        patches = embed_patches(embeddings.patch_embeddings.projection, values) + rows_here(
+            patch_positions(table[1:], grids), shared
+        )
+        return embeddings.dropout(add_class_rows(patches, embeddings.cls_token[0, 0] + table[0], counts, shared))
 
-    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+    def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         hidden = self.model.layernorm(hidden) if self.normalised else hidden
-        return without_class_rows(hidden, self.num_outputs(sizes.numpy()))
+        return without_class_rows(hidden, self.num_outputs(sizes.numpy()), shared=shared)

@@ -16,13 +16,15 @@ from transformers import DINOv3ViTModel
 from motet.core.errors import UserError
 from motet.core.shapes import Transformer, final_norm, patches
 from motet.models.attention import PackedItems
-from motet.models.context_items import SharedAttention
+from motet.models.context_items import SharedItemRows
 from motet.models.families.patches import (
     PatchEncoder,
     add_class_rows,
     embed_patches,
     own_positions,
+    rows_here,
     without_class_rows,
+    zero_image,
 )
 from motet.models.families.qwen2_vl import patch_coordinates
 from motet.models.layers import LayerModules, any_trainable, unused_layer
@@ -95,14 +97,18 @@ class Dinov3Encoder(PatchEncoder):
             else unused_layer(norm, hidden),
         ]
 
-    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
+    def spare(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The smallest image, a patch of zeros."""
+        return zero_image(values, self.model.embeddings.patch_embeddings)
+
+    def enter(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         embeddings = self.model.embeddings
         before = torch.cat([embeddings.cls_token[0], embeddings.register_tokens[0]])
         return add_class_rows(
-            embed_patches(embeddings.patch_embeddings, values), before, self.num_outputs(sizes.numpy())
+            embed_patches(embeddings.patch_embeddings, values), before, self.num_outputs(sizes.numpy()), shared
         )
 
-    def turns(self, sizes: Tensor, hidden: Tensor, shared: SharedAttention | None) -> dict[str, Any]:
+    def turns(self, sizes: Tensor, hidden: Tensor, shared: SharedItemRows | None) -> dict[str, Any]:
         """Rows of no place have a turn of nothing."""
         grids, dtype = sizes.numpy(), torch.promote_types(hidden.dtype, torch.float32)
         counts = self.num_outputs(grids)
@@ -110,10 +116,11 @@ class Dinov3Encoder(PatchEncoder):
         places = 2 * (torch.from_numpy(patch_coordinates(grids, 1)).to(dtype) + 0.5) / sides - 1
         frequencies = self.model.rope_embeddings.inv_freq.to(dtype)
         turned = (2 * math.pi * places.to(hidden.device)[:, :, None] * frequencies).flatten(1).repeat(1, 2)
+        turned = rows_here(turned, shared)
         angles = turned.new_zeros(len(hidden), turned.shape[1])
-        angles[torch.from_numpy(own_positions(counts, self.class_rows)).to(hidden.device)] = turned
+        angles[torch.from_numpy(own_positions(counts, self.class_rows, shared)).to(hidden.device)] = turned
         return {"position_embeddings": (angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype))}
 
-    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+    def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         hidden = self.model.norm(hidden) if self.normalised else hidden
-        return without_class_rows(hidden, self.num_outputs(sizes.numpy()), self.class_rows)
+        return without_class_rows(hidden, self.num_outputs(sizes.numpy()), self.class_rows, shared)

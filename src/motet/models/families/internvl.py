@@ -9,13 +9,16 @@ from transformers.models.internvl.modeling_internvl import InternVLVisionLayer
 from motet.core.errors import UserError
 from motet.core.shapes import BIASES, Transformer, patches
 from motet.models.attention import PackedItems
+from motet.models.context_items import SharedItemRows
 from motet.models.contract import ImageRows
 from motet.models.families.patches import (
     PatchEncoder,
     add_class_rows,
     embed_patches,
     patch_positions,
+    rows_here,
     without_class_rows,
+    zero_image,
 )
 from motet.models.layers import LayerModules, any_trainable
 
@@ -85,15 +88,21 @@ class InternVLEncoder(PatchEncoder):
             ),
         ]
 
-    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
+    def spare(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The smallest image, a patch of zeros."""
+        return zero_image(values, self.model.embeddings.patch_embeddings.projection)
+
+    def enter(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         grids = sizes.numpy()
         embeddings, table = self.model.embeddings, self.model.embeddings.position_embeddings[0]
-        patches = embed_patches(embeddings.patch_embeddings.projection, values) + patch_positions(table[1:], grids)
-        rows = add_class_rows(patches, embeddings.cls_token[0, 0] + table[0], self.num_outputs(grids))
+        patches = embed_patches(embeddings.patch_embeddings.projection, values) + rows_here(
+            patch_positions(table[1:], grids), shared
+        )
+        rows = add_class_rows(patches, embeddings.cls_token[0, 0] + table[0], self.num_outputs(grids), shared)
         return embeddings.dropout(rows)
 
-    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
-        return without_class_rows(hidden, self.num_outputs(sizes.numpy()))
+    def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
+        return without_class_rows(hidden, self.num_outputs(sizes.numpy()), shared=shared)
 
 
 def one_side(config: InternVLVisionConfig, key: str) -> int:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.models.attention import PackedItems
-from motet.models.context_items import ContextItems, SharedAttention
+from motet.models.context_items import ContextItems, SharedAttention, SharedItemRows
 from motet.models.contract import ImageRows
 
 
@@ -22,7 +22,10 @@ class PatchEncoder(nn.Module):
 
     Rows are patches (channel, y, x), row-major; sizes are (patch rows, patch columns).
     norm, feature_layer: as in `num_computed`. stack: the path of the list of layers in the tower.
-    class_rows: rows that `enter` puts before those of each image, and `leave` takes out.
+    class_rows: rows that `enter` puts before those of each image, and `leave` takes out. Of an image that ranks share,
+                the rank with its first row has them.
+    shared, in `enter` and `leave`: the rows that are here, without class rows, where ranks share images; for towers
+                that have `spare`.
     """
 
     stack: ClassVar[str] = "encoder.layers"
@@ -55,34 +58,33 @@ class PatchEncoder(nn.Module):
         """Rows that come out for each image, int64 [num_images]."""
         return np.prod(sizes, axis=1)
 
-    def forward(self, values: Tensor, sizes: Tensor, shared: SharedAttention | None = None) -> Tensor:
-        hidden = self.enter(values, sizes) if shared is None else self.enter_shared(values, sizes, shared)
-        return self.leave(self.through(hidden, sizes, 0, self.num_computed, shared), sizes)
+    def forward(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
+        hidden = self.through(self.enter(values, sizes, shared), sizes, 0, self.num_computed, shared)
+        return self.leave(hidden, sizes, shared)
 
-    def enter_shared(self, values: Tensor, sizes: Tensor, shared: SharedAttention) -> Tensor:
-        """As `enter`, of the rows that this rank has of images that ranks share; for towers that have `spare`."""
-        raise NotImplementedError
-
-    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
+    def enter(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """Patch rows with their positions, [sum(rows + class_rows), dim]."""
         raise NotImplementedError
 
     def through(
-        self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedAttention | None = None
+        self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedItemRows | None = None
     ) -> Tensor:
-        """The layers first ... stop - 1. shared: the rows that are here, where ranks share images."""
-        segments = item_extents(self.num_outputs(sizes.numpy()) + self.class_rows, shared)
+        """The layers first ... stop - 1. shared: as of `enter`."""
+        segments = item_extents(
+            self.num_outputs(sizes.numpy()) + self.class_rows,
+            None if shared is None else shared.with_class_rows(self.class_rows),
+        )
         turns = self.turns(sizes, hidden, shared)
         hidden = hidden[None]
         for layer in self.blocks[first:stop]:
             hidden = layer(hidden, segments, **turns)
         return hidden[0]
 
-    def turns(self, sizes: Tensor, hidden: Tensor, shared: SharedAttention | None) -> dict[str, Any]:
+    def turns(self, sizes: Tensor, hidden: Tensor, shared: SharedItemRows | None) -> dict[str, Any]:
         """What layers are given of the places of rows, besides; nothing where places are added before them."""
         return {}
 
-    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+    def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """The images' own rows behind the layers, [sum(rows), dim]."""
         raise NotImplementedError
 
@@ -160,25 +162,45 @@ def patch_positions(table: Tensor, grids: Int64Array) -> Tensor:
     return torch.cat([by_grid[height, width] for height, width in grids.tolist()])
 
 
-def add_class_rows(rows: Tensor, class_rows: Tensor, counts: Int64Array) -> Tensor:
-    """Put class rows, [k, dim] or one as [dim], before the rows of each image: [sum(counts + k), dim]."""
+def rows_here(rows: Tensor, shared: SharedItemRows | None) -> Tensor:
+    """Of rows of whole images, [n, dim], those that are here, where ranks share images."""
+    return rows if shared is None else rows[torch.from_numpy(shared.own).to(rows.device)]
+
+
+def add_class_rows(
+    rows: Tensor, class_rows: Tensor, counts: Int64Array, shared: SharedItemRows | None = None
+) -> Tensor:
+    """Put class rows, [k, dim] or one as [dim], before the rows of each image: [sum(counts + k), dim].
+
+    counts: int64 [num_images]. shared: the images' own rows that are here, where ranks share images.
+    """
     class_rows = class_rows.reshape(-1, rows.shape[1])
-    num_before = len(class_rows)
-    order = np.empty(counts.sum() + num_before * len(counts), dtype=np.int64)
-    starts = np.cumsum(counts + num_before) - (counts + num_before)
-    order[(starts[:, None] + np.arange(num_before)).ravel()] = np.tile(np.arange(num_before), len(counts))
-    order[own_positions(counts, num_before)] = num_before + np.arange(counts.sum())
+    numbers = class_numbers(counts, len(class_rows), shared)
+    own = numbers == len(class_rows)
+    order = np.where(own, len(class_rows) + np.cumsum(own) - 1, numbers)
+    # All ranks have all class rows in the graph, so that each has a gradient on each.
     return torch.cat([class_rows, rows]).index_select(0, torch.from_numpy(order).to(rows.device))
 
 
-def without_class_rows(rows: Tensor, counts: Int64Array, num_before: int = 1) -> Tensor:
+def without_class_rows(
+    rows: Tensor, counts: Int64Array, num_before: int = 1, shared: SharedItemRows | None = None
+) -> Tensor:
     """The rows of `add_class_rows` without the class rows, so many an image: [sum(counts), dim]."""
-    return rows.index_select(0, torch.from_numpy(own_positions(counts, num_before)).to(rows.device))
+    places = own_positions(counts, num_before, shared)
+    return rows.index_select(0, torch.from_numpy(places).to(rows.device))
 
 
-def own_positions(counts: Int64Array, num_before: int) -> Int64Array:
-    """Positions of the images' own rows behind so many class rows each, int64 [sum(counts)]."""
-    return np.arange(counts.sum()) + np.repeat(np.arange(1, len(counts) + 1) * num_before, counts)
+def own_positions(counts: Int64Array, num_before: int, shared: SharedItemRows | None = None) -> Int64Array:
+    """Positions of the images' own rows among those of `add_class_rows`, int64 [sum(counts)]."""
+    return np.flatnonzero(class_numbers(counts, num_before, shared) == num_before)
+
+
+def class_numbers(counts: Int64Array, num_before: int, shared: SharedItemRows | None = None) -> Int64Array:
+    """Of each row of `add_class_rows`: which of its image's class rows it is, and num_before for the image's own."""
+    starts = np.cumsum(counts + num_before) - (counts + num_before)
+    numbers = np.full(counts.sum() + num_before * len(counts), num_before, dtype=np.int64)
+    numbers[(starts[:, None] + np.arange(num_before)).ravel()] = np.tile(np.arange(num_before), len(counts))
+    return numbers if shared is None else numbers[shared.with_class_rows(num_before).own]
 
 
 class PatchRows:

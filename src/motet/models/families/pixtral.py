@@ -10,7 +10,7 @@ from transformers import PixtralVisionModel
 
 from motet.core.shapes import Transformer, patches
 from motet.models.attention import PackedItems
-from motet.models.context_items import SharedAttention
+from motet.models.context_items import SharedItemRows
 from motet.models.exact import keep_float64
 from motet.models.families.patches import PatchEncoder, embed_patches, zero_image
 from motet.models.families.qwen2_vl import patch_coordinates
@@ -60,13 +60,10 @@ class PixtralEncoder(PatchEncoder):
         """The smallest image, a patch of zeros."""
         return zero_image(values, self.model.patch_conv)
 
-    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
+    def enter(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         return self.model.ln_pre(embed_patches(self.model.patch_conv, values))
 
-    def enter_shared(self, values: Tensor, sizes: Tensor, shared: SharedAttention) -> Tensor:
-        return self.enter(values, sizes)
-
-    def turns(self, sizes: Tensor, hidden: Tensor, shared: SharedAttention | None) -> dict[str, Any]:
+    def turns(self, sizes: Tensor, hidden: Tensor, shared: SharedItemRows | None) -> dict[str, Any]:
         """Every second frequency turns with the row of a patch, the others with its column."""
         places = patch_coordinates(sizes.numpy(), 1)[slice(None) if shared is None else shared.own]
         frequencies = self.model.patch_positional_embedding.inv_freq
@@ -74,5 +71,5 @@ class PixtralEncoder(PatchEncoder):
         angles = (torch.from_numpy(places).to(hidden.device)[:, :, None] * frequencies).flatten(1).repeat(1, 2)
         return {"position_embeddings": (angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype))}
 
-    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+    def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         return hidden

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from transformers import SiglipVisionModel
 
 from motet.core.shapes import Transformer, final_norm, patches
-from motet.models.context_items import SharedAttention
+from motet.models.context_items import SharedItemRows
 from motet.models.families.patches import (
     PatchEncoder,
     attention_half,
     embed_patches,
     mlp_half,
     patch_positions,
+    rows_here,
     zero_image,
 )
 from motet.models.layers import LayerModules, any_trainable, unused_layer
@@ -56,11 +56,8 @@ class SiglipEncoder(PatchEncoder):
         """The smallest image, a patch of zeros."""
         return zero_image(values, self.model.embeddings.patch_embedding)
 
-    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
-        return self._embedded(values) + self._positions(sizes)
-
-    def enter_shared(self, values: Tensor, sizes: Tensor, shared: SharedAttention) -> Tensor:
-        return self._embedded(values) + self._positions(sizes)[torch.from_numpy(shared.own).to(values.device)]
+    def enter(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
+        return self._embedded(values) + rows_here(self._positions(sizes), shared)
 
     def _embedded(self, values: Tensor) -> Tensor:
         return embed_patches(self.model.embeddings.patch_embedding, values)
@@ -68,5 +65,5 @@ class SiglipEncoder(PatchEncoder):
     def _positions(self, sizes: Tensor) -> Tensor:
         return patch_positions(self.model.embeddings.position_embedding.weight, sizes.numpy())
 
-    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+    def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         return self.model.post_layernorm(hidden) if self.normalised else hidden

@@ -209,7 +209,8 @@ def cut_metrics(batches: Sequence[RankBatch]) -> dict[str, Any] | None:
     microbatches: in which some were. sequences, rows: cut ones, and their rows. degrees: ranks -> sequences so shared.
     items: encoder -> of its items, how many were cut (`cut`), their `length`, and `degrees`.
     gained_s: predicted seconds of the fastest way of whole sequences that was considered, less those of cutting, summed
-              over these microbatches; None if none was considered.
+              over those of these microbatches that fit whole; None if none was considered.
+    by_memory: of these microbatches, those that no rank could hold whole.
     """
     cut = [batch for batch in batches if batch.decision.shares_items]
     if not cut:
@@ -224,7 +225,8 @@ def cut_metrics(batches: Sequence[RankBatch]) -> dict[str, Any] | None:
                 rows[phase] += int(batch.lengths.of(phase).length[cuts.items].sum())
         whole_s = dict(batch.decision.predicted_s)
         cut_s = whole_s.pop("split", None)
-        gained_s += [min(whole_s.values()) - cut_s] if whole_s and cut_s is not None else []
+        is_compared = whole_s and cut_s is not None and batch.decision.fits_whole
+        gained_s += [min(whole_s.values()) - cut_s] if is_compared else []
     return {
         "microbatches": len(cut),
         "sequences": degrees[BACKBONE].total(),
@@ -236,6 +238,7 @@ def cut_metrics(batches: Sequence[RankBatch]) -> dict[str, Any] | None:
             if of and phase != BACKBONE
         },
         "gained_s": _rounded(sum(gained_s)) if gained_s else None,
+        "by_memory": sum(not batch.decision.fits_whole for batch in cut),
     }
 
 

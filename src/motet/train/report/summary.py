@@ -111,7 +111,8 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         gained = "" if cut["gained_s"] is None else f", {cut['gained_s']:.3g} s gained by prediction"
         items = f" and {cut['items']:,} items of encoders" if cut["items"] else ""
         what = f"{cut['sequences']:,} sequences{items}"
-        lines.append(f"{what} cut over ranks in {cut['microbatches']:,} microbatches{gained}")
+        needed = f", {cut['by_memory']:,} of which no rank could hold whole" if cut["by_memory"] else ""
+        lines.append(f"{what} cut over ranks in {cut['microbatches']:,} microbatches{needed}{gained}")
     if summary["makespan_error"] is not None:
         lines.append(
             f"a step takes {summary['measured_s']:.4g} s from its first action to its last, "
@@ -169,7 +170,8 @@ def _cut(steps: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     cut = [step for step in steps if step is not None]
     gained_s = [step["gained_s"] for step in cut if step["gained_s"] is not None]
     sums = {key: sum(step[key] for step in cut) for key in ("sequences", "microbatches")}
-    # Lines of earlier versions know no items.
+    # Lines of earlier versions know neither items nor memory.
+    sums["by_memory"] = sum(step.get("by_memory", 0) for step in cut)
     items = sum(of["cut"] for step in cut for of in step.get("items", {}).values())
     return {**sums, "items": items, "gained_s": sum(gained_s) if gained_s else None} if cut else None
 

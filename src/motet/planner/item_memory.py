@@ -1,0 +1,96 @@
+"""What the items of a microbatch take of a rank's memory where each rank has whole modules, and items may be cut.
+
+By the memory model of `alone.py`, but item by item, so that a placement of many adds up (`balance/item_bytes.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from motet.balance.item_bytes import ItemBytes
+from motet.core.arrays import Float64Array, Int64Array
+from motet.core.plan import Plan
+from motet.core.spec import Layer
+from motet.core.workload import BACKBONE, BatchLengths
+from motet.cost.flops import work_of
+from motet.cost.memory import USABLE_MEMORY, LayerBytes, StageLayer, mixed_precision, stage_layers
+from motet.planner.alone import fixed_bytes, layer_bytes, on_ranks
+from motet.simulate.predict.memory import MAX_LOGITS
+
+_NO_LIMIT = 1 << 62
+
+
+class RankMemory:
+    """What items take of a rank's memory under a Plan of data parallelism.
+
+    room_bytes: what they may take: what the device may fill, without the model's state. Below 0 if that has no room.
+
+    Example:
+        >>> from motet.core.cluster import CLUSTERS
+        >>> from motet.core.plan import Unit
+        >>> from motet.core.shapes import Transformer, language_model, multimodal
+        >>> shape = Transformer(hidden=64, mlp=256, num_heads=4, gated=True, causal=True)
+        >>> model = multimodal("mine", language_model(shape, num_layers=2, vocab_size=100), encoders=[])
+        >>> plan = Plan(model, CLUSTERS["h100"].resized(1, 2), (Unit("all", ({BACKBONE: 4},), dp=2),), 2)
+        >>> lengths = BatchLengths(np.array([1000, 2000]), np.array([1, 1]), np.zeros(2, np.int32), {})
+        >>> taken = RankMemory(plan)(lengths)[BACKBONE]
+        >>> bool(taken.kept[1] == 2 * taken.kept[0]), bool((taken.copied < taken.kept).all())
+        (True, True)
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        (stages,) = on_ranks(plan)
+        self._tp, self._precision = plan.unit_of(BACKBONE).tp, mixed_precision(plan.precision, pipeline=False)
+        self._layers: dict[str, Counter[StageLayer]] = {module.name: Counter() for module in plan.model.modules}
+        for stage in stages:
+            for placed in stage_layers(plan.model, stage.layers, stage.recomputed):
+                self._layers[placed.module][placed] += 1
+        self.room_bytes = int(plan.cluster.device.memory_bytes * USABLE_MEMORY) - fixed_bytes(plan, stages)
+
+    def __call__(self, lengths: BatchLengths) -> dict[str, ItemBytes]:
+        """What the items of each phase take. O(kinds of layers * items)."""
+        return {name: self._of(name, lengths) for name in (BACKBONE, *lengths.items)}
+
+    def _of(self, name: str, lengths: BatchLengths) -> ItemBytes:
+        items = lengths.of(name)
+        count, targets = items.num_items, lengths.num_targets if name == BACKBONE else None
+        kept, copied = np.zeros(count), np.zeros(count)
+        working, copied_working, most = list[Float64Array](), list[Float64Array](), list[int]()
+        for placed, times in self._layers[name].items():
+            layer, size = placed.layer, LayerBytes.of(placed, 1.0, self._tp, self._precision)
+            work = work_of(layer, items.length, np.arange(count), count, num_targets=targets, segments=items.segments)
+            at_once = MAX_LOGITS / layer.output_width if layer.targets_only else np.inf
+            rows = np.minimum(work.rows, at_once)
+            own = layer_bytes(placed, size, rows, np.zeros(count))
+            copies = layer_bytes(placed, size, np.zeros(count), _copied(layer, rows) * self._precision.compute)
+            kept, copied = kept + times * own[0], copied + times * copies[0]
+            working.append(own[1])
+            copied_working.append(copies[1])
+            one_row = layer_bytes(placed, size, np.ones(1), np.zeros(1))[1][0]
+            most.append(int(np.ceil(one_row * at_once)) if layer.targets_only else _NO_LIMIT)
+        return ItemBytes(
+            _whole(kept),
+            _whole(np.stack(working, axis=1)),
+            np.array(most, dtype=np.int64),
+            _whole(copied),
+            _whole(np.stack(copied_working, axis=1)),
+        )
+
+
+def _copied(layer: Layer, rows: Float64Array) -> Float64Array:
+    """Elements of keys and values that a rank without a row would copy of an item's rows, [num_items].
+
+    In a window those before each of a fragment's two runs of rows.
+    """
+    if layer.attention is None:
+        return 0.0 * rows
+    seen = np.minimum(rows, 2.0 * layer.attention.window) if layer.attention.window else rows
+    return 2.0 * layer.attention.kv_width * seen
+
+
+def _whole(size_bytes: Float64Array) -> Int64Array:
+    """Bytes rounded up to whole ones, so that all ranks decide by the same numbers."""
+    rounded: Int64Array = np.ceil(size_bytes).astype(np.int64)
+    return rounded
