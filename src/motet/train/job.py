@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -25,7 +26,8 @@ from motet.data.order import ExampleOrder
 from motet.data.remote import LOCAL_URL, is_url
 from motet.data.splits import OwnSplits
 from motet.data.text import ChatTokenizer
-from motet.dispatch import Carrier, ItemExchange, Orchestrator
+from motet.dispatch import Carrier, ItemExchange, Orchestrator, RankBatch
+from motet.dropout import drops_out, example_keys
 from motet.models.build import build_mllm
 from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
@@ -56,6 +58,7 @@ from motet.train.checkpoint.state import store_frozen
 from motet.train.evaluate import Evaluator
 from motet.train.evaluate_planned import PlannedEvaluator
 from motet.train.export import check_export
+from motet.train.input.feed import StepInput
 from motet.train.input.loading import ExchangeLoading, IndexLoading, Loading
 from motet.train.input.ordering import build_order
 from motet.train.input.own_splits import check_same_splits, joined_splits, own_splits, say_left_out
@@ -106,6 +109,18 @@ class TrainingJob:
     progress: Progress
     num_microbatches: int
     plan: Plan | None = None
+
+    @cached_property
+    def _draws_by_item(self) -> bool:
+        return drops_out(self.model) or bool(self.model.generators)
+
+    def drawn(self, step: int, fed: StepInput) -> list[RankBatch]:
+        """The microbatches; if anything is drawn, with keys by which every rank draws as one process would."""
+        if not self._draws_by_item:
+            return fed.batches
+        replicas = self.step.place.replicas if isinstance(self.step, PlannedStep) else None
+        keys = (example_keys(self.recipe.run.seed, step, ids) for ids in fed.examples)
+        return [batch.with_draws(of_batch, replicas) for batch, of_batch in zip(fed.batches, keys, strict=True)]
 
 
 def build_job(
