@@ -23,7 +23,6 @@ from motet.data.drawn import DrawnDataset, DrawnVocabulary
 from motet.data.examples import Examples
 from motet.data.groups import GroupedOrder
 from motet.data.order import ExampleOrder
-from motet.data.remote import LOCAL_URL, is_url
 from motet.data.splits import OwnSplits
 from motet.data.text import ChatTokenizer
 from motet.dispatch import Carrier, ItemExchange, Orchestrator, RankBatch
@@ -51,7 +50,7 @@ from motet.train.balancing import (
 )
 from motet.train.checkpoint.choice import Say, Start, choose_checkpoint, remove_all, verified_start
 from motet.train.checkpoint.contents import Progress, RunState, digest_of, is_checkpoint, name_of, read_state
-from motet.train.checkpoint.remote import RemoteCheckpoints, checkpoint_at
+from motet.train.checkpoint.remote import RemoteCheckpoints, checkpoint_at, digest_at, is_stored
 from motet.train.checkpoint.restoring import load, load_weights
 from motet.train.checkpoint.saving import Checkpointer
 from motet.train.checkpoint.state import store_frozen
@@ -81,7 +80,8 @@ from motet.train.too_long import leave_out_too_long
 from motet.train.world import World
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
-_CHECKPOINTS = "checkpoints"
+_CHECKPOINTS, _START = "checkpoints", "start"
+"""Folders in that of a run; the latter has the copy of a checkpoint that it begins with, where `run.start` is a URL."""
 _INDEX_PROGRESS_EVERY_S = 5.0
 
 
@@ -540,7 +540,7 @@ def _fetched(resume: str, recipe: Recipe, world: World, say: Say) -> str:
     folder, found = recipe.run.dir / _CHECKPOINTS, resume
     with world.together():
         if world.is_first:
-            if is_url(resume) or resume.startswith(LOCAL_URL):
+            if is_stored(resume):
                 remote, name = checkpoint_at(resume)
                 say(f"Fetching {resume} to {folder}.")
                 found = str(remote.fetch(name, folder))
@@ -559,25 +559,44 @@ def has_ended(recipe: Recipe) -> bool:
 
 def _begun(recipe: Recipe, world: World, model: MLLM, start: Progress, say: Say) -> Progress:
     """The Progress of a run that begins, with the weights of `run.start` if there is one. A collective."""
-    if recipe.run.start is None:
+    path = _start_here(recipe, world, say)
+    if path is None:
         return start
-    digest = verified_start(recipe.run.start, world)
+    digest = verified_start(path, world)
     with world.together():
-        then = read_state(recipe.run.start)
-        check_beside(recipe.run.start, then, start)
+        then = read_state(path)
+        check_beside(path, then, start)
     store_frozen(model, (start.beside or {}).keys() - (then.beside or {}).keys())
-    load_weights(recipe.run.start, model, world.control, world.together, may_lack_adapters=True)
+    load_weights(path, model, world.control, world.together, may_lack_adapters=True)
     say(f"Beginning with the weights of {recipe.run.start}.")
     beside = {name: weights for name, weights in (start.beside or {}).items() if name in (then.beside or {})}
     return replace(start, start=digest, beside=beside or None)
 
 
-def _check_same_start(chosen: Start, now: Path | None) -> None:
+def _start_here(recipe: Recipe, world: World, say: Say) -> Path | None:
+    """The checkpoint of `run.start`, once it is here: one that is named by URL is copied. A collective."""
+    named = recipe.run.start
+    if named is None or not is_stored(named):
+        return None if named is None else Path(named)
+    folder = recipe.run.dir / _START
+    with world.together():
+        remote, name = checkpoint_at(named)
+        if world.is_first:
+            say(f"Fetching {named} to {folder}.")
+            remote.fetch(name, folder)
+    return folder / name
+
+
+def _check_same_start(chosen: Start, now: str | None) -> None:
     """Raise UserError if the run of a checkpoint began with other weights than those of `run.start` now."""
-    begun = chosen.state.start
-    if now is not None and begun and not is_checkpoint(now):
+    begun, digest = chosen.state.start, ""
+    if now is not None and is_stored(now):
+        digest = digest_at(now) or ""
+    elif now is not None and is_checkpoint(Path(now)):
+        digest = digest_of(Path(now))
+    if now is not None and begun and not digest:
         return  # Who goes on may have removed the checkpoint that the run began with.
-    if begun == ("" if now is None else digest_of(now)):
+    if begun == digest and (now is None or digest):
         return
     whose = "the weights of another checkpoint" if begun else "weights of its own"
     wanted = ", and there is no run.start now" if now is None else f", not with those of run.start = {now}"
