@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -204,7 +204,9 @@ def _train(
 
 @app.command("checkpoints")
 def list_checkpoints(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The run.dir of a recipe, or a checkpoint in it.")],
+    folder: Annotated[
+        str, typer.Argument(metavar="DIR", help="The run.dir of a recipe, its checkpoint.url, or a checkpoint there.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the checkpoints of a run and verify every byte of them; nothing is changed."""
@@ -216,7 +218,7 @@ def list_checkpoints(
 @app.command("export")
 def export_model(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="One of a run: RUN_DIR/checkpoints/step-...")
+        str, typer.Argument(metavar="CHECKPOINT", help="One of a run: RUN_DIR/checkpoints/step-..., or its URL.")
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write into: empty, or not there.")],
     recipe: Annotated[
@@ -428,9 +430,10 @@ def simulate_plan(
 @app.command("analyze")
 def analyze_data(
     source: Annotated[
-        Path,
+        str,
         typer.Argument(
-            metavar="RECIPE.toml|MANIFEST|LENGTHS.csv", help="A training job, its data alone, or a table of lengths."
+            metavar="RECIPE.toml|MANIFEST|LENGTHS.csv",
+            help="A training job, its data alone, or a table of lengths; the latter two by URL, too.",
         ),
     ],
     ranks: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Ranks that the load is to be balanced over.")] = 8,
@@ -458,13 +461,14 @@ def analyze_data(
 
     if mix not in ("rows", "even"):
         raise UserError(f"--mix {mix}: must be rows or even.")
-    subject, examples = source, 128
-    if source.suffix == ".toml":
+    subject: Any = source
+    examples = 128
+    if source.endswith(".toml"):
         from motet.planning.analyze_recipe import read_subject
 
         if tokenizer is not None:
             raise UserError(f"--tokenizer is for a manifest; {source} names its own in data.tokenizer.")
-        subject, examples = read_subject(source, overrides or ())
+        subject, examples = read_subject(Path(source), overrides or ())
     elif overrides:
         raise UserError(f"--set is for a recipe; {source} is none.")
     analyze_command(

@@ -311,6 +311,19 @@ intra_node_latency_us = 100
 """
 
 
+DRAWS = """
+[model.generators.draw]
+makes = "image"
+family = "dit"
+num_queries = 2
+config = { row_dim = 16, hidden = 16, num_layers = 1, num_heads = 2 }
+[transforms.draw]
+patch_size = 4
+merge_size = 1
+channels = 1
+"""
+
+
 def under_torchrun(*words):
     command = [*TORCHRUN, *map(str, words)]
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
@@ -341,10 +354,15 @@ def test_two_ranks_measure_the_fastest_plans(tmp_path, monkeypatch):
 
 @pytest.mark.torchrun
 def test_pipelines_are_measured_too(tmp_path, monkeypatch):
-    """Also of a recipe that says for itself how it trains without a plan."""
+    """Also of a recipe that says for itself how it trains without a plan, and with a generator, which draws noise."""
     monkeypatch.chdir(tmp_path)
     recipe = write_tiny_job(tmp_path / "data")
-    recipe.write_text(recipe.read_text() + STATED + "[fsdp]\nrecompute = true\n")
+    train = recipe.parent / "train.jsonl"
+    media = next(json.loads(line)["image"] for line in train.read_text().splitlines() if "image" in json.loads(line))
+    asks = [{"from": "human", "value": "draw"}, {"from": "gpt", "value": "see: <image>"}]
+    drawn = json.dumps({"conversations": asks, "image": media}) + "\n"
+    train.write_text(train.read_text() + 40 * drawn)
+    recipe.write_text(recipe.read_text() + STATED + "[fsdp]\nrecompute = true\n" + DRAWS)
     pins = "--pin", "strategy=chain", "--pin", "pp=2", "--pin", "schedule=1f1b", "--pin", "recompute=none"
     done = under_torchrun("plan", recipe, "--measure", "1", "--out", "tiny.json", *pins)
     assert done.returncode == 0, done.stderr

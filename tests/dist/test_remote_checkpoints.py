@@ -85,6 +85,22 @@ def test_a_run_that_went_back_is_what_others_go_on_from(job, saved, tmp_path):
     assert "Resuming after step 7 from" in said[0]
 
 
+def test_another_run_begins_with_weights_by_url(job, saved, tmp_path):
+    """Those of the folder; and goes on, also when they are gone there, but not with others."""
+    shutil.copytree(saved[1], tmp_path / "store")
+    url = f"file://{tmp_path}/store/step-00000006"
+    few = ("run.steps=2", "checkpoint.every_steps=1")
+    there = run(job, 2, tmp_path / "b", f"run.start={url}", *few, resume="never")
+    run(job, 1, tmp_path / "c", f"run.start={saved[0]}/checkpoints/step-00000006", *few, resume="never")
+    assert f"Beginning with the weights of {url}." in there[0]
+    assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "c"), rel=1e-4)
+    shutil.rmtree(tmp_path / "b/checkpoints/step-00000002")
+    other = run(job, 1, tmp_path / "b", f"run.start=file://{tmp_path}/store/step-00000008", *few)
+    assert "began with the weights of another checkpoint, not with those of run.start" in other[0]
+    shutil.rmtree(tmp_path / "store")
+    assert "Resuming after step 1" in run(job, 1, tmp_path / "b", f"run.start={url}", *few)[0]
+
+
 def unwritable_rank(rank, num_ranks, recipe, overrides, resume):
     motet.data.remote.FIRST_WAIT_S = 0.001
     return train_rank(rank, num_ranks, recipe, overrides, resume)

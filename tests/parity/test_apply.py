@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ import motet
 from motet.core.errors import JointUserError, UserError
 from motet.core.plan import Plan, Unit
 from motet.cost.catalogue import cluster
+from motet.dropout import example_keys
+from motet.models.generator import build_generator
 from motet.models.projector import ProjectorConfig
 from motet.models.spec import model_spec
 from parity.planned import PlannedCase
@@ -132,6 +135,31 @@ def test_models_with_queries_callbacks_and_two_readers_train_as_one_process_does
     assert run_ranks(losses_with_parts, 2, PARTS[parts], plan) == [pytest.approx(expected, rel=1e-10)] * 2
 
 
+def trained_generators(rank, num_ranks, plan):
+    results, part = example_module("apply_generator").train(plan, torch.float64)
+    weights = {name: parameter.detach().numpy() for name, parameter in part.named_parameters()}
+    return [(result.loss, result.losses) for result in results], weights
+
+
+def test_a_model_with_a_generator_trains_as_one_process_does():
+    example, losses = example_module("apply_generator"), []
+    model = example.build(torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for number, batch in enumerate(example.batches()):
+        optimizer.zero_grad()
+        losses.append(reference_step(model, batch, keys=example_keys(1, number, np.arange(len(batch)))))
+        optimizer.step()
+    weights, names = dict(model.named_parameters()), set()
+    for steps, part in run_ranks(trained_generators, 2, example.DEGREES):
+        assert [loss for loss, _ in steps] == pytest.approx(losses, rel=1e-10)
+        assert all(loss == pytest.approx(apart["backbone"] + apart["draw"]) for loss, apart in steps)
+        names |= part.keys()
+        for name, weight in part.items():
+            if "k_proj.bias" not in name:  # As above.
+                assert weight == pytest.approx(weights[name].detach().numpy(), rel=0, abs=1e-10), name
+    assert names == weights.keys() and "backbone.queries.draw" in names
+
+
 MISTAKES = {
     "weights": "has other weights than rank",
     "examples": "step: rank 1 was given other examples than rank 0",
@@ -144,7 +172,7 @@ MISTAKES = {
     "no degrees": "whole numbers from 1; NoneType is not.",
     "no plan": "image is pinned to pp = 3; it must be 1 to 2, its blocks.",
     "no batch": "give batch=",
-    "phase": "step: example 1 has an item of 'video'; the model's encoders are image",
+    "phase": "step: example 1 has an item of 'video'; the model's encoders and generators are image",
 }
 PLANS = {
     "ranks": Unit("all", ({"image": 2}, {"backbone": 1}, {"backbone": 1}), pp=3),
@@ -220,3 +248,14 @@ def test_models_that_motet_does_not_compute_are_refused():
         motet.compose(parts.language_model(), {}, {"audio": None})
     with pytest.raises(UserError, match="'backbone' cannot name an encoder"):
         motet.compose(parts.language_model(), {"backbone": parts.vision_tower()})
+    draw = example_module("apply_generator").DRAW
+    with pytest.raises(UserError, match="'backbone' cannot name a generator"):
+        motet.compose(parts.language_model(), {}, generators={"backbone": draw})
+    with pytest.raises(UserError, match="'image' names an encoder and a generator"):
+        motet.compose(parts.language_model(), {"image": parts.vision_tower()}, generators={"image": draw})
+    with pytest.raises(
+        UserError, match="The output projector of 'draw' reads rows of 8 values; the backbone's have 32"
+    ):
+        motet.compose(
+            parts.language_model(), {}, generators={"draw": build_generator("draw", draw, 8, torch.float32, 0)}
+        )

@@ -14,7 +14,7 @@ from motet.core.files import check_output
 
 
 def analyze_command(
-    source: Path | AnalysisSubject,
+    source: Path | str | AnalysisSubject,
     *,
     num_ranks: int = 8,
     batch_size: int = 128,

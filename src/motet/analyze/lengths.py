@@ -14,6 +14,7 @@ import io
 import json
 import math
 import re
+import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,16 +29,20 @@ from motet.core.example import TokenSequence
 from motet.core.workload import BatchLengths, ItemLengths, Workload
 from motet.data.audio import AudioTransform
 from motet.data.conversation import Conversation
+from motet.data.copies import Copies
 from motet.data.dataset import Dataset, Modality
 from motet.data.headers import MAX_SECONDS
 from motet.data.images import ImageTransform
 from motet.data.index_lock import IndexProgress
 from motet.data.left_out import describe_left_out
 from motet.data.media import AUDIO, IMAGE
+from motet.data.remote import check_protocol, copy_to, find, is_url, path_of
 from motet.data.text import ChatTokenizer
 
 LENGTH_UNITS = {IMAGE: "patches", AUDIO: "frames"}
 _BYTES_A_TOKEN = 4
+_COPIES_BYTES = 64 << 30
+"""The most that local copies of remote files take."""
 _FRAMES_A_TOKEN = 4
 _FRAMES_PER_S = 100
 _TILE_PATCHES, _TILE_TOKENS = 1025, 256
@@ -113,14 +118,34 @@ def read_lengths(
     num_workers: int = 0,
     progress: IndexProgress | None = None,
 ) -> Lengths:
-    """Read a manifest, or a table if `source` ends in .csv or .csv.gz. Raises UserError for a missing or wrong file."""
-    path = Path(source)
+    """Read a manifest, or a table if `source` ends in .csv or .csv.gz. Raises UserError for a missing or wrong file.
+
+    source: a path or a URL, of which copies are kept in a temporary folder.
+    """
+    if is_url(source):
+        with tempfile.TemporaryDirectory(prefix="motet-") as folder:
+            check_protocol(str(source), "motet analyze")
+            copies = Copies(folder, _COPIES_BYTES)
+            return _read(str(source), copies, tokenizer, folder, num_workers, progress)
+    return _read(source, None, tokenizer, index_folder, num_workers, progress)
+
+
+def _read(
+    source: str | Path,
+    copies: Copies | None,
+    tokenizer: str | Path | None,
+    index_folder: str | Path | None,
+    num_workers: int,
+    progress: IndexProgress | None,
+) -> Lengths:
+    """As `read_lengths`. copies: of what is at URLs."""
+    path = Path(source) if copies is None else path_of(str(source))
     if path.name.endswith((".csv", ".csv.gz")):
         if tokenizer is not None:
             raise UserError(
                 f"{source}: a table of lengths holds no text, so a tokenizer is of no use with it; leave it out"
             )
-        return _read_table(path)
+        return _read_table(Path(source) if copies is None else _copied(str(source), Path(copies.folder)))
     text = _EstimatedText() if tokenizer is None else ChatTokenizer.from_directory(tokenizer)
     modalities = {
         IMAGE: Modality(
@@ -129,7 +154,13 @@ def read_lengths(
         AUDIO: Modality(_CLIPS, lambda sizes: _tokens_of_frames(sizes[:, 0]), lambda sizes: sizes[:, 0]),
     }
     dataset = Dataset.open(
-        [source], text, modalities, index_folder=index_folder, num_workers=num_workers, progress=progress
+        [source],
+        text,
+        modalities,
+        index_folder=index_folder,
+        copies=copies,
+        num_workers=num_workers,
+        progress=progress,
     )
     left_out = dataset.left_out
     assumptions = [_IMAGE_ASSUMPTION, _AUDIO_ASSUMPTION]
@@ -143,6 +174,17 @@ def read_lengths(
         if len(left_out)
         else "",
     )
+
+
+def _copied(url: str, folder: Path) -> Path:
+    """A table by its URL, as a file of its name. Raises UserError."""
+    found = find(url)
+    if found is None:
+        raise UserError(f"{url}: there is no such file; it must be a manifest, or a table of lengths (.csv, .csv.gz)")
+    path = folder / path_of(url).name
+    with path.open("wb") as file:
+        copy_to(found, file)
+    return path
 
 
 _IMAGE_ASSUMPTION = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -14,6 +15,7 @@ from motet.models.backbone import Backbone
 from motet.models.exact import keep_float64
 from motet.models.families.registry import ENCODERS, backbone_family
 from motet.models.families.supported import check_encoder
+from motet.models.generator import GeneratorConfig, GeneratorModule, build_generator
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
@@ -23,12 +25,15 @@ def compose(
     backbone: PreTrainedModel,
     encoders: Mapping[str, PreTrainedModel | ModalityModule],
     projectors: Mapping[str, ProjectorConfig] | None = None,
+    generators: Mapping[str, GeneratorConfig | GeneratorModule] | None = None,
 ) -> MLLM:
     """A multimodal model of HF models, which are changed in place: to attention on packed items, and as to names.
 
     encoders:   by the name of their phase: an HF vision tower or audio encoder, which gets a projector with random
                 weights, or a `ModalityModule`, which has one.
     projectors: of HF encoders, by name; by default an MLP of two layers.
+    generators: by the name of their phase: what `[model.generators.NAME]` says, or a `GeneratorModule`. Query tokens
+                are drawn from torch's generator; they learn with the output projector.
     What is frozen (`requires_grad_(False)`) stays frozen.
     Raises UserError for a class that no family of the registry has, and for options that Motet does not compute.
 
@@ -46,18 +51,42 @@ def compose(
         raise UserError(
             f"There is a projector for {min(unknown)!r}, and no such encoder; there are {', '.join(encoders)}."
         )
+    generators = generators or {}
+    _check_names(encoders, "an encoder")
+    _check_names(generators, "a generator")
+    if both := encoders.keys() & generators.keys():
+        raise UserError(f"{min(both)!r} names an encoder and a generator: give each a name of its own.")
     backbone_family(backbone)
     backbone.set_attn_implementation(ATTENTION)
-    whole = Backbone(backbone)
+    whole = Backbone(backbone, queries={name: each.num_queries for name, each in generators.items()})
+    whole.queries.to(next(backbone.parameters()).device)
     made = {}
     for name, encoder in encoders.items():
-        if name == BACKBONE or not name.isidentifier() or hasattr(nn.ModuleDict(), name):
-            raise UserError(f"{name!r} cannot name an encoder: take letters, digits and _, and no name of a method.")
         if isinstance(encoder, ModalityModule):
             made[name] = encoder
         else:
             made[name] = _projected(name, encoder, whole, projectors.get(name, ProjectorConfig()))
-    return MLLM(made, whole)
+    return MLLM(made, whole, {name: _behind(name, each, whole) for name, each in generators.items()})
+
+
+def _check_names(named: Mapping[str, object], what: str) -> None:
+    for name in named:
+        if name == BACKBONE or not name.isidentifier() or hasattr(nn.ModuleDict(), name):
+            raise UserError(f"{name!r} cannot name {what}: take letters, digits and _, and no name of a method.")
+
+
+def _behind(name: str, generator: GeneratorConfig | GeneratorModule, backbone: Backbone) -> GeneratorModule:
+    """A generator that reads the backbone's rows; a new one is in its dtype, with weights by torch's seed."""
+    queries = backbone.queries[name]
+    if isinstance(generator, GeneratorConfig):
+        seed = int(torch.randint(2**31, ()))
+        generator = build_generator(name, generator, backbone.dim, queries.dtype, seed).to(queries.device)
+    if (width := generator.entrance.projector.input_dim) != backbone.dim:
+        raise UserError(
+            f"The output projector of {name!r} reads rows of {width} values; the backbone's have {backbone.dim}."
+        )
+    queries.requires_grad_(any(weight.requires_grad for weight in generator.entrance.parameters()))
+    return generator
 
 
 def _projected(name: str, encoder: PreTrainedModel, backbone: Backbone, config: ProjectorConfig) -> ModalityModule:

@@ -22,12 +22,12 @@ from motet.core.cluster import Cluster
 from motet.core.errors import JointUserError, UserError
 from motet.core.module_degrees import ModuleDegrees
 from motet.core.plan import Plan
-from motet.core.workload import Workload
+from motet.core.workload import BatchLengths, Workload
 from motet.cost.catalogue import cluster
 from motet.cost.memory import PRECISION_OF_DTYPE
 from motet.cost.source import cost_model
 from motet.dispatch import LoadedExample, RankBatch
-from motet.dispatch.loaded import LoadedTables, tables_of
+from motet.dispatch.loaded import LoadedTables, Measure, tables_of
 from motet.dropout import drops_out, example_keys
 from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
@@ -58,8 +58,10 @@ class ParallelMLLM:
 
     def __init__(self, model: MLLM, plan: Plan, make_optimizer: Any, max_grad_norm: float | None, world: World) -> None:
         self.plan, self.model, self._world = plan, model, world
-        self._encoders, self._num_steps = dict(model.encoders), 0
-        self._drops_out, self._seed = drops_out(model), world.gather(torch.initial_seed())[0]
+        self._measured, self._num_steps = model.measured, 0
+        # Noise of generators is drawn by item, as dropout is.
+        self._draws_by_item = drops_out(model) or bool(model.generators)
+        self._seed = world.gather(torch.initial_seed())[0]
         with world.together():
             place = Place.of(plan, world.rank)
         part = PartConfig(lambda held: held.to(world.device), make_optimizer, max_grad_norm)
@@ -73,13 +75,14 @@ class ParallelMLLM:
 
         batch: all examples of the step, `plan.batch_size` of them, the same on all ranks in the same order. A rank
                computes on what its stages need of them.
-        Dropout is drawn by the example's place in the batch, the number of the step, and torch's seed on rank 0.
-        The result has the loss of the whole step, the mean over its targets, and the gradient norm before clipping.
+        Dropout and noise are drawn by the example's place in the batch, the number of the step, and torch's seed on
+        rank 0. The result has the loss of the whole step, the mean over its targets and, of each generator, `weight`
+        times the mean over the rows of its items (`losses` has them apart), and the gradient norm before clipping.
         Raises JointUserError on all ranks for a batch that is not as it must be on any of them.
         """
         failure, digest, batches = "", b"", []
         try:
-            lengths = _lengths_of(batch, self._encoders)
+            lengths = _lengths_of(batch, self._measured)
             digest = _digest(lengths, batch)
             batches = self._batches(batch, lengths)
         except (UserError, ValueError) as error:
@@ -95,14 +98,14 @@ class ParallelMLLM:
         self._num_steps += 1
         return result
 
-    def _batches(self, batch: Sequence[LoadedExample], lengths: Any) -> list[RankBatch]:
+    def _batches(self, batch: Sequence[LoadedExample], lengths: BatchLengths) -> list[RankBatch]:
         if len(batch) != self.plan.batch_size:
             raise UserError(f"a step of the plan takes {self.plan.batch_size} examples, not {len(batch)}")
         return [self._microbatch(number, part, batch) for number, part in enumerate(self._decide(lengths).microbatches)]
 
     def _microbatch(self, number: int, part: DecidedMicrobatch, batch: Sequence[LoadedExample]) -> RankBatch:
         made = stages_of_examples(number, part, batch, self._needs).to(self._world.device)
-        if not self._drops_out:
+        if not self._draws_by_item:
             return made
         keys = example_keys(self._seed, self._num_steps, part.examples)
         return made.with_draws(keys, self._needs.replicas)
@@ -171,7 +174,7 @@ def _planned(
         raise UserError("motet.apply: no figures of this GPU are known; give a plan of `motet plan`, not degrees.")
     where = cluster(name, world.num_ranks // world.ranks_per_node, world.ranks_per_node)
     precision = _precision(dtype)
-    workload = Workload("the batch", _lengths_of(batch, mllm.encoders))
+    workload = Workload("the batch", _lengths_of(batch, mllm.measured))
     cost = cost_model(where, precision, None)
     job = Job(spec, where, workload, len(batch), cost, precision, degrees=stated)
 
@@ -231,17 +234,19 @@ def _check_same_weights(mllm: MLLM, world: World) -> None:
             )
 
 
-def _lengths_of(batch: Sequence[LoadedExample], encoders: Mapping[str, Any]) -> Any:
-    phases = tuple(encoders)
+def _lengths_of(batch: Sequence[LoadedExample], measured: Mapping[str, Measure]) -> BatchLengths:
+    """Lengths of a batch. measured: the model's encoders and generators. Raises UserError for an item of no module."""
+    phases = tuple(measured)
     for number, example in enumerate(batch):
         if unknown := set(example.sequence.media) - set(phases):
             raise UserError(
-                f"example {number} has an item of {min(unknown)!r}; the model's encoders are {', '.join(phases)}"
+                f"example {number} has an item of {min(unknown)!r}; the model's encoders and generators are "
+                f"{', '.join(phases)}"
             )
-    return LoadedTables.read([tables_of(batch, phases, encoders)], phases).lengths
+    return LoadedTables.read([tables_of(batch, phases, measured)], phases).lengths
 
 
-def _digest(lengths: Any, batch: Sequence[LoadedExample]) -> bytes:
+def _digest(lengths: BatchLengths, batch: Sequence[LoadedExample]) -> bytes:
     """Of tokens and sizes of all examples: what tells batches apart without reading the media."""
     digest = hashlib.blake2b(lengths.sequence.tobytes(), digest_size=16)
     for example in batch:

@@ -175,7 +175,7 @@ def run_steps(meeting: Meeting, steps: Steps) -> MeasuredSteps:
         pin = RankBatch.pin_memory if world.device.type == "cuda" else None
         order = ListedOrder(steps.examples)
         with Feed(order, job.loading, job.mesh.host_group, schedule, recipe.data, prepare=pin) as feed:
-            loaded = feed.next_step().batches
+            loaded = job.drawn(0, feed.next_step())
         seconds = []
         for _ in range(WARM_UP + REPEATS):
             world.barrier()

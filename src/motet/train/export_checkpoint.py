@@ -7,6 +7,7 @@ recipe of its run says of which model: recipe.toml in the run's folder, as the r
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
 from motet.train.checkpoint.contents import Damaged, RunState, is_checkpoint, verify
 from motet.train.checkpoint.folder import checkpoints
+from motet.train.checkpoint.remote import checkpoint_at, is_stored
 from motet.train.checkpoint.restoring import load_weights
 from motet.train.checkpoint.state import store_frozen
 from motet.train.export import check_adapters, write_export
@@ -30,15 +32,34 @@ from motet.train.run_folder import writing
 _CPU = torch.device("cpu")
 
 
-def export_checkpoint(checkpoint: Path, out: Path, recipe_file: Path | None, overrides: Sequence[str]) -> None:
+def export_checkpoint(checkpoint: Path | str, out: Path, recipe_file: Path | None, overrides: Sequence[str]) -> None:
     """Write the model of a checkpoint to `out`, which must be empty or not there.
 
-    recipe_file: None for that of the checkpoint's run.
+    checkpoint:  a folder, or a URL, which is copied to a temporary folder beside `out`.
+    recipe_file: None for that of the checkpoint's run; a URL has none.
     Raises UserError for a checkpoint that is not whole, that does not fit the recipe's model or lies in no run, and for
     an `out` that cannot be written; all of it before anything is written.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("motet export is one process, and would write the same files on each rank; leave out torchrun.")
+    if not is_stored(checkpoint):
+        _export(Path(checkpoint), out, recipe_file, overrides)
+        return
+    remote, name = checkpoint_at(str(checkpoint))
+    if recipe_file is None:
+        raise UserError(
+            f"{checkpoint}: no recipe lies beside a checkpoint by URL; name the run's recipe with --recipe."
+        )
+    check_empty(out)
+    load_recipe(recipe_file, overrides)  # What is wrong with it is said before anything is copied.
+    with writing(out, "--out"):
+        folder = tempfile.TemporaryDirectory(prefix=".motet-", dir=out.absolute().parent)
+    with folder:
+        print(f"Fetching {checkpoint}.")
+        _export(remote.fetch(name, Path(folder.name)), out, recipe_file, overrides)
+
+
+def _export(checkpoint: Path, out: Path, recipe_file: Path | None, overrides: Sequence[str]) -> None:
     _check_checkpoint(checkpoint)
     check_empty(out)
     recipe = _recipe(checkpoint, recipe_file, overrides)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -25,12 +26,12 @@ from motet.data.drawn import DrawnDataset, DrawnVocabulary
 from motet.data.examples import Examples
 from motet.data.groups import GroupedOrder
 from motet.data.order import ExampleOrder
-from motet.data.remote import LOCAL_URL, is_url
 from motet.data.split_images import SplitImages
 from motet.data.splits import OwnSplits
 from motet.data.text import ChatTokenizer
 from motet.data.transforms import Transform
-from motet.dispatch import Carrier, ItemExchange, Orchestrator
+from motet.dispatch import Carrier, ItemExchange, Orchestrator, RankBatch
+from motet.dropout import drops_out, example_keys
 from motet.models.build import build_mllm
 from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
@@ -55,13 +56,14 @@ from motet.train.balancing import (
 )
 from motet.train.checkpoint.choice import Say, Start, choose_checkpoint, remove_all, verified_start
 from motet.train.checkpoint.contents import Progress, RunState, digest_of, is_checkpoint, name_of, read_state
-from motet.train.checkpoint.remote import RemoteCheckpoints, checkpoint_at
+from motet.train.checkpoint.remote import RemoteCheckpoints, checkpoint_at, digest_at, is_stored
 from motet.train.checkpoint.restoring import load, load_weights
 from motet.train.checkpoint.saving import Checkpointer
 from motet.train.checkpoint.state import store_frozen
 from motet.train.evaluate import Evaluator
 from motet.train.evaluate_planned import PlannedEvaluator
 from motet.train.export import check_export
+from motet.train.input.feed import StepInput
 from motet.train.input.loading import ExchangeLoading, IndexLoading, Loading
 from motet.train.input.ordering import build_order
 from motet.train.input.own_splits import check_same_splits, joined_splits, own_splits, say_left_out
@@ -84,7 +86,8 @@ from motet.train.too_long import leave_out_of_evaluation, leave_out_too_long
 from motet.train.world import World
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
-_CHECKPOINTS = "checkpoints"
+_CHECKPOINTS, _START = "checkpoints", "start"
+"""Folders in that of a run; the latter has the copy of a checkpoint that it begins with, where `run.start` is a URL."""
 _INDEX_PROGRESS_EVERY_S = 5.0
 
 
@@ -112,6 +115,18 @@ class TrainingJob:
     progress: Progress
     num_microbatches: int
     plan: Plan | None = None
+
+    @cached_property
+    def _draws_by_item(self) -> bool:
+        return drops_out(self.model) or bool(self.model.generators)
+
+    def drawn(self, step: int, fed: StepInput) -> list[RankBatch]:
+        """The microbatches; if anything is drawn, with keys by which every rank draws as one process would."""
+        if not self._draws_by_item:
+            return fed.batches
+        replicas = self.step.place.replicas if isinstance(self.step, PlannedStep) else None
+        keys = (example_keys(self.recipe.run.seed, step, ids) for ids in fed.examples)
+        return [batch.with_draws(of_batch, replicas) for batch, of_batch in zip(fed.batches, keys, strict=True)]
 
 
 def build_job(
@@ -587,7 +602,7 @@ def _fetched(resume: str, recipe: Recipe, world: World, say: Say) -> str:
     folder, found = recipe.run.dir / _CHECKPOINTS, resume
     with world.together():
         if world.is_first:
-            if is_url(resume) or resume.startswith(LOCAL_URL):
+            if is_stored(resume):
                 remote, name = checkpoint_at(resume)
                 say(f"Fetching {resume} to {folder}.")
                 found = str(remote.fetch(name, folder))
@@ -606,25 +621,44 @@ def has_ended(recipe: Recipe) -> bool:
 
 def _begun(recipe: Recipe, world: World, model: MLLM, start: Progress, say: Say) -> Progress:
     """The Progress of a run that begins, with the weights of `run.start` if there is one. A collective."""
-    if recipe.run.start is None:
+    path = _start_here(recipe, world, say)
+    if path is None:
         return start
-    digest = verified_start(recipe.run.start, world)
+    digest = verified_start(path, world)
     with world.together():
-        then = read_state(recipe.run.start)
-        check_beside(recipe.run.start, then, start)
+        then = read_state(path)
+        check_beside(path, then, start)
     store_frozen(model, (start.beside or {}).keys() - (then.beside or {}).keys())
-    load_weights(recipe.run.start, model, world.control, world.together, may_lack_adapters=True)
+    load_weights(path, model, world.control, world.together, may_lack_adapters=True)
     say(f"Beginning with the weights of {recipe.run.start}.")
     beside = {name: weights for name, weights in (start.beside or {}).items() if name in (then.beside or {})}
     return replace(start, start=digest, beside=beside or None)
 
 
-def _check_same_start(chosen: Start, now: Path | None) -> None:
+def _start_here(recipe: Recipe, world: World, say: Say) -> Path | None:
+    """The checkpoint of `run.start`, once it is here: one that is named by URL is copied. A collective."""
+    named = recipe.run.start
+    if named is None or not is_stored(named):
+        return None if named is None else Path(named)
+    folder = recipe.run.dir / _START
+    with world.together():
+        remote, name = checkpoint_at(named)
+        if world.is_first:
+            say(f"Fetching {named} to {folder}.")
+            remote.fetch(name, folder)
+    return folder / name
+
+
+def _check_same_start(chosen: Start, now: str | None) -> None:
     """Raise UserError if the run of a checkpoint began with other weights than those of `run.start` now."""
-    begun = chosen.state.start
-    if now is not None and begun and not is_checkpoint(now):
+    begun, digest = chosen.state.start, ""
+    if now is not None and is_stored(now):
+        digest = digest_at(now) or ""
+    elif now is not None and is_checkpoint(Path(now)):
+        digest = digest_of(Path(now))
+    if now is not None and begun and not digest:
         return  # Who goes on may have removed the checkpoint that the run began with.
-    if begun == ("" if now is None else digest_of(now)):
+    if begun == digest and (now is None or digest):
         return
     whose = "the weights of another checkpoint" if begun else "weights of its own"
     wanted = ", and there is no run.start now" if now is None else f", not with those of run.start = {now}"

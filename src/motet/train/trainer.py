@@ -14,7 +14,6 @@ from motet.core.errors import JointUserError, originating
 from motet.core.plan_file import plan_digest
 from motet.core.timeline import Span, Timeline
 from motet.dispatch import RankBatch
-from motet.dropout import drops_out, example_keys
 from motet.runtime.planned_step import PlannedStep
 from motet.runtime.step import StepResult
 from motet.schedule.plan_units import recomputed_in
@@ -125,7 +124,6 @@ class _Run:
         self.spans: list[Span] | None = [] if trace else None
         self.evaluations: dict[int, Evaluation] = {}
         self.has_warned = False
-        self.draws_by_item = drops_out(job.model) or bool(job.model.generators)
         self.spec, self.plan_hash = job.spec, None if job.plan is None else plan_digest(job.plan)
         self.recomputed = (
             self.recipe.fsdp.recomputed(self.spec.num_blocks) if job.plan is None else recomputed_in(job.plan)
@@ -285,7 +283,7 @@ class _Run:
         """Take a step; with the cause if it is bad, and no overflow that a smaller loss scale mends. A collective."""
         set_learning_rate(self.job.optimizer, learning_rate(self.recipe.optimizer, step, self.recipe.run.steps))
         self._seed(step)
-        batches = [batch.to(self.world.device, non_blocking=True) for batch in self._drawn(step, fed)]
+        batches = [batch.to(self.world.device, non_blocking=True) for batch in self.job.drawn(step, fed)]
         if self.predicted is not None:
             self.predicted.start(fed.batches)
         run, clock = self.recipe.run, self.job.step.clock
@@ -308,14 +306,6 @@ class _Run:
         cause = examine(self.job.step, batches, fed, self.job.dataset, self.world)
         self._say(self.bad_steps.met(result, fed, cause))
         return result, cause
-
-    def _drawn(self, step: int, fed: StepInput) -> list[RankBatch]:
-        """The microbatches; if anything is drawn, with keys by which every rank draws as one process would."""
-        if not self.draws_by_item:
-            return fed.batches
-        replicas = self.job.step.place.replicas if isinstance(self.job.step, PlannedStep) else None
-        keys = (example_keys(self.recipe.run.seed, step, ids) for ids in fed.examples)
-        return [batch.with_draws(of_batch, replicas) for batch, of_batch in zip(fed.batches, keys, strict=True)]
 
     def _seed(self, step: int) -> None:
         """Seed torch from (run.seed, step, rank), so that a resumed run needs no generator state.

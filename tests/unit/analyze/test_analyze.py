@@ -232,3 +232,19 @@ def test_text_alone(tmp_path):
 def test_no_torch_is_imported():
     code = "import sys, motet.analyze, motet.analyze.page; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_stands_at_a_url_is_read_as_a_file_is(tmp_path):
+    import fsspec
+
+    table, manifest = tmp_path / "a.csv", write_manifest(tmp_path / "m.jsonl", [a_record("Hi", "Hello")])
+    table.write_text("text_tokens\n7\n")
+    files = fsspec.filesystem("memory")
+    for path in (table, manifest):
+        files.pipe_file(f"/analysed/{path.name}", path.read_bytes())
+        there, here = read_lengths(f"memory://analysed/{path.name}"), read_lengths(path)
+        assert there.batch.sequence.tolist() == here.batch.sequence.tolist()
+    with pytest.raises(UserError, match=r"there is no such file"):
+        read_lengths("memory://analysed/b.csv")
+    with pytest.raises(UserError, match=r"URLs of 'ftp://' are not read"):
+        read_lengths("ftp://analysed/b.csv")

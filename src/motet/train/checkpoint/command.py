@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from rich.table import Table
 from motet.core.errors import UserError
 from motet.train.checkpoint.contents import Damaged, RunState, is_checkpoint, read_manifest, step_named, verify
 from motet.train.checkpoint.folder import checkpoints, checkpoints_set_aside, unfinished
+from motet.train.checkpoint.remote import NotWhole, RemoteCheckpoints, check_url, checkpoint_at, is_stored
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,18 @@ class FoundCheckpoint:
     motet: str = ""
 
 
-def show_checkpoints(folder: Path, as_json: bool) -> None:
+def show_checkpoints(source: Path | str, as_json: bool) -> None:
     """Verify and print the checkpoints of a run: its folder, the `checkpoints/` in it, or one of them.
 
-    Raises UserError if there are none, or if the folder cannot be read.
+    By URL it is the `checkpoint.url` of a run, or a checkpoint there. Each is copied to a temporary folder for itself.
+    Raises UserError if there are none, or if the folder or the store cannot be read.
     """
+    if is_stored(source):
+        entries = list(_stored(str(source).rstrip("/")))
+        # A run fetches the newest one alone.
+        _show(entries, taken_by_auto(entries[-1:]), as_json)
+        return
+    folder = Path(source)
     try:
         paths = _in(folder)
         total_bytes = sum(_size_bytes(path) for path in paths)
@@ -51,12 +61,36 @@ def show_checkpoints(folder: Path, as_json: bool) -> None:
     with _bar(total_bytes) as bar:
         task = bar.add_task("verifying", total=total_bytes)
         entries = [_entry(path, lambda num_bytes: bar.advance(task, num_bytes)) for path in paths]
+    _show(entries, taken_by_auto(entries), as_json)
+
+
+def _show(entries: list[FoundCheckpoint], taken: Path | None, as_json: bool) -> None:
+    """Print what was found. taken: by `--resume auto`."""
     if as_json:
-        taken = taken_by_auto(entries)
         report = {"auto": taken.name if taken else None, "checkpoints": [_as_json(entry) for entry in entries]}
         print(json.dumps(report, indent=1))
     else:
-        _print(entries)
+        _print(entries, taken)
+
+
+def _stored(url: str) -> Iterator[FoundCheckpoint]:
+    """The checkpoints at a URL, verified. Raises UserError."""
+    check_url(url)
+    if step_named(Path(url)) is None:
+        remote = RemoteCheckpoints(url)
+        if not (names := remote.line()):
+            raise UserError(f"{url} holds no checkpoints; name the checkpoint.url of a recipe.")
+    else:
+        remote, name = checkpoint_at(url)
+        names = [name]
+    for name in names:
+        print(f"Fetching {remote.url}/{name}.", file=sys.stderr)
+        with tempfile.TemporaryDirectory(prefix="motet-") as folder:
+            try:
+                found = _entry(remote.fetch(name, Path(folder)), lambda _: None)
+            except NotWhole as error:
+                found = FoundCheckpoint(Path(name), "damaged", f"{error}.", 0)
+        yield replace(found, path=Path(name))
 
 
 def taken_by_auto(entries: Iterable[FoundCheckpoint]) -> Path | None:
@@ -116,7 +150,7 @@ def _as_json(entry: FoundCheckpoint) -> dict[str, Any]:
     return fields
 
 
-def _print(entries: list[FoundCheckpoint]) -> None:
+def _print(entries: list[FoundCheckpoint], taken: Path | None) -> None:
     console = Console()
     table = Table("checkpoint", "examples", "written", "ranks", "size", "", box=None, pad_edge=False)
     for column in (1, 3, 4):
@@ -131,7 +165,6 @@ def _print(entries: list[FoundCheckpoint]) -> None:
     for entry in entries:
         if entry.problem:
             console.print(f"{entry.path.name}: {entry.problem}", markup=False, highlight=False, soft_wrap=True)
-    taken = taken_by_auto(entries)
     last_line = (
         f"--resume auto goes on from {taken.name}." if taken else "There is none that --resume auto can go on from."
     )

@@ -9,6 +9,7 @@ Bytes are verified where they were fetched to, like those of any checkpoint.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Sequence
@@ -17,7 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from motet.core.errors import UserError
-from motet.data.remote import copy_to, find, put_file, read_bytes, remove_files, remove_folder, write_bytes
+from motet.data.remote import (
+    LOCAL_URL,
+    check_protocol,
+    copy_to,
+    find,
+    is_url,
+    put_file,
+    read_bytes,
+    remove_files,
+    remove_folder,
+    write_bytes,
+)
 from motet.train.checkpoint.contents import (
     MANIFEST,
     Damaged,
@@ -30,6 +42,10 @@ from motet.train.checkpoint.folder import checkpoints, checkpoints_set_aside, se
 
 _LATEST = "latest.json"
 _AT_ONCE = 8
+
+
+class NotWhole(UserError):
+    """What stands at the URL of a checkpoint is none, or lacks files."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +88,17 @@ class RemoteCheckpoints:
                 self._remove(name)
 
     def fetch(self, name: str, folder: Path) -> Path:
-        """A checkpoint in a run's folder; it is downloaded unless the very same is there. Raises UserError."""
+        """A checkpoint in a run's folder; it is downloaded unless the very same is there.
+
+        Raises NotWhole, and UserError if it cannot be read or written.
+        """
         there, path = f"{self.url}/{name}", folder / name
         try:
             text = read_bytes(f"{there}/{MANIFEST}")
+        except PermissionError as error:
+            raise UserError(f"{there}/{MANIFEST} cannot be read: no permission") from error
         except OSError:
-            raise UserError(f"{there} is no complete Motet checkpoint: {MANIFEST} is missing") from None
+            raise NotWhole(f"{there} is no complete Motet checkpoint: {MANIFEST} is missing") from None
         files = _files(text, there)
         temporary = path.with_name(f"{name}.tmp")
         try:
@@ -119,8 +140,30 @@ class RemoteCheckpoints:
         remove_folder(there)
 
 
+def is_stored(name: object) -> bool:
+    """Whether a name is the URL of what is copied here before it is read: all but paths of this machine."""
+    return is_url(name) or str(name).startswith(LOCAL_URL)
+
+
+def check_url(url: str) -> None:
+    """Raise UserError for the URL of a checkpoint whose protocol is not read."""
+    if not url.startswith(LOCAL_URL):
+        check_protocol(url, url)
+
+
+def digest_at(url: str) -> str | None:
+    """As `contents.digest_of`, of a checkpoint by its URL; None if there is none any more. Raises UserError."""
+    try:
+        return hashlib.sha256(read_bytes(f"{url.rstrip('/')}/{MANIFEST}")).hexdigest()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{url}/{MANIFEST} cannot be read ({error.strerror or error})") from error
+
+
 def checkpoint_at(url: str) -> tuple[RemoteCheckpoints, str]:
     """The run and the name of a checkpoint by its URL. Raises UserError if the URL is of something else."""
+    check_url(url)
     run, _, name = url.rstrip("/").rpartition("/")
     if step_named(Path(name)) is None:
         raise UserError(f"{url} names no checkpoint: its URL ends with step-N, as in {url.rstrip('/')}/step-00000100")
@@ -128,18 +171,18 @@ def checkpoint_at(url: str) -> tuple[RemoteCheckpoints, str]:
 
 
 def _files(manifest: bytes, where: str) -> list[str]:
-    """The names of the files of a checkpoint, by its manifest. Raises UserError."""
+    """The names of the files of a checkpoint, by its manifest. Raises NotWhole, and UserError for a later format."""
     try:
         return sorted(parse_manifest(manifest, where).files)
     except (Damaged, ValueError, TypeError) as error:
         why = error if isinstance(error, Damaged) else f"{MANIFEST} is not what Motet writes"
-        raise UserError(f"{where} is no complete Motet checkpoint: {why}") from None
+        raise NotWhole(f"{where} is no complete Motet checkpoint: {why}") from None
 
 
 def _download(url: str, path: Path) -> None:
     found = find(url)
     if found is None:
-        raise UserError(f"{url} is missing, so the checkpoint is not whole")
+        raise NotWhole(f"{url} is missing, so the checkpoint is not whole")
     with path.open("wb") as file:
         copy_to(found, file)
     sync(path)

@@ -56,6 +56,7 @@ from motet.dispatch.context import ContextConfig
 from motet.models.build import ModelConfig
 from motet.models.shaped_config import config_of_shapes
 from motet.runtime.fsdp import FSDPConfig
+from motet.train.checkpoint.remote import is_stored
 from motet.train.checkpoint.saving import CheckpointConfig
 from motet.train.evaluate import EvaluateConfig
 from motet.train.export import ExportConfig
@@ -95,8 +96,11 @@ class RunConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if there are any")
     dtype: Literal["float32", "float64"] = Field("float32", description="of parameters and optimizer state")
     plan: Path | None = Field(None, description="a plan of `motet plan` to train under; --plan outweighs it")
-    start: Path | None = Field(
-        None, description="a checkpoint whose weights the run begins with; its optimizer and its position are not taken"
+    start: str | None = Field(
+        None,
+        min_length=1,
+        description="a checkpoint whose weights the run begins with, a folder or a URL; its optimizer and its position "
+        "are not taken",
     )
     phase: tuple[TrainingPhase, ...] = Field(
         (), description="training phases, one after the other: [[run.phase]]; run.steps is theirs then"
@@ -592,6 +596,8 @@ def absolute(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
     tables = joined(tables)
     if "model" in tables:
         tables["model"] = in_folder(tables["model"])
+    if (start := tables.get("run", {}).get("start")) is not None and not is_stored(start):
+        tables["run"]["start"] = str(joined(Path(start)))
     for split in ("train", "heldout"):
         # Manifests may be patterns of shards, so they are strings, not Paths.
         if split in tables.get("data", {}):

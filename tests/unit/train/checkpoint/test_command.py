@@ -84,3 +84,21 @@ def test_it_runs_without_torch(run):
     command = [sys.executable, "-c", script, "checkpoints", str(run), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["auto"] == "step-00000008"
+
+
+def test_those_at_a_url_are_copied_and_verified(run, capsys):
+    (run / "latest.json").write_text(json.dumps({"line": ["step-00000004", "step-00000008"]}))
+    here = as_json(capsys, run)
+    there = as_json(capsys, f"file://{run}")
+    assert there == here
+    assert [one["name"] for one in as_json(capsys, f"file://{run}/step-00000004/")["checkpoints"]] == ["step-00000004"]
+    # A run fetches the newest one alone, so that no other one helps.
+    damages.flip(run / "step-00000008" / "rank-00000.safetensors", 0.5)
+    there = as_json(capsys, f"file://{run}")
+    assert there["auto"] is None
+    assert [one["condition"] for one in there["checkpoints"]] == ["whole", "damaged"]
+    (run / "step-00000008" / "manifest.json").unlink()
+    assert as_json(capsys, f"file://{run}")["checkpoints"][1]["problem"].endswith("manifest.json is missing.")
+    for url, said in ((f"file://{run}/none", "holds no checkpoints"), ("ftp://a/b", "URLs of 'ftp://' are not read")):
+        with pytest.raises(UserError, match=said):
+            show_checkpoints(url, as_json=False)

@@ -49,6 +49,17 @@ def test_a_checkpoint_that_is_damaged_or_of_another_model(newest, tmp_path, tiny
     assert not out.exists()
 
 
+def test_a_checkpoint_by_url(newest, tmp_path, tiny_recipe):
+    out, url = tmp_path / "out", f"file://{newest}"
+    assert complaint(url, out).endswith(
+        "no recipe lies beside a checkpoint by URL; name the run's recipe with --recipe."
+    )
+    assert "names no checkpoint" in complaint(f"file://{newest.parent}", out, tiny_recipe)
+    # It was copied: its weights are those of another model.
+    assert "does not fit the model: it has no weight" in complaint(url, out, tiny_recipe)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith((".motet", "out"))]
+
+
 def test_on_several_ranks(newest, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "leave out torchrun" in complaint(newest, tmp_path / "out")
