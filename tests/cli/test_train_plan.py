@@ -117,6 +117,18 @@ def test_a_dry_run_refuses_a_plan_that_does_not_fit(job, tmp_path, monkeypatch, 
     assert code == 2 and "does not fit: Out of memory on 2 of 2 ranks: rank" in err
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"units": []}, "/plan.json: module 'image' has 2 layers; the plan's stages hold 0."),
+        ({"batch_size": 5}, "/plan.json: batch_size is 5; it must be a multiple of dp * microbatch_size"),
+        ({"fills": [{"rank": 0, "action": "2F0"}]}, "/plan.json: there are fills, but no unit shares the backbone's"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_one_sentence_with_its_file(refused, change, said):
+    assert refused(**change).startswith(said)
+
+
 def test_a_dry_run_refuses_what_does_not_agree(refused):
     assert "is for run.batch_size = 6, and the recipe has 12" in refused("run.batch_size=12", options=["--dry-run"])
     said = refused("model.backbone.config.num_hidden_layers=4", options=["--dry-run"])

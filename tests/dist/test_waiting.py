@@ -94,6 +94,29 @@ def test_no_thread_of_a_rank_that_left_is_met_by_the_last_word_of_another():
     assert run_ranks(left, 2) == [set(), set()]
 
 
+def without_store(rank, num_ranks):
+    """What a rank says whose store is gone, as where the system kills torchrun."""
+    watch, said = Watch(dist.distributed_c10d._get_default_store(), rank, num_ranks), []
+
+    class Gone:
+        def get(self, key):
+            raise dist.DistNetworkError("failed to recv, got 0 bytes")
+
+    watched, watch._looking = watch._looking, Gone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("motet.train.watch.end_rank", said.append)
+        watch._end()
+    watch._looking = watched
+    watch.leave()
+    dist.barrier()
+    return said
+
+
+def test_a_rank_that_lost_torchrun_does_not_end_without_a_word():
+    said = run_ranks(without_store, 2)
+    assert said[1] == ["motet, rank 1: lost the process that started the ranks and serves their store."]
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     job = write_tiny_job(tmp_path_factory.mktemp("job") / "data")

@@ -222,10 +222,20 @@ def _fresh(part: _Part) -> PreTrainedModel:
 
 def _write_model(part: _Part, fresh: PreTrainedModel, target: Path) -> None:
     with quiet_transformers():
-        fresh.save_pretrained(target, state_dict=part.weights)
+        fresh.save_pretrained(target, state_dict=_tied(part.weights, fresh))
     if part.module.can_generate():
         # Written as it was read, also where transformers would refuse to save it.
         part.module.generation_config.to_json_file(target / "generation_config.json")
+
+
+def _tied(weights: Mapping[str, Tensor], fresh: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights, with one tensor for those that the model ties: transformers writes it once.
+
+    What is gathered from ranks is a tensor for each name.
+    """
+    first: dict[nn.Parameter, str] = {}
+    names = {name: first.setdefault(each, name) for name, each in fresh.named_parameters(remove_duplicate=False)}
+    return {name: weights[names.get(name, name)] for name in weights}
 
 
 @contextmanager

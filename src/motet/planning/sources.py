@@ -24,6 +24,7 @@ from motet.core.workload import Workload
 from motet.cost.catalogue import cluster
 from motet.data.order import ExampleOrder, GlobalOrder, ListedOrder
 from motet.planning.planned_recipe import read_job_recipe
+from motet.schedule import check_fit
 
 if TYPE_CHECKING:
     from motet.data.examples import Examples
@@ -49,14 +50,22 @@ def read_plan_and_workload(plan_file: Path, workload_file: Path | None) -> tuple
 
 
 def plan_at(plan_file: Path, recipes: list[Path] | None = None) -> Plan:
-    """A plan file. recipes: gets the recipe that it names as its model, if it does. Raises UserError."""
+    """A plan file, whose Plan fits its own model and cluster. Raises UserError, which names the file.
+
+    recipes: gets the recipe that the file names as its model, if it does.
+    """
 
     def model_at(path: Path) -> ModelSpec:
         if path.suffix == ".toml" and recipes is not None:
             recipes.append(path)
         return _model_at(path)
 
-    return read_plan(plan_file, model_at=model_at, cluster_named=cluster)
+    plan = read_plan(plan_file, model_at=model_at, cluster_named=cluster)
+    try:
+        check_fit(plan)
+    except UserError as error:
+        raise UserError(f"{plan_file}: {error}") from error
+    return plan
 
 
 def _model_at(path: Path) -> ModelSpec:

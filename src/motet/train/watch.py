@@ -113,11 +113,12 @@ class Watch:
 
     def _end(self) -> None:
         """End this rank, which is anywhere; the first to fail says why."""
-        sentence = ""
+        # Without the store nobody knows who is first: two sentences are better than none.
+        sentence = f"motet, rank {self._rank}: lost the process that started the ranks and serves their store."
         with suppress(RuntimeError):
             gone = self._looking.get("gone").decode()
-            if self._looking.compare_set("failed", "", str(self._rank)) == str(self._rank).encode():
-                sentence = f"motet, rank {self._rank}: lost rank {gone}, which died without a word."
+            is_first = self._looking.compare_set("failed", "", str(self._rank)) == str(self._rank).encode()
+            sentence = f"motet, rank {self._rank}: lost rank {gone}, which died without a word." if is_first else ""
         end_rank(sentence)
 
 

@@ -51,6 +51,8 @@ def test_transformers_loads_the_backbone(tiny, tmp_path, family, tied):
     mllm = build_mllm(ModelConfig(backbone=backbone, encoders=encoders), tiny.vocab)
     state = {name: tensor + 0.01 for name, tensor in mllm.state_dict().items()}
     export_hf(mllm, tmp_path, state)
+    written = load_file(tmp_path / "backbone" / "model.safetensors")
+    assert ("lm_head.weight" in written) != tied, "tied weights are written once, also where each name has a tensor"
     mllm.load_state_dict(state)
     packed = tiny.Packed.of([9])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "backbone", dtype=torch.float32)

@@ -25,7 +25,7 @@ def job(tmp_path_factory):
 
 def write_plan(folder, **fields):
     path = folder / "plan.json"
-    unit = {"name": "all", "stages": [{"image": 2, "audio": 3, "backbone": 5}], "dp": 2}
+    unit = {"name": "all", "stages": [{"image": 1, "audio": 1, "backbone": 2}], "dp": 2}
     document = {"motet_plan": 1, "cluster": {"device": "h100"}, "units": [unit], "batch_size": 4}
     path.write_text(json.dumps(document | fields))
     return path
@@ -59,8 +59,9 @@ def test_a_workload_of_a_table(job, tmp_path):
 def test_a_plan_without_a_recipe_needs_a_workload(tmp_path):
     layer = {"kind": "attention", "weights": 1, "parameters": 1, "output_width": 1, "activation_width": 1}
     model = {"name": "m", "modules": [{"name": "backbone", "stacks": [{"layer": layer}]}], "edges": []}
+    units = [{"name": "all", "stages": [{"backbone": 1}]}]
     with pytest.raises(UserError, match=r"plan\.json names no recipe, so --workload must say"):
-        read_plan_and_workload(write_plan(tmp_path, model=model), None)
+        read_plan_and_workload(write_plan(tmp_path, model=model, units=units), None)
 
 
 @pytest.mark.parametrize(
