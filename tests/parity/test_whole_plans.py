@@ -45,8 +45,8 @@ def figures(folder):
     ],
 )
 def test_what_ranks_share_is_one_process(family, ways, tmp_path):
-    """Windows, grids and a merger for projector; rows that enter several blocks; items in several pieces; and a class that Motet does not know, whose
-    encoder is not cut.
+    """Windows, grids and a merger for projector; rows that enter several blocks; items in several pieces; and a class
+    that Motet does not know, whose encoder is not cut.
 
     The latter two have one head of keys, which two ranks cannot divide.
     """
