@@ -112,6 +112,8 @@ def _truncated(part: EncoderConfig | BackboneConfig) -> dict[str, Any]:
     truncated: dict[str, Any] = {"config": options}
     if getattr(part, "feature_layer", None) is not None:
         truncated["feature_layer"] = -1  # The only layer.
+    if getattr(part, "stacked", None):
+        truncated["stacked"] = {}  # No layer is left before which further rows enter.
     return truncated
 
 

@@ -32,7 +32,8 @@ class _Qwen3VLBlocks(nn.Module):
         super().__init__()
         self.model = model
         config = model.config
-        self.width, self.inner = config.hidden_size, tuple(inner)
+        # In a tower that is profiled one layer deep its last block stands for those that are not there.
+        self.width, self.inner = config.hidden_size, tuple(min(number, config.depth - 1) for number in inner)
         self.output_dim = self.width * (1 + len(self.inner))
         self.merge = config.spatial_merge_size
         self.takes = ImageRows(config.patch_size, self.merge, config.in_channels, config.temporal_patch_size)
@@ -82,8 +83,7 @@ class _Qwen3VLBlocks(nn.Module):
         segments = item_extents(np.prod(grids, axis=1), None)
         for number, block in enumerate(self.blocks[first:stop], first):
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotation)
-            if number in self.inner:
-                inner.append(hidden)
+            inner += [hidden] * self.inner.count(number)
         return torch.cat([hidden, *inner], dim=1)
 
     def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
