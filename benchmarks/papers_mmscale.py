@@ -156,11 +156,5 @@ MEASURED: Mapping[str, Callable[[], Iterable[Row]]] = {
 """Processor time of this machine."""
 ABSENT = (
     Absent("MMScale, Figure 3", "needs GPUs: bars of forward seconds on A800, without numbers."),
-    Absent("MMScale, Figures 15 to 17", "are jobs of benchmarks/planner.py, with the planner's own best beside them."),
-    Absent("MMScale, Figure 19", "MFU is throughput a GPU times operations, which are one job's: Figure 20's rows."),
-    Absent(
-        "MMScale, Figure 21",
-        "needs CPU nodes beside GPUs: seconds of loading images, which nothing here predicts (docs/data.md, "
-        "data.service).",
-    ),
+    Absent("MMScale, Figures 15 to 17, 19, 21", "benchmarks/mmscale.py has rows of these, and all others of MMScale."),
 )

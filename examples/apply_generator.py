@@ -14,7 +14,7 @@ from motet.dispatch import LoadedExample
 from motet.models.generator import GeneratorConfig
 
 DIT = {"row_dim": PATCH**2, "hidden": 16, "num_layers": 2, "num_heads": 2}
-DRAW = GeneratorConfig(family="dit", config=DIT, num_queries=2, drop_condition=0.1)
+DRAW = GeneratorConfig(family="dit", config=DIT, num_queries=2, drop_condition=0.1, weight=1.0)
 DEGREES = {"backbone": {"pp": 1, "dp": 1}, "draw": {"pp": 1, "dp": 1}}  # What is not said is planned.
 
 

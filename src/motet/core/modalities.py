@@ -51,7 +51,7 @@ class OwnModality:
     load: Callable[[IO[bytes]], Any]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return own_modality, (self.name, str(self.file))
+        return _the_same, (self.name, str(self.file), self.digest)
 
 
 _OWN: dict[str, OwnModality] = {}
@@ -97,6 +97,17 @@ def own_modality(name: str, file: str | Path) -> OwnModality:
     )
     _OWN[name] = made
     return made
+
+
+def _the_same(name: str, file: str, digest: str) -> OwnModality:
+    """As `own_modality`, in another process. Raises UserError if the file has another text there."""
+    found = own_modality(name, file)
+    if found.digest != digest:
+        raise UserError(
+            f"modalities.{name}: {file} is not the file that the run began with, so items could come out otherwise: "
+            "give all machines the same, and leave it as it is while a run starts"
+        )
+    return found
 
 
 def _row_dim(module: Any, where: str) -> int:

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -177,14 +177,15 @@ class RayActor:
     def __init__(self, cluster: RayCluster, handler: HandlerParts, limit_s: float) -> None:
         self._cluster, self._limit_s = cluster, limit_s
         remote = _ray().remote(num_cpus=1, max_restarts=0, max_task_retries=0)(HandlerActor)
-        self._actor = remote.remote(handler)
+        head, contents = pickled(handler)
+        self._actor = remote.remote(head, [bytes(each) for each in contents])
         self._node, self.process_id = "", 0
 
     def ready(self) -> None:
         """As `Worker.ready`. Raises UserError where no node has a CPU free, or has other versions of what decodes."""
         ray = _ray()
         try:
-            self._node, self.process_id, theirs = ray.get(self._actor.about.remote(), timeout=_START_LIMIT_S)
+            self._node, self.process_id, theirs, failure = ray.get(self._actor.about.remote(), timeout=_START_LIMIT_S)
         except ray.exceptions.GetTimeoutError as error:
             raise UserError(
                 f"No node of the Ray cluster at {self._cluster.address} has had a CPU free for an actor within "
@@ -201,6 +202,8 @@ class RayActor:
                 f"Ray's node {self._node} has {other} {theirs.get(other) or 'not at all'}, and this rank has {other} "
                 f"{ours[other]}, so items could come out otherwise: install the same on both."
             )
+        if failure:
+            raise UserError(f"On Ray's node {self._node}, {failure.rstrip('.')}.")
 
     def run(self, task: Any) -> tuple[bool, Any]:
         """As `Worker.run`. The result is copied out of the store, which then drops it."""
@@ -235,16 +238,22 @@ class RayActor:
 class HandlerActor:
     """The actor's side: it runs a handler, as `workers.serve` does.
 
-    handler: the function that makes it, and its arguments.
+    head, contents: the function that makes it, and its arguments, as `pickled` gave them. Files of the user's own that
+    they name may be missing here.
     """
 
-    def __init__(self, handler: HandlerParts) -> None:
-        make_handler, args = handler
-        self._handler = make_handler(*args)
+    def __init__(self, head: bytes, contents: Sequence[bytes]) -> None:
+        self._failure = ""
+        try:
+            make_handler, args = unpickled(head, [memoryview(each) for each in contents])
+            self._handler = make_handler(*args)
+        except UserError as error:
+            self._failure = str(error)
 
-    def about(self) -> tuple[str, int, dict[str, str]]:
-        """The name of the node, the number of the process, and the versions that decide what a file becomes."""
-        return socket.gethostname(), os.getpid(), versions()
+    def about(self) -> tuple[str, int, dict[str, str], str]:
+        """The name of the node, the number of the process, the versions that decide what a file becomes, and what is
+        wrong with the handler there; "" if nothing."""
+        return socket.gethostname(), os.getpid(), versions(), self._failure
 
     def run(self, task: Any) -> list[Any]:
         """(succeeded, result or exception) in parts, of which the store keeps arrays as they are."""
@@ -280,6 +289,11 @@ def _connected(**options: Any) -> str:
             raise UserError(
                 f"The Ray cluster {where} has Ray {theirs[0]} on Python {_after(str(error), 'Python: ')[0]}, and this "
                 f"rank has Ray {ray.__version__} on Python {platform.python_version()}; install the same on both."
+            ) from error
+        if options["address"] == "local":
+            raise UserError(
+                f"Ray does not start on this machine: {_line(error)}; end other work here, or name a cluster that runs "
+                "in data.ray_address."
             ) from error
         raise UserError(
             f"Ray {where} cannot be reached: {_line(error)}; where it asks for a token, set RAY_AUTH_MODE=token and "

@@ -17,7 +17,9 @@ from motet.data.dataset import Dataset, Modality
 from motet.data.headers import read_header
 from motet.data.media import BadMedia, MediaRef, modality_of
 from motet.data.own_items import OwnTransform
+from motet.data.ray_actors import HandlerActor
 from motet.data.transforms import load_media
+from motet.data.workers import pickled, unpickled
 from motet.train.recipe.recipe import load_recipe
 
 FILE = """
@@ -111,6 +113,38 @@ def test_a_process_knows_a_modality_that_comes_to_it(traces, monkeypatch):
     monkeypatch.setattr(known, "_OWN", {})
     assert pickle.loads(sent).modality == "traces"
     assert modalities() == ("image", "audio", "traces")
+
+
+def loader_of(transform):
+    return lambda task: load_media(task, transform)
+
+
+def test_an_actor_whose_file_differs_says_so_before_it_decodes(traces, tmp_path, monkeypatch):
+    (tmp_path / "a.csv").write_text("1\n1,2\n")
+    head, contents = pickled((loader_of, (OwnTransform(traces),)))
+    file = f"{tmp_path}/traces.py"
+    for text, said in (
+        (FILE, ""),
+        (
+            FILE.replace("file.readline()\n    return np", "file.readline()\n    return 2 * np"),
+            f"{file} is not the file",
+        ),
+        ("broken", f"{file} cannot be imported (NameError: "),
+        (None, f"there is no file {file}"),
+    ):
+        monkeypatch.setattr(known, "_OWN", {})  # As on another node.
+        monkeypatch.setattr("sys.modules", {**sys.modules})
+        for name in [name for name in sys.modules if name.startswith("traces_")]:
+            del sys.modules[name]
+        traces.file.unlink() if text is None else traces.file.write_text(text)
+        actor = HandlerActor(head, list(map(bytes, contents)))
+        failure = actor.about()[-1]
+        assert said in failure
+        assert bool(said) == bool(failure)
+        assert failure.startswith("modalities.traces") or not failure
+        if not failure:
+            result, *arrays = actor.run(MediaRef("traces", str(tmp_path / "a.csv"), raw=(1, 0)))
+            assert unpickled(result, [each.data for each in arrays])[1].values.tolist() == [[1, 2]]
 
 
 def test_an_index_is_of_the_modalities_that_were_known(traces, tmp_path, tokenizer, monkeypatch):
