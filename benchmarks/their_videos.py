@@ -23,7 +23,7 @@ _MODULES = [f"torchvision{part}" for part in ("", ".transforms", ".transforms.v2
 
 
 @cache
-def kind() -> type:
+def kind() -> Any:
     """The class, imported while empty modules stand for torchvision."""
     absent = [name for name in _MODULES if name not in sys.modules]
     for name in absent:

@@ -133,7 +133,7 @@ def test_texts_that_only_look_alike():
         ("input_ids", [1], "has a field 'input_ids': records hold text, not tokens"),
         ("sytem", "x", "has a field 'sytem': is it meant to be 'system'? Rename or remove it"),
         ("Images", "a.png", "has a field 'Images': is it meant to be 'images'? Rename or remove it"),
-        ("image_path", "a.png", "has a field 'image_path', but no <image> or <audio> in its text; name media in"),
+        ("image_path", "a.png", "has a field 'image_path', but no <image>, <audio> or <video> in its text; name"),
     ],
 )
 def test_fields_that_would_change_what_is_learned(field, value, said):
@@ -144,7 +144,7 @@ def test_fields_that_would_change_what_is_learned(field, value, said):
 
 def test_empty_fields_of_media_are_as_good_as_absent():
     record = a_record("<image>", image=[], images=["a.png"], audio="", audios=None)
-    assert media_names(record, "here") == {"image": ["a.png"], "audio": None}
+    assert media_names(record, "here") == {"image": ["a.png"], "audio": None, "video": None}
 
 
 def test_metadata_is_kept():

@@ -73,7 +73,7 @@ def turns(text):
 def test_a_record_names_items_of_an_own_modality(traces):
     record = turns("<traces> and <image>") | {"traces": "a.csv", "image": "a.png"}
     assert parse_conversation(record, "line 1").placeholders == ("traces", "image")
-    assert media_names(record, "line 1") == {"image": ["a.png"], "audio": None, "traces": ["a.csv"]}
+    assert media_names(record, "line 1") == {"image": ["a.png"], "audio": None, "video": None, "traces": ["a.csv"]}
     parts = [{"type": "traces", "path": "a.csv"}, {"type": "text", "text": "?"}]
     messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "Yes."}]
     conversation = parse_conversation({"messages": messages}, "line 1")
@@ -112,7 +112,7 @@ def test_a_process_knows_a_modality_that_comes_to_it(traces, monkeypatch):
     sent = pickle.dumps(OwnTransform(traces))
     monkeypatch.setattr(known, "_OWN", {})
     assert pickle.loads(sent).modality == "traces"
-    assert modalities() == ("image", "audio", "traces")
+    assert modalities() == ("image", "audio", "video", "traces")
 
 
 def loader_of(transform):
@@ -184,7 +184,7 @@ def test_a_file_that_lacks_a_part_is_refused(tmp_path, text, reason):
         (tmp_path / "wrong.py").write_text(text)
     with pytest.raises(UserError, match=reason):
         own_modality("traces", tmp_path / "wrong.py")
-    assert modalities() == ("image", "audio")
+    assert modalities() == ("image", "audio", "video")
 
 
 @pytest.mark.parametrize(
