@@ -1,4 +1,4 @@
-"""A recipe whose generator is a UNet of diffusers: the same on any number of ranks, shown, exported; what is refused."""
+"""A recipe whose generator is a UNet of diffusers: the same on any number of ranks, shown and exported."""
 
 import json
 
