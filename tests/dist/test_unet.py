@@ -1,4 +1,4 @@
-"""A recipe whose generator is a UNet of diffusers: the same on any ranks, shown, exported; what is refused."""
+"""A recipe whose generator is a UNet of diffusers: the same on any number of ranks, shown and exported."""
 
 import json
 
@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from cli.tiny_job import metrics, write_tiny_job
 from dist.test_generators import held_out, run, shown
 from motet.core.errors import UserError
+from motet.models.build import build_mllm
+from motet.profiling.subjects import one_layer_deep, subjects
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
 
@@ -105,3 +107,10 @@ def test_what_does_not_fit_is_said(job, tmp_path, override, said):
         train(load_recipe(job, [f"run.dir={tmp_path / 'run'}", override]))
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_profile_refuses_it(job, tmp_path):
+    recipe = load_recipe(job, [f"run.dir={tmp_path}"])
+    model = build_mllm(one_layer_deep(recipe.model), recipe.vocabulary().vocabulary_size)
+    with pytest.raises(UserError, match="is a UNet, whose layers are not timed"):
+        subjects(recipe, model, model, torch.device("cpu"))

@@ -252,10 +252,15 @@ def _generator(
         return lambda: called(values, on_host, rows, keys)
 
     lengths = np.array(sorted(sizes), dtype=np.int64)
-    # A block is timed whole, as its first layer; what has none, layer by layer.
+    # A block is timed whole, as its first layer.
     blocks, layers = iter(module.blocks), []
     for layer, modules in module.layers():
-        if layer.in_block and module.blocks:
+        if layer.in_block and not module.blocks:
+            raise UserError(
+                f"model.generators.{name} is a UNet, whose layers are not timed; motet plan, simulate and --dry-run "
+                "predict it by its operations without a profile."
+            )
+        if layer.in_block:
             modules = () if layer.continues else (next(blocks),)
         layers.append(LayerModules(layer, modules))
     return Subject(name, module, module.spec_module(name), layers, lengths, sharded, prepare)
