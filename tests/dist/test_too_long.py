@@ -103,3 +103,11 @@ def test_a_plan_with_stages_leaves_it_out_by_its_own_memory(job, tmp_path):
     overrides = [*DEEPER, f"run.dir={tmp_path / 'run'}", "run.steps=1"]
     said = run_ranks(said_under, 2, str(job), overrides, str(tmp_path / "plan.json"))
     assert "train.jsonl, line 41: takes 144 tokens" in said[0] and "no cp up to 2 could hold it" in said[0]
+
+
+def test_where_the_model_alone_does_not_fit_nothing_is_cut_for_it(job, tmp_path):
+    little = ("cluster.device=cpu", "cluster.memory_gbytes=0.001", "model.backbone.config.intermediate_size=2048")
+    slow = "balance.speed={ device_tflops = 1e-6, link_latency_us = 1e9 }"
+    said = run(job, 2, tmp_path / "a", *little, "balance.split=auto", slow, "run.steps=1")
+    (step,) = metrics(tmp_path / "a")
+    assert "Left out" not in said[0] and step["balance"]["cut"] is None and step["memory"]["lacking_bytes"] == 0

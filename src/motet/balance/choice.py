@@ -17,6 +17,7 @@ Predicted seconds = (sum over phases of the busiest rank's seconds) + (sum over 
   what the rank does that is busiest in all of them.
 - An exchange takes as long as its slowest rank, for bytes inside its node and between nodes (`core/exchange.py`).
 - Times are compared in whole nanoseconds, so that all ranks choose the same.
+- What fits the ranks' memory comes before what is faster, where it is known what items take (item_bytes.py).
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ class BalanceConfig(BaseModel):
              no encoder output crosses ranks. "per_phase" assigns the items of each phase independently. "auto" predicts
              for each microbatch which method is fastest, a mix of both included (`motet.balance.choose`). "split" cuts
              items that are too long for a rank over several (sequences, images), and balances encoders as is faster.
-    split:   whether "auto" may cut items, too, where that is predicted to be faster, exchange included.
+    split:   whether "auto" may cut items, too, where that is predicted to be faster, exchange included, or where no
+             rank could hold them whole.
     mode:    "index": lengths are known before loading. "exchange": items move after loading. "auto": "index" if the
              data has an index, else "exchange".
     communicator: how inputs (in exchange mode) and encoder outputs move between ranks. "all_to_all": each rank gets its

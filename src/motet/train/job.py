@@ -158,7 +158,7 @@ def build_job(
         if chosen is not None:
             chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
         measured = read_measured(recipe, spec)
-        memory = RankMemory(plan_alone(recipe, spec, ranks)) if rank_bytes and recipe.balance.cut_by else None
+        memory = _item_memory(recipe, spec, ranks)
         orchestrator = _orchestrator(recipe, model, spec, measured, world, memory)
         splits = own_splits(recipe, world)
         opened = {
@@ -253,6 +253,17 @@ def _orchestrator(
         waits=recipe.fsdp.waits,
         memory=memory,
     )
+
+
+def _item_memory(recipe: Recipe, spec: ModelSpec, ranks: RecomputeRanks) -> ItemMemory | None:
+    """What items take of a rank's memory, where it is known and items may be cut.
+
+    None too where the model alone does not fit by prediction: then no item is to blame, and nothing is cut for it.
+    """
+    if not ranks.memory_bytes or not recipe.balance.cut_by:
+        return None
+    memory = RankMemory(plan_alone(recipe, spec, ranks))
+    return memory if memory.room_bytes > 0 else None
 
 
 def _shared_by(recipe: Recipe, orchestrator: Orchestrator) -> dict[str, int]:
