@@ -125,9 +125,10 @@ def test_a_disk_that_fills_up_while_logging_stops_the_run_with_what_it_has(job, 
 @pytest.mark.parametrize("max_file_bytes", [300, 3_000, 30_000])
 def test_a_full_disk_is_one_sentence(job, tmp_path, max_file_bytes):
     """Of files that may not grow further: the index is the first, then recipe.toml, metrics.jsonl, the checkpoint."""
-    done = motet(*arguments(job, tmp_path, *SHORT), max_file_bytes=max_file_bytes)
+    done = motet(*arguments(job, tmp_path, *SHORT, "checkpoint.every_steps=1"), max_file_bytes=max_file_bytes)
     assert done.returncode == 2
     assert "File too large" in done.stderr or "could not be written" in done.stderr
+    assert "is saved" not in done.stderr and not list(tmp_path.glob("checkpoints/*"))
     assert done.stderr.count("\n") == 1
     if (tmp_path / "metrics.jsonl").exists():
         text = (tmp_path / "metrics.jsonl").read_text()

@@ -163,15 +163,15 @@ def test_a_plan_that_stands_alone_is_simulated_without_torch(files):
     [
         (
             {"units": (Unit("all", CHAIN, dp=20, pp=3),)},
-            "unit 'all' is on ranks 0 to 59; the cluster has ranks 0 to 31.",
+            "plan.json: unit 'all' is on ranks 0 to 59; the cluster has ranks 0 to 31.",
         ),
         (
             {"units": (Unit("all", ({**WHOLE, "backbone": 7},)),)},
-            "module 'backbone' has 8 layers; the plan's stages hold 7.",
+            "plan.json: module 'backbone' has 8 layers; the plan's stages hold 7.",
         ),
         (
             {"batch_size": 3},
-            "batch_size is 3; it must be a multiple of dp * microbatch_size of the backbone, 2.",
+            "plan.json: batch_size is 3; it must be a multiple of dp * microbatch_size of the backbone, 2.",
         ),
         ({"precision": "fp8"}, "device 'test' has no peak in 'fp8'; it has one in bf16, fp32."),
     ],

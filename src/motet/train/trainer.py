@@ -180,7 +180,9 @@ class _Run:
         except BrokenWeights:
             raise
         except JointUserError as error:
-            raise JointUserError(f"{str(error).rstrip('.')}; {self._saved()}") from error
+            if (saved := self._saved()) == str(error):
+                raise  # A checkpoint that cannot be written, nor now.
+            raise JointUserError(f"{str(error).rstrip('.')}; {saved}") from error
 
     def _train(self) -> None:
         """Take all steps that are left, with the checkpoints and evaluations that are due."""

@@ -104,8 +104,9 @@ class Checkpointer:
         except CheckpointException as error:  # Raised by all ranks if any fails; no subclass of Exception.
             if self._group is None or dist.get_rank(self._group) == 0:
                 shutil.rmtree(self._temporary, ignore_errors=True)  # The unfinished files may fill the disk.
+            step, self._save_step = self._save_step, None  # Not saved: who asks for it again gets another attempt.
             raise JointUserError(
-                f"The checkpoint of step {self._save_step} could not be written to {self._folder}: {first_line(error)}."
+                f"The checkpoint of step {step} could not be written to {self._folder}: {first_line(error)}."
             ) from error
         if self._remote is not None and (problem := self._copied()):
             raise JointUserError(
