@@ -62,8 +62,8 @@ class FSDPConfig(BaseModel):
     shard_size: int | None = Field(default=None, ge=1, le=MAX_RANKS)
     param_dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None
     reduce_dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None
-    loss_scale: float = Field(65536.0, ge=1, le=2.0**32)
-    loss_scale_steps: int = Field(2000, gt=0, le=MAX_STEPS)
+    loss_scale: float = Field(default=65536.0, ge=1, le=2.0**32)
+    loss_scale_steps: int = Field(default=2000, gt=0, le=MAX_STEPS)
     reshard_after_forward: bool = True
     once_a_step: bool = False
     recompute: bool | Literal["auto"] | dict[str, NumLayers] = False

@@ -33,6 +33,7 @@ from motet.data.transforms import Transform
 from motet.dispatch import Carrier, ItemExchange, Orchestrator, RankBatch
 from motet.dropout import drops_out, example_keys
 from motet.models.build import build_mllm
+from motet.models.compiling import check_compiler, compile_blocks, why_not_compiled
 from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
@@ -43,6 +44,7 @@ from motet.runtime.groups import new_group
 from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.place import Place
 from motet.runtime.planned_step import PlannedStep
+from motet.runtime.stage import modules_by_phase
 from motet.runtime.step import TrainStep
 from motet.schedule.layout import num_microbatches
 from motet.train.balancing import (
@@ -152,6 +154,7 @@ def build_job(
         check_rows(recipe, model)
         check_learns(model)
         check_export(recipe)
+        _check_compiles(recipe, model, world)
         check_groups(model, recipe.optimizer)
         check_shared(recipe.balance, model)
         spec = model_spec(model)
@@ -190,6 +193,8 @@ def build_job(
         mesh = build_mesh(world.device, shard_size=recipe.fsdp.shard_size, ranks_per_node=world.ranks_per_node)
         shard(model, mesh, recipe.fsdp)
         materialise(model, recipe.modules, recipe.run.seed, world.device)
+        if recipe.run.compile:
+            compile_blocks(modules_by_phase(model).values())
         optimizer = build_optimizer(model, recipe.optimizer)
     keep_freed_memory(world.device.type)
     world.barrier()  # The clocks of all ranks start at the same moment.
@@ -336,6 +341,11 @@ def _build_planned_job(
     """As `build_job`, for ranks that hold different parts of the model."""
     plan = chosen.plan
     check_same_backend(world)
+    if recipe.run.compile:
+        raise UserError(
+            "run.compile takes blocks that run whole, and a plan with stages runs halves of them and splits their "
+            "backward passes; remove run.compile, or train without the plan."
+        )
     with world.together():
         dtype, vocabulary = _DTYPES[recipe.run.dtype], recipe.vocabulary()
         model = build_mllm(recipe.modules, vocabulary.vocabulary_size, dtype, recipe.run.seed, deferred=True)
@@ -555,6 +565,16 @@ def _carrier(recipe: Recipe, world: World, mesh: Mesh) -> Carrier:
         return Carrier(mesh.host_group)
     # A new group has a communicator of its own. That of the step belongs to the training thread.
     return Carrier(new_group(backend="nccl"), world.device)
+
+
+def _check_compiles(recipe: Recipe, model: MLLM, world: World) -> None:
+    """Raise UserError where blocks cannot be compiled, if they are to be."""
+    if not recipe.run.compile:
+        return
+    what = "generators, whose noise is drawn by item" if model.generators else ""
+    if what := what or why_not_compiled(modules_by_phase(model).values()):
+        raise UserError(f"run.compile cannot compile a model with {what}; remove run.compile.")
+    check_compiler(world.device.type)
 
 
 def _check_transport(recipe: Recipe, world: World) -> None:

@@ -14,6 +14,7 @@ from motet.core.errors import JointUserError, originating
 from motet.core.plan_file import plan_digest
 from motet.core.timeline import Span, Timeline
 from motet.dispatch import RankBatch
+from motet.models.compiling import uncompiled
 from motet.runtime.planned_step import PlannedStep
 from motet.runtime.step import StepResult
 from motet.schedule.plan_units import recomputed_in
@@ -305,7 +306,8 @@ class _Run:
             )
             return result, None
         self._seed(step)
-        cause = examine(self.job.step, batches, fed, self.job.dataset, self.world)
+        with uncompiled(self.recipe.run.compile):
+            cause = examine(self.job.step, batches, fed, self.job.dataset, self.world)
         self._say(self.bad_steps.met(result, fed, cause))
         return result, cause
 
@@ -384,7 +386,8 @@ class _Run:
         """Evaluate, if the recipe does; False if a signal to stop any rank ended it early. A collective."""
         if self.job.evaluator is None:
             return True
-        evaluation = self.job.evaluator.run(self.job.model, is_stopped=lambda: bool(self.stop.received))
+        with uncompiled(self.recipe.run.compile):
+            evaluation = self.job.evaluator.run(self.job.model, is_stopped=lambda: bool(self.stop.received))
         if evaluation is None:
             return False
         self.evaluations[self.job.progress.step] = evaluation

@@ -111,6 +111,11 @@ class RunConfig(BaseModel):
     report_to: tuple[Service, ...] = Field(
         ("tensorboard",), description="what scalars are reported to beside metrics.jsonl: one, or a list; [] is nothing"
     )
+    compile: bool = Field(
+        False,
+        description="compile each block by torch.compile, for all lengths at once; under data parallelism, without "
+        "dropout, experts and generators",
+    )
     profile_steps: tuple[int, ...] = Field(
         (), description="steps, from 1, of which each rank writes a trace of torch's profiler to run.dir/profile"
     )
@@ -273,6 +278,7 @@ class Recipe(BaseModel):
     def _cuts_fit(self) -> Recipe:
         for is_there, why in (
             (self.data.is_split, "takes examples that every rank can read, and with {rank} in data.train none is"),
+            (self.run.compile, "shares rows of a block among ranks, which run.compile does not know; remove one"),
             (
                 self.data.group is not None,
                 "gives a sequence to several ranks, and data.group keeps each on one; remove one of them",

@@ -1,0 +1,67 @@
+"""`run.compile`: blocks in graphs for all lengths, equal to blocks as they are."""
+
+from functools import partial
+
+import pytest
+from torch._dynamo.utils import counters
+
+import motet.train.job
+from cli.tiny_job import losses, write_tiny_job
+from dist.test_planned import said_under
+from motet.core.errors import UserError
+from motet.models.compiling import compile_blocks
+from motet.train.recipe.recipe import load_recipe
+from motet.train.trainer import train
+from ranks import run_ranks
+
+NO_DROPOUT = "model.encoders.audio.config.dropout=0.0"
+TEXT = 'data.train=["text.jsonl"]'
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """Its text.jsonl has text alone: compiling is slow, so one kind of block is."""
+    recipe = write_tiny_job(tmp_path_factory.mktemp("job") / "data")
+    lines = (recipe.parent / "train.jsonl").read_text().splitlines()
+    text = [line for line in lines if "<audio>" not in line and "<image>" not in line]
+    (recipe.parent / "text.jsonl").write_text("\n".join(text))
+    return recipe
+
+
+def graphs_of(rank, num_ranks, recipe, overrides):
+    """The number of graphs after each step of a run. Graphs run as they are traced: no code is made for them."""
+    step_type, seen = motet.train.job.TrainStep, []
+    motet.train.job.compile_blocks = partial(compile_blocks, backend="eager")
+
+    class Counted(step_type):
+        def run(self, batches, step=0):
+            result = super().run(batches, step)
+            seen.append(counters["stats"]["unique_graphs"])
+            return result
+
+    motet.train.job.TrainStep = Counted
+    train(load_recipe(recipe, overrides))
+    return seen
+
+
+def test_no_length_is_compiled_anew_and_losses_are_equal(job, tmp_path):
+    overrides = [
+        NO_DROPOUT,
+        TEXT,
+        "data.heldout=[]",
+        "model.backbone.config.num_hidden_layers=1",
+        "run.steps=6",
+    ]
+    (graphs,) = run_ranks(graphs_of, 1, job, [f"run.dir={tmp_path / 'own'}", "run.compile=true", *overrides])
+    run_ranks(said_under, 1, str(job), [f"run.dir={tmp_path / 'plain'}", *overrides], None)
+    assert losses(tmp_path / "own") == losses(tmp_path / "plain")
+    assert 2 <= graphs[2] == graphs[-1] <= 12, "three steps with packs of their own lengths have no graph of their own"
+
+
+def test_what_does_not_compile_is_refused(job, tmp_path, monkeypatch):
+    given = [f"run.dir={tmp_path}", "run.compile=true", "data.heldout=[]"]
+    with pytest.raises(UserError, match="dropout, whose masks are drawn by item"):
+        train(load_recipe(job, given))
+    monkeypatch.setattr("motet.models.compiling.shutil.which", lambda name: None)
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler"):
+        train(load_recipe(job, [*given, NO_DROPOUT]))
