@@ -45,6 +45,8 @@ from motet.simulate.predict.prediction import Prediction
 BUDGET, SIMULATION = 120_000, 1_500
 """What the refinement of a strategy's or shape's Plans spends, so that it finds what it would find alone. A simulation
 costs as many spans as its Timeline has, and SIMULATION more: what does not depend on spans takes about as long."""
+_AS_CHAINS = "as chains"
+"""The purse of `Refinement._as_chains`, so that it leaves descents theirs."""
 _FEW_RANKS = 8
 """On more ranks than this, the budget falls with the square of their number: closed forms are the better, and a search
 takes the longer."""
@@ -133,7 +135,7 @@ class Refinement:
         for start in improved:
             is_colocated = start.candidate.plan.schedule == "data_parallel" and start.prediction.step_s <= limit_s
             for plan in as_pipelines(self.job, start.candidate.plan) if is_colocated else ():
-                if not self._allows(plan) or not self._spend(_Shape.of(plan), start.prediction, 1 + _NUM_VARIANTS):
+                if not self._allows(plan) or not self._spend(_AS_CHAINS, start.prediction, 1 + _NUM_VARIANTS):
                     continue
                 if (one := self._predicted(start, plan)) is None:
                     continue

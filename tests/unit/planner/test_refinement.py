@@ -34,15 +34,7 @@ def long_job(num_nodes, ranks_per_node, patches=8000):
 
 
 @pytest.fixture(scope="module")
-def quickly():
-    """With a third of the budget: what holds of a descent holds of a short one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("motet.planner.refinement.BUDGET", 40_000)
-        yield
-
-
-@pytest.fixture(scope="module")
-def found(quickly):
+def found():
     return search(SMALL, STRATEGIES)
 
 
