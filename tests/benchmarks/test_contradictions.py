@@ -33,3 +33,12 @@ def test_contradictions_are_counted_by_kind(programs):
     assert rows["answers where a pin finds a faster Plan, of 2"].value == 1
     assert rows["the most by which links x 2 makes the answer slower"].value == 0.1
     assert not any(row.met for name, row in rows.items() if name != "jobs")
+
+
+def test_a_descent_within_a_shape_finds_what_a_pin_of_the_shape_would(programs, monkeypatch):
+    """Replicas of one pipeline rank, which no strategy proposes with so large microbatches."""
+    job, strategies = programs.random_job(47, 0, programs.workload_at("")), ("data parallel", "chain")
+    chosen = {name: one for name, one in programs.STRATEGIES.items() if name in strategies}
+    found = programs.search(job, chosen).best
+    monkeypatch.setattr("motet.planner.refinement.Refinement._within_shapes", lambda self, results: results)
+    assert found.prediction.step_s < 0.95 * programs.search(job, chosen).best.prediction.step_s

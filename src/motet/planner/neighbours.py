@@ -51,7 +51,7 @@ def neighbours(job: Job, plan: Plan) -> Iterator[Plan]:
     yield from _experts(plan)
     if plan.schedule == "data_parallel":
         yield from _replicas(without_caps)
-        yield from _as_pipelines(job, without_caps)
+        yield from as_pipelines(job, without_caps)
     else:
         yield from _cuts(plan)
         yield from _degrees(job, without_caps)
@@ -141,7 +141,7 @@ def _replicas(plan: Plan) -> Iterator[Plan]:
             yield from with_microbatches(changed, plan)
 
 
-def _as_pipelines(job: Job, plan: Plan) -> Iterator[Plan]:
+def as_pipelines(job: Job, plan: Plan) -> Iterator[Plan]:
     """Data parallelism as replicas of one pipeline rank, whole and in two chunks: items stay with their examples, which
     come in an order of their own, and no parameters are gathered for a pass."""
     (unit,) = plan.units

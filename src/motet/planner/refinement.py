@@ -1,5 +1,5 @@
 """The fastest Plans of a search, made faster step by step: from each to a neighbour that is faster; where none is, on
-from the least slow one, as far as the budget reaches.
+from the least slow one, as far as the budget reaches. Then the same within each shape of the backbone.
 
 Estimates in closed form decide what is proposed and simulated. They are some per cent wrong, so a neighbour of a
 proposed Plan, or one that was proposed and not given its best order of examples, may be the fastest. On few ranks,
@@ -9,10 +9,12 @@ they are proposed. It depends on the job alone, so the answer is the same every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
+from typing import NamedTuple
 
 from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
@@ -30,7 +32,7 @@ from motet.planner.candidate import (
 from motet.planner.degrees import SCHEDULE_NAMES
 from motet.planner.field_pins import unmet
 from motet.planner.job import Job
-from motet.planner.neighbours import all_recomputed, neighbours
+from motet.planner.neighbours import all_recomputed, as_pipelines, neighbours
 from motet.planner.quick_estimate import quick_estimate
 from motet.planner.regrouping import regrouped
 from motet.planner.search_result import SimulatedCandidate
@@ -41,8 +43,10 @@ from motet.schedule.plan_units import units_in_bubbles
 from motet.simulate.predict.prediction import Prediction
 
 BUDGET, SIMULATION = 120_000, 1_500
-"""What the refinement of one strategy's Plans spends, so that it finds what it would find alone. A simulation costs as
-many spans as its Timeline has, and SIMULATION more: what does not depend on spans takes about as long."""
+"""What the refinement of a strategy's or shape's Plans spends, so that it finds what it would find alone. A simulation
+costs as many spans as its Timeline has, and SIMULATION more: what does not depend on spans takes about as long."""
+_AS_CHAINS = "as chains"
+"""The purse of `Refinement._as_chains`, so that it leaves descents theirs."""
 _FEW_RANKS = 8
 """On more ranks than this, the budget falls with the square of their number: closed forms are the better, and a search
 takes the longer."""
@@ -64,9 +68,11 @@ class Refinement:
     def __init__(self, job: Job, pins: Pins, strategies: Collection[str], suitable: Callable[[Plan], bool]) -> None:
         self.job, self.pins, self.strategies, self.suitable = job, pins, strategies, suitable
         budget = BUDGET * min(1.0, _FEW_RANKS / job.cluster.num_ranks) ** 2
-        self.left = dict.fromkeys((*strategies,), budget)
+        self.left: dict[Hashable, float] = defaultdict(lambda: budget)
         self.seen = set[str]()
+        self._known: dict[str, SimulatedCandidate | None] = {}
         self._slower: list[SimulatedCandidate] = []
+        self._shape: _Shape | None = None
 
     @cached_property
     def _bound_s(self) -> float:
@@ -99,21 +105,52 @@ class Refinement:
         for number, start in enumerate(ranked):
             limit = NEAR_LEADER if number < len(leaders) else NEAR
             fastest_s = min(one.prediction.step_s for one in improved)
-            end = self._descended(start) if start.prediction.step_s <= limit * fastest_s else start
-            if end is start:
-                continue
-            # What became another strategy's Plan stands beside the one that it began as.
-            if start.candidate.strategy == end.candidate.strategy:
-                improved = [one for one in improved if one is not start]
-            improved.append(end)
+            if start.prediction.step_s <= limit * fastest_s:
+                improved = _ended(improved, start, self._descended(start, start.candidate.strategy))
+        # 3. Neighbours of the same shape.
+        return self._within_shapes(improved)
+
+    def _within_shapes(self, improved: list[SimulatedCandidate]) -> list[SimulatedCandidate]:
+        """The results with the fastest pipeline of each shape made faster by a descent that keeps to its shape.
+
+        One that may go anywhere spends its budget beside the shapes that it passes, so that a pinned degree would find
+        more. Data parallelism has few neighbours in its shape.
+        """
+        limit_s = NEAR * min(one.prediction.step_s for one in improved)
+        starts = sorted([*improved, *self._as_chains(improved)], key=lambda one: one.prediction.step_s)
+        for self._shape, start in {_Shape.of(one.candidate.plan): one for one in reversed(starts)}.items():
+            if start.prediction.step_s <= limit_s and not self._shape.is_colocated:
+                self.seen = {_key(start.candidate.plan)}
+                improved = _ended(improved, start, self._descended(start, self._shape))
+        self._shape = None
         return improved
 
-    def _descended(self, start: SimulatedCandidate) -> SimulatedCandidate:
-        """The fastest Plan that a descent passes, as far as the budget reaches."""
-        strategy = start.candidate.strategy
+    def _as_chains(self, improved: Sequence[SimulatedCandidate]) -> list[SimulatedCandidate]:
+        """Data-parallel results as replicas of one pipeline rank with their best variants, as far as they fit.
+
+        No strategy proposes these beside its pipelines, whose estimates are less, or with as large microbatches.
+        """
+        chains = []
+        limit_s = NEAR_LEADER * min(one.prediction.step_s for one in improved)
+        for start in improved:
+            is_colocated = start.candidate.plan.schedule == "data_parallel" and start.prediction.step_s <= limit_s
+            for plan in as_pipelines(self.job, start.candidate.plan) if is_colocated else ():
+                if not self._allows(plan) or not self._spend(_AS_CHAINS, start.prediction, 1 + _NUM_VARIANTS):
+                    continue
+                if (one := self._predicted(start, plan)) is None:
+                    continue
+                words = _words(start.candidate, plan)
+                candidate = replace(one.candidate, what=words, bound_s=self._bound_s, facts=())
+                one = SimulatedCandidate(*fastest_variant(self.job, candidate, one.prediction, self.pins))
+                if self._allows(one.candidate.plan) and self._fits(one):
+                    chains.append(one)
+        return chains
+
+    def _descended(self, start: SimulatedCandidate, purse: Hashable) -> SimulatedCandidate:
+        """The fastest Plan that a descent passes, as far as the budget of a purse reaches."""
         found = here = start
-        stop_at, self._slower = (1 - _SHARE) * self.left[strategy], []
-        while after := self._faster_neighbour(here, strategy, stop_at) or self._least_slower(found, strategy, stop_at):
+        stop_at, self._slower = (1 - _SHARE) * self.left[purse], []
+        while after := self._faster_neighbour(here, purse, stop_at) or self._least_slower(found, purse, stop_at):
             here = after
             found = min(found, here, key=lambda one: one.prediction.step_s)
         if found is start:
@@ -129,23 +166,26 @@ class Refinement:
         )
         return SimulatedCandidate(candidate, found.prediction)
 
-    def _least_slower(self, found: SimulatedCandidate, strategy: str, stop_at: float) -> SimulatedCandidate | None:
+    def _least_slower(self, found: SimulatedCandidate, purse: Hashable, stop_at: float) -> SimulatedCandidate | None:
         """The fastest that was simulated and not gone on from, if it is near the best and budget is left.
 
         So a descent leaves a Plan that has no faster neighbour.
         """
         self._slower.sort(key=lambda one: one.prediction.step_s)
-        is_left = self.left[strategy] > stop_at
+        is_left = self.left[purse] > stop_at
         is_near = is_left and self._slower and self._slower[0].prediction.step_s <= NEAR * found.prediction.step_s
         return self._slower.pop(0) if is_near else None
 
-    def _faster_neighbour(self, found: SimulatedCandidate, strategy: str, stop_at: float) -> SimulatedCandidate | None:
-        """The first neighbour that is faster; None if none is, or the strategy's budget is down to stop_at."""
+    def _faster_neighbour(
+        self, found: SimulatedCandidate, purse: Hashable, stop_at: float
+    ) -> SimulatedCandidate | None:
+        """The first neighbour that is faster; None if none is, or the budget is down to stop_at."""
         limit_s = found.prediction.step_s
-        if self.left[strategy] - self._cost(found.prediction) < stop_at:
+        if self.left[purse] - self._cost(found.prediction) < stop_at:
             return None
         for other in self._new_neighbours(found):
-            if self.left[strategy] <= stop_at or not self._spend(strategy, found.prediction):
+            is_known = _key(other) in self._known
+            if self.left[purse] <= stop_at or not (is_known or self._spend(purse, found.prediction)):
                 return None
             self.seen.add(_key(other))
             neighbour = self._predicted(found, other)
@@ -157,7 +197,7 @@ class Refinement:
                 continue
             if not self._fits(neighbour):
                 full = all_recomputed(other)
-                if _key(full) in self.seen or not self._allows(full) or not self._spend(strategy, found.prediction):
+                if _key(full) in self.seen or not self._allows(full) or not self._spend(purse, found.prediction):
                     continue
                 self.seen.add(_key(full))
                 neighbour = self._predicted(found, full)
@@ -166,12 +206,15 @@ class Refinement:
         return None
 
     def _predicted(self, found: SimulatedCandidate, plan: Plan) -> SimulatedCandidate | None:
-        """A neighbour's step; None if it cannot run on the cluster."""
-        candidate = replace(found.candidate, plan=plan, strategy=strategy_of(plan))
-        try:
-            return SimulatedCandidate(candidate, predict_candidate(self.job, candidate))
-        except UserError:
-            return None
+        """A neighbour's step; None if it cannot run on the cluster. Simulated once, whichever descents pass it."""
+        key = _key(plan)
+        if key not in self._known:
+            candidate = replace(found.candidate, plan=plan, strategy=strategy_of(plan))
+            try:
+                self._known[key] = SimulatedCandidate(candidate, predict_candidate(self.job, candidate))
+            except UserError:
+                self._known[key] = None
+        return self._known[key]
 
     def _fits(self, one: SimulatedCandidate) -> bool:
         return bool(one.prediction.peak_bytes.max() <= self.job.capacity_bytes)
@@ -203,14 +246,15 @@ class Refinement:
             return False
         degrees = pins.allow(tp=unit.tp, pp=unit.pp, dp=unit.dp, microbatch_size=plan.microbatch_size)
         rest = pins.allow(schedule=plan.schedule, order=plan.order, balance=plan.balance)
+        rest = rest and self._shape in (None, _Shape.of(plan))
         return degrees and rest and strategy_of(plan) in self.strategies and not unmet(plan, pins)
 
-    def _spend(self, strategy: str, like: Prediction, times: int = 1) -> bool:
-        """Whether a strategy's budget has some simulations like this one left, which are then spent."""
+    def _spend(self, purse: Hashable, like: Prediction, times: int = 1) -> bool:
+        """Whether a budget has some simulations like this one left, which are then spent."""
         cost = times * self._cost(like)
-        if cost > self.left[strategy]:
+        if cost > self.left[purse]:
             return False
-        self.left[strategy] -= cost
+        self.left[purse] -= cost
         return True
 
     def _cost(self, like: Prediction) -> int:
@@ -227,6 +271,30 @@ def strategy_of(plan: Plan) -> str:
         return CHAIN
     alike = {(unit.tp, unit.cp, unit.dp) for unit in plan.units}
     return MODALITY_PARALLEL if len(alike) == 1 and plan.schedule == "1f1b" else DISAGGREGATED
+
+
+class _Shape(NamedTuple):
+    """Degrees of a Plan's backbone, and whether it is colocated data parallelism, to which a descent may keep."""
+
+    tp: int
+    cp: int
+    dp: int
+    is_colocated: bool
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Shape:
+        unit = plan.unit_of(BACKBONE)
+        return cls(unit.tp, unit.cp, unit.dp, plan.schedule == "data_parallel")
+
+
+def _ended(
+    results: list[SimulatedCandidate], start: SimulatedCandidate, end: SimulatedCandidate
+) -> list[SimulatedCandidate]:
+    """The results with the end of a descent. What became another strategy's Plan stands beside what it began as."""
+    if any(end is one for one in results):
+        return results
+    kept = [one for one in results if one is not start or start.candidate.strategy != end.candidate.strategy]
+    return [*kept, end]
 
 
 def _key(plan: Plan) -> str:

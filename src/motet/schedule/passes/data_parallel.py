@@ -70,11 +70,16 @@ class _Rule:
         # 1. A gather stands before the first pass that needs it, a reduction after the last pass that feeds it.
         gather_index: dict[Action, int] = {}
         reduce_index: dict[Action, int] = {}
+        known: dict[tuple[int, Kind], tuple[Action | None, Action | None]] = {}
         for index, action in enumerate(row):
-            for gather in self.gathers(action):
-                gather_index.setdefault(gather, index)
-            for reduction in self.reductions(action):
-                reduce_index[reduction] = index
+            stage, kind, microbatch, *_ = action
+            if (stage, kind) not in known:
+                known[stage, kind] = self.gather(stage, kind), self.reduction(stage, kind)
+            gather, reduction = known[stage, kind]
+            if gather is not None:
+                gather_index.setdefault(gather if gather.microbatch < 0 else _of(gather, microbatch), index)
+            if reduction is not None:
+                reduce_index[reduction if reduction.microbatch < 0 else _of(reduction, microbatch)] = index
         # 2. Those of the whole step move outwards, so that groups come in one order.
         if self.at_ends or self.gathers_first:
             gather_index |= {gather: 0 for gather in gather_index if gather.microbatch < 0}
@@ -87,11 +92,15 @@ class _Rule:
         reductions = sorted(reduce_index, key=lambda one: (one.microbatch < 0, self.groups[one.stage]))
         # 3. The new row.
         before, after = _by_index(gather_index, gathers), _by_index(reduce_index, reductions)
-        for index, action in enumerate(row):
+        start = 0
+        for index in sorted(before.keys() | after.keys()):
+            yield from row[start:index]
             yield from before.get(index, ())
-            yield action
+            yield row[index]
             yield from after.get(index, ())
-        updated = [action.stage for action in row if self.is_gradient(action)]
+            start = index + 1
+        yield from row[start:]
+        updated = [stage for stage, kind in known if self.is_gradient(stage, kind)]
         if updated:
             yield Action(min(updated), Kind.STEP)
 
@@ -112,22 +121,29 @@ class _Rule:
             reduce_index[reduction] = max([reduce_index[reduction], *bounds])
             bounds.append(reduce_index[reduction])
 
-    def gathers(self, action: Action) -> Iterator[Action]:
-        """The gathers that a pass needs."""
-        level = self.zero.get(action.stage, 0)
-        if action.kind is Kind.F and (level == 3 or (level > 0 and action.stage in self.trainable)):
-            yield Action(action.stage, Kind.GATHER, action.microbatch if level == 3 else -1)
-        if action.kind in (Kind.R, Kind.B, Kind.I) and level == 3:
-            yield Action(action.stage, Kind.GATHER_B, action.microbatch)
+    def gather(self, stage: int, kind: Kind) -> Action | None:
+        """The gather that a pass needs: of microbatch -1 if it is of the whole step, else of 0 for each one's."""
+        level = self.zero.get(stage, 0)
+        if kind is Kind.F and (level == 3 or (level > 0 and stage in self.trainable)):
+            return Action(stage, Kind.GATHER, 0 if level == 3 else -1)
+        if kind in (Kind.R, Kind.B, Kind.I) and level == 3:
+            return Action(stage, Kind.GATHER_B, 0)
+        return None
 
-    def reductions(self, action: Action) -> Iterator[Action]:
-        """The reduction that takes in the gradients of a pass."""
-        if self.is_gradient(action) and action.stage in self.zero:
-            yield Action(action.stage, Kind.REDUCE, action.microbatch if self.zero[action.stage] >= 2 else -1)
+    def reduction(self, stage: int, kind: Kind) -> Action | None:
+        """The reduction that takes in the gradients of a pass, as in `gather`."""
+        if self.is_gradient(stage, kind) and stage in self.zero:
+            return Action(stage, Kind.REDUCE, 0 if self.zero[stage] >= 2 else -1)
+        return None
 
-    def is_gradient(self, action: Action) -> bool:
+    def is_gradient(self, stage: int, kind: Kind) -> bool:
         """Whether a pass makes gradients of trainable parameters."""
-        return action.kind in (Kind.B, Kind.W) and action.stage in self.trainable
+        return kind in (Kind.B, Kind.W) and stage in self.trainable
+
+
+def _of(action: Action, microbatch: int) -> Action:
+    """The collective of another microbatch."""
+    return Action(action.stage, action.kind, microbatch)
 
 
 def _by_index(index: Mapping[Action, int], order: Sequence[Action]) -> dict[int, list[Action]]:
