@@ -11,60 +11,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from motet.core.arrays import BoolArray, Float64Array, Int64Array
+from motet.core.arrays import BoolArray, Int64Array
 from motet.core.example import Media
+from motet.core.frame_sampling import ALL_FRAMES, FrameSampling
 from motet.core.grid_positions import step_bits
 from motet.core.modalities import VIDEO
 from motet.data.area_images import AreaImages
 from motet.data.media import MediaRef
 from motet.data.videos import VideoHeader, frames_at, is_video, read_video_header, video_rates, video_shapes
-
-
-@dataclass(frozen=True)
-class FrameSampling:
-    """Which frames of a video are taken; neither `fps` nor `num_frames`: all.
-
-    fps:        so many a second, rounded down to whole grids, between the bounds.
-    min_frames: at least, as far as there are so many. max_frames: at most.
-    num_frames: so many of each video, rounded to whole grids.
-
-    Example:
-        >>> FrameSampling(fps=2.0).numbers(100, 25.0, 2).tolist()  # 4 s
-        [0, 12, 25, 37, 50, 62, 75, 87]
-    """
-
-    fps: float | None = None
-    min_frames: int = 4
-    max_frames: int = 768
-    num_frames: int | None = None
-
-    def counts(self, frames: Int64Array, rates: Float64Array, grid: int) -> Int64Array:
-        """How many are taken, int64 [n]; less than 1 or more than there are: of such a video none can be.
-
-        frames: int64 [n], of each video. rates: float64 [n], of them a second. grid: frames that make one.
-        """
-        if self.num_frames is not None:
-            return np.full(len(frames), round(self.num_frames / grid) * grid, dtype=np.int64)
-        if self.fps is None:
-            return frames
-        most = np.minimum(self.max_frames, frames) // grid * grid
-        # transformers' expression: another order rounds otherwise.
-        asked = np.minimum(np.maximum(frames / rates * self.fps, self.min_frames), np.minimum(most, frames))
-        counts: Int64Array = (np.floor(asked / grid) * grid).astype(np.int64)
-        return counts
-
-    def numbers(self, frames: int, rate: float, grid: int) -> Int64Array:
-        """The frames that are taken, int64 [count], from 0, ascending. They are as even as float32 has them."""
-        (count,) = self.counts(np.array([frames]), np.array([rate]), grid).tolist()
-        return (np.arange(count) * (frames / count)).astype(np.float32).astype(np.int64)
-
-    def taken_rates(self, frames: Int64Array, rates: Float64Array, grid: int) -> Float64Array:
-        """Frames a second of those that are taken, float64 [n]."""
-        counts = self.counts(frames, rates, grid)
-        # In transformers' range a last frame may stand that there is not: a rounding error that counts here.
-        listed = np.ceil(frames / (frames / np.maximum(counts, 1)))
-        taken: Float64Array = listed / frames * rates
-        return taken
 
 
 @dataclass(frozen=True)
@@ -88,7 +42,7 @@ class AreaVideos(AreaImages):
 
     min_video_area: int = 128 * 28 * 28
     max_video_area: int = 28 * 28 * 768
-    sampling: FrameSampling = FrameSampling()
+    sampling: FrameSampling = ALL_FRAMES
     cap_tokens: int | None = None
     video_mean: tuple[float, ...] = (0.5,)
     video_std: tuple[float, ...] = (0.5,)

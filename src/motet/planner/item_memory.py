@@ -28,12 +28,12 @@ class RankMemory:
     room_bytes: what they may take: what the device may fill, without the model's state. Below 0 if that has no room.
 
     Example:
-        >>> from motet.core.cluster import CLUSTERS
+        >>> from motet.cost.catalogue import cluster
         >>> from motet.core.plan import Unit
         >>> from motet.core.shapes import Transformer, language_model, multimodal
         >>> shape = Transformer(hidden=64, mlp=256, num_heads=4, gated=True, causal=True)
         >>> model = multimodal("mine", language_model(shape, num_layers=2, vocab_size=100), encoders=[])
-        >>> plan = Plan(model, CLUSTERS["h100"].resized(1, 2), (Unit("all", ({BACKBONE: 4},), dp=2),), 2)
+        >>> plan = Plan(model, cluster("h100", 1, 2), (Unit("all", ({BACKBONE: 2},), dp=2),), 2)
         >>> lengths = BatchLengths(np.array([1000, 2000]), np.array([1, 1]), np.zeros(2, np.int32), {})
         >>> taken = RankMemory(plan)(lengths)[BACKBONE]
         >>> bool(taken.kept[1] == 2 * taken.kept[0]), bool((taken.copied < taken.kept).all())

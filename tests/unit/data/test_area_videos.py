@@ -8,7 +8,8 @@ import pytest
 
 from benchmark import benchmark
 from motet.core.errors import UserError
-from motet.data.area_videos import AreaVideos, FrameSampling
+from motet.core.frame_sampling import FrameSampling
+from motet.data.area_videos import AreaVideos
 from motet.data.decode import Decoder
 from motet.data.headers import read_header
 from motet.data.media import BadMedia, MediaRef

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from motet.core.errors import UserError
+from motet.core.frame_sampling import FrameSampling
 from motet.core.text_files import read_optional_object
-from motet.data.area_videos import FrameSampling
 from motet.models.whole.processor import Areas, check_values
 
 _DEFAULTS: dict[str, Any] = {

@@ -14,10 +14,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from motet.core.errors import UserError
+from motet.core.frame_sampling import FrameSampling
 from motet.core.workload import BACKBONE
 from motet.data.anyres_images import AnyResImages
 from motet.data.area_images import AreaImages
-from motet.data.area_videos import AreaVideos, FrameSampling
+from motet.data.area_videos import AreaVideos
 from motet.data.by_processor import ImagesByProcessor
 from motet.data.chunked_clips import ChunkedClips
 from motet.data.config import FilesConfig

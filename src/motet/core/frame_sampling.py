@@ -1,0 +1,60 @@
+"""Which frames of a video are taken: what a recipe or a model's directory asks for, as numbers of frames."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from motet.core.arrays import Float64Array, Int64Array
+
+
+@dataclass(frozen=True)
+class FrameSampling:
+    """Which frames of a video are taken; neither `fps` nor `num_frames`: all.
+
+    fps:        so many a second, rounded down to whole grids, between the bounds.
+    min_frames: at least, as far as there are so many. max_frames: at most.
+    num_frames: so many of each video, rounded to whole grids.
+
+    Example:
+        >>> FrameSampling(fps=2.0).numbers(100, 25.0, 2).tolist()  # 4 s
+        [0, 12, 25, 37, 50, 62, 75, 87]
+    """
+
+    fps: float | None = None
+    min_frames: int = 4
+    max_frames: int = 768
+    num_frames: int | None = None
+
+    def counts(self, frames: Int64Array, rates: Float64Array, grid: int) -> Int64Array:
+        """How many are taken, int64 [n]; less than 1 or more than there are: of such a video none can be.
+
+        frames: int64 [n], of each video. rates: float64 [n], of them a second. grid: frames that make one.
+        """
+        if self.num_frames is not None:
+            return np.full(len(frames), round(self.num_frames / grid) * grid, dtype=np.int64)
+        if self.fps is None:
+            return frames
+        most = np.minimum(self.max_frames, frames) // grid * grid
+        # transformers' expression: another order rounds otherwise.
+        asked = np.minimum(np.maximum(frames / rates * self.fps, self.min_frames), np.minimum(most, frames))
+        counts: Int64Array = (np.floor(asked / grid) * grid).astype(np.int64)
+        return counts
+
+    def numbers(self, frames: int, rate: float, grid: int) -> Int64Array:
+        """The frames that are taken, int64 [count], from 0, ascending. They are as even as float32 has them."""
+        (count,) = self.counts(np.array([frames]), np.array([rate]), grid).tolist()
+        taken: Int64Array = (np.arange(count) * (frames / count)).astype(np.float32).astype(np.int64)
+        return taken
+
+    def taken_rates(self, frames: Int64Array, rates: Float64Array, grid: int) -> Float64Array:
+        """Frames a second of those that are taken, float64 [n]."""
+        counts = self.counts(frames, rates, grid)
+        # In transformers' range a last frame may stand that there is not: a rounding error that counts here.
+        listed = np.ceil(frames / (frames / np.maximum(counts, 1)))
+        taken: Float64Array = listed / frames * rates
+        return taken
+
+
+ALL_FRAMES = FrameSampling()
