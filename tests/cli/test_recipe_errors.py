@@ -38,6 +38,7 @@ def line_of(text, part):
         ("hidden_size = 32\ninter", "hiden_size = 32\ninter", None, "has no option hiden_size"),
         ("steps = 8", 'steps = "many"', "steps", "'run.steps' must be a whole number, not 'many'."),
         ("steps = 8", "steps = 0", "steps", "'run.steps' must be greater than 0, not 0."),
+        ('train = ["train.jsonl"]', "train = []", "train", "'data.train' must have at least 1 entry, not 0."),
         ("steps = 8", "", "[run]", "'run.steps' is missing and has no default (optimizer steps of the whole run)."),
         ("warmup_steps = 4", 'schedule = "cosin"', "schedule", "'cosine', 'linear', 'constant' or 'wsd', not 'cosin'."),
         ("batch_size = 6", "batch_size = 6\nmicrobatches = 4", "[run]", "microbatches = 4 must divide batch_size = 6"),

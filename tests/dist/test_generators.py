@@ -92,6 +92,19 @@ def alone(job, tmp_path_factory):
     return folder
 
 
+def test_a_generator_without_anything_to_make_is_refused_unless_it_is_frozen(job, tmp_path):
+    lines = job.with_name("train.jsonl").read_text().splitlines(keepends=True)
+    without = job.with_name("without.jsonl")
+    without.write_text("".join(line for line in lines if "see: <image>" not in line))
+    overrides = [f"data.train={json.dumps([str(without)])}", "run.steps=1"]
+    said = run(job, 2, tmp_path / "learns", *overrides)
+    assert said.startswith("model.generators.draw learns to make items of answers, and no answer of data.train has any")
+    assert len(said.splitlines()) == 1
+    frozen = [f"model.generators.draw.train_{part}=false" for part in ("generator", "projector")]
+    run(job, 1, tmp_path / "frozen", *overrides, *frozen)
+    assert len(metrics(tmp_path / "frozen")) == 1
+
+
 def held_out(folder):
     """The held-out losses of tokens and of the generator."""
     summary = json.loads((folder / "summary.json").read_text())

@@ -368,6 +368,11 @@ class Dataset:
             return False
         return self._combine.get(modality) == "sum" and self._readers[modality][0] != phase
 
+    def has_items(self, phase: str) -> bool:
+        """Whether any example of the manifests, also of those that are left out, has an item that a phase computes."""
+        columns = (index.lengths for index in self._indexes)
+        return any(len(self._of_phase(lengths, self._modalities[phase])) > 0 for lengths in columns)
+
     def _check_added(self, numbers: Int64Array) -> None:
         """Raise UserError for the first of some examples with an item whose rows are added and not equally many."""
         items, _, _ = self._item_lengths(ExampleLengths.of(self._indexes, self._starts, numbers))

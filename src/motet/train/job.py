@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -179,6 +179,7 @@ def build_job(
                 leave_out_of_evaluation(heldout, alone, say, exchange="group_cast")
     decoder = open_decoder(recipe.data, opened[min(opened)].transforms, world, say, cleanup)
     check_same_profile(world, measured)
+    _check_made(model, opened.values(), world)
     dataset = joined_splits(opened, world, say) if recipe.data.is_split else opened[0]
     _check_same_examples(world, dataset, heldout)
     with world.together():
@@ -188,7 +189,7 @@ def build_job(
         recomputation = _recomputation(recipe, world, (ranks, before_bytes), spec, dataset, order, say)
         if recomputation.auto is not None:
             # Now it is known what is recomputed, and so what weighs how much.
-            orchestrator = _orchestrator(recomputation.recipe, model, spec, measured, world)
+            orchestrator = _orchestrator(recomputation.recipe, model, spec, measured, world, memory)
     with world.together():
         mesh = build_mesh(world.device, shard_size=recipe.fsdp.shard_size, ranks_per_node=world.ranks_per_node)
         shard(model, mesh, recipe.fsdp)
@@ -366,6 +367,7 @@ def _build_planned_job(
         order = build_order(recipe, dataset, say)
         place = Place.of(plan, world.rank)
     decoder = open_decoder(recipe.data, dataset.transforms, world, say, cleanup)
+    _check_made(model, [dataset], world)
     _check_same_plan(world, plan)
     _check_same_examples(world, dataset, heldout)
     with world.together():
@@ -534,6 +536,19 @@ def _check_bad_at_indexing(recipe: Recipe, dataset: Examples | OwnSplits) -> Non
             f"{num_bad} of {dataset.num_in_manifests} training examples have files that cannot be used, more than "
             f"data.max_bad_fraction = {allowed:g} allows; the first: {dataset.left_out.first()}."
         )
+
+
+def _check_made(model: MLLM, datasets: Iterable[Examples], world: World) -> None:
+    """Raise JointUserError if a generator learns and no rank has an item for it to make. A collective."""
+    for name, generator in model.generators.items():
+        learns = any(parameter.requires_grad for parameter in generator.parameters())
+        # Drawn examples have what the recipe's workload says.
+        is_there = any(not isinstance(dataset, Dataset) or dataset.has_items(name) for dataset in datasets)
+        if not any(world.gather(is_there or not learns)):
+            raise JointUserError(
+                f"model.generators.{name} learns to make items of answers, and no answer of data.train has any; add "
+                "examples whose answers do, or remove the generator."
+            )
 
 
 def _loading(

@@ -104,6 +104,9 @@ def _requirement(error: ErrorDetails) -> str:
         return f"must be {_NAMES[error['type']]}{shown}"
     if error["type"] in ("literal_error", "enum"):
         return f"must be {error['ctx']['expected']}{shown}"
+    if error["type"] == "too_short":
+        least = error["ctx"]["min_length"]
+        return f"must have at least {least} {'entry' if least == 1 else 'entries'}, not {len(value)}"
     if error["type"] in ("value_error", "assertion_error"):
         return f"is wrong: {error['msg'].removeprefix('Value error, ').removeprefix('Assertion failed, ').rstrip('.')}"
     message = error["msg"].removeprefix("Input should be ").removeprefix("Input ").rstrip(".")
