@@ -51,6 +51,7 @@ def refused(job, tmp_path, monkeypatch, capsys):
         (["run.microbatches=3"], {}, "sets run.microbatches, which the plan /plan.json decides; remove it."),
         (["fsdp.recompute=true"], {}, "sets fsdp.recompute, which the plan"),
         (["balance.method=joint"], {}, "sets balance.method, which the plan"),
+        (["balance.split=auto"], {}, "decides; remove it (long items are shared by the ranks of a unit with cp)."),
         (["run.batch_size=12"], {}, "is for run.batch_size = 6, and the recipe has 12; plan anew: motet plan RECIPE"),
         (["run.dtype=float32"], {}, "is for precision = fp64, and the recipe has fp32; plan anew: motet plan RECIPE"),
         (

@@ -26,6 +26,8 @@ from motet.train.recipe.recipe import Recipe, load_recipe
 
 _PRECISION_KEYS = {"param_dtype", "reduce_dtype", "loss_scale", "loss_scale_steps"}
 _BALANCE_KEYS = {"method", "phases", "policy"}
+_INSTEAD = {"balance.split": " (long items are shared by the ranks of a unit with cp)"}
+"""Keys of the recipe -> how a Plan with stages says it."""
 
 
 def recipe_under_plan(
@@ -44,7 +46,9 @@ def agreed(recipe: Recipe, recipe_file: Path, chosen: ChosenPlan) -> tuple[Recip
     plan, plan_file = chosen.plan, chosen.file
     recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"plan": plan_file})})
     if key := next(_decided_twice(recipe, plan), None):
-        raise UserError(f"{recipe_file} sets {key}, which the plan {plan_file} decides; remove it.")
+        raise UserError(
+            f"{recipe_file} sets {key}, which the plan {plan_file} decides; remove it{_INSTEAD.get(key, '')}."
+        )
     for what, theirs, ours in (
         ("run.batch_size", plan.batch_size, recipe.run.batch_size),
         ("precision", plan.precision, recipe.plan_precision),
@@ -96,7 +100,8 @@ def to_remove(recipe_file: Path, overrides: Sequence[str], plan: Plan) -> str:
     """The sentence that names what a recipe must not set to train under a Plan; "" if it sets nothing of that kind."""
     keys = list(_decided_twice(load_recipe(recipe_file, overrides, trains=False), plan))
     what = "it" if len(keys) == 1 else "them"
-    return f"Remove {', '.join(keys)} from {recipe_file} first, as the plan decides {what}." if keys else ""
+    instead = "".join(_INSTEAD.get(key, "") for key in keys)
+    return f"Remove {', '.join(keys)} from {recipe_file} first, as the plan decides {what}{instead}." if keys else ""
 
 
 def _decided_twice(recipe: Recipe, plan: Plan) -> Iterator[str]:
