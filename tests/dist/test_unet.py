@@ -9,9 +9,12 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from cli.tiny_job import metrics, write_tiny_job
-from dist.test_generators import held_out, run, shown
+from dist.test_generators import EXACT, held_out, planned, run, run_planned, shown
 from motet.core.errors import UserError
+from motet.core.plan import Unit
 from motet.models.build import build_mllm
+from motet.planning.planned_recipe import read_job_recipe
+from motet.planning.trainable import obstacle_in
 from motet.profiling.subjects import one_layer_deep, subjects
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
@@ -114,3 +117,17 @@ def test_a_profile_refuses_it(job, tmp_path):
     model = build_mllm(one_layer_deep(recipe.model), recipe.vocabulary().vocabulary_size)
     with pytest.raises(UserError, match="is a UNet, whose layers are not timed"):
         subjects(recipe, model, model, torch.device("cpu"))
+
+
+def test_a_plan_with_stages_trains_it_as_one_process_does_and_one_that_recomputes_it_is_refused(job, tmp_path):
+    whole = {"draw": read_job_recipe(job, EXACT).model.num_blocks["draw"]}
+    stages = {"image": 1, "audio": 1, "backbone": 1}, {"backbone": 1} | whole
+    run(job, 1, tmp_path / "alone", "data.heldout=[]", "fsdp.shard_size=1")
+    run_planned(job, planned(job, Unit("all", stages, pp=2, zero=0)), tmp_path / "stages", "data.heldout=[]")
+    for a, b in zip(metrics(tmp_path / "alone"), metrics(tmp_path / "stages"), strict=True):
+        assert b["losses"] == pytest.approx(a["losses"], rel=1e-9)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-8)
+    recomputed = planned(job, Unit("all", stages, pp=2, zero=0, recompute=({}, whole)))
+    assert "recomputes 'draw', which cannot be: this generator is one block" in obstacle_in(load_recipe(job, EXACT))(
+        recomputed
+    )

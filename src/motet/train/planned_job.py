@@ -112,6 +112,8 @@ def impossible_cut(model: MLLM, plan: Plan) -> str:
             if name in model.generators:
                 if sum(name in stage for stage in unit.stages) > 1:
                     return f"unit {unit.name!r} cuts {name!r}, which cannot be: a generator is computed in one stage"
+                if not model.generators[name].blocks and any(one.get(name) for one in unit.recompute):
+                    return f"unit {unit.name!r} recomputes {name!r}, which cannot be: this generator is one block"
                 continue
             encoder = model.encoders[name]
             for stop in accumulate(stage.get(name, 0) for stage in unit.stages):
