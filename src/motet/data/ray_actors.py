@@ -40,7 +40,7 @@ _SERVE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from motet.data.ray_actors import serve_ray; serve_ray(int(sys.argv[1]))"
 )
-_DECIDES_BYTES = ("motet", "numpy", "pillow", "soundfile", "scipy")
+_DECIDES_BYTES = ("motet", "numpy", "pillow", "soundfile", "scipy", "av")
 """Packages of which another version may make other bytes of a file."""
 
 
