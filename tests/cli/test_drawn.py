@@ -158,7 +158,7 @@ TRAINED = ("run.dir=run", "run.steps=2")
         ((*TRAINED, "evaluate.every_steps=2"), "[evaluate] has no effect beside [workload]"),
         ((*TRAINED, "export.at_end=true"), "[export] has no effect beside [workload]"),
         ((*TRAINED, "precision=bf16", "run.dtype=float64"), "precision is 'bf16', but modules compute in float64"),
-        ((*TRAINED, "precision=fp16"), "'precision' must be 'bf16' or 'fp32', not 'fp16'"),
+        ((*TRAINED, "precision=fp8"), "'precision' must be 'bf16', 'fp16' or 'fp32', not 'fp8'"),
         (
             (*TRAINED, "model.encoders.image.projector.downsample=4"),
             "length_per_token is 2, but model.encoders.image makes a row of 4",

@@ -146,7 +146,18 @@ def test_what_would_change_the_best_is_tried_where_it_is_quick_or_asked_for(reci
 
 
 def test_pins_are_kept(recipe, tmp_path, monkeypatch, capsys):
-    motet(monkeypatch, "plan", recipe, "--pin", "strategy=chain", "--pin", "pp=2", "--pin", "schedule=1f1b")
+    motet(
+        monkeypatch,
+        "plan",
+        recipe,
+        "--pin",
+        "strategy=chain",
+        "--pin",
+        "pp=2",
+        "--pin",
+        "schedule=1f1b",
+        "--no-what-if",
+    )
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert [unit["pp"] for unit in plan["units"]] == [2]
     assert plan.get("schedule", "1f1b") == "1f1b"

@@ -11,7 +11,6 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -70,6 +69,13 @@ class Case:
     unet: bool = False
 
 
+def unet_of(num_queries: int) -> UNet:
+    """A tiny UNet. diffusers is imported for it alone: that takes seconds on each rank."""
+    from diffusers import UNet2DConditionModel
+
+    return UNet(num_queries, UNet2DConditionModel(**UNET))
+
+
 def model_with_generators(frozen: tuple[str, ...] = (), unet: bool = False) -> MLLM:
     """The same in every call and on every rank; no weight is zero, so that a gradient flows everywhere."""
     plain = build_model(frozen=[name for name in frozen if name not in QUERIES])
@@ -79,7 +85,7 @@ def model_with_generators(frozen: tuple[str, ...] = (), unet: bool = False) -> M
     for name, count in QUERIES.items():
         config = DiTConfig(row_dim=ROW_DIMS[name], hidden=8, num_layers=2, num_heads=2)
         is_unet = unet and name == "draw"
-        denoiser = UNet(count, UNet2DConditionModel(**UNET)) if is_unet else DiT(count, config)
+        denoiser = unet_of(count) if is_unet else DiT(count, config)
         noise = NoiseConfig(predicts="v" if name == "say" else "epsilon", min_snr=5.0 if name == "say" else None)
         entrance = OutputProjector(Projector(DIM, denoiser.condition_dim, ProjectorConfig()), count, drop=0.3)
         learns = name not in frozen

@@ -467,9 +467,10 @@ def at(num_ranks: int, cases: list[Case]) -> list[Case]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_gradients_equal_the_reference(num_ranks):
-    cases = every_balance() + every_method() + at(num_ranks, VARIANTS) + at(num_ranks, GROUPED)
+    third = slice(num_ranks % 3, None, 3)  # Each of them on 2, 3 or 4 ranks.
+    cases = every_balance() + every_method() + VARIANTS[third] + GROUPED[third]
     if num_ranks > 1:
-        cases += at(num_ranks, DEFERRED)
+        cases += DEFERRED[third]
     if num_ranks in (2, 3):
         replicated = every_balance(fsdp=REPLICATED, num_microbatches=3) + every_method(fsdp=REPLICATED)
         cases += at(num_ranks, POLICIES + drawn_cases(12) + replicated + REPLICATED_VARIANTS)

@@ -86,7 +86,7 @@ def test_weights_on_which_no_row_depends_are_no_parameters(tmp_path):
     [
         ({"config": {"image_token_id": 7}}, "as the token of an image, which config.json does not"),
         ({"processor": {"num_image_tokens": 8}}, "puts 8 tokens for an image, and 9 rows"),
-        ({"config": {"model_type": "idefics3"}}, "it has no get_placeholder_mask"),
+        ({"config": {"model_type": "idefics2"}}, "it has no get_placeholder_mask"),
         ({"config": {"model_type": "nothing"}}, "transformers has no class of that type"),
         ({"text": {"model_type": "granite"}}, "text_config is of type 'granite', which is not held to transformers"),
     ],

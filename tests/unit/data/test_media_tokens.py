@@ -140,8 +140,8 @@ def test_what_is_not_understood_is_refused(tmp_path):
     folder = write_tokenizer(tmp_path / "idefics", CHATML, [*IM, "<image>"], idefics)
     assert "is of a model with image tokens of its own (<image>)" in complaint(folder)
     assert "(OwnChatModel)" in complaint(write_tokenizer(tmp_path / "remote", CHATML, IM, plain, config=remote))
-    smol = write_tokenizer(tmp_path / "smol", SMOLVLM, TOKENS[SMOLVLM], {"processor_class": "Idefics3Processor"})
-    assert "whose Idefics3Processor prepares texts in a way that is not known here" in complaint(smol)
+    smol = write_tokenizer(tmp_path / "smol", SMOLVLM, TOKENS[SMOLVLM], {"processor_class": "Idefics9Processor"})
+    assert "whose Idefics9Processor prepares texts in a way that is not known here" in complaint(smol)
     assert ChatTokenizer.from_directory(smol).encode(conversation("Hi", "Ho")).media == ()
 
 

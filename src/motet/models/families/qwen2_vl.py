@@ -80,12 +80,6 @@ class _Qwen2VLBlocks(nn.Module):
     def blocks(self) -> list[nn.Module]:
         return list(self.model.blocks)
 
-    def segments(self, sizes: Int64Array) -> ItemSegments | None:
-        """The frames of each item, in patches; None where items have none."""
-        if sizes.shape[1] == 2:
-            return None
-        return ItemSegments.counted(np.prod(frames_of(sizes), axis=1), sizes[:, 0])
-
     def layers(self) -> list[LayerModules]:
         """The patch embedding and the transformer layers."""
         model, config = self.model, self.model.config
@@ -140,6 +134,12 @@ class Qwen2VLTower(PatchRows, _Qwen2VLBlocks):
     def __init__(self, model: Qwen2VisionTransformerPretrainedModel) -> None:
         super().__init__(model)
         model.merger = nn.Identity()
+
+    def segments(self, sizes: Int64Array) -> ItemSegments | None:
+        """The frames of each item, in patches; None where items have none."""
+        if sizes.shape[1] == 2:
+            return None
+        return ItemSegments.counted(np.prod(frames_of(sizes), axis=1), sizes[:, 0])
 
 
 class Qwen2VLEncoder(MergedRows, _Qwen2VLBlocks):
