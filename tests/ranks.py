@@ -29,7 +29,11 @@ PRELOADED = [
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
     "transformers.models.qwen2.modeling_qwen2",
+    "torch.utils.tensorboard",
+    "motet.train.trainer",
+    "motet.train.planned_job",
 ]
+"""What ranks would else import one by one: a second or two of each."""
 TIMEOUT_S = 600
 """What still runs then is taken to hang: many times what any test takes, so that slow machines pass all the same.
 

@@ -1,16 +1,15 @@
 """Recipes of shapes as a user types them: trained, profiled, planned, simulated, and what is wrong with them."""
 
 import json
-import subprocess
 
 import pytest
 
 from cli.drawn_job import RECIPE, write_drawn_job
-from cli.test_train import ENVIRONMENT, MOTET, TORCHRUN, losses, metrics
+from cli.on_ranks import motet_on_ranks
+from cli.tiny_job import losses, metrics
 from motet.cli import main
 from motet.cost.profile import read_profile
 from motet.train.recipe.recipe import dump_recipe, load_recipe
-from ranks import TIMEOUT_S
 
 
 @pytest.fixture
@@ -35,12 +34,9 @@ def motet(monkeypatch, capsys):
     return run
 
 
-@pytest.mark.torchrun
 def test_two_ranks_train_with_all_that_a_run_leaves(job, tmp_path):
     sets = [f"run.dir={tmp_path / 'run'}", "run.steps=5", "run.batch_size=6", "model.backbone.num_layers=1"]
-    command = [*TORCHRUN, "--nproc-per-node=2", *MOTET, "train", str(job), "--trace"]
-    command += [part for each in sets for part in ("--set", each)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    done = motet_on_ranks(2, "train", job, "--trace", *(part for each in sets for part in ("--set", each)))
     assert done.returncode == 0, done.stderr
     assert len(losses(tmp_path / "run")) == 5
     last = metrics(tmp_path / "run")[-1]
@@ -115,13 +111,10 @@ def test_a_plan_to_train_by_needs_a_run(motet, job, tmp_path):
     assert code == 2 and "does not say run.dir and run.steps, which training needs: give --set run.dir=..." in err
 
 
-@pytest.mark.torchrun
 def test_plans_with_stages_are_measured(job, tmp_path):
     cluster = ("--set", 'cluster={ device = "cpu", ranks_per_node = 2, memory_gbytes = 8 }', "--set", "precision=fp32")
-    command = [*TORCHRUN, "--nproc-per-node=2", *MOTET, "plan", str(job), "--measure", "1", *CHAIN, *cluster]
     out = tmp_path / "plan.json"
-    command += ["--out", str(out)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    done = motet_on_ranks(2, "plan", job, "--measure", "1", *CHAIN, *cluster, "--out", out)
     assert done.returncode == 0, done.stderr
     assert "Measured, the fullest rank held" in done.stdout, done.stdout
     units = json.loads(out.read_text())["units"]

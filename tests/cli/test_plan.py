@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from cli.on_ranks import motet_on_ranks
 from cli.tiny_job import write_tiny_job
 from motet.analyze.lengths import read_lengths
 from motet.cli import main
@@ -340,7 +341,6 @@ def under_torchrun(*words):
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
-@pytest.mark.torchrun
 def test_two_ranks_measure_the_fastest_plans(tmp_path, monkeypatch):
     """Predicted and measured stand beside each other, the fastest measured first, whichever it is; what is only
     predicted comes after, and the fastest is written."""
@@ -349,7 +349,7 @@ def test_two_ranks_measure_the_fastest_plans(tmp_path, monkeypatch):
     recipe.write_text(recipe.read_text() + STATED)
     checkpoint = tmp_path / "data/run/checkpoints/step-1"
     checkpoint.mkdir(parents=True)
-    done = under_torchrun("plan", recipe, "--measure", "2", "--out", "tiny.json", "--pin", "recompute=none")
+    done = motet_on_ranks(2, "plan", recipe, "--measure", "2", "--out", "tiny.json", "--pin", "recompute=none")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Wrote tiny.json, tiny.png.") == 1
     rows = [line for line in done.stdout.splitlines() if re.match(rf"(data parallel|chain), .*{A_STEP}", line)]
@@ -363,7 +363,6 @@ def test_two_ranks_measure_the_fastest_plans(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "data/run").iterdir()] == ["checkpoints"] and checkpoint.exists()
 
 
-@pytest.mark.torchrun
 def test_pipelines_are_measured_too(tmp_path, monkeypatch):
     """Also of a recipe that says for itself how it trains without a plan, and with a generator, which draws noise."""
     monkeypatch.chdir(tmp_path)
@@ -375,7 +374,7 @@ def test_pipelines_are_measured_too(tmp_path, monkeypatch):
     train.write_text(train.read_text() + 40 * drawn)
     recipe.write_text(recipe.read_text() + STATED + "[fsdp]\nrecompute = true\n" + DRAWS)
     pins = "--pin", "strategy=chain", "--pin", "pp=2", "--pin", "schedule=1f1b", "--pin", "recompute=none"
-    done = under_torchrun("plan", recipe, "--measure", "1", "--out", "tiny.json", *pins)
+    done = motet_on_ranks(2, "plan", recipe, "--measure", "1", "--out", "tiny.json", *pins)
     assert done.returncode == 0, done.stderr
     best = next(
         line for line in done.stdout.splitlines() if re.match(rf"(chain|modality|disaggregated).*{A_STEP}", line)

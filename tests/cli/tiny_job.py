@@ -10,11 +10,6 @@ import numpy as np
 import soundfile
 from PIL import Image
 
-import ranks
-
-# Ranks that have imported everything start a run in a second, not in ten.
-ranks.PRELOADED += ["motet.train.trainer", "torch.utils.tensorboard"]
-
 LETTERS = "abcdefgh"
 
 RECIPE = """\
