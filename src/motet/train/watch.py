@@ -122,6 +122,20 @@ class Watch:
         end_rank(sentence)
 
 
+def come(store: dist.Store, rank: int) -> None:
+    """Let the other ranks know that this one has come to their meeting, in its store."""
+    store.set(f"came/{rank}", "")
+
+
+def who_is_missing(store: dist.Store, rank: int, num_ranks: int) -> tuple[bool, str]:
+    """Of ranks that have not met: whether this one is the first to say so, and who has not come, in words."""
+    is_first = store.compare_set("failed", "", str(rank)) == str(rank).encode()
+    missing = [other for other in range(num_ranks) if not store.check([f"came/{other}"])]
+    if not is_first:
+        time.sleep(_NOTICE_S)  # The first must speak before torchrun ends all ranks.
+    return is_first, f"{_ranks(missing)} not come" if missing else ""
+
+
 def _until(is_so: Callable[[], bool], limit_s: float) -> None:
     """Wait until something is so, or for `limit_s`."""
     end_s = time.monotonic() + limit_s
