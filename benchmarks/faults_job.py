@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -95,8 +96,9 @@ PLANS: dict[str, tuple[tuple[Unit, ...], ScheduleKind]] = {
     ),
 }
 """Name -> units and schedule."""
+MEETING = "the ranks meet"
 PLACES = {
-    "the ranks meet": "motet.train.world:_meeting",
+    MEETING: "motet.train.world:_meeting",
     "the model is built": "motet.train.trainer:build_job",
     "what is read ahead": "motet.train.input.feed:Feed._joined",
     "a checkpoint": "motet.train.trainer:_Run._save",
@@ -275,7 +277,8 @@ def _wait(
         if is_due:
             pid = processes[stops.rank].pid
             assert pid is not None
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
             stops = None
     others = [moment for rank, moment in end_s.items() if fault is None or fault.what != "stops" or rank != fault.rank]
     codes = [processes[rank].exitcode if rank in end_s else None for rank in processes]
