@@ -9,7 +9,8 @@ again from the seed and its number. Ranks are processes on gloo, several jobs at
 found is stored minute by minute, and a run goes on from what its file has, so that it may be ended at any time. A case
 that fails is stored with what differs; the first one is made as small as it can be, the command that repeats it is
 printed, and the exit code is 1.
---again runs those that the file says have failed once more, and stores what becomes of them.
+--again runs those that the file says have failed once more, and stores what becomes of them. --replay 200 does so with
+200 of its cases, drawn at random: at another commit they show that what was stored still holds.
 
 A model may multiply a rounding beyond 1e-10 by itself. Where that decides, it is held to what one process alone makes
 of a shift by the last bit (`tests/parity/rounding.py`); `amplified` names these cases, their errors and tolerances.
@@ -33,6 +34,7 @@ from datetime import UTC, datetime
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -77,11 +79,12 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2 * (os.cpu_count() or 1), help="jobs at a time")
     parser.add_argument("--json", type=Path, help="results; those that it has are not run again")
     parser.add_argument("--again", action="store_true", help="run the failures of the file again, and nothing else")
+    parser.add_argument("--replay", type=int, metavar="N", help="run N cases of the file again, and nothing else")
     parser.add_argument("--case", type=int, help="run this case alone")
     parser.add_argument("--smaller", default="", help="with --case: what is made smaller, as a failure prints it")
     options = parser.parse_args()
-    if options.again and options.json is None:
-        parser.error("--again needs --json: the file whose failures run again.")
+    if (options.again or options.replay) and options.json is None:
+        parser.error("--again and --replay need --json: the file whose cases run again.")
     _import_once()
     if options.case is not None:
         raise SystemExit(_run_one(options.seed, options.case, options.smaller))
@@ -90,6 +93,8 @@ def main() -> None:
     _references()
     if options.again:
         raise SystemExit(_run_again(record, options.json))
+    if options.replay:
+        raise SystemExit(_replay(record, options.json, options.replay, options.jobs))
     began_s, before_s = time.monotonic(), record.begin(commit_of())
     first = record.num_cases
 
@@ -117,6 +122,20 @@ def _run_again(record: Record, path: Path) -> int:
         record.replace(drawn, outcome)
     record.again.append({"commit": commit_of(), "numbers": numbers})
     record.write(path)
+    record.say()
+    return 1 if record.failures else 0
+
+
+def _replay(record: Record, path: Path, num_cases: int, num_jobs: int) -> int:
+    """Run cases of a record anew, drawn by its seed, and store what they are at this commit. Returns the exit code."""
+    numbers = Random(record.seed).sample(range(record.num_cases), min(num_cases, record.num_cases))
+    record.replays.append({"commit": commit_of(), "numbers": []})
+    windows = (numbers[first : first + FEWEST] for first in range(0, len(numbers), FEWEST))
+    for drawn, found in _run(([draw(record.seed, number) for number in each] for each in windows), num_jobs):
+        for each, outcome in zip(drawn, found, strict=True):
+            record.replace(each, outcome)
+            record.replays[-1]["numbers"].append(each.number)
+        record.write(path)
     record.say()
     return 1 if record.failures else 0
 
@@ -296,6 +315,7 @@ class Record:
     runs:  in order, each with its `commit`, the numbers of its cases (`first`, `num_cases`), `seconds` and `written`.
     cells: strategy -> schedule -> cases. features: words -> cases. largest, amplified, failures: by number of the case.
     amplified: above TOLERANCE, though not above what rounding makes of the model. again: failures that ran once more.
+    replays: other cases that did, each time with the `commit` and their `numbers`.
     """
 
     seed: int
@@ -306,17 +326,18 @@ class Record:
     amplified: list[dict[str, Any]]
     failures: list[dict[str, Any]]
     again: list[dict[str, Any]]
+    replays: list[dict[str, Any]]
 
     @staticmethod
     def read(path: Path | None, seed: int) -> Record:
         """That of a file of this seed, or an empty one."""
         if path is None or not path.exists():
-            return Record(seed, [], {}, Counter(), [], [], [], [])
+            return Record(seed, [], {}, Counter(), [], [], [], [], [])
         stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if stored["seed"] != seed:
             raise SystemExit(f"{path} is of seed {stored['seed']}: name another file, or none.")
         cells = {strategy: Counter(counts) for strategy, counts in stored["cells"].items()}
-        kept = (stored.get(name, []) for name in ("largest", "amplified", "failures", "again"))
+        kept = (stored.get(name, []) for name in ("largest", "amplified", "failures", "again", "replays"))
         return Record(seed, stored["runs"], cells, Counter(stored["features"]), *kept)
 
     @property
@@ -362,7 +383,7 @@ class Record:
         """Store it."""
         rows = {"cells": self.cells, "features": dict(sorted(self.features.items()))}
         about = {"device": "cpu", "emulated": False, "seed": self.seed, "num_cases": self.num_cases}
-        names = ("runs", "largest", "amplified", "failures", "again")
+        names = ("runs", "largest", "amplified", "failures", "again", "replays")
         lists = {name: [json.dumps(row) for row in getattr(self, name)] for name in names}
         text = json.dumps(about | rows, indent=1)[:-2]
         for name, lines in lists.items():

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch.multiprocessing as mp
 from executor import interval
 from rows import Row, finish, options, show
-from runtime_work import SCHEDULES, Work, lengths_of, run_rank
+from runtime_work import IN_HALVES, SCHEDULES, Work, lengths_of, run_rank
 
 NUM_RANKS = 2
 MOST = 1.02
@@ -86,14 +86,15 @@ def main() -> None:
     for schedule in SCHEDULES:
         subjects = {f"{schedule}, equal lengths": (None, MOST), f"{schedule}, ragged lengths": (ragged, 1.0)}
         for name, (lengths, most) in subjects.items():
-            if asked.only not in name and not (lengths is None and asked.only in f"{schedule}, overhead"):
+            has_overhead = lengths is None and schedule not in IN_HALVES
+            if asked.only not in name and not (has_overhead and asked.only in f"{schedule}, overhead"):
                 continue
             if lengths is None and "ragged" in name:
                 print(f"{name}: there is no table {asked.lengths}; left out")
                 continue
             figures = measured(Work(schedule, asked.pairs, asked.seed, lengths))
             found = list(compared(name, figures, most)) if asked.only in name else []
-            if lengths is None:
+            if has_overhead:
                 found += overhead(schedule, figures)
             for row in found:
                 show(row)

@@ -42,11 +42,15 @@ from motet.runtime.planned_step import PlannedStep
 from motet.schedule.program import Kind
 
 SCHEDULES = {
-    "gpipe": (1, schedules.ScheduleGPipe),
-    "1f1b": (1, schedules.Schedule1F1B),
-    "interleaved_1f1b": (2, schedules.ScheduleInterleaved1F1B),
+    "gpipe": (1, schedules.ScheduleGPipe, 1),
+    "1f1b": (1, schedules.Schedule1F1B, 1),
+    "interleaved_1f1b": (2, schedules.ScheduleInterleaved1F1B, 2),
+    "zb_h1": (1, schedules.ScheduleInterleavedZeroBubble, 2),
+    "zb_v": (2, schedules.ScheduleZBVZeroBubble, 2),
 }
-"""Schedule of a Plan -> stages a rank, and torch's class for it."""
+"""Schedule of a Plan -> stages a rank, torch's class that is nearest to it, and stages a rank of that."""
+IN_HALVES = ("zb_h1", "zb_v")
+"""Their backward passes come in two halves."""
 NUM_BLOCKS, DIM, VOCABULARY = 8, 256, 512
 NUM_MICROBATCHES, NUM_BATCHES = 8, 5
 LENGTH, LONGEST, SHRINK = 256, 1024, 4
@@ -88,7 +92,7 @@ def run_rank(rank: int, num_ranks: int, rendezvous: str, work: Work, out: Path) 
     tokens = [[rng.integers(0, VOCABULARY, length) for length in batch] for batch in batches]
     ours, theirs = Ours(work.schedule, rank, tokens), Theirs(work.schedule, rank, tokens, max(lengths))
     sides: dict[str, Callable[[int], float]] = {"ours": ours.run, "theirs": theirs.run}
-    if work.lengths is None:
+    if work.lengths is None and work.schedule not in IN_HALVES:
         sides["by_hand"] = ByHand(ours.step, ours.batches).run
     figures: dict[str, list[float]] = defaultdict(list)
     for number in range(-WARM_UP, work.num_pairs):
@@ -112,6 +116,8 @@ def run_rank(rank: int, num_ranks: int, rendezvous: str, work: Work, out: Path) 
                 found["sums_s"] = spent.sums.wall_s / ours.num_actions
         if max(losses.values()) - min(losses.values()) > SAME * losses["theirs"]:
             raise SystemExit(f"losses differ, {losses}: the sides do not run the same steps")
+        if number < 0 and abs(theirs.square_norm() / ours.square_norm - 1) > SAME:
+            raise SystemExit("gradients differ: the sides do not run the same steps")
         for name, value in found.items() if number >= 0 else ():
             figures[name].append(value)
     if rank == 0:
@@ -143,7 +149,10 @@ def plan_of(schedule: str) -> Plan:
 
 
 class Ours:
-    """Steps by `PlannedStep`. received_s: seconds of the last step in which this rank waited for messages."""
+    """Steps by `PlannedStep`.
+
+    Of the last step: received_s, seconds in which this rank waited for messages; square_norm, that of all gradients.
+    """
 
     def __init__(self, schedule: str, rank: int, tokens: Sequence[Sequence[np.ndarray]]) -> None:
         plan = plan_of(schedule)
@@ -151,7 +160,7 @@ class Ours:
         self._place = self.step.place
         self.batches = [self._microbatches(plan, batch) for batch in tokens]
         self.num_actions = len(self._place.row.row)
-        self.received_s = 0.0
+        self.received_s = self.square_norm = 0.0
 
     def _microbatches(self, plan: Plan, tokens: Sequence[np.ndarray]) -> list[RankBatch]:
         count = np.array([len(each) for each in tokens])
@@ -172,6 +181,7 @@ class Ours:
     def run(self, number: int) -> float:
         """The mean loss."""
         result = self.step.run(self.batches[number])
+        self.square_norm = result.grad_norm**2
         self.received_s = sum(span.duration_s for span in result.timeline if span.kind in WAITS)
         return result.loss
 
@@ -287,7 +297,7 @@ def timed(*, messages: bool = True) -> Iterator[StepSpent]:
     spent = StepSpent()
     passes = [(sections.Section, "run"), (deferred.WeightProduct, "add"), (Part, "forward"), (Part, "loss")]
     counted = {
-        "modules": [*passes, (torch.autograd, "backward")],
+        "modules": [*passes, (torch.autograd, "backward"), (torch.autograd, "grad")],
         "messages": [(dist, "isend"), (dist, "irecv")] if messages else [],
         "sums": [(dist, "all_reduce"), (Lanes, "wait_for_sends")],
         "norm": [(HeldParameters, "finish")],
@@ -308,10 +318,14 @@ def sequence(tokens: np.ndarray) -> TokenSequence:
 
 
 class Part(nn.Module):
-    """One of torch's stages: a span of blocks, on sequences of one length. The last one is followed by `loss`."""
+    """One of torch's stages: a span of blocks, on sequences of one length. The last one is followed by `loss`.
 
-    def __init__(self, span: tuple[int, int], length: int) -> None:
+    copies: its output is no view, as torch's backward passes in halves cannot detach one.
+    """
+
+    def __init__(self, span: tuple[int, int], length: int, *, copies: bool) -> None:
         super().__init__()
+        self.copies = copies
         model = build_model()
         keep_spans(model, {BACKBONE: span})
         self.backbone, self.span, self.length = model.backbone, span, length
@@ -330,7 +344,8 @@ class Part(nn.Module):
         else:
             sequences = self.packed(torch.zeros(1, self.length, dtype=torch.int64))
             hidden = given[0]
-        return self.backbone.through(hidden, sequences, *self.span)[None]
+        hidden = self.backbone.through(hidden, sequences, *self.span)[None]
+        return hidden.clone() if self.copies else hidden
 
     def loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Summed over targets."""
@@ -341,10 +356,11 @@ class Theirs:
     """Steps by torch's schedules, on sequences padded to one length."""
 
     def __init__(self, schedule: str, rank: int, tokens: Sequence[Sequence[np.ndarray]], length: int) -> None:
-        self._place = Place.of(plan_of(schedule), rank)
-        stages_a_rank, kind = SCHEDULES[schedule]
+        _, kind, stages_a_rank = SCHEDULES[schedule]
         num_stages = 2 * stages_a_rank
-        self._parts = {n: Part(stage.layers[BACKBONE], length) for n, stage in self._place.stages.items()}
+        like = {1: "1f1b", 2: "zb_v" if schedule == "zb_v" else "interleaved_1f1b"}[stages_a_rank]
+        stages_here, copies = Place.of(plan_of(like), rank).stages, schedule in IN_HALVES
+        self._parts = {n: Part(stage.layers[BACKBONE], length, copies=copies) for n, stage in stages_here.items()}
         stages = [PipelineStage(part, n, num_stages, torch.device("cpu")) for n, part in self._parts.items()]
         self._has_first, self._last = 0 in self._parts, self._parts.get(num_stages - 1)
         self._num_targets = 1.0
@@ -373,3 +389,10 @@ class Theirs:
         wanted = {"target": tokens, "losses": losses} if self._last is not None else {}
         self._schedule.step(*given, **wanted, return_outputs=False)
         return float(sum(loss.detach() for loss in losses))
+
+    def square_norm(self) -> float:
+        """That of the gradients of all ranks. A collective."""
+        own = [parameter.grad for part in self._parts.values() for parameter in part.parameters()]
+        total = torch.tensor(sum(float(each.square().sum()) for each in own if each is not None))
+        dist.all_reduce(total)
+        return total.item()

@@ -94,6 +94,26 @@ def test_no_thread_of_a_rank_that_left_is_met_by_the_last_word_of_another():
     assert run_ranks(left, 2) == [set(), set()]
 
 
+def outlived(rank, num_ranks):
+    """What a rank is told that fails second, as it has lost another, and whether it is known by then who is gone."""
+    store = dist.distributed_c10d._get_default_store()
+    watch, told = Watch(store, rank, num_ranks), None
+    if rank == 1:
+        store.set("failed", "0")
+        notices = threading.Timer(0.5, store.clone().set, ("gone", "2"))
+        notices.start()
+        told = watch.fail(RuntimeError("Connection closed by peer")), store.check(["gone"])
+        notices.join()
+    dist.barrier()
+    watch.leave()
+    return told
+
+
+def test_a_rank_stays_until_it_is_known_who_is_gone():
+    """Who listens to it would else take it for the one that died."""
+    assert run_ranks(outlived, 2)[1] == ((False, ""), True)
+
+
 def without_store(rank, num_ranks):
     """What a rank says whose store is gone, as where the system kills torchrun."""
     watch, said = Watch(dist.distributed_c10d._get_default_store(), rank, num_ranks), []

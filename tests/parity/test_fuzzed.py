@@ -44,6 +44,7 @@ def test_no_stored_case_differs():
     assert all(row["error"] < row["tolerance"] for row in STORED["largest"])
     assert all(TOLERANCE < row["tolerance"] <= LOOSEST for row in STORED["amplified"])
     assert len(STORED["amplified"]) < STORED["num_cases"] / 50
+    assert len(set(STORED["replays"][-1]["numbers"])) >= 200
 
 
 def test_stored_runs_have_every_case_once():

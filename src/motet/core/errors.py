@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _ORIGIN = "motet_origin"
-_WAITED = ("timed out waiting", "wait timeout after")
+_WAITED = ("timed out waiting", "wait timeout after", "application timeout caused pair closure")
 _LOST = (
     "connection closed by peer",
     "connection reset by peer",

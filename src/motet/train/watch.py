@@ -26,10 +26,12 @@ _LEAVING_S = 30.0
 _GRACE_S = 12.0
 """In this time a rank ends by itself if another is gone: its own error says more. After it, it is ended."""
 _ANSWER_S = 5.0
-"""Ranks whose limit of waiting ends in this time, too, wait themselves; the others are those that are missing."""
+"""Ranks whose limit of waiting ends in this time, too, wait themselves; the others are those that are missing. A rank
+that is gone is noticed in it by the one that listens to it.
+"""
 _FOR_EVER = timedelta(days=365)
 _NOTICE_S = 1.0
-"""A rank that is gone is noticed by the one that listens to it in a moment."""
+"""The first rank to fail speaks in this time; the others stay so long."""
 
 
 class Watch:
@@ -70,7 +72,8 @@ class Watch:
             is_first = self._store.compare_set("failed", "", str(self._rank)) == str(self._rank).encode()
             if has_waited_in_vain(error):
                 return is_first, self._who_waits(origin_of(error).action, is_first)
-            return is_first, self._who_is_gone() if is_first and has_lost_rank(error) else ""
+            gone = self._who_is_gone() if has_lost_rank(error) else ""
+            return is_first, gone if is_first else ""
         except RuntimeError:
             return True, ""  # The store's process has ended; two sentences are better than none.
 
@@ -91,7 +94,8 @@ class Watch:
         )
 
     def _who_is_gone(self) -> str:
-        _until(lambda: self._store.check(["gone"]), _NOTICE_S)
+        """Stays until it is known: a rank that ends before would be taken for the one that is gone."""
+        _until(lambda: self._store.check(["gone"]), _ANSWER_S)
         return f"rank {self._store.get('gone').decode()}" if self._store.check(["gone"]) else ""
 
     def _listen(self) -> None:
@@ -120,6 +124,20 @@ class Watch:
             is_first = self._looking.compare_set("failed", "", str(self._rank)) == str(self._rank).encode()
             sentence = f"motet, rank {self._rank}: lost rank {gone}, which died without a word." if is_first else ""
         end_rank(sentence)
+
+
+def come(store: dist.Store, rank: int) -> None:
+    """Let the other ranks know that this one has come to their meeting, in its store."""
+    store.set(f"came/{rank}", "")
+
+
+def who_is_missing(store: dist.Store, rank: int, num_ranks: int) -> tuple[bool, str]:
+    """Of ranks that have not met: whether this one is the first to say so, and who has not come, in words."""
+    is_first = store.compare_set("failed", "", str(rank)) == str(rank).encode()
+    missing = [other for other in range(num_ranks) if not store.check([f"came/{other}"])]
+    if not is_first:
+        time.sleep(_NOTICE_S)  # The first must speak before torchrun ends all ranks.
+    return is_first, f"{_ranks(missing)} not come" if missing else ""
 
 
 def _until(is_so: Callable[[], bool], limit_s: float) -> None:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from motet.core.errors import JointUserError, RankFailure, UserError, note_origin
 from motet.runtime.groups import new_group
-from motet.train.watch import Watch
+from motet.train.watch import Watch, come, who_is_missing
 
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_INTERFACE = "lo"
@@ -129,15 +129,15 @@ def join_world(device: str, meeting: Meeting | None = None, *, wait_limit_s: flo
     device:  "auto", "cpu" or "cuda".
     meeting: used instead of torchrun's.
     wait_limit_s: how long a rank waits for another that is alive.
-    Raises UserError if "cuda" is set and there is no CUDA device, and if the environment is incomplete. An exception
-    that leaves the block gets an Origin: its rank, and whether another rank has failed before.
+    Raises UserError if "cuda" is set and there is no CUDA device, if the environment is incomplete, and if ranks cannot
+    connect. An exception that leaves the block gets an Origin: its rank, and whether another rank has failed before.
     """
     chosen_device = _device(device)
     borrowed, launch, watch = dist.is_initialized(), "", None
     is_watched = not borrowed and meeting is None  # Trials, which have a Meeting, are watched by their parents.
     if not borrowed:
         with _print_if_ranks_are_late():
-            meeting = meeting or _meeting()
+            meeting = meeting or _meeting(wait_limit_s)
             _init_process_group(chosen_device, meeting, timedelta(seconds=wait_limit_s))
         launch = meeting.launch
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -192,6 +192,7 @@ def _device(name: str) -> torch.device:
 
 
 def _init_process_group(device: torch.device, meeting: Meeting, wait_limit: timedelta) -> None:
+    _check_interfaces()
     if is_on_one_machine() and _LOOPBACK_INTERFACE in (interface for _, interface in socket.if_nameindex()):
         for name in _INTERFACE_VARIABLES:
             # Backends take the interface of the machine's name otherwise, which others can reach.
@@ -199,14 +200,46 @@ def _init_process_group(device: torch.device, meeting: Meeting, wait_limit: time
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     # NCCL's monitor would take a rank that was stopped for one that hangs, and abort it when it goes on.
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(math.ceil(2 * wait_limit.total_seconds())))
-    dist.init_process_group(
-        backend,
-        timeout=wait_limit,
-        store=meeting.store,
-        rank=meeting.rank,
-        world_size=meeting.num_ranks,
-        device_id=device_id,
+    come(meeting.store, meeting.rank)
+    try:
+        dist.init_process_group(
+            backend,
+            timeout=wait_limit,
+            store=meeting.store,
+            rank=meeting.rank,
+            world_size=meeting.num_ranks,
+            device_id=device_id,
+        )
+    except RuntimeError as error:
+        _explain(error, meeting)
+        raise
+
+
+def _check_interfaces() -> None:
+    """Raise UserError if gloo is told to use a network interface that is not there."""
+    there = [name for _, name in socket.if_nameindex()]
+    for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
+        if name and name not in there:
+            raise UserError(
+                f"GLOO_SOCKET_IFNAME names {name!r}, a network interface that {socket.gethostname()} does not have; it "
+                f"has {', '.join(there)}."
+            )
+
+
+def _explain(error: RuntimeError, meeting: Meeting) -> None:
+    """Note who has not come, on one rank. Raises UserError or RankFailure if all have and cannot connect."""
+    is_first, missing = who_is_missing(meeting.store, meeting.rank, meeting.num_ranks)
+    note_origin(error, rank=meeting.rank, speaks=is_first, others=f", as {missing}" if missing else "")
+    if missing:
+        return
+    if not is_first:
+        raise RankFailure("another rank has failed to connect") from error
+    refused = UserError(
+        f"it cannot connect to the other ranks, though all have come ({str(error).splitlines()[0]}); let "
+        "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network interface by which the machines reach each other."
     )
+    note_origin(refused, rank=meeting.rank)
+    raise refused from error
 
 
 def is_on_one_machine() -> bool:
@@ -233,7 +266,7 @@ def open_store(host: str, port: int, *, serves: bool) -> dist.TCPStore:
     return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _meeting() -> Meeting:
+def _meeting(wait_limit_s: float) -> Meeting:
     """The Meeting that torchrun's environment describes, or of this rank alone. Raises UserError."""
     if "RANK" not in os.environ:
         return Meeting(dist.HashStore(), 0, 1)
@@ -245,7 +278,14 @@ def _meeting() -> Meeting:
     rank, num_ranks = _number("RANK"), _number("WORLD_SIZE")
     if not rank < num_ranks:
         raise UserError(f"The environment has RANK = {rank} and WORLD_SIZE = {num_ranks}; ranks count from 0.")
-    store = _launch_store(rank, _number("MASTER_PORT"))
+    try:
+        store = _launch_store(rank, _number("MASTER_PORT"), wait_limit_s)
+    except (dist.DistError, OSError) as error:
+        raise UserError(
+            f"Rank {rank} cannot meet the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} "
+            f"({str(error).splitlines()[0].rstrip('.')}); MASTER_ADDR and MASTER_PORT, which torchrun sets, must be "
+            "the machine of rank 0 and a free port of it."
+        ) from error
     # torchrun keeps one store over its restarts, so the first rank of the first attempt names the launch for all.
     launch = store.compare_set("motet/launch", "", uuid4().hex).decode()
     # With a prefix of its own, an attempt does not read the addresses of ranks that died in an earlier one, nor a
@@ -256,10 +296,10 @@ def _meeting() -> Meeting:
 
 
 @cache
-def _launch_store(rank: int, port: int) -> dist.Store:
+def _launch_store(rank: int, port: int, wait_limit_s: float) -> dist.Store:
     """The store of all ranks of a launch, which stays for their next Meeting."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not is_on_one_machine():
-        return next(iter(dist.rendezvous("env://")))[0]
+        return next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=wait_limit_s))))[0]
     return open_store(LOOPBACK, port, serves=rank == 0)
 
 

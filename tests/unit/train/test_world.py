@@ -4,11 +4,14 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
 
 from cli.meddling import Meddling, listening, motet
 from cli.test_stop import STEP, arguments
 from cli.tiny_job import losses, write_tiny_job
-from motet.train.world import open_store
+from motet.core.errors import RankFailure, UserError, origin_of
+from motet.train.watch import come
+from motet.train.world import Meeting, _explain, open_store
 
 LOOPBACK = "0100007F"
 OTHERS = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
@@ -75,3 +78,40 @@ def test_an_environment_that_is_half_set_is_one_sentence(job, tmp_path, environm
     assert done.returncode == 2
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def alone_of_two(job, run_dir, port, *overrides, **environment):
+    """What rank 0 says, and its exit code, where nobody starts rank 1."""
+    done = motet(
+        *arguments(job, run_dir, *overrides), environment=OTHERS | {"RANK": "0", "MASTER_PORT": str(port)} | environment
+    )
+    (said,) = (line for line in done.stderr.splitlines() if not line.startswith("["))  # torch has lines of its own.
+    return done.returncode, said
+
+
+def test_a_rank_that_is_never_started_is_named(job, tmp_path):
+    code, said = alone_of_two(job, tmp_path, free_port(), "run.wait_limit_s=3")
+    assert code == 3
+    assert said.startswith(
+        "motet train, rank 0: waited 3 s, in vain, as rank 1 has not come; run.wait_limit_s is how long a rank waits."
+    )
+
+
+def test_an_interface_that_is_not_there_and_a_port_that_is_taken_are_one_sentence(job, tmp_path):
+    code, said = alone_of_two(job, tmp_path, free_port(), GLOO_SOCKET_IFNAME="none7")
+    assert code == 2 and "GLOO_SOCKET_IFNAME names 'none7', a network interface that " in said
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code, said = alone_of_two(job, tmp_path, port)
+    assert code == 2 and f"Rank 0 cannot meet the others at localhost:{port} (" in said
+
+
+def test_ranks_that_came_and_cannot_connect_say_so_once():
+    store, error = dist.HashStore(), RuntimeError("Gloo connectFullMesh failed with Connection refused\nand more")
+    for rank in range(2):
+        come(store, rank)
+    with pytest.raises(UserError, match=r"cannot connect to the other ranks, .*refused.; let GLOO"):
+        _explain(error, Meeting(store, 1, 2))
+    with pytest.raises(RankFailure):
+        _explain(error, Meeting(store, 0, 2))
+    assert not origin_of(error).speaks
