@@ -125,9 +125,9 @@ class EncoderMemory:
             held = np.maximum(held, worst)
 
     def _stage_bytes(self, unit: Unit, stage: int) -> StageBytes:
-        """Bytes of a stage that holds one microbatch. Cached."""
+        """Bytes of a stage that holds one microbatch. Cached, for stages of the same layers."""
         spans = unit_spans(self._job.model, unit, stage)
-        key = unit.name, unit.tp, unit.dp, tuple(spans.items())
+        key = unit.name, unit.tp, unit.dp, *(self._layers(name, *span) for name, span in spans.items())
         if key not in self._bytes:
             share = unit.tp / self._shape.tp
 
@@ -137,6 +137,12 @@ class EncoderMemory:
             precision = self._job.mixed_precision(pipeline=True)
             self._bytes[key] = stage_bytes(self._job.model, unit, spans, rows, 1, precision)
         return self._bytes[key]
+
+    def _layers(self, name: str, first: int, stop: int) -> tuple[object, ...]:
+        """What tells apart the layers of some blocks of a module; layers that are one object are the same."""
+        module, needs_input = self._job.model.module(name), self._job.model.input_gradients[name]
+        blocks = module.blocks[first:stop]
+        return tuple((id(module.layers[index]), needs_input[index], len(block)) for block in blocks for index in block)
 
     def _recompute_s(self, unit: Unit, stage: int, num_microbatches: int) -> dict[str, Float64Array]:
         """Seconds that recomputing each block of a stage adds to a step, by module: [num_blocks].
