@@ -59,8 +59,8 @@ def weak_scaled(num_nodes: int, goal_loops: float = GOAL_LOOPS, *, examples_a_gp
     return Case("orchmllm_84b", overrides, goal_loops)
 
 
-# 10 examples for each of 100,000 GPUs: a recipe has no larger batch than a million.
-CASES = (*map(Case, RECIPES), weak_scaled(80), weak_scaled(1280), weak_scaled(12500, 4.0, examples_a_gpu=10))
+# One example for each of 100,000 GPUs: a job has no more than 10^10 examples times ranks (`core/limits.py`).
+CASES = (*map(Case, RECIPES), weak_scaled(80), weak_scaled(1280), weak_scaled(12500, 4.0, examples_a_gpu=1))
 
 
 class Taken(NamedTuple):

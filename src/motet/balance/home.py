@@ -90,13 +90,20 @@ def _near_or_unconstrained(
     return renamed(lowest, home, sizes, ranks_per_node, backend)
 
 
+MAX_RENAMED_RANKS = 1 << 14
+"""On more ranks, placements keep their ranks: what each holds of each batch would take 2 GB and more."""
+
+
 def renamed(
     placed: Assignment, home: Int32Array, sizes: Int64Array, ranks_per_node: int, backend: Backend = "native"
 ) -> Assignment:
-    """The same placement with ranks renamed by `place_on_nodes`, so that little leaves its node.
+    """The same placement with ranks renamed by `place_on_nodes`, so that little leaves its node; unchanged on more than
+    MAX_RENAMED_RANKS.
 
     home: int32 [num_items], the home rank of each item. sizes: int64 [num_items], what moves with it.
     """
+    if placed.num_ranks > MAX_RENAMED_RANKS:
+        return placed
     volume = np.zeros((placed.num_ranks, placed.num_ranks), dtype=np.int64)
     np.add.at(volume, (home, placed.ranks), sizes)
     new_rank = algorithms(backend).place_on_nodes(volume, ranks_per_node)

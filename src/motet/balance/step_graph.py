@@ -62,9 +62,11 @@ def graph_of_needs(
     num_last: int,
 ) -> StepGraph:
     """The StepGraph in which operation dependent[i] waits for dependency[i]; one may come twice. Others as there."""
-    pairs = np.unique(np.stack([dependent, dependency]), axis=1)
-    offsets = np.searchsorted(pairs[0], np.arange(len(row) + 1))
-    narrow = [np.ascontiguousarray(column, dtype=np.int32) for column in (row, position, offsets, pairs[1])]
+    # A pair as one number: pairs themselves are sorted ten times as slowly.
+    pairs = np.unique(dependent * len(row) + dependency)
+    offsets = np.searchsorted(pairs, np.arange(len(row) + 1) * len(row))
+    needs = pairs % max(len(row), 1)
+    narrow = [np.ascontiguousarray(column, dtype=np.int32) for column in (row, position, offsets, needs)]
     return StepGraph(narrow[0], narrow[1], narrow[2], narrow[3], gaps, num_last)
 
 

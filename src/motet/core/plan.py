@@ -26,6 +26,8 @@ Policy = Literal["packed", "padded", "padded_attention"]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "data_parallel"]
 Order = Literal["given", "intra", "inter", "both"]
 BalancingMethod = Literal["off", "joint", "per_phase", "auto"]
+MOVES_ITEMS: tuple[BalancingMethod, ...] = ("per_phase", "auto")
+"""The ways of balancing under which items may be computed apart from their examples."""
 FillingMethod = Literal["static", "by_step"]
 Zero = Literal[0, 1, 2, 3]
 Rank = Annotated[int, Field(ge=0, lt=MAX_RANKS)]

@@ -272,15 +272,16 @@ def stage_layers(model: ModelSpec, spans: Spans, recompute: Mapping[str, int]) -
     """
     for name, (first, stop) in spans.items():
         module = model.module(name)
+        layers, needs, num_recomputed = module.layers, model.input_gradients[name], recompute.get(name, 0)
         has_parts = name == BACKBONE and not any(sink == name for _, sink, _ in model.reentries)
         for number, block in enumerate(module.blocks[first:stop]):
-            whole = not any(module.layers[index].in_block for index in block)
-            for index in block:
-                layer, needs_input = module.layers[index], model.input_gradients[name][index]
-                recomputed = number < recompute.get(name, 0) and (whole or layer.in_block)
+            in_block = [layers[index].in_block for index in block]
+            whole = not any(in_block)
+            for index, inside in zip(block, in_block):
+                layer, needs_input = layers[index], needs[index]
+                recomputed = number < num_recomputed and (whole or inside) and (needs_input or layer.trainable)
                 in_parts = has_parts and (layer.attention is not None or layer.kind == "norm")
-                and_whole = in_parts and (not layer.in_block or number == 0)
-                recomputed = recomputed and (needs_input or layer.trainable)
+                and_whole = in_parts and (not inside or number == 0)
                 yield StageLayer(name, layer, needs_input, recomputed, in_parts, and_whole)
 
 

@@ -12,14 +12,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
-from motet.core.plan import Plan
+from motet.core.plan import BalancingMethod, Plan
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE, Workload
 from motet.cost.memory import stage_layers
@@ -185,7 +185,7 @@ def _recomputes(plan: Plan) -> bool | dict[str, int]:
     return chosen == layers(whole) or {name: count for name, count in counts.items() if count}
 
 
-def _balance(recipe: Recipe, spec: ModelSpec) -> Literal["off", "joint", "per_phase", "auto"]:
+def _balance(recipe: Recipe, spec: ModelSpec) -> BalancingMethod:
     names = [module.name for module in spec.modules]
     balanced = recipe.balance.balanced([name for name in names if name != BACKBONE])
     if balanced and balanced != set(names):

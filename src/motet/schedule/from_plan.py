@@ -15,7 +15,7 @@ import numpy as np
 
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
-from motet.core.plan import Fill, Plan, Unit
+from motet.core.plan import MOVES_ITEMS, Fill, Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.schedule.check.dry_run import dry_run
 from motet.schedule.coordinates import replica_of
@@ -166,7 +166,7 @@ def _without_fsdp(layout: Layout, present: Sequence[Presence]) -> Program:
     names = layout.data_parallel_modules
     trainable = {name: layout.trainable({name: (0, layout.backbone.stages[0][name])}) for name in names}
     program = data_parallel(trainable, layout.backbone.dp, layout.num_microbatches)
-    program = add_exchanges(program, None if layout.plan.balance in ("per_phase", "auto") else ())
+    program = add_exchanges(program, None if layout.plan.balance in MOVES_ITEMS else ())
     if not present:
         return program
     return without_absent(program, present, [stage for stage, name in enumerate(names) if trainable[name]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from motet.core.plan import Plan, Unit
+from motet.core.plan import MOVES_ITEMS, Plan, Unit
 from motet.core.workload import BACKBONE
 
 
@@ -44,7 +44,7 @@ def shares_items(plan: Plan, module: str) -> bool:
 
 def joins_all_replicas(plan: Plan) -> bool:
     """Whether any replica of a unit may send to any replica of another: items are balanced over all of a unit's."""
-    return plan.balance in ("per_phase", "auto") and len(pipelined_units(plan)) > 1
+    return plan.balance in MOVES_ITEMS and len(pipelined_units(plan)) > 1
 
 
 def recomputed_in(plan: Plan) -> dict[str, int]:

@@ -46,6 +46,8 @@ _CAUSES = {
 _COMMUNICATION = frozenset(Kind) - PASSES_AND_STEP
 _BLOCK_SPANS = 1 << 16
 """Spans that are counted at a time. Columns of millions of spans would not fit the caches."""
+_PART_SPANS = 1 << 20
+"""Spans that are expanded at a time, of ranks that are alike. Columns of all of them take gigabytes."""
 _BY_PRIORITY = (_BUSY, _TP, _EXCHANGE, _GATHER, _REDUCE, _NORM)
 
 
@@ -108,7 +110,19 @@ _cache: WeakKeyDictionary[Timeline, Bubbles] = WeakKeyDictionary()
 def _counted(timeline: Timeline) -> Bubbles:
     if not len(timeline):
         return Bubbles(0.0, np.zeros(timeline.num_ranks), np.zeros((timeline.num_ranks, len(BUBBLE_KINDS))))
-    begin_s, end_s = float(timeline.start_s.min()), float(timeline.end_s.max())
+    if isinstance(timeline, AlikeTimeline):
+        num_parts = max(min(len(timeline) // _PART_SPANS, timeline.num_ranks), 1)
+        parts = map(timeline.some, np.array_split(np.arange(timeline.num_ranks), num_parts))
+        begin_s, end_s = 0.0, timeline.makespan_s  # Nothing precedes the first action of a rank.
+        seconds = np.concatenate([_by_rank(part, begin_s, end_s) for part in parts])
+    else:
+        begin_s, end_s = float(timeline.start_s.min()), float(timeline.end_s.max())
+        seconds = _by_rank(timeline, begin_s, end_s)
+    return Bubbles(end_s - begin_s, seconds[:, 0], seconds[:, 1:])
+
+
+def _by_rank(timeline: Timeline, begin_s: float, end_s: float) -> Float64Array:
+    """`_seconds` of all spans of a Timeline, [num_ranks, 1 + len(BUBBLE_KINDS)]."""
     cause, passes = _causes(timeline)
     known = np.flatnonzero(cause != _NOTHING)
     known = known[np.argsort(timeline.rank[known], kind="stable")]
@@ -120,7 +134,7 @@ def _counted(timeline: Timeline) -> Bubbles:
     for index, (first, stop) in enumerate(pairwise(stops.tolist())):
         block = spans.at(slice(bounds[index], bounds[index + 1]))
         seconds[first:stop] = _seconds(block._replace(rank=block.rank - first), stop - first, begin_s, end_s)
-    return Bubbles(end_s - begin_s, seconds[:, 0], seconds[:, 1:])
+    return seconds
 
 
 class _Spans(NamedTuple):

@@ -22,6 +22,7 @@ from motet.planner.bubble_filling.encoder_plans import EncoderPlan, EncoderPlans
 from motet.planner.candidate import BUBBLE_FILLING, RuledOut, size_words
 from motet.planner.stages.recompute import Fit, StageBytes, fit_rank, stage_bytes
 from motet.schedule import fillable
+from motet.schedule.layout import Layout
 from motet.schedule.program import Kind, Program
 
 _FILLING_MICROBATCHES = 4
@@ -124,9 +125,9 @@ class EncoderMemory:
             held = np.maximum(held, worst)
 
     def _stage_bytes(self, unit: Unit, stage: int) -> StageBytes:
-        """Bytes of a stage that holds one microbatch. Cached."""
+        """Bytes of a stage that holds one microbatch. Cached, for stages of the same layers."""
         spans = unit_spans(self._job.model, unit, stage)
-        key = unit.name, unit.tp, unit.dp, tuple(spans.items())
+        key = unit.name, unit.tp, unit.dp, *(self._layers(name, *span) for name, span in spans.items())
         if key not in self._bytes:
             share = unit.tp / self._shape.tp
 
@@ -136,6 +137,12 @@ class EncoderMemory:
             precision = self._job.mixed_precision(pipeline=True)
             self._bytes[key] = stage_bytes(self._job.model, unit, spans, rows, 1, precision)
         return self._bytes[key]
+
+    def _layers(self, name: str, first: int, stop: int) -> tuple[object, ...]:
+        """What tells apart the layers of some blocks of a module; layers that are one object are the same."""
+        module, needs_input = self._job.model.module(name), self._job.model.input_gradients[name]
+        blocks = module.blocks[first:stop]
+        return tuple((id(module.layers[index]), needs_input[index], len(block)) for block in blocks for index in block)
 
     def _recompute_s(self, unit: Unit, stage: int, num_microbatches: int) -> dict[str, Float64Array]:
         """Seconds that recomputing each block of a stage adds to a step, by module: [num_blocks].
@@ -150,14 +157,23 @@ class EncoderMemory:
     def _in_flight(self) -> list[Int64Array]:
         """Per rank: microbatches of each of its stages that are held at once, [num_moments, num_chunks]."""
         shape, num = self._shape, self._shape.num_microbatches
+        plan = self._plans.example
         if shape.num_chunks == 1 or num % shape.pp == 0:  # Otherwise chunks take groups that are not alike.
             num = min(num, _FILLING_MICROBATCHES * shape.pp)
-        plan = replace(self._plans.example, batch_size=shape.dp * shape.microbatch_size * num)
-        program = fillable(plan)[0].program
-        return [_in_flight(program, rank) for rank in range(shape.pp)]
+        if shape.num_chunks == 1:
+            has_backward = Layout(plan).has_backward[BACKBONE]
+            return [in_flight_under_1f1b(shape.pp - rank, num, has_backward[rank]) for rank in range(shape.pp)]
+        program = fillable(replace(plan, batch_size=shape.dp * shape.microbatch_size * num))[0].program
+        return [in_flight(program, rank) for rank in range(shape.pp)]
 
 
-def _in_flight(program: Program, rank: int) -> Int64Array:
+def in_flight_under_1f1b(num_behind: int, num_microbatches: int, has_backward: bool) -> Int64Array:
+    """`in_flight` of a rank of 1F1B with one stage, without a Program. num_behind: ranks from this one to the last."""
+    held = np.arange(num_microbatches + 1)
+    return (held[: num_behind + 1] if has_backward else held[1:])[:, None]
+
+
+def in_flight(program: Program, rank: int) -> Int64Array:
     """How many microbatches of each stage of a rank are held, at all moments that differ: [num_moments, num_stages]."""
     stages = [number for number, stage in enumerate(program.stages) if stage.rank == rank]
     column = {stage: index for index, stage in enumerate(stages)}

@@ -11,9 +11,9 @@ parallelism of their own.
    after the backbone's (coarse).
 
 Placing takes longest, so a backbone that cannot be the fastest is left out as early as that shows: by the least that
-its ranks compute; by what its busiest rank computes with the recomputation that memory needs; by how often its
-microbatches go through the pipeline and back (`round_trips.py`); by its simulated step if all bubbles were filled; by
-the step of the best placement.
+its ranks compute; by what its busiest rank computes with the recomputation that memory needs; by its passes and
+messages without a Program (`one_f_one_b_bound.py`); by its simulated step if all bubbles were filled; by the step of
+the best placement.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from motet.planner.bubble_filling.encoder_memory import EncoderMemory, FittedPla
 from motet.planner.bubble_filling.encoder_plans import EncoderPlans
 from motet.planner.bubble_filling.encoder_times import encoders_beside
 from motet.planner.bubble_filling.fills import Filling, PlacedFills, fill
-from motet.planner.bubble_filling.round_trips import round_trips_s
+from motet.planner.bubble_filling.one_f_one_b_bound import one_f_one_b_s
 from motet.planner.candidate import BUBBLE_FILLING, Candidate, Pins, RuledOut
 from motet.planner.infeasible import indivisible, nothing_divides
 from motet.planner.job import Job
@@ -149,8 +149,8 @@ def _bounded_backbone(job: Job, pins: Pins, shape: PipelineShape, faster_than_s:
     least_s = plans.least_s(least.units[0])
     if least_s >= faster_than_s:
         return _Outcome(True, [*ruled_out, _too_slow(shape, least)])
-    # 5. How often its microbatches go through the pipeline and back.
-    if faster_than_s < math.inf and round_trips_s(plans, least.units[0], MAX_TIMED_ISLANDS) >= faster_than_s:
+    # 5. Its passes and messages in their order.
+    if faster_than_s < math.inf and one_f_one_b_s(plans, least.units[0], MAX_TIMED_ISLANDS) >= faster_than_s:
         return _Outcome(True, [*ruled_out, _too_slow(shape, least)])
     # 6. Its simulated step, if all bubbles were filled.
     filler = _Filler(plans)

@@ -11,10 +11,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Literal
 
 from motet.assign.balancing import recomputed_blocks
-from motet.core.plan import Plan, Unit
+from motet.core.plan import MOVES_ITEMS, BalancingMethod, Plan, Unit
 from motet.planner.candidate import Pins
 from motet.planner.data_parallel.loads import EvenBatch, Load, ModuleState, assigned_load, sample_of, state_of
 from motet.planner.data_parallel.recomputation import fit_recomputation
@@ -23,7 +22,6 @@ from motet.planner.degrees import divisors, most_replicas
 from motet.planner.job import Job
 from motet.planner.stages.recompute import Fit, RecomputeMode
 
-Balance = Literal["off", "joint", "per_phase", "auto"]
 _MAX_ALIKE = 2
 """The most shardings that are proposed beside the best."""
 _MAX_SLOWDOWN = 1.3
@@ -66,7 +64,7 @@ class DataParallelSearch:
     def __init__(self, job: Job, pins: Pins, tp: int, even: EvenBatch) -> None:
         self.job, self.pins, self.tp, self.even = job, pins, tp, even
         self.dp = pins.dp or most_replicas(job, tp, pins)
-        self.balance: Balance = "off" if self.dp == 1 else pins.balance or "auto"
+        self.balance: BalancingMethod = "off" if self.dp == 1 else pins.balance or "auto"
         self.mode: RecomputeMode = pins.recompute or "least"
         self._sharded_unit = cache(lambda sharding: ShardedUnit.of(job, self.unit(sharding)))
         self._state = cache(lambda sharding: state_of(job, self.unit(sharding)))
@@ -148,7 +146,7 @@ class DataParallelSearch:
         self, load: Load, sharding: ZeroSharding, recompute: Mapping[str, int], num_microbatches: int = 0
     ) -> float:
         """Seconds of a step in closed form. num_microbatches: as of `zero.step_s`."""
-        exchanged = self.balance in ("per_phase", "auto")
+        exchanged = self.balance in MOVES_ITEMS
         return step_s(load, self.sharded(sharding), recompute, exchanged=exchanged, num_microbatches=num_microbatches)
 
     def floor_s(self) -> float:
@@ -279,6 +277,6 @@ def sampled_s(job: Job, plan: Plan) -> float:
     """Seconds of a step of colocated data parallelism in closed form, by a sample of the batch."""
     (unit,) = plan.units
     load, num_microbatches = assigned_load(job, sample_of(plan)), plan.batch_size // (unit.dp * plan.microbatch_size)
-    exchanged = plan.balance in ("per_phase", "auto")
+    exchanged = plan.balance in MOVES_ITEMS
     sharded, recompute = ShardedUnit.of(job, unit), recomputed_blocks(plan)
     return step_s(load, sharded, recompute, exchanged=exchanged, num_microbatches=num_microbatches)

@@ -1,3 +1,4 @@
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -58,6 +59,17 @@ def test_ranks_that_are_alike_take_what_the_whole_program_takes(overlap, jitter,
         assert (alike.makespan_s, len(alike)) == (whole.makespan_s, len(whole))
         assert columns(alike) == columns(whole)
         assert columns(simulate(made, given, **how, backend="reference")) == columns(whole)
+
+
+@pytest.mark.parametrize("part_spans", [1, 40, 1 << 20])
+def test_bubbles_of_ranks_that_are_alike_are_those_of_the_whole_program(monkeypatch, part_spans):
+    monkeypatch.setattr(sys.modules["motet.simulate.bubbles"], "_PART_SPANS", part_spans)
+    made, given = program(3), times(3, tensor=1)
+    alike, whole = simulate(made, given), simulate(Prepared(made, whole=True), given)
+    assert isinstance(alike, AlikeTimeline)
+    found, expected = bubbles(alike), bubbles(whole)
+    assert (found.step_s, found.busy_s.tolist()) == (expected.step_s, expected.busy_s.tolist())
+    assert found.idle_s.tolist() == expected.idle_s.tolist()
 
 
 def test_a_timeline_of_ranks_that_are_alike_is_named_and_has_no_other_columns():
