@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ import soundfile
 import torch
 import transformers
 from PIL import Image
-from their_videos import their_video
+from their_videos import TheirVideo, their_video
 from torch.nn.functional import cross_entropy
 from transformers.image_transforms import convert_to_rgb
 from whole_models import FAMILIES, GENERIC, open_processor, write_job
@@ -184,15 +185,28 @@ def _take_features(inputs: dict[str, Any], record: dict[str, Any], folder: Path)
 def _with_videos(inputs: dict[str, Any], processor: Any, record: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The inputs with what transformers' video processor makes of the record's videos, each of which has one token."""
     made = [their_video(folder / "model", folder / name) for name in record["video"]]
-    values, grids, seconds = zip(*made, strict=True)
+    values, grids = (torch.cat([getattr(each, name) for each in made]) for name in ("values", "grid"))
     is_video = torch.as_tensor(inputs["input_ids"])[0] == processor.video_token_id
-    repeats = torch.ones(len(is_video), dtype=torch.int64)
-    repeats[is_video] = torch.cat(grids).prod(-1) // processor.image_processor.merge_size**2
-    for name in ("input_ids", "attention_mask", "assistant_masks", "mm_token_type_ids"):
-        inputs[name] = torch.as_tensor(inputs[name])[0].repeat_interleave(repeats)[None]
-    inputs |= {"pixel_values_videos": torch.cat(values), "video_grid_thw": torch.cat(grids)}
-    has_times = "second_per_grid_ts" in processor.model_input_names
-    return inputs | ({"second_per_grid_ts": torch.tensor(seconds)} if has_times else {})
+    texts = [_video_text(processor, each) for each in made]
+    for name in ("assistant_masks", "mm_token_type_ids", "attention_mask", "input_ids"):
+        parts = list(torch.as_tensor(inputs[name])[0][:, None])
+        for place, text in zip(is_video.nonzero()[:, 0].tolist(), texts, strict=True):
+            in_place = {"input_ids": text, "mm_token_type_ids": 2 * (text == processor.video_token_id)}
+            parts[place] = in_place.get(name, parts[place].expand(len(text)))
+        inputs[name] = torch.cat(parts)[None]
+    inputs |= {"pixel_values_videos": values, "video_grid_thw": grids}
+    if "second_per_grid_ts" not in processor.model_input_names:
+        return inputs
+    # As Qwen2_5_VLProcessor has it.
+    return inputs | {"second_per_grid_ts": torch.tensor([2 / each.metadata.sampled_fps for each in made])}
+
+
+def _video_text(processor: Any, video: TheirVideo) -> torch.Tensor:
+    """The tokens of a video, as transformers' processor writes them."""
+    processor.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+    made = {"video_grid_thw": video.grid, "video_metadata": [video.metadata]}
+    text = processor.replace_video_token(made, 0)
+    return torch.tensor(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def messages_of(record: dict[str, Any], placeholder: str = "<image>") -> list[dict[str, Any]]:

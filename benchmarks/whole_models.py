@@ -595,7 +595,13 @@ def _save_qwen_processor(folder: Path, kind: type, tokenizer: transformers.PreTr
     tokenizer.chat_template = QWEN_TEMPLATE
     tokenizer.save_pretrained(folder)
     images.save_pretrained(folder)
-    videos = {"patch_size": 4, "size": {"shortest_edge": 6 * 64, "longest_edge": 12 * 64}}
+    videos: dict[str, Any] = {"patch_size": 4, "size": {"shortest_edge": 6 * 64, "longest_edge": 12 * 64}}
+    if kind is transformers.Qwen3VLProcessor:  # It bounds all frames together.
+        videos = {
+            "patch_size": 4,
+            "size": {"shortest_edge": 20 * 64, "longest_edge": 36 * 64},
+            "video_processor_type": "Qwen3VLVideoProcessor",
+        }
     sampling = {"do_sample_frames": True, "fps": 6.0, "max_frames": 6}
     (folder / "video_preprocessor_config.json").write_text(json.dumps({**videos, **sampling}))
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": kind.__name__}))
@@ -638,7 +644,7 @@ def write_qwen2_audio(folder: Path) -> None:
     transformers.Qwen2AudioProcessor(extractor, tokenizer, chat_template=QWEN_AUDIO_TEMPLATE).save_pretrained(folder)
 
 
-VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Families whose examples have videos, too."""
 AUDIO_FAMILIES = ("qwen2_audio",)
 """Families whose examples have clips in place of images."""

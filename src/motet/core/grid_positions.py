@@ -15,7 +15,7 @@ from motet.core.arrays import Float32Array, Int64Array
 NUM_AXES = 3
 """Time, row, column."""
 GRID_DIM = 4
-"""Of an item: frames, rows, columns, and the time between two frames (`step_bits`)."""
+"""Of a placeholder: frames, rows, columns, and the time between two frames (`step_bits`)."""
 
 
 def step_bits(steps: Float32Array) -> Int64Array:
@@ -32,9 +32,10 @@ def grid_positions(
     """The positions of the rows of packed sequences, int64 [3, num_packed_rows], from 0 in each sequence.
 
     text_lengths: int64 [num_sequences], tokens of each sequence, of which an item has one.
-    placeholders: int64 [num_items], the place of each item's token among all tokens; ascending.
+    placeholders: int64 [num_placeholders], the place of each among all tokens; ascending.
     num_rows:     int64 [num_tokens], the packed rows of each token.
-    grids:        int64 [num_items, 4], frames, rows and columns of each item, and the step of its frames (`step_bits`).
+    grids:        int64 [num_placeholders, 4], frames, rows and columns of the rows at each, and the step of its frames
+                  (`step_bits`).
     Raises ValueError where an item has another number of rows than its grid. O(num_packed_rows).
 
     Example:

@@ -13,9 +13,10 @@ from motet.data.area_videos import AreaVideos
 from motet.data.decode import Decoder
 from motet.data.headers import read_header
 from motet.data.media import BadMedia, MediaRef
+from motet.data.timed_videos import TimedVideos
 from motet.data.transforms import load_media
 from motet.data.videos import VideoHeader, frames_at
-from motet.models.whole.video_processor import VideoAreas
+from motet.models.whole.video_processor import TimedAreas, VideoAreas
 
 av = pytest.importorskip("av")
 with benchmark("whole_models") as whole_models, benchmark("their_videos") as their_videos:
@@ -82,12 +83,42 @@ def test_rows_and_times_are_those_of_transformers(folder, files, options, tmp_pa
     transform = AreaVideos(**VideoAreas(4, 2, 2, tokens_per_second=2.0).options(tmp_path))
     for path in files:
         ref = ref_of(path, raw=read_header(ref_of(path)))
-        values, grid, seconds = their_videos.their_video(tmp_path, path)
+        values, grid, metadata = their_videos.their_video(tmp_path, path)
         media = load_media(ref, transform)
         assert [media.size.tolist()] == grid.tolist() == transform.sizes(np.array([ref.raw])).tolist()
         np.testing.assert_array_equal(media.values, values.numpy())
         step = transform.time_steps(np.array([ref.raw])).astype(np.int32).view(np.float32)
-        assert step == np.float32(2.0) * np.float32(seconds)
+        assert step == np.float32(2.0) * np.float32(2 / metadata.sampled_fps)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fps": 6.0, "size": {"shortest_edge": 20 * 64, "longest_edge": 36 * 64}},
+        {"fps": 50.0, "max_frames": 5, "size": {"shortest_edge": 99 * 64, "longest_edge": 999 * 64}},
+        {"do_sample_frames": False, "cap_pixels_per_frame": True, "max_video_tokens": 5},
+        {"num_frames": 3, "fps": None, "cap_pixels_per_frame": True},
+    ],
+)
+def test_rows_and_texts_of_qwen3_are_those_of_transformers(files, options, tmp_path):
+    import json
+
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps({"image_processor_type": "Qwen2VLImageProcessorFast", **SMALL})
+    )
+    kind = {"video_processor_type": "Qwen3VLVideoProcessor"}
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(SMALL | options | kind))
+    transform = TimedVideos(**TimedAreas(4, 2, 2).options(tmp_path))
+    for path in files:
+        ref = ref_of(path, raw=read_header(ref_of(path)))
+        values, grid, metadata = their_videos.their_video(tmp_path, path)
+        media = load_media(ref, transform)
+        assert [media.size.tolist()] == grid.tolist() == transform.sizes(np.array([ref.raw])).tolist()
+        np.testing.assert_array_equal(media.values, values.numpy())
+        (key,) = transform.text_keys(np.array([ref.raw])).tolist()
+        numbers = [*metadata.frames_indices, *metadata.frames_indices[-1:]]
+        middles = [sum(pair) / metadata.fps / 2 for pair in zip(numbers[::2], numbers[1::2])]
+        assert transform.times(tuple(key)) == pytest.approx(middles)
 
 
 def test_the_frames_that_are_taken_are_those_of_transformers(folder):

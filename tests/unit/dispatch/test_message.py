@@ -24,11 +24,12 @@ def example(num_items, grids, pieces=None):
         (2, None, None),
         (2, np.array([[1, 2, 3, 0], [5, 4, 1, 1 << 30]]), None),
         (2, None, np.array([3, 1])),
+        (2, np.arange(1, 17).reshape(4, 4), np.array([3, 1])),
     ],
 )
 def test_an_example_arrives_with_its_grids_and_pieces(num_items, grids, pieces):
     sent = example(num_items, grids, pieces)
-    size = example_bytes(*(np.array([len(each)]) for each in (sent.tokens, sent.media, sent.media_positions)))
+    size = example_bytes(*(np.array([len(each)]) for each in (sent.tokens, sent.media_positions)))
     into = np.zeros(int(size[0]), dtype=np.uint8)
     write_example(sent, into)
     got = read_example(into, len(sent.tokens), sent.media, sent.num_pieces)

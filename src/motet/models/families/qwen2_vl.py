@@ -25,6 +25,7 @@ from motet.models.families.patches import (
     MergedRows,
     PatchRows,
     embed_patches,
+    frame_segments,
     frames_of,
     item_extents,
     zero_image,
@@ -137,9 +138,7 @@ class Qwen2VLTower(PatchRows, _Qwen2VLBlocks):
 
     def segments(self, sizes: Int64Array) -> ItemSegments | None:
         """The frames of each item, in patches; None where items have none."""
-        if sizes.shape[1] == 2:
-            return None
-        return ItemSegments.counted(np.prod(frames_of(sizes), axis=1), sizes[:, 0])
+        return frame_segments(sizes)
 
 
 class Qwen2VLEncoder(MergedRows, _Qwen2VLBlocks):

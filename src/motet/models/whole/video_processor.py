@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.core.errors import UserError
-from motet.core.frame_sampling import FrameSampling
+from motet.core.frame_sampling import EvenSampling, FrameSampling
 from motet.core.text_files import read_optional_object
 from motet.models.whole.processor import Areas, check_values
 
@@ -35,6 +35,16 @@ _DEFAULTS: dict[str, Any] = {
     "max_video_tokens": 128_000,
 }
 _SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}
+_TIMED_DEFAULTS = _DEFAULTS | {
+    "image_mean": (0.5, 0.5, 0.5),
+    "image_std": (0.5, 0.5, 0.5),
+    "patch_size": 16,
+    "do_sample_frames": True,
+    "fps": 2,
+    "max_video_tokens": 768,
+}
+_TIMED_SIZE = {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}
+_TIMED_KINDS = ("Qwen3VLVideoProcessor",)
 _KINDS = ("Qwen2VLVideoProcessor", "Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 """Types that a file may name: directories without a file for videos have that for images for both."""
 
@@ -50,7 +60,7 @@ class VideoAreas(Areas):
 
     def options(self, path: Path) -> dict[str, Any]:
         """As of `Images`. Raises UserError also for a video processor of another class or other patches."""
-        stored, where = _stored(path)
+        stored, where = self._stored(path)
         check_values(where, stored, **{key: getattr(self, key) for key in self.sides})
         least, most = stored["size"].get("shortest_edge"), stored["size"].get("longest_edge")
         if not least or not most or least > most:
@@ -62,7 +72,7 @@ class VideoAreas(Areas):
         return super().options(path) | {
             "min_video_area": least,
             "max_video_area": most,
-            "sampling": _sampling(stored, where),
+            "sampling": self._sampling(stored, where),
             "cap_tokens": stored["max_video_tokens"] if stored["cap_pixels_per_frame"] else None,
             "video_mean": tuple(stored["image_mean"]) if normalises else (0.0,),
             "video_std": tuple(stored["image_std"]) if normalises else (1.0,),
@@ -70,32 +80,52 @@ class VideoAreas(Areas):
             "tokens_per_second": self.tokens_per_second,
         }
 
+    def _stored(self, path: Path) -> tuple[dict[str, Any], str]:
+        return _stored(path, _KINDS, _DEFAULTS, _SIZE)
 
-def _sampling(stored: dict[str, Any], where: str) -> FrameSampling:
-    """Which frames are taken. Raises UserError where transformers stops."""
-    fps, num_frames = stored["fps"], stored["num_frames"]
-    if not stored["do_sample_frames"]:
-        fps = num_frames = None  # It takes all frames, whatever the options say.
-    elif (fps is None) == (num_frames is None):
-        raise UserError(f"{where} has do_sample_frames, so it must have one of fps and num_frames.")
-    return FrameSampling(fps, stored["min_frames"], stored["max_frames"], num_frames)
+    def _sampling(self, stored: dict[str, Any], where: str) -> FrameSampling:
+        """Which frames are taken. Raises UserError where transformers stops."""
+        fps, num_frames = stored["fps"], stored["num_frames"]
+        if not stored["do_sample_frames"]:
+            fps = num_frames = None  # It takes all frames, whatever the options say.
+        elif (fps is None) == (num_frames is None):
+            raise UserError(f"{where} has do_sample_frames, so it must have one of fps and num_frames.")
+        return FrameSampling(fps, stored["min_frames"], stored["max_frames"], num_frames)
 
 
-def _stored(path: Path) -> tuple[dict[str, Any], str]:
-    """The options of the video processor in a directory, and how sentences name it."""
+class TimedAreas(VideoAreas):
+    """The same of Qwen3-VL (`TimedVideos`)."""
+
+    def _stored(self, path: Path) -> tuple[dict[str, Any], str]:
+        return _stored(path, _TIMED_KINDS, _TIMED_DEFAULTS, _TIMED_SIZE)
+
+    def _sampling(self, stored: dict[str, Any], where: str) -> FrameSampling:
+        sampling = super()._sampling(stored, where)
+        if not stored["do_sample_frames"]:
+            return EvenSampling(min_frames=1, max_frames=2**31)
+        return EvenSampling(sampling.fps, sampling.min_frames, sampling.max_frames, sampling.num_frames)
+
+
+def _stored(
+    path: Path, kinds: tuple[str, ...], defaults: dict[str, Any], default_size: dict[str, int]
+) -> tuple[dict[str, Any], str]:
+    """The options of the video processor in a directory, and how sentences name it.
+
+    kinds: that it may be, the first if no file names one. defaults, default_size: of that kind.
+    """
     names = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
     found = [(read_optional_object(path / name) or {}) for name in names]
     found[0] = found[0].get("video_processor") or {}
     name, stored = next(((name, each) for name, each in zip(names, found) if each), (names[2], {}))
     where = f"model.path: the video processor in {path / name}"
-    kind = stored.get("video_processor_type") or stored.get("image_processor_type") or _KINDS[0]
-    if kind not in _KINDS:
-        raise UserError(f"{where} is a {kind}, which Motet does not compute; it must be a {_KINDS[0]}.")
-    size = dict(stored.get("size") or _SIZE)
+    kind = stored.get("video_processor_type") or stored.get("image_processor_type") or kinds[0]
+    if kind not in kinds:
+        raise UserError(f"{where} is a {kind}, which Motet does not compute; it must be a {kinds[0]}.")
+    size = dict(stored.get("size") or default_size)
     for area, old in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
         if stored.get(old) is not None:
             size[area] = stored[old]
-    options = _DEFAULTS | {key: stored[key] for key in _DEFAULTS.keys() & stored.keys()} | {"size": size}
+    options = defaults | {key: stored[key] for key in defaults.keys() & stored.keys()} | {"size": size}
     check_values(where, options, do_resize=True, do_rescale=True)
     if abs(options["rescale_factor"] * 255 - 1) > 1e-9:
         raise UserError(f"{where} has rescale_factor = {options['rescale_factor']}; it must be 1 / 255.")

@@ -26,13 +26,14 @@ from motet.data.cropped_images import CroppedImages
 from motet.data.processed_images import ProcessedImages
 from motet.data.split_images import SplitImages
 from motet.data.text import ChatTokenizer
+from motet.data.timed_videos import TimedVideos
 from motet.data.tokenizer_files import read_template
 from motet.data.transforms import Transform
 from motet.models.build import ModelConfig
 from motet.models.lora import LoraConfig
 from motet.models.whole.directory import WholeDirectory
 from motet.models.whole.processor import AnyResTiles, Areas, ByProcessor, Clips, CroppedTiles, Images, SplitTiles
-from motet.models.whole.video_processor import VideoAreas
+from motet.models.whole.video_processor import TimedAreas, VideoAreas
 from motet.train.recipe.recipe import Recipe
 
 _TRANSFORMS: dict[type, Callable[..., Transform]] = {
@@ -42,6 +43,7 @@ _TRANSFORMS: dict[type, Callable[..., Transform]] = {
     SplitTiles: SplitImages,
     Areas: AreaImages,
     VideoAreas: AreaVideos,
+    TimedAreas: TimedVideos,
     Clips: ChunkedClips,
     ByProcessor: ImagesByProcessor,
 }
