@@ -185,16 +185,18 @@ def _take_features(inputs: dict[str, Any], record: dict[str, Any], folder: Path)
 def _with_videos(inputs: dict[str, Any], processor: Any, record: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The inputs with what transformers' video processor makes of the record's videos, each of which has one token."""
     made = [their_video(folder / "model", folder / name) for name in record["video"]]
-    values, grids = (torch.cat([getattr(each, name) for each in made]) for name in ("values", "grid"))
+    values = torch.cat([each.values for each in made])
     is_video = torch.as_tensor(inputs["input_ids"])[0] == processor.video_token_id
     texts = [_video_text(processor, each) for each in made]
-    for name in ("assistant_masks", "mm_token_type_ids", "attention_mask", "input_ids"):
+    for name in inputs.keys() & {"assistant_masks", "mm_token_type_ids", "attention_mask", "input_ids"}:
         parts = list(torch.as_tensor(inputs[name])[0][:, None])
         for place, text in zip(is_video.nonzero()[:, 0].tolist(), texts, strict=True):
             in_place = {"input_ids": text, "mm_token_type_ids": 2 * (text == processor.video_token_id)}
             parts[place] = in_place.get(name, parts[place].expand(len(text)))
         inputs[name] = torch.cat(parts)[None]
-    inputs |= {"pixel_values_videos": values, "video_grid_thw": grids}
+    inputs["pixel_values_videos"] = values
+    if grids := [each.grid for each in made if each.grid is not None]:
+        inputs["video_grid_thw"] = torch.cat(grids)
     if "second_per_grid_ts" not in processor.model_input_names:
         return inputs
     # As Qwen2_5_VLProcessor has it.
@@ -204,7 +206,7 @@ def _with_videos(inputs: dict[str, Any], processor: Any, record: dict[str, Any],
 def _video_text(processor: Any, video: TheirVideo) -> torch.Tensor:
     """The tokens of a video, as transformers' processor writes them."""
     processor.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
-    made = {"video_grid_thw": video.grid, "video_metadata": [video.metadata]}
+    made = {"video_grid_thw": video.grid, "video_metadata": [video.metadata], "pixel_values_videos": video.values}
     text = processor.replace_video_token(made, 0)
     return torch.tensor(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -213,7 +215,8 @@ def messages_of(record: dict[str, Any], placeholder: str = "<image>") -> list[di
     """A record's turns as typed parts: texts, and items where the placeholder stands."""
     messages = []
     for turn in record["conversations"]:
-        pieces = re.split(f"({placeholder}|<video>)", turn["value"])
+        video = placeholder.replace("image", "video")
+        pieces = re.split(f"({placeholder}|{video})", turn["value"])
         parts: list[dict[str, Any]] = [{"type": "text", "text": pieces[0]}]
         for mark, text in zip(pieces[1::2], pieces[2::2], strict=True):
             parts += [{"type": mark.strip("<>\n")}, {"type": "text", "text": text}]

@@ -1,4 +1,4 @@
-"""transformers' own video processors of Qwen's models without torchvision, which their modules ask for.
+"""transformers' own video processors without torchvision, which their modules ask for.
 
 What is its own here: which frames are sampled, the bounds of areas, padding to pairs, the order of patches. Frames are
 resized by Pillow, and values normalised as in transformers' image processors on numpy, in place of torchvision.
@@ -22,8 +22,17 @@ from transformers.video_utils import VideoMetadata, read_video_pyav
 
 _MODULES = [f"torchvision{part}" for part in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional")]
 _QWEN = "transformers.models.qwen{0}_vl.video_processing_qwen{0}_vl"
-_KINDS = {"Qwen2VLVideoProcessor": _QWEN.format(2), "Qwen3VLVideoProcessor": _QWEN.format(3)}
+_KINDS = {
+    "Qwen2VLVideoProcessor": _QWEN.format(2),
+    "Qwen3VLVideoProcessor": _QWEN.format(3),
+    "LlavaOnevisionVideoProcessor": "transformers.models.llava_onevision.video_processing_llava_onevision",
+}
 """Class -> its module."""
+_OPTIONS = (
+    *("patch_size", "temporal_patch_size", "merge_size", "cap_pixels_per_frame"),
+    *("do_center_crop", "crop_size", "do_pad"),
+)
+"""Options that some of the classes have."""
 
 
 @cache
@@ -62,10 +71,10 @@ def kind(called: str = "Qwen2VLVideoProcessor") -> Any:
 
 
 class TheirVideo(NamedTuple):
-    """What a processor makes of a video. metadata: with the numbers of its frames."""
+    """What a processor makes of a video. metadata: with the numbers of its frames. grid: None where there is none."""
 
     values: torch.Tensor
-    grid: torch.Tensor
+    grid: torch.Tensor | None
     metadata: VideoMetadata
 
 
@@ -98,10 +107,7 @@ def their_video(folder: Path, path: Path, **options: Any) -> TheirVideo:
         do_normalize=processor.do_normalize,
         image_mean=processor.image_mean,
         image_std=processor.image_std,
-        patch_size=processor.patch_size,
-        temporal_patch_size=processor.temporal_patch_size,
-        merge_size=processor.merge_size,
-        cap_pixels_per_frame=processor.cap_pixels_per_frame,
         return_tensors="pt",
+        **{name: getattr(processor, name, None) for name in _OPTIONS},
     )
-    return TheirVideo(made["pixel_values_videos"], made["video_grid_thw"], metadata)
+    return TheirVideo(made["pixel_values_videos"], made.get("video_grid_thw"), metadata)

@@ -29,6 +29,11 @@ LLAVA_TEMPLATE = (
     "{% endfor %}{% endfor %}{% if add_generation_prompt %}ASSISTANT: {% endif %}"
 )
 
+ONEVISION_TEMPLATE = LLAVA_TEMPLATE.replace(
+    (image := "{% for part in message.content if part.type == 'image' %}{{ '<image>\n' }}{% endfor %}"),
+    image + image.replace("image", "video"),
+)
+
 GEMMA3_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' }}"
@@ -119,11 +124,12 @@ def write_job(folder: Path, family: str, num_examples: int = 8) -> Path:
     if family in AUDIO_FAMILIES:
         write_examples(folder, num_examples, modality="audio")
     elif family in VIDEO_FAMILIES:
-        write_examples(folder, num_examples, [1, 0, 2, 0, 1, 0, 0, 1], num_videos=[0, 0, 1, 1, 0, 0, 2, 0])
+        images = [1, 0, 1 if family in ONE_IMAGE else 2, 0, 1, 0, 0, 1]
+        write_examples(folder, num_examples, images, num_videos=[0, 0, 1, 1, 0, 0, 2, 0])
     elif family in ONE_QUESTION:
         write_examples(folder, num_examples, [1, 2], rounds=1)
     else:
-        write_examples(folder, num_examples, [1, 0, 1] if family in ONE_IMAGE else [1, 0, 2, 1])
+        write_examples(folder, num_examples, [1, 0, 2, 1])
     (folder / "recipe.toml").write_text(RECIPE)
     return folder / "recipe.toml"
 
@@ -403,7 +409,7 @@ def write_llava_onevision(folder: Path) -> None:
         num_image_tokens=16,
         vision_feature_select_strategy="full",
         vision_aspect_ratio="anyres_max_2",
-        chat_template=LLAVA_TEMPLATE,
+        chat_template=ONEVISION_TEMPLATE,
     )
     config = transformers.LlavaOnevisionConfig(
         vision_config=transformers.SiglipVisionConfig(**TOWER, image_size=24, patch_size=6, vision_use_head=False),
@@ -416,6 +422,9 @@ def write_llava_onevision(folder: Path) -> None:
     )
     like_trained(transformers.LlavaOnevisionForConditionalGeneration(config)).save_pretrained(folder)
     processor.save_pretrained(folder)
+    kind = "LlavaOnevisionVideoProcessor"
+    videos = {"size": {"height": 24, "width": 24}, "do_sample_frames": True, "num_frames": 5}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos | {"video_processor_type": kind}))
 
 
 def write_paligemma(folder: Path) -> None:
@@ -644,7 +653,7 @@ def write_qwen2_audio(folder: Path) -> None:
     transformers.Qwen2AudioProcessor(extractor, tokenizer, chat_template=QWEN_AUDIO_TEMPLATE).save_pretrained(folder)
 
 
-VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+VIDEO_FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Families whose examples have videos, too."""
 AUDIO_FAMILIES = ("qwen2_audio",)
 """Families whose examples have clips in place of images."""

@@ -19,7 +19,7 @@ STEPS = (("image", ""), ("", ""), ("video", ""), ("video", "image"), ("", "video
 """What the two examples of each step have. Of the first video, in the third step, the end of the file is missing."""
 
 
-WAYS = {"qwen2_5_vl": (), "qwen3_vl": ("balance.mode=exchange",)}
+WAYS = {"qwen2_5_vl": (), "qwen3_vl": ("balance.mode=exchange",), "llava_onevision": ()}
 """Family -> how two ranks train it. Qwen3-VL's videos stand in pieces."""
 
 

@@ -519,7 +519,8 @@ class Dataset:
             if len(items):
                 refused[columns.example[items[~modality.transform.accepts(columns.raw[items])]]] = True
                 most = getattr(modality.transform, "most_items", None)
-                refused |= most is not None and np.bincount(columns.example[items], minlength=len(refused)) > most
+                own = items[columns.modality[items] % IN_ANSWER == all_modalities().index(modality.transform.modality)]
+                refused |= most is not None and np.bincount(columns.example[own], minlength=len(refused)) > most
         return refused
 
 

@@ -27,7 +27,7 @@ from motet.data.media import AUDIO, IMAGE, VIDEO
 _AS_WRITTEN = {
     "LlavaProcessor": {IMAGE: "<image>"},
     "LlavaNextProcessor": {IMAGE: "<image>"},
-    "LlavaOnevisionProcessor": {IMAGE: "<image>"},
+    "LlavaOnevisionProcessor": {IMAGE: "<image>", VIDEO: "<video>"},
     "Qwen2VLProcessor": {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>"},
     "Qwen2_5_VLProcessor": {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>"},
     "Qwen3VLProcessor": {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>"},

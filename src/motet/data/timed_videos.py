@@ -60,6 +60,8 @@ class TimedVideos(AreaVideos):
                 such bound.
 
     Example:
+        >>> from motet.core.frame_sampling import EvenSampling
+        >>> from motet.data.videos import VideoHeader
         >>> transform = TimedVideos(patch_size=16, merge_size=2, temporal_patch_size=2, sampling=EvenSampling(fps=1.0))
         >>> raw = np.array([VideoHeader(100, 640, 480, 25).raw, (640, 480)])
         >>> transform.sizes(raw).tolist()  # 4 pictures of a video of 4 s, and an image

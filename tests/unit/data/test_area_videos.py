@@ -2,13 +2,16 @@
 
 import shutil
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from transformers.video_utils import default_sample_indices_fn
 
 from benchmark import benchmark
 from motet.core.errors import UserError
-from motet.core.frame_sampling import FrameSampling
+from motet.core.frame_sampling import FrameSampling, UniformSampling
+from motet.data.anyres_videos import AnyResVideos
 from motet.data.area_videos import AreaVideos
 from motet.data.decode import Decoder
 from motet.data.headers import read_header
@@ -16,7 +19,7 @@ from motet.data.media import BadMedia, MediaRef
 from motet.data.timed_videos import TimedVideos
 from motet.data.transforms import load_media
 from motet.data.videos import VideoHeader, frames_at
-from motet.models.whole.video_processor import TimedAreas, VideoAreas
+from motet.models.whole.video_processor import TiledVideos, TimedAreas, VideoAreas
 
 av = pytest.importorskip("av")
 with benchmark("whole_models") as whole_models, benchmark("their_videos") as their_videos:
@@ -134,6 +137,32 @@ def test_the_frames_that_are_taken_are_those_of_transformers(folder):
         np.testing.assert_array_equal(found, expected[: len(found)])
         # At a rounding error transformers lists one frame more, that there is not.
         assert expected[len(found) :].tolist() in ([], [frames])
+
+
+@pytest.mark.parametrize("asked", [{"fps": 2.0}, {"fps": 0.01}, {"num_frames": 7}, {}])
+def test_frames_at_equal_distances_are_those_of_transformers(asked):
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        frames, rate = int(rng.integers(7, 900)), float(rng.choice([8.0, 24000 / 1001, 60.0]))
+        expected = default_sample_indices_fn(their_videos.VideoMetadata(total_num_frames=frames, fps=rate), **asked)
+        np.testing.assert_array_equal(UniformSampling(**asked).numbers(frames, rate, 1), expected)
+
+
+def test_videos_of_onevision_are_tiles_of_their_frames(files, tmp_path):
+    import json
+
+    images = {"image_processor_type": "LlavaOnevisionImageProcessor", "size": {"height": 12, "width": 12}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(images | {"image_grid_pinpoints": [[12, 24]]}))
+    tiles = TiledVideos(4, 12, ((12, 24),), alone=True)
+    made = AnyResVideos(**tiles.options(tmp_path))
+    raw = np.array([read_header(ref_of(path)) for path in files])
+    assert made.sizes(raw)[:, 0].tolist() == [NUM_FRAMES] * len(files)  # Nothing is said of sampling.
+    few = replace(made, sampling=UniformSampling(num_frames=NUM_FRAMES + 1))
+    assert not few.accepts(raw).any()
+    assert few.refusal(tuple(raw[0])) == f"has {NUM_FRAMES} frames, and the model's processor takes {NUM_FRAMES + 1}"
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({"size": {"shortest_edge": 12}}))
+    with pytest.raises(UserError, match="makes images of None x None pixels, and the vision tower takes 12 x 12"):
+        tiles.options(tmp_path)
 
 
 def test_an_image_has_one_frame_and_the_rows_that_it_has_without_videos(tmp_path):

@@ -17,6 +17,7 @@ from motet.core.errors import UserError
 from motet.core.frame_sampling import FrameSampling
 from motet.core.workload import BACKBONE
 from motet.data.anyres_images import AnyResImages
+from motet.data.anyres_videos import AnyResVideos
 from motet.data.area_images import AreaImages
 from motet.data.area_videos import AreaVideos
 from motet.data.by_processor import ImagesByProcessor
@@ -33,7 +34,7 @@ from motet.models.build import ModelConfig
 from motet.models.lora import LoraConfig
 from motet.models.whole.directory import WholeDirectory
 from motet.models.whole.processor import AnyResTiles, Areas, ByProcessor, Clips, CroppedTiles, Images, SplitTiles
-from motet.models.whole.video_processor import TimedAreas, VideoAreas
+from motet.models.whole.video_processor import TiledVideos, TimedAreas, VideoAreas
 from motet.train.recipe.recipe import Recipe
 
 _TRANSFORMS: dict[type, Callable[..., Transform]] = {
@@ -44,6 +45,7 @@ _TRANSFORMS: dict[type, Callable[..., Transform]] = {
     Areas: AreaImages,
     VideoAreas: AreaVideos,
     TimedAreas: TimedVideos,
+    TiledVideos: AnyResVideos,
     Clips: ChunkedClips,
     ByProcessor: ImagesByProcessor,
 }
@@ -170,7 +172,7 @@ class WholeRecipe(Recipe):
         made = {name: _TRANSFORMS[type(each)](**each.options(self.model.path)) for name, each in images.items()}
         if self.model.video is None:
             return made
-        reads = {name: each for name, each in made.items() if isinstance(each, AreaVideos)}
+        reads = {name: each for name, each in made.items() if isinstance(each, AreaVideos | AnyResVideos)}
         if not reads:
             raise UserError("model.video has no effect, as the model reads no videos; remove it.")
         return made | {
