@@ -109,7 +109,8 @@ class UniformSampling(FrameSampling):
     def numbers(self, frames: int, rate: float, grid: int) -> Int64Array:
         """As of `FrameSampling`."""
         (count,) = self.counts(np.array([frames]), np.array([rate]), grid).tolist()
-        return np.arange(count, dtype=np.int64) * frames // count
+        numbers: Int64Array = np.arange(count, dtype=np.int64) * frames // count
+        return numbers
 
 
 ALL_FRAMES = FrameSampling()
