@@ -127,6 +127,11 @@ def inputs_of(processor: Any, record: dict[str, Any], images: list[Image.Image],
         part["audio"] = soundfile.read(folder / name, dtype="float32")[0]
     if "video" in record:  # They come behind it, in `_with_videos`.
         processor.validate_inputs = lambda **inputs: None
+        if isinstance(processor, transformers.Qwen2_5OmniProcessor):  # It would read those that are named.
+            read = type(processor)._multimodal_inputs_from_conversations
+            processor._multimodal_inputs_from_conversations = lambda turns, *more, **options: read(
+                processor, [_without_videos(each) for each in turns], *more, **options
+            )
     inputs = processor.apply_chat_template(
         messages,
         tokenize=True,
@@ -182,9 +187,16 @@ def _take_features(inputs: dict[str, Any], record: dict[str, Any], folder: Path)
         theirs[:, : len(media.values)] = torch.from_numpy(media.values.T)
 
 
+def _without_videos(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    kept = [[part for part in message["content"] if part["type"] != "video"] for message in messages]
+    return [message | {"content": content} for message, content in zip(messages, kept, strict=True)]
+
+
 def _with_videos(inputs: dict[str, Any], processor: Any, record: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The inputs with what transformers' video processor makes of the record's videos, each of which has one token."""
-    made = [their_video(folder / "model", folder / name) for name in record["video"]]
+    # Qwen2.5-Omni's processor has a size of its own, whatever the files say.
+    own = {name: each for name, each in getattr(processor, "videos_kwargs", {}).items() if name == "size"}
+    made = [their_video(folder / "model", folder / name, **own) for name in record["video"]]
     values = torch.cat([each.values for each in made])
     is_video = torch.as_tensor(inputs["input_ids"])[0] == processor.video_token_id
     texts = [_video_text(processor, each) for each in made]
@@ -197,6 +209,8 @@ def _with_videos(inputs: dict[str, Any], processor: Any, record: dict[str, Any],
     inputs["pixel_values_videos"] = values
     if grids := [each.grid for each in made if each.grid is not None]:
         inputs["video_grid_thw"] = torch.cat(grids)
+    if isinstance(processor, transformers.Qwen2_5OmniProcessor):
+        return inputs | {"video_second_per_grid": torch.ones(len(made))}  # It takes two frames a second for granted.
     if "second_per_grid_ts" not in processor.model_input_names:
         return inputs
     # As Qwen2_5_VLProcessor has it.
@@ -207,7 +221,7 @@ def _video_text(processor: Any, video: TheirVideo) -> torch.Tensor:
     """The tokens of a video, as transformers' processor writes them."""
     processor.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
     made = {"video_grid_thw": video.grid, "video_metadata": [video.metadata], "pixel_values_videos": video.values}
-    text = processor.replace_video_token(made, 0)
+    text = processor.replace_video_token(made, 0, load_audio_from_video=False)
     return torch.tensor(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -216,7 +230,7 @@ def messages_of(record: dict[str, Any], placeholder: str = "<image>") -> list[di
     messages = []
     for turn in record["conversations"]:
         video = placeholder.replace("image", "video")
-        pieces = re.split(f"({placeholder}|{video})", turn["value"])
+        pieces = re.split(f"({placeholder}|{video}|<audio>)", turn["value"])
         parts: list[dict[str, Any]] = [{"type": "text", "text": pieces[0]}]
         for mark, text in zip(pieces[1::2], pieces[2::2], strict=True):
             parts += [{"type": mark.strip("<>\n")}, {"type": "text", "text": text}]

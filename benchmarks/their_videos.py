@@ -83,7 +83,8 @@ def their_video(folder: Path, path: Path, **options: Any) -> TheirVideo:
 
     folder: whose files say what the processor does. options: over these.
     """
-    stored = json.loads((folder / "video_preprocessor_config.json").read_text())
+    file = folder / "video_preprocessor_config.json"
+    stored = json.loads(file.read_text()) if file.exists() else {}
     processor = kind(stored.get("video_processor_type", "Qwen2VLVideoProcessor")).from_pretrained(folder, **options)
     # As the class calls it by itself.
     sample = partial(processor.sample_frames, num_frames=processor.num_frames, fps=processor.fps)

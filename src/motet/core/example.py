@@ -23,9 +23,9 @@ class TokenSequence:
     targets:         bool [num_tokens], True for the tokens of an answer: loss is taken on predicting them.
     media:           the phase of each item, in order of appearance: ("image", "audio").
     media_positions: int64 [num_placeholders], the index of each placeholder in `tokens`; ascending.
-    grids:           int64 [num_placeholders, 4], frames, rows and columns of the raster that the rows at a placeholder
-                     are, and the step of its frames (`core/grid_positions.py`), for a backbone whose positions are
-                     those of a grid; None for all others.
+    grids:           int64 [num_placeholders, 5], frames, rows and columns of the raster that the rows at a placeholder
+                     are, the step of its frames, and how text goes on behind it (`core/grid_positions.py`), for a
+                     backbone whose positions are those of a grid; None for all others.
     pieces:          int64 [num_items], the placeholders of each item; None: each has one.
 
     Example:

@@ -18,7 +18,7 @@ import numpy as np
 from motet.core.arrays import BoolArray, IndexArray, Int32Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import ItemText, TokenSequence, in_pieces
-from motet.core.grid_positions import GRID_DIM, NUM_AXES
+from motet.core.grid_positions import BEHIND_SIDE, GRID_DIM, NUM_AXES
 from motet.core.item_segments import ItemSegments
 from motet.core.modalities import modalities as all_modalities
 from motet.core.readers import Combine, combine_error
@@ -51,6 +51,7 @@ class Modality:
     is_made:    a generator learns to make its items, which are those of answers; encoders do not read them then.
     grids:      frames, rows and columns of each item's rows in the sequence, int64 [n, 3], where the backbone's
                 positions are those of a grid; None where they are not.
+    behind:     how positions go on behind those rows (`core/grid_positions.py`).
     item_text:  key of an item -> what stands in its place, where its rows come in several pieces; None: they are one
                 run, those of this item or of all. Keys are the transform's `text_keys(raw)`, or else sizes.
     """
@@ -61,6 +62,7 @@ class Modality:
     segments: Callable[[Int64Array], ItemSegments | None] | None = None
     is_made: bool = False
     grids: Callable[[Int64Array], Int64Array] | None = None
+    behind: int = BEHIND_SIDE
     item_text: Callable[[tuple[int, ...]], ItemText | None] | None = None
 
     def texts(self, raw: Int64Array) -> tuple[list[ItemText | None], Int64Array]:
@@ -306,7 +308,7 @@ class Dataset:
             assert modality.grids is not None, "a phase whose rows have no grid beside one whose rows have"
             steps = getattr(modality.transform, "time_steps", None)
             grids[number, :NUM_AXES] = modality.grids(modality.transform.sizes(header))[0]
-            grids[number, NUM_AXES:] = 0 if steps is None else steps(header)
+            grids[number, NUM_AXES:] = 0 if steps is None else steps(header)[0], modality.behind
         # Of an item in several pieces each has as many of its frames.
         grids[:, 0] //= tokens.num_pieces
         return replace(tokens, grids=np.repeat(grids, tokens.num_pieces, axis=0))

@@ -32,7 +32,7 @@ _AS_WRITTEN = {
     "Qwen2_5_VLProcessor": {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>"},
     "Qwen3VLProcessor": {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>"},
     "Qwen2AudioProcessor": {AUDIO: "<|AUDIO|>"},
-    "Qwen2_5OmniProcessor": {IMAGE: "<|IMAGE|>", AUDIO: "<|AUDIO|>"},
+    "Qwen2_5OmniProcessor": {IMAGE: "<|IMAGE|>", AUDIO: "<|AUDIO|>", VIDEO: "<|VIDEO|>"},
     "Glm4vProcessor": {IMAGE: "<|image|>"},
     "PaliGemmaProcessor": {IMAGE: "<image>"},
 }

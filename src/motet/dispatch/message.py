@@ -52,8 +52,8 @@ def read_example(data: UInt8Array, num_text_tokens: int, media: tuple[str, ...],
         targets=data[start : start + num_text_tokens].view(np.bool_),
         media=media,
         media_positions=data[items:end].view(np.int64),
-        # No item has a grid without rows.
-        grids=grids.astype(np.int64) if grids[:, :3].all() and len(grids) else None,
+        # No grid is without columns.
+        grids=grids.astype(np.int64) if grids[:, 2].all() and len(grids) else None,
         pieces=pieces if (pieces != 1).any() else None,
     )
 

@@ -15,6 +15,7 @@ import torch
 from motet.balance import ItemMemory, StepCosts
 from motet.core.errors import JointUserError, UserError
 from motet.core.example import ItemText
+from motet.core.grid_positions import AS_TEXT
 from motet.core.heap import keep_freed_memory
 from motet.core.modalities import VIDEO
 from motet.core.plan import Plan
@@ -452,6 +453,7 @@ def open_dataset(
             module.segments,
             is_made=name in model.generators,
             grids=module.grids if model.backbone.reads_grids and name in model.encoders else None,
+            behind=model.backbone.behind_grids if module.has_raster else AS_TEXT,
             item_text=_item_text(vocabulary, recipe.transform(name)),
         )
         for name, module in model.measured.items()

@@ -93,6 +93,15 @@ class VideoAreas(Areas):
         return FrameSampling(fps, stored["min_frames"], stored["max_frames"], num_frames)
 
 
+class OmniAreas(VideoAreas):
+    """The same of Qwen2.5-Omni (`OmniVideos`), whose processor bounds areas of frames by itself, whatever files say."""
+
+    def options(self, path: Path) -> dict[str, Any]:
+        """As of `VideoAreas`."""
+        least, most = (_DEFAULTS["size"][area] for area in ("shortest_edge", "longest_edge"))
+        return super().options(path) | {"min_video_area": least, "max_video_area": most}
+
+
 @dataclass(frozen=True)
 class TiledVideos(AnyResTiles):
     """The same of LLaVA-OneVision (`AnyResVideos`)."""

@@ -24,6 +24,7 @@ from motet.data.by_processor import ImagesByProcessor
 from motet.data.chunked_clips import ChunkedClips
 from motet.data.config import FilesConfig
 from motet.data.cropped_images import CroppedImages
+from motet.data.omni_videos import OmniVideos
 from motet.data.processed_images import ProcessedImages
 from motet.data.split_images import SplitImages
 from motet.data.text import ChatTokenizer
@@ -34,7 +35,7 @@ from motet.models.build import ModelConfig
 from motet.models.lora import LoraConfig
 from motet.models.whole.directory import WholeDirectory
 from motet.models.whole.processor import AnyResTiles, Areas, ByProcessor, Clips, CroppedTiles, Images, SplitTiles
-from motet.models.whole.video_processor import TiledVideos, TimedAreas, VideoAreas
+from motet.models.whole.video_processor import OmniAreas, TiledVideos, TimedAreas, VideoAreas
 from motet.train.recipe.recipe import Recipe
 
 _TRANSFORMS: dict[type, Callable[..., Transform]] = {
@@ -46,6 +47,7 @@ _TRANSFORMS: dict[type, Callable[..., Transform]] = {
     VideoAreas: AreaVideos,
     TimedAreas: TimedVideos,
     TiledVideos: AnyResVideos,
+    OmniAreas: OmniVideos,
     Clips: ChunkedClips,
     ByProcessor: ImagesByProcessor,
 }

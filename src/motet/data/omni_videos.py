@@ -1,0 +1,36 @@
+"""Images and videos as Qwen2.5-Omni's processors prepare them: as Qwen2.5-VL's, but for the times of frames."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from motet.core.arrays import Int64Array
+from motet.core.grid_positions import step_bits
+from motet.data.area_videos import AreaVideos
+from motet.data.videos import is_video
+
+_RATE = 2.0
+"""Frames a second that transformers' Qwen2_5OmniProcessor takes videos to have, unless it is asked for others."""
+
+
+@dataclass(frozen=True)
+class OmniVideos(AreaVideos):
+    """An image or a video to the patch rows of Qwen2.5-Omni.
+
+    Frames stand as if `sampling.fps` were taken a second, or 2 where it says none, however many there are.
+
+    Example:
+        >>> transform = OmniVideos(patch_size=14, merge_size=2, temporal_patch_size=2, tokens_per_second=25.0)
+        >>> transform.time_steps(np.array([[640, 480]])).astype(np.int32).view(np.float32).tolist()  # an image
+        [1.0]
+    """
+
+    def time_steps(self, raw: Int64Array) -> Int64Array:
+        """As of `AreaVideos`."""
+        steps = np.ones(len(raw), dtype=np.float32)
+        if self.tokens_per_second is not None:
+            seconds = np.float32(self.temporal_patch_size / (self.sampling.fps or _RATE))
+            steps[is_video(raw)] = np.float32(self.tokens_per_second) * seconds
+        return step_bits(steps)
