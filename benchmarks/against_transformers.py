@@ -73,7 +73,8 @@ def theirs(folder: Path, adapter: Path | None = None) -> Step:
     """transformers' step on a job of `whole_models.write_job`. adapter: a directory that peft puts on top, to learn."""
     processor = open_processor(folder / "model")
     config = transformers.AutoConfig.from_pretrained(folder / "model")
-    kind = getattr(transformers, config.architectures[0])
+    kind = class_of(config)
+    config = getattr(config, "thinker_config", config)
     model = kind.from_pretrained(folder / "model", dtype=torch.float64).train()
     with torch.device("meta"):
         # What the class freezes (positions of clips) its reader of files lets learn, as it does all weights.
@@ -107,6 +108,12 @@ def theirs(folder: Path, adapter: Path | None = None) -> Step:
     (total / num_targets).backward()
     gradients = {_plain(name): each.grad for name, each in model.named_parameters() if each.grad is not None}
     return Step(total.item() / num_targets, num_targets, gradients)
+
+
+def class_of(config: Any) -> Any:
+    """transformers' class of a directory; of Qwen2.5-Omni that of its thinker, which reads texts and media."""
+    name = config.architectures[0]
+    return getattr(transformers, "Qwen2_5OmniThinkerForConditionalGeneration" if "Omni" in name else name)
 
 
 def _plain(name: str) -> str:

@@ -19,6 +19,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 LLAVA_TEMPLATE = (
@@ -124,7 +125,9 @@ def write_job(folder: Path, family: str, num_examples: int = 8) -> Path:
     if family in AUDIO_FAMILIES:
         write_examples(folder, num_examples, modality="audio")
     elif family in OMNI_FAMILIES:
-        write_examples(folder, num_examples, [1, 0, 1, 0], num_videos=[0, 0, 1, 1, 0], num_clips=[1, 1, 0, 0, 2])
+        write_examples(
+            folder, num_examples, [1, 0, 1, 0], num_videos=[0, 0, 1, 1, 0], num_clips=[1, 1, 0, 0, 2], num_frames=5
+        )
     elif family in VIDEO_FAMILIES:
         images = [1, 0, 1 if family in ONE_IMAGE else 2, 0, 1, 0, 0, 1]
         write_examples(folder, num_examples, images, num_videos=[0, 0, 1, 1, 0, 0, 2, 0])
@@ -144,12 +147,13 @@ def write_examples(
     modality: str = "image",
     num_videos: Sequence[int] = (0,),
     num_clips: Sequence[int] = (0,),
+    num_frames: int | None = None,
 ) -> None:
     """train.jsonl: examples with items of many sizes and kinds, of one round or, each third one, several.
 
     num_items: of one example after the other, again and again; and so num_videos and num_clips (beside images). rounds:
     at most.
-    modality: image or audio.
+    modality: image or audio. num_frames: of videos; by default 5 to 14.
     """
     rng = np.random.default_rng(5)
     (folder / "media").mkdir(parents=True)
@@ -165,7 +169,7 @@ def write_examples(
                 soundfile.write(folder / files[-1], _sound(rng, CLIP_SAMPLES[number // 2 % 4] - place), 16_000)
         words = "".join(rng.choice(list("abcde fgh"), rng.integers(4, 30)))
         videos = [f"media/{number}-{place}" for place in range(num_videos[number % len(num_videos)])]
-        videos = [write_video(folder, name, number + place) for place, name in enumerate(videos)]
+        videos = [write_video(folder, name, number + place, num_frames) for place, name in enumerate(videos)]
         clips = [f"media/{number}-{place}.wav" for place in range(num_clips[number % len(num_clips)])]
         for place, name in enumerate(clips):
             soundfile.write(folder / name, _sound(rng, CLIP_SAMPLES[(number + place) % 4]), 16_000)
@@ -740,6 +744,18 @@ def write_qwen2_5_omni_thinker(folder: Path) -> None:
     save_omni_processor(folder, tokenizer)
 
 
+def write_qwen2_5_omni(folder: Path) -> None:
+    """All of Qwen2.5-Omni: that thinker, and weights that stand for those of the talker and the vocoder."""
+    write_qwen2_5_omni_thinker(folder)
+    config = transformers.Qwen2_5OmniConfig(thinker_config=omni_thinker()[0].to_dict())
+    config.architectures = ["Qwen2_5OmniForConditionalGeneration"]
+    config.save_pretrained(folder)
+    others = {"talker.codec_head.weight": torch.rand(4, 3), "token2wav.code2wav_dit_model.scale": torch.rand(2)}
+    thinker = {f"thinker.{name}": each for name, each in load_file(folder / "model.safetensors").items()}
+    save_file(thinker | others, folder / "model.safetensors", {"format": "pt"})
+    torch.save({"Chelsie": {}}, folder / "spk_dict.pt")
+
+
 def save_omni_processor(folder: Path, tokenizer: transformers.PreTrainedTokenizerFast) -> None:
     """Its files, by parts, as published directories have them: one file for images and sound."""
     tokenizer.chat_template = OMNI_TEMPLATE
@@ -753,7 +769,7 @@ def save_omni_processor(folder: Path, tokenizer: transformers.PreTrainedTokenize
 
 VIDEO_FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Families whose examples have videos, too."""
-OMNI_FAMILIES = ("qwen2_5_omni_thinker",)
+OMNI_FAMILIES = ("qwen2_5_omni", "qwen2_5_omni_thinker")
 """Families whose examples have images, videos and clips."""
 AUDIO_FAMILIES = ("qwen2_audio",)
 """Families whose examples have clips in place of images."""
@@ -840,6 +856,7 @@ FAMILIES: dict[str, Callable[[Path], None]] = {
     "qwen3_vl": write_qwen3_vl,
     "qwen2_audio": write_qwen2_audio,
     "qwen2_5_omni_thinker": write_qwen2_5_omni_thinker,
+    "qwen2_5_omni": write_qwen2_5_omni,
 }
 """Family -> what writes the directory of a tiny model of it."""
 

@@ -19,8 +19,13 @@ STEPS = (("image", ""), ("", ""), ("video", ""), ("video", "image"), ("", "video
 """What the two examples of each step have. Of the first video, in the third step, the end of the file is missing."""
 
 
-WAYS = {"qwen2_5_vl": (), "qwen3_vl": ("balance.mode=exchange",), "llava_onevision": ()}
-"""Family -> how two ranks train it. Qwen3-VL's videos stand in pieces."""
+WAYS = {
+    "qwen2_5_vl": (),
+    "qwen3_vl": ("balance.mode=exchange",),
+    "llava_onevision": (),
+    "qwen2_5_omni": ("balance.mode=exchange",),
+}
+"""Family -> how two ranks train it. Qwen3-VL's videos stand in pieces; examples of Qwen2.5-Omni have clips, too."""
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -28,9 +33,12 @@ def job(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("videos")
     whole_models.write_job(folder, request.param)
     image = next(folder.glob("media/*.png")).relative_to(folder)
+    clips = [path.relative_to(folder) for path in sorted(folder.glob("media/*.wav"))]
     records = []
     for number, kind in enumerate(kind for step in STEPS for kind in step):
-        if kind == "video":
+        if not kind and clips and number % 2:
+            kind, media = "audio", {"audio": str(clips[number % len(clips)])}
+        elif kind == "video":
             # The first is an AVI, whose header counts frames that the file lacks.
             media = {
                 "video": whole_models.write_video(folder, f"media/of-{number}", 3 * number + 2, 24 if number > 4 else 8)

@@ -1,7 +1,8 @@
 """The thinker of Qwen2.5-Omni (Xu et al. 2025): images and videos as in Qwen2.5-VL, sound beside them, and text.
 
 Frames of a video stand at their time, 25 positions a second, and rows of a clip at 25 a second, too (TMRoPE, section
-2.2). The sound of a video is not read along with it (`use_audio_in_video`).
+2.2). The sound of a video is not read along with it (`use_audio_in_video`). A directory may be that of the whole
+model, whose talker and vocoder stay as they are.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ def _parts(config: Qwen2_5OmniThinkerConfig, directory: WholeDirectory) -> Whole
     )
     return WholeParts(
         WholeBackboneConfig(
-            family="qwen2_5_omni", path=directory.path, config={"tie_word_embeddings": config.tie_word_embeddings}
+            family="qwen2_5_omni",
+            path=directory.path,
+            config={"tie_word_embeddings": config.tie_word_embeddings},
+            lies=(r"^thinker\.(?=model\.|lm_head\.)", ""),
         ),
         {"image": image, "audio": sound},
         names,

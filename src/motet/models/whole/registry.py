@@ -28,4 +28,5 @@ WHOLE: dict[str, WholeFamily] = {
     "qwen3_vl": QWEN3_VL,
     "qwen2_audio": QWEN2_AUDIO,
     "qwen2_5_omni_thinker": QWEN2_5_OMNI_THINKER,
+    "qwen2_5_omni": QWEN2_5_OMNI_THINKER,
 }
