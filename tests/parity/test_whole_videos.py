@@ -41,7 +41,7 @@ def job(request, tmp_path_factory):
         elif kind == "video":
             # The first is an AVI, whose header counts frames that the file lacks.
             media = {
-                "video": whole_models.write_video(folder, f"media/of-{number}", 3 * number + 2, 24 if number > 4 else 8)
+                "video": whole_models.write_video(folder, f"media/of-{number}", 3 * number + 2, 12 if number > 4 else 8)
             }
             bad = folder / media["video"]
             if number == 4:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from motet.core.arrays import Int64Array
+from motet.core.errors import UserError
 from motet.core.grid_positions import step_bits
 from motet.data.area_videos import AreaVideos
 from motet.data.videos import is_video
@@ -27,10 +28,26 @@ class OmniVideos(AreaVideos):
         [1.0]
     """
 
+    def __post_init__(self) -> None:
+        """Raises UserError for times that transformers rounds otherwise, as it multiplies in another order."""
+        super().__post_init__()
+        frames, seconds = np.arange(2**12, dtype=np.float32), self._seconds
+        if self.tokens_per_second is not None:
+            rate = np.float32(self.tokens_per_second)
+            if not np.array_equal((frames * seconds * rate).astype(np.int64), (frames * (seconds * rate)).astype(int)):
+                raise UserError(
+                    f"model.video.fps is {self.sampling.fps:g}, for which positions of frames are not known to be "
+                    "those of transformers; take 1, 2, 4, 5 or 8."
+                )
+
+    @property
+    def _seconds(self) -> np.float32:
+        """Between two frames."""
+        return np.float32(self.temporal_patch_size / (self.sampling.fps or _RATE))
+
     def time_steps(self, raw: Int64Array) -> Int64Array:
         """As of `AreaVideos`."""
         steps = np.ones(len(raw), dtype=np.float32)
         if self.tokens_per_second is not None:
-            seconds = np.float32(self.temporal_patch_size / (self.sampling.fps or _RATE))
-            steps[is_video(raw)] = np.float32(self.tokens_per_second) * seconds
+            steps[is_video(raw)] = np.float32(self.tokens_per_second) * self._seconds
         return step_bits(steps)

@@ -3,6 +3,7 @@
 import shutil
 import sys
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from motet.data.area_videos import AreaVideos
 from motet.data.decode import Decoder
 from motet.data.headers import read_header
 from motet.data.media import BadMedia, MediaRef
+from motet.data.omni_videos import OmniVideos
 from motet.data.timed_videos import TimedVideos
 from motet.data.transforms import load_media
 from motet.data.videos import VideoHeader, frames_at
@@ -163,6 +165,20 @@ def test_videos_of_onevision_are_tiles_of_their_frames(files, tmp_path):
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({"size": {"shortest_edge": 12}}))
     with pytest.raises(UserError, match="makes images of None x None pixels, and the vision tower takes 12 x 12"):
         tiles.options(tmp_path)
+
+
+def test_frames_of_omni_stand_as_if_they_were_asked_for():
+    options = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "tokens_per_second": 25.0}
+    raw = np.array([VideoHeader(NUM_FRAMES, 64, 48, Fraction(10)).raw, (64, 48)])
+    for sampling, step in (
+        (FrameSampling(num_frames=4), 25.0),
+        (FrameSampling(), 25.0),
+        (FrameSampling(fps=5.0), 10.0),
+    ):
+        steps = OmniVideos(**options, sampling=sampling).time_steps(raw).astype(np.int32).view(np.float32)
+        assert steps.tolist() == [step, 1.0]
+    with pytest.raises(UserError, match=r"model.video.fps is 1.2, for which positions of frames are not known"):
+        OmniVideos(**options, sampling=FrameSampling(fps=1.2))
 
 
 def test_an_image_has_one_frame_and_the_rows_that_it_has_without_videos(tmp_path):

@@ -52,7 +52,11 @@ class PackedAudioLayer(nn.Module):
 
     def forward(self, hidden: Tensor, extents: PackedItems) -> Tensor:
         """hidden [rows, dim] -> [rows, dim]."""
-        return _mlp(self, _attention(self, hidden, extents), extents)
+        hidden = _mlp(self, _attention(self, hidden, extents), extents)
+        if hidden.dtype != torch.float16:
+            return hidden
+        most = torch.finfo(torch.float16).max - 1000  # As HF's.
+        return hidden.clamp(-most, most)
 
 
 def _attention(layer: nn.Module, hidden: Tensor, extents: PackedItems) -> Tensor:
