@@ -65,7 +65,7 @@ class TimedVideos(AreaVideos):
         >>> transform = TimedVideos(patch_size=16, merge_size=2, temporal_patch_size=2, sampling=EvenSampling(fps=1.0))
         >>> raw = np.array([VideoHeader(100, 640, 480, 25).raw, (640, 480)])
         >>> transform.sizes(raw).tolist()  # 4 pictures of a video of 4 s, and an image
-        [[2, 24, 32], [1, 30, 40]]
+        [[2, 20, 28], [1, 30, 40]]
         >>> [transform.times(tuple(key)) for key in transform.text_keys(raw).tolist()]
         [[0.66, 3.3], []]
     """
