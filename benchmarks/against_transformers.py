@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ import soundfile
 import torch
 import transformers
 from PIL import Image
-from their_videos import their_video
+from their_videos import TheirVideo, their_video
 from torch.nn.functional import cross_entropy
 from transformers.image_transforms import convert_to_rgb
 from whole_models import FAMILIES, GENERIC, open_processor, write_job
@@ -72,7 +73,8 @@ def theirs(folder: Path, adapter: Path | None = None) -> Step:
     """transformers' step on a job of `whole_models.write_job`. adapter: a directory that peft puts on top, to learn."""
     processor = open_processor(folder / "model")
     config = transformers.AutoConfig.from_pretrained(folder / "model")
-    kind = getattr(transformers, config.architectures[0])
+    kind = class_of(config)
+    config = getattr(config, "thinker_config", config)
     model = kind.from_pretrained(folder / "model", dtype=torch.float64).train()
     with torch.device("meta"):
         # What the class freezes (positions of clips) its reader of files lets learn, as it does all weights.
@@ -108,6 +110,12 @@ def theirs(folder: Path, adapter: Path | None = None) -> Step:
     return Step(total.item() / num_targets, num_targets, gradients)
 
 
+def class_of(config: Any) -> Any:
+    """transformers' class of a directory; of Qwen2.5-Omni that of its thinker, which reads texts and media."""
+    name = config.architectures[0]
+    return getattr(transformers, "Qwen2_5OmniThinkerForConditionalGeneration" if "Omni" in name else name)
+
+
 def _plain(name: str) -> str:
     """The name of a weight without what peft adds to it."""
     return name.removeprefix("base_model.model.").replace("modules_to_save.", "").replace(".default", "")
@@ -126,6 +134,11 @@ def inputs_of(processor: Any, record: dict[str, Any], images: list[Image.Image],
         part["audio"] = soundfile.read(folder / name, dtype="float32")[0]
     if "video" in record:  # They come behind it, in `_with_videos`.
         processor.validate_inputs = lambda **inputs: None
+        if isinstance(processor, transformers.Qwen2_5OmniProcessor):  # It would read those that are named.
+            read = type(processor)._multimodal_inputs_from_conversations
+            processor._multimodal_inputs_from_conversations = lambda turns, *more, **options: read(
+                processor, [_without_videos(each) for each in turns], *more, **options
+            )
     inputs = processor.apply_chat_template(
         messages,
         tokenize=True,
@@ -181,25 +194,50 @@ def _take_features(inputs: dict[str, Any], record: dict[str, Any], folder: Path)
         theirs[:, : len(media.values)] = torch.from_numpy(media.values.T)
 
 
+def _without_videos(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    kept = [[part for part in message["content"] if part["type"] != "video"] for message in messages]
+    return [message | {"content": content} for message, content in zip(messages, kept, strict=True)]
+
+
 def _with_videos(inputs: dict[str, Any], processor: Any, record: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The inputs with what transformers' video processor makes of the record's videos, each of which has one token."""
-    made = [their_video(folder / "model", folder / name) for name in record["video"]]
-    values, grids, seconds = zip(*made, strict=True)
+    # Qwen2.5-Omni's processor has a size of its own, whatever the files say.
+    own = {name: each for name, each in getattr(processor, "videos_kwargs", {}).items() if name == "size"}
+    made = [their_video(folder / "model", folder / name, **own) for name in record["video"]]
+    values = torch.cat([each.values for each in made])
     is_video = torch.as_tensor(inputs["input_ids"])[0] == processor.video_token_id
-    repeats = torch.ones(len(is_video), dtype=torch.int64)
-    repeats[is_video] = torch.cat(grids).prod(-1) // processor.image_processor.merge_size**2
-    for name in ("input_ids", "attention_mask", "assistant_masks", "mm_token_type_ids"):
-        inputs[name] = torch.as_tensor(inputs[name])[0].repeat_interleave(repeats)[None]
-    inputs |= {"pixel_values_videos": torch.cat(values), "video_grid_thw": torch.cat(grids)}
-    has_times = "second_per_grid_ts" in processor.model_input_names
-    return inputs | ({"second_per_grid_ts": torch.tensor(seconds)} if has_times else {})
+    texts = [_video_text(processor, each) for each in made]
+    for name in inputs.keys() & {"assistant_masks", "mm_token_type_ids", "attention_mask", "input_ids"}:
+        parts = list(torch.as_tensor(inputs[name])[0][:, None])
+        for place, text in zip(is_video.nonzero()[:, 0].tolist(), texts, strict=True):
+            in_place = {"input_ids": text, "mm_token_type_ids": 2 * (text == processor.video_token_id)}
+            parts[place] = in_place.get(name, parts[place].expand(len(text)))
+        inputs[name] = torch.cat(parts)[None]
+    inputs["pixel_values_videos"] = values
+    if grids := [each.grid for each in made if each.grid is not None]:
+        inputs["video_grid_thw"] = torch.cat(grids)
+    if isinstance(processor, transformers.Qwen2_5OmniProcessor):
+        return inputs | {"video_second_per_grid": torch.ones(len(made))}  # It takes two frames a second for granted.
+    if "second_per_grid_ts" not in processor.model_input_names:
+        return inputs
+    # As Qwen2_5_VLProcessor has it.
+    return inputs | {"second_per_grid_ts": torch.tensor([2 / each.metadata.sampled_fps for each in made])}
+
+
+def _video_text(processor: Any, video: TheirVideo) -> torch.Tensor:
+    """The tokens of a video, as transformers' processor writes them."""
+    processor.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+    made = {"video_grid_thw": video.grid, "video_metadata": [video.metadata], "pixel_values_videos": video.values}
+    text = processor.replace_video_token(made, 0, load_audio_from_video=False)
+    return torch.tensor(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def messages_of(record: dict[str, Any], placeholder: str = "<image>") -> list[dict[str, Any]]:
     """A record's turns as typed parts: texts, and items where the placeholder stands."""
     messages = []
     for turn in record["conversations"]:
-        pieces = re.split(f"({placeholder}|<video>)", turn["value"])
+        video = placeholder.replace("image", "video")
+        pieces = re.split(f"({placeholder}|{video}|<audio>)", turn["value"])
         parts: list[dict[str, Any]] = [{"type": "text", "text": pieces[0]}]
         for mark, text in zip(pieces[1::2], pieces[2::2], strict=True):
             parts += [{"type": mark.strip("<>\n")}, {"type": "text", "text": text}]

@@ -1,4 +1,4 @@
-"""transformers' own video processor of Qwen2-VL without torchvision, which its module asks for.
+"""transformers' own video processors without torchvision, which their modules ask for.
 
 What is its own here: which frames are sampled, the bounds of areas, padding to pairs, the order of patches. Frames are
 resized by Pillow, and values normalised as in transformers' image processors on numpy, in place of torchvision.
@@ -7,11 +7,12 @@ resized by Pillow, and values normalised as in transformers' image processors on
 from __future__ import annotations
 
 import importlib.machinery
+import json
 import sys
 import types
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import av
 import numpy as np
@@ -20,11 +21,23 @@ from PIL import Image
 from transformers.video_utils import VideoMetadata, read_video_pyav
 
 _MODULES = [f"torchvision{part}" for part in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional")]
+_QWEN = "transformers.models.qwen{0}_vl.video_processing_qwen{0}_vl"
+_KINDS = {
+    "Qwen2VLVideoProcessor": _QWEN.format(2),
+    "Qwen3VLVideoProcessor": _QWEN.format(3),
+    "LlavaOnevisionVideoProcessor": "transformers.models.llava_onevision.video_processing_llava_onevision",
+}
+"""Class -> its module."""
+_OPTIONS = (
+    *("patch_size", "temporal_patch_size", "merge_size", "cap_pixels_per_frame"),
+    *("do_center_crop", "crop_size", "do_pad"),
+)
+"""Options that some of the classes have."""
 
 
 @cache
-def kind() -> Any:
-    """The class, imported while empty modules stand for torchvision."""
+def kind(called: str = "Qwen2VLVideoProcessor") -> Any:
+    """A class by its name, imported while empty modules stand for torchvision."""
     absent = [name for name in _MODULES if name not in sys.modules]
     for name in absent:
         module = types.ModuleType(name)
@@ -34,8 +47,9 @@ def kind() -> Any:
         if parent:
             setattr(sys.modules[parent], own, module)
     try:
-        from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
         from transformers.video_processing_utils import BaseVideoProcessor
+
+        processor = getattr(importlib.import_module(_KINDS[called]), called)
     finally:
         for name in absent:
             del sys.modules[name]
@@ -53,16 +67,29 @@ def kind() -> Any:
             mean, std = (np.array(each, dtype=np.float32)[:, None, None] for each in (mean, std))
             return torch.from_numpy((rescaled - mean) / std if normalises else rescaled)
 
-    return type("VideoProcessor", (Qwen2VLVideoProcessor, ByPillow), {})
+    return type("VideoProcessor", (processor, ByPillow), {})
 
 
-def their_video(folder: Path, path: Path, **options: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """`pixel_values_videos` and `video_grid_thw` of one video, and the seconds of a grid.
+class TheirVideo(NamedTuple):
+    """What a processor makes of a video. metadata: with the numbers of its frames. grid: None where there is none."""
+
+    values: torch.Tensor
+    grid: torch.Tensor | None
+    metadata: VideoMetadata
+
+
+def their_video(folder: Path, path: Path, **options: Any) -> TheirVideo:
+    """`pixel_values_videos` and `video_grid_thw` of one video, and its frames.
 
     folder: whose files say what the processor does. options: over these.
     """
-    processor = kind().from_pretrained(folder, **options)
-    sample = processor.sample_frames if processor.do_sample_frames else None
+    file = folder / "video_preprocessor_config.json"
+    stored = json.loads(file.read_text()) if file.exists() else {}
+    processor = kind(stored.get("video_processor_type", "Qwen2VLVideoProcessor")).from_pretrained(folder, **options)
+    # As the class calls it by itself.
+    sample = partial(processor.sample_frames, num_frames=processor.num_frames, fps=processor.fps)
+    if not processor.do_sample_frames:
+        sample = None
 
     def numbers(metadata: VideoMetadata, **_: Any) -> Any:
         if not metadata.total_num_frames:  # Its reader stops at containers that do not say it.
@@ -81,12 +108,7 @@ def their_video(folder: Path, path: Path, **options: Any) -> tuple[torch.Tensor,
         do_normalize=processor.do_normalize,
         image_mean=processor.image_mean,
         image_std=processor.image_std,
-        patch_size=processor.patch_size,
-        temporal_patch_size=processor.temporal_patch_size,
-        merge_size=processor.merge_size,
-        cap_pixels_per_frame=processor.cap_pixels_per_frame,
         return_tensors="pt",
+        **{name: getattr(processor, name, None) for name in _OPTIONS},
     )
-    # As Qwen2_5_VLProcessor has it.
-    seconds = processor.temporal_patch_size / metadata.sampled_fps
-    return made["pixel_values_videos"], made["video_grid_thw"], seconds
+    return TheirVideo(made["pixel_values_videos"], made.get("video_grid_thw"), metadata)

@@ -19,6 +19,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 LLAVA_TEMPLATE = (
@@ -27,6 +28,11 @@ LLAVA_TEMPLATE = (
     "{% for part in message.content if part.type == 'text' %}{% if message.role == 'assistant' %}"
     "{% generation %}{{ part.text + eos_token }}{% endgeneration %}{% else %}{{ part.text + ' ' }}{% endif %}"
     "{% endfor %}{% endfor %}{% if add_generation_prompt %}ASSISTANT: {% endif %}"
+)
+
+ONEVISION_TEMPLATE = LLAVA_TEMPLATE.replace(
+    (image := "{% for part in message.content if part.type == 'image' %}{{ '<image>\n' }}{% endfor %}"),
+    image + image.replace("image", "video"),
 )
 
 GEMMA3_TEMPLATE = (
@@ -118,12 +124,17 @@ def write_job(folder: Path, family: str, num_examples: int = 8) -> Path:
     (FAMILIES | GENERIC)[family](folder / "model")
     if family in AUDIO_FAMILIES:
         write_examples(folder, num_examples, modality="audio")
+    elif family in OMNI_FAMILIES:
+        write_examples(
+            folder, num_examples, [1, 0, 1, 0], num_videos=[0, 0, 1, 1, 0], num_clips=[1, 1, 0, 0, 2], num_frames=5
+        )
     elif family in VIDEO_FAMILIES:
-        write_examples(folder, num_examples, [1, 0, 2, 0, 1, 0, 0, 1], num_videos=[0, 0, 1, 1, 0, 0, 2, 0])
+        images = [1, 0, 1 if family in ONE_IMAGE else 2, 0, 1, 0, 0, 1]
+        write_examples(folder, num_examples, images, num_videos=[0, 0, 1, 1, 0, 0, 2, 0])
     elif family in ONE_QUESTION:
         write_examples(folder, num_examples, [1, 2], rounds=1)
     else:
-        write_examples(folder, num_examples, [1, 0, 1] if family in ONE_IMAGE else [1, 0, 2, 1])
+        write_examples(folder, num_examples, [1, 0, 2, 1])
     (folder / "recipe.toml").write_text(RECIPE)
     return folder / "recipe.toml"
 
@@ -135,11 +146,14 @@ def write_examples(
     rounds: int = 2,
     modality: str = "image",
     num_videos: Sequence[int] = (0,),
+    num_clips: Sequence[int] = (0,),
+    num_frames: int | None = None,
 ) -> None:
     """train.jsonl: examples with items of many sizes and kinds, of one round or, each third one, several.
 
-    num_items: of one example after the other, again and again; and so num_videos. rounds: at most.
-    modality: image or audio.
+    num_items: of one example after the other, again and again; and so num_videos and num_clips (beside images). rounds:
+    at most.
+    modality: image or audio. num_frames: of videos; by default 5 to 14.
     """
     rng = np.random.default_rng(5)
     (folder / "media").mkdir(parents=True)
@@ -155,15 +169,18 @@ def write_examples(
                 soundfile.write(folder / files[-1], _sound(rng, CLIP_SAMPLES[number // 2 % 4] - place), 16_000)
         words = "".join(rng.choice(list("abcde fgh"), rng.integers(4, 30)))
         videos = [f"media/{number}-{place}" for place in range(num_videos[number % len(num_videos)])]
-        videos = [write_video(folder, name, number + place) for place, name in enumerate(videos)]
-        marks = f"<{modality}>\n" * len(files) + "<video>\n" * len(videos)
+        videos = [write_video(folder, name, number + place, num_frames) for place, name in enumerate(videos)]
+        clips = [f"media/{number}-{place}.wav" for place in range(num_clips[number % len(num_clips)])]
+        for place, name in enumerate(clips):
+            soundfile.write(folder / name, _sound(rng, CLIP_SAMPLES[(number + place) % 4]), 16_000)
+        marks = f"<{modality}>\n" * len(files) + "<video>\n" * len(videos) + "<audio>\n" * len(clips)
         turns = [
             {"from": "human", "value": f"{marks}What is {words}?"},
             {"from": "gpt", "value": f"It is {words[::-1]}."},
         ]
         if rounds > 1 and number % 3 == 0:
             turns += [{"from": "human", "value": "Is it?"}, {"from": "gpt", "value": "Yes."}]
-        named = {name: each for name, each in ((modality, files), ("video", videos)) if each}
+        named = {name: each for name, each in (("audio", clips), (modality, files), ("video", videos)) if each}
         records.append({"conversations": turns, **named})
     (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
@@ -223,7 +240,20 @@ def without_video(kind: type[transformers.ProcessorMixin]) -> type[transformers.
         vars(sys.modules[kind.__module__])["num2words"] = str
         members["__init__"] = _init_smolvlm
         members["apply_chat_template"] = transformers.ProcessorMixin.apply_chat_template
+    if kind is transformers.Qwen2_5OmniProcessor:
+        members["__init__"] = _init_omni  # Its own hands the parts on by their places.
     return type(kind.__name__, (kind,), members)
+
+
+def _init_omni(
+    self: Any, image_processor: Any, feature_extractor: Any, tokenizer: Any, chat_template: str | None = None
+) -> None:
+    transformers.ProcessorMixin.__init__(
+        self, image_processor, feature_extractor, tokenizer, chat_template=chat_template
+    )
+    for name in ("image", "audio", "video"):
+        setattr(self, f"{name}_token", getattr(tokenizer, f"{name}_token"))
+        setattr(self, f"{name}_token_id", getattr(tokenizer, f"{name}_token_id"))
 
 
 def _init_smolvlm(
@@ -403,7 +433,7 @@ def write_llava_onevision(folder: Path) -> None:
         num_image_tokens=16,
         vision_feature_select_strategy="full",
         vision_aspect_ratio="anyres_max_2",
-        chat_template=LLAVA_TEMPLATE,
+        chat_template=ONEVISION_TEMPLATE,
     )
     config = transformers.LlavaOnevisionConfig(
         vision_config=transformers.SiglipVisionConfig(**TOWER, image_size=24, patch_size=6, vision_use_head=False),
@@ -416,6 +446,9 @@ def write_llava_onevision(folder: Path) -> None:
     )
     like_trained(transformers.LlavaOnevisionForConditionalGeneration(config)).save_pretrained(folder)
     processor.save_pretrained(folder)
+    kind = "LlavaOnevisionVideoProcessor"
+    videos = {"size": {"height": 24, "width": 24}, "do_sample_frames": True, "num_frames": 5}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos | {"video_processor_type": kind}))
 
 
 def write_paligemma(folder: Path) -> None:
@@ -595,7 +628,13 @@ def _save_qwen_processor(folder: Path, kind: type, tokenizer: transformers.PreTr
     tokenizer.chat_template = QWEN_TEMPLATE
     tokenizer.save_pretrained(folder)
     images.save_pretrained(folder)
-    videos = {"patch_size": 4, "size": {"shortest_edge": 6 * 64, "longest_edge": 12 * 64}}
+    videos: dict[str, Any] = {"patch_size": 4, "size": {"shortest_edge": 6 * 64, "longest_edge": 12 * 64}}
+    if kind is transformers.Qwen3VLProcessor:  # It bounds all frames together.
+        videos = {
+            "patch_size": 4,
+            "size": {"shortest_edge": 20 * 64, "longest_edge": 36 * 64},
+            "video_processor_type": "Qwen3VLVideoProcessor",
+        }
     sampling = {"do_sample_frames": True, "fps": 6.0, "max_frames": 6}
     (folder / "video_preprocessor_config.json").write_text(json.dumps({**videos, **sampling}))
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": kind.__name__}))
@@ -638,8 +677,100 @@ def write_qwen2_audio(folder: Path) -> None:
     transformers.Qwen2AudioProcessor(extractor, tokenizer, chat_template=QWEN_AUDIO_TEMPLATE).save_pretrained(folder)
 
 
-VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+OMNI_TOKENS = {
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|endoftext|>",
+    "turn_token": "<|im_start|>",
+    "image_token": "<|IMAGE|>",
+    "video_token": "<|VIDEO|>",
+    "audio_token": "<|AUDIO|>",
+    "vision_bos_token": "<|vision_bos|>",
+    "vision_eos_token": "<|vision_eos|>",
+    "audio_bos_token": "<|audio_bos|>",
+    "audio_eos_token": "<|audio_eos|>",
+}
+OMNI_TEMPLATE = (
+    QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_bos|><|IMAGE|><|vision_eos|>")
+    .replace("<|vision_start|><|video_pad|><|vision_end|>", "<|vision_bos|><|VIDEO|><|vision_eos|>")
+    .replace("{% elif message", "{% elif part.type == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>{% elif message")
+)
+
+
+def omni_thinker() -> tuple[Any, transformers.PreTrainedTokenizerFast]:
+    """The config of a tiny thinker of Qwen2.5-Omni, and its tokenizer.
+
+    Chunks of 16 frames of sound; windows of 2 x 2 blocks in the first of two layers of the vision tower.
+    """
+    tokenizer = tokenizer_with(OMNI_TOKENS)
+    tower = {
+        "hidden_size": 16,
+        "out_hidden_size": 24,
+        "intermediate_size": 28,
+        "patch_size": 14,
+        "depth": 2,
+        "num_heads": 2,
+        "window_size": 56,
+        "fullatt_block_indexes": [1],
+    }
+    audio = {
+        "num_mel_bins": 20,
+        "d_model": 16,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 28,
+        "max_source_positions": 50,
+        "n_window": 8,
+        "output_dim": 24,
+    }
+    text = _qwen_text(len(tokenizer), num_attention_heads=2, num_key_value_heads=2, hidden_size=24)
+    ids = {name: OMNI_TOKENS[f"{name}_token"] for name in ("image", "video", "audio")}
+    marks = {"vision_start": "vision_bos", "vision_end": "vision_eos"}
+    marks |= {"audio_start": "audio_bos", "audio_end": "audio_eos"}
+    ids |= {name: OMNI_TOKENS[f"{token}_token"] for name, token in marks.items()}
+    config = transformers.Qwen2_5OmniThinkerConfig(
+        vision_config=tower,
+        audio_config=audio,
+        text_config=text,
+        tie_word_embeddings=False,
+        **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in ids.items()},
+    )
+    return config, tokenizer
+
+
+def write_qwen2_5_omni_thinker(folder: Path) -> None:
+    """The thinker of Qwen2.5-Omni: images, videos and sound in one text."""
+    config, tokenizer = omni_thinker()
+    like_trained(transformers.Qwen2_5OmniThinkerForConditionalGeneration(config)).save_pretrained(folder)
+    save_omni_processor(folder, tokenizer)
+
+
+def write_qwen2_5_omni(folder: Path) -> None:
+    """All of Qwen2.5-Omni: that thinker, and weights that stand for those of the talker and the vocoder."""
+    write_qwen2_5_omni_thinker(folder)
+    config = transformers.Qwen2_5OmniConfig(thinker_config=omni_thinker()[0].to_dict())
+    config.architectures = ["Qwen2_5OmniForConditionalGeneration"]
+    config.save_pretrained(folder)
+    others = {"talker.codec_head.weight": torch.rand(4, 3), "token2wav.code2wav_dit_model.scale": torch.rand(2)}
+    thinker = {f"thinker.{name}": each for name, each in load_file(folder / "model.safetensors").items()}
+    save_file(thinker | others, folder / "model.safetensors", {"format": "pt"})
+    torch.save({"Chelsie": {}}, folder / "spk_dict.pt")
+
+
+def save_omni_processor(folder: Path, tokenizer: transformers.PreTrainedTokenizerFast) -> None:
+    """Its files, by parts, as published directories have them: one file for images and sound."""
+    tokenizer.chat_template = OMNI_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    images = transformers.Qwen2VLImageProcessorPil(size={"shortest_edge": 6 * 784, "longest_edge": 30 * 784})
+    extractor = transformers.WhisperFeatureExtractor(feature_size=20, chunk_length=2, return_attention_mask=True)
+    stored = {**images.to_dict(), **extractor.to_dict(), "image_processor_type": "Qwen2VLImageProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(stored))
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen2_5OmniProcessor"}))
+
+
+VIDEO_FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Families whose examples have videos, too."""
+OMNI_FAMILIES = ("qwen2_5_omni", "qwen2_5_omni_thinker")
+"""Families whose examples have images, videos and clips."""
 AUDIO_FAMILIES = ("qwen2_audio",)
 """Families whose examples have clips in place of images."""
 
@@ -724,6 +855,8 @@ FAMILIES: dict[str, Callable[[Path], None]] = {
     "qwen2_5_vl": write_qwen2_5_vl,
     "qwen3_vl": write_qwen3_vl,
     "qwen2_audio": write_qwen2_audio,
+    "qwen2_5_omni_thinker": write_qwen2_5_omni_thinker,
+    "qwen2_5_omni": write_qwen2_5_omni,
 }
 """Family -> what writes the directory of a tiny model of it."""
 

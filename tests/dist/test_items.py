@@ -74,9 +74,7 @@ def same(a, b) -> bool:
 def test_messages_read_back_what_was_written(seed):
     example = draw(np.random.default_rng(seed))
     sequence = example.sequence
-    data = np.zeros(
-        example_bytes(len(sequence.tokens), len(sequence.media), len(places := sequence.num_pieces)), np.uint8
-    )
+    data = np.zeros(example_bytes(len(sequence.tokens), len(places := sequence.num_pieces)), np.uint8)
     write_example(sequence, data)
     assert same(read_example(data, len(sequence.tokens), sequence.media, places), sequence)
     for media in example.media:

@@ -19,6 +19,7 @@ WAYS = {
     "stages": ["parallel.backbone.pp=2"],
     "shared sequences": ["parallel.backbone.cp=2"],
     "divided layers": ["parallel.backbone.tp=2"],
+    "divided towers": [f"parallel.{name}.tp=2" for name in ("backbone", "image", "audio")],
 }
 
 
@@ -38,15 +39,16 @@ def figures(folder):
 @pytest.mark.parametrize(
     ("family", "ways"),
     [
-        ("qwen2_5_vl", list(WAYS)[1:]),
+        ("qwen2_5_vl", list(WAYS)[1:3]),
         ("qwen3_vl", list(WAYS)[:2]),
+        ("qwen2_5_omni", ["stages", "divided towers"]),
         ("idefics3", ["shared sequences"]),
         ("vipllava", list(WAYS)[:2]),
     ],
 )
 def test_what_ranks_share_is_one_process(family, ways, tmp_path):
-    """Windows, grids and a merger as projector; rows for several blocks; items in several pieces; and a class that
-    Motet does not know, whose encoder is not cut.
+    """Windows, grids and a merger as projector; rows for several blocks; two towers; items in several pieces; and a
+    class that Motet does not know, whose encoder is not cut.
 
     The latter two have one head of keys, which two ranks cannot divide, and of Qwen3-VL the tower is not divided.
     """

@@ -14,7 +14,7 @@ from motet.core.arrays import BoolArray, Float32Array, Int64Array, UInt8Array
 @dataclass(frozen=True, eq=False)
 class TokenSequence:
     """The text of one example. Each item has one placeholder token, whatever number of rows the item becomes; or
-    several, among which its rows are dealt evenly, with text between them (the tiles of Idefics3).
+    several, among which its rows are dealt evenly, with text between them (tiles of Idefics3, frames of Qwen3-VL).
 
     An item that several encoders read is an item of each. They have a placeholder each, or one together: then their
     rows are added, which must be equally many.
@@ -23,9 +23,9 @@ class TokenSequence:
     targets:         bool [num_tokens], True for the tokens of an answer: loss is taken on predicting them.
     media:           the phase of each item, in order of appearance: ("image", "audio").
     media_positions: int64 [num_placeholders], the index of each placeholder in `tokens`; ascending.
-    grids:           int64 [num_items, 4], frames, rows and columns of the raster that an item's rows in the sequence
-                     are, and the step of its frames (`core/grid_positions.py`), for a backbone whose positions are
-                     those of a grid; None for all others.
+    grids:           int64 [num_placeholders, 5], frames, rows and columns of the raster that the rows at a placeholder
+                     are, the step of its frames, and how text goes on behind it (`core/grid_positions.py`), for a
+                     backbone whose positions are those of a grid; None for all others.
     pieces:          int64 [num_items], the placeholders of each item; None: each has one.
 
     Example:

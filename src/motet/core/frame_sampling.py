@@ -57,4 +57,60 @@ class FrameSampling:
         return taken
 
 
+@dataclass(frozen=True)
+class EvenSampling(FrameSampling):
+    """Which frames of a video are taken by Qwen3-VL: evenly from the first one to the last, whole grids or not.
+
+    fps: so many a second, between the bounds.
+
+    Example:
+        >>> EvenSampling(fps=2.0).numbers(100, 25.0, 2).tolist()  # 4 s
+        [0, 14, 28, 42, 57, 71, 85, 99]
+    """
+
+    def counts(self, frames: Int64Array, rates: Float64Array, grid: int) -> Int64Array:
+        """As of `FrameSampling`."""
+        if self.num_frames is not None:
+            return np.full(len(frames), self.num_frames, dtype=np.int64)
+        if self.fps is None:
+            return frames
+        asked = (frames / rates * self.fps).astype(np.int64)
+        return np.minimum(np.minimum(np.maximum(asked, self.min_frames), self.max_frames), frames)
+
+    def numbers(self, frames: int, rate: float, grid: int) -> Int64Array:
+        """As of `FrameSampling`."""
+        (count,) = self.counts(np.array([frames]), np.array([rate]), grid).tolist()
+        return np.linspace(0, frames - 1, count).round().astype(np.int64)
+
+
+@dataclass(frozen=True)
+class UniformSampling(FrameSampling):
+    """Which frames of a video are taken by processors that have no way of their own: at equal distances from the first.
+
+    fps: so many a second, rounded down, between the bounds. They are wide, as transformers has none.
+
+    Example:
+        >>> UniformSampling(fps=2.0).numbers(100, 25.0, 1).tolist()  # 4 s
+        [0, 12, 25, 37, 50, 62, 75, 87]
+    """
+
+    min_frames: int = 1
+    max_frames: int = 2**31 - 1
+
+    def counts(self, frames: Int64Array, rates: Float64Array, grid: int) -> Int64Array:
+        """As of `FrameSampling`."""
+        if self.num_frames is not None:
+            return np.full(len(frames), self.num_frames, dtype=np.int64)
+        if self.fps is None:
+            return frames
+        counts: Int64Array = (frames / rates * self.fps).astype(np.int64).clip(self.min_frames, self.max_frames)
+        return counts
+
+    def numbers(self, frames: int, rate: float, grid: int) -> Int64Array:
+        """As of `FrameSampling`."""
+        (count,) = self.counts(np.array([frames]), np.array([rate]), grid).tolist()
+        numbers: Int64Array = np.arange(count, dtype=np.int64) * frames // count
+        return numbers
+
+
 ALL_FRAMES = FrameSampling()

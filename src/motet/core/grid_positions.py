@@ -3,7 +3,8 @@
 A token of text has the same position on all three axes, one more than the largest before it. The rows of an image are a
 grid that begins there: all at one time, each in its row and its column. So the text behind an image of 4 x 6 rows goes
 on 6 further, and not 24. The frames of a video are such grids, each at its time; the text behind goes on from the
-longer side of a frame as well, however late the last frame is, as transformers has it.
+longer side of a frame as well, however late the last frame is, as transformers has it; in Qwen2.5-Omni it goes on from
+the largest position. Rows of a clip have positions as text has them (TMRoPE; Qwen2.5-Omni, section 2.2).
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from motet.core.arrays import Float32Array, Int64Array
 
 NUM_AXES = 3
 """Time, row, column."""
-GRID_DIM = 4
-"""Of an item: frames, rows, columns, and the time between two frames (`step_bits`)."""
+GRID_DIM = 5
+"""Of a placeholder: frames, rows, columns, the time between two frames (`step_bits`), and how text goes on behind."""
+BEHIND_SIDE, BEHIND_LARGEST, AS_TEXT = range(3)
+"""How text goes on: behind the longer side of a frame, or behind the largest position; or rows are as text by
+themselves, each a frame of one row."""
 
 
 def step_bits(steps: Float32Array) -> Int64Array:
@@ -32,14 +36,15 @@ def grid_positions(
     """The positions of the rows of packed sequences, int64 [3, num_packed_rows], from 0 in each sequence.
 
     text_lengths: int64 [num_sequences], tokens of each sequence, of which an item has one.
-    placeholders: int64 [num_items], the place of each item's token among all tokens; ascending.
+    placeholders: int64 [num_placeholders], the place of each among all tokens; ascending.
     num_rows:     int64 [num_tokens], the packed rows of each token.
-    grids:        int64 [num_items, 4], frames, rows and columns of each item, and the step of its frames (`step_bits`).
+    grids:        int64 [num_placeholders, 5], frames, rows and columns of the rows at each, the step of its frames
+                  (`step_bits`), and how text goes on behind it (`BEHIND_SIDE`, ...).
     Raises ValueError where an item has another number of rows than its grid. O(num_packed_rows).
 
     Example:
         A token, an image of 2 x 2 rows, a token:
-        >>> grids = np.array([[1, 2, 2, 0]])
+        >>> grids = np.array([[1, 2, 2, 0, BEHIND_SIDE]])
         >>> grid_positions(np.array([3]), np.array([1]), np.array([1, 4, 1]), grids).tolist()
         [[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]]
     """
@@ -47,9 +52,13 @@ def grid_positions(
         raise ValueError(f"items of {num_rows[placeholders].tolist()} rows have the grids {grids.tolist()}")
     advance, width, area = (np.ones_like(num_rows) for _ in range(3))
     step = np.zeros(len(num_rows), dtype=np.float32)
-    advance[placeholders], width[placeholders] = grids[:, 1:3].max(axis=1, initial=0), grids[:, 2]
-    area[placeholders] = grids[:, 1] * grids[:, 2]
-    step[placeholders] = grids[:, 3].astype(np.int32).view(np.float32)
+    steps, behind = grids[:, 3].astype(np.int32).view(np.float32), grids[:, 4]
+    sides = grids[:, 1:3].max(axis=1, initial=0)
+    largest = np.maximum(sides, ((grids[:, 0] - 1).astype(np.float32) * steps).astype(np.int64) + 1)
+    advance[placeholders] = np.choose(behind, (sides, largest, grids[:, 0]))
+    width[placeholders], area[placeholders], step[placeholders] = grids[:, 2], grids[:, 1] * grids[:, 2], steps
+    as_text = np.zeros(len(num_rows), dtype=bool)
+    as_text[placeholders] = behind == AS_TEXT
     before = np.cumsum(advance) - advance
     first_tokens = np.cumsum(text_lengths) - text_lengths
     has_tokens = text_lengths > 0
@@ -58,5 +67,6 @@ def grid_positions(
     inside = np.arange(len(token)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
     frame, inside = np.divmod(inside, area[token])
     row, column = np.divmod(inside, width[token])
-    time = (frame.astype(np.float32) * step[token]).astype(np.int64)
+    time = np.where(as_text[token], frame, (frame.astype(np.float32) * step[token]).astype(np.int64))
+    row, column = (np.where(as_text[token], frame, each) for each in (row, column))
     return np.stack([begin[token] + time, begin[token] + row, begin[token] + column]).astype(np.int64)

@@ -78,9 +78,9 @@ class AreaVideos(AreaImages):
         shapes = video_shapes(raw[videos])
         counts = self.sampling.counts(shapes[:, 0], video_rates(raw[videos]), self.temporal_patch_size)
         sizes[videos, 0] = -(-counts // self.temporal_patch_size)
-        for most in np.unique(bounds := self._frame_areas(counts)).tolist():
-            alike = np.flatnonzero(videos)[bounds == most]
-            sizes[alike, 1:] = self._of_frames(most).sizes(shapes[bounds == most, 1:])
+        for bound in np.unique(bounds := self._bounds_of(counts)).tolist():
+            alike = np.flatnonzero(videos)[bounds == bound]
+            sizes[alike, 1:] = self._of_frames(bound).sizes(shapes[bounds == bound, 1:])
         return sizes
 
     def time_steps(self, raw: Int64Array) -> Int64Array:
@@ -105,8 +105,8 @@ class AreaVideos(AreaImages):
         """The rows of a video, a grid after the other; rows are (channel, time, y, x)."""
         numbers = self.sampling.numbers(header.num_frames, float(header.rate), self.temporal_patch_size)
         numbers = numbers[numbers < header.num_frames]
-        (most,) = self._frame_areas(np.array([len(numbers)])).tolist()
-        frame, grid = self._of_frames(most), self.temporal_patch_size
+        (bound,) = self._bounds_of(np.array([len(numbers)])).tolist()
+        frame, grid = self._of_frames(bound), self.temporal_patch_size
         pictures = [frame.patches_of(picture) for picture in frames_at(ref, numbers)]
         pictures += [pictures[-1]] * (-len(pictures) % grid)
         num_patches = len(pictures[0])
@@ -116,22 +116,22 @@ class AreaVideos(AreaImages):
         pixels, side = frame._pixels(), frame.sizes(np.array([[header.width, header.height]]))[0]
         return Media(pixels.rows(patches), np.insert(side, 0, len(stacked)), pixels, patches)
 
-    def _frame_areas(self, counts: Int64Array) -> Int64Array:
-        """The largest area of a frame of videos of which so many frames are taken, int64 [n]."""
+    def _bounds_of(self, counts: Int64Array) -> Int64Array:
+        """What bounds the frames of videos of which so many are taken, int64 [n]: the largest area of one."""
         if self.cap_tokens is None:
             return np.full(len(counts), self.max_video_area, dtype=np.int64)
         of_all = int(self.cap_tokens * self.block**2 * 0.9)
         share = np.minimum(self.max_video_area, of_all * self.temporal_patch_size // np.maximum(counts, 1))
         return np.maximum(share, int(self.min_video_area * 1.05))
 
-    def _of_frames(self, most: int) -> AreaImages:
-        """The transform of the frames of a video. most: the largest area of one."""
+    def _of_frames(self, bound: int) -> AreaImages:
+        """The transform of the frames of a video. bound: one of `_bounds_of`."""
         return AreaImages(
             patch_size=self.patch_size,
             merge_size=self.merge_size,
             mean=self.video_mean,
             std=self.video_std,
             min_area=self.min_video_area,
-            max_area=most,
+            max_area=bound,
             resample=self.video_resample,
         )

@@ -18,7 +18,7 @@ import numpy as np
 from motet.core.arrays import BoolArray, IndexArray, Int32Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import ItemText, TokenSequence, in_pieces
-from motet.core.grid_positions import GRID_DIM, NUM_AXES
+from motet.core.grid_positions import BEHIND_SIDE, GRID_DIM, NUM_AXES
 from motet.core.item_segments import ItemSegments
 from motet.core.modalities import modalities as all_modalities
 from motet.core.readers import Combine, combine_error
@@ -51,8 +51,9 @@ class Modality:
     is_made:    a generator learns to make its items, which are those of answers; encoders do not read them then.
     grids:      frames, rows and columns of each item's rows in the sequence, int64 [n, 3], where the backbone's
                 positions are those of a grid; None where they are not.
-    item_text:  size of an item -> what stands in its place, where its rows come in several pieces; None where they are
-                one run.
+    behind:     how positions go on behind those rows (`core/grid_positions.py`).
+    item_text:  key of an item -> what stands in its place, where its rows come in several pieces; None: they are one
+                run, those of this item or of all. Keys are the transform's `text_keys(raw)`, or else sizes.
     """
 
     transform: Transform
@@ -61,14 +62,21 @@ class Modality:
     segments: Callable[[Int64Array], ItemSegments | None] | None = None
     is_made: bool = False
     grids: Callable[[Int64Array], Int64Array] | None = None
-    item_text: Callable[[tuple[int, ...]], ItemText] | None = None
+    behind: int = BEHIND_SIDE
+    item_text: Callable[[tuple[int, ...]], ItemText | None] | None = None
 
-    def num_marks(self, sizes: Int64Array) -> Int64Array:
-        """Tokens that stand between the rows of each item, int64 [n]."""
-        if self.item_text is None or not len(sizes):
-            return np.zeros(len(sizes), dtype=np.int64)
-        alike, which = np.unique(sizes, axis=0, return_inverse=True)
-        return np.array([self.item_text(tuple(size)).num_marks for size in alike.tolist()])[which.reshape(-1)]
+    def texts(self, raw: Int64Array) -> tuple[list[ItemText | None], Int64Array]:
+        """The texts of items, those that are alike once; and which of them each item has, int64 [n]. raw: headers."""
+        if self.item_text is None or not len(raw):
+            return [None], np.zeros(len(raw), dtype=np.int64)
+        keys = getattr(self.transform, "text_keys", self.transform.sizes)(raw)
+        alike, which = np.unique(keys, axis=0, return_inverse=True)
+        return [self.item_text(tuple(key)) for key in alike.tolist()], which.reshape(-1)
+
+    def num_marks(self, raw: Int64Array) -> Int64Array:
+        """Tokens that stand between the rows of each item, int64 [n]. raw: from headers."""
+        texts, which = self.texts(raw)
+        return np.array([text.num_marks if text else 0 for text in texts])[which]
 
 
 class Dataset:
@@ -290,20 +298,20 @@ class Dataset:
             return tokens
         raws = [ref.raw for ref in self.media_refs(example_id) for _ in self.readers_of(ref)]
         headers = [np.array([raw], dtype=np.int64) for raw in raws]
-        sizes = [each.transform.sizes(header) for each, header in zip(phases, headers)]
-        if any(modality.item_text for modality in phases):
-            texts = [
-                modality.item_text and modality.item_text(tuple(size[0].tolist()))
-                for modality, size in zip(phases, sizes)
-            ]
-            return in_pieces(tokens, texts)
+        texts = [modality.texts(header)[0][0] for modality, header in zip(phases, headers)]
+        if any(texts):
+            tokens = in_pieces(tokens, texts)
+        if not any(modality.grids for modality in phases):
+            return tokens
         grids = np.zeros((len(tokens.media), GRID_DIM), dtype=np.int64)
-        for number, (modality, header, size) in enumerate(zip(phases, headers, sizes)):
+        for number, (modality, header) in enumerate(zip(phases, headers)):
             assert modality.grids is not None, "a phase whose rows have no grid beside one whose rows have"
             steps = getattr(modality.transform, "time_steps", None)
-            grids[number, :NUM_AXES] = modality.grids(size)[0]
-            grids[number, NUM_AXES:] = 0 if steps is None else steps(header)
-        return replace(tokens, grids=grids)
+            grids[number, :NUM_AXES] = modality.grids(modality.transform.sizes(header))[0]
+            grids[number, NUM_AXES:] = 0 if steps is None else steps(header)[0], modality.behind
+        # Of an item in several pieces each has as many of its frames.
+        grids[:, 0] //= tokens.num_pieces
+        return replace(tokens, grids=np.repeat(grids, tokens.num_pieces, axis=0))
 
     def _numbers(self, example_ids: Int64Array) -> Int64Array:
         """Numbers through all manifests, left-out examples included."""
@@ -343,7 +351,7 @@ class Dataset:
                 length = np.asarray(modality.lengths(sizes), dtype=np.int64)
                 num_tokens = np.asarray(modality.num_tokens(sizes), dtype=np.int64)
                 segments = modality.segments(sizes) if modality.segments else None
-                marks = modality.num_marks(sizes)
+                marks = modality.num_marks(columns.raw[of_phase])
             items[name] = ItemLengths(columns.example[of_phase], length, num_tokens, segments)
             if not self.is_added(name):
                 rows[of_phase] += num_tokens + marks
@@ -513,7 +521,8 @@ class Dataset:
             if len(items):
                 refused[columns.example[items[~modality.transform.accepts(columns.raw[items])]]] = True
                 most = getattr(modality.transform, "most_items", None)
-                refused |= most is not None and np.bincount(columns.example[items], minlength=len(refused)) > most
+                own = items[columns.modality[items] % IN_ANSWER == all_modalities().index(modality.transform.modality)]
+                refused |= most is not None and np.bincount(columns.example[own], minlength=len(refused)) > most
         return refused
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,12 +27,12 @@ from motet.data.media import AUDIO, IMAGE, VIDEO
 _AS_WRITTEN = {
     "LlavaProcessor": {IMAGE: "<image>"},
     "LlavaNextProcessor": {IMAGE: "<image>"},
-    "LlavaOnevisionProcessor": {IMAGE: "<image>"},
+    "LlavaOnevisionProcessor": {IMAGE: "<image>", VIDEO: "<video>"},
     "Qwen2VLProcessor": {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>"},
     "Qwen2_5_VLProcessor": {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>"},
-    "Qwen3VLProcessor": {IMAGE: "<|image_pad|>"},
+    "Qwen3VLProcessor": {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>"},
     "Qwen2AudioProcessor": {AUDIO: "<|AUDIO|>"},
-    "Qwen2_5OmniProcessor": {IMAGE: "<|IMAGE|>", AUDIO: "<|AUDIO|>"},
+    "Qwen2_5OmniProcessor": {IMAGE: "<|IMAGE|>", AUDIO: "<|AUDIO|>", VIDEO: "<|VIDEO|>"},
     "Glm4vProcessor": {IMAGE: "<|image|>"},
     "PaliGemmaProcessor": {IMAGE: "<image>"},
 }
@@ -233,6 +233,15 @@ def tiled_text(form: MediaForm, names: TokenNames, rows: int, columns: int) -> s
     )
     tiles = "".join(f"{line}\n" for line in lines)
     return f"{tiles}\n{mark}{whole}{form.token}".removeprefix(mark)
+
+
+def timed_frames(form: MediaForm, names: TokenNames, times: Sequence[float]) -> list[tuple[str, str]]:
+    """What stands between the marks around an item that is frames at times: the time of each, and its enclosed rows.
+
+    The rows are one token here. As Qwen3VLProcessor writes it.
+    """
+    begin, end = (names.special.get(f"vision_{side}_token", f"<|vision_{side}|>") for side in ("start", "end"))
+    return [(f"<{time:.1f} seconds>", f"{begin}{form.token}{end}") for time in times]
 
 
 def _tile_marks(names: TokenNames) -> tuple[str, str]:

@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import accumulate
@@ -42,6 +42,7 @@ from motet.data.media_tokens import (
     media_form,
     reserved_tokens,
     tiled_text,
+    timed_frames,
 )
 from motet.data.tokenizer_files import (
     open_backend,
@@ -182,6 +183,28 @@ class ChatTokenizer:
             return None
         return cache(partial(self._text_of_tiles, self._form(modality)))
 
+    def timed_text(self, modality: str, times: Sequence[float]) -> ItemText | None:
+        """What stands in the place of an item whose frames are in pieces, each at its second; None: there are none.
+
+        O(frames); the tokens of a time are found once.
+        """
+        if not times:
+            return None
+        form, tokens, places, length = self._form(modality), list[Int64Array](), list[int](), 0
+        for time, rows in timed_frames(form, self._names, times):
+            for text in (time, rows):
+                if text not in self._timed:
+                    self._timed[text] = self._between(form.token, text)
+            place = int(np.flatnonzero(self._timed[rows] == self._added[form.token])[0])
+            places.append(length + len(self._timed[time]) + place)
+            tokens += [self._timed[time], self._timed[rows]]
+            length += len(tokens[-2]) + len(tokens[-1])
+        return ItemText(np.concatenate(tokens), np.array(places, dtype=np.int64))
+
+    def _between(self, token: str, text: str) -> Int64Array:
+        """The tokens of a text that stands between two special tokens, without these."""
+        return self._encode_bare(f"{token}{text}{token}")[0][1:-1]
+
     def _text_of_tiles(self, form: MediaForm, size: tuple[int, ...]) -> ItemText:
         """All tokens of the item but the first and the last, which stand around it in every sequence."""
         before, behind = form.put.split(form.token)
@@ -242,6 +265,11 @@ class ChatTokenizer:
     @cached_property
     def _media_forms(self) -> dict[str, MediaForm]:
         """The forms of the modalities so far: a cache."""
+        return {}
+
+    @cached_property
+    def _timed(self) -> dict[str, Int64Array]:
+        """The tokens of times of frames so far: a cache."""
         return {}
 
     @cached_property

@@ -234,10 +234,9 @@ class LoadedTables:
 
     def _sizes(self) -> tuple[Int64Array, Int64Array]:
         """Bytes of each sequence, and of each item."""
-        num_items, num_placeholders = np.zeros((2, len(self.examples)), dtype=np.int64)
-        np.add.at(num_items, self.items[:, _EXAMPLE], 1)
+        num_placeholders = np.zeros(len(self.examples), dtype=np.int64)
         np.add.at(num_placeholders, self.items[:, _EXAMPLE], self.items[:, _PIECES])
-        sequence_bytes = example_bytes(self.examples[:, _TEXT_TOKENS], num_items, num_placeholders)
+        sequence_bytes = example_bytes(self.examples[:, _TEXT_TOKENS], num_placeholders)
         return sequence_bytes, media_bytes(MediaShape(*self.items[:, _SHAPE:].T))
 
     def media_of(self, example_row: int) -> tuple[tuple[str, ...], Int64Array]:

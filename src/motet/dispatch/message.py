@@ -18,11 +18,11 @@ from motet.core.grid_positions import GRID_DIM
 T = TypeVar("T", int, Int64Array)
 
 
-def example_bytes(num_text_tokens: Int64Array, num_items: Int64Array, num_placeholders: Int64Array) -> Int64Array:
-    """Bytes of each sequence: tokens int64, targets one byte each, positions of placeholders int64, and grids of items,
+def example_bytes(num_text_tokens: Int64Array, num_placeholders: Int64Array) -> Int64Array:
+    """Bytes of each sequence: tokens int64, targets one byte each, positions of placeholders int64, and their grids,
     int32 [GRID_DIM].
     """
-    return 8 * num_text_tokens + _up_to_8(num_text_tokens) + 8 * num_placeholders + 4 * GRID_DIM * num_items
+    return 8 * num_text_tokens + _up_to_8(num_text_tokens) + (8 + 4 * GRID_DIM) * num_placeholders
 
 
 def write_example(sequence: TokenSequence, into: UInt8Array) -> None:
@@ -31,7 +31,7 @@ def write_example(sequence: TokenSequence, into: UInt8Array) -> None:
     start = 8 * num_tokens
     into[:start] = _as_bytes(sequence.tokens, np.int64)
     into[start : start + num_tokens] = _as_bytes(sequence.targets, np.bool_)
-    grids = np.zeros((len(sequence.media), GRID_DIM)) if sequence.grids is None else sequence.grids
+    grids = np.zeros((len(sequence.media_positions), GRID_DIM)) if sequence.grids is None else sequence.grids
     start += _up_to_8(num_tokens)
     end = start + 8 * len(sequence.media_positions)
     into[start:end] = _as_bytes(sequence.media_positions, np.int64)
@@ -52,8 +52,8 @@ def read_example(data: UInt8Array, num_text_tokens: int, media: tuple[str, ...],
         targets=data[start : start + num_text_tokens].view(np.bool_),
         media=media,
         media_positions=data[items:end].view(np.int64),
-        # No item has a grid without rows.
-        grids=grids.astype(np.int64) if grids[:, :3].all() and len(grids) else None,
+        # No grid is without columns.
+        grids=grids.astype(np.int64) if grids[:, 2].all() and len(grids) else None,
         pieces=pieces if (pieces != 1).any() else None,
     )
 

@@ -28,7 +28,7 @@ from motet.absent import take_part
 from motet.core.arrays import Int64Array
 from motet.core.attention_table import AttentionTable
 from motet.core.errors import UserError
-from motet.core.grid_positions import NUM_AXES
+from motet.core.grid_positions import BEHIND_SIDE, NUM_AXES
 from motet.core.shapes import Transformer, embedding, final_norm, head
 from motet.core.spec import Layer, Module
 from motet.core.workload import BACKBONE
@@ -98,6 +98,7 @@ class Backbone(nn.Module):
         shaped = isinstance(causal_lm, ShapedCausalLM)
         self._norm = causal_lm.shape.norm if shaped else backbone_family(causal_lm).norm
         self.reads_grids = not shaped and backbone_family(causal_lm).reads_grids
+        self.behind_grids = BEHIND_SIDE if shaped else backbone_family(causal_lm).behind_grids
         check_backbone(causal_lm.config, f"{type(causal_lm).__name__}: ")
         self._text = (TextModel if shaped else backbone_family(causal_lm).text)(causal_lm)
         use_document_rotary(causal_lm)

@@ -27,6 +27,9 @@ _USE_OUTPUT = (
 )  # fmt: skip
 """The types of larger models that use the tower's own output."""
 
+INNER = {"qwen2_5_omni": "thinker"}
+"""Types of models of several models -> the one of them that reads texts and media: its config and its weights."""
+
 _UNDECLARED = {
     "qwen3_moe": {"head_dim"},
     "qwen2_vl_text": {"tie_word_embeddings"},
@@ -159,5 +162,6 @@ def _larger_model(file: Path, stored: dict[str, Any], family: Family) -> PreTrai
     if not family.part or stored_type == family.config.model_type or stored_type not in CONFIG_MAPPING:
         return None
     larger = parse_config(file, CONFIG_MAPPING[stored_type], stored)
+    larger = getattr(larger, f"{INNER[stored_type]}_config") if stored_type in INNER else larger
     part = getattr(larger, family.part, None)
     return larger if isinstance(part, PreTrainedConfig) and part.model_type == family.config.model_type else None

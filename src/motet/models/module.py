@@ -202,11 +202,18 @@ class ModalityModule(nn.Module):
             )
         return extents
 
+    @property
+    def has_raster(self) -> bool:
+        """Whether rows of an item in the sequence are a raster; else they are one after the other, as text is."""
+        return hasattr(self.projector, "raster")
+
     def grids(self, sizes: Int64Array) -> Int64Array:
         """Frames, rows and columns of the raster that each item's rows in the sequence are, int64 [num_items, 3].
 
-        The projector must say `raster`, and there must be no callback behind it.
+        Rows of a projector that says no `raster` are a frame each. There must be no callback behind the projector.
         """
+        if not self.has_raster:
+            return np.pad(self.num_tokens(sizes)[:, None], ((0, 0), (0, NUM_AXES - 1)), constant_values=1)
         raster = self.projector.raster(self._projected(self._seen(sizes)[0]))
         return raster if raster.shape[1] == NUM_AXES else np.insert(raster, 0, 1, axis=1)
 

@@ -15,7 +15,9 @@ import torch
 from motet.balance import ItemMemory, StepCosts
 from motet.core.errors import JointUserError, UserError
 from motet.core.example import ItemText
+from motet.core.grid_positions import AS_TEXT
 from motet.core.heap import keep_freed_memory
+from motet.core.modalities import VIDEO
 from motet.core.plan import Plan
 from motet.core.plan_file import plan_digest
 from motet.core.spec import ModelSpec
@@ -29,6 +31,7 @@ from motet.data.order import ExampleOrder
 from motet.data.split_images import SplitImages
 from motet.data.splits import OwnSplits
 from motet.data.text import ChatTokenizer
+from motet.data.timed_videos import TimedVideos
 from motet.data.transforms import Transform
 from motet.dispatch import Carrier, ItemExchange, Orchestrator, RankBatch
 from motet.dropout import drops_out, example_keys
@@ -450,6 +453,7 @@ def open_dataset(
             module.segments,
             is_made=name in model.generators,
             grids=module.grids if model.backbone.reads_grids and name in model.encoders else None,
+            behind=model.backbone.behind_grids if module.has_raster else AS_TEXT,
             item_text=_item_text(vocabulary, recipe.transform(name)),
         )
         for name, module in model.measured.items()
@@ -482,9 +486,13 @@ def open_dataset(
 
 def _item_text(
     vocabulary: ChatTokenizer | DrawnVocabulary, transform: Transform
-) -> Callable[[tuple[int, ...]], ItemText] | None:
+) -> Callable[[tuple[int, ...]], ItemText | None] | None:
     """As of `Modality`. Raises UserError for a tokenizer that tells tiles apart, beside a transform that makes none."""
-    text = vocabulary.item_text(transform.modality) if isinstance(vocabulary, ChatTokenizer) else None
+    if not isinstance(vocabulary, ChatTokenizer):
+        return None
+    if isinstance(transform, TimedVideos):
+        return lambda key: vocabulary.timed_text(VIDEO, transform.times(key))
+    text = vocabulary.item_text(transform.modality)
     if text is not None and not isinstance(transform, SplitImages):
         raise UserError(
             "data.tokenizer is of a model that cuts images into tiles and marks each of them, which the transform here "

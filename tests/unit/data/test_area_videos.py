@@ -2,20 +2,26 @@
 
 import shutil
 import sys
+from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
+from transformers.video_utils import default_sample_indices_fn
 
 from benchmark import benchmark
 from motet.core.errors import UserError
-from motet.core.frame_sampling import FrameSampling
+from motet.core.frame_sampling import FrameSampling, UniformSampling
+from motet.data.anyres_videos import AnyResVideos
 from motet.data.area_videos import AreaVideos
 from motet.data.decode import Decoder
 from motet.data.headers import read_header
 from motet.data.media import BadMedia, MediaRef
+from motet.data.omni_videos import OmniVideos
+from motet.data.timed_videos import TimedVideos
 from motet.data.transforms import load_media
 from motet.data.videos import VideoHeader, frames_at
-from motet.models.whole.video_processor import VideoAreas
+from motet.models.whole.video_processor import TiledVideos, TimedAreas, VideoAreas
 
 av = pytest.importorskip("av")
 with benchmark("whole_models") as whole_models, benchmark("their_videos") as their_videos:
@@ -82,12 +88,42 @@ def test_rows_and_times_are_those_of_transformers(folder, files, options, tmp_pa
     transform = AreaVideos(**VideoAreas(4, 2, 2, tokens_per_second=2.0).options(tmp_path))
     for path in files:
         ref = ref_of(path, raw=read_header(ref_of(path)))
-        values, grid, seconds = their_videos.their_video(tmp_path, path)
+        values, grid, metadata = their_videos.their_video(tmp_path, path)
         media = load_media(ref, transform)
         assert [media.size.tolist()] == grid.tolist() == transform.sizes(np.array([ref.raw])).tolist()
         np.testing.assert_array_equal(media.values, values.numpy())
         step = transform.time_steps(np.array([ref.raw])).astype(np.int32).view(np.float32)
-        assert step == np.float32(2.0) * np.float32(seconds)
+        assert step == np.float32(2.0) * np.float32(2 / metadata.sampled_fps)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fps": 6.0, "size": {"shortest_edge": 20 * 64, "longest_edge": 36 * 64}},
+        {"fps": 50.0, "max_frames": 5, "size": {"shortest_edge": 99 * 64, "longest_edge": 999 * 64}},
+        {"do_sample_frames": False, "cap_pixels_per_frame": True, "max_video_tokens": 5},
+        {"num_frames": 3, "fps": None, "cap_pixels_per_frame": True},
+    ],
+)
+def test_rows_and_texts_of_qwen3_are_those_of_transformers(files, options, tmp_path):
+    import json
+
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps({"image_processor_type": "Qwen2VLImageProcessorFast", **SMALL})
+    )
+    kind = {"video_processor_type": "Qwen3VLVideoProcessor"}
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(SMALL | options | kind))
+    transform = TimedVideos(**TimedAreas(4, 2, 2).options(tmp_path))
+    for path in files:
+        ref = ref_of(path, raw=read_header(ref_of(path)))
+        values, grid, metadata = their_videos.their_video(tmp_path, path)
+        media = load_media(ref, transform)
+        assert [media.size.tolist()] == grid.tolist() == transform.sizes(np.array([ref.raw])).tolist()
+        np.testing.assert_array_equal(media.values, values.numpy())
+        (key,) = transform.text_keys(np.array([ref.raw])).tolist()
+        numbers = [*metadata.frames_indices, *metadata.frames_indices[-1:]]
+        middles = [sum(pair) / metadata.fps / 2 for pair in zip(numbers[::2], numbers[1::2])]
+        assert transform.times(tuple(key)) == pytest.approx(middles)
 
 
 def test_the_frames_that_are_taken_are_those_of_transformers(folder):
@@ -103,6 +139,46 @@ def test_the_frames_that_are_taken_are_those_of_transformers(folder):
         np.testing.assert_array_equal(found, expected[: len(found)])
         # At a rounding error transformers lists one frame more, that there is not.
         assert expected[len(found) :].tolist() in ([], [frames])
+
+
+@pytest.mark.parametrize("asked", [{"fps": 2.0}, {"fps": 0.01}, {"num_frames": 7}, {}])
+def test_frames_at_equal_distances_are_those_of_transformers(asked):
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        frames, rate = int(rng.integers(7, 900)), float(rng.choice([8.0, 24000 / 1001, 60.0]))
+        expected = default_sample_indices_fn(their_videos.VideoMetadata(total_num_frames=frames, fps=rate), **asked)
+        np.testing.assert_array_equal(UniformSampling(**asked).numbers(frames, rate, 1), expected)
+
+
+def test_videos_of_onevision_are_tiles_of_their_frames(files, tmp_path):
+    import json
+
+    images = {"image_processor_type": "LlavaOnevisionImageProcessor", "size": {"height": 12, "width": 12}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(images | {"image_grid_pinpoints": [[12, 24]]}))
+    tiles = TiledVideos(4, 12, ((12, 24),), alone=True)
+    made = AnyResVideos(**tiles.options(tmp_path))
+    raw = np.array([read_header(ref_of(path)) for path in files])
+    assert made.sizes(raw)[:, 0].tolist() == [NUM_FRAMES] * len(files)  # Nothing is said of sampling.
+    few = replace(made, sampling=UniformSampling(num_frames=NUM_FRAMES + 1))
+    assert not few.accepts(raw).any()
+    assert few.refusal(tuple(raw[0])) == f"has {NUM_FRAMES} frames, and the model's processor takes {NUM_FRAMES + 1}"
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({"size": {"shortest_edge": 12}}))
+    with pytest.raises(UserError, match="makes images of None x None pixels, and the vision tower takes 12 x 12"):
+        tiles.options(tmp_path)
+
+
+def test_frames_of_omni_stand_as_if_they_were_asked_for():
+    options = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "tokens_per_second": 25.0}
+    raw = np.array([VideoHeader(NUM_FRAMES, 64, 48, Fraction(10)).raw, (64, 48)])
+    for sampling, step in (
+        (FrameSampling(num_frames=4), 25.0),
+        (FrameSampling(), 25.0),
+        (FrameSampling(fps=5.0), 10.0),
+    ):
+        steps = OmniVideos(**options, sampling=sampling).time_steps(raw).astype(np.int32).view(np.float32)
+        assert steps.tolist() == [step, 1.0]
+    with pytest.raises(UserError, match=r"model.video.fps is 1.2, for which positions of frames are not known"):
+        OmniVideos(**options, sampling=FrameSampling(fps=1.2))
 
 
 def test_an_image_has_one_frame_and_the_rows_that_it_has_without_videos(tmp_path):

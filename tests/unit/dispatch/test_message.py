@@ -22,13 +22,14 @@ def example(num_items, grids, pieces=None):
     [
         (0, None, None),
         (2, None, None),
-        (2, np.array([[1, 2, 3, 0], [5, 4, 1, 1 << 30]]), None),
+        (2, np.array([[1, 2, 3, 0, 0], [0, 4, 1, 1 << 30, 2]]), None),
         (2, None, np.array([3, 1])),
+        (2, np.arange(1, 21).reshape(4, 5), np.array([3, 1])),
     ],
 )
 def test_an_example_arrives_with_its_grids_and_pieces(num_items, grids, pieces):
     sent = example(num_items, grids, pieces)
-    size = example_bytes(*(np.array([len(each)]) for each in (sent.tokens, sent.media, sent.media_positions)))
+    size = example_bytes(*(np.array([len(each)]) for each in (sent.tokens, sent.media_positions)))
     into = np.zeros(int(size[0]), dtype=np.uint8)
     write_example(sent, into)
     got = read_example(into, len(sent.tokens), sent.media, sent.num_pieces)
@@ -72,7 +73,7 @@ class Rows:
 
 
 def test_sequences_without_items_stand_beside_those_with_grids():
-    with_grids, text = example(1, np.array([[1, 2, 3, 0]])), example(0, None)
+    with_grids, text = example(1, np.array([[1, 2, 3, 0, 0]])), example(0, None)
     packed = pack([text, with_grids], {"image": np.array([6])})
     expected = [[0, 1, 2, 0, 1, 1, 1, 1, 1, 1, 4, 5], [0, 1, 2, 0, 1, 1, 1, 2, 2, 2, 4, 5]]
     assert packed.grid_positions[:2].tolist() == expected
@@ -83,7 +84,7 @@ def test_sequences_without_items_stand_beside_those_with_grids():
 
 
 def test_a_token_of_an_answer_stands_behind_all_before_it():
-    packed = pack([example(0, None), example(1, np.array([[1, 2, 3, 0]]))], {"image": np.array([6])})
+    packed = pack([example(0, None), example(1, np.array([[1, 2, 3, 0, 0]]))], {"image": np.array([6])})
     growing = [_GrowingSequence(*pieces) for pieces in _cut(packed, {})]
     for sequence, token in zip(growing, (7, 8)):
         sequence.add(token, end_token=None)

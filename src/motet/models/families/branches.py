@@ -82,6 +82,10 @@ QWEN2_VL_BRANCHES = (
     TensorBranch("norm1", _numbered("attn.qkv", 3), "attn.proj", has_heads=True, fused="attn.qkv"),
     TensorBranch("norm2", ("mlp.fc1",), "mlp.fc2"),
 )
+QWEN2_5_OMNI_BRANCHES = (
+    TensorBranch("norm1", tuple(f"attn.{name}" for name in "qkv"), "attn.proj", has_heads=True),
+    TensorBranch("norm2", *_GATED),
+)
 QWEN2_5_VL_BRANCHES = (QWEN2_VL_BRANCHES[0], TensorBranch("norm2", *_GATED))
 AUDIO_BRANCHES = (
     TensorBranch("self_attn_layer_norm", _QKV, "self_attn.out_proj", has_heads=True),

@@ -1,4 +1,5 @@
-"""The text models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL as causal LMs: Qwen2 or Qwen3 on positions of a grid (M-RoPE).
+"""The text models of Qwen2-VL, Qwen2.5-VL, Qwen2.5-Omni and Qwen3-VL as causal LMs: Qwen2 or Qwen3 on
+positions of a grid (M-RoPE).
 
 transformers has them only inside of its multimodal classes. The layers, their rotary positions and the names of weights
 are its own.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 from transformers import (
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLTextConfig,
     Qwen2_5_VLTextModel,
@@ -16,6 +18,8 @@ from transformers import (
     Qwen3VLTextConfig,
     Qwen3VLTextModel,
 )
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniTextConfig
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniThinkerTextModel
 
 
 class _GridCausalLM(PreTrainedModel):
@@ -27,7 +31,7 @@ class _GridCausalLM(PreTrainedModel):
     _supports_sdpa = True
     text_model: type[PreTrainedModel]
 
-    def __init__(self, config: Qwen2VLTextConfig | Qwen2_5_VLTextConfig | Qwen3VLTextConfig) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         self.model = self.text_model(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -53,3 +57,10 @@ class Qwen25VLCausalLM(_GridCausalLM):
 
     config: Qwen2_5_VLTextConfig
     text_model = Qwen2_5_VLTextModel
+
+
+class Qwen25OmniCausalLM(_GridCausalLM):
+    """That of Qwen2.5-Omni's thinker: Qwen2.5-VL's, with other positions behind items."""
+
+    config: Qwen2_5OmniTextConfig
+    text_model = Qwen2_5OmniThinkerTextModel

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
+from motet.core.item_segments import ItemSegments
 from motet.models.attention import PackedItems
 from motet.models.context_items import ContextItems, SharedAttention, SharedItemRows
 from motet.models.contract import ImageRows
@@ -133,6 +134,13 @@ def item_extents(lengths: Int64Array, shared: SharedAttention | None) -> PackedI
 def frames_of(sizes: Int64Array) -> Int64Array:
     """The grid of each frame of packed items, int64 [num_frames, 2]. sizes: int64 [num_items, 3], or 2 of images."""
     return sizes if sizes.shape[1] == 2 else np.repeat(sizes[:, 1:], sizes[:, 0], axis=0)
+
+
+def frame_segments(sizes: Int64Array) -> ItemSegments | None:
+    """The frames of packed items as segments, in patches; None where items have none. sizes: as of `frames_of`."""
+    if sizes.shape[1] == 2:
+        return None
+    return ItemSegments.counted(np.prod(frames_of(sizes), axis=1), sizes[:, 0])
 
 
 def zero_image(values: Tensor, convolution: nn.Conv2d | nn.Conv3d, side: int = 1) -> tuple[Tensor, Tensor]:

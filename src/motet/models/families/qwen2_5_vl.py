@@ -25,6 +25,7 @@ from motet.models.exact import keep_float64
 from motet.models.families.patches import MergedRows, PatchRows, embed_patches, frames_of, zero_image
 from motet.models.families.qwen2_vl import (
     PackedVisionAttention,
+    PartedVisionAttention,
     patch_coordinates,
     patch_rotation,
     qwen_attention_half,
@@ -54,7 +55,8 @@ class _Qwen25VLBlocks(nn.Module):
         self.whole = frozenset(config.fullatt_block_indexes)
         keep_float64(model)
         for layer in model.blocks:
-            layer.attn = PackedVisionAttention(layer.attn)
+            kind = PackedVisionAttention if hasattr(layer.attn, "qkv") else PartedVisionAttention
+            layer.attn = kind(layer.attn)
 
     @property
     def blocks(self) -> list[nn.Module]:

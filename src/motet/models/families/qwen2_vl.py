@@ -25,6 +25,7 @@ from motet.models.families.patches import (
     MergedRows,
     PatchRows,
     embed_patches,
+    frame_segments,
     frames_of,
     item_extents,
     zero_image,
@@ -43,10 +44,26 @@ class PackedVisionAttention(nn.Module):
 
     def forward(self, hidden: Tensor, cu_seqlens: PackedItems | ContextItems, position_embeddings: Rotation) -> Tensor:
         """hidden [rows, dim] -> [rows, dim]."""
-        query, key, value = self.qkv(hidden).view(len(hidden), 3, self.num_heads, -1).unbind(1)
+        query, key, value = self._products(hidden)
         query, key = position_embeddings.apply(query), position_embeddings.apply(key)
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
         return self.proj(cu_seqlens.attend(query, key, value, None, 0.0, None).reshape(len(hidden), -1))
+
+    def _products(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values, [rows, heads, head_dim] each."""
+        return self.qkv(hidden).view(len(hidden), 3, self.num_heads, -1).unbind(1)
+
+
+class PartedVisionAttention(PackedVisionAttention):
+    """The same with products of their own for queries, keys and values, as Qwen2.5-Omni has them."""
+
+    def __init__(self, hf: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.q, self.k, self.v, self.proj = hf.q, hf.k, hf.v, hf.proj
+        self.num_heads, self.head_dim = hf.num_heads, hf.proj.in_features // hf.num_heads
+
+    def _products(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        return tuple(each(hidden).view(len(hidden), -1, self.head_dim) for each in (self.q, self.k, self.v))
 
 
 def qwen_attention_half(layer: nn.Module, hidden: Tensor, **arrangement: Any) -> Tensor:
@@ -137,9 +154,7 @@ class Qwen2VLTower(PatchRows, _Qwen2VLBlocks):
 
     def segments(self, sizes: Int64Array) -> ItemSegments | None:
         """The frames of each item, in patches; None where items have none."""
-        if sizes.shape[1] == 2:
-            return None
-        return ItemSegments.counted(np.prod(frames_of(sizes), axis=1), sizes[:, 0])
+        return frame_segments(sizes)
 
 
 class Qwen2VLEncoder(MergedRows, _Qwen2VLBlocks):

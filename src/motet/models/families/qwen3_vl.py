@@ -13,9 +13,18 @@ from torch import Tensor, nn
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
+from motet.core.arrays import Int64Array
+from motet.core.item_segments import ItemSegments
 from motet.core.shapes import Transformer, merge, patches
 from motet.models.contract import ImageRows
-from motet.models.families.patches import MergedRows, PatchRows, embed_patches, item_extents
+from motet.models.families.patches import (
+    MergedRows,
+    PatchRows,
+    embed_patches,
+    frame_segments,
+    frames_of,
+    item_extents,
+)
 from motet.models.families.qwen2_vl import PackedVisionAttention, patch_coordinates, patch_rotation
 from motet.models.layers import LayerModules, any_trainable, unused_layer
 
@@ -23,8 +32,9 @@ from motet.models.layers import LayerModules, any_trainable, unused_layer
 class _Qwen3VLBlocks(nn.Module):
     """What stands before the mergers.
 
-    Rows are patches (channel, time, y, x), merge x merge neighbours consecutive; sizes are (patch rows, columns). An
-    output row is a wide one: that of the last block, then those of the inner ones, in their order.
+    Rows are patches (channel, time, y, x), merge x merge neighbours consecutive; sizes are (patch rows, columns), or,
+    of videos and images alike, (frames, patch rows, columns). An output row is a wide one: that of the last block, then
+    those of the inner ones, in their order.
     inner: numbers of these blocks, ascending.
     """
 
@@ -67,7 +77,7 @@ class _Qwen3VLBlocks(nn.Module):
         """The patch embedding and the positions of the table, between whose rows an image's patches stand."""
         model = self.model
         embedded = embed_patches(model.patch_embed.proj, values)
-        grids = torch.cat([torch.ones_like(sizes[:, :1]), sizes], dim=1)
+        grids = sizes if sizes.shape[1] == 3 else torch.cat([torch.ones_like(sizes[:, :1]), sizes], dim=1)
         # In float32, as transformers rounds the weights of the rows.
         rows, weights = get_vision_interpolation_indices_and_weights(
             grids, model.num_grid_per_side, align_corners=True, spatial_merge_size=self.merge
@@ -77,7 +87,7 @@ class _Qwen3VLBlocks(nn.Module):
 
     def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
         """The blocks first ... stop - 1. hidden: wide rows, with those of inner blocks so far."""
-        grids = sizes.numpy()
+        grids = frames_of(sizes.numpy())
         hidden, *inner = hidden.split(self.width, dim=1)
         rotation = patch_rotation(self.model.rotary_pos_emb.inv_freq, patch_coordinates(grids, self.merge), hidden)
         segments = item_extents(np.prod(grids, axis=1), None)
@@ -97,6 +107,10 @@ class Qwen3VLTower(PatchRows, _Qwen3VLBlocks):
     def __init__(self, model: Qwen3VLVisionModel) -> None:
         super().__init__(model, model.config.deepstack_visual_indexes)
         model.merger, model.deepstack_merger_list = nn.Identity(), nn.ModuleList()
+
+    def segments(self, sizes: Int64Array) -> ItemSegments | None:
+        """The frames of each item, in patches; None where items have none."""
+        return frame_segments(sizes)
 
 
 class Qwen3VLEncoder(MergedRows, _Qwen3VLBlocks):

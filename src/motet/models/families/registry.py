@@ -14,6 +14,15 @@ from torch import nn
 from transformers import Qwen2_5_VLTextConfig, Qwen2VLTextConfig, Qwen3VLTextConfig, Qwen3VLVisionConfig
 from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionTransformer
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import (
+    Qwen2_5OmniAudioEncoderConfig,
+    Qwen2_5OmniTextConfig,
+    Qwen2_5OmniVisionEncoderConfig,
+)
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+    Qwen2_5OmniAudioEncoder as HFQwen25OmniAudioEncoder,
+)
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniVisionEncoder
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder as HFQwen2AudioEncoder
@@ -25,6 +34,7 @@ from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionTransforme
 from transformers.models.whisper.modeling_whisper import WhisperEncoder as HFWhisperEncoder
 
 from motet.core.errors import UserError
+from motet.core.grid_positions import BEHIND_LARGEST, BEHIND_SIDE
 from motet.core.shapes import Norm
 from motet.models.families.branches import (
     AUDIO_BRANCHES,
@@ -34,6 +44,7 @@ from motet.models.families.branches import (
     LLAMA_BRANCHES,
     OLMO2_BRANCHES,
     PHI3_BRANCHES,
+    QWEN2_5_OMNI_BRANCHES,
     QWEN2_5_VL_BRANCHES,
     QWEN2_VL_BRANCHES,
     QWEN3_BRANCHES,
@@ -44,10 +55,11 @@ from motet.models.families.branches import (
 from motet.models.families.clip import ClipEncoder
 from motet.models.families.dinov2 import Dinov2Encoder
 from motet.models.families.dinov3 import Dinov3Encoder
-from motet.models.families.grid_text import Qwen2VLCausalLM, Qwen3VLCausalLM, Qwen25VLCausalLM
+from motet.models.families.grid_text import Qwen2VLCausalLM, Qwen3VLCausalLM, Qwen25OmniCausalLM, Qwen25VLCausalLM
 from motet.models.families.idefics3 import Idefics3Tower
 from motet.models.families.internvl import InternVLEncoder
 from motet.models.families.pixtral import PixtralEncoder
+from motet.models.families.qwen2_5_omni import Qwen25OmniAudioTower
 from motet.models.families.qwen2_5_vl import Qwen25VLEncoder, Qwen25VLTower
 from motet.models.families.qwen2_audio import Qwen2AudioEncoder, Qwen2AudioTower
 from motet.models.families.qwen2_vl import Qwen2VLEncoder, Qwen2VLTower
@@ -83,6 +95,7 @@ class Family:
     feature_layers: whether the encoder can return the output of any layer.
     branches:       how tensor-parallel ranks divide a layer; () if they cannot.
     reads_grids:    whether positions of a backbone's rows are those of a grid (`core/grid_positions.py`).
+    behind_grids:   how they go on behind a grid.
     text:           where a backbone's parts are, and what its class does besides Llama's.
     """
 
@@ -98,6 +111,7 @@ class Family:
     feature_layers: bool = False
     branches: tuple[TensorBranch, ...] = ()
     reads_grids: bool = False
+    behind_grids: int = BEHIND_SIDE
     text: type[TextModel] = TextModel
 
     @property
@@ -250,6 +264,13 @@ BACKBONES = {
 GRID_BACKBONES = {
     "qwen2_vl": Family(Qwen2VLTextConfig, Qwen2VLCausalLM, branches=LLAMA_BRANCHES, reads_grids=True),
     "qwen2_5_vl": Family(Qwen2_5_VLTextConfig, Qwen25VLCausalLM, branches=LLAMA_BRANCHES, reads_grids=True),
+    "qwen2_5_omni": Family(
+        Qwen2_5OmniTextConfig,
+        Qwen25OmniCausalLM,
+        branches=LLAMA_BRANCHES,
+        reads_grids=True,
+        behind_grids=BEHIND_LARGEST,
+    ),
     "qwen3_vl": Family(Qwen3VLTextConfig, Qwen3VLCausalLM, branches=QWEN3_BRANCHES, reads_grids=True),
 }
 """Backbones of whole models alone: transformers has them as parts of these."""
@@ -259,6 +280,24 @@ TOWERS = {
     "qwen2_5_vl": replace(ENCODERS["qwen2_5_vl"], adapter=Qwen25VLTower),
     "qwen2_audio": replace(ENCODERS["qwen2_audio"], adapter=Qwen2AudioTower),
     "qwen3_vl": replace(ENCODERS["qwen3_vl"], adapter=Qwen3VLTower),
+    "qwen2_5_omni": Family(
+        Qwen2_5OmniVisionEncoderConfig,
+        Qwen2_5OmniVisionEncoder,
+        Qwen25VLTower,
+        "vision_config",
+        r"^(thinker\.)?(model\.)?visual\.",
+        depth="depth",
+        branches=QWEN2_5_OMNI_BRANCHES,
+    ),
+    "qwen2_5_omni_audio": Family(
+        Qwen2_5OmniAudioEncoderConfig,
+        HFQwen25OmniAudioEncoder,
+        Qwen25OmniAudioTower,
+        "audio_config",
+        r"^(thinker\.)?(model\.)?audio_tower\.",
+        depth="encoder_layers",
+        branches=AUDIO_BRANCHES,
+    ),
     "idefics3": Family(
         Idefics3VisionConfig,
         Idefics3VisionTransformer,

@@ -26,6 +26,7 @@ from transformers import (
     Qwen3VLTextConfig,
 )
 from transformers.activations import ACT2FN
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniTextConfig
 
 from motet.core.errors import UserError
 from motet.core.grid_positions import NUM_AXES
@@ -78,7 +79,7 @@ _COMPUTED: dict[type[PreTrainedConfig], tuple[str, ...]] = {
 _EXPERTS = ("num_experts", "num_local_experts")
 """Options that are numbers in families with experts; transformers has each by both names."""
 
-_ON_GRID = (Qwen2VLTextConfig, Qwen2_5_VLTextConfig, Qwen3VLTextConfig)
+_ON_GRID = (Qwen2VLTextConfig, Qwen2_5_VLTextConfig, Qwen2_5OmniTextConfig, Qwen3VLTextConfig)
 """Backbones whose positions have three axes."""
 
 _KINDS = ("full_attention", "sliding_attention")

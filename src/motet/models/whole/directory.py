@@ -20,7 +20,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
 from motet.models.build import EncoderConfig, ModelConfig
-from motet.models.config_file import one_line, parse_config, quiet_transformers, read_config_json
+from motet.models.config_file import INNER, one_line, parse_config, quiet_transformers, read_config_json
 from motet.models.load import check_files
 from motet.models.lora import LoraConfig
 from motet.models.stored import TensorInFile, weight_files
@@ -49,6 +49,9 @@ class WholeDirectory:
         kind = stored.get("model_type")
         self.family: WholeFamily = WHOLE[kind] if kind in WHOLE else generic_family(path, kind, ", ".join(WHOLE))
         self.hf_config: PreTrainedConfig = parse_config(self.file, CONFIG_MAPPING[kind], stored)
+        self._inner = ""
+        if kind in INNER:
+            self.hf_config, self._inner = getattr(self.hf_config, f"{INNER[kind]}_config"), f"{INNER[kind]}."
         check_option(str(self.file), "quantization_config", stored.get("quantization_config"), None)
         check_files("model.path", path)
 
@@ -65,7 +68,7 @@ class WholeDirectory:
 
     @cached_property
     def keys(self) -> dict[Path, dict[str, str]]:
-        """File -> name in it -> name in transformers' class, for all weights of the directory.
+        """File -> name in it -> name in transformers' class, for all weights of the directory, or of its inner model.
 
         Raises UserError for weights that are missing, of another shape, or not part of the model.
         """
@@ -80,7 +83,10 @@ class WholeDirectory:
         for file in files:
             found[file] = {}
             for key, shape in _stored_shapes(file).items():
-                name, _ = rename_source_key(key, renamings, [], self.shapes.base_model_prefix, names)
+                if not key.startswith(self._inner):
+                    continue
+                own = key.removeprefix(self._inner)
+                name, _ = rename_source_key(own, renamings, [], self.shapes.base_model_prefix, names)
                 if name not in names:
                     if name.endswith(("rotary_emb.inv_freq", "position_ids")):
                         continue  # Buffers that older versions stored.

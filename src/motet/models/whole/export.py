@@ -28,6 +28,8 @@ from motet.models.whole.adapter import ADAPTER, WholeAdapter, beside
 from motet.models.whole.directory import WholeDirectory
 
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_VOICES = "spk_dict.pt"
+"""The voices of Qwen2.5-Omni, without which transformers does not read its directory."""
 _FOLDERS = ("additional_chat_templates",)
 
 
@@ -123,7 +125,7 @@ def _is_copied(name: str) -> bool:
     """Whether a file is none of weights, nor an index of such in another format."""
     if name.endswith(".index.json"):
         return name == INDEX
-    return name.endswith(_COPIED) or name.upper().startswith(("LICENSE", "NOTICE"))
+    return name.endswith(_COPIED) or name == _VOICES or name.upper().startswith(("LICENSE", "NOTICE"))
 
 
 def _write_weights(file: Path, keys: Mapping[str, str], changed: Mapping[str, Tensor], target: Path) -> None:

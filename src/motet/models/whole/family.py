@@ -27,16 +27,18 @@ VISION_TOWER = "model.vision_tower."
 class WholeBackboneConfig(BackboneConfig):
     """The backbone of a whole model, in whose directory it lies.
 
-    family: also of those that are nothing else. stacked: as of `Backbone`.
+    family: also of those that are nothing else. stacked: as of `Backbone`. lies: a regular expression of where its
+    weights lie among those of the whole model, and what stands in its place by itself.
     """
 
     family: str  # type: ignore[assignment]
     stacked: dict[str, int] = Field(default_factory=dict)
+    lies: tuple[str, str] = (_LANGUAGE, "model.")
 
     @property
     def classes(self) -> Family:
         family = (BACKBONES | GRID_BACKBONES)[self.family]
-        return replace(family, part="text_config", prefixes=_LANGUAGE, prefix="model.")
+        return replace(family, part="text_config", prefixes=self.lies[0], prefix=self.lies[1])
 
     @property
     def stacked_rows(self) -> dict[str, int]:

@@ -1,13 +1,14 @@
 """LLaVA-NeXT and LLaVA-OneVision: LLaVA on the tiles of an image, whose rows become one raster with newline rows.
 
 (Liu et al. 2024, "LLaVA-NeXT"; Li et al. 2024, "LLaVA-OneVision", section 3.2.) LLaVA-OneVision resamples a large
-raster. It prepares several images of an example otherwise, so that such examples are left out; and video, which is not
-read.
+raster. It prepares several images of an example otherwise, so that such examples are left out. Frames of its videos are
+tiles.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from motet.models.whole.llava import llava_parts
 from motet.models.whole.processor import AnyResTiles
 from motet.models.whole.projector import with_weights
 from motet.models.whole.tiles import Newlines, Tiles, anyres_counts
+from motet.models.whole.video_processor import TiledVideos
 
 if TYPE_CHECKING:
     from motet.models.whole.directory import WholeDirectory
@@ -33,7 +35,7 @@ _NEWLINE = ("image_newline", "model.image_newline")
 
 
 def _next_parts(config: LlavaNextConfig, directory: WholeDirectory) -> WholeParts:
-    return _tiled_parts(config, directory, None, alone=False)
+    return _tiled_parts(config, directory, None, partial(AnyResTiles, alone=False))
 
 
 def _onevision_parts(config: LlavaOnevisionConfig, directory: WholeDirectory) -> WholeParts:
@@ -43,13 +45,16 @@ def _onevision_parts(config: LlavaOnevisionConfig, directory: WholeDirectory) ->
             f"{directory.file}: vision_aspect_ratio is {said!r}, which Motet does not compute; it must be "
             "'anyres_max_9', or such with another number."
         )
-    return _tiled_parts(config, directory, int(found.group(1)), alone=True)
+    return _tiled_parts(config, directory, int(found.group(1)), partial(TiledVideos, alone=True))
 
 
 def _tiled_parts(
-    config: LlavaNextConfig | LlavaOnevisionConfig, directory: WholeDirectory, most: int | None, *, alone: bool
+    config: LlavaNextConfig | LlavaOnevisionConfig,
+    directory: WholeDirectory,
+    most: int | None,
+    files: Callable[..., AnyResTiles],
 ) -> WholeParts:
-    """most: as of `Newlines`; alone: as of `AnyResTiles`."""
+    """most: as of `Newlines`. files: what images and videos become."""
     tower = config.vision_config
     side = tower.image_size // tower.patch_size
     canvases = tuple((int(height), int(width)) for height, width in config.image_grid_pinpoints)
@@ -58,7 +63,7 @@ def _tiled_parts(
     return llava_parts(
         config,
         directory,
-        AnyResTiles(tower.patch_size, tower.image_size, canvases, alone),
+        files(tower.patch_size, tower.image_size, canvases),
         {"before": partial(Tiles, side, anyres_counts), "after": newlines},
         ((f"encoders.image.after.{own}", theirs),),
     )

@@ -199,11 +199,12 @@ class Clips:
     """What clips become before the encoder of a whole model is given them (`ChunkedClips`): log-mel frames in a chunk
     of silence.
 
-    num_mels: values of a frame. max_frames: of the chunk. margin: frames of silence that the encoder sees.
+    num_mels: values of a frame. max_frames: of the chunk; None: as many as it has. margin: frames of silence that the
+    encoder sees.
     """
 
     num_mels: int
-    max_frames: int
+    max_frames: int | None
     margin: int
 
     def options(self, path: Path) -> dict[str, Any]:
@@ -220,7 +221,8 @@ class Clips:
             raise UserError(f"{where} is not what Motet computes for this model; it must be a WhisperFeatureExtractor.")
         # Mel filters of transformers end at 8 kHz, whatever the rate.
         only = {"sampling_rate": 16_000, "feature_size": self.num_mels, "dither": 0.0, "padding_value": 0.0}
-        for key, needed in (only | {"padding_side": "right", "nb_max_frames": self.max_frames}).items():
+        frames = {} if self.max_frames is None else {"nb_max_frames": self.max_frames}
+        for key, needed in (only | frames | {"padding_side": "right"}).items():
             if (value := getattr(extractor, key)) != needed:
                 raise UserError(f"{where} has {key} = {value!r}; for this model it must be {needed!r}.")
         return {

@@ -1,5 +1,5 @@
-"""Qwen3-VL (Bai et al. 2025): images of their own size on positions of a grid, rows of the tower's inner layers in the
-first layers of the LM (DeepStack, Meng et al. 2024). Videos are not read.
+"""Qwen3-VL (Bai et al. 2025): images and videos of their own size on positions of a grid, rows of the tower's inner
+layers in the first layers of the LM (DeepStack, Meng et al. 2024). The time of each frame of a video stands before it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from motet.models.whole.family import (
     one_tower,
 )
 from motet.models.whole.merger import MergerProjector
-from motet.models.whole.processor import Areas
 from motet.models.whole.projector import StoredProjectorConfig, with_weights
+from motet.models.whole.video_processor import TimedAreas
 
 if TYPE_CHECKING:
     from motet.models.whole.directory import WholeDirectory
@@ -78,7 +78,7 @@ class StackedMerger(MergerProjector):
         return [LayerModules(layer, (self,))]
 
     def forward(self, rows: Tensor, extents: Int64Array) -> Tensor:
-        """rows [sum(rows of an image), input_dim] -> [sum(num_outputs), output_dim]. extents: sides, [num_items, 2]."""
+        """rows [sum(rows of an image), input_dim] -> [sum(num_outputs), output_dim]. extents: sides, behind frames."""
         mergers = (self.merger, *self.deepstack_merger_list)
         parts = rows.split(self.widths[0], dim=1)
         return torch.cat([merger(part.contiguous()) for merger, part in zip(mergers, parts, strict=True)], dim=1)
@@ -116,7 +116,7 @@ def _parts(config: Qwen3VLConfig, directory: WholeDirectory) -> WholeParts:
         ),
         "image",
         encoder,
-        Areas(tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size),
+        TimedAreas(tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size),
         _TOWER,
         {f"{name}.": f"{_TOWER}{name}." for name in ("merger", "deepstack_merger_list")},
     )

@@ -9,6 +9,7 @@ from motet.models.whole.internvl import INTERNVL
 from motet.models.whole.llava import LLAVA
 from motet.models.whole.llava_next import LLAVA_NEXT, LLAVA_ONEVISION
 from motet.models.whole.paligemma import PALIGEMMA
+from motet.models.whole.qwen2_5_omni import QWEN2_5_OMNI_THINKER
 from motet.models.whole.qwen2_audio import QWEN2_AUDIO
 from motet.models.whole.qwen3_vl import QWEN3_VL
 from motet.models.whole.qwen_vl import QWEN2_5_VL, QWEN2_VL
@@ -26,4 +27,6 @@ WHOLE: dict[str, WholeFamily] = {
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,
     "qwen2_audio": QWEN2_AUDIO,
+    "qwen2_5_omni_thinker": QWEN2_5_OMNI_THINKER,
+    "qwen2_5_omni": QWEN2_5_OMNI_THINKER,
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from motet.core.arrays import Int64Array
+from motet.core.arrays import BoolArray, Int64Array
 
 _LEAST_SHRINK = 1.1
 """LLaVA-OneVision shrinks a raster only if its sides become shorter by more than this factor."""
@@ -45,14 +45,20 @@ class Tiles:
 
 
 def anyres_counts(sizes: Int64Array) -> Int64Array:
-    """Tiles of each image of `AnyResImages`, with the squeezed image, int64 [num_images]."""
-    return 1 + sizes[:, 0] * sizes[:, 1]
+    """Tiles of each image of `AnyResImages`, with the squeezed image, or frames of a video, int64 [num_items]."""
+    return np.where(_are_videos(sizes), sizes[:, 0], 1 + sizes[:, 0] * sizes[:, 1])
+
+
+def _are_videos(sizes: Int64Array) -> BoolArray:
+    """Which sizes are those that `AnyResVideos` has of videos, bool [num_items]."""
+    return np.asarray(sizes[:, 1] == 0)
 
 
 class Newlines(nn.Module):
     """A callback behind a projector: the tiles' rows as one raster without margins, a learned row behind each line.
 
-    (LLaVA-NeXT's "spatial_unpad".) The squeezed image's rows come first. Sizes are those of `AnyResImages`.
+    (LLaVA-NeXT's "spatial_unpad".) The squeezed image's rows come first. Sizes are those of `AnyResVideos`: a video's
+    frames are resampled to half as many rows and columns each, without newlines, and one stands behind the last.
 
     dim:   width of a row. side: rows of a tile's side.
     most:  in how many tiles' rows the raster must fit, or else it is resampled to fewer (LLaVA-OneVision's
@@ -71,7 +77,13 @@ class Newlines(nn.Module):
     def num_rows(self, sizes: Int64Array) -> Int64Array:
         """Rows of each image, int64 [num_images]."""
         rows, columns = self._rasters(sizes).T
-        return self.side**2 + rows * (columns + 1)
+        of_videos = sizes[:, 0] * self._half**2 + 1
+        return np.where(_are_videos(sizes), of_videos, self.side**2 + rows * (columns + 1))
+
+    @property
+    def _half(self) -> int:
+        """Rows and columns of a video's frame."""
+        return -(-self.side // 2)
 
     def _rasters(self, sizes: Int64Array) -> Int64Array:
         """Rows and columns of each raster without margins and newlines, int64 [num_images, 2]."""
@@ -87,8 +99,16 @@ class Newlines(nn.Module):
         images = rows.split((anyres_counts(on_host) * tile).tolist())
         lines = []
         for image, size, raster in zip(images, on_host.tolist(), self._rasters(on_host).tolist(), strict=True):
+            if not size[1]:
+                lines += [self._frames(image), self.image_newline[None]]
+                continue
             lines += [image[:tile], self._lines(image[tile:], size, raster)]
         return torch.cat(lines)
+
+    def _frames(self, rows: Tensor) -> Tensor:
+        """The rows of a video's frames, resampled, [frames * half**2, dim]."""
+        frames = rows.reshape(-1, self.side, self.side, rows.shape[1]).movedim(-1, 1)
+        return interpolate(frames, (self._half, self._half), mode="bilinear").movedim(1, -1).flatten(0, 2)
 
     def _lines(self, rows: Tensor, size: list[int], raster: list[int]) -> Tensor:
         """The rows of an image's tiles as lines, [raster rows * (raster columns + 1), dim]."""

@@ -1,7 +1,7 @@
-"""What the video processor of a whole model does, as the options of a transform (`data/area_videos.py`).
+"""What the video processor of a whole model does, as the options of a transform (`data/`).
 
 transformers' own classes of video processors need torchvision, which Motet does without. So the files are read here as
-`get_video_processor_dict` finds them, and what they leave out is what Qwen2VLVideoProcessor has by default.
+`get_video_processor_dict` finds them, and what they leave out is what the class has by default.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from motet.core.errors import UserError
-from motet.core.frame_sampling import FrameSampling
+from motet.core.frame_sampling import EvenSampling, FrameSampling, UniformSampling
 from motet.core.text_files import read_optional_object
-from motet.models.whole.processor import Areas, check_values
+from motet.models.whole.processor import AnyResTiles, Areas, check_made, check_values
 
 _DEFAULTS: dict[str, Any] = {
+    "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
     "do_resize": True,
     "do_rescale": True,
     "rescale_factor": 1 / 255,
@@ -34,7 +35,21 @@ _DEFAULTS: dict[str, Any] = {
     "cap_pixels_per_frame": None,
     "max_video_tokens": 128_000,
 }
-_SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}
+_TIMED_DEFAULTS = _DEFAULTS | {
+    "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
+    "image_mean": (0.5, 0.5, 0.5),
+    "image_std": (0.5, 0.5, 0.5),
+    "patch_size": 16,
+    "do_sample_frames": True,
+    "fps": 2,
+    "max_video_tokens": 768,
+}
+_TIMED_KINDS = ("Qwen3VLVideoProcessor",)
+_TILED_DEFAULTS = _DEFAULTS | {"size": {"height": 384, "width": 384}, "do_center_crop": None}
+_TILED_KINDS = (
+    "LlavaOnevisionVideoProcessor",
+    *(f"LlavaOnevisionImageProcessor{backend}" for backend in ("", "Fast", "Pil")),
+)
 _KINDS = ("Qwen2VLVideoProcessor", "Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 """Types that a file may name: directories without a file for videos have that for images for both."""
 
@@ -50,7 +65,7 @@ class VideoAreas(Areas):
 
     def options(self, path: Path) -> dict[str, Any]:
         """As of `Images`. Raises UserError also for a video processor of another class or other patches."""
-        stored, where = _stored(path)
+        stored, where = self._stored(path)
         check_values(where, stored, **{key: getattr(self, key) for key in self.sides})
         least, most = stored["size"].get("shortest_edge"), stored["size"].get("longest_edge")
         if not least or not most or least > most:
@@ -58,45 +73,97 @@ class VideoAreas(Areas):
                 f"{where} has size = {stored['size']}; it must name the smallest area shortest_edge, and the largest "
                 "longest_edge."
             )
-        normalises = stored["do_normalize"]
         return super().options(path) | {
             "min_video_area": least,
             "max_video_area": most,
-            "sampling": _sampling(stored, where),
+            "sampling": self._sampling(stored, where),
             "cap_tokens": stored["max_video_tokens"] if stored["cap_pixels_per_frame"] else None,
-            "video_mean": tuple(stored["image_mean"]) if normalises else (0.0,),
-            "video_std": tuple(stored["image_std"]) if normalises else (1.0,),
-            "video_resample": int(stored["resample"]),
+            **_values_of_frames(stored),
             "tokens_per_second": self.tokens_per_second,
         }
 
+    def _stored(self, path: Path) -> tuple[dict[str, Any], str]:
+        return _stored(path, _KINDS, _DEFAULTS)
 
-def _sampling(stored: dict[str, Any], where: str) -> FrameSampling:
-    """Which frames are taken. Raises UserError where transformers stops."""
-    fps, num_frames = stored["fps"], stored["num_frames"]
-    if not stored["do_sample_frames"]:
-        fps = num_frames = None  # It takes all frames, whatever the options say.
-    elif (fps is None) == (num_frames is None):
-        raise UserError(f"{where} has do_sample_frames, so it must have one of fps and num_frames.")
-    return FrameSampling(fps, stored["min_frames"], stored["max_frames"], num_frames)
+    def _sampling(self, stored: dict[str, Any], where: str) -> FrameSampling:
+        """Which frames are taken. Raises UserError where transformers stops."""
+        fps, num_frames = _asked(stored)
+        if stored["do_sample_frames"] and (fps is None) == (num_frames is None):
+            raise UserError(f"{where} has do_sample_frames, so it must have one of fps and num_frames.")
+        return FrameSampling(fps, stored["min_frames"], stored["max_frames"], num_frames)
 
 
-def _stored(path: Path) -> tuple[dict[str, Any], str]:
-    """The options of the video processor in a directory, and how sentences name it."""
+class OmniAreas(VideoAreas):
+    """The same of Qwen2.5-Omni (`OmniVideos`), whose processor bounds areas of frames by itself, whatever files say."""
+
+    def options(self, path: Path) -> dict[str, Any]:
+        """As of `VideoAreas`."""
+        least, most = (_DEFAULTS["size"][area] for area in ("shortest_edge", "longest_edge"))
+        return super().options(path) | {"min_video_area": least, "max_video_area": most}
+
+
+@dataclass(frozen=True)
+class TiledVideos(AnyResTiles):
+    """The same of LLaVA-OneVision (`AnyResVideos`)."""
+
+    def options(self, path: Path) -> dict[str, Any]:
+        """As of `AnyResTiles`. Raises UserError also for a video processor that does not make tiles of frames."""
+        stored, where = _stored(path, _TILED_KINDS, _TILED_DEFAULTS)
+        made = stored["size"]
+        check_made(where, (made.get("height"), made.get("width")), (self.tile, self.tile))
+        fps, num_frames = _asked(stored)
+        if fps is not None and num_frames is not None:
+            raise UserError(f"{where} has fps and num_frames; it must have one of them.")
+        if stored["do_center_crop"]:
+            raise UserError(f"{where} has do_center_crop, which Motet does not compute.")
+        sampling = UniformSampling(fps=fps, num_frames=num_frames)
+        return super().options(path) | {"sampling": sampling} | _values_of_frames(stored)
+
+
+def _asked(stored: dict[str, Any]) -> tuple[float | None, int | None]:
+    """fps and num_frames. A processor that does not sample takes all frames, whatever they say."""
+    return (stored["fps"], stored["num_frames"]) if stored["do_sample_frames"] else (None, None)
+
+
+class TimedAreas(VideoAreas):
+    """The same of Qwen3-VL (`TimedVideos`)."""
+
+    def _stored(self, path: Path) -> tuple[dict[str, Any], str]:
+        return _stored(path, _TIMED_KINDS, _TIMED_DEFAULTS)
+
+    def _sampling(self, stored: dict[str, Any], where: str) -> FrameSampling:
+        return EvenSampling(**vars(super()._sampling(stored, where)))
+
+
+def _stored(path: Path, kinds: tuple[str, ...], defaults: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The options of the video processor in a directory, and how sentences name it.
+
+    kinds: that it may be, the first if no file names one. defaults: of that kind.
+    """
     names = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
     found = [(read_optional_object(path / name) or {}) for name in names]
     found[0] = found[0].get("video_processor") or {}
     name, stored = next(((name, each) for name, each in zip(names, found) if each), (names[2], {}))
     where = f"model.path: the video processor in {path / name}"
-    kind = stored.get("video_processor_type") or stored.get("image_processor_type") or _KINDS[0]
-    if kind not in _KINDS:
-        raise UserError(f"{where} is a {kind}, which Motet does not compute; it must be a {_KINDS[0]}.")
-    size = dict(stored.get("size") or _SIZE)
+    kind = stored.get("video_processor_type") or stored.get("image_processor_type") or kinds[0]
+    if kind not in kinds:
+        raise UserError(f"{where} is a {kind}, which Motet does not compute; it must be a {kinds[0]}.")
+    options = defaults | {key: stored[key] for key in defaults.keys() & stored.keys()}
+    options["size"] = dict(options["size"] or defaults["size"])
     for area, old in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
         if stored.get(old) is not None:
-            size[area] = stored[old]
-    options = _DEFAULTS | {key: stored[key] for key in _DEFAULTS.keys() & stored.keys()} | {"size": size}
+            options["size"][area] = stored[old]
     check_values(where, options, do_resize=True, do_rescale=True)
     if abs(options["rescale_factor"] * 255 - 1) > 1e-9:
         raise UserError(f"{where} has rescale_factor = {options['rescale_factor']}; it must be 1 / 255.")
     return options, where
+
+
+def _values_of_frames(stored: dict[str, Any]) -> dict[str, Any]:
+    """The options of a transform that say how frames are resampled and normalised."""
+    normalises = stored["do_normalize"]
+    return {
+        "video_mean": tuple(stored["image_mean"]) if normalises else (0.0,),
+        "video_std": tuple(stored["image_std"]) if normalises else (1.0,),
+        "video_resample": int(stored["resample"]),
+    }

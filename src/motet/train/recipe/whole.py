@@ -17,22 +17,25 @@ from motet.core.errors import UserError
 from motet.core.frame_sampling import FrameSampling
 from motet.core.workload import BACKBONE
 from motet.data.anyres_images import AnyResImages
+from motet.data.anyres_videos import AnyResVideos
 from motet.data.area_images import AreaImages
 from motet.data.area_videos import AreaVideos
 from motet.data.by_processor import ImagesByProcessor
 from motet.data.chunked_clips import ChunkedClips
 from motet.data.config import FilesConfig
 from motet.data.cropped_images import CroppedImages
+from motet.data.omni_videos import OmniVideos
 from motet.data.processed_images import ProcessedImages
 from motet.data.split_images import SplitImages
 from motet.data.text import ChatTokenizer
+from motet.data.timed_videos import TimedVideos
 from motet.data.tokenizer_files import read_template
 from motet.data.transforms import Transform
 from motet.models.build import ModelConfig
 from motet.models.lora import LoraConfig
 from motet.models.whole.directory import WholeDirectory
 from motet.models.whole.processor import AnyResTiles, Areas, ByProcessor, Clips, CroppedTiles, Images, SplitTiles
-from motet.models.whole.video_processor import VideoAreas
+from motet.models.whole.video_processor import OmniAreas, TiledVideos, TimedAreas, VideoAreas
 from motet.train.recipe.recipe import Recipe
 
 _TRANSFORMS: dict[type, Callable[..., Transform]] = {
@@ -42,6 +45,9 @@ _TRANSFORMS: dict[type, Callable[..., Transform]] = {
     SplitTiles: SplitImages,
     Areas: AreaImages,
     VideoAreas: AreaVideos,
+    TimedAreas: TimedVideos,
+    TiledVideos: AnyResVideos,
+    OmniAreas: OmniVideos,
     Clips: ChunkedClips,
     ByProcessor: ImagesByProcessor,
 }
@@ -168,7 +174,7 @@ class WholeRecipe(Recipe):
         made = {name: _TRANSFORMS[type(each)](**each.options(self.model.path)) for name, each in images.items()}
         if self.model.video is None:
             return made
-        reads = {name: each for name, each in made.items() if isinstance(each, AreaVideos)}
+        reads = {name: each for name, each in made.items() if isinstance(each, AreaVideos | AnyResVideos)}
         if not reads:
             raise UserError("model.video has no effect, as the model reads no videos; remove it.")
         return made | {

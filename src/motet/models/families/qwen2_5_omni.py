@@ -1,0 +1,155 @@
+"""Qwen2.5-Omni's audio encoder (Xu et al. 2025, section 2.2): Whisper's on chunks of a clip that do not see each other.
+
+Each chunk is convolved by itself, and its positions count from 0; then rows are averaged in pairs. A row covers four
+frames. Chunks are packed, and padded for the convolutions alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+    Qwen2_5OmniAudioAttention,
+    Qwen2_5OmniAudioEncoder,
+    Qwen2_5OmniAudioEncoderLayer,
+)
+
+from motet.core.arrays import Int64Array
+from motet.core.errors import UserError
+from motet.core.item_segments import ItemSegments
+from motet.core.shapes import Transformer, convolution, final_norm
+from motet.models.attention import PackedItems
+from motet.models.contract import AudioRows
+from motet.models.families.audio import real_rows
+from motet.models.layers import LayerModules, any_trainable, unused_layer
+
+
+class PackedAudioAttention(nn.Module):
+    """HF's Qwen2_5OmniAudioAttention over packed chunks, with HF's parameters under HF's names."""
+
+    def __init__(self, hf: Qwen2_5OmniAudioAttention) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = hf.q_proj, hf.k_proj, hf.v_proj, hf.out_proj
+        self.head_dim = hf.head_dim
+
+    def forward(self, hidden: Tensor, extents: PackedItems) -> Tensor:
+        """hidden [rows, dim] -> [rows, dim]."""
+        products = (product(hidden) for product in (self.q_proj, self.k_proj, self.v_proj))
+        query, key, value = (x.view(len(x), -1, self.head_dim).transpose(0, 1)[None] for x in products)
+        return self.out_proj(extents.attend(query, key, value, None, 0.0, None).reshape(len(hidden), -1))
+
+
+class PackedAudioLayer(nn.Module):
+    """HF's Qwen2_5OmniAudioEncoderLayer with that attention; its own returns a tuple."""
+
+    def __init__(self, hf: Qwen2_5OmniAudioEncoderLayer) -> None:
+        super().__init__()
+        self.self_attn = PackedAudioAttention(hf.self_attn)
+        self.self_attn_layer_norm, self.final_layer_norm = hf.self_attn_layer_norm, hf.final_layer_norm
+        self.fc1, self.fc2, self.activation_fn = hf.fc1, hf.fc2, hf.activation_fn
+
+    def forward(self, hidden: Tensor, extents: PackedItems) -> Tensor:
+        """hidden [rows, dim] -> [rows, dim]."""
+        hidden = _mlp(self, _attention(self, hidden, extents), extents)
+        if hidden.dtype != torch.float16:
+            return hidden
+        most = torch.finfo(torch.float16).max - 1000  # As HF's.
+        return hidden.clamp(-most, most)
+
+
+def _attention(layer: nn.Module, hidden: Tensor, extents: PackedItems) -> Tensor:
+    return hidden + layer.self_attn(layer.self_attn_layer_norm(hidden), extents)
+
+
+def _mlp(layer: nn.Module, hidden: Tensor, extents: PackedItems) -> Tensor:
+    return hidden + layer.fc2(layer.activation_fn(layer.fc1(layer.final_layer_norm(hidden))))
+
+
+class Qwen25OmniAudioTower(nn.Module):
+    """The encoder without its last matrix, which is the projector of the whole model.
+
+    Rows are log-mel frames, sizes are (frames,). Raises UserError for chunks whose end pairs of rows would cross.
+    """
+
+    halves = (_attention, _mlp)
+
+    def __init__(self, model: Qwen2_5OmniAudioEncoder) -> None:
+        super().__init__()
+        config = model.config
+        if config.n_window % 2 or config.n_window > config.max_source_positions:
+            raise UserError(
+                f"n_window is {config.n_window}; it must be even, and at most max_source_positions, "
+                f"{config.max_source_positions}."
+            )
+        self.model, self.output_dim, self.chunk = model, config.d_model, 2 * config.n_window
+        self.takes = AudioRows(config.num_mel_bins)
+        model.proj = nn.Identity()
+        # Embeddings of marks, which transformers holds and never reads.
+        model.audio_bos_eos_token.requires_grad_(False)
+        model.layers = nn.ModuleList(PackedAudioLayer(layer) for layer in model.layers)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.model.layers)
+
+    def num_outputs(self, sizes: Int64Array) -> Int64Array:
+        """Rows of each clip. As in HF an odd last row is dropped, so a clip of one or two frames has no row."""
+        return (sizes[:, 0] + 1) // 2 // 2
+
+    def segments(self, sizes: Int64Array) -> ItemSegments:
+        """The chunks of each clip, in frames."""
+        return ItemSegments.cut(sizes[:, 0], self.chunk)
+
+    def layers(self) -> list[LayerModules]:
+        """What is never called, two convolutions, the transformer layers, and the last norm."""
+        model, config = self.model, self.model.config
+        hidden = config.d_model
+        first = convolution(config.num_mel_bins, hidden, trainable=any_trainable(model.conv1))
+        second = convolution(hidden, hidden, stride=2, divisor=2, trainable=any_trainable(model.conv2))
+        shape = Transformer(
+            hidden,
+            config.encoder_ffn_dim,
+            config.encoder_attention_heads,
+            activation=config.activation_function,
+            biases=("query", "value", "output", "mlp"),
+        )
+        norm = final_norm(hidden, divisor=4, trainable=any_trainable(model.ln_post))
+        return [
+            LayerModules(first, (model.conv1,)),
+            LayerModules(second, (model.conv2,)),
+            *(LayerModules(shape.layer(divisor=2, trainable=any_trainable(block)), (block,)) for block in self.blocks),
+            unused_layer(model.audio_bos_eos_token, hidden),
+            LayerModules(norm, (model.ln_post,)),
+        ]
+
+    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
+        return self.leave(self.through(self.enter(values, sizes), sizes, 0, len(self.model.layers)), sizes)
+
+    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
+        """The convolutions: rows of all chunks, [sum, dim]. What stands behind a chunk's end affects nothing."""
+        model, frames = self.model, self.segments(sizes.numpy()).length
+        num_chunks, longest = len(frames), int(frames.max())
+        places = real_rows(frames, values.new_empty(num_chunks, longest))
+        chunks = values.new_zeros(num_chunks * longest, values.shape[1]).index_copy(0, places, values)
+        is_real = values.new_zeros(num_chunks * longest).index_fill(0, places, 1).view(num_chunks, 1, longest)
+        hidden = gelu(model.conv1(chunks.view(num_chunks, longest, -1).transpose(1, 2))) * is_real
+        hidden = gelu(model.conv2(hidden)).transpose(1, 2)
+        hidden = hidden + model.positional_embedding.positional_embedding[: hidden.shape[1]].to(hidden.dtype)
+        return hidden.flatten(0, 1).index_select(0, real_rows((frames + 1) // 2, hidden))
+
+    def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
+        """The layers first ... stop - 1."""
+        extents = PackedItems.from_lengths((self.segments(sizes.numpy()).length + 1) // 2)
+        for layer in self.blocks[first:stop]:
+            hidden = layer(hidden, extents)
+        return hidden
+
+    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+        """The mean of two rows, and the last norm."""
+        rows = (sizes.numpy()[:, 0] + 1) // 2
+        pairs = rows // 2
+        starts = np.repeat(np.cumsum(rows) - rows - 2 * (np.cumsum(pairs) - pairs), pairs)
+        first = torch.from_numpy(starts + 2 * np.arange(pairs.sum())).to(hidden.device)
+        return self.model.ln_post((hidden[first] + hidden[first + 1]) / 2)
