@@ -17,20 +17,29 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 
 from motet.core.errors import UserError
-from motet.data.workers import HandlerParts, answer, pickled, unpickled
+from motet.data.workers import Death, HandlerParts, answer, pickled, unpickled
 
 _START_LIMIT_S = 120.0
 """An actor starts in seconds; after this time there is no CPU for it."""
 _CONNECT_LIMIT_S = 10.0
+_LOOK_EVERY_S = 1.0
+_CHECK_EVERY_S = 5.0
+"""How often tasks see to it that Ray's head is there."""
+_HEAD_LIMIT_S = 25.0
+"""A head that is restarted is back by then. Ray ends a process that has not reached its head for 60 s."""
+_NODE_LIMIT_S = 90.0
+"""A node that lives answers in seconds. Of one that does not, Ray says so after about 15 s to a minute."""
 _STORE_BYTES_AN_ACTOR = 128 << 20
 _MIN_STORE_BYTES = 80 << 20
 """Ray refuses a store below 75 MiB."""
@@ -127,6 +136,7 @@ class RayCluster:
         """
         os.environ |= _token_variables(token)
         self._store_bytes: dict[int, int] = {}
+        self._checked_s, self._lock = time.monotonic(), threading.Lock()
         self.address = _connected(address=address)
         num_cpus = int(_ray().cluster_resources().get("CPU", 0))
         if num_cpus < num_actors:
@@ -149,6 +159,39 @@ class RayCluster:
     def start_actor(self, handler: HandlerParts, limit_s: float) -> RayActor:
         """A worker of this cluster: `StartWorker`."""
         return RayActor(self, handler, limit_s)
+
+    def check_head(self, every_s: float = _CHECK_EVERY_S) -> None:
+        """Raise UserError if Ray's head has been gone for `_HEAD_LIMIT_S`: Ray itself would end this process.
+
+        every_s: seconds for which the last look counts.
+        """
+        with self._lock:
+            begun_s = time.monotonic()
+            if begun_s - self._checked_s < every_s:
+                return
+            while True:
+                try:
+                    _check_listens(self.address)
+                    self._checked_s = time.monotonic()
+                    return
+                except UserError as error:
+                    if time.monotonic() - begun_s > _HEAD_LIMIT_S:
+                        raise UserError(
+                            f"Ray's head at {self.address} has ended, and with it what decodes; start it again, and "
+                            "the same command goes on from the last checkpoint."
+                        ) from error
+                time.sleep(_LOOK_EVERY_S)
+
+    def answers(self, node: str) -> bool:
+        """Whether a node of the cluster, by its id, can still run something."""
+        ray = _ray()
+        where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        look = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=where)(versions)
+        try:
+            ray.get(look.remote(), timeout=_NODE_LIMIT_S)
+        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+            return False
+        return True
 
     def note_result(self, actor: int, num_bytes: int) -> None:
         """Note a result that an actor has put into the store."""
@@ -176,26 +219,16 @@ class RayActor:
 
     def __init__(self, cluster: RayCluster, handler: HandlerParts, limit_s: float) -> None:
         self._cluster, self._limit_s = cluster, limit_s
-        remote = _ray().remote(num_cpus=1, max_restarts=0, max_task_retries=0)(HandlerActor)
+        # A node's death should leave each rank some.
+        remote = _ray().remote(num_cpus=1, max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD")
         head, contents = pickled(handler)
-        self._actor = remote.remote(head, [bytes(each) for each in contents])
-        self._node, self.process_id = "", 0
+        self._create = partial(remote(HandlerActor).remote, head, [bytes(each) for each in contents])
+        self._actor = self._create()
+        self._node_id, self._node, self.process_id = "", "", 0
 
-    def ready(self) -> None:
+    def ready(self, may_wait: Callable[[], bool]) -> None:
         """As `Worker.ready`. Raises UserError where no node has a CPU free, or has other versions of what decodes."""
-        ray = _ray()
-        try:
-            self._node, self.process_id, theirs, failure = ray.get(self._actor.about.remote(), timeout=_START_LIMIT_S)
-        except ray.exceptions.GetTimeoutError as error:
-            raise UserError(
-                f"No node of the Ray cluster at {self._cluster.address} has had a CPU free for an actor within "
-                f"{_START_LIMIT_S:g} s; start more nodes, end what else runs there, or lower data.num_workers."
-            ) from error
-        except ray.exceptions.RayError as error:
-            raise UserError(
-                f'An actor of data.service = "ray" cannot start: {_line(error)}; each node of Ray must have Motet, of '
-                "the same version as here."
-            ) from error
+        self._node_id, self._node, self.process_id, theirs, failure = self._about(may_wait)
         ours = versions()
         if other := next((name for name in ours if ours[name] != theirs.get(name)), None):
             raise UserError(
@@ -205,9 +238,39 @@ class RayActor:
         if failure:
             raise UserError(f"On Ray's node {self._node}, {failure.rstrip('.')}.")
 
+    def _about(self, may_wait: Callable[[], bool]) -> tuple[str, str, int, dict[str, str], str]:
+        """What the actor says of itself, as soon as it runs."""
+        ray = _ray()
+        about, deadline_s = self._actor.about.remote(), time.monotonic() + _START_LIMIT_S
+        while True:
+            try:
+                return ray.get(about, timeout=_LOOK_EVERY_S)  # type: ignore[no-any-return]
+            except ray.exceptions.GetTimeoutError as error:
+                self._cluster.check_head()
+                if may_wait():
+                    deadline_s = time.monotonic() + _START_LIMIT_S
+                elif time.monotonic() > deadline_s:
+                    raise UserError(
+                        f"No node of the Ray cluster at {self._cluster.address} has had a CPU free for an actor within "
+                        f"{_START_LIMIT_S:g} s; start more nodes, end what else runs there, or lower data.num_workers."
+                    ) from error
+            except ray.exceptions.RayError as error:
+                # The node on which it should start may just have died.
+                is_by_node = isinstance(error, ray.exceptions.RayActorError) and not error.actor_init_failed
+                if is_by_node and (may_wait() or time.monotonic() < deadline_s):
+                    time.sleep(_LOOK_EVERY_S)
+                    self._actor = self._create()
+                    about = self._actor.about.remote()
+                    continue
+                raise UserError(
+                    f'An actor of data.service = "ray" cannot start: {_line(error)}; each node of Ray must have Motet, '
+                    "of the same version as here."
+                ) from error
+
     def run(self, task: Any) -> tuple[bool, Any]:
         """As `Worker.run`. The result is copied out of the store, which then drops it."""
         ray = _ray()
+        self._cluster.check_head()
         try:
             head, *contents = ray.get(self._actor.run.remote(task), timeout=self._limit_s)
         except ray.exceptions.RayTaskError:
@@ -220,13 +283,16 @@ class RayActor:
         succeeded, value = unpickled(head, [each.copy().data for each in contents])
         return bool(succeeded), value
 
-    def cause_of_death(self, error: Exception) -> str:
-        """As `Worker.cause_of_death`."""
+    def cause_of_death(self, error: Exception) -> Death:
+        """As `Worker.cause_of_death`. Ray itself names no cause before it knows that a node is dead."""
+        self._cluster.check_head(0)  # Without a head, Ray does not answer.
         self.end()
-        where = f" on node {self._node} (process {self.process_id})" if self._node else ""
+        where = f" on node {self._node} (process {self.process_id})"
         if isinstance(error, TimeoutError):
-            return f"gave no answer within {self._limit_s:g} s{where}"
-        return f"died{where}"
+            return Death(f"gave no answer within {self._limit_s:g} s{where}")
+        if self._cluster.answers(self._node_id):
+            return Death(f"died{where}")
+        return Death(f"died with its node {self._node}", by_task=False)
 
     def end(self) -> None:
         """As `Worker.end`."""
@@ -250,10 +316,11 @@ class HandlerActor:
         except UserError as error:
             self._failure = str(error)
 
-    def about(self) -> tuple[str, int, dict[str, str], str]:
-        """The name of the node, the number of the process, the versions that decide what a file becomes, and what is
+    def about(self) -> tuple[str, str, int, dict[str, str], str]:
+        """The node's id and name, the number of the process, the versions that decide what a file becomes, and what is
         wrong with the handler there; "" if nothing."""
-        return socket.gethostname(), os.getpid(), versions(), self._failure
+        node = _ray().get_runtime_context().get_node_id()
+        return node, socket.gethostname(), os.getpid(), versions(), self._failure
 
     def run(self, task: Any) -> list[Any]:
         """(succeeded, result or exception) in parts, of which the store keeps arrays as they are."""

@@ -40,6 +40,7 @@ def write_report(run_dir: Path) -> Path:
         *_loss(steps, summary),
         *_balance(steps, summary),
         *_time(steps),
+        *_ahead(summary),
         *beside_sections(run_dir, summary),
         *_exact_match(summary),
         *_made(made, run_dir),
@@ -175,6 +176,27 @@ def _time(steps: list[dict[str, Any]]) -> list[str]:
         f"takes {decide_ms:.2f} ms a step in the prefetch thread, beside the step. Waiting for a core is part of all "
         "the others: other threads and processes, decoding for example, ran where the step would have.</p>",
         horizontal_bars(milliseconds, unit="ms"),
+    ]
+
+
+def _ahead(summary: dict[str, Any]) -> list[str]:
+    """What was loaded ahead, by how many workers, and the memory that it took. Earlier summaries do not say."""
+    ahead = summary.get("ahead")
+    if ahead is None or not ahead["workers"]:
+        return []
+    fewest, deaths = ahead["fewest_workers"], ahead["deaths"]
+    lost = f" {deaths} of them died, and others went on with their items." if deaths else ""
+    fewer = f" While there was room for no more, {fewest} decoded." if fewest < ahead["workers"] else ""
+    rows = {
+        "media loaded ahead": ahead["media_bytes"],
+        "results in Ray's object store": ahead["store_bytes"],
+        "resident memory of the process": ahead["host_bytes"],
+    }
+    lines = (f"<tr><td>{name}</td><td>{num_bytes / 2**20:,.1f}</td></tr>" for name, num_bytes in rows.items())
+    return [
+        "<h2>Loading ahead</h2>",
+        f"<p>{ahead['workers']} workers decoded for all ranks.{lost}{fewer} The most, on any rank:</p>",
+        f"<table><tr><th>what</th><th>MiB</th></tr>{''.join(lines)}</table>",
     ]
 
 
