@@ -18,7 +18,8 @@ from dist.test_resume import run, stop_after
 from motet.core.errors import UserError
 from motet.core.plan import Unit
 from motet.core.plan_file import write_plan
-from motet.data.ray_actors import RayActor, RayCluster, RayServer
+from motet.data.ray_actors import RayActor, RayCluster
+from motet.data.ray_server import RayServer
 from motet.planning.under_plan import recipe_under_plan
 from motet.train.input.feed import Feed
 from motet.train.recipe.recipe import load_recipe

@@ -1,41 +1,25 @@
-"""Workers that run a handler on a stream of tasks: processes, small and fast to start, and replaced when they die.
+"""Workers that run a handler on a stream of tasks, and are replaced when they die.
 
-A pool gives tasks to workers of one kind: processes of this machine, from here, or actors (`ray_actors.py`).
-Each process is a plain subprocess with a socket, not a child of `multiprocessing`: such a child imports the main script
-again, and with it torch (300 MB for each process), and outlives a parent that is killed. Here a worker ends when its
-socket closes, and its death is noticed at once. Then another worker retries the task. A task that kills two workers
-fails; the pool gives up only after many deaths. A machine that dies with its workers blames no task: others take their
-tasks, and the pool ends when none is left. Pickle does not copy arrays (protocol 5, out of band).
+A pool gives tasks to workers of one kind: processes of this machine (`worker_process.py`), or actors
+(`ray_actors.py`). When a worker dies, another retries its task. A task that kills two workers fails; the pool gives up
+only after many such deaths. A machine that dies with its workers blames no task: others take their tasks, and the pool
+ends when none is left.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import pickle
 import queue
-import signal
-import socket
-import struct
-import subprocess
-import sys
 import threading
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
-
-import numpy as np
+from typing import Any
 
 from motet.core.errors import UserError
+from motet.data.worker import Death, StartWorker, Worker
+from motet.data.worker_process import WorkerProcess
 
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from motet.data.workers import serve; serve(int(sys.argv[1]))"
-)
-_EXIT_TIMEOUT_S = 5.0
 _MAX_TASK_DEATHS = 2
 _MAX_POOL_DEATHS = 20
 _TASK_LIMIT_S = 600.0
@@ -52,51 +36,6 @@ class WorkerDied(UserError):
     def __init__(self, text: str, how: str, *, is_final: bool = False) -> None:
         super().__init__(text)
         self.how, self.is_final = how, is_final
-
-
-@dataclass(frozen=True)
-class Death:
-    """Why a worker is dead.
-
-    how:     a clause, "was killed by SIGSEGV".
-    by_task: whether its task may have killed it. It has not where the machine of the worker is gone.
-    """
-
-    how: str
-    by_task: bool = True
-
-
-class Worker(Protocol):
-    """What a pool gives tasks to, one at a time: a process of this machine, or an actor.
-
-    name: of the kind, for messages: "worker process".
-    """
-
-    name: str
-
-    def ready(self, may_wait: Callable[[], bool]) -> None:
-        """Wait until it can take tasks. Raises UserError if it never will.
-
-        may_wait: asked while there is no room for it: whether there may be room later, however late. What it raises,
-        ends the waiting.
-        """
-
-    def run(self, task: Any) -> tuple[bool, Any]:
-        """Whether a task succeeded, and its result or exception. Raises EOFError or OSError if the worker is dead."""
-
-    def cause_of_death(self, error: Exception) -> Death:
-        """Why `run` raised `error`. A worker that hangs is killed. Raises UserError if no other can be started."""
-
-    def end(self) -> None:
-        """End it, and wait until it has ended."""
-
-
-StartWorker: TypeAlias = Callable[["HandlerParts", float], Worker]
-"""Starts a worker for a handler, given as (function that makes it, its arguments), with the seconds a task may take.
-
-It does not wait until the worker is ready. Raises OSError if it cannot be started.
-"""
-HandlerParts: TypeAlias = tuple[Callable[..., Callable[[Any], Any]], tuple[Any, ...]]
 
 
 @dataclass
@@ -138,7 +77,7 @@ class WorkerPool:
     ) -> None:
         """start: of workers; None: of processes. Raises UserError if a worker cannot be started."""
         self._inline = make_handler(*args) if num_workers == 0 else None
-        self._handler, self._limit_s, self._start = (make_handler, args), limit_s, start or _Process
+        self._handler, self._limit_s, self._start = (make_handler, args), limit_s, start or WorkerProcess
         # By number, so that a task whose worker died is the next again.
         self._tasks: queue.PriorityQueue[tuple[int, _Job | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
@@ -288,140 +227,5 @@ class WorkerPool:
         return dead
 
 
-class _Process:
-    """One process, and the socket to it: a `Worker`. Raises OSError if it cannot be started."""
-
-    name = "worker process"
-
-    def __init__(self, handler: HandlerParts, limit_s: float) -> None:
-        self._handler: HandlerParts | None = handler
-        self._limit_s = limit_s
-        self._link, self._process = _start_worker()
-        self._link.settimeout(limit_s)
-
-    def ready(self, may_wait: Callable[[], bool]) -> None:
-        """As `Worker.ready`: tasks wait in its socket."""
-
-    def run(self, task: Any) -> tuple[bool, Any]:
-        """As `Worker.run`."""
-        if self._handler is not None:
-            _send(self._link, self._handler)
-            self._handler = None
-        _send(self._link, task)
-        return _receive(self._link)  # type: ignore[no-any-return]
-
-    def cause_of_death(self, error: Exception) -> Death:
-        """As `Worker.cause_of_death`."""
-        if isinstance(error, TimeoutError):
-            self._process.kill()
-            self.end()
-            return Death(f"gave no answer within {self._limit_s:g} s")
-        self.end()
-        code = self._process.returncode
-        if code == -signal.SIGKILL:
-            return Death("was killed by SIGKILL, as the system does where memory is short")
-        return Death(f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}")
-
-    def end(self) -> None:
-        """Close the socket and wait for the process; kill it if it does not end."""
-        self._link.close()
-        try:
-            self._process.wait(_EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-def serve(descriptor: int) -> None:
-    """A worker process's side: run tasks until the socket closes."""
-    # A terminal signals all its processes, and torchrun a rank with its children. The rank may still finish its step;
-    # its workers end when the rank ends.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    with socket.socket(fileno=descriptor) as link:
-        try:
-            try:
-                make_handler, args = _receive(link)
-                handler = make_handler(*args)
-            except (EOFError, OSError):
-                raise
-            except Exception as error:
-                failure = error
-
-                def handler(task: Any) -> Any:
-                    raise failure
-
-            while True:
-                _send(link, answer(handler, _receive(link)))
-        except (EOFError, OSError):
-            return
-
-
-def answer(handler: Callable[[Any], Any], task: Any) -> tuple[bool, Any]:
-    """Whether a task succeeded, and its result, or an exception that can be pickled."""
-    try:
-        return True, handler(task)
-    except Exception as error:
-        error.add_note("".join(traceback.format_exception(error)))
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:
-            return False, RuntimeError(f"in a worker process: {traceback.format_exc()}")
-        return False, error
-
-
-def _start_worker() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    ours, theirs = socket.socketpair()
-    # A worker is meant for one core: threads of BLAS would compete for it.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(sys.path)],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-        )
-    return ours, process
-
-
-def pickled(message: Any) -> tuple[bytes, list[memoryview]]:
-    """A message as bytes, and the contents of its arrays, which are not copied."""
-    buffers: list[pickle.PickleBuffer] = []
-    head = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
-    return head, [buffer.raw() for buffer in buffers]
-
-
-def unpickled(head: bytes | memoryview, contents: Sequence[memoryview]) -> Any:
-    """What `pickled` was given. Its arrays are views of `contents`."""
-    return pickle.loads(head, buffers=contents)
-
-
 def _article(name: str) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
-
-
-def _send(link: socket.socket, message: Any) -> None:
-    head, views = pickled(message)
-    sizes = [len(head), *(view.nbytes for view in views)]
-    link.sendall(struct.pack(f"<Q{len(sizes)}Q", len(sizes), *sizes) + head)
-    for view in views:
-        link.sendall(view)
-
-
-def _receive(link: socket.socket) -> Any:
-    (count,) = struct.unpack("<Q", _read(link, 8))
-    sizes = struct.unpack(f"<{count}Q", _read(link, 8 * count))
-    head, *buffers = (_read(link, size) for size in sizes)
-    return unpickled(head, buffers)
-
-
-def _read(link: socket.socket, num_bytes: int) -> memoryview:
-    # Not a bytearray, which would first be filled with zeros.
-    data = np.empty(num_bytes, dtype=np.uint8).data
-    num_read = 0
-    while num_read < num_bytes:
-        received = link.recv_into(data[num_read:])
-        if not received:
-            raise EOFError
-        num_read += received
-    return data

@@ -15,7 +15,8 @@ from motet.data.audio import AudioTransform
 from motet.data.decode import Decoder
 from motet.data.images import ImageTransform
 from motet.data.media import BadMedia, MediaRef
-from motet.data.workers import Death, WorkerDied, WorkerPool
+from motet.data.worker import Death
+from motet.data.workers import WorkerDied, WorkerPool
 from ranks import TIMEOUT_S
 from unit.data.samples import write_clip, write_image
 

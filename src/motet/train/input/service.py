@@ -8,7 +8,8 @@ from contextlib import ExitStack, contextmanager
 
 from motet.data.config import LoadingConfig
 from motet.data.decode import Decoder
-from motet.data.ray_actors import RayCluster, RayServer
+from motet.data.ray_actors import RayCluster
+from motet.data.ray_server import RayServer
 from motet.data.transforms import Transform
 from motet.train.world import World
 

@@ -37,7 +37,7 @@ from motet.train.world import World
 
 
 @dataclass(frozen=True)
-class Decoding:
+class DecodingSoFar:
     """What was loaded for a rank, and by whom.
 
     ahead:       what waited, loaded, when the step was asked for.
@@ -51,7 +51,7 @@ class Decoding:
     num_deaths: int
 
     @classmethod
-    def of(cls, ahead: Ahead, decoder: Decoder) -> Decoding:
+    def of(cls, ahead: Ahead, decoder: Decoder) -> DecodingSoFar:
         return cls(ahead, decoder.store_bytes, decoder.num_workers, decoder.num_deaths)
 
     @property
@@ -95,7 +95,7 @@ class MeasuredStep:
     actions: Mapping[str, float]
     recomputed: Mapping[str, Sequence[int]]
     time: RankTime
-    decoding: Decoding
+    decoding: DecodingSoFar
     lacking_bytes: float = 0.0
 
 
@@ -163,7 +163,7 @@ def gather_measured(measured: MeasuredStep, world: World, request: int) -> tuple
             "kind": memory_kind(world.device),
             "lacking_bytes": math.ceil(largest[6]),
         },
-        "ahead": Decoding.joined(largest[7:], [share * world.num_ranks for share in mean[7:]]),
+        "ahead": DecodingSoFar.joined(largest[7:], [share * world.num_ranks for share in mean[7:]]),
         "actions": actions,
         "recompute": recomputed,
     }
