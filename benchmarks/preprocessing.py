@@ -49,7 +49,7 @@ AHEAD, FIRST = 2, 2
 """Steps that are decoded ahead, and steps that are not counted."""
 TRANSFORM = ImageTransform(patch_size=14, merge_size=2, temporal_patch_size=2)
 NUM_FILES = 8
-ROUNDS, TIMED_FILES, AT_ONCE = 5, 2, 4
+ROUNDS, TIMED_FILES, AT_ONCE = 4, 2, 4
 """Of "predicted": rounds of steps between timed files; files of each side; so many of each at once, as in training."""
 
 

@@ -80,6 +80,7 @@ def serve_rank(rank, num_ranks, recipe, overrides, variables, kill_at=None, plan
     if plan is not None:
         read, chosen = recipe_under_plan(read, recipe, plan)
     train(read, chosen=chosen)
+    return len(actors)
 
 
 def processes_of(session):
@@ -191,7 +192,9 @@ def test_under_a_plan_with_stages_too(job, server, tmp_path):
         service, variables = served(server) if way == "ray" else ([], {})
         overrides = [f"run.dir={tmp_path / way}", "data.heldout=[]", *exact, *service]
         rank = serve_rank if way == "ray" else plan_rank
-        run_ranks(rank, 2, job, overrides, variables, None, tmp_path / "plan.json")
+        given = run_ranks(rank, 2, job, overrides, variables, None, tmp_path / "plan.json")
+    # The rank of the encoders has the actors of both.
+    assert given == [2, 0]
     assert losses(tmp_path / "ray") == losses(tmp_path / "local")
 
 
