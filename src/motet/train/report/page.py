@@ -229,7 +229,7 @@ def _made(made: list[dict[str, Any]], run_dir: Path) -> list[str]:
         f"{''.join(_player(Path(path)) for path in item['media'])}<dl>"
         f"<dt>asked</dt><dd>{html.escape(item['prompt'])}</dd></dl>"
         f'<div class="made"><div>made{_player(run_dir / item["file"])}</div>'
-        f"<div>held out{_player(Path(item['expected']))}</div></div></div>"
+        f"<div>held out{_held_out(item, run_dir)}</div></div></div>"
         for item in made
     ]
     return [
@@ -238,6 +238,12 @@ def _made(made: list[dict[str, Any]], run_dir: Path) -> list[str]:
         *cards,
         "</div>",
     ]
+
+
+def _held_out(item: dict[str, Any], run_dir: Path) -> str:
+    """What the answer holds, and of a clip its spectrogram, as what was made is one."""
+    shown = _player(run_dir / item["expected_shown"]) if "expected_shown" in item else ""
+    return shown + _player(Path(item["expected"]))
 
 
 def _card(answer: dict[str, Any]) -> str:
