@@ -5,8 +5,11 @@
 Real JPEGs, decoded and made into Qwen2-VL's patches by Motet's own `Decoder`: in the step itself, in local workers, and
 in Ray's actors on this machine, which also send their results through Ray's object store. The step is **emulated**: it
 sleeps, once half longer than the service takes for its images (its cores suffice), and once half as long (they do not).
-A stall is the share of a step that waits; without enough cores the step is predicted from files that a single worker or
-actor was timed on, one by one (`cost/decoding.py`). Medians over steps without the first two.
+A stall is the share of a step that waits. Medians over steps without the first two.
+
+"predicted": steps without enough cores, as `motet plan` predicts them: by a line through files that a worker or an
+actor was timed on, one by one (`cost/decoding.py`). A machine's speed changes within a minute, so files are timed
+before and after every few steps, and what counts is the median of predicted over measured. Steps have other images.
 
 "peer": images a second of one process, beside torch's DataLoader with transformers' own image processor.
 """
@@ -24,7 +27,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -36,9 +39,9 @@ from motet.cost.profile import DecodingTimes
 from motet.data.decode import Decoder
 from motet.data.images import ImageTransform
 from motet.data.media import MediaRef
-from motet.data.ray_actors import RayCluster, RayServer
+from motet.data.ray_actors import RayCluster
+from motet.data.ray_server import RayServer
 from motet.data.videos import amount_of
-from motet.profiling.decoding import decode_seconds
 
 SIDES = (256, 512, 1024)
 NUM_IMAGES = (8, 16)
@@ -46,6 +49,10 @@ AHEAD, FIRST = 2, 2
 """Steps that are decoded ahead, and steps that are not counted."""
 TRANSFORM = ImageTransform(patch_size=14, merge_size=2, temporal_patch_size=2)
 NUM_FILES = 8
+TOLERANCE = 0.1
+CASE_S, MIN_ROUNDS, TIMED_FILES, AT_ONCE = 8.0, 3, 2, 4
+"""Of "predicted": seconds of a case, and the least rounds of steps between timed files; files of each side, and so many
+of each at once, as in training."""
 
 
 def write_images(folder: Path, side: int, seed: int) -> list[MediaRef]:
@@ -73,44 +80,87 @@ def run(decoder: Decoder, images: Sequence[MediaRef], step_s: float, num_steps: 
         waits.append(time.perf_counter() - begun_s)
         time.sleep(step_s)
         steps.append(time.perf_counter() - begun_s)
+    for futures in started:
+        for future in futures:
+            future.result()
     return statistics.median(waits[FIRST:]), statistics.median(steps[FIRST:])
 
 
-def fitted(decoder: Decoder, files: dict[int, list[MediaRef]]) -> DecodingFit:
-    """Seconds of a worker by pixels, of images that are decoded one by one."""
-    timed = [(amount_of(ref), decode_seconds(decoder, ref, "image")) for refs in files.values() for ref in refs]
-    amounts, seconds = zip(*timed, strict=True)
-    return DecodingFit.of(DecodingTimes(phase="image", codec=".jpg", amounts=amounts, seconds=seconds))
+def timed(decoder: Decoder, files: Sequence[MediaRef]) -> list[tuple[int, float]]:
+    """(pixels, seconds of a worker) of each file."""
+    points = []
+    for ref in files:
+        begun_s = time.perf_counter()
+        decoder.load([ref] * AT_ONCE)
+        points.append((amount_of(ref), (time.perf_counter() - begun_s) / AT_ONCE))
+    return points
 
 
-def figure(folder: Path, cores: int, num_steps: int, seed: int) -> Iterator[Row]:
-    files = {side: write_images(folder, side, seed) for side in SIDES}
+def core_seconds(points: Sequence[tuple[int, float]], images: Sequence[MediaRef]) -> float:
+    """Seconds of a core for images, by the line through what was timed."""
+    amounts, seconds = zip(*points, strict=True)
+    fit = DecodingFit.of(DecodingTimes(phase="image", codec=".jpg", amounts=amounts, seconds=seconds))
+    return float(fit.seconds(np.array([amount_of(ref) for ref in images], dtype=np.float64)).sum())
+
+
+@contextmanager
+def opened_ways(cores: int) -> Iterator[dict[str, tuple[Decoder, int]]]:
+    """Each way to decode: its Decoder, and the steps that it decodes ahead."""
     transforms = {"image": TRANSFORM}
     with ExitStack() as opened:
         server = opened.enter_context(RayServer(cores))
         cluster = opened.enter_context(RayCluster(server.address, cores, server.token))
-        ways = {
+        yield {
             "in the step": (opened.enter_context(Decoder(transforms)), 0),
             "local workers": (opened.enter_context(Decoder(transforms, cores)), AHEAD),
             "service": (opened.enter_context(Decoder(transforms, cores, cluster)), AHEAD),
         }
-        fits = {way: fitted(decoder, files) for way, (decoder, _) in ways.items()}
-        for side in SIDES:
-            for count in NUM_IMAGES:
-                images = [files[side][place % NUM_FILES] for place in range(count)]
-                pixels = np.array([amount_of(ref) for ref in images], dtype=np.float64)
-                core_s = {way: float(fit.seconds(pixels).sum()) for way, fit in fits.items()}
-                for suffices in (True, False):
-                    step_s = core_s["service"] / cores * (1.5 if suffices else 0.5)
-                    name = f"{count} x {side}, emulated step of {step_s * 1e3:.0f} ms"
-                    for way, (decoder, ahead) in ways.items():
-                        wait_s, whole_s = run(decoder, images, step_s, num_steps, ahead)
-                        goal = 0.01 if suffices and ahead else None
-                        yield Row(f"{name}, {way}: share that waits", wait_s / whole_s, goal)
-                        load = DecodingLoad(core_s[way], step_s, cores)
-                        if not suffices and ahead:
-                            error = abs((load.step_s + load.stall_s) / whole_s - 1)
-                            yield Row(f"{name}, {way}: error of the predicted step", error, 0.1)
+
+
+def cases(folder: Path, seed: int) -> tuple[list[MediaRef], dict[str, list[MediaRef]]]:
+    """Files to be timed, and the images of a step of each case, none of them among those files."""
+    files = {side: write_images(folder, side, seed) for side in SIDES}
+    images = {
+        f"{count} x {side}": [files[side][TIMED_FILES + place % (NUM_FILES - TIMED_FILES)] for place in range(count)]
+        for side in SIDES
+        for count in NUM_IMAGES
+    }
+    return [ref for refs in files.values() for ref in refs[:TIMED_FILES]], images
+
+
+def figure(folder: Path, cores: int, num_steps: int, seed: int) -> Iterator[Row]:
+    samples, images_of = cases(folder, seed)
+    with opened_ways(cores) as ways:
+        timed(ways["service"][0], samples)
+        for case, images in images_of.items():
+            core_s = core_seconds(timed(ways["service"][0], samples), images)
+            for suffices in (True, False):
+                step_s = core_s / cores * (1.5 if suffices else 0.5)
+                for way, (decoder, ahead) in ways.items():
+                    wait_s, whole_s = run(decoder, images, step_s, num_steps, ahead)
+                    goal = 0.01 if suffices and ahead else None
+                    yield Row(f"{case}, emulated step of {step_s * 1e3:.0f} ms, {way}: waits", wait_s / whole_s, goal)
+
+
+def predicted(folder: Path, cores: int, num_steps: int, seed: int) -> Iterator[Row]:
+    samples, images_of = cases(folder, seed)
+    with opened_ways(cores) as ways:
+        for way, (decoder, ahead) in ways.items():
+            if not ahead:
+                continue
+            points = [timed(decoder, samples) for _ in range(2)][1:]
+            for case, images in images_of.items():
+                ratios, step_s = [], core_seconds(points[-1], images) / cores / 2
+                begun_s = time.perf_counter()
+                while len(ratios) < MIN_ROUNDS or time.perf_counter() - begun_s < CASE_S:
+                    _, whole_s = run(decoder, images, step_s, num_steps, ahead)
+                    points.append(timed(decoder, samples))
+                    load = DecodingLoad(core_seconds([*points[-2], *points[-1]], images), step_s, cores)
+                    ratios.append((load.step_s + load.stall_s) / whole_s)
+                name = f"{case}, emulated step of {step_s * 1e3:.0f} ms, {way}"
+                ratio = statistics.median(ratios)
+                yield Row(f"{name}: predicted step over measured", ratio, 1.0, abs(ratio - 1) <= TOLERANCE)
+                yield Row(f"{name}: largest error of a round", max(abs(ratio - 1) for ratio in ratios))
 
 
 def images_a_second(loaded: Iterator[object], count: int) -> float:
@@ -173,11 +223,11 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the rows there")
-    parser.add_argument("--only", choices=("figure", "peer"))
+    parser.add_argument("--only", choices=("figure", "predicted", "peer"))
     given = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for part in (figure, peer):
+        for part in (figure, predicted, peer):
             if given.only in (None, part.__name__):
                 for row in part(Path(folder), given.cores, given.steps, given.seed):
                     rows.append(row)

@@ -1,5 +1,6 @@
 """A recipe with a generator trains: the same losses on any number of ranks, resumed, exported; and what is refused."""
 
+import base64
 import json
 import shutil
 from contextlib import ExitStack, redirect_stdout
@@ -19,6 +20,8 @@ from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
 from motet.core.plan_file import write_plan
 from motet.cost.catalogue import cluster
+from motet.data.audio import AudioTransform
+from motet.data.media import MediaRef
 from motet.dispatch import pack
 from motet.dispatch.batch import stacked_media
 from motet.dropout import heldout_keys, item_keys
@@ -218,6 +221,15 @@ def test_clips_are_made_too_and_shown_as_spectrograms(job, tmp_path):
     with Image.open(tmp_path / spoken["file"]) as shown:
         assert shown.height == 20
         assert shown.width > 5  # A column a frame, as many as the held-out clip has.
+        frames = shown.width
+    with Image.open(tmp_path / spoken["expected_shown"]) as expected:
+        assert expected.size == (frames, 20)
+        clip = expected.tobytes()
+    transform = AudioTransform(num_mels=20)
+    loaded = transform.load(MediaRef("audio", spoken["expected"]))
+    assert clip == transform.picture(loaded.values, loaded.size).tobytes()
+    expected = base64.b64encode((tmp_path / spoken["expected_shown"]).read_bytes()).decode()
+    assert expected in (tmp_path / "report.html").read_text()
 
 
 def test_what_is_made_is_shown(job, tmp_path):

@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 
 import pytest
@@ -15,7 +18,8 @@ from dist.test_resume import run, stop_after
 from motet.core.errors import UserError
 from motet.core.plan import Unit
 from motet.core.plan_file import write_plan
-from motet.data.ray_actors import RayActor, RayServer
+from motet.data.ray_actors import RayActor, RayCluster
+from motet.data.ray_server import RayServer
 from motet.planning.under_plan import recipe_under_plan
 from motet.train.input.feed import Feed
 from motet.train.recipe.recipe import load_recipe
@@ -50,20 +54,24 @@ def decode_here(*_):
     raise AssertionError("the trainer's own process decodes")
 
 
-def serve_rank(rank, num_ranks, recipe, overrides, variables, kill_at=None, plan=None):
-    """Train, where this process may not decode. kill_at: the step whose input is asked for when an actor is killed."""
+def serve_rank(rank, num_ranks, recipe, overrides, variables, kill_at=None, plan=None, session=None):
+    """Train, where this process may not decode. kill_at: the step whose input is asked for when an actor is killed.
+
+    session: the processes that are killed in its place, a node's.
+    """
     os.environ |= variables
     actors, asked = [], []
     ready, next_step = RayActor.ready, Feed.next_step
 
-    def noting_ready(self):
-        ready(self)
+    def noting_ready(self, may_wait):
+        ready(self, may_wait)
         actors.append(self.process_id)
 
     def killing_next_step(self):
         asked.append(self)
         if len(asked) == kill_at and rank == 0:
-            os.kill(actors[0], signal.SIGKILL)
+            for process in [actors[0]] if session is None else processes_of(session):
+                os.kill(process, signal.SIGKILL)
         return next_step(self)
 
     motet.data.decode.load_media = decode_here
@@ -72,6 +80,41 @@ def serve_rank(rank, num_ranks, recipe, overrides, variables, kill_at=None, plan
     if plan is not None:
         read, chosen = recipe_under_plan(read, recipe, plan)
     train(read, chosen=chosen)
+    return len(actors)
+
+
+def processes_of(session):
+    """The processes of a session, by number."""
+    found = []
+    for number in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with suppress(ProcessLookupError):
+            if os.getsid(number) == session:
+                found.append(number)
+    return found
+
+
+@contextmanager
+def joined_node(server, num_cpus):
+    """Another node of the server's cluster, on this machine: the number of its session."""
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": server.token}
+    options = [
+        "--address",
+        server.address,
+        "--num-cpus",
+        str(num_cpus),
+        "--object-store-memory",
+        "100000000",
+        "--block",
+    ]
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats", *options]
+    node = subprocess.Popen(start, env=os.environ | token, start_new_session=True, stdout=subprocess.DEVNULL)
+    try:
+        yield node.pid
+    finally:
+        for process in processes_of(node.pid):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        node.wait()
 
 
 def serve(job, num_ranks, run_dir, server, *overrides, num_workers=1, **options):
@@ -104,6 +147,42 @@ def test_neither_an_actor_that_is_killed_nor_a_resume_changes_anything(job, serv
     assert max(step["ahead"]["steps"] for step in metrics(tmp_path / "ray")[4:]) <= 1
 
 
+def wait_for_nodes(rank, num_ranks, server, num_nodes):
+    with RayCluster(server[0], 1, server[1]) as cluster:
+        while cluster.num_nodes < num_nodes:
+            time.sleep(0.2)
+
+
+def test_a_node_that_is_killed_changes_nothing(job, tmp_path):
+    run(job, 1, tmp_path / "local")
+    with RayServer(num_cpus=1) as server, joined_node(server, 2) as node:
+        run_ranks(wait_for_nodes, 1, (server.address, server.token), 2)
+        serve(job, 1, tmp_path / "ray", server, "data.prefetch_steps=1", num_workers=3, kill_at=3, plan=None, node=node)
+    assert losses(tmp_path / "ray") == losses(tmp_path / "local")
+    steps = metrics(tmp_path / "ray")
+    # Its two actors died with it, and the one that is left decodes all that follows.
+    assert [(step["ahead"]["workers"], step["ahead"]["deaths"]) for step in (steps[0], steps[-1])] == [(3, 0), (1, 2)]
+    assert not any(step["left_out"] for step in steps)
+    assert "2 of them died" in (tmp_path / "ray" / "report.html").read_text()
+
+
+def headless_rank(rank, num_ranks, recipe, overrides, variables, head):
+    motet.data.ray_actors._HEAD_LIMIT_S = 1.0
+    try:
+        serve_rank(rank, num_ranks, recipe, overrides, variables, 3, None, head)
+    except UserError as error:
+        return str(error)
+
+
+def test_a_ray_that_ends_is_a_sentence(job, tmp_path):
+    with RayServer(num_cpus=2) as server:
+        service, variables = served(server)
+        overrides = [f"run.dir={tmp_path}", "data.heldout=[]", *service, "data.prefetch_steps=1"]
+        said = run_ranks(headless_rank, 2, job, overrides, variables, server._process.pid)
+    assert said[0] == said[1]
+    assert f"Ray's head at {server.address} has ended, and with it what decodes; start it again" in said[0]
+
+
 def test_under_a_plan_with_stages_too(job, server, tmp_path):
     exact = ("run.dtype=float64", "run.steps=4")
     stages = {"image": 1, "audio": 1, "backbone": 1}, {"backbone": 1}
@@ -113,7 +192,9 @@ def test_under_a_plan_with_stages_too(job, server, tmp_path):
         service, variables = served(server) if way == "ray" else ([], {})
         overrides = [f"run.dir={tmp_path / way}", "data.heldout=[]", *exact, *service]
         rank = serve_rank if way == "ray" else plan_rank
-        run_ranks(rank, 2, job, overrides, variables, None, tmp_path / "plan.json")
+        given = run_ranks(rank, 2, job, overrides, variables, None, tmp_path / "plan.json")
+    # The rank of the encoders has the actors of both.
+    assert given == [2, 0]
     assert losses(tmp_path / "ray") == losses(tmp_path / "local")
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src" / "motet").rglob("*.py"))
 CALLED_BY_OTHERS = {
-    "serve": "run as a module by data/workers.py",
-    "serve_ray": "run as a program by data/ray_actors.py",
+    "serve": "run as a module by data/worker_process.py",
+    "serve_ray": "run as a program by data/ray_server.py",
     "Encoder": "a protocol, which users' modules fulfil",
 }
 

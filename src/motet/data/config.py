@@ -32,7 +32,8 @@ class LoadingConfig(BaseModel):
                          (`motet.data.groups`). `run.batch_size` then counts groups, which ranks share evenly.
     num_workers:         processes of each rank that decode media and build indexes, at most 256. 0: the rank does it
                          itself, and a file that kills its decoder kills the rank. With service = "ray", actors of each
-                         rank, with a CPU each; processes build indexes all the same.
+                         rank, with a CPU each, under a Plan of those that read media for all; processes build
+                         indexes all the same.
     service:             what decodes media. "local": processes on the machine of the rank. "ray": actors of a Ray
                          cluster (`pip install "motet[ray]"`), with the same bytes.
     ray_address:         "host:port" of the cluster, or "auto" for the one whose node runs on this machine. None: that

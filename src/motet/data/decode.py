@@ -46,6 +46,11 @@ class Decoder:
         return self._pool.num_deaths
 
     @property
+    def num_workers(self) -> int:
+        """Workers that take items; of others, dead ones wait for room on another machine."""
+        return self._pool.num_workers
+
+    @property
     def store_bytes(self) -> int:
         """The most that results of this rank's actors have taken in Ray's object store at once; 0 without Ray."""
         return 0 if self._cluster is None else self._cluster.store_bytes

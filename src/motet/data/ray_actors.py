@@ -1,116 +1,46 @@
-"""Ray actors as the workers of a pool: they decode on other machines, or on this one where no Ray runs yet.
+"""Ray actors as the workers of a pool: they decode on other machines, or in a Ray of the run (`ray_server.py`).
 
-Ray is imported when a run asks for it (`pip install motet[ray]`). An actor runs the same handler as a worker process,
-so items have the same bytes. Its result lies in Ray's object store until the rank has copied it, which is at once: the
-store holds one result of each actor at most.
+An actor runs the same handler as a worker process, so items have the same bytes. Its result lies in Ray's object store
+until the rank has copied it, which is at once: the store holds one result of each actor at most.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import platform
-import secrets
-import select
-import signal
 import socket
-import subprocess
-import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 
 from motet.core.errors import UserError
-from motet.data.workers import HandlerParts, answer, pickled, unpickled
+from motet.data.ray_connection import (
+    check_listens,
+    connected_address,
+    own_signals,
+    ray_package,
+    token_variables,
+    why_of_ray,
+)
+from motet.data.worker import Death, HandlerParts
+from motet.data.worker_process import answer, pickled, unpickled
 
 _START_LIMIT_S = 120.0
 """An actor starts in seconds; after this time there is no CPU for it."""
-_CONNECT_LIMIT_S = 10.0
-_STORE_BYTES_AN_ACTOR = 128 << 20
-_MIN_STORE_BYTES = 80 << 20
-"""Ray refuses a store below 75 MiB."""
-_END_LIMIT_S = 60.0
-_GRACE_S = 5.0
-_SERVE = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from motet.data.ray_actors import serve_ray; serve_ray(int(sys.argv[1]))"
-)
+_LOOK_EVERY_S = 1.0
+_CHECK_EVERY_S = 5.0
+"""How often tasks see to it that Ray's head is there."""
+_HEAD_LIMIT_S = 25.0
+"""A head that is restarted is back by then. Ray ends a process that has not reached its head for 60 s."""
+_NODE_LIMIT_S = 90.0
+"""A node that lives answers in seconds. Of one that does not, Ray says so after about 15 s to a minute."""
 _DECIDES_BYTES = ("motet", "numpy", "pillow", "soundfile", "scipy", "av")
 """Packages of which another version may make other bytes of a file."""
-
-
-class RayServer:
-    """A Ray of one node on this machine, in a process of its own, which ends with this process, however that ends.
-
-    A signal to the group of this process, as torchrun and terminals send them, does not reach it.
-
-    address: "host:port". token: what processes must know to connect; "" where Ray's own variables say.
-    """
-
-    def __init__(self, num_cpus: int) -> None:
-        """Raises UserError if Ray does not start."""
-        # Whoever reaches a cluster without a token can run anything there.
-        self.token = "" if "RAY_AUTH_MODE" in os.environ else secrets.token_hex(32)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE, str(num_cpus), json.dumps(sys.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=os.environ | _token_variables(self.token),
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None
-        said = ""
-        if select.select([self._process.stdout], [], [], _START_LIMIT_S)[0]:
-            said = self._process.stdout.readline()
-        if not said.startswith("{"):
-            self._process.kill()
-            self._process.wait()
-            raise UserError(f"Ray does not start on this machine within {_START_LIMIT_S:g} s.")
-        answer = json.loads(said)
-        if "error" in answer:
-            self._process.wait()
-            raise UserError(answer["error"])
-        self.address: str = answer["address"]
-
-    def close(self) -> None:
-        """End Ray, with all its actors."""
-        assert self._process.stdin is not None
-        with suppress(OSError):
-            self._process.stdin.write("end\n")
-            self._process.stdin.close()
-        try:
-            self._process.wait(_END_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def __enter__(self) -> RayServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def serve_ray(num_cpus: int) -> None:
-    """The process of a `RayServer`: Ray until its standard input says "end", or ends."""
-    store_bytes = max(num_cpus * _STORE_BYTES_AN_ACTOR, _MIN_STORE_BYTES)
-    options = {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": store_bytes}
-    try:
-        print(json.dumps({"address": _connected(address="local", **options)}), flush=True)
-    except UserError as error:
-        print(json.dumps({"error": str(error)}), flush=True)
-        return
-    if not sys.stdin.readline():
-        # The rank is dead. The others, which Ray's end would end too, first say so.
-        time.sleep(_GRACE_S)
-    _ray().shutdown()
 
 
 class RayCluster:
@@ -125,10 +55,11 @@ class RayCluster:
         address: "host:port", or "auto": that of the node that runs on this machine. num_actors: of all ranks.
         token:   of a `RayServer`.
         """
-        os.environ |= _token_variables(token)
+        os.environ |= token_variables(token)
         self._store_bytes: dict[int, int] = {}
-        self.address = _connected(address=address)
-        num_cpus = int(_ray().cluster_resources().get("CPU", 0))
+        self._checked_s, self._lock = time.monotonic(), threading.Lock()
+        self.address = connected_address(address=address)
+        num_cpus = int(ray_package().cluster_resources().get("CPU", 0))
         if num_cpus < num_actors:
             self.close()
             raise UserError(
@@ -139,7 +70,7 @@ class RayCluster:
     @property
     def num_nodes(self) -> int:
         """Nodes of the cluster that are alive."""
-        return sum(node["Alive"] for node in _ray().nodes())
+        return sum(node["Alive"] for node in ray_package().nodes())
 
     @property
     def store_bytes(self) -> int:
@@ -150,14 +81,47 @@ class RayCluster:
         """A worker of this cluster: `StartWorker`."""
         return RayActor(self, handler, limit_s)
 
+    def check_head(self, every_s: float = _CHECK_EVERY_S) -> None:
+        """Raise UserError if Ray's head has been gone for `_HEAD_LIMIT_S`: Ray itself would end this process.
+
+        every_s: seconds for which the last look counts.
+        """
+        with self._lock:
+            begun_s = time.monotonic()
+            if begun_s - self._checked_s < every_s:
+                return
+            while True:
+                try:
+                    check_listens(self.address)
+                    self._checked_s = time.monotonic()
+                    return
+                except UserError as error:
+                    if time.monotonic() - begun_s > _HEAD_LIMIT_S:
+                        raise UserError(
+                            f"Ray's head at {self.address} has ended, and with it what decodes; start it again, and "
+                            "the same command goes on from the last checkpoint."
+                        ) from error
+                time.sleep(_LOOK_EVERY_S)
+
+    def answers(self, node: str) -> bool:
+        """Whether a node of the cluster, by its id, can still run something."""
+        ray = ray_package()
+        where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        look = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=where)(versions)
+        try:
+            ray.get(look.remote(), timeout=_NODE_LIMIT_S)
+        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+            return False
+        return True
+
     def note_result(self, actor: int, num_bytes: int) -> None:
         """Note a result that an actor has put into the store."""
         self._store_bytes[actor] = max(self._store_bytes.get(actor, 0), num_bytes)
 
     def close(self) -> None:
         """Leave the cluster, with the actors of this process."""
-        with _own_signals():
-            _ray().shutdown()
+        with own_signals():
+            ray_package().shutdown()
 
     def __enter__(self) -> RayCluster:
         return self
@@ -176,26 +140,16 @@ class RayActor:
 
     def __init__(self, cluster: RayCluster, handler: HandlerParts, limit_s: float) -> None:
         self._cluster, self._limit_s = cluster, limit_s
-        remote = _ray().remote(num_cpus=1, max_restarts=0, max_task_retries=0)(HandlerActor)
+        # A node's death should leave each rank some.
+        remote = ray_package().remote(num_cpus=1, max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD")
         head, contents = pickled(handler)
-        self._actor = remote.remote(head, [bytes(each) for each in contents])
-        self._node, self.process_id = "", 0
+        self._create = partial(remote(HandlerActor).remote, head, [bytes(each) for each in contents])
+        self._actor = self._create()
+        self._node_id, self._node, self.process_id = "", "", 0
 
-    def ready(self) -> None:
+    def ready(self, may_wait: Callable[[], bool]) -> None:
         """As `Worker.ready`. Raises UserError where no node has a CPU free, or has other versions of what decodes."""
-        ray = _ray()
-        try:
-            self._node, self.process_id, theirs, failure = ray.get(self._actor.about.remote(), timeout=_START_LIMIT_S)
-        except ray.exceptions.GetTimeoutError as error:
-            raise UserError(
-                f"No node of the Ray cluster at {self._cluster.address} has had a CPU free for an actor within "
-                f"{_START_LIMIT_S:g} s; start more nodes, end what else runs there, or lower data.num_workers."
-            ) from error
-        except ray.exceptions.RayError as error:
-            raise UserError(
-                f'An actor of data.service = "ray" cannot start: {_line(error)}; each node of Ray must have Motet, of '
-                "the same version as here."
-            ) from error
+        self._node_id, self._node, self.process_id, theirs, failure = self._about(may_wait)
         ours = versions()
         if other := next((name for name in ours if ours[name] != theirs.get(name)), None):
             raise UserError(
@@ -205,9 +159,39 @@ class RayActor:
         if failure:
             raise UserError(f"On Ray's node {self._node}, {failure.rstrip('.')}.")
 
+    def _about(self, may_wait: Callable[[], bool]) -> tuple[str, str, int, dict[str, str], str]:
+        """What the actor says of itself, as soon as it runs."""
+        ray = ray_package()
+        about, deadline_s = self._actor.about.remote(), time.monotonic() + _START_LIMIT_S
+        while True:
+            try:
+                return ray.get(about, timeout=_LOOK_EVERY_S)  # type: ignore[no-any-return]
+            except ray.exceptions.GetTimeoutError as error:
+                self._cluster.check_head()
+                if may_wait():
+                    deadline_s = time.monotonic() + _START_LIMIT_S
+                elif time.monotonic() > deadline_s:
+                    raise UserError(
+                        f"No node of the Ray cluster at {self._cluster.address} has had a CPU free for an actor within "
+                        f"{_START_LIMIT_S:g} s; start more nodes, end what else runs there, or lower data.num_workers."
+                    ) from error
+            except ray.exceptions.RayError as error:
+                # The node on which it should start may just have died.
+                is_by_node = isinstance(error, ray.exceptions.RayActorError) and not error.actor_init_failed
+                if is_by_node and (may_wait() or time.monotonic() < deadline_s):
+                    time.sleep(_LOOK_EVERY_S)
+                    self._actor = self._create()
+                    about = self._actor.about.remote()
+                    continue
+                raise UserError(
+                    f'An actor of data.service = "ray" cannot start: {why_of_ray(error)}; each node of Ray must have '
+                    "Motet, of the same version as here."
+                ) from error
+
     def run(self, task: Any) -> tuple[bool, Any]:
         """As `Worker.run`. The result is copied out of the store, which then drops it."""
-        ray = _ray()
+        ray = ray_package()
+        self._cluster.check_head()
         try:
             head, *contents = ray.get(self._actor.run.remote(task), timeout=self._limit_s)
         except ray.exceptions.RayTaskError:
@@ -215,22 +199,25 @@ class RayActor:
         except ray.exceptions.GetTimeoutError as error:
             raise TimeoutError(str(error)) from error
         except ray.exceptions.RayError as error:
-            raise EOFError(_line(error)) from error
+            raise EOFError(why_of_ray(error)) from error
         self._cluster.note_result(id(self), len(head) + sum(each.nbytes for each in contents))
         succeeded, value = unpickled(head, [each.copy().data for each in contents])
         return bool(succeeded), value
 
-    def cause_of_death(self, error: Exception) -> str:
-        """As `Worker.cause_of_death`."""
+    def cause_of_death(self, error: Exception) -> Death:
+        """As `Worker.cause_of_death`. Ray itself names no cause before it knows that a node is dead."""
+        self._cluster.check_head(0)  # Without a head, Ray does not answer.
         self.end()
-        where = f" on node {self._node} (process {self.process_id})" if self._node else ""
+        where = f" on node {self._node} (process {self.process_id})"
         if isinstance(error, TimeoutError):
-            return f"gave no answer within {self._limit_s:g} s{where}"
-        return f"died{where}"
+            return Death(f"gave no answer within {self._limit_s:g} s{where}")
+        if self._cluster.answers(self._node_id):
+            return Death(f"died{where}")
+        return Death(f"died with its node {self._node}", by_task=False)
 
     def end(self) -> None:
         """As `Worker.end`."""
-        ray = _ray()
+        ray = ray_package()
         if ray.is_initialized():
             ray.kill(self._actor)
 
@@ -250,10 +237,11 @@ class HandlerActor:
         except UserError as error:
             self._failure = str(error)
 
-    def about(self) -> tuple[str, int, dict[str, str], str]:
-        """The name of the node, the number of the process, the versions that decide what a file becomes, and what is
+    def about(self) -> tuple[str, str, int, dict[str, str], str]:
+        """The node's id and name, the number of the process, the versions that decide what a file becomes, and what is
         wrong with the handler there; "" if nothing."""
-        return socket.gethostname(), os.getpid(), versions(), self._failure
+        node = ray_package().get_runtime_context().get_node_id()
+        return node, socket.gethostname(), os.getpid(), versions(), self._failure
 
     def run(self, task: Any) -> list[Any]:
         """(succeeded, result or exception) in parts, of which the store keeps arrays as they are."""
@@ -270,82 +258,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = ""
     return found
-
-
-def _connected(**options: Any) -> str:
-    """The address of the cluster to which `ray.init` has connected this process. Raises UserError."""
-    # Statistics of use would go to Ray's makers.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray = _ray()
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    where = "on this machine" if options["address"] in ("local", "auto") else f"at {options['address']}"
-    _check_listens(options["address"])
-    try:
-        with _own_signals():
-            context = ray.init(log_to_driver=False, configure_logging=False, **options)
-    except Exception as error:  # Ray raises many kinds, also plain ones.
-        if "ersion mismatch" in str(error):
-            theirs = _after(str(error), "Ray: ")
-            raise UserError(
-                f"The Ray cluster {where} has Ray {theirs[0]} on Python {_after(str(error), 'Python: ')[0]}, and this "
-                f"rank has Ray {ray.__version__} on Python {platform.python_version()}; install the same on both."
-            ) from error
-        if options["address"] == "local":
-            raise UserError(
-                f"Ray does not start on this machine: {_line(error)}; end other work here, or name a cluster that runs "
-                "in data.ray_address."
-            ) from error
-        raise UserError(
-            f"Ray {where} cannot be reached: {_line(error)}; where it asks for a token, set RAY_AUTH_MODE=token and "
-            "RAY_AUTH_TOKEN."
-        ) from error
-    return str(context.address_info["gcs_address"])
-
-
-def _token_variables(token: str) -> dict[str, str]:
-    """The variables by which a process proves itself; they count when it imports Ray."""
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {}
-
-
-def _check_listens(address: str) -> None:
-    """Raise UserError if nothing listens at "host:port": Ray itself would try for minutes."""
-    host, separator, port = address.rpartition(":")
-    if not separator:
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_LIMIT_S).close()
-    except (OSError, OverflowError) as error:
-        raise UserError(f"Ray at {address} cannot be reached: {_line(error)}.") from error
-
-
-def _ray() -> Any:
-    """The package. Raises UserError if it is not installed."""
-    try:
-        with _own_signals():
-            import ray
-    except ImportError as error:
-        raise UserError(
-            f'data.service = "ray" needs Ray, which is not installed ({error}); run pip install "motet[ray]".'
-        ) from error
-    return ray
-
-
-@contextmanager
-def _own_signals() -> Iterator[None]:
-    """Keep this process's handling of SIGTERM, which Ray replaces."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if signal.getsignal(signal.SIGTERM) is not before:
-            signal.signal(signal.SIGTERM, before)
-
-
-def _after(text: str, words: str) -> list[str]:
-    """What follows `words` in each line that has them."""
-    return [line.partition(words)[2].strip() for line in text.splitlines() if words in line] or ["of another version"]
-
-
-def _line(error: Exception) -> str:
-    """The first line of an error, without its full stop."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")

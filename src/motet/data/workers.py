@@ -1,39 +1,25 @@
-"""Workers that run a handler on a stream of tasks: processes, small and fast to start, and replaced when they die.
+"""Workers that run a handler on a stream of tasks, and are replaced when they die.
 
-A pool gives tasks to workers of one kind: processes of this machine, from here, or actors (`ray_actors.py`).
-Each process is a plain subprocess with a socket, not a child of `multiprocessing`: such a child imports the main script
-again, and with it torch (300 MB for each process), and outlives a parent that is killed. Here a worker ends when its
-socket closes, and its death is noticed at once. Then a new worker retries the task. A task that kills two workers
-fails; the pool gives up only after many deaths. Pickle does not copy arrays (protocol 5, out of band).
+A pool gives tasks to workers of one kind: processes of this machine (`worker_process.py`), or actors
+(`ray_actors.py`). When a worker dies, another retries its task. A task that kills two workers fails; the pool gives up
+only after many such deaths. A machine that dies with its workers blames no task: others take their tasks, and the pool
+ends when none is left.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import pickle
 import queue
-import signal
-import socket
-import struct
-import subprocess
-import sys
 import threading
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeAlias
-
-import numpy as np
+from dataclasses import dataclass
+from typing import Any
 
 from motet.core.errors import UserError
+from motet.data.worker import Death, StartWorker, Worker
+from motet.data.worker_process import WorkerProcess
 
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from motet.data.workers import serve; serve(int(sys.argv[1]))"
-)
-_EXIT_TIMEOUT_S = 5.0
 _MAX_TASK_DEATHS = 2
 _MAX_POOL_DEATHS = 20
 _TASK_LIMIT_S = 600.0
@@ -52,33 +38,19 @@ class WorkerDied(UserError):
         self.how, self.is_final = how, is_final
 
 
-class Worker(Protocol):
-    """What a pool gives tasks to, one at a time: a process of this machine, or an actor.
+@dataclass
+class _Job:
+    """A task and its future result. num_deaths: of workers that it may have killed."""
 
-    name: of the kind, for messages: "worker process".
-    """
+    task: Any
+    future: Future[Any]
+    is_running: bool = False
+    num_deaths: int = 0
 
-    name: str
-
-    def ready(self) -> None:
-        """Wait until it can take tasks. Raises UserError if it never will."""
-
-    def run(self, task: Any) -> tuple[bool, Any]:
-        """Whether a task succeeded, and its result or exception. Raises EOFError or OSError if the worker is dead."""
-
-    def cause_of_death(self, error: Exception) -> str:
-        """Why `run` raised `error`, as a clause: "was killed by SIGSEGV". A worker that hangs is killed."""
-
-    def end(self) -> None:
-        """End it, and wait until it has ended."""
-
-
-StartWorker: TypeAlias = Callable[["HandlerParts", float], Worker]
-"""Starts a worker for a handler, given as (function that makes it, its arguments), with the seconds a task may take.
-
-It does not wait until the worker is ready. Raises OSError if it cannot be started.
-"""
-HandlerParts: TypeAlias = tuple[Callable[..., Callable[[Any], Any]], tuple[Any, ...]]
+    def begin(self) -> bool:
+        """Whether it is still wanted."""
+        self.is_running = self.is_running or self.future.set_running_or_notify_cancel()
+        return self.is_running
 
 
 class WorkerPool:
@@ -86,6 +58,8 @@ class WorkerPool:
 
     make_handler, args and tasks are pickled: make_handler must be importable, not defined in the main script.
     A free worker takes the next task in order. A worker that does not answer within limit_s seconds counts as dead.
+
+    num_deaths:  workers that have died so far. num_workers: those that take tasks; the others wait for room.
 
     Example:
         >>> with WorkerPool(0, lambda: len) as pool:
@@ -103,18 +77,21 @@ class WorkerPool:
     ) -> None:
         """start: of workers; None: of processes. Raises UserError if a worker cannot be started."""
         self._inline = make_handler(*args) if num_workers == 0 else None
-        self._handler, self._limit_s, self._start = (make_handler, args), limit_s, start or _Process
-        self._tasks: queue.SimpleQueue[tuple[Any, Future[Any]] | None] = queue.SimpleQueue()
+        self._handler, self._limit_s, self._start = (make_handler, args), limit_s, start or WorkerProcess
+        # By number, so that a task whose worker died is the next again.
+        self._tasks: queue.PriorityQueue[tuple[int, _Job | None]] = queue.PriorityQueue()
+        self._numbers = itertools.count()
         self._broken: WorkerDied | None = None
-        self._deaths = itertools.count(1)
-        self.num_deaths = 0
+        self._lock = threading.Lock()
+        self._num_blamed, self._is_closing = 0, False
+        self.num_deaths, self.num_workers = 0, num_workers
         self._threads: list[threading.Thread] = []
         workers: list[Worker] = []
         try:
             for _ in range(num_workers):
                 workers.append(self._start(self._handler, limit_s))
             for worker in workers:
-                worker.ready()
+                worker.ready(lambda: False)
         except (OSError, UserError) as error:
             for worker in workers:
                 worker.end()
@@ -134,7 +111,7 @@ class WorkerPool:
         """The future result of a task. It raises the handler's exception, or WorkerDied."""
         future: Future[Any] = Future()
         if self._inline is None:
-            self._tasks.put((task, future))
+            self._tasks.put((next(self._numbers), _Job(task, future)))
             return future
         try:
             future.set_result(self._inline(task))
@@ -144,8 +121,9 @@ class WorkerPool:
 
     def close(self) -> None:
         """Let the workers finish all submitted tasks, then end them."""
+        self._is_closing = True
         for _ in self._threads:
-            self._tasks.put(None)
+            self._tasks.put((next(self._numbers), None))
         for thread in self._threads:
             thread.join()
         self._threads.clear()
@@ -161,184 +139,93 @@ class WorkerPool:
 
     def _run(self, worker: Worker) -> None:
         """Run tasks on a worker and its replacements, until there are no more tasks."""
-        while (item := self._tasks.get()) is not None:
-            task, future = item
-            if not future.set_running_or_notify_cancel():
+        while True:
+            number, job = self._tasks.get()
+            if job is None:
+                break
+            if not job.begin():
                 continue
-            deaths: list[WorkerDied] = []
-            while not future.done():
-                try:
-                    if self._broken:
-                        raise self._broken
-                    succeeded, value = worker.run(task)
-                    future.set_result(value) if succeeded else future.set_exception(value)
-                except (EOFError, OSError) as error:
-                    deaths.append(self._record_death(worker, task, error))
-                    worker = self._replace(worker)
-                    if len(deaths) == _MAX_TASK_DEATHS and not self._broken:
-                        future.set_exception(deaths[-1])
-                except Exception as error:
-                    future.set_exception(error)
+            try:
+                if self._broken:
+                    raise self._broken
+                succeeded, value = worker.run(job.task)
+                job.future.set_result(value) if succeeded else job.future.set_exception(value)
+            except (EOFError, OSError) as error:
+                self._retry(number, job, worker, error)
+                worker = self._replace(worker)
+            except Exception as error:
+                job.future.set_exception(error)
         worker.end()
 
-    def _record_death(self, worker: Worker, task: Any, error: Exception) -> WorkerDied:
-        """The death of a worker as an error; after _MAX_POOL_DEATHS the pool gives up."""
-        how = worker.cause_of_death(error)
-        text = f"{_article(worker.name)} {how} while it had {task!r:.300}"
-        self.num_deaths = num_deaths = next(self._deaths)
-        if num_deaths >= _MAX_POOL_DEATHS:
-            hint = f"{num_deaths} workers have died; is the machine short of memory? Use fewer (data.num_workers)"
-            self._broken = WorkerDied(f"{text}; {hint}", how, is_final=True)
-        return WorkerDied(text, how)
+    def _retry(self, number: int, job: _Job, dead: Worker, error: Exception) -> None:
+        """Give the task of a dead worker to another, unless it has killed two."""
+        with self._lock:
+            self.num_deaths += 1
+            self.num_workers -= 1
+        # To find out why a worker died may take a minute, for which others do not wait.
+        is_first = not job.num_deaths
+        if is_first:
+            self._tasks.put((number, job))
+        try:
+            death = dead.cause_of_death(error)
+        except UserError as gone:
+            death = Death(f"is gone ({str(gone).rstrip('.')})", by_task=False)
+            self._broken = self._broken or WorkerDied(f"{_article(dead.name)} {death.how}", death.how, is_final=True)
+        died = self._noted(job, dead, death)
+        if is_first:
+            return
+        if job.num_deaths >= _MAX_TASK_DEATHS:
+            job.future.set_exception(self._broken or died)
+        else:
+            self._tasks.put((number, job))
+
+    def _noted(self, job: _Job, dead: Worker, death: Death) -> WorkerDied:
+        """The death of a worker as an error; after _MAX_POOL_DEATHS by tasks the pool gives up."""
+        text = f"{_article(dead.name)} {death.how} while it had {job.task!r:.300}"
+        with self._lock:
+            job.num_deaths += death.by_task
+            self._num_blamed += death.by_task
+            if self._num_blamed >= _MAX_POOL_DEATHS and not self._broken:
+                hint = f"{self.num_deaths} workers have died; is the machine short of memory?"
+                self._broken = WorkerDied(f"{text}; {hint} Use fewer (data.num_workers)", death.how, is_final=True)
+        return WorkerDied(text, death.how)
 
     def _replace(self, dead: Worker) -> Worker:
         """A new worker; the dead one, which gets no more tasks, if the pool has given up."""
-        if not self._broken:
-            try:
-                worker = self._start(self._handler, self._limit_s)
-                worker.ready()
-                return worker
-            except (OSError, UserError) as error:
-                why = error.strerror if isinstance(error, OSError) else error
-                text = f"{_article(dead.name)} has died, and no other can be started ({why})"
-                self._broken = WorkerDied(text, "cannot be started", is_final=True)
+        if self._broken:
+            return dead
+        try:
+            worker = self._start(self._handler, self._limit_s)
+        except (OSError, UserError) as error:
+            return self._without(dead, error)
+        try:
+            worker.ready(self._goes_on)
+        except (OSError, UserError) as error:
+            worker.end()
+            return self._without(dead, error)
+        with self._lock:
+            self.num_workers += 1
+        return worker
+
+    def _goes_on(self) -> bool:
+        """Whether other workers take tasks. Raises WorkerDied if the pool has given up, or needs no more workers."""
+        if self._broken or self._is_drained():
+            raise self._broken or WorkerDied("the pool is closing", "was closed", is_final=True)
+        return self.num_workers > 0
+
+    def _is_drained(self) -> bool:
+        """Whether the pool is closing, and no task waits."""
+        with self._tasks.mutex:
+            return self._is_closing and all(job is None for _, job in self._tasks.queue)
+
+    def _without(self, dead: Worker, error: OSError | UserError) -> Worker:
+        """Give up, as no other worker can be started in place of a dead one, which is returned."""
+        if not self._broken and not self._is_drained():
+            why = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
+            text = f"{_article(dead.name)} has died, and no other can be started ({why})"
+            self._broken = WorkerDied(text, "cannot be started", is_final=True)
         return dead
-
-
-class _Process:
-    """One process, and the socket to it: a `Worker`. Raises OSError if it cannot be started."""
-
-    name = "worker process"
-
-    def __init__(self, handler: HandlerParts, limit_s: float) -> None:
-        self._handler: HandlerParts | None = handler
-        self._limit_s = limit_s
-        self._link, self._process = _start_worker()
-        self._link.settimeout(limit_s)
-
-    def ready(self) -> None:
-        """As `Worker.ready`: tasks wait in its socket."""
-
-    def run(self, task: Any) -> tuple[bool, Any]:
-        """As `Worker.run`."""
-        if self._handler is not None:
-            _send(self._link, self._handler)
-            self._handler = None
-        _send(self._link, task)
-        return _receive(self._link)  # type: ignore[no-any-return]
-
-    def cause_of_death(self, error: Exception) -> str:
-        """As `Worker.cause_of_death`."""
-        if isinstance(error, TimeoutError):
-            self._process.kill()
-            self.end()
-            return f"gave no answer within {self._limit_s:g} s"
-        self.end()
-        code = self._process.returncode
-        if code == -signal.SIGKILL:
-            return "was killed by SIGKILL, as the system does where memory is short"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-
-    def end(self) -> None:
-        """Close the socket and wait for the process; kill it if it does not end."""
-        self._link.close()
-        try:
-            self._process.wait(_EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-def serve(descriptor: int) -> None:
-    """A worker process's side: run tasks until the socket closes."""
-    # A terminal signals all its processes, and torchrun a rank with its children. The rank may still finish its step;
-    # its workers end when the rank ends.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    with socket.socket(fileno=descriptor) as link:
-        try:
-            try:
-                make_handler, args = _receive(link)
-                handler = make_handler(*args)
-            except (EOFError, OSError):
-                raise
-            except Exception as error:
-                failure = error
-
-                def handler(task: Any) -> Any:
-                    raise failure
-
-            while True:
-                _send(link, answer(handler, _receive(link)))
-        except (EOFError, OSError):
-            return
-
-
-def answer(handler: Callable[[Any], Any], task: Any) -> tuple[bool, Any]:
-    """Whether a task succeeded, and its result, or an exception that can be pickled."""
-    try:
-        return True, handler(task)
-    except Exception as error:
-        error.add_note("".join(traceback.format_exception(error)))
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:
-            return False, RuntimeError(f"in a worker process: {traceback.format_exc()}")
-        return False, error
-
-
-def _start_worker() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    ours, theirs = socket.socketpair()
-    # A worker is meant for one core: threads of BLAS would compete for it.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(sys.path)],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-        )
-    return ours, process
-
-
-def pickled(message: Any) -> tuple[bytes, list[memoryview]]:
-    """A message as bytes, and the contents of its arrays, which are not copied."""
-    buffers: list[pickle.PickleBuffer] = []
-    head = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
-    return head, [buffer.raw() for buffer in buffers]
-
-
-def unpickled(head: bytes | memoryview, contents: Sequence[memoryview]) -> Any:
-    """What `pickled` was given. Its arrays are views of `contents`."""
-    return pickle.loads(head, buffers=contents)
 
 
 def _article(name: str) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
-
-
-def _send(link: socket.socket, message: Any) -> None:
-    head, views = pickled(message)
-    sizes = [len(head), *(view.nbytes for view in views)]
-    link.sendall(struct.pack(f"<Q{len(sizes)}Q", len(sizes), *sizes) + head)
-    for view in views:
-        link.sendall(view)
-
-
-def _receive(link: socket.socket) -> Any:
-    (count,) = struct.unpack("<Q", _read(link, 8))
-    sizes = struct.unpack(f"<{count}Q", _read(link, 8 * count))
-    head, *buffers = (_read(link, size) for size in sizes)
-    return unpickled(head, buffers)
-
-
-def _read(link: socket.socket, num_bytes: int) -> memoryview:
-    # Not a bytearray, which would first be filled with zeros.
-    data = np.empty(num_bytes, dtype=np.uint8).data
-    num_read = 0
-    while num_read < num_bytes:
-        received = link.recv_into(data[num_read:])
-        if not received:
-            raise EOFError
-        num_read += received
-    return data

@@ -369,13 +369,14 @@ def _build_planned_job(
             leave_out_of_evaluation(heldout, plan, say, exchange=recipe.context.exchange)
         order = build_order(recipe, dataset, say)
         place = Place.of(plan, world.rank)
-    decoder = open_decoder(recipe.data, dataset.transforms, world, say, cleanup)
+        needs = StageNeeds.of(place, recipe.context.exchange, needs_places=model.backbone.needs_places)
+    reads = bool(needs.readers)
+    decoder = open_decoder(recipe.data, dataset.transforms, world, say, cleanup, reads=reads)
     _check_made(model, [dataset], world)
     _check_same_plan(world, plan)
     _check_same_examples(world, dataset, heldout)
     with world.together():
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
-    needs = StageNeeds.of(place, recipe.context.exchange, needs_places=model.backbone.needs_places)
     step, optimizer = build_part(model, spec, place, PartConfig.of_recipe(recipe, world.device), mesh, world)
     evaluator = None
     if heldout is not None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motet.core.arrays import Float32Array, Float64Array, Int64Array
+from motet.core.modalities import AUDIO
 from motet.data.conversation import TEXT
 from motet.data.dataset import Dataset
 from motet.data.media import MediaRef
@@ -42,10 +43,11 @@ class MadeItem:
     place:     of the example in the held-out dataset. number: of the item, among those of the generator there.
     prompt:    the text before the item. media: the files before it, in order. expected: the file that the answer holds.
     values:    [num_rows, row_dim], of at least float32. size: int64 [size_dim].
+    target:    as values, of the file that the answer holds.
 
     Example:
         >>> row, size = np.zeros((1, 4), np.float32), np.array([1, 1])
-        >>> item = MadeItem(12, "draw", 0, "Draw a seven.", [], "7.png", row, size)
+        >>> item = MadeItem(12, "draw", 0, "Draw a seven.", [], "7.png", row, size, row)
         >>> item.values.shape == (item.size.prod(), 4)
         True
     """
@@ -58,6 +60,7 @@ class MadeItem:
     expected: str
     values: Float32Array | Float64Array
     size: Int64Array
+    target: Float32Array | Float64Array
 
 
 def makers(model: MLLM) -> list[str]:
@@ -119,13 +122,15 @@ def named_items(
 
     examples: as of `make_items`.
     """
-    sizes = batch.media[generator][1].numpy()
-    of_items = np.split(values.cpu().numpy(), np.cumsum(sizes.prod(axis=1))[:-1])
+    targets, sizes = batch.media[generator][0], batch.media[generator][1].numpy()
+    ends = np.cumsum(sizes.prod(axis=1))[:-1]
+    of_items = np.split(values.cpu().numpy(), ends)
+    held = np.split(targets.to(torch.promote_types(targets.dtype, torch.float32)).cpu().numpy(), ends)
     owner, items = batch.lengths.items[generator].example, batch.decision.items_on(generator, replica)
     numbers = items - np.searchsorted(owner, owner[items])
     return [
-        _made_item(dataset, int(examples[owner[item]]), generator, int(number), of_item, size)
-        for item, number, of_item, size in zip(items, numbers, of_items, sizes, strict=True)
+        _made_item(dataset, int(examples[owner[item]]), generator, int(number), of_item, size, target)
+        for item, number, of_item, size, target in zip(items, numbers, of_items, sizes, held, strict=True)
     ]
 
 
@@ -139,7 +144,8 @@ def write_items(run_dir: Path, step: int, items: Sequence[MadeItem], transforms:
     """Write a file of each item, and `made.json`, which names them.
 
     An image or a spectrogram where the transform can show one, else the values as a numpy file. Those of earlier steps
-    stay. Of no items nothing is written. transforms: by generator. Raises OSError.
+    stay. Beside what was made of a clip stands the spectrogram of the one that the answer holds. Of no items nothing is
+    written. transforms: by generator. Raises OSError.
     """
     if not items:
         (run_dir / LIST).unlink(missing_ok=True)  # Of an earlier run here.
@@ -148,20 +154,24 @@ def write_items(run_dir: Path, step: int, items: Sequence[MadeItem], transforms:
     (run_dir / folder).mkdir(parents=True, exist_ok=True)
     lines = []
     for item in items:
-        content, suffix = _content(transforms[item.generator], item)
-        file = folder / f"{item.generator}-{item.place:06d}-{item.number}{suffix}"
-        (run_dir / file).write_bytes(content)
-        kept = {key: value for key, value in vars(item).items() if key not in ("values", "size")}
-        lines.append({"step": step, **kept, "file": str(file)})
+        transform, name = transforms[item.generator], f"{item.generator}-{item.place:06d}-{item.number}"
+        written = {"file": item.values} | ({"expected_shown": item.target} if transform.modality == AUDIO else {})
+        kept = {key: value for key, value in vars(item).items() if key not in ("values", "size", "target")}
+        for key, values in written.items():
+            content, suffix = _content(transform, values, item.size)
+            file = folder / f"{name}{'' if key == 'file' else '-expected'}{suffix}"
+            (run_dir / file).write_bytes(content)
+            kept[key] = str(file)
+        lines.append({"step": step, **kept})
     (run_dir / LIST).write_text(to_json(lines, ensure_ascii=False, indent=1), encoding="utf-8")
 
 
-def _content(transform: Any, item: MadeItem) -> tuple[bytes, str]:
+def _content(transform: Any, values: Float32Array | Float64Array, size: Int64Array) -> tuple[bytes, str]:
     stream = io.BytesIO()
     if hasattr(transform, "picture"):
-        transform.picture(item.values, item.size).save(stream, format="PNG")
+        transform.picture(values, size).save(stream, format="PNG")
         return stream.getvalue(), ".png"
-    np.save(stream, item.values)
+    np.save(stream, values)
     return stream.getvalue(), ".npy"
 
 
@@ -172,11 +182,18 @@ def _made_refs(dataset: Dataset, example: int, generator: str) -> list[tuple[int
 
 
 def _made_item(
-    dataset: Dataset, example: int, generator: str, number: int, values: Float32Array | Float64Array, size: Int64Array
+    dataset: Dataset,
+    example: int,
+    generator: str,
+    number: int,
+    values: Float32Array | Float64Array,
+    size: Int64Array,
+    target: Float32Array | Float64Array,
 ) -> MadeItem:
     place, ref = _made_refs(dataset, example, generator)[number]
     before = [each.name for each in dataset.media_refs(example)[:place]]
-    return MadeItem(example, generator, number, _text_before(dataset, example, place), before, ref.name, values, size)
+    prompt = _text_before(dataset, example, place)
+    return MadeItem(example, generator, number, prompt, before, ref.name, values, size, target)
 
 
 def _text_before(dataset: Dataset, example: int, place: int) -> str:

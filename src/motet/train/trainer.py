@@ -35,6 +35,7 @@ from motet.train.recipe.recipe import Recipe, dump_recipe
 from motet.train.recompute_measured import RankCorrection, correction_words
 from motet.train.report.beside import LAST_STEP
 from motet.train.report.metrics import (
+    DecodingSoFar,
     MeasuredStep,
     StepEnd,
     balance_metrics,
@@ -205,9 +206,7 @@ class _Run:
                     result.seconds_by_action,
                     self.job.recomputation.metrics(fed.batches),
                     RankTime.of(result),
-                    feed.ahead,
-                    self.job.decoder.store_bytes,
-                    self.job.decoder.num_deaths,
+                    DecodingSoFar.of(feed.ahead, self.job.decoder),
                     lacking_bytes,
                 )
                 ended = now

@@ -1,6 +1,7 @@
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from motet.data.audio import AudioTransform
 from motet.data.decode import Decoder
 from motet.data.images import ImageTransform
 from motet.data.media import BadMedia, MediaRef
+from motet.data.worker import Death
 from motet.data.workers import WorkerDied, WorkerPool
 from ranks import TIMEOUT_S
 from unit.data.samples import write_clip, write_image
@@ -115,6 +117,76 @@ def test_where_workers_go_on_dying_every_task_fails(monkeypatch):
         for future in [*futures[1:], pool.submit("c")]:
             with pytest.raises(WorkerDied, match="4 workers have died; is the machine short of memory"):
                 future.result(TIMEOUT_S)
+
+
+class Elsewhere:
+    """Workers of two machines. `gone` has those that died, without a word; there is room for others again if `room`."""
+
+    name = "actor"
+    gone, room, begun = set(), threading.Event(), []
+
+    def __init__(self, handler, limit_s):
+        make_handler, args = handler
+        self.handler, self.machine = make_handler(*args), len(self.begun) % 2
+        self.begun.append(self)
+
+    def ready(self, may_wait):
+        while len(self.begun) > 2 and not self.room.wait(0.01):
+            if not may_wait():
+                raise UserError("no room.")
+
+    def run(self, task):
+        if self.machine in self.gone:
+            raise EOFError
+        return True, self.handler(task)
+
+    def cause_of_death(self, error):
+        return Death("died with its machine", by_task=False)
+
+    def end(self):
+        pass
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    for name, fresh in (("gone", set()), ("room", threading.Event()), ("begun", [])):
+        monkeypatch.setattr(Elsewhere, name, fresh)
+    return Elsewhere
+
+
+def wait_until(held):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not held():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_machine_that_dies_costs_no_task_and_its_workers_wait_for_room(elsewhere):
+    with WorkerPool(2, Obey, start=elsewhere) as pool:
+        assert pool.submit(0).result(TIMEOUT_S)[1] == 0
+        elsewhere.gone.add(1)
+        wait_until(lambda: pool.submit(0).result(TIMEOUT_S) and pool.num_deaths)
+        assert [pool.submit(task).result(TIMEOUT_S)[1] for task in range(9)] == [*range(9)]
+        assert pool.num_workers == 1
+        elsewhere.gone.clear()
+        elsewhere.room.set()
+        wait_until(lambda: pool.num_workers == 2)
+    assert pool.num_deaths == 1
+
+
+def test_a_pool_closes_though_a_worker_waits_for_room(elsewhere):
+    with WorkerPool(2, Obey, start=elsewhere) as pool:
+        elsewhere.gone.add(1)
+        wait_until(lambda: pool.submit(0).result(TIMEOUT_S) and pool.num_deaths)
+
+
+def test_a_pool_ends_with_its_last_machine(elsewhere):
+    with WorkerPool(2, Obey, start=elsewhere) as pool:
+        elsewhere.gone |= {0, 1}
+        for future in [pool.submit(task) for task in range(9)]:
+            with pytest.raises(WorkerDied, match=r"^an actor has died, and no other .* \(no room\)$") as died:
+                future.result(TIMEOUT_S)
+            assert died.value.is_final
 
 
 def test_processes_that_cannot_be_started_are_a_sentence(monkeypatch):

@@ -19,7 +19,7 @@ from motet.data.media import BadMedia, MediaRef, modality_of
 from motet.data.own_items import OwnTransform
 from motet.data.ray_actors import HandlerActor
 from motet.data.transforms import load_media
-from motet.data.workers import pickled, unpickled
+from motet.data.worker_process import pickled, unpickled
 from motet.train.recipe.recipe import load_recipe
 
 FILE = """

@@ -6,9 +6,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
+import numpy as np
+
 from motet.data.config import LoadingConfig
 from motet.data.decode import Decoder
-from motet.data.ray_actors import RayCluster, RayServer
+from motet.data.ray_actors import RayCluster
+from motet.data.ray_server import RayServer
 from motet.data.transforms import Transform
 from motet.train.world import World
 
@@ -19,24 +22,39 @@ def open_decoder(
     world: World,
     say: Callable[[str], None],
     cleanup: ExitStack,
+    *,
+    reads: bool = True,
 ) -> Decoder:
     """The Decoder of this rank, which `cleanup` closes. A collective.
 
+    reads: whether this rank reads media. Where some do not, those that do have their actors of Ray, too.
     Raises JointUserError where Ray is not installed, cannot be reached, or has no CPU for the actors.
     """
-    cluster = None
+    cluster, num_workers = None, config.num_workers
     if config.service == "ray":
         cluster = _joined(config, world, cleanup)
+        num_workers = _share(config, world, reads)
     with world.together():
-        decoder = cleanup.enter_context(Decoder(transforms, config.num_workers, cluster))
+        decoder = cleanup.enter_context(Decoder(transforms, num_workers, cluster))
     if cluster is not None:
         whose = "that runs at " + cluster.address if not _is_embedded(config) else "of this run"
         nodes = "a node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
-        say(
-            f"Ray decodes: {config.num_workers} actors of each rank, in a cluster {whose}, with {nodes}; its store "
-            "holds one result of each."
-        )
+        shares = world.gather(num_workers)
+        of_each = f"{num_workers} actors of each rank"
+        if not all(shares):
+            of_each = f"{sum(shares)} actors of {np.count_nonzero(shares)} of {world.num_ranks} ranks, which read media"
+        say(f"Ray decodes: {of_each}, in a cluster {whose}, with {nodes}; its store holds one result of each.")
     return decoder
+
+
+def _share(config: LoadingConfig, world: World, reads: bool) -> int:
+    """How many actors this rank has of those of all ranks that share a cluster. A collective."""
+    first = world.rank - world.rank % world.ranks_per_node if _is_embedded(config) else 0
+    stop = min(first + world.ranks_per_node, world.num_ranks) if _is_embedded(config) else world.num_ranks
+    reading = [rank for rank, each in enumerate(world.gather(reads)) if each and first <= rank < stop]
+    if not reads:
+        return 0
+    return len(range(reading.index(world.rank), config.num_workers * (stop - first), len(reading)))
 
 
 def _is_embedded(config: LoadingConfig) -> bool:

@@ -27,12 +27,50 @@ from motet.core.assignment import Assignment
 from motet.core.spec import ModelSpec, Module
 from motet.core.workload import BACKBONE
 from motet.cost.flops import hfu, mfu
+from motet.data.decode import Decoder
 from motet.dispatch import RankBatch
 from motet.runtime.step import StepResult
 from motet.simulate.predict.prediction import Prediction
 from motet.train.input.feed import Ahead, StepInput
 from motet.train.report.rank_time import RankTime, busiest_bubbles, joined_bubbles
 from motet.train.world import World
+
+
+@dataclass(frozen=True)
+class DecodingSoFar:
+    """What was loaded for a rank, and by whom.
+
+    ahead:       what waited, loaded, when the step was asked for.
+    store_bytes: the most that results of the rank's actors have taken in Ray's object store at once.
+    num_workers, num_deaths: of what decodes for the rank: those that do, and those that have died so far.
+    """
+
+    ahead: Ahead
+    store_bytes: int
+    num_workers: int
+    num_deaths: int
+
+    @classmethod
+    def of(cls, ahead: Ahead, decoder: Decoder) -> DecodingSoFar:
+        return cls(ahead, decoder.store_bytes, decoder.num_workers, decoder.num_deaths)
+
+    @property
+    def row(self) -> list[float]:
+        """As numbers, of which `joined` takes the largest and the sum over ranks."""
+        figures = (self.store_bytes, host_bytes(), self.num_workers, self.num_deaths)
+        return [-float(self.ahead.steps), float(self.ahead.media_bytes), *map(float, figures)]
+
+    @staticmethod
+    def joined(largest: Sequence[float], sums: Sequence[float]) -> dict[str, int]:
+        """For the metrics: of the rank that has fewest steps, most bytes; and all workers."""
+        return {
+            "steps": int(-largest[0]),
+            "media_bytes": int(largest[1]),
+            "store_bytes": int(largest[2]),
+            "host_bytes": int(largest[3]),
+            "workers": round(sums[4]),
+            "deaths": round(sums[5]),
+        }
 
 
 @dataclass(frozen=True)
@@ -46,9 +84,7 @@ class MeasuredStep:
     actions:     name -> seconds of an action; all ranks have the same names in the same order.
     recomputed:  module -> the recomputed blocks of each microbatch; all ranks have the same names in the same order.
     time:        in which it computed, and bubbles.
-    ahead:       what waited, loaded, when the step was asked for.
-    store_bytes: the most that results of the rank's actors have taken in Ray's object store at once.
-    num_deaths:  of what decodes for the rank, so far.
+    decoding:    what was loaded for the rank, and by whom.
     lacking_bytes: what a microbatch takes, by prediction, above what the rank may fill; 0 if nothing is predicted.
     """
 
@@ -59,9 +95,7 @@ class MeasuredStep:
     actions: Mapping[str, float]
     recomputed: Mapping[str, Sequence[int]]
     time: RankTime
-    ahead: Ahead
-    store_bytes: int
-    num_deaths: int
+    decoding: DecodingSoFar
     lacking_bytes: float = 0.0
 
 
@@ -99,10 +133,7 @@ def gather_measured(measured: MeasuredStep, world: World, request: int) -> tuple
         measured.core_wait_s,
         float(peak_memory_bytes(world.device)),
         measured.lacking_bytes,
-        -float(measured.ahead.steps),
-        float(measured.ahead.media_bytes),
-        float(measured.store_bytes),
-        float(measured.num_deaths),
+        *measured.decoding.row,
     ]
     most = [float(max(blocks)) for blocks in measured.recomputed.values()]
     usual = [sum(blocks) / len(blocks) for blocks in measured.recomputed.values()]
@@ -132,12 +163,7 @@ def gather_measured(measured: MeasuredStep, world: World, request: int) -> tuple
             "kind": memory_kind(world.device),
             "lacking_bytes": math.ceil(largest[6]),
         },
-        "ahead": {
-            "steps": int(-largest[7]),
-            "media_bytes": int(largest[8]),
-            "store_bytes": int(largest[9]),
-            "deaths": round(mean[10] * world.num_ranks),
-        },
+        "ahead": DecodingSoFar.joined(largest[7:], [share * world.num_ranks for share in mean[7:]]),
         "actions": actions,
         "recompute": recomputed,
     }
@@ -330,6 +356,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Peak memory of this rank so far: allocated by PyTorch on a GPU, else the resident set of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    return host_bytes()
+
+
+def host_bytes() -> int:
+    """The largest resident set of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB.
 
 

@@ -40,6 +40,7 @@ def write_report(run_dir: Path) -> Path:
         *_loss(steps, summary),
         *_balance(steps, summary),
         *_time(steps),
+        *_ahead(summary),
         *beside_sections(run_dir, summary),
         *_exact_match(summary),
         *_made(made, run_dir),
@@ -178,6 +179,27 @@ def _time(steps: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def _ahead(summary: dict[str, Any]) -> list[str]:
+    """What was loaded ahead, by how many workers, and the memory that it took. Earlier summaries do not say."""
+    ahead = summary.get("ahead")
+    if ahead is None or not ahead["workers"]:
+        return []
+    fewest, deaths = ahead["fewest_workers"], ahead["deaths"]
+    lost = f" {deaths} of them died, and others went on with their items." if deaths else ""
+    fewer = f" While there was room for no more, {fewest} decoded." if fewest < ahead["workers"] else ""
+    rows = {
+        "media loaded ahead": ahead["media_bytes"],
+        "results in Ray's object store": ahead["store_bytes"],
+        "resident memory of the process": ahead["host_bytes"],
+    }
+    lines = (f"<tr><td>{name}</td><td>{num_bytes / 2**20:,.1f}</td></tr>" for name, num_bytes in rows.items())
+    return [
+        "<h2>Loading ahead</h2>",
+        f"<p>{ahead['workers']} workers decoded for all ranks.{lost}{fewer} The most, on any rank:</p>",
+        f"<table><tr><th>what</th><th>MiB</th></tr>{''.join(lines)}</table>",
+    ]
+
+
 def _exact_match(summary: dict[str, Any]) -> list[str]:
     if not summary["exact_match"]:
         return []
@@ -207,7 +229,7 @@ def _made(made: list[dict[str, Any]], run_dir: Path) -> list[str]:
         f"{''.join(_player(Path(path)) for path in item['media'])}<dl>"
         f"<dt>asked</dt><dd>{html.escape(item['prompt'])}</dd></dl>"
         f'<div class="made"><div>made{_player(run_dir / item["file"])}</div>'
-        f"<div>held out{_player(Path(item['expected']))}</div></div></div>"
+        f"<div>held out{_held_out(item, run_dir)}</div></div></div>"
         for item in made
     ]
     return [
@@ -216,6 +238,12 @@ def _made(made: list[dict[str, Any]], run_dir: Path) -> list[str]:
         *cards,
         "</div>",
     ]
+
+
+def _held_out(item: dict[str, Any], run_dir: Path) -> str:
+    """What the answer holds, and of a clip its spectrogram, as what was made is one."""
+    shown = _player(run_dir / item["expected_shown"]) if "expected_shown" in item else ""
+    return shown + _player(Path(item["expected"]))
 
 
 def _card(answer: dict[str, Any]) -> str:

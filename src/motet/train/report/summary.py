@@ -29,6 +29,7 @@ def summarise(
     wall_s:                time of this process, without the parts of the run before it was resumed.
     exact_match:           of the last evaluation.
     overflows, loss_scale: steps that changed nothing as gradients overflowed float16, and the scale of the last step.
+    ahead:                 the most that was loaded ahead, and that it took; None as hfu.
     bytes:                 what all ranks sent, by kind; None for a run that an earlier version began.
     predicted_s, measured_s, makespan_error, bubbles: of the steps after the first ones that were predicted, as medians;
                            the makespan from the first action of any rank to the last, measured over predicted less 1,
@@ -75,6 +76,7 @@ def summarise(
         "exchange_bytes": sum(step["exchange"]["bytes"] for step in steps),
         "exchange_crossing_bytes": sum(step["exchange"]["crossing_bytes"] for step in steps),
         "memory": max((step["memory"] for step in steps), key=lambda memory: memory["peak_bytes"]),
+        "ahead": _ahead(steps),
         **_beside(steps),
         "bad_examples": steps[-1]["bad_examples"],
         "bad_steps": sum(step.get("bad_step") is not None for step in steps),
@@ -215,6 +217,15 @@ def _beside(steps: list[dict[str, Any]]) -> dict[str, Any]:
             "predicted": _bubbles(counted, "predicted_bubbles_s"),
         },
     }
+
+
+def _ahead(steps: list[dict[str, Any]]) -> dict[str, int] | None:
+    """The most of each figure over the steps, and the fewest workers; None if the last line lacks one."""
+    lines = [step["ahead"] for step in steps if "workers" in step.get("ahead", {})]
+    if not lines:
+        return None
+    most = {key: max(line[key] for line in lines) for key in lines[-1] if key != "steps"}
+    return most | {"fewest_workers": min(line["workers"] for line in lines)}
 
 
 def _bytes(steps: list[dict[str, Any]]) -> dict[str, int] | None:
