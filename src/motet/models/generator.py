@@ -139,6 +139,7 @@ class GeneratorModule(nn.Module):
 
     cost = "packed"
     cut = None
+    has_raster = False  # Its query tokens stand one after the other, as text does.
 
     def __init__(
         self,

@@ -133,9 +133,8 @@ def test_an_actor_whose_file_differs_says_so_before_it_decodes(traces, tmp_path,
         (None, f"there is no file {file}"),
     ):
         monkeypatch.setattr(known, "_OWN", {})  # As on another node.
-        monkeypatch.setattr("sys.modules", {**sys.modules})
         for name in [name for name in sys.modules if name.startswith("traces_")]:
-            del sys.modules[name]
+            monkeypatch.delitem(sys.modules, name)
         traces.file.unlink() if text is None else traces.file.write_text(text)
         actor = HandlerActor(head, list(map(bytes, contents)))
         failure = actor.about()[-1]
