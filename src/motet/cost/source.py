@@ -15,9 +15,14 @@ _MEASURED_IN = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64"
 def cost_model(cluster: Cluster, precision: str, profile_file: Path | None = None) -> CostModel:
     """The cost model of a profile or, without one, the analytic model. precision: the plan's.
 
-    Raises UserError for a file that is no profile, for a profile in another precision, and for a cluster that hides
-    what a profile measures.
+    Raises UserError for a precision of which the cluster's devices state no peak, for a file that is no profile, for a
+    profile in another precision, and for a cluster that hides what a profile measures.
     """
+    if precision not in cluster.device.peak_flops:
+        raise UserError(
+            f"The plan computes in {precision}, and {cluster.device.name} has no peak in it (it has "
+            f"{', '.join(cluster.device.peak_flops)}): choose a precision that it has, or another device."
+        )
     if profile_file is None:
         return Analytic(cluster, precision)
     # Imported here: most jobs have no profile, and building the classes that read one takes time.

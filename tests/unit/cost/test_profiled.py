@@ -381,6 +381,13 @@ def test_what_hides_messages_is_not_for_a_profile(profile, tmp_path):
         cost_model(replace(cluster(), tensor_pieces=4), "fp32", tmp_path / "p.json")
 
 
+def test_a_precision_without_a_peak_is_one_sentence(profile, tmp_path):
+    profile.model_copy(update={"precision": "bfloat16"}).write(tmp_path / "p.json")
+    device = replace(cluster().device, name="small", peak_flops={"fp32": 1e12})
+    with pytest.raises(UserError, match=r"computes in bf16, and small has no peak in it \(it has fp32\)"):
+        cost_model(replace(cluster(), device=device), "bf16", tmp_path / "p.json")
+
+
 @pytest.mark.parametrize("text", ["", "[" * 100_000, '{"format": ' + "1" * 5000 + "}", '{"format": NaN}', "\x00"])
 def test_a_damaged_file_is_one_sentence(tmp_path, text):
     path = tmp_path / "profile.json"
