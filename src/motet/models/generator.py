@@ -218,7 +218,12 @@ class GeneratorModule(nn.Module):
         """The module's part of a ModelSpec."""
         return Module.of(name, (each.layer for each in self.layers()))
 
-    def forward(self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array) -> Tensor:
+    def __call__(self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array) -> Tensor:
+        """As `forward`."""
+        # FSDP2 moves each tensor among the arguments to the device, where sizes cannot be read without a wait.
+        return super().__call__(values, sizes.numpy(), rows, keys)
+
+    def forward(self, values: Tensor, sizes: Tensor | Int64Array, rows: Tensor, keys: Int64Array) -> Tensor:
         """The loss of packed items, summed over their rows, a scalar of at least float32.
 
         values [sum(rows), row_dim]; sizes int64 [num_items, size_dim] on the host; rows [num_items * num_queries, dim]
@@ -228,7 +233,7 @@ class GeneratorModule(nn.Module):
         """
         if len(sizes) == 0:
             return self._forward_empty(rows)
-        rows = rows.to(self._dtype)
+        sizes, rows = torch.as_tensor(sizes), rows.to(self._dtype)
         dropped = None
         if self.entrance.drop and self.training:
             dropped = (uniform_of_items(keys, "condition") < self.entrance.drop).to(rows.device)
@@ -253,7 +258,8 @@ class GeneratorModule(nn.Module):
         guidance = sampling.guidance
         if guidance != 1 and self.entrance.nothing is None:
             raise UserError(f"guidance = {guidance:g} takes a generator with drop_condition above 0; set it to 1.")
-        rows, num_items = rows.to(self._dtype), len(sizes)
+        # FSDP2 has moved sizes to the device, as it enters this as it does `forward`.
+        sizes, rows, num_items = sizes.cpu(), rows.to(self._dtype), len(sizes)
         conditions = self.entrance(rows, None)
 
         def guided(predict: Any) -> Tensor:

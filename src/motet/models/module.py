@@ -244,7 +244,12 @@ class ModalityModule(nn.Module):
         """The module's part of a ModelSpec."""
         return Module.of(name, (each.layer for each in self.layers()), padded=self.cost == "padded")
 
-    def forward(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
+    def __call__(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
+        """As `forward`."""
+        # FSDP2 moves each tensor among the arguments to the device, where sizes cannot be read without a wait.
+        return super().__call__(values, sizes.numpy(), shared)
+
+    def forward(self, values: Tensor, sizes: Tensor | Int64Array, shared: SharedItemRows | None = None) -> Tensor:
         """values [sum(rows), row_dim], sizes int64 [num_items, size_dim] on the host -> [sum(num_tokens),
         backbone_dim].
 
@@ -253,6 +258,7 @@ class ModalityModule(nn.Module):
         Without items: [0, backbone_dim], connected to every trainable parameter. Raises UserError if the number of rows
         is not sum(num_tokens), from which the backbone's sequences were laid out.
         """
+        sizes = torch.as_tensor(sizes)
         if shared is not None:
             return self._forward_shared(values, sizes, shared)
         if len(sizes) == 0:

@@ -57,6 +57,14 @@ def test_custom_module_needs_two_members_only():
     assert module.layers()[0].layer.weights == 24
 
 
+def test_sizes_are_no_tensor_where_fsdp_moves_tensors_to_the_device():
+    """Else no encoder that FSDP2 shards could read them on a GPU."""
+    module, moved = module_of(Custom()), []
+    module.register_forward_pre_hook(lambda module, args: moved.extend(map(torch.is_tensor, args)))
+    module(torch.randn(7, 4), torch.tensor([[2, 3], [1, 1]]))
+    assert moved == [True, False, False]
+
+
 def test_blocks_in_a_plain_list_are_run_as_blocks():
     module = module_of(Listed())
     assert module.encoder.blocks == list(module.blocks) == [module.encoder.first, module.encoder.second]
