@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental import _config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.functional import pad
 
 from motet.core.attention_table import AttentionTable
 from motet.core.block_table import BlockTable
@@ -22,6 +23,8 @@ from motet.core.block_table import BlockTable
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MIN_HEAD_DIM = 16
 """Triton multiplies no narrower matrices."""
+_MIN_ROWS = 128
+"""torch compiles anew for fewer rows, whatever kernel is asked for. Rows that see nothing make up for them."""
 
 
 class FlexTable:
@@ -32,6 +35,8 @@ class FlexTable:
     """
 
     def __init__(self, table: AttentionTable, device: torch.device) -> None:
+        self.num_rows, self.missing_rows = table.num_rows, max(0, _MIN_ROWS - table.num_rows)
+        table = _with_blind_rows(table, self.missing_rows)
         made = BlockTable.of(table, least=2)  # torch compiles anew for a dimension of 1
         lists = (made.partial, made.full, made.partial_of_keys, made.full_of_keys)
         missing = (1 << (len(table.start) - 1).bit_length()) - len(table.start)
@@ -51,8 +56,23 @@ class FlexTable:
         sinks: Tensor | None,
     ) -> Tensor:
         """query [1, heads, num_rows, head_dim], key and value [1, kv_heads, num_keys, head_dim] -> as the query."""
-        run = _of_constants(scale, softcap, self.block)
-        return run(query, key, value, self.start, self.end, self.blocks, sinks)
+        return self.attend_by(_of_constants(scale, softcap, self.block), query, key, value, sinks)
+
+    def attend_by(
+        self, run: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        """As `attend`. run: `attend_by` of the module, compiled or not."""
+        rows = pad(query, (0, 0, 0, self.missing_rows)) if self.missing_rows else query
+        return run(rows, key, value, self.start, self.end, self.blocks, sinks)[:, :, : self.num_rows]
+
+
+def _with_blind_rows(table: AttentionTable, count: int) -> AttentionTable:
+    """The table with some rows more behind its own, which see no key."""
+    if count == 0:
+        return table
+    bounds = (np.pad(column, [(0, 0), (0, count)]) for column in (table.start, table.end))
+    rows = np.arange(count) + (table.rows[-1] + 1)
+    return AttentionTable(*bounds, np.append(table.rows, rows), table.keys, np.append(table.document, rows))
 
 
 def has_flex(query: Tensor, dropout: float) -> bool:

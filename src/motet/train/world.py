@@ -188,6 +188,9 @@ def _device(name: str) -> torch.device:
             f"torchrun with --nproc-per-node {num_devices}, or set run.device = 'cpu'."
         )
     torch.cuda.set_device(local_rank)
+    # cuDNN's attention, which Hopper prefers, plans anew for each shape: 5 to 10 ms of the host a call. No two steps of
+    # ragged lengths have one shape (docs/log.md).
+    torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device("cuda", local_rank)
 
 
