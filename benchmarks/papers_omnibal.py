@@ -183,6 +183,7 @@ TABLES: Mapping[str, Callable[[], Iterable[Row]]] = {"OmniBal, Table 9": _table_
 ABSENT = (
     Absent("OmniBal, Tables 1 and 4", "needs GPUs: spreads of forward milliseconds and of memory."),
     Absent("OmniBal, Table 2", "needs GPUs: what models answer after training; GPU-days under ZeRO-3: omnibal.py."),
+    Absent("OmniBal, Figure 4", "curves without numbers, over rounds of ISF on other data."),
     Absent("OmniBal, Tables 3, 5 and 7", "are in benchmarks/omnibal.py and groups.py, recompute.py, and planner.py."),
     Absent(
         "OmniBal, Tables 6, 8 and 10 to 16", "of samples whose lengths are not published, on other GPUs and settings."

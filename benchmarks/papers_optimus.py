@@ -200,5 +200,6 @@ TABLES: Mapping[str, Callable[[], Iterable[Row]]] = {
 ABSENT = (
     Absent("Optimus, Table 3 and Figure 15", "are jobs of benchmarks/planner.py."),
     Absent("Optimus, Table 4", "Alpa needs GPUs: its plans come from its own compiler."),
+    Absent("Optimus, Table 10", "is Table 4 once more."),
     Absent("Optimus, Table 7", "the runtime of the search (322 to 15 s) is beside Motet's in benchmarks/bubbles.py."),
 )

@@ -41,7 +41,8 @@ app = typer.Typer(
 ClusterOption = Annotated[
     str | None,
     typer.Option(
-        metavar="DEVICE", help="What a recipe is for: h100, a40 ...; default: its [cluster], else cpu, this machine."
+        metavar="DEVICE",
+        help="What a recipe is for: h100, a40 ...; default: what it says itself, else cpu, this machine.",
     ),
 ]
 NodesOption = Annotated[int | None, typer.Option(min=1, max=MAX_NODES, help="Nodes of the cluster.")]

@@ -1,12 +1,14 @@
 """The command line itself: quick to answer, and the same as `python -m motet`."""
 
+import re
 import subprocess
 import sys
 
 import pytest
+import typer
 
 import motet
-from motet.cli import main
+from motet.cli import app, main
 from ranks import TIMEOUT_S
 
 
@@ -70,3 +72,10 @@ def test_a_wrong_command_line_is_one_sentence(words, said, monkeypatch, capsys):
     told = capsys.readouterr().err.strip()
     assert said in told
     assert "\n" not in told and told[-1] in ".?"
+
+
+def test_no_help_has_what_rich_would_take_for_its_markup_and_leave_out():
+    commands = typer.main.get_command(app).commands.values()
+    texts = [text for one in commands for text in (one.help, *(getattr(each, "help", "") for each in one.params))]
+    assert any("this machine" in text for text in filter(None, texts))
+    assert not [text for text in filter(None, texts) if re.search(r"\[[a-z/@#]", text)]

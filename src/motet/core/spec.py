@@ -295,6 +295,11 @@ class Module:
         return sum(stack.layer.parameters * stack.count for stack in self.stacks)
 
     @property
+    def num_updated_parameters(self) -> int:
+        """The number of parameters that are updated, of all layers."""
+        return sum(stack.layer.updated_parameters * stack.count for stack in self.stacks)
+
+    @property
     def trainable(self) -> bool:
         """Whether any layer is trainable."""
         return any(stack.layer.trainable for stack in self.stacks)

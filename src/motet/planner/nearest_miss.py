@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,9 +18,11 @@ from motet.core.workload import BACKBONE
 from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy
 from motet.planner.field_pins import before_context, with_pinned_fields
 from motet.planner.job import Job
+from motet.planner.step_bound import step_bound
 
-_NODE_FACTORS = (2, 3, 4, 8)
-"""Multiples of the job's nodes, in the order in which they are tried."""
+_FEW_NODES = 16
+_NODE_FACTORS = (1.25, 1.5, 2, 3, 4, 8)
+"""Every number of nodes up to _FEW_NODES is tried, and these multiples of the job's."""
 _PINS = ("recompute", "microbatch_size", "tp", "pp", "dp", "schedule", "balance")
 """Pins in the order in which they are released: what costs a user least comes first."""
 
@@ -31,7 +34,9 @@ def nearest_miss(ruled_out: Sequence[RuledOut]) -> RuledOut | None:
 
 
 def would_fit(job: Job, strategies: Mapping[str, Strategy], pins: Pins, nearest: RuledOut) -> tuple[str, ...]:
-    """Phrases such as "recomputation of 4 layers", "TP 4", "2 nodes". For each, a strategy proposes once."""
+    """Phrases such as "recomputation of 4 layers", "TP 4", "2 nodes". For each, a strategy proposes once; for the
+    fewest nodes, all that are allowed propose on each number below it on which state alone would fit.
+    """
     strategy = strategies.get(nearest.strategy)
     remedies = list(nearest.remedies)
     # 1. One pin less.
@@ -48,7 +53,8 @@ def would_fit(job: Job, strategies: Mapping[str, Strategy], pins: Pins, nearest:
         remedies += [f"strategy {other!r}"] if other else []
     # 4. More nodes.
     if strategy is not None and nearest.shortfall_bytes:
-        remedies += _on_more_nodes(job, strategy, pins)
+        allowed = {name: strategies[name] for name in pins.strategies or strategies if name in strategies}
+        remedies += _on_more_nodes(job, {nearest.strategy: strategy, **allowed}, pins)
     return tuple(dict.fromkeys(remedies))
 
 
@@ -73,12 +79,23 @@ def _words(name: str, plan: Plan) -> str:
     return f"{name} {getattr(plan, name)!r}"
 
 
-def _on_more_nodes(job: Job, strategy: Strategy, pins: Pins) -> Iterator[str]:
-    for factor in _NODE_FACTORS:
-        cluster = replace(job.cluster, num_nodes=factor * job.cluster.num_nodes)
-        if _proposed(strategy, job.on(cluster), pins):
-            yield f"{cluster.num_nodes:,} nodes"
+def _on_more_nodes(job: Job, strategies: Mapping[str, Strategy], pins: Pins) -> Iterator[str]:
+    """The fewest nodes on which a strategy has a Plan, and by which if it is not the first."""
+    first, *_ = strategies
+    for num_nodes in _more_nodes(job.cluster.num_nodes):
+        larger = job.on(replace(job.cluster, num_nodes=num_nodes))
+        if math.isinf(step_bound(larger).step_s):
+            continue
+        name = next((name for name, strategy in strategies.items() if _proposed(strategy, larger, pins)), None)
+        if name is not None:
+            yield f"{num_nodes:,} nodes" + ("" if name == first else f" ({name})")
             return
+
+
+def _more_nodes(num_nodes: int) -> list[int]:
+    """The numbers of nodes above a number that are tried, ascending."""
+    multiples = (math.ceil(factor * num_nodes) for factor in _NODE_FACTORS)
+    return sorted({number for number in (*range(_FEW_NODES + 1), *multiples) if number > num_nodes})
 
 
 def _proposed(strategy: Strategy, job: Job, pins: Pins) -> Candidate | None:

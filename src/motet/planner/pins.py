@@ -23,6 +23,7 @@ _KEYS = tuple(
     "strategy" if field.name == "strategies" else field.name for field in fields(Pins) if field.name not in _BY_MODULE
 )
 _FIELDS = tuple(field.name for field in fields(FieldPins))
+_OF_MODULE = _DEGREES + _FIELDS
 _MAX_DIGITS = 9
 
 
@@ -55,9 +56,9 @@ def parse_pins(texts: Sequence[str], strategies: Iterable[str]) -> Pins:
             key = f"{BACKBONE}.cp"
         module, _, name = key.rpartition(".")
         name = name if module else key
-        given, known = (modules.setdefault(module, {}), _DEGREES + _FIELDS) if module else (pinned, _KEYS)
+        given, known = (modules.setdefault(module, {}), _OF_MODULE) if module else (pinned, _KEYS)
         if name not in known:
-            raise UserError(f"--pin {text}: there is no {name!r} to pin{_suggestion(name, known)}")
+            raise UserError(f"--pin {text}: there is no {name!r} to pin{_suggestion(name, module)}")
         if name in given:
             raise UserError(f"--pin {text}: {key} is pinned twice; it can be pinned to one value.")
         if name in _FIELDS and module:
@@ -162,6 +163,10 @@ def _one_of(text: str, value: str, choices: Sequence[str]) -> str:
     return value
 
 
-def _suggestion(key: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
-    return f"; did you mean '{close[0]}'?" if close else f"; there are {', '.join(known)}."
+def _suggestion(key: str, module: str) -> str:
+    """Keys that were perhaps meant: the closest, or all, and those of modules beside those of a Plan."""
+    known = _OF_MODULE if module else (*_KEYS, "cp")
+    if close := difflib.get_close_matches(key, known, n=1):
+        return f"; did you mean '{close[0]}'?"
+    of_module = "" if module else f"; and of a module, as in image.tp, {', '.join(_OF_MODULE)}"
+    return f"; there are {', '.join(known)}{of_module}."

@@ -100,6 +100,7 @@ def test_what_is_found_has_the_pinned_fields(texts):
         ("image.unit=", "must have a name"),
         ("fills=0-1F0", "RANK:ACTION<BEFORE"),
         ("image.recomputes=1", "did you mean 'recompute'"),
+        ("colour=2", "there are strategy, tp, .*, fills, cp; and of a module, as in image.tp, tp, cp, .*, zero, "),
     ],
 )
 def test_a_field_that_cannot_be_read_is_refused(text, said):

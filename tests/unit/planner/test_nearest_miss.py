@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from motet.planner.candidate import Candidate, Pins, RuledOut
+from motet.planner.candidate import Candidate, Pins, PruningStrategy, RuledOut
 from motet.planner.job import Job
 from motet.planner.nearest_miss import nearest_miss, would_fit
 from motet.planner.search import search
@@ -70,9 +70,27 @@ def test_the_layers_that_would_have_to_be_recomputed_are_counted():
 
 
 def test_with_nothing_pinned_more_nodes_are_what_is_left():
-    found = searched(Pins(), 40)
+    found = searched(Pins(), 120)
     assert not found.results
-    assert all(re.fullmatch(r"\d+ nodes", remedy) for remedy in found.remedies)
+    (remedy,) = found.remedies
+    nearest = nearest_miss(found.ruled_out)
+    assert nearest and fits(remedy, found.job, Pins(strategies=(nearest.strategy,)))
+
+
+def test_the_nodes_that_are_named_are_the_fewest_by_any_strategy():
+    given = job(memory_mbytes=80)
+    quick = {name: one for name, one in STRATEGIES.items() if not isinstance(one, PruningStrategy)}
+    (remedy,) = would_fit(given, quick, Pins(), RuledOut("chain", "", "a rank lacks memory", 1.0))
+    match = re.fullmatch(r"(\d+) nodes \((.+)\)", remedy)
+    assert match and match[2] != "chain"
+
+    def fits_on(num_nodes: int, *names: str) -> bool:
+        larger = job(memory_mbytes=80, num_nodes=num_nodes)
+        return any(isinstance(one, Candidate) for name in names for one in quick[name](larger, Pins()))
+
+    num_nodes = int(match[1])
+    assert fits_on(num_nodes, match[2]) and not fits_on(num_nodes, "chain")
+    assert num_nodes > given.cluster.num_nodes + 1 and not fits_on(num_nodes - 1, *quick)
 
 
 def test_a_degree_that_does_not_divide_is_let_go():

@@ -1,6 +1,6 @@
 // Draws DATA (page.py says what is in it) on a canvas; the wheel zooms, dragging pans, hovering names an action.
 "use strict";
-const LEFT = 112, RIGHT = 56, COMPUTE = 0.74, TICK_STEPS = [1, 2, 5];
+const LEFT = 112, RIGHT = 56, COMPUTE = 0.74, RUN_GAP = 2, TICK_STEPS = [1, 2, 5];
 const canvas = document.getElementById("rows"), axis = document.getElementById("axis");
 const tip = document.getElementById("tip");
 const height = Math.max(14, Math.min(44, Math.floor(480 / DATA.rows.length)));
@@ -64,23 +64,47 @@ function draw() {
 
 function drawRow(context, row, top, font) {
   const drawnTo = [-1, -1];
+  let run = null;
   context.textAlign = "center";
   for (let i = 0; i < row.starts.length && row.starts[i] < to; i++) {
     const end = row.starts[i] + row.durations[i];
     if (end < from) continue;
-    const [fill, band, text] = DATA.paints[row.paints[i]];
+    const [fill, band] = DATA.paints[row.paints[i]];
     const left = x(row.starts[i]), right = x(end);
+    if (!band) run = inRun(context, run, row, i, left, right, top, font);
     if (right - left < 0.3 && right < drawnTo[band] + 0.3) continue;
     drawnTo[band] = right;
     const gap = right - left > 6 ? 0.7 : 0;
     const y = top + (band ? COMPUTE + 0.04 : 0) * height;
     context.fillStyle = fill;
     context.fillRect(left, y, Math.max(right - left - gap, 0.3), (band ? 0.2 : COMPUTE) * height);
-    const number = row.microbatches[i];
-    if (band || !DATA.numbered || number < 0 || right - left < (String(number).length * 0.62 + 0.3) * font) continue;
-    context.fillStyle = text;
-    context.fillText(number, (Math.max(left, LEFT) + Math.min(right, width - RIGHT)) / 2, y + (height * COMPUTE) / 2);
   }
+  drawNumbers(context, run, top, font);
+}
+
+// Boxes in a row that are painted alike and are of one microbatch; the numbers of the run before are drawn.
+function inRun(context, run, row, i, left, right, top, font) {
+  const number = row.microbatches[i], paint = row.paints[i];
+  if (run === null || run.number !== number || run.paint !== paint || left - run.right > RUN_GAP) {
+    drawNumbers(context, run, top, font);
+    run = { number, paint, left, right, boxes: [] };
+  }
+  run.right = right;
+  if (hasRoom(number, left, right, font)) run.boxes.push([left, right]);
+  return run;
+}
+
+// A number in each box of a run that has room, or one for all.
+function drawNumbers(context, run, top, font) {
+  if (run === null || !DATA.numbered || run.number < 0) return;
+  const whole = hasRoom(run.number, run.left, run.right, font) ? [[run.left, run.right]] : [];
+  context.fillStyle = DATA.paints[run.paint][2];
+  for (const [left, right] of run.boxes.length ? run.boxes : whole)
+    context.fillText(run.number, (Math.max(left, LEFT) + Math.min(right, width - RIGHT)) / 2, top + (height * COMPUTE) / 2);
+}
+
+function hasRoom(number, left, right, font) {
+  return right - left >= (String(number).length * 0.62 + 0.3) * font;
 }
 
 function drawAxis() {

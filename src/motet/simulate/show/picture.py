@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from motet.core.arrays import BoolArray, Float64Array, UInt8Array
+from motet.core.arrays import BoolArray, Float64Array, Int64Array, UInt8Array
 from motet.core.errors import UserError
 from motet.core.timeline import Timeline
 from motet.simulate.show.drawing import BUBBLE, INK, SOFT, Drawing, LegendEntry, draw, is_light, time_unit
@@ -29,6 +29,8 @@ _COMPUTE_SHARE = 0.74
 _PARTS = (_COMPUTE_SHARE, 0.78, 0.96)
 """Shares of a row's height: where compute ends, and where the band of communication begins and ends."""
 _LINE_LETTERS = 170
+_RUN_GAP = 4.0
+"""The most pixels between boxes of a run, which may have one number."""
 _LINES = ((16.0, 0.9), (5.0, 0.55))
 """(least width of a box, width of the white line at its end). Such boxes take whole pixels."""
 
@@ -121,14 +123,42 @@ def _draw_labels(pen: ImageDraw.ImageDraw, drawing: Drawing, row_height: int, to
         narrower = min(1.0, (_LEFT - 12) / max(_font(size).getlength(name), 1.0))
         pen.text((_LEFT - 8, y), name, INK, _font(float(round(size * narrower))), anchor="rm")
         pen.text((_LEFT + _BREADTH + 14, y), f"{share:.1%}", INK, _font(size), anchor="lm")
-    fitting = _widths(drawing) / (np.char.str_len(drawing.number.astype(str)) * 0.62 + 0.2)
-    has_room = (fitting > max(0.5 * size, 9.0)) & (drawing.number >= 0) & ~_in_band(drawing) & drawing.is_numbered
     ink = [INK if is_light(paint.colour) else "white" for paint in drawing.paints]
-    x = _LEFT + (drawing.start_s + drawing.end_s) / 2 * _pixels_per_s(drawing)
-    for box in np.flatnonzero(has_room).tolist():
-        font = _font(float(min(size, round(fitting[box]))))
-        at = float(x[box]), middle[drawing.row[box]]
-        pen.text(at, str(drawing.number[box]), ink[drawing.paint[box]], font, anchor="mm")
+    for box, number_size, x in _numbers(drawing, size):
+        at = _LEFT + x, middle[drawing.row[box]]
+        pen.text(at, str(drawing.number[box]), ink[drawing.paint[box]], _font(number_size), anchor="mm")
+
+
+def _numbers(drawing: Drawing, size: float) -> Iterator[tuple[int, float, float]]:
+    """(a box, the size of its number, where its middle is in the row) of each number that is drawn.
+
+    A box has its number if there is room. If no box of a run has, as where a pass is drawn layer by layer, the run has
+    one: boxes in a row that are painted alike and are of one microbatch. size: the largest, and twice the smallest.
+    """
+    if not drawing.is_numbered:
+        return
+    boxes = np.flatnonzero((drawing.number >= 0) & ~_in_band(drawing))
+    start, end = (each[boxes] * _pixels_per_s(drawing) for each in (drawing.start_s, drawing.end_s))
+    run = _runs(drawing, boxes, start, end)
+    num_letters = np.char.str_len(drawing.number[boxes].astype(str))
+    least = max(0.5 * size, 9.0) * (num_letters * 0.62 + 0.2)
+    has_room = end - start > least
+    first = np.flatnonzero(np.diff(run, prepend=-1))
+    whole = np.zeros(len(boxes), dtype=bool)
+    whole[first] = np.bincount(run, has_room) == 0
+    last_end = end[np.append(first[1:], len(boxes)) - 1] if len(first) else end
+    end[first] = np.where(whole[first], last_end, end[first])
+    for place in np.flatnonzero(has_room | (whole & (end - start > least))).tolist():
+        fitting = (end[place] - start[place]) / (num_letters[place] * 0.62 + 0.2)
+        yield int(boxes[place]), float(min(size, round(fitting))), float(start[place] + end[place]) / 2
+
+
+def _runs(drawing: Drawing, boxes: Int64Array, start: Float64Array, end: Float64Array) -> Int64Array:
+    """The number of the run of each box, int64 [num_boxes], from 0. start, end: pixels."""
+    told = np.stack([drawing.row[boxes], drawing.paint[boxes], drawing.number[boxes]])
+    breaks = (np.diff(told) != 0).any(axis=0) | (start[1:] - end[:-1] > _RUN_GAP)
+    runs: Int64Array = np.cumsum(np.concatenate([np.zeros(min(len(boxes), 1), dtype=np.int64), breaks]))
+    return runs
 
 
 def _draw_scale(pen: ImageDraw.ImageDraw, makespan_s: float, top: int) -> None:

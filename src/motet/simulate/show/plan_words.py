@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from itertools import groupby
 
 from motet.core.plan import Plan, Unit
+from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
 from motet.schedule.layout import Layout
 from motet.schedule.plan_units import joins_all_replicas
@@ -44,7 +45,7 @@ def plan_in_words(plan: Plan) -> list[str]:
     num_microbatches = plan.batch_size // (plan.microbatch_size * backbone.dp)
     frozen = [module.name for module in plan.model.modules if not module.trainable]
     first = (
-        f"{plan.model.name}, {_count(plan.model.num_parameters)} parameters"
+        f"{plan.model.name}, {_count(plan.model.num_parameters)} parameters{_learning(plan.model)}"
         f"{f' ({_listed(frozen)} frozen)' if frozen else ''}, on {_number(cluster.num_nodes, 'node')} of "
         f"{cluster.ranks_per_node} {cluster.device.name}, in {plan.precision}.{_idle(plan)}"
     )
@@ -75,6 +76,12 @@ def plan_in_words(plan: Plan) -> list[str]:
     if plan.filling == "by_step":
         step += " Each step decides by its lengths which encoder pipeline takes which microbatch, and where."
     return [first, step, *(_unit(unit, plan) for unit in plan.units)]
+
+
+def _learning(model: ModelSpec) -> str:
+    """`, of which 36.6 M learn`; "" if all do."""
+    num_learning = sum(module.num_updated_parameters for module in model.modules)
+    return f", of which {_count(num_learning)} learn" if num_learning < model.num_parameters else ""
 
 
 def _idle(plan: Plan) -> str:

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -70,6 +72,31 @@ def test_pixels_shared_by_spans_and_bubbles_are_the_mean_of_both(tmp_path):
     found = pixels(timeline, tmp_path / "t.png")
     middle = found[found.shape[0] // 2, 400:1800].astype(float)
     assert middle.mean(axis=0) == pytest.approx(0.25 * np.array(forward) + 0.75 * np.array(bubble), abs=1)
+
+
+@pytest.mark.parametrize("num_layers", [1, 500])
+def test_a_pass_has_the_number_of_its_microbatch_once_however_many_spans_it_has(num_layers, tmp_path):
+    """Three passes of a second; what is drawn where spans have microbatches, and not where they have none."""
+
+    def drawn(*microbatches):
+        layers = np.linspace(0, 1, num_layers + 1)
+        return pixels(
+            Timeline.of(
+                Span(0, f"0F{pass_}", 0, microbatch, pass_ + start, pass_ + end, "F", "backbone")
+                for pass_, microbatch in enumerate(microbatches)
+                for start, end in pairwise(layers.tolist())
+            ),
+            tmp_path / "t.png",
+        )
+
+    differs = (drawn(0, 1, 2) != drawn(-1, -1, -1)).any(axis=(0, 2))
+    columns = np.flatnonzero(differs)
+    numbers = np.split(columns, np.flatnonzero(np.diff(columns) > 50) + 1)
+    left, breadth = 184, 2240 - 184 - 120
+    assert [number.mean() for number in numbers] == pytest.approx(
+        [left + (i + 0.5) * breadth / 3 for i in range(3)], abs=5
+    )
+    assert all(np.ptp(number) < 20 for number in numbers)
 
 
 def test_nothing_and_long_names_are_drawn(tmp_path):

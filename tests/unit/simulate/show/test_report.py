@@ -106,7 +106,7 @@ def test_a_rank_without_the_memory_is_named(prediction):
 
 def test_a_plan_in_words():
     assert plan_in_words(PLAN) == [
-        "small, 6.64 B parameters (image frozen), on 4 nodes of 8 h100, in bf16.",
+        "small, 6.64 B parameters, of which 6.4 B learn (image frozen), on 4 nodes of 8 h100, in bf16.",
         "A step is 64 examples: 8 microbatches of 2 examples on each of 4 replicas of the backbone; 1F1B.",
         "mllm: ranks 0 to 31 = 4 data x 4 pipeline x 2 tensor, ZeRO-1. 4 stages, in layers: image 24 + backbone 2; "
         "backbone 10 (all recomputed); backbone 10 (4 recomputed); backbone 10.",
