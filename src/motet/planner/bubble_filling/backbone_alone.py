@@ -61,11 +61,11 @@ class BackboneAlone:
         """
         key = _recompute_key(units), parted
         if key not in self._pipelines:
-            backbone = self._backbone(units)
-            if parted:
-                backbone = self._parted(backbone)
+            whole = self._backbone(units)
+            backbone = self._parted(whole) if parted else whole
             timeline = simulate(backbone.program, backbone.times)
-            self._pipelines[key] = backbone_of(timeline, backbone.program.num_microbatches)
+            num_microbatches, is_parted = backbone.program.num_microbatches, backbone is not whole
+            self._pipelines[key] = backbone_of(timeline, num_microbatches, is_parted=is_parted)
         return self._pipelines[key]
 
     def _backbone(self, units: Sequence[Unit]) -> _Backbone:

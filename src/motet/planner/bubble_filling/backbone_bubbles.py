@@ -81,13 +81,16 @@ class BackbonePipeline:
         return max(self.done_s)
 
 
-def backbone_of(timeline: Timeline, num_microbatches: int, *, sink: int = 0) -> BackbonePipeline:
+def backbone_of(
+    timeline: Timeline, num_microbatches: int, *, sink: int = 0, is_parted: bool = True
+) -> BackbonePipeline:
     """The pipeline in a Timeline without encoders. sink: the stage that encoders feed. O(spans log spans).
 
+    is_parted: whether tensor-parallel communication is in parts of its own; in whole passes it holds compute.
     Raises ArgumentError unless that stage has a forward pass of every microbatch.
     """
     is_pass = _among(timeline.kind, [Kind.F, Kind.B, Kind.I, Kind.W, Kind.R])
-    on_compute = _among(timeline.stream, [COMPUTE_STREAM])
+    is_held = _among(timeline.stream, [COMPUTE_STREAM]) if is_parted else is_pass
     # 1. When the sink starts and ends each microbatch.
     of_sink = is_pass & _of_stage(timeline, sink)
     forward = of_sink & _among(timeline.kind, [Kind.F])
@@ -104,7 +107,7 @@ def backbone_of(timeline: Timeline, num_microbatches: int, *, sink: int = 0) -> 
         on_rank = timeline.rank == rank
         passes = np.flatnonzero(on_rank & is_pass)
         passes = passes[np.lexsort((timeline.end_s[passes], timeline.start_s[passes]))]
-        busy = passes[on_compute[passes]]
+        busy = passes[is_held[passes]]
         busy_s = np.stack([timeline.start_s[busy], timeline.end_s[busy]])
         rows.append(RankPasses(_Texts(timeline.action, passes), tuple(timeline.start_s[passes].tolist()), busy_s))
         done_s.append(float(timeline.end_s[on_rank & ~is_step].max(initial=0.0)))

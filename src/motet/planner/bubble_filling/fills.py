@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from motet.planner.bubble_filling.encoder_passes import Encoders
 from motet.planner.bubble_filling.fill_search import fastest_step
 from motet.planner.bubble_filling.fill_times import FilledStep, FillTimer, Pipelines
 from motet.schedule.program import Kind
+from motet.schedule.text import parse_action
 
 _ROUNDING = 1e-9
 """A slice that starts later than an action of the backbone by this share of a slice, or less, runs before it."""
@@ -116,6 +117,18 @@ def fill(backbone: BackbonePipeline, encoders: Encoders, first_stage: int) -> Fi
     if encoders.has_backward and not np.isfinite(backbone.ready_s).all():
         raise ArgumentError("encoders have backward passes, and the backbone has none that give them gradients.")
     return Filling(backbone, encoders, first_stage)
+
+
+def before_whole_passes(fills: tuple[Fill, ...]) -> tuple[Fill, ...]:
+    """The same fills before whole passes, if none of them runs inside one."""
+    if any(map(is_inside_pass, fills)):
+        return fills
+    return tuple(replace(fill, before=fill.before.partition(".")[0]) for fill in fills)
+
+
+def is_inside_pass(fill: Fill) -> bool:
+    """Whether something of a pass of the backbone runs before the fill, and something behind it."""
+    return bool(fill.before) and parse_action(fill.before).part > 0
 
 
 class _PlacedSlice(NamedTuple):

@@ -7,8 +7,9 @@ parallelism of their own.
 2. Encoder plans are kept that fit memory beside the backbone (`encoder_plans.py`, `encoder_memory.py`).
 3. The backbone is simulated once, without encoders (`backbone_alone.py`), which gives a lower bound of the step.
 4. Backbones follow in the order of their bounds. The encoder plans that could be best are placed in their bubbles
-   (`fills.py`). The best is proposed with slices of passes in all bubbles (fine), and with whole passes before and
-   after the backbone's (coarse).
+   (`fills.py`). The best is proposed with slices of passes in all bubbles (fine), if some of these are inside passes,
+   beside tensor-parallel communication, also in the others alone, and with whole passes before and after the backbone's
+   (coarse).
 
 Placing takes longest, so a backbone that cannot be the fastest is left out as early as that shows: by the least that
 its ranks compute; by what its busiest rank computes with the recomputation that memory needs; by its passes and
@@ -29,7 +30,7 @@ from motet.planner.bubble_filling.backbone_shapes import PipelineShape, backbone
 from motet.planner.bubble_filling.encoder_memory import EncoderMemory, FittedPlan
 from motet.planner.bubble_filling.encoder_plans import EncoderPlans
 from motet.planner.bubble_filling.encoder_times import encoders_beside
-from motet.planner.bubble_filling.fills import Filling, PlacedFills, fill
+from motet.planner.bubble_filling.fills import Filling, PlacedFills, before_whole_passes, fill, is_inside_pass
 from motet.planner.bubble_filling.one_f_one_b_bound import one_f_one_b_s
 from motet.planner.candidate import BUBBLE_FILLING, Candidate, Pins, RuledOut
 from motet.planner.infeasible import indivisible, nothing_divides
@@ -231,11 +232,17 @@ class _Filler:
         return best, filling
 
     def candidates(self, fitted: FittedPlan, filling: Filling, limit_s: float) -> list[Candidate]:
-        """The plan finely placed, and coarsely if that differs and is estimated to take less than limit_s."""
-        fine, coarse = self._thinned(fitted, filling), self._fill(fitted, 0).coarse
+        """The plan finely placed, and otherwise if that differs and is estimated to take less than limit_s: between
+        passes of the backbone, as training runs them, and coarsely."""
+        fine, others = self._thinned(fitted, filling), {"coarse": self._fill(fitted, 0).coarse}
+        if any(map(is_inside_pass, fine.fills)):
+            between = self._fill(fitted, _HALVES, is_inside=False)
+            others = {"fine, between passes": self._thinned(fitted, between)} | others
         candidates = [self._candidate(fitted, fine, "fine")]
-        if fine.fills != coarse.fills and coarse.step_s * self.alone.slowdown(fitted.units) < limit_s:
-            candidates.append(self._candidate(fitted, coarse, "coarse"))
+        for how, placed in others.items():
+            is_other = all(before_whole_passes(placed.fills) != one.plan.fills for one in candidates)
+            if is_other and placed.step_s * self.alone.slowdown(fitted.units) < limit_s:
+                candidates.append(self._candidate(fitted, placed, how))
         return candidates
 
     def _filled_s(self, backbone: BackbonePipeline, fitted: FittedPlan) -> float:
@@ -244,9 +251,9 @@ class _Filler:
         idle_s = sum(backbone.end_s - row.computing_s for row in backbone.rows)
         return backbone.end_s + max(0.0, encoders_s - idle_s) / backbone.num_ranks
 
-    def _fill(self, fitted: FittedPlan, num_slices: int) -> Filling:
-        """num_slices: of a layer's pass, beside parts of the backbone's passes; 0: all passes stay whole."""
-        backbone = self.alone.pipeline(fitted.units, parted=num_slices > 0)
+    def _fill(self, fitted: FittedPlan, num_slices: int, *, is_inside: bool = True) -> Filling:
+        """num_slices: of a layer's pass; 0: passes stay whole. is_inside: slices may run inside the backbone's."""
+        backbone = self.alone.pipeline(fitted.units, parted=is_inside and num_slices > 0)
         encoders = encoders_beside(self.plans, fitted, num_slices)
         return fill(backbone, encoders, len(self.plans.backbone.stages))
 
@@ -260,5 +267,5 @@ class _Filler:
         bound_s = max(row.computing_s for row in backbone.rows)
         estimate_s = placed.step_s * self.alone.slowdown(fitted.units)
         what = f"{self.plans.shape}; {fitted.plan}, {how}"
-        plan = self.plans.plan(fitted.units, placed.fills)
+        plan = self.plans.plan(fitted.units, before_whole_passes(placed.fills))
         return Candidate(BUBBLE_FILLING, what, plan, estimate_s, bound_s)

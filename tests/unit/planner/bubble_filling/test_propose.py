@@ -14,6 +14,7 @@ from motet.cost.analytic import Analytic
 from motet.planner.bubble_filling.backbone_alone import MAX_TIMED_ISLANDS, BackboneAlone
 from motet.planner.bubble_filling.backbone_shapes import backbone_shapes
 from motet.planner.bubble_filling.encoder_plans import EncoderPlans
+from motet.planner.bubble_filling.fills import is_inside_pass
 from motet.planner.bubble_filling.one_f_one_b_bound import one_f_one_b_s
 from motet.planner.bubble_filling.propose import propose_bubble_filling
 from motet.planner.candidate import Candidate, Pins, RuledOut
@@ -83,6 +84,24 @@ def test_fine_placement_is_no_slower_than_coarse():
     fine_s, coarse_s = (predict(one.plan, given.workload, given.cost).step_s for one in found)
     assert "fine" in found[0].what and "coarse" in found[1].what
     assert fine_s < coarse_s
+
+
+def test_what_runs_inside_passes_stands_beside_the_same_between_passes():
+    """Training runs the second."""
+    given = job(model(audio=True))
+    inside, between, *_ = proposals(given, Pins(tp=4, pp=2))[0]
+    assert any(map(is_inside_pass, inside.plan.fills))
+    assert between.plan.units == inside.plan.units
+    assert not any("." in fill.before for fill in between.plan.fills)
+    assert between.estimate_s == pytest.approx(predicted(given, between).step_s, rel=0.02)
+
+
+def test_fills_before_and_behind_passes_name_whole_ones():
+    found, _ = proposals(job(), Pins(tp=2, pp=4, microbatch_size=2))
+    fine = found[0].plan
+    assert not any(map(is_inside_pass, fine.fills))
+    assert not any("." in fill.before for fill in fine.fills)
+    assert fine.unit_of("backbone").tp == 2 and any("." in fill.action for fill in fine.fills)
 
 
 def test_the_same_plans_come_every_time():
