@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from motet.chunked import Waits, summed_product
 from motet.dropout import set_divided
 
 _Move = Callable[[Tensor], Tensor]
@@ -35,7 +36,9 @@ _Move = Callable[[Tensor], Tensor]
 class TensorRanks:
     """The ranks that share products. index: of this rank among the `size` ranks of the group.
 
-    sent: gets the bytes that this rank sends in each collective of the group, as rings send them.
+    sent:   gets the bytes that this rank sends in each collective of the group, as rings send them.
+    chunks: in so many, products of branches and their collectives are beside each other (`chunked.py`); 1: one after
+            the other.
 
     Example:
         >>> [TensorRanks(None, index, size=2).part(5) for index in range(2)]
@@ -46,6 +49,7 @@ class TensorRanks:
     index: int
     size: int
     sent: list[float] = field(default_factory=list, compare=False)
+    chunks: int = 1
 
     def part(self, num: int) -> tuple[int, int]:
         """(first, stop) of this rank's share of `num` rows or columns, cut as torch.chunk cuts."""
@@ -173,7 +177,8 @@ class RowLinear(nn.Linear):
     """The last product of a branch, of which each rank has some columns of the weight: it sums over ranks, then adds
     the bias. It has the parameters of `layer`.
 
-    product: multiplies without the bias; `runtime/deferred.py` puts another one in its place.
+    product: multiplies without the bias; `runtime/deferred.py` puts another one in its place, and is asked by `waits`
+             where products are in chunks.
     """
 
     def __init__(self, layer: nn.Linear, parts: RowParts) -> None:
@@ -182,16 +187,21 @@ class RowLinear(nn.Linear):
         self.weight, self.bias = layer.weight, layer.bias
         self.parts = parts
         self.product: Callable[[Tensor], Tensor] = self._product
+        self.waits: Waits | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        products = self.products(x)
+        beside = self.beside(x)
         set_divided()  # Behind the sum, all ranks have all columns.
-        rows = self.parts.from_products(products)
+        if self.parts.ranks.chunks > 1:
+            rows = summed_product(x, self.weight, beside, self.parts, self.waits)
+        else:
+            product = self.product(x)
+            rows = self.parts.from_products(product if beside is None else product + beside)
         return rows if self.bias is None else rows + self.parts.shared(self.bias)
 
-    def products(self, x: Tensor) -> Tensor:
-        """What this rank adds to the sum."""
-        return self.product(x)
+    def beside(self, x: Tensor) -> Tensor | None:
+        """What this rank adds to the sum beside its product; None: nothing."""
+        return None
 
     def _product(self, x: Tensor) -> Tensor:
         return linear(x, self.weight)

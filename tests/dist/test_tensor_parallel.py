@@ -151,8 +151,8 @@ def _whole(key):
     return key if (rows := NamedRows.of(key)) is None else rows.name
 
 
-def _compare(rank, num_ranks, cases):
-    ranks = TensorRanks(dist.group.WORLD, rank, num_ranks)
+def compare(rank, num_ranks, cases, chunks=1):
+    ranks = TensorRanks(dist.group.WORLD, rank, num_ranks, chunks=chunks)
     for family, options, encoder in cases:
         loss, gradients, tokens = run(build(family, options, encoder), encoder)
         for is_deferred, recomputes in ((False, True), (True, False)):
@@ -183,11 +183,11 @@ def _compare(rank, num_ranks, cases):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[2]}")
 def test_divided_models_equal_whole_ones(case):
-    run_ranks(_compare, 2, [case])
+    run_ranks(compare, 2, [case])
 
 
 def test_four_ranks_have_a_head_of_keys_each():
-    run_ranks(_compare, 4, [("qwen3", {"num_key_value_heads": 4}, "siglip")])
+    run_ranks(compare, 4, [("qwen3", {"num_key_value_heads": 4}, "siglip")])
 
 
 def _rows_of_norms(rank, num_ranks):

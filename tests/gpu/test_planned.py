@@ -46,6 +46,7 @@ CASES = {
             test_tensor_parallel_plans.chain(test_tensor_parallel_plans.ALL, recompute=({"image": 2, "backbone": 2},))
         ),
     ],
+    "tp in chunks": test_tensor_parallel_plans.IN_CHUNKS,
     "ep": [*test_experts.CASES[2], *test_experts.SPREAD[2]],
 }
 OF_FOUR = {"cp": test_context.OF_BACKBONES[4], "encoders cp": test_context.OF_ENCODERS[4], "ep": test_experts.SPREAD[4]}

@@ -98,6 +98,7 @@ _OPTIONS = {
     "fill_seed": lambda rng: int(rng.integers(-1000, 1000)),
     "filling": lambda rng: str(rng.choice(["static", "by_step"])),
     "is_mixed": lambda rng: bool(rng.random() < 0.1),
+    "chunks": lambda rng: int(rng.choice([1, 2, 3])),
     "exchange": lambda rng: str(rng.choice(["auto", "group_cast", "all_gather", "ulysses"])),
 }
 """Field of a PlannedCase -> how it is drawn for a case. Each has random numbers of its own, so that a new field leaves

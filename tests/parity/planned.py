@@ -108,6 +108,7 @@ def build_hf_model(
     """The same parameters in every call.
 
     parts: as of `parity.planned_parts`. num_layers, family: of the backbone. dropout: of all that HF drops out.
+    chunks: of tensor-parallel products, where messages do not hold up compute.
     lora: parts with adapters, unless they are frozen; "backbone *_proj" has them in layers with such names alone.
 
     made: generators, as of `parity.planned_generators`.
@@ -223,6 +224,7 @@ class PlannedCase:
     fills: tuple[Fill, ...] = ()
     made: tuple[str, ...] = ()
     exchange: str = "auto"
+    chunks: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -238,7 +240,9 @@ class PlannedCase:
         """The Plan of the tiny model."""
         where = cluster("h100", num_nodes=1)
         peaks = {**where.device.peak_flops, "fp64": 6.7e13}
-        where = replace(where, device=replace(where.device, peak_flops=peaks, overlaps=not self.blocking))
+        pieces = 1 if self.blocking else self.chunks
+        device = replace(where.device, peak_flops=peaks, overlaps=not self.blocking)
+        where = replace(where, device=device, tensor_pieces=pieces)
         spec = _spec(*self.built)
         sizes = self.batch_size, self.microbatch_size
         options = {"microbatch_caps": self.caps, "balance": self.balance, "deferred_warmup": self.deferred_warmup}

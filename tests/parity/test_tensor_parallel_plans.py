@@ -85,6 +85,29 @@ def test_products_that_are_split():
     )
 
 
+IN_CHUNKS = [
+    PlannedCase(chain(ALL), chunks=2, family="qwen3", microbatch_size=2),
+    PlannedCase(chain(ALL, recompute=({"image": 2, "audio": 1, "backbone": 2},)), chunks=3, dropout=0.2),
+    PlannedCase(chain(ALL), chunks=3, frozen=("image", "backbone block"), tied=True),
+    PlannedCase(chain(ALL), chunks=2, family="phi3", lora=("image", "backbone")),
+]
+
+
+def test_products_in_chunks():
+    assert_planned(2, IN_CHUNKS)
+
+
+def test_products_in_chunks_in_stages_and_replicas():
+    assert_planned(
+        4,
+        [
+            PlannedCase(chain(*CUT), "zb_h1", chunks=2, family="qwen3"),
+            PlannedCase(chain(ALL, dp=2, zero=3), chunks=3, family="llama"),
+            PlannedCase(chain(ALL, cp=2), chunks=2),
+        ],
+    )
+
+
 def test_float32_passes():
     cases = [PlannedCase(chain(ALL, dp=2, zero=zero), is_mixed=True) for zero in (0, 3)]
     wrong = [line for of_rank in run_ranks(_mixed, 4, cases) for line in of_rank]

@@ -84,7 +84,7 @@ class Cluster:
     """`num_nodes` nodes of `ranks_per_node` ranks, one device a rank. Rank r is in node r // ranks_per_node.
 
     tensor_pieces: tensor parallelism cuts a product and its messages into so many pieces, and sends one while it
-                   computes another (StepCCL, MMScale section 6); 1 is nothing hidden.
+                   computes another (StepCCL, MMScale section 6); 1 is nothing hidden. Training does so too.
 
     Example:
         >>> device = Device("gpu", {"bf16": 1e15}, memory_bytes=80 * 10**9, memory_bytes_per_s=3e12)
@@ -101,6 +101,11 @@ class Cluster:
     tensor_pieces: Annotated[int, Field(ge=1, le=MAX_PIECES)] = 1
 
     def __post_init__(self) -> None:
+        if self.tensor_pieces > 1 and not self.device.overlaps:
+            raise ArgumentError(
+                f"tensor_pieces is {self.tensor_pieces}, but ranks on {self.device.name!r} compute nothing while "
+                "collectives run, so that pieces would gain nothing; leave it out."
+            )
         if self.num_ranks > MAX_RANKS:
             raise ArgumentError(
                 f"{self.num_nodes:,} nodes of {self.ranks_per_node:,} ranks are {self.num_ranks:,} ranks; there may be "

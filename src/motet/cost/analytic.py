@@ -149,8 +149,11 @@ class Analytic:
     def tensor_seconds(self, layer: Layer, work: Work, ranks: Sequence[int]) -> Float64Array:
         width = layer.output_width if layer.attention else _narrower(layer)
         pairs = 2 if layer.attention else 1
-        # A reduce-scatter takes as long as an all-gather.
-        pieces, size_bytes = self.cluster.tensor_pieces, work.rows * width * self._element_bytes
+        # A reduce-scatter takes as long as an all-gather. Embedding and output layer are not in pieces.
+        pieces, size_bytes = (
+            self.cluster.tensor_pieces if layer.attention else 1,
+            work.rows * width * self._element_bytes,
+        )
         piece_s = 2 * pairs * communication.gather_s(self._reached, size_bytes / pieces, ranks)
         if pieces == 1:
             return piece_s

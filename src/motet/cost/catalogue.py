@@ -117,7 +117,10 @@ class ClusterConfig(BaseModel):
     inter_node_gbytes_per_s: Rate | None = Field(None, description="that a rank sends to another node")
     inter_node_latency_us: Latency | None = Field(None, description="of a message to another node")
     tensor_pieces: int = Field(
-        1, gt=0, le=MAX_PIECES, description="in which tensor parallelism hides messages behind products; 1 hides none"
+        1,
+        gt=0,
+        le=MAX_PIECES,
+        description="in which tensor parallelism hides messages behind products, in training too; 1 hides none",
     )
 
     @field_validator("device")

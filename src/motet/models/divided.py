@@ -8,13 +8,14 @@ convolutions, position tables, other projectors) is whole on every rank, and com
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from motet.chunked import ColumnProducts
 from motet.core.workload import BACKBONE
 from motet.dropout import set_divided
 from motet.models.backbone import Backbone
@@ -29,7 +30,7 @@ from motet.models.families.registry import (
     Family,
 )
 from motet.models.fused import SplitLinear
-from motet.models.lora import Adapted, LoraLinear, row_linear, split_linear
+from motet.models.lora import Adapted, LoraLinear, column_linear, row_linear, split_linear
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
 from motet.models.projector import Projector
@@ -132,12 +133,13 @@ def _share_norms(layer: nn.Module, branches: Sequence[TensorBranch], parts: RowP
 
 def _divide_branch(root: nn.Module, branch: TensorBranch, parts: RowParts) -> None:
     ranks = parts.ranks
-    columns = [column for path in branch.columns if (column := _at(root, path)) is not None]
+    columns = _columns(root, branch, is_chunked=ranks.chunks > 1)
+    into_products = ColumnProducts(parts, columns).of if ranks.chunks > 1 else parts.into_products
     owner, name = _owner(root, branch.row)
     if branch.norm:
-        _at(root, branch.norm).register_forward_hook(lambda module, args, output: parts.into_products(output))
+        _at(root, branch.norm).register_forward_hook(lambda module, args, output: into_products(output))
     else:
-        owner.register_forward_pre_hook(partial(_with_products, parts), with_kwargs=True)
+        owner.register_forward_pre_hook(partial(_with_products, into_products), with_kwargs=True)
     for norm in _head_norms(root, branch):
         sum_gradients(norm, partial(copied, ranks=ranks))
     for norm, column in zip(_row_norms(root, branch), columns):
@@ -153,13 +155,21 @@ def _divide_branch(root: nn.Module, branch: TensorBranch, parts: RowParts) -> No
     setattr(owner, name, row_linear(getattr(owner, name), parts))
 
 
+def _columns(root: nn.Module, branch: TensorBranch, is_chunked: bool) -> list[Any]:
+    """The first products that a branch has. is_chunked: they are replaced by those which are made in chunks."""
+    paths = [path for path in branch.columns if _at(root, path) is not None]
+    for path in paths if is_chunked else ():
+        setattr(*_owner(root, path), column_linear(_at(root, path)))
+    return [_at(root, path) for path in paths]
+
+
 def _with_products(
-    parts: RowParts, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    into_products: Callable[[Tensor], Tensor], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a module is called with, its first argument as its first products multiply it."""
     if args:
-        return (parts.into_products(args[0]), *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": parts.into_products(kwargs["hidden_states"])}
+        return (into_products(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": into_products(kwargs["hidden_states"])}
 
 
 def _count_heads(attention: Any, num_ranks: int, reads_config: bool) -> None:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
+from motet.chunked import ColumnLinear
 from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
 from motet.dropout import whole_columns
@@ -156,8 +157,19 @@ class RowLora(Adapted, RowLinear):
         self.lora_A, self.lora_B = layer.lora_A, SharedLinear(layer.lora_B, parts.ranks)
         self.set_config(layer.config)
 
-    def products(self, x: Tensor) -> Tensor:
-        return super().products(x) + self.added(x)
+    def beside(self, x: Tensor) -> Tensor:
+        return self.added(x)
+
+
+class ColumnLora(Adapted, ColumnLinear):
+    """`ColumnLinear` of a layer with an adapter, whose A reads the rows that the layer multiplies."""
+
+    def __init__(self, layer: LoraLinear) -> None:
+        super().__init__(layer)
+        self.set_config(layer.config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.added(x)
 
 
 def split_linear(layer: nn.Linear, widths: Sequence[int]) -> SplitLinear:
@@ -168,6 +180,11 @@ def split_linear(layer: nn.Linear, widths: Sequence[int]) -> SplitLinear:
 def row_linear(layer: nn.Linear, parts: RowParts) -> RowLinear:
     """The last product of a branch that tensor-parallel ranks share, with its adapter if it has one."""
     return RowLora(layer, parts) if isinstance(layer, LoraLinear) else RowLinear(layer, parts)
+
+
+def column_linear(layer: nn.Linear) -> ColumnLinear:
+    """One of the first products of a branch, made in chunks, with its adapter if it has one."""
+    return ColumnLora(layer) if isinstance(layer, LoraLinear) else ColumnLinear(layer)
 
 
 def add_lora(mllm: MLLM, configs: Mapping[str, LoraConfig], seed: int) -> None:

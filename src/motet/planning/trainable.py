@@ -34,9 +34,6 @@ def untrained(plan: Plan) -> str:
         "another tp of what runs in bubbles than the backbone's": any(
             unit.tp != plan.unit_of(BACKBONE).tp for unit in units_in_bubbles(plan)
         ),
-        "tensor-parallel messages hidden behind products (tensor_pieces > 1)": (
-            plan.cluster.tensor_pieces > 1 and any(unit.tp > 1 for unit in plan.units)
-        ),
         "expert parallelism (ep > 1) beside encoders in bubbles": (
             any(unit.ep > 1 for unit in plan.units) and bool(units_in_bubbles(plan))
         ),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from motet.chunked import ColumnLinear
 from motet.grouped import GroupedLinear, add_weight_gradients
 from motet.tensor_parallel import RowLinear
 
@@ -73,8 +74,9 @@ class DeferredWeights:
                 # A subclass with a forward of its own may compute something else.
                 if isinstance(child, GroupedLinear):
                     child.waits = self.waits
-                elif isinstance(child, RowLinear):
-                    child.product = partial(_forward, child, self, False)
+                elif isinstance(child, ColumnLinear | RowLinear):
+                    child.product = partial(_forward, child, self, isinstance(child, ColumnLinear))
+                    child.waits = self.waits
                 elif isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward:
                     child.forward = partial(_forward, child, self, True)  # type: ignore[method-assign]
 

@@ -209,7 +209,8 @@ def divide_part(model: MLLM, place: Place, groups: UnitGroups) -> None:
         index, size = place.expert_ranks.index(place.rank), len(place.expert_ranks)
         spread_experts(model.backbone.blocks, ExpertRanks(groups.experts, index, size, groups.sent))
     if groups.tensor is not None:
-        ranks = TensorRanks(groups.tensor, place.t, len(place.tensor_ranks), groups.sent)
+        chunks = place.program.layout.plan.cluster.tensor_pieces
+        ranks = TensorRanks(groups.tensor, place.t, len(place.tensor_ranks), groups.sent, chunks)
         divide(model, dict.fromkeys(place.modules, ranks))
 
 

@@ -178,6 +178,12 @@ def test_pieces_hide_messages_behind_products_but_for_the_first(pieces):
         assert exposed_s < whole_s
 
 
+def test_an_output_layer_is_not_in_pieces():
+    one, cut = (Analytic(dataclasses.replace(cluster("h100"), tensor_pieces=pieces)) for pieces in (1, 4))
+    asked = head(50257, 12288), work(2048.0), range(8)
+    assert cut.tensor_seconds(*asked).tolist() == one.tensor_seconds(*asked).tolist()
+
+
 def test_steps_are_shorter_by_as_much_as_stepccl_is_said_to_gain():
     """MMScale, Figure 22: 1.1 to 1.17 times at TP 4, 1.15 to 1.17 at TP 8, of one pipeline stage on A800."""
     layer, rows = Transformer(8192, 28672, 64, 8, gated=True).layer(), work(8192.0)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from motet.core.cluster import Link
+from motet.core.cluster import Cluster, Device, Link
 from motet.core.errors import ArgumentError, UserError
 from motet.core.limits import check_size
 from motet.cost.catalogue import DEVICES, ClusterConfig, cluster, device_called
@@ -88,6 +88,13 @@ def test_a_recipe_states_numbers_otherwise():
     assert found.intra_node == Link(100e9, 7 * 1e-6)
     assert found.inter_node == Link(10e9, 20 * 1e-6)
     assert found.tensor_pieces == 4 and usual.tensor_pieces == 1
+
+
+def test_pieces_are_refused_where_nothing_is_computed_beside_collectives():
+    """They would be slower, and hide nothing."""
+    device = Device("slow", {"fp32": 1e12}, 10**9, 1e10, overlaps=False)
+    with pytest.raises(ArgumentError, match="tensor_pieces is 2, but ranks on 'slow' compute nothing while"):
+        Cluster(device, 1, 2, Link(1e9, 1e-5), Link(1e9, 1e-5), tensor_pieces=2)
 
 
 def test_what_a_recipe_does_not_state_is_usual():
