@@ -33,15 +33,14 @@ from motet.runtime.mesh import build_mesh
 from motet.runtime.step import TrainStep
 from motet.train.balancing import build_orchestrator
 from parity.planned import PlannedCase, assert_planned
+from parity.planned_generators import LATENTS, tiny_vae
 from parity.tiny import DIM, build_model, draw_examples
 from ranks import run_ranks
 
 TOLERANCE = 1e-10
 QUERIES = {"draw": 3, "say": 2}
-ROW_DIMS = {"draw": 5, "say": 4}
+ROW_DIMS = {"draw": 4, "say": 4}
 UNET = {
-    "in_channels": ROW_DIMS["draw"],
-    "out_channels": ROW_DIMS["draw"],
     "block_out_channels": (4, 8),
     "layers_per_block": 1,
     "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
@@ -57,7 +56,7 @@ NEAR = SpeedConfig(link_gbytes_per_s=1e9, link_latency_us=0.0, inter_node_gbytes
 class Case:
     """One way to run the same step. drawn: the generators that have anything to make, a set a microbatch.
 
-    unet: what draws is a UNet of diffusers, whose items have sides that can be halved.
+    unet: what draws is a UNet of diffusers, whose items have sides that can be halved. vae: on latents of its pixels.
     """
 
     method: str = "per_phase"
@@ -67,16 +66,22 @@ class Case:
     drawn: tuple[tuple[str, ...], ...] = (("draw", "say"), ("draw",))
     num_examples: int = 7
     unet: bool = False
+    vae: bool = False
+
+    @property
+    def model(self) -> tuple[tuple[str, ...], bool, bool]:
+        """What `model_with_generators` takes."""
+        return self.frozen, self.unet, self.vae
 
 
-def unet_of(num_queries: int) -> UNet:
+def unet_of(num_queries: int, channels: int) -> UNet:
     """A tiny UNet. diffusers is imported for it alone: that takes seconds on each rank."""
     from diffusers import UNet2DConditionModel
 
-    return UNet(num_queries, UNet2DConditionModel(**UNET))
+    return UNet(num_queries, UNet2DConditionModel(**UNET, in_channels=channels, out_channels=channels))
 
 
-def model_with_generators(frozen: tuple[str, ...] = (), unet: bool = False) -> MLLM:
+def model_with_generators(frozen: tuple[str, ...] = (), unet: bool = False, vae: bool = False) -> MLLM:
     """The same in every call and on every rank; no weight is zero, so that a gradient flows everywhere."""
     plain = build_model(frozen=[name for name in frozen if name not in QUERIES])
     torch.manual_seed(11)
@@ -85,12 +90,13 @@ def model_with_generators(frozen: tuple[str, ...] = (), unet: bool = False) -> M
     for name, count in QUERIES.items():
         config = DiTConfig(row_dim=ROW_DIMS[name], hidden=8, num_layers=2, num_heads=2)
         is_unet = unet and name == "draw"
-        denoiser = unet_of(count) if is_unet else DiT(count, config)
+        latents = tiny_vae() if vae and name == "draw" else None
+        denoiser = unet_of(count, LATENTS if latents else ROW_DIMS[name]) if is_unet else DiT(count, config)
         noise = NoiseConfig(predicts="v" if name == "say" else "epsilon", min_snr=5.0 if name == "say" else None)
         entrance = OutputProjector(Projector(DIM, denoiser.condition_dim, ProjectorConfig()), count, drop=0.3)
         learns = name not in frozen
         generators[name] = GeneratorModule(
-            Diffusion(denoiser, noise), entrance, count, 0.5 if name == "say" else 2.0, learns, learns
+            Diffusion(denoiser, noise, latents), entrance, count, 0.5 if name == "say" else 2.0, learns, learns
         )
     model = MLLM(dict(plain.encoders), backbone, generators).to(torch.float64)
     for parameter in model.generators.parameters():
@@ -136,7 +142,7 @@ def keys_of(microbatch: int, num_examples: int) -> Int64Array:
 @cache
 def reference(case: Case) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Losses, and gradients by name, of one process."""
-    model = model_with_generators(case.frozen, case.unet)
+    model = model_with_generators(*case.model)
     model.train()
     sums: dict[str, list] = {BACKBONE: [], "draw": [], "say": []}
     for number, examples in enumerate(microbatches(case)):
@@ -164,7 +170,7 @@ def reference(case: Case) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
 def take_step(rank: int, num_ranks: int, case: Case):
     """The losses, and the whole gradients by name."""
     mesh = build_mesh(torch.device("cpu"), shard_size=case.fsdp.shard_size, ranks_per_node=2)
-    model = model_with_generators(case.frozen, case.unet)
+    model = model_with_generators(*case.model)
     model.train()
     config = BalanceConfig(
         method=case.method, communicator=case.communicator, mode="exchange", node_wise=False, speed=NEAR
@@ -200,6 +206,7 @@ CASES = {
     "one is absent from the whole step": Case(drawn=(("draw",), ("draw",))),
     "all are absent from the whole step": Case(drawn=((), ())),
     "a UNet": Case(unet=True),
+    "a UNet on latents of a VAE": Case(unet=True, vae=True),
     "a frozen UNet in whole copies": Case(unet=True, frozen=("draw",), fsdp=FSDPConfig(shard_size=1)),
     "fewer items than ranks": Case(num_examples=2, drawn=(("draw",), ("say",))),
 }
@@ -253,6 +260,14 @@ PLANNED = {
     3: [
         PlannedCase(apart(), made=BOTH),
         PlannedCase(apart(), made=BOTH, contents=(), batch_size=2, frozen=("backbone",)),
+        PlannedCase(
+            (
+                Unit("llm", ({"image": 3, "audio": 2, "backbone": 3},)),
+                Unit("made", ({"paint": 1},), first_rank=1, dp=2, zero=3, recompute=({"paint": 1},)),
+            ),
+            made=("paint",),
+            left_out=0.3,
+        ),
         PlannedCase(
             (
                 Unit("llm", ({"image": 3, "audio": 2, "backbone": 3},)),

@@ -2,6 +2,7 @@
 
 DIR/config.json                         a model alone, as `ModelMixin.save_pretrained` writes it, or
 DIR/unet/config.json                    a pipeline, with
+DIR/vae/config.json                     what makes latents of pixels, perhaps, and
 DIR/scheduler/scheduler_config.json     the noise that the model learned with.
 
 Nothing is fetched: a name on the hub is a directory that is missing.
@@ -25,7 +26,9 @@ from motet.models.config_file import one_line
 from motet.models.families.bounds import check_bounds
 from motet.models.load import check_files
 
-UNET = "UNet2DConditionModel"
+UNET, VAE = "UNet2DConditionModel", "AutoencoderKL"
+_FOLDERS = {UNET: "unet", VAE: "vae"}
+"""Class -> its folder in a pipeline."""
 _SCHEDULER = Path("scheduler", "scheduler_config.json")
 
 
@@ -40,34 +43,39 @@ def check_diffusers(where: str) -> ModuleType:
     return diffusers
 
 
-def unet_of_config(where: str, options: dict[str, Any]) -> nn.Module:
-    """A UNet2DConditionModel with random weights. Raises UserError for options that diffusers does not take.
+def model_of_config(where: str, name: str, options: dict[str, Any]) -> nn.Module:
+    """A model of diffusers with random weights. Raises UserError for options that diffusers does not take.
 
-    where: the table of the recipe.
+    where: the table of the recipe. name: of its class.
     """
-    kind = getattr(check_diffusers(where), UNET)
+    kind = getattr(check_diffusers(where), name)
     check_bounds(f"{where}.config.", options)
     try:
         with _quiet():
             return kind(**options)
     except Exception as error:
         # diffusers checks options with exceptions of any kind.
-        raise UserError(f"{where}.config: no {UNET} can be made of it ({one_line(error)})") from error
+        raise UserError(f"{where}.config: no {name} can be made of it ({one_line(error)})") from error
 
 
-def unet_of_directory(where: str, path: Path, dtype: torch.dtype) -> nn.Module:
-    """The UNet2DConditionModel of a directory, with its weights; on meta, with shapes only.
+def has_model(path: Path, name: str) -> bool:
+    """Whether a directory is that of a pipeline with a model of this class."""
+    return (path / _FOLDERS[name] / "config.json").is_file()
+
+
+def model_of_directory(where: str, path: Path, name: str, dtype: torch.dtype) -> nn.Module:
+    """The model of this class in a directory, with its weights; on meta, with shapes only.
 
     Raises UserError for a directory that is missing or has another model, and for weights that are damaged, missing,
     too many, or of another shape.
     """
-    kind, folder = getattr(check_diffusers(f"{where}.path"), UNET), _folder(where, path, "unet")
-    options = _stored(where, folder / "config.json", (UNET,))
+    kind, folder = getattr(check_diffusers(f"{where}.path"), name), _folder(where, path, _FOLDERS[name])
+    options = _stored(where, folder / "config.json", (name,))
     own = {key: value for key, value in options.items() if not key.startswith("_")}
     if unknown := sorted(own.keys() - inspect.signature(kind.__init__).parameters.keys()):
-        raise UserError(f"{where}.path: {folder / 'config.json'} has {unknown[0]}, which {UNET} does not know")
+        raise UserError(f"{where}.path: {folder / 'config.json'} has {unknown[0]}, which {name} does not know")
     if torch.get_default_device().type == "meta":
-        return unet_of_config(where, own)
+        return model_of_config(where, name, own)
     check_files(f"{where}.path", folder)
     try:
         with _quiet():
@@ -83,15 +91,15 @@ def unet_of_directory(where: str, path: Path, dtype: torch.dtype) -> nn.Module:
         raise UserError(f"{where}.path: weights in {folder} cannot be loaded ({_first(error)})") from error
     for found, what in ((info["missing_keys"], "lacks"), (info["unexpected_keys"], "has, beyond its config,")):
         if found:
-            raise UserError(f"{where}.path: {folder} {what} {len(found)} weights of {UNET}, {min(found)} for one")
+            raise UserError(f"{where}.path: {folder} {what} {len(found)} weights of {name}, {min(found)} for one")
     return model.train()
 
 
-def write_unet(unet: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Write a UNet2DConditionModel as diffusers does, with these whole weights: `unet` itself may be sharded."""
+def write_model(model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write a model as diffusers does, with these whole weights: `model` itself may be sharded."""
     with _quiet():
         with torch.device("meta"):
-            fresh = type(unet).from_config(unet.config)
+            fresh = type(model).from_config(model.config)
         fresh.load_state_dict(weights, assign=True)
         fresh.save_pretrained(folder)
 

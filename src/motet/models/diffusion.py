@@ -27,7 +27,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from motet.core.arrays import Float64Array, Int64Array
+from motet.core.errors import UserError
 from motet.models.layers import LayerModules
+from motet.models.vae import VAE
 from motet.noise import normal_of_rows, uniform_of_items
 
 MAX_TIMESTEPS = 10**5
@@ -123,11 +125,17 @@ class Diffusion(nn.Module):
     denoiser: has condition_dim, row_dim and layers(), perhaps blocks, divisor and check_sizes, and is called with
               noised [sum(rows), row_dim], times int64 [num_items], sizes int64 [num_items, size_dim] and conditions
               [num_items * rows of each, condition_dim] -> [sum(rows), row_dim] (`dit.DiT`).
+    vae:      makes latents of what is to be made, and shows what is sampled; None: that is latents already.
+    Raises UserError for a VAE whose latents the denoiser does not take.
     """
 
-    def __init__(self, denoiser: nn.Module, noise: NoiseConfig) -> None:
+    def __init__(self, denoiser: nn.Module, noise: NoiseConfig, vae: VAE | None = None) -> None:
         super().__init__()
-        self.denoiser, self.noise = denoiser, noise
+        if vae is not None and vae.channels != denoiser.row_dim:
+            raise UserError(
+                f"the VAE makes latents of {vae.channels} values, but the model denoises rows of {denoiser.row_dim}"
+            )
+        self.denoiser, self.noise, self.vae = denoiser, noise, vae
         self.condition_dim: int = denoiser.condition_dim
         self._kept, self._weights = noise.kept(), noise.weights()
 
@@ -138,8 +146,8 @@ class Diffusion(nn.Module):
 
     @property
     def row_dim(self) -> int:
-        """The values of a row of latents."""
-        return self.denoiser.row_dim
+        """The values of a row of what is made: of pixels with a VAE, else of latents."""
+        return self.denoiser.row_dim if self.vae is None else self.vae.row_dim
 
     @property
     def divisor(self) -> int:
@@ -148,18 +156,21 @@ class Diffusion(nn.Module):
 
     def check_sizes(self, sizes: Int64Array) -> None:
         """Raise UserError for sizes of items that the denoiser cannot make."""
-        if check := getattr(self.denoiser, "check_sizes", None):
-            check(sizes)
+        for part in (self.vae, self.denoiser):
+            if check := getattr(part, "check_sizes", None):
+                check(sizes)
 
     def layers(self) -> list[LayerModules]:
-        """Those of the denoiser."""
-        return self.denoiser.layers()
+        """Those of the VAE's encoder, and of the denoiser."""
+        return [*(self.vae.layers() if self.vae is not None else ()), *self.denoiser.layers()]
 
     def forward(self, values: Tensor, sizes: Tensor, conditions: Tensor, keys: Int64Array) -> Tensor:
         """The loss: squared errors, mean over the values of a row, summed over rows; at least float32, a scalar.
 
         keys: of items, int64 [num_items], by which timesteps and noise are drawn. Others: as in `contract.Generator`.
         """
+        if self.vae is not None:
+            values = self.vae.encode(values, sizes, keys)
         counts = sizes.prod(dim=1)
         drawn = uniform_of_items(keys, "time") * self.noise.timesteps
         times = drawn.long().clamp_max(self.noise.timesteps - 1)
@@ -167,7 +178,7 @@ class Diffusion(nn.Module):
         return self.loss(values, noise, times, sizes, conditions)
 
     def loss(self, values: Tensor, noise: Tensor, times: Tensor, sizes: Tensor, conditions: Tensor) -> Tensor:
-        """As `forward`, with given noise [sum(rows), row_dim] and timesteps int64 [num_items] on the host."""
+        """As `forward`, of latents, with given noise of their shape and timesteps int64 [num_items] on the host."""
         counts = sizes.prod(dim=1)
         wide = torch.promote_types(values.dtype, torch.float32)
         kept = self._of_rows(self._kept[times.numpy()], counts, values.device, wide)
@@ -187,13 +198,13 @@ class Diffusion(nn.Module):
         sampling: SamplingConfig,
         guided: Callable[[Callable[[Tensor], Tensor]], Tensor] | None = None,
     ) -> Tensor:
-        """Latents [sum(rows), row_dim] drawn for conditions [num_items * rows of each, condition_dim].
+        """What is made for conditions [num_items * rows of each, condition_dim]: [sum(rows), row_dim].
 
         keys: of items, by which noise is drawn. guided: makes one prediction of predictions by conditions.
         """
         counts, device = sizes.prod(dim=1), conditions.device
         wide = torch.promote_types(conditions.dtype, torch.float32)
-        latents = normal_of_rows(keys, counts.numpy(), self.row_dim, "noise", device).to(wide)
+        latents = normal_of_rows(keys, counts.numpy(), self.denoiser.row_dim, "noise", device).to(wide)
         for step, left in self.noise.visits(sampling):
             times = torch.full((len(sizes),), step)
 
@@ -215,9 +226,11 @@ class Diffusion(nn.Module):
             spread = (1 - left) / (1 - kept) * (1 - kept / left) if sampling.sampler == "ddpm" else 0.0
             latents = left**0.5 * clean + max(1 - left - spread, 0.0) ** 0.5 * noise
             if spread > 0:
-                own = normal_of_rows(keys, counts.numpy(), self.row_dim, f"noise before {step}", device)
+                own = normal_of_rows(keys, counts.numpy(), self.denoiser.row_dim, f"noise before {step}", device)
                 latents = latents + spread**0.5 * own.to(wide)
-        return latents
+        if self.vae is None:
+            return latents
+        return self.vae.decode(latents.to(conditions.dtype), sizes).to(wide)
 
     @staticmethod
     def _of_rows(of_items: Float64Array, counts: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,9 @@ from motet.core.shapes import Transformer, language_model, multimodal
 from motet.cost.flops import layer_flops, step_flops, work_of
 from motet.cost.memory import FSDP_FP32, LayerBytes, stage_layers
 from motet.models.diffusion import Diffusion, NoiseConfig, SamplingConfig
-from motet.models.generator import GeneratorConfig, GeneratorModule, OutputProjector, build_generator
+from motet.models.generator import GeneratorModule, OutputProjector
+from motet.models.generator_build import build_generator
+from motet.models.generator_config import GeneratorConfig
 from motet.models.projector import Projector, ProjectorConfig
 from motet.models.scheduler_noise import SchedulerNoise
 from motet.models.unet import UNet
