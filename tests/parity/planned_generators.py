@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from motet.models.diffusion import Diffusion, NoiseConfig
+from motet.models.diffusion import Diffusion
 from motet.models.dit import DiT, DiTConfig
 from motet.models.generator import GeneratorModule, OutputProjector
 from motet.models.mllm import MLLM
+from motet.models.noise_schedule import NoiseConfig
 from motet.models.projector import Projector, ProjectorConfig
 from motet.models.vae import VAE
 

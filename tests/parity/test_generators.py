@@ -22,11 +22,13 @@ from motet.dispatch import BalanceConfig, ItemExchange, LoadedExample, RankBatch
 from motet.dispatch.batch import pack, stacked_media
 from motet.dropout import example_keys, item_keys
 from motet.models.backbone import Backbone
-from motet.models.diffusion import Diffusion, NoiseConfig
+from motet.models.diffusion import Diffusion
 from motet.models.dit import DiT, DiTConfig
 from motet.models.generator import GeneratorModule, OutputProjector
 from motet.models.mllm import MLLM
+from motet.models.noise_schedule import NoiseConfig
 from motet.models.projector import Projector, ProjectorConfig
+from motet.models.sd3 import SD3
 from motet.models.unet import UNet
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import build_mesh
@@ -49,6 +51,16 @@ UNET = {
     "attention_head_dim": 2,
     "norm_num_groups": 2,
 }
+TRANSFORMER = {
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 4,
+    "joint_attention_dim": 6,
+    "caption_projection_dim": 8,
+    "pooled_projection_dim": 5,
+    "pos_embed_max_size": 6,
+    "sample_size": 6,
+}
 NEAR = SpeedConfig(link_gbytes_per_s=1e9, link_latency_us=0.0, inter_node_gbytes_per_s=1e9, inter_node_latency_us=0.0)
 
 
@@ -57,6 +69,7 @@ class Case:
     """One way to run the same step. drawn: the generators that have anything to make, a set a microbatch.
 
     unet: what draws is a UNet of diffusers, whose items have sides that can be halved. vae: on latents of its pixels.
+    sd3: it is a transformer of SD3.
     """
 
     method: str = "per_phase"
@@ -67,11 +80,19 @@ class Case:
     num_examples: int = 7
     unet: bool = False
     vae: bool = False
+    sd3: bool = False
 
     @property
-    def model(self) -> tuple[tuple[str, ...], bool, bool]:
+    def model(self) -> tuple[tuple[str, ...], bool, bool, bool]:
         """What `model_with_generators` takes."""
-        return self.frozen, self.unet, self.vae
+        return self.frozen, self.unet, self.vae, self.sd3
+
+
+def sd3_of(num_queries: int, channels: int) -> SD3:
+    """A tiny transformer of SD3; as `unet_of`."""
+    from diffusers import SD3Transformer2DModel
+
+    return SD3(num_queries, SD3Transformer2DModel(**TRANSFORMER, in_channels=channels, out_channels=channels))
 
 
 def unet_of(num_queries: int, channels: int) -> UNet:
@@ -81,7 +102,9 @@ def unet_of(num_queries: int, channels: int) -> UNet:
     return UNet(num_queries, UNet2DConditionModel(**UNET, in_channels=channels, out_channels=channels))
 
 
-def model_with_generators(frozen: tuple[str, ...] = (), unet: bool = False, vae: bool = False) -> MLLM:
+def model_with_generators(
+    frozen: tuple[str, ...] = (), unet: bool = False, vae: bool = False, sd3: bool = False
+) -> MLLM:
     """The same in every call and on every rank; no weight is zero, so that a gradient flows everywhere."""
     plain = build_model(frozen=[name for name in frozen if name not in QUERIES])
     torch.manual_seed(11)
@@ -92,7 +115,9 @@ def model_with_generators(frozen: tuple[str, ...] = (), unet: bool = False, vae:
         is_unet = unet and name == "draw"
         latents = tiny_vae() if vae and name == "draw" else None
         denoiser = unet_of(count, LATENTS if latents else ROW_DIMS[name]) if is_unet else DiT(count, config)
+        denoiser = sd3_of(count, ROW_DIMS[name]) if sd3 and name == "draw" else denoiser
         noise = NoiseConfig(predicts="v" if name == "say" else "epsilon", min_snr=5.0 if name == "say" else None)
+        noise = NoiseConfig(schedule="flow", times="logit_normal") if isinstance(denoiser, SD3) else noise
         entrance = OutputProjector(Projector(DIM, denoiser.condition_dim, ProjectorConfig()), count, drop=0.3)
         learns = name not in frozen
         generators[name] = GeneratorModule(
@@ -131,7 +156,7 @@ def draw_made_examples(num_examples: int, drawn: tuple[str, ...], seed: int, uni
 
 
 def microbatches(case: Case) -> list[list[LoadedExample]]:
-    unit = 2 if case.unet else 1
+    unit = 2 if case.unet or case.sd3 else 1
     return [draw_made_examples(case.num_examples, drawn, seed, unit) for seed, drawn in enumerate(case.drawn)]
 
 
@@ -207,6 +232,7 @@ CASES = {
     "all are absent from the whole step": Case(drawn=((), ())),
     "a UNet": Case(unet=True),
     "a UNet on latents of a VAE": Case(unet=True, vae=True),
+    "a transformer of SD3": Case(sd3=True),
     "a frozen UNet in whole copies": Case(unet=True, frozen=("draw",), fsdp=FSDPConfig(shard_size=1)),
     "fewer items than ranks": Case(num_examples=2, drawn=(("draw",), ("say",))),
 }

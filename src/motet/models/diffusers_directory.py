@@ -1,7 +1,8 @@
 """Models and noise schedules of diffusers: made of a config, or read from a directory that diffusers writes.
 
 DIR/config.json                         a model alone, as `ModelMixin.save_pretrained` writes it, or
-DIR/unet/config.json                    a pipeline, with
+DIR/unet/config.json                    a pipeline of a UNet, or
+DIR/transformer/config.json             one of a transformer, with
 DIR/vae/config.json                     what makes latents of pixels, perhaps, and
 DIR/scheduler/scheduler_config.json     the noise that the model learned with.
 
@@ -26,8 +27,8 @@ from motet.models.config_file import one_line
 from motet.models.families.bounds import check_bounds
 from motet.models.load import check_files
 
-UNET, VAE = "UNet2DConditionModel", "AutoencoderKL"
-_FOLDERS = {UNET: "unet", VAE: "vae"}
+UNET, SD3, VAE = "UNet2DConditionModel", "SD3Transformer2DModel", "AutoencoderKL"
+_FOLDERS = {UNET: "unet", SD3: "transformer", VAE: "vae"}
 """Class -> its folder in a pipeline."""
 _SCHEDULER = Path("scheduler", "scheduler_config.json")
 
@@ -61,6 +62,15 @@ def model_of_config(where: str, name: str, options: dict[str, Any]) -> nn.Module
 def has_model(path: Path, name: str) -> bool:
     """Whether a directory is that of a pipeline with a model of this class."""
     return (path / _FOLDERS[name] / "config.json").is_file()
+
+
+def denoiser_class(where: str, path: Path) -> str:
+    """The class of the denoiser in a directory. Raises UserError for one that has none that is known."""
+    known = UNET, SD3
+    if found := [name for name in known if has_model(path, name)]:
+        return found[0]
+    named: str = _stored(where, _folder(where, path, _FOLDERS[UNET]) / "config.json", known)["_class_name"]
+    return named
 
 
 def model_of_directory(where: str, path: Path, name: str, dtype: torch.dtype) -> nn.Module:
@@ -104,11 +114,11 @@ def write_model(model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -
         fresh.save_pretrained(folder)
 
 
-def scheduler_of_directory(where: str, path: Path) -> Any:
+def scheduler_of_directory(where: str, path: Path, kinds: tuple[str, ...]) -> Any:
     """The scheduler that says with which noise the model of a directory learned.
 
-    path: of a pipeline, or of a model in one. Raises UserError for a directory without one, and for one of a class
-    whose noise is not that of DDPM.
+    path: of a pipeline, or of a model in one. kinds: the classes whose noise is known. Raises UserError for a directory
+    without one, and for one of another class.
     """
     found = [folder / _SCHEDULER for folder in (path, path.parent) if (folder / _SCHEDULER).is_file()]
     if not found:
@@ -116,7 +126,7 @@ def scheduler_of_directory(where: str, path: Path) -> Any:
             f"{where}.path: there is no {path / _SCHEDULER}, which says the noise that the model learned with; say it "
             f"in {where}.noise"
         )
-    options = _stored(where, found[0], ("DDPMScheduler", "DDIMScheduler", "PNDMScheduler"))
+    options = _stored(where, found[0], kinds)
     kind = getattr(check_diffusers(where), options["_class_name"])
     try:
         with _quiet(), torch.device("cpu"):  # Its few numbers are read, also where a model has shapes alone.

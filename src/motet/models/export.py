@@ -5,9 +5,9 @@ directory/encoders/<name>/            the family's HF class; only model.safetens
 directory/adapters/backbone/, adapters/encoders/<name>/    peft.PeftModel.from_pretrained, on top of such a model
 directory/projectors/<name>.safetensors
 directory/generators/<name>/model.safetensors    with the output projector; generators/queries.safetensors
-directory/generators/<name>/unet/     of a model of diffusers: its class's from_pretrained; beside it scheduler/, vae/,
-                                      and entrance.safetensors with the output projector; of Motet's own beside a vae/,
-                                      denoiser.safetensors
+directory/generators/<name>/unet/, transformer/    of a model of diffusers: its class's from_pretrained; beside it
+                                      scheduler/, vae/, and entrance.safetensors with the output projector; of Motet's
+                                      own beside a vae/, denoiser.safetensors
 directory/hooks/<name>.<callback>.safetensors    for callbacks with weights
 directory/tokenizer/                  if one is given
 directory/README.md                   a model card, if it is given
@@ -40,6 +40,7 @@ from motet.models.lora_saved import check_peft, merged, save_adapter, without_lo
 from motet.models.mllm import MLLM
 from motet.models.named_weights import is_lora
 from motet.models.scheduler_noise import SchedulerNoise
+from motet.models.sd3 import SD3
 from motet.models.unet import UNet
 
 _ADAPTERS = "adapters"
@@ -188,11 +189,13 @@ def _parts(mllm: MLLM) -> Iterator[tuple[str, nn.Module, str, bool]]:
 def _parts_of_generator(path: str, module: GeneratorModule, prefix: str) -> Iterator[tuple[str, nn.Module, str, bool]]:
     """As `_parts`, of a generator: one file, or beside a folder of each model of diffusers one of the rest."""
     denoiser, vae = (getattr(module.generator, part, None) for part in ("denoiser", "vae"))
-    if not isinstance(denoiser, UNet) and vae is None:
+    if not isinstance(denoiser, UNet | SD3) and vae is None:
         yield f"{path}/model", module, prefix, False
         return
     if isinstance(denoiser, UNet):
         yield f"{path}/unet", denoiser.unet, f"{prefix}generator.denoiser.unet.", False
+    elif isinstance(denoiser, SD3):
+        yield f"{path}/transformer", denoiser.transformer, f"{prefix}generator.denoiser.transformer.", False
     else:
         yield f"{path}/denoiser", denoiser, f"{prefix}generator.denoiser.", False
     if vae is not None:

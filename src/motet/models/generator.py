@@ -22,8 +22,8 @@ from motet.core.errors import UserError
 from motet.core.item_segments import ItemSegments
 from motet.core.spec import Module
 from motet.models.block import Block, outside_blocks, wrap_blocks
-from motet.models.diffusion import SamplingConfig
 from motet.models.layers import LayerModules, any_trainable, as_it_learns, frozen_to_eval, products_layer
+from motet.models.noise_schedule import SamplingConfig
 from motet.models.projector import Projector
 from motet.noise import uniform_of_items
 

@@ -8,15 +8,21 @@ from torch import nn
 from motet.core.errors import ArgumentError, UserError
 from motet.models import diffusers_directory as stored
 from motet.models.callbacks import imported
-from motet.models.diffusion import Diffusion, NoiseConfig, SamplingConfig
+from motet.models.diffusion import Diffusion
 from motet.models.dit import DiT, DiTConfig
 from motet.models.generator import GeneratorModule, OutputProjector
 from motet.models.generator_config import GeneratorConfig
 from motet.models.initialise import seeded
+from motet.models.noise_schedule import NoiseConfig, SamplingConfig
 from motet.models.projector import Projector, ProjectorConfig
-from motet.models.scheduler_noise import SchedulerNoise
+from motet.models.scheduler_noise import SCHEDULERS, SchedulerNoise
+from motet.models.sd3 import SD3
 from motet.models.unet import UNet
 from motet.models.vae import VAE, VAEConfig
+
+_FAMILIES = {"unet": stored.UNET, "sd3": stored.SD3}
+_DENOISERS = {stored.UNET: UNet, stored.SD3: SD3}
+"""Class of diffusers -> what takes it on packed items."""
 
 
 def build_generator(
@@ -54,20 +60,23 @@ def _own(where: str, config: GeneratorConfig, dtype: torch.dtype) -> nn.Module:
         denoiser = DiT(config.num_queries, DiTConfig.model_validate(config.config))
     except (UserError, ArgumentError) as error:
         raise UserError(f"{where}.{error}") from None
-    return _diffusion(where, denoiser, config.noise or NoiseConfig(), _vae(where, config, dtype))
+    return _diffusion(where, denoiser, config.own_noise, _vae(where, config, dtype))
 
 
 def _of_diffusers(where: str, config: GeneratorConfig, dtype: torch.dtype) -> nn.Module:
-    """A UNet of diffusers, with random weights or those of a directory."""
-    named = f"{where}.path: {config.path}" if config.path else f"{where}.config"
+    """A denoiser of diffusers, with random weights or those of a directory."""
+    if config.path is None:
+        named, name = f"{where}.config", _FAMILIES[config.family or ""]
+    else:
+        named, name = f"{where}.path: {config.path}", stored.denoiser_class(where, config.path)
 
-    def denoiser() -> UNet:
+    def denoiser() -> nn.Module:
         if config.path is None:
-            unet = stored.model_of_config(where, stored.UNET, config.config)
+            model = stored.model_of_config(where, name, config.config)
         else:
-            unet = stored.model_of_directory(where, config.path, stored.UNET, dtype)
+            model = stored.model_of_directory(where, config.path, name, dtype)
         try:
-            return UNet(config.num_queries, unet)
+            return _DENOISERS[name](config.num_queries, model)
         except UserError as error:
             raise UserError(f"{named}: {error}.") from None
 
@@ -79,14 +88,16 @@ def _of_diffusers(where: str, config: GeneratorConfig, dtype: torch.dtype) -> nn
 
 def _noise(where: str, config: GeneratorConfig) -> NoiseConfig:
     """That of a model of diffusers. Raises UserError for a scheduler beside it that is not computed here."""
-    noise = config.noise or NoiseConfig(schedule="path" if config.path else "scaled_linear")
+    noise = config.own_noise
     if config.path is None or noise.schedule != "path":
         return noise
-    scheduler = stored.scheduler_of_directory(where, config.path)
+    scheduler = stored.scheduler_of_directory(where, config.path, SCHEDULERS)
     try:
-        noise = SchedulerNoise.of(scheduler, noise.min_snr)
+        noise = SchedulerNoise.of(scheduler, noise)
         if config.sampling.steps > noise.timesteps:
             raise UserError(f"sampling.steps is {config.sampling.steps}, but there are {noise.timesteps} timesteps")
+        if wrong := noise.sampler_error(config.sampling):
+            raise UserError(wrong)
         noise.visits(config.sampling)
     except UserError as error:
         raise UserError(f"{where}: the scheduler of {config.path} does not fit: {error}.") from None

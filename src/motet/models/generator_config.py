@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from motet.models.diffusion import NoiseConfig, SamplingConfig
 from motet.models.dit import DiTConfig
+from motet.models.noise_schedule import NoiseConfig, SamplingConfig
 from motet.models.vae import VAEConfig
 
 MAX_QUERIES = 4096
@@ -20,11 +20,11 @@ class GeneratorConfig(BaseModel):
     The generator is `family`, with random weights; `path`; or `module`.
 
     makes:        the media that it makes; by default that after which it is named. Its items are those in answers.
-    family:       "dit": a diffusion transformer on the rows of `transforms` (`models/dit.py`); "unet": diffusers'
-                  UNet2DConditionModel (`models/unet.py`).
-    config:       of the family; of "unet" the options of diffusers' class.
-    path:         a local directory of diffusers: a UNet2DConditionModel, or a pipeline that has one.
-    noise:        of both; of `path`, by default, that of the scheduler beside it.
+    family:       "dit": a diffusion transformer on the rows of `transforms` (`models/dit.py`); "unet" and "sd3":
+                  diffusers' UNet2DConditionModel (`models/unet.py`) and SD3Transformer2DModel (`models/sd3.py`).
+    config:       of the family; of "unet" and "sd3" the options of diffusers' class.
+    path:         a local directory of diffusers: a model of these two classes, or a pipeline that has one.
+    noise:        by default, of `path` that of the scheduler beside it, and of "sd3" a flow with a shift of 3.
     vae:          makes latents of pixels before the loss, and pixels of samples; by default that of a pipeline `path`.
     module, args: "package.module:Class", called with `args`; see `contract.Generator`.
     num_queries:  learned query tokens of an item in the sequence: what is read there is its condition.
@@ -37,7 +37,7 @@ class GeneratorConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     makes: Literal["image", "audio"] | None = None
-    family: Literal["dit", "unet"] | None = None
+    family: Literal["dit", "unet", "sd3"] | None = None
     config: dict[str, Any] = Field(default_factory=dict)
     path: Path | None = None
     noise: NoiseConfig | None = None
@@ -75,10 +75,14 @@ class GeneratorConfig(BaseModel):
                 f"`sampling.guidance` = {self.sampling.guidance:g} needs `drop_condition` above 0: the model must "
                 "learn to go without a condition"
             )
-        timesteps = (self.noise or NoiseConfig()).timesteps
-        says_timesteps = self.family or (self.noise and self.noise.schedule != "path")
-        if says_timesteps and self.sampling.steps > timesteps:
-            raise ValueError(f"`sampling.steps` is {self.sampling.steps}, but `noise.timesteps` is {timesteps}")
+        noise = self.own_noise
+        if not self.module and noise.schedule != "path":
+            if self.sampling.steps > noise.timesteps:
+                raise ValueError(
+                    f"`sampling.steps` is {self.sampling.steps}, but `noise.timesteps` is {noise.timesteps}"
+                )
+            if wrong := noise.sampler_error(self.sampling):
+                raise ValueError(wrong)
         if self.family == "dit":
             try:
                 DiTConfig.model_validate(self.config)
@@ -87,3 +91,12 @@ class GeneratorConfig(BaseModel):
                 key = ".".join(map(str, first["loc"]))
                 raise ValueError(f"`config.{key}` is wrong ({first['msg']})") from None
         return self
+
+    @property
+    def own_noise(self) -> NoiseConfig:
+        """The noise that is said, or the default."""
+        if self.noise is not None:
+            return self.noise
+        if self.path:
+            return NoiseConfig(schedule="path")
+        return NoiseConfig(schedule="flow", shift=3.0) if self.family == "sd3" else NoiseConfig()

@@ -14,11 +14,12 @@ from motet.core.errors import UserError
 from motet.core.shapes import Transformer, language_model, multimodal
 from motet.cost.flops import layer_flops, step_flops, work_of
 from motet.cost.memory import FSDP_FP32, LayerBytes, stage_layers
-from motet.models.diffusion import Diffusion, NoiseConfig, SamplingConfig
+from motet.models.diffusion import Diffusion
 from motet.models.dit import DiT, DiTConfig
 from motet.models.generator import GeneratorModule, OutputProjector
 from motet.models.generator_build import build_generator
 from motet.models.generator_config import GeneratorConfig
+from motet.models.noise_schedule import NoiseConfig, SamplingConfig
 from motet.models.projector import Projector, ProjectorConfig
 from motet.models.scheduler_noise import SchedulerNoise
 from motet.models.unet import UNet
@@ -79,7 +80,7 @@ def test_the_loss_is_that_of_a_script_of_diffusers(posterior):
         given = conditions.unflatten(0, (-1, QUERIES))[item][None]
         predicted = unet(noised_by.add_noise(latents, added, time), time, given).sample
         expected += torch.nn.functional.mse_loss(predicted, added).item() * int(size.prod())
-    model = Diffusion(UNet(QUERIES, unet), SchedulerNoise.of(noised_by, None), VAE(vae, posterior))
+    model = Diffusion(UNet(QUERIES, unet), SchedulerNoise.of(noised_by), VAE(vae, posterior))
     found = model(values, SIZES, conditions, KEYS)
     assert found.item() == pytest.approx(expected, rel=1e-8)
     found.backward()
