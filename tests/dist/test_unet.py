@@ -94,6 +94,15 @@ def test_ranks_train_make_and_export_as_one_process_does(job, tmp_path):
     assert "nothing" in load_file(exported / "entrance.safetensors")
 
 
+def test_buckets_are_what_it_makes_and_one_that_nothing_fits_is_refused(job, tmp_path):
+    once = ("run.steps=1", "data.heldout=[]", "fsdp.shard_size=1")
+    assert "step 1/1" in run(job, 1, tmp_path / "run", *once, "transforms.draw.buckets=[[8, 8], [12, 8]]")
+    said = run(job, 2, tmp_path / "refused", *once[:2], "transforms.draw.buckets=[[8, 8], [32, 8]]")
+    assert said == (
+        "transforms.draw.buckets has [32, 8], which no example of data.train fits that draw computes; remove it."
+    )
+
+
 def test_a_frozen_unet_is_exported_bit_for_bit(job, tmp_path):
     frozen = ("model.generators.draw.train_generator=false", "run.dtype=float32", "data.heldout=[]")
     run(job, 1, tmp_path / "run", *frozen, "run.steps=2", "export.at_end=true", "fsdp.shard_size=1")
