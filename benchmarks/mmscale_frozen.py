@@ -32,7 +32,7 @@ from motet.core.workload import BACKBONE
 from motet.cost.source import cost_model
 from motet.dispatch import LoadedExample
 from motet.dispatch.loaded import LoadedTables, tables_of
-from motet.models.generator import GeneratorConfig
+from motet.models.generator_config import GeneratorConfig
 from motet.models.mllm import MLLM
 from motet.schedule import planned as layout_of
 from motet.simulate.predict.predict import assign_batch, predict_assigned

@@ -11,7 +11,7 @@ from hf_parts import PATCH, VOCABULARY, language_model, vision_tower
 import motet
 from motet.core.example import Media, TokenSequence
 from motet.dispatch import LoadedExample
-from motet.models.generator import GeneratorConfig
+from motet.models.generator_config import GeneratorConfig
 
 DIT = {"row_dim": PATCH**2, "hidden": 16, "num_layers": 2, "num_heads": 2}
 DRAW = GeneratorConfig(family="dit", config=DIT, num_queries=2, drop_condition=0.1, weight=1.0)

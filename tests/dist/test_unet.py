@@ -1,8 +1,10 @@
 """A recipe whose generator is a UNet of diffusers: the same on any number of ranks, shown and exported."""
 
 import json
+import shutil
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -42,6 +44,13 @@ UNET = {
     "cross_attention_dim": 6,
     "attention_head_dim": 2,
     "norm_num_groups": 2,
+}
+VAE = {
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "block_out_channels": (4, 8),
+    "norm_num_groups": 2,
+    "scaling_factor": 0.5,
 }
 SIDES = ((8, 8), (12, 8), (8, 8), (4, 4), (8, 12))
 
@@ -85,6 +94,15 @@ def test_ranks_train_make_and_export_as_one_process_does(job, tmp_path):
     assert "nothing" in load_file(exported / "entrance.safetensors")
 
 
+def test_buckets_are_what_it_makes_and_one_that_nothing_fits_is_refused(job, tmp_path):
+    once = ("run.steps=1", "data.heldout=[]", "fsdp.shard_size=1")
+    assert "step 1/1" in run(job, 1, tmp_path / "run", *once, "transforms.draw.buckets=[[8, 8], [12, 8]]")
+    said = run(job, 2, tmp_path / "refused", *once[:2], "transforms.draw.buckets=[[8, 8], [32, 8]]")
+    assert said == (
+        "transforms.draw.buckets has [32, 8], which no example of data.train fits that draw computes; remove it."
+    )
+
+
 def test_a_frozen_unet_is_exported_bit_for_bit(job, tmp_path):
     frozen = ("model.generators.draw.train_generator=false", "run.dtype=float32", "data.heldout=[]")
     run(job, 1, tmp_path / "run", *frozen, "run.steps=2", "export.at_end=true", "fsdp.shard_size=1")
@@ -117,6 +135,54 @@ def test_a_profile_refuses_it(job, tmp_path):
     model = build_mllm(one_layer_deep(recipe.model), recipe.vocabulary().vocabulary_size)
     with pytest.raises(UserError, match="is a UNet, whose layers are not timed"):
         subjects(recipe, model, model, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def latent(job):
+    """The same job, whose pixels a VAE makes latents of: 2 x 2 colours are a row of 4 latents."""
+    shutil.copytree(job.parent / "pipeline", job.parent / "latent")
+    torch.manual_seed(2)
+    diffusers.AutoencoderKL(**VAE).save_pretrained(job.parent / "latent" / "vae")
+    recipe = job.with_name("latent.toml")
+    recipe.write_text(job.read_text().replace('"pipeline"', '"latent"').replace("channels = 1", "channels = 3"))
+    return recipe
+
+
+def test_a_vae_makes_latents_alike_on_all_ranks_shows_pixels_and_is_exported_bit_for_bit(latent, tmp_path):
+    few = ("run.steps=2", "evaluate.num_made=2", "evaluate.batch_size=2")
+    run(latent, 1, tmp_path / "one", *few, "fsdp.shard_size=1")
+    run(latent, 2, tmp_path / "two", *few, "run.microbatches=2")
+    for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        assert b["losses"] == pytest.approx(a["losses"], rel=1e-9)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-8)
+    assert shown(tmp_path / "two") == shown(tmp_path / "one") != []
+    assert np.asarray(shown(tmp_path / "one")[0]["file"]).shape == (8, 8, 3)
+
+    exported = ("run.dtype=float32", "data.heldout=[]", "run.steps=1", "export.at_end=true", "fsdp.shard_size=1")
+    run(latent, 1, tmp_path / "three", *exported)
+    [file] = (tmp_path / "three" / "export" / "generators" / "draw" / "vae").glob("*.safetensors")
+    stored = load_file(latent.parent / "latent" / "vae" / "diffusion_pytorch_model.safetensors")
+    written = load_file(file)
+    assert written.keys() == stored.keys()
+    assert all(torch.equal(written[name], value) for name, value in stored.items())
+    config = diffusers.AutoencoderKL.load_config(file.parent)
+    assert config["scaling_factor"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("transforms.draw.channels=1", "rows of 4 values, but model.generators.draw makes rows of 12"),
+        ("transforms.draw.mean=[0.4]", "transforms.draw.mean is not 0.5, but the VAE of model.generators.draw takes"),
+        ("fsdp.param_dtype=float16", "is beyond what the VAE of model.generators.draw can hold"),
+        ("transforms.draw.fixed_size=6", "model.generators.draw: a raster of 3 x 3 rows cannot be halved 1 times"),
+    ],
+)
+def test_what_does_not_fit_a_vae_is_said(latent, tmp_path, override, said):
+    with pytest.raises(UserError) as refused:
+        train(load_recipe(latent, [f"run.dir={tmp_path / 'run'}", override]))
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_plan_with_stages_trains_it_as_one_process_does_and_one_that_recomputes_it_is_refused(job, tmp_path):

@@ -1,18 +1,32 @@
-"""Generators of the tiny model that Plans are tried on: "draw" makes rasters, and "say" sequences."""
+"""Generators of the tiny model that Plans are tried on: "draw" makes rasters, and "say" sequences; "paint" makes
+rasters of pixels, whose latents a VAE of diffusers makes.
+"""
 
 from collections.abc import Sequence
 
 from torch import nn
 
-from motet.models.diffusion import Diffusion, NoiseConfig
+from motet.models.diffusion import Diffusion
 from motet.models.dit import DiT, DiTConfig
 from motet.models.generator import GeneratorModule, OutputProjector
 from motet.models.mllm import MLLM
+from motet.models.noise_schedule import NoiseConfig
 from motet.models.projector import Projector, ProjectorConfig
+from motet.models.vae import VAE
 
-QUERIES = {"draw": 3, "say": 2}
-ROW_DIMS_MADE = {"draw": 5, "say": 4}
-SIZE_DIMS_MADE = {"draw": 2, "say": 1}
+QUERIES = {"draw": 3, "say": 2, "paint": 2}
+ROW_DIMS_MADE = {"draw": 5, "say": 4, "paint": 4}
+SIZE_DIMS_MADE = {"draw": 2, "say": 1, "paint": 2}
+LATENTS = 3
+
+
+def tiny_vae() -> VAE:
+    """Four pixels make a row of latents. diffusers is imported for it alone: that takes seconds on each rank."""
+    from diffusers import AutoencoderKL
+
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    channels = {"in_channels": 1, "out_channels": 1, "latent_channels": LATENTS, "block_out_channels": (4, 8)}
+    return VAE(AutoencoderKL(**blocks, **channels, norm_num_groups=2, scaling_factor=0.7, shift_factor=0.1))
 
 
 def with_generators(model: MLLM, made: Sequence[str], frozen: Sequence[str]) -> MLLM:
@@ -31,8 +45,9 @@ def with_generators(model: MLLM, made: Sequence[str], frozen: Sequence[str]) -> 
 
 
 def _generator(name: str, width: int, learns: bool) -> GeneratorModule:
-    config = DiTConfig(row_dim=ROW_DIMS_MADE[name], hidden=8, num_layers=1, num_heads=2)
+    vae = tiny_vae() if name == "paint" else None
+    config = DiTConfig(row_dim=LATENTS if vae else ROW_DIMS_MADE[name], hidden=8, num_layers=1, num_heads=2)
     noise = NoiseConfig(predicts="v", min_snr=5.0) if name == "say" else NoiseConfig()
     entrance = OutputProjector(Projector(width, 8, ProjectorConfig()), QUERIES[name], drop=0.3)
-    generator = Diffusion(DiT(QUERIES[name], config), noise)
+    generator = Diffusion(DiT(QUERIES[name], config), noise, vae)
     return GeneratorModule(generator, entrance, QUERIES[name], 0.5 if name == "say" else 2.0, learns, learns)

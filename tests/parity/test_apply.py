@@ -14,7 +14,7 @@ from motet.core.errors import JointUserError, UserError
 from motet.core.plan import Plan, Unit
 from motet.cost.catalogue import cluster
 from motet.dropout import example_keys
-from motet.models.generator import build_generator
+from motet.models.generator_build import build_generator
 from motet.models.projector import ProjectorConfig
 from motet.models.spec import model_spec
 from parity.planned import PlannedCase

@@ -22,26 +22,27 @@ from motet.dispatch import BalanceConfig, ItemExchange, LoadedExample, RankBatch
 from motet.dispatch.batch import pack, stacked_media
 from motet.dropout import example_keys, item_keys
 from motet.models.backbone import Backbone
-from motet.models.diffusion import Diffusion, NoiseConfig
+from motet.models.diffusion import Diffusion
 from motet.models.dit import DiT, DiTConfig
 from motet.models.generator import GeneratorModule, OutputProjector
 from motet.models.mllm import MLLM
+from motet.models.noise_schedule import NoiseConfig
 from motet.models.projector import Projector, ProjectorConfig
+from motet.models.sd3 import SD3
 from motet.models.unet import UNet
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import build_mesh
 from motet.runtime.step import TrainStep
 from motet.train.balancing import build_orchestrator
 from parity.planned import PlannedCase, assert_planned
+from parity.planned_generators import LATENTS, tiny_vae
 from parity.tiny import DIM, build_model, draw_examples
 from ranks import run_ranks
 
 TOLERANCE = 1e-10
 QUERIES = {"draw": 3, "say": 2}
-ROW_DIMS = {"draw": 5, "say": 4}
+ROW_DIMS = {"draw": 4, "say": 4}
 UNET = {
-    "in_channels": ROW_DIMS["draw"],
-    "out_channels": ROW_DIMS["draw"],
     "block_out_channels": (4, 8),
     "layers_per_block": 1,
     "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
@@ -50,6 +51,16 @@ UNET = {
     "attention_head_dim": 2,
     "norm_num_groups": 2,
 }
+TRANSFORMER = {
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 4,
+    "joint_attention_dim": 6,
+    "caption_projection_dim": 8,
+    "pooled_projection_dim": 5,
+    "pos_embed_max_size": 6,
+    "sample_size": 6,
+}
 NEAR = SpeedConfig(link_gbytes_per_s=1e9, link_latency_us=0.0, inter_node_gbytes_per_s=1e9, inter_node_latency_us=0.0)
 
 
@@ -57,7 +68,8 @@ NEAR = SpeedConfig(link_gbytes_per_s=1e9, link_latency_us=0.0, inter_node_gbytes
 class Case:
     """One way to run the same step. drawn: the generators that have anything to make, a set a microbatch.
 
-    unet: what draws is a UNet of diffusers, whose items have sides that can be halved.
+    unet: what draws is a UNet of diffusers, whose items have sides that can be halved. vae: on latents of its pixels.
+    sd3: it is a transformer of SD3.
     """
 
     method: str = "per_phase"
@@ -67,16 +79,32 @@ class Case:
     drawn: tuple[tuple[str, ...], ...] = (("draw", "say"), ("draw",))
     num_examples: int = 7
     unet: bool = False
+    vae: bool = False
+    sd3: bool = False
+
+    @property
+    def model(self) -> tuple[tuple[str, ...], bool, bool, bool]:
+        """What `model_with_generators` takes."""
+        return self.frozen, self.unet, self.vae, self.sd3
 
 
-def unet_of(num_queries: int) -> UNet:
+def sd3_of(num_queries: int, channels: int) -> SD3:
+    """A tiny transformer of SD3; as `unet_of`."""
+    from diffusers import SD3Transformer2DModel
+
+    return SD3(num_queries, SD3Transformer2DModel(**TRANSFORMER, in_channels=channels, out_channels=channels))
+
+
+def unet_of(num_queries: int, channels: int) -> UNet:
     """A tiny UNet. diffusers is imported for it alone: that takes seconds on each rank."""
     from diffusers import UNet2DConditionModel
 
-    return UNet(num_queries, UNet2DConditionModel(**UNET))
+    return UNet(num_queries, UNet2DConditionModel(**UNET, in_channels=channels, out_channels=channels))
 
 
-def model_with_generators(frozen: tuple[str, ...] = (), unet: bool = False) -> MLLM:
+def model_with_generators(
+    frozen: tuple[str, ...] = (), unet: bool = False, vae: bool = False, sd3: bool = False
+) -> MLLM:
     """The same in every call and on every rank; no weight is zero, so that a gradient flows everywhere."""
     plain = build_model(frozen=[name for name in frozen if name not in QUERIES])
     torch.manual_seed(11)
@@ -85,12 +113,15 @@ def model_with_generators(frozen: tuple[str, ...] = (), unet: bool = False) -> M
     for name, count in QUERIES.items():
         config = DiTConfig(row_dim=ROW_DIMS[name], hidden=8, num_layers=2, num_heads=2)
         is_unet = unet and name == "draw"
-        denoiser = unet_of(count) if is_unet else DiT(count, config)
+        latents = tiny_vae() if vae and name == "draw" else None
+        denoiser = unet_of(count, LATENTS if latents else ROW_DIMS[name]) if is_unet else DiT(count, config)
+        denoiser = sd3_of(count, ROW_DIMS[name]) if sd3 and name == "draw" else denoiser
         noise = NoiseConfig(predicts="v" if name == "say" else "epsilon", min_snr=5.0 if name == "say" else None)
+        noise = NoiseConfig(schedule="flow", times="logit_normal") if isinstance(denoiser, SD3) else noise
         entrance = OutputProjector(Projector(DIM, denoiser.condition_dim, ProjectorConfig()), count, drop=0.3)
         learns = name not in frozen
         generators[name] = GeneratorModule(
-            Diffusion(denoiser, noise), entrance, count, 0.5 if name == "say" else 2.0, learns, learns
+            Diffusion(denoiser, noise, latents), entrance, count, 0.5 if name == "say" else 2.0, learns, learns
         )
     model = MLLM(dict(plain.encoders), backbone, generators).to(torch.float64)
     for parameter in model.generators.parameters():
@@ -125,7 +156,7 @@ def draw_made_examples(num_examples: int, drawn: tuple[str, ...], seed: int, uni
 
 
 def microbatches(case: Case) -> list[list[LoadedExample]]:
-    unit = 2 if case.unet else 1
+    unit = 2 if case.unet or case.sd3 else 1
     return [draw_made_examples(case.num_examples, drawn, seed, unit) for seed, drawn in enumerate(case.drawn)]
 
 
@@ -136,7 +167,7 @@ def keys_of(microbatch: int, num_examples: int) -> Int64Array:
 @cache
 def reference(case: Case) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Losses, and gradients by name, of one process."""
-    model = model_with_generators(case.frozen, case.unet)
+    model = model_with_generators(*case.model)
     model.train()
     sums: dict[str, list] = {BACKBONE: [], "draw": [], "say": []}
     for number, examples in enumerate(microbatches(case)):
@@ -164,7 +195,7 @@ def reference(case: Case) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
 def take_step(rank: int, num_ranks: int, case: Case):
     """The losses, and the whole gradients by name."""
     mesh = build_mesh(torch.device("cpu"), shard_size=case.fsdp.shard_size, ranks_per_node=2)
-    model = model_with_generators(case.frozen, case.unet)
+    model = model_with_generators(*case.model)
     model.train()
     config = BalanceConfig(
         method=case.method, communicator=case.communicator, mode="exchange", node_wise=False, speed=NEAR
@@ -200,6 +231,8 @@ CASES = {
     "one is absent from the whole step": Case(drawn=(("draw",), ("draw",))),
     "all are absent from the whole step": Case(drawn=((), ())),
     "a UNet": Case(unet=True),
+    "a UNet on latents of a VAE": Case(unet=True, vae=True),
+    "a transformer of SD3": Case(sd3=True),
     "a frozen UNet in whole copies": Case(unet=True, frozen=("draw",), fsdp=FSDPConfig(shard_size=1)),
     "fewer items than ranks": Case(num_examples=2, drawn=(("draw",), ("say",))),
 }
@@ -253,6 +286,14 @@ PLANNED = {
     3: [
         PlannedCase(apart(), made=BOTH),
         PlannedCase(apart(), made=BOTH, contents=(), batch_size=2, frozen=("backbone",)),
+        PlannedCase(
+            (
+                Unit("llm", ({"image": 3, "audio": 2, "backbone": 3},)),
+                Unit("made", ({"paint": 1},), first_rank=1, dp=2, zero=3, recompute=({"paint": 1},)),
+            ),
+            made=("paint",),
+            left_out=0.3,
+        ),
         PlannedCase(
             (
                 Unit("llm", ({"image": 3, "audio": 2, "backbone": 3},)),

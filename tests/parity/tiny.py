@@ -244,7 +244,7 @@ def draw_example(
     tokens = rng.integers(0, VOCABULARY, num_tokens)
     items = []
     for phase in media:
-        size = rng.integers(1, 5, 2) if phase in ("image", "draw") else rng.integers(1, 20, 1)
+        size = rng.integers(1, 5, 2) if phase in ("image", "draw", "paint") else rng.integers(1, 20, 1)
         items.append(Media(rng.standard_normal((size.prod(), row_dims[phase])).astype(np.float32), size))
     return LoadedExample(TokenSequence(tokens, targets, tuple(map(str, media)), places), tuple(items))
 

@@ -61,7 +61,7 @@ _CONVOLUTIONS = frozenset({"patches", "convolution", "strided_convolution"})
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer. An item of length l has ceil(l / divisor) + extra_rows rows in it.
+    """One layer. An item of length l has multiple * ceil(l / divisor) + extra_rows rows in it.
 
     kind:             e.g. "attention", "patches", "convolution", "merge", "projector", "embedding", "head". A profile
                       times the layers of a module by kind and weights.
@@ -71,6 +71,7 @@ class Layer:
     activation_width: elements of a row that forward keeps for backward, the input included.
     divisor:          the length of an item that makes one row here: above 1 after strided convolutions or merged
                       patches.
+    multiple:         above 1 before strided convolutions whose outputs the length counts: pixels of latents.
     trainable:        its parameters are updated.
     targets_only:     it sees only the rows on which loss is taken (the output layer).
     item_rows:        if not 0, each item has so many rows in it, whatever its length (queries of a resampler).
@@ -81,6 +82,7 @@ class Layer:
                       that share a layer have whole experts each.
     frozen_weights:   of `weights`, and
     frozen_parameters: of `parameters`, those that are not updated although the layer is trainable, as beside adapters.
+    reads_data:       its input is data, of which no gradient is needed, whatever learns before it.
     divided_width:    elements of activation_width of which each tensor-parallel rank has a part: those of heads and of
                       inner columns. The others are of rows that all of these ranks have.
     Raises ArgumentError if divided_width is more than activation_width, or more is frozen than there is.
@@ -104,6 +106,8 @@ class Layer:
     expert_weights: Parameters = 0
     frozen_weights: Parameters = 0
     frozen_parameters: Parameters = 0
+    multiple: Annotated[Count, Field(ge=1)] = 1
+    reads_data: bool = False
 
     def __post_init__(self) -> None:
         for frozen in ("weights", "parameters"):
@@ -196,6 +200,7 @@ class Layer:
         if self.item_rows:
             return np.full(len(lengths), self.item_rows, dtype=np.int64)
         rows = lengths if self.divisor == 1 else -(-lengths // self.divisor)
+        rows = rows if self.multiple == 1 else self.multiple * rows
         return rows + self.extra_rows if self.extra_rows else rows
 
 
@@ -309,7 +314,8 @@ class Module:
 
         reached: a layer before the module is trainable.
         """
-        return tuple(accumulate((layer.trainable for layer in self.layers), or_, initial=reached))[:-1]
+        learns = accumulate((layer.trainable for layer in self.layers), or_, initial=reached)
+        return tuple(needed and not layer.reads_data for layer, needed in zip(self.layers, learns))
 
 
 @dataclass(frozen=True)

@@ -381,6 +381,16 @@ class Dataset:
         columns = (index.lengths for index in self._indexes)
         return any(len(self._of_phase(lengths, self._modalities[phase])) > 0 for lengths in columns)
 
+    def sizes_of(self, phase: str) -> Int64Array:
+        """The different sizes of images that a phase computes, of all examples of the manifests; int64 [n, 2]."""
+        modality = self._modalities[phase]
+        found = [
+            np.stack(index.lengths.raw, axis=1)[self._of_phase(index.lengths, modality)] for index in self._indexes
+        ]
+        raw = np.concatenate(found)
+        # Of what cannot be read no size is known.
+        return np.unique(modality.transform.sizes(raw[(raw > 0).all(axis=1)]), axis=0)
+
     def _check_added(self, numbers: Int64Array) -> None:
         """Raise UserError for the first of some examples with an item whose rows are added and not equally many."""
         items, _, _ = self._item_lengths(ExampleLengths.of(self._indexes, self._starts, numbers))

@@ -2,8 +2,8 @@
 
 Size, with block = patch_size * merge_size: an image whose longer side is more than `max_pixels_side` is scaled down to
 it, with the same aspect. Then each side becomes the nearest multiple of the block (half rounds up, at least one block,
-never beyond the bound). So nothing is cropped or padded, and an image of whole blocks is not resampled. This is
-Qwen2-VL's rule (`smart_resize`) with a bound on the side in place of its bounds on the area.
+never beyond the bound). So nothing is cropped or padded, and an image of whole blocks is not resampled; `buckets` crop.
+This is Qwen2-VL's rule (`smart_resize`) with a bound on the side in place of its bounds on the area.
 
 Pixels: the first picture of a file with several, turned as its EXIF says. Transparent pixels become white, as in
 transformers' image processors. 16-bit grey keeps its upper 8 bits. A file is decoded whole, unless `draft_jpeg` is set.
@@ -19,6 +19,7 @@ import numpy as np
 from motet.core.arrays import BoolArray, Float32Array, Int64Array, UInt8Array
 from motet.core.example import Media, Pixels
 from motet.data.bounds import check_attributes
+from motet.data.buckets import Buckets, check_buckets, nearest_bucket
 from motet.data.headers import open_image, orientation, turned_size
 from motet.data.media import IMAGE, MediaRef
 
@@ -41,6 +42,8 @@ class ImageTransform:
     fixed_size:      if given, every image is resized to fixed_size x fixed_size pixels, whatever its aspect (as in
                      SigLIP), for encoders with fixed position embeddings; a multiple of patch_size * merge_size, at
                      most 16,384.
+    buckets:         if given, [width, height] in pixels of a few sizes: every image is resized to cover the one of the
+                     nearest aspect, and cropped to it (`data/buckets.py`); multiples of patch_size * merge_size.
     channels:        3 (RGB) or 1 (grey).
     temporal_patch_size: each row repeats the image this many times, for encoders that patch over time (Qwen2-VL: 2); at
                          most 16.
@@ -60,6 +63,7 @@ class ImageTransform:
     merge_size: int = 1
     max_pixels_side: int = 1344
     fixed_size: int | None = None
+    buckets: Buckets | None = None
     channels: int = 3
     temporal_patch_size: int = 1
     mean: tuple[float, ...] = (0.5,)
@@ -98,6 +102,11 @@ class ImageTransform:
                 f"fixed_size = {self.fixed_size} and patch_size = {self.patch_size} make {rows:,} patches of an image; "
                 f"there may be {_MAX_ROWS:,}"
             )
+        if self.buckets is not None:
+            for name in ("fixed_size", "max_pixels_side"):
+                if getattr(self, name) != getattr(type(self), name):
+                    raise ValueError(f"{name} has no effect beside buckets, which say the sizes; remove one of them")
+            check_buckets(self.buckets, self.block, _MAX_ROWS, self.patch_size)
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) not in (1, self.channels):
                 raise ValueError(f"{name} must have 1 or {self.channels} values, one a channel, not {len(values)}")
@@ -124,6 +133,8 @@ class ImageTransform:
         """(width, height) after resizing, int64 [n, 2], from raw [n, 2] (width, height); integer arithmetic only."""
         if self.fixed_size is not None:
             return np.full(raw.shape, self.fixed_size, dtype=np.int64)
+        if self.buckets is not None:
+            return np.array(self.buckets, dtype=np.int64)[nearest_bucket(raw, self.buckets)]
         longer = raw.max(axis=1, keepdims=True)
         # blocks = round(side * scale / (longer * block)): one rounding, not one to pixels and one to blocks.
         scale = np.where(longer > self.max_pixels_side, self.max_pixels_side, longer)
@@ -202,9 +213,11 @@ class ImageTransform:
         return Media(pixels_of_rows.rows(patches), size, pixels_of_rows, patches)
 
     def _resized(self, image: Image.Image, target: tuple[int, int]) -> Image.Image:
-        """The image in the size (width, height)."""
-        from PIL import Image
+        """The image in the size (width, height); of a bucket its middle."""
+        from PIL import Image, ImageOps
 
+        if self.buckets is not None and image.size != target:
+            return ImageOps.fit(image, target, Image.Resampling.BICUBIC)
         return image if image.size == target else image.resize(target, Image.Resampling.BICUBIC)
 
     def _pixels(self) -> Pixels:

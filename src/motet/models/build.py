@@ -29,7 +29,8 @@ from motet.models.config_file import check_feature_layer, hf_options, one_line, 
 from motet.models.exact import keep_float64
 from motet.models.families.bounds import check_bounds
 from motet.models.families.registry import BACKBONES, ENCODERS, Family
-from motet.models.generator import GeneratorConfig, build_generator
+from motet.models.generator_build import build_generator
+from motet.models.generator_config import GeneratorConfig
 from motet.models.initialise import compute_buffers, seeded
 from motet.models.load import checked_config, load_pretrained, on_meta
 from motet.models.lora import LoraConfig, add_lora

@@ -15,7 +15,9 @@ from motet.models.backbone import Backbone
 from motet.models.exact import keep_float64
 from motet.models.families.registry import ENCODERS, backbone_family
 from motet.models.families.supported import check_encoder
-from motet.models.generator import GeneratorConfig, GeneratorModule, build_generator
+from motet.models.generator import GeneratorModule
+from motet.models.generator_build import build_generator
+from motet.models.generator_config import GeneratorConfig
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector

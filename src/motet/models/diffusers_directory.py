@@ -1,7 +1,9 @@
 """Models and noise schedules of diffusers: made of a config, or read from a directory that diffusers writes.
 
 DIR/config.json                         a model alone, as `ModelMixin.save_pretrained` writes it, or
-DIR/unet/config.json                    a pipeline, with
+DIR/unet/config.json                    a pipeline of a UNet, or
+DIR/transformer/config.json             one of a transformer, with
+DIR/vae/config.json                     what makes latents of pixels, perhaps, and
 DIR/scheduler/scheduler_config.json     the noise that the model learned with.
 
 Nothing is fetched: a name on the hub is a directory that is missing.
@@ -25,7 +27,9 @@ from motet.models.config_file import one_line
 from motet.models.families.bounds import check_bounds
 from motet.models.load import check_files
 
-UNET = "UNet2DConditionModel"
+UNET, SD3, VAE = "UNet2DConditionModel", "SD3Transformer2DModel", "AutoencoderKL"
+_FOLDERS = {UNET: "unet", SD3: "transformer", VAE: "vae"}
+"""Class -> its folder in a pipeline."""
 _SCHEDULER = Path("scheduler", "scheduler_config.json")
 
 
@@ -40,34 +44,48 @@ def check_diffusers(where: str) -> ModuleType:
     return diffusers
 
 
-def unet_of_config(where: str, options: dict[str, Any]) -> nn.Module:
-    """A UNet2DConditionModel with random weights. Raises UserError for options that diffusers does not take.
+def model_of_config(where: str, name: str, options: dict[str, Any]) -> nn.Module:
+    """A model of diffusers with random weights. Raises UserError for options that diffusers does not take.
 
-    where: the table of the recipe.
+    where: the table of the recipe. name: of its class.
     """
-    kind = getattr(check_diffusers(where), UNET)
+    kind = getattr(check_diffusers(where), name)
     check_bounds(f"{where}.config.", options)
     try:
         with _quiet():
             return kind(**options)
     except Exception as error:
         # diffusers checks options with exceptions of any kind.
-        raise UserError(f"{where}.config: no {UNET} can be made of it ({one_line(error)})") from error
+        raise UserError(f"{where}.config: no {name} can be made of it ({one_line(error)})") from error
 
 
-def unet_of_directory(where: str, path: Path, dtype: torch.dtype) -> nn.Module:
-    """The UNet2DConditionModel of a directory, with its weights; on meta, with shapes only.
+def has_model(path: Path, name: str) -> bool:
+    """Whether a directory is that of a pipeline with a model of this class."""
+    return (path / _FOLDERS[name] / "config.json").is_file()
+
+
+def denoiser_class(where: str, path: Path) -> str:
+    """The class of the denoiser in a directory. Raises UserError for one that has none that is known."""
+    known = UNET, SD3
+    if found := [name for name in known if has_model(path, name)]:
+        return found[0]
+    named: str = _stored(where, _folder(where, path, _FOLDERS[UNET]) / "config.json", known)["_class_name"]
+    return named
+
+
+def model_of_directory(where: str, path: Path, name: str, dtype: torch.dtype) -> nn.Module:
+    """The model of this class in a directory, with its weights; on meta, with shapes only.
 
     Raises UserError for a directory that is missing or has another model, and for weights that are damaged, missing,
     too many, or of another shape.
     """
-    kind, folder = getattr(check_diffusers(f"{where}.path"), UNET), _folder(where, path, "unet")
-    options = _stored(where, folder / "config.json", (UNET,))
+    kind, folder = getattr(check_diffusers(f"{where}.path"), name), _folder(where, path, _FOLDERS[name])
+    options = _stored(where, folder / "config.json", (name,))
     own = {key: value for key, value in options.items() if not key.startswith("_")}
     if unknown := sorted(own.keys() - inspect.signature(kind.__init__).parameters.keys()):
-        raise UserError(f"{where}.path: {folder / 'config.json'} has {unknown[0]}, which {UNET} does not know")
+        raise UserError(f"{where}.path: {folder / 'config.json'} has {unknown[0]}, which {name} does not know")
     if torch.get_default_device().type == "meta":
-        return unet_of_config(where, own)
+        return model_of_config(where, name, own)
     check_files(f"{where}.path", folder)
     try:
         with _quiet():
@@ -83,24 +101,24 @@ def unet_of_directory(where: str, path: Path, dtype: torch.dtype) -> nn.Module:
         raise UserError(f"{where}.path: weights in {folder} cannot be loaded ({_first(error)})") from error
     for found, what in ((info["missing_keys"], "lacks"), (info["unexpected_keys"], "has, beyond its config,")):
         if found:
-            raise UserError(f"{where}.path: {folder} {what} {len(found)} weights of {UNET}, {min(found)} for one")
+            raise UserError(f"{where}.path: {folder} {what} {len(found)} weights of {name}, {min(found)} for one")
     return model.train()
 
 
-def write_unet(unet: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Write a UNet2DConditionModel as diffusers does, with these whole weights: `unet` itself may be sharded."""
+def write_model(model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write a model as diffusers does, with these whole weights: `model` itself may be sharded."""
     with _quiet():
         with torch.device("meta"):
-            fresh = type(unet).from_config(unet.config)
+            fresh = type(model).from_config(model.config)
         fresh.load_state_dict(weights, assign=True)
         fresh.save_pretrained(folder)
 
 
-def scheduler_of_directory(where: str, path: Path) -> Any:
+def scheduler_of_directory(where: str, path: Path, kinds: tuple[str, ...]) -> Any:
     """The scheduler that says with which noise the model of a directory learned.
 
-    path: of a pipeline, or of a model in one. Raises UserError for a directory without one, and for one of a class
-    whose noise is not that of DDPM.
+    path: of a pipeline, or of a model in one. kinds: the classes whose noise is known. Raises UserError for a directory
+    without one, and for one of another class.
     """
     found = [folder / _SCHEDULER for folder in (path, path.parent) if (folder / _SCHEDULER).is_file()]
     if not found:
@@ -108,7 +126,7 @@ def scheduler_of_directory(where: str, path: Path) -> Any:
             f"{where}.path: there is no {path / _SCHEDULER}, which says the noise that the model learned with; say it "
             f"in {where}.noise"
         )
-    options = _stored(where, found[0], ("DDPMScheduler", "DDIMScheduler", "PNDMScheduler"))
+    options = _stored(where, found[0], kinds)
     kind = getattr(check_diffusers(where), options["_class_name"])
     try:
         with _quiet(), torch.device("cpu"):  # Its few numbers are read, also where a model has shapes alone.

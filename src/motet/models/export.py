@@ -5,8 +5,9 @@ directory/encoders/<name>/            the family's HF class; only model.safetens
 directory/adapters/backbone/, adapters/encoders/<name>/    peft.PeftModel.from_pretrained, on top of such a model
 directory/projectors/<name>.safetensors
 directory/generators/<name>/model.safetensors    with the output projector; generators/queries.safetensors
-directory/generators/<name>/unet/     of a model of diffusers: its class's from_pretrained; beside it scheduler/, and
-                                      entrance.safetensors with the output projector
+directory/generators/<name>/unet/, transformer/    of a model of diffusers: its class's from_pretrained; beside it
+                                      scheduler/, vae/, and entrance.safetensors with the output projector; of Motet's
+                                      own beside a vae/, denoiser.safetensors
 directory/hooks/<name>.<callback>.safetensors    for callbacks with weights
 directory/tokenizer/                  if one is given
 directory/README.md                   a model card, if it is given
@@ -32,12 +33,14 @@ from transformers import PreTrainedModel
 from motet.core.errors import UserError
 from motet.models.block import plain_names
 from motet.models.config_file import quiet_transformers
-from motet.models.diffusers_directory import write_unet
+from motet.models.diffusers_directory import write_model
 from motet.models.families.shaped import ShapedCausalLM
+from motet.models.generator import GeneratorModule
 from motet.models.lora_saved import check_peft, merged, save_adapter, without_lora
 from motet.models.mllm import MLLM
 from motet.models.named_weights import is_lora
 from motet.models.scheduler_noise import SchedulerNoise
+from motet.models.sd3 import SD3
 from motet.models.unet import UNet
 
 _ADAPTERS = "adapters"
@@ -95,7 +98,7 @@ def export_hf(
                 _write_model(part, fresh[part.path], target / part.path)
             elif part.weights:
                 if part.is_diffusers:
-                    write_unet(part.module, part.weights, target / part.path)
+                    write_model(part.module, part.weights, target / part.path)
                     continue
                 file = target / f"{part.path}.safetensors"
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -175,17 +178,29 @@ def _parts(mllm: MLLM) -> Iterator[tuple[str, nn.Module, str, bool]]:
             (f"{name}.{hook}", getattr(module, hook), f"{prefix}{hook}.") for hook in ("before", "between", "after")
         ]
     for name, generator in mllm.generators.items():
-        prefix, denoiser = f"generators.{name}.", getattr(generator.generator, "denoiser", None)
-        if isinstance(denoiser, UNet):
-            yield f"generators/{name}/unet", denoiser.unet, f"{prefix}generator.denoiser.unet.", False
-            yield f"generators/{name}/entrance", generator.entrance, f"{prefix}entrance.", False
-        else:
-            yield f"generators/{name}/model", generator, prefix, False
+        yield from _parts_of_generator(f"generators/{name}", generator, f"generators.{name}.")
     if mllm.generators:
         yield "generators/queries", mllm.backbone.queries, "backbone.queries.", False
     for name, hook, prefix in hooks:
         if isinstance(hook, nn.Module):
             yield f"hooks/{name}", hook, prefix, False
+
+
+def _parts_of_generator(path: str, module: GeneratorModule, prefix: str) -> Iterator[tuple[str, nn.Module, str, bool]]:
+    """As `_parts`, of a generator: one file, or beside a folder of each model of diffusers one of the rest."""
+    denoiser, vae = (getattr(module.generator, part, None) for part in ("denoiser", "vae"))
+    if not isinstance(denoiser, UNet | SD3) and vae is None:
+        yield f"{path}/model", module, prefix, False
+        return
+    if isinstance(denoiser, UNet):
+        yield f"{path}/unet", denoiser.unet, f"{prefix}generator.denoiser.unet.", False
+    elif isinstance(denoiser, SD3):
+        yield f"{path}/transformer", denoiser.transformer, f"{prefix}generator.denoiser.transformer.", False
+    else:
+        yield f"{path}/denoiser", denoiser, f"{prefix}generator.denoiser.", False
+    if vae is not None:
+        yield f"{path}/vae", vae.vae, f"{prefix}generator.vae.vae.", False
+    yield f"{path}/entrance", module.entrance, f"{prefix}entrance.", False
 
 
 def _weights(module: nn.Module, state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -9,9 +9,9 @@ from motet.core.arrays import Int64Array
 from motet.core.workload import BACKBONE
 from motet.models.backbone import Backbone
 from motet.models.contract import Sequences
-from motet.models.diffusion import SamplingConfig
 from motet.models.generator import GeneratorModule
 from motet.models.module import ModalityModule
+from motet.models.noise_schedule import SamplingConfig
 
 
 class MLLM(nn.Module):

@@ -7,7 +7,6 @@ item nothing depends on the others: norms are over the channels of one item.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.models.layers import LayerModules
+from motet.models.rasters import check_rasters, in_batches
 from motet.models.unet_layers import unet_layers
 
 _BLOCKS = {
@@ -52,12 +52,11 @@ class UNet(nn.Module):
         self.row_dim: int = unet.config.in_channels
         self.condition_dim: int = unet.config.cross_attention_dim
         self.divisor: int = 2 ** (len(unet.config.block_out_channels) - 1)
-        unet.time_proj = _Alone(unet.time_proj)
+        unet.time_proj = Alone(unet.time_proj)
 
     def check_sizes(self, sizes: Int64Array) -> None:
         """Raise UserError for sizes, int64 [num_items, 2], that do not stay whole when they are halved."""
-        if sizes.shape[1] != 2:
-            raise UserError("a UNet makes rasters of rows and columns, and not sequences such as clips")
+        check_rasters(sizes, "a UNet")
         if (wrong := np.flatnonzero((sizes % self.divisor).any(axis=1))).size:
             rows, columns = sizes[wrong[0]].tolist()
             raise UserError(
@@ -69,37 +68,16 @@ class UNet(nn.Module):
         """As `diffusion.Diffusion` calls it. Raises UserError as `check_sizes` does."""
         self.check_sizes(sizes.numpy())
         of_items = conditions.unflatten(0, (len(sizes), self.num_conditions))
-        predicted, order = [], []
-        for (height, width), items, rows in by_size(sizes.numpy()):
-            order.append(rows)
-            on_device = torch.from_numpy(items).to(noised.device)
-            images = noised[torch.from_numpy(rows).to(noised.device)].unflatten(0, (len(items), height, width))
-            found = self.unet(
-                images.permute(0, 3, 1, 2).contiguous(),
-                times[torch.from_numpy(items)].to(noised.device),
-                encoder_hidden_states=of_items[on_device],
-                return_dict=False,
-            )[0]
-            predicted.append(found.permute(0, 2, 3, 1).flatten(0, 2))
-        restore = torch.from_numpy(np.argsort(np.concatenate(order))).to(noised.device)
-        return torch.cat(predicted)[restore]
+
+        def predicted(images: Tensor, items: Tensor) -> Tensor:
+            given = of_items[items.to(images.device)]
+            return self.unet(images, times[items].to(images.device), given, return_dict=False)[0]
+
+        return in_batches(noised, sizes, predicted)
 
     def layers(self) -> list[LayerModules]:
         """The layers in execution order, on items of their numbers of rows."""
         return unet_layers(self.unet, self.num_conditions)
-
-
-def by_size(sizes: Int64Array) -> Iterator[tuple[tuple[int, int], Int64Array, Int64Array]]:
-    """Each size (height, width) with its items, ascending, and their rows among those of all items. O(rows).
-
-    sizes: int64 [num_items, 2].
-    """
-    counts = sizes.prod(axis=1)
-    starts = np.cumsum(counts) - counts
-    kinds, kind = np.unique(sizes, axis=0, return_inverse=True)
-    for number, (height, width) in enumerate(kinds.tolist()):
-        items = np.flatnonzero(kind == number)
-        yield (height, width), items, (starts[items, None] + np.arange(height * width)).reshape(-1)
 
 
 def check_options(config: Any, kind: type[nn.Module]) -> None:
@@ -127,7 +105,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, list | tuple) else value
 
 
-class _Alone(nn.Module):
+class Alone(nn.Module):
     """Waves of timesteps, item by item: the last bits of a sine in float32 may hang on where it stands in a batch."""
 
     def __init__(self, waves: nn.Module) -> None:

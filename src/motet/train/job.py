@@ -183,6 +183,7 @@ def build_job(
     decoder = open_decoder(recipe.data, opened[min(opened)].transforms, world, say, cleanup)
     check_same_profile(world, measured)
     _check_made(model, opened.values(), world)
+    _check_buckets(recipe, model, opened.values(), world)
     dataset = joined_splits(opened, world, say) if recipe.data.is_split else opened[0]
     _check_same_examples(world, dataset, heldout)
     with world.together():
@@ -373,6 +374,7 @@ def _build_planned_job(
     reads = bool(needs.readers)
     decoder = open_decoder(recipe.data, dataset.transforms, world, say, cleanup, reads=reads)
     _check_made(model, [dataset], world)
+    _check_buckets(recipe, model, [dataset], world)
     _check_same_plan(world, plan)
     _check_same_examples(world, dataset, heldout)
     with world.together():
@@ -558,6 +560,22 @@ def _check_made(model: MLLM, datasets: Iterable[Examples], world: World) -> None
                 f"model.generators.{name} learns to make items of answers, and no answer of data.train has any; add "
                 "examples whose answers do, or remove the generator."
             )
+
+
+def _check_buckets(recipe: Recipe, model: MLLM, datasets: Iterable[Examples], world: World) -> None:
+    """Raise JointUserError for a bucket of a transform that no example of any rank fits. A collective."""
+    for name in model.measured:
+        transform = recipe.transform(name)
+        if not (buckets := getattr(transform, "buckets", None)):
+            continue
+        own = [dataset.sizes_of(name).tolist() for dataset in datasets if isinstance(dataset, Dataset)]
+        used = {tuple(size) for of_rank in world.gather(own) for sizes in of_rank for size in sizes}
+        for width, height in buckets:
+            if (height // transform.patch_size, width // transform.patch_size) not in used:
+                raise JointUserError(
+                    f"transforms.{recipe.table_of(name)}.buckets has [{width}, {height}], which no example of "
+                    f"data.train fits that {name} computes; remove it."
+                )
 
 
 def _loading(

@@ -53,6 +53,48 @@ def test_no_side_changes_by_more_than_half_a_block(width, height, patch, merge):
         assert abs(side - at_least_one_block) <= transform.block / 2 + 1000 % transform.block
 
 
+BUCKETS = ((32, 32), (64, 64), (64, 32), (32, 64))
+
+
+@given(width=st.integers(1, 400), height=st.integers(1, 400))
+def test_an_image_goes_to_the_bucket_of_the_nearest_aspect_and_area(width, height):
+    transform = ImageTransform(8, merge_size=2, buckets=BUCKETS)
+    [chosen] = transform.pixels(np.array([[width, height]])).tolist()
+    media = transform(picture(width, height))
+    assert media.size.tolist() == transform.sizes(np.array([[width, height]]))[0].tolist()
+
+    def distance(bucket):
+        aspect, area = (width * bucket[1]) / (height * bucket[0]), (width * height) / (bucket[0] * bucket[1])
+        return round(abs(math.log(aspect)), 9), round(abs(math.log(area)), 9)
+
+    assert distance(chosen) == min(map(distance, BUCKETS))
+
+
+def test_a_bucket_has_the_middle_of_an_image():
+    """Red on the left and on the right, where a wide image is cut off."""
+    image = Image.new("RGB", (96, 32), "red")
+    image.paste("blue", (32, 0, 64, 32))
+    transform = ImageTransform(16, buckets=((32, 32),))
+    media = transform(image)
+    assert np.asarray(transform.picture(media.values, media.size))[:, :, 2].min() == 255
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"buckets": ((32, 24),)}, "multiples of patch_size"),
+        ({"buckets": ()}, "has 0 sizes"),
+        ({"buckets": ((32, 32), (32, 32))}, "a size twice"),
+        ({"buckets": ((2**18, 2**18),)}, "there may be"),
+        ({"buckets": ((32, 32),), "fixed_size": 32}, "fixed_size has no effect beside buckets"),
+        ({"buckets": ((32, 32),), "max_pixels_side": 64}, "max_pixels_side has no effect beside buckets"),
+    ],
+)
+def test_buckets_that_do_not_fit_are_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        ImageTransform(16, **options)
+
+
 @pytest.mark.parametrize("merge", [1, 2])
 @pytest.mark.parametrize(("channels", "repeats"), [(3, 1), (1, 2)])
 def test_rows_are_a_picture_again(merge, channels, repeats):

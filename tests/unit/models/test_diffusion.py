@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from motet.models.diffusion import Diffusion, NoiseConfig, SamplingConfig
+from motet.models.diffusion import Diffusion
 from motet.models.dit import DiT, DiTConfig
 from motet.models.generator import GeneratorModule, OutputProjector
+from motet.models.noise_schedule import NoiseConfig, SamplingConfig
 from motet.models.projector import Projector, ProjectorConfig
 from motet.noise import normal_of_rows, uniform_of_items
 

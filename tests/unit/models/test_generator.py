@@ -7,9 +7,10 @@ import torch
 from motet.core.shapes import Transformer, language_model, multimodal
 from motet.cost.flops import work_of
 from motet.cost.memory import FSDP_FP32, LayerBytes, stage_layers
-from motet.models.diffusion import Diffusion, NoiseConfig
+from motet.models.diffusion import Diffusion
 from motet.models.dit import DiT, DiTConfig
 from motet.models.generator import GeneratorModule, OutputProjector
+from motet.models.noise_schedule import NoiseConfig
 from motet.models.projector import Projector, ProjectorConfig
 
 QUERIES, DIM = 4, 32

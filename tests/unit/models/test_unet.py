@@ -16,8 +16,11 @@ from motet.core.errors import UserError
 from motet.core.shapes import Transformer, language_model, multimodal
 from motet.cost.flops import layer_flops, step_flops, work_of
 from motet.cost.memory import FSDP_FP32, LayerBytes, stage_layers
-from motet.models.diffusion import Diffusion, NoiseConfig, SamplingConfig
-from motet.models.generator import GeneratorConfig, GeneratorModule, OutputProjector, build_generator
+from motet.models.diffusion import Diffusion
+from motet.models.generator import GeneratorModule, OutputProjector
+from motet.models.generator_build import build_generator
+from motet.models.generator_config import GeneratorConfig
+from motet.models.noise_schedule import NoiseConfig, SamplingConfig
 from motet.models.projector import Projector, ProjectorConfig
 from motet.models.scheduler_noise import SchedulerNoise
 from motet.models.unet import UNet
@@ -90,7 +93,7 @@ def test_the_loss_is_that_of_diffusers(predicts, min_snr):
             weight = torch.minimum(snr, torch.tensor(min_snr))
             loss = loss * (weight / (snr if predicts == "epsilon" else snr + 1)).item()
         expected += loss.item() * int(size.prod())
-    model = Diffusion(UNet(QUERIES, unet), SchedulerNoise.of(noised_by, min_snr))
+    model = Diffusion(UNet(QUERIES, unet), SchedulerNoise.of(noised_by, NoiseConfig(min_snr=min_snr)))
     found = model.loss(values, noise, times, SIZES, conditions).item()
     # Of the weights, diffusers computes the SNR in float32.
     assert found == pytest.approx(expected, rel=1e-7 if min_snr else 1e-8)
@@ -134,7 +137,7 @@ class Remembering(torch.nn.Module):
 )
 def test_samples_are_those_of_diffusers(monkeypatch, kind, options, predicts, spacing):
     theirs = scheduler(kind, prediction_type=predicts, timestep_spacing=spacing, **options)
-    ours = Diffusion(Remembering(), SchedulerNoise.of(theirs, None))
+    ours = Diffusion(Remembering(), SchedulerNoise.of(theirs))
     sizes, keys, conditions = torch.tensor([[2, 3]]), np.array([4]), torch.zeros(1, 6, dtype=torch.float64)
     noises = []
 

@@ -47,16 +47,17 @@ def check_rows(recipe: Recipe, model: MLLM) -> None:
             _check_preprocessed(key, transform, path)
         _run(name, key, transform, module)
     for name, generator in model.generators.items():
-        _check_made(name, recipe.table_of(name), recipe.transform(name), generator)
+        _check_made(name, recipe.table_of(name), recipe.transform(name), generator, recipe.fsdp.param_dtype)
 
 
-def _check_made(name: str, key: str, transform: Transform, module: GeneratorModule) -> None:
+def _check_made(name: str, key: str, transform: Transform, module: GeneratorModule, compute: str | None) -> None:
     """Raise UserError for rows that a generator cannot learn to make."""
     row_dim = getattr(module.generator, "row_dim", transform.row_dim)
     if transform.row_dim != row_dim:
         raise UserError(
             f"transforms.{key} makes rows of {transform.row_dim} values, but model.generators.{name} makes rows of "
-            f"{row_dim}; let both be one (config.row_dim, in_channels of a UNet; channels * patch_size squared)."
+            f"{row_dim}; let both be one (config.row_dim, in_channels of a UNet; channels * patch_size squared, where "
+            "patch_size is the factor of a VAE)."
         )
     if hasattr(module.generator, "row_dim") and getattr(transform, "merge_size", 1) != 1:
         raise UserError(
@@ -69,6 +70,23 @@ def _check_made(name: str, key: str, transform: Transform, module: GeneratorModu
             f"model.generators.{name} would make each patch several times; set it to 1, or give the generator a table "
             "of its own."
         )
+    if vae := getattr(module.generator, "vae", None):
+        _check_pixels(name, key, transform)
+        if compute == "float16" and vae.vae.config.force_upcast:
+            raise UserError(
+                f'fsdp.param_dtype = "float16" is beyond what the VAE of model.generators.{name} can hold '
+                '(force_upcast in its config.json is true); take "bfloat16" or "float32".'
+            )
+
+
+def _check_pixels(name: str, key: str, transform: Transform) -> None:
+    """Raise UserError for pixels that are not from -1 to 1, as the VAEs of diffusers take them."""
+    for option in ("mean", "std"):
+        if any(value != 0.5 for value in getattr(transform, option, ())):
+            raise UserError(
+                f"transforms.{key}.{option} is not 0.5, but the VAE of model.generators.{name} takes pixels from -1 to "
+                "1; remove it, or give the generator a table of its own."
+            )
 
 
 def _check_takes(name: str, key: str, transform: Transform, module: ModalityModule) -> None:

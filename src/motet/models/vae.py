@@ -1,0 +1,112 @@
+"""diffusers' AutoencoderKL before the loss of a generator and behind its samples: pixels to latents, and back. Frozen.
+
+    rows of pixels ──> encoder ──> mean and deviation ──> latents = (drawn - shift) * scale
+    rows of latents ──> latents / scale + shift ──> decoder ──> rows of pixels
+
+A row of an item's transform has the pixels of which the encoder makes one row of latents. So the sizes of items, known
+from their headers, are those of the latents.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+from torch.nn.functional import pixel_shuffle, pixel_unshuffle
+
+from motet.core.arrays import Int64Array
+from motet.core.errors import UserError
+from motet.models.layers import LayerModules
+from motet.models.rasters import check_rasters, in_batches
+from motet.models.vae_layers import vae_layers
+from motet.noise import normal_of_rows
+
+_BLOCKS = {"down_block_types": "DownEncoderBlock2D", "up_block_types": "UpDecoderBlock2D"}
+"""The blocks that are described in `vae_layers`: those of Stable Diffusion and of SD3."""
+
+
+class VAEConfig(BaseModel):
+    """`[model.generators.NAME.vae]`: what makes latents of the pixels of items.
+
+    path:      a local directory of diffusers: an AutoencoderKL, or a pipeline that has one; by default the generator's.
+    posterior: "sample", which is drawn of what the encoder says, anew in each step; or "mode", its mean.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    path: Path | None = None
+    posterior: Literal["sample", "mode"] = "sample"
+
+
+class VAE(nn.Module):
+    """A frozen AutoencoderKL on packed items.
+
+    factor:  the side, in pixels, of what makes one row of latents. channels: the values of such a row.
+    row_dim: the values of a row of pixels.
+    Raises UserError for options that are not computed here; the key is named, without the recipe's before it.
+    """
+
+    def __init__(self, vae: nn.Module, posterior: Literal["sample", "mode"] = "sample") -> None:
+        super().__init__()
+        _check_options(vae.config)
+        self.vae, self.draws = vae.requires_grad_(False).eval(), posterior == "sample"
+        self.factor: int = 2 ** (len(vae.config.block_out_channels) - 1)
+        self.channels: int = vae.config.latent_channels
+        self.row_dim: int = vae.config.in_channels * self.factor**2
+        self._scale: float = vae.config.scaling_factor
+        self._shift: float = vae.config.shift_factor or 0.0
+
+    def train(self, mode: bool = True) -> VAE:
+        """`nn.Module.train`, except that it stays in eval mode."""
+        return super().train(False)
+
+    def check_sizes(self, sizes: Int64Array) -> None:
+        """Raise UserError for sizes of sequences."""
+        check_rasters(sizes, "a VAE")
+
+    @torch.no_grad()
+    def encode(self, values: Tensor, sizes: Tensor, keys: Int64Array) -> Tensor:
+        """Latents [sum(rows), channels] of rows of pixels from -1 to 1, [sum(rows), row_dim].
+
+        sizes: int64 [num_items, 2] on the host. keys: of items, int64 [num_items], by which the posterior is drawn.
+        """
+
+        def moments(pixels: Tensor, items: Tensor) -> Tensor:
+            posterior = self.vae.encode(pixel_shuffle(pixels, self.factor), return_dict=False)[0]
+            return torch.cat([posterior.mean, posterior.std], dim=1)
+
+        latents, deviation = in_batches(values, sizes, moments).chunk(2, dim=1)
+        if self.draws:
+            counts = sizes.prod(dim=1).numpy()
+            noise = normal_of_rows(keys, counts, self.channels, "posterior", values.device)
+            latents = latents + deviation * noise.to(latents.dtype)
+        return (latents - self._shift) * self._scale
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, sizes: Tensor) -> Tensor:
+        """Rows of pixels [sum(rows), row_dim] of latents, [sum(rows), channels]."""
+
+        def pixels(rasters: Tensor, items: Tensor) -> Tensor:
+            return pixel_unshuffle(self.vae.decode(rasters, return_dict=False)[0], self.factor)
+
+        return in_batches(latents / self._scale + self._shift, sizes, pixels)
+
+    def layers(self) -> list[LayerModules]:
+        """The encoder's layers, and the decoder as one that training never calls."""
+        return vae_layers(self.vae)
+
+
+def _check_options(config: Any) -> None:
+    for name, known in _BLOCKS.items():
+        for block in config[name]:
+            if block != known:
+                raise UserError(f"{name} has {block!r}, which is not computed; there is {known}")
+    for name, computed in {"act_fn": "silu", "latents_mean": None, "latents_std": None}.items():
+        if config[name] != computed:
+            raise UserError(f"{name} is {config[name]!r}, of which only {computed!r} is computed")
+    if config.out_channels != config.in_channels:
+        raise UserError(f"out_channels is {config.out_channels}; it must be in_channels, which is {config.in_channels}")
+    if not config.scaling_factor:
+        raise UserError(f"scaling_factor is {config.scaling_factor}; latents are multiplied by it, so it cannot be 0")
