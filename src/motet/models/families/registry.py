@@ -73,7 +73,7 @@ from motet.models.families.grid_text import (
 from motet.models.families.idefics3 import Idefics3Tower
 from motet.models.families.internvl import InternVLEncoder
 from motet.models.families.pixtral import PixtralEncoder
-from motet.models.families.qwen2_5_omni import Qwen25OmniAudioTower
+from motet.models.families.qwen2_5_omni import Qwen25OmniAudioEncoder, Qwen25OmniAudioTower
 from motet.models.families.qwen2_5_vl import Qwen25VLEncoder, Qwen25VLTower
 from motet.models.families.qwen2_audio import Qwen2AudioEncoder, Qwen2AudioTower
 from motet.models.families.qwen2_vl import Qwen2VLEncoder, Qwen2VLTower
@@ -244,6 +244,15 @@ ENCODERS = {
         depth="encoder_layers",
         branches=AUDIO_BRANCHES,
     ),
+    "qwen2_5_omni_audio": Family(
+        Qwen2_5OmniAudioEncoderConfig,
+        HFQwen25OmniAudioEncoder,
+        Qwen25OmniAudioEncoder,
+        "audio_config",
+        r"^(thinker\.)?(model\.)?audio_tower\.",
+        depth="encoder_layers",
+        branches=AUDIO_BRANCHES,
+    ),
 }
 
 BACKBONES = {
@@ -307,15 +316,7 @@ TOWERS = {
         depth="depth",
         branches=QWEN2_5_OMNI_BRANCHES,
     ),
-    "qwen2_5_omni_audio": Family(
-        Qwen2_5OmniAudioEncoderConfig,
-        HFQwen25OmniAudioEncoder,
-        Qwen25OmniAudioTower,
-        "audio_config",
-        r"^(thinker\.)?(model\.)?audio_tower\.",
-        depth="encoder_layers",
-        branches=AUDIO_BRANCHES,
-    ),
+    "qwen2_5_omni_audio": replace(ENCODERS["qwen2_5_omni_audio"], adapter=Qwen25OmniAudioTower),
     "idefics3": Family(
         Idefics3VisionConfig,
         Idefics3VisionTransformer,
