@@ -4,8 +4,8 @@
 
 transformers' side: its own class, processor and chat template; one example at a time, without padding or packing; the
 loss on what its template marks as the assistant's. Motet's side: the recipe of six keys, all examples packed into one
-sequence, and again one at a time. Norms of both keep float64, and so does what turns patches with their places:
-transformers' round to float32, which is 1e-7 by itself.
+sequence, and again one at a time. Norms of both keep float64, and so do routers of experts and what turns patches with
+their places: transformers' round to float32, which is 1e-7 by itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,7 +71,20 @@ class Step(NamedTuple):
 
 def theirs(folder: Path, adapter: Path | None = None) -> Step:
     """transformers' step on a job of `whole_models.write_job`. adapter: a directory that peft puts on top, to learn."""
-    processor = open_processor(folder / "model")
+    model = their_model(folder, adapter)
+    total, num_targets = torch.zeros((), dtype=torch.float64), 0
+    for inputs, is_target in their_inputs(folder):
+        logits = model(**inputs).logits[0]
+        labels = inputs["input_ids"][0, 1:][is_target[1:]]
+        total = total + cross_entropy(logits[:-1][is_target[1:]], labels, reduction="sum")
+        num_targets += len(labels)
+    (total / num_targets).backward()
+    gradients = {_plain(name): each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return Step(total.item() / num_targets, num_targets, gradients)
+
+
+def their_model(folder: Path, adapter: Path | None = None) -> Any:
+    """transformers' model of a job in float64, as it learns. adapter: as of `theirs`."""
     config = transformers.AutoConfig.from_pretrained(folder / "model")
     kind = class_of(config)
     config = getattr(config, "thinker_config", config)
@@ -87,12 +100,19 @@ def theirs(folder: Path, adapter: Path | None = None) -> Step:
 
         model = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
     _turn_patches_in_float64(model)
-    total, num_targets = torch.zeros((), dtype=torch.float64), 0
+    _route_in_float64(model)
+    return model
+
+
+def their_inputs(folder: Path) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    """What transformers' model is given of each example of a job, and which tokens are targets, bool [length]."""
+    processor = open_processor(folder / "model")
+    kind = transformers.AutoConfig.from_pretrained(folder / "model").model_type
     for line in (folder / "train.jsonl").read_text().splitlines():
         record = json.loads(line)
         # Not by the parts' paths: the reader of these shows what is under transparent pixels, the processor white.
         images = [Image.open(folder / name) for name in record.get("image", [])]
-        if config.model_type in GENERIC:
+        if kind in GENERIC:
             images = [convert_to_rgb(image) for image in images]  # Some of these processors take nothing else.
         inputs = inputs_of(processor, record, images, folder)
         is_target = torch.as_tensor(inputs.pop("assistant_masks")).bool()[0]
@@ -101,13 +121,7 @@ def theirs(folder: Path, adapter: Path | None = None) -> Step:
             name: each.double() if each.is_floating_point() and name != "second_per_grid_ts" else each
             for name, each in inputs.items()
         }
-        logits = model(**inputs).logits[0]
-        labels = inputs["input_ids"][0, 1:][is_target[1:]]
-        total = total + cross_entropy(logits[:-1][is_target[1:]], labels, reduction="sum")
-        num_targets += len(labels)
-    (total / num_targets).backward()
-    gradients = {_plain(name): each.grad for name, each in model.named_parameters() if each.grad is not None}
-    return Step(total.item() / num_targets, num_targets, gradients)
+        yield inputs, is_target
 
 
 def class_of(config: Any) -> Any:
@@ -159,6 +173,21 @@ def _turn_patches_in_float64(model: torch.nn.Module) -> None:
             vars(modeling)["apply_rotary_pos_emb_vision"] = _turned_in_float64
         if type(module).__name__.endswith("VisionRotaryEmbedding"):
             module.forward = partial(_turns_in_float64, module)
+
+
+def _route_in_float64(model: torch.nn.Module) -> None:
+    """Let routers of experts keep float64, in place, and experts be computed by what knows it."""
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.forward = partial(_routed_in_float64, module)
+        if getattr(getattr(module, "config", None), "_experts_implementation", None):
+            module.config._experts_implementation = "eager"
+
+
+def _routed_in_float64(router: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits = torch.nn.functional.linear(rows.reshape(-1, router.hidden_dim), router.weight)
+    weights, chosen = logits.softmax(-1).topk(router.top_k)
+    return logits, weights / weights.sum(-1, keepdim=True), chosen
 
 
 def _turns_in_float64(rotary: Any, values: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

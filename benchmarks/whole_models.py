@@ -581,25 +581,45 @@ def write_qwen2_5_vl(folder: Path) -> None:
     _save_qwen_processor(folder, transformers.Qwen2_5_VLProcessor, tokenizer)
 
 
+QWEN3_TOWER: dict[str, Any] = {
+    "hidden_size": 16,
+    "out_hidden_size": 24,
+    "intermediate_size": 28,
+    "patch_size": 4,
+    "depth": 4,
+    "num_heads": 2,
+    "num_position_embeddings": 36,
+    "deepstack_visual_indexes": [0, 2],
+}
+
+
 def write_qwen3_vl(folder: Path) -> None:
     """Qwen3-VL: rows of two inner layers of the tower enter behind the first two layers of three; tied embeddings."""
     tokenizer = tokenizer_with(QWEN_TOKENS)
-    tower = {
-        "hidden_size": 16,
-        "out_hidden_size": 24,
-        "intermediate_size": 28,
-        "patch_size": 4,
-        "depth": 4,
-        "num_heads": 2,
-        "num_position_embeddings": 36,
-        "deepstack_visual_indexes": [0, 2],
-    }
     text = _qwen_text(len(tokenizer), num_attention_heads=2, num_key_value_heads=2, hidden_size=24, head_dim=12)
     text |= {"num_hidden_layers": 3}
     config = transformers.Qwen3VLConfig(
-        vision_config=tower, text_config=text, tie_word_embeddings=True, **_qwen_ids(tokenizer)
+        vision_config=QWEN3_TOWER, text_config=text, tie_word_embeddings=True, **_qwen_ids(tokenizer)
     )
     like_trained(transformers.Qwen3VLForConditionalGeneration(config)).save_pretrained(folder)
+    _save_qwen_processor(folder, transformers.Qwen3VLProcessor, tokenizer)
+
+
+def write_qwen3_vl_moe(folder: Path) -> None:
+    """Qwen3-VL-MoE: four experts in all layers but one, each matrix the other way round in its file, as published."""
+    tokenizer = tokenizer_with(QWEN_TOKENS)
+    text = _qwen_text(len(tokenizer), num_attention_heads=2, num_key_value_heads=2, hidden_size=24, head_dim=12)
+    text |= {"num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    config = transformers.Qwen3VLMoeConfig(
+        vision_config=QWEN3_TOWER,
+        text_config=text | {"mlp_only_layers": [1]},
+        tie_word_embeddings=False,
+        **_qwen_ids(tokenizer),
+    )
+    like_trained(transformers.Qwen3VLMoeForConditionalGeneration(config)).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    turned = {name: each.transpose(1, 2).contiguous() for name, each in weights.items() if ".experts." in name}
+    save_file(weights | turned, folder / "model.safetensors", {"format": "pt"})
     _save_qwen_processor(folder, transformers.Qwen3VLProcessor, tokenizer)
 
 
@@ -767,7 +787,7 @@ def save_omni_processor(folder: Path, tokenizer: transformers.PreTrainedTokenize
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen2_5OmniProcessor"}))
 
 
-VIDEO_FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+VIDEO_FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Families whose examples have videos, too."""
 OMNI_FAMILIES = ("qwen2_5_omni", "qwen2_5_omni_thinker")
 """Families whose examples have images, videos and clips."""
@@ -854,6 +874,7 @@ FAMILIES: dict[str, Callable[[Path], None]] = {
     "qwen2_vl": write_qwen2_vl,
     "qwen2_5_vl": write_qwen2_5_vl,
     "qwen3_vl": write_qwen3_vl,
+    "qwen3_vl_moe": write_qwen3_vl_moe,
     "qwen2_audio": write_qwen2_audio,
     "qwen2_5_omni_thinker": write_qwen2_5_omni_thinker,
     "qwen2_5_omni": write_qwen2_5_omni,

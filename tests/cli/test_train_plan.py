@@ -55,6 +55,11 @@ def refused(job, tmp_path, monkeypatch, capsys):
         (["run.batch_size=12"], {}, "is for run.batch_size = 6, and the recipe has 12; plan anew: motet plan RECIPE"),
         (["run.dtype=float32"], {}, "is for precision = fp64, and the recipe has fp32; plan anew: motet plan RECIPE"),
         (
+            ["optimizer.name=sgd"],
+            {},
+            "is for moments of the optimizer = 2, and the recipe has 1; plan anew: motet plan",
+        ),
+        (
             ["model.backbone.config.num_hidden_layers=4"],
             {},
             "has blocks image 2, audio 2, backbone 3, the recipe's has image 2, audio 2, backbone 4",

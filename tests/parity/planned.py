@@ -225,6 +225,7 @@ class PlannedCase:
     made: tuple[str, ...] = ()
     exchange: str = "auto"
     chunks: int = 1
+    optimizer: str = "adamw"
 
     @property
     def num_ranks(self) -> int:
@@ -374,11 +375,17 @@ def build_step(case: PlannedCase, stored: torch.dtype = torch.float64, types: Co
     held = HeldParameters(model, place, holders, groups, types)
     lanes = Lanes(place.pairs, rank, device)
     lanes.connect()
-    optimizer = build_optimizer(model, OPTIMIZER)
+    optimizer = build_optimizer(model, optimizer_named(case.optimizer))
     return PlannedStep(
         model, plan.model, place, lanes, build_mesh(device), held, unit_groups, optimizer,
         weights=weights, max_grad_norm=OPTIMIZER.clip_norm,
     )  # fmt: skip
+
+
+def optimizer_named(name: str) -> OptimizerConfig:
+    """`OPTIMIZER` as another one of torch; a momentum where it may have one."""
+    given = OPTIMIZER.model_dump(include={"lr", "clip_norm", "groups"}) | {"name": name, "weight_decay": 0.1}
+    return OptimizerConfig(**given, **({"momentum": 0.8} if name == "rmsprop" else {}))
 
 
 def rank_device() -> torch.device:
@@ -427,23 +434,28 @@ Expected = tuple[list[tuple[float, float]], dict[str, torch.Tensor], dict[str, t
 
 def expected(case: PlannedCase, num_steps: int = NUM_STEPS) -> Expected:
     """What one process computes. Of cases with the same model and examples, it does so once."""
-    return _expected(case.built, case.contents, case.batch_size, case.left_out, case.seed, num_steps)
+    return _expected(case.built, case.contents, case.batch_size, case.left_out, case.seed, case.optimizer, num_steps)
 
 
 @lru_cache(maxsize=32)
 def _expected(
-    built: tuple[Any, ...], contents: tuple[str, ...], batch_size: int, left_out: float, seed: int, num_steps: int
+    built: tuple[Any, ...],
+    contents: tuple[str, ...],
+    batch_size: int,
+    left_out: float,
+    seed: int,
+    optimizer: str,
+    num_steps: int,
 ) -> Expected:
     *_, parts, _, _, _, dropout, made = built
-    case = PlannedCase(
-        (), contents=contents, batch_size=batch_size, left_out=left_out, seed=seed, parts=parts, made=made
-    )
+    options = {"left_out": left_out, "seed": seed, "parts": parts, "made": made, "optimizer": optimizer}
+    case = PlannedCase((), contents=contents, batch_size=batch_size, **options)
     return in_one_process(case, deepcopy(_whole_model(*built)), num_steps, has_draws=bool(dropout or made))
 
 
 def in_one_process(case: PlannedCase, model: MLLM, num_steps: int, has_draws: bool) -> Expected:
     """What this model becomes on a case's examples, without its Plan. has_draws: whether something drops out."""
-    optimizer = build_optimizer(model, OPTIMIZER)
+    optimizer = build_optimizer(model, optimizer_named(case.optimizer))
     figures = []
     for number in range(num_steps):
         optimizer.zero_grad()

@@ -1,28 +1,37 @@
-"""Steps of AdamW with clipping and weight decay leave the same parameters as in one process, absent phases included."""
+"""Steps of each optimizer with clipping and decay leave the parameters of torch's in one process; phases may lack."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 import torch
 
+from motet.models.mllm import MLLM
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.step import TrainStep
+from motet.train.optimizer import OptimizerConfig, build_optimizer, parameter_groups
+from motet.train.optimizers import KINDS
 from parity.test_gradients import Case, local, mesh_of, rank_batch, whole
 from parity.tiny import build_model, draw_examples, reference_step
 from ranks import run_ranks
 
 # Step by step: everything, text only, images only, and everything again.
 STEPS = [("image", "audio"), (), ("image",), ("image", "audio")]
-OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
 MAX_GRAD_NORM = 0.5
 
 
-def train(rank: int, num_ranks: int, shard_size: int | None) -> list[str]:
+def train(rank: int, num_ranks: int, shard_size: int | None, names: Sequence[str]) -> list[str]:
+    return [f"{name}: {wrong}" for name in names for wrong in wrong_of(rank, shard_size, name)]
+
+
+def wrong_of(rank: int, shard_size: int | None, name: str) -> list[str]:
+    config = OptimizerConfig(name=name, lr=1e-2, weight_decay=0.1)
     case = Case(fsdp=FSDPConfig(shard_size=shard_size))
     mesh = mesh_of(shard_size)
     model = build_model()
     shard(model, mesh, case.fsdp)
-    optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
+    optimizer = build_optimizer(model, config)
     step = TrainStep(model, mesh, optimizer, max_grad_norm=MAX_GRAD_NORM)
     norms = []
     for number, contents in enumerate(STEPS):
@@ -32,7 +41,7 @@ def train(rank: int, num_ranks: int, shard_size: int | None) -> list[str]:
     if rank:
         return []
     expected = build_model()
-    optimizer = torch.optim.AdamW(expected.parameters(), **OPTIONS)
+    optimizer = torch_optimizer(expected, config)
     wrong = []
     for number, contents in enumerate(STEPS):
         optimizer.zero_grad()
@@ -45,11 +54,24 @@ def train(rank: int, num_ranks: int, shard_size: int | None) -> list[str]:
             wrong.append(f"norm of step {number}: {norms[number]}, expected {norm}")
         optimizer.step()
     for name, parameter in expected.named_parameters():
-        if (off := (parameters[name] - parameter).abs().max()) > 1e-8 * OPTIONS["lr"]:
+        if (off := (parameters[name] - parameter).abs().max()) > 1e-8 * config.lr:
             wrong.append(f"{name}: off by {off:.1e}")
     return wrong
 
 
+def torch_optimizer(model: MLLM, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """torch's class by its own arguments, a tensor at a time."""
+    kind = {"adamw": "AdamW", "nadam": "NAdam", "radam": "RAdam", "rmsprop": "RMSprop", "sgd": "SGD"}
+    given = config.model_dump(include={"betas", "eps", "alpha", "nesterov", "momentum"}, exclude_none=True)
+    make = getattr(torch.optim, kind.get(config.name, config.name.capitalize()))
+    return make(parameter_groups(model, config), lr=config.lr, **given, foreach=False)
+
+
 @pytest.mark.parametrize(("num_ranks", "shard_size"), [(3, None), (4, 2), (3, 1)])
 def test_parameters_after_four_steps(num_ranks, shard_size):
-    assert run_ranks(train, num_ranks, shard_size)[0] == []
+    assert run_ranks(train, num_ranks, shard_size, ["adamw"])[0] == []
+
+
+@pytest.mark.parametrize("shard_size", [None, 1])
+def test_parameters_of_other_optimizers(shard_size):
+    assert run_ranks(train, 2, shard_size, sorted(set(KINDS) - {"adamw"}))[0] == []

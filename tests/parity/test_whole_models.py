@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from tests.unit.models.test_router_loss import losses_of_layers
 
 from benchmark import benchmark
 from motet.models.build import build_mllm
@@ -48,6 +49,24 @@ def test_loss_and_gradients_are_those_of_transformers(job, reference):
     packed = against.ours(job)
     assert max(packed.distance(reference)) < 1e-8
     assert max(packed.distance(against.ours(job, packed=False))) < 1e-8
+
+
+def test_the_router_loss_is_transformers_own_of_each_layer_and_document(tmp_path):
+    whole_models.write_job(tmp_path, "qwen3_vl_moe", num_examples=3)
+    file, coefficient = tmp_path / "model/config.json", 0.7
+    stored = json.loads(file.read_text())
+    plain = against.ours(tmp_path)
+    stored["text_config"] |= {"output_router_logits": True, "router_aux_loss_coef": coefficient}
+    file.write_text(json.dumps(stored))
+    model, expected = against.their_model(tmp_path), 0.0
+    for inputs, is_target in against.their_inputs(tmp_path):
+        logits = model(**inputs, output_router_logits=True).router_logits
+        losses = list(losses_of_layers(logits, model.config.text_config.num_experts_per_tok))
+        assert len(losses) == 2
+        expected += coefficient * int(is_target[1:].sum()) * sum(losses).item() / len(losses)
+    balanced = against.ours(tmp_path)
+    assert (balanced.loss - plain.loss) * plain.num_targets == pytest.approx(expected, rel=1e-12)
+    assert balanced.distance(plain)[1] > 1e-2
 
 
 def trained(rank, num_ranks, recipe, overrides):

@@ -16,8 +16,10 @@ with benchmark("whole_models") as whole_models:
     pass
 RUN = ["run.dtype=float64", "run.steps=2", "run.batch_size=8", "optimizer.lr=1e-2", "data.num_workers=0"]
 WAYS = {
+    "data parallel": [],
     "stages": ["parallel.backbone.pp=2"],
     "shared sequences": ["parallel.backbone.cp=2"],
+    "shared experts": ["parallel.backbone.ep=2"],
     "divided layers": ["parallel.backbone.tp=2"],
     "divided towers": [f"parallel.{name}.tp=2" for name in ("backbone", "image", "audio")],
 }
@@ -39,16 +41,17 @@ def figures(folder):
 @pytest.mark.parametrize(
     ("family", "ways"),
     [
-        ("qwen2_5_vl", list(WAYS)[1:3]),
-        ("qwen3_vl", list(WAYS)[:2]),
+        ("qwen2_5_vl", ["shared sequences", "divided layers"]),
+        ("qwen3_vl", ["stages", "shared sequences"]),
+        ("qwen3_vl_moe", ["data parallel", "stages", "shared experts"]),
         ("qwen2_5_omni", ["stages", "divided towers"]),
         ("idefics3", ["shared sequences"]),
-        ("vipllava", list(WAYS)[:2]),
+        ("vipllava", ["stages", "shared sequences"]),
     ],
 )
 def test_what_ranks_share_is_one_process(family, ways, tmp_path):
-    """Windows, grids and a merger as projector; rows for several blocks; two towers; items in several pieces; and a
-    class that Motet does not know, whose encoder is not cut.
+    """Windows, grids and a merger as projector; rows for several blocks, also beside experts; two towers; items in
+    several pieces; and a class that Motet does not know, whose encoder is not cut.
 
     The latter two have one head of keys, which two ranks cannot divide, and of Qwen3-VL the tower is not divided.
     """

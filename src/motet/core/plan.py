@@ -112,6 +112,11 @@ def expert_shard_size(shard_size: int, ep: int) -> int:
     return 1 if shard_size % ep else shard_size // ep
 
 
+ADAM_MOMENTS = 2
+"""Numbers that AdamW keeps of each parameter: no optimizer keeps more."""
+NumMoments = Annotated[int, Field(ge=0, le=ADAM_MOMENTS)]
+
+
 @dataclass(frozen=True)
 class Fill:
     """A part of an encoder's work in a bubble of the backbone (Optimus section 4.2).
@@ -155,6 +160,7 @@ class Plan:
                      in the mean (OmniBal section 4.1). A cap is the largest summed length of an encoder's items, and of
                      the backbone's sequences, e.g. {"image": 9225, "backbone": 4096}: of one encoder in a pipeline, of
                      every module under "data_parallel". {}: every microbatch has microbatch_size examples.
+    moments:         numbers that the optimizer keeps of each parameter beside its value: 2 of AdamW, 0 of plain SGD.
 
     Example:
         >>> from motet.core.shapes import Transformer, language_model, multimodal
@@ -180,6 +186,7 @@ class Plan:
     microbatch_caps: Mapping[str, Count] = field(default_factory=dict)
     policy: Mapping[str, Policy] = field(default_factory=dict)
     filling: FillingMethod = "static"
+    moments: NumMoments = ADAM_MOMENTS
 
     def unit_of(self, module: str) -> Unit:
         """The unit that runs a module."""

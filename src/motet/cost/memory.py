@@ -26,12 +26,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 from motet.core.errors import ArgumentError
-from motet.core.plan import Unit, expert_shard_size
+from motet.core.plan import ADAM_MOMENTS, Plan, Unit, expert_shard_size
 from motet.core.spec import Layer, ModelSpec
 from motet.core.workload import BACKBONE
 
@@ -80,16 +80,23 @@ PRECISION_OF_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", 
 """The names that Plans have for the types in which modules compute."""
 
 
-def mixed_precision(precision: str, *, pipeline: bool) -> MixedPrecision:
+def mixed_precision(precision: str, *, pipeline: bool, moments: int = ADAM_MOMENTS) -> MixedPrecision:
     """The bytes of a job that computes in `precision` ("bf16", "fp32", ...).
 
     pipeline: as in Megatron's distributed optimizer; else as in FSDP2.
+    moments:  numbers that the optimizer keeps of each parameter, in the type of its gradient.
     """
+    found = MEGATRON_BF16 if pipeline else FSDP_BF16
     if precision in ("fp32", "tf32"):
-        return FSDP_FP32
+        found = FSDP_FP32
     if precision == "fp64":
-        return FSDP_FP64
-    return MEGATRON_BF16 if pipeline else FSDP_BF16
+        found = FSDP_FP64
+    return replace(found, optimizer=found.optimizer + (moments - ADAM_MOMENTS) * found.gradient)
+
+
+def plan_precision(plan: Plan) -> MixedPrecision:
+    """The bytes of a number in the job of a Plan."""
+    return mixed_precision(plan.precision, pipeline=plan.schedule != "data_parallel", moments=plan.moments)
 
 
 class StateBytes(NamedTuple):

@@ -74,7 +74,7 @@ class EncoderConfig(BaseModel):
     family: (
         Literal[
             "siglip", "siglip2", "clip", "dinov2", "dinov3", "pixtral", "internvl", "qwen2_vl", "qwen2_5_vl",
-            "qwen3_vl", "whisper", "qwen2_audio",
+            "qwen3_vl", "whisper", "qwen2_audio", "qwen2_5_omni_audio",
         ]
         | None
     ) = None  # fmt: skip

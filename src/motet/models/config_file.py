@@ -35,6 +35,7 @@ _UNDECLARED = {
     "qwen2_vl_text": {"tie_word_embeddings"},
     "qwen2_5_vl_text": {"tie_word_embeddings"},
     "qwen3_vl_text": {"tie_word_embeddings"},
+    "qwen3_vl_moe_text": {"tie_word_embeddings"},
 }
 """Options that a model reads of its config, although their class does not declare them."""
 

@@ -1,4 +1,4 @@
-"""Routed experts: MLPs of which a router chooses some for each row (Mixtral, Qwen3-MoE).
+"""Routed experts: MLPs of which a router chooses some for each row (Mixtral, Qwen3-MoE, Qwen3-VL-MoE).
 
 The parameters, their names and the arithmetic are those of transformers' layers. Rows are brought into the order of
 their experts, so that each expert multiplies its rows at once, and back; sums are in a fixed order.
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from motet.expert_ranks import ExpertRanks
 from motet.grouped import GroupedLinear
@@ -43,9 +44,9 @@ class RoutedExperts(nn.Module):
         self.layer = layer
         self.gate, self.experts = block.gate, block.experts
         self.product = GroupedLinear()
-        # Mixtral's router always divides by the sum, and its weights stay in float32.
+        # All routers but Qwen3-MoE's always divide by the sum, and Mixtral's weights alone stay in float32.
         self.normalises = getattr(block.gate, "norm_topk_prob", True)
-        self.casts = hasattr(block.gate, "norm_topk_prob")
+        self.casts = not isinstance(block.gate, MixtralTopKRouter)
         self.router_loss: RouterLoss | None = None
         self.ranks: ExpertRanks | None = None
 

@@ -18,7 +18,7 @@ from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
 from motet.models.build import ModelConfig, build_mllm
 from motet.models.config_file import one_line, parse_config, read_config_json
-from motet.models.families.audio import AudioEncoder
+from motet.models.contract import AudioRows
 from motet.models.families.registry import BACKBONES, ENCODERS, Family
 from motet.models.mllm import MLLM
 from motet.models.projector import ProjectorConfig
@@ -93,10 +93,11 @@ def _read(file: Path) -> PreTrainedConfig:
 
 
 def _encoder(file: Path, family: Family, config: PreTrainedConfig, feature_layer: int | None = None) -> Module:
-    audio = issubclass(family.adapter, AudioEncoder)
     options = {} if feature_layer is None else {"feature_layer": feature_layer}
     encoder = family.adapter(_on_meta(file, family, config), **options)
-    return Module.of("audio" if audio else "image", (each.layer for each in encoder.layers()), padded=audio)
+    name = "audio" if isinstance(encoder.takes, AudioRows) else "image"
+    padded = getattr(encoder, "cost", "packed") == "padded"
+    return Module.of(name, (each.layer for each in encoder.layers()), padded=padded)
 
 
 def _backbone(file: Path, config: PreTrainedConfig) -> Module:

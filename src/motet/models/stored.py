@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
@@ -29,16 +29,38 @@ _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 
 @dataclass(frozen=True)
 class TensorInFile:
-    """A tensor in a safetensors file. The file is mapped only while it is read: mapped pages count as memory."""
+    """A tensor in a safetensors file. The file is mapped only while it is read: mapped pages count as memory.
+
+    is_turned: whether its last two dimensions lie there the other way round.
+    """
 
     file: Path
     key: str
+    is_turned: bool = False
 
     def __getitem__(self, part: tuple[slice, ...] | EllipsisType) -> Tensor:
+        if self.is_turned and isinstance(part, tuple):
+            part = (*part[:-2], part[-1], part[-2])
         with safe_open(self.file, framework="pt") as opened:
-            return opened.get_slice(self.key)[part].clone()
+            found = opened.get_slice(self.key)[part]
+            return found.transpose(-1, -2).contiguous() if self.is_turned else found.clone()
 
 
+def is_turned(model: PreTrainedModel, name: str, stored: Sequence[int]) -> bool:
+    """Whether a weight lies in a file with its last two dimensions the other way round, as Qwen3-VL's experts do.
+
+    stored: its shape there. transformers goes by the shape, too: a tensor of equal sides is taken as it is.
+    """
+    if not model.config.model_type.startswith(_TURNS_EXPERTS) or not _ALL_EXPERTS.search(name):
+        return False
+    num_experts, rows, columns = model.get_parameter(name).shape
+    return rows != columns and tuple(stored) == (num_experts, columns, rows)
+
+
+_ALL_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
+"""The end of the name of a tensor of all experts of a layer."""
+_TURNS_EXPERTS = "qwen3_vl_moe"
+"""The type, or its beginning, of models that are published with these tensors the other way round."""
 _OF_EXPERT = re.compile(r"\.experts\.(\d+)\.(gate_proj|w1|up_proj|w3|down_proj|w2)\.weight$")
 """The end of the name of one expert's matrix, which is a part of a tensor of all experts of the layer."""
 _SECOND_ROWS = ("up_proj", "w3")
@@ -129,14 +151,16 @@ def stored_tensors(
                     # Also a tied weight that is stored twice: it would have to be the same.
                     if name not in needed or name in found:
                         return None
-                    if conversion is not None:
+                    if conversion is not None and not _ALL_EXPERTS.search(key):
                         shape = tuple(opened.get_slice(key).get_shape())
                         if not of_experts.add(name, key, TensorInFile(file, key), shape):
                             return None
                         continue
-                    if tuple(opened.get_slice(key).get_shape()) != tuple(needed[name].shape):
+                    shape = tuple(opened.get_slice(key).get_shape())
+                    turned = is_turned(model, name, shape)
+                    if not turned and shape != tuple(needed[name].shape):
                         return None
-                    found[name] = TensorInFile(file, key)
+                    found[name] = TensorInFile(file, key, turned)
     except (OSError, SafetensorError):
         return None
     found |= of_experts.tensors(needed)

@@ -18,7 +18,7 @@ from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.flops import work_of
-from motet.cost.memory import LayerBytes, StageLayer, mixed_precision, stage_layers, stage_memory
+from motet.cost.memory import LayerBytes, StageLayer, plan_precision, stage_layers, stage_memory
 from motet.schedule import PlannedStage, planned
 from motet.simulate.predict.memory import MAX_LOGITS
 
@@ -43,7 +43,7 @@ def bytes_alone(
     Of what is gathered and reduced a rank has as much as in any microbatch. O(kinds of layers * (examples + items)).
     """
     needed: Float64Array = np.zeros(lengths.num_examples)
-    precision = mixed_precision(plan.precision, pipeline=plan.schedule != "data_parallel")
+    precision = plan_precision(plan)
     rows = _Rows(plan, lengths, shared_by, exchange)
     for stages in on_ranks(plan):
         fixed = fixed_bytes(plan, stages)
@@ -70,7 +70,7 @@ def bytes_alone(
 def fixed_bytes(plan: Plan, stages: list[PlannedStage]) -> int:
     """What a rank with these stages has whatever its items are: state, and what is gathered and reduced."""
     state, gathered, by_stage = 0, 0, plan.schedule != "data_parallel"
-    precision = mixed_precision(plan.precision, pipeline=by_stage)
+    precision = plan_precision(plan)
     for stage in stages:
         unit = replace(stage.unit, zero=stage.zero, shard_size=stage.shard_size)
         layers = stage_layers(plan.model, stage.layers, stage.recomputed)

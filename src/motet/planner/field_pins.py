@@ -142,6 +142,7 @@ def pinned_plan(job: Job, pins: Pins) -> Plan | None:
         pins.schedule,
         deferred_warmup=bool(pins.deferred_warmup),
         precision=job.precision,
+        moments=job.moments,
         balance=balance,
         fills=pins.fills or (),
         order=pins.order or "given",

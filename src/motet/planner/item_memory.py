@@ -15,7 +15,7 @@ from motet.core.plan import Plan
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.flops import work_of
-from motet.cost.memory import USABLE_MEMORY, LayerBytes, StageLayer, mixed_precision, stage_layers
+from motet.cost.memory import USABLE_MEMORY, LayerBytes, StageLayer, plan_precision, stage_layers
 from motet.planner.alone import fixed_bytes, layer_bytes, on_ranks
 from motet.simulate.predict.memory import MAX_LOGITS
 
@@ -42,7 +42,7 @@ class RankMemory:
 
     def __init__(self, plan: Plan) -> None:
         (stages,) = on_ranks(plan)
-        self._tp, self._precision = plan.unit_of(BACKBONE).tp, mixed_precision(plan.precision, pipeline=False)
+        self._tp, self._precision = plan.unit_of(BACKBONE).tp, plan_precision(plan)
         self._layers: dict[str, Counter[StageLayer]] = {module.name: Counter() for module in plan.model.modules}
         for stage in stages:
             for placed in stage_layers(plan.model, stage.layers, stage.recomputed):

@@ -21,7 +21,7 @@ from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.core.limits import check_size
 from motet.core.module_degrees import ModuleDegrees
-from motet.core.plan import BalancingMethod, Plan, Policy
+from motet.core.plan import ADAM_MOMENTS, BalancingMethod, Plan, Policy
 from motet.core.spec import Layer, ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, Workload
 from motet.cost.flops import work_of
@@ -93,6 +93,7 @@ class Job:
     degrees:    those of single modules that the recipe states: `[parallel.NAME]`.
     recomputes: what its recipe recomputes in each microbatch, if it says "auto"; Plans have numbers.
     exchange:   how its recipe lets context-parallel ranks get rows of each other (`context.exchange`).
+    moments:    as in Plan.
     Raises UserError if examples * ranks is more than the simulator takes.
     """
 
@@ -108,6 +109,7 @@ class Job:
     degrees: Mapping[str, ModuleDegrees] = field(default_factory=dict)
     recomputes: Recomputes | None = None
     exchange: str = "auto"
+    moments: int = ADAM_MOMENTS
 
     def __post_init__(self) -> None:
         check_size(self.batch_size, self.cluster.num_ranks)
@@ -190,7 +192,7 @@ class Job:
 
     def mixed_precision(self, *, pipeline: bool) -> MixedPrecision:
         """Bytes of a number of each kind: `cost.memory.mixed_precision` at the job's precision."""
-        return mixed_precision(self.precision, pipeline=pipeline)
+        return mixed_precision(self.precision, pipeline=pipeline, moments=self.moments)
 
     def block_costs(self, name: str, num_examples: float, tp: int = 1) -> BlockCosts:
         """Costs of a module's blocks in microbatches of num_examples examples; a mean, so it may be below 1. Cached."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from motet.assign.balancing import by_operations
 from motet.core.errors import UserError
+from motet.core.plan import ADAM_MOMENTS
 from motet.cost.source import cost_model
 from motet.planner.job import Job
 from motet.planning.cluster import ClusterOptions, cluster_of
@@ -68,4 +69,5 @@ def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()
         policy=policy,
         degrees=read.parallel,
         exchange="auto" if recipe is None else recipe.context.exchange,
+        moments=ADAM_MOMENTS if recipe is None else recipe.optimizer.num_moments,
     )

@@ -74,6 +74,7 @@ def plan_of_recipe(recipe: Recipe, spec: ModelSpec, cluster: Cluster, workload: 
         microbatch_size,
         schedule="data_parallel",
         precision=recipe.plan_precision,
+        moments=recipe.optimizer.num_moments,
         balance=_balance(recipe, spec),
         policy=stated_policy(recipe.balance, spec),
         microbatch_caps=caps,

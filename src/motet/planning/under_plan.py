@@ -52,6 +52,7 @@ def agreed(recipe: Recipe, recipe_file: Path, chosen: ChosenPlan) -> tuple[Recip
     for what, theirs, ours in (
         ("run.batch_size", plan.batch_size, recipe.run.batch_size),
         ("precision", plan.precision, recipe.plan_precision),
+        ("moments of the optimizer", plan.moments, recipe.optimizer.num_moments),
     ):
         if theirs != ours:
             raise UserError(
@@ -92,6 +93,7 @@ def job_under_plan(
         plan.precision,
         balancing=balancing,
         exchange=recipe.context.exchange,
+        moments=plan.moments,
     )
     return plan, job, recipe
 

@@ -321,6 +321,7 @@ def plan_alone(recipe: Recipe, spec: ModelSpec, ranks: RecomputeRanks) -> Plan:
         ranks.num_ranks,
         schedule="data_parallel",
         precision=recipe.plan_precision,
+        moments=recipe.optimizer.num_moments,
         balance=balance,
     )
 

@@ -20,6 +20,7 @@ from motet.cost.memory import (
     StageLayer,
     activation_bytes,
     logits_bytes,
+    mixed_precision,
     stage_layers,
     stage_memory,
     state_bytes,
@@ -246,6 +247,15 @@ def test_replicated_modules_are_whole_on_every_stage():
     for stage in range(2):
         extra = memory_of(unit, stage=stage).parameters - memory_of(without, stage=stage).parameters
         assert extra == 4 * IMAGE.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("precision", "pipeline", "moments", "optimizer"),
+    [("bf16", False, 2, 8), ("bf16", True, 2, 12), ("bf16", True, 0, 4), ("bf16", False, 1, 4), ("fp64", True, 0, 0)],
+)
+def test_bytes_of_the_optimizer_by_its_moments(precision, pipeline, moments, optimizer):
+    """In a pipeline in 16 bits a master copy of 4 bytes is among them."""
+    assert mixed_precision(precision, pipeline=pipeline, moments=moments).optimizer == optimizer
 
 
 def test_state_is_what_torch_holds_after_a_step():

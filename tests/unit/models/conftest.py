@@ -66,6 +66,7 @@ ENCODERS = {
     | {"out_hidden_size": 20, "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1]},
     "whisper": AUDIO,
     "qwen2_audio": AUDIO,
+    "qwen2_5_omni_audio": AUDIO | {"n_window": 8, "output_dim": 12},
 }
 IMAGE_SIZES = [[2, 4], [4, 4], [6, 2], [2, 2]]
 CLIP_SIZES = [[7], [40], [13], [4]]

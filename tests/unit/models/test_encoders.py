@@ -12,6 +12,7 @@ from transformers import (
     Siglip2VisionModel,
     SiglipVisionModel,
 )
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniAudioEncoder
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
@@ -35,6 +36,7 @@ HF = {
     "qwen2_vl": Qwen2VisionTransformerPretrainedModel,
     "whisper": WhisperEncoder,
     "qwen2_audio": Qwen2AudioEncoder,
+    "qwen2_5_omni_audio": Qwen2_5OmniAudioEncoder,
 }
 FAMILIES = list(HF)
 
@@ -46,10 +48,17 @@ def reference(module, family, dtype=torch.float64):
     config._attn_implementation = "sdpa"
     model = HF[family](config)
     state = {names[k].removeprefix("model."): v for k, v in module.encoder.state_dict().items()}
-    model.load_state_dict(state)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+    model.load_state_dict(state)
     return model.train(module.training)
+
+
+def like_trained(module):
+    """Norms and biases away from 1 and 0."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
 
 
 def picture(rows, height, width):
@@ -106,9 +115,7 @@ def hf_rows(model, family, values, grid):
 def test_rows_and_gradients_equal_hf_on_one_image(tiny, family, grid):
     """Beside another image in the pack; with weights as if trained."""
     module = tiny.encoder(family)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
+    like_trained(module)
     model = reference(module, family)
     keep_float64(model)
     sizes = torch.tensor([[2, 2], grid])
@@ -143,6 +150,26 @@ def test_audio_equals_hf_on_a_clip_of_full_length(tiny, family):
     values = tiny.values(family, sizes).double()
     expected = reference(module, family)(values[:40].T[None]).last_hidden_state[0]
     torch.testing.assert_close(module.encoder(values, sizes)[: len(expected)], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("frames", [40, 16, 23, 35])
+def test_chunks_of_a_clip_equal_hf_with_gradients(tiny, frames):
+    """Of whole chunks, of one, and with a last one whose rows are odd; beside another clip in the pack."""
+    module = tiny.encoder("qwen2_5_omni_audio")
+    like_trained(module)
+    model = reference(module, "qwen2_5_omni_audio")
+    sizes = torch.tensor([[9], [frames]])
+    values = tiny.values("qwen2_5_omni_audio", sizes).double()
+    got = module.encoder(values, sizes)[2:]
+    count = (frames + 1) // 2
+    expected = model(values[9:].T, torch.tensor([frames]), torch.tensor([count])).last_hidden_state
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    weights, names, theirs = torch.randn_like(got), plain_names(module.encoder.model), dict(model.named_parameters())
+    learns = {names[name]: each for name, each in module.encoder.model.named_parameters() if each.requires_grad}
+    assert theirs.keys() - learns.keys() == {"audio_bos_eos_token.weight"}
+    wanted = grad((expected * weights).sum(), [theirs[name] for name in learns])
+    for one, other in zip(grad((got * weights).sum(), list(learns.values())), wanted):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -211,6 +238,7 @@ def test_rows_per_item(tiny):
     assert tiny.encoder("clip", projector={"downsample": 4}).num_tokens(np.array([[2, 4], [3, 5]])).tolist() == [2, 6]
     assert tiny.encoder("whisper").num_tokens(clips).tolist() == [1, 1, 4, 4]
     assert tiny.encoder("qwen2_audio").num_tokens(clips).tolist() == [0, 0, 2, 2]
+    assert tiny.encoder("qwen2_5_omni_audio").num_tokens(clips).tolist() == [0, 0, 2, 2]
     assert tiny.encoder("whisper").lengths(clips).tolist() == [1, 2, 7, 8]
     assert tiny.encoder("qwen2_vl").lengths(images).tolist() == [8, 36]
     assert (tiny.encoder("whisper").cost, tiny.encoder("clip").cost) == ("padded", "packed")

@@ -20,7 +20,7 @@ from motet.models.spec import model_spec, spec_of_config, spec_of_directory
 
 ENCODERS = [
     "siglip", "siglip2", "clip", "dinov2", "dinov3", "pixtral", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
-    "whisper", "qwen2_audio",
+    "whisper", "qwen2_audio", "qwen2_5_omni_audio",
 ]  # fmt: skip
 BACKBONES = [
     "qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe",

@@ -17,6 +17,7 @@ from motet.data.groups import GroupedOrder, phase_totals
 from motet.data.text import ChatTokenizer
 from motet.dispatch import BalanceConfig
 from motet.models.spec import spec_of_config
+from motet.planner.alone import fixed_bytes, on_ranks
 from motet.planner.candidate import Candidate, Pins
 from motet.planner.chain.propose import propose_chain
 from motet.planner.data_parallel.propose import propose_data_parallel
@@ -90,6 +91,15 @@ def test_recomputation_and_precision(recipe_file):
     plan = planned_recipe(recipe_file, 2, "fsdp.recompute=true", "fsdp.param_dtype=bfloat16")
     (unit,) = plan.units
     assert unit.recompute == unit.stages and plan.precision == "bf16"
+
+
+def test_the_state_of_the_optimizer(recipe_file):
+    names = ("adamw", "sgd", "rmsprop")
+    plans = [planned_recipe(recipe_file, 2, "fsdp.shard_size=1", f"optimizer.name={name}") for name in names]
+    plans.append(planned_recipe(recipe_file, 2, "fsdp.shard_size=1", "optimizer={name='sgd',lr=1e-3,momentum=0}"))
+    assert [plan.moments for plan in plans] == [2, 1, 1, 0]
+    two, one, same, none = (fixed_bytes(plan, *on_ranks(plan)) for plan in plans)
+    assert one == same and two - one == one - none > 0
 
 
 @pytest.mark.parametrize(

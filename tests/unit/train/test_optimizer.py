@@ -1,6 +1,8 @@
 """The schedule as a function of the step, and which parameters decay."""
 
 import pytest
+import torch
+from pydantic import ValidationError
 from torch import nn
 
 from motet.core.errors import UserError
@@ -13,6 +15,7 @@ from motet.train.optimizer import (
     parameter_groups,
     set_learning_rate,
 )
+from motet.train.optimizers import KINDS
 
 
 def rates(num_steps, **options):
@@ -48,6 +51,42 @@ def test_matrices_decay_and_norms_biases_embeddings_and_frozen_parameters_do_not
     decayed = next(group["params"] for group in groups if group["weight_decay"])
     assert decayed[0] is model[1].weight
     assert sum(len(group["params"]) for group in build_optimizer(model, OptimizerConfig(lr=1e-3)).param_groups) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"name": "adafactor"},
+            "adafactor keeps means over rows and columns of whole matrices, which ranks that share",
+        ),
+        ({"name": "muon"}, "muon multiplies whole matrices, in bfloat16, which ranks that share weights do not have"),
+        ({"name": "sgd", "betas": (0.9, 0.99)}, 'betas has no effect with name = "sgd"'),
+        ({"momentum": 0.9}, 'momentum has no effect with name = "adamw"'),
+        ({"name": "rmsprop", "nesterov": True}, 'nesterov has no effect with name = "rmsprop"'),
+        ({"name": "sgd", "momentum": 0.0, "nesterov": True}, "nesterov = true needs a momentum above 0"),
+    ],
+)
+def test_optimizers_and_options_that_are_not_computed(options, said):
+    with pytest.raises(ValidationError, match=said):
+        OptimizerConfig(lr=1e-3, **options)
+
+
+def test_each_optimizer_has_torchs_options_and_as_many_moments_as_it_says():
+    for name, kind in KINDS.items():
+        for momentum in (None, 0.0, 0.5) if "momentum" in kind.options else (None,):
+            config = OptimizerConfig(name=name, lr=1e-3, **({} if momentum is None else {"momentum": momentum}))
+            model = nn.Linear(3, 2)
+            optimizer = build_optimizer(model, config)
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            state = optimizer.state[model.weight]
+            assert (
+                sum(each.shape == model.weight.shape for each in state.values() if each is not None)
+                == config.num_moments
+            )
+    assert OptimizerConfig(lr=1).weight_decay == 0.1 and OptimizerConfig(name="adam", lr=1).weight_decay == 0
+    assert OptimizerConfig(name="sgd", lr=1).momentum == 0.9 and OptimizerConfig(name="adagrad", lr=1).eps == 1e-10
 
 
 def test_wsd_stays_and_falls_in_its_last_steps():

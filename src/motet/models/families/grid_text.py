@@ -1,5 +1,5 @@
-"""The text models of Qwen2-VL, Qwen2.5-VL, Qwen2.5-Omni and Qwen3-VL as causal LMs: Qwen2 or Qwen3 on
-positions of a grid (M-RoPE).
+"""The text models of Qwen2-VL, Qwen2.5-VL, Qwen2.5-Omni, Qwen3-VL and Qwen3-VL-MoE as causal LMs: Qwen2, Qwen3 or
+Qwen3-MoE on positions of a grid (M-RoPE).
 
 transformers has them only inside of its multimodal classes. The layers, their rotary positions and the names of weights
 are its own.
@@ -15,8 +15,15 @@ from transformers import (
     Qwen2_5_VLTextModel,
     Qwen2VLTextConfig,
     Qwen2VLTextModel,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeTextConfig,
+    Qwen3VLMoeTextModel,
     Qwen3VLTextConfig,
     Qwen3VLTextModel,
+)
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
 )
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniTextConfig
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniThinkerTextModel
@@ -50,6 +57,19 @@ class Qwen3VLCausalLM(_GridCausalLM):
 
     config: Qwen3VLTextConfig
     text_model = Qwen3VLTextModel
+
+
+class Qwen3VLMoeCausalLM(_GridCausalLM):
+    """Qwen3-VL-MoE's: Qwen3-MoE on the same positions."""
+
+    config: Qwen3VLMoeTextConfig
+    text_model = Qwen3VLMoeTextModel
+
+
+# Published experts lie the other way round, which transformers knows of the whole model's type alone.
+register_checkpoint_conversion_mapping(
+    Qwen3VLMoeCausalLM.__name__, get_checkpoint_conversion_mapping(Qwen3VLMoeConfig.model_type) or [], overwrite=True
+)
 
 
 class Qwen25VLCausalLM(_GridCausalLM):

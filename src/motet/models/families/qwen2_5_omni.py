@@ -19,7 +19,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.item_segments import ItemSegments
-from motet.core.shapes import Transformer, convolution, final_norm
+from motet.core.shapes import Transformer, convolution, final_norm, projector
 from motet.models.attention import PackedItems
 from motet.models.contract import AudioRows
 from motet.models.families.audio import real_rows
@@ -67,8 +67,8 @@ def _mlp(layer: nn.Module, hidden: Tensor, extents: PackedItems) -> Tensor:
     return hidden + layer.fc2(layer.activation_fn(layer.fc1(layer.final_layer_norm(hidden))))
 
 
-class Qwen25OmniAudioTower(nn.Module):
-    """The encoder without its last matrix, which is the projector of the whole model.
+class _ChunkedAudio(nn.Module):
+    """What stands before the last matrix.
 
     Rows are log-mel frames, sizes are (frames,). Raises UserError for chunks whose end pairs of rows would cross.
     """
@@ -85,7 +85,6 @@ class Qwen25OmniAudioTower(nn.Module):
             )
         self.model, self.output_dim, self.chunk = model, config.d_model, 2 * config.n_window
         self.takes = AudioRows(config.num_mel_bins)
-        model.proj = nn.Identity()
         # Embeddings of marks, which transformers holds and never reads.
         model.audio_bos_eos_token.requires_grad_(False)
         model.layers = nn.ModuleList(PackedAudioLayer(layer) for layer in model.layers)
@@ -153,3 +152,28 @@ class Qwen25OmniAudioTower(nn.Module):
         starts = np.repeat(np.cumsum(rows) - rows - 2 * (np.cumsum(pairs) - pairs), pairs)
         first = torch.from_numpy(starts + 2 * np.arange(pairs.sum())).to(hidden.device)
         return self.model.ln_post((hidden[first] + hidden[first + 1]) / 2)
+
+
+class Qwen25OmniAudioTower(_ChunkedAudio):
+    """The encoder without its last matrix, which is the projector of the whole model."""
+
+    def __init__(self, model: Qwen2_5OmniAudioEncoder) -> None:
+        super().__init__(model)
+        model.proj = nn.Identity()
+
+
+class Qwen25OmniAudioEncoder(_ChunkedAudio):
+    """The encoder by itself, with its last matrix. A row covers four frames."""
+
+    def __init__(self, model: Qwen2_5OmniAudioEncoder) -> None:
+        super().__init__(model)
+        self.output_dim = model.config.output_dim
+
+    def layers(self) -> list[LayerModules]:
+        proj = self.model.proj
+        last = projector(proj.in_features, proj.out_features, kind="linear", divisor=4, trainable=any_trainable(proj))
+        return [*super().layers(), LayerModules(last, (proj,))]
+
+    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+        """The mean of two rows, the last norm and the last matrix."""
+        return self.model.proj(super().leave(hidden, sizes))

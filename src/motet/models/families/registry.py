@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 
 import transformers
 from torch import nn
-from transformers import Qwen2_5_VLTextConfig, Qwen2VLTextConfig, Qwen3VLTextConfig, Qwen3VLVisionConfig
+from transformers import (
+    Qwen2_5_VLTextConfig,
+    Qwen2VLTextConfig,
+    Qwen3VLMoeTextConfig,
+    Qwen3VLMoeVisionConfig,
+    Qwen3VLTextConfig,
+    Qwen3VLVisionConfig,
+)
 from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionTransformer
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import (
@@ -29,6 +36,7 @@ from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncod
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig
 from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionTransformer
 from transformers.models.whisper.modeling_whisper import WhisperEncoder as HFWhisperEncoder
@@ -55,11 +63,17 @@ from motet.models.families.branches import (
 from motet.models.families.clip import ClipEncoder
 from motet.models.families.dinov2 import Dinov2Encoder
 from motet.models.families.dinov3 import Dinov3Encoder
-from motet.models.families.grid_text import Qwen2VLCausalLM, Qwen3VLCausalLM, Qwen25OmniCausalLM, Qwen25VLCausalLM
+from motet.models.families.grid_text import (
+    Qwen2VLCausalLM,
+    Qwen3VLCausalLM,
+    Qwen3VLMoeCausalLM,
+    Qwen25OmniCausalLM,
+    Qwen25VLCausalLM,
+)
 from motet.models.families.idefics3 import Idefics3Tower
 from motet.models.families.internvl import InternVLEncoder
 from motet.models.families.pixtral import PixtralEncoder
-from motet.models.families.qwen2_5_omni import Qwen25OmniAudioTower
+from motet.models.families.qwen2_5_omni import Qwen25OmniAudioEncoder, Qwen25OmniAudioTower
 from motet.models.families.qwen2_5_vl import Qwen25VLEncoder, Qwen25VLTower
 from motet.models.families.qwen2_audio import Qwen2AudioEncoder, Qwen2AudioTower
 from motet.models.families.qwen2_vl import Qwen2VLEncoder, Qwen2VLTower
@@ -230,6 +244,15 @@ ENCODERS = {
         depth="encoder_layers",
         branches=AUDIO_BRANCHES,
     ),
+    "qwen2_5_omni_audio": Family(
+        Qwen2_5OmniAudioEncoderConfig,
+        HFQwen25OmniAudioEncoder,
+        Qwen25OmniAudioEncoder,
+        "audio_config",
+        r"^(thinker\.)?(model\.)?audio_tower\.",
+        depth="encoder_layers",
+        branches=AUDIO_BRANCHES,
+    ),
 }
 
 BACKBONES = {
@@ -272,6 +295,7 @@ GRID_BACKBONES = {
         behind_grids=BEHIND_LARGEST,
     ),
     "qwen3_vl": Family(Qwen3VLTextConfig, Qwen3VLCausalLM, branches=QWEN3_BRANCHES, reads_grids=True),
+    "qwen3_vl_moe": Family(Qwen3VLMoeTextConfig, Qwen3VLMoeCausalLM, reads_grids=True),
 }
 """Backbones of whole models alone: transformers has them as parts of these."""
 
@@ -280,6 +304,9 @@ TOWERS = {
     "qwen2_5_vl": replace(ENCODERS["qwen2_5_vl"], adapter=Qwen25VLTower),
     "qwen2_audio": replace(ENCODERS["qwen2_audio"], adapter=Qwen2AudioTower),
     "qwen3_vl": replace(ENCODERS["qwen3_vl"], adapter=Qwen3VLTower),
+    "qwen3_vl_moe": replace(
+        ENCODERS["qwen3_vl"], config=Qwen3VLMoeVisionConfig, model=Qwen3VLMoeVisionModel, adapter=Qwen3VLTower
+    ),
     "qwen2_5_omni": Family(
         Qwen2_5OmniVisionEncoderConfig,
         Qwen2_5OmniVisionEncoder,
@@ -289,15 +316,7 @@ TOWERS = {
         depth="depth",
         branches=QWEN2_5_OMNI_BRANCHES,
     ),
-    "qwen2_5_omni_audio": Family(
-        Qwen2_5OmniAudioEncoderConfig,
-        HFQwen25OmniAudioEncoder,
-        Qwen25OmniAudioTower,
-        "audio_config",
-        r"^(thinker\.)?(model\.)?audio_tower\.",
-        depth="encoder_layers",
-        branches=AUDIO_BRANCHES,
-    ),
+    "qwen2_5_omni_audio": replace(ENCODERS["qwen2_5_omni_audio"], adapter=Qwen25OmniAudioTower),
     "idefics3": Family(
         Idefics3VisionConfig,
         Idefics3VisionTransformer,

@@ -23,6 +23,7 @@ from transformers import (
     Qwen2_5_VLTextConfig,
     Qwen2VLTextConfig,
     Qwen3MoeConfig,
+    Qwen3VLMoeTextConfig,
     Qwen3VLTextConfig,
 )
 from transformers.activations import ACT2FN
@@ -79,7 +80,13 @@ _COMPUTED: dict[type[PreTrainedConfig], tuple[str, ...]] = {
 _EXPERTS = ("num_experts", "num_local_experts")
 """Options that are numbers in families with experts; transformers has each by both names."""
 
-_ON_GRID = (Qwen2VLTextConfig, Qwen2_5_VLTextConfig, Qwen2_5OmniTextConfig, Qwen3VLTextConfig)
+_MIXTURES = (MixtralConfig, Qwen3MoeConfig, Qwen3VLMoeTextConfig)
+"""Backbones with experts."""
+
+_IN_TURNS = (Qwen3VLTextConfig, Qwen3VLMoeTextConfig)
+"""Backbones whose positions have three axes that take turns at channels."""
+
+_ON_GRID = (Qwen2VLTextConfig, Qwen2_5_VLTextConfig, Qwen2_5OmniTextConfig, *_IN_TURNS)
 """Backbones whose positions have three axes."""
 
 _KINDS = ("full_attention", "sliding_attention")
@@ -108,7 +115,7 @@ def check_backbone(config: PreTrainedConfig, where: str = "") -> None:
 
     where: the prefix of a key in the error sentence, such as "model.backbone.config.".
     """
-    has_experts = isinstance(config, MixtralConfig | Qwen3MoeConfig)
+    has_experts = isinstance(config, _MIXTURES)
     numbers = (_SOFT_CAPS if isinstance(config, Gemma2Config) else ()) + (_EXPERTS if has_experts else ())
     numbers += _COMPUTED.get(type(config), ())
     options = _ONLY | _ONLY_BACKBONE | _ONLY_OF.get(type(config), {})
@@ -229,7 +236,7 @@ def _check_rope(config: PreTrainedConfig, name: str, rope: Any) -> None:
     if on_grid:
         options |= {"mrope_section"}
         _check_sections(config, name, rope.get("mrope_section"))
-    if isinstance(config, Qwen3VLTextConfig):
+    if isinstance(config, _IN_TURNS):
         options |= {"mrope_interleaved"}
         if rope.get("mrope_interleaved", True) is not True:
             raise UserError(

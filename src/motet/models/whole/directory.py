@@ -23,7 +23,7 @@ from motet.models.build import EncoderConfig, ModelConfig
 from motet.models.config_file import INNER, one_line, parse_config, quiet_transformers, read_config_json
 from motet.models.load import check_files
 from motet.models.lora import LoraConfig
-from motet.models.stored import TensorInFile, weight_files
+from motet.models.stored import TensorInFile, is_turned, weight_files
 from motet.models.whole.family import WholeFamily, WholeParts, check_option
 from motet.models.whole.generic import generic_family
 from motet.models.whole.registry import WHOLE
@@ -94,7 +94,7 @@ class WholeDirectory:
                         f"model.path: {file} holds {key}, which {self.family.model.__name__} has no place for; its "
                         "config.json does not describe it."
                     )
-                if tuple(names[name].shape) != shape:
+                if tuple(names[name].shape) != shape and not is_turned(self.shapes, name, shape):
                     raise UserError(
                         f"model.path: {key} in {file} has shape {list(shape)}, where the config asks for "
                         f"{list(names[name].shape)}."

@@ -96,8 +96,8 @@ def _changed(directory: WholeDirectory, weights: Mapping[str, Tensor]) -> dict[s
     for file, keys in directory.keys.items():
         with safe_open(file, framework="pt") as opened:
             for key, name in keys.items():
-                weight = weights.get(name)
-                if weight is not None and not torch.equal(weight.cpu(), opened.get_tensor(key).to(weight.dtype)):
+                weight, stored = weights.get(name), opened.get_tensor(key)
+                if weight is not None and not torch.equal(weight.cpu(), _as(stored, weight).to(weight.dtype)):
                     changed[name] = weight
     return changed
 
@@ -136,8 +136,13 @@ def _write_weights(file: Path, keys: Mapping[str, str], changed: Mapping[str, Te
     for key, stored in tensors.items():
         if (weight := changed.get(keys.get(key, ""))) is not None:
             # A clone, as safetensors refuses tensors that share memory, which tied weights do.
-            tensors[key] = weight.detach().to("cpu", stored.dtype, copy=True).contiguous()
+            tensors[key] = _as(weight.detach(), stored).to("cpu", stored.dtype, copy=True).contiguous()
     save_file(tensors, target, metadata)
+
+
+def _as(weight: Tensor, other: Tensor) -> Tensor:
+    """A weight as another one lies: experts may do so with two dimensions the other way round (`stored.is_turned`)."""
+    return weight if weight.shape == other.shape else weight.transpose(-1, -2)
 
 
 def _card(directory: WholeDirectory, trained: str, has_adapter: bool, has_model: bool) -> str:

@@ -1,5 +1,6 @@
 """Qwen3-VL (Bai et al. 2025): images and videos of their own size on positions of a grid, rows of the tower's inner
 layers in the first layers of the LM (DeepStack, Meng et al. 2024). The time of each frame of a video stands before it.
+Qwen3-VL-MoE has the same tower, and experts in the LM.
 """
 
 from __future__ import annotations
@@ -10,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLVisionConfig
+from transformers import (
+    PreTrainedConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeForConditionalGeneration,
+    Qwen3VLVisionConfig,
+)
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionPatchMerger
 
 from motet.core.arrays import Int64Array
@@ -89,7 +95,8 @@ def _merger(tower: Qwen3VLVisionConfig, *, use_postshuffle_norm: bool = False, *
     return Qwen3VLVisionPatchMerger(tower, use_postshuffle_norm=use_postshuffle_norm)
 
 
-def _parts(config: Qwen3VLConfig, directory: WholeDirectory) -> WholeParts:
+def _parts(family: str, config: PreTrainedConfig, directory: WholeDirectory) -> WholeParts:
+    """family: of tower and text."""
     where, tower, text = str(directory.file), config.vision_config, config.text_config
     check_option(where, "vision_config.out_hidden_size", tower.out_hidden_size, text.hidden_size)
     inner = list(tower.deepstack_visual_indexes)
@@ -101,7 +108,7 @@ def _parts(config: Qwen3VLConfig, directory: WholeDirectory) -> WholeParts:
     with torch.device("meta"):
         names = [name for name, _ in StackedMerger(tower).named_parameters()]
     encoder = TowerConfig(
-        family="qwen3_vl",
+        family=family,
         path=directory.path,
         projector=StackedMergerConfig(
             tensors=directory.tensors_at({name: _TOWER + name for name in names}), tower=tower
@@ -109,7 +116,7 @@ def _parts(config: Qwen3VLConfig, directory: WholeDirectory) -> WholeParts:
     )
     return one_tower(
         WholeBackboneConfig(
-            family="qwen3_vl",
+            family=family,
             path=directory.path,
             config={"tie_word_embeddings": config.tie_word_embeddings},
             stacked={"image": len(inner)} if inner else {},
@@ -122,4 +129,5 @@ def _parts(config: Qwen3VLConfig, directory: WholeDirectory) -> WholeParts:
     )
 
 
-QWEN3_VL = WholeFamily(Qwen3VLForConditionalGeneration, _parts)
+QWEN3_VL = WholeFamily(Qwen3VLForConditionalGeneration, partial(_parts, "qwen3_vl"))
+QWEN3_VL_MOE = WholeFamily(Qwen3VLMoeForConditionalGeneration, partial(_parts, "qwen3_vl_moe"))

@@ -11,7 +11,7 @@ from motet.models.whole.llava_next import LLAVA_NEXT, LLAVA_ONEVISION
 from motet.models.whole.paligemma import PALIGEMMA
 from motet.models.whole.qwen2_5_omni import QWEN2_5_OMNI_THINKER
 from motet.models.whole.qwen2_audio import QWEN2_AUDIO
-from motet.models.whole.qwen3_vl import QWEN3_VL
+from motet.models.whole.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 from motet.models.whole.qwen_vl import QWEN2_5_VL, QWEN2_VL
 
 WHOLE: dict[str, WholeFamily] = {
@@ -26,6 +26,7 @@ WHOLE: dict[str, WholeFamily] = {
     "qwen2_vl": QWEN2_VL,
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,
+    "qwen3_vl_moe": QWEN3_VL_MOE,
     "qwen2_audio": QWEN2_AUDIO,
     "qwen2_5_omni_thinker": QWEN2_5_OMNI_THINKER,
     "qwen2_5_omni": QWEN2_5_OMNI_THINKER,

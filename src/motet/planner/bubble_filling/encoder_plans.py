@@ -89,6 +89,7 @@ class EncoderPlans:
             self.shape.schedule,
             deferred_warmup=self.shape.num_chunks > 1,
             precision=job.precision,
+            moments=job.moments,
             fills=fills,
         )
 

@@ -112,6 +112,7 @@ class ChainPipeline:
             degrees.microbatch_size,
             degrees.schedule,
             precision=job.precision,
+            moments=job.moments,
         )
 
     def cuts_beside(self, exact: Stages, *, radius: int = 2) -> list[Stages]:

@@ -102,6 +102,7 @@ class DataParallelSearch:
             microbatch_size,
             "data_parallel",
             precision=job.precision,
+            moments=job.moments,
             balance=self.balance,
             policy=job.policy_under(self.balance),
         )

@@ -84,7 +84,15 @@ class PlacedUnits:
             next_rank += share.num_ranks
         units = tuple(cut.unit(first_rank[name]) for name, cut in self.cuts.items())
         job = self.job
-        plan = Plan(job.model, job.cluster, units, job.batch_size, self.backbone.num_examples, precision=job.precision)
+        plan = Plan(
+            job.model,
+            job.cluster,
+            units,
+            job.batch_size,
+            self.backbone.num_examples,
+            precision=job.precision,
+            moments=job.moments,
+        )
         check_fit(plan)
         return plan
 

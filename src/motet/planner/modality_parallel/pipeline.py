@@ -146,6 +146,7 @@ class ModalityPipeline:
             degrees.microbatch_size,
             "1f1b",
             precision=job.precision,
+            moments=job.moments,
         )
 
     @property

@@ -26,7 +26,7 @@ from motet.cost.flops import attention_shares, layer_flops, work_of
 from motet.cost.memory import (
     StageLayer,
     kept_bytes,
-    mixed_precision,
+    plan_precision,
     stage_layers,
 )
 from motet.cost.model import Beyond, CostModel, LayerSeconds, Work
@@ -100,7 +100,7 @@ class Pricing:
     ) -> None:
         self.plan, self.planned, self.assignment, self.exchange = plan, planned, assignment, exchange
         self.cost = cost if plan.schedule == "data_parallel" else cost.unwrapped()
-        self.precision = mixed_precision(plan.precision, pipeline=plan.schedule != "data_parallel")
+        self.precision = plan_precision(plan)
         self.backbone = plan.unit_of(BACKBONE)
         self.layout = planned.layout
         # Not `functools.cache` of own methods: what holds itself, and large arrays, waits for the garbage collector.

@@ -4,8 +4,8 @@ Names and shapes are those of the unsharded model, all of it but frozen weights 
 (`models/fused.py`) is named as rows of the whole, which `storage.py` puts together.
 
 The state of random number generators is not stored: dropout is drawn by item (`motet/dropout.py`), and each step seeds
-the generators from (run.seed, step, rank), for what else is drawn. AdamW counts the steps of each parameter: those in
-which no example needed its module are none.
+the generators from (run.seed, step, rank), for what else is drawn. Optimizers but SGD count the steps of each
+parameter: those in which no example needed its module are none.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from motet.models.fused import NamedRows, stored_names
 from motet.models.named_weights import is_lora
+from motet.train.optimizers import COUNTERS, state_of
 
 _WEIGHT, _OPTIMIZER = "model.", "optim."
-_MOMENTS, _STEP = ("exp_avg", "exp_avg_sq"), ".step"
+_STEP = ".step"
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -32,19 +33,18 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Name -> tensor to save or to load in place. Creates AdamW's state if it has taken no step yet."""
+    """Name -> tensor to save or to load in place. Creates the optimizer's state if it has taken no step yet."""
     keys, tensors = stored_names(model), weights_of(model)
+    momentum = {id(each): group.get("momentum", 0.0) for group in optimizer.param_groups for each in group["params"]}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            state = optimizer.state[parameter]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                state |= {moment: torch.zeros_like(parameter).detach() for moment in _MOMENTS}
             rows = NamedRows.of(keys[name])
             whole, of_rows = (keys[name], "") if rows is None else (rows.name, rows._replace(name="").key)
-            if rows is None or rows.first == 0:
-                tensors[f"{_OPTIMIZER}{whole}{_STEP}"] = state["step"]
-            tensors |= {f"{_OPTIMIZER}{whole}.{moment}{of_rows}": state[moment] for moment in _MOMENTS}
+            for field, tensor in state_of(optimizer, parameter, momentum[id(parameter)]).items():
+                if field not in COUNTERS:
+                    tensors[f"{_OPTIMIZER}{whole}.{field}{of_rows}"] = tensor
+                elif rows is None or rows.first == 0:
+                    tensors[f"{_OPTIMIZER}{whole}.{field}"] = tensor
     return tensors
 
 
@@ -81,11 +81,12 @@ def model_part(key: str) -> str:
 
 def share_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Give rows of a tensor the number of steps of its first rows, which `tensors_of` has for all of them."""
-    keys, steps = stored_names(model), dict[str, Tensor]()
+    keys, counted = stored_names(model), dict[tuple[str, str], Tensor]()
     for name, parameter in model.named_parameters():
         if (rows := NamedRows.of(keys[name])) is not None and parameter.requires_grad:
-            step = optimizer.state[parameter]["step"]
-            step.copy_(steps.setdefault(rows.name, step))
+            state = optimizer.state[parameter]
+            for counter in COUNTERS & state.keys():
+                state[counter].copy_(counted.setdefault((rows.name, counter), state[counter]))
 
 
 def without_steps(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -99,18 +100,20 @@ def is_weight(key: str) -> bool:
 
 
 def is_step(key: str) -> bool:
-    """Whether a tensor is AdamW's number of steps of a parameter."""
+    """Whether a tensor is the number of steps of a parameter."""
     return key.startswith(_OPTIMIZER) and key.endswith(_STEP)
 
 
 def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Set AdamW's number of steps of all parameters."""
+    """Set the number of steps of all parameters, where the optimizer counts them."""
     for state in optimizer.state.values():
-        state["step"].copy_(torch.tensor(float(step)))
+        if "step" in state:
+            state["step"].copy_(torch.tensor(float(step)))
 
 
 def describe_tensor(key: str) -> str:
     """A tensor's name in words, for messages."""
     if key.startswith(_WEIGHT):
         return f"weight '{key.removeprefix(_WEIGHT)}'"
-    return f"optimizer state of '{key.removeprefix(_OPTIMIZER).rpartition('.')[0]}' (was it frozen?)"
+    weight, _, field = key.removeprefix(_OPTIMIZER).rpartition(".")
+    return f"optimizer state {field} of '{weight}' (was it frozen, or is optimizer.name another?)"

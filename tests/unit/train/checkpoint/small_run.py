@@ -8,10 +8,10 @@ from motet.train.checkpoint.saving import CheckpointConfig, Checkpointer
 from motet.train.optimizer import OptimizerConfig, build_optimizer
 
 
-def build():
+def build(name="adamw"):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 3), nn.BatchNorm1d(3))
-    return model, build_optimizer(model, OptimizerConfig(lr=1e-2))
+    return model, build_optimizer(model, OptimizerConfig(name=name, lr=1e-2))
 
 
 def write_checkpoints(folder, steps, keep=9):

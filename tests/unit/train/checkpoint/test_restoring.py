@@ -16,6 +16,7 @@ from motet.train.checkpoint.restoring import load
 from motet.train.checkpoint.saving import CheckpointConfig, Checkpointer
 from motet.train.checkpoint.state import tensors_of, without_steps
 from motet.train.optimizer import OptimizerConfig, build_optimizer
+from motet.train.optimizers import KINDS
 from unit.train.checkpoint import damages
 from unit.train.checkpoint.small_run import build, write_checkpoints
 
@@ -32,6 +33,40 @@ def test_weights_buffers_and_moments_come_back_to_the_bit(tmp_path):
     assert slots["step"] == 2
     assert slots["exp_avg"].any() and slots["exp_avg_sq"].any()
     assert model[2].num_batches_tracked == 2, "a scalar of whole numbers"
+
+
+@pytest.mark.parametrize("name", sorted(KINDS))
+def test_the_state_of_each_optimizer_comes_back_to_the_bit(tmp_path, name):
+    model, optimizer = stepped(*build(name), 3)
+    write(tmp_path, model, optimizer, Progress(3, 0, 0, 7, ""))
+    other_model, other = build(name)
+    load(tmp_path / "step-00000003", other_model, other, None)
+    for ours, theirs in zip(model.parameters(), other_model.parameters(), strict=True):
+        state, loaded = optimizer.state[ours], other.state[theirs]
+        assert state.keys() == loaded.keys() and all(torch.equal(state[field], loaded[field]) for field in state)
+    stepped(model, optimizer, 2), stepped(other_model, other, 2)
+    assert all(map(torch.equal, model.state_dict().values(), other_model.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "said"),
+    [
+        ("adamw", "sgd", "it has no optimizer state momentum_buffer of"),
+        ("sgd", "rmsprop", "it has no optimizer state square_avg of"),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused(tmp_path, saved, asked, said):
+    write(tmp_path, *stepped(*build(saved), 1), Progress(1, 0, 0, 7, ""))
+    with pytest.raises(UserError, match=rf"{said} '.*' \(was it frozen, or is optimizer.name another\?\)"):
+        load(tmp_path / "step-00000001", *build(asked), None)
+
+
+def stepped(model, optimizer, num_steps):
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model(torch.arange(10)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
 
 
 def test_steps_of_each_parameter_come_back(tmp_path):
