@@ -21,7 +21,7 @@ from ranks import run_ranks
 
 with benchmark("whole_models") as whole_models, benchmark("against_transformers") as against:
     FAMILIES = list(whole_models.FAMILIES)
-TRAINED = ["llava", "gemma3", "llava_next", "idefics3", "qwen3_vl", "qwen2_audio"]
+TRAINED = ["llava", "gemma3", "llava_next", "idefics3", "mllama", "qwen3_vl", "qwen2_audio"]
 """Families that are trained on two ranks here: those that differ in what ranks do. The others are read and written."""
 FROZEN = re.compile(r"vision_tower|vision_model|visual\.(?!merger|deepstack)|audio_tower")
 """Weights of the towers, without their mergers, which are projectors."""
@@ -83,8 +83,8 @@ def test_every_weight_comes_back_under_its_name(job, tmp_path):
 def test_training_on_two_ranks_and_the_directory_that_comes_back(job, reference, tmp_path):
     reads = "audio" if job.name.startswith(whole_models.AUDIO_FAMILIES) else "image"
     frozen = f"model.train.{reads}=false"
-    # What one rank does, two families show: one with images of one size, one with images of their own.
-    alone_too = job.name.startswith(("llava0", "qwen3_vl"))
+    # What one rank does, three families show: images of one size, images of their own, and rows that are keys.
+    alone_too = job.name.startswith(("llava0", "mllama", "qwen3_vl"))
     for num_ranks in (1, 2) if alone_too else (2,):
         run_dir = tmp_path / str(num_ranks)
         overrides = [*ONE_STEP, f"run.dir={run_dir}", "export.at_end=true", frozen]

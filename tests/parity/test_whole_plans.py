@@ -43,6 +43,7 @@ def figures(folder):
         ("qwen3_vl", list(WAYS)[:2]),
         ("qwen2_5_omni", ["stages", "divided towers"]),
         ("idefics3", ["shared sequences"]),
+        ("mllama", ["stages"]),
         ("vipllava", list(WAYS)[:2]),
     ],
 )

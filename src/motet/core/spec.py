@@ -279,10 +279,11 @@ class Module:
 
     def sent_index(self, stop: int) -> int:
         """The index of the layer whose output goes on where a pipeline cuts behind the block stop - 1: the last one of
-        the block that does not see targets alone. Of the whole backbone it is the last norm.
+        the block that neither sees targets alone nor makes keys. Of the whole backbone it is the last norm.
         """
         block = self.blocks[stop - 1]
-        return next((index for index in reversed(block) if not self.layers[index].targets_only), block[-1])
+        rows = (index for index in reversed(block) if self.layers[index].kind != "keys")
+        return next((index for index in rows if not self.layers[index].targets_only), block[-1])
 
     def sent(self, stop: int) -> Layer:
         """The layer of `sent_index`. A block of queries is given the rows of the items alone, without class rows."""

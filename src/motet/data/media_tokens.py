@@ -35,6 +35,7 @@ _AS_WRITTEN = {
     "Qwen2_5OmniProcessor": {IMAGE: "<|IMAGE|>", AUDIO: "<|AUDIO|>", VIDEO: "<|VIDEO|>"},
     "Glm4vProcessor": {IMAGE: "<|image|>"},
     "PaliGemmaProcessor": {IMAGE: "<image>"},
+    "MllamaProcessor": {IMAGE: "<|image|>"},
 }
 """Processors that only repeat the template's token, once for each row -> the token, in case no file names it."""
 BARE = ("PaliGemmaProcessor",)
