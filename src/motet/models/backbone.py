@@ -263,6 +263,13 @@ class Backbone(nn.Module):
         return self.prefix or bool(self.bidirectional) or self.reads_grids
 
     @property
+    def unshareable(self) -> str:
+        """Why ranks cannot share its sequences, in words; "" if they can."""
+        if self.merge is not None:
+            return "model.merge takes whole sequences"
+        return f"the rows of {next(iter(self.keys))} are keys, which one rank has of a sequence" if self.keys else ""
+
+    @property
     def places_items(self) -> bool:
         """Whether sequences must say what raster the rows of items are, or how many of them text sees."""
         return self.reads_grids or bool(self.keys)

@@ -29,12 +29,7 @@ from motet.models.layers import LayerModules, any_trainable
 from motet.models.table_items import TableItems
 
 _MULTIPLE = 8
-"""Rows of a tile are filled up to a multiple of this."""
-
-
-def num_filled(tile_rows: int) -> int:
-    """Rows of zeros that fill a tile up."""
-    return -tile_rows % _MULTIPLE
+"""Rows of a tile are filled up to a multiple of this, which 1 + n * n never is."""
 
 
 class MllamaTower(nn.Module):
@@ -57,7 +52,7 @@ class MllamaTower(nn.Module):
         self.takes = ImageRows(config.patch_size, channels=config.num_channels)
         self.tile_patches = (config.image_size // config.patch_size) ** 2
         self.num_rows = self.num_tiles * (1 + self.tile_patches)
-        self._num_filled = self.num_tiles * num_filled(1 + self.tile_patches)
+        self._num_filled = self.num_tiles * (-(1 + self.tile_patches) % _MULTIPLE)
         self._number = {tuple(sides): 1 + number for number, sides in enumerate(config.supported_aspect_ratios)}
 
     @property

@@ -14,7 +14,6 @@ from transformers import MllamaConfig, MllamaForConditionalGeneration
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.spec import Layer
-from motet.models.families.mllama import num_filled
 from motet.models.layers import LayerModules, any_trainable
 from motet.models.whole.family import TowerConfig, WholeBackboneConfig, WholeFamily, WholeParts, check_option, one_tower
 from motet.models.whole.processor import CanvasTiles
@@ -89,7 +88,9 @@ def _parts(config: MllamaConfig, directory: WholeDirectory) -> WholeParts:
     where, tower, text = str(directory.file), config.vision_config, config.text_config
     check_option(where, "text_config.dropout", text.dropout, 0)
     if not isinstance(tower.image_size, int) or not isinstance(tower.patch_size, int):
-        raise UserError(f"{where}: vision_config has sides of several numbers; image_size and patch_size must be one.")
+        raise UserError(
+            f"{where}: image_size is {tower.image_size} and patch_size {tower.patch_size}; each must be one number."
+        )
     inner, crossing = list(tower.intermediate_layers_indices), list(text.cross_attention_layers)
     _check_layers(where, "vision_config.intermediate_layers_indices", inner, 0, tower.num_hidden_layers)
     # Rows that enter before the first layer are rows of the sequence.
@@ -97,13 +98,7 @@ def _parts(config: MllamaConfig, directory: WholeDirectory) -> WholeParts:
     check_option(
         where, "vision_config.vision_output_dim", tower.vision_output_dim, tower.hidden_size * (1 + len(inner))
     )
-    side = tower.image_size // tower.patch_size
-    if not num_filled(1 + side**2):
-        raise UserError(
-            f"{where}: vision_config makes {1 + side**2} rows of a tile; where 8 divides them, transformers' mask of "
-            "padding hides all rows, which Motet does not compute."
-        )
-    num_rows = tower.max_num_tiles * (1 + side**2)
+    num_rows = tower.max_num_tiles * (1 + (tower.image_size // tower.patch_size) ** 2)
     weights = {f"linear.{name}": f"{_PROJECTOR}{name}" for name in ("weight", "bias")}
     encoder = TowerConfig(
         family="mllama",
