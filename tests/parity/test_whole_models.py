@@ -122,6 +122,22 @@ def test_training_on_two_ranks_and_the_directory_that_comes_back(job, reference,
     assert max(against.ours(again).distance(against.theirs(again))) < 1e-8
 
 
+def test_ranks_without_images_take_part_in_layers_that_attend_to_them(tmp_path):
+    """One of two ranks has an image, none has, and one has two; a rank without them waits for nobody."""
+    whole_models.write_job(tmp_path, "mllama")
+    shutil.rmtree(tmp_path / "media")
+    whole_models.write_examples(tmp_path, 6, [1, 0, 0, 0, 2, 0])
+    overrides = ["run.dtype=float64", "run.batch_size=2", "data.shuffle=false", "data.num_workers=0"]
+    lines = {}
+    for num_ranks, more in ((1, []), (2, ["fsdp.shard_size=2", "fsdp.recompute=true", "balance.mode=exchange"])):
+        run_dir = tmp_path / str(num_ranks)
+        run_ranks(trained, num_ranks, str(tmp_path / "recipe.toml"), [*overrides, *more, f"run.dir={run_dir}"])
+        steps = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+        lines[num_ranks] = [[step["loss"], step["grad_norm"]] for step in steps]
+    for alone, shared in zip(lines[1], lines[2], strict=True):
+        assert shared == pytest.approx(alone, rel=1e-10)
+
+
 def test_a_recipe_as_it_is_written_down_is_the_same_recipe(job, tmp_path):
     recipe = load_recipe(job / "recipe.toml", ["model.train.projector=false"])
     (tmp_path / "recipe.toml").write_text(dump_recipe(recipe))

@@ -497,11 +497,8 @@ class Backbone(nn.Module):
         arguments: dict[str, Any] = {}
         for name, num_rows in self.keys.items():
             rows = features.get(name, hidden.new_zeros(0, self.row_width(name))).to(hidden.dtype)
-            if name in sequences.feature_positions:
-                places = places_of(name, rows, sequences).cpu().numpy()
-                num_seen = sequences.key_rows[places].numpy()
-            else:
-                places = num_seen = np.zeros(0, dtype=np.int64)
+            places = places_of(name, rows, sequences).cpu().numpy()
+            num_seen = sequences.key_rows[places].numpy() if len(places) else places  # None where there is no item.
             arguments["cross_attention_states"] = rows.reshape(1, -1, self.dim)
             offsets = sequences.offsets.numpy().astype(np.int64)
             arguments["cross_attention_mask"] = KeyItems(offsets, places, num_seen, num_rows)

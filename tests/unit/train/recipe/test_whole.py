@@ -18,6 +18,7 @@ from motet.data.images import ImageTransform
 from motet.models.build import build_mllm
 from motet.models.spec import model_spec
 from motet.models.whole.export import export_whole
+from motet.profiling.subjects import one_layer_deep
 from motet.train.balancing import check_shared
 from motet.train.job import open_dataset
 from motet.train.planned_job import impossible_cut
@@ -334,13 +335,20 @@ def test_sequences_with_keys_are_not_shared_by_ranks(mllama):
     recipe = load_recipe(mllama / "recipe.toml", ["balance.split=auto"])
     with torch.device("meta"):
         model = build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size)
-    with pytest.raises(UserError, match=r"balance.split = \"auto\" cannot cut sequences, as the rows of image are keys"):
+    with pytest.raises(
+        UserError, match=r"balance.split = \"auto\" cannot cut sequences, as the rows of image are keys"
+    ):
         check_shared(recipe.balance, model)
     units = {name: Unit(name, ({name: blocks},)) for name, blocks in model_spec(model).num_blocks.items()}
     backbone, plan = units["backbone"], SimpleNamespace(units=tuple(units.values()), model=model_spec(model), fills=())
     for changes, said in (({"cp": 2}, "has cp 2, which cannot be: the rows of image are keys"), ({"tp": 2}, "tp 2")):
         plan.units = (units["image"], replace(backbone, **changes))
         assert said in impossible_cut(model, plan)
+
+
+def test_layers_of_two_kinds_are_not_profiled(mllama):
+    with pytest.raises(UserError, match="has layers that attend to rows of images, which are not timed"):
+        one_layer_deep(load_recipe(mllama / "recipe.toml").modules)
 
 
 def test_a_template_that_leaves_the_begin_to_the_processor(mllama, tmp_path):
