@@ -74,6 +74,15 @@ IDEFICS3_TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
 
+MLLAMA_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' }}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|image|>{% elif message.role == 'assistant' %}"
+    "{% generation %}{{ part.text + '<|eot_id|>' }}{% endgeneration %}{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{{ '' if message.role == 'assistant' else '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+
 QWEN_TOKENS = {
     "eos_token": "<|im_end|>",
     "pad_token": "<|endoftext|>",
@@ -525,6 +534,58 @@ def write_smolvlm(folder: Path) -> None:
     processor.save_pretrained(folder)
 
 
+def write_mllama(folder: Path) -> None:
+    """Llama 3.2 Vision: up to four tiles, rows of two inner layers of the tower, two of five layers that attend to
+    images, and a token of images behind the vocabulary that is predicted.
+    """
+    special = {
+        "bos_token": "<|begin_of_text|>",
+        "eos_token": "<|eot_id|>",
+        "pad_token": "<|finetune_right_pad_id|>",
+        "begin_token": "<|start_header_id|>",
+        "end_token": "<|end_header_id|>",
+        "python_token": "<|python_tag|>",
+        "image_token": "<|image|>",
+    }
+    tokenizer = tokenizer_with(special, add_bos_token=True)
+    images = transformers.MllamaImageProcessorPil(size={"height": 24, "width": 24}, max_image_tiles=4)
+    processor = transformers.MllamaProcessor(images, tokenizer, chat_template=MLLAMA_TEMPLATE)
+    shapes = {name: TOWER[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    tower = {
+        **shapes,
+        "attention_heads": 2,
+        "num_global_layers": 2,
+        "image_size": 24,
+        "patch_size": 8,
+        "intermediate_layers_indices": [0, 2],
+        "vision_output_dim": 48,
+    }
+    number = tokenizer.convert_tokens_to_ids("<|image|>")
+    text = {
+        **BACKBONE,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "cross_attention_layers": [1, 3],
+        "vocab_size": number,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+        **{
+            f"{name}_token_id": tokenizer.convert_tokens_to_ids(special[f"{name}_token"])
+            for name in ("bos", "eos", "pad")
+        },
+    }
+    config = transformers.MllamaConfig(vision_config=tower, text_config=text, image_token_index=number)
+    like_trained(transformers.MllamaForConditionalGeneration(config)).save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
 def _tiled_tokenizer(special: dict[str, str]) -> transformers.PreTrainedTokenizerFast:
     plain = {"bos_token": "<s>", "eos_token": "<end_of_utterance>", "pad_token": "<pad>", "image_token": "<image>"}
     marks = {"fake_image_token": "<fake_token_around_image>"}
@@ -871,6 +932,7 @@ FAMILIES: dict[str, Callable[[Path], None]] = {
     "internvl": write_internvl,
     "idefics3": write_idefics3,
     "smolvlm": write_smolvlm,
+    "mllama": write_mllama,
     "qwen2_vl": write_qwen2_vl,
     "qwen2_5_vl": write_qwen2_5_vl,
     "qwen3_vl": write_qwen3_vl,

@@ -38,7 +38,7 @@ RUN = [
 ]
 
 
-@pytest.fixture(scope="module", params=["llava", "gemma3"])
+@pytest.fixture(scope="module", params=["llava", "gemma3", "mllama"])
 def job(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("job") / request.param
     whole_models.write_job(folder, request.param)
@@ -59,7 +59,7 @@ def alone(job, tmp_path_factory):
 
 
 def test_on_ranks_and_in_stages_it_is_one_process(job, alone, tmp_path):
-    more = {"llava": "fsdp.shard_size=2", "gemma3": "parallel.backbone.pp=2"}[job.name]
+    more = {"llava": "fsdp.shard_size=2"}.get(job.name, "parallel.backbone.pp=2")
     run_ranks(trained, 2, str(job / "recipe.toml"), [*RUN, more, f"run.dir={tmp_path}"])
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-10)
     found, expected = (load_file(each / "export/adapter/adapter_model.safetensors") for each in (tmp_path, alone))

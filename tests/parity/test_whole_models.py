@@ -22,7 +22,7 @@ from ranks import run_ranks
 
 with benchmark("whole_models") as whole_models, benchmark("against_transformers") as against:
     FAMILIES = list(whole_models.FAMILIES)
-TRAINED = ["llava", "gemma3", "llava_next", "idefics3", "qwen3_vl", "qwen2_audio"]
+TRAINED = ["llava", "gemma3", "llava_next", "idefics3", "mllama", "qwen3_vl", "qwen2_audio"]
 """Families that are trained on two ranks here: those that differ in what ranks do. The others are read and written."""
 FROZEN = re.compile(r"vision_tower|vision_model|visual\.(?!merger|deepstack)|audio_tower")
 """Weights of the towers, without their mergers, which are projectors."""
@@ -102,8 +102,8 @@ def test_every_weight_comes_back_under_its_name(job, tmp_path):
 def test_training_on_two_ranks_and_the_directory_that_comes_back(job, reference, tmp_path):
     reads = "audio" if job.name.startswith(whole_models.AUDIO_FAMILIES) else "image"
     frozen = f"model.train.{reads}=false"
-    # What one rank does, two families show: one with images of one size, one with images of their own.
-    alone_too = job.name.startswith(("llava0", "qwen3_vl"))
+    # What one rank does, three families show: images of one size, images of their own, and rows that are keys.
+    alone_too = job.name.startswith(("llava0", "mllama", "qwen3_vl"))
     for num_ranks in (1, 2) if alone_too else (2,):
         run_dir = tmp_path / str(num_ranks)
         overrides = [*ONE_STEP, f"run.dir={run_dir}", "export.at_end=true", frozen]
@@ -139,6 +139,22 @@ def test_training_on_two_ranks_and_the_directory_that_comes_back(job, reference,
     shutil.copytree(job, again, ignore=shutil.ignore_patterns("model", "*.motet-index"))
     shutil.copytree(alone, again / "model")
     assert max(against.ours(again).distance(against.theirs(again))) < 1e-8
+
+
+def test_ranks_without_images_take_part_in_layers_that_attend_to_them(tmp_path):
+    """One of two ranks has an image, none has, and one has two; a rank without them waits for nobody."""
+    whole_models.write_job(tmp_path, "mllama")
+    shutil.rmtree(tmp_path / "media")
+    whole_models.write_examples(tmp_path, 6, [1, 0, 0, 0, 2, 0])
+    overrides = ["run.dtype=float64", "run.batch_size=2", "data.shuffle=false", "data.num_workers=0"]
+    lines = {}
+    for num_ranks, more in ((1, []), (2, ["fsdp.shard_size=2", "fsdp.recompute=true", "balance.mode=exchange"])):
+        run_dir = tmp_path / str(num_ranks)
+        run_ranks(trained, num_ranks, str(tmp_path / "recipe.toml"), [*overrides, *more, f"run.dir={run_dir}"])
+        steps = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+        lines[num_ranks] = [[step["loss"], step["grad_norm"]] for step in steps]
+    for alone, shared in zip(lines[1], lines[2], strict=True):
+        assert shared == pytest.approx(alone, rel=1e-10)
 
 
 def test_a_recipe_as_it_is_written_down_is_the_same_recipe(job, tmp_path):

@@ -47,6 +47,7 @@ def figures(folder):
         ("qwen2_5_omni", ["stages", "divided towers"]),
         ("idefics3", ["shared sequences"]),
         ("vipllava", ["stages", "shared sequences"]),
+        ("mllama", ["stages"]),
     ],
 )
 def test_what_ranks_share_is_one_process(family, ways, tmp_path):

@@ -25,7 +25,8 @@ class TokenSequence:
     media_positions: int64 [num_placeholders], the index of each placeholder in `tokens`; ascending.
     grids:           int64 [num_placeholders, 5], frames, rows and columns of the raster that the rows at a placeholder
                      are, the step of its frames, and how text goes on behind it (`core/grid_positions.py`), for a
-                     backbone whose positions are those of a grid; None for all others.
+                     backbone whose positions are those of a grid; or how many rows text sees of an item whose rows are
+                     keys; None for all others.
     pieces:          int64 [num_items], the placeholders of each item; None: each has one.
 
     Example:

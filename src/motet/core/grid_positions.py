@@ -20,6 +20,9 @@ GRID_DIM = 5
 BEHIND_SIDE, BEHIND_LARGEST, AS_TEXT = range(3)
 """How text goes on: behind the longer side of a frame, or behind the largest position; or rows are as text by
 themselves, each a frame of one row."""
+KEYS = AS_TEXT + 1
+"""In the place of these: the item's rows are no rows of the sequence, but keys, of which text sees as many as the grid
+has (`models/key_items.py`). All items of a backbone are so, or none."""
 
 
 def step_bits(steps: Float32Array) -> Int64Array:

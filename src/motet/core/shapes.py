@@ -196,6 +196,27 @@ class Transformer:
         )
 
 
+def crossing(shape: Transformer, num_keys: int, *, trainable: bool = True) -> list[Layer]:
+    """A layer whose rows attend to `num_keys` keys beside their item, behind two gates (Llama 3.2 Vision); and the
+    products that make keys and values of as many rows. They are one block.
+    """
+    layer, weights = shape.layer(trainable=trainable), 2 * shape.hidden * shape.kv_width
+    heads = shape.kv_width // shape.head_width * _norm_keeps(shape.norm, shape.head_width) if shape.qk_norm else 0
+    kept = 2 * shape.kv_width + heads
+    assert layer.attention is not None
+    rows = replace(
+        layer,
+        weights=layer.weights - weights,
+        parameters=layer.parameters + 2,
+        # What each gate multiplies.
+        activation_width=layer.activation_width - kept + 2 * shape.hidden,
+        divided_width=layer.divided_width - kept,
+        attention=replace(layer.attention, causal=False, keys=num_keys),
+    )
+    keys = Layer("keys", weights, 0, shape.hidden, kept, item_rows=num_keys, trainable=trainable, continues=True)
+    return [rows, keys]
+
+
 def _norm_parameters(norm: Norm, width: int) -> int:
     return 2 * width if norm == "layer" else width
 

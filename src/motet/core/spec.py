@@ -275,6 +275,16 @@ class Module:
         halves = {block: (-1,) if self.halved_layer(block) < 0 else (0, 1) for block in range(first, stop)}
         return [(block, half) for block, both in halves.items() for half in both]
 
+    @cached_property
+    def key_blocks(self) -> frozenset[int]:
+        """The blocks whose rows attend to keys beside their item."""
+        layers = self.layers
+        return frozenset(
+            number
+            for number, block in enumerate(self.blocks)
+            if any((attention := layers[index].attention) is not None and attention.keys for index in block)
+        )
+
     def keys_of(self, block: int) -> Layer | None:
         """The layer of a block in which queries read an encoder's rows (a resampler); None if the block has none."""
         if block == len(self.blocks):
@@ -284,10 +294,11 @@ class Module:
 
     def sent_index(self, stop: int) -> int:
         """The index of the layer whose output goes on where a pipeline cuts behind the block stop - 1: the last one of
-        the block that does not see targets alone. Of the whole backbone it is the last norm.
+        the block that neither sees targets alone nor makes keys. Of the whole backbone it is the last norm.
         """
         block = self.blocks[stop - 1]
-        return next((index for index in reversed(block) if not self.layers[index].targets_only), block[-1])
+        rows = (index for index in reversed(block) if self.layers[index].kind != "keys")
+        return next((index for index in rows if not self.layers[index].targets_only), block[-1])
 
     def sent(self, stop: int) -> Layer:
         """The layer of `sent_index`. A block of queries is given the rows of the items alone, without class rows."""
@@ -324,7 +335,8 @@ class ModelSpec:
 
     modules:   in an order in which they can run.
     edges:     (source, sink): the sink's first block takes in the source's outputs.
-    reentries: (source, sink, block) of edges whose sink takes in the same outputs again before a later block.
+    reentries: (source, sink, block) of edges whose sink takes in the same outputs again before a later block; where
+               these blocks attend to keys, there alone.
     Raises ArgumentError for equal names, for edges of unknown modules or against the order, and for reentries of no
     edge or no later block.
 
@@ -410,8 +422,12 @@ class ModelSpec:
         return self.sent(name, 0 if name in self.generators else len(self.module(name).blocks))
 
     def entries(self, source: str, sink: str) -> tuple[int, ...]:
-        """The blocks of a sink before which it takes in a source's outputs, ascending: the first, and reentries."""
-        return (0, *sorted(block for *edge, block in self.reentries if edge == [source, sink]))
+        """The blocks of a sink before which it takes in a source's outputs, ascending: the first, and reentries; of
+        outputs that are keys of these, reentries alone.
+        """
+        again = sorted(block for *edge, block in self.reentries if edge == [source, sink])
+        reads_keys = self.module(sink).key_blocks.issuperset(again)
+        return tuple(again) if again and reads_keys else (0, *again)
 
     @cached_property
     def input_gradients(self) -> Mapping[str, tuple[bool, ...]]:

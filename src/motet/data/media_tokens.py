@@ -35,10 +35,13 @@ _AS_WRITTEN = {
     "Qwen2_5OmniProcessor": {IMAGE: "<|IMAGE|>", AUDIO: "<|AUDIO|>", VIDEO: "<|VIDEO|>"},
     "Glm4vProcessor": {IMAGE: "<|image|>"},
     "PaliGemmaProcessor": {IMAGE: "<image>"},
+    "MllamaProcessor": {IMAGE: "<|image|>"},
 }
 """Processors that only repeat the template's token, once for each row -> the token, in case no file names it."""
 BARE = ("PaliGemmaProcessor",)
 """Processors that let the tokenizer put nothing around a text."""
+BEGUN = ("MllamaProcessor",)
+"""Processors that put the token that begins a text elsewhere, unless the template has written it first."""
 _MARKS = {
     "Gemma3Processor": {IMAGE: ("boi_token", "eoi_token")},
     "Gemma3nProcessor": {IMAGE: ("boi_token", "eoi_token"), AUDIO: ("boa_token", "eoa_token")},

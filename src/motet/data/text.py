@@ -34,6 +34,7 @@ from motet.data.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from motet.data.conversation import TEXT, Conversation, Turn, placeholder
 from motet.data.media_tokens import (
     BARE,
+    BEGUN,
     TILED,
     MediaForm,
     TokenNames,
@@ -371,6 +372,11 @@ class ChatTokenizer:
         ids, offsets = self._encode_bare(text)
         _, before, behind = self._opened
         begin = self._names.special.get("bos_token")
+        if self._names.processor in BEGUN and begin and not text.startswith(begin):
+            raise UserError(
+                f"the tokenizer's chat template does not begin with {begin}, which {self._names.processor} would write "
+                "behind the first images; take the model's own template"
+            )
         if self._names.processor not in (None, *BARE) and not (begin and text.startswith(begin)):
             ids = np.concatenate([np.array(before, dtype=np.int64), ids, np.array(behind, dtype=np.int64)])
             first, last = np.zeros((len(before), 2), dtype=np.int64), np.repeat(offsets[-1:], len(behind), axis=0)

@@ -16,7 +16,7 @@ from motet.absent import take_part
 from motet.assign.orchestrator import Decision
 from motet.core.arrays import Int64Array
 from motet.core.example import Media, TokenSequence
-from motet.core.grid_positions import grid_positions
+from motet.core.grid_positions import KEYS, grid_positions
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.dispatch.context import ContextShare
 from motet.dispatch.cut_batch import examples_to_lay_out, route_to_fragments, shared_out
@@ -43,6 +43,8 @@ class PackedSequences:
                        `targets` says it.
     grid_positions:    LongTensor on the CPU [3, total], each row's time, row and column (`core/grid_positions.py`), for
                        a backbone whose positions are those of a grid; None: no item of the sequences has a grid.
+    key_rows:          LongTensor on the CPU [total], where items' rows are keys of some layers and stand at no place of
+                       the sequence (`models/key_items.py`): at an item's token how many of them text sees, else 0.
 
     Example:
         >>> text = TokenSequence(np.array([7, 0, 9]), np.array([False, False, True]), ("image",), np.array([1]))
@@ -60,6 +62,7 @@ class PackedSequences:
     context: ContextShare | None = None
     num_targets: Tensor | None = None
     grid_positions: Tensor | None = None
+    key_rows: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -168,19 +171,25 @@ def pack(sequences: Sequence[TokenSequence], num_tokens: Mapping[str, Int64Array
     offsets = starts[np.concatenate([[0], np.cumsum(text_lengths)]).astype(np.int64)]
     packed_targets = np.repeat(targets, repeats)
     packed_targets[offsets[:-1][np.diff(offsets) > 0]] = False
+    grids, key_rows = _grids(sequences, placeholders), None
+    if grids is not None and (grids[:, 4] == KEYS).all():
+        key_rows = torch.zeros(len(packed_targets), dtype=torch.int64)
+        key_rows[torch.from_numpy(starts[placeholders])] = torch.from_numpy(grids[:, 0])
+        grids = None
     return PackedSequences(
         tokens=torch.from_numpy(np.repeat(tokens, repeats)),
         targets=torch.from_numpy(packed_targets),
         offsets=torch.from_numpy(offsets.astype(np.int32)),
         feature_positions=positions,
-        grid_positions=_grid_positions(sequences, text_lengths, placeholders, repeats),
+        grid_positions=None
+        if grids is None
+        else torch.from_numpy(grid_positions(text_lengths, placeholders, repeats, grids)),
+        key_rows=key_rows,
     )
 
 
-def _grid_positions(
-    sequences: Sequence[TokenSequence], text_lengths: Int64Array, placeholders: Int64Array, num_rows: Int64Array
-) -> Tensor | None:
-    """`PackedSequences.grid_positions`; arguments are those of `core.grid_positions`."""
+def _grids(sequences: Sequence[TokenSequence], placeholders: Int64Array) -> Int64Array | None:
+    """The grids of all placeholders, int64 [num_placeholders, 5]; None: they have none."""
     with_items = [sequence for sequence in sequences if sequence.media]
     grids = [sequence.grids for sequence in with_items if sequence.grids is not None]
     if not grids:
@@ -190,7 +199,7 @@ def _grid_positions(
     of_items = np.concatenate(grids)
     if len(placeholders) != len(of_items):
         raise ValueError(f"{len(of_items)} items with grids have {len(placeholders)} placeholders")
-    return torch.from_numpy(grid_positions(text_lengths, placeholders, num_rows, of_items))
+    return of_items
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,7 @@ from motet.core.arrays import Int64Array
 from motet.core.attention_table import AttentionTable
 from motet.core.errors import UserError
 from motet.core.grid_positions import BEHIND_SIDE, NUM_AXES
-from motet.core.shapes import Transformer, embedding, final_norm, head
+from motet.core.shapes import Transformer, crossing, embedding, final_norm, head
 from motet.core.spec import Layer, Module
 from motet.core.workload import BACKBONE
 from motet.dropout import ENTER, ItemRows, arranged
@@ -45,6 +45,7 @@ from motet.models.families.registry import backbone_family
 from motet.models.families.shaped import ShapedCausalLM
 from motet.models.families.supported import check_backbone, has_option
 from motet.models.families.text import TextModel
+from motet.models.key_items import KeyItems
 from motet.models.layers import LayerModules, any_trainable, as_it_learns, frozen_to_eval, products_layer
 from motet.models.merge import merge_rows, places_of
 from motet.models.rotary import document_lengths, use_document_rotary
@@ -68,6 +69,8 @@ class Backbone(nn.Module):
            as DeepStack does.
     stacked: encoder -> n: n + 1 rows of it stand side by side as one wide row, of which the first enters as rows of
              others do, and each other one is added before the next block, 1 to n (Qwen3-VL's DeepStack).
+    keys:    encoder -> n: an item's row is n rows side by side, which are no rows of the sequence, but keys of some
+             layers (`models/key_items.py`). The item's token is a token like others.
     bidirectional: encoders whose rows see each other in both directions, as images do in Gemma 3: rows that follow each
            other without a token between.
     prefix: whether rows of a document before its first target see each other in both directions, as in PaliGemma.
@@ -85,6 +88,7 @@ class Backbone(nn.Module):
         merge: Callable[[Tensor, dict[str, Tensor], Sequences], Tensor] | None = None,
         again: Mapping[str, Sequence[int]] = MappingProxyType({}),
         stacked: Mapping[str, int] = MappingProxyType({}),
+        keys: Mapping[str, int] = MappingProxyType({}),
         bidirectional: Sequence[str] = (),
         prefix: bool = False,
         queries: Mapping[str, int] = MappingProxyType({}),
@@ -123,6 +127,8 @@ class Backbone(nn.Module):
         self.stacked = dict(stacked)
         self.again = {name: tuple(blocks) for name, blocks in again.items()}
         self.again |= {name: tuple(range(1, count + 1)) for name, count in self.stacked.items()}
+        self.keys = dict(keys)
+        self.again |= dict.fromkeys(self.keys, self._text.crossing)
         for name, blocks in self.again.items():
             if wrong := [block for block in blocks if not 0 < block < len(self._blocks)]:
                 raise UserError(
@@ -154,7 +160,7 @@ class Backbone(nn.Module):
 
     def row_width(self, encoder: str) -> int:
         """Width of the rows that an encoder gives."""
-        return self.dim * (1 + self.stacked.get(encoder, 0))
+        return self.dim * self.keys.get(encoder, 1 + self.stacked.get(encoder, 0))
 
     def _part(self, encoder: str, rows: Tensor, block: int) -> Tensor:
         """What of an encoder's rows enters before a block, [rows, dim]."""
@@ -164,21 +170,27 @@ class Backbone(nn.Module):
         """The layers in execution order, from tokens to logits."""
         text, hidden, vocab_size = self._text, self.dim, self.causal_lm.config.vocab_size
         table, output = text.table, self.causal_lm.lm_head
+        num_tokens = table.num_embeddings  # Mllama's has tokens that are never predicted.
         tables = (table,) if text.positions is None else (table, text.positions)
         num_positions = 0 if text.positions is None else text.positions.num_embeddings
         tied = output.weight is table.weight
         layers = [
-            LayerModules(embedding(vocab_size, hidden, num_positions, trainable=any_trainable(*tables)), tables),
+            LayerModules(embedding(num_tokens, hidden, num_positions, trainable=any_trainable(*tables)), tables),
             *([self._queries_layer()] if len(self.queries) else ()),
             *([products_layer("merge", self.merge, hidden)] if isinstance(self.merge, nn.Module) else ()),
-            *(
-                LayerModules(self._shape(block).layer(trainable=any_trainable(block)), (block,))
-                for block in self._blocks
-            ),
+            *(each for block in self._blocks for each in self._described(block)),
             LayerModules(final_norm(hidden, self._norm, trainable=any_trainable(text.norm)), (text.norm,)),
             LayerModules(head(vocab_size, hidden, tied=tied, trainable=any_trainable(output)), (output,)),
         ]
         return list(map(as_it_learns, layers))
+
+    def _described(self, block: Block) -> list[LayerModules]:
+        """The layers of a block. One that attends to keys counts as if each sequence had one item."""
+        shape, trainable = self._shape(block), any_trainable(block)
+        if block.number not in self._text.crossing:
+            return [LayerModules(shape.layer(trainable=trainable), (block,))]
+        layer, keys = crossing(shape, sum(self.keys.values()), trainable=trainable)
+        return [LayerModules(layer, (block,)), LayerModules(keys, ())]
 
     def _queries_layer(self) -> LayerModules:
         """The query tokens; like a token's, their row is looked up."""
@@ -191,7 +203,8 @@ class Backbone(nn.Module):
             return self.causal_lm.shape
         if (own := self._text.shape(block)) is not None:
             return own
-        config, attention = self.causal_lm.config, block.self_attn
+        config = self.causal_lm.config
+        attention = block.cross_attn if block.number in self._text.crossing else block.self_attn
         routed = block.mlp if isinstance(block.mlp, RoutedExperts) else None
         mlp = block.mlp if routed is None else routed.experts
         # Phi3 has one product for queries, keys and values, and one for both factors of the MLP.
@@ -248,6 +261,18 @@ class Backbone(nn.Module):
         are those of a grid.
         """
         return self.prefix or bool(self.bidirectional) or self.reads_grids
+
+    @property
+    def unshareable(self) -> str:
+        """Why ranks cannot share its sequences, in words; "" if they can."""
+        if self.merge is not None:
+            return "model.merge takes whole sequences"
+        return f"the rows of {next(iter(self.keys))} are keys, which one rank has of a sequence" if self.keys else ""
+
+    @property
+    def places_items(self) -> bool:
+        """Whether sequences must say what raster the rows of items are, or how many of them text sees."""
+        return self.reads_grids or bool(self.keys)
 
     def spec_module(self, name: str = BACKBONE) -> Module:
         """The backbone's part of a ModelSpec."""
@@ -399,6 +424,9 @@ class Backbone(nn.Module):
             features[name] = rows.repeat(len(places) // len(rows), 1).to(embeds.dtype)
         if (context := context_of(sequences)) is not None:
             features |= placed(features, context, context.routes, embeds, self.row_width)
+        keys = [features.pop(name) for name in self.keys if name in features]
+        if absent := [rows for rows in keys if not len(rows)]:
+            embeds = take_part(embeds, absent)  # As in a merge: all ranks run the same backward.
         features = {name: self._part(name, rows, 0) for name, rows in features.items()}
         with arranged(ENTER, lambda: _rows_of(sequences)):
             embeds = self._merged(embeds, features, sequences)
@@ -459,8 +487,22 @@ class Backbone(nn.Module):
         ):
             position_ids = torch.from_numpy(positions + self.first_position).to(hidden.device).unsqueeze(-2)
             routed = {} if router_loss is None else {ROUTER_LOSS: router_loss}
+            if any(first <= number < stop for number in self._text.crossing):
+                routed |= self._crossing(hidden, features, sequences)
             passed = self._through(hidden, position_ids=position_ids, segments=segments, **routed)
         return passed if context is None else passed[: len(context.own)]
+
+    def _crossing(self, hidden: Tensor, features: Mapping[str, Tensor], sequences: Sequences) -> dict[str, Any]:
+        """What layers that attend to keys are given of them: the keys, [1, keys, dim], and which rows see which."""
+        arguments: dict[str, Any] = {}
+        for name, num_rows in self.keys.items():
+            rows = features.get(name, hidden.new_zeros(0, self.row_width(name))).to(hidden.dtype)
+            places = places_of(name, rows, sequences).cpu().numpy()
+            num_seen = sequences.key_rows[places].numpy() if len(places) else places  # None where there is no item.
+            arguments["cross_attention_states"] = rows.reshape(1, -1, self.dim)
+            offsets = sequences.offsets.numpy().astype(np.int64)
+            arguments["cross_attention_mask"] = KeyItems(offsets, places, num_seen, num_rows)
+        return arguments
 
     def _without_rows(self, sequences: Sequences) -> bool:
         """Whether this replica takes part in the experts of others alone: then no rank shares sequences with it."""
@@ -515,7 +557,8 @@ class Backbone(nn.Module):
             hidden = hidden if inner is None else inner(hidden)
             return hidden.index_add(1, places_of(name, rows, sequences), rows[None])
 
-        entered = [(name, block) for name in features for block in self.again.get(name, ())]
+        added = [name for name in features if name not in self.keys]
+        entered = [(name, block) for name in added for block in self.again.get(name, ())]
         for name, number in entered:
             block = self._blocks[number]
             block.entering = partial(add, name, number, block.entering)

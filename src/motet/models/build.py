@@ -156,6 +156,11 @@ class BackboneConfig(BaseModel):
         return {}
 
     @property
+    def key_rows(self) -> dict[str, int]:
+        """`keys` of `Backbone`: no recipe has it, but families of whole models."""
+        return {}
+
+    @property
     def classes(self) -> Family:
         """The HF classes of the family."""
         return BACKBONES[self.family]
@@ -345,7 +350,7 @@ def build_backbone(
             "model.backbone.config.router_aux_loss_coef has no effect without output_router_logits = true, as in "
             "transformers; set both, or neither."
         )
-    if (rows := causal_lm.config.vocab_size) < vocab_size:
+    if (rows := causal_lm.get_input_embeddings().num_embeddings) < vocab_size:
         raise UserError(f"model.backbone: its vocabulary has {rows} entries, but the tokenizer needs {vocab_size}")
     return Backbone(
         causal_lm,
@@ -356,6 +361,7 @@ def build_backbone(
         queries=queries,
         first_position=config.first_position,
         stacked=config.stacked_rows,
+        keys=config.key_rows,
     )
 
 

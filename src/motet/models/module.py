@@ -204,14 +204,17 @@ class ModalityModule(nn.Module):
 
     @property
     def has_raster(self) -> bool:
-        """Whether rows of an item in the sequence are a raster; else they are one after the other, as text is."""
-        return hasattr(self.projector, "raster")
+        """Whether rows of an item in the sequence are a raster, or keys; else they are one after the other, as text."""
+        return hasattr(self.projector, "raster") or hasattr(self.encoder, "key_rows")
 
     def grids(self, sizes: Int64Array) -> Int64Array:
         """Frames, rows and columns of the raster that each item's rows in the sequence are, int64 [num_items, 3].
 
-        Rows of a projector that says no `raster` are a frame each. There must be no callback behind the projector.
+        Rows of a projector that says no `raster` are a frame each, and so are keys that text sees. There must be no
+        callback behind the projector.
         """
+        if hasattr(self.encoder, "key_rows"):
+            return np.pad(self.encoder.key_rows(sizes)[:, None], ((0, 0), (0, NUM_AXES - 1)), constant_values=1)
         if not self.has_raster:
             return np.pad(self.num_tokens(sizes)[:, None], ((0, 0), (0, NUM_AXES - 1)), constant_values=1)
         raster = self.projector.raster(self._projected(self._seen(sizes)[0]))

@@ -84,7 +84,15 @@ class Subject:
 
 
 def one_layer_deep(config: ModelConfig) -> ModelConfig:
-    """The same model with a single transformer layer in each module, and everything trainable."""
+    """The same model with a single transformer layer in each module, and everything trainable.
+
+    Raises UserError for a backbone whose layers are of two kinds.
+    """
+    if config.backbone.key_rows:
+        raise UserError(
+            "model.backbone has layers that attend to rows of images, which are not timed beside the others; motet "
+            "plan, simulate and --dry-run predict it by its operations without a profile."
+        )
     encoders = {
         name: part.model_copy(update={"train_encoder": True, "train_projector": True} | _truncated(part))
         for name, part in config.encoders.items()

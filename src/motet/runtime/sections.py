@@ -184,7 +184,8 @@ def _span(
     module = model.module(name)
     is_trainable = any(module.layers[index].trainable for index in module.block_layers(*blocks))
     entries = {source: model.entries(source, name) for source in model.sources(name)}
-    sources = tuple(each for each in entries if enters or any(block in range(*blocks) for block in entries[each]))
+    here = range(0 if enters else blocks[0], max(blocks[1], int(enters)))
+    sources = tuple(each for each in entries if any(block in here for block in entries[each]))
     kept = tuple(each for each in sources if entries[each][-1] >= blocks[1])
     has_backward = module.trainable or model.input_gradients[name][0]
     return BlockSpan(

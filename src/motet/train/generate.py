@@ -49,6 +49,7 @@ class _GrowingSequence:
     """A prompt and the answer so far. positions, rows: phase -> where its feature rows are in tokens, and the rows.
 
     grid: positions of its rows on the axes of a grid, int64 [3, length]; None: its backbone counts rows.
+    keys: as of `PackedSequences.key_rows`, int64 [length].
     Tokens of the answer are targets, as they are in training: a prefix ends there.
     """
 
@@ -59,8 +60,10 @@ class _GrowingSequence:
         positions: dict[str, Tensor],
         rows: dict[str, Tensor],
         grid: Tensor | None,
+        keys: Tensor | None,
     ) -> None:
-        self.tokens, self.targets, self.positions, self.rows, self.grid = tokens, targets, positions, rows, grid
+        self.tokens, self.targets, self.positions, self.rows = tokens, targets, positions, rows
+        self.grid, self.keys = grid, keys
         self.answer: list[int] = []
         self.is_finished = False
 
@@ -75,13 +78,15 @@ class _GrowingSequence:
         if self.grid is not None:
             # A token stands one further than all before it, on all axes.
             self.grid = torch.cat([self.grid, (self.grid.max() + 1).expand(len(self.grid), 1)], dim=1)
+        if self.keys is not None:
+            self.keys = torch.cat([self.keys, self.keys.new_zeros(1)])
 
 
 def _cut(
     prompts: PackedSequences, features: dict[str, Tensor]
-) -> list[tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor], Tensor | None]]:
-    """The packed prompts one by one: (tokens, targets, positions of feature rows, the rows, positions on a grid); the
-    third and the fourth by phase.
+) -> list[tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor], Tensor | None, Tensor | None]]:
+    """The packed prompts one by one: (tokens, targets, positions of feature rows, the rows, positions on a grid, how
+    many keys text sees); the third and the fourth by phase.
     """
     offsets = prompts.offsets.tolist()
     ends = {
@@ -94,7 +99,8 @@ def _cut(
         positions = {name: prompts.feature_positions[name][span[name]] - start for name in features}
         rows = {name: features[name][span[name]] for name in features}
         grid = None if prompts.grid_positions is None else prompts.grid_positions[:, start:end]
-        pieces.append((prompts.tokens[start:end], prompts.targets[start:end], positions, rows, grid))
+        keys = None if prompts.key_rows is None else prompts.key_rows[start:end]
+        pieces.append((prompts.tokens[start:end], prompts.targets[start:end], positions, rows, grid, keys))
     return pieces
 
 
@@ -113,5 +119,7 @@ def _join(
     rows = {name: torch.cat([features[name][:0], *(s.rows[name] for s in active)]) for name in features}
     targets = torch.cat([nothing.bool(), *(sequence.targets for sequence in active)])
     grids = [sequence.grid for sequence in active if sequence.grid is not None]
+    keys = [sequence.keys for sequence in active if sequence.keys is not None]
     packed = PackedSequences(tokens, targets, torch.from_numpy(offsets), positions)
-    return replace(packed, grid_positions=torch.cat(grids, dim=1) if grids else None), rows
+    packed = replace(packed, grid_positions=torch.cat(grids, dim=1) if grids else None)
+    return replace(packed, key_rows=torch.cat(keys) if keys else None), rows

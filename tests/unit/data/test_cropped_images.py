@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from motet.data.canvas_images import CanvasImages, canvas_sides
 from motet.data.cropped_images import CroppedImages
 from motet.data.split_images import SplitImages
 
@@ -33,6 +34,27 @@ def test_split_tiles_are_those_of_transformers(longest, splits):
     # No side has more than 4096 pixels before it is cut.
     large = SplitImages(patch_size=4, tile=364, longest=5000)
     assert large.sizes(np.array([[6000, 4000], [4000, 6000]])).tolist() == [[8, 12], [12, 8]]
+
+
+@pytest.mark.parametrize("most", [1, 4, 6])
+def test_canvases_are_those_of_transformers(most):
+    """Tiles, pixels and black margins; a thin image comes to a single row of pixels."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.MllamaImageProcessorPil(size={"height": 16, "width": 16}, max_image_tiles=most)
+    mean, std = tuple(theirs.image_mean), tuple(theirs.image_std)
+    ours = CanvasImages(patch_size=4, tile=16, most=most, mean=mean, std=std)
+    for number, (width, height) in enumerate([*SIZES, (1000, 3), (33, 48), (31, 17)]):
+        mode, bands = (("RGB", (3,)), ("L", ()), ("RGBA", (4,)))[number % 3]
+        pixels = np.random.default_rng(number).integers(0, 256, (height, width, *bands), dtype=np.uint8)
+        image = Image.fromarray(pixels)
+        assert image.mode == mode
+        media, made = ours(image), theirs(image, return_tensors="np")
+        num_tiles = int(made["aspect_ratio_mask"].sum())
+        np.testing.assert_array_equal(media.values, rows_of(np.asarray(made["pixel_values"])[0, 0, :num_tiles]))
+        assert not np.asarray(made["pixel_values"])[0, 0, num_tiles:].any()
+        size = ours.sizes(np.array([[width, height]]))[0]
+        assert media.size.tolist() == size.tolist() and size.prod() == num_tiles
+        assert canvas_sides(most).index(tuple(size)) + 1 == made["aspect_ratio_ids"]
 
 
 @pytest.mark.parametrize(("least", "most"), [(1, 12), (2, 6), (1, 1)])

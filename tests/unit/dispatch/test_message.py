@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from motet.core.example import Media, TokenSequence
+from motet.core.grid_positions import KEYS
 from motet.dispatch.batch import pack
 from motet.dispatch.loaded import LoadedExample, LoadedTables, tables_of
 from motet.dispatch.message import example_bytes, read_example, write_example
@@ -92,3 +93,18 @@ def test_a_token_of_an_answer_stands_behind_all_before_it():
     assert joined.grid_positions.shape == (3, joined.num_tokens)
     ends = joined.offsets[1:].long() - 1
     assert joined.grid_positions[:, ends].tolist() == [[3, 6]] * 3
+
+
+def test_items_whose_rows_are_keys_say_how_many_text_sees():
+    """At their own token alone, and positions are counted; tokens of an answer are text."""
+    with_keys = example(1, np.array([[6, 1, 1, 0, KEYS]]))
+    packed = pack([example(0, None), with_keys], {"image": np.array([1])})
+    assert packed.grid_positions is None
+    place = int(packed.feature_positions["image"])
+    assert packed.key_rows.nonzero().tolist() == [[place]] and packed.key_rows[place] == 6
+    growing = [_GrowingSequence(*pieces) for pieces in _cut(packed, {})]
+    for sequence in growing:
+        sequence.add(7, end_token=None)
+    joined, _ = _join(growing, {}, packed.tokens.device)
+    # The first sequence is one token longer.
+    assert joined.key_rows.nonzero().tolist() == [[place + 1]] and len(joined.key_rows) == joined.num_tokens

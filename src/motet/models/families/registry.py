@@ -21,6 +21,8 @@ from transformers import (
 )
 from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionTransformer
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
+from transformers.models.mllama.modeling_mllama import MllamaForCausalLM, MllamaVisionModel
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import (
     Qwen2_5OmniAudioEncoderConfig,
     Qwen2_5OmniTextConfig,
@@ -42,7 +44,7 @@ from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionTransforme
 from transformers.models.whisper.modeling_whisper import WhisperEncoder as HFWhisperEncoder
 
 from motet.core.errors import UserError
-from motet.core.grid_positions import BEHIND_LARGEST, BEHIND_SIDE
+from motet.core.grid_positions import BEHIND_LARGEST, BEHIND_SIDE, KEYS
 from motet.core.shapes import Norm
 from motet.models.families.branches import (
     AUDIO_BRANCHES,
@@ -72,6 +74,7 @@ from motet.models.families.grid_text import (
 )
 from motet.models.families.idefics3 import Idefics3Tower
 from motet.models.families.internvl import InternVLEncoder
+from motet.models.families.mllama import MllamaText, MllamaTower
 from motet.models.families.pixtral import PixtralEncoder
 from motet.models.families.qwen2_5_omni import Qwen25OmniAudioEncoder, Qwen25OmniAudioTower
 from motet.models.families.qwen2_5_vl import Qwen25VLEncoder, Qwen25VLTower
@@ -299,6 +302,9 @@ GRID_BACKBONES = {
 }
 """Backbones of whole models alone: transformers has them as parts of these."""
 
+CROSS_BACKBONES = {"mllama": Family(MllamaTextConfig, MllamaForCausalLM, behind_grids=KEYS, text=MllamaText)}
+"""Backbones of whole models some of whose layers attend to rows of encoders, which are no rows of the sequence."""
+
 TOWERS = {
     "qwen2_vl": replace(ENCODERS["qwen2_vl"], adapter=Qwen2VLTower),
     "qwen2_5_vl": replace(ENCODERS["qwen2_5_vl"], adapter=Qwen25VLTower),
@@ -331,6 +337,13 @@ TOWERS = {
         "vision_config",
         r"^(model\.)?vision_model\.",
     ),
+    "mllama": Family(
+        MllamaVisionConfig,
+        MllamaVisionModel,
+        MllamaTower,
+        "vision_config",
+        r"^(model\.)?vision_model\.",
+    ),
 }
 """Towers as whole models have them: the last layers of some are the model's projector."""
 
@@ -349,7 +362,7 @@ SHAPED_ENCODERS = {
 
 def backbone_family(causal_lm: nn.Module) -> Family:
     """The family of exactly this class; a subclass may compute anything. Raises UserError for any other class."""
-    for family in (*BACKBONES.values(), *GRID_BACKBONES.values()):
+    for family in (*BACKBONES.values(), *GRID_BACKBONES.values(), *CROSS_BACKBONES.values()):
         if type(causal_lm) is family.model:
             return family
     known = ", ".join(family.model.__name__ for family in BACKBONES.values())

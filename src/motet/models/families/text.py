@@ -42,6 +42,11 @@ class TextModel:
         return self.decoder.layers
 
     @property
+    def crossing(self) -> tuple[int, ...]:
+        """The layers that attend to keys, which are no rows of the sequence."""
+        return ()
+
+    @property
     def norm(self) -> Any:
         """The last norm."""
         return getattr(self.decoder, self.norm_name)

@@ -13,7 +13,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from motet.core.errors import UserError
 from motet.models.build import BackboneConfig, EncoderConfig
-from motet.models.families.registry import BACKBONES, ENCODERS, GRID_BACKBONES, TOWERS, Family
+from motet.models.families.registry import (
+    BACKBONES,
+    CROSS_BACKBONES,
+    ENCODERS,
+    GRID_BACKBONES,
+    TOWERS,
+    Family,
+)
 
 _LANGUAGE = r"^(model\.)?(language|text)_model\.(model\.)?"
 """Where a backbone lies in a larger checkpoint, in each of transformers' formats."""
@@ -27,22 +34,27 @@ VISION_TOWER = "model.vision_tower."
 class WholeBackboneConfig(BackboneConfig):
     """The backbone of a whole model, in whose directory it lies.
 
-    family: also of those that are nothing else. stacked: as of `Backbone`. lies: a regular expression of where its
-    weights lie among those of the whole model, and what stands in its place by itself.
+    family: also of those that are nothing else. stacked, keys: as of `Backbone`. lies: a regular expression of where
+    its weights lie among those of the whole model, and what stands in its place by itself.
     """
 
     family: str  # type: ignore[assignment]
     stacked: dict[str, int] = Field(default_factory=dict)
+    keys: dict[str, int] = Field(default_factory=dict)
     lies: tuple[str, str] = (_LANGUAGE, "model.")
 
     @property
     def classes(self) -> Family:
-        family = (BACKBONES | GRID_BACKBONES)[self.family]
+        family = (BACKBONES | GRID_BACKBONES | CROSS_BACKBONES)[self.family]
         return replace(family, part="text_config", prefixes=self.lies[0], prefix=self.lies[1])
 
     @property
     def stacked_rows(self) -> dict[str, int]:
         return self.stacked
+
+    @property
+    def key_rows(self) -> dict[str, int]:
+        return self.keys
 
 
 class WholeEncoderConfig(EncoderConfig):

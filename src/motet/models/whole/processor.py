@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedConfig, WhisperFeatureExtractor
+from transformers.models.mllama.image_processing_pil_mllama import get_all_supported_aspect_ratios
 
 from motet.core.errors import UserError
 from motet.models.config_file import one_line, quiet_transformers
@@ -156,6 +157,33 @@ class SplitTiles:
             raise UserError(f"{where} has size = {dict(processor.size)}; it must name longest_edge alone.")
         own = {"patch_size": self.patch_size, "tile": self.tile, "longest": longest}
         return own | {"splits": bool(processor.do_image_splitting)} | values_of_pixels(processor)
+
+
+@dataclass(frozen=True)
+class CanvasTiles:
+    """Images that are put on canvases of tiles before the encoder of a whole model is given them (`CanvasImages`).
+
+    tile:  side of a tile in pixels, of whole patches.
+    sides: (rows, columns) of each canvas that the tower knows, which its image processor must have, too.
+    """
+
+    patch_size: int
+    tile: int
+    sides: tuple[tuple[int, int], ...]
+
+    def options(self, path: Path) -> dict[str, Any]:
+        """As of `Images`. Raises UserError also for canvases that are others."""
+        processor, where = opened_processor(path)
+        check_processor(where, processor, do_pad=(True,))
+        size = dict(processor.size)
+        check_made(where, (size.get("height"), size.get("width")), (self.tile, self.tile))
+        if tuple(get_all_supported_aspect_ratios(processor.max_image_tiles)) != self.sides:
+            raise UserError(
+                f"{where} has max_image_tiles = {processor.max_image_tiles}, and config.json supported_aspect_ratios = "
+                f"{[list(each) for each in self.sides]}; these must be all of at most so many tiles."
+            )
+        own = {"patch_size": self.patch_size, "tile": self.tile, "most": processor.max_image_tiles}
+        return own | values_of_pixels(processor)
 
 
 @dataclass(frozen=True)

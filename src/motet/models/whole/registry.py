@@ -8,6 +8,7 @@ from motet.models.whole.idefics3 import IDEFICS3, SMOLVLM
 from motet.models.whole.internvl import INTERNVL
 from motet.models.whole.llava import LLAVA
 from motet.models.whole.llava_next import LLAVA_NEXT, LLAVA_ONEVISION
+from motet.models.whole.mllama import MLLAMA
 from motet.models.whole.paligemma import PALIGEMMA
 from motet.models.whole.qwen2_5_omni import QWEN2_5_OMNI_THINKER
 from motet.models.whole.qwen2_audio import QWEN2_AUDIO
@@ -23,6 +24,7 @@ WHOLE: dict[str, WholeFamily] = {
     "internvl": INTERNVL,
     "idefics3": IDEFICS3,
     "smolvlm": SMOLVLM,
+    "mllama": MLLAMA,
     "qwen2_vl": QWEN2_VL,
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,

@@ -21,6 +21,7 @@ from motet.data.anyres_videos import AnyResVideos
 from motet.data.area_images import AreaImages
 from motet.data.area_videos import AreaVideos
 from motet.data.by_processor import ImagesByProcessor
+from motet.data.canvas_images import CanvasImages
 from motet.data.chunked_clips import ChunkedClips
 from motet.data.config import FilesConfig
 from motet.data.cropped_images import CroppedImages
@@ -34,7 +35,16 @@ from motet.data.transforms import Transform
 from motet.models.build import ModelConfig
 from motet.models.lora import LoraConfig
 from motet.models.whole.directory import WholeDirectory
-from motet.models.whole.processor import AnyResTiles, Areas, ByProcessor, Clips, CroppedTiles, Images, SplitTiles
+from motet.models.whole.processor import (
+    AnyResTiles,
+    Areas,
+    ByProcessor,
+    CanvasTiles,
+    Clips,
+    CroppedTiles,
+    Images,
+    SplitTiles,
+)
 from motet.models.whole.video_processor import OmniAreas, TiledVideos, TimedAreas, VideoAreas
 from motet.train.recipe.recipe import Recipe
 
@@ -43,6 +53,7 @@ _TRANSFORMS: dict[type, Callable[..., Transform]] = {
     AnyResTiles: AnyResImages,
     CroppedTiles: CroppedImages,
     SplitTiles: SplitImages,
+    CanvasTiles: CanvasImages,
     Areas: AreaImages,
     VideoAreas: AreaVideos,
     TimedAreas: TimedVideos,

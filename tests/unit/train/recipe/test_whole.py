@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,11 +12,16 @@ from safetensors.torch import load_file, save_file
 
 from benchmark import benchmark
 from motet.core.errors import UserError
+from motet.core.plan import Unit
 from motet.data.conversation import parse_conversation
 from motet.data.images import ImageTransform
 from motet.models.build import build_mllm
+from motet.models.spec import model_spec
 from motet.models.whole.export import export_whole
+from motet.profiling.subjects import one_layer_deep
+from motet.train.balancing import check_shared
 from motet.train.job import open_dataset
+from motet.train.planned_job import impossible_cut
 from motet.train.recipe.recipe import load_recipe
 
 with benchmark("whole_models") as whole_models:
@@ -253,6 +260,105 @@ def test_marks_of_tiles_are_for_images_that_are_cut(idefics3, monkeypatch):
     monkeypatch.setattr(type(recipe), "transform", lambda self, encoder: ImageTransform(patch_size=6))
     with pytest.raises(UserError, match="is of a model that cuts images into tiles"):
         open_dataset(recipe, recipe.data.train, vocabulary, model, lambda sentence: None)
+
+
+@pytest.fixture(scope="module")
+def mllama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mllama")
+    whole_models.write_job(folder, "mllama", num_examples=3)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"text_config": {"dropout": 0.1}}, "text_config.dropout is 0.1, which Motet does not compute; it must be 0"),
+        ({"text_config": {"cross_attention_layers": [0, 3]}}, "is [0, 3]; it must name layers 1 to 4 in order, one at"),
+        ({"text_config": {"cross_attention_layers": []}}, "cross_attention_layers is []; it must name layers 1 to 4"),
+        (
+            {"vision_config": {"intermediate_layers_indices": [2, 0]}},
+            "vision_config.intermediate_layers_indices is [2, 0]; it must name layers 0 to 2 in order",
+        ),
+        ({"vision_config": {"vision_output_dim": 64}}, "vision_output_dim is 64, which Motet does not compute"),
+        (
+            {"vision_config": {"image_size": [24, 30], "patch_size": 8}},
+            "image_size is [24, 30] and patch_size 8; each must be one number",
+        ),
+    ],
+)
+def test_options_of_mllama_that_are_refused(mllama, tmp_path, changes, said):
+    job = shutil.copytree(mllama, tmp_path / "job")
+    changed(job / "model" / "config.json", **changes)
+    assert said in complaint(job)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"size": {"height": 32, "width": 32}}, "makes images of 32 x 32 pixels, and the vision tower takes 24 x 24"),
+        (
+            {"max_image_tiles": 3},
+            "has max_image_tiles = 3, and config.json supported_aspect_ratios = [[1, 1], [1, 2], ",
+        ),
+    ],
+)
+def test_processors_of_canvases_that_are_refused(mllama, tmp_path, changes, said):
+    job = shutil.copytree(mllama, tmp_path / "job")
+    file = job / "model" / "processor_config.json"
+    stored = json.loads(file.read_text())
+    stored["image_processor"] |= changes
+    file.write_text(json.dumps(stored))
+    assert said in complaint(job)
+
+
+def test_images_that_are_keys_take_one_token_whatever_their_tiles(mllama):
+    recipe = load_recipe(mllama / "recipe.toml")
+    vocabulary = recipe.vocabulary()
+    with torch.device("meta"):
+        model = build_mllm(recipe.modules, vocabulary.vocabulary_size)
+    image = model.encoders["image"]
+    sizes = np.array([[1, 1], [2, 2], [1, 3]])
+    assert image.num_tokens(sizes).tolist() == [1, 1, 1]
+    assert image.lengths(sizes).tolist() == [4 * (10 + 6)] * 3  # Padding is computed, too.
+    assert image.num_inputs(sizes).tolist() == [9, 36, 27]
+    assert image.grids(sizes).tolist() == [[10, 1, 1], [40, 1, 1], [30, 1, 1]]
+    spec = model_spec(model)
+    assert spec.moved("image")[0].output_width == 4 * 10 * model.backbone.dim
+    assert [block for *_, block in spec.reentries] == [1, 3]
+    dataset = open_dataset(recipe, recipe.data.train, vocabulary, model, lambda sentence: None)
+    text = dataset.tokens(0)
+    assert dataset.batch_lengths(np.array([0]), 1).sequence.tolist() == [len(text.tokens)]
+    assert vocabulary._tokenizer.id_to_token(int(text.tokens[text.media_positions[0]])) == "<|image|>"
+
+
+def test_sequences_with_keys_are_not_shared_by_ranks(mllama):
+    recipe = load_recipe(mllama / "recipe.toml", ["balance.split=auto"])
+    with torch.device("meta"):
+        model = build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size)
+    with pytest.raises(
+        UserError, match=r"balance.split = \"auto\" cannot cut sequences, as the rows of image are keys"
+    ):
+        check_shared(recipe.balance, model)
+    units = {name: Unit(name, ({name: blocks},)) for name, blocks in model_spec(model).num_blocks.items()}
+    backbone, plan = units["backbone"], SimpleNamespace(units=tuple(units.values()), model=model_spec(model), fills=())
+    for changes, said in (({"cp": 2}, "has cp 2, which cannot be: the rows of image are keys"), ({"tp": 2}, "tp 2")):
+        plan.units = (units["image"], replace(backbone, **changes))
+        assert said in impossible_cut(model, plan)
+
+
+def test_layers_of_two_kinds_are_not_profiled(mllama):
+    with pytest.raises(UserError, match="has layers that attend to rows of images, which are not timed"):
+        one_layer_deep(load_recipe(mllama / "recipe.toml").modules)
+
+
+def test_a_template_that_leaves_the_begin_to_the_processor(mllama, tmp_path):
+    """Their processor would write it behind the first images, and the tokenizer once more before them."""
+    job = shutil.copytree(mllama, tmp_path / "job")
+    file = job / "model" / "chat_template.jinja"
+    file.write_text(file.read_text().replace("{{ bos_token }}", ""))
+    turns = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "It."}]
+    with pytest.raises(UserError, match=r"does not begin with <\|begin_of_text\|>"):
+        load_recipe(job / "recipe.toml").vocabulary().encode(parse_conversation({"conversations": turns}, "here"))
 
 
 def test_weights_that_are_not_there(job):

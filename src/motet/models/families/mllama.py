@@ -1,0 +1,212 @@
+"""Llama 3.2 Vision (Dubey et al. 2024, section 7): a tower on tiles, and a text model some of whose layers attend to
+its rows.
+
+An image has always as many tiles as the tower has at most; those behind its own are padding. As transformers has it,
+padding is computed: each row of an image's tiles sees all rows, those of padding too, which themselves see the rows of
+its own tiles alone. So do rows of zeros that fill each tile up to a multiple of eight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.models.mllama.modeling_mllama import MllamaCrossAttentionDecoderLayer, MllamaVisionModel
+
+from motet.absent import take_part
+from motet.core.arrays import Int64Array
+from motet.core.attention_table import AttentionTable
+from motet.core.shapes import Transformer, final_norm, patches
+from motet.core.spec import Layer
+from motet.models.contract import ImageRows
+from motet.models.families.patches import embed_patches
+from motet.models.families.text import TextModel
+from motet.models.key_items import KeyItems
+from motet.models.layers import LayerModules, any_trainable
+from motet.models.table_items import TableItems
+
+_MULTIPLE = 8
+"""Rows of a tile are filled up to a multiple of this, which 1 + n * n never is."""
+
+
+class MllamaTower(nn.Module):
+    """The tower: local layers, then gated ones, which transformers calls global. Both attend over the whole image.
+
+    Rows are patches (channel, y, x) of an image's own tiles, tile by tile; sizes are (rows, columns) of tiles. The rows
+    of an item are, in its layers, those of all tiles, each a class row and patches, and then those that fill tiles up.
+    A row that comes out is one of the last layer, beside it those of inner local ones.
+    """
+
+    def __init__(self, model: MllamaVisionModel) -> None:
+        super().__init__()
+        self.model = model
+        config = model.config
+        self.width, self.num_tiles = config.hidden_size, config.max_num_tiles
+        # In a tower that is profiled one layer deep its last block stands for those that are not there.
+        self.num_local = len(model.transformer.layers)
+        self.inner = [min(number, self.num_local - 1) for number in config.intermediate_layers_indices]
+        self.output_dim = self.width * (1 + len(self.inner))
+        self.takes = ImageRows(config.patch_size, channels=config.num_channels)
+        self.tile_patches = (config.image_size // config.patch_size) ** 2
+        self.num_rows = self.num_tiles * (1 + self.tile_patches)
+        self._num_filled = self.num_tiles * (-(1 + self.tile_patches) % _MULTIPLE)
+        self._number = {tuple(sides): 1 + number for number, sides in enumerate(config.supported_aspect_ratios)}
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return [*self.model.transformer.layers, *self.model.global_transformer.layers]
+
+    def num_inputs(self, sizes: Int64Array) -> Int64Array:
+        """Patches of each image's own tiles, int64 [num_images]."""
+        return sizes.prod(axis=1) * self.tile_patches
+
+    def lengths(self, sizes: Int64Array) -> Int64Array:
+        """Rows of each image in the layers, int64 [num_images]: all the same."""
+        return np.full(len(sizes), self.num_rows + self._num_filled, dtype=np.int64)
+
+    def num_outputs(self, sizes: Int64Array) -> Int64Array:
+        """Rows that come out for each image, int64 [num_images]: of all tiles."""
+        return np.full(len(sizes), self.num_rows, dtype=np.int64)
+
+    def key_rows(self, sizes: Int64Array) -> Int64Array:
+        """How many of its rows the text behind an image sees: those of its own tiles, int64 [num_images]."""
+        return sizes.prod(axis=1) * (1 + self.tile_patches)
+
+    def layers(self) -> list[LayerModules]:
+        """What stands before the layers, the layers, and behind the local ones a norm and a place for each tile."""
+        model, config = self.model, self.model.config
+        own = nn.ParameterList([model.class_embedding])
+        tables = (model.gated_positional_embedding, model.pre_tile_positional_embedding, own)
+        stem = patches(
+            model.patch_embedding.weight[0].numel(),
+            self.width,
+            bias=False,
+            extra_parameters=sum(each.numel() for table in tables for each in table.parameters()),
+            norm=True,
+            trainable=any_trainable(model.patch_embedding, model.layernorm_pre, *tables),
+        )
+        shape = Transformer(
+            self.width, config.intermediate_size, config.attention_heads, activation=config.hidden_act, biases=("mlp",)
+        )
+        described = [LayerModules(stem, (model.patch_embedding, model.layernorm_pre, *tables))]
+        for number, block in enumerate(self.blocks):
+            sent = self.width * (1 + sum(inner <= number for inner in self.inner))
+            layer = shape.layer(trainable=any_trainable(block))
+            if block.is_gated:  # Each gate keeps what it multiplies.
+                layer = replace(
+                    layer, parameters=layer.parameters + 2, activation_width=layer.activation_width + 2 * self.width
+                )
+            described.append(LayerModules(replace(layer, output_width=sent), (block,)))
+            if number == self.num_local - 1:
+                behind = (model.layernorm_post, model.post_tile_positional_embedding)
+                described.append(LayerModules(self._behind_local(sent, *behind), behind))
+        return described
+
+    def _behind_local(self, width: int, norm: nn.Module, tiles: nn.Module) -> Layer:
+        layer = final_norm(self.width, trainable=any_trainable(norm, tiles))
+        added = sum(each.numel() for each in tiles.parameters())
+        return replace(layer, parameters=layer.parameters + added, output_width=width)
+
+    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
+        return self.leave(self.through(self.enter(values, sizes), sizes, 0, len(self.blocks)), sizes)
+
+    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
+        """The rows of all tiles with their places, and zeros behind them, [num_images * lengths, width]."""
+        model, shape = self.model, (len(sizes), self.num_tiles)
+        own = torch.from_numpy(self._own_patches(sizes.numpy())).to(values.device)
+        patches = embed_patches(model.patch_embedding, values)
+        tiles = patches.new_zeros(len(sizes) * self.num_tiles * self.tile_patches, self.width)
+        tiles = tiles.index_copy(0, own, patches).unflatten(0, (*shape, self.tile_patches))
+        numbers = self._numbers(sizes).to(values.device)
+        tiles = model.pre_tile_positional_embedding(tiles, numbers)
+        tiles = model.apply_class_embedding(tiles.flatten(0, 1)).unflatten(0, shape)
+        rows = model.layernorm_pre(model.gated_positional_embedding(tiles, numbers)).flatten(1, 2)
+        return torch.cat([rows, rows.new_zeros(len(sizes), self._num_filled, self.width)], dim=1).flatten(0, 1)
+
+    def _own_patches(self, sizes: Int64Array) -> Int64Array:
+        """Where the patches of the images' own tiles stand among those of all tiles, int64 [sum(num_inputs)]."""
+        counts, most = self.num_inputs(sizes), self.num_tiles * self.tile_patches
+        return np.flatnonzero(np.arange(most) < counts[:, None])
+
+    def _numbers(self, sizes: Tensor) -> Tensor:
+        """The number of each image's arrangement of tiles, int64 [num_images]: 0 would be none."""
+        return torch.tensor([self._number[rows, columns] for rows, columns in sizes.tolist()], dtype=torch.int64)
+
+    def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
+        """The blocks first ... stop - 1. hidden: wide rows, with those of inner blocks so far."""
+        hidden, *inner = hidden.split(self.width, dim=1)
+        segments = self._segments(sizes.numpy())
+        for number, block in enumerate(self.blocks[first:stop], first):
+            hidden = block(hidden[None], segments)[0]
+            inner += [hidden] * self.inner.count(number)
+            if number == self.num_local - 1:
+                hidden = self._between(hidden, self._numbers(sizes).to(hidden.device))
+        return torch.cat([hidden, *inner], dim=1)
+
+    def _segments(self, sizes: Int64Array) -> TableItems:
+        """Who sees whom of an image's rows: its own tiles' rows see all, and all others see these."""
+        length, own = self.num_rows + self._num_filled, self.key_rows(sizes)
+        rows = np.arange(len(sizes) * length)
+        begin = rows - rows % length
+        sees_all = np.arange(length) < own[:, None]
+        end = begin + np.where(sees_all, length, own[:, None]).reshape(-1)
+        return TableItems(AttentionTable(begin[None], end[None], rows, rows, begin), causal=False)
+
+    def _between(self, hidden: Tensor, numbers: Tensor) -> Tensor:
+        """The norm behind the local blocks, and the place of its tile for each row, also for those that fill it up."""
+        by_image = self.model.layernorm_post(hidden).unflatten(0, (len(numbers), -1))
+        parts = by_image.split([self.num_rows, self._num_filled], dim=1)
+        placed = [
+            self.model.post_tile_positional_embedding(part.unflatten(1, (self.num_tiles, -1)), numbers).flatten(1, 2)
+            for part in parts
+        ]
+        return torch.cat(placed, dim=1).flatten(0, 1)
+
+    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+        """The rows of all tiles, [num_images * num_rows, output_dim]; values of inner blocks take turns."""
+        rows = hidden.unflatten(0, (len(sizes), -1))[:, : self.num_rows].flatten(0, 1)
+        last, inner = rows[:, : self.width], rows[:, self.width :].unflatten(1, (len(self.inner), self.width))
+        return torch.cat([last, inner.transpose(1, 2).flatten(1, 2)], dim=1)
+
+
+class _PackedCrossLayer(MllamaCrossAttentionDecoderLayer):
+    """The layer on packed documents: rows of documents with images alone pass it, and see keys as `KeyItems` says."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cross_attention_states: Tensor,
+        cross_attention_mask: KeyItems,
+        **others: Any,
+    ) -> Tensor:
+        """hidden_states [1, total, dim], cross_attention_states [1, keys, dim]. others: of layers that see text."""
+        rows, sees = cross_attention_mask.on(hidden_states.device)
+        if not len(rows):
+            absent = take_part(hidden_states[:, :0], [*self.parameters(), cross_attention_states])
+            return hidden_states.index_add(1, rows, absent)
+        own = hidden_states.index_select(1, rows)
+        attended, _ = self.cross_attn(
+            hidden_states=self.input_layernorm(own),
+            attention_mask=cross_attention_mask.extents,
+            cross_attention_states=cross_attention_states,
+        )
+        own = own + self.cross_attn_attn_gate.tanh() * attended
+        inner = self.mlp(self.post_attention_layernorm(own)) * sees
+        return hidden_states.index_copy(1, rows, own + self.cross_attn_mlp_gate.tanh() * inner)
+
+
+class MllamaText(TextModel):
+    """Llama, with a table of more tokens than the output layer has, and layers that attend to an encoder's rows."""
+
+    def __init__(self, causal_lm: nn.Module) -> None:
+        super().__init__(causal_lm)
+        for layer in self.layers:
+            if isinstance(layer, MllamaCrossAttentionDecoderLayer):
+                layer.__class__ = _PackedCrossLayer
+
+    @property
+    def crossing(self) -> tuple[int, ...]:
+        return tuple(self.causal_lm.config.cross_attention_layers)

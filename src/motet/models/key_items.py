@@ -1,0 +1,77 @@
+"""Who sees which rows of an encoder where these are no rows of the sequence, but keys of cross attention.
+
+An image has one token in the sequence, and its rows are keys of some layers (Llama 3.2 Vision). Text sees the images of
+the last run of image tokens before it, those of the run that stand before it; of each the rows of its real tiles alone.
+So says transformers' MllamaProcessor. Text before the first image sees all rows of all images of its document, of tiles
+that are only padding as well, and its MLP adds nothing: so transformers' layers have it. Documents without images do
+not pass the layers at all.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from motet.core.arrays import BoolArray, Int64Array
+from motet.core.attention_table import AttentionTable
+from motet.models.table_items import TableItems
+
+
+class KeyItems:
+    """The rows of packed documents that see an encoder's rows, and which of them. One object serves all layers.
+
+    offsets:  int64 [num_documents + 1], of the documents.
+    places:   int64 [num_items], where the token of each item stands; ascending.
+    num_seen: int64 [num_items], how many rows of each item the text behind it sees: its first ones.
+    num_rows: of each item.
+
+    Example:
+        A document of a token, an image of 4 rows of which 3 are real, and a token; then a document without an image:
+        >>> items = KeyItems(np.array([0, 3, 5]), np.array([1]), np.array([3]), num_rows=4)
+        >>> items.rows.tolist(), items.table.start.tolist(), items.table.end.tolist(), items.sees.tolist()
+        ([0, 1, 2], [[0, 0, 0]], [[4, 3, 3]], [False, True, True])
+    """
+
+    def __init__(self, offsets: Int64Array, places: Int64Array, num_seen: Int64Array, num_rows: int) -> None:
+        bounds = np.searchsorted(places, offsets)
+        first, stop = bounds[:-1], bounds[1:]  # The items of each document.
+        self.rows: Int64Array = np.flatnonzero(np.repeat(first < stop, np.diff(offsets)))
+        document = np.searchsorted(offsets, self.rows, side="right") - 1
+        last = np.searchsorted(places, self.rows, side="right") - 1
+        self.sees: BoolArray = last >= first[document]
+        # 1. Text behind an item: of its run, whose tokens stand one behind the other, an interval for each item.
+        begins = np.diff(places, prepend=-2) > 1
+        begins |= np.isin(places, offsets)
+        begin = np.maximum.accumulate(np.where(begins, np.arange(len(places)), 0))[last]
+        steps = np.arange(int((last - begin)[self.sees].max(initial=0)) + 1)[:, None]
+        item = np.minimum(begin + steps, last)
+        end = item * num_rows + num_seen[item]
+        start = np.where(begin + steps > last, end, item * num_rows)
+        # 2. Text before all items of its document: all rows, in one interval.
+        end = np.where(self.sees, end, stop[document] * num_rows)
+        start = np.where(self.sees, start, np.where(steps > 0, end, first[document] * num_rows))
+        self.table = AttentionTable(
+            start, end, np.arange(len(self.rows)), np.arange(len(places) * num_rows), self._begins(document)
+        )
+        self._on: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @staticmethod
+    def _begins(document: Int64Array) -> Int64Array:
+        """Where the document of each row begins among these rows, int64 [num_rows]."""
+        _, first, which = np.unique(document, return_index=True, return_inverse=True)
+        begins: Int64Array = first[which].astype(np.int64)
+        return begins
+
+    @cached_property
+    def extents(self) -> TableItems:
+        """What computes attention of these rows to the items' rows."""
+        return TableItems(self.table, causal=False)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`rows` as LongTensor [n], and `sees` as BoolTensor [n, 1]."""
+        if device not in self._on:
+            self._on[device] = tuple(torch.from_numpy(each).to(device) for each in (self.rows, self.sees[:, None]))
+        return self._on[device]
