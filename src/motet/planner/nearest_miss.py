@@ -28,9 +28,14 @@ _PINS = ("recompute", "microbatch_size", "tp", "pp", "dp", "schedule", "balance"
 
 
 def nearest_miss(ruled_out: Sequence[RuledOut]) -> RuledOut | None:
-    """The one that lacks the fewest bytes; where memory is never the reason, the first."""
+    """The one that lacks the fewest bytes; where memory is never the reason, the first that is a Plan, else the first.
+
+    A Plan that a profile is too small to predict is nearer than a strategy that has none.
+    """
     lacking = [ruled for ruled in ruled_out if ruled.shortfall_bytes > 0]
-    return min(lacking, key=lambda ruled: ruled.shortfall_bytes) if lacking else next(iter(ruled_out), None)
+    if lacking:
+        return min(lacking, key=lambda ruled: ruled.shortfall_bytes)
+    return next((ruled for ruled in ruled_out if ruled.what), next(iter(ruled_out), None))
 
 
 def would_fit(job: Job, strategies: Mapping[str, Strategy], pins: Pins, nearest: RuledOut) -> tuple[str, ...]:

@@ -109,9 +109,11 @@ def test_where_no_pin_alone_is_to_blame_all_are_let_go():
                                 if isinstance(one, Candidate)}  # fmt: skip
 
 
-def test_the_nearest_miss_lacks_the_least_and_memory_comes_first():
+def test_the_nearest_miss_lacks_the_least_memory_and_a_plan_is_nearer_than_none():
     divides, much, less = RuledOut("a", "", "x"), RuledOut("b", "", "y", 2.0), RuledOut("c", "", "z", 1.0)
-    assert nearest_miss([divides, much, less]) is less
+    guess = RuledOut("d", "TP 1", "beyond the profile")
+    assert nearest_miss([divides, guess, much, less]) is less
+    assert nearest_miss([divides, guess]) is guess
     assert nearest_miss([divides]) is divides
     assert nearest_miss([]) is None
 
