@@ -43,7 +43,7 @@ def figures(folder):
         ("qwen3_vl", list(WAYS)[:2]),
         ("qwen2_5_omni", ["stages", "divided towers"]),
         ("idefics3", ["shared sequences"]),
-        ("mllama", ["stages"]),
+        ("mllama", ["stages", "shared sequences"]),
         ("vipllava", list(WAYS)[:2]),
     ],
 )
