@@ -46,8 +46,8 @@ def figures(folder):
         ("qwen3_vl_moe", ["data parallel", "stages", "shared experts"]),
         ("qwen2_5_omni", ["stages", "divided towers"]),
         ("idefics3", ["shared sequences"]),
+        ("mllama", ["stages", "shared sequences"]),
         ("vipllava", ["stages", "shared sequences"]),
-        ("mllama", ["stages"]),
     ],
 )
 def test_what_ranks_share_is_one_process(family, ways, tmp_path):

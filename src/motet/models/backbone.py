@@ -36,7 +36,7 @@ from motet.dropout import ENTER, ItemRows, arranged
 from motet.models.attention import ATTENTION, PackedItems
 from motet.models.block import Block, outside_blocks, wrap_blocks
 from motet.models.callbacks import callback_name, check_callback
-from motet.models.context_items import ContextItems, SharedRows, context_of, placed, spare_row
+from motet.models.context_items import ContextItems, SharedRows, context_of, keys_here, placed, spare_row
 from motet.models.contract import Sequences
 from motet.models.exact import keep_float64
 from motet.models.experts import ROUTER_LOSS, RoutedExperts, use_routed_experts
@@ -263,13 +263,6 @@ class Backbone(nn.Module):
         return self.prefix or bool(self.bidirectional) or self.reads_grids
 
     @property
-    def unshareable(self) -> str:
-        """Why ranks cannot share its sequences, in words; "" if they can."""
-        if self.merge is not None:
-            return "model.merge takes whole sequences"
-        return f"the rows of {next(iter(self.keys))} are keys, which one rank has of a sequence" if self.keys else ""
-
-    @property
     def places_items(self) -> bool:
         """Whether sequences must say what raster the rows of items are, or how many of them text sees."""
         return self.reads_grids or bool(self.keys)
@@ -423,7 +416,8 @@ class Backbone(nn.Module):
             rows = self.queries[name]
             features[name] = rows.repeat(len(places) // len(rows), 1).to(embeds.dtype)
         if (context := context_of(sequences)) is not None:
-            features |= placed(features, context, context.routes, embeds, self.row_width)
+            names = [name for name in context.routes if name not in self.keys]
+            features |= placed(features, context, names, embeds, self.row_width)
         keys = [features.pop(name) for name in self.keys if name in features]
         if absent := [rows for rows in keys if not len(rows)]:
             embeds = take_part(embeds, absent)  # As in a merge: all ranks run the same backward.
@@ -495,13 +489,17 @@ class Backbone(nn.Module):
     def _crossing(self, hidden: Tensor, features: Mapping[str, Tensor], sequences: Sequences) -> dict[str, Any]:
         """What layers that attend to keys are given of them: the keys, [1, keys, dim], and which rows see which."""
         arguments: dict[str, Any] = {}
+        context = context_of(sequences)
+        whole = sequences if context is None else context.whole
         for name, num_rows in self.keys.items():
             rows = features.get(name, hidden.new_zeros(0, self.row_width(name))).to(hidden.dtype)
-            places = places_of(name, rows, sequences).cpu().numpy()
-            num_seen = sequences.key_rows[places].numpy() if len(places) else places  # None where there is no item.
-            arguments["cross_attention_states"] = rows.reshape(1, -1, self.dim)
-            offsets = sequences.offsets.numpy().astype(np.int64)
-            arguments["cross_attention_mask"] = KeyItems(offsets, places, num_seen, num_rows)
+            places = places_of(name, rows, sequences) if context is None else whole.feature_positions[name]
+            places = places.cpu().numpy()
+            num_seen = whole.key_rows[places].numpy() if len(places) else places  # None where there is no item.
+            items = KeyItems.packed(whole.offsets.numpy().astype(np.int64), places, num_seen, num_rows)
+            if context is not None and len(places):
+                rows, items = keys_here(rows, items, places, context)
+            arguments |= {"cross_attention_states": rows.reshape(1, -1, self.dim), "cross_attention_mask": items}
         return arguments
 
     def _without_rows(self, sequences: Sequences) -> bool:

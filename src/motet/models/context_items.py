@@ -29,6 +29,7 @@ from motet.core.errors import UserError
 from motet.dropout import draws_by_item, heads_from
 from motet.models.attention import PackedItems
 from motet.models.contract import Sequences
+from motet.models.key_items import KeyItems
 from motet.models.scores import Scoring
 from motet.models.table_items import TableItems
 
@@ -130,6 +131,17 @@ def placed(
     """
     taken = {name: features[name] if name in features else like.new_zeros(0, width(name)) for name in names}
     return {name: context.placed(name, rows.to(like.dtype)) for name, rows in taken.items()}
+
+
+def keys_here(rows: Tensor, items: KeyItems, places: Int64Array, context: SharedRows) -> tuple[Tensor, KeyItems]:
+    """Copies of the items whose rows are keys of rows of this rank, and who sees which of them. A collective.
+
+    rows: those of the items whose places are on this rank. items: of whole documents. places: int64 [num_items].
+    """
+    of_items = ContextRows(np.array([len(places)]), context.rows.owner[places], context.rows.num_ranks)
+    wanted = [items.items_of(own) for own in context.rows.rows]
+    copies = _Copies(of_items.moves(context.rank, wanted), context, rows.device)
+    return copies.of(rows), items.of(context.own, wanted[context.rank])
 
 
 class ContextItems:

@@ -23,47 +23,65 @@ from motet.models.table_items import TableItems
 class KeyItems:
     """The rows of packed documents that see an encoder's rows, and which of them. One object serves all layers.
 
-    offsets:  int64 [num_documents + 1], of the documents.
-    places:   int64 [num_items], where the token of each item stands; ascending.
-    num_seen: int64 [num_items], how many rows of each item the text behind it sees: its first ones.
-    num_rows: of each item.
+    rows:     int64 [n], those that see any, ascending. sees: bool [n], which of them stand behind an item.
+    table:    who sees which keys: n rows against `num_rows` keys of each item.
 
     Example:
         A document of a token, an image of 4 rows of which 3 are real, and a token; then a document without an image:
-        >>> items = KeyItems(np.array([0, 3, 5]), np.array([1]), np.array([3]), num_rows=4)
+        >>> items = KeyItems.packed(np.array([0, 3, 5]), np.array([1]), np.array([3]), num_rows=4)
         >>> items.rows.tolist(), items.table.start.tolist(), items.table.end.tolist(), items.sees.tolist()
         ([0, 1, 2], [[0, 0, 0]], [[4, 3, 3]], [False, True, True])
     """
 
-    def __init__(self, offsets: Int64Array, places: Int64Array, num_seen: Int64Array, num_rows: int) -> None:
+    def __init__(self, rows: Int64Array, sees: BoolArray, table: AttentionTable, num_rows: int) -> None:
+        self.rows, self.sees, self.table, self._num_rows = rows, sees, table, num_rows
+        self._on: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @classmethod
+    def packed(cls, offsets: Int64Array, places: Int64Array, num_seen: Int64Array, num_rows: int) -> KeyItems:
+        """Of whole documents.
+
+        offsets:  int64 [num_documents + 1], of the documents.
+        places:   int64 [num_items], where the token of each item stands; ascending.
+        num_seen: int64 [num_items], how many rows of each item the text behind it sees: its first ones.
+        num_rows: of each item.
+        """
         bounds = np.searchsorted(places, offsets)
         first, stop = bounds[:-1], bounds[1:]  # The items of each document.
-        self.rows: Int64Array = np.flatnonzero(np.repeat(first < stop, np.diff(offsets)))
-        document = np.searchsorted(offsets, self.rows, side="right") - 1
-        last = np.searchsorted(places, self.rows, side="right") - 1
-        self.sees: BoolArray = last >= first[document]
+        rows: Int64Array = np.flatnonzero(np.repeat(first < stop, np.diff(offsets)))
+        document = np.searchsorted(offsets, rows, side="right") - 1
+        last = np.searchsorted(places, rows, side="right") - 1
+        sees = last >= first[document]
         # 1. Text behind an item: of its run, whose tokens stand one behind the other, an interval for each item.
         begins = np.diff(places, prepend=-2) > 1
         begins |= np.isin(places, offsets)
         begin = np.maximum.accumulate(np.where(begins, np.arange(len(places)), 0))[last]
-        steps = np.arange(int((last - begin)[self.sees].max(initial=0)) + 1)[:, None]
+        steps = np.arange(int((last - begin)[sees].max(initial=0)) + 1)[:, None]
         item = np.minimum(begin + steps, last)
         end = item * num_rows + num_seen[item]
         start = np.where(begin + steps > last, end, item * num_rows)
         # 2. Text before all items of its document: all rows, in one interval.
-        end = np.where(self.sees, end, stop[document] * num_rows)
-        start = np.where(self.sees, start, np.where(steps > 0, end, first[document] * num_rows))
-        self.table = AttentionTable(
-            start, end, np.arange(len(self.rows)), np.arange(len(places) * num_rows), self._begins(document)
-        )
-        self._on: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        end = np.where(sees, end, stop[document] * num_rows)
+        start = np.where(sees, start, np.where(steps > 0, end, first[document] * num_rows))
+        _, first_row, which = np.unique(document, return_index=True, return_inverse=True)
+        keys = np.arange(len(places) * num_rows)
+        table = AttentionTable(start, end, np.arange(len(rows)), keys, first_row[which].astype(np.int64))
+        return cls(rows, sees, table, num_rows)
 
-    @staticmethod
-    def _begins(document: Int64Array) -> Int64Array:
-        """Where the document of each row begins among these rows, int64 [num_rows]."""
-        _, first, which = np.unique(document, return_index=True, return_inverse=True)
-        begins: Int64Array = first[which].astype(np.int64)
-        return begins
+    def items_of(self, own: Int64Array) -> Int64Array:
+        """The items of which some rows of documents see any, int64 [n], ascending. own: these rows."""
+        seen = self.table.of(np.flatnonzero(np.isin(self.rows, own)), self.table.keys).seen
+        return np.unique(seen // self._num_rows)
+
+    def of(self, own: Int64Array, items: Int64Array) -> KeyItems:
+        """The same for the rows of a rank that shares documents, which numbers them from 0, and keys of some items.
+
+        own: int64 [n], ascending. items: those of `items_of`, or more.
+        """
+        is_here = np.isin(self.rows, own)
+        keys = (items[:, None] * self._num_rows + np.arange(self._num_rows)).reshape(-1)
+        table = self.table.of(np.flatnonzero(is_here), keys)
+        return KeyItems(np.searchsorted(own, self.rows[is_here]), self.sees[is_here], table, self._num_rows)
 
     @cached_property
     def extents(self) -> TableItems:

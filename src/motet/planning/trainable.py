@@ -61,7 +61,6 @@ def obstacle_in(recipe: Recipe) -> Callable[[Plan], str]:
     parts = recipe.modules.encoders.values()
     may_refuse = any(part.module or part.before or part.between or part.projector.queries for part in parts)
     may_refuse |= recipe.modules.merge is not None or bool(recipe.modules.generators)
-    may_refuse |= bool(recipe.modules.backbone.key_rows)
 
     def found(plan: Plan) -> str:
         what = obstacle(plan, recipe)

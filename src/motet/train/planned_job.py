@@ -106,8 +106,8 @@ def impossible_cut(model: MLLM, plan: Plan) -> str:
             if unit.tp > 1 and (why := why_undivided(model, name)):
                 return f"unit {unit.name!r} has tp {unit.tp}, and {name!r} cannot be divided: {why}"
             if name == BACKBONE:
-                if unit.cp > 1 and (why := model.backbone.unshareable):
-                    return f"unit {unit.name!r} has cp {unit.cp}, which cannot be: {why}"
+                if model.backbone.merge is not None and unit.cp > 1:
+                    return f"unit {unit.name!r} has cp {unit.cp}, which cannot be: model.merge takes whole sequences"
                 continue
             if name in model.generators:
                 if sum(name in stage for stage in unit.stages) > 1:

@@ -22,7 +22,7 @@ def test_rows_see_what_the_processor_says(share):
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         is_image = rng.random(offsets[-1]) < share
         num_tiles = rng.integers(1, NUM_TILES + 1, is_image.sum())
-        keys = KeyItems(offsets, np.flatnonzero(is_image), num_tiles * TILE_ROWS, NUM_TILES * TILE_ROWS)
+        keys = KeyItems.packed(offsets, np.flatnonzero(is_image), num_tiles * TILE_ROWS, NUM_TILES * TILE_ROWS)
         expected = np.zeros((offsets[-1], NUM_TILES * TILE_ROWS * len(num_tiles)), dtype=bool)
         sees, first = np.zeros(offsets[-1], dtype=bool), 0
         for start, stop in pairwise(offsets):
@@ -41,3 +41,13 @@ def test_rows_see_what_the_processor_says(share):
         assert keys.rows.tolist() == np.flatnonzero(expected.any(axis=1)).tolist()
         assert keys.sees.tolist() == sees[keys.rows].tolist()
         np.testing.assert_array_equal(keys.table.dense(), expected[keys.rows])
+        # Of ranks that share the documents each sees with its rows what they saw.
+        for own in np.flatnonzero(is_first := rng.random(offsets[-1]) < 0.5), np.flatnonzero(~is_first):
+            items = keys.items_of(own)
+            part = keys.of(own, items)
+            assert own[part.rows].tolist() == [row for row in keys.rows if row in own]
+            of_items = expected.reshape(offsets[-1], len(num_tiles), NUM_TILES * TILE_ROWS)[own]
+            assert items.tolist() == np.flatnonzero(of_items.any(axis=(0, 2))).tolist()
+            seen = of_items[part.rows][:, items].reshape(len(part.rows), len(items) * NUM_TILES * TILE_ROWS)
+            np.testing.assert_array_equal(part.table.dense(), seen)
+            assert part.sees.tolist() == sees[own[part.rows]].tolist()

@@ -331,19 +331,18 @@ def test_images_that_are_keys_take_one_token_whatever_their_tiles(mllama):
     assert vocabulary._tokenizer.id_to_token(int(text.tokens[text.media_positions[0]])) == "<|image|>"
 
 
-def test_sequences_with_keys_are_not_shared_by_ranks(mllama):
+def test_what_sequences_with_keys_cannot_do(mllama):
     recipe = load_recipe(mllama / "recipe.toml", ["balance.split=auto"])
     with torch.device("meta"):
         model = build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size)
     with pytest.raises(
-        UserError, match=r"balance.split = \"auto\" cannot cut sequences, as the rows of image are keys"
+        UserError, match=r"balance.split = \"auto\" cannot cut sequences whose rows attend to those of image"
     ):
         check_shared(recipe.balance, model)
     units = {name: Unit(name, ({name: blocks},)) for name, blocks in model_spec(model).num_blocks.items()}
     backbone, plan = units["backbone"], SimpleNamespace(units=tuple(units.values()), model=model_spec(model), fills=())
-    for changes, said in (({"cp": 2}, "has cp 2, which cannot be: the rows of image are keys"), ({"tp": 2}, "tp 2")):
-        plan.units = (units["image"], replace(backbone, **changes))
-        assert said in impossible_cut(model, plan)
+    plan.units = (units["image"], replace(backbone, tp=2))
+    assert "unit 'backbone' has tp 2, and 'backbone' cannot be divided" in impossible_cut(model, plan)
 
 
 def test_layers_of_two_kinds_are_not_profiled(mllama):
