@@ -108,6 +108,18 @@ def test_a_generator_without_anything_to_make_is_refused_unless_it_is_frozen(job
     assert len(metrics(tmp_path / "frozen")) == 1
 
 
+def test_a_run_in_which_nothing_can_learn_is_refused(job, tmp_path):
+    """The only part that learns has nothing to read: the examples are text alone."""
+    lines = job.with_name("train.jsonl").read_text().splitlines(keepends=True)
+    job.with_name("text.jsonl").write_text("".join(line for line in lines if "<image>" not in line))
+    frozen = [f"model.generators.draw.train_{part}=false" for part in ("generator", "projector")]
+    frozen += ["model.backbone.train=false", "model.encoders.audio.train_encoder=false"]
+    frozen += ["model.encoders.audio.train_projector=false", 'data.train=["text.jsonl"]', "data.heldout=[]"]
+    said = run(job, 2, tmp_path / "run", *frozen)
+    assert said.startswith("Nothing learns: only model.encoders.image would, and no example of data.train has anything")
+    assert len(said.splitlines()) == 1
+
+
 def held_out(folder):
     """The held-out losses of tokens and of the generator."""
     summary = json.loads((folder / "summary.json").read_text())

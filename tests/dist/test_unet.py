@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_said(job, tmp_path, override, said):
 def test_a_profile_refuses_it(job, tmp_path):
     recipe = load_recipe(job, [f"run.dir={tmp_path}"])
     model = build_mllm(one_layer_deep(recipe.model), recipe.vocabulary().vocabulary_size)
-    with pytest.raises(UserError, match="is a UNet, whose layers are not timed"):
+    with pytest.raises(UserError, match="has a model of diffusers, whose layers are not timed"):
         subjects(recipe, model, model, torch.device("cpu"))
 
 

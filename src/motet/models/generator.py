@@ -148,7 +148,7 @@ class GeneratorModule(nn.Module):
         values [sum(rows), row_dim]; sizes int64 [num_items, size_dim] on the host; rows [num_items * num_queries, dim]
         of the backbone; keys int64 [num_items], by which all that is random is drawn.
         Without items: 0, connected to `rows` and to every trainable parameter. Raises UserError for a generator that
-        returns no scalar.
+        returns no scalar, or one without a gradient.
         """
         if len(sizes) == 0:
             return self._forward_empty(rows)
@@ -163,6 +163,12 @@ class GeneratorModule(nn.Module):
             raise UserError(
                 f"{type(self.generator).__name__} returned {given}; a generator must return the sum of its loss over "
                 "the rows of its items, a scalar (see motet.models.contract.Generator)"
+            )
+        learns = torch.is_grad_enabled() and (conditions.requires_grad or any_trainable(self.generator))
+        if learns and not loss.requires_grad:
+            raise UserError(
+                f"{type(self.generator).__name__} returned a loss that depends on neither its weights nor its "
+                "conditions, so that nothing would learn from it; return one that was computed with gradients"
             )
         return loss.to(torch.promote_types(loss.dtype, torch.float32))
 

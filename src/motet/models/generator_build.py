@@ -139,4 +139,6 @@ def _custom(where: str, config: GeneratorConfig) -> nn.Module:
     if not isinstance(generator, nn.Module) or not hasattr(generator, "condition_dim"):
         lacks = "lacks condition_dim" if isinstance(generator, nn.Module) else "is no torch.nn.Module"
         raise UserError(f"{named}: {lacks}; see motet.models.contract.Generator for what a generator must offer")
+    if type(generator).forward is nn.Module.forward:
+        raise UserError(f"{named}: has no forward, and so no loss; see motet.models.contract.Generator")
     return generator

@@ -263,10 +263,10 @@ def _generator(
     # A block is timed whole, as its first layer.
     blocks, layers = iter(module.blocks), []
     for layer, modules in module.layers():
-        if layer.in_block and not module.blocks:
+        if layer.reads_data or (layer.in_block and not module.blocks):
             raise UserError(
-                f"model.generators.{name} is a UNet, whose layers are not timed; motet plan, simulate and --dry-run "
-                "predict it by its operations without a profile."
+                f"model.generators.{name} has a model of diffusers, whose layers are not timed; motet plan, simulate "
+                "and --dry-run predict it by its operations without a profile."
             )
         if layer.in_block:
             modules = () if layer.continues else (next(blocks),)

@@ -183,6 +183,7 @@ def build_job(
     decoder = open_decoder(recipe.data, opened[min(opened)].transforms, world, say, cleanup)
     check_same_profile(world, measured)
     _check_made(model, opened.values(), world)
+    _check_read(model, list(opened.values()), world)
     _check_buckets(recipe, model, opened.values(), world)
     dataset = joined_splits(opened, world, say) if recipe.data.is_split else opened[0]
     _check_same_examples(world, dataset, heldout)
@@ -374,6 +375,7 @@ def _build_planned_job(
     reads = bool(needs.readers)
     decoder = open_decoder(recipe.data, dataset.transforms, world, say, cleanup, reads=reads)
     _check_made(model, [dataset], world)
+    _check_read(model, [dataset], world)
     _check_buckets(recipe, model, [dataset], world)
     _check_same_plan(world, plan)
     _check_same_examples(world, dataset, heldout)
@@ -560,6 +562,22 @@ def _check_made(model: MLLM, datasets: Iterable[Examples], world: World) -> None
                 f"model.generators.{name} learns to make items of answers, and no answer of data.train has any; add "
                 "examples whose answers do, or remove the generator."
             )
+
+
+def _check_read(model: MLLM, datasets: Sequence[Examples], world: World) -> None:
+    """Raise JointUserError if all that learns are encoders whose items no rank has any of. A collective."""
+    encoders = [name for name, module in model.encoders.items() if any(p.requires_grad for p in module.parameters())]
+    others = (model.backbone, *model.generators.values())
+    learns = any(parameter.requires_grad for module in others for parameter in module.parameters())
+    # Drawn examples have what the recipe's workload says.
+    is_there = any(
+        not isinstance(dataset, Dataset) or dataset.has_items(name) for dataset in datasets for name in encoders
+    )
+    if not any(world.gather(learns or is_there)):
+        raise JointUserError(
+            f"Nothing learns: only {' and '.join(f'model.encoders.{name}' for name in encoders)} would, and no example "
+            "of data.train has anything to read for it; add examples that have, or let another part learn."
+        )
 
 
 def _check_buckets(recipe: Recipe, model: MLLM, datasets: Iterable[Examples], world: World) -> None:

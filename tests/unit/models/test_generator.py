@@ -1,15 +1,18 @@
-"""What is predicted of a generator's memory is what its forward pass keeps."""
+"""What is predicted of a generator's memory is what its forward pass keeps; one without a loss is refused."""
 
 import numpy as np
 import pytest
 import torch
 
+from motet.core.errors import UserError
 from motet.core.shapes import Transformer, language_model, multimodal
 from motet.cost.flops import work_of
 from motet.cost.memory import FSDP_FP32, LayerBytes, stage_layers
 from motet.models.diffusion import Diffusion
 from motet.models.dit import DiT, DiTConfig
 from motet.models.generator import GeneratorModule, OutputProjector
+from motet.models.generator_build import build_generator
+from motet.models.generator_config import GeneratorConfig
 from motet.models.noise_schedule import NoiseConfig
 from motet.models.projector import Projector, ProjectorConfig
 
@@ -55,3 +58,29 @@ def test_sizes_are_no_tensor_where_fsdp_moves_tensors_to_the_device():
     module.register_forward_pre_hook(lambda module, args: moved.extend(map(torch.is_tensor, args)))
     module(torch.randn(64, 48), torch.tensor([[8, 8]]), torch.randn(QUERIES, DIM), np.arange(1))
     assert moved == [True, False, True, False]
+
+
+class WithoutLoss(torch.nn.Module):
+    condition_dim = 6
+
+
+class WithoutGradient(WithoutLoss):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, values, sizes, conditions, keys):
+        return (self.weight * conditions.sum()).detach()
+
+
+def test_a_generator_without_a_loss_is_refused():
+    entrance = OutputProjector(Projector(DIM, 6, ProjectorConfig()), QUERIES, drop=0.0)
+    module = GeneratorModule(WithoutGradient(), entrance, QUERIES)
+    given = torch.zeros(4, 3), torch.tensor([[2, 2]]), torch.zeros(QUERIES, DIM), np.zeros(1, np.int64)
+    with pytest.raises(UserError, match="depends on neither its weights nor its conditions"):
+        module(*given)
+    with torch.no_grad():
+        assert float(module(*given)) == float(module(*given))
+    config = GeneratorConfig(num_queries=QUERIES, module=f"{__name__}:WithoutLoss")
+    with pytest.raises(UserError, match="has no forward, and so no loss"):
+        build_generator("draw", config, DIM, torch.float32, 0)
