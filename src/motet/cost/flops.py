@@ -227,6 +227,7 @@ def _operations(module: Module, reached: bool, num_recomputed: int) -> dict[Laye
     return operations_by_work(layers())
 
 
+@cache
 def _representative(layer: Layer) -> Layer:
     """A layer that is equal for all layers with the same rows and pairs."""
     attention = replace(layer.attention, width=0, kv_width=0) if layer.attention else None

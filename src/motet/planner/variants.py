@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
 
-from motet.core.plan import BalancingMethod, Plan
+import numpy as np
+
+from motet.core.plan import MOVES_ITEMS, BalancingMethod, Plan
 from motet.planner.candidate import Candidate, Pins, predict_candidate
 from motet.planner.data_parallel.search import sampled_s
 from motet.planner.job import Job
@@ -65,11 +67,21 @@ def _otherwise_balanced(job: Job, candidate: Candidate, pins: Pins) -> Iterator[
     if plan.schedule == "data_parallel":
         for method in get_args(BalancingMethod) if plan.units[0].dp > 1 else ():
             variant = replace(candidate, plan=replace(plan, balance=method, policy=job.policy_under(method)))
-            if method != plan.balance and _is_faster(job, variant, candidate):
+            if method != plan.balance and not _is_alike(job, plan, method) and _is_faster(job, variant, candidate):
                 yield variant
     elif plan.order == "given":
         for method in _in_pipelines(plan):
             yield replace(candidate, plan=replace(plan, balance=method))
+
+
+def _is_alike(job: Job, plan: Plan, method: BalancingMethod) -> bool:
+    """Whether a way of balancing decides as "auto" does: it is that one which "auto" takes in every microbatch, of the
+    examples as they come. Both then have the same exchanges, too."""
+    if plan.balance != "auto" or method not in MOVES_ITEMS:
+        return False
+    assignment = job.assignment(plan)
+    as_it_comes = np.array_equal(assignment.batch.sequence, job.batch.sequence)
+    return as_it_comes and set(assignment.methods) == {method}
 
 
 def _is_faster(job: Job, variant: Candidate, candidate: Candidate) -> bool:

@@ -1,17 +1,24 @@
 """What a leader gets beside its degrees: bubbles that are filled by step."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
+from motet.core.plan import BalancingMethod
 from motet.core.plan_file import read_plan, write_plan
+from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
+from motet.planner import variants
 from motet.planner.candidate import Pins, RuledOut, predict_candidate
 from motet.planner.order import with_pinned_deal
 from motet.planner.pins import parse_pins, pins_in_words
+from motet.planner.strategies import STRATEGIES
 from motet.planner.variants import fastest_variant
 from motet.schedule import validate
 from motet.simulate.show.plan_words import plan_in_words
 from unit.planner.bubble_filling.test_propose import job, proposals
+from unit.planner.jobs import LLM
+from unit.planner.jobs import job as small_job
 
 LENGTHS = {"median": 3000, "spread": 1.0, "max": 16000}
 IMAGES = {"image": {"count": {"value": 2}, "length": LENGTHS, "length_per_token": 8}}
@@ -63,3 +70,25 @@ def test_fills_by_step_are_of_encoders_in_bubbles(leader):
         found = with_pinned_deal(replace(candidate, plan=plan), pins)
         assert isinstance(found, RuledOut)
         assert found.why.startswith("filling is pinned to 'by_step', and ")
+
+
+def test_a_way_of_balancing_that_auto_takes_in_every_microbatch_is_not_simulated_again(monkeypatch):
+    image = connect(vit("image", Transformer(512, 2048, 8), 8), 512, "linear")
+    given = small_job(multimodal("small", language_model(LLM, 8, 4000), [image]), batch_size=24, spread=1.0)
+    proposed = STRATEGIES["data parallel"](given, Pins(dp=8, tp=1, microbatch_size=3))
+    candidate = next(one for one in proposed if not isinstance(one, RuledOut))
+    assert candidate.plan.balance == "auto" and given.assignment(candidate.plan).methods == ("per_phase",)
+    step_s = {
+        method: predict_candidate(given, replace(candidate, plan=replace(candidate.plan, balance=method))).step_s
+        for method in get_args(BalancingMethod)
+    }
+    assert step_s["per_phase"] == step_s["auto"] != step_s["joint"]
+    simulated = []
+
+    def predicted(job, candidate):
+        simulated.append(candidate.plan.balance)
+        return predict_candidate(job, candidate)
+
+    monkeypatch.setattr(variants, "predict_candidate", predicted)
+    fastest_variant(given, candidate, predict_candidate(given, candidate), Pins())
+    assert sorted(simulated) == ["joint", "off"]

@@ -7,7 +7,7 @@ Figure 8).
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, overload
@@ -171,24 +171,39 @@ class BubbleRoom:
 
         O(len(slices) * log bubbles).
         """
-        for slice_s, num in slices:
-            if num and slice_s:
-                begin_s = self._end(begin_s, slice_s, num)
-        return begin_s
+        return self.placed(slices)(begin_s)
 
-    def _end(self, begin_s: float, slice_s: float, num: int) -> float:
+    def placed(self, slices: Sequence[Slices]) -> Callable[[float], float]:
+        """`end` of these slices, as a function of begin_s: for whoever asks it thousands of times."""
+        ends = [self._placed(slice_s, num) for slice_s, num in slices if num and slice_s]
+        if len(ends) == 1:
+            return ends[0]
+
+        def end(begin_s: float) -> float:
+            for one in ends:
+                begin_s = one(begin_s)
+            return begin_s
+
+        return end
+
+    def _placed(self, slice_s: float, num: int) -> Callable[[float], float]:
         starts, stops, capacity = self._tables.get(slice_s) or self._table(slice_s)
-        # 1. What is left of the bubble in which begin_s lies.
-        bubble = bisect_right(starts, begin_s) - 1
-        if bubble >= 0:
-            num_fitting = int((stops[bubble] - begin_s) / slice_s + _ROUNDING)
-            if num_fitting >= num:
-                return begin_s + num * slice_s
-            num -= max(num_fitting, 0)
-        # 2. The bubble after it that holds the last slice.
-        num_before = capacity[bubble + 1] + num
-        bubble = bisect_left(capacity, num_before) - 1
-        return starts[bubble] + (num_before - capacity[bubble]) * slice_s
+
+        def end(begin_s: float) -> float:
+            # 1. What is left of the bubble in which begin_s lies.
+            left, bubble = num, bisect_right(starts, begin_s) - 1
+            if bubble >= 0:
+                num_fitting = int((stops[bubble] - begin_s) / slice_s + _ROUNDING)
+                if num_fitting >= left:
+                    return begin_s + left * slice_s
+                if num_fitting > 0:
+                    left -= num_fitting
+            # 2. The bubble after it that holds the last slice.
+            num_before = capacity[bubble + 1] + left
+            bubble = bisect_left(capacity, num_before) - 1
+            return starts[bubble] + (num_before - capacity[bubble]) * slice_s
+
+        return end
 
     def _table(self, slice_s: float) -> tuple[list[float], list[float], list[int]]:
         """The bubbles that hold a slice: their starts, their ends, and how many slices the first 0, 1, ... hold."""

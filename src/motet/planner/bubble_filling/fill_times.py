@@ -16,8 +16,9 @@ encoders are placed as if their slices were of one (section 4.4). A frozen encod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -97,10 +98,18 @@ class Direction:
 
     def advance(self, pipeline: int, begin_s: float, free_s: dict[int, float]) -> None:
         """Bring free_s to the ends of what `place` places. Nearly all placements are asked for these alone."""
-        for pp_rank, rank in self.ranks[pipeline]:
-            end_s = self.bubbles[rank].end(max(begin_s, free_s[rank]), self.passes[pp_rank])
-            free_s[rank] = end_s
-            begin_s = end_s + self.send_s
+        send_s = self.send_s
+        for rank, end in self._ends[pipeline]:
+            free = free_s[rank]
+            free_s[rank] = end_s = end(begin_s if begin_s > free else free)
+            begin_s = end_s + send_s
+
+    @cached_property
+    def _ends(self) -> list[list[tuple[int, Callable[[float], float]]]]:
+        """Per pipeline, (rank, when its passes end that begin then), in the order of `ranks`."""
+        return [
+            [(rank, self.bubbles[rank].placed(self.passes[pp_rank])) for pp_rank, rank in one] for one in self.ranks
+        ]
 
 
 class FillTimer:
