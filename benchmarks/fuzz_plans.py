@@ -286,6 +286,10 @@ def features(case: AnyCase) -> Iterator[str]:
     yield from {
         f"cp {unit.cp} of {'llm' if 'backbone' in unit.modules else 'encoders'}" for unit in units if unit.cp > 1
     }
+    yield from {f"tp {unit.tp}" for unit in units if unit.tp > 1}
+    yield from {f"ep {unit.ep}" for unit in units if unit.ep > 1}
+    if case.chunks > 1 and not case.blocking and any(unit.tp > 1 for unit in units):
+        yield f"tp in {case.chunks} chunks"
     yield from {f"exchange {case.exchange}" for unit in units if unit.cp > 1 and "backbone" in unit.modules}
     yield from {"recompute" for unit in units if any(count for of in unit.recompute for count in of.values())}
     yield from {"two blocks or more in a stage" for unit in units if any(sum(of.values()) > 1 for of in unit.stages)}

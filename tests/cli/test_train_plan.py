@@ -51,7 +51,8 @@ def refused(job, tmp_path, monkeypatch, capsys):
         (["run.microbatches=3"], {}, "sets run.microbatches, which the plan /plan.json decides; remove it."),
         (["fsdp.recompute=true"], {}, "sets fsdp.recompute, which the plan"),
         (["balance.method=joint"], {}, "sets balance.method, which the plan"),
-        (["balance.split=auto"], {}, "decides; remove it (long items are shared by the ranks of a unit with cp)."),
+        (["balance.split=auto"], {}, "decides; remove it; ranks of a unit with cp share long items, as in a plan that"),
+        (["balance.method=split"], {}, "sets balance.method, which the plan /plan.json decides; remove it; ranks of a"),
         (["run.batch_size=12"], {}, "is for run.batch_size = 6, and the recipe has 12; plan anew: motet plan RECIPE"),
         (["run.dtype=float32"], {}, "is for precision = fp64, and the recipe has fp32; plan anew: motet plan RECIPE"),
         (
@@ -87,7 +88,7 @@ def test_a_unit_that_is_not_trained_yet_is_named_by_its_field(refused, job):
     units = json.loads(job.with_name("plan.json").read_text())["units"]
     unit = {**units[0], "tp": 2, "pp": 1, "stages": [{"image": 2, "audio": 2, "backbone": 3}]}
     said = refused(units=[unit], schedule="data_parallel")
-    assert "has tensor parallelism (tp > 1) under the schedule 'data_parallel', which training" in said
+    assert "has tensor parallelism (tp > 1) under the schedule 'data_parallel' (one stage of '1f1b' has tp," in said
 
 
 def dry_run(job, run_dir, monkeypatch, capsys, *options):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from motet.assign.rows import SentRows
+from motet.chunked import RowChunks
 from motet.runtime import held, planned_step, sections
 from motet.runtime.clip import square_sum_of_share
 from motet.runtime.held import HeldParameters
@@ -194,6 +195,14 @@ def a_gradient_of_sent_rows_is_dropped(patch):
 
 def shards_are_not_gathered_anew(patch):
     patch.setattr(ShardedState, "is_updated", lambda self: None)
+
+
+def rows_of_chunks_stay_as_they_came(patch):
+    def appended(self, padded, span, chunk):
+        first = self.ranks.size * span[0]
+        padded[first : first + len(chunk)] = chunk
+
+    patch.setattr(RowChunks, "put", appended)
 
 
 def recomputation_draws_other_numbers(patch):

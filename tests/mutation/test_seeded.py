@@ -24,8 +24,9 @@ ENCODERS_APART = PlannedCase(
 )
 REPLICAS = PlannedCase((Unit("all", ({"image": 3, "audio": 2, "backbone": 3},), dp=2, zero=0),), "gpipe")
 SHARDS = PlannedCase((Unit("all", ({"image": 3, "audio": 2, "backbone": 3},), dp=2, zero=1),), "gpipe")
+CHUNKS = PlannedCase((Unit("all", ({"image": 3, "audio": 2, "backbone": 3},), tp=2, zero=0),), "gpipe", chunks=2)
 SEEN_IN = {
-    "": [CHAIN, ENCODERS_APART, REPLICAS, SHARDS, draw(*AMPLIFYING).case],
+    "": [CHAIN, ENCODERS_APART, REPLICAS, SHARDS, CHUNKS, draw(*AMPLIFYING).case],
     "a_message_is_lost": [CHAIN],
     "a_receive_buffer_is_stale": [CHAIN],
     "rows_are_in_another_order": [ENCODERS_APART],
@@ -43,6 +44,7 @@ SEEN_IN = {
     "the_loss_is_divided_by_own_targets": [REPLICAS],
     "copies_count_twice_in_the_norm": [REPLICAS],
     "shards_are_not_gathered_anew": [SHARDS],
+    "rows_of_chunks_stay_as_they_came": [CHUNKS],
 }
 """Fault -> cases in which it is seen; "" is none."""
 OF_RECOMPUTATION = "recomputation_draws_other_numbers"

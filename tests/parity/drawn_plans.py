@@ -355,6 +355,7 @@ def smaller(case: PlannedCase | Cut) -> Iterator[PlannedCase | Cut]:
         *({"schedule": schedule} for schedule in SCHEDULES[: SCHEDULES.index(case.schedule)]),
         *({name: plain[name]} for name in (_MIXTURE | _OPTIONS) if _is_smallest(plain.get(name))),
         {"caps": {}},
+        {"chunks": 1},
         *({"units": units} for units in _smaller_units(case.units)),
     ]
     for change in changes:

@@ -198,7 +198,7 @@ def _balance(recipe: Recipe, spec: ModelSpec) -> BalancingMethod:
     if recipe.balance.method == "split" or recipe.balance.cut_by:
         raise UserError(
             f"balance.{recipe.balance.cut_by} cuts sequences, which a plan cannot say yet; remove it to simulate the "
-            "recipe."
+            "recipe, or plan with --pin cp=2, under which ranks share all of them."
         )
     return recipe.balance.method if balanced else "off"
 

@@ -28,7 +28,7 @@ def obstacle(plan: Plan, recipe: Recipe) -> str:
 def untrained(plan: Plan) -> str:
     """What a Plan has that training can run of no recipe yet; "" if it has nothing such."""
     obstacles = {
-        "tensor parallelism (tp > 1) under the schedule 'data_parallel'": (
+        "tensor parallelism (tp > 1) under the schedule 'data_parallel' (one stage of '1f1b' has tp, dp and zero)": (
             plan.schedule == "data_parallel" and any(unit.tp > 1 for unit in plan.units)
         ),
         "another tp of what runs in bubbles than the backbone's": any(

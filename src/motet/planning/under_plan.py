@@ -26,8 +26,6 @@ from motet.train.recipe.recipe import Recipe, load_recipe
 
 _PRECISION_KEYS = {"param_dtype", "reduce_dtype", "loss_scale", "loss_scale_steps"}
 _BALANCE_KEYS = {"method", "phases", "policy"}
-_INSTEAD = {"balance.split": " (long items are shared by the ranks of a unit with cp)"}
-"""Keys of the recipe -> how a Plan with stages says it."""
 
 
 def recipe_under_plan(
@@ -47,7 +45,7 @@ def agreed(recipe: Recipe, recipe_file: Path, chosen: ChosenPlan) -> tuple[Recip
     recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"plan": plan_file})})
     if key := next(_decided_twice(recipe, plan), None):
         raise UserError(
-            f"{recipe_file} sets {key}, which the plan {plan_file} decides; remove it{_INSTEAD.get(key, '')}."
+            f"{recipe_file} sets {key}, which the plan {plan_file} decides; remove it{_instead(key, recipe, plan)}."
         )
     for what, theirs, ours in (
         ("run.batch_size", plan.batch_size, recipe.run.batch_size),
@@ -100,10 +98,20 @@ def job_under_plan(
 
 def to_remove(recipe_file: Path, overrides: Sequence[str], plan: Plan) -> str:
     """The sentence that names what a recipe must not set to train under a Plan; "" if it sets nothing of that kind."""
-    keys = list(_decided_twice(load_recipe(recipe_file, overrides, trains=False), plan))
+    recipe = load_recipe(recipe_file, overrides, trains=False)
+    keys = list(_decided_twice(recipe, plan))
     what = "it" if len(keys) == 1 else "them"
-    instead = "".join(_INSTEAD.get(key, "") for key in keys)
+    instead = "".join(_instead(key, recipe, plan) for key in keys)
     return f"Remove {', '.join(keys)} from {recipe_file} first, as the plan decides {what}{instead}." if keys else ""
+
+
+def _instead(key: str, recipe: Recipe, plan: Plan) -> str:
+    """How a Plan says what a key of the recipe asks for, where that cuts long items; "" of other keys."""
+    if not recipe.balance.cut_by or key != f"balance.{recipe.balance.cut_by.split()[0]}":
+        return ""
+    if plan.schedule == "data_parallel":
+        return '; balance.split = "auto" cuts long items under a plan of data parallelism that balances by "auto"'
+    return "; ranks of a unit with cp share long items, as in a plan that --pin cp=2 makes"
 
 
 def _decided_twice(recipe: Recipe, plan: Plan) -> Iterator[str]:
