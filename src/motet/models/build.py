@@ -141,7 +141,7 @@ class BackboneConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
     family: Literal[
         "qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe",
-        "granite", "gpt2", "opt",
+        "granite", "gpt2", "opt", "internlm2",
     ]  # fmt: skip
     config: dict[str, Any] = Field(default_factory=dict)
     path: Path | None = None

@@ -88,7 +88,8 @@ def _read(file: Path) -> PreTrainedConfig:
     known = {**_BACKBONE_TYPES, **_COMPOSITES, **_ENCODER_TYPES}
     if not isinstance(model_type, str) or model_type not in known:
         raise UserError(f"{file}: no family stands for a model of type {model_type!r}; there are {', '.join(known)}.")
-    kind = _ENCODER_TYPES[model_type].config if model_type in _ENCODER_TYPES else CONFIG_MAPPING[model_type]
+    own = _ENCODER_TYPES | _BACKBONE_TYPES
+    kind = own[model_type].config if model_type in own else CONFIG_MAPPING[model_type]
     return parse_config(file, kind, stored)
 
 

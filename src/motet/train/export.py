@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
 from motet.models.build import build_mllm
 from motet.models.export import AdapterForm, export_hf
@@ -103,6 +104,11 @@ def check_adapters(recipe: Recipe) -> None:
         check_peft('export.adapter = "saved"')
         if isinstance(recipe, WholeRecipe):
             check_one_adapter(recipe.modules.lora)
+        elif recipe.model.backbone.family == "internlm2" and BACKBONE in recipe.modules.lora:
+            raise UserError(
+                'export.adapter = "saved" would name layers of Llama, which InternLM2\'s own code has not; set '
+                'export.adapter = "merged".'
+            )
 
 
 def _gathered(model: MLLM, world: World) -> dict[str, Tensor]:

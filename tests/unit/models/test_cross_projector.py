@@ -78,10 +78,11 @@ def test_packed_items_are_each_as_alone_and_as_in_transformers(kind):
     assert ours.num_outputs(COUNTS).tolist() == [5] * 5 == [len(item) for item in alone]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-12, atol=1e-12)
     theirs = of_transformers(kind, ours)
-    torch.testing.assert_close(
-        together, torch.cat([theirs(item) for item in rows.split(COUNTS.tolist())]), rtol=1e-10, atol=1e-10
-    )
+    expected = torch.cat([theirs(item) for item in rows.split(COUNTS.tolist())])
+    torch.testing.assert_close(together, expected, rtol=1e-12, atol=1e-12)
     weight = torch.randn_like(together)
+    found, wanted = (torch.autograd.grad((out * weight).sum(), rows, retain_graph=True) for out in (together, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
     inputs = [rows, *ours.parameters()]
     packed, single = (torch.autograd.grad((out * weight).sum(), inputs) for out in (together, torch.cat(alone)))
     torch.testing.assert_close(packed, single, rtol=1e-10, atol=1e-12)

@@ -24,7 +24,7 @@ ENCODERS = [
 ]  # fmt: skip
 BACKBONES = [
     "qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe",
-    "granite", "gpt2", "opt",
+    "granite", "gpt2", "opt", "internlm2",
 ]  # fmt: skip
 VARIANTS = {
     "qwen3_moe": [{"num_hidden_layers": 3, "mlp_only_layers": [1]}],

@@ -73,6 +73,7 @@ from motet.models.families.grid_text import (
     Qwen25VLCausalLM,
 )
 from motet.models.families.idefics3 import Idefics3Tower
+from motet.models.families.internlm2 import InternLM2Config, InternLM2ForCausalLM, InternLM2Text
 from motet.models.families.internvl import InternVLEncoder
 from motet.models.families.mllama import MllamaText, MllamaTower
 from motet.models.families.pixtral import PixtralEncoder
@@ -262,6 +263,7 @@ BACKBONES = {
     "qwen2": Family(transformers.Qwen2Config, transformers.Qwen2ForCausalLM, branches=LLAMA_BRANCHES),
     "qwen3": Family(transformers.Qwen3Config, transformers.Qwen3ForCausalLM, branches=QWEN3_BRANCHES),
     "llama": Family(transformers.LlamaConfig, transformers.LlamaForCausalLM, branches=LLAMA_BRANCHES),
+    "internlm2": Family(InternLM2Config, InternLM2ForCausalLM, branches=LLAMA_BRANCHES, text=InternLM2Text),
     "mistral": Family(transformers.MistralConfig, transformers.MistralForCausalLM, branches=LLAMA_BRANCHES),
     "gemma": Family(
         transformers.GemmaConfig, transformers.GemmaForCausalLM, norm="rms_float32", branches=LLAMA_BRANCHES

@@ -31,6 +31,7 @@ from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5O
 
 from motet.core.errors import UserError
 from motet.core.grid_positions import NUM_AXES
+from motet.models.families.internlm2 import InternLM2Config
 
 _ONLY: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
@@ -61,6 +62,7 @@ _SOFT_CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
 
 _ONLY_OF: dict[type[PreTrainedConfig], dict[str, tuple[Any, ...]]] = {
     GPT2Config: {"reorder_and_upcast_attn": (None, False)},
+    InternLM2Config: {"mlp_bias": (None, False)},
     OPTConfig: {
         "do_layer_norm_before": (None, True),
         "_remove_final_layer_norm": (None, False),
@@ -229,8 +231,9 @@ def _ropes(config: PreTrainedConfig, where: str) -> dict[str, Any]:
 
 def _check_rope(config: PreTrainedConfig, name: str, rope: Any) -> None:
     kind = rope.get("rope_type") if isinstance(rope, dict) else None
-    if kind not in _ROPE or (kind == "longrope" and isinstance(config, Gemma3TextConfig)):
-        raise UserError(f"{name} is {rope}, whose rope_type Motet does not compute; it must be {', '.join(_ROPE)}.")
+    known = ("default",) if isinstance(config, InternLM2Config) else _ROPE
+    if kind not in known or (kind == "longrope" and isinstance(config, Gemma3TextConfig)):
+        raise UserError(f"{name} is {rope}, whose rope_type Motet does not compute; it must be {', '.join(known)}.")
     options = _ROPE[kind] | {"rope_type", "type", "rope_theta"}
     on_grid = isinstance(config, _ON_GRID)
     if on_grid:
