@@ -24,6 +24,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from motet.assign.planned_step import decide_planned_step
 from motet.core.example import TokenSequence
 from motet.core.plan import Plan, Unit
+from motet.core.timeline import Timeline
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.catalogue import cluster
 from motet.dispatch.batch import PackedSequences, RankBatch
@@ -151,7 +152,7 @@ def plan_of(schedule: str) -> Plan:
 class Ours:
     """Steps by `PlannedStep`.
 
-    Of the last step: received_s, seconds in which this rank waited for messages; square_norm, that of all gradients.
+    square_norm: of all gradients, in the last step.
     """
 
     def __init__(self, schedule: str, rank: int, tokens: Sequence[Sequence[np.ndarray]]) -> None:
@@ -160,7 +161,8 @@ class Ours:
         self._place = self.step.place
         self.batches = [self._microbatches(plan, batch) for batch in tokens]
         self.num_actions = len(self._place.row.row)
-        self.received_s = self.square_norm = 0.0
+        self.square_norm = 0.0
+        self._timeline = Timeline.of()
 
     def _microbatches(self, plan: Plan, tokens: Sequence[np.ndarray]) -> list[RankBatch]:
         count = np.array([len(each) for each in tokens])
@@ -181,9 +183,13 @@ class Ours:
     def run(self, number: int) -> float:
         """The mean loss."""
         result = self.step.run(self.batches[number])
-        self.square_norm = result.grad_norm**2
-        self.received_s = sum(span.duration_s for span in result.timeline if span.kind in WAITS)
+        self.square_norm, self._timeline = result.grad_norm**2, result.timeline
         return result.loss
+
+    @property
+    def received_s(self) -> float:
+        """Seconds of the last step in which this rank waited for messages."""
+        return sum(span.duration_s for span in self._timeline if span.kind in WAITS)
 
 
 class ByHand:

@@ -45,9 +45,12 @@ def job(tmp_path_factory):
 
 
 def plan_of(recipe: Path, stages, **options) -> Plan:
-    """A chain in these stages, of the recipe's model as the tests train it. pp: ranks; by default one a stage."""
+    """A chain in these stages, of the recipe's model as the tests train it. pp: ranks; by default one a stage.
+
+    left_over: ranks of the cluster that it does not use.
+    """
     dp, pp = options.pop("dp", 1), options.pop("pp", len(stages))
-    where = cluster("h100", 1, dp * pp)
+    where = cluster("h100", 1, dp * pp + options.pop("left_over", 0))
     device = replace(where.device, peak_flops={**where.device.peak_flops, "fp64": 1e12}, overlaps=False)
     recompute, zero = options.pop("recompute", ()), options.pop("zero", 1)
     unit = Unit("all", stages, pp=pp, dp=dp, recompute=recompute, zero=zero)
@@ -110,10 +113,10 @@ def row_of(plan_file, job, rank, monkeypatch, capsys):
         (LATE_CUT, {"schedule": "gpipe", "recompute": ({"image": 1, "backbone": 1}, {"backbone": 2})}),
         (FEW_CUTS, {"dp": 2, "zero": 3}),
         (FOUR_STAGES, {"schedule": "interleaved_1f1b", "deferred_warmup": True, "pp": 2}),
-        (LATE_CUT, {"schedule": "zb_h1"}),
+        (LATE_CUT, {"schedule": "zb_h1", "left_over": 1}),
         (FOUR_STAGES, {"schedule": "zb_v", "pp": 2, "recompute": ({"image": 1}, {}, {"backbone": 1}, {})}),
     ],
-    ids=["1f1b", "gpipe, recomputed", "ZeRO 3", "interleaved, deferred", "zb_h1", "zb_v, recomputed"],
+    ids=["1f1b", "gpipe, recomputed", "ZeRO 3", "interleaved, deferred", "zb_h1, a rank more", "zb_v, recomputed"],
 )
 def test_a_plan_trains_as_one_process_does(job, alone, tmp_path, monkeypatch, capsys, stages, options):
     plan = plan_of(job, stages, **options)
@@ -129,7 +132,7 @@ def test_a_plan_trains_as_one_process_does(job, alone, tmp_path, monkeypatch, ca
     )
     check_reloads(run_dir, tmp_path / "plan.json")
     found = traced(run_dir)
-    for rank in range(plan.cluster.num_ranks):
+    for rank in plan.units[0].ranks:
         expected = row_of(tmp_path / "plan.json", job, rank, monkeypatch, capsys)
         for step in range(8):
             assert [name for name, _, _ in found[rank, step]] == expected

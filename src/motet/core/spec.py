@@ -409,11 +409,18 @@ class ModelSpec:
 
         Behind no block of a generator stands what the backbone gives it: hidden states behind the last norm.
         """
-        if stop == 0:
-            name, stop = BACKBONE, len(self.module(BACKBONE).blocks)
-        module = self.module(name)
-        index = module.sent_index(stop)
-        return module.sent(stop), module.layers[index].trainable or self.input_gradients[name][index]
+        if (known := self._sent.get((name, stop))) is None:
+            whose, last = (name, stop) if stop else (BACKBONE, len(self.module(BACKBONE).blocks))
+            module = self.module(whose)
+            index = module.sent_index(last)
+            has_gradient = module.layers[index].trainable or self.input_gradients[whose][index]
+            known = self._sent[name, stop] = module.sent(last), has_gradient
+        return known
+
+    @cached_property
+    def _sent(self) -> dict[tuple[str, int], tuple[Layer, bool]]:
+        """What `sent` has found: steps ask for the same again and again."""
+        return {}
 
     def moved(self, name: str) -> tuple[Layer, bool]:
         """As `sent`, of the rows that move between a module and the backbone: those that an encoder gives it, or that a

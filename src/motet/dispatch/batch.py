@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
@@ -69,9 +70,14 @@ class PackedSequences:
         """Sequences of this rank."""
         return len(self.offsets) - 1
 
+    @cached_property
+    def num_rows(self) -> int:
+        """Rows of all sequences, also where this rank has no tokens, or others have some of the rows."""
+        return int(self.offsets.numpy()[-1])
+
     @property
     def num_tokens(self) -> int:
-        """Rows of all sequences, text and media."""
+        """Rows that are here, text and media."""
         return len(self.tokens)
 
     @property

@@ -14,7 +14,7 @@ from motet.assign.context_rows import context_rows
 from motet.assign.rows import SentRows, edge_rows, num_given_rows
 from motet.assign.step import ModuleAssignment, StepAssignment, joined
 from motet.core.arrays import Int64Array
-from motet.core.spec import Module
+from motet.core.spec import Layer, Module
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.schedule import PlannedProgram
@@ -76,7 +76,7 @@ def message_parts(
         replica = share_of(layout, whose, source, island, shares and shares[0])
         if stop:
             computed = items.items_of(replica, microbatch)
-            num_sent = _num_rows(module, stop, items, computed)
+            num_sent = _num_rows(module, stop, layer, items, computed)
         else:  # What the backbone gives a generator, whose replicas are not the backbone's.
             num_sent = int(num_given_rows(assignment, name, None)[replica, microbatch])
         is_kept = name == BACKBONE and num_sent > 0
@@ -102,11 +102,11 @@ def _are_all(sent: SentRows, num_sent: int, num_taken: int) -> bool:
     )
 
 
-def _num_rows(module: Module, stop: int, items: ModuleAssignment, computed: Int64Array) -> int:
-    """Rows of a module's output behind its block stop - 1. computed: the items of which, int64 [n]."""
+def _num_rows(module: Module, stop: int, layer: Layer, items: ModuleAssignment, computed: Int64Array) -> int:
+    """Rows of a module's output behind its block stop - 1, which `layer` makes. computed: the items, int64 [n]."""
     if stop == len(module.blocks) and module.name != BACKBONE:
         return int(items.num_tokens[computed].sum())
-    layer, segments = module.sent(stop), items.segments
+    segments = items.segments
     rows = (
         layer.rows(items.length[computed])
         if segments is None

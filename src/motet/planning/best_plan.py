@@ -14,7 +14,15 @@ from motet.planner.candidate import Pins
 from motet.planner.command import PlanOutputs, plan_command
 from motet.planner.search_result import SimulatedCandidate
 from motet.planning.job import JobOptions, job_of_recipe
-from motet.planning.trainable import torchrun_words, train_words, trainable_in, training_line, untrained
+from motet.planning.trainable import (
+    needed_cluster,
+    on_all_ranks,
+    torchrun_words,
+    train_words,
+    trainable_in,
+    training_line,
+    untrained,
+)
 
 
 @dataclass(frozen=True)
@@ -51,8 +59,8 @@ class Planned:
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster that the Plan is for."""
-        return self.best.candidate.plan.cluster
+        """What trains the Plan: its cluster, without ranks that it leaves over."""
+        return needed_cluster(self.best.candidate.plan) or self.best.candidate.plan.cluster
 
 
 def plan_recipe_file(request: PlanRequest) -> list[str]:
@@ -83,7 +91,7 @@ def plan_phases(request: PlanRequest, names: Sequence[str]) -> None:
     for name, each in zip(names, requests):
         print(f"Phase {name}\n")
         try:
-            planned.append(_planned(each))
+            planned.append(_planned(each, is_on_all=True))
         except UserError as error:
             raise UserError(f"Phase {name}: {error}") from error
         print()
@@ -96,12 +104,14 @@ def plan_phases(request: PlanRequest, names: Sequence[str]) -> None:
         print(f"Train them: {torchrun_words(planned[0].cluster)} {shlex.join(words)}")
 
 
-def _planned(request: PlanRequest) -> Planned:
-    """Plan one run, print and write the result."""
+def _planned(request: PlanRequest, *, is_on_all: bool = False) -> Planned:
+    """Plan one run, print and write the result. is_on_all: all ranks of the cluster train it, as other phases."""
     recipe, overrides, outputs = request.recipe, request.overrides, request.outputs
     asks = request.is_trainable or request.launch is not None
     job = job_of_recipe(recipe, request.options, overrides)
     obstacle = trainable_in(recipe, overrides, is_asked=asks)
+    if obstacle is not None and is_on_all:
+        obstacle = on_all_ranks(obstacle)
     need = None
     if (profile := request.options.profile) is not None:
         from motet.planning.decoding import decoding_need

@@ -40,7 +40,7 @@ from motet.planning.job import JobOptions, job_of_recipe
 from motet.planning.measured_memory import BlockFigures, Refitted, recompute_more
 from motet.planning.plan_of_recipe import recipe_of_plan
 from motet.planning.planned_recipe import read_job_recipe
-from motet.planning.trainable import obstacle_in
+from motet.planning.trainable import obstacle_in, on_all_ranks
 from motet.planning.trial import OutOfMemory, Trials, TrialTask, open_trials
 from motet.train.input.feed import Feed, StepRange
 from motet.train.job import build_job
@@ -126,7 +126,7 @@ def plan_measured(request: MeasureRequest, outputs: PlanOutputs) -> None:
         with world.together():
             if world.is_first:
                 job, recipe = _job(request, world), load_recipe(request.recipe, request.overrides, trains=False)
-                pins, obstacle = request.pins, obstacle_in(recipe)
+                pins, obstacle = request.pins, on_all_ranks(obstacle_in(recipe))
                 found = find_plans(job, pins, Quota(request.num_plans, lambda plan: not obstacle(plan)))
                 plans = [each.candidate.plan for each in (found.best, *found.results[1:])]
                 obstacles = {index: obstacle(plan) for index, plan in enumerate(plans)}

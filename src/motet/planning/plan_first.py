@@ -20,7 +20,7 @@ from motet.planner.job import Job
 from motet.planning.at_hand import device_at_hand
 from motet.planning.cluster import ClusterOptions
 from motet.planning.job import JobOptions, job_of_recipe
-from motet.planning.trainable import obstacle_in, plan_line
+from motet.planning.trainable import obstacle_in, on_all_ranks, plan_line
 from motet.planning.under_plan import agreed
 from motet.train.checkpoint.choice import Say
 from motet.train.planned_job import ChosenPlan
@@ -63,6 +63,7 @@ def _job_at_hand(recipe: Recipe, recipe_file: Path, overrides: Sequence[str], wo
 
 
 def fastest_plan(job: Job, obstacle_of: Callable[[Plan], str]) -> Plan:
-    """The fastest Plan that training can run. obstacle_of: as `obstacle`. Raises UserError if there is none."""
+    """The fastest Plan that training can run on all ranks, by `obstacle_of`. Raises UserError if there is none."""
+    obstacle_of = on_all_ranks(obstacle_of)
     found = find_plans(job, Pins(order="given"), Quota(1, lambda plan: not obstacle_of(plan)))
     return found.with_obstacles(obstacle_of, is_trainable=True).best.candidate.plan

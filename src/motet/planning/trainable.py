@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.cost.catalogue import DEVICES
 from motet.schedule import parse_action, pieces_of, planned
-from motet.schedule.plan_units import pipelined_units, units_in_bubbles
+from motet.schedule.plan_units import units_in_bubbles
 
 if TYPE_CHECKING:
     from motet.models.mllm import MLLM
@@ -31,6 +32,7 @@ def untrained(plan: Plan) -> str:
         "tensor parallelism (tp > 1) under the schedule 'data_parallel' (one stage of '1f1b' has tp, dp and zero)": (
             plan.schedule == "data_parallel" and any(unit.tp > 1 for unit in plan.units)
         ),
+        "ranks left over before others, or on some of its nodes": needed_cluster(plan) is None,
         "another tp of what runs in bubbles than the backbone's": any(
             unit.tp != plan.unit_of(BACKBONE).tp for unit in units_in_bubbles(plan)
         ),
@@ -43,6 +45,20 @@ def untrained(plan: Plan) -> str:
     }
     own = _data_parallel(plan) if plan.schedule == "data_parallel" else _in_stages(plan)
     return next((what for what, is_there in (obstacles | own).items() if is_there), "")
+
+
+def needed_cluster(plan: Plan) -> Cluster | None:
+    """The part of a Plan's cluster that trains it: its first nodes, or the first ranks of one; None: there is none."""
+    ranks, cluster = {rank for unit in plan.units for rank in unit.ranks}, plan.cluster
+    num_nodes, num_more = divmod(len(ranks), cluster.ranks_per_node)
+    if ranks != set(range(len(ranks))) or (num_nodes and num_more):
+        return None
+    return replace(cluster, num_nodes=num_nodes or 1, ranks_per_node=num_more or cluster.ranks_per_node)
+
+
+def on_all_ranks(obstacle: Callable[[Plan], str]) -> Callable[[Plan], str]:
+    """As `obstacle`, where all ranks of a Plan's cluster have begun: none may be left over."""
+    return lambda plan: obstacle(plan) or ("" if needed_cluster(plan) == plan.cluster else "ranks left over")
 
 
 def obstacle_in(recipe: Recipe) -> Callable[[Plan], str]:
@@ -145,16 +161,11 @@ def _cut_block(plan: Plan) -> str:
 
 
 def _data_parallel(plan: Plan) -> dict[str, bool]:
-    unit = plan.units[0]
-    return {
-        "modules on ranks of their own": len(plan.units) > 1,
-        "ranks left over": unit.num_ranks < plan.cluster.num_ranks,
-    }
+    return {"modules on ranks of their own": len(plan.units) > 1}
 
 
 def _in_stages(plan: Plan) -> dict[str, bool]:
     return {
-        "ranks left over": sum(unit.num_ranks for unit in pipelined_units(plan)) < plan.cluster.num_ranks,
         "context parallelism (cp > 1) of a backbone that feeds generators": (
             bool(plan.model.generators) and plan.unit_of(BACKBONE).cp > 1
         ),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch.profiler import record_function
 
+from motet.core.arrays import Float64Array
 from motet.core.timeline import COMPUTE_STREAM, Timeline
 from motet.schedule.program import WHOLE_RANK, Action
 
@@ -19,14 +21,8 @@ Mark: TypeAlias = float | torch.cuda.Event
 """A moment: seconds of `time.perf_counter()`, or an event on a CUDA stream."""
 
 
-class _Recorded(NamedTuple):
-    """An action that was taken, as little as can be noted while a step runs."""
-
-    action: Action
-    step: int
-    module: str
-    start: Mark
-    end: Mark
+_Recorded: TypeAlias = tuple[Action, int, str, Mark, Mark]
+"""An action that was taken, its step and module, start and end: as little as can be noted while a step runs."""
 
 
 class ActionClock:
@@ -40,6 +36,7 @@ class ActionClock:
         self.rank = rank
         self.zero_s = time.perf_counter() if zero_s is None else zero_s
         self._on_device = device.type == "cuda"
+        self._mark: Callable[[], Mark] = self._event if self._on_device else time.perf_counter
         self._pending: list[_Recorded] = []
         self._start: Mark = 0.0
         self._met: Mark | None = None
@@ -65,7 +62,7 @@ class ActionClock:
         module: the module of the action's stage. Actions of the whole rank (NORM, STEP) get "" instead, as in a
         simulated Timeline.
         """
-        self._pending.append(_Recorded(action, step, module, self._start, self._mark()))
+        self._pending.append((action, step, module, self._start, self._mark()))
         if self.names:
             self._named.__exit__(None, None, None)
 
@@ -83,34 +80,33 @@ class ActionClock:
         pending, self._pending = self._pending, []
         met, self._met = self._met, None
         if self._on_device:
-            for mark in (*(one.end for one in pending[-1:]), *(() if met is None else (met,))):
+            for mark in (*(end for *_, end in pending[-1:]), *(() if met is None else (met,))):
                 mark.synchronize()
-        self.met_s = math.nan if met is None else self._seconds(met)
+        self.met_s = math.nan if met is None else float(self._seconds([met])[0])
         count = len(pending)
         return Timeline(
             np.full(count, self.rank, dtype=np.int32),
-            np.array([self._seconds(one.start) for one in pending], dtype=np.float64),
-            np.array([self._seconds(one.end) for one in pending], dtype=np.float64),
-            [_text(one.action) for one in pending],
-            [one.action.kind for one in pending],
-            ["" if one.action.kind in WHOLE_RANK else one.module for one in pending],
+            self._seconds([start for *_, start, _ in pending]),
+            self._seconds([end for *_, end in pending]),
+            [_text(action) for action, *_ in pending],
+            [action.kind for action, *_ in pending],
+            ["" if action.kind in WHOLE_RANK else module for action, _, module, *_ in pending],
             [COMPUTE_STREAM] * count,
-            np.array([one.action.microbatch for one in pending], dtype=np.int32),
-            np.array([one.step for one in pending], dtype=np.int32),
+            np.array([action.microbatch for action, *_ in pending], dtype=np.int32),
+            np.array([step for _, step, *_ in pending], dtype=np.int32),
             self.rank + 1 if pending else 0,
         )
 
-    def _mark(self) -> Mark:
-        if not self._on_device:
-            return time.perf_counter()
+    @staticmethod
+    def _event() -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _seconds(self, mark: Mark) -> float:
+    def _seconds(self, marks: Sequence[Mark]) -> Float64Array:
         if not self._on_device:
-            return mark - self.zero_s
-        return self._origin_s + self._origin.elapsed_time(mark) / 1e3
+            return np.array(marks, dtype=np.float64) - self.zero_s
+        return self._origin_s + np.array([self._origin.elapsed_time(mark) for mark in marks], dtype=np.float64) / 1e3
 
 
 @lru_cache(maxsize=1 << 16)

@@ -178,8 +178,11 @@ class Messages:
     def _send(self, message: _Message, pieces: Sequence[Tensor]) -> None:
         """Send the parts of a message one after the other, if they have any elements."""
         if any(message.sizes):
-            flat = [piece.detach().reshape(-1) for piece in pieces]
-            elements = flat[0] if len(flat) == 1 else torch.cat(flat)
+            elements = (
+                pieces[0].detach().contiguous()
+                if len(pieces) == 1
+                else torch.cat([piece.detach().reshape(-1) for piece in pieces])
+            )
             self.sent_bytes += elements.nbytes
             self._lanes.send(elements, message.rank)
 
@@ -197,8 +200,8 @@ class Messages:
         is_from_source = action.kind in (Kind.SEND_F, Kind.RECV_B)
         ends = (action.stage, action.peer) if is_from_source else (action.peer, action.stage)
         every = self._parts(self._place.edges[ends], action.microbatch, link.shares)
-        parts = tuple(part for part in every if action.kind in _FORWARD or part.has_gradient)
-        return _Message(rank, parts, tuple(part.num_elements for part in parts))
+        parts = every if action.kind in _FORWARD else tuple([part for part in every if part.has_gradient])
+        return _Message(rank, tuple(parts), tuple([part.num_elements for part in parts]))
 
     def _index(self, rows: object) -> Tensor:
         return torch.as_tensor(rows, device=self._like.device)

@@ -263,12 +263,12 @@ class _RunningPlan:
         key = action.stage, action.microbatch
         runs, gradients = self._taken_runs(action), self.tensors.output_gradients.pop(key, {})
         for run in runs:
-            if run.section.span.takes_loss:
+            if run.section.takes_loss:
                 assert run.output is not None, "what takes a loss is not recomputed"
-                gradients[run.section.span.output] = torch.full_like(run.output, run.section.loss_gradient)
-        if runs and (output := runs[-1].output) is not None and runs[-1].section.span.output not in gradients:
+                gradients[run.section.output] = torch.full_like(run.output, run.section.loss_gradient)
+        if runs and (output := runs[-1].output) is not None and runs[-1].section.output not in gradients:
             # A copy of a replicated encoder whose stage takes nothing in: its pass runs as predicted, and adds nothing.
-            gradients[runs[-1].section.span.output] = torch.zeros_like(output)
+            gradients[runs[-1].section.output] = torch.zeros_like(output)
         self.step.held.use(action.stage)
         # Programs have no R of encoders in bubbles: their B recomputes, and is priced so.
         self.stages[action.stage].recompute(self.batches[action.microbatch], runs)

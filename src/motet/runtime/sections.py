@@ -194,7 +194,8 @@ def _span(
 
 
 class Section:
-    """A span of blocks with its module. totals: float64 [>= 3], to which the loss and the targets are added.
+    """A span of blocks with its module, and what a pass asks of the span. totals: float64 [>= 3], to which the loss and
+    the targets are added.
 
     made: of a generator the float64 scalar to which its loss is added; else unused.
     loss_gradient: that of the sum of the loss.
@@ -212,6 +213,7 @@ class Section:
         made: Tensor | None = None,
     ) -> None:
         self.span, self.taken, self._totals, self.loss_gradient = span, span.taken, totals, loss_gradient
+        self.output, self.takes_loss, self.sees_targets = span.output, span.takes_loss, span.sees_targets
         self._is_backbone, self._made = span.module == BACKBONE, made
         self.without_rows = None if span.leaves or span.gives else without_rows
         self._module = modules_by_phase(model)[span.module]
@@ -221,8 +223,7 @@ class Section:
         if self.span.gives:
             return len(batch.sequences.feature_positions[self.span.gives]) > 0
         if self._is_backbone:
-            has_rows = bool(batch.sequences.offsets.numpy()[-1])
-            return has_rows or (self.without_rows is not None and batch.lengths.num_examples > 0)
+            return batch.sequences.num_rows > 0 or (self.without_rows is not None and batch.lengths.num_examples > 0)
         return len(batch.media[self.span.module][1]) > 0
 
     def run(self, batch: RankBatch, taken: dict[str, Tensor], *, is_again: bool = False) -> Tensor:
@@ -322,7 +323,7 @@ class SectionedStage:
             span, taken = section.span, {}
             for name in section.taken:
                 if name in held:
-                    taken[name] = _leaf(held[name] if name in span.kept else held.pop(name))
+                    taken[name] = _leaf(held[name]) if name in span.kept else _own_leaf(held.pop(name))
             if not section.has_input(batch):
                 continue
             if span.module in section.taken and span.module not in taken and section.without_rows is not None:
@@ -340,7 +341,7 @@ class SectionedStage:
                 output.requires_grad_(span.is_trainable or any(leaf.requires_grad for leaf in run.taken.values()))
             if has_backward:
                 runs.append(run)
-            held[span.output] = output
+            held[section.output] = output
         return held, runs
 
     def recompute(self, batch: RankBatch, runs: Sequence[SectionRun]) -> None:
@@ -366,10 +367,10 @@ class SectionedStage:
                    logits, which are larger than all that the stage keeps for backward (`Layer.defers_weights`).
         """
         for run in reversed(runs):
-            gradient, output = gradients.pop(run.section.span.output, None), run.output
+            gradient, output = gradients.pop(run.section.output, None), run.output
             assert output is not None, "a section that is recomputed runs before its backward pass"
             if gradient is not None and output.requires_grad:
-                with nullcontext() if run.section.span.sees_targets else deferring():
+                with nullcontext() if run.section.sees_targets else deferring():
                     torch.autograd.backward(output, gradient)
             for name, leaf in run.taken.items():
                 if leaf.requires_grad:
@@ -380,6 +381,11 @@ class SectionedStage:
     def _random_states(self) -> list[Tensor]:
         states = [torch.get_rng_state()]
         return [*states, torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else states
+
+
+def _own_leaf(tensor: Tensor) -> Tensor:
+    """A leaf for what nobody else takes in: what arrived is one already."""
+    return tensor if tensor.is_leaf else _leaf(tensor)
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from motet.planning.cluster import ClusterOptions
 from motet.planning.job import JobOptions
 from motet.planning.plan_of_recipe import plan_of_recipe, read_recipe_as_plan, recipe_of_plan
 from motet.planning.sources import training_data
-from motet.planning.trainable import obstacle
+from motet.planning.trainable import needed_cluster, obstacle, on_all_ranks
 from motet.schedule import coarse_fills, fillable, planned
 from motet.schedule.program import Kind
 from motet.simulate.predict.batch import draw_batch
@@ -246,7 +246,7 @@ def test_what_is_measured_or_stated_for_balancing_goes_where_nothing_is_balanced
             {"tp": 2, "dp": 1},
             "tensor parallelism (tp > 1) under the schedule 'data_parallel' (one stage of '1f1b' has tp, dp and zero)",
         ),
-        ({"dp": 1}, "ranks left over"),
+        ({"dp": 1, "first_rank": 1}, "ranks left over before others, or on some of its nodes"),
         ({"precision": "bf16"}, "another precision than the recipe"),
         ({"units": 2}, "modules on ranks of their own"),
     ],
@@ -274,15 +274,20 @@ def test_chains_are_run_under_their_plan(recipe_file):
 
 
 @pytest.mark.parametrize(
-    ("change", "of_unit", "what"),
-    [
-        ({}, {"pp": 1}, "ranks left over"),
-    ],
+    ("ranks", "needed"),
+    [((1, 4, 3), (1, 3)), ((1, 4, 4), (1, 4)), ((3, 2, 4), (2, 2)), ((3, 2, 1), (1, 1)), ((3, 2, 3), None)],
+    ids=["some of a node", "all", "some nodes", "one", "some of a node beside a whole one"],
 )
-def test_what_training_cannot_run_of_a_pipeline(recipe_file, change, of_unit, what):
-    recipe, (plan, *_) = candidates(recipe_file, 2, Pins(pp=2, tp=1, schedule="1f1b"), "run.batch_size=8")
-    plan = replace(plan, units=(replace(plan.units[0], **of_unit),), **change)
-    assert obstacle(plan, recipe) == what
+def test_ranks_that_are_left_over_are_not_started(recipe_file, ranks, needed):
+    """ranks: nodes, ranks of a node, and those that the Plan has. needed: nodes and ranks of a node that train it."""
+    recipe, plan = load_recipe(recipe_file), planned_recipe(recipe_file, 1)
+    num_nodes, ranks_per_node, dp = ranks
+    plan = replace(plan, cluster=hardware(ranks_per_node, num_nodes), units=(replace(plan.units[0], dp=dp),))
+    found = needed_cluster(plan)
+    assert (found and (found.num_nodes, found.ranks_per_node)) == needed
+    assert bool(obstacle(plan, recipe)) == (needed is None)
+    what = on_all_ranks(lambda plan: "")(plan)
+    assert what == ("" if dp == num_nodes * ranks_per_node else "ranks left over")
 
 
 @pytest.mark.parametrize(
@@ -324,8 +329,8 @@ def test_what_a_recipe_is_simulated_to_take_is_what_it_is_planned_with(recipe_fi
     results = [result for result in found if not obstacle(result.candidate.plan, recipe)]
     assert len(results) > 1
     for result in results:
-        settings = recipe_of_plan(result.candidate.plan, recipe)
-        plan = plan_of_recipe(settings, job.model, job.cluster)
+        settings, where = recipe_of_plan(result.candidate.plan, recipe), needed_cluster(result.candidate.plan)
+        plan = plan_of_recipe(settings, job.model, where)
         assert predict(plan, job.workload, job.cost).step_s == result.prediction.step_s
 
 
