@@ -135,7 +135,7 @@ def test_the_file_is_short_and_without_defaults(document, tmp_path):
         (["model", "modules", 0, "stacks", 0, "count"], 10**9,
          "'model.modules[0].stacks[0].count' must be at most 16,384, not 1000000000."),
         (["hue"], "red", "unknown key 'hue'; known here: model, cluster, units, batch_size, microbatch_size, "
-         "schedule, deferred_warmup, precision, balance, fills, order, microbatch_caps, policy, filling."),
+         "schedule, deferred_warmup, precision, balance, fills, order, microbatch_caps, policy, filling, moments."),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_named_by_its_key(document, tmp_path, key, value, sentence):
