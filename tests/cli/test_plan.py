@@ -120,8 +120,10 @@ def test_figures_as_json(recipe, tmp_path, monkeypatch, capsys):
         assert all(len(table["peak_bytes"]) == len(table["ranks"]) for table in tables)
     assert "data parallel" in {table["strategy"] for table in written}
     assert all(table["trainable"] for table in printed)
-    assert any(table["why_not"] for table in written)
     assert not any("tensor_pieces" in table["why_not"] for table in written)
+    divided = "--pin", "strategy=data-parallel", "--pin", "tp=2", "--no-what-if"
+    motet(monkeypatch, "plan", recipe, "--json", "-", "--out", "divided.json", *divided)
+    assert all("tp > 1" in table["why_not"] for table in json.loads(capsys.readouterr().out))
     motet(monkeypatch, "simulate", "first.json", "--workload", recipe, "--json", "-")
     simulated = json.loads(capsys.readouterr().out)
     assert simulated.keys() >= FIGURES

@@ -49,7 +49,7 @@ def line_of(text, part):
             'family = "qwen2"',
             'family = "qwen9"',
             'family = "qwen9"',
-            "'mixtral', 'qwen3_moe', 'granite', 'gpt2' or 'opt'",
+            "'mixtral', 'qwen3_moe', 'granite', 'gpt2', 'opt' or 'internlm2'",
         ),
         ("[data]", "[data]\ngroup = 3", "group", "'data.group' must be 'auto'"),
         (

@@ -18,11 +18,6 @@ def cost_model(cluster: Cluster, precision: str, profile_file: Path | None = Non
     Raises UserError for a precision of which the cluster's devices state no peak, for a file that is no profile, for a
     profile in another precision, and for a cluster that hides what a profile measures.
     """
-    if precision not in cluster.device.peak_flops:
-        raise UserError(
-            f"The plan computes in {precision}, and {cluster.device.name} has no peak in it (it has "
-            f"{', '.join(cluster.device.peak_flops)}): choose a precision that it has, or another device."
-        )
     if profile_file is None:
         return Analytic(cluster, precision)
     # Imported here: most jobs have no profile, and building the classes that read one takes time.
@@ -34,6 +29,11 @@ def cost_model(cluster: Cluster, precision: str, profile_file: Path | None = Non
         raise UserError(
             f"{profile_file} was measured in {profile.precision} and the plan computes in {precision}: profile a "
             "recipe that computes as the plan does, or change the plan's precision."
+        )
+    if precision not in cluster.device.peak_flops:
+        raise UserError(
+            f"The plan computes in {precision}, and {cluster.device.name} has no peak in it (it has "
+            f"{', '.join(cluster.device.peak_flops)}): choose a precision that it has, or another device."
         )
     if cluster.tensor_pieces > 1:
         raise UserError(
