@@ -20,7 +20,7 @@ _STEPS: Mapping[str, float] = MappingProxyType({"step": 0.0})
 
 
 @dataclass(frozen=True)
-class Kind:
+class OptimizerKind:
     """An optimizer of torch.
 
     options:  those of `[optimizer]` that it reads beside rate and decay, with their defaults.
@@ -29,6 +29,10 @@ class Kind:
     is_fused: whether torch has one kernel for the whole update that also takes weights which ranks share (DTensor).
               It is ten times faster than several, on a CPU too, and reads by itself on a GPU whether it is to be left
               out.
+
+    Example:
+        >>> KINDS["sgd"].fields(momentum=0.9), KINDS["adagrad"].fields(momentum=0.0)
+        (('momentum_buffer',), ('sum',))
     """
 
     make: type[torch.optim.Optimizer]
@@ -46,14 +50,14 @@ _BETAS = {"betas": (0.9, 0.95), "eps": 1e-8}
 _ADAM = ("exp_avg", "exp_avg_sq")
 
 KINDS = {
-    "adamw": Kind(torch.optim.AdamW, _BETAS, _ADAM, is_fused=True),
-    "adam": Kind(torch.optim.Adam, _BETAS, _ADAM, is_fused=True),
-    "nadam": Kind(torch.optim.NAdam, _BETAS, _ADAM, {"step": 0.0, "mu_product": 1.0}),
-    "radam": Kind(torch.optim.RAdam, _BETAS, _ADAM),
-    "adamax": Kind(torch.optim.Adamax, _BETAS, ("exp_avg", "exp_inf")),
-    "rmsprop": Kind(torch.optim.RMSprop, {"alpha": 0.99, "eps": 1e-8, "momentum": 0.0}, ("square_avg",)),
-    "adagrad": Kind(torch.optim.Adagrad, {"eps": 1e-10}, ("sum",)),
-    "sgd": Kind(torch.optim.SGD, {"momentum": 0.9, "nesterov": False}, counters={}),
+    "adamw": OptimizerKind(torch.optim.AdamW, _BETAS, _ADAM, is_fused=True),
+    "adam": OptimizerKind(torch.optim.Adam, _BETAS, _ADAM, is_fused=True),
+    "nadam": OptimizerKind(torch.optim.NAdam, _BETAS, _ADAM, {"step": 0.0, "mu_product": 1.0}),
+    "radam": OptimizerKind(torch.optim.RAdam, _BETAS, _ADAM),
+    "adamax": OptimizerKind(torch.optim.Adamax, _BETAS, ("exp_avg", "exp_inf")),
+    "rmsprop": OptimizerKind(torch.optim.RMSprop, {"alpha": 0.99, "eps": 1e-8, "momentum": 0.0}, ("square_avg",)),
+    "adagrad": OptimizerKind(torch.optim.Adagrad, {"eps": 1e-10}, ("sum",)),
+    "sgd": OptimizerKind(torch.optim.SGD, {"momentum": 0.9, "nesterov": False}, counters={}),
 }
 WHOLE_MATRICES = {
     "adafactor": "keeps means over rows and columns of whole matrices",
