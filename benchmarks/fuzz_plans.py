@@ -290,7 +290,10 @@ def features(case: AnyCase) -> Iterator[str]:
     yield from {f"ep {unit.ep}" for unit in units if unit.ep > 1}
     if case.chunks > 1 and not case.blocking and any(unit.tp > 1 for unit in units):
         yield f"tp in {case.chunks} chunks"
-    yield from {f"exchange {case.exchange}" for unit in units if unit.cp > 1 and "backbone" in unit.modules}
+    for unit in units:
+        if unit.cp > 1 and "backbone" in unit.modules:
+            yield f"exchange {case.exchange}"
+            yield f"{case.head_groups} groups of heads"
     yield from {"recompute" for unit in units if any(count for of in unit.recompute for count in of.values())}
     yield from {"two blocks or more in a stage" for unit in units if any(sum(of.values()) > 1 for of in unit.stages)}
     yield from {f"dp {unit.dp} beside {units[-1].dp}" for unit in units[:-1] if unit.dp != units[-1].dp}

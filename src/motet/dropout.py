@@ -173,17 +173,22 @@ def in_block(number: int, run: Callable[..., Any], half: int = 0) -> Callable[..
 
 
 @contextmanager
-def heads_from(first: int) -> Iterator[None]:
-    """In the block, attention has the heads from `first` on, of those that this rank has."""
+def heads_from(first: int, *, is_last: bool = True) -> Iterator[None]:
+    """In the block, attention has the heads from `first` on, of those that this rank has.
+
+    is_last: False: the next heads of the same rows are to come, in the same draw.
+    """
     draws = _active.draws
-    before = (0, 0) if draws is None else draws.divided
+    before = ((0, 0), 0) if draws is None else (draws.divided, draws.number)
     if draws is not None:
-        draws.divided = before[0] + first, before[1]
+        draws.divided = before[0][0] + first, before[0][1]
     try:
         yield
     finally:
         if draws is not None:
-            draws.divided = before
+            draws.divided = before[0]
+            if not is_last:
+                draws.number = before[1]
 
 
 @contextmanager

@@ -82,15 +82,15 @@ def passed(backbone, sequences, keys=None):
     return loss.detach().clone(), num_targets, {name: gradient.clone() for name, gradient in gradients.items()}
 
 
-def shared(sequences, rank, num_ranks, method):
+def shared(sequences, rank, num_ranks, method, head_groups=1):
     lengths = np.diff(sequences.offsets.numpy()).astype(np.int64)
     share = share_sequences(context_rows(lengths, num_ranks), rank, sequences)
-    share = replace(share, group=dist.group.WORLD, method=method)
+    share = replace(share, group=dist.group.WORLD, method=method, head_groups=head_groups)
     own = torch.from_numpy(share.own)
     return replace(sequences, tokens=sequences.tokens[own], targets=sequences.targets[own], context=share)
 
 
-def errors(rank, num_ranks, family, methods):
+def errors(rank, num_ranks, family, methods, head_groups=1):
     torch.manual_seed(1)
     backbone, found = Backbone(FAMILIES[family]().to(torch.float64)).train(), {}
     for lengths in DOCUMENTS:
@@ -99,7 +99,7 @@ def errors(rank, num_ranks, family, methods):
         for method in methods:
             if not sum(lengths):
                 continue  # No rank runs anything.
-            of_rank = shared(sequences, rank, num_ranks, method)
+            of_rank = shared(sequences, rank, num_ranks, method, head_groups)
             own_loss, own_targets, own_gradients = passed(backbone, of_rank)
             dist.all_reduce(own_loss)
             counts = torch.tensor(own_targets)
@@ -117,6 +117,13 @@ def errors(rank, num_ranks, family, methods):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_that_share_documents_equal_one_process(family, num_ranks):
     for found in run_ranks(errors, num_ranks, family, ("group_cast", "all_gather", "ulysses", "auto")):
+        assert max(worst for worst, _ in found.values()) < 1e-10
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_groups_of_heads_equal_one_process(family):
+    """With dropout, with windows and soft caps, and on ranks without rows."""
+    for found in run_ranks(errors, 2, family, ("group_cast", "all_gather"), 2):
         assert max(worst for worst, _ in found.values()) < 1e-10
 
 
@@ -150,9 +157,10 @@ def test_some_documents_are_shared_and_others_whole(family):
     assert max(run_ranks(errors_beside_whole_documents, 4, family)) < 1e-10
 
 
-def test_group_cast_moves_no_row_that_is_not_seen():
+@pytest.mark.parametrize("head_groups", [1, 2])
+def test_group_cast_moves_no_row_that_is_not_seen(head_groups):
     """Keys and values of two layers, each forward and, as gradients, backward; rows of 2 heads of 4 in float64."""
-    of_ranks = run_ranks(errors, 2, "llama", ("group_cast", "all_gather"))
+    of_ranks = run_ranks(errors, 2, "llama", ("group_cast", "all_gather"), head_groups)
     for lengths in ([17, 1, 30, 8], [64]):
         rows, table = context_rows(np.array(lengths), 2), AttentionTable.packed(lengths)
         seen = [table.of(own, table.keys).seen for own in rows.rows]

@@ -10,6 +10,7 @@ from dist.test_planned import DEEPER, FEW_CUTS, plan_of, row_of, run_planned, tr
 from motet.core.errors import UserError
 from motet.core.plan import Unit
 from motet.core.plan_file import write_plan
+from motet.dispatch.context import ContextConfig
 from motet.models.merge import merge_rows
 from motet.planning.trainable import obstacle
 from motet.train.checkpoint.contents import name_of
@@ -40,13 +41,19 @@ def shared(job, stages=WHOLE, **options):
     return replace(chain, units=(unit,), microbatch_size=1, cluster=where)
 
 
-@pytest.mark.parametrize(("stages", "exchange"), [(WHOLE, "group_cast"), (FEW_CUTS, "ulysses")])
+@pytest.mark.parametrize(
+    ("stages", "settings"),
+    [
+        (WHOLE, ("context.exchange=group_cast", "context.head_groups=2")),
+        (FEW_CUTS, ("context.exchange=ulysses",)),
+    ],
+)
 def test_ranks_that_share_sequences_train_as_one_process_does(
-    job, alone, tmp_path, monkeypatch, capsys, stages, exchange
+    job, alone, tmp_path, monkeypatch, capsys, stages, settings
 ):
     """And a run in one process goes on from there."""
     plan, back = shared(job, stages), tmp_path / "back"
-    run_dir = run_planned(job, tmp_path, plan, f"context.exchange={exchange}")
+    run_dir = run_planned(job, tmp_path, plan, *settings)
     assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-10)
     norms = [[step["grad_norm"] for step in metrics(each)] for each in (run_dir, alone)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-10)
@@ -70,11 +77,26 @@ def test_an_exchange_without_ranks_that_share_sequences_is_refused(job, tmp_path
 
 def test_heads_that_ranks_do_not_divide_are_refused_for_ulysses(job):
     model, plan = build_hf_model(), shared(job)
-    check_context(model, plan, "ulysses")
+    check_context(model, plan, ContextConfig(exchange="ulysses"))
     plan = replace(plan, units=(replace(plan.units[0], cp=3),))
-    check_context(model, plan, "auto")
+    check_context(model, plan, ContextConfig())
     with pytest.raises(UserError, match=r"the 3 context-parallel ranks \(cp\) of unit 'all' do not divide the 4 heads"):
-        check_context(model, plan, "ulysses")
+        check_context(model, plan, ContextConfig(exchange="ulysses"))
+
+
+def test_groups_of_heads_are_refused_where_they_are_none(job):
+    """Two heads of keys and values, of which two tensor-parallel ranks have one each."""
+    model, plan = build_hf_model(), shared(job)
+    in_groups = ContextConfig(exchange="all_gather", head_groups=2)
+    check_context(model, plan, in_groups)
+    with pytest.raises(UserError, match=r"head_groups is 3, and does not divide the 2 heads of keys and values of a"):
+        check_context(model, plan, in_groups.model_copy(update={"head_groups": 3}))
+    for degrees, why in (({"tp": 2}, "does not divide the 1 heads"), ({"cp": 1}, "but no ranks share a sequence")):
+        with pytest.raises(UserError, match=why):
+            check_context(model, replace(plan, units=(replace(plan.units[0], **degrees),)), in_groups)
+    for exchange in ("auto", "ulysses"):
+        with pytest.raises(UserError, match=rf'head_groups = 2 .* exchange = "{exchange}" .*; set exchange ='):
+            load_recipe(job, [*DEEPER, f"context.exchange={exchange}", "context.head_groups=2"])
 
 
 def test_what_cannot_be_shared_yet_is_refused(job):

@@ -40,6 +40,7 @@ CASES = {
     "bubbles": test_bubbles.CASES_OF_2,
     "replicated": test_pairs.CASES[2],
     "cp": test_context.OF_BACKBONES[2],
+    "cp in groups of heads": test_context.IN_HEAD_GROUPS,
     "tp": [
         *test_tensor_parallel_plans.families(test_tensor_parallel_plans.chain(test_tensor_parallel_plans.ALL)),
         *test_tensor_parallel_plans.families(

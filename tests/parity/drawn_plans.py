@@ -102,6 +102,7 @@ _OPTIONS = {
     "is_mixed": lambda rng: bool(rng.random() < 0.1),
     "chunks": lambda rng: int(rng.choice([1, 2, 3])),
     "exchange": lambda rng: str(rng.choice(["auto", "group_cast", "all_gather", "ulysses"])),
+    "head_groups": lambda rng: int(rng.choice([1, 2])),
 }
 """Field of a PlannedCase -> how it is drawn for a case. Each has random numbers of its own, so that a new field leaves
 the others as they were.
@@ -169,6 +170,8 @@ def _drawn_case(
     sizes = [size for size in (1, 2, 3, 4) if mixture["batch_size"] % (backbone.dp * size) == 0]
     size = int(rng.choice(sizes or [1]))
     options = _drawn(_OPTIONS, numbers) | ({} if strategy == "bubbles" else {"filling": "static"})
+    if backbone.tp > 1 or options["exchange"] not in ("group_cast", "all_gather"):
+        options["head_groups"] = 1  # Two tensor-parallel ranks have one head of keys each.
     return PlannedCase(units, schedule, microbatch_size=size, **mixture, **options)
 
 
@@ -356,6 +359,7 @@ def smaller(case: PlannedCase | Cut) -> Iterator[PlannedCase | Cut]:
         *({name: plain[name]} for name in (_MIXTURE | _OPTIONS) if _is_smallest(plain.get(name))),
         {"caps": {}},
         {"chunks": 1},
+        {"head_groups": 1},
         *({"units": units} for units in _smaller_units(case.units)),
     ]
     for change in changes:

@@ -27,6 +27,7 @@ from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
 from motet.cost.catalogue import cluster
 from motet.dispatch import LoadedExample, RankBatch
+from motet.dispatch.context import ContextConfig
 from motet.dispatch.loaded import LoadedTables, tables_of
 from motet.dispatch.stage_batch import assemble_stages
 from motet.dropout import example_keys
@@ -191,7 +192,7 @@ class PlannedCase:
     example_order: `order` of the Plan.
     fill_seed: of random fills of bubbles; -1: coarse ones. filling, fills: as in Plan.
     parts: of the model, as of `parity.planned_parts`.
-    exchange: how attention gets rows of other context-parallel ranks.
+    exchange, head_groups: how attention gets rows of other context-parallel ranks.
     lora: parts with adapters, made: generators, as of `build_hf_model`.
     left_out: the share of examples that are found bad after the step was decided.
     is_mixed: passes compute in float32, and gradients are summed in float64, as parameters are stored.
@@ -225,6 +226,7 @@ class PlannedCase:
     made: tuple[str, ...] = ()
     exchange: str = "auto"
     chunks: int = 1
+    head_groups: int = 1
     optimizer: str = "adamw"
 
     @property
@@ -405,7 +407,8 @@ def batches_of(
     """The microbatches of a step, as far as this rank needs them. decide: that of the place, by default a new one."""
     examples, phases = case.examples(step), tuple(model.measured)
     lengths = LoadedTables.read([tables_of(examples, phases, model.measured)], phases).lengths
-    needs = StageNeeds.of(place, case.exchange, needs_places=model.backbone.needs_places)
+    context = ContextConfig(exchange=case.exchange, head_groups=case.head_groups)
+    needs = StageNeeds.of(place, context, needs_places=model.backbone.needs_places)
     batches, all_kept = [], case.kept(step)
     for number, part in enumerate((decide or StepDecider(place))(lengths).microbatches):
         kept = all_kept[part.examples]

@@ -46,7 +46,12 @@ OF_BACKBONES = {
     ],
     4: [
         PlannedCase(chain(2, {"image": 3, "audio": 2, "backbone": 2}, {"backbone": 1}, zero=0), "gpipe", dropout=0.2),
-        PlannedCase(chain(2, {"image": 2}, {"image": 1, "audio": 2, "backbone": 3}), "zb_h1"),
+        PlannedCase(
+            chain(2, {"image": 2}, {"image": 1, "audio": 2, "backbone": 3}),
+            "zb_h1",
+            exchange="group_cast",
+            head_groups=2,
+        ),
         PlannedCase(
             (replace(chain(2, {"image": 2}, {"image": 1, "audio": 2}, {"backbone": 2}, {"backbone": 1})[0], pp=2),),
             "zb_v",
@@ -79,11 +84,26 @@ OF_BACKBONES = {
     ],
 }
 """The backbone's rows are shared."""
+IN_HEAD_GROUPS = [
+    PlannedCase(
+        chain(2, WHOLE, zero=3, recompute=({"image": 1, "backbone": 2},)),
+        exchange="group_cast",
+        head_groups=2,
+        parts=("ahead", "again"),
+        dropout=0.2,
+    ),
+    PlannedCase(chain(2, WHOLE), contents=(), batch_size=3, exchange="all_gather", head_groups=2, family="gemma2"),
+]
+"""Keys and values of the second half of the heads travel while attention of the first is computed."""
 
 
 @pytest.mark.parametrize("num_ranks", OF_BACKBONES)
 def test_ranks_that_share_sequences_equal_one_process(num_ranks):
     assert_planned(num_ranks, OF_BACKBONES[num_ranks])
+
+
+def test_keys_of_groups_of_heads_that_travel_meanwhile_equal_one_process():
+    assert_planned(2, IN_HEAD_GROUPS)
 
 
 @pytest.mark.parametrize("num_ranks", OF_ENCODERS)

@@ -141,6 +141,7 @@ def test_cases_have_all_that_a_plan_can_say():
         *("part queries", "part tiles", "part rows", "part sum", "random fills, static", "fills of halves of blocks"),
         *("cp 2 of llm", "cp 3 of llm", "cp 2 of encoders"),
         *(f"exchange {way}" for way in ("auto", "group_cast", "all_gather", "ulysses")),
+        "2 groups of heads",
         *(f"cut items, {tower} tower" for tower in ("toy", *TOWERS)),
         *(f"cut items, {what}" for what in ("method", "idle", "dropout", "enters_again", "qwen3_moe")),
         # Pairs that do not divide each other are too rare for so few draws: `test_pairs.py` has them.

@@ -205,10 +205,10 @@ def counted_exchanges() -> Iterator[list[tuple[str, int]]]:
     sent_bytes = []
     exchange = dist.all_to_all_single
 
-    def count(received, sent, recv_splits, send_splits, group):
+    def count(received, sent, recv_splits, send_splits, group, **how):
         away = sum(rows for rank, rows in enumerate(send_splits) if rank != dist.get_rank(group))
         sent_bytes.append(("all_to_all", away * sent.element_size() * sent.shape[1:].numel()))
-        return exchange(received, sent, recv_splits, send_splits, group=group)
+        return exchange(received, sent, recv_splits, send_splits, group=group, **how)
 
     gather = EXCHANGE.all_gathered
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from motet.core.arrays import Int64Array
@@ -36,6 +36,7 @@ class ContextConfig(BaseModel):
     """`[context]` of a recipe.
 
     exchange: how attention gets rows of other context-parallel ranks; "auto" takes the way that moves least.
+    head_groups: groups of heads of keys and values: those of the next travel while attention of one is computed.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -43,6 +44,25 @@ class ContextConfig(BaseModel):
     exchange: ContextExchange = Field(
         "auto", description="how attention gets rows of other ranks that share a sequence, under a plan with `cp`"
     )
+    head_groups: int = Field(
+        1,
+        ge=1,
+        description="groups of heads whose keys and values travel one after the other, while attention of others is "
+        "computed; with `exchange` `group_cast` or `all_gather`",
+    )
+
+    @model_validator(mode="after")
+    def _groups_what_is_cast(self) -> ContextConfig:
+        if self.head_groups > 1 and self.exchange not in ("group_cast", "all_gather"):
+            raise ValueError(
+                f"head_groups = {self.head_groups} lets keys and values of heads travel one group after the other, and "
+                f'exchange = "{self.exchange}" takes or may take heads of all rows at once (Ulysses); set exchange = '
+                '"group_cast" or "all_gather", or remove head_groups'
+            )
+        return self
+
+
+DEFAULT_CONTEXT = ContextConfig()
 
 
 @dataclass(frozen=True)
@@ -52,7 +72,7 @@ class ContextPlace:
     c, cp:   its number, and how many there are.
     of_unit: encoders of the backbone's unit: each rank has encoded some of their items.
     sources: encoders that feed the backbone. trained: those of them to which gradients go back.
-    method:  as of `ContextShare`.
+    config:  as of the recipe.
     """
 
     c: int
@@ -60,10 +80,10 @@ class ContextPlace:
     of_unit: frozenset[str]
     sources: frozenset[str]
     trained: frozenset[str]
-    method: ContextExchange = "auto"
+    config: ContextConfig = DEFAULT_CONTEXT
 
     @staticmethod
-    def of(plan: Plan, c: int, method: ContextExchange = "auto") -> ContextPlace | None:
+    def of(plan: Plan, c: int, config: ContextConfig = DEFAULT_CONTEXT) -> ContextPlace | None:
         """The place of a rank of the backbone's unit; None if no other rank shares its sequences."""
         unit, model = plan.unit_of(BACKBONE), plan.model
         sources = frozenset(model.sources(BACKBONE))
@@ -71,7 +91,7 @@ class ContextPlace:
             name for name in sources if model.module(name).layers[-1].trainable or model.input_gradients[name][-1]
         )
         of_unit = frozenset(unit.modules)
-        return ContextPlace(c, unit.cp, of_unit, sources, trained, method) if unit.cp > 1 else None
+        return ContextPlace(c, unit.cp, of_unit, sources, trained, config) if unit.cp > 1 else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +109,7 @@ class ContextShare:
                that have any, in the same order on all ranks.
     trained:   the phases whose rows' gradients go back.
     group:     the ranks that share the sequences. method: how attention gets rows of others.
+    head_groups: as of `ContextConfig`.
     sent:      what `count_bytes` has been told.
     """
 
@@ -107,6 +128,7 @@ class ContextShare:
     method: ContextExchange = "auto"
     sent: deque[float] = field(default_factory=deque)  # FSDP's mixed precision copies lists.
     num_whole: int = 0
+    head_groups: int = 1
 
     def count_bytes(self, size_bytes: float) -> None:
         """Note bytes that this rank has given to others that share the sequences."""

@@ -89,7 +89,8 @@ def _shared_out(
             ranks = takers(decision.assignments[phase].ranks[items], num_tokens, place.cp, phase in place.of_unit)
             routes[phase] = route_to_places(owner, np.repeat(ranks, num_tokens), place.c, place.cp)
     tokens, targets = (each[own] if len(each) else each for each in (packed.tokens, packed.targets))
-    share = replace(share, routes=routes, trained=place.trained, method=place.method)
+    how = {"method": place.config.exchange, "head_groups": place.config.head_groups}
+    share = replace(share, routes=routes, trained=place.trained, **how)
     return PackedSequences(tokens, targets, packed.offsets, positions, share)
 
 

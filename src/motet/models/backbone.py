@@ -465,7 +465,7 @@ class Backbone(nn.Module):
         else:
             if (segments := self._shared.get(context)) is None:
                 together = rows_together(context.whole, self.bidirectional, self.prefix)
-                segments = self._shared[context] = ContextItems(context, together)
+                segments = self._shared[context] = ContextItems(context, together, head_groups=context.head_groups)
             own, hidden = spare_row(context.own, hidden)
             positions = self._positions(context.whole, context.rows.positions)[..., own]
             of_rows = np.repeat(lengths, lengths)[own]

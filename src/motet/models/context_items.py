@@ -8,11 +8,14 @@ ulysses:    each rank gets all rows of some heads, and gives back what they atte
 
 Each is one uneven all-to-all, transposed in backward; Ulysses has a second one behind attention. All ranks of the group
 take part, also one without rows, and so they do when a block is recomputed.
+
+Keys and values of heads may go in groups (`head_groups`): those of the next group are on their way while attention of
+one is computed, and in backward gradients of one while that of the group before it is (Cornstarch, section 5.3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +23,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from motet.core.arrays import Int64Array
 from motet.core.attention_table import AttentionTable
@@ -30,6 +32,7 @@ from motet.dropout import draws_by_item, heads_from
 from motet.models.attention import PackedItems
 from motet.models.contract import Sequences
 from motet.models.key_items import KeyItems
+from motet.models.row_copies import RowCopies
 from motet.models.scores import Scoring
 from motet.models.table_items import TableItems
 
@@ -88,6 +91,7 @@ class SharedRows(Protocol):
     trained: frozenset[str]
     group: dist.ProcessGroup | None
     method: str
+    head_groups: int
 
     @property
     def own(self) -> Int64Array:
@@ -140,7 +144,7 @@ def keys_here(rows: Tensor, items: KeyItems, places: Int64Array, context: Shared
     """
     of_items = ContextRows(np.array([len(places)]), context.rows.owner[places], context.rows.num_ranks)
     wanted = [items.items_of(own) for own in context.rows.rows]
-    copies = _Copies(of_items.moves(context.rank, wanted), context, rows.device)
+    copies = RowCopies(of_items.moves(context.rank, wanted), context, rows.device)
     return copies.of(rows), items.of(context.own, wanted[context.rank])
 
 
@@ -151,6 +155,7 @@ class ContextItems:
     It is used as `models.attention.PackedItems` is, by all ranks of a group.
     together: rows that see each other in both directions, as of `AttentionTable.packed`; all others are causal.
     causal:   False: all rows of a document, or of an encoder's item, see each other.
+    head_groups: groups of heads whose keys and values go one after the other; not under Ulysses.
 
     Example:
         Rank 0 has the first row and the last of four, and sees both rows of rank 1:
@@ -160,16 +165,23 @@ class ContextItems:
         'group_cast'
     """
 
-    def __init__(self, share: SharedRows | SharedAttention, together: ArrayLike = (), *, causal: bool = True) -> None:
-        self.causal = causal
+    def __init__(
+        self,
+        share: SharedRows | SharedAttention,
+        together: ArrayLike = (),
+        *,
+        causal: bool = True,
+        head_groups: int = 1,
+    ) -> None:
+        self.causal, self._head_groups = causal, head_groups
         self._share, self._rows, self._rank = share, share.rows.after(share.num_whole), share.rank
         self._whole = PackedItems.from_lengths(share.rows.lengths[: share.num_whole], causal=causal)
         self._num_whole = int(self._whole.offsets[-1])
         self._joined: dict[int | None, TableItems] = {}
         self._table = AttentionTable.packed(self._rows.lengths, causal, together=together)
         self._methods: dict[tuple[int, int, int | None], str] = {}
-        self._keys: dict[tuple[int | None, bool, torch.device], tuple[TableItems, _Copies]] = {}
-        self._heads: dict[torch.device, tuple[TableItems, _Copies, _Copies]] = {}
+        self._keys: dict[tuple[int | None, bool, torch.device], tuple[TableItems, RowCopies]] = {}
+        self._heads: dict[torch.device, tuple[TableItems, RowCopies, RowCopies]] = {}
 
     def with_scores(self) -> ContextItems:
         """What computes soft caps and sinks: this does."""
@@ -219,16 +231,17 @@ class ContextItems:
         """As `attend`, in one call for whole documents and others: dropout is drawn for all rows of a layer at once."""
         num_whole, window = self._num_whole, how.window
         _, copies = self._keys_for(window, False, query.device)
-        both = torch.cat([key[0], value[0]]).transpose(0, 1)  # [rows, 2 kv_heads, head_dim]
-        seen = torch.cat([both[:num_whole], copies.of(both[num_whole:])])
+        whole, shared = (
+            self._by_group(key[:, :, rows], value[:, :, rows]) for rows in (slice(num_whole), slice(num_whole, None))
+        )
+        seen = (torch.cat(both) for both in zip(whole, copies.one_ahead(shared), strict=True))
         if window not in self._joined:
-            every, whole = self._share.rows, np.arange(num_whole)
+            every = self._share.rows
             wanted = self._wanted(window, everything=False)[self._rank]
             table = AttentionTable.packed(every.lengths, self.causal).windowed(window)
-            seen_here = table.of(every.rows[self._rank], np.append(whole, num_whole + wanted))
+            seen_here = table.of(every.rows[self._rank], np.append(np.arange(num_whole), num_whole + wanted))
             self._joined[window] = TableItems(seen_here, self.causal)
-        keys, values = seen.transpose(0, 1)[None].chunk(2, dim=1)
-        return self._joined[window].attend(query, keys, values, *how._replace(window=None))
+        return self._attend_by_group(self._joined[window], query, seen, how._replace(window=None))
 
     def _meet(self, query: Tensor, key: Tensor, value: Tensor, how: Scoring) -> Tensor:
         """As `attend`, of shared documents. A rank without rows of them gets some tensor, with the graph of what it has
@@ -240,12 +253,32 @@ class ContextItems:
         if method == ULYSSES:
             return self._attend_by_heads(query, key, value, how)
         items, copies = self._keys_for(how.window, method == ALL_GATHER, query.device)
-        both = torch.cat([key[0], value[0]]).transpose(0, 1)  # [rows, 2 kv_heads, head_dim]
-        seen = copies.of(both)
+        seen = copies.one_ahead(self._by_group(key, value))
         if not query.shape[2]:
-            return seen
-        keys, values = seen.transpose(0, 1)[None].chunk(2, dim=1)
-        return items.attend(query, keys, values, *how._replace(window=None))  # Its table has the window.
+            return torch.stack([each[:0].sum() for each in seen])
+        return self._attend_by_group(items, query, seen, how._replace(window=None))  # Its table has the window.
+
+    def _by_group(self, key: Tensor, value: Tensor) -> list[Tensor]:
+        """As of `attend` -> of each group of heads, keys and values [rows, 2 kv_heads of the group, head_dim]."""
+        size, left = divmod(kv_heads := key.shape[1], self._head_groups)
+        if left:
+            raise UserError(
+                f"context.head_groups is {self._head_groups}, and does not divide the {kv_heads} heads of keys and "
+                "values of a rank."
+            )
+        of_groups = zip(key[0].split(size), value[0].split(size), strict=True)
+        return [torch.cat(both).transpose(0, 1) for both in of_groups]
+
+    def _attend_by_group(self, items: TableItems, query: Tensor, seen: Iterator[Tensor], how: Scoring) -> Tensor:
+        """As `TableItems.attend`. seen: as of `_by_group`, one after the other."""
+        num_heads, attended = query.shape[1] // self._head_groups, []
+        parts = (query,) if self._head_groups == 1 else query.split(num_heads, dim=1)
+        sinks = [None] * len(parts) if how.sinks is None else how.sinks.split(num_heads)
+        for group, (part, both) in enumerate(zip(parts, seen, strict=True)):
+            keys, values = both.transpose(0, 1)[None].chunk(2, dim=1)
+            with heads_from(group * num_heads, is_last=group == len(parts) - 1):
+                attended.append(items.attend(part, keys, values, *how._replace(sinks=sinks[group])))
+        return torch.cat(attended, dim=2) if len(attended) > 1 else attended[0]
 
     def _attend_by_heads(self, query: Tensor, key: Tensor, value: Tensor, how: Scoring) -> Tensor:
         num_ranks, heads = self._rows.num_ranks, query.shape[1]
@@ -287,64 +320,24 @@ class ContextItems:
             return [self._table.keys] * self._rows.num_ranks
         return self._rows.wanted(self._table.windowed(window))
 
-    def _keys_for(self, window: int | None, everything: bool, device: torch.device) -> tuple[TableItems, _Copies]:
+    def _keys_for(self, window: int | None, everything: bool, device: torch.device) -> tuple[TableItems, RowCopies]:
         at = window, everything, device
         if at not in self._keys:
             wanted = self._wanted(window, everything)
             table = self._table.windowed(window).of(self._rows.rows[self._rank], wanted[self._rank])
             self._keys[at] = (
                 TableItems(table, self.causal),
-                _Copies(self._rows.moves(self._rank, wanted), self._share, device),
+                RowCopies(self._rows.moves(self._rank, wanted), self._share, device),
             )
         return self._keys[at]
 
-    def _heads_on(self, device: torch.device) -> tuple[TableItems, _Copies, _Copies]:
+    def _heads_on(self, device: torch.device) -> tuple[TableItems, RowCopies, RowCopies]:
         """All rows against all keys, and how rows get from their ranks to those of heads, and back."""
         if device not in self._heads:
             counts = tuple(len(rows) for rows in self._rows.rows)
             own, order = (counts[self._rank],) * len(counts), np.concatenate(self._rows.rows)
             there = RowMoves(np.arange(sum(own)), own, counts, np.argsort(order))
             back = RowMoves(order, counts, own, np.arange(sum(own)))
-            copies = (_Copies(moves, self._share, device) for moves in (there, back))
+            copies = (RowCopies(moves, self._share, device) for moves in (there, back))
             self._heads[device] = TableItems(self._table, self.causal), *copies
         return self._heads[device]
-
-
-class _Copies:
-    """Copies of rows that go from rank to rank."""
-
-    def __init__(self, moves: RowMoves, share: SharedRows | SharedAttention, device: torch.device) -> None:
-        self.send, self.order = (torch.from_numpy(index).to(device) for index in (moves.send, moves.order))
-        self.num_sent, self.num_received = list(moves.num_sent), list(moves.num_received)
-        self._share = share
-
-    def of(self, rows: Tensor) -> Tensor:
-        """rows [n, ...] of this rank -> the rows that it gets, [num_wanted, ...]."""
-        return _Copied.apply(rows, self)
-
-    def exchange(self, rows: Tensor, *, backward: bool) -> Tensor:
-        """Rows to each rank, one after the other -> rows from each rank. backward: they go back."""
-        if (group := self._share.group) is None:
-            raise ValueError("rows that several ranks share need the process group of these ranks")
-        splits = (self.num_sent, self.num_received) if backward else (self.num_received, self.num_sent)
-        moved = rows.new_empty(sum(splits[0]), *rows.shape[1:])
-        dist.all_to_all_single(moved, rows.contiguous(), *splits, group=group)
-        row_bytes = rows.shape[1:].numel() * rows.element_size()
-        self._share.count_bytes((len(rows) - splits[1][self._share.rank]) * row_bytes)
-        return moved
-
-
-class _Copied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, copies: _Copies) -> Tensor:
-        ctx.copies, ctx.num_rows = copies, len(rows)
-        return copies.exchange(rows.index_select(0, copies.send), backward=False).index_select(0, copies.order)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        copies: _Copies = ctx.copies
-        returned = torch.empty_like(gradient).index_copy_(0, copies.order, gradient)
-        returned = copies.exchange(returned, backward=True)
-        total = gradient.new_zeros(ctx.num_rows, *gradient.shape[1:])
-        return total.index_add_(0, copies.send, returned), None

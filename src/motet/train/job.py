@@ -76,7 +76,7 @@ from motet.train.input.planned import PlannedLoading, StageNeeds, StepDecider
 from motet.train.input.rows import check_rows
 from motet.train.input.service import open_decoder
 from motet.train.optimizer import build_optimizer, check_groups, check_learns
-from motet.train.planned_job import ChosenPlan, PartConfig, build_part, check_context, check_cuts, context_unused
+from motet.train.planned_job import ChosenPlan, PartConfig, build_part, check_context, check_context_unused, check_cuts
 from motet.train.recipe.recipe import DrawnRecipe, Recipe
 from motet.train.recompute import (
     Recomputation,
@@ -145,8 +145,7 @@ def build_job(
     if chosen is not None and chosen.plan.schedule != "data_parallel":
         return _build_planned_job(recipe, world, resume, say, cleanup, chosen)
     check_same_backend(world)
-    if recipe.context.exchange != "auto":
-        raise UserError(context_unused(recipe.context.exchange))
+    check_context_unused(recipe.context)
     rank_bytes, before_bytes = _memory_bytes(recipe, world), peak_memory_bytes(world.device)
     ranks = RecomputeRanks(world.num_ranks, world.ranks_per_node, world.device.type, rank_bytes)
     with world.together():
@@ -358,7 +357,7 @@ def _build_planned_job(
         spec = model_spec(model)
         chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
         check_cuts(model, plan)
-        check_context(model, plan, recipe.context.exchange)
+        check_context(model, plan, recipe.context)
         check_rows(recipe, model)
         check_learns(model)
         check_export(recipe)
@@ -371,7 +370,7 @@ def _build_planned_job(
             leave_out_of_evaluation(heldout, plan, say, exchange=recipe.context.exchange)
         order = build_order(recipe, dataset, say)
         place = Place.of(plan, world.rank)
-        needs = StageNeeds.of(place, recipe.context.exchange, needs_places=model.backbone.needs_places)
+        needs = StageNeeds.of(place, recipe.context, needs_places=model.backbone.needs_places)
     reads = bool(needs.readers)
     decoder = open_decoder(recipe.data, dataset.transforms, world, say, cleanup, reads=reads)
     _check_made(model, [dataset], world)

@@ -16,6 +16,7 @@ from motet.core.heap import keep_freed_memory
 from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
+from motet.dispatch.context import ContextConfig
 from motet.expert_ranks import ExpertRanks
 from motet.models.context_items import GROUP_CAST, ULYSSES
 from motet.models.divided import cuts_of, divide, split_fused, why_undivided
@@ -132,25 +133,32 @@ def impossible_cut(model: MLLM, plan: Plan) -> str:
     return ""
 
 
-def check_context(model: MLLM, plan: Plan, exchange: str) -> None:
+def check_context(model: MLLM, plan: Plan, context: ContextConfig) -> None:
     """Raise UserError for a way in which ranks that share sequences exchange rows, and cannot or need not."""
-    unit = plan.unit_of(BACKBONE)
-    if unit.cp == 1 and exchange != "auto":
-        raise UserError(context_unused(exchange))
-    heads = model.backbone.causal_lm.config.num_attention_heads // unit.tp
-    if exchange == ULYSSES and heads % unit.cp:
+    unit, config = plan.unit_of(BACKBONE), model.backbone.causal_lm.config
+    if unit.cp == 1:
+        check_context_unused(context)
+    heads = config.num_attention_heads // unit.tp
+    if context.exchange == ULYSSES and heads % unit.cp:
         raise UserError(
-            f"context.exchange is {exchange!r}, and the {unit.cp} context-parallel ranks (cp) of unit {unit.name!r} do "
-            f"not divide the {heads} heads of a rank; set {GROUP_CAST!r}."
+            f"context.exchange is {context.exchange!r}, and the {unit.cp} context-parallel ranks (cp) of unit "
+            f"{unit.name!r} do not divide the {heads} heads of a rank; set {GROUP_CAST!r}."
+        )
+    kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads) // unit.tp
+    if kv_heads % context.head_groups:
+        raise UserError(
+            f"context.head_groups is {context.head_groups}, and does not divide the {kv_heads} heads of keys and "
+            "values of a rank; set a number that does."
         )
 
 
-def context_unused(exchange: str) -> str:
-    """What to say of a setting that has no effect."""
-    return (
-        f"context.exchange is {exchange!r}, but no ranks share a sequence: leave it out, or train under a plan whose "
-        "backbone has cp above 1."
-    )
+def check_context_unused(context: ContextConfig) -> None:
+    """Raise UserError for settings of ranks that share sequences, where none do."""
+    for name, setting in context.model_dump(exclude_defaults=True).items():
+        raise UserError(
+            f"context.{name} is {setting!r}, but no ranks share a sequence: leave it out, or train under a plan whose "
+            "backbone has cp above 1."
+        )
 
 
 def _modules_in_parts(plan: Plan) -> dict[str, bool]:

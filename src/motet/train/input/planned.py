@@ -22,7 +22,7 @@ from motet.cost.source import cost_model
 from motet.data.examples import Examples
 from motet.data.order import StepExamples
 from motet.dispatch import LoadedExample, RankBatch
-from motet.dispatch.context import ContextExchange, ContextPlace
+from motet.dispatch.context import DEFAULT_CONTEXT, ContextConfig, ContextPlace
 from motet.dispatch.stage_batch import assemble_stages
 from motet.runtime.place import Place
 from motet.schedule import PlannedProgram, PlannedStage
@@ -57,11 +57,11 @@ class StageNeeds:
     context: ContextPlace | None = None
 
     @staticmethod
-    def of(place: Place, exchange: ContextExchange = "auto", *, needs_places: bool = False) -> StageNeeds:
+    def of(place: Place, context: ContextConfig = DEFAULT_CONTEXT, *, needs_places: bool = False) -> StageNeeds:
         """Of the rank of a Place. Places of rows are read with the tokens, where a block needs to know them: before it
         rows enter the backbone again, or its rows see some behind them.
 
-        exchange:   how attention gets rows of other ranks that share its sequences.
+        context: how attention gets rows of other ranks that share its sequences.
         needs_places: as of `models.backbone.Backbone`.
         """
         plan, stages = place.program.layout.plan, place.stages.values()
@@ -71,8 +71,8 @@ class StageNeeds:
         spans = [range(*one.layers[BACKBONE]) for one in stages if BACKBONE in one.layers]
         knows_places = any(block in span for *_, block in model.reentries for span in spans) or (needs_places and spans)
         readers = {name: stage for name, stage in begun.items() if name != BACKBONE}
-        context = ContextPlace.of(plan, place.c, exchange) if BACKBONE in place.replicas else None
-        return StageNeeds(place.replicas, readers, BACKBONE in begun.keys() | ended or bool(knows_places), context)
+        among = ContextPlace.of(plan, place.c, context) if BACKBONE in place.replicas else None
+        return StageNeeds(place.replicas, readers, BACKBONE in begun.keys() | ended or bool(knows_places), among)
 
     def reads(self, phase: str, microbatch: int, program: PlannedProgram | None) -> bool:
         """Whether it reads the items of a phase in a microbatch. program: of the step; None: that of the Plan."""

@@ -1,0 +1,114 @@
+"""Copies of rows that go from rank to rank, beside what is computed in between.
+
+A copy is two nodes of the autograd graph. Forward, the first starts an uneven all-to-all, and the second waits for it;
+in backward the second starts the way back of gradients, and the first waits. Of the nodes that can run, autograd takes
+the one that was made last, so that backward is forward in reverse: what was computed beside the way there is so beside
+the way back, and ranks that make nodes in one order call collectives in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from motet.core.context_rows import RowMoves
+
+if TYPE_CHECKING:
+    from motet.models.context_items import SharedAttention, SharedRows
+
+
+class RowCopies:
+    """Copies of rows that go from rank to rank. moves: which rows. share: has their group, and counts their bytes."""
+
+    def __init__(self, moves: RowMoves, share: SharedRows | SharedAttention, device: torch.device) -> None:
+        self.send, self.order = (torch.from_numpy(index).to(device) for index in (moves.send, moves.order))
+        self.num_sent, self.num_received = list(moves.num_sent), list(moves.num_received)
+        self.share = share
+
+    def of(self, rows: Tensor) -> Tensor:
+        """rows [n, ...] of this rank -> the rows that it gets, [num_wanted, ...]. A collective, in backward too."""
+        return self.started(rows).arrived()
+
+    def started(self, rows: Tensor) -> RowsUnderWay:
+        """As `of`, whose rows are on their way from here on."""
+        return RowsUnderWay(self, rows)
+
+    def one_ahead(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
+        """As `of`, part by part: the next is on its way while one is in use.
+
+        In backward gradients of one are on their way while those of the part before it are computed. Ranks take each.
+        """
+        under_way = self.started(parts[0])
+        for part in parts[1:]:
+            now, under_way = under_way, self.started(part)
+            yield now.arrived()
+        yield under_way.arrived()
+
+
+class RowsUnderWay:
+    """Rows that go to other ranks, and then their gradients, which go back."""
+
+    def __init__(self, copies: RowCopies, rows: Tensor) -> None:
+        self.copies = copies
+        self._moving: tuple[dist.Work, Tensor, Tensor] | None = None
+        self._started: list[Tensor] = [_Start.apply(rows, self)]
+
+    def arrived(self) -> Tensor:
+        """The rows that this rank gets, once they are here. Called once."""
+        return _Arrive.apply(self._started.pop(), self)  # Kept, it would keep the graph, which keeps this.
+
+    def leave(self, rows: Tensor, *, backward: bool) -> None:
+        """Start: rows to each rank, one after the other. backward: they go back."""
+        copies, share = self.copies, self.copies.share
+        if (group := share.group) is None:
+            raise ValueError("rows that several ranks share need the process group of these ranks")
+        splits = (copies.num_sent, copies.num_received) if backward else (copies.num_received, copies.num_sent)
+        rows, moved = rows.contiguous(), rows.new_empty(sum(splits[0]), *rows.shape[1:])
+        work = dist.all_to_all_single(moved, rows, *splits, group=group, async_op=True)
+        row_bytes = rows.shape[1:].numel() * rows.element_size()
+        share.count_bytes((len(rows) - splits[1][share.rank]) * row_bytes)
+        self._moving = work, rows, moved  # A device reads what is sent until they are there.
+
+    def wait(self) -> Tensor:
+        """Rows from each rank, one after the other, of what has left last."""
+        assert self._moving is not None, "nothing has left"
+        (work, _, moved), self._moving = self._moving, None
+        work.wait()
+        return moved
+
+
+class _Start(torch.autograd.Function):
+    """rows [n, ...] -> an empty tensor, by which `_Arrive` stands behind this in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, under_way: RowsUnderWay) -> Tensor:
+        ctx.under_way, ctx.num_rows = under_way, len(rows)
+        under_way.leave(rows.index_select(0, under_way.copies.send), backward=False)
+        return rows.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        returned = ctx.under_way.wait()
+        total = returned.new_zeros(ctx.num_rows, *returned.shape[1:])
+        return total.index_add_(0, ctx.under_way.copies.send, returned), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, under_way: RowsUnderWay) -> Tensor:
+        ctx.under_way = under_way
+        return under_way.wait().index_select(0, under_way.copies.order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        under_way: RowsUnderWay = ctx.under_way
+        returned = torch.empty_like(gradient).index_copy_(0, under_way.copies.order, gradient)
+        under_way.leave(returned, backward=True)
+        return gradient.new_empty(0), None
