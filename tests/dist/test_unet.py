@@ -119,7 +119,7 @@ def test_a_frozen_unet_is_exported_bit_for_bit(job, tmp_path):
     [
         ("transforms.draw.patch_size=4", "rows of 16 values, but model.generators.draw makes rows of 4"),
         ("transforms.draw.fixed_size=6", "model.generators.draw: a raster of 3 x 3 rows cannot be halved 1 times"),
-        ("fsdp.recompute=true", "names no blocks that can be recomputed"),
+        ("fsdp.recompute=true", "fsdp.recompute: module 'draw' names no blocks that can be recomputed"),
         ("model.generators.draw.config.in_channels=3", "`path` excludes `config`"),
     ],
 )

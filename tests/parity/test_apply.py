@@ -166,7 +166,7 @@ MISTAKES = {
     "fewer examples": "step: a step of the plan takes 8 examples, not 7",
     "ranks": "The plan is for 3 ranks, and 2 run",
     "precision": "the plan computes in fp64, and the model is in fp32.",
-    "tensor parallelism": "unit 'all': tp is 2, and 'backbone' has 1 heads of keys and values; tp must divide them",
+    "tensor parallelism": "unit 'all': tp is 2, and 'backbone' has 1 head of keys and values; tp must divide them",
     "data parallelism": "data parallelism alone; motet.dispatch.prefetched is for that",
     "degrees": "of tp, cp, pp, dp and ep, whole numbers from 1; image.stages is not.",
     "no degrees": "whole numbers from 1; NoneType is not.",

@@ -69,7 +69,8 @@ def denoiser_class(where: str, path: Path) -> str:
     known = UNET, SD3
     if found := [name for name in known if has_model(path, name)]:
         return found[0]
-    named: str = _stored(where, _folder(where, path, _FOLDERS[UNET]) / "config.json", known)["_class_name"]
+    folder = _folder(where, path, *(_FOLDERS[name] for name in known))
+    named: str = _stored(where, folder / "config.json", known)["_class_name"]
     return named
 
 
@@ -135,15 +136,16 @@ def scheduler_of_directory(where: str, path: Path, kinds: tuple[str, ...]) -> An
         raise UserError(f"{where}.path: no scheduler can be made of {found[0]} ({one_line(error)})") from error
 
 
-def _folder(where: str, path: Path, part: str) -> Path:
-    """Where a part of a pipeline lies, or a model alone."""
-    folder = path / part if (path / part / "config.json").is_file() else path
-    if not (folder / "config.json").is_file():
+def _folder(where: str, path: Path, *parts: str) -> Path:
+    """Where the first of these parts of a pipeline lies, or a model alone."""
+    files = [*(path / part / "config.json" for part in parts), path / "config.json"]
+    found = next((file for file in files if file.is_file()), None)
+    if found is None:
         raise UserError(
-            f"{where}.path: there is neither {path / 'config.json'} nor {path / part / 'config.json'}; give a local "
-            "directory that diffusers wrote"
+            f"{where}.path: there is neither {' nor '.join(map(str, reversed(files)))}; give a local directory that "
+            "diffusers wrote"
         )
-    return folder
+    return found.parent
 
 
 def _stored(where: str, file: Path, kinds: tuple[str, ...]) -> dict[str, Any]:

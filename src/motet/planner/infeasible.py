@@ -45,8 +45,8 @@ def indivisible(
         of_modules = [module for module in job.model.modules if not modules or module.name in modules]
         for module in of_modules:
             if pins.tp in possible_tensor_degrees(job.cluster) and (what := undivided_heads(module, pins.tp)):
-                return f"TP is pinned to {pins.tp}, and {module.name} has {what}; it must be one of {listed(known)}."
-        return f"TP is pinned to {pins.tp}; it must be one of {listed(known)}, in a node or over whole ones."
+                return f"TP is pinned to {pins.tp}, and {module.name} has {what}; it must be {one_of(known)}."
+        return f"TP is pinned to {pins.tp}; it must be {one_of(known)}, in a node or over whole ones."
     if pins.pp is not None and pins.pp > num_blocks:
         return f"PP is pinned to {pins.pp}; it must be 1 to {num_blocks}, the layers of the {of}."
     pinned = {name: getattr(pins, name) for name in ("tp", "pp", "dp") if getattr(pins, name) is not None}
@@ -84,6 +84,11 @@ def not_apart(job: Job, pins: Pins, *, interleaved: bool = False) -> str | None:
         schedules = "1F1B, interleaved or not" if interleaved else "1F1B"
         return f"units that feed each other run {schedules}; the schedule is pinned to {pins.schedule!r}."
     return None
+
+
+def one_of(numbers: list[int]) -> str:
+    """Example: `one_of([1, 2])` is "one of 1, 2", and `one_of([1])` is "1"."""
+    return listed(numbers) if len(numbers) == 1 else f"one of {listed(numbers)}"
 
 
 def listed(numbers: list[int]) -> str:

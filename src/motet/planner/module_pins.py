@@ -15,7 +15,7 @@ from motet.core.module_degrees import ModuleDegrees
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
-from motet.planner.infeasible import listed, tensor_degrees
+from motet.planner.infeasible import listed, one_of, tensor_degrees
 from motet.planner.job import Job
 from motet.schedule.layout import Layout
 
@@ -83,7 +83,7 @@ def check_module_pins(job: Job, pins: Pins) -> None:
         num_blocks, cluster = len(job.model.module(name).blocks), job.cluster
         if stated.tp is not None and stated.tp not in tensor_degrees(job, name):
             raise UserError(
-                f"{name} is pinned to tp = {stated.tp}; it must be one of {listed(tensor_degrees(job, name))}, in"
+                f"{name} is pinned to tp = {stated.tp}; it must be {one_of(tensor_degrees(job, name))}, in"
                 " a node or over whole ones, with whole heads and with known times."
             )
         if stated.pp is not None and stated.pp > num_blocks:

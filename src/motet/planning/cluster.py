@@ -40,7 +40,7 @@ def cluster_of(
     kept: dict[str, Any] = {} if stated is None else stated.model_dump(exclude_unset=True)
     if device is not None and stated is not None and device.lower() != stated.device:
         # What the recipe says of its own device does not hold for another one.
-        kept = {"nodes": stated.nodes}
+        kept = {"nodes": stated.nodes, "tensor_pieces": stated.tensor_pieces}
     changed = {"device": device, "nodes": options.num_nodes, "ranks_per_node": options.ranks_per_node}
     try:
         return ClusterConfig(**kept | {key: value for key, value in changed.items() if value is not None}).cluster()

@@ -153,7 +153,8 @@ def shard(model: Model, mesh: Mesh, config: FSDPConfig) -> None:
     for phase, module in modules.items():
         if config.recompute in (True, "auto") and is_trainable(module) and not _recomputable(module):
             raise UserError(
-                f"recompute: module {phase!r} names no blocks that can be recomputed; switch recompute off."
+                f"fsdp.recompute: module {phase!r} names no blocks that can be recomputed; set it to false, or say the "
+                "blocks of other modules."
             )
     counts = config.recomputed({phase: len(_recomputable(module)) for phase, module in modules.items()})
     for phase, module in modules.items():

@@ -192,6 +192,13 @@ def test_a_directory_of_diffusers_is_read(pipeline, inside):
         assert built(path=pipeline).spec_module("draw") == module.spec_module("draw")
 
 
+def test_a_directory_that_is_missing_is_said_with_all_that_would_do(tmp_path):
+    with pytest.raises(UserError) as raised:
+        built(path=tmp_path)
+    for file in ("config.json", "unet/config.json", "transformer/config.json"):
+        assert str(tmp_path / file) in str(raised.value)
+
+
 def test_random_weights_have_a_flow():
     assert built(family="sd3", config=TINY).generator.noise.shift == 3.0
 

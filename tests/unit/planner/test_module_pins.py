@@ -5,6 +5,7 @@ import pytest
 from motet.core.errors import UserError
 from motet.core.module_degrees import ModuleDegrees
 from motet.planner.candidate import Pins
+from motet.planner.infeasible import one_of
 from motet.planner.module_pins import degrees_of, unmet_pin
 from motet.planner.pins import parse_pins, pins_in_words
 from motet.planner.search import search
@@ -40,6 +41,10 @@ def test_every_plan_that_is_found_has_the_pinned_degrees(pins, strategies):
             degree, _, value = rest.partition("=")
             assert text.startswith("strategy") or getattr(degrees_of(plan, module), degree) == int(value)
     assert strategies <= {one.candidate.strategy for one in result.results}
+
+
+def test_a_single_degree_is_named_alone():
+    assert (one_of([1]), one_of([1, 2])) == ("1", "one of 1, 2")
 
 
 @pytest.mark.parametrize(

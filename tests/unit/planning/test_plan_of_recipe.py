@@ -13,6 +13,7 @@ from motet.core.plan import Unit
 from motet.core.sampler import Sampler
 from motet.core.workload import BACKBONE
 from motet.cost.analytic import Analytic
+from motet.cost.catalogue import ClusterConfig
 from motet.data.groups import GroupedOrder, phase_totals
 from motet.data.text import ChatTokenizer
 from motet.dispatch import BalanceConfig
@@ -23,7 +24,7 @@ from motet.planner.chain.propose import propose_chain
 from motet.planner.data_parallel.propose import propose_data_parallel
 from motet.planner.job import Job
 from motet.planner.search import search
-from motet.planning.cluster import ClusterOptions
+from motet.planning.cluster import ClusterOptions, cluster_of
 from motet.planning.job import JobOptions
 from motet.planning.plan_of_recipe import plan_of_recipe, read_recipe_as_plan, recipe_of_plan
 from motet.planning.sources import training_data
@@ -318,6 +319,15 @@ def test_a_recipe_is_planned_with_its_own_data(recipe_file):
     assert not on_cpu.cluster.device.overlaps and plan.cluster.device.overlaps
     with pytest.raises(UserError, match="--cluster h1000: there is no device 'h1000'"):
         read_recipe_as_plan(recipe_file, [], JobOptions(ClusterOptions("h1000")))
+
+
+def test_another_device_takes_over_what_is_not_of_the_recipes_device(tmp_path):
+    stated = ClusterConfig(device="a40", nodes=2, memory_gbytes=10, tensor_pieces=4)
+    other = cluster_of(tmp_path, stated, ClusterOptions("h100"))
+    assert (other.num_nodes, other.tensor_pieces) == (2, 4)
+    assert other.device == ClusterConfig(device="h100").cluster().device
+    with pytest.raises(UserError, match="tensor_pieces is 4, but ranks on 'cpu' compute nothing while"):
+        cluster_of(tmp_path, stated, ClusterOptions("cpu"))
 
 
 def test_what_a_recipe_is_simulated_to_take_is_what_it_is_planned_with(recipe_file):

@@ -148,10 +148,9 @@ def undivided_heads(module: Module, tp: int) -> str:
     """Heads of a module that tensor parallelism does not divide, such as "25 heads"; "" if it divides all."""
     for stack in module.stacks:
         if (attention := stack.layer.attention) is not None:
-            if attention.num_heads % tp:
-                return f"{attention.num_heads} heads"
-            if attention.num_kv_heads % tp:
-                return f"{attention.num_kv_heads} heads of keys and values"
+            for number, of in ((attention.num_heads, ""), (attention.num_kv_heads, " of keys and values")):
+                if number % tp:
+                    return f"{number} {'head' if number == 1 else 'heads'}{of}"
     return ""
 
 

@@ -90,7 +90,8 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     heldout = "" if summary["loss_heldout"] is None else f", {summary['loss_heldout']:.4f} held out"
     heldout += "".join(f", {loss:.4f} of {name}" for name, loss in summary.get("losses_heldout", {}).items())
     lines = [
-        f"{summary['steps']} steps on {summary['num_ranks']} ranks in {summary['wall_s']:.0f} s: "
+        f"{_counted(summary['steps'], 'step')} on {_counted(summary['num_ranks'], 'rank')} in "
+        f"{summary['wall_s']:.0f} s: "
         f"{summary['tokens_per_s']:,.0f} tokens/s, MFU {summary['mfu']:.1%}{_hfu_words(summary)} of the "
         f"{summary['peak_source']} peak",
         _loss_line(summary) + heldout,
@@ -128,6 +129,11 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
 def shared_phases(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The phases of a summary that several replicas share: one alone has nothing to balance."""
     return {name: phase for name, phase in summary["phases"].items() if phase["num_replicas"] > 1}
+
+
+def _counted(number: int, thing: str) -> str:
+    """Example: `_counted(1, "step")` is "1 step", and `_counted(2, "step")` is "2 steps"."""
+    return f"{number} {thing}" + ("" if number == 1 else "s")
 
 
 def _hfu_words(summary: dict[str, Any]) -> str:

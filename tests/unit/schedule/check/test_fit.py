@@ -180,7 +180,7 @@ def test_a_plan_needs_a_backbone():
 
 
 @pytest.mark.parametrize(
-    ("tp", "kv_heads", "what"), [(3, 0, "4 heads"), (4, 2, "2 heads of keys and values"), (2, 1, "1 heads of keys")]
+    ("tp", "kv_heads", "what"), [(3, 0, "4 heads"), (4, 2, "2 heads of keys and values"), (2, 1, "1 head of keys")]
 )
 def test_heads_that_tensor_parallelism_does_not_divide_are_refused(tp, kv_heads, what):
     layer = Transformer(48, 96, num_heads=4, num_kv_heads=kv_heads, causal=True)

@@ -60,6 +60,11 @@ def test_the_first_and_the_last_losses_are_of_different_steps(tmp_path, num_step
     assert lines[1] == said
 
 
+def test_one_step_is_no_steps(tmp_path):
+    (_, alone), (_, two) = summed_up(tmp_path, [1]), summed_up(tmp_path, [1, 2])
+    assert alone[0].startswith("1 step on 2 ranks in ") and two[0].startswith("2 steps on 2 ranks in ")
+
+
 @pytest.mark.parametrize(("loads", "are_told"), [(LOADS, True), ({"bound": 3, "loads": [3]}, False)])
 def test_loads_of_a_phase_with_several_replicas_are_told(tmp_path, loads, are_told):
     _, lines = summed_up(tmp_path, [1], loads)
