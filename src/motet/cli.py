@@ -418,7 +418,7 @@ def simulate_plan(
         from motet.planning.sources import read_plan_and_workload
 
         read_plan, lengths = read_plan_and_workload(plan, workload)
-        cost, decided = cost_model(read_plan.cluster, read_plan.precision, profile), {}
+        cost, decided = cost_model(read_plan.cluster, read_plan.precision, profile, any_device=False), {}
     from motet.simulate.predict.predict import predictions
 
     _keep_what_planning_makes()

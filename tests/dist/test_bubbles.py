@@ -88,7 +88,7 @@ def test_what_the_planner_puts_into_bubbles_trains(job, alone, tmp_path, monkeyp
     monkeypatch.setattr(sys, "argv", ["motet", "plan", str(job), *words, *where, "--trainable", "--out", str(file)])
     with pytest.raises(SystemExit) as exit_:
         main()
-    assert not exit_.value.code and "Each step decides by its lengths" in capsys.readouterr().out.replace("\n", " ")
+    assert not exit_.value.code and "Each step decides by its lengths" in " ".join(capsys.readouterr().out.split())
     plan = read_plan(file)
     assert plan.filling == "by_step" and any("." in fill.action for fill in plan.fills)
     assert [unit.name for unit in plan.units] == ["backbone", "image", "audio"]

@@ -7,16 +7,21 @@ from pathlib import Path
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.cost.analytic import Analytic
+from motet.cost.catalogue import DEVICES, device_called
 from motet.cost.model import CostModel
 
 _MEASURED_IN = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
-def cost_model(cluster: Cluster, precision: str, profile_file: Path | None = None) -> CostModel:
+def cost_model(
+    cluster: Cluster, precision: str, profile_file: Path | None = None, *, any_device: bool = True
+) -> CostModel:
     """The cost model of a profile or, without one, the analytic model. precision: the plan's.
 
+    any_device: also of a profile that was measured on another device than the cluster's, as where a run on a CPU tries
+                a Plan that was made for GPUs.
     Raises UserError for a precision of which the cluster's devices state no peak, for a file that is no profile, for a
-    profile in another precision, and for a cluster that hides what a profile measures.
+    profile in another precision or of another device, and for a cluster that hides what a profile measures.
     """
     if profile_file is None:
         return Analytic(cluster, precision)
@@ -30,6 +35,12 @@ def cost_model(cluster: Cluster, precision: str, profile_file: Path | None = Non
             f"{profile_file} was measured in {profile.precision} and the plan computes in {precision}: profile a "
             "recipe that computes as the plan does, or change the plan's precision."
         )
+    measured, device = _catalogued(profile.device), cluster.device.name
+    if not any_device and device in DEVICES and measured not in ("", device):
+        raise UserError(
+            f"{profile_file} was measured on {profile.device}, and its seconds say nothing of {device}: profile on "
+            f"{device}, or choose --cluster {measured}."
+        )
     if precision not in cluster.device.peak_flops:
         raise UserError(
             f"The plan computes in {precision}, and {cluster.device.name} has no peak in it (it has "
@@ -41,3 +52,9 @@ def cost_model(cluster: Cluster, precision: str, profile_file: Path | None = Non
             "tensor parallelism behind products, which no profile measures; leave one of them out."
         )
     return Profiled(profile, cluster)
+
+
+def _catalogued(name: str) -> str:
+    """What the catalogue calls the device of a profile; "" if it does not have it."""
+    known = device_called(name)
+    return "cpu" if name.startswith("cpu") else known.name if known else ""

@@ -52,7 +52,8 @@ def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()
             f"{path} has neither [data] nor [workload], so --workload must say which lengths to plan for: a manifest, "
             "a CSV of lengths, a TOML of distributions, or a recipe."
         )
-    cost, batch_size = cost_model(cluster, read.precision, options.profile), read.batch_size
+    cost = cost_model(cluster, read.precision, options.profile, any_device=False)
+    batch_size = read.batch_size
     if recipe is not None and recipe.data.group is not None:
         from motet.planning.groups import examples_a_group, in_groups
 

@@ -12,6 +12,7 @@ from motet.core.cluster import Cluster, Device, Link
 from motet.core.errors import ArgumentError, UserError
 from motet.core.exchange import Moved
 from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
+from motet.cost.catalogue import cluster as of_catalogue
 from motet.cost.fit import PassOperations, Surface, fit_curve, relative_error
 from motet.cost.model import Beyond, Work
 from motet.cost.phases import phase_times
@@ -379,6 +380,19 @@ def test_what_hides_messages_is_not_for_a_profile(profile, tmp_path):
         UserError, match="tensor_pieces = 4 hides those of tensor parallelism behind products, which no"
     ):
         cost_model(replace(cluster(), tensor_pieces=4), "fp32", tmp_path / "p.json")
+
+
+def test_what_another_device_took_is_not_planned_with(profile, tmp_path):
+    profile.model_copy(update={"device": "cpu, 2 threads a rank", "precision": "bfloat16"}).write(tmp_path / "cpu.json")
+    profile.model_copy(update={"device": "NVIDIA H200", "precision": "bfloat16"}).write(tmp_path / "gpu.json")
+    assert isinstance(cost_model(of_catalogue("h200"), "bf16", tmp_path / "gpu.json", any_device=False), Profiled)
+    assert isinstance(cost_model(of_catalogue("h100"), "bf16", tmp_path / "cpu.json"), Profiled)
+    for name, measured in (
+        ("cpu", "cpu, 2 threads a rank, and .* of h100: .* --cluster cpu"),
+        ("gpu", "NVIDIA H200, "),
+    ):
+        with pytest.raises(UserError, match=measured):
+            cost_model(of_catalogue("h100"), "bf16", tmp_path / f"{name}.json", any_device=False)
 
 
 def test_a_precision_without_a_peak_is_one_sentence(profile, tmp_path):
