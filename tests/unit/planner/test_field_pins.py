@@ -14,7 +14,7 @@ from motet.planner.search import search
 from motet.planner.strategies import STRATEGIES
 from unit.planner.jobs import job
 
-OF_THE_JOB = {"model", "cluster", "batch_size", "precision", "policy"}
+OF_THE_JOB = {"model", "cluster", "batch_size", "precision", "policy", "moments"}
 OTHERWISE = {
     "units": "fields",
     "stages": "blocks",
