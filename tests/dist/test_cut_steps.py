@@ -95,7 +95,7 @@ def test_under_a_plan_of_data_parallelism_auto_may_cut_too(tmp_path):
         run_ranks(train_under, 3, str(job), overrides, str(tmp_path / "plan.json"))
     assert losses(tmp_path / "auto") == pytest.approx(losses(tmp_path / "off"), rel=1e-10)
     cut = [step for step in metrics(tmp_path / "auto") if step["balance"]["cut"]]
-    assert len(cut) >= 3 and all(step["predicted_s"] is None for step in cut)
+    assert cut and all(step["predicted_s"] is None for step in cut)
 
 
 def test_a_plan_that_balances_otherwise_is_not_cut(tmp_path):

@@ -52,14 +52,14 @@ def counting(step, model, found):
             sizes[module] += storage.nbytes()
         return tensor
 
-    def run_section(section, batch, taken):
+    def run_section(section, batch, taken, **how):
         name, tensors = section.span.module, [*step.model.parameters(), *step.model.buffers()]
         local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
         own.update(tensor.untyped_storage().data_ptr() for tensor in local)
         for leaf in taken.values():
             keep(name, leaf)
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: keep(name, tensor), lambda tensor: tensor):
-            return run(section, batch, taken)
+            return run(section, batch, taken, **how)
 
     def run_stage(stage, batch, inputs, part=-1):
         storages.clear()
