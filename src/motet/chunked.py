@@ -29,7 +29,7 @@ from torch.nn.functional import linear, pad
 if TYPE_CHECKING:
     from motet.tensor_parallel import RowParts, TensorRanks
 
-Waits = Callable[..., bool]
+LaterWeight = Callable[..., bool]
 """(weight, rows, gradient of the products) -> whether the gradient of the weight is computed later."""
 _Span = tuple[int, int]
 
@@ -131,7 +131,7 @@ class ColumnLinear(nn.Linear):
         self.weight, self.bias = layer.weight, layer.bias
         self._modules.update(layer._modules)
         self.product: Callable[[Tensor], Tensor] = self._product
-        self.waits: Waits | None = None
+        self.waits: LaterWeight | None = None
         self.made: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -163,7 +163,9 @@ class ColumnProducts:
         return whole
 
 
-def summed_product(x: Tensor, weight: Tensor, beside: Tensor | None, parts: RowParts, waits: Waits | None) -> Tensor:
+def summed_product(
+    x: Tensor, weight: Tensor, beside: Tensor | None, parts: RowParts, waits: LaterWeight | None
+) -> Tensor:
     """The sum over ranks of x weight^T + beside, as of `RowParts.from_products`. x: [..., rows, in]."""
     num_rows, rows = parts.num_rows, x.flatten(0, -2)
     chunks = RowChunks(parts.ranks, len(rows), in_parts=num_rows > 0)
@@ -177,7 +179,7 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, chunks: RowChunks, waits: Sequence[Waits | None], *parameters: Tensor | None
+        ctx: Any, hidden: Tensor, chunks: RowChunks, waits: Sequence[LaterWeight | None], *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         num = len(waits)
         weights, biases = parameters[:num], parameters[num:]
@@ -237,7 +239,7 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, beside: Tensor | None, chunks: RowChunks, waits: Waits | None
+        ctx: Any, x: Tensor, weight: Tensor, beside: Tensor | None, chunks: RowChunks, waits: LaterWeight | None
     ) -> Tensor:
         ctx.save_for_backward(*([x] if ctx.needs_input_grad[1] else []))
         ctx.weight, ctx.chunks, ctx.waits = weight, chunks, waits
@@ -267,7 +269,7 @@ class _Summed(torch.autograd.Function):
         return of_x if ctx.needs_input_grad[0] else None, of_weight, of_beside, None, None
 
 
-def _of_weight(weight: Tensor, rows: Tensor, gradient: Tensor, waits: Waits | None) -> Tensor | None:
+def _of_weight(weight: Tensor, rows: Tensor, gradient: Tensor, waits: LaterWeight | None) -> Tensor | None:
     """The gradient of a weight; None if it waits."""
     # The gradient of a weight that is computed from others goes on into their graph.
     if weight.is_leaf and waits is not None and waits(weight, rows, gradient):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from motet.chunked import Waits, summed_product
+from motet.chunked import LaterWeight, summed_product
 from motet.dropout import set_divided
 
 _Move = Callable[[Tensor], Tensor]
@@ -187,7 +187,7 @@ class RowLinear(nn.Linear):
         self.weight, self.bias = layer.weight, layer.bias
         self.parts = parts
         self.product: Callable[[Tensor], Tensor] = self._product
-        self.waits: Waits | None = None
+        self.waits: LaterWeight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         beside = self.beside(x)

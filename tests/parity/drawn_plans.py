@@ -24,7 +24,7 @@ from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
 from motet.planning.trainable import obstacle
 from motet.schedule import planned, validate
-from motet.train.optimizers import KINDS
+from motet.train.optimizers import OPTIMIZERS
 from motet.train.recipe.recipe import Recipe
 from parity.cut_steps import Cut, drawn_cut, smaller_cuts
 from parity.planned import PHASES, PlannedCase
@@ -87,7 +87,7 @@ _MIXTURE = {
     "num_layers": lambda rng: NUM_BLOCKS["backbone"],
     "family": lambda rng: str(rng.choice(["qwen2", "qwen2", "qwen3", "llama", "phi3", "olmo2"])),
     "seed": lambda rng: int(rng.integers(2**31)),
-    "optimizer": lambda rng: str(rng.choice(["adamw"] * 7 + sorted(set(KINDS) - {"adamw"}))),
+    "optimizer": lambda rng: str(rng.choice(["adamw"] * 7 + sorted(set(OPTIMIZERS) - {"adamw"}))),
     "made": lambda rng: (*[()] * 5, ("draw",), ("draw", "say"))[int(rng.integers(7))],
 }
 """Field of a PlannedCase -> how it is drawn for a mixture: what one process computes."""

@@ -11,7 +11,7 @@ from motet.models.mllm import MLLM
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.step import TrainStep
 from motet.train.optimizer import OptimizerConfig, build_optimizer, parameter_groups
-from motet.train.optimizers import KINDS
+from motet.train.optimizers import OPTIMIZERS
 from parity.test_gradients import Case, local, mesh_of, rank_batch, whole
 from parity.tiny import build_model, draw_examples, reference_step
 from ranks import run_ranks
@@ -74,4 +74,4 @@ def test_parameters_after_four_steps(num_ranks, shard_size):
 
 @pytest.mark.parametrize("shard_size", [None, 1])
 def test_parameters_of_other_optimizers(shard_size):
-    assert run_ranks(train, 2, shard_size, sorted(set(KINDS) - {"adamw"}))[0] == []
+    assert run_ranks(train, 2, shard_size, sorted(set(OPTIMIZERS) - {"adamw"}))[0] == []

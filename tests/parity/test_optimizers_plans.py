@@ -2,7 +2,7 @@
 another Plan from a checkpoint.
 """
 
-from motet.train.optimizers import KINDS
+from motet.train.optimizers import OPTIMIZERS
 from parity.planned import PlannedCase, assert_planned
 from parity.test_planned import chain
 
@@ -13,7 +13,7 @@ PAIRS = [(ZERO[0], ZERO[3]), (ZERO[1], ZERO[2]), (ZERO[3], DIVIDED)]
 
 
 def test_each_equals_one_process():
-    names = sorted(set(KINDS) - {"adamw"})  # All other cases have that one.
+    names = sorted(set(OPTIMIZERS) - {"adamw"})  # All other cases have that one.
     cases = [
         PlannedCase(first, batch_size=4, optimizer=name, then=PlannedCase(second, batch_size=4, optimizer=name))
         for number, name in enumerate(names)

@@ -196,7 +196,7 @@ class Transformer:
         )
 
 
-def crossing(shape: Transformer, num_keys: int, *, trainable: bool = True) -> list[Layer]:
+def crossing_layers(shape: Transformer, num_keys: int, *, trainable: bool = True) -> list[Layer]:
     """A layer whose rows attend to `num_keys` keys beside their item, behind two gates (Llama 3.2 Vision); and the
     products that make keys and values of as many rows. They are one block.
     """

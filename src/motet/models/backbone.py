@@ -29,7 +29,7 @@ from motet.core.arrays import Int64Array
 from motet.core.attention_table import AttentionTable
 from motet.core.errors import UserError
 from motet.core.grid_positions import BEHIND_SIDE, NUM_AXES
-from motet.core.shapes import Transformer, crossing, embedding, final_norm, head
+from motet.core.shapes import Transformer, crossing_layers, embedding, final_norm, head
 from motet.core.spec import Layer, Module
 from motet.core.workload import BACKBONE
 from motet.dropout import ENTER, ItemRows, arranged
@@ -189,7 +189,7 @@ class Backbone(nn.Module):
         shape, trainable = self._shape(block), any_trainable(block)
         if block.number not in self._text.crossing:
             return [LayerModules(shape.layer(trainable=trainable), (block,))]
-        layer, keys = crossing(shape, sum(self.keys.values()), trainable=trainable)
+        layer, keys = crossing_layers(shape, sum(self.keys.values()), trainable=trainable)
         return [LayerModules(layer, (block,)), LayerModules(keys, ())]
 
     def _queries_layer(self) -> LayerModules:

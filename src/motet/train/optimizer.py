@@ -20,7 +20,7 @@ from motet.core.errors import UserError
 from motet.core.limits import MAX_STEPS
 from motet.models.fused import whole_names
 from motet.models.named_weights import is_named, weights_named
-from motet.train.optimizers import KINDS, WHOLE_MATRICES, num_moments
+from motet.train.optimizers import OPTIMIZERS, WHOLE_MATRICES, num_moments
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -53,7 +53,7 @@ class WeightGroup(BaseModel):
 
 def _default(option: str, given: dict[str, Any]) -> Any:
     """What an option is by default; None where the optimizer does not read it."""
-    return KINDS[given["name"]].options.get(option) if "name" in given else None
+    return OPTIMIZERS[given["name"]].options.get(option) if "name" in given else None
 
 
 class OptimizerConfig(BaseModel):
@@ -110,13 +110,13 @@ class OptimizerConfig(BaseModel):
     def _treats_elements_by_themselves(cls, name: Any) -> Any:
         if why := WHOLE_MATRICES.get(name) if isinstance(name, str) else None:
             raise ValueError(
-                f"{name} {why}, which ranks that share weights do not have; take one of {', '.join(KINDS)}"
+                f"{name} {why}, which ranks that share weights do not have; take one of {', '.join(OPTIMIZERS)}"
             )
         return name
 
     @model_validator(mode="after")
     def _options_are_read(self) -> OptimizerConfig:
-        options = KINDS[self.name].options
+        options = OPTIMIZERS[self.name].options
         for option in ("betas", "alpha", "momentum", "nesterov", "eps"):
             if getattr(self, option) is not None and option not in options:
                 raise ValueError(f'{option} has no effect with name = "{self.name}"; remove it')
@@ -211,7 +211,7 @@ def _own_options(name: str, config: OptimizerConfig) -> tuple[float, float]:
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer over the trainable parameters of a sharded model."""
     groups = parameter_groups(model, config) or [{"params": []}]  # All that a rank holds may be frozen.
-    kind = KINDS[config.name]
+    kind = OPTIMIZERS[config.name]
     how = {"fused": True} if kind.is_fused else {"foreach": True}
     return kind.make(groups, lr=config.lr, **{name: getattr(config, name) for name in kind.options}, **how)  # type: ignore[call-arg]
 

@@ -31,7 +31,7 @@ class OptimizerKind:
               out.
 
     Example:
-        >>> KINDS["sgd"].fields(momentum=0.9), KINDS["adagrad"].fields(momentum=0.0)
+        >>> OPTIMIZERS["sgd"].fields(momentum=0.9), OPTIMIZERS["adagrad"].fields(momentum=0.0)
         (('momentum_buffer',), ('sum',))
     """
 
@@ -49,7 +49,7 @@ class OptimizerKind:
 _BETAS = {"betas": (0.9, 0.95), "eps": 1e-8}
 _ADAM = ("exp_avg", "exp_avg_sq")
 
-KINDS = {
+OPTIMIZERS = {
     "adamw": OptimizerKind(torch.optim.AdamW, _BETAS, _ADAM, is_fused=True),
     "adam": OptimizerKind(torch.optim.Adam, _BETAS, _ADAM, is_fused=True),
     "nadam": OptimizerKind(torch.optim.NAdam, _BETAS, _ADAM, {"step": 0.0, "mu_product": 1.0}),
@@ -64,8 +64,8 @@ WHOLE_MATRICES = {
     "muon": "multiplies whole matrices, in bfloat16",
 }
 """Optimizers that are refused, and why: no rank has a whole matrix where ranks share weights."""
-COUNTERS = frozenset(name for kind in KINDS.values() for name in kind.counters)
-_BY_CLASS = {kind.make: kind for kind in KINDS.values()}
+COUNTERS = frozenset(name for kind in OPTIMIZERS.values() for name in kind.counters)
+_BY_CLASS = {kind.make: kind for kind in OPTIMIZERS.values()}
 
 
 def num_moments(name: str, momentum: float | None) -> int:
@@ -73,12 +73,12 @@ def num_moments(name: str, momentum: float | None) -> int:
 
     Example: `num_moments("adamw", None)` is 2, and `num_moments("sgd", 0.0)` is 0.
     """
-    count = len(KINDS[name].fields(momentum or 0.0))
+    count = len(OPTIMIZERS[name].fields(momentum or 0.0))
     assert count <= ADAM_MOMENTS
     return count
 
 
-def state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, momentum: float) -> dict[str, Any]:
+def slots_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, momentum: float) -> dict[str, Any]:
     """The state of a weight: what the optimizer would begin with, if the weight has taken no step yet.
 
     momentum: of the group that has it.

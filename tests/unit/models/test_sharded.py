@@ -29,7 +29,7 @@ def documents(config: ModelConfig, rank: int, num_ranks: int):
             owner = (i if only == "image" else i + 1) % max(num_ranks - 1, 1)
             length = 4
             for name, module in mllm.encoders.items():
-                kind = "audio" if module.cost == "padded" else "image"
+                kind = "audio" if module.cost == "padded" or name == "qwen2_5_omni_audio" else "image"
                 size = torch.tensor([SIZES[kind][i]])
                 row_dim = 8 if kind == "audio" else 48 * (2 if name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl") else 1)
                 values = torch.randn(int(size.prod()), row_dim, generator=generator)

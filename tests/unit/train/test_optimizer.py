@@ -15,7 +15,7 @@ from motet.train.optimizer import (
     parameter_groups,
     set_learning_rate,
 )
-from motet.train.optimizers import KINDS
+from motet.train.optimizers import OPTIMIZERS
 
 
 def rates(num_steps, **options):
@@ -73,7 +73,7 @@ def test_optimizers_and_options_that_are_not_computed(options, said):
 
 
 def test_each_optimizer_has_torchs_options_and_as_many_moments_as_it_says():
-    for name, kind in KINDS.items():
+    for name, kind in OPTIMIZERS.items():
         for momentum in (None, 0.0, 0.5) if "momentum" in kind.options else (None,):
             config = OptimizerConfig(name=name, lr=1e-3, **({} if momentum is None else {"momentum": momentum}))
             model = nn.Linear(3, 2)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from motet.models.fused import NamedRows, stored_names
 from motet.models.named_weights import is_lora
-from motet.train.optimizers import COUNTERS, state_of
+from motet.train.optimizers import COUNTERS, slots_of
 
 _WEIGHT, _OPTIMIZER = "model.", "optim."
 _STEP = ".step"
@@ -40,7 +40,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
         if parameter.requires_grad:
             rows = NamedRows.of(keys[name])
             whole, of_rows = (keys[name], "") if rows is None else (rows.name, rows._replace(name="").key)
-            for field, tensor in state_of(optimizer, parameter, momentum[id(parameter)]).items():
+            for field, tensor in slots_of(optimizer, parameter, momentum[id(parameter)]).items():
                 if field not in COUNTERS:
                     tensors[f"{_OPTIMIZER}{whole}.{field}{of_rows}"] = tensor
                 elif rows is None or rows.first == 0:
