@@ -200,7 +200,7 @@ def test_what_one_rank_cannot_read_stops_all(tmp_path, what, said):
         ("wider", "weight '1.weight' has the shape (5, 7) in the checkpoint and (6, 7) in the model"),
         ("more", "it has no weight '4.weight'"),
         ("fewer", "the model has no weight '3.bias'"),
-        ("thawed", "it has no optimizer state of '2.weight'"),
+        ("thawed", "it has no optimizer state step of '2.weight' (was it frozen, or is optimizer.name another?)"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_with_the_first_name(tmp_path, change, said):

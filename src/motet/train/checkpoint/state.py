@@ -40,7 +40,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
         if parameter.requires_grad:
             rows = NamedRows.of(keys[name])
             whole, of_rows = (keys[name], "") if rows is None else (rows.name, rows._replace(name="").key)
-            for field, tensor in slots_of(optimizer, parameter, momentum[id(parameter)]).items():
+            for field, tensor in slots_of(optimizer, parameter, momentum.get(id(parameter), 0.0)).items():
                 if field not in COUNTERS:
                     tensors[f"{_OPTIMIZER}{whole}.{field}{of_rows}"] = tensor
                 elif rows is None or rows.first == 0:
