@@ -13,7 +13,7 @@ printed, and the exit code is 1.
 200 of its cases, drawn at random: at another commit they show that what was stored still holds.
 
 A model may multiply a rounding beyond 1e-10 by itself. Where that decides, it is held to what one process alone makes
-of a shift by the last bit (`tests/parity/rounding.py`); `amplified` names these cases, their errors and tolerances.
+of a shift by the last bit (`tests/parity/planned.py`); `amplified` names these cases, their errors and tolerances.
 
 The file has counts, the largest errors with the numbers of their cases, and all failures. Cases add up over commits:
 `runs` says which numbers ran at which commit, where a number means what that commit draws.

@@ -8,8 +8,7 @@ from motet.core.plan import Unit
 from mutation import seeded
 from mutation.running import recomputed_errors, run_faulty
 from parity.drawn_plans import draw
-from parity.planned import TOLERANCE, PlannedCase
-from parity.rounding import LOOSEST
+from parity.planned import LOOSEST, TOLERANCE, PlannedCase
 from ranks import run_ranks
 
 AMPLIFYING = (0, 1269)

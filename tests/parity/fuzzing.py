@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 import pickle
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -22,8 +21,7 @@ from torch.utils._pytree import tree_map_only
 from motet.runtime import groups, holders, mesh, p2p, unit_groups
 from parity import planned
 from parity.cut_steps import Cut, errors_of_cut
-from parity.planned import MIXED_TOLERANCE, TOLERANCE, PlannedCase, differences, errors_of
-from parity.rounding import LOOSEST, tolerance_of
+from parity.planned import TOLERANCE, PlannedCase, differences, errors_of, tolerance_of
 
 
 @dataclass(frozen=True)
@@ -52,27 +50,11 @@ def run_cases(rank: int, num_ranks: int, cases: Sequence[PlannedCase | Cut], ref
         else:
             with _groups_of_before(), _adamw_on_rows(), _expected_in(references):
                 errors = errors_of(case)
-            tolerance = _tolerance(case, errors)
+            tolerance = tolerance_of(case, errors)
         wrong = differences(errors, tolerance)
         found.append(Found(max(errors.values(), default=0.0), tolerance, [f"rank {rank}: {line}" for line in wrong]))
         dist.barrier()
     return found
-
-
-def _tolerance(case: PlannedCase, errors: Mapping[str, float]) -> float:
-    """That of the case. What rounding makes of its model is measured only where that decides. A collective."""
-    if case.is_mixed:
-        return MIXED_TOLERANCE
-    largest = torch.tensor(
-        max(math.inf if math.isnan(error) else error for error in errors.values()), dtype=torch.float64
-    )
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    if largest <= TOLERANCE or largest > LOOSEST:
-        return TOLERANCE
-    source = case.seed % dist.get_world_size()  # It has the reference.
-    tolerance = torch.tensor(tolerance_of(case) if dist.get_rank() == source else 0.0, dtype=torch.float64)
-    dist.broadcast(tolerance, source)
-    return tolerance.item()
 
 
 @contextmanager
@@ -81,7 +63,7 @@ def _expected_in(folder: str) -> Iterator[None]:
     compute = planned.expected
 
     def stored(case: PlannedCase, num_steps: int = planned.NUM_STEPS) -> planned.Expected:
-        key = (case.built, case.contents, case.batch_size, case.left_out, case.seed, num_steps)
+        key = (case.built, case.contents, case.batch_size, case.left_out, case.seed, case.optimizer, num_steps)
         path = Path(folder, sha256(repr(key).encode()).hexdigest())
         if not path.exists():
             beside = path.with_name(f"{path.name}.{os.getpid()}")

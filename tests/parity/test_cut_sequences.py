@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from motet.runtime.fsdp import FSDPConfig
 from parity.cut_steps import Cut, errors_of_cut, shares
-from parity.planned import differences
+from parity.planned import TOLERANCE, differences
 from parity.test_gradients import Case
 from ranks import run_ranks
 
@@ -20,7 +20,7 @@ def check(rank: int, num_ranks: int, cuts: list[Cut]) -> list[str]:
     wrong = []
     for cut in cuts:
         assert any(shares(cut)), f"{cut}: nothing is cut"
-        wrong += [f"{cut}: {line}" for line in differences(errors_of_cut(cut))]
+        wrong += [f"{cut}: {line}" for line in differences(errors_of_cut(cut), TOLERANCE)]
         dist.barrier()
     return wrong
 

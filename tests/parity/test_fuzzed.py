@@ -9,8 +9,7 @@ from benchmark import BENCHMARKS, benchmark
 from motet.core.plan import Unit
 from parity.drawn_plans import CELLS, CUT_ITEMS, PER_MIXTURE, draw, obstacle_of, smaller
 from parity.fuzzing import run_cases
-from parity.planned import TOLERANCE, PlannedCase, expected
-from parity.rounding import LOOSEST
+from parity.planned import LOOSEST, TOLERANCE, PlannedCase, expected
 from parity.towers import TOWERS
 from ranks import run_ranks
 

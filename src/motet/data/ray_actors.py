@@ -227,21 +227,23 @@ class HandlerActor:
 
     head, contents: the function that makes it, and its arguments, as `pickled` gave them. Files of the user's own that
     they name may be missing here.
+
+    failure: what is wrong with the handler here, in words; "" if nothing.
     """
 
     def __init__(self, head: bytes, contents: Sequence[bytes]) -> None:
-        self._failure = ""
+        self.failure = ""
         try:
             make_handler, args = unpickled(head, [memoryview(each) for each in contents])
             self._handler = make_handler(*args)
         except UserError as error:
-            self._failure = str(error)
+            self.failure = str(error)
 
     def about(self) -> tuple[str, str, int, dict[str, str], str]:
-        """The node's id and name, the number of the process, the versions that decide what a file becomes, and what is
-        wrong with the handler there; "" if nothing."""
+        """The node's id and name, the number of the process, the versions that decide what a file becomes, and
+        `failure`."""
         node = ray_package().get_runtime_context().get_node_id()
-        return node, socket.gethostname(), os.getpid(), versions(), self._failure
+        return node, socket.gethostname(), os.getpid(), versions(), self.failure
 
     def run(self, task: Any) -> list[Any]:
         """(succeeded, result or exception) in parts, of which the store keeps arrays as they are."""

@@ -137,7 +137,7 @@ def test_an_actor_whose_file_differs_says_so_before_it_decodes(traces, tmp_path,
             monkeypatch.delitem(sys.modules, name)
         traces.file.unlink() if text is None else traces.file.write_text(text)
         actor = HandlerActor(head, list(map(bytes, contents)))
-        failure = actor.about()[-1]
+        failure = actor.failure
         assert said in failure
         assert bool(said) == bool(failure)
         assert failure.startswith("modalities.traces") or not failure

@@ -16,7 +16,7 @@ from motet.train.checkpoint.restoring import load
 from motet.train.checkpoint.saving import CheckpointConfig, Checkpointer
 from motet.train.checkpoint.state import tensors_of, without_steps
 from motet.train.optimizer import OptimizerConfig, build_optimizer
-from motet.train.optimizers import KINDS
+from motet.train.optimizers import OPTIMIZERS
 from unit.train.checkpoint import damages
 from unit.train.checkpoint.small_run import build, write_checkpoints
 
@@ -35,7 +35,7 @@ def test_weights_buffers_and_moments_come_back_to_the_bit(tmp_path):
     assert model[2].num_batches_tracked == 2, "a scalar of whole numbers"
 
 
-@pytest.mark.parametrize("name", sorted(KINDS))
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_the_state_of_each_optimizer_comes_back_to_the_bit(tmp_path, name):
     model, optimizer = stepped(*build(name), 3)
     write(tmp_path, model, optimizer, Progress(3, 0, 0, 7, ""))
