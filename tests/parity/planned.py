@@ -70,7 +70,8 @@ TOLERANCE, MIXED_TOLERANCE = 1e-10, 1e-5
 LOOSEST = 1e-8
 """No model is held to less, whatever rounding makes of it. What a Plan does wrong is many orders above."""
 NUM_SHIFTS, MARGIN = 4, 10
-NUM_STEPS = 3
+NUM_STEPS, NUM_STEPS_OF_TESTS = 3, 2
+"""Steps that the fuzzer compares, and those of tests: what a step leaves to the next one, a second step shows."""
 OPTIMIZER = OptimizerConfig(
     lr=1e-2,
     clip_norm=0.5,
@@ -500,8 +501,10 @@ def check_planned(rank: int, num_ranks: int, cases: Sequence[PlannedCase]) -> li
     """What differs from one process, on this rank. A collective."""
     wrong = []
     for case in cases:
-        errors = errors_of(case)
-        wrong += [f"{case}: rank {rank}: {line}" for line in differences(errors, tolerance_of(case, errors))]
+        num_steps = NUM_STEPS_OF_TESTS if case.then is None else NUM_STEPS
+        errors = errors_of(case, num_steps)
+        tolerance = tolerance_of(case, errors, num_steps)
+        wrong += [f"{case}: rank {rank}: {line}" for line in differences(errors, tolerance)]
         dist.barrier()
     return wrong
 
@@ -517,7 +520,7 @@ def differences(errors: Mapping[str, float], tolerance: float) -> list[str]:
     return [f"{name} is off by {error:g}" for name, error in errors.items() if not error <= tolerance]
 
 
-def tolerance_of(case: PlannedCase, errors: Mapping[str, float]) -> float:
+def tolerance_of(case: PlannedCase, errors: Mapping[str, float], num_steps: int = NUM_STEPS) -> float:
     """The largest error, as a share, that a Plan may have on the model and the examples of a case. A collective.
 
     TOLERANCE, or what rounding makes of the model, which is measured only where that decides. At most LOOSEST.
@@ -533,42 +536,42 @@ def tolerance_of(case: PlannedCase, errors: Mapping[str, float]) -> float:
     if largest <= TOLERANCE or largest > LOOSEST:
         return TOLERANCE
     source = case.seed % dist.get_world_size()  # It has the reference.
-    tolerance = torch.tensor(rounding_of(case) if dist.get_rank() == source else 0.0, dtype=torch.float64)
+    tolerance = torch.tensor(rounding_of(case, num_steps) if dist.get_rank() == source else 0.0, dtype=torch.float64)
     dist.broadcast(tolerance, source)
     return min(max(TOLERANCE, tolerance.item()), LOOSEST)
 
 
-def rounding_of(case: PlannedCase) -> float:
+def rounding_of(case: PlannedCase, num_steps: int = NUM_STEPS) -> float:
     """MARGIN times what one process is off by if its weights are shifted by their last bit, up or down at random.
 
     The largest of NUM_SHIFTS times. AdamW makes a step of its own size of any gradient, so that a model with one that
     is nearly zero multiplies what was rounded.
     """
-    return MARGIN * max(_shifted(case, seed) for seed in range(NUM_SHIFTS))
+    return MARGIN * max(_shifted(case, seed, num_steps) for seed in range(NUM_SHIFTS))
 
 
-def _shifted(case: PlannedCase, seed: int) -> float:
-    figures, *tables = expected(case)
+def _shifted(case: PlannedCase, seed: int, num_steps: int) -> float:
+    figures, *tables = expected(case, num_steps)
     model, generator = case.model(), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             signs = 2 * torch.randint(0, 2, parameter.shape, generator=generator).to(parameter) - 1
             parameter *= 1 + signs * torch.finfo(parameter.dtype).eps
-    found, *others = in_one_process(case, model, NUM_STEPS, has_draws=bool(case.dropout or case.made))
+    found, *others = in_one_process(case, model, num_steps, has_draws=bool(case.dropout or case.made))
     errors = [share_off(*pair) for of_step in zip(found, figures) for pair in zip(*of_step)]
     for table, wanted in zip(others, tables):
         errors += [largest_error(table[name], tensor) for name, tensor in wanted.items() if tensor is not None]
     return max(errors)
 
 
-def errors_of(case: PlannedCase) -> dict[str, float]:
+def errors_of(case: PlannedCase, num_steps: int = NUM_STEPS) -> dict[str, float]:
     """How far this rank's losses, norms, weights and gradients are from one process, as shares of it. A collective.
 
     In mixed precision, of one step, and gradients as shares of the largest of all: AdamW makes steps of the same size
     from any gradient, so that weights differ where a gradient is rounding alone.
     """
     evaluated: list[float] = []
-    num_steps, types = (1, ComputeTypes(torch.float32, torch.float64)) if case.is_mixed else (NUM_STEPS, SAME_TYPES)
+    num_steps, types = (1, ComputeTypes(torch.float32, torch.float64)) if case.is_mixed else (num_steps, SAME_TYPES)
     results, weights, gradients = run_planned(case, num_steps, types=types, evaluated=evaluated, is_whole=False)
     source = case.seed % dist.get_world_size()  # Ranks compute references in turn.
     sent = [in_numpy(expected(case, num_steps)) if dist.get_rank() == source else None]
