@@ -148,6 +148,20 @@ def test_numbers_of_another_device_are_named(recipe, monkeypatch, capsys):
     assert "memory_gbytes in [cluster] is of its device, h100, so it is not taken" in capsys.readouterr().err
 
 
+def test_a_cluster_without_a_device_is_of_the_one_that_the_command_line_names(recipe, monkeypatch, capsys):
+    recipe.write_text(RECIPE.replace('device = "h100"\nranks_per_node = 4', ""))
+    pieces, quick = ("--set", "cluster.tensor_pieces=2"), ("--no-what-if", "--pin", "strategy=data-parallel")
+    motet(monkeypatch, "plan", recipe, "--cluster", "h100", *quick, *TRAINS, *pieces)
+    shown = capsys.readouterr()
+    assert (
+        not shown.err.strip() and "cluster.tensor_pieces=2 --set cluster.device=h100" in shown.out
+    )  # Of the line that trains.
+    assert json.loads((recipe.parent / "plan.json").read_text())["cluster"]["tensor_pieces"] == 2
+    told = fails(monkeypatch, capsys, "plan", recipe, "--cluster", "h1000", *pieces)
+    assert "--cluster h1000: there is no device 'h1000' in the catalogue" in told
+    assert "cluster.device" in fails(monkeypatch, capsys, "plan", recipe, *pieces)
+
+
 def test_what_would_change_the_best_is_tried_where_it_is_quick_or_asked_for(recipe, monkeypatch, capsys):
     def told(*options):
         motet(monkeypatch, "plan", recipe, "--pin", "strategy=data-parallel", *options)

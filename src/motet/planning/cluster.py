@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
-from motet.cost.catalogue import ClusterConfig
+from motet.core.text_files import parse_toml, read_text
+from motet.cost.catalogue import DEVICES, ClusterConfig
 from motet.train.recipe.toml_text import set_key
 
 _OPTIONS = {"device": "--cluster", "nodes": "--nodes", "ranks_per_node": "--ranks-per-node"}
@@ -92,3 +93,20 @@ def _keys_of_cluster(override: str) -> set[str]:
     table, *_ = set_key(tables, override)
     found = tables[table]
     return set(found) if table == "cluster" and isinstance(found, dict) else set()
+
+
+def with_device(path: Path, overrides: Sequence[str], device: str | None) -> list[str]:
+    """Overrides of a recipe that also set the device of `[cluster]` to that of --cluster, if that table has none.
+
+    Raises UserError for a recipe that cannot be read, a wrong override, and a device that is not in the catalogue.
+    """
+    tables = parse_toml(read_text(path, "the recipe"), str(path)) if device is not None else {}
+    for override in overrides if device is not None else ():
+        if override.partition("=")[0].split(".")[0].strip() == "cluster":
+            set_key(tables, override)
+    stated = tables.get("cluster")
+    if device is None or not isinstance(stated, dict) or "device" in stated:
+        return list(overrides)
+    if device.lower() not in DEVICES:
+        cluster_of(path, None, ClusterOptions(device))
+    return [*overrides, f"cluster.device={device}"]
