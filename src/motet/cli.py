@@ -307,11 +307,12 @@ def plan_recipe(
     from motet.planner.pins import parse_pins
     from motet.planner.strategies import STRATEGIES
     from motet.planning.best_plan import PlanRequest, plan_phases, plan_recipe_file
-    from motet.planning.cluster import ClusterOptions
+    from motet.planning.cluster import ClusterOptions, with_device
     from motet.planning.job import JobOptions
     from motet.train.recipe.reading import phase_names
 
     _keep_what_planning_makes()
+    overrides = with_device(recipe, overrides or (), cluster)
     pinned = parse_pins(pins or (), STRATEGIES)
     given = JobOptions(ClusterOptions(cluster, nodes, ranks_per_node), workload, profile)
     outputs = PlanOutputs(out, png or out.with_suffix(".png"), html, explain, json_file)
@@ -325,7 +326,7 @@ def plan_recipe(
         )
     if launch not in (None, "slurm", "k8s"):
         raise UserError(f"--launch {launch}: must be slurm or k8s.")
-    phases = phase_names(recipe, overrides or ())
+    phases = phase_names(recipe, overrides)
     if phases:
         one = {"--measure": measure is not None, "--launch": launch is not None, "--json -": outputs.is_json_alone}
         if wrong := next((option for option, is_given in one.items() if is_given), ""):
@@ -340,9 +341,9 @@ def plan_recipe(
     if measure is not None:
         from motet.planning.measure import MeasureRequest, plan_measured
 
-        plan_measured(MeasureRequest(recipe, overrides or (), given, pinned, measure), outputs)
+        plan_measured(MeasureRequest(recipe, overrides, given, pinned, measure), outputs)
         return
-    request = PlanRequest(recipe, tuple(overrides or ()), given, pinned, outputs, is_trainable, what_if, launch)
+    request = PlanRequest(recipe, tuple(overrides), given, pinned, outputs, is_trainable, what_if, launch)
     if phases:
         plan_phases(request, phases)
     else:
@@ -400,12 +401,12 @@ def simulate_plan(
     outputs = PredictionOutputs(trace, html, png, actions, json_file)
     outputs.check()
     if plan.suffix == ".toml":
-        from motet.planning.cluster import ClusterOptions
+        from motet.planning.cluster import ClusterOptions, with_device
         from motet.planning.job import JobOptions
         from motet.planning.plan_of_recipe import read_recipe_as_plan
 
         given = JobOptions(ClusterOptions(cluster, nodes, ranks_per_node), workload, profile)
-        read_plan, job = read_recipe_as_plan(plan, overrides or (), given)
+        read_plan, job = read_recipe_as_plan(plan, with_device(plan, overrides or (), cluster), given)
         lengths, cost = job.workload, job.cost
         decided = {"balancing": job.balancing, "recomputes": job.recomputes, "exchange": job.exchange}
     elif overrides or any(option is not None for option in (cluster, nodes, ranks_per_node)):

@@ -132,6 +132,36 @@ def test_figures_as_json(recipe, tmp_path, monkeypatch, capsys):
     ]
 
 
+def test_numbers_of_another_device_are_named(recipe, monkeypatch, capsys):
+    """They were dropped without a word; those of the command line are of the device that it names."""
+    run = "simulate", recipe, "--json", "-", *TRAINS
+    many = ("--set", "cluster.memory_gbytes=60", "--set", "cluster.nodes=2")
+    motet(monkeypatch, *run, "--cluster", "a40", *many)
+    shown = capsys.readouterr()
+    told = "ranks_per_node in [cluster] is of its device, h100, so it is not taken for --cluster a40; what --set says"
+    assert told in shown.err and shown.err.count("\n") == 1
+    assert json.loads(shown.out)["capacity_bytes"] == 60e9
+    for same in (("--cluster", "H100"), ("--cluster", "a40", "--ranks-per-node", "4"), ()):
+        motet(monkeypatch, *run, *same)
+        assert not capsys.readouterr().err
+    motet(monkeypatch, *run, "--cluster", "a40", "--set", 'cluster={ device = "h100", memory_gbytes = 60 }')
+    assert "memory_gbytes in [cluster] is of its device, h100, so it is not taken" in capsys.readouterr().err
+
+
+def test_a_cluster_without_a_device_is_of_the_one_that_the_command_line_names(recipe, monkeypatch, capsys):
+    recipe.write_text(RECIPE.replace('device = "h100"\nranks_per_node = 4', ""))
+    pieces, quick = ("--set", "cluster.tensor_pieces=2"), ("--no-what-if", "--pin", "strategy=data-parallel")
+    motet(monkeypatch, "plan", recipe, "--cluster", "h100", *quick, *TRAINS, *pieces)
+    shown = capsys.readouterr()
+    assert (
+        not shown.err.strip() and "cluster.tensor_pieces=2 --set cluster.device=h100" in shown.out
+    )  # Of the line that trains.
+    assert json.loads((recipe.parent / "plan.json").read_text())["cluster"]["tensor_pieces"] == 2
+    told = fails(monkeypatch, capsys, "plan", recipe, "--cluster", "h1000", *pieces)
+    assert "--cluster h1000: there is no device 'h1000' in the catalogue" in told
+    assert "cluster.device" in fails(monkeypatch, capsys, "plan", recipe, *pieces)
+
+
 def test_what_would_change_the_best_is_tried_where_it_is_quick_or_asked_for(recipe, monkeypatch, capsys):
     def told(*options):
         motet(monkeypatch, "plan", recipe, "--pin", "strategy=data-parallel", *options)

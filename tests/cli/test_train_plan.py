@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from cli.on_ranks import motet_on_ranks
 from cli.tiny_job import write_tiny_job
 from dist.test_planned import FEW_CUTS, plan_of
 from motet.cli import main
@@ -89,6 +90,24 @@ def test_a_unit_that_is_not_trained_yet_is_named_by_its_field(refused, job):
     unit = {**units[0], "tp": 2, "pp": 1, "stages": [{"image": 2, "audio": 2, "backbone": 3}]}
     said = refused(units=[unit], schedule="data_parallel")
     assert "has tensor parallelism (tp > 1) under the schedule 'data_parallel' (one stage of '1f1b' has tp," in said
+
+
+def test_pieces_are_those_of_the_plan_where_ranks_share_products(refused, job):
+    units = json.loads(job.with_name("plan.json").read_text())["units"]
+    unit = {**units[0], "tp": 2, "pp": 1, "stages": [{"image": 2, "audio": 2, "backbone": 3}]}
+    pieces = 'cluster={ device = "h100", tensor_pieces = 4 }'
+    assert "is for cluster.tensor_pieces = 1, and the recipe has 4; plan anew" in refused(pieces, units=[unit])
+
+
+def test_pieces_of_products_that_no_ranks_share_are_said_to_have_no_effect(job, tmp_path):
+    """The recipe still trains: it may be planned with them, too."""
+    said = "cluster.tensor_pieces = 4 has no effect on this run: it cuts products that ranks share, and "
+    stated = (f"run.dir={tmp_path}", *AS_PLANNED, "run.steps=1", 'cluster={ device = "h100", tensor_pieces = 4 }')
+    sets = [word for one in stated for word in ("--set", one)]
+    alone = motet_on_ranks(1, "train", job, *sets)
+    assert alone.returncode == 0 and alone.stdout.count(f"{said}without a plan none do.") == 1
+    under = motet_on_ranks(2, "train", job, "--plan", job.with_name("plan.json"), "--resume", "never", *sets)
+    assert under.returncode == 0 and under.stdout.count(f"{said}no unit of the plan has tp above 1.") == 1
 
 
 def dry_run(job, run_dir, monkeypatch, capsys, *options):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,13 @@ from pydantic import ValidationError
 
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
-from motet.cost.catalogue import ClusterConfig
+from motet.core.text_files import parse_toml, read_text
+from motet.cost.catalogue import DEVICES, ClusterConfig
+from motet.train.recipe.toml_text import set_key
 
 _OPTIONS = {"device": "--cluster", "nodes": "--nodes", "ranks_per_node": "--ranks-per-node"}
+_OF_JOB = ("nodes", "tensor_pieces")
+"""Keys of `[cluster]` that hold for any device."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +30,15 @@ class ClusterOptions:
 
 
 def cluster_of(
-    path: Path, stated: ClusterConfig | None, options: ClusterOptions, default: str | None = None
+    path: Path,
+    stated: ClusterConfig | None,
+    options: ClusterOptions,
+    default: str | None = None,
+    overrides: Sequence[str] = (),
 ) -> Cluster:
     """The cluster of a job; options outweigh the recipe.
 
-    stated: `[cluster]` of the recipe `path`. default: the device if neither names one.
+    stated: `[cluster]` of the recipe `path`. default: the device if neither names one. overrides: of the recipe.
     Raises UserError for a device that is not in the catalogue, and if there is no device.
     """
     device = default if options.device is None and stated is None else options.device
@@ -38,9 +47,8 @@ def cluster_of(
             f"{path} has no [cluster], so --cluster must name the device to plan for, and --nodes how many."
         )
     kept: dict[str, Any] = {} if stated is None else stated.model_dump(exclude_unset=True)
-    if device is not None and stated is not None and device.lower() != stated.device:
-        # What the recipe says of its own device does not hold for another one.
-        kept = {"nodes": stated.nodes, "tensor_pieces": stated.tensor_pieces}
+    for key in () if stated is None else _of_another(stated, device, overrides):
+        del kept[key]
     changed = {"device": device, "nodes": options.num_nodes, "ranks_per_node": options.ranks_per_node}
     try:
         return ClusterConfig(**kept | {key: value for key, value in changed.items() if value is not None}).cluster()
@@ -49,3 +57,56 @@ def cluster_of(
         option = _OPTIONS.get(str(wrong["loc"][0]), "cluster") if wrong["loc"] else "--cluster"
         message = wrong["msg"].removeprefix("Value error, ").replace("Input should be", "must be").rstrip(".")
         raise UserError(f"{option} {wrong['input']}: {message}.") from error
+
+
+def words_of_another(
+    path: Path, stated: ClusterConfig | None, options: ClusterOptions, overrides: Sequence[str]
+) -> str:
+    """The sentence on the numbers of `[cluster]` that `cluster_of` leaves out; "" if there are none."""
+    others = () if stated is None else _of_another(stated, options.device, overrides)
+    keys = [key for key in others if key != "ranks_per_node" or options.ranks_per_node is None]
+    if not keys or stated is None:
+        return ""
+    are = "is of its device" if len(keys) == 1 else "are of its device"
+    them = "it is" if len(keys) == 1 else "they are"
+    return (
+        f"{path}: {', '.join(keys)} in [cluster] {are}, {stated.device}, so {them} not taken for --cluster "
+        f"{options.device}; what --set says is."
+    )
+
+
+def _of_another(stated: ClusterConfig, device: str | None, overrides: Sequence[str]) -> tuple[str, ...]:
+    """The numbers of `[cluster]` that are of another device than the one named: all but those of the job.
+
+    What overrides set beside the option is of the device that the option names, unless they set a device.
+    """
+    if device is None or device.lower() == stated.device:
+        return ()
+    keys = {key for override in overrides for key in _keys_of_cluster(override)}
+    taken = {"device", *_OF_JOB} | (set() if "device" in keys else keys)
+    return tuple(key for key in type(stated).model_fields if key in stated.model_fields_set - taken)
+
+
+def _keys_of_cluster(override: str) -> set[str]:
+    """The keys of `[cluster]` that an override sets."""
+    tables: dict[str, Any] = {}
+    table, *_ = set_key(tables, override)
+    found = tables[table]
+    return set(found) if table == "cluster" and isinstance(found, dict) else set()
+
+
+def with_device(path: Path, overrides: Sequence[str], device: str | None) -> list[str]:
+    """Overrides of a recipe that also set the device of `[cluster]` to that of --cluster, if that table has none.
+
+    Raises UserError for a recipe that cannot be read, a wrong override, and a device that is not in the catalogue.
+    """
+    tables = parse_toml(read_text(path, "the recipe"), str(path)) if device is not None else {}
+    for override in overrides if device is not None else ():
+        if override.partition("=")[0].split(".")[0].strip() == "cluster":
+            set_key(tables, override)
+    stated = tables.get("cluster")
+    if device is None or not isinstance(stated, dict) or "device" in stated:
+        return list(overrides)
+    if device.lower() not in DEVICES:
+        cluster_of(path, None, ClusterOptions(device))
+    return [*overrides, f"cluster.device={device}"]

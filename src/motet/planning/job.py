@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from motet.core.errors import UserError
 from motet.core.plan import ADAM_MOMENTS
 from motet.cost.source import cost_model
 from motet.planner.job import Job
-from motet.planning.cluster import ClusterOptions, cluster_of
+from motet.planning.cluster import ClusterOptions, cluster_of, words_of_another
 from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.sources import workload_at, workload_of
 
@@ -36,7 +37,9 @@ def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()
     Raises UserError for what is wrong with either, or missing from both.
     """
     read = read_job_recipe(path, overrides, as_trained=as_trained)
-    cluster = cluster_of(path, read.cluster, options.cluster, "cpu" if read.trains else None)
+    cluster = cluster_of(path, read.cluster, options.cluster, "cpu" if read.trains else None, overrides)
+    if said := words_of_another(path, read.cluster, options.cluster, overrides):
+        print(said, file=sys.stderr)
     workload, balancing, policy = read.workload, by_operations, {}
     recipe = read.recipe
     if recipe is not None:

@@ -274,7 +274,8 @@ def _job(request: MeasureRequest, world: World) -> Job:
     )
     if stated.cluster is None and cluster.num_nodes is None and cluster.ranks_per_node is None:
         cluster = ClusterOptions(cluster.device, world.num_ranks // world.ranks_per_node, world.ranks_per_node)
-    _check_at_hand(cluster_of(request.recipe, stated.cluster, cluster, device or None), device, world)
+    asked = cluster_of(request.recipe, stated.cluster, cluster, device or None, request.overrides)
+    _check_at_hand(asked, device, world)
     if stated.cluster is None and cluster.device is None:
         cluster = replace(cluster, device=device)
     return job_of_recipe(request.recipe, replace(request.options, cluster=cluster), request.overrides, as_trained=True)

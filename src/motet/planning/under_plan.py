@@ -47,10 +47,12 @@ def agreed(recipe: Recipe, recipe_file: Path, chosen: ChosenPlan) -> tuple[Recip
         raise UserError(
             f"{recipe_file} sets {key}, which the plan {plan_file} decides; remove it{_instead(key, recipe, plan)}."
         )
+    pieces = plan.cluster.tensor_pieces
     for what, theirs, ours in (
         ("run.batch_size", plan.batch_size, recipe.run.batch_size),
         ("precision", plan.precision, recipe.plan_precision),
         ("moments of the optimizer", plan.moments, recipe.optimizer.num_moments),
+        ("cluster.tensor_pieces", pieces, _stated_pieces(recipe, plan) or pieces),
     ):
         if theirs != ours:
             raise UserError(
@@ -124,6 +126,12 @@ def _decided_twice(recipe: Recipe, plan: Plan) -> Iterator[str]:
     balance = recipe.balance.model_fields_set
     decided = balance & _BALANCE_KEYS if plan.schedule == "data_parallel" else balance
     yield from (f"balance.{key}" for key in sorted(decided))
+
+
+def _stated_pieces(recipe: Recipe, plan: Plan) -> int:
+    """The pieces into which a recipe asks to cut products that ranks of the Plan share; 0 if it asks for none."""
+    is_stated = recipe.cluster is not None and recipe.cluster.tensor_pieces > 1
+    return recipe.cluster.tensor_pieces if is_stated and any(unit.tp > 1 for unit in plan.units) else 0
 
 
 def _not_in_stages(recipe: Recipe) -> Iterator[str]:

@@ -76,7 +76,15 @@ from motet.train.input.planned import PlannedLoading, StageNeeds, StepDecider
 from motet.train.input.rows import check_rows
 from motet.train.input.service import open_decoder
 from motet.train.optimizer import build_optimizer, check_groups, check_learns
-from motet.train.planned_job import ChosenPlan, PartConfig, build_part, check_context, check_context_unused, check_cuts
+from motet.train.planned_job import (
+    ChosenPlan,
+    PartConfig,
+    build_part,
+    check_context,
+    check_context_unused,
+    check_cuts,
+    unused_pieces,
+)
 from motet.train.recipe.recipe import DrawnRecipe, Recipe
 from motet.train.recompute import (
     Recomputation,
@@ -142,6 +150,8 @@ def build_job(
     resume: "auto", "never" or a path. say: prints a sentence. cleanup: closes what is open when the run ends.
     chosen: the Plan to train under, with which the recipe agrees; without one, all ranks run the whole model.
     """
+    if unused := unused_pieces(recipe, None if chosen is None else chosen.plan):
+        say(unused)
     if chosen is not None and chosen.plan.schedule != "data_parallel":
         return _build_planned_job(recipe, world, resume, say, cleanup, chosen)
     check_same_backend(world)

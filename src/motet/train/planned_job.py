@@ -161,6 +161,18 @@ def check_context_unused(context: ContextConfig) -> None:
         )
 
 
+def unused_pieces(recipe: Recipe, plan: Plan | None) -> str:
+    """The sentence on `cluster.tensor_pieces` of a recipe where no ranks share products; "" where some do.
+
+    It is no error: `[cluster]` is what the recipe is planned for, and the fastest Plan may have no such ranks.
+    """
+    pieces = recipe.cluster.tensor_pieces if recipe.cluster is not None else 1
+    if pieces == 1 or (plan is not None and any(unit.tp > 1 for unit in plan.units)):
+        return ""
+    why = "without a plan none do" if plan is None else "no unit of the plan has tp above 1"
+    return f"cluster.tensor_pieces = {pieces} has no effect on this run: it cuts products that ranks share, and {why}."
+
+
 def _modules_in_parts(plan: Plan) -> dict[str, bool]:
     """The modules of which some blocks run in one part of a pass, and others in another.
 
