@@ -1,11 +1,13 @@
 """Loss and every gradient of whole models beside those of transformers, from the same files, in float64.
 
     python benchmarks/against_transformers.py [FAMILY ...]
+    python benchmarks/against_transformers.py --parts [FAMILY ...]
 
-transformers' side: its own class, processor and chat template; one example at a time, without padding or packing; the
-loss on what its template marks as the assistant's. Motet's side: the recipe of six keys, all examples packed into one
-sequence, and again one at a time. Norms of both keep float64, and so do routers of experts and what turns patches with
-their places: transformers' round to float32, which is 1e-7 by itself.
+The second is of encoders and backbones by parts (`parts.py`). The first is of whole models. transformers' side there:
+its own class, processor and chat template; one example at a time, without padding or packing; the loss on what its
+template marks as the assistant's. Motet's side: the recipe of six keys, all examples packed into one sequence, and
+again one at a time. Norms of both keep float64, and so do routers of experts and what turns patches with their places:
+transformers' round to float32, which is 1e-7 by itself.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import soundfile
 import torch
 import transformers
+from loss_and_gradients import Step
+from parts import PARTS, distances
 from PIL import Image
 from their_videos import TheirVideo, their_video
 from torch.nn.functional import cross_entropy
@@ -42,31 +46,6 @@ from motet.train.checkpoint.restoring import load_weights
 from motet.train.job import open_dataset
 from motet.train.recipe.recipe import load_recipe
 from motet.train.recipe.whole import WholeRecipe
-
-
-class Step(NamedTuple):
-    """The mean loss over all targets, their number, and gradients by transformers' names."""
-
-    loss: float
-    num_targets: int
-    gradients: dict[str, torch.Tensor]
-
-    def distance(self, other: Step) -> tuple[float, float]:
-        """The relative difference of losses; and the largest one of gradients, each as a whole.
-
-        A gradient that is nothing beside all others (the bias of keys, which softmax takes out) is measured by them.
-        Raises ValueError if one has other targets, or gradients of other weights.
-        """
-        if self.num_targets != other.num_targets:
-            raise ValueError(f"{self.num_targets} targets, and {other.num_targets}")
-        if self.gradients.keys() != other.gradients.keys():
-            raise ValueError(f"gradients of {sorted(self.gradients.keys() ^ other.gradients.keys())} on one side alone")
-        least = 1e-6 * max(float(gradient.norm()) for gradient in other.gradients.values())
-        worst = max(
-            float((mine - other.gradients[name]).norm()) / max(float(other.gradients[name].norm()), least)
-            for name, mine in self.gradients.items()
-        )
-        return abs(self.loss - other.loss) / other.loss, worst
 
 
 def theirs(folder: Path, adapter: Path | None = None) -> Step:
@@ -328,12 +307,39 @@ def _loss_of(model: MLLM, dataset: Any, numbers: Sequence[int]) -> tuple[torch.T
 def main() -> None:
     """Print a row a family."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES | GENERIC)}; by default all")
-    chosen = parser.parse_args().families or list(FAMILIES | GENERIC)
+    parser.add_argument(
+        "--parts", action="store_true", help="encoders and backbones by parts, in place of whole models"
+    )
+    parser.add_argument(
+        "families",
+        nargs="*",
+        help=f"whole models: {', '.join(FAMILIES | GENERIC)}; parts: {', '.join(PARTS)}; by default all",
+    )
+    arguments = parser.parse_args()
+    known = PARTS if arguments.parts else list(FAMILIES | GENERIC)
+    if unknown := [family for family in arguments.families if family not in known]:
+        parser.error(f"{unknown[0]} is none of {', '.join(known)}")
+    chosen = arguments.families or known
     transformers.logging.set_verbosity_error()
+    (_print_parts if arguments.parts else _print_whole)(chosen)
+
+
+def _print_parts(families: Sequence[str]) -> None:
+    print("| `family` | targets | loss | gradients | packed against one at a time | as transformers rounds |")
+    print("|---|---|---|---|---|---|")
+    for family in families:
+        with tempfile.TemporaryDirectory() as folder:
+            of = distances(Path(folder), family)
+        parted, rounded = max(of.parted), max(of.rounded)
+        print(
+            f"| `{family}` | {of.num_targets} | {of.exact[0]:.0e} | {of.exact[1]:.0e} | {parted:.0e} | {rounded:.0e} |"
+        )
+
+
+def _print_whole(families: Sequence[str]) -> None:
     print("| `model_type` | targets | loss | gradients | packed against one at a time |")
     print("|---|---|---|---|---|")
-    for family in chosen:
+    for family in families:
         with tempfile.TemporaryDirectory() as folder:
             write_job(Path(folder), family)
             reference, packed, alone = theirs(Path(folder)), ours(Path(folder)), ours(Path(folder), packed=False)

@@ -1,0 +1,196 @@
+"""Encoders and backbones by parts beside transformers' own classes, from the same files, in float64.
+
+transformers' side: its class, one item or document at a time, without padding or packing. Motet's side: all of them in
+one pack, and again one at a time. Both read one directory with weights as trained ones have them, that transformers
+wrote. What transformers rounds to float32 in any dtype (norms, angles of positions, resized tables, routers, softmax)
+is kept wide on both sides, and once more left as it is.
+
+The loss of an encoder is the mean squared distance of its rows from drawn ones; that of a backbone is its own, on
+documents with rows of an encoder, whose gradients are compared, too.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from loss_and_gradients import Step
+from rows import ROOT
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from motet.models.block import plain_names
+from motet.models.build import BackboneConfig, EncoderConfig, build_backbone, build_modality
+from motet.models.config_file import quiet_transformers
+from motet.models.families.registry import BACKBONES, ENCODERS
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+from unit.models.conftest import DIM, VOCAB, Packed, Tiny
+from unit.models.wide import InFloat64
+
+NOT_THERE = ("internlm2",)
+"""Families that are in no transformers; their tests hold them to plain computations."""
+PARTS = [family for family in (*ENCODERS, *BACKBONES) if family not in NOT_THERE]
+_WHOLE_CLIPS = ("whisper", "qwen2_audio")
+"""Their classes take clips of one length alone, whose padding would change rows: both sides are given such clips."""
+_LENGTHS, _PLACES = [9, 1, 14, 6], [1, 2, 12, 20, 26]
+"""Of documents, and of the rows of an encoder in their pack."""
+
+
+class Distances(NamedTuple):
+    """Of loss and gradients: from transformers'; of a pack from items one at a time; from transformers' roundings."""
+
+    num_targets: int
+    exact: tuple[float, float]
+    parted: tuple[float, float]
+    rounded: tuple[float, float]
+
+
+def distances(folder: Path, family: str) -> Distances:
+    """Motet's distances of a part of `PARTS`. folder: where its weights are written."""
+    write_part(folder, family)
+    theirs, ours = (
+        (encoder_of_transformers, encoder_of_motet)
+        if family in ENCODERS
+        else (backbone_of_transformers, backbone_of_motet)
+    )
+    with InFloat64():
+        reference, packed, alone = theirs(folder, family), ours(folder, family), ours(folder, family, packed=False)
+    rounded = ours(folder, family).distance(theirs(folder, family))
+    return Distances(packed.num_targets, packed.distance(reference), packed.distance(alone), rounded)
+
+
+def write_part(folder: Path, family: str) -> None:
+    """Write a tiny model of transformers' class, whose norms are away from 1 and whose biases are away from 0."""
+    of_family = (ENCODERS | BACKBONES)[family]
+    # transformers' default padding token belongs to another vocabulary.
+    of_text = {"vocab_size": VOCAB, "pad_token_id": None}
+    options = Tiny.encoders[family] if family in ENCODERS else Tiny().options_of(family) | of_text
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(5)
+    model = of_family.model(of_family.config(**options)).double()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.3 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+    with quiet_transformers():
+        model.save_pretrained(folder)
+
+
+def _their_model(folder: Path, family: str) -> Any:
+    kind = (ENCODERS | BACKBONES)[family].model
+    with quiet_transformers():
+        model = kind.from_pretrained(folder, dtype=torch.float64).train()
+    with torch.device("meta"):
+        # What the class freezes (positions of clips) its reader of files lets learn, as it does all weights.
+        learns = {name: each.requires_grad for name, each in kind(model.config).named_parameters()}
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(learns[name])
+    # Other ways to compute experts do not know float64.
+    model.config._experts_implementation = "eager"
+    return model
+
+
+def encoder_of_transformers(folder: Path, family: str) -> Step:
+    """Of one item after the other."""
+    model, (values, sizes, targets) = _their_model(folder, family), _items(folder, family)
+    rows = [
+        _their_rows(model, family, item, size.tolist())
+        for item, size in zip(values.split(sizes.prod(1).tolist()), sizes, strict=True)
+    ]
+    return _step_of(torch.cat(rows), targets, dict(model.named_parameters()))
+
+
+def encoder_of_motet(folder: Path, family: str, *, packed: bool = True) -> Step:
+    """Of all items in one pack, or one at a time."""
+    encoder, (values, sizes, targets) = _our_encoder(folder, family), _items(folder, family)
+    items = zip(values.split(sizes.prod(1).tolist()), sizes.split(1), strict=True)
+    rows = [encoder(values, sizes)] if packed else [encoder(item, size) for item, size in items]
+    names = plain_names(encoder.model)
+    return _step_of(torch.cat(rows), targets, {names[name]: each for name, each in encoder.model.named_parameters()})
+
+
+def _our_encoder(folder: Path, family: str) -> Any:
+    return build_modality("image", EncoderConfig(family=family, path=folder), DIM, torch.float64, 0).encoder
+
+
+def _items(folder: Path, family: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Values of packed items, their sizes, and the rows that the encoder is to make of them."""
+    sizes = torch.tensor([[40], [40], [40]]) if family in _WHOLE_CLIPS else Tiny().sizes(family)
+    values, encoder = Tiny().values(family, sizes).double(), _our_encoder(folder, family)
+    shape = int(encoder.num_outputs(sizes.numpy()).sum()), encoder.output_dim
+    return values, sizes, torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+def _step_of(rows: Tensor, targets: Tensor, weights: dict[str, torch.nn.Parameter]) -> Step:
+    loss = (rows - targets).square().sum(1).mean()
+    loss.backward()
+    return Step(loss.item(), len(targets), {name: each.grad for name, each in weights.items() if each.grad is not None})
+
+
+def _their_rows(model: Any, family: str, values: Tensor, size: list[int]) -> Tensor:
+    """What transformers makes of one item, without class rows and registers."""
+    if family in _WHOLE_CLIPS:
+        return model(values.T[None]).last_hidden_state[0]
+    if family == "qwen2_5_omni_audio":
+        frames = size[0]
+        return model(values.T, torch.tensor([frames]), torch.tensor([(frames + 1) // 2])).last_hidden_state
+    if family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
+        return model(values, torch.tensor([[1, *size]])).pooler_output
+    if family == "siglip2":
+        channels_last = values.view(len(values), 3, -1).transpose(1, 2).flatten(1)[None]
+        return model(channels_last, torch.ones(1, len(values)), torch.tensor([size])).last_hidden_state[0]
+    height, width = size
+    side = round((values.shape[1] // 3) ** 0.5)
+    pixels = values.view(height, width, 3, side, side).permute(2, 0, 3, 1, 4).reshape(1, 3, side * height, side * width)
+    options = {"interpolate_pos_encoding": True} if family in ("siglip", "clip") else {}
+    return model(pixels, **options).last_hidden_state[0][-len(values) :]
+
+
+def backbone_of_transformers(folder: Path, family: str) -> Step:
+    """Of one document after the other, on embeddings with an encoder's rows in their places."""
+    model, (packed, features) = _their_model(folder, family), _documents()
+    total, start = torch.zeros((), dtype=torch.float64), 0
+    for number in range(len(_LENGTHS)):
+        document = packed.document(number)
+        places = document.feature_positions["image"]
+        embeds = model.get_input_embeddings()(document.tokens)
+        embeds = embeds.index_copy(0, places, features[start : start + len(places)])
+        start += len(places)
+        logits = model(inputs_embeds=embeds[None], use_cache=False).logits[0, :-1]
+        is_target = document.targets[1:]
+        total = total + cross_entropy(logits[is_target], document.tokens[1:][is_target], reduction="sum")
+    return _mean(total, packed, {"features": features, **dict(model.named_parameters())})
+
+
+def backbone_of_motet(folder: Path, family: str, *, packed: bool = True) -> Step:
+    """Of all documents in one pack, or one at a time."""
+    backbone = build_backbone(BackboneConfig(family=family, path=folder), VOCAB, torch.float64, 0)
+    documents, features = _documents()
+    total, start = torch.zeros((), dtype=torch.float64), 0
+    for each in [documents] if packed else [documents.document(number) for number in range(len(_LENGTHS))]:
+        count = len(each.feature_positions["image"])
+        total, start = total + backbone(each, {"image": features[start : start + count]})[0], start + count
+    names = plain_names(backbone.causal_lm)
+    weights = {names[name]: each for name, each in backbone.causal_lm.named_parameters()}
+    return _mean(total, documents, {"features": features, **weights})
+
+
+def _documents() -> tuple[Packed, Tensor]:
+    """Packed documents, and the rows of an encoder in them."""
+    generator = torch.Generator().manual_seed(3)
+    features = torch.randn(len(_PLACES), DIM, generator=generator, dtype=torch.float64, requires_grad=True)
+    return Packed.of(_LENGTHS, image=_PLACES), features
+
+
+def _mean(total: Tensor, packed: Packed, weights: dict[str, Tensor]) -> Step:
+    """The step of a sum over targets; the first token of a document is none."""
+    is_target = packed.targets.clone()
+    is_target[packed.offsets[:-1].long()] = False
+    count = int(is_target.sum())
+    (total / count).backward()
+    return Step(
+        total.item() / count, count, {name: each.grad for name, each in weights.items() if each.grad is not None}
+    )
