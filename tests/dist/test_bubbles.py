@@ -65,6 +65,18 @@ def test_encoders_in_bubbles_train_as_one_process_does(job, alone, tmp_path, mon
     assert [step["loss"] for step in metrics(resumed)] == pytest.approx(losses(alone)[4:], rel=1e-10)
 
 
+def test_bubbles_beside_ranks_that_share_sequences_train_as_one_process_does(job, alone, tmp_path):
+    """Two ranks have the items of each encoder pipeline, and give each other rows; a run goes on under another `cp`."""
+    plan = plan_of(job, ({"image": 2, "audio": 2, "backbone": 1}, {"backbone": 2}), left_over=2)
+    shared = replace(plan, units=tuple(replace(unit, cp=2) for unit in UNITS))
+    run_dir = run_planned(job, tmp_path, shared)
+    assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-10)
+    (again := tmp_path / "again").mkdir()
+    resume = str(run_dir / "checkpoints" / name_of(4))
+    resumed = run_planned(job, again, replace(plan, units=UNITS), resume=resume)
+    assert [step["loss"] for step in metrics(resumed)] == pytest.approx(losses(alone)[4:], rel=1e-10)
+
+
 def test_bubbles_filled_by_step_train_as_one_process_does(job, alone, tmp_path):
     """What a rank reads, sends and runs changes from step to step."""
     plan = plan_of(job, ({"image": 2, "audio": 2, "backbone": 1}, {"backbone": 2}))

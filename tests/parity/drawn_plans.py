@@ -162,6 +162,8 @@ def _drawn_case(
     num_ranks = num_ranks or int(rng.choice([2, 3, 4, 5], p=[0.3, 0.3, 0.25, 0.15]))
     units = tuple(_units(rng, numbers, strategy, num_ranks, schedule, mixture["parts"]))
     units = _in_tensors(np.random.default_rng((*numbers, crc32(b"tp"))), units, is_shared=strategy == "bubbles")
+    if strategy == "bubbles":
+        units = _in_context(np.random.default_rng((*numbers, crc32(b"cp in bubbles"))), units)
     if num_experts := NUM_EXPERTS.get(mixture["family"]):
         of_experts = np.random.default_rng((*numbers, crc32(b"ep")))
         units = tuple(_in_experts(of_experts, unit, num_experts) for unit in units)
@@ -244,6 +246,13 @@ def _in_tensors(rng: np.random.Generator, units: tuple[Unit, ...], is_shared: bo
         else unit
         for unit, is_chosen in zip(units, chosen)
     )
+
+
+def _in_context(rng: np.random.Generator, units: tuple[Unit, ...]) -> tuple[Unit, ...]:
+    """Two replicas of all units that share ranks become two ranks that share sequences, or of none."""
+    if rng.random() < 0.7 or any(unit.dp % 2 for unit in units):
+        return units
+    return tuple(replace(unit, cp=2, dp=unit.dp // 2, shard_size=0) for unit in units)
 
 
 def _in_experts(rng: np.random.Generator, unit: Unit, num_experts: int) -> Unit:

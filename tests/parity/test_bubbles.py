@@ -157,6 +157,29 @@ BY_STEP = {
 """ZeRO 2 and 3 of replicas are refused."""
 
 
+def shared(case, ep=1):
+    """The case on twice as many ranks: two share each sequence, and have items of encoders. ep: of the backbone."""
+    units = (replace(unit, cp=2, ep=ep if unit is case.units[0] else 1) for unit in case.units)
+    return replace(case, units=tuple(units), family="qwen3_moe" if ep > 1 else case.family)
+
+
+def with_experts(case, ep):
+    """The case with experts in the backbone that replicas share."""
+    return replace(case, units=(replace(case.units[0], ep=ep), *case.units[1:]), family="qwen3_moe")
+
+
+SHARED = [
+    shared(beside(LLM, IMAGE, AUDIO, tied=True)),
+    shared(beside(LLM, cut("image", 1, 2), AUDIO, microbatch_size=2, zero=1, frozen=("image encoder",))),
+    shared(beside(({"audio": 2, "backbone": 1}, {"backbone": 2}), IMAGE, zero=3, schedule="gpipe", blocking=True)),
+    by_step(shared(beside(LLM, IMAGE, AUDIO)), fill_seed=1),
+    shared(beside(LLM, BOTH, contents=("audio",)), ep=2),
+    with_experts(beside(LLM, IMAGE, AUDIO, dp=2, tied=True), ep=2),
+    shared(IN_HALVES[0]),
+]
+"""Ranks that share sequences, or experts, with encoders in their bubbles."""
+
+
 def programs_of(case):
     """The Programs of the steps of a case."""
     encoders, place = build_hf_model().encoders, Place.of(case.plan(), 0)
@@ -187,6 +210,10 @@ def test_fills_by_step_equal_one_process(num_ranks):
 )
 def test_encoders_in_bubbles_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)
+
+
+def test_encoders_beside_ranks_that_share_sequences_or_experts_equal_one_process():
+    assert_planned(4, SHARED)
 
 
 def test_halves_of_blocks_in_bubbles_equal_one_process():

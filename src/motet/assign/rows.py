@@ -19,6 +19,7 @@ from motet.core.workload import BACKBONE
 from motet.schedule.coordinates import share_of
 from motet.schedule.edges import consumers_in
 from motet.schedule.from_plan import PlannedProgram
+from motet.schedule.plan_units import on_backbone_ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,13 +44,14 @@ class Dealing:
     Where tokens stand that items belong to, senders do not know. So the ranks that share sequences get items by length,
     and then give rows to each other (`dispatch/context.py`).
 
-    c, cp:      of the rank that takes in, and how many there are.
-    is_of_unit: whether the encoder is of the backbone's unit: then items stay on the rank that has encoded them.
+    c, cp:   of the rank that takes in, and how many there are.
+    is_here: whether the encoder runs on the ranks of the backbone's unit: then items stay with the ranks that have the
+             number c of the one that has encoded them.
     """
 
     c: int
     cp: int
-    is_of_unit: bool
+    is_here: bool
 
     @staticmethod
     def of(plan: Plan, name: str, taker: str, shares: tuple[int, int] | None) -> Dealing | None:
@@ -57,20 +59,20 @@ class Dealing:
         unit = plan.unit_of(BACKBONE)
         if shares is None or taker != BACKBONE or unit.cp == 1:
             return None
-        return Dealing(shares[1], unit.cp, name in unit.modules)
+        return Dealing(shares[1], unit.cp, name in on_backbone_ranks(plan))
 
     def ranks(self, items: ModuleAssignment, arriving: Int64Array) -> Int64Array:
         """The c of each item that a replica takes in, int64 [num_arriving]. items: of the whole step."""
-        return takers(items.replica[arriving], items.num_tokens[arriving], self.cp, self.is_of_unit)
+        return takers(items.replica[arriving], items.num_tokens[arriving], self.cp, self.is_here)
 
 
-def takers(encoders: NDArray[np.integer], work: Int64Array, cp: int, is_of_unit: bool) -> Int64Array:
+def takers(encoders: NDArray[np.integer], work: Int64Array, cp: int, is_here: bool) -> Int64Array:
     """The context-parallel rank of the backbone that takes in each item of an encoder, int64 [num_items].
 
-    encoders:   int [num_items], the rank of its unit that has encoded each item.
-    work:       int64 [num_items]. is_of_unit: as of `Dealing`.
+    encoders: int [num_items], the rank of its unit that has encoded each item.
+    work:     int64 [num_items]. is_here: as of `Dealing`.
     """
-    return encoders.astype(np.int64) % cp if is_of_unit else dealt_out(work, cp)
+    return encoders.astype(np.int64) % cp if is_here else dealt_out(work, cp)
 
 
 def dealt_out(work: Int64Array, cp: int) -> Int64Array:

@@ -24,6 +24,7 @@ from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.dispatch.exchange import exchange, exchange_rows
 from motet.dispatch.route import Route
+from motet.schedule.plan_units import on_backbone_ranks
 
 if TYPE_CHECKING:
     from motet.dispatch.batch import PackedSequences
@@ -70,14 +71,14 @@ class ContextPlace:
     """Where a rank stands among the ranks that share sequences of the backbone.
 
     c, cp:   its number, and how many there are.
-    of_unit: encoders of the backbone's unit: each rank has encoded some of their items.
+    here:    modules on the ranks of the backbone's unit: each rank has encoded some items of those that are encoders.
     sources: encoders that feed the backbone. trained: those of them to which gradients go back.
     config:  as of the recipe.
     """
 
     c: int
     cp: int
-    of_unit: frozenset[str]
+    here: frozenset[str]
     sources: frozenset[str]
     trained: frozenset[str]
     config: ContextConfig = DEFAULT_CONTEXT
@@ -90,8 +91,7 @@ class ContextPlace:
         trained = frozenset(
             name for name in sources if model.module(name).layers[-1].trainable or model.input_gradients[name][-1]
         )
-        of_unit = frozenset(unit.modules)
-        return ContextPlace(c, unit.cp, of_unit, sources, trained, config) if unit.cp > 1 else None
+        return ContextPlace(c, unit.cp, on_backbone_ranks(plan), sources, trained, config) if unit.cp > 1 else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -86,7 +86,7 @@ def _shared_out(
         if len(places) and phase in place.sources:
             items = _items(decision, lengths, phase, replica)
             num_tokens = lengths.items[phase].num_tokens[items]
-            ranks = takers(decision.assignments[phase].ranks[items], num_tokens, place.cp, phase in place.of_unit)
+            ranks = takers(decision.assignments[phase].ranks[items], num_tokens, place.cp, phase in place.here)
             routes[phase] = route_to_places(owner, np.repeat(ranks, num_tokens), place.c, place.cp)
     tokens, targets = (each[own] if len(each) else each for each in (packed.tokens, packed.targets))
     how = {"method": place.config.exchange, "head_groups": place.config.head_groups}

@@ -36,11 +36,12 @@ def untrained(plan: Plan) -> str:
         "another tp of what runs in bubbles than the backbone's": any(
             unit.tp != plan.unit_of(BACKBONE).tp for unit in units_in_bubbles(plan)
         ),
-        "expert parallelism (ep > 1) beside encoders in bubbles": (
-            any(unit.ep > 1 for unit in plan.units) and bool(units_in_bubbles(plan))
+        "another cp of what runs in bubbles than the backbone's": any(
+            unit.cp != plan.unit_of(BACKBONE).cp for unit in units_in_bubbles(plan)
         ),
-        "context parallelism (cp > 1) beside encoders in bubbles": (
-            any(unit.cp > 1 for unit in plan.units) and bool(units_in_bubbles(plan))
+        # Replicas would meet in the exchange of experts' rows, in orders of their own, each waiting for another.
+        "expert parallelism (ep > 1) beside bubbles that each step fills by itself": (
+            any(unit.ep > 1 for unit in plan.units) and plan.filling == "by_step"
         ),
     }
     own = _data_parallel(plan) if plan.schedule == "data_parallel" else _in_stages(plan)

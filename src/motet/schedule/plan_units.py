@@ -19,6 +19,11 @@ def units_in_bubbles(plan: Plan) -> tuple[Unit, ...]:
     return tuple(unit for unit in plan.units if unit is not backbone and unit.first_rank == backbone.first_rank)
 
 
+def on_backbone_ranks(plan: Plan) -> frozenset[str]:
+    """The modules that run on the ranks of the backbone's unit: those of that unit, and those in its bubbles."""
+    return frozenset(name for unit in (backbone_unit(plan), *units_in_bubbles(plan)) for name in unit.modules)
+
+
 def pipelined_units(plan: Plan) -> tuple[Unit, ...]:
     """The units that have ranks of their own. The backbone's unit is one of them."""
     in_bubbles = units_in_bubbles(plan)
