@@ -20,6 +20,7 @@ from motet.core.errors import UserError
 from motet.core.files import check_output
 from motet.core.heap import keep_freed_memory
 from motet.core.limits import MAX_BATCHES, MAX_EXAMPLES, MAX_NODES, MAX_RANKS, MAX_RANKS_PER_NODE, MAX_SEED
+from motet.core.words import counted_words
 from motet.crash import ended
 
 if TYPE_CHECKING:
@@ -138,8 +139,9 @@ def train_recipe(
         return
     if plans and len(plans) != len(names):
         raise UserError(
-            f"{recipe} trains in phases ({', '.join(names)}), and a plan is of one: give --plan {len(names)} times, in "
-            f"their order, choose a phase with --set run.phase={names[0]}, or state `plan` in each [[run.phase]]."
+            f"{recipe} trains in phases ({', '.join(names)}), and a plan is of one: give --plan "
+            f"{counted_words(len(names), 'time')}, in their order, choose a phase with --set run.phase={names[0]}, or "
+            "state `plan` in each [[run.phase]]."
         )
     phases = {name: of_phase(overrides or (), name) for name in names}
     _train_phases(recipe, phases, resume, trace, plans or ())
@@ -148,7 +150,9 @@ def train_recipe(
 def _one_plan(plans: list[Path] | None, recipe: Path) -> Path | None:
     """The plan that is given, None if none is. Raises UserError for several."""
     if plans and len(plans) > 1:
-        raise UserError(f"--plan is given {len(plans)} times, and {recipe} is one run here; give one plan.")
+        raise UserError(
+            f"--plan is given {counted_words(len(plans), 'time')}, and {recipe} is one run here; give one plan."
+        )
     return plans[0] if plans else None
 
 
