@@ -129,7 +129,7 @@ def train_recipe(
         return
     if json_file is not None:
         raise UserError("--json is for --dry-run; a run writes metrics.jsonl and summary.json in its folder.")
-    from motet.train.recipe.reading import of_phase, phase_names
+    from motet.train.recipe.reading import of_phases, phase_names
 
     names = phase_names(recipe, overrides or ())
     if not names:
@@ -143,7 +143,7 @@ def train_recipe(
             f"{counted_words(len(names), 'time')}, in their order, choose a phase with --set run.phase={names[0]}, or "
             "state `plan` in each [[run.phase]]."
         )
-    phases = {name: of_phase(overrides or (), name) for name in names}
+    phases = of_phases(overrides or (), names)
     _train_phases(recipe, phases, resume, trace, plans or ())
 
 
