@@ -20,6 +20,7 @@ from motet.core.errors import UserError
 from motet.core.files import check_output
 from motet.core.heap import keep_freed_memory
 from motet.core.limits import MAX_BATCHES, MAX_EXAMPLES, MAX_NODES, MAX_RANKS, MAX_RANKS_PER_NODE, MAX_SEED
+from motet.core.words import counted_words
 from motet.crash import ended
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def train_recipe(
         return
     if json_file is not None:
         raise UserError("--json is for --dry-run; a run writes metrics.jsonl and summary.json in its folder.")
-    from motet.train.recipe.reading import of_phase, phase_names
+    from motet.train.recipe.reading import of_phases, phase_names
 
     names = phase_names(recipe, overrides or ())
     if not names:
@@ -138,17 +139,20 @@ def train_recipe(
         return
     if plans and len(plans) != len(names):
         raise UserError(
-            f"{recipe} trains in phases ({', '.join(names)}), and a plan is of one: give --plan {len(names)} times, in "
-            f"their order, choose a phase with --set run.phase={names[0]}, or state `plan` in each [[run.phase]]."
+            f"{recipe} trains in phases ({', '.join(names)}), and a plan is of one: give --plan "
+            f"{counted_words(len(names), 'time')}, in their order, choose a phase with --set run.phase={names[0]}, or "
+            "state `plan` in each [[run.phase]]."
         )
-    phases = {name: of_phase(overrides or (), name) for name in names}
+    phases = of_phases(overrides or (), names)
     _train_phases(recipe, phases, resume, trace, plans or ())
 
 
 def _one_plan(plans: list[Path] | None, recipe: Path) -> Path | None:
     """The plan that is given, None if none is. Raises UserError for several."""
     if plans and len(plans) > 1:
-        raise UserError(f"--plan is given {len(plans)} times, and {recipe} is one run here; give one plan.")
+        raise UserError(
+            f"--plan is given {counted_words(len(plans), 'time')}, and {recipe} is one run here; give one plan."
+        )
     return plans[0] if plans else None
 
 

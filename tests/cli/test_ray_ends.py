@@ -51,7 +51,7 @@ def test_two_ranks_share_a_ray_that_ends_with_them(job, tmp_path):
     before = processes_of_ray()
     done = torchrun(job, tmp_path, *SERVED, "run.steps=3")
     assert (done.returncode, len(losses(tmp_path))) == (0, 3), done.stderr
-    assert "Ray decodes: 1 actors of each rank, in a cluster of this run, with a node" in done.stdout
+    assert "Ray decodes: 1 actor of each rank, in a cluster of this run, with a node" in done.stdout
     wait_for_end(before)
 
 

@@ -250,7 +250,7 @@ def test_missing_files(job, capsys, monkeypatch):
         ),
         ("model.encoders.image.projector.queries=4", "`queries` is for resampler and qformer only, not for 'linear'"),
         ("model.encoders.image.projector.kind=qformer", "a qformer needs `queries`"),
-        ("data.mixture=[1, 2]", "mixture has 2 weights for 1 manifests of train; give each one, in their order"),
+        ("data.mixture=[1, 2]", "mixture has 2 weights for 1 manifest of train; give each one, in their order"),
         ("data.mixture=[1]", "mixture has no effect with one manifest; remove it"),
         ("data.mixture=[0]", "'data.mixture.0' must be greater than 0, not 0"),
     ],

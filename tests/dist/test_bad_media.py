@@ -53,7 +53,7 @@ def test_where_all_are_bad_the_first_are_named_whatever_is_allowed(tmp_path, mod
     spoil_clips(job.parent, "train-*.wav")
     said = run(job, 2, tmp_path / "a", only(job, "audio"), f"balance.mode={mode}", "data.max_bad_fraction=1")
     assert said[0] == said[1]
-    assert said[0].startswith("None of the first 48 examples can be used, so there is nothing to learn: ")
+    assert said[0].startswith("No example of the first 48 can be used, so there is nothing to learn: ")
     assert said[0].count("holds samples that are not finite, the first at ") == 3
 
 
@@ -91,7 +91,7 @@ def test_held_out_examples_that_are_bad_are_named(tmp_path):
     (job.parent / "heldout.jsonl").write_text("".join(line + "\n" for line in lines))
     said = run(job, 2, tmp_path / "b", heldout, "run.steps=1")
     assert said[0] == said[1]
-    assert said[0].startswith(f"None of the {len(lines)} held-out examples can be used, so there is no loss to tell: ")
+    assert said[0].startswith(f"None of {len(lines)} held-out examples can be used, so there is no loss to tell: ")
 
 
 def train_on_its_own(rank, num_ranks, recipes, overrides):

@@ -101,6 +101,20 @@ def test_phases_are_runs_by_hand_and_what_does_not_learn_stays(jobs, tmp_path):
     assert {True, False} == {"backbone" in name for name in learnt}
 
 
+def test_adapters_go_on_in_the_next_phase_also_where_they_do_not_learn(jobs, tmp_path):
+    phased, _ = jobs
+    lora = "model = { lora = { backbone = { rank = 2 } } }"
+    frozen = lora.replace("model = { ", 'model = { freeze = ["*.lora_*"], ')
+    recipe = phased.with_name("adapted.toml")
+    text = phased.read_text().replace('learns = "projectors"', f'learns = ["backbone", "projectors"]\n{lora}')
+    recipe.write_text(text.replace('learns = ["backbone", "image"]', f'learns = ["backbone", "image"]\n{frozen}'))
+    assert "Beginning with the weights of" in run(recipe, 1, tmp_path)
+    before, after = weights(tmp_path / "align", 4), weights(tmp_path / "tune", 3)
+    adapters = {name for name in before if "lora" in name}
+    assert adapters and all(before[name].any() for name in adapters)
+    assert (learnt := changed(before, after)) and not learnt & adapters
+
+
 def test_on_two_ranks_and_planned_anew_the_losses_are_the_same(jobs, tmp_path):
     phased, _ = jobs
     run(phased, 1, tmp_path / "alone")

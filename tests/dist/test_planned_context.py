@@ -91,7 +91,7 @@ def test_groups_of_heads_are_refused_where_they_are_none(job):
     check_context(model, plan, in_groups)
     with pytest.raises(UserError, match=r"head_groups is 3, and does not divide the 2 heads of keys and values of a"):
         check_context(model, plan, in_groups.model_copy(update={"head_groups": 3}))
-    for degrees, why in (({"tp": 2}, "does not divide the 1 heads"), ({"cp": 1}, "but no ranks share a sequence")):
+    for degrees, why in (({"tp": 2}, "does not divide the 1 head "), ({"cp": 1}, "but no ranks share a sequence")):
         with pytest.raises(UserError, match=why):
             check_context(model, replace(plan, units=(replace(plan.units[0], **degrees),)), in_groups)
     for exchange in ("auto", "ulysses"):

@@ -304,7 +304,7 @@ def test_a_rank_whose_loader_ends_early_goes_on():
     assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == [[0, 1, 6, 7], [2], [4, 5]]
     assert all(first[2]) and second[2], "the rank without examples computes some of the others'"
     assert told == [
-        "1 examples of a batch could not be loaded; all ranks leave them out.",
+        "1 example of a batch could not be loaded; all ranks leave it out.",
         "The loader of rank 1 has ended before the others'; it goes on with what they load.",
     ]
     assert silent == []

@@ -148,7 +148,7 @@ def test_a_bad_step_names_examples_of_all_ranks(whole, tmp_path):
     [
         ("missing", "machine1/rank-1.jsonl: there is no such file"),
         ("equal", "data.train: the splits 0 and 1 are the same examples, and each must have its own."),
-        ("few", "data.num_splits = 1 leaves some of 2 ranks without examples; start 1 ranks at most."),
+        ("few", "data.num_splits = 1 leaves some of 2 ranks without examples; start 1 rank at most."),
     ],
 )
 def test_splits_that_cannot_be_stop_all_ranks_with_one_sentence(whole, tmp_path, change, sentence):

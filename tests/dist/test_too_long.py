@@ -40,7 +40,7 @@ def without(job):
 @pytest.mark.parametrize("mode", ["index", "exchange"])
 def test_it_is_left_out_and_named(job, tmp_path, mode):
     said = run(job, 2, tmp_path / "a", *MEMORY, f"balance.mode={mode}")
-    assert "1 of 41 examples left out: they need more memory than a rank has." in said[0]
+    assert "1 of 41 examples left out: it needs more memory than a rank has." in said[0]
     (sentence,) = [line for line in said[0].splitlines() if line.startswith("Left out")]
     assert re.search(
         r"train\.jsonl, line 41: takes 144 tokens, for which a rank needs [\d.]+ MB and may fill 1\.13 MB; a plan "
@@ -56,7 +56,8 @@ def test_more_than_are_allowed_end_the_run_on_all_ranks(job, tmp_path):
     said = run(job, 2, tmp_path / "a", *MEMORY, "data.max_bad_fraction=0.01")
     assert said[0] == said[1]
     assert said[0].startswith(
-        "1 of 41 training examples need more memory than a rank has, more than data.max_bad_fraction = 0.01 allows; "
+        "1 example needs more memory than a rank has, of 41 for training, more than data.max_bad_fraction = 0.01 "
+        "allows; "
         "the largest: "
     )
 
@@ -86,7 +87,7 @@ def test_held_out_examples_that_no_rank_can_evaluate_are_left_out_and_named(job,
     """Nothing of them is kept for a backward pass, so the one that is too long to train on is evaluated."""
     held = held_out(tmp_path, 10, 120, 4000)
     said = run(job, 2, tmp_path / "a", *MEMORY, held, "run.steps=1")
-    assert "1 of 3 held-out examples left out: they need more memory than a rank has." in said[0]
+    assert "1 of 3 held-out examples left out: it needs more memory than a rank has." in said[0]
     assert re.search(r"Left out: \S+held\.jsonl, line 3: takes 4,024 tokens, for which a rank needs", said[0])
     assert "4,024" not in said[1]
     heldout = json.loads((tmp_path / "a" / "summary.json").read_text())["num_heldout"]

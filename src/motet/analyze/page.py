@@ -14,6 +14,7 @@ from motet.analyze.analysis import SEQUENCE, Analysis
 from motet.analyze.loads import MODE_NAMES, MODES, PREDICTED, Mode
 from motet.analyze.report import LOAD_COLUMNS, QUANTILES, STEP_COLUMNS, load_note, load_rows, step_note, step_rows
 from motet.core.errors import UserError
+from motet.core.words import counted_words
 
 _NUM_BINS = 60
 _TEXT_COLUMNS = ("of", "phase", "balanced", "unit")
@@ -66,7 +67,7 @@ def write_analysis_html(analysis: Analysis, path: str | Path) -> None:
     ]
     parts = [
         f"<h1>{html.escape(analysis.source)}</h1>",
-        f"<p>{analysis.num_examples:,} examples. {html.escape(analysis.left_out)}</p>",
+        f"<p>{counted_words(analysis.num_examples, 'example')}. {html.escape(analysis.left_out)}</p>",
     ]
     for number, (title, note, table, figure) in enumerate(figures):
         plot = figure.to_html(full_html=False, include_plotlyjs=number == 0, config={"displayModeBar": False})

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from motet.analyze.analysis import Analysis
 from motet.analyze.loads import MODE_NAMES, MODES, PREDICTED
+from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
 
 QUANTILES = {"median": 0.5, "95 %": 0.95, "99 %": 0.99, "max": 1.0}
@@ -18,7 +19,7 @@ STEP_COLUMNS = ("balanced", "ms", "of it exchange", "of unbalanced")
 def print_analysis(analysis: Analysis, console: Console | None = None) -> None:
     """Print lengths, shares, loads and predicted steps, with the assumptions. The default console is stdout."""
     console = console or Console()
-    console.print(f"\n[bold]{analysis.source}[/bold]: {analysis.num_examples:,} examples")
+    console.print(f"\n[bold]{analysis.source}[/bold]: {counted_words(analysis.num_examples, 'example')}")
     if analysis.left_out:
         console.print(analysis.left_out)
     console.print(_lengths(analysis))
@@ -36,11 +37,11 @@ def load_note(analysis: Analysis) -> str:
     alike = "each manifest by its weight in data.mixture" if analysis.is_weighted else "every example alike"
     drawn = alike if analysis.mix == "rows" else "every combination of modalities equally often"
     return (
-        f"{analysis.num_batches} batches of {analysis.batch_size} examples on {analysis.num_ranks} ranks, drawn with "
-        f"seed {analysis.seed}, {drawn}. {analysis.weighed} {_load_words(analysis)} Means over batches. Max/mean: "
-        "the load of the busiest rank, for which all others wait, over the mean. Max/bound: the same over what no "
-        "placement of whole items undercuts. Crossing: the share of an encoder's outputs that must go to another rank, "
-        "and their gradients back."
+        f"{counted_words(analysis.num_batches, 'batch', 'batches')} of {counted_words(analysis.batch_size, 'example')} "
+        f"on {counted_words(analysis.num_ranks, 'rank')}, drawn with seed {analysis.seed}, {drawn}. {analysis.weighed} "
+        f"{_load_words(analysis)} Means over batches. Max/mean: the load of the busiest rank, for which all others "
+        "wait, over the mean. Max/bound: the same over what no placement of whole items undercuts. Crossing: the "
+        "share of an encoder's outputs that must go to another rank, and their gradients back."
     )
 
 

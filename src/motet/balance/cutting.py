@@ -20,6 +20,7 @@ from motet.balance.splitting import split
 from motet.core.arrays import Int32Array, Int64Array
 from motet.core.assignment import Assignment, csr_from_ranks
 from motet.core.exchange import NS_PER_S, Network, moved
+from motet.core.words import counted_words
 
 TARGETS = (1.02, 1.1, 1.3)
 """Largest loads, as multiples of the ideal, for which items are cut: more balance takes more cuts and exchange."""
@@ -125,7 +126,7 @@ def cut_words(fragments: Split | None, rows: Int64Array | None, what: str = "seq
     cut, over = rows[examples[is_cut]][longest_first].tolist(), degrees[is_cut][longest_first].tolist()
     named = [f"{length:,} rows over {degree} ranks" for length, degree in zip(cut, over, strict=True)]
     more = f"; {len(named) - 3} more" if len(named) > 3 else ""
-    return f"{len(named)} {what}{'s' if len(named) > 1 else ''} cut ({', '.join(named[:3])}{more})"
+    return f"{counted_words(len(named), what)} cut ({', '.join(named[:3])}{more})"
 
 
 def _cut_by_memory(

@@ -22,6 +22,7 @@ from motet.core.limits import (
     OperationsPerSecond,
     Seconds,
 )
+from motet.core.words import counted_words
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,8 @@ class Cluster:
             )
         if self.num_ranks > MAX_RANKS:
             raise ArgumentError(
-                f"{self.num_nodes:,} nodes of {self.ranks_per_node:,} ranks are {self.num_ranks:,} ranks; there may be "
-                f"{MAX_RANKS:,}."
+                f"{counted_words(self.num_nodes, 'node')} of {counted_words(self.ranks_per_node, 'rank')} are "
+                f"{counted_words(self.num_ranks, 'rank')}; there may be {MAX_RANKS:,}."
             )
 
     @property

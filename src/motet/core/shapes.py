@@ -26,6 +26,7 @@ from typing import Literal
 
 from motet.core.errors import ArgumentError
 from motet.core.spec import Attention, Layer, ModelSpec, Module
+from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
 
 Norm = Literal["layer", "rms", "rms_float32"]
@@ -84,7 +85,10 @@ class Transformer:
         if not self.head_dim and self.hidden % self.num_heads:
             raise ArgumentError(f"{self.num_heads} heads do not divide a row of {self.hidden}; give head_dim.")
         if self.num_kv_heads and self.num_heads % self.num_kv_heads:
-            raise ArgumentError(f"{self.num_heads} heads cannot share {self.num_kv_heads} heads of keys and values.")
+            raise ArgumentError(
+                f"{counted_words(self.num_heads, 'head')} cannot share {counted_words(self.num_kv_heads, 'head')} of "
+                "keys and values."
+            )
         if unknown := set(self.biases) - set(BIASES):
             raise ArgumentError(f"No product is named {min(unknown)!r}; biases may be {', '.join(BIASES)}.")
         if bool(self.num_experts) != bool(self.experts_per_token) or self.experts_per_token > self.num_experts:

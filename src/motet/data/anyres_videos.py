@@ -15,6 +15,7 @@ from motet.core.arrays import BoolArray, Int64Array
 from motet.core.example import Media
 from motet.core.frame_sampling import ALL_FRAMES, FrameSampling
 from motet.core.modalities import VIDEO
+from motet.core.words import counted_words
 from motet.data.anyres_images import AnyResImages
 from motet.data.media import MediaRef
 from motet.data.processed_images import ProcessedImages
@@ -54,7 +55,10 @@ class AnyResVideos(AnyResImages):
         """Why an item is not accepted."""
         if not is_video(items := np.array([raw]))[0]:
             return super().refusal(raw)
-        return f"has {VideoHeader.of(raw).num_frames} frames, and the model's processor takes {self._counts(items)[0]}"
+        return (
+            f"has {counted_words(VideoHeader.of(raw).num_frames, 'frame')}, and the model's processor takes "
+            f"{self._counts(items)[0]}"
+        )
 
     def sizes(self, raw: Int64Array) -> Int64Array:
         """The size of each item, int64 [n, 4], from headers alone."""

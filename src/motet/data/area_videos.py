@@ -16,6 +16,7 @@ from motet.core.example import Media
 from motet.core.frame_sampling import ALL_FRAMES, FrameSampling
 from motet.core.grid_positions import step_bits
 from motet.core.modalities import VIDEO
+from motet.core.words import counted_words
 from motet.data.area_images import AreaImages
 from motet.data.media import MediaRef
 from motet.data.videos import VideoHeader, frames_at, is_video, read_video_header, video_rates, video_shapes
@@ -69,7 +70,7 @@ class AreaVideos(AreaImages):
         if not super().accepts(np.array([[header.width, header.height]]))[0]:
             return super().refusal((header.width, header.height)).replace("has", "has frames of", 1)
         needed = self.temporal_patch_size if self.sampling.num_frames is None else self.sampling.num_frames
-        return f"has {header.num_frames} frames, of which the model's processor cannot take {needed}"
+        return f"has {counted_words(header.num_frames, 'frame')}, of which the model's processor cannot take {needed}"
 
     def sizes(self, raw: Int64Array) -> Int64Array:
         """(frames, patch rows, patch columns) of each item, int64 [n, 3], from headers alone."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from motet.core.arrays import Int64Array
+from motet.core.words import counted_words
 
 Buckets = tuple[tuple[int, int], ...]
 """(width, height) in pixels of each."""
@@ -31,8 +32,8 @@ def check_buckets(buckets: Buckets, block: int, max_rows: int, patch_size: int) 
             )
         if (rows := width * height // patch_size**2) > max_rows:
             raise ValueError(
-                f"buckets has [{width}, {height}], which patch_size = {patch_size} makes {rows:,} patches of; there "
-                f"may be {max_rows:,}"
+                f"buckets has [{width}, {height}], which patch_size = {patch_size} makes "
+                f"{counted_words(rows, 'patch', 'patches')} of; there may be {max_rows:,}"
             )
     if len(set(buckets)) < len(buckets):
         raise ValueError("buckets has a size twice; remove one of them")

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from motet.core.limits import MAX_RANKS, MAX_SEED
+from motet.core.words import counted_words
 from motet.data.copies import Copies
 from motet.data.dataset import LengthRule
 from motet.data.order import whole_weights
@@ -117,8 +118,8 @@ class FilesConfig(LoadingConfig):
     def _a_weight_a_manifest(self) -> FilesConfig:
         if self.mixture and len(self.mixture) != len(self.train):
             raise ValueError(
-                f"mixture has {len(self.mixture)} weights for {len(self.train)} manifests of train; give each one, in "
-                "their order"
+                f"mixture has {counted_words(len(self.mixture), 'weight')} for "
+                f"{counted_words(len(self.train), 'manifest')} of train; give each one, in their order"
             )
         if len(self.mixture) == 1:
             raise ValueError("mixture has no effect with one manifest; remove it")

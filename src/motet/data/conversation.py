@@ -31,6 +31,7 @@ from typing import Any
 import motet.core.text_files
 from motet.core.errors import UserError
 from motet.core.modalities import modalities
+from motet.core.words import counted_words
 from motet.data.alpaca import instruction_turns, is_instruction
 from motet.data.media import IMAGE
 from motet.data.media_names import DATA_URL_HEAD, media_name
@@ -214,8 +215,9 @@ def match_media(conversation: Conversation, names: dict[str, list[str]], where: 
         num_placeholders, num_files = unnamed.count(modality), len(names[modality])
         if num_placeholders != num_files:
             raise UserError(
-                f"{where}: has {num_placeholders} {placeholder(modality)} in its text, but {num_files} files in "
-                f"'{modality}'; each file needs one {placeholder(modality)} and the reverse"
+                f"{where}: has {num_placeholders} {placeholder(modality)} in its text, but "
+                f"{counted_words(num_files, 'file')} in '{modality}'; each file needs one {placeholder(modality)} and "
+                "the reverse"
             )
     remaining = {modality: iter(names[modality]) for modality in modalities()}
     return [

@@ -22,6 +22,7 @@ from motet.core.grid_positions import BEHIND_SIDE, GRID_DIM, NUM_AXES
 from motet.core.item_segments import ItemSegments
 from motet.core.modalities import modalities as all_modalities
 from motet.core.readers import Combine, combine_error
+from motet.core.words import counted_words
 from motet.core.workload import BatchLengths, ItemLengths, home_ranks
 from motet.data.conversation import Conversation, parse_conversation
 from motet.data.copies import Copies
@@ -400,7 +401,10 @@ class Dataset:
             if (unequal := np.flatnonzero(items[phase].num_tokens != items[first].num_tokens)).size:
                 item = unequal[0]
                 index, example = self._at(int(numbers[items[phase].example[item]]))
-                counts = f"{items[first].num_tokens[item]:,} rows and {phase} {items[phase].num_tokens[item]:,}"
+                counts = (
+                    f"{counted_words(items[first].num_tokens[item], 'row')} and {phase} "
+                    f"{items[phase].num_tokens[item]:,}"
+                )
                 raise UserError(
                     f'model.combine.{modality} = "sum" adds the rows of {first} and {phase}, but of an item of '
                     f"{index.where(example)} {first} makes {counts}; give them transforms and projectors that make as "
@@ -510,7 +514,7 @@ class Dataset:
             most, kind = getattr(modality.transform, "most_items", None), modality.transform.modality
             num_items = sum(ref.modality == kind for ref in index.media_refs(example))
             if most is not None and num_items > most:
-                reason = f"has {num_items} items for {name}, of whose model an example may have {most}"
+                reason = f"has {counted_words(num_items, 'item')} for {name}, of whose model an example may have {most}"
                 return LeftOutExample(index.where(example), "", reason)
         raise ValueError(f"no item of example {number} is refused")
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from motet.core.arrays import BoolArray, Float32Array, Int64Array, UInt8Array
 from motet.core.example import Media, Pixels
+from motet.core.words import counted_words
 from motet.data.bounds import check_attributes
 from motet.data.buckets import Buckets, check_buckets, nearest_bucket
 from motet.data.headers import open_image, orientation, turned_size
@@ -99,8 +100,8 @@ class ImageTransform:
             )
         if self.fixed_size is not None and (rows := (self.fixed_size // self.patch_size) ** 2) > _MAX_ROWS:
             raise ValueError(
-                f"fixed_size = {self.fixed_size} and patch_size = {self.patch_size} make {rows:,} patches of an image; "
-                f"there may be {_MAX_ROWS:,}"
+                f"fixed_size = {self.fixed_size} and patch_size = {self.patch_size} make "
+                f"{counted_words(rows, 'patch', 'patches')} of an image; there may be {_MAX_ROWS:,}"
             )
         if self.buckets is not None:
             for name in ("fixed_size", "max_pixels_side"):
@@ -109,7 +110,10 @@ class ImageTransform:
             check_buckets(self.buckets, self.block, _MAX_ROWS, self.patch_size)
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) not in (1, self.channels):
-                raise ValueError(f"{name} must have 1 or {self.channels} values, one a channel, not {len(values)}")
+                raise ValueError(
+                    f"{name} must have 1 value{f' or {self.channels}' * (self.channels > 1)}, one a channel, not "
+                    f"{len(values)}"
+                )
 
     @property
     def block(self) -> int:

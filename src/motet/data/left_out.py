@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from motet.core.words import counted_words
+
 MAX_NAMED = 20
 """Examples that are named for each reason."""
 
@@ -82,5 +84,7 @@ def describe_left_out(left_out: LeftOut, num_in_manifests: int) -> str:
         (left_out.num_too_large, "that need more memory than a rank has"),
     ]
     listed = ", ".join(f"{count} {why}" for count, why in parts if count)
-    said = f"{len(left_out)} of {num_in_manifests} examples left out" + (f": {listed}" if listed else "")
+    said = f"{len(left_out)} of {counted_words(num_in_manifests, 'example')} left out" + (
+        f": {listed}" if listed else ""
+    )
     return said + (f"; {left_out.num_truncated} truncated to max_sequence_length" if left_out.num_truncated else "")

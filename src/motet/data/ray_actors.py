@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from motet.core.errors import UserError
+from motet.core.words import counted_words
 from motet.data.ray_connection import (
     check_listens,
     connected_address,
@@ -63,8 +64,8 @@ class RayCluster:
         if num_cpus < num_actors:
             self.close()
             raise UserError(
-                f"data.num_workers asks for {num_actors} actors over all ranks, with a CPU each, and the Ray cluster "
-                f"at {self.address} has {num_cpus} CPUs; start more nodes, or lower it."
+                f"data.num_workers asks for {counted_words(num_actors, 'actor')} over all ranks, with a CPU each, and "
+                f"the Ray cluster at {self.address} has {num_cpus} CPUs; start more nodes, or lower it."
             )
 
     @property

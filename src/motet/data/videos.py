@@ -18,6 +18,7 @@ import numpy as np
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.modalities import IMAGE, VIDEO
+from motet.core.words import counted_words
 from motet.data.media import MediaRef, Unusable
 
 if TYPE_CHECKING:
@@ -187,7 +188,10 @@ def _checked_header(container: Any, stream: Any, indexed: VideoHeader | None) ->
 
 
 def _words(header: VideoHeader) -> str:
-    return f"{header.num_frames:,} frames of {header.width:,} x {header.height:,} pixels, {header.rate} a second"
+    return (
+        f"{counted_words(header.num_frames, 'frame')} of {header.width:,} x {header.height:,} pixels, {header.rate} a "
+        "second"
+    )
 
 
 def _num_packets(container: Any, stream: Any) -> int:

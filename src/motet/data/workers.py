@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from motet.core.errors import UserError
+from motet.core.words import counted_words
 from motet.data.worker import Death, StartWorker, Worker
 from motet.data.worker_process import WorkerProcess
 
@@ -186,7 +187,10 @@ class WorkerPool:
             job.num_deaths += death.by_task
             self._num_blamed += death.by_task
             if self._num_blamed >= _MAX_POOL_DEATHS and not self._broken:
-                hint = f"{self.num_deaths} workers have died; is the machine short of memory?"
+                hint = (
+                    f"{counted_words(self.num_deaths, 'worker has', 'workers have')} died; is the machine short of "
+                    "memory?"
+                )
                 self._broken = WorkerDied(f"{text}; {hint} Use fewer (data.num_workers)", death.how, is_final=True)
         return WorkerDied(text, death.how)
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from motet.core.errors import JointUserError
+from motet.core.words import counted_words
 from motet.dispatch.agreement import joint_error
 from motet.dispatch.batch import RankBatch
 from motet.dispatch.loop_source import LoopSource, Status
@@ -114,7 +115,9 @@ class LoopThread:
             return
         if num_left_out:
             warnings.warn(
-                f"{num_left_out} examples of a batch could not be loaded; all ranks leave them out.", stacklevel=2
+                f"{counted_words(num_left_out, 'example')} of a batch could not be loaded; all ranks leave "
+                f"{'it' if num_left_out == 1 else 'them'} out.",
+                stacklevel=2,
             )
         if Status.ENDED in statuses and not self._has_warned:
             self._has_warned = True

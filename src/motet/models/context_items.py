@@ -28,6 +28,7 @@ from motet.core.arrays import Int64Array
 from motet.core.attention_table import AttentionTable
 from motet.core.context_rows import ContextRows, RowMoves, moved_heads
 from motet.core.errors import UserError
+from motet.core.words import counted_words
 from motet.dropout import draws_by_item, heads_from
 from motet.models.attention import PackedItems
 from motet.models.contract import Sequences
@@ -263,8 +264,8 @@ class ContextItems:
         size, left = divmod(kv_heads := key.shape[1], self._head_groups)
         if left:
             raise UserError(
-                f"context.head_groups is {self._head_groups}, and does not divide the {kv_heads} heads of keys and "
-                "values of a rank."
+                f"context.head_groups is {self._head_groups}, and does not divide the "
+                f"{counted_words(kv_heads, 'head')} of keys and values of a rank."
             )
         of_groups = zip(key[0].split(size), value[0].split(size), strict=True)
         return [torch.cat(both).transpose(0, 1) for both in of_groups]
@@ -303,8 +304,8 @@ class ContextItems:
         method, num_ranks = self._share.method, self._rows.num_ranks
         if method == ULYSSES and heads % num_ranks:
             raise UserError(
-                f"context.exchange is {ULYSSES!r}, but {num_ranks} context-parallel ranks do not divide {heads} heads; "
-                f"set {GROUP_CAST!r}."
+                f"context.exchange is {ULYSSES!r}, but {num_ranks} context-parallel ranks do not divide "
+                f"{counted_words(heads, 'head')}; set {GROUP_CAST!r}."
             )
         if method != "auto":
             return method

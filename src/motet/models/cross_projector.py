@@ -22,6 +22,7 @@ from transformers.models.idefics2.modeling_idefics2 import Idefics2PerceiverResa
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.shapes import qformer, resampler
+from motet.core.words import counted_words
 from motet.models.attention import ATTENTION, PackedItems, QueriedItems
 from motet.models.config_file import hf_options, one_line, quiet_transformers
 from motet.models.contract import item_rows
@@ -205,7 +206,9 @@ def _config(
         raise UserError(f"{where}: no {kind} can be made of it ({one_line(error)})") from error
     heads, shared = _heads(made)
     if heads % shared:
-        raise UserError(f"{where}: {heads} heads cannot share {shared} heads of keys and values")
+        raise UserError(
+            f"{where}: {counted_words(heads, 'head')} cannot share {counted_words(shared, 'head')} of keys and values"
+        )
     if kind == "qformer" and made.hidden_size % heads:
         raise UserError(f"{where}: {heads} heads do not divide hidden_size = {made.hidden_size}")
     made._attn_implementation = ATTENTION

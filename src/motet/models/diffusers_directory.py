@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from motet.core.errors import UserError
 from motet.core.text_files import read_json
+from motet.core.words import counted_words
 from motet.models.config_file import one_line
 from motet.models.families.bounds import check_bounds
 from motet.models.load import check_files
@@ -102,7 +103,9 @@ def model_of_directory(where: str, path: Path, name: str, dtype: torch.dtype) ->
         raise UserError(f"{where}.path: weights in {folder} cannot be loaded ({_first(error)})") from error
     for found, what in ((info["missing_keys"], "lacks"), (info["unexpected_keys"], "has, beyond its config,")):
         if found:
-            raise UserError(f"{where}.path: {folder} {what} {len(found)} weights of {name}, {min(found)} for one")
+            raise UserError(
+                f"{where}.path: {folder} {what} {counted_words(len(found), 'weight')} of {name}, {min(found)} for one"
+            )
     return model.train()
 
 

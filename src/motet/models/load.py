@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from motet.core.errors import UserError
 from motet.core.files import irregular_kind
 from motet.core.text_files import read_json
+from motet.core.words import counted_words
 from motet.models.attention import ATTENTION
 from motet.models.config_file import one_line, quiet_transformers, read_config
 from motet.models.families.registry import Family
@@ -53,14 +54,15 @@ def load_pretrained(
         )
     if absent := sorted(info["missing_keys"]):
         raise UserError(
-            f"model.{where}.path: {path} lacks {len(absent)} weights of {family.model.__name__}, {absent[0]} for one"
+            f"model.{where}.path: {path} lacks {counted_words(len(absent), 'weight')} of {family.model.__name__}, "
+            f"{absent[0]} for one"
         )
     # A larger checkpoint holds more than its tower. A backbone's checkpoint must hold only weights of the model.
     stray = [] if family.is_part else sorted(filter(is_stray(config.num_hidden_layers), info["unexpected_keys"]))
     if stray:
         raise UserError(
-            f"model.{where}.path: {path} holds {len(stray)} weights that {family.model.__name__} has no place for, "
-            f"{stray[0]} for one; its config.json does not describe them"
+            f"model.{where}.path: {path} holds {counted_words(len(stray), 'weight')} that {family.model.__name__} has "
+            f"no place for, {stray[0]} for one; its config.json does not describe them"
         )
     # transformers lets all that it has read be trained, also what its class freezes: Whisper's table of positions.
     for name, parameter in on_meta(family, config).named_parameters():

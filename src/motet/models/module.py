@@ -16,6 +16,7 @@ from motet.core.errors import ArgumentError, UserError
 from motet.core.grid_positions import NUM_AXES
 from motet.core.item_segments import ItemSegments
 from motet.core.spec import Module
+from motet.core.words import counted_words
 from motet.dropout import AFTER, BEFORE, BETWEEN, ENTER, PROJECTOR, arranged, drops_out
 from motet.models.block import Block, outside_blocks, wrap_blocks
 from motet.models.callbacks import callback_name, check_callback
@@ -463,8 +464,8 @@ def _checked(
     said = np.asarray(said)
     if said.ndim not in dimensions or len(said) != num_items or said.dtype.kind not in "iu" or (said < 0).any():
         raise UserError(
-            f"{kind} ({callback_name(callback)}): its {member} gives {said.tolist()} for {num_items} items; it must "
-            "give a whole number of each"
+            f"{kind} ({callback_name(callback)}): its {member} gives {said.tolist()} for "
+            f"{counted_words(num_items, 'item')}; it must give a whole number of each"
         )
     return said.astype(np.int64)
 
@@ -472,10 +473,10 @@ def _checked(
 def _check_rows(who: str, rows: Tensor, extents: Int64Array, num_items: int, said_by: str) -> None:
     expected = int(item_rows(extents).sum())
     if not isinstance(rows, Tensor) or rows.ndim != 2 or len(rows) != expected:
-        gave = f"{len(rows)} rows" if isinstance(rows, Tensor) and rows.ndim == 2 else "no rows [n, width]"
+        gave = counted_words(len(rows), "row") if isinstance(rows, Tensor) and rows.ndim == 2 else "no rows [n, width]"
         raise UserError(
-            f"{who} gave {gave} for {num_items} items, and {expected} were expected, for which the sequences were laid "
-            f"out; {said_by} must say what it returns"
+            f"{who} gave {gave} for {counted_words(num_items, 'item')}, and {expected} were expected, for which the "
+            f"sequences were laid out; {said_by} must say what it returns"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from motet.core.cluster import Cluster
+from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
 from motet.planner.job import Job
@@ -53,7 +54,7 @@ def indivisible(
     needed = (pins.tp or 1) * (pins.pp or 1) * (pins.dp or 1)
     if needed > job.cluster.num_ranks:
         degrees = " with ".join(f"{name.upper()} {value}" for name, value in pinned.items())
-        return f"{degrees} needs {needed:,} ranks; the cluster has {job.cluster.num_ranks:,}."
+        return f"{degrees} needs {counted_words(needed, 'rank')}; the cluster has {job.cluster.num_ranks:,}."
     if job.batch_size % ((pins.dp or 1) * (pins.microbatch_size or 1)):
         parts = {"DP": pins.dp, "a microbatch": pins.microbatch_size}
         what = " times ".join(f"{name} of {value:,}" for name, value in parts.items() if value is not None)
@@ -63,7 +64,7 @@ def indivisible(
 
 def nothing_divides(job: Job) -> str:
     """The sentence for degrees of which each is possible, but which together are not."""
-    batch = f"a batch of {job.batch_size:,} on {job.cluster.num_ranks:,} ranks"
+    batch = f"a batch of {job.batch_size:,} on {counted_words(job.cluster.num_ranks, 'rank')}"
     return f"no TP, PP, DP and microbatch that are allowed divide {batch}."
 
 

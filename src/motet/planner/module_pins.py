@@ -13,6 +13,7 @@ from dataclasses import replace
 from motet.core.errors import UserError
 from motet.core.module_degrees import ModuleDegrees
 from motet.core.plan import Plan
+from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
 from motet.planner.infeasible import listed, one_of, tensor_degrees
@@ -94,5 +95,6 @@ def check_module_pins(job: Job, pins: Pins) -> None:
             raise UserError(f"{name} is pinned to ep = {stated.ep}, and its layers have {has}.")
         if (needed := stated.num_ranks) > cluster.num_ranks:
             raise UserError(
-                f"{name} is pinned to {stated}, {needed:,} ranks, and the cluster has {cluster.num_ranks:,}."
+                f"{name} is pinned to {stated}, {counted_words(needed, 'rank')}, and the cluster has "
+                f"{cluster.num_ranks:,}."
             )

@@ -14,6 +14,7 @@ from typing import Any
 
 from motet.core.errors import UserError
 from motet.core.plan import Plan
+from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy
 from motet.planner.field_pins import before_context, with_pinned_fields
@@ -93,7 +94,7 @@ def _on_more_nodes(job: Job, strategies: Mapping[str, Strategy], pins: Pins) -> 
             continue
         name = next((name for name, strategy in strategies.items() if _proposed(strategy, larger, pins)), None)
         if name is not None:
-            yield f"{num_nodes:,} nodes" + ("" if name == first else f" ({name})")
+            yield f"{counted_words(num_nodes, 'node')}" + ("" if name == first else f" ({name})")
             return
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from motet.core.plan import Plan, Unit
+from motet.core.words import counted_words
 from motet.planner.candidate import RuledOut
 from motet.planner.comparison import compare
 from motet.planner.job import Job
@@ -118,7 +119,7 @@ def title_of(result: SearchResult) -> str:
     job = result.job
     ranks = f"{job.cluster.num_ranks:,} {job.cluster.device.name}"
     pinned = f", with {words}" if (words := pins_in_words(result.pins)) else ""
-    return f"{job.model.name} on {ranks}, steps of {job.batch_size:,} examples{pinned}"
+    return f"{job.model.name} on {ranks}, steps of {counted_words(job.batch_size, 'example')}{pinned}"
 
 
 def figures(simulated: SimulatedCandidate) -> tuple[str, ...]:

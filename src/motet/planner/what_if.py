@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from motet.core.errors import UserError
+from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Candidate, Pins, Strategy, predict_candidate
 from motet.planner.evaluation import NO_QUOTA, Quota
@@ -61,7 +62,7 @@ def what_if(result: SearchResult, strategies: Mapping[str, Strategy], quota: Quo
     yield _change(words, best, answer, held)
     more = replace(cluster, num_nodes=cluster.num_nodes + 1)
     answer = _planned(job.on(more), result, strategies, quota)
-    nodes = f"With {more.num_nodes:,} nodes instead of {cluster.num_nodes:,}"
+    nodes = f"With {counted_words(more.num_nodes, 'node')} instead of {cluster.num_nodes:,}"
     change = _change(f"{nodes} and the same batch", best, answer, "")
     yield change
     if change.gain < _LEAST_GAIN:
@@ -71,7 +72,12 @@ def what_if(result: SearchResult, strategies: Mapping[str, Strategy], quota: Quo
         yield _change(f"{nodes} and batches of {size:,}", best, answer, "")
     batches = replace(job, batch_size=_BATCH * job.batch_size)
     answer = _planned(batches, result, strategies, quota)
-    yield _change(f"With batches of {batches.batch_size:,} examples instead of {job.batch_size:,}", best, answer, "")
+    yield _change(
+        f"With batches of {counted_words(batches.batch_size, 'example')} instead of {job.batch_size:,}",
+        best,
+        answer,
+        "",
+    )
 
 
 def _change(words: str, best: SimulatedCandidate, answer: SimulatedCandidate | None, note: str) -> Change:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from motet.core.plan import Plan
+from motet.core.words import counted_words
 from motet.planner.comparison import MIN_DIFFERENCE, Comparison
 from motet.planner.search_result import SimulatedCandidate
 from motet.schedule.plan_units import backbone_unit, units_in_bubbles
@@ -54,7 +55,7 @@ def _figures(own: Prediction, other: Prediction) -> Iterator[_Figure]:
     added, other_added = (each.hardware_flops / each.model_flops - 1 for each in (own, other))
     words = f"recomputation and padding add {added:.0%} to the operations, there {other_added:.0%}"
     yield _Figure(other_added - added, words)
-    words = f"it uses {own.num_ranks:,} ranks, that {other.num_ranks:,}"
+    words = f"it uses {counted_words(own.num_ranks, 'rank')}, that {other.num_ranks:,}"
     yield _Figure(own.num_ranks / other.num_ranks - 1, words, can_pay=False)
     busy, other_busy = (
         each.hardware_flops / each.peak_flops / (each.step_s * (1 - each.bubble_share)) for each in (own, other)

@@ -12,6 +12,7 @@ from motet.analyze.lengths import LENGTH_UNITS, Lengths
 from motet.balance import StepCosts
 from motet.core.cluster import Link
 from motet.core.errors import UserError
+from motet.core.words import counted_words
 from motet.data.left_out import describe_left_out
 from motet.planning.groups import examples_a_group, in_groups
 from motet.planning.sources import example_weights, training_data
@@ -71,7 +72,9 @@ def _speed_words(recipe: Recipe, costs: StepCosts) -> str:
     network = costs.times.network
     exchanged = f"an exchange at {_link_words(network.intra_node)}"
     if network.ranks_per_node is not None:
-        exchanged += f", between nodes of {network.ranks_per_node:,} ranks at {_link_words(network.inter_node)}"
+        exchanged += (
+            f", between nodes of {counted_words(network.ranks_per_node, 'rank')} at {_link_words(network.inter_node)}"
+        )
     if recipe.balance.cost == "profile":
         return f"Seconds: those of the profile; {exchanged}."
     flops_per_s = recipe.balance.speed.resolved(_device_type(recipe)).flops_per_s

@@ -22,6 +22,7 @@ from motet.core.cluster import Cluster
 from motet.core.errors import JointUserError, UserError
 from motet.core.module_degrees import ModuleDegrees
 from motet.core.plan import Plan
+from motet.core.words import counted_words
 from motet.core.workload import BatchLengths, Workload
 from motet.cost.catalogue import cluster
 from motet.cost.memory import PRECISION_OF_DTYPE
@@ -100,7 +101,9 @@ class ParallelMLLM:
 
     def _batches(self, batch: Sequence[LoadedExample], lengths: BatchLengths) -> list[RankBatch]:
         if len(batch) != self.plan.batch_size:
-            raise UserError(f"a step of the plan takes {self.plan.batch_size} examples, not {len(batch)}")
+            raise UserError(
+                f"a step of the plan takes {counted_words(self.plan.batch_size, 'example')}, not {len(batch)}"
+            )
         return [self._microbatch(number, part, batch) for number, part in enumerate(self._decide(lengths).microbatches)]
 
     def _microbatch(self, number: int, part: DecidedMicrobatch, batch: Sequence[LoadedExample]) -> RankBatch:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from motet.core.words import counted_words
 from motet.cost.decoding import DecodingCost, DecodingLoad
 from motet.cost.profile import read_profile
 from motet.data.examples import Examples, files_by_codec
@@ -54,8 +55,9 @@ class DecodingNeed:
             else "no step waits for them"
         )
         return (
-            f"Decoding takes {load.core_s:.3g} s of a core a step, so {load.cores:,} CPU cores keep every rank "
-            f"computing; with the recipe's {load.num_workers:,} {self.kind} ({self.workers} a rank), {waits}."
+            f"Decoding takes {load.core_s:.3g} s of a core a step, so {counted_words(load.cores, 'CPU core')} "
+            f"{'keeps' if load.cores == 1 else 'keep'} every rank computing; with the recipe's {load.num_workers:,} "
+            f"{self.kind} ({self.workers} a rank), {waits}."
         )
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from motet.core.errors import UserError
 from motet.core.files import check_output
 from motet.core.plan import Plan
+from motet.core.words import counted_words
 from motet.planner.refinement import strategy_of
 from motet.planning.at_hand import device_at_hand
 from motet.planning.cluster import ClusterOptions
@@ -105,7 +106,7 @@ def _print(plan: Plan, program: PlannedProgram, prediction: Prediction, of: str)
     copies = f"A copy is shared by {num_sharing:,} ranks" if num_sharing > 1 else "Each rank holds a whole copy"
     if in_stages:
         copies = "Each rank holds the blocks of its stages, with what stands before and behind them"
-    size = f"has {each:,} example{'s' if each > 1 else ''}"
+    size = f"has {counted_words(each, 'example')}"
     if plan.microbatch_caps:
         caps = ", ".join(f"{cap:,} of {name}" for name, cap in plan.microbatch_caps.items())
         size = f"is a group of at most {caps}"

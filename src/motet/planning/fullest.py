@@ -9,6 +9,7 @@ import numpy as np
 
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Plan
+from motet.core.words import counted_words
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.memory import held_elements
 from motet.planner.job import Job
@@ -37,7 +38,7 @@ def fullest_steps(plan: Plan, job: Job, recipe: Recipe) -> FullestSteps:
     if examples.group is not None:
         held = _held(plan, examples, examples.group)
         most = np.argsort(-held, kind="stable")[: plan.batch_size // plan.microbatch_size]
-        return FullestSteps([job.workload.groups(most)], f"the {len(held):,} groups of the first epoch")
+        return FullestSteps([job.workload.groups(most)], f"the {counted_words(len(held), 'group')} of the first epoch")
     count = max(min(recipe.run.steps, examples.num_examples // plan.batch_size), 1)
     order = training_order(recipe, job.workload, is_own=True)
     ids = np.concatenate([order.step(number * plan.batch_size, plan.batch_size).ids for number in range(count)])
@@ -45,7 +46,9 @@ def fullest_steps(plan: Plan, job: Job, recipe: Recipe) -> FullestSteps:
         -_held_by_step(plan, _held(plan, examples, np.arange(examples.num_examples))[ids]), kind="stable"
     )
     steps = ids.reshape(count, plan.batch_size)[fullest[:_NUM_STEPS]]
-    return FullestSteps([examples.take(step) for step in steps], f"the first {count:,} steps")
+    return FullestSteps(
+        [examples.take(step) for step in steps], "the first step" if count == 1 else f"the first {count:,} steps"
+    )
 
 
 def _held_by_step(plan: Plan, held: Float64Array) -> Float64Array:

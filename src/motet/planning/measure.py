@@ -26,6 +26,7 @@ from motet.core.arrays import Int64Array
 from motet.core.cluster import Cluster
 from motet.core.errors import JointUserError, UserError
 from motet.core.plan import Plan
+from motet.core.words import counted_words
 from motet.cost.profile import PROFILE_FILE
 from motet.data.order import ListedOrder
 from motet.dispatch import BalanceConfig, RankBatch
@@ -199,9 +200,9 @@ def _measure(runnable: RunnablePlans, num_plans: int, world: World, folder: str)
             measured[index] = measure_plan(trials, Steps(_apart(recipe, folder), runnable.examples, plan), figures)
     if all(plan is None for plan in measured.values()):
         raise JointUserError(
-            f"--measure: of the {len(measured)} plans that fit by prediction and that training can run, each ran out "
-            "of memory in a real step, with everything recomputed too; --set cluster.memory_gbytes=... plans for less "
-            "memory."
+            f"--measure: of {counted_words(len(measured), 'plan')} that training can run each ran out of memory in a "
+            "real step, with everything recomputed too, though by prediction it fits; --set cluster.memory_gbytes=... "
+            "plans for less memory."
         )
     return measured
 
@@ -285,7 +286,7 @@ def _check_at_hand(cluster: Cluster, device: str, world: World) -> None:
     """Raises UserError unless the cluster is what is at hand."""
     named, num_ranks = cluster.device.name, cluster.num_ranks
     if num_ranks != world.num_ranks or (named != device and "cpu" in (named, device)):
-        at_hand = f"{world.num_ranks} rank{'s' if world.num_ranks > 1 else ''} of {device or 'a GPU'}"
+        at_hand = f"{counted_words(world.num_ranks, 'rank')} of {device or 'a GPU'}"
         raise UserError(
             f"--measure runs on what is at hand, {at_hand}, and the job is to be planned for {num_ranks} of {named}: "
             "make --cluster, --nodes and --ranks-per-node, or the ranks that torchrun starts, the same."
@@ -298,8 +299,8 @@ def _runnable(found: SearchResult, obstacles: Mapping[int, str], recipe: Recipe)
     indices = [index for index, what in obstacles.items() if not what]
     if not indices:
         raise UserError(
-            f"--measure: training can run none of the {len(candidates)} plans that were simulated, the fastest because "
-            f"of {obstacles[0]}; --pin strategy=data-parallel finds plans that it can."
+            f"--measure: training can run none of {counted_words(len(candidates), 'simulated plan')}, the fastest "
+            f"because of {obstacles[0]}; --pin strategy=data-parallel finds plans that it can."
         )
     plans = [candidates[index].plan for index in indices]
     in_stages = [plan.schedule != "data_parallel" for plan in plans]

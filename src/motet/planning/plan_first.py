@@ -13,6 +13,7 @@ from pathlib import Path
 from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.core.plan_file import write_plan
+from motet.core.words import counted_words
 from motet.planner.candidate import Pins
 from motet.planner.command import find_plans
 from motet.planner.evaluation import Quota
@@ -44,7 +45,7 @@ def plan_first(
             job = _job_at_hand(recipe, recipe_file, overrides, world)
             found = fastest_plan(job, obstacle_in(recipe))
             write_plan(found, file)
-            say(f"Planned for {world.num_ranks} ranks, as [parallel] says; the plan is {file}.")
+            say(f"Planned for {counted_words(world.num_ranks, 'rank')}, as [parallel] says; the plan is {file}.")
     plan = world.gather(found)[0]
     with world.together():
         return agreed(recipe, recipe_file, ChosenPlan(plan, file, partial(plan_line, recipe_file, file, overrides)))

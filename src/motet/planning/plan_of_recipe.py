@@ -21,6 +21,7 @@ from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.core.plan import BalancingMethod, Plan
 from motet.core.spec import ModelSpec
+from motet.core.words import counted_words
 from motet.core.workload import BACKBONE, Workload
 from motet.cost.memory import stage_layers
 from motet.dispatch import BalanceConfig, SpeedConfig
@@ -87,8 +88,8 @@ def _microbatch_size(recipe: Recipe, num_ranks: int) -> int:
     microbatch_size, remainder = divmod(run.batch_size, run.microbatches * num_ranks)
     if remainder or not microbatch_size:
         raise UserError(
-            f"run.batch_size = {run.batch_size} cannot be planned for {num_ranks} ranks and run.microbatches = "
-            f"{run.microbatches}: it must be a multiple of {run.microbatches * num_ranks}."
+            f"run.batch_size = {run.batch_size} cannot be planned for {counted_words(num_ranks, 'rank')} and "
+            f"run.microbatches = {run.microbatches}: it must be a multiple of {run.microbatches * num_ranks}."
         )
     return microbatch_size
 

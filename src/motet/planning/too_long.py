@@ -56,8 +56,10 @@ def _too_long(plan: Plan, job: Job) -> TooLong:
 
 def _say(found: TooLong, job: Job, recipe: Recipe | None) -> None:
     of_all = f"{len(found.ids):,} of {job.workload.examples.num_examples:,} examples of {job.workload.source}"
+    one = len(found.ids) == 1
     print(
-        f"{of_all} need more memory than a rank has, and training leaves them out; the largest: "
+        f"{of_all} {'needs' if one else 'need'} more memory than a rank has, and training leaves "
+        f"{'it' if one else 'them'} out; the largest: "
         f"{_where(job, recipe, found)}: {found.reason(0)}.",
         file=sys.stderr,
     )

@@ -24,6 +24,7 @@ from motet.core.errors import UserError
 from motet.core.files import check_output
 from motet.core.heap import keep_freed_memory
 from motet.core.spec import ModelSpec
+from motet.core.words import counted_words
 from motet.cost.profile import PROFILE_FILE, DecodingTimes, MessageTimes, ModuleTimes, OptimizerTimes, Profile
 from motet.models.build import ModelConfig, build_mllm
 from motet.models.mllm import MLLM
@@ -209,7 +210,7 @@ def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
-    return f"cpu, {threads} thread{'s' if threads > 1 else ''} a rank"
+    return f"cpu, {counted_words(threads, 'thread')} a rank"
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 
 from motet.core.errors import UserError
 from motet.core.limits import MAX_RANKS, MAX_STEPS, NumLayers
+from motet.core.words import counted_words
 from motet.runtime.casting import set_compute_types
 from motet.runtime.loss_scale import LossScale
 from motet.runtime.mesh import Mesh
@@ -139,7 +140,9 @@ class FSDPConfig(BaseModel):
             if name not in num_blocks:
                 raise UserError(f"fsdp.recompute: there is no module {name!r}; the model has {', '.join(num_blocks)}.")
             if count > num_blocks[name]:
-                raise UserError(f"fsdp.recompute.{name} is {count}, but {name!r} has {num_blocks[name]} blocks.")
+                raise UserError(
+                    f"fsdp.recompute.{name} is {count}, but {name!r} has {counted_words(num_blocks[name], 'block')}."
+                )
         return {name: count for name, count in self.recompute.items() if count}
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from motet.core.errors import JointUserError, UserError
 from motet.core.example import Media, TokenSequence
 from motet.core.limits import MAX_EXAMPLES, MAX_STEPS
+from motet.core.words import counted_words
 from motet.core.workload import home_ranks
 from motet.data.dataset import Dataset
 from motet.data.decode import Decoder
@@ -294,7 +295,7 @@ def evaluation_of(
     """
     if not totals[1]:
         raise JointUserError(
-            f"None of the {num_examples} held-out examples can be used, so there is no loss to tell: "
+            f"None of {counted_words(num_examples, 'held-out example')} can be used, so there is no loss to tell: "
             f"{'; '.join(sorted(left_out.sentences)[:_MAX_NAMED]) or 'they have no answer'}."
         )
     in_order = sorted(answers, key=lambda answer: answer.place)

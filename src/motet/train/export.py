@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from motet.core.errors import UserError
+from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
 from motet.models.build import build_mllm
 from motet.models.export import AdapterForm, export_hf
@@ -80,10 +81,12 @@ def _card(recipe: Recipe, num_steps: int) -> str:
     for name, part in model.encoders.items():
         learns |= {name: part.train_encoder, f"the projector of {name}": part.train_projector}
     frozen = [name for name, does in learns.items() if not does]
-    steps = f"{num_steps:,} steps" if num_steps == run.steps else f"{num_steps:,} of {run.steps:,} steps"
+    steps = counted_words(run.steps, "step")
+    steps = steps if num_steps == run.steps else f"{num_steps:,} of {steps}"
+    examples = counted_words(run.batch_size, "example")
     adapters = [f"{name} by LoRA adapters of rank {lora.rank}" for name, lora in model.lora.items()]
     return (
-        f"{steps} of {run.batch_size:,} examples, with a learning rate of {recipe.optimizer.lr:g} at its peak. "
+        f"{steps} of {examples}, with a learning rate of {recipe.optimizer.lr:g} at its peak. "
         f"{'All parts learned' if not frozen else 'All parts learned but ' + ' and '.join(frozen)}"
         f"{', and of them not ' + ', '.join(model.freeze) if model.freeze else ''}"
         f"{', ' + ' and '.join(adapters) if adapters else ''}."

@@ -21,6 +21,7 @@ from motet.core.modalities import VIDEO
 from motet.core.plan import Plan
 from motet.core.plan_file import plan_digest
 from motet.core.spec import ModelSpec
+from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
 from motet.data.dataset import Dataset, Modality
 from motet.data.decode import Decoder
@@ -531,7 +532,7 @@ def _index_progress(manifests: Sequence[str], say: Say) -> Callable[[int, float]
         nonlocal last_s
         if time.monotonic() - last_s >= _INDEX_PROGRESS_EVERY_S:
             last_s = time.monotonic()
-            say(f"Indexing {', '.join(manifests)}: {num_examples:,} examples, {share:.0%}")
+            say(f"Indexing {', '.join(manifests)}: {counted_words(num_examples, 'example')}, {share:.0%}")
 
     return show
 
@@ -545,8 +546,8 @@ def _check_same_examples(world: World, dataset: Examples | OwnSplits, heldout: D
         for key, other in datasets.items():
             if other != (first := by_rank[0][key]):
                 raise JointUserError(
-                    f"data.{key} is not the same everywhere: rank 0 finds {first[0]:,} examples that can be used, rank "
-                    f"{rank} finds {other[0]:,}, or others; give all machines the same files."
+                    f"data.{key} is not the same everywhere: rank 0 finds {counted_words(first[0], 'example')} that "
+                    f"can be used, rank {rank} finds {other[0]:,}, or others; give all machines the same files."
                 )
 
 
@@ -555,8 +556,9 @@ def _check_bad_at_indexing(recipe: Recipe, dataset: Examples | OwnSplits) -> Non
     num_bad, allowed = dataset.left_out.num_bad, recipe.data.max_bad_fraction
     if num_bad > allowed * dataset.num_in_manifests:
         raise UserError(
-            f"{num_bad} of {dataset.num_in_manifests} training examples have files that cannot be used, more than "
-            f"data.max_bad_fraction = {allowed:g} allows; the first: {dataset.left_out.first()}."
+            f"{counted_words(num_bad, 'example has', 'examples have')} files that cannot be used, of "
+            f"{dataset.num_in_manifests:,} for training, more than data.max_bad_fraction = {allowed:g} allows; the "
+            f"first: {dataset.left_out.first()}."
         )
 
 

@@ -15,6 +15,7 @@ from motet.core.errors import UserError
 from motet.core.heap import keep_freed_memory
 from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
+from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
 from motet.dispatch.context import ContextConfig
 from motet.expert_ranks import ExpertRanks
@@ -68,8 +69,8 @@ class ChosenPlan:
         if ranks != set(range(num_ranks)):
             here = replace(self.plan.cluster, num_nodes=num_ranks // ranks_per_node, ranks_per_node=ranks_per_node)
             raise UserError(
-                f"{self.file} is for {len(ranks)} ranks, and {num_ranks} run; start torchrun with {len(ranks)} ranks, "
-                f"or plan anew: {self.replan_on(here)}."
+                f"{self.file} is for {counted_words(len(ranks), 'rank')}, and {num_ranks} run; start torchrun with "
+                f"{counted_words(len(ranks), 'rank')}, or plan anew: {self.replan_on(here)}."
             )
 
     def check_model(self, spec: ModelSpec) -> None:
@@ -142,13 +143,13 @@ def check_context(model: MLLM, plan: Plan, context: ContextConfig) -> None:
     if context.exchange == ULYSSES and heads % unit.cp:
         raise UserError(
             f"context.exchange is {context.exchange!r}, and the {unit.cp} context-parallel ranks (cp) of unit "
-            f"{unit.name!r} do not divide the {heads} heads of a rank; set {GROUP_CAST!r}."
+            f"{unit.name!r} do not divide the {counted_words(heads, 'head')} of a rank; set {GROUP_CAST!r}."
         )
     kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads) // unit.tp
     if kv_heads % context.head_groups:
         raise UserError(
-            f"context.head_groups is {context.head_groups}, and does not divide the {kv_heads} heads of keys and "
-            "values of a rank; set a number that does."
+            f"context.head_groups is {context.head_groups}, and does not divide the {counted_words(kv_heads, 'head')} "
+            "of keys and values of a rank; set a number that does."
         )
 
 

@@ -182,7 +182,7 @@ class AutoRecompute:
         return state_of(self.job, self.unit)
 
     def __str__(self) -> str:
-        steps = f"all {self.num_steps:,} steps"
+        steps = "the one step" if self.num_steps == 1 else f"all {self.num_steps:,} steps"
         if self.num_decided < self.num_steps:
             steps = f"the {self.num_decided:,} of {self.num_steps:,} steps that keep most by their lengths"
         takes, may_take = size_words(self.largest.peak_bytes), size_words(self.job.capacity_bytes)

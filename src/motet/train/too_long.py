@@ -15,6 +15,7 @@ import numpy as np
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.plan import Plan
+from motet.core.words import counted_words
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.cost.memory import USABLE_MEMORY
 from motet.data.examples import Examples
@@ -155,7 +156,8 @@ def leave_out_of_evaluation(dataset: Examples, plan: Plan, say: Callable[[str], 
 def _leave_out(dataset: Examples, found: TooLong, what: str, say: Callable[[str], None]) -> None:
     """Leave them out, and say which they are."""
     of_all = f"{len(found.ids):,} of {dataset.num_in_manifests:,} {what}"
-    say(f"{of_all} left out: they need more memory than a rank has.")
+    needs = "it needs" if len(found.ids) == 1 else "they need"
+    say(f"{of_all} left out: {needs} more memory than a rank has.")
     for number, example in enumerate(found.ids[:MAX_NAMED].tolist()):
         say(f"Left out: {dataset.where(example)}: {found.reason(number)}")
     dataset.leave_out(found.ids, found.reason)
@@ -165,6 +167,7 @@ def check_too_long(found: TooLong, max_bad_fraction: float, num_examples: int, w
     """Raise UserError for more of them than max_bad_fraction of all examples. where: of the one that needs most."""
     if len(found.ids) > max_bad_fraction * num_examples:
         raise UserError(
-            f"{len(found.ids):,} of {num_examples:,} training examples need more memory than a rank has, more than "
-            f"data.max_bad_fraction = {max_bad_fraction:g} allows; the largest: {where}: {found.reason(0)}."
+            f"{counted_words(len(found.ids), 'example needs', 'examples need')} more memory than a rank has, of "
+            f"{num_examples:,} for training, more than data.max_bad_fraction = {max_bad_fraction:g} allows; the "
+            f"largest: {where}: {found.reason(0)}."
         )

@@ -13,6 +13,7 @@ import torch
 from motet.core.errors import JointUserError, originating
 from motet.core.plan_file import plan_digest
 from motet.core.timeline import Span, Timeline
+from motet.core.words import counted_words
 from motet.dispatch import RankBatch
 from motet.models.compiling import uncompiled
 from motet.runtime.planned_step import PlannedStep
@@ -104,7 +105,7 @@ def train(
             if phase.number < phase.count and resume == "auto" and world.gather(has_ended(recipe))[0]:
                 say(f"{name} has ended, with step {recipe.run.steps}.")
                 return
-            say(f"{name}: {recipe.run.steps} steps, in {recipe.run.dir}.")
+            say(f"{name}: {counted_words(recipe.run.steps, 'step')}, in {recipe.run.dir}.")
         if plan is not None:
             recipe, chosen = plan(world, say)
         job = build_job(recipe, world, resume, say, cleanup, chosen)

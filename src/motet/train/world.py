@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from motet.core.errors import JointUserError, RankFailure, UserError, note_origin
+from motet.core.words import counted_words
 from motet.runtime.groups import new_group
 from motet.train.watch import Watch, come, who_is_missing
 
@@ -184,8 +185,8 @@ def _device(name: str) -> torch.device:
     # All ranks of the machine come to the same sentence, so that one of them can print it.
     if (num_local := max(_number("LOCAL_WORLD_SIZE", 1), local_rank + 1)) > num_devices:
         raise UserError(
-            f"{num_local} ranks are started on a machine with {num_devices} GPUs, and each needs one of its own: start "
-            f"torchrun with --nproc-per-node {num_devices}, or set run.device = 'cpu'."
+            f"{counted_words(num_local, 'rank')} would run on a machine with {counted_words(num_devices, 'GPU')}, and "
+            f"each needs one of its own: start torchrun with --nproc-per-node {num_devices}, or set run.device = 'cpu'."
         )
     torch.cuda.set_device(local_rank)
     # cuDNN's attention, which Hopper prefers, plans anew for each shape: 5 to 10 ms of the host a call. No two steps of

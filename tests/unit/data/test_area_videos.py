@@ -231,7 +231,7 @@ def test_videos_of_which_no_grid_can_be_made_are_refused():
     transform = AreaVideos(patch_size=4, merge_size=2, temporal_patch_size=2, sampling=FrameSampling(fps=2.0))
     raw = np.array([VideoHeader(*header).raw for header in ((1, 64, 64, 8), (2, 64, 64, 8), (9, 201, 1, 8))])
     assert transform.accepts(raw).tolist() == [False, True, False]
-    assert transform.refusal(tuple(raw[0].tolist())) == "has 1 frames, of which the model's processor cannot take 2"
+    assert transform.refusal(tuple(raw[0].tolist())) == "has 1 frame, of which the model's processor cannot take 2"
     assert transform.refusal(tuple(raw[2].tolist())).startswith("has frames of 201 x 1 pixels, which is longer")
     transform.sizes(raw)  # Lengths are asked of all, before those that are refused are left out.
 

@@ -114,7 +114,7 @@ def test_wrong_use(manifests, tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"vision and other read every image, so .*model\.combine\.image"):
         Dataset.open(manifests, tokenizer, MODALITIES | {"other": MODALITIES["vision"]})
     only_bad = write_manifest(tmp_path / "bad.jsonl", [a_record("<image>", image="nowhere.png")])
-    with pytest.raises(UserError, match="no example of the manifests can be used: 1 of 1 examples left out"):
+    with pytest.raises(UserError, match="no example of the manifests can be used: 1 of 1 example left out"):
         Dataset.open([only_bad], tokenizer, MODALITIES)
     dataset = Dataset.open(manifests, tokenizer, MODALITIES)
     with pytest.raises(IndexError):

@@ -268,7 +268,7 @@ def test_all_text_of_a_document_is_learned(folder, tokenizer):
         ({"text": 3}, "'text' is the number 3, but must be the text of a document"),
         ({"text": "a", "system": "b"}, "has a field 'system', which is of conversations"),
         ({"text": "a <eos> b"}, "the text of the document holds '<eos>'"),
-        ({"text": "a", "image": "a.png"}, "has 0 <image> in its text, but 1 files in 'image'"),
+        ({"text": "a", "image": "a.png"}, "has 0 <image> in its text, but 1 file in 'image'"),
         ({"document": "a"}, "'document' is the text 'a', but must be a list of typed parts"),
         ({"label": 1, "text": "a"}, "has a field 'label'"),
     ],

@@ -220,7 +220,7 @@ def test_an_image_that_was_replaced_is_bad(tmp_path):
         ({"patch_size": 14, "merge_size": 2, "fixed_size": 40}, "multiple of patch_size"),
         ({"patch_size": 14, "merge_size": 2, "max_pixels_side": 20}, "less than a block"),
         ({"patch_size": 14, "channels": 4}, "channels must be"),
-        ({"patch_size": 14, "mean": (0.1, 0.2)}, "1 or 3 values"),
+        ({"patch_size": 14, "mean": (0.1, 0.2)}, "1 value or 3,"),
         ({"patch_size": 14, "std": (0.0,)}, "from 0.001 to 1"),
         ({"patch_size": 14, "std": (math.inf,)}, "std must be from 0.001 to 1, not"),
         ({"patch_size": 14, "std": (58.4, 57.1, 57.4)}, "from 0.001 to 1"),

@@ -149,7 +149,7 @@ def test_blank_lines_and_a_byte_order_mark_are_no_records(tmp_path, tokenizer):
             json.dumps({"conversations": [IMAGE_TURN, ANSWER]}),
             "line 2: has 1 <image> in its text, but 0 files in 'image'",
         ),
-        (json.dumps(a_record(image="a.png")), "line 2: has 0 <image> in its text, but 1 files in 'image'"),
+        (json.dumps(a_record(image="a.png")), "line 2: has 0 <image> in its text, but 1 file in 'image'"),
         (json.dumps(a_record("<audio>", audio=["a.wav", "b.wav"])), "line 2: has 1 <audio> in its text, but 2 files"),
         (json.dumps(a_record("<image>", image=3)), "line 2: 'image' is the number 3, but must be a file name"),
         (json.dumps(a_record("<image>", image=[None])), "line 2: 'image' is null, but must be a file name"),

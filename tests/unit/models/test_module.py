@@ -210,7 +210,7 @@ def test_hooks_that_change_the_number_of_rows_say_so(tiny):
         return features.view(len(sizes), 4, 4, -1).mean(2).flatten(0, 1)
 
     module.before, module.after = tile, mean
-    said = r"after \(.*mean\) gave 4 rows for 1 items, and 16 were expected.*num_rows beside it must say"
+    said = r"after \(.*mean\) gave 4 rows for 1 item, and 16 were expected.*num_rows beside it must say"
     with pytest.raises(UserError, match=said):
         module(values, sizes)
     mean.num_rows = lambda sizes: np.full(len(sizes), 4)

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.item_segments import ItemSegments
+from motet.core.words import counted_words
 from motet.models.attention import PackedItems
 from motet.models.context_items import ContextItems, SharedAttention, SharedItemRows
 from motet.models.contract import ImageRows
@@ -118,8 +119,8 @@ def num_computed(layers: nn.ModuleList, norm: nn.Module, feature_layer: int | No
     count = feature_layer if feature_layer > 0 else len(layers) + 1 + feature_layer
     if not 1 <= count <= len(layers) or feature_layer == 0:
         raise UserError(
-            f"feature_layer is {feature_layer}, but the tower has {len(layers)} layers: it must be 1 to {len(layers)}, "
-            f"or -1 (the last) to {-len(layers)}."
+            f"feature_layer is {feature_layer}, but the tower has {counted_words(len(layers), 'layer')}: it must be 1 "
+            f"to {len(layers)}, or -1 (the last) to {-len(layers)}."
         )
     for unused in (*layers[count:], norm):
         unused.requires_grad_(False)

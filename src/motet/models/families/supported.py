@@ -31,6 +31,7 @@ from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5O
 
 from motet.core.errors import UserError
 from motet.core.grid_positions import NUM_AXES
+from motet.core.words import counted_words
 from motet.models.families.internlm2 import InternLM2Config
 
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -205,8 +206,8 @@ def _check_kinds(config: PreTrainedConfig, where: str) -> None:
         raise UserError(f"{where}layer_types has {unknown[0]!r}; Motet computes {' and '.join(_KINDS)}.")
     if len(kinds) != config.num_hidden_layers:
         raise UserError(
-            f"{where}layer_types has {len(kinds)} entries; it must have one for each of the num_hidden_layers = "
-            f"{config.num_hidden_layers} layers."
+            f"{where}layer_types has {counted_words(len(kinds), 'entry', 'entries')}; it must have one for each of the "
+            f"num_hidden_layers = {counted_words(config.num_hidden_layers, 'layer')}."
         )
     if "sliding_attention" in kinds and config.sliding_window is None:
         raise UserError(

@@ -18,6 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from motet.core.errors import UserError
+from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
 from motet.models.build import EncoderConfig, ModelConfig
 from motet.models.config_file import INNER, one_line, parse_config, quiet_transformers, read_config_json
@@ -103,8 +104,8 @@ class WholeDirectory:
         stored = {name for keys in found.values() for name in keys.values()}
         if absent := sorted(needed.keys() - stored):
             raise UserError(
-                f"model.path: {self.path} lacks {len(absent)} weights of {self.family.model.__name__}, {absent[0]} for "
-                "one."
+                f"model.path: {self.path} lacks {counted_words(len(absent), 'weight')} of "
+                f"{self.family.model.__name__}, {absent[0]} for one."
             )
         return found
 

@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
+from motet.core.words import counted_words
 from motet.models.config_file import one_line, quiet_transformers
 from motet.models.exact import keep_float64
 from motet.models.initialise import compute_buffers
@@ -253,8 +254,8 @@ def _form(config: PreTrainedConfig, path: Path, num_rows: int) -> tuple[str, str
         raise UserError(f"{where} cannot be tried ({one_line(error)}).") from error
     if put.count(token) != num_rows or token * num_rows not in put:
         raise UserError(
-            f"{where} puts {put.count(token)} tokens for an image, and {num_rows} rows in one run are what the model "
-            "makes of it."
+            f"{where} puts {counted_words(put.count(token), 'token')} for an image, and {num_rows} rows in one run are "
+            "what the model makes of it."
         )
     if list(made) != tokenizer(f"a {put} b")["input_ids"]:
         raise UserError(f"{where} writes an image into a text in a way that is not understood.")

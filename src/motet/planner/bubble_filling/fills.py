@@ -21,6 +21,7 @@ import numpy as np
 
 from motet.core.errors import ArgumentError
 from motet.core.plan import Fill
+from motet.core.words import counted_words
 from motet.planner.bubble_filling.backbone_bubbles import BackbonePipeline, RankPasses, Slices
 from motet.planner.bubble_filling.encoder_passes import Encoders
 from motet.planner.bubble_filling.fill_search import fastest_step
@@ -106,13 +107,14 @@ def fill(backbone: BackbonePipeline, encoders: Encoders, first_stage: int) -> Fi
     if remainder or len(encoders.backward) != encoders.pp:
         raise ArgumentError(
             f"encoders have passes on {encoders.pp} pp ranks forward and {len(encoders.backward)} backward; both must "
-            f"be the same number, and divide the {backbone.num_ranks} ranks of the backbone."
+            f"be the same number, and divide the {counted_words(backbone.num_ranks, 'rank')} of the backbone."
         )
     most = num_pipelines * (encoders.max_microbatches or backbone.num_microbatches)
     if not num_pipelines <= backbone.num_microbatches <= most:
         raise ArgumentError(
-            f"{num_pipelines} encoder pipelines cannot share {backbone.num_microbatches} microbatches, each taking "
-            f"from 1 to {encoders.max_microbatches or 'all'}."
+            f"{counted_words(num_pipelines, 'encoder pipeline')} cannot share "
+            f"{counted_words(backbone.num_microbatches, 'microbatch', 'microbatches')}, each taking from 1 to "
+            f"{encoders.max_microbatches or 'all'}."
         )
     if encoders.has_backward and not np.isfinite(backbone.ready_s).all():
         raise ArgumentError("encoders have backward passes, and the backbone has none that give them gradients.")

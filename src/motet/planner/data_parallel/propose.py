@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from motet.core.errors import UserError
+from motet.core.words import counted_words
 from motet.planner.candidate import DATA_PARALLEL, Candidate, Pins, RuledOut, size_words
 from motet.planner.data_parallel.loads import EvenBatch
 from motet.planner.data_parallel.search import DataParallelSearch, PlacedSharding, ShardingEstimate
@@ -85,7 +86,10 @@ def _wrong(search: DataParallelSearch) -> RuledOut | None:
     """Why no sharding can run with these degrees; None if one can."""
     what, size, num_ranks = f"DP {search.dp}", search.job.batch_size, search.job.cluster.num_ranks
     if not 1 <= search.dp * search.tp <= num_ranks:
-        why = f"DP {search.dp} with TP {search.tp} needs {search.dp * search.tp} ranks; the cluster has {num_ranks}."
+        why = (
+            f"DP {search.dp} with TP {search.tp} needs {counted_words(search.dp * search.tp, 'rank')}; the cluster has "
+            f"{num_ranks}."
+        )
         return RuledOut(DATA_PARALLEL, what, why)
     if size % search.dp:
         below = size // search.dp * search.dp
@@ -93,7 +97,10 @@ def _wrong(search: DataParallelSearch) -> RuledOut | None:
         why = f"a batch of {size:,} does not divide among the replicas."
         return RuledOut(DATA_PARALLEL, what, why, remedies=tuple(batches))
     if not search.microbatch_sizes:
-        why = f"{size // search.dp} examples a rank are no multiple of {search.pins.microbatch_size} at a time."
+        why = (
+            f"a rank has {counted_words(size // search.dp, 'example')}, no multiple of {search.pins.microbatch_size} "
+            "at a time."
+        )
         return RuledOut(DATA_PARALLEL, what, why)
     try:
         check_fit(search.plan(search.unit(ZeroSharding(3, 0)), search.microbatch_sizes[-1]))
@@ -194,7 +201,9 @@ def _sharding_facts(search: DataParallelSearch, estimate: ShardingEstimate) -> I
 def _recompute_facts(placed: PlacedSharding) -> Iterator[str]:
     recompute, model = placed.estimate.fit.recompute[0], placed.search.job.model
     counts = [
-        f"{count} of {len(model.module(name).blocks)} layers of {name}" for name, count in recompute.items() if count
+        f"{count} of {counted_words(len(model.module(name).blocks), 'layer')} of {name}"
+        for name, count in recompute.items()
+        if count
     ]
     if counts:
         recompute_s = placed.load.waiting_s(recompute) - placed.load.waiting_s({})

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import DISAGGREGATED, Candidate, Pins, RuledOut, size_words
 from motet.planner.disaggregated.allocate import allocate, rigid
@@ -54,7 +55,10 @@ def propose_disaggregated(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut
     placed = list({one.what: one for one in allocated}.values())
     if not placed:
         names = ", ".join(unit.name for unit in units)
-        why = f"{job.cluster.num_ranks} ranks are too few for units of {names}, with a batch of {job.batch_size}."
+        why = (
+            f"{counted_words(job.cluster.num_ranks, 'rank')} cannot be shared by units of {names}, with a batch of "
+            f"{job.batch_size}."
+        )
         yield RuledOut(DISAGGREGATED, "", why)
     baseline = None if rigid_one is None or rigid_one.shortfall_bytes else rigid_one
     # 2. The best of those that fit, in 1F1B and interleaved.

@@ -17,6 +17,7 @@ import numpy as np
 
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.errors import ArgumentError
+from motet.core.words import counted_words
 
 _TOTAL_BITS = 30
 """The bits of all layers' seconds together, as integers. Integers make equal cuts compare as equal on every machine."""
@@ -88,8 +89,8 @@ def _prefix(layer_s: Sequence[float], num_stages: int, num_chunks: int) -> Int64
         raise ArgumentError("layer_s must be one number a layer, finite and not negative.")
     if len(seconds) < num_stages * num_chunks:
         raise ArgumentError(
-            f"There are {len(seconds)} layers for {num_stages * num_chunks} stages ({num_chunks} on each of "
-            f"{num_stages} devices); every stage must get at least one."
+            f"{counted_words(len(seconds), 'layer')} for {counted_words(num_stages * num_chunks, 'stage')} "
+            f"({num_chunks} on each of {num_stages} devices): every stage must get at least one."
         )
     # The scale is a power of two, so that whole numbers keep their ratios.
     ticks = np.rint(np.ldexp(seconds, _TOTAL_BITS - np.frexp(seconds.sum())[1])).astype(np.int64)

@@ -13,6 +13,7 @@ from motet.core.errors import UserError
 from motet.core.limits import check_size
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Module
+from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
 from motet.schedule.plan_units import backbone_unit, pipelined_units, units_in_bubbles
 
@@ -72,15 +73,15 @@ def _check_stages(unit: Unit) -> None:
 def _check_recompute(unit: Unit) -> None:
     if unit.recompute and len(unit.recompute) != len(unit.stages):
         raise UserError(
-            f"unit {unit.name!r}: recompute is given for {len(unit.recompute)} stages of {len(unit.stages)}; "
-            "give it for all or none."
+            f"unit {unit.name!r}: recompute is given for {counted_words(len(unit.recompute), 'stage')} of "
+            f"{len(unit.stages)}; give it for all or none."
         )
     for number, (recompute, stage) in enumerate(zip(unit.recompute, unit.stages)):
         for module, count in recompute.items():
             if not 0 <= count <= stage.get(module, 0):
                 raise UserError(
-                    f"unit {unit.name!r}: stage {number} recomputes {count} layers of {module!r}; "
-                    f"it has {stage.get(module, 0)}."
+                    f"unit {unit.name!r}: stage {number} recomputes {counted_words(count, 'layer')} of {module!r}; it "
+                    f"has {stage.get(module, 0)}."
                 )
 
 
@@ -102,7 +103,10 @@ def _check_layers(plan: Plan) -> None:
         if replicated and count:
             raise UserError(f"module {module.name!r} is replicated and also in stages; it must be one or the other.")
         if not replicated and count != len(module.blocks):
-            raise UserError(f"module {module.name!r} has {len(module.blocks)} layers; the plan's stages hold {count}.")
+            raise UserError(
+                f"module {module.name!r} has {counted_words(len(module.blocks), 'layer')}; the plan's stages hold "
+                f"{count}."
+            )
     if BACKBONE not in held:
         raise UserError(f"no unit holds a module named {BACKBONE!r}; a plan needs one.")
     for unit in plan.units:
@@ -204,8 +208,8 @@ def _check_ranks(plan: Plan) -> None:
     for unit in units_in_bubbles(plan):
         if unit.num_ranks != backbone.num_ranks:
             raise UserError(
-                f"unit {unit.name!r} has {unit.num_ranks} ranks and shares some with the backbone, which has "
-                f"{backbone.num_ranks}; it must share all or none."
+                f"unit {unit.name!r} has {counted_words(unit.num_ranks, 'rank')} and shares some with the backbone, "
+                f"which has {backbone.num_ranks}; it must share all or none."
             )
         if backbone.pp % unit.pp or (backbone.tp * backbone.cp) % (unit.tp * unit.cp):
             raise UserError(
@@ -219,7 +223,8 @@ def _check_ranks(plan: Plan) -> None:
             )
         if len(unit.stages) != unit.pp:
             raise UserError(
-                f"unit {unit.name!r} runs in bubbles with {len(unit.stages)} stages; it must have pp, {unit.pp}."
+                f"unit {unit.name!r} runs in bubbles with {counted_words(len(unit.stages), 'stage')}; it must have pp, "
+                f"{unit.pp}."
             )
     placed = sorted(pipelined_units(plan), key=lambda unit: unit.first_rank)
     for unit, other in pairwise(placed):
@@ -247,7 +252,7 @@ def _check_batch(plan: Plan) -> None:
         if num_microbatches < backbone.pp // unit.pp:
             raise UserError(
                 f"unit {unit.name!r} has {backbone.pp // unit.pp} pipelines beside each of the backbone's, which takes "
-                f"{num_microbatches} microbatches; each needs at least one."
+                f"{counted_words(num_microbatches, 'microbatch', 'microbatches')}; each needs at least one."
             )
 
 
@@ -264,7 +269,8 @@ def _check_schedule(plan: Plan) -> None:
         if left or (needed and num_chunks != needed) or (needed is None and num_chunks < 2):
             right = f"{needed} a pipeline rank" if needed else "2 or more a pipeline rank, equally many on each"
             raise UserError(
-                f"unit {unit.name!r} has {len(unit.stages)} stages on {unit.pp} pipeline ranks; {kind!r} needs {right}."
+                f"unit {unit.name!r} has {counted_words(len(unit.stages), 'stage')} on {unit.pp} pipeline ranks; "
+                f"{kind!r} needs {right}."
             )
     if backbone.replicated and len(backbone.stages) > backbone.pp:
         raise UserError(

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from motet.core.plan import Plan, Unit
 from motet.core.spec import ModelSpec
+from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
 from motet.schedule.layout import Layout
 from motet.schedule.plan_units import joins_all_replicas
@@ -116,7 +117,7 @@ def _unit(unit: Unit, plan: Plan) -> str:
     ways += f", experts over {unit.ep} of them" if unit.ep > 1 else ""
     zero = f", ZeRO-{unit.zero}" if unit.dp > 1 and unit.zero else ""
     if zero and unit.shard_size:
-        zero += f" over {unit.shard_size} ranks"
+        zero += f" over {counted_words(unit.shard_size, 'rank')}"
     words = f"{unit.name}: {ranks}{f' = {ways}' if ways else ''}{zero}. {_stages(unit)}."
     if unit.replicated:
         words += f" Every stage also computes {_listed(list(unit.replicated))}."

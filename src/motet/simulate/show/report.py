@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from motet.core.plan import Plan
+from motet.core.words import counted_words
 from motet.simulate.bubbles import BUBBLE_KINDS
 from motet.simulate.predict.prediction import Prediction
 from motet.simulate.show.drawing import shown_seconds
@@ -52,10 +53,9 @@ def out_of_memory(plan: Plan, prediction: Prediction) -> str:
     holders = [repr(unit.name) for unit in plan.units if 0 <= rank - unit.first_rank < unit.num_ranks]
     largest = max(prediction.memory_bytes, key=lambda part: int(prediction.memory_bytes[part][worst]))
     return (
-        f"Out of memory on {lacking:,} of {prediction.num_ranks:,} ranks: rank {rank}, of "
-        f"unit{'s' if len(holders) > 1 else ''} {', '.join(holders)}, needs "
-        f"{_gbytes(prediction.peak_bytes[worst])} GB, most of it {largest}; the {plan.cluster.device.name} has "
-        f"{_gbytes(prediction.capacity_bytes)} GB."
+        f"Out of memory on {lacking:,} of {counted_words(prediction.num_ranks, 'rank')}: rank {rank}, of "
+        f"unit{'s' if len(holders) > 1 else ''} {', '.join(holders)}, needs {_gbytes(prediction.peak_bytes[worst])} "
+        f"GB, most of it {largest}; the {plan.cluster.device.name} has {_gbytes(prediction.capacity_bytes)} GB."
     )
 
 

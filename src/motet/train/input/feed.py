@@ -25,6 +25,7 @@ import torch.distributed as dist
 from motet.assign.whole_step import DecidedStep
 from motet.core.arrays import BoolArray, Int64Array
 from motet.core.errors import JointUserError
+from motet.core.words import counted_words
 from motet.data.config import LoadingConfig
 from motet.data.order import ExampleOrder
 from motet.dispatch import RankBatch
@@ -293,12 +294,13 @@ class Feed:
         first = "; ".join(str(example) for example in list(self._reported.values())[:_MAX_NAMED])
         if self._num_bad == position and (is_last or position >= _MIN_EXAMPLES):
             raise JointUserError(
-                f"None of the first {position} examples can be used, so there is nothing to learn: {first}."
+                f"No example of the first {position} can be used, so there is nothing to learn: {first}."
             )
         if self._num_bad > allowed * max(position, _MIN_EXAMPLES):
             raise JointUserError(
-                f"{self._num_bad} of the first {position} examples cannot be used, more than data.max_bad_fraction = "
-                f"{allowed:g} allows; mend the files that were reported above, or raise it. The first: {first}."
+                f"{counted_words(self._num_bad, 'example')} of the first {position} cannot be used, more than "
+                f"data.max_bad_fraction = {allowed:g} allows; mend the files that were reported above, or raise it. "
+                f"The first: {first}."
             )
 
     def _num_ahead(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from motet.core.words import counted_words
 from motet.data.examples import Examples
 from motet.data.groups import GroupedOrder, group_caps, phase_totals
 from motet.data.order import ExampleOrder
@@ -38,7 +39,10 @@ def build_order(recipe: Recipe, dataset: Examples | OwnSplits, say: Callable[[st
     if len(oversized):
         named = "; ".join(dataset.where(int(example)) for example in oversized[:_MAX_NAMED])
         more = f"; and {len(oversized) - _MAX_NAMED:,} more" if len(oversized) > _MAX_NAMED else ""
-        say(f"Above a cap of data.group, each a group of its own: {len(oversized):,} examples: {named}{more}.")
+        say(
+            f"Above a cap of data.group, each a group of its own: {counted_words(len(oversized), 'example')}: "
+            f"{named}{more}."
+        )
     return order
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import overload
 
 from motet.core.errors import JointUserError, UserError
+from motet.core.words import counted_words
 from motet.data.dataset import Dataset
 from motet.data.examples import Examples
 from motet.data.left_out import LeftOut, describe_left_out
@@ -37,7 +38,7 @@ def own_splits(recipe: Recipe, world: World) -> dict[int, tuple[str, ...]]:
     if num_splits < world.num_ranks:
         raise UserError(
             f"data.num_splits = {num_splits} leaves some of {world.num_ranks} ranks without examples; start "
-            f"{num_splits} ranks at most."
+            f"{counted_words(num_splits, 'rank')} at most."
         )
     return {number: recipe.data.split(number) for number in range(world.rank, num_splits, world.num_ranks)}
 
@@ -94,7 +95,7 @@ def check_same_splits(chosen: Start, recipe: Recipe, world: World) -> None:
     num_ranks = chosen.state.num_ranks
     if recipe.data.num_splits is None and num_ranks != world.num_ranks:
         raise UserError(
-            f"The checkpoint {chosen.path} was written by {num_ranks} ranks, each with examples of its own, and "
-            f"{world.num_ranks} are started: start {num_ranks}; or, where the ranks can read all splits, set "
-            f"data.num_splits to the number of splits."
+            f"The checkpoint {chosen.path} was written by {counted_words(num_ranks, 'rank')}, each with examples of "
+            f"its own, and {world.num_ranks} are started: start {num_ranks}; or, where the ranks can read all splits, "
+            "set data.num_splits to the number of splits."
         )

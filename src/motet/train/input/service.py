@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
+from motet.core.words import counted_words
 from motet.data.config import LoadingConfig
 from motet.data.decode import Decoder
 from motet.data.ray_actors import RayCluster
@@ -40,9 +41,12 @@ def open_decoder(
         whose = "that runs at " + cluster.address if not _is_embedded(config) else "of this run"
         nodes = "a node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
         shares = world.gather(num_workers)
-        of_each = f"{num_workers} actors of each rank"
+        of_each = f"{counted_words(num_workers, 'actor')} of each rank"
         if not all(shares):
-            of_each = f"{sum(shares)} actors of {np.count_nonzero(shares)} of {world.num_ranks} ranks, which read media"
+            of_each = (
+                f"{counted_words(sum(shares), 'actor')} of {np.count_nonzero(shares)} of {world.num_ranks} ranks, "
+                "which read media"
+            )
         say(f"Ray decodes: {of_each}, in a cluster {whose}, with {nodes}; its store holds one result of each.")
     return decoder
 

@@ -121,8 +121,10 @@ def tables_of_phase(
     if number + 1 < len(phases) and isinstance(base.get("export"), dict):
         base["export"] = base["export"] | {"at_end": False}
     if phase.learns is not None and isinstance(base.get("model"), dict):
+        adapted = _merged(base["model"], phase.model or {}).get("lora")
         try:
             base["model"] = _learning(base["model"], phase.learns, is_drawn="workload" in tables)
+            _check_adapted_learn(adapted, base["model"])
         except ValueError as error:
             raise UserError(f"{place_of((*_KEY, number, 'learns'), str(path), text)}: {error}.") from error
     of_run = {key: value for key, value in given.items() if key not in _OWN and not isinstance(value, dict)}
@@ -190,6 +192,60 @@ def _learning(model: dict[str, Any], learns: Sequence[str], *, is_drawn: bool) -
             name: table | {f"train_{half}": f"{name}.{half}" in chosen for half in halves}
             for name, table in generators.items()
         }
+    }
+
+
+def _check_adapted_learn(adapted: Any, model: dict[str, Any]) -> None:
+    """Raise ValueError for adapters of a part that does not learn. model: what `_learning` has made of it."""
+    encoders = model.get("encoders", {})
+    for name in adapted if isinstance(adapted, dict) else ():
+        part, key = (model["backbone"], "train") if name == _BACKBONE else (encoders.get(name), "train_encoder")
+        if isinstance(part, dict) and part.get(key) is False:
+            raise ValueError(
+                f"model.lora.{name} gives adapters to a part that does not learn in this phase; state it as model = "
+                f"{{ lora = {{ {name} = ... }} }} of the phases in which it learns, or let {name} learn"
+            )
+
+
+def check_handed_on(
+    path: Path, text: str, phases: Sequence[TrainingPhase], number: int, models: tuple[Any, Any]
+) -> None:
+    """Raise UserError unless a phase has the LoRA adapters of the phase before it, as it begins with them.
+
+    models: `[model]` of the phase before, and of this one, before they are validated.
+    """
+    before, now = (model.get("lora", {}) if isinstance(model, dict) else {} for model in models)
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return  # Refused where the recipe is validated.
+    first, then = phases[number - 1].name, phases[number].name
+    for name, table in before.items():
+        if name not in now:
+            where = place_of((*_KEY, number), str(path), text)
+            raise UserError(
+                f"{where}: phase {then} has no model.lora.{name}, and begins with the adapters that phase {first} "
+                'learned; state it as there, with freeze = ["*.lora_*"] if they are not to learn.'
+            )
+        was, is_now = _adapter(table), _adapter(now[name])
+        if other := next((key for key in was if was[key] != is_now.get(key)), ""):
+            where = place_of((*_KEY, number, "model", "lora", name), str(path), text)
+            raise UserError(
+                f"{where}: model.lora.{name}.{other} of phase {then} is not that of phase {first}, with whose adapters "
+                "it begins; make them the same."
+            )
+
+
+def _adapter(table: Any) -> dict[str, Any]:
+    """What a table says of adapters but their dropout, with defaults in place (`LoraConfig`)."""
+    if not isinstance(table, dict):
+        return {}
+    rank = table.get("rank", 0)
+    targets = table.get("targets", "all-linear")
+    return {
+        "rank": rank,
+        "alpha": table.get("alpha", 2 * rank if isinstance(rank, int) else None),
+        "targets": sorted(map(str, targets)) if isinstance(targets, list) else targets,
+        "rank_stabilized": table.get("rank_stabilized", False),
+        "path": table.get("path"),
     }
 
 

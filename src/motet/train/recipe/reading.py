@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from motet.core.errors import UserError
 from motet.core.text_files import KeyPath, parse_toml, read_text
 from motet.train.checkpoint.contents import name_of
-from motet.train.recipe.phases import phases_in, tables_of_phase
+from motet.train.recipe.phases import check_handed_on, phases_in, tables_of_phase
 from motet.train.recipe.toml_text import set_key
 
 _CHOICE = "run.phase"
@@ -43,6 +43,12 @@ def of_phase(overrides: Sequence[str], name: str) -> list[str]:
     return [*overrides, f"{_CHOICE}={name}"]
 
 
+def of_phases(overrides: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
+    """Phase -> overrides that choose it, too. `run.start` is of the first: the others begin where one before ended."""
+    later = [override for override in overrides if override.partition("=")[0].strip() != "run.start"]
+    return {name: of_phase(later if number else overrides, name) for number, name in enumerate(names)}
+
+
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeText:
     """Read a recipe, and apply overrides, which outweigh what a phase says.
 
@@ -67,13 +73,14 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeText:
     folder = own["run"].get("dir")
     if isinstance(folder, str):
         own["run"]["dir"] = str(Path(folder, name))
-        if number > 0:
-            before, _ = tables_of_phase(path, text, tables, phases, phases[number - 1].name)
-            for override in others:
-                set_key(before, override)
-            if isinstance(steps := before["run"]["steps"], int):
-                last = Path(folder, phases[number - 1].name, "checkpoints", name_of(steps))
-                own["run"].setdefault("start", str(last))
+    if number > 0 and ("run", "start") not in set_keys:
+        before, _ = tables_of_phase(path, text, tables, phases, phases[number - 1].name)
+        for override in others:
+            set_key(before, override)
+        check_handed_on(path, text, phases, number, (before.get("model"), own.get("model")))
+        # A start that [run] states is that of the first phase.
+        if isinstance(folder, str) and isinstance(steps := before["run"]["steps"], int):
+            own["run"]["start"] = str(Path(folder, phases[number - 1].name, "checkpoints", name_of(steps)))
     return RecipeText(text, own, set_keys, number)
 
 

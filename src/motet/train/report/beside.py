@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.core.timeline import Span, Timeline
+from motet.core.words import counted_words
 from motet.schedule.program import action_words
 from motet.simulate.predict.prediction import Prediction
 from motet.simulate.show.drawing import shown_seconds
@@ -74,9 +75,9 @@ class MeasuredBeside:
         measured_s, predicted_s = self._step_s["measured"], self._step_s["predicted"]
         error = measured_s / predicted_s - 1
         return (
-            f"After {self._num_steps} steps, measured against predicted: a step takes "
-            f"{self._both(measured_s, predicted_s)} ({error:+.0%}); "
-            f"on a mean rank, with the waits of receives, {by_kind}. Plan anew: {self._replan}"
+            f"After {counted_words(self._num_steps, 'step')}, measured against predicted: a step takes "
+            f"{self._both(measured_s, predicted_s)} ({error:+.0%}); on a mean rank, with the waits of receives, "
+            f"{by_kind}. Plan anew: {self._replan}"
         )
 
     def _both(self, measured_s: float, predicted_s: float) -> str:

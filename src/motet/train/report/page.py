@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from motet.core.words import counted_words
 from motet.train.report.beside import beside_sections
 from motet.train.report.charts import NARROW, grouped_bars, horizontal_bars, line_chart
 from motet.train.report.step_lines import read_lines
@@ -35,7 +36,8 @@ def write_report(run_dir: Path) -> Path:
     title = f"Motet run: {run_dir.name}"
     body = [
         f"<h1>{html.escape(title)}</h1>",
-        f"<p>{summary['num_ranks']} ranks on {html.escape(summary['device'])}, {summary['steps']:,} steps.</p>",
+        f"<p>{counted_words(summary['num_ranks'], 'rank')} on {html.escape(summary['device'])}, "
+        f"{counted_words(summary['steps'], 'step')}.</p>",
         _tiles(summary),
         *_loss(steps, summary),
         *_balance(steps, summary),
@@ -195,7 +197,8 @@ def _ahead(summary: dict[str, Any]) -> list[str]:
     lines = (f"<tr><td>{name}</td><td>{num_bytes / 2**20:,.1f}</td></tr>" for name, num_bytes in rows.items())
     return [
         "<h2>Loading ahead</h2>",
-        f"<p>{ahead['workers']} workers decoded for all ranks.{lost}{fewer} The most, on any rank:</p>",
+        f"<p>{counted_words(ahead['workers'], 'worker')} decoded for all ranks.{lost}{fewer} "
+        "The most, on any rank:</p>",
         f"<table><tr><th>what</th><th>MiB</th></tr>{''.join(lines)}</table>",
     ]
 

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from motet.core.errors import UserError
+from motet.core.words import counted_words
 from motet.runtime.sent_bytes import SENT_KINDS
 from motet.train.evaluate import Evaluation
 from motet.train.report.peak import Peak
@@ -90,18 +91,17 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     heldout = "" if summary["loss_heldout"] is None else f", {summary['loss_heldout']:.4f} held out"
     heldout += "".join(f", {loss:.4f} of {name}" for name, loss in summary.get("losses_heldout", {}).items())
     lines = [
-        f"{_counted(summary['steps'], 'step')} on {_counted(summary['num_ranks'], 'rank')} in "
-        f"{summary['wall_s']:.0f} s: "
-        f"{summary['tokens_per_s']:,.0f} tokens/s, MFU {summary['mfu']:.1%}{_hfu_words(summary)} of the "
-        f"{summary['peak_source']} peak",
+        f"{counted_words(summary['steps'], 'step')} on {counted_words(summary['num_ranks'], 'rank')} in "
+        f"{summary['wall_s']:.0f} s: {summary['tokens_per_s']:,.0f} tokens/s, MFU "
+        f"{summary['mfu']:.1%}{_hfu_words(summary)} of the {summary['peak_source']} peak",
         _loss_line(summary) + heldout,
     ]
     if summary["bad_steps"]:
-        lines.append(f"{summary['bad_steps']} steps were not finite and changed nothing; bad_steps.jsonl names them")
+        lines.append(f"{_were(summary['bad_steps'])} not finite and changed nothing; bad_steps.jsonl names them")
     if summary["overflows"]:
         lines.append(
-            f"{summary['overflows']} steps overflowed float16 and changed nothing; the last loss scale was "
-            f"{summary['loss_scale']:,.0f}"
+            f"{counted_words(summary['overflows'], 'step')} overflowed float16 and changed nothing; the last loss "
+            f"scale was {summary['loss_scale']:,.0f}"
         )
     for name, phase in shared_phases(summary).items():
         lines.append(
@@ -112,17 +112,20 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         lines.append(f"balanced by {methods_line(summary['balance']['methods'])}")
     if cut := summary["balance"]["cut"]:
         gained = "" if cut["gained_s"] is None else f", {cut['gained_s']:.3g} s gained by prediction"
-        items = f" and {cut['items']:,} items of encoders" if cut["items"] else ""
-        what = f"{cut['sequences']:,} sequences{items}"
+        items = f" and {counted_words(cut['items'], 'item')} of encoders" if cut["items"] else ""
+        what = f"{counted_words(cut['sequences'], 'sequence')}{items}"
         needed = f", {cut['by_memory']:,} of which no rank could hold whole" if cut["by_memory"] else ""
-        lines.append(f"{what} cut over ranks in {cut['microbatches']:,} microbatches{needed}{gained}")
+        lines.append(f"{what} cut over ranks in {_microbatches(cut['microbatches'])}{needed}{gained}")
     if summary["makespan_error"] is not None:
         lines.append(
             f"a step takes {summary['measured_s']:.4g} s from its first action to its last, "
             f"{summary['predicted_s']:.4g} s predicted ({summary['makespan_error']:+.1%})"
         )
     for task, share in summary["exact_match"].items():
-        lines.append(f"{task}: {share:.1%} of {summary['num_heldout'][task]} held-out answers match exactly")
+        lines.append(
+            f"{task}: {share:.1%} of {counted_words(summary['num_heldout'][task], 'held-out answer')} "
+            f"{'matches' if summary['num_heldout'][task] == 1 else 'match'} exactly"
+        )
     return lines
 
 
@@ -131,9 +134,12 @@ def shared_phases(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: phase for name, phase in summary["phases"].items() if phase["num_replicas"] > 1}
 
 
-def _counted(number: int, thing: str) -> str:
-    """Example: `_counted(1, "step")` is "1 step", and `_counted(2, "step")` is "2 steps"."""
-    return f"{number} {thing}" + ("" if number == 1 else "s")
+def _microbatches(number: int) -> str:
+    return counted_words(number, "microbatch", "microbatches")
+
+
+def _were(number: int) -> str:
+    return counted_words(number, "step was", "steps were")
 
 
 def _hfu_words(summary: dict[str, Any]) -> str:
@@ -154,7 +160,7 @@ def _loss_line(summary: dict[str, Any]) -> str:
 def methods_line(methods: dict[str, int]) -> str:
     """How often each method of balancing was chosen, the most frequent first: "joint 9, mixed 3 of 12 microbatches"."""
     counts = ", ".join(f"{method} {count:,}" for method, count in sorted(methods.items(), key=lambda entry: -entry[1]))
-    return f"{counts} of {sum(methods.values()):,} microbatches"
+    return f"{counts} of {_microbatches(sum(methods.values()))}"
 
 
 def _balance(steps: list[dict[str, Any]]) -> dict[str, Any]:

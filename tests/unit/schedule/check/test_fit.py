@@ -35,7 +35,7 @@ WRONG = {
         replace(ENCODERS, stages=({"image": 4, "audio": 0},)),
         LLM,
     ],
-    "unit 'llm': recompute is given for 1 stages of 2": [ENCODERS, replace(LLM, recompute=({},))],
+    "unit 'llm': recompute is given for 1 stage of 2": [ENCODERS, replace(LLM, recompute=({},))],
     "stage 1 recomputes 5 layers of 'backbone'; it has 4": [ENCODERS, replace(LLM, recompute=({}, {"backbone": 5}))],
     "the plan has module 'video', but toy does not; it has image, audio, backbone": [
         replace(ENCODERS, stages=({"video": 4},)),
@@ -59,7 +59,7 @@ WRONG = {
         LLM,
     ],
     "unit 'llm' is on ranks 63 to 64; the cluster has ranks 0 to 63": [ENCODERS, replace(LLM, first_rank=63)],
-    "unit 'image' has 1 ranks and shares some with the backbone, which has 2": [replace(COLOCATED, dp=1), FIRST],
+    "unit 'image' has 1 rank and shares some with the backbone, which has 2": [replace(COLOCATED, dp=1), FIRST],
     "unit 'image': zero is 3; it must be 0 or 1, because replicas in bubbles": [replace(COLOCATED, zero=3), FIRST],
     "so its pp .2. and tp . cp .2. must divide the backbone's .4 and 1.": [
         Unit("image", ({"image": 4}, {"audio": 2}), pp=2, tp=2),
@@ -72,7 +72,7 @@ WRONG = {
     "unit 'llm': stage 0 has 'backbone' before 'audio', which feeds it": [
         Unit("llm", ({"image": 4, "backbone": 8, "audio": 2},))
     ],
-    "unit 'encoders' has 1 stages on 2 pipeline ranks; '1f1b' needs 1 a pipeline rank": [
+    "unit 'encoders' has 1 stage on 2 pipeline ranks; '1f1b' needs 1 a pipeline rank": [
         replace(ENCODERS, pp=2),
         replace(LLM, first_rank=2),
     ],
@@ -144,7 +144,7 @@ OPTIONS = {
     "batch_size is 4,000,000, which is 500,000 microbatches on each replica .*; there may be 100,000": (
         plan(VLM, Unit("all", ({"image": 4, "audio": 2, "backbone": 8},), dp=8)), {"batch_size": 4_000_000}
     ),
-    "unit 'image' has 2 pipelines beside each .* 1 microbatches": (PLANS["filled"], {"batch_size": 2}),
+    "unit 'image' has 2 pipelines beside each .* 1 microbatch": (PLANS["filled"], {"batch_size": 2}),
 }  # fmt: skip
 
 

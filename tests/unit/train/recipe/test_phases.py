@@ -3,7 +3,7 @@
 import pytest
 
 from motet.core.errors import UserError
-from motet.train.recipe.reading import of_phase, phase_names, read_recipe
+from motet.train.recipe.reading import of_phase, of_phases, phase_names, read_recipe
 
 RECIPE = """\
 export = { at_end = true }
@@ -125,3 +125,68 @@ def test_a_whole_model_says_itself_what_learns(tmp_path):
         tables(tmp_path, "one", text=text)
     said = text.replace('learns = "all"', "model = { train = { image = false } }")
     assert tables(tmp_path, "one", text=said)["model"] == {"path": "llava", "train": {"image": False}}
+
+
+def test_a_start_that_the_recipe_states_is_that_of_the_first_phase(tmp_path):
+    text = RECIPE.replace("seed = 1\n", 'seed = 1\nstart = "older"\n')
+    starts = [tables(tmp_path, name, text=text)["run"]["start"] for name in ("one", "two", "three")]
+    assert starts == ["older", "run/one/checkpoints/step-00000010", "run/two/checkpoints/step-00000020"]
+    given = of_phases(["run.start=newer", "run.seed=2"], ("one", "two"))
+    assert given == {
+        "one": ["run.start=newer", "run.seed=2", "run.phase=one"],
+        "two": ["run.seed=2", "run.phase=two"],
+    }
+
+
+def adapters(*phases):
+    """A recipe of phases, each with the adapters of the backbone that it states."""
+    text = RECIPE[: RECIPE.index("[[run.phase]]")]
+    return text + "\n".join(
+        f'[[run.phase]]\nname = "{name}"\nsteps = 1\n'
+        + (f"model = {{ lora = {{ backbone = {stated} }} }}\n" if stated else "")
+        for name, stated in zip("abc", phases)
+    )
+
+
+@pytest.mark.parametrize(
+    ("phases", "said"),
+    [
+        (
+            ("{ rank = 4 }", ""),
+            r"phase b has no model\.lora\.backbone, and begins with the adapters that phase a learned",
+        ),
+        (
+            ("{ rank = 4 }", "{ rank = 8 }"),
+            r"model\.lora\.backbone\.rank of phase b is not that of phase a, with whose",
+        ),
+        (
+            ("{ rank = 4 }", "{ rank = 4, alpha = 4 }"),
+            r"model\.lora\.backbone\.alpha of phase b is not that of phase a",
+        ),
+        (("{ rank = 4 }", "{ rank = 4, targets = ['q_proj'] }"), r"model\.lora\.backbone\.targets of phase b is not"),
+        (("{ rank = 4 }", "{ rank = 4, path = 'saved' }"), r"model\.lora\.backbone\.path of phase b is not that of"),
+        (
+            ("{ rank = 4 }", "{ rank = 4, rank_stabilized = true }"),
+            r"backbone\.rank_stabilized of phase b is not that of",
+        ),
+    ],
+)
+def test_adapters_that_a_phase_would_lose_or_change_are_refused_before_it_trains(tmp_path, phases, said):
+    with pytest.raises(UserError, match=rf"recipe\.toml, line \d+: .*{said}"):
+        tables(tmp_path, "b", text=adapters(*phases))
+
+
+def test_adapters_that_a_phase_keeps_or_begins_are_accepted(tmp_path):
+    for phases in (("{ rank = 4 }", "{ rank = 4, alpha = 8.0, dropout = 0.1 }"), ("", "{ rank = 4 }")):
+        assert tables(tmp_path, "b", text=adapters(*phases))["model"]["lora"]["backbone"]["rank"] == 4
+    lost = adapters("{ rank = 4 }", "")
+    assert tables(tmp_path, "b", "run.start=mine", text=lost)["run"]["start"] == "mine"
+
+
+def test_adapters_of_a_part_that_does_not_learn_in_a_phase_are_refused(tmp_path):
+    text = RECIPE.replace("train = true\n", "train = true\n[model.lora.backbone]\nrank = 4\n")
+    with pytest.raises(
+        UserError, match=r"recipe.toml, line \d+: model\.lora\.backbone gives adapters to a part that do"
+    ):
+        tables(tmp_path, "one", text=text)
+    assert tables(tmp_path, "two", "run.start=mine", text=text)["model"]["lora"]

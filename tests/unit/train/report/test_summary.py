@@ -80,7 +80,10 @@ def test_steps_that_were_not_finite_have_no_loss_and_are_counted(tmp_path):
     ]
     summary, lines = summed_up(tmp_path, [None])
     assert summary["loss_first"] is None
-    assert lines[1] == "no step with a finite loss"
+    assert lines[1:3] == [
+        "no step with a finite loss",
+        "1 step was not finite and changed nothing; bad_steps.jsonl names them",
+    ]
 
 
 def test_bytes_are_summed_by_kind_unless_a_line_lacks_them(tmp_path):
