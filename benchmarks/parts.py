@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from unit.models.conftest import DIM, VOCAB, Packed, Tiny
 from unit.models.wide import InFloat64
 
-NOT_THERE = ("internlm2",)
+NOT_THERE = ("internlm2", "eva_clip")
 """Families that are in no transformers; their tests hold them to plain computations."""
 PARTS = [family for family in (*ENCODERS, *BACKBONES) if family not in NOT_THERE]
 _WHOLE_CLIPS = ("whisper", "qwen2_audio")

@@ -51,6 +51,8 @@ FAMILIES = {
     "qwen2_vl": (QWEN2_VL, [[2, 4], [4, 6]]),
     "siglip": (VISION | {"vision_use_head": False}, [[2, 4], [3, 5]]),
     "clip": (VISION, [[2, 4], [3, 5]]),
+    "eva_clip": (VISION | {"k_bias": False, "post_layernorm": True}, [[2, 4], [3, 5]]),
+    "rms eva_clip": (VISION | {"q_bias": False, "use_rms_norm": True}, [[2, 4], [3, 5]]),
     "whisper": (AUDIO, [[7], [20]]),
     "qwen2_audio": (AUDIO, [[8], [20]]),
 }
@@ -67,6 +69,8 @@ CASES = [
     ("phi3", {"pad_token_id": 0, "num_key_value_heads": 4}, "dinov2"),
     ("olmo2", {"attention_bias": True}, "gated dinov2"),
     ("olmo2", {"num_key_value_heads": 4}, "qwen2_vl"),
+    ("qwen3", {"head_dim": 12}, "eva_clip"),
+    ("llama", {}, "rms eva_clip"),
 ]
 
 

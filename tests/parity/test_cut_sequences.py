@@ -71,6 +71,7 @@ ITEMS = [
     Cut(replace(ALL, fsdp=FSDPConfig(recompute=True), num_microbatches=2), tower="dinov3", draws_items=True),
     Cut(replace(IMAGES, num_examples=5), degrees=(), tower="dinov2", items=(2, 3), idle=1),
     Cut(replace(ALL, seed=4), degrees=(), tower="internvl", items=(3, 2)),
+    Cut(replace(ALL, seed=6), degrees=(2,), tower="eva_clip", items=(4, 2, 1)),
     # Ranks that have no image, and meet the others in each layer.
     Cut(replace(IMAGES, num_examples=5), degrees=(), tower="siglip", items=(2,), idle=2),
     Cut(replace(IMAGES, num_examples=1, seed=1, fsdp=HYBRID), degrees=(2,), tower="qwen2_vl", items=(2,), idle=2),

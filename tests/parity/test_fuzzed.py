@@ -121,7 +121,7 @@ def test_a_case_is_made_again_from_its_number():
 
 def test_cases_have_all_that_a_plan_can_say():
     with benchmark("fuzz_plans") as fuzz:
-        drawn = [draw(1, number) for number in range(320)]
+        drawn = [draw(4, number) for number in range(370)]
         seen = {word for each in drawn for word in fuzz.features(each.case)}
     assert {(each.strategy, each.case.schedule) for each in drawn} == {*CELLS, (CUT_ITEMS, "data_parallel")}
     assert seen >= {

@@ -32,6 +32,7 @@ _OPTIONS = {
     "siglip2": {"num_patches": 16, "vision_use_head": False},
     "pixtral": {"image_size": 8},
     "clip": {"image_size": 8},
+    "eva_clip": {"image_size": 8, "k_bias": False, "use_rms_norm": True},
     "dinov2": {"image_size": 8, "mlp_ratio": 2},
     "internvl": {"image_size": [8, 8], "use_absolute_position_embeddings": True},
     "dinov3": {"num_register_tokens": 2, "pos_embed_rescale": 1.0},

@@ -73,8 +73,8 @@ class EncoderConfig(BaseModel):
     reads: str | None = None
     family: (
         Literal[
-            "siglip", "siglip2", "clip", "dinov2", "dinov3", "pixtral", "internvl", "qwen2_vl", "qwen2_5_vl",
-            "qwen3_vl", "whisper", "qwen2_audio", "qwen2_5_omni_audio",
+            "siglip", "siglip2", "clip", "eva_clip", "dinov2", "dinov3", "pixtral", "internvl", "qwen2_vl",
+            "qwen2_5_vl", "qwen3_vl", "whisper", "qwen2_audio", "qwen2_5_omni_audio",
         ]
         | None
     ) = None  # fmt: skip

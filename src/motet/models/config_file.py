@@ -19,6 +19,7 @@ from transformers.utils import logging as hf_logging
 from motet.core.errors import UserError
 from motet.core.text_files import read_json
 from motet.models.families.bounds import check_bounds
+from motet.models.families.eva_clip import tower_options
 from motet.models.families.registry import Family
 
 _USE_OUTPUT = (
@@ -72,7 +73,10 @@ def hf_options(where: str, config: type[PreTrainedConfig], options: dict[str, An
 
 
 def read_config_json(file: Path) -> dict[str, Any]:
-    """The contents of a config.json. Raises UserError for a missing or broken file, and for a number out of bounds."""
+    """The contents of a config.json, of an EVA-CLIP those of its tower: transformers takes its type for CLIP's.
+
+    Raises UserError for a missing or broken file, and for a number out of bounds.
+    """
     if not file.is_file():
         raise UserError(f"There is no {file}; give a local directory that holds an HF model.")
     stored = read_json(file)
@@ -81,7 +85,10 @@ def read_config_json(file: Path) -> dict[str, Any]:
     if not isinstance(stored.get("model_type", ""), str | None):
         raise UserError(f"{file}: model_type is {stored['model_type']!r}; it must be a name.")
     check_bounds(f"{file}: ", stored)
-    return stored
+    try:
+        return tower_options(stored) or stored
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
 
 
 def parse_config(file: Path, kind: type[PreTrainedConfig], stored: dict[str, Any]) -> PreTrainedConfig:

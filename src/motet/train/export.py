@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from motet.train.recipe.recipe import Recipe
 
 
+_NAMED_AFTER = {"internlm2": ("Llama", "InternLM2"), "eva_clip": ("CLIP", "EVA-CLIP")}
+"""Family that is published for code of its own -> what its layers are called after here, and whose code that is."""
+
+
 class ExportConfig(BaseModel):
     """`[export]` of a recipe."""
 
@@ -107,11 +111,15 @@ def check_adapters(recipe: Recipe) -> None:
         check_peft('export.adapter = "saved"')
         if isinstance(recipe, WholeRecipe):
             check_one_adapter(recipe.modules.lora)
-        elif recipe.model.backbone.family == "internlm2" and BACKBONE in recipe.modules.lora:
-            raise UserError(
-                'export.adapter = "saved" would name layers of Llama, which InternLM2\'s own code has not; set '
-                'export.adapter = "merged".'
-            )
+            return
+        for name in recipe.modules.lora:
+            part = recipe.model.backbone if name == BACKBONE else recipe.model.encoders[name]
+            if part.family in _NAMED_AFTER:
+                ours, theirs = _NAMED_AFTER[part.family]
+                raise UserError(
+                    f'export.adapter = "saved" would name layers of {ours}, which {theirs}\'s own code has not; set '
+                    'export.adapter = "merged".'
+                )
 
 
 def _gathered(model: MLLM, world: World) -> dict[str, Tensor]:

@@ -54,6 +54,7 @@ AUDIO = {
 ENCODERS = {
     "siglip": VISION,
     "clip": VISION,
+    "eva_clip": VISION | {"k_bias": False, "use_rms_norm": True},
     "dinov2": {k: v for k, v in VISION.items() if k != "intermediate_size"} | {"mlp_ratio": 2},
     "internvl": VISION,
     "qwen2_vl": {"depth": 2, "embed_dim": 24, "hidden_size": 20, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2},

@@ -23,6 +23,7 @@ from motet.core.errors import UserError
 from motet.models.block import plain_names
 from motet.models.build import EncoderConfig, build_modality
 from motet.models.exact import keep_float64
+from motet.models.families.eva_clip import EvaCLIPVisionModel
 from unit.models.wide import InFloat64
 
 HF = {
@@ -33,6 +34,7 @@ HF = {
     "qwen2_5_vl": Qwen2_5_VisionTransformerPretrainedModel,
     "qwen3_vl": Qwen3VLVisionModel,
     "clip": CLIPVisionModel,
+    "eva_clip": EvaCLIPVisionModel,
     "dinov2": Dinov2Model,
     "qwen2_vl": Qwen2VisionTransformerPretrainedModel,
     "whisper": WhisperEncoder,

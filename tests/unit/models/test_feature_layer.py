@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from motet.core.errors import UserError
 from motet.models.block import plain_names
 from motet.models.build import EncoderConfig, ModelConfig, build_mllm, build_modality
+from motet.models.exact import keep_float64
 from motet.models.export import export_hf
 from motet.models.spec import spec_of_directory
 
@@ -103,20 +104,21 @@ def of_family(tiny, family, layer, **options):
     return build_modality("image", config, tiny.dim, torch.float64, 0)
 
 
-@pytest.mark.parametrize("family", ["siglip", "clip", "dinov2"])
+@pytest.mark.parametrize("family", ["siglip", "clip", "eva_clip", "dinov2"])
 @pytest.mark.parametrize("layer", [1, -1, -2])
 def test_layers_are_counted_as_transformers_counts_hidden_states(tiny, family, layer):
     module = of_family(tiny, family, layer).eval()
     model, names = module.encoder.model, plain_names(module.encoder.model)
     tower = type(model)(type(model.config).from_dict(model.config.to_dict())).double().eval()
     tower.load_state_dict({names[name]: tensor for name, tensor in model.state_dict().items()})
+    keep_float64(tower)
     sizes = torch.tensor([[4, 4]])
     values = tiny.values(family, sizes).double()
     hidden = tower(pixels(values, 4, 4), output_hidden_states=True).hidden_states[layer][0]
     torch.testing.assert_close(module.encoder(values, sizes), hidden[-16:], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("family", ["siglip", "clip", "dinov2"])
+@pytest.mark.parametrize("family", ["siglip", "clip", "eva_clip", "dinov2"])
 def test_layers_behind_are_neither_computed_nor_trained(tiny, family):
     module = of_family(tiny, family, -2)
     layers = module.encoder.model.encoder.layer if family == "dinov2" else module.encoder.model.encoder.layers
@@ -136,7 +138,7 @@ def test_a_layer_that_there_is_not_is_named(tiny):
     for layer in (0, 4, -4):
         with pytest.raises(UserError, match=rf"model.encoders.image: feature_layer is {layer}, but the tower has 3"):
             of_family(tiny, "clip", layer)
-    with pytest.raises(ValidationError, match="is for siglip, clip, dinov2, siglip2, pixtral, dinov3 only"):
+    with pytest.raises(ValidationError, match="is for siglip, clip, eva_clip, dinov2, siglip2, pixtral, dinov3 only"):
         EncoderConfig(family="whisper", feature_layer=-1)
 
 

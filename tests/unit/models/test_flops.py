@@ -66,7 +66,7 @@ def is_audio(family: str) -> bool:
     return family in ("whisper", "qwen2_audio")
 
 
-@pytest.mark.parametrize("family", [*ENCODERS, "siglip2", "pixtral", "dinov3"])
+@pytest.mark.parametrize("family", [*ENCODERS, "eva_clip", "siglip2", "pixtral", "dinov3"])
 @pytest.mark.parametrize("train", [True, False])
 def test_encoder(tiny, family, train):
     module = tiny.encoder(family, torch.float32, train_encoder=train, projector={"kind": "linear", "downsample": 4})

@@ -18,6 +18,7 @@ from unit.models.test_shaped import AUDIO, SIZES, VARIANTS, VISION, model_of
 DROPOUTS = {
     "siglip": {"attention_dropout": 0.2},
     "clip": {"attention_dropout": 0.2},
+    "eva_clip": {"attention_dropout": 0.2, "post_layernorm": True},
     "dinov2": {"attention_probs_dropout_prob": 0.2, "hidden_dropout_prob": 0.2},
     "qwen2_vl": {},
     "qwen2_5_vl": {},

@@ -170,8 +170,9 @@ def test_documents_end_where_frequencies_would_change(tmp_path):
         build_backbone(BackboneConfig(family="internlm2", path=folder), VOCAB, torch.float32, 0)
 
 
-def test_adapters_with_names_of_llama_are_not_saved():
-    recipe = SimpleNamespace(modules=SimpleNamespace(lora={"backbone": None}), export=SimpleNamespace(adapter="saved"))
-    recipe.model = ModelConfig(backbone=BackboneConfig(family="internlm2"), encoders={})
-    with pytest.raises(UserError, match=r'which InternLM2.s own code has not; set export.adapter = "merged"'):
+@pytest.mark.parametrize(("part", "said"), [("backbone", "Llama, which InternLM2"), ("image", "CLIP, which EVA-CLIP")])
+def test_adapters_with_names_of_other_layers_are_not_saved(part, said):
+    recipe = SimpleNamespace(modules=SimpleNamespace(lora={part: None}), export=SimpleNamespace(adapter="saved"))
+    recipe.model = ModelConfig(backbone={"family": "internlm2"}, encoders={"image": {"family": "eva_clip"}})
+    with pytest.raises(UserError, match=rf'layers of {said}.s own code has not; set export.adapter = "merged"'):
         check_adapters(recipe)

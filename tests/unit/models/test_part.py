@@ -92,7 +92,7 @@ def check_in_parts(module, sizes, values, backbone, cut):
 
 @pytest.mark.parametrize(
     "family",
-    ["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio", "internvl"]
+    ["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio", "internvl", "eva_clip"]
     + ["siglip2", "pixtral", "dinov3", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni_audio"],
 )
 def test_an_encoder_in_two_parts_is_the_encoder(tiny, family):

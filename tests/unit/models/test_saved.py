@@ -30,6 +30,8 @@ AUDIO = {
 ENCODERS = {
     "siglip": VISION,
     "clip": VISION,
+    "eva_clip": VISION | {"use_rms_norm": True},
+    "eva_clip with norms behind": VISION | {"post_layernorm": True},
     "dinov2": {name: value for name, value in VISION.items() if name != "intermediate_size"},
     "qwen2_vl": {"depth": 3, "embed_dim": 128, "hidden_size": 160, "num_heads": 4, "patch_size": 4},
     "whisper": AUDIO,
@@ -113,7 +115,8 @@ def check(model, run, lengths, more: int = 0) -> None:
 
 @pytest.mark.parametrize("family", ENCODERS)
 def test_encoder(family):
-    module = build_modality("it", EncoderConfig(family=family, config=ENCODERS[family]), 160, torch.bfloat16, 0)
+    config = EncoderConfig(family=family.split()[0], config=ENCODERS[family])
+    module = build_modality("it", config, 160, torch.bfloat16, 0)
     audio = ENCODERS[family] is AUDIO
     sizes = torch.tensor([[400]] if audio else [[16, 16]])
     row_dim = 80 if audio else 48 * (2 if family == "qwen2_vl" else 1)

@@ -19,8 +19,8 @@ from motet.models.projector import Projector, ProjectorConfig
 from motet.models.spec import model_spec, spec_of_config, spec_of_directory
 
 ENCODERS = [
-    "siglip", "siglip2", "clip", "dinov2", "dinov3", "pixtral", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
-    "whisper", "qwen2_audio", "qwen2_5_omni_audio",
+    "siglip", "siglip2", "clip", "eva_clip", "dinov2", "dinov3", "pixtral", "internvl", "qwen2_vl", "qwen2_5_vl",
+    "qwen3_vl", "whisper", "qwen2_audio", "qwen2_5_omni_audio",
 ]  # fmt: skip
 BACKBONES = [
     "qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe",
@@ -30,6 +30,7 @@ VARIANTS = {
     "qwen3_moe": [{"num_hidden_layers": 3, "mlp_only_layers": [1]}],
     "dinov2": [{"use_swiglu_ffn": True}, {"qkv_bias": False}],
     "siglip": [{"vision_use_head": False}],
+    "eva_clip": [{"use_rms_norm": False, "post_layernorm": True}, {"q_bias": False, "k_bias": True, "v_bias": False}],
     "dinov3": [{"use_gated_mlp": True}, {"key_bias": False, "mlp_bias": False, "num_register_tokens": 0}],
     "internvl": [{"attention_bias": True}],
     "opt": [{"enable_bias": False}],

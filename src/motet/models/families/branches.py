@@ -72,6 +72,11 @@ VISION_BRANCHES = (
     TensorBranch("layer_norm2", ("mlp.fc1",), "mlp.fc2"),
 )
 """Siglip's and CLIP's."""
+EVA_CLIP_BRANCHES = (
+    TensorBranch("", _QKV, "self_attn.out_proj", has_heads=True),
+    TensorBranch("", ("mlp.fc1",), "mlp.fc2"),
+)
+"""Norms stand before attention and MLP or behind them, as the config says."""
 DINOV2_BRANCHES = (
     TensorBranch("norm1", tuple(f"attention.{name}_proj" for name in "qkv"), "attention.o_proj", has_heads=True),
     TensorBranch("norm2", ("mlp.fc1",), "mlp.fc2"),

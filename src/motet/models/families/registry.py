@@ -49,6 +49,7 @@ from motet.core.shapes import Norm
 from motet.models.families.branches import (
     AUDIO_BRANCHES,
     DINOV2_BRANCHES,
+    EVA_CLIP_BRANCHES,
     GEMMA2_BRANCHES,
     GEMMA3_BRANCHES,
     LLAMA_BRANCHES,
@@ -65,6 +66,7 @@ from motet.models.families.branches import (
 from motet.models.families.clip import ClipEncoder
 from motet.models.families.dinov2 import Dinov2Encoder
 from motet.models.families.dinov3 import Dinov3Encoder
+from motet.models.families.eva_clip import EvaClipEncoder, EvaCLIPVisionConfig, EvaCLIPVisionModel
 from motet.models.families.grid_text import (
     Qwen2VLCausalLM,
     Qwen3VLCausalLM,
@@ -163,6 +165,14 @@ ENCODERS = {
         class_row=True,
         feature_layers=True,
         branches=VISION_BRANCHES,
+    ),
+    "eva_clip": Family(
+        EvaCLIPVisionConfig,
+        EvaCLIPVisionModel,
+        EvaClipEncoder,
+        class_row=True,
+        feature_layers=True,
+        branches=EVA_CLIP_BRANCHES,
     ),
     "dinov2": Family(
         transformers.Dinov2Config,

@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from transformers import (
+    CLIPVisionConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -62,6 +63,10 @@ _SOFT_CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
 """Options that are numbers in Gemma 2. Gemma 3 has them, too; transformers reads one of them, and Motet none."""
 
 _ONLY_OF: dict[type[PreTrainedConfig], dict[str, tuple[Any, ...]]] = {
+    CLIPVisionConfig: {
+        **dict.fromkeys(("q_bias", "k_bias", "v_bias"), (None, True)),
+        **dict.fromkeys(("post_layernorm", "use_rms_norm"), (None, False)),
+    },
     GPT2Config: {"reorder_and_upcast_attn": (None, False)},
     InternLM2Config: {"mlp_bias": (None, False)},
     OPTConfig: {
@@ -72,7 +77,8 @@ _ONLY_OF: dict[type[PreTrainedConfig], dict[str, tuple[Any, ...]]] = {
     },
 }
 """Option of one family -> the values that Motet computes. A norm behind attention and narrow embeddings are OPT-350m's;
-`reorder_and_upcast_attn` rounds scores to float32 in transformers' eager attention alone."""
+`reorder_and_upcast_attn` rounds scores to float32 in transformers' eager attention alone. Files of EVA-CLIP have CLIP's
+type."""
 
 _COMPUTED: dict[type[PreTrainedConfig], tuple[str, ...]] = {
     GPT2Config: ("embd_pdrop",),
@@ -146,7 +152,7 @@ def check_backbone(config: PreTrainedConfig, where: str = "") -> None:
 
 def check_encoder(config: PreTrainedConfig, where: str = "") -> None:
     """Raise UserError for options that no encoder computes as transformers does, and for dims that do not fit."""
-    _check_only(config, where, _ONLY)
+    _check_only(config, where, _ONLY | _ONLY_OF.get(type(config), {}))
     for key in ("image_size", "patch_size", "temporal_patch_size"):
         size = getattr(config, key, 1)
         if isinstance(config, InternVLVisionConfig) and isinstance(size, list | tuple) and len(set(size)) == 1:
