@@ -118,7 +118,7 @@ def test_a_frozen_unet_is_exported_bit_for_bit(job, tmp_path):
     ("override", "said"),
     [
         ("transforms.draw.patch_size=4", "rows of 16 values, but model.generators.draw makes rows of 4"),
-        ("transforms.draw.fixed_size=6", "model.generators.draw: a raster of 3 x 3 rows cannot be halved 1 times"),
+        ("transforms.draw.fixed_size=6", "model.generators.draw: a raster of 3 x 3 rows is not what a UNet makes"),
         ("fsdp.recompute=true", "fsdp.recompute: module 'draw' names no blocks that can be recomputed"),
         ("model.generators.draw.config.in_channels=3", "`path` excludes `config`"),
     ],
@@ -175,7 +175,7 @@ def test_a_vae_makes_latents_alike_on_all_ranks_shows_pixels_and_is_exported_bit
         ("transforms.draw.channels=1", "rows of 4 values, but model.generators.draw makes rows of 12"),
         ("transforms.draw.mean=[0.4]", "transforms.draw.mean is not 0.5, but the VAE of model.generators.draw takes"),
         ("fsdp.param_dtype=float16", "is beyond what the VAE of model.generators.draw can hold"),
-        ("transforms.draw.fixed_size=6", "model.generators.draw: a raster of 3 x 3 rows cannot be halved 1 times"),
+        ("transforms.draw.fixed_size=6", "model.generators.draw: a raster of 3 x 3 rows is not what a UNet makes"),
     ],
 )
 def test_what_does_not_fit_a_vae_is_said(latent, tmp_path, override, said):

@@ -27,6 +27,7 @@ from motet.models.dit import DiT, DiTConfig
 from motet.models.generator import GeneratorModule, OutputProjector
 from motet.models.mllm import MLLM
 from motet.models.noise_schedule import NoiseConfig
+from motet.models.pixart import PixArt
 from motet.models.projector import Projector, ProjectorConfig
 from motet.models.sd3 import SD3
 from motet.models.unet import UNet
@@ -51,7 +52,7 @@ UNET = {
     "attention_head_dim": 2,
     "norm_num_groups": 2,
 }
-TRANSFORMER = {
+SD3_OPTIONS = {
     "num_layers": 2,
     "num_attention_heads": 2,
     "attention_head_dim": 4,
@@ -61,6 +62,14 @@ TRANSFORMER = {
     "pos_embed_max_size": 6,
     "sample_size": 6,
 }
+PIXART_OPTIONS = {
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 4,
+    "cross_attention_dim": 8,
+    "caption_channels": 6,
+    "sample_size": 6,
+}
 NEAR = SpeedConfig(link_gbytes_per_s=1e9, link_latency_us=0.0, inter_node_gbytes_per_s=1e9, inter_node_latency_us=0.0)
 
 
@@ -68,8 +77,8 @@ NEAR = SpeedConfig(link_gbytes_per_s=1e9, link_latency_us=0.0, inter_node_gbytes
 class Case:
     """One way to run the same step. drawn: the generators that have anything to make, a set a microbatch.
 
-    unet: what draws is a UNet of diffusers, whose items have sides that can be halved. vae: on latents of its pixels.
-    sd3: it is a transformer of SD3.
+    denoiser: what draws, of `DENOISERS`; those of diffusers make items whose sides can be halved. vae: on latents of
+    its pixels.
     """
 
     method: str = "per_phase"
@@ -78,21 +87,33 @@ class Case:
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     drawn: tuple[tuple[str, ...], ...] = (("draw", "say"), ("draw",))
     num_examples: int = 7
-    unet: bool = False
+    denoiser: str = "dit"
     vae: bool = False
-    sd3: bool = False
 
     @property
-    def model(self) -> tuple[tuple[str, ...], bool, bool, bool]:
+    def model(self) -> tuple[tuple[str, ...], str, bool]:
         """What `model_with_generators` takes."""
-        return self.frozen, self.unet, self.vae, self.sd3
+        return self.frozen, self.denoiser, self.vae
+
+
+def dit_of(num_queries: int, channels: int) -> DiT:
+    """A tiny one of Motet's."""
+    return DiT(num_queries, DiTConfig(row_dim=channels, hidden=8, num_layers=2, num_heads=2))
 
 
 def sd3_of(num_queries: int, channels: int) -> SD3:
     """A tiny transformer of SD3; as `unet_of`."""
     from diffusers import SD3Transformer2DModel
 
-    return SD3(num_queries, SD3Transformer2DModel(**TRANSFORMER, in_channels=channels, out_channels=channels))
+    return SD3(num_queries, SD3Transformer2DModel(**SD3_OPTIONS, in_channels=channels, out_channels=channels))
+
+
+def pixart_of(num_queries: int, channels: int) -> PixArt:
+    """A tiny transformer of PixArt, which has learned the variance, too; as `unet_of`."""
+    from diffusers import PixArtTransformer2DModel
+
+    sizes = {"in_channels": channels, "out_channels": 2 * channels}
+    return PixArt(num_queries, PixArtTransformer2DModel(**PIXART_OPTIONS, **sizes))
 
 
 def unet_of(num_queries: int, channels: int) -> UNet:
@@ -102,20 +123,18 @@ def unet_of(num_queries: int, channels: int) -> UNet:
     return UNet(num_queries, UNet2DConditionModel(**UNET, in_channels=channels, out_channels=channels))
 
 
-def model_with_generators(
-    frozen: tuple[str, ...] = (), unet: bool = False, vae: bool = False, sd3: bool = False
-) -> MLLM:
+DENOISERS = {"dit": dit_of, "unet": unet_of, "sd3": sd3_of, "pixart": pixart_of}
+
+
+def model_with_generators(frozen: tuple[str, ...] = (), kind: str = "dit", vae: bool = False) -> MLLM:
     """The same in every call and on every rank; no weight is zero, so that a gradient flows everywhere."""
     plain = build_model(frozen=[name for name in frozen if name not in QUERIES])
     torch.manual_seed(11)
     backbone = Backbone(plain.backbone.causal_lm, train="backbone" not in frozen, queries=QUERIES)
     generators = {}
     for name, count in QUERIES.items():
-        config = DiTConfig(row_dim=ROW_DIMS[name], hidden=8, num_layers=2, num_heads=2)
-        is_unet = unet and name == "draw"
         latents = tiny_vae() if vae and name == "draw" else None
-        denoiser = unet_of(count, LATENTS if latents else ROW_DIMS[name]) if is_unet else DiT(count, config)
-        denoiser = sd3_of(count, ROW_DIMS[name]) if sd3 and name == "draw" else denoiser
+        denoiser = DENOISERS[kind if name == "draw" else "dit"](count, LATENTS if latents else ROW_DIMS[name])
         noise = NoiseConfig(predicts="v" if name == "say" else "epsilon", min_snr=5.0 if name == "say" else None)
         noise = NoiseConfig(schedule="flow", times="logit_normal") if isinstance(denoiser, SD3) else noise
         entrance = OutputProjector(Projector(DIM, denoiser.condition_dim, ProjectorConfig()), count, drop=0.3)
@@ -156,7 +175,7 @@ def draw_made_examples(num_examples: int, drawn: tuple[str, ...], seed: int, uni
 
 
 def microbatches(case: Case) -> list[list[LoadedExample]]:
-    unit = 2 if case.unet or case.sd3 else 1
+    unit = 1 if case.denoiser == "dit" else 2
     return [draw_made_examples(case.num_examples, drawn, seed, unit) for seed, drawn in enumerate(case.drawn)]
 
 
@@ -230,10 +249,11 @@ CASES = {
     "generators alone learn": Case(frozen=("backbone", "image", "audio")),
     "one is absent from the whole step": Case(drawn=(("draw",), ("draw",))),
     "all are absent from the whole step": Case(drawn=((), ())),
-    "a UNet": Case(unet=True),
-    "a UNet on latents of a VAE": Case(unet=True, vae=True),
-    "a transformer of SD3": Case(sd3=True),
-    "a frozen UNet in whole copies": Case(unet=True, frozen=("draw",), fsdp=FSDPConfig(shard_size=1)),
+    "a UNet": Case(denoiser="unet"),
+    "a UNet on latents of a VAE": Case(denoiser="unet", vae=True),
+    "a transformer of SD3": Case(denoiser="sd3"),
+    "a transformer of PixArt": Case(denoiser="pixart"),
+    "a frozen UNet in whole copies": Case(denoiser="unet", frozen=("draw",), fsdp=FSDPConfig(shard_size=1)),
     "fewer items than ranks": Case(num_examples=2, drawn=(("draw",), ("say",))),
 }
 

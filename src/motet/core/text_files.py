@@ -13,6 +13,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,9 +48,12 @@ def read_text(path: Path, what: str = "the file") -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def read_json(path: Path, what: str = "the file") -> Any:
-    """The value of a JSON file. Raises UserError as `read_text` does, with the line."""
-    return parse_json(_bytes(path, what), str(path))
+def read_json(path: Path, what: str = "the file", *, infinite: bool = False) -> Any:
+    """The value of a JSON file. infinite: it may have NaN, Infinity and -Infinity, as Python writes them.
+
+    Raises UserError as `read_text` does, with the line.
+    """
+    return _read(partial(_json, constant=float) if infinite else _json, _bytes(path, what), str(path))
 
 
 def read_optional_object(path: Path) -> dict[str, Any]:
@@ -102,7 +106,7 @@ def _read(read: Callable[[Any], Any], text: Any, where: str) -> Any:
     return value
 
 
-def _json(data: bytes) -> Any:
+def _json(data: bytes, constant: Callable[[str], float] | None = None) -> Any:
     try:
         text = data.removeprefix(_BYTE_ORDER_MARK).decode()
     except UnicodeDecodeError as error:
@@ -110,7 +114,7 @@ def _json(data: bytes) -> Any:
     if not text.strip():
         raise _Damaged("is empty, but must be JSON")
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_finite)
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=constant or _constant, parse_float=_finite)
     except json.JSONDecodeError as error:
         line = error.lineno if "\n" in text else 0
         raise _Damaged(f"is no JSON ({error.msg}, column {error.colno})", line) from None

@@ -12,6 +12,7 @@ Nothing is fetched: a name on the hub is a directory that is missing.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,8 +29,9 @@ from motet.models.config_file import one_line
 from motet.models.families.bounds import check_bounds
 from motet.models.load import check_files
 
-UNET, SD3, VAE = "UNet2DConditionModel", "SD3Transformer2DModel", "AutoencoderKL"
-_FOLDERS = {UNET: "unet", SD3: "transformer", VAE: "vae"}
+UNET, SD3, PIXART = "UNet2DConditionModel", "SD3Transformer2DModel", "PixArtTransformer2DModel"
+AUTOENCODER = "AutoencoderKL"
+_FOLDERS = {UNET: "unet", SD3: "transformer", PIXART: "transformer", AUTOENCODER: "vae"}
 """Class -> its folder in a pipeline."""
 _SCHEDULER = Path("scheduler", "scheduler_config.json")
 
@@ -67,10 +69,10 @@ def has_model(path: Path, name: str) -> bool:
 
 def denoiser_class(where: str, path: Path) -> str:
     """The class of the denoiser in a directory. Raises UserError for one that has none that is known."""
-    known = UNET, SD3
+    known = UNET, SD3, PIXART
     if found := [name for name in known if has_model(path, name)]:
-        return found[0]
-    folder = _folder(where, path, *(_FOLDERS[name] for name in known))
+        known = tuple(name for name in found if _FOLDERS[name] == _FOLDERS[found[0]])
+    folder = _folder(where, path, *dict.fromkeys(_FOLDERS[name] for name in known))
     named: str = _stored(where, folder / "config.json", known)["_class_name"]
     return named
 
@@ -153,12 +155,13 @@ def _folder(where: str, path: Path, *parts: str) -> Path:
 
 def _stored(where: str, file: Path, kinds: tuple[str, ...]) -> dict[str, Any]:
     """The options in a file of diffusers, which must be of one of these classes."""
-    options = read_json(file)
+    options = read_json(file, infinite=True)  # So diffusers writes what has no bound.
     named = options.get("_class_name") if isinstance(options, dict) else None
     if named not in kinds:
         raise UserError(f"{where}.path: {file} is of class {named!r}; it must be {' or '.join(kinds)}")
-    check_bounds(f"{file}: ", options)
-    return options
+    finite = {key: value for key, value in options.items() if value != -math.inf}
+    check_bounds(f"{file}: ", finite)
+    return finite
 
 
 def _first(error: Exception) -> str:

@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 from motet.core.errors import UserError
 from motet.models.block import plain_names
 from motet.models.config_file import quiet_transformers
+from motet.models.denoiser import Denoiser
 from motet.models.diffusers_directory import write_model
 from motet.models.families.shaped import ShapedCausalLM
 from motet.models.generator import GeneratorModule
@@ -40,8 +41,6 @@ from motet.models.lora_saved import check_peft, merged, save_adapter, without_lo
 from motet.models.mllm import MLLM
 from motet.models.named_weights import is_lora
 from motet.models.scheduler_noise import SchedulerNoise
-from motet.models.sd3 import SD3
-from motet.models.unet import UNet
 
 _ADAPTERS = "adapters"
 CARD, MADE_BY = "README.md", "Trained by Motet"
@@ -189,13 +188,11 @@ def _parts(mllm: MLLM) -> Iterator[tuple[str, nn.Module, str, bool]]:
 def _parts_of_generator(path: str, module: GeneratorModule, prefix: str) -> Iterator[tuple[str, nn.Module, str, bool]]:
     """As `_parts`, of a generator: one file, or beside a folder of each model of diffusers one of the rest."""
     denoiser, vae = (getattr(module.generator, part, None) for part in ("denoiser", "vae"))
-    if not isinstance(denoiser, UNet | SD3) and vae is None:
+    if not isinstance(denoiser, Denoiser) and vae is None:
         yield f"{path}/model", module, prefix, False
         return
-    if isinstance(denoiser, UNet):
-        yield f"{path}/unet", denoiser.unet, f"{prefix}generator.denoiser.unet.", False
-    elif isinstance(denoiser, SD3):
-        yield f"{path}/transformer", denoiser.transformer, f"{prefix}generator.denoiser.transformer.", False
+    if isinstance(denoiser, Denoiser):
+        yield f"{path}/{denoiser.part}", denoiser.model, f"{prefix}generator.denoiser.{denoiser.part}.", False
     else:
         yield f"{path}/denoiser", denoiser, f"{prefix}generator.denoiser.", False
     if vae is not None:

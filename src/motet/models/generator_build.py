@@ -14,14 +14,15 @@ from motet.models.generator import GeneratorModule, OutputProjector
 from motet.models.generator_config import GeneratorConfig
 from motet.models.initialise import seeded
 from motet.models.noise_schedule import NoiseConfig, SamplingConfig
+from motet.models.pixart import PixArt
 from motet.models.projector import Projector, ProjectorConfig
 from motet.models.scheduler_noise import SCHEDULERS, SchedulerNoise
 from motet.models.sd3 import SD3
 from motet.models.unet import UNet
 from motet.models.vae import VAE, VAEConfig
 
-_FAMILIES = {"unet": stored.UNET, "sd3": stored.SD3}
-_DENOISERS = {stored.UNET: UNet, stored.SD3: SD3}
+_FAMILIES = {"unet": stored.UNET, "sd3": stored.SD3, "pixart": stored.PIXART}
+_DENOISERS = {stored.UNET: UNet, stored.SD3: SD3, stored.PIXART: PixArt}
 """Class of diffusers -> what takes it on packed items."""
 
 
@@ -106,14 +107,14 @@ def _noise(where: str, config: GeneratorConfig) -> NoiseConfig:
 
 def _vae(where: str, config: GeneratorConfig, dtype: torch.dtype) -> VAE | None:
     """The VAE of a directory of its own, or of the pipeline that the generator is of; None if there is neither."""
-    if config.vae is None and not (config.path and stored.has_model(config.path, stored.VAE)):
+    if config.vae is None and not (config.path and stored.has_model(config.path, stored.AUTOENCODER)):
         return None
     own = config.vae or VAEConfig()
     path, table = (own.path, f"{where}.vae") if own.path else (config.path, where)
     assert path is not None, "a config without either is refused"
-    if own.path is None and not stored.has_model(path, stored.VAE):
+    if own.path is None and not stored.has_model(path, stored.AUTOENCODER):
         raise UserError(f"{where}.vae: {path} is no pipeline with a folder vae; say where it is by vae.path.")
-    model = stored.model_of_directory(table, path, stored.VAE, dtype)
+    model = stored.model_of_directory(table, path, stored.AUTOENCODER, dtype)
     try:
         return VAE(model, own.posterior)
     except UserError as error:

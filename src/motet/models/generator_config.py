@@ -20,11 +20,13 @@ class GeneratorConfig(BaseModel):
     The generator is `family`, with random weights; `path`; or `module`.
 
     makes:        the media that it makes; by default that after which it is named. Its items are those in answers.
-    family:       "dit": a diffusion transformer on the rows of `transforms` (`models/dit.py`); "unet" and "sd3":
-                  diffusers' UNet2DConditionModel (`models/unet.py`) and SD3Transformer2DModel (`models/sd3.py`).
-    config:       of the family; of "unet" and "sd3" the options of diffusers' class.
-    path:         a local directory of diffusers: a model of these two classes, or a pipeline that has one.
-    noise:        by default, of `path` that of the scheduler beside it, and of "sd3" a flow with a shift of 3.
+    family:       "dit": a diffusion transformer on the rows of `transforms` (`models/dit.py`); "unet", "sd3" and
+                  "pixart": diffusers' UNet2DConditionModel, SD3Transformer2DModel and PixArtTransformer2DModel
+                  (`models/unet.py`, `models/sd3.py`, `models/pixart.py`).
+    config:       of the family; of those of diffusers the options of its class.
+    path:         a local directory of diffusers: a model of these three classes, or a pipeline that has one.
+    noise:        by default, of `path` that of the scheduler beside it, and of "sd3" a flow with a shift of 3, and
+                  of "pixart" linear betas from 0.0001 to 0.02.
     vae:          makes latents of pixels before the loss, and pixels of samples; by default that of a pipeline `path`.
     module, args: "package.module:Class", called with `args`; see `contract.Generator`.
     num_queries:  learned query tokens of an item in the sequence: what is read there is its condition.
@@ -37,7 +39,7 @@ class GeneratorConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     makes: Literal["image", "audio"] | None = None
-    family: Literal["dit", "unet", "sd3"] | None = None
+    family: Literal["dit", "unet", "sd3", "pixart"] | None = None
     config: dict[str, Any] = Field(default_factory=dict)
     path: Path | None = None
     noise: NoiseConfig | None = None
@@ -99,4 +101,8 @@ class GeneratorConfig(BaseModel):
             return self.noise
         if self.path:
             return NoiseConfig(schedule="path")
-        return NoiseConfig(schedule="flow", shift=3.0) if self.family == "sd3" else NoiseConfig()
+        if self.family == "sd3":
+            return NoiseConfig(schedule="flow", shift=3.0)
+        if self.family == "pixart":
+            return NoiseConfig(schedule="linear", beta_start=1e-4, beta_end=0.02)
+        return NoiseConfig()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from motet.core.shapes import unused
-from motet.core.spec import Layer
+from motet.core.spec import Attention, Layer
 from motet.models.named_weights import is_lora
 
 _TRAINED_ELSEWHERE = "is_trained_elsewhere"
@@ -65,6 +66,34 @@ def as_it_learns(each: LayerModules) -> LayerModules:
             frozen_parameters=min(layer.parameters, sum(parameters[key].numel() for key in frozen)),
         )
     return LayerModules(layer, each.modules)
+
+
+def layer_of(
+    kind: str,
+    modules: Iterable[nn.Module | None],
+    kept: int,
+    output: int,
+    attention: Attention | None = None,
+    **rows: int,
+) -> LayerModules:
+    """A layer of a block that began before it: linear layers, convolutions, norms and tables of numbers.
+
+    modules: None: is not there. kept: elements of a row that forward keeps for backward. output: of an output row.
+    rows: divisor, multiple, extra_rows or item_rows of the layer.
+    """
+    there = tuple(module for module in modules if module is not None)
+    products = [each.weight for module in there for each in module.modules() if isinstance(each, _PRODUCTS)]
+    layer = Layer(
+        kind,
+        sum(weight.numel() for weight in products),
+        sum(p.numel() for module in there for p in module.parameters()),
+        output,
+        kept,
+        attention,
+        continues=True,
+        trainable=any_trainable(*there),
+    )
+    return LayerModules(replace(layer, **rows), there)
 
 
 def unused_layer(module: nn.Module, output_width: int) -> LayerModules:

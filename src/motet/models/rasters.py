@@ -42,7 +42,15 @@ def in_batches(rows: Tensor, sizes: Tensor, compute: Callable[[Tensor, Tensor], 
     return torch.cat(computed)[restore]
 
 
-def check_rasters(sizes: Int64Array, what: str) -> None:
-    """Raise UserError for sizes of sequences. what: makes them."""
+def check_rasters(sizes: Int64Array, what: str, divisor: int = 1, most: int | None = None) -> None:
+    """Raise UserError for sizes of sequences, and for sides that do not divide, or are too long. what: makes them."""
     if sizes.shape[1] != 2:
         raise UserError(f"{what} makes rasters of rows and columns, and not sequences such as clips")
+    wrong = (sizes % divisor).any(axis=1) | (sizes > (sizes if most is None else most)).any(axis=1)
+    if (items := np.flatnonzero(wrong)).size:
+        rows, columns = sizes[items[0]].tolist()
+        bound = "" if most is None else f" and at most {most}"
+        raise UserError(
+            f"a raster of {rows} x {columns} rows is not what {what} makes; let the transform make sides that are "
+            f"multiples of {divisor}{bound}, as by fixed_size or buckets"
+        )

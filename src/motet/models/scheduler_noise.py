@@ -18,8 +18,8 @@ from motet.models.noise_schedule import NoiseConfig, SamplingConfig, Visit
 
 _PREDICTS = {"epsilon": "epsilon", "v_prediction": "v"}
 _FLOW = "FlowMatchEulerDiscreteScheduler"
-SCHEDULERS = ("DDPMScheduler", "DDIMScheduler", "PNDMScheduler", _FLOW)
-"""The classes of diffusers whose noise is computed here."""
+SCHEDULERS = ("DDPMScheduler", "DDIMScheduler", "PNDMScheduler", "DPMSolverMultistepScheduler", _FLOW)
+"""The classes of diffusers whose noise is computed here; samples are of DDIM, DDPM, or of a flow."""
 _OF_FLOW = {
     "use_dynamic_shifting": False,
     "invert_sigmas": False,
@@ -70,7 +70,7 @@ class SchedulerNoise(NoiseConfig):
             )
         if options.get("thresholding"):
             raise UserError("thresholding is true, of which only false is computed")
-        if options.get("variance_type", "fixed_small") != "fixed_small":
+        if options.get("variance_type") not in (None, "fixed_small"):
             raise UserError(f'variance_type is {options.variance_type!r}, of which only "fixed_small" is computed')
         if len(scheduler.alphas_cumprod) != options.num_train_timesteps:
             raise UserError(

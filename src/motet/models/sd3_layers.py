@@ -8,13 +8,12 @@ over patches and condition together. All layers are one block, which is sharded 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from motet.core.spec import Attention, Layer
-from motet.models.layers import LayerModules, any_trainable
+from motet.models.layers import LayerModules, layer_of
 
 _STATISTICS = 4
 """Elements of a row that the statistics of two norms keep."""
@@ -36,17 +35,17 @@ def _layers(transformer: Any, num: int) -> Iterator[LayerModules]:
     config, width = transformer.config, transformer.inner_dim
     area, channels = config.patch_size**2, config.in_channels
     stem, embed = transformer.pos_embed.proj, transformer.time_text_embed
-    yield _layer("patches", (stem,), area * channels, width, divisor=area)
+    yield layer_of("patches", (stem,), area * channels, width, divisor=area)
     steering = (embed.timestep_embedder, embed.text_embedder)
     kept = embed.timestep_embedder.linear_1.in_features + config.pooled_projection_dim + 4 * width
-    yield _layer("time", steering, kept, width, item_rows=1)
-    yield _layer("context", (transformer.context_embedder,), 0, width, item_rows=num)
+    yield layer_of("time", steering, kept, width, item_rows=1)
+    yield layer_of("context", (transformer.context_embedder,), 0, width, item_rows=num)
     for block in transformer.transformer_blocks:
         yield from _block(block, num, area, width)
-    yield _layer("modulation", (transformer.norm_out.linear,), 3 * width, 2 * width, item_rows=1)
+    yield layer_of("modulation", (transformer.norm_out.linear,), 3 * width, 2 * width, item_rows=1)
     # Behind it stands the loss, of each value of a patch: what is wrong of it, its weight, and the order of rows.
     kept = 3 * width + area * (channels + 10)
-    yield _layer("output", (transformer.proj_out,), kept, area * channels, divisor=area)
+    yield layer_of("output", (transformer.proj_out,), kept, area * channels, divisor=area)
 
 
 def _block(block: Any, num: int, area: int, width: int) -> Iterator[LayerModules]:
@@ -54,19 +53,19 @@ def _block(block: Any, num: int, area: int, width: int) -> Iterator[LayerModules
     attn, heads = block.attn, block.attn.heads
     modulations = (block.norm1.linear, block.norm1_context.linear)
     factors = sum(each.out_features for each in modulations)
-    yield _layer("modulation", modulations, width + factors, factors, item_rows=1)
+    yield layer_of("modulation", modulations, width + factors, factors, item_rows=1)
     added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k)
     of_context = (*added, attn.to_add_out, block.ff_context)
     kept = _kept(attn.norm_added_q, width) if block.ff_context is not None else 3 * width + _STATISTICS
-    yield _layer("context", of_context, kept, width, item_rows=num)
+    yield layer_of("context", of_context, kept, width, item_rows=num)
     joined = Attention(width, width)
     # Queries, keys, values and what attention gives, of both; its parts are copied before the next product.
-    yield _layer("joint_attention", (), 5 * width + heads, width, joined, divisor=area, extra_rows=num)
+    yield layer_of("joint_attention", (), 5 * width + heads, width, joined, divisor=area, extra_rows=num)
     if block.attn2 is not None:
         second, kept = block.attn2, 6 * width + heads + _kept_of_norms(block.attn2.norm_q, width)
-        yield _layer("attention", (second,), kept, width, Attention(width, width), divisor=area)
+        yield layer_of("attention", (second,), kept, width, Attention(width, width), divisor=area)
     own = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k, attn.to_out, block.ff)
-    yield _layer("products", own, _kept(attn.norm_q, width), width, divisor=area)
+    yield layer_of("products", own, _kept(attn.norm_q, width), width, divisor=area)
 
 
 def _kept(norm: nn.Module | None, width: int) -> int:
@@ -79,27 +78,3 @@ def _kept(norm: nn.Module | None, width: int) -> int:
 def _kept_of_norms(norm: nn.Module | None, width: int) -> int:
     """Norms of queries and of keys keep what they are given, and that before the weights multiply it."""
     return 4 * width if norm is not None else 0
-
-
-def _layer(
-    kind: str,
-    modules: tuple[nn.Module | None, ...],
-    kept: int,
-    output: int,
-    attention: Attention | None = None,
-    **rows: int,
-) -> LayerModules:
-    """rows: divisor, extra_rows or item_rows of the layer."""
-    there = tuple(module for module in modules if module is not None)
-    parameters = [each for module in there for each in module.parameters()]
-    layer = Layer(
-        kind,
-        sum(each.numel() for each in parameters if each.ndim > 1),
-        sum(each.numel() for each in parameters),
-        output,
-        kept,
-        attention,
-        continues=True,
-        trainable=any_trainable(*there),
-    )
-    return LayerModules(replace(layer, **rows), there)

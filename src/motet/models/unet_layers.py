@@ -14,10 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
-
 from motet.core.spec import Attention, Layer
-from motet.models.layers import LayerModules, any_trainable
+from motet.models.layers import LayerModules, layer_of
 
 _OF_ITEM_STATISTICS = 4
 """Elements of a row that statistics of norms and reordering keep, at most."""
@@ -37,15 +35,16 @@ def unet_layers(unet: Any, num_conditions: int) -> list[LayerModules]:
 def _layers(unet: Any, queries: int) -> Iterator[LayerModules]:
     first, last, time = unet.conv_in, unet.conv_out, unet.time_embedding
     width, wide = first.out_channels, time.linear_2.out_features
-    yield _of_rows("convolution", 1, first.in_channels, width, (first,))
-    yield _of_items("time", time.linear_1.in_features + 3 * wide, wide, 1, (time.linear_1, time.linear_2))
+    yield layer_of("convolution", (first,), first.in_channels, width)
+    yield layer_of("time", (time,), time.linear_1.in_features + 3 * wide, wide, item_rows=1)
     divisor = 1
     for block in unet.down_blocks:
         yield from _level(block, divisor, queries)
         for down in block.downsamplers or ():
             divisor *= 4
             # Its input has four times as many rows.
-            yield _of_rows("strided_convolution", divisor, 4 * down.conv.in_channels, down.conv.out_channels, (down,))
+            kept = 4 * down.conv.in_channels
+            yield layer_of("strided_convolution", (down,), kept, down.conv.out_channels, divisor=divisor)
     mid = unet.mid_block
     yield from _residual(mid.resnets[0], divisor)
     for attention, residual in zip(mid.attentions, mid.resnets[1:], strict=True):
@@ -55,10 +54,10 @@ def _layers(unet: Any, queries: int) -> Iterator[LayerModules]:
         yield from _level(block, divisor, queries)
         for up in block.upsamplers or ():
             divisor //= 4
-            yield _of_rows("convolution", divisor, up.conv.in_channels, up.conv.out_channels, (up,))
+            yield layer_of("convolution", (up,), up.conv.in_channels, up.conv.out_channels, divisor=divisor)
     # Behind it stands the loss: what is wrong of each value, its weight, and the order of rows.
     kept = 3 * width + last.out_channels + 10
-    yield _of_rows("output", 1, kept, last.out_channels, (unet.conv_norm_out, last))
+    yield layer_of("output", (unet.conv_norm_out, last), kept, last.out_channels)
 
 
 def _level(block: Any, divisor: int, queries: int) -> Iterator[LayerModules]:
@@ -74,58 +73,25 @@ def _residual(block: Any, divisor: int) -> Iterator[LayerModules]:
     """A ResnetBlock2D: of rows, and the product of each item's timestep."""
     width, out = block.conv1.in_channels, block.conv1.out_channels
     time = block.time_emb_proj
-    yield _of_items("time", 2 * time.in_features, out, 1, (time,))
-    shortcut = () if block.conv_shortcut is None else (block.conv_shortcut,)
-    own = (block.norm1, block.conv1, block.norm2, block.conv2, *shortcut)
-    yield _of_rows("convolution", divisor, 3 * width + 3 * out, out, own)
+    yield layer_of("time", (time,), 2 * time.in_features, out, item_rows=1)
+    own = (block.norm1, block.conv1, block.norm2, block.conv2, block.conv_shortcut)
+    yield layer_of("convolution", own, 3 * width + 3 * out, out, divisor=divisor)
 
 
 def _transformer(module: Any, divisor: int, queries: int) -> Iterator[LayerModules]:
     """A Transformer2DModel: a norm and a product, its blocks, and a product."""
     width = module.proj_in.weight.shape[0]
     outer = module.proj_in.weight.shape[1]
-    yield _of_rows("projection", divisor, 2 * outer, width, (module.norm, module.proj_in))
+    yield layer_of("projection", (module.norm, module.proj_in), 2 * outer, width, divisor=divisor)
     for block in module.transformer_blocks:
         heads = block.attn1.heads
         attends = Attention(width, width)
         kept = 6 * width + 2 * heads + _OF_ITEM_STATISTICS
-        yield _of_rows("attention", divisor, kept, width, (block.norm1, block.attn1), attends)
-        keys = block.attn2.to_k
-        yield _of_items("keys", 2 * keys.out_features, width, queries, (block.attn2.to_k, block.attn2.to_v))
+        yield layer_of("attention", (block.norm1, block.attn1), kept, width, attends, divisor=divisor)
+        keys = (block.attn2.to_k, block.attn2.to_v)
+        yield layer_of("keys", keys, 2 * width, width, item_rows=queries)
         inner = block.ff.net[2].in_features
         kept = 5 * width + 4 * inner + 2 * heads + 2 * _OF_ITEM_STATISTICS
         own = (block.norm2, block.attn2.to_q, block.attn2.to_out, block.norm3, block.ff)
-        yield _of_rows("attention", divisor, kept, width, own, Attention(width, width, keys=queries))
-    yield _of_rows("projection", divisor, width, outer, (module.proj_out,))
-
-
-def _of_rows(
-    kind: str, divisor: int, kept: int, output: int, modules: tuple[nn.Module, ...], attention: Attention | None = None
-) -> LayerModules:
-    weights, parameters = _counted(modules)
-    layer = Layer(
-        kind,
-        weights,
-        parameters,
-        output,
-        kept,
-        attention,
-        divisor=divisor,
-        trainable=any_trainable(*modules),
-        continues=True,
-    )
-    return LayerModules(layer, modules)
-
-
-def _of_items(kind: str, kept: int, output: int, rows: int, modules: tuple[nn.Module, ...]) -> LayerModules:
-    """Products of so many rows of each item."""
-    weights, parameters = _counted(modules)
-    learns = any_trainable(*modules)
-    layer = Layer(kind, weights, parameters, output, kept, item_rows=rows, trainable=learns, continues=True)
-    return LayerModules(layer, modules)
-
-
-def _counted(modules: tuple[nn.Module, ...]) -> tuple[int, int]:
-    """The entries of matrices and kernels, each of which multiplies every row; and of all parameters."""
-    parameters = [each for module in modules for each in module.parameters()]
-    return sum(each.numel() for each in parameters if each.ndim > 1), sum(each.numel() for each in parameters)
+        yield layer_of("attention", own, kept, width, Attention(width, width, keys=queries), divisor=divisor)
+    yield layer_of("projection", (module.proj_out,), width, outer, divisor=divisor)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from motet.core.spec import Attention, Layer
-from motet.models.layers import LayerModules, unused_layer
+from motet.models.layers import LayerModules, layer_of, unused_layer
 
 
 def vae_layers(vae: Any) -> list[LayerModules]:
@@ -50,18 +50,20 @@ def _encoder(vae: Any) -> Iterator[LayerModules]:
 def _residual(block: Any, multiple: int) -> LayerModules:
     """A ResnetBlock2D without a timestep: while it runs it holds its input, and a norm's output on both sides."""
     width, out = block.conv1.in_channels, block.conv1.out_channels
-    shortcut = () if block.conv_shortcut is None else (block.conv_shortcut,)
-    own = (block.norm1, block.conv1, block.norm2, block.conv2, *shortcut)
+    own = (block.norm1, block.conv1, block.norm2, block.conv2, block.conv_shortcut)
     return _of_rows("convolution", multiple, width + 2 * max(width, out), out, own)
 
 
 def _of_rows(
-    kind: str, multiple: int, held: int, output: int, modules: tuple[nn.Module, ...], attention: Attention | None = None
+    kind: str,
+    multiple: int,
+    held: int,
+    output: int,
+    modules: tuple[nn.Module | None, ...],
+    attention: Attention | None = None,
 ) -> LayerModules:
-    parameters = [each for module in modules for each in module.parameters()]
-    weights = sum(each.numel() for each in parameters if each.ndim > 1)
-    total = sum(each.numel() for each in parameters)
-    return LayerModules(_of_data(Layer(kind, weights, total, output, held, attention, multiple=multiple)), modules)
+    made = layer_of(kind, modules, held, output, attention, multiple=multiple)
+    return LayerModules(_of_data(made.layer), made.modules)
 
 
 def _of_data(layer: Layer) -> Layer:

@@ -4,24 +4,27 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from motet.core.errors import UserError
-from motet.core.shapes import Transformer, language_model, multimodal
-from motet.cost.flops import layer_flops, step_flops, work_of
-from motet.cost.memory import FSDP_FP32, LayerBytes, stage_layers
 from motet.models.diffusion import Diffusion
-from motet.models.generator import GeneratorModule, OutputProjector
-from motet.models.generator_build import build_generator
 from motet.models.generator_config import GeneratorConfig
 from motet.models.noise_schedule import NoiseConfig, SamplingConfig
-from motet.models.projector import Projector, ProjectorConfig
 from motet.models.scheduler_noise import SchedulerNoise
 from motet.models.sd3 import SD3
 from motet.noise import normal_of_rows
-from unit.models.test_generator import kept_bytes
-from unit.models.test_unet import DIM, QUERIES, SIZES, as_image, changed
+from unit.models.denoisers import (
+    QUERIES,
+    as_image,
+    built,
+    check_directory_is_read,
+    check_directory_is_refused,
+    check_items_are_computed_as_if_alone,
+    check_size,
+    check_work_and_memory,
+    drawn,
+    loss_of,
+    loss_of_a_script,
+)
 
 TINY = {
     "in_channels": 3,
@@ -53,14 +56,6 @@ def scheduler(**options):
     return diffusers.FlowMatchEulerDiscreteScheduler(**{"shift": 3.0} | options)
 
 
-def drawn(seed=0):
-    """Values, noise, timesteps and conditions of items of SIZES."""
-    torch.manual_seed(seed)
-    rows = int(SIZES.prod(1).sum())
-    values, noise = torch.randn(2, rows, 3, dtype=torch.float64)
-    return values, noise, torch.tensor([0, 999, 500, 20]), torch.randn(len(SIZES) * QUERIES, 11, dtype=torch.float64)
-
-
 def given_of(conditions):
     """What the transformer takes of an item's condition."""
     return {"encoder_hidden_states": conditions[None, :, :6], "pooled_projections": conditions[:, 6:].mean(0)[None]}
@@ -70,37 +65,25 @@ def given_of(conditions):
 def test_the_loss_is_that_of_a_script_of_diffusers(options):
     """Levels of the scheduler's timesteps; noise added along the line; the model; squared errors of the velocity."""
     model, noised_by = tiny(**options).double(), scheduler()
-    values, noise, times, conditions = drawn()
-    expected = 0.0
-    starts = np.cumsum([0, *SIZES.prod(1).tolist()])
-    for item, size in enumerate(SIZES):
-        rows = slice(*starts[item : item + 2].tolist())
-        latents, added = as_image(values[rows], size), as_image(noise[rows], size)
-        time = noised_by.timesteps[999 - times[item]][None]
+
+    def loss_of_item(latents, added, number, conditions):
+        time = noised_by.timesteps[999 - number]
         sigma = noised_by.sigmas[noised_by.timesteps == time].double()
-        given = given_of(conditions.unflatten(0, (-1, QUERIES))[item])
-        predicted = model((1 - sigma) * latents + sigma * added, timestep=time, **given).sample
-        expected += torch.nn.functional.mse_loss(predicted, added - latents).item() * int(size.prod())
-    found = Diffusion(SD3(QUERIES, model), SchedulerNoise.of(noised_by)).loss(values, noise, times, SIZES, conditions)
-    assert found.item() == pytest.approx(expected, rel=1e-8)
+        predicted = model((1 - sigma) * latents + sigma * added, timestep=time, **given_of(conditions)).sample
+        return torch.nn.functional.mse_loss(predicted, added - latents)
+
+    found = loss_of(SD3(QUERIES, model), SchedulerNoise.of(noised_by))
+    assert found == pytest.approx(loss_of_a_script(loss_of_item, 11), rel=1e-8)
 
 
 def test_items_of_several_sizes_are_computed_as_if_alone():
-    values, noise, times, conditions = drawn()
-    model = Diffusion(SD3(QUERIES, tiny().double()), NoiseConfig(schedule="flow"))
-    together = model.loss(values, noise, times, SIZES, conditions).item()
-    alone, start = 0.0, 0
-    for item, size in enumerate(SIZES):
-        rows = slice(start, start := start + int(size.prod()))
-        own = conditions[item * QUERIES : (item + 1) * QUERIES]
-        alone += model.loss(values[rows], noise[rows], times[item : item + 1], size[None], own).item()
-    assert together == pytest.approx(alone, rel=1e-12)
+    check_items_are_computed_as_if_alone(SD3(QUERIES, tiny().double()), NoiseConfig(schedule="flow"))
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 def test_samples_are_those_of_the_scheduler(shift):
     theirs, model, sizes, keys = scheduler(shift=shift), tiny().double(), torch.tensor([[4, 6]]), np.array([4])
-    conditions = drawn()[-1][:QUERIES]
+    conditions = drawn(11)[-1][:QUERIES]
     latents = as_image(normal_of_rows(keys, np.array([24]), 3, "noise", torch.device("cpu")), sizes[0])
     theirs.set_timesteps(5)
     for time in theirs.timesteps:
@@ -125,46 +108,17 @@ def test_timesteps_are_drawn_by_item():
 
 def test_stable_diffusion_3_has_the_size_of_its_class():
     with torch.device("meta"):
-        model = SD3(77, diffusers.SD3Transformer2DModel(**STABLE_DIFFUSION_3))
-    assert sum(p.numel() for p in model.parameters()) == 2_028_328_000
-    assert sum(each.layer.parameters for each in model.layers()) == 2_028_328_000
-
-
-def module_of(**options):
-    torch.manual_seed(0)
-    config = {"attention_head_dim": 16, "caption_projection_dim": 64, "num_attention_heads": 4, "num_layers": 3}
-    config |= {"joint_attention_dim": 24, "pooled_projection_dim": 8, "pos_embed_max_size": 16}
-    net = SD3(QUERIES, diffusers.SD3Transformer2DModel(**TINY | config | options))
-    entrance = OutputProjector(Projector(DIM, net.condition_dim, ProjectorConfig()), QUERIES, drop=0.1)
-    return GeneratorModule(Diffusion(net, NoiseConfig(schedule="flow")), entrance, QUERIES)
+        check_size(SD3(77, diffusers.SD3Transformer2DModel(**STABLE_DIFFUSION_3)), 2_028_328_000)
 
 
 @pytest.mark.parametrize("options", [{}, {"qk_norm": "rms_norm", "dual_attention_layers": (0, 1)}], ids=str)
 def test_work_and_memory_are_what_is_predicted(options):
-    module, sizes = module_of(**options), torch.tensor([[32, 32], [24, 32], [32, 32], [16, 16]])
-    spec = multimodal("tiny", language_model(Transformer(DIM, 64, 2), 1, 10), [], [module.spec_module("draw")])
-    made, lengths = spec.module("draw"), module.lengths(sizes.numpy())
-    assert made.num_parameters == sum(p.numel() for p in module.parameters())
-    assert len(made.blocks) == 1
-    kept = sum(
-        LayerBytes.of(placed, float(work_of(placed.layer, lengths).rows[0]), 1, FSDP_FP32).saved
-        for placed in stage_layers(spec, {"draw": (0, 1)}, {})
-    )
-    assert kept == pytest.approx(kept_bytes(module, sizes, 3), rel=0.02)
-
-    rows = torch.randn(len(sizes) * QUERIES, DIM, requires_grad=True)
-    values, keys = torch.randn(int(lengths.sum()), 3), np.arange(len(sizes))
-    # torch counts no operations of the kernel that CPUs have for attention.
-    with sdpa_kernel(SDPBackend.MATH):
-        with FlopCounterMode(display=False) as forward:
-            loss = module(values, sizes, rows, keys)
-        with FlopCounterMode(display=False) as backward:
-            loss.backward()
-    counted = sum(float(layer_flops(layer, work_of(layer, lengths)).forward[0]) for layer in made.layers)
-    assert counted == forward.get_total_flops()
-    # No gradient is needed of what is noised, nor of the timestep.
-    total = forward.get_total_flops() + backward.get_total_flops()
-    assert step_flops(made, lengths, reached=True) == pytest.approx(total, rel=2e-3)
+    torch.manual_seed(0)
+    config = {"attention_head_dim": 16, "caption_projection_dim": 64, "num_attention_heads": 4, "num_layers": 3}
+    config |= {"joint_attention_dim": 24, "pooled_projection_dim": 8, "pos_embed_max_size": 16}
+    transformer = SD3(QUERIES, diffusers.SD3Transformer2DModel(**TINY | config | options))
+    sizes = torch.tensor([[32, 32], [24, 32], [32, 32], [16, 16]])
+    check_work_and_memory(transformer, NoiseConfig(schedule="flow"), sizes)
 
 
 @pytest.fixture
@@ -176,20 +130,10 @@ def pipeline(tmp_path):
     return folder
 
 
-def built(**options):
-    return build_generator("draw", GeneratorConfig(num_queries=QUERIES, **options), DIM, torch.float32, 0)
-
-
 @pytest.mark.parametrize("inside", ["", "transformer"])
 def test_a_directory_of_diffusers_is_read(pipeline, inside):
-    module = built(path=pipeline / inside, noise={"schedule": "path", "times": "logit_normal"})
-    stored = diffusers.SD3Transformer2DModel.from_pretrained(pipeline / "transformer").state_dict()
-    read = module.generator.denoiser.transformer.state_dict()
-    assert read.keys() == stored.keys()
-    assert all(torch.equal(read[name], value) for name, value in stored.items())
+    module = check_directory_is_read(diffusers.SD3Transformer2DModel, pipeline, {"times": "logit_normal"}, inside)
     assert (module.generator.noise.shift, module.generator.noise.times) == (3.0, "logit_normal")
-    with torch.device("meta"):
-        assert built(path=pipeline).spec_module("draw") == module.spec_module("draw")
 
 
 def test_a_directory_that_is_missing_is_said_with_all_that_would_do(tmp_path):
@@ -220,11 +164,7 @@ MODEL, SCHEDULER = "transformer/config.json", "scheduler/scheduler_config.json"
     ],
 )
 def test_a_directory_that_is_not_computed_is_refused(pipeline, file, options, said):
-    changed(pipeline / file, **options)
-    with pytest.raises(UserError) as refused:
-        built(path=pipeline)
-    assert said in str(refused.value)
-    assert "\n" not in str(refused.value)
+    check_directory_is_refused(pipeline, file, options, said)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """UNets of diffusers as generators: their loss and samples are those of diffusers, their size and work what is said."""
 
-import json
 import shutil
 import sys
 
@@ -9,25 +8,26 @@ import numpy as np
 import pytest
 import torch
 from diffusers.training_utils import compute_snr
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from motet.core.errors import UserError
-from motet.core.shapes import Transformer, language_model, multimodal
-from motet.cost.flops import layer_flops, step_flops, work_of
-from motet.cost.memory import FSDP_FP32, LayerBytes, stage_layers
 from motet.models.diffusion import Diffusion
-from motet.models.generator import GeneratorModule, OutputProjector
-from motet.models.generator_build import build_generator
 from motet.models.generator_config import GeneratorConfig
 from motet.models.noise_schedule import NoiseConfig, SamplingConfig
-from motet.models.projector import Projector, ProjectorConfig
 from motet.models.scheduler_noise import SchedulerNoise
 from motet.models.unet import UNet
 from motet.noise import normal_of_rows
-from unit.models.test_generator import kept_bytes
+from unit.models.denoisers import (
+    QUERIES,
+    built,
+    check_directory_is_read,
+    check_directory_is_refused,
+    check_items_are_computed_as_if_alone,
+    check_size,
+    check_work_and_memory,
+    loss_of,
+    loss_of_a_script,
+)
 
-QUERIES, DIM = 4, 32
 TINY = {
     "in_channels": 3,
     "out_channels": 3,
@@ -57,58 +57,30 @@ def scheduler(kind="DDPMScheduler", **options):
     return getattr(diffusers, kind)(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, **options)
 
 
-SIZES = torch.tensor([[4, 4], [2, 6], [4, 4], [2, 2]])
-
-
-def drawn(seed=0):
-    """Values, noise, timesteps and conditions of items of SIZES."""
-    torch.manual_seed(seed)
-    rows = int(SIZES.prod(1).sum())
-    values, noise = torch.randn(2, rows, 3, dtype=torch.float64)
-    conditions = torch.randn(len(SIZES) * QUERIES, 6, dtype=torch.float64)
-    return values, noise, torch.tensor([0, 999, 500, 20]), conditions
-
-
-def as_image(rows, size):
-    return rows.unflatten(0, size.tolist()).permute(2, 0, 1)[None]
-
-
 @pytest.mark.parametrize("min_snr", [None, 5.0])
 @pytest.mark.parametrize("predicts", ["epsilon", "v_prediction"])
 def test_the_loss_is_that_of_diffusers(predicts, min_snr):
     """Of a training script's steps: noise added by the scheduler, the model, squared errors, weights of min-SNR."""
     unet, noised_by = tiny_unet(), scheduler(prediction_type=predicts)
-    values, noise, times, conditions = drawn()
-    expected = 0.0
-    starts = np.cumsum([0, *SIZES.prod(1).tolist()])
-    for item, size in enumerate(SIZES):
-        rows, time = slice(*starts[item : item + 2].tolist()), times[item : item + 1]
-        latents, added = as_image(values[rows], size), as_image(noise[rows], size)
-        given = conditions.unflatten(0, (-1, QUERIES))[item][None]
-        predicted = unet(noised_by.add_noise(latents, added, time), time, given).sample
+
+    def loss_of_item(latents, added, time, conditions):
+        predicted = unet(noised_by.add_noise(latents, added, time), time, conditions[None]).sample
         target = added if predicts == "epsilon" else noised_by.get_velocity(latents, added, time)
         loss = torch.nn.functional.mse_loss(predicted, target)
-        if min_snr:
-            snr = compute_snr(noised_by, time)
-            weight = torch.minimum(snr, torch.tensor(min_snr))
-            loss = loss * (weight / (snr if predicts == "epsilon" else snr + 1)).item()
-        expected += loss.item() * int(size.prod())
-    model = Diffusion(UNet(QUERIES, unet), SchedulerNoise.of(noised_by, NoiseConfig(min_snr=min_snr)))
-    found = model.loss(values, noise, times, SIZES, conditions).item()
+        if not min_snr:
+            return loss
+        snr = compute_snr(noised_by, time)
+        weight = torch.minimum(snr, torch.tensor(min_snr)) / (snr if predicts == "epsilon" else snr + 1)
+        return loss * weight.item()
+
+    expected = loss_of_a_script(loss_of_item, 6)
+    found = loss_of(UNet(QUERIES, unet), SchedulerNoise.of(noised_by, NoiseConfig(min_snr=min_snr)))
     # Of the weights, diffusers computes the SNR in float32.
     assert found == pytest.approx(expected, rel=1e-7 if min_snr else 1e-8)
 
 
 def test_items_of_several_sizes_are_computed_as_if_alone():
-    values, noise, times, conditions = drawn()
-    model = Diffusion(UNet(QUERIES, tiny_unet()), NoiseConfig())
-    together = model.loss(values, noise, times, SIZES, conditions).item()
-    alone, start = 0.0, 0
-    for item, size in enumerate(SIZES):
-        rows = slice(start, start := start + int(size.prod()))
-        own = conditions[item * QUERIES : (item + 1) * QUERIES]
-        alone += model.loss(values[rows], noise[rows], times[item : item + 1], size[None], own).item()
-    assert together == pytest.approx(alone, rel=1e-13)
+    check_items_are_computed_as_if_alone(UNet(QUERIES, tiny_unet()), NoiseConfig())
 
 
 def predicted_of(noised, time):
@@ -161,47 +133,17 @@ def test_samples_are_those_of_diffusers(monkeypatch, kind, options, predicts, sp
 
 def test_stable_diffusion_2_1_has_its_published_size():
     with torch.device("meta"):
-        unet = UNet(77, diffusers.UNet2DConditionModel(**STABLE_DIFFUSION_2_1))
-    assert sum(p.numel() for p in unet.parameters()) == 865_910_724
-    assert sum(each.layer.parameters for each in unet.layers()) == 865_910_724
-
-
-def module_of(**options):
-    torch.manual_seed(0)
-    config = TINY | {"block_out_channels": (32, 64), "cross_attention_dim": 24, "norm_num_groups": 8} | options
-    net = UNet(QUERIES, diffusers.UNet2DConditionModel(**config))
-    entrance = OutputProjector(Projector(DIM, net.condition_dim, ProjectorConfig()), QUERIES, drop=0.1)
-    return GeneratorModule(Diffusion(net, NoiseConfig()), entrance, QUERIES)
+        check_size(UNet(77, diffusers.UNet2DConditionModel(**STABLE_DIFFUSION_2_1)), 865_910_724)
 
 
 @pytest.mark.parametrize(
     "options", [{"attention_head_dim": 8}, {"use_linear_projection": True, "layers_per_block": 2}], ids=str
 )
 def test_work_and_memory_are_what_is_predicted(options):
-    module, sizes = module_of(**options), torch.tensor([[16, 16], [24, 16], [16, 16], [8, 8]])
-    spec = multimodal("tiny", language_model(Transformer(DIM, 64, 2), 1, 10), [], [module.spec_module("draw")])
-    made, lengths = spec.module("draw"), module.lengths(sizes.numpy())
-    assert made.num_parameters == sum(p.numel() for p in module.parameters())
-    assert len(made.blocks) == 1
-    kept = sum(
-        LayerBytes.of(placed, float(work_of(placed.layer, lengths).rows[0]), 1, FSDP_FP32).saved
-        for placed in stage_layers(spec, {"draw": (0, 1)}, {})
-    )
-    assert kept == pytest.approx(kept_bytes(module, sizes, 3), rel=0.02)
-
-    rows = torch.randn(len(sizes) * QUERIES, DIM, requires_grad=True)
-    values, keys = torch.randn(int(lengths.sum()), 3), np.arange(len(sizes))
-    # torch counts no operations of the kernel that CPUs have for attention.
-    with sdpa_kernel(SDPBackend.MATH):
-        with FlopCounterMode(display=False) as forward:
-            loss = module(values, sizes, rows, keys)
-        with FlopCounterMode(display=False) as backward:
-            loss.backward()
-    counted = sum(float(layer_flops(layer, work_of(layer, lengths)).forward[0]) for layer in made.layers)
-    assert counted == forward.get_total_flops()
-    # No gradient is needed of what is noised, nor of the timestep.
-    total = forward.get_total_flops() + backward.get_total_flops()
-    assert step_flops(made, lengths, reached=True) == pytest.approx(total, rel=2e-3)
+    torch.manual_seed(0)
+    config = TINY | {"block_out_channels": (32, 64), "cross_attention_dim": 24, "norm_num_groups": 8} | options
+    unet = UNet(QUERIES, diffusers.UNet2DConditionModel(**config))
+    check_work_and_memory(unet, NoiseConfig(), torch.tensor([[16, 16], [24, 16], [16, 16], [8, 8]]))
 
 
 @pytest.fixture
@@ -214,24 +156,10 @@ def pipeline(tmp_path):
     return folder
 
 
-def built(**options):
-    return build_generator("draw", GeneratorConfig(num_queries=QUERIES, **options), DIM, torch.float32, 0)
-
-
 @pytest.mark.parametrize("inside", ["", "unet"])
 def test_a_directory_of_diffusers_is_read(pipeline, inside):
-    module = built(path=pipeline / inside, noise={"schedule": "path", "min_snr": 5.0})
-    stored = diffusers.UNet2DConditionModel.from_pretrained(pipeline / "unet").state_dict()
-    read = module.generator.denoiser.unet.state_dict()
-    assert read.keys() == stored.keys()
-    assert all(torch.equal(read[name], value) for name, value in stored.items())
+    module = check_directory_is_read(diffusers.UNet2DConditionModel, pipeline, {"min_snr": 5.0}, inside)
     assert (module.generator.noise.predicts, module.generator.noise.min_snr) == ("v", 5.0)
-    with torch.device("meta"):
-        assert built(path=pipeline).spec_module("draw") == module.spec_module("draw")
-
-
-def changed(file, **options):
-    file.write_text(json.dumps(json.loads(file.read_text()) | options))
 
 
 UNET, SCHEDULER = "unet/config.json", "scheduler/scheduler_config.json"
@@ -258,11 +186,7 @@ UNET, SCHEDULER = "unet/config.json", "scheduler/scheduler_config.json"
     ],
 )
 def test_a_directory_that_is_not_computed_is_refused(pipeline, file, options, said):
-    changed(pipeline / file, **options)
-    with pytest.raises(UserError) as refused:
-        built(path=pipeline)
-    assert said in str(refused.value)
-    assert "\n" not in str(refused.value)
+    check_directory_is_refused(pipeline, file, options, said)
 
 
 def test_what_is_missing_is_said(pipeline, tmp_path, monkeypatch):
@@ -286,7 +210,9 @@ def test_what_is_missing_is_said(pipeline, tmp_path, monkeypatch):
         built(family="unet", config=TINY)
 
 
-@pytest.mark.parametrize(("sizes", "said"), [([[3, 4]], "cannot be halved 1 times"), ([[8]], "and not sequences")])
+@pytest.mark.parametrize(
+    ("sizes", "said"), [([[3, 4]], "not what a UNet makes; .* multiples of 2"), ([[8]], "and not sequences")]
+)
 def test_sizes_that_halving_does_not_divide_are_refused(sizes, said):
     with pytest.raises(UserError, match=said):
         built(family="unet", config=TINY).num_tokens(np.array(sizes))

@@ -25,8 +25,9 @@ from motet.models.scheduler_noise import SchedulerNoise
 from motet.models.unet import UNet
 from motet.models.vae import VAE
 from motet.noise import normal_of_rows, uniform_of_items
+from unit.models.denoisers import DIM, QUERIES, as_image, changed
 from unit.models.test_generator import kept_bytes
-from unit.models.test_unet import DIM, QUERIES, TINY, as_image, changed, scheduler
+from unit.models.test_unet import TINY, scheduler
 
 BLOCKS = {"down_block_types": ("DownEncoderBlock2D",) * 3, "up_block_types": ("UpDecoderBlock2D",) * 3}
 OPTIONS = {"block_out_channels": (4, 8, 8), "norm_num_groups": 2, "latent_channels": 3, **BLOCKS}

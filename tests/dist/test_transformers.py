@@ -1,0 +1,74 @@
+"""A recipe whose generator is a transformer of diffusers: the same in a Plan with stages, and exported."""
+
+import diffusers
+import pytest
+import torch
+
+from cli.tiny_job import metrics
+from dist.test_generators import EXACT, planned, run, run_planned
+from dist.test_unet import job  # noqa: F401
+from motet.core.plan import Unit
+from motet.planning.planned_recipe import read_job_recipe
+
+SD3 = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 1,
+    "num_attention_heads": 2,
+    "attention_head_dim": 4,
+    "joint_attention_dim": 6,
+    "caption_projection_dim": 8,
+    "pooled_projection_dim": 5,
+    "pos_embed_max_size": 6,
+    "sample_size": 6,
+}
+PIXART = {
+    "in_channels": 4,
+    "out_channels": 8,
+    "num_layers": 1,
+    "num_attention_heads": 2,
+    "attention_head_dim": 4,
+    "cross_attention_dim": 8,
+    "caption_channels": 6,
+    "sample_size": 6,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "scheduler", "noise"),
+    [
+        ("SD3", SD3, diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), 'times = "logit_normal"'),
+        ("PixArt", PIXART, diffusers.DPMSolverMultistepScheduler(beta_schedule="linear"), "min_snr = 5.0"),
+    ],
+    ids=["SD3", "PixArt"],
+)
+def test_stages_train_as_one_process_does_and_an_export_is_read_by_diffusers(
+    job,  # noqa: F811
+    tmp_path,
+    kind,
+    options,
+    scheduler,
+    noise,
+):
+    pipeline, model_class = job.parent / kind, getattr(diffusers, f"{kind}Transformer2DModel")
+    torch.manual_seed(1)
+    model_class(**options).save_pretrained(pipeline / "transformer")
+    scheduler.save_pretrained(pipeline / "scheduler")
+    recipe = job.with_name(f"{kind}.toml")
+    table = job.read_text().replace('"pipeline"', f'"{kind}"').replace("min_snr = 5.0", noise)
+    recipe.write_text(table.replace('sampler = "ddpm", ', ""))
+    few = ("run.steps=2", "data.heldout=[]")
+    run(recipe, 1, tmp_path / "alone", *few, "fsdp.shard_size=1", "export.at_end=true")
+    whole = {"draw": read_job_recipe(recipe, EXACT).model.num_blocks["draw"]}
+    stages = {"image": 1, "audio": 1, "backbone": 1}, {"backbone": 1} | whole
+    run_planned(recipe, planned(recipe, Unit("all", stages, pp=2, zero=0)), tmp_path / "stages", *few)
+    for a, b in zip(metrics(tmp_path / "alone"), metrics(tmp_path / "stages"), strict=True):
+        assert b["losses"] == pytest.approx(a["losses"], rel=1e-9)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-8)
+    exported = tmp_path / "alone" / "export" / "generators" / "draw"
+    config = model_class.from_pretrained(exported / "transformer").config
+    assert {name: config[name] for name in options} == options
+    written = type(scheduler).from_pretrained(exported / "scheduler").config
+    assert {name: written[name] for name in written if name[0] != "_"} == {
+        name: value for name, value in scheduler.config.items() if name[0] != "_"
+    }
