@@ -33,6 +33,8 @@ UNET, SD3, PIXART = "UNet2DConditionModel", "SD3Transformer2DModel", "PixArtTran
 AUTOENCODER = "AutoencoderKL"
 _FOLDERS = {UNET: "unet", SD3: "transformer", PIXART: "transformer", AUTOENCODER: "vae"}
 """Class -> its folder in a pipeline."""
+_UNBOUNDED = "lambda_min_clipped"
+"""What bounds the sampler of a DPMSolverMultistepScheduler; diffusers writes its default as -Infinity."""
 _SCHEDULER = Path("scheduler", "scheduler_config.json")
 
 
@@ -155,13 +157,14 @@ def _folder(where: str, path: Path, *parts: str) -> Path:
 
 def _stored(where: str, file: Path, kinds: tuple[str, ...]) -> dict[str, Any]:
     """The options in a file of diffusers, which must be of one of these classes."""
-    options = read_json(file, infinite=True)  # So diffusers writes what has no bound.
+    options = read_json(file, infinite=True)
     named = options.get("_class_name") if isinstance(options, dict) else None
     if named not in kinds:
         raise UserError(f"{where}.path: {file} is of class {named!r}; it must be {' or '.join(kinds)}")
-    finite = {key: value for key, value in options.items() if value != -math.inf}
-    check_bounds(f"{file}: ", finite)
-    return finite
+    if options.get(_UNBOUNDED) == -math.inf:
+        del options[_UNBOUNDED]
+    check_bounds(f"{file}: ", options)
+    return options
 
 
 def _first(error: Exception) -> str:

@@ -68,8 +68,9 @@ class SchedulerNoise(NoiseConfig):
                 "rescale_betas_zero_snr leaves nothing of the latents at the last timestep, of which noise then says "
                 'nothing; prediction_type must be "v_prediction"'
             )
-        if options.get("thresholding"):
-            raise UserError("thresholding is true, of which only false is computed")
+        for name in ("thresholding", "use_flow_sigmas"):
+            if options.get(name):
+                raise UserError(f"{name} is true, of which only false is computed")
         if options.get("variance_type") not in (None, "fixed_small"):
             raise UserError(f'variance_type is {options.variance_type!r}, of which only "fixed_small" is computed')
         if len(scheduler.alphas_cumprod) != options.num_train_timesteps:

@@ -160,7 +160,9 @@ MODEL, SCHEDULER = "transformer/config.json", "scheduler/scheduler_config.json"
         (MODEL, {"num_layers": 3}, "of PixArtTransformer2DModel, transformer_blocks.2."),
         (SCHEDULER, {"prediction_type": "flow_prediction"}, "prediction_type is 'flow_prediction'"),
         (SCHEDULER, {"variance_type": "learned_range"}, "variance_type is 'learned_range'"),
+        (SCHEDULER, {"use_flow_sigmas": True}, "use_flow_sigmas is true, of which only false is computed"),
         (SCHEDULER, {"beta_end": float("inf")}, "beta_end is inf; it must be finite"),
+        (SCHEDULER, {"beta_start": float("-inf")}, "beta_start is -inf; it must be finite"),
     ],
 )
 def test_a_directory_that_is_not_computed_is_refused(pipeline, file, options, said):
