@@ -82,6 +82,11 @@ def summed(x: Tensor, ranks: TensorRanks) -> Tensor:
     return _Transposed.apply(x, partial(_all_reduced, ranks=ranks), _as_it_is)
 
 
+def counted_once(x: Tensor, ranks: TensorRanks) -> Tensor:
+    """x, which is the same on all ranks, as is its gradient here: each rank's is its even share of that."""
+    return _Transposed.apply(x, _as_it_is, partial(_share_of, ranks=ranks))
+
+
 class _Transposed(torch.autograd.Function):
     """there(x); the gradient goes back by `back`, which is the transpose of `there`."""
 
@@ -98,6 +103,10 @@ class _Transposed(torch.autograd.Function):
 
 def _as_it_is(x: Tensor) -> Tensor:
     return x.view_as(x)
+
+
+def _share_of(x: Tensor, ranks: TensorRanks) -> Tensor:
+    return x / ranks.size
 
 
 def _all_reduced(x: Tensor, ranks: TensorRanks) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 
 from benchmark import BENCHMARKS, benchmark
 from motet.cost.flops import batch_flops
-from motet.schedule.check.fit import undivided_heads
+from motet.schedule.check.fit import undivided_parts
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_a_job_of_any_tp_computes_the_same(planner):
     job = omnibal._job(pair, omnibal.samples(), 64)
     model = omnibal._model(pair, padded=False)
     assert batch_flops(job.model, job.batch) == batch_flops(model, job.batch)
-    assert undivided_heads(model.module("image"), 2) and not undivided_heads(job.model.module("image"), 2)
+    assert undivided_parts(model.module("image"), 2) and not undivided_parts(job.model.module("image"), 2)
 
 
 def test_a_ratio_without_a_plan_is_an_error(planner, tried):

@@ -77,6 +77,34 @@ def test_experts_that_ranks_share(num_ranks):
     assert_planned(num_ranks, SPREAD[num_ranks])
 
 
+DIVIDED = {
+    2: [
+        PlannedCase(chain(ALL, tp=2), family="mixtral", left_out=0.5),
+        PlannedCase(chain(ALL, tp=2), family="qwen3_moe", dropout=0.2, tied=True),
+        PlannedCase(chain(ALL, tp=2), family="mixtral", frozen=("backbone",), microbatch_size=2),
+    ],
+    4: [
+        PlannedCase(chain(*CUT, tp=2), "zb_h1", family="mixtral", left_out=0.5),
+        PlannedCase(chain(*CUT, tp=2, recompute=RECOMPUTED), family="qwen3_moe", left_out=0.5),
+        PlannedCase(chain(ALL, tp=2, dp=2, zero=3), family="mixtral", left_out=0.5),
+        PlannedCase(chain(ALL, tp=2, dp=2, zero=1), family="qwen3_moe", chunks=2),
+        PlannedCase((replace(shared(2, WHOLE, zero=1)[0], tp=2),), family="mixtral", batch_size=3, left_out=0.3),
+        PlannedCase(
+            chain(ALL, tp=2, dp=2, zero=2),
+            family="mixtral",
+            then=PlannedCase(chain(*CUT, dp=2, ep=2, zero=1), family="mixtral"),
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("num_ranks", DIVIDED)
+def test_experts_that_tensor_parallel_ranks_divide(num_ranks):
+    """Each has some of the experts, and the router: in stages, with ZeRO, shared sequences and split backward passes,
+    and checkpoints go on under `ep`."""
+    assert_planned(num_ranks, DIVIDED[num_ranks])
+
+
 WHOLE_COPIES = FSDPConfig(shard_size=1)
 DATA_PARALLEL = [
     Case(family="mixtral", num_microbatches=2),

@@ -56,10 +56,21 @@ def test_what_ranks_share_is_one_process(family, ways, tmp_path):
 
     The latter two have one head of keys, which two ranks cannot divide, and of Qwen3-VL the tower is not divided.
     """
+    check(family, 2, {name: WAYS[name] for name in ways}, tmp_path)
+
+
+def test_divided_experts_beside_a_tower_on_ranks_of_its_own_are_one_process(tmp_path):
+    """Rows for several blocks go to tensor-parallel ranks, each of which has some of the experts."""
+    tower, llm = ["parallel.image.tp=1", "parallel.image.dp=2"], ["parallel.backbone.tp=2", "parallel.backbone.dp=1"]
+    check("qwen3_vl_moe", 4, {"divided experts": tower + llm}, tmp_path)
+
+
+def check(family, num_ranks, ways, tmp_path):
+    """Train a whole model in each way, and hold it to one process."""
     whole_models.write_job(tmp_path / "job", family)
     recipe = str(tmp_path / "job" / "recipe.toml")
     run_ranks(trained, 1, recipe, {str(tmp_path / "alone"): []})
-    run_ranks(trained, 2, recipe, {str(tmp_path / name): WAYS[name] for name in ways})
+    run_ranks(trained, num_ranks, recipe, {str(tmp_path / name): overrides for name, overrides in ways.items()})
     alone = figures(tmp_path / "alone")
     assert len(alone) == 2
     for name in ways:

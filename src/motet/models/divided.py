@@ -1,7 +1,8 @@
 """Models whose products tensor-parallel ranks share: which parameters are cut, and how layers change.
 
 A family of the registry says how its layers are divided (`TensorBranch`). Embedding and output layer of a backbone are
-cut by the vocabulary, and an MLP between encoder and backbone by its inner columns. What a family computes as one
+cut by the vocabulary, and an MLP between encoder and backbone by its inner columns. Of routed experts each rank has
+some, whole, and all of their router. What a family computes as one
 product of several (queries, keys and values) is split first (`fused.py`). All else (norms, patch embeddings,
 convolutions, position tables, other projectors) is whole on every rank, and computed by each of them.
 """
@@ -19,6 +20,7 @@ from motet.chunked import ColumnProducts
 from motet.core.workload import BACKBONE
 from motet.dropout import set_divided
 from motet.models.backbone import Backbone
+from motet.models.experts import divide_experts, expert_parameters
 from motet.models.families.branches import TensorBranch
 from motet.models.families.registry import (
     BACKBONES,
@@ -96,6 +98,7 @@ def cuts_of(mllm: MLLM, name: str) -> dict[str, int]:
         cuts[id(row.weight)] = 1
         if isinstance(row, LoraLinear):
             cuts[id(row.lora_A.weight)] = 1
+    cuts |= {id(parameter): 0 for parameter in expert_parameters(_layers(_module(mllm, name)))}
     if name == BACKBONE:
         for part in _vocabulary(mllm.backbone):
             cuts |= {id(parameter): 0 for parameter in part.parameters()}
@@ -116,6 +119,7 @@ def divide(mllm: MLLM, ranks: Mapping[str, TensorRanks]) -> None:
         for root, branch in _branches(module):
             if _at(root, branch.row).weight is not None:
                 _divide_branch(root, branch, parts)
+        divide_experts(_layers(module), parts)
         if isinstance(module, Backbone):
             module.row_parts = parts
             sum_gradients(module.text.norm, parts.shared)

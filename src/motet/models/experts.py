@@ -2,6 +2,9 @@
 
 The parameters, their names and the arithmetic are those of transformers' layers. Rows are brought into the order of
 their experts, so that each expert multiplies its rows at once, and back; sums are in a fixed order.
+
+Tensor-parallel ranks have whole experts, as many each: all of them route all rows, each computes what its experts make
+of these, and the sum over ranks is what one rank makes.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from motet.expert_ranks import ExpertRanks
 from motet.grouped import GroupedLinear
 from motet.models.block import Block
 from motet.models.router_loss import RouterLoss
+from motet.tensor_parallel import RowParts, copied, counted_once
 
 ROUTER_LOSS = "router_loss"
 """The keyword by which layers are given the `RouterLoss` of a pass."""
@@ -29,6 +33,7 @@ class RoutedExperts(nn.Module):
 
     layer: the number of its layer. block: HF's, whose parameters it takes.
     ranks: those that share the experts, of which this rank has some; None: it has all.
+    parts: of the tensor-parallel ranks, of whose experts this rank has some; None: no products are shared.
 
     Example:
         >>> from transformers import MixtralConfig
@@ -49,6 +54,7 @@ class RoutedExperts(nn.Module):
         self.casts = not isinstance(block.gate, MixtralTopKRouter)
         self.router_loss: RouterLoss | None = None
         self.ranks: ExpertRanks | None = None
+        self.parts: RowParts | None = None
 
     @property
     def num_experts(self) -> int:
@@ -62,8 +68,16 @@ class RoutedExperts(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [..., width] -> the same shape. It waits for the device to know how many rows each expert has."""
+        if self.parts is None:
+            return self._routed(hidden, self.gate.weight)
+        # Each rank's gradient of the router is that of its own experts.
+        gate = copied(self.gate.weight, self.parts.ranks)
+        return self.parts.from_products(self._routed(self.parts.into_products(hidden), gate))
+
+    def _routed(self, hidden: Tensor, gate: Tensor) -> Tensor:
+        """What this rank's experts make of hidden states [..., width], by a router's weight [num_experts, width]."""
         rows = hidden.reshape(-1, hidden.shape[-1])
-        logits = linear(rows, self.gate.weight)
+        logits = linear(rows, gate)
         probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         weights, chosen = probabilities.topk(self.experts_per_token)
         if self.normalises:
@@ -73,6 +87,8 @@ class RoutedExperts(nn.Module):
         mixed = self._mixed(rows, weights, chosen)
         router_loss, self.router_loss = self.router_loss, None
         if router_loss is not None:
+            if self.parts is not None:
+                probabilities = counted_once(probabilities, self.parts.ranks)
             mixed = router_loss.through(self.layer, mixed, probabilities, chosen)
         return mixed.view(hidden.shape)
 
@@ -80,15 +96,18 @@ class RoutedExperts(nn.Module):
         """Rows [n, width] through their experts, weighed. weights, chosen: [n, experts_per_token]."""
         experts, order = chosen.view(-1).sort(stable=True)
         counts = torch.bincount(experts, minlength=self.num_experts)
+        if self.parts is not None:
+            first, stop = self.parts.ranks.part(self.num_experts)
+            begin, end = int(counts[:first].sum()), int(counts[:stop].sum())
+            order, counts = order[begin:end], counts[first:stop]
         given = rows[order // self.experts_per_token]
         if self.ranks is None:
             made = self._multiplied(given, counts.tolist())
         else:
             made = self.ranks.through(given, counts, self._multiplied)
-        weighed = made * weights.view(-1)[order][:, None]
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        return weighed.to(rows.dtype)[back].view(*chosen.shape, rows.shape[1]).sum(1)
+        weighed = (made * weights.view(-1)[order][:, None]).to(rows.dtype)
+        every = weighed.new_zeros(chosen.numel(), rows.shape[1]).index_copy(0, order, weighed)
+        return every.view(*chosen.shape, rows.shape[1]).sum(1)
 
     def _multiplied(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Rows in the order of this rank's experts, of which each has counts[expert], through them. The same shape."""
@@ -110,7 +129,7 @@ def use_routed_experts(layers: Any) -> int:
     return len(routed)
 
 
-def expert_parameters(blocks: Iterable[Block]) -> Iterator[nn.Parameter]:
+def expert_parameters(blocks: Iterable[nn.Module | Block]) -> Iterator[nn.Parameter]:
     """The parameters of all experts in some blocks, each [num_experts, ...]."""
     for block in blocks:
         if (routed := _routed(block)) is not None:
@@ -125,8 +144,15 @@ def spread_experts(blocks: Iterable[Block], ranks: ExpertRanks) -> None:
             block.without_rows = partial(RoutedExperts.__call__, routed)
 
 
-def _routed(block: Block) -> RoutedExperts | None:
-    """The experts of a block; None if it has none, as blocks of shapes, which have no `mlp` either."""
+def divide_experts(layers: Iterable[nn.Module], parts: RowParts) -> None:
+    """Let the experts of some layers, of which this tensor-parallel rank has a part, compute all rows. In place."""
+    for layer in layers:
+        if (routed := _routed(layer)) is not None:
+            routed.parts = parts
+
+
+def _routed(block: nn.Module | Block) -> RoutedExperts | None:
+    """The experts of a block, or of a layer; None if it has none, as blocks of shapes, which have no `mlp` either."""
     mlp = getattr(block, "mlp", None)
     return mlp if isinstance(mlp, RoutedExperts) else None
 

@@ -7,7 +7,7 @@ from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
 from motet.planner.job import Job
-from motet.schedule.check.fit import undivided_heads
+from motet.schedule.check.fit import undivided_parts
 
 TENSOR_DEGREES = (1, 2, 4, 8)
 
@@ -30,7 +30,7 @@ def tensor_degrees(job: Job, *names: str) -> list[int]:
     """
     modules = [module for module in job.model.modules if not names or module.name in names]
     degrees = possible_tensor_degrees(job.cluster)
-    degrees = [tp for tp in degrees if not any(undivided_heads(module, tp) for module in modules)]
+    degrees = [tp for tp in degrees if not any(undivided_parts(module, tp) for module in modules)]
     return [tp for tp in degrees if tp == 1 or not job.why_unpriced(tp)]
 
 
@@ -45,7 +45,7 @@ def indivisible(
     if pins.tp is not None and pins.tp not in (known := tensor_degrees(job, *modules)):
         of_modules = [module for module in job.model.modules if not modules or module.name in modules]
         for module in of_modules:
-            if pins.tp in possible_tensor_degrees(job.cluster) and (what := undivided_heads(module, pins.tp)):
+            if pins.tp in possible_tensor_degrees(job.cluster) and (what := undivided_parts(module, pins.tp)):
                 return f"TP is pinned to {pins.tp}, and {module.name} has {what}; it must be {one_of(known)}."
         return f"TP is pinned to {pins.tp}; it must be {one_of(known)}, in a node or over whole ones."
     if pins.pp is not None and pins.pp > num_blocks:

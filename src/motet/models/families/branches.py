@@ -47,6 +47,7 @@ LLAMA_BRANCHES = (
     TensorBranch("input_layernorm", _QKV, "self_attn.o_proj", has_heads=True),
     TensorBranch("post_attention_layernorm", *_GATED),
 )
+"""Those of Mixtral, too, whose layers have experts in place of the second branch (`models/experts.py`)."""
 QWEN3_BRANCHES = (
     TensorBranch("input_layernorm", _QKV, "self_attn.o_proj", _HEAD_NORMS, has_heads=True),
     LLAMA_BRANCHES[1],

@@ -288,8 +288,8 @@ BACKBONES = {
     "olmo2": Family(
         transformers.Olmo2Config, transformers.Olmo2ForCausalLM, norm="rms_float32", branches=OLMO2_BRANCHES
     ),
-    "mixtral": Family(transformers.MixtralConfig, transformers.MixtralForCausalLM),
-    "qwen3_moe": Family(transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "mixtral": Family(transformers.MixtralConfig, transformers.MixtralForCausalLM, branches=LLAMA_BRANCHES),
+    "qwen3_moe": Family(transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM, branches=QWEN3_BRANCHES),
     "granite": Family(
         transformers.GraniteConfig, transformers.GraniteForCausalLM, branches=LLAMA_BRANCHES, text=GraniteText
     ),
@@ -310,7 +310,7 @@ GRID_BACKBONES = {
         behind_grids=BEHIND_LARGEST,
     ),
     "qwen3_vl": Family(Qwen3VLTextConfig, Qwen3VLCausalLM, branches=QWEN3_BRANCHES, reads_grids=True),
-    "qwen3_vl_moe": Family(Qwen3VLMoeTextConfig, Qwen3VLMoeCausalLM, reads_grids=True),
+    "qwen3_vl_moe": Family(Qwen3VLMoeTextConfig, Qwen3VLMoeCausalLM, branches=QWEN3_BRANCHES, reads_grids=True),
 }
 """Backbones of whole models alone: transformers has them as parts of these."""
 

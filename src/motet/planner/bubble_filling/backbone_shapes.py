@@ -15,7 +15,7 @@ from motet.planner.candidate import Pins
 from motet.planner.degrees import divisors, most_replicas
 from motet.planner.infeasible import tensor_degrees
 from motet.planner.job import BlockCosts, Job
-from motet.schedule.check.fit import undivided_heads
+from motet.schedule.check.fit import undivided_parts
 
 _MICROBATCH_SIZES = (1, 2, 4, 8)
 _UNHIDDEN_MICROBATCHES = 2.0
@@ -85,7 +85,7 @@ def encoders_of(job: Job) -> list[str]:
 def encoder_degrees(job: Job, shape: PipelineShape, name: str) -> list[int]:
     """Tensor parallelism of an encoder that leaves whole heads, and whole examples, to each rank."""
     module, degrees = job.model.module(name), divisors(shape.tp)
-    return [tp for tp in degrees if shape.microbatch_size % (shape.tp // tp) == 0 and not undivided_heads(module, tp)]
+    return [tp for tp in degrees if shape.microbatch_size % (shape.tp // tp) == 0 and not undivided_parts(module, tp)]
 
 
 def _estimated(job: Job, shape: PipelineShape) -> PipelineShape:

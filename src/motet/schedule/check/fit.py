@@ -115,10 +115,10 @@ def _check_layers(plan: Plan) -> None:
 
 
 def _check_heads(plan: Plan) -> None:
-    """Tensor-parallel ranks have whole heads, and as many each."""
+    """Tensor-parallel ranks have whole heads and experts, and as many each."""
     for unit in plan.units:
         for name in unit.modules if unit.tp > 1 else ():
-            if what := undivided_heads(plan.model.module(name), unit.tp):
+            if what := undivided_parts(plan.model.module(name), unit.tp):
                 raise UserError(f"unit {unit.name!r}: tp is {unit.tp}, and {name!r} has {what}; tp must divide them.")
 
 
@@ -148,13 +148,15 @@ def _check_experts(plan: Plan) -> None:
             )
 
 
-def undivided_heads(module: Module, tp: int) -> str:
-    """Heads of a module that tensor parallelism does not divide, such as "25 heads"; "" if it divides all."""
+def undivided_parts(module: Module, tp: int) -> str:
+    """Heads or experts of a module that tensor parallelism does not divide, such as "25 heads"; "": it divides all."""
     for stack in module.stacks:
         if (attention := stack.layer.attention) is not None:
             for number, of in ((attention.num_heads, ""), (attention.num_kv_heads, " of keys and values")):
                 if number % tp:
                     return f"{number} {'head' if number == 1 else 'heads'}{of}"
+        if stack.layer.num_experts % tp:
+            return f"{stack.layer.num_experts} experts"
     return ""
 
 

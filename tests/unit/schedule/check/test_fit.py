@@ -194,6 +194,14 @@ def test_heads_that_tensor_parallelism_does_not_divide_are_refused(tp, kv_heads,
 MIXED = Transformer(48, 96, num_heads=4, causal=True, num_experts=6, experts_per_token=2)
 
 
+def test_experts_that_tensor_parallelism_does_not_divide_are_refused():
+    llm = multimodal("toy", language_model(MIXED, 8, vocab_size=101), [])
+    unit = Unit("llm", ({"backbone": 8},), tp=4)
+    with pytest.raises(UserError, match="unit 'llm': tp is 4, and 'backbone' has 6 experts; tp must divide them"):
+        check_fit(Plan(llm, cluster("h100"), (unit,), 8))
+    check_fit(Plan(llm, cluster("h100"), (replace(unit, tp=2),), 8))
+
+
 @pytest.mark.parametrize(
     ("changes", "schedule", "what"),
     [
