@@ -77,6 +77,11 @@ def refused(job, tmp_path, monkeypatch, capsys):
             {},
             "plan.json: image has pp = 1, not 2 as in [parallel] of RECIPE; plan anew: motet",
         ),
+        (
+            ["run.compile=true"],
+            {},
+            "plan.json has stages beside run.compile, which takes blocks that run whole (remove run.compile to train",
+        ),
         (["parallel.video.pp=2"], {}, "parallel.video has no effect, as the model has no such module; it has image, "),
         (["parallel.image.stages=2"], {}, "unknown key 'parallel.image.stages'"),
     ],

@@ -6,6 +6,7 @@ import pytest
 from torch._dynamo.utils import counters
 
 import motet.train.job
+from benchmark import benchmark
 from cli.tiny_job import losses, write_tiny_job
 from dist.test_planned import said_under
 from motet.core.errors import UserError
@@ -13,6 +14,9 @@ from motet.models.compiling import compile_blocks
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
+
+with benchmark("whole_models") as whole_models:
+    pass
 
 NO_DROPOUT = "model.encoders.audio.config.dropout=0.0"
 TEXT = 'data.train=["text.jsonl"]'
@@ -56,6 +60,14 @@ def test_no_length_is_compiled_anew_and_losses_are_equal(job, tmp_path):
     run_ranks(said_under, 1, str(job), [f"run.dir={tmp_path / 'plain'}", *overrides], None)
     assert losses(tmp_path / "own") == losses(tmp_path / "plain")
     assert 2 <= graphs[2] == graphs[-1] <= 12, "three steps with packs of their own lengths have no graph of their own"
+
+
+def test_blocks_of_a_whole_model_are_compiled_too(tmp_path):
+    job = whole_models.write_job(tmp_path, "llava")
+    own, plain = (tmp_path / name for name in ("own", "plain"))
+    (graphs,) = run_ranks(graphs_of, 1, job, [f"run.dir={own}", "run.compile=true", "run.steps=2"])
+    run_ranks(said_under, 1, str(job), [f"run.dir={plain}", "run.steps=2"], None)
+    assert graphs[-1] >= 2 and losses(own) == losses(plain)
 
 
 def test_what_does_not_compile_is_refused(job, tmp_path, monkeypatch):

@@ -6,6 +6,8 @@
 - `image`/`images`, `audio`/`audios` and `video`/`videos` name one file or a list of files. `<image>`, `<audio>` and
   `<video>`, anywhere in the text, stand for the next file of their kind; and so with the name of a modality of the
   user's own.
+- A list in `video` or `videos` is the frames of one video, and so is a list of names of images; `fps` of the record
+  says how many of them are a second.
 - `messages` with `role` and `content` is the same in OpenAI's words. A content may be a list of typed parts
   (`data/parts.py`), which name their own media or take those of the record.
 - `system` is one more turn in front.
@@ -33,8 +35,8 @@ from motet.core.errors import UserError
 from motet.core.modalities import modalities
 from motet.core.words import counted_words
 from motet.data.alpaca import instruction_turns, is_instruction
-from motet.data.media import IMAGE
-from motet.data.media_names import DATA_URL_HEAD, media_name
+from motet.data.media import IMAGE, VIDEO
+from motet.data.media_names import DATA_URL_HEAD, media_name, video_names
 from motet.data.parts import TEXTS_FIELD, TypedPart, interleaved, typed_parts
 from motet.data.record_fields import (
     PARTS_FIELD,
@@ -364,5 +366,7 @@ def _names(record: dict[str, Any], fields: tuple[str, str], where: str) -> list[
     if len(present) > 1:
         raise UserError(f"{where}: has both '{fields[0]}' and '{fields[1]}'; give one of them")
     names = record[present[0]]
+    if fields[0] == VIDEO:
+        return video_names(names, record.get("fps"), f"{where}: '{present[0]}'")
     names = names if isinstance(names, list) else [names]
     return [media_name(name, f"{where}: '{present[0]}'") for name in names]

@@ -17,7 +17,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from motet.core.example import TokenSequence
 from motet.core.files import irregular_kind, printable
 from motet.core.modalities import modalities
 from motet.data.copies import Copies
-from motet.data.media import IN_ANSWER, IN_RECORD, MediaRef
+from motet.data.media import IN_ANSWER, IN_RECORD, LISTED, MediaRef
 from motet.data.remote import is_url, located
 
 # Increment it when the contents of the files change: older indexes are then rebuilt.
@@ -208,7 +208,7 @@ class Index:
     def bad_examples(self) -> Iterator[BadExample]:
         """Examples that cannot be used, in order. O(1) if there are none."""
         for example, path, reason in _bad_rows(self._column("bad")):
-            where = path if path.endswith(IN_RECORD) or is_url(path) else os.path.join(self.folder, path)
+            where = path if path.endswith((IN_RECORD, LISTED)) or is_url(path) else os.path.join(self.folder, path)
             yield BadExample(example, printable(where), reason)
 
     def where(self, example: int) -> str:
@@ -237,11 +237,10 @@ class Index:
                 offset += self._row_span(example)[0]
             in_answer, code = divmod(int(self.lengths.modality[item]), IN_ANSWER)
             at = self._copies if is_url(where) else None
-            refs.append(
-                MediaRef(
-                    modalities()[code], where, member, offset, num_bytes, raw, in_answer=bool(in_answer), copies=at
-                )
+            ref = MediaRef(
+                modalities()[code], where, member, offset, num_bytes, raw, in_answer=bool(in_answer), copies=at
             )
+            refs.append(replace(ref, folder=str(self.folder)) if ref.is_held_list else ref)
         return refs
 
     def _row(self, example: int) -> IndexRow:

@@ -29,6 +29,8 @@ _VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mp
 
 IN_RECORD = ", held by the record"
 """The end of the name of an item whose bytes its record holds: "image 1, held by the record"."""
+LISTED = ", listed by the record"
+"""The end of the name of a video whose frames its record lists: "video 1, listed by the record"."""
 
 
 class BadMedia(Exception):
@@ -58,6 +60,7 @@ class MediaRef:
     raw:    (width, height) in pixels, (samples, sampling rate), `VideoHeader.raw`, or (rows, 0) of an own modality,
             from the header when the index was built; None if not known yet.
     in_answer: it stands in a turn of the assistant (not in a document), so that a generator can learn to make it.
+    folder: of a video whose frames are listed: what their paths are relative to.
     """
 
     modality: str
@@ -69,13 +72,19 @@ class MediaRef:
     data: bytes | None = field(default=None, repr=False)
     in_answer: bool = False
     copies: Copies | None = field(default=None, repr=False)
+    folder: str = ""
+
+    @property
+    def is_held_list(self) -> bool:
+        """Whether its bytes list the frames of a video (`data/listed_frames.py`)."""
+        return self.member.endswith(LISTED)
 
     @property
     def name(self) -> str:
         """The file for messages: "a.png", "shard.tar:a.png", or "image 1, held by the record"."""
         return (
             f"{self.path}:{self.member}"
-            if self.member and not self.member.endswith(IN_RECORD)
+            if self.member and not self.member.endswith((IN_RECORD, LISTED))
             else self.member or self.path
         )
 

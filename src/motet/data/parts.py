@@ -13,7 +13,7 @@ from typing import Any
 from motet.core.errors import UserError
 from motet.core.modalities import own_modalities
 from motet.data.media import AUDIO, IMAGE, VIDEO
-from motet.data.media_names import DATA_URL, DATA_URL_HEAD, media_name
+from motet.data.media_names import DATA_URL, DATA_URL_HEAD, FrameNames, media_name
 from motet.data.record_fields import kind_of
 
 _TEXT = "text"
@@ -22,6 +22,8 @@ _TYPES |= {"video": VIDEO, "video_url": VIDEO}
 """The types of parts, but those of own modalities, which have the modality's name."""
 _ANY = ("path", "url", "base64")
 """Where transformers looks for the item of a part of any type."""
+_FPS = ("fps", "sample_fps")
+"""Where a part says the frames a second of a video whose frames it lists; the latter in Qwen's words."""
 TEXTS_FIELD, _IMAGES = "texts", "images"
 
 
@@ -77,16 +79,23 @@ def _typed_part(part: object, where: str) -> TypedPart:
         raise UserError(f"{where}: its type is {kind_of(named)}, but must be one of {', '.join(types)}")
     kind = types[named]
     allowed = (_TEXT,) if kind == _TEXT else (*(name for name, of in types.items() if of == kind), *_ANY)
+    lists = kind == VIDEO and any(isinstance(value, list) for value in part.values())
+    allowed += _FPS if lists else ()
     for name in part:
         if name != "type" and name not in allowed:
             raise UserError(f"{where}: has a field '{name}', which is not understood in a part of type '{named}'")
-    given = [name for name in part if name != "type"]
+    given = [name for name in part if name not in ("type", *(_FPS if lists else ()))]
     if kind == _TEXT:
         if not isinstance(part.get(_TEXT), str):
             raise UserError(f"{where}: 'text' is {kind_of(part.get(_TEXT))}, but must be text")
         return TypedPart(_TEXT, part[_TEXT])
     if len(given) > 1:
         raise UserError(f"{where}: has both '{given[0]}' and '{given[1]}'; give one of them")
+    if lists:
+        rates = [part[name] for name in _FPS if name in part]
+        return TypedPart(
+            kind, name=FrameNames.of(part[given[0]], rates[0] if rates else None, f"{where}: '{given[0]}'")
+        )
     return TypedPart(kind, name=_name(given[0], part[given[0]], f"{where}: '{given[0]}'") if given else None)
 
 

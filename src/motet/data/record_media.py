@@ -15,11 +15,13 @@ from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from motet.core.errors import UserError
+from motet.core.modalities import VIDEO
 from motet.data.conversation import Conversation, match_media, media_names
 from motet.data.copies import Copies
+from motet.data.listed_frames import held_frames
 from motet.data.manifest import Entry
-from motet.data.media import IN_RECORD, MediaRef
-from motet.data.media_names import DATA_URL
+from motet.data.media import IN_RECORD, LISTED, MediaRef
+from motet.data.media_names import DATA_URL, FrameNames
 from motet.data.remote import is_url, located
 from motet.data.shards import Member, find_members, look_up
 
@@ -38,6 +40,12 @@ def find_media(
     """
     names = media_names(record, entry.where)
     members: Mapping[str, Member] = {}
+    listed = [name for name in (*conversation.names, *(names.get(VIDEO) or ())) if isinstance(name, FrameNames)]
+    if listed and entry.members is not None:
+        raise UserError(
+            f"{entry.where}: lists the frames of a video, which are read beside a manifest, and not from a shard; "
+            "write them as one video"
+        )
     if entry.members is None:
         files = {modality: of_modality or [] for modality, of_modality in names.items()}
     else:
@@ -48,7 +56,10 @@ def find_media(
     refs: list[MediaRef] = []
     for number, (modality, name) in enumerate(match_media(conversation, files, entry.where), start=1):
         held_name = f"{modality} {number}{IN_RECORD}"
-        if name.startswith(DATA_URL):
+        if isinstance(name, FrameNames):
+            where = f"{entry.where}: {modality} {number}"
+            refs.append(held_frames(folder, name, f"{modality} {number}{LISTED}", where))
+        elif name.startswith(DATA_URL):
             refs.append(
                 MediaRef(modality, "", held_name, data=_held_bytes(name, f"{entry.where}: {modality} {number}"))
             )

@@ -29,8 +29,8 @@ _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,ogg,
 _MAX_SIDE = 2**16 - 1
 _MAX_PIXELS = 7680 * 4320
 """The most pixels of a frame: 8K."""
-_MAX_FRAMES = 2**31 - 1
-_RATES = (Fraction(1, 100), 1000)
+MAX_FRAMES = 2**31 - 1
+RATES = (Fraction(1, 100), 1000)
 """The bounds of frames a second. Below there is no motion; above, no screen shows them."""
 _SIDE_BITS, _COUNT_BITS = 16, 32
 
@@ -96,7 +96,11 @@ def amount_of(ref: MediaRef) -> int:
 
 
 def read_video_header(ref: MediaRef) -> tuple[int, int]:
-    """`VideoHeader.raw` of a file. Raises Unusable, and UserError without PyAV."""
+    """`VideoHeader.raw` of a file, or of listed frames. Raises Unusable, and UserError without PyAV."""
+    if ref.is_held_list:
+        from motet.data.listed_frames import read_listed_header
+
+        return read_listed_header(ref)
     with open_video(ref) as (_, _, header):
         return header.raw
 
@@ -123,6 +127,11 @@ def frames_at(ref: MediaRef, numbers: Int64Array) -> Iterator[Image.Image]:
 
     Raises Unusable for a file that is damaged or cut off before the last of them, or whose frames are to be turned.
     """
+    if ref.is_held_list:
+        from motet.data.listed_frames import listed_frames_at
+
+        yield from listed_frames_at(ref, numbers)
+        return
     from PIL import Image
 
     av, wanted = _pyav(), iter(numbers.tolist())
@@ -170,24 +179,25 @@ def _checked_header(container: Any, stream: Any, indexed: VideoHeader | None) ->
         raise Unusable("does not say how large its frames are")
     if max(width, height) > _MAX_SIDE or width * height > _MAX_PIXELS:
         raise Unusable(f"has frames of {width:,} x {height:,} pixels, more than {_MAX_PIXELS:,} in all; scale it down")
-    if rate is None or not _RATES[0] <= rate <= _RATES[1]:
-        raise Unusable(f"has {rate or 'no'} frames a second by its header, not from {_RATES[0]} to {_RATES[1]}")
+    if rate is None or not RATES[0] <= rate <= RATES[1]:
+        raise Unusable(f"has {rate or 'no'} frames a second by its header, not from {RATES[0]} to {RATES[1]}")
     if indexed is not None and (indexed.width, indexed.height, indexed.rate) == (width, height, rate):
         counted = stream.frames or indexed.num_frames
     else:
         counted = stream.frames or _num_packets(container, stream)
-    if not 1 <= counted <= _MAX_FRAMES:
+    if not 1 <= counted <= MAX_FRAMES:
         raise Unusable("is empty: no frames" if counted < 1 else f"has {counted:,} frames by its header")
     header = VideoHeader(counted, width, height, Fraction(rate))
     if indexed is not None and header != indexed:
         raise Unusable(
-            f"has {_words(header)}, but its header at indexing promised {_words(indexed)}; put the former file back, "
-            "or delete the index"
+            f"has {words_of_header(header)}, but its header at indexing promised {words_of_header(indexed)}; put the "
+            "former file back, or delete the index"
         )
     return header
 
 
-def _words(header: VideoHeader) -> str:
+def words_of_header(header: VideoHeader) -> str:
+    """The header in a few words."""
     return (
         f"{counted_words(header.num_frames, 'frame')} of {header.width:,} x {header.height:,} pixels, {header.rate} a "
         "second"

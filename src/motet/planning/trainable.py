@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 def obstacle(plan: Plan, recipe: Recipe) -> str:
     """What a Plan has that training cannot run yet, in a few words that name the field; "" if training can run it."""
-    return untrained(plan) or ("another precision than the recipe" if plan.precision != recipe.plan_precision else "")
+    if what := untrained(plan):
+        return what
+    if recipe.run.compile and plan.schedule != "data_parallel":
+        # Stages run halves of blocks, and split their backward passes.
+        return "stages beside run.compile, which takes blocks that run whole (remove run.compile to train in stages)"
+    return "another precision than the recipe" if plan.precision != recipe.plan_precision else ""
 
 
 def untrained(plan: Plan) -> str:

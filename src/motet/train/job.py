@@ -357,11 +357,6 @@ def _build_planned_job(
     """As `build_job`, for ranks that hold different parts of the model."""
     plan = chosen.plan
     check_same_backend(world)
-    if recipe.run.compile:
-        raise UserError(
-            "run.compile takes blocks that run whole, and a plan with stages runs halves of them and splits their "
-            "backward passes; remove run.compile, or train without the plan."
-        )
     with world.together():
         dtype, vocabulary = _DTYPES[recipe.run.dtype], recipe.vocabulary()
         model = build_mllm(recipe.modules, vocabulary.vocabulary_size, dtype, recipe.run.seed, deferred=True)

@@ -99,7 +99,9 @@ def test_parts_of_every_spelling_say_the_same(folder, tokenizer):
 @pytest.mark.parametrize(
     ("part", "said"),
     [
-        ({"type": "video", "video": ["a.png", "b.png"]}, "part 1: 'video' is a list, but must be a file name"),
+        ({"type": "image", "image": ["a.png", "b.png"]}, "part 1: 'image' is a list, but must be a file name"),
+        ({"type": "video", "video": ["a.png"], "max_frames": 2}, "part 1: has a field 'max_frames', which is not"),
+        ({"type": "video", "video": ["a.png"], "fps": 0}, "'fps' is the number 0, but must be the frames a second"),
         ({"type": "video", "video": "a.mp4", "fps": 2}, "part 1: has a field 'fps', which is not understood in a part"),
         ({"type": "file"}, "part 1: its type is the text 'file', but must be one of text, image, image_url"),
         ("text", "part 1: is the text 'text', but must be an object with a 'type'"),

@@ -78,6 +78,10 @@ def test_keys_that_have_no_place_beside_it(job):
         "recipe.toml: model.train.audio has no effect: model has no such part; it has image, projector, backbone."
     )
     assert "parallel.audio has no effect" in complaint(job, "parallel.audio.tp=2")
+    assert complaint(job, 'model.lora.backbone={ rank = 2, path = "saved" }') == (
+        "recipe.toml: model.lora.backbone.path is not read beside model.path; merge that adapter into the directory "
+        "with peft, or begin with a checkpoint (run.start)."
+    )
 
 
 @pytest.mark.parametrize(
