@@ -147,5 +147,5 @@ def test_an_example_that_training_would_leave_out_is_named_and_not_sized(tmp_pat
     code, err = said(*memory)
     assert code == 0 and re.search("1 of 41 examples of .*" + sentence, err)
     code, err = said(*memory, "data.max_bad_fraction=0")
-    assert code == 2 and re.search("1 of 41 training examples need more .*" + sentence, err)
+    assert code == 2 and re.search("1 example needs more .*" + sentence, err)
     assert said("cluster.ranks_per_node=2") == (0, "")

@@ -56,8 +56,8 @@ def propose_disaggregated(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut
     if not placed:
         names = ", ".join(unit.name for unit in units)
         why = (
-            f"{counted_words(job.cluster.num_ranks, 'rank')} cannot be shared by units of {names}, with a batch of "
-            f"{job.batch_size}."
+            f"{counted_words(job.cluster.num_ranks, 'rank is', 'ranks are')} too few for units of {names}, with a "
+            f"batch of {job.batch_size}."
         )
         yield RuledOut(DISAGGREGATED, "", why)
     baseline = None if rigid_one is None or rigid_one.shortfall_bytes else rigid_one
