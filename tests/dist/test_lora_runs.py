@@ -110,6 +110,12 @@ def test_a_run_goes_on_under_another_plan(job, alone, tmp_path):
         run_ranks(train_under, 2, str(job), [*given, "run.seed=4"], None)
     with pytest.raises(UserError, match=r"was written beside other weights .*: restore them\.$"):
         export_checkpoint(run_dir / "checkpoints" / "step-00000004", tmp_path / "other", None, ["run.seed=4"])
+    steeper = ["model.lora.backbone={ rank = 2, dropout = 0.1, alpha = 8 }"]
+    said = r"has adapters of 'backbone' that are multiplied by 2, and alpha, rank and rank_stabilized .* say 4 now"
+    with pytest.raises(RankFailed, match=said):
+        run_ranks(train_under, 2, str(job), [*given, *steeper], None)
+    with pytest.raises(UserError, match=said):
+        export_checkpoint(run_dir / "checkpoints" / "step-00000004", tmp_path / "other", None, steeper)
     assert not (tmp_path / "other").exists()
     run_ranks(train_under, 2, str(job), [*given, "fsdp.shard_size=2"], None)
     assert_same(run_dir, alone)

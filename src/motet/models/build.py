@@ -211,6 +211,11 @@ class ModelConfig(BaseModel):
         } or None
 
     @property
+    def adapter_scales(self) -> dict[str, float] | None:
+        """Part with LoRA adapters -> by what these are multiplied; None if there is no such part."""
+        return {name: config.scale for name, config in self.lora.items()} or None
+
+    @property
     def readers(self) -> dict[str, tuple[str, ...]]:
         """Modality -> the names of the encoders that read it."""
         names: dict[str, tuple[str, ...]] = {}

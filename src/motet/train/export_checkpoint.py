@@ -65,7 +65,7 @@ def _export(checkpoint: Path, out: Path, recipe_file: Path | None, overrides: Se
     recipe = _recipe(checkpoint, recipe_file, overrides)
     state = _verified(checkpoint)
     beside = recipe.modules.beside_adapters(recipe.run.seed)
-    check_beside(checkpoint, state, replace(state.progress, beside=beside))
+    check_beside(checkpoint, state, replace(state.progress, beside=beside, scales=recipe.modules.adapter_scales))
     model = _model(recipe, checkpoint, state)
     with writing(out, "--out"):
         write_export(model, recipe, out, model.state_dict(), state.progress)

@@ -310,6 +310,7 @@ def _start(
         group=caps,
         mixture=recipe.data.weights,
         beside=beside,
+        scales=recipe.modules.adapter_scales,
         loss_scale=step.loss_scale and step.loss_scale.value,
     )
 
@@ -798,7 +799,7 @@ def _check_same_run(chosen: Start, start: Progress, num_steps: int) -> None:
 
 
 def check_beside(checkpoint: Path, then: RunState, now: Progress, or_else: str = "") -> None:
-    """Raise UserError if a checkpoint has adapters of a part whose frozen weights are others now.
+    """Raise UserError if a checkpoint has adapters of a part whose frozen weights, or whose scale, are others now.
 
     or_else: what may be done about it but to restore them.
     """
@@ -807,6 +808,12 @@ def check_beside(checkpoint: Path, then: RunState, now: Progress, or_else: str =
         raise UserError(
             f"The checkpoint {checkpoint} has adapters of {other!r} alone, and was written beside other weights than "
             f"those of its path in [model] now, or of run.seed: restore them{or_else}."
+        )
+    scales, stated = then.scales or {}, now.scales or {}
+    if other := next((name for name in scales if name in stated and scales[name] != stated[name]), ""):
+        raise UserError(
+            f"The checkpoint {checkpoint} has adapters of {other!r} that are multiplied by {scales[other]:g}, and "
+            f"alpha, rank and rank_stabilized of model.lora say {stated[other]:g} now: restore them{or_else}."
         )
 
 

@@ -58,6 +58,7 @@ class Progress:
     start:       the digest of the checkpoint whose weights the run began with (`run.start`); "" without.
     beside:      of parts with LoRA adapters, whose frozen weights a checkpoint lacks, what says which those are. Parts
                  are not there whose frozen weights came from `start`: checkpoints have them.
+    scales:      by what the LoRA adapters of each part are multiplied; None in checkpoints that do not say it.
     loss_scale, num_finite: the `LossScale` of the next step; None where modules do not compute in float16.
 
     Example:
@@ -78,6 +79,7 @@ class Progress:
     mixture: tuple[int, ...] = ()
     start: str = ""
     beside: Mapping[str, str] | None = None
+    scales: Mapping[str, float] | None = None
     loss_scale: float | None = None
     num_finite: int = 0
 
@@ -102,6 +104,7 @@ class RunState(_Stored):
     mixture: tuple[int, ...] = ()
     start: str = ""
     beside: dict[str, str] | None = None
+    scales: dict[str, float] | None = None
     loss_scale: float | None = Field(None, ge=1, le=2.0**32)
     num_finite: int = Field(0, ge=0, lt=2**53)
     num_ranks: int = Field(gt=0)
