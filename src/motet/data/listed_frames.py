@@ -36,8 +36,7 @@ def held_frames(folder: Path | str, names: FrameNames, held_name: str, where: st
     if remote := next((path for path in (located(folder, name) for name in names.frames) if is_url(path)), ""):
         raise UserError(
             f"{where} lists frames, and '{remote[:60]}' is a URL; frames are read from a disk: save them there, or "
-            "name "
-            "a video"
+            "name a video"
         )
     held = json.dumps({"frames": names.frames, "fps": names.fps})
     return MediaRef(VIDEO, "", held_name, data=held.encode(), folder=str(folder))
