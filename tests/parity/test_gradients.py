@@ -468,7 +468,8 @@ def at(num_ranks: int, cases: list[Case]) -> list[Case]:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_gradients_equal_the_reference(num_ranks):
     third = slice(num_ranks % 3, None, 3)  # Each of them on 2, 3 or 4 ranks.
-    cases = every_balance() + every_method() + VARIANTS[third] + GROUPED[third]
+    every = every_balance() + every_method()
+    cases = (every if num_ranks < 3 else at(num_ranks, every)) + VARIANTS[third] + GROUPED[third]
     if num_ranks > 1:
         cases += DEFERRED[third]
     if num_ranks in (2, 3):
