@@ -27,7 +27,7 @@ from motet.core.arrays import Int64Array
 from motet.core.plan import Plan
 from motet.core.workload import BatchLengths
 from motet.cost.operations import Operations
-from motet.schedule.plan_units import backbone_unit, joins_all_replicas, recomputed_in, shares_items, units_in_bubbles
+from motet.schedule.plan_units import backbone_unit, joins_all_replicas, on_backbone_ranks, recomputed_in, shares_items
 
 
 def assign_balanced(plan: Plan, batch: BatchLengths, given: Batching) -> StepAssignment:
@@ -39,9 +39,8 @@ def assign_balanced(plan: Plan, batch: BatchLengths, given: Batching) -> StepAss
     work = Operations(plan.model, recomputed_in(plan))(batch)
     names = [module.name for module in plan.model.modules]
     shared = [name for name in names if joins_all_replicas(plan) and shares_items(plan, name)]
-    host = backbone_unit(plan)
-    here = [unit.name for unit in (host, *units_in_bubbles(plan))]
-    dealt_by = names if not shared else [name for name in names if plan.unit_of(name).name in here]
+    here = on_backbone_ranks(plan)
+    dealt_by = names if not shared else [name for name in names if name in here]
     step = assign_batching(plan, batch, _dealt(plan, batch, given, {name: work[name] for name in dealt_by}))
     balanced = {
         name: _balanced(step.modules[name], step.num_microbatches, work[name], cost_of(policies[name]))

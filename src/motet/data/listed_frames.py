@@ -20,7 +20,7 @@ from motet.data.headers import open_image, orientation, turned_size
 from motet.data.media import MediaRef, Unusable, failure_reason
 from motet.data.media_names import FrameNames
 from motet.data.remote import is_url, located
-from motet.data.videos import MAX_FRAMES, VideoHeader, words_of_header
+from motet.data.videos import MAX_FRAMES, MAX_SIDE, VideoHeader, words_of_header
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,7 +90,7 @@ def _header(paths: Sequence[str], fps: float) -> VideoHeader:
             width, height = turned_size(image)
     except Exception as error:
         raise _unusable(0, paths[0], error) from error
-    if len(paths) > MAX_FRAMES or max(width, height) >= 1 << 16:
+    if len(paths) > MAX_FRAMES or max(width, height) > MAX_SIDE:
         raise Unusable(f"has {len(paths):,} frames of {width:,} x {height:,} pixels; scale it down")
     return VideoHeader(len(paths), width, height, Fraction(fps).limit_denominator(_MOST_DENOMINATOR))
 

@@ -10,6 +10,7 @@ from motet.core.modalities import IMAGE
 from motet.data.media import modality_of
 from motet.data.record_fields import kind_of
 from motet.data.remote import LOCAL_URL, check_protocol, is_url
+from motet.data.videos import RATES
 
 DATA_URL = "data:"
 """How bytes begin that a record holds."""
@@ -17,7 +18,6 @@ DATA_URL_HEAD = f"{DATA_URL};base64,"
 """How bytes begin that are written in base64, of no stated type."""
 
 _TABLE = {"bytes", "path"}
-_RATES = (0.01, 1000.0)
 _RATE = 24.0
 """Frames a second of listed frames of which none are said, as in transformers."""
 
@@ -71,10 +71,10 @@ def _rate(fps: object, where: str) -> float:
         rate = float(fps) if isinstance(fps, int | float | str) and not isinstance(fps, bool) else 0.0
     except ValueError:
         rate = 0.0
-    if not isfinite(rate) or not _RATES[0] <= rate <= _RATES[1]:
+    if not isfinite(rate) or not RATES[0] <= rate <= RATES[1]:
         raise UserError(
             f"{where} lists frames, and 'fps' is {kind_of(fps)}, but must be the frames a second, from "
-            f"{_RATES[0]:g} to {_RATES[1]:g}"
+            f"{float(RATES[0]):g} to {RATES[1]}"
         )
     return rate
 

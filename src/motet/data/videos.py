@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,ogg,flv,asf"
 """Containers by the contents of a file, whatever its name: none that names other files (playlists)."""
-_MAX_SIDE = 2**16 - 1
+MAX_SIDE = 2**16 - 1
 _MAX_PIXELS = 7680 * 4320
 """The most pixels of a frame: 8K."""
 MAX_FRAMES = 2**31 - 1
@@ -73,7 +73,7 @@ def is_video(raw: Int64Array) -> Any:
 def video_shapes(raw: Int64Array) -> Int64Array:
     """Frames, width and height of each video, int64 [n, 3]. raw: int64 [n, 2]."""
     size = raw[:, 0] & (1 << _COUNT_BITS) - 1
-    return np.stack([raw[:, 0] >> _COUNT_BITS, size >> _SIDE_BITS, size & _MAX_SIDE], axis=1)
+    return np.stack([raw[:, 0] >> _COUNT_BITS, size >> _SIDE_BITS, size & MAX_SIDE], axis=1)
 
 
 def video_rates(raw: Int64Array) -> Float64Array:
@@ -177,7 +177,7 @@ def _checked_header(container: Any, stream: Any, indexed: VideoHeader | None) ->
     width, height, rate = stream.codec_context.width, stream.codec_context.height, stream.average_rate
     if min(width, height) < 1:
         raise Unusable("does not say how large its frames are")
-    if max(width, height) > _MAX_SIDE or width * height > _MAX_PIXELS:
+    if max(width, height) > MAX_SIDE or width * height > _MAX_PIXELS:
         raise Unusable(f"has frames of {width:,} x {height:,} pixels, more than {_MAX_PIXELS:,} in all; scale it down")
     if rate is None or not RATES[0] <= rate <= RATES[1]:
         raise Unusable(f"has {rate or 'no'} frames a second by its header, not from {RATES[0]} to {RATES[1]}")

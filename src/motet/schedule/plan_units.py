@@ -41,9 +41,9 @@ def shares_items(plan: Plan, module: str) -> bool:
     """Whether the replicas of a module's unit may share the items of an example: the unit has ranks of its own beside
     the backbone's, and no other module that feeds this one, or is fed by it.
     """
-    unit = plan.unit_of(module)
-    if unit is backbone_unit(plan) or unit in units_in_bubbles(plan):
+    if module in on_backbone_ranks(plan):
         return False
+    unit = plan.unit_of(module)
     return not any(module in edge and set(edge) <= set(unit.modules) for edge in plan.model.edges)
 
 

@@ -803,18 +803,22 @@ def check_beside(checkpoint: Path, then: RunState, now: Progress, or_else: str =
 
     or_else: what may be done about it but to restore them.
     """
-    beside, there = then.beside or {}, now.beside or {}
-    if other := next((name for name in beside if name in there and beside[name] != there[name]), ""):
+    if other := _first_other(then.beside or {}, now.beside or {}):
         raise UserError(
             f"The checkpoint {checkpoint} has adapters of {other!r} alone, and was written beside other weights than "
             f"those of its path in [model] now, or of run.seed: restore them{or_else}."
         )
     scales, stated = then.scales or {}, now.scales or {}
-    if other := next((name for name in scales if name in stated and scales[name] != stated[name]), ""):
+    if other := _first_other(scales, stated):
         raise UserError(
             f"The checkpoint {checkpoint} has adapters of {other!r} that are multiplied by {scales[other]:g}, and "
             f"alpha, rank and rank_stabilized of model.lora say {stated[other]:g} now: restore them{or_else}."
         )
+
+
+def _first_other(then: Mapping[str, object], now: Mapping[str, object]) -> str:
+    """The first part of both whose value is another now; "" if there is none."""
+    return next((name for name in then if name in now and then[name] != now[name]), "")
 
 
 def _group_words(group: Mapping[str, int] | None) -> str:

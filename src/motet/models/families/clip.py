@@ -50,11 +50,7 @@ class ClipEncoder(PatchEncoder):
         shape = Transformer(hidden, config.intermediate_size, config.num_attention_heads, activation=config.hidden_act)
         return [
             LayerModules(stem, before),
-            *(
-                LayerModules(shape.layer(extra_rows=1, trainable=any_trainable(block)), (block,))
-                for block in self.blocks
-            ),
-            *(unused_layer(block, hidden) for block in self.all_layers[self.num_computed :]),
+            *self.block_layers(shape),
             unused_layer(model.post_layernorm, hidden),
         ]
 

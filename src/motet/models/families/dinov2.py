@@ -70,11 +70,7 @@ class Dinov2Encoder(PatchEncoder):
         norm = model.layernorm
         return [
             LayerModules(stem, (embeddings,)),
-            *(
-                LayerModules(shape.layer(extra_rows=1, trainable=any_trainable(block)), (block,))
-                for block in self.blocks
-            ),
-            *(unused_layer(block, hidden) for block in self.all_layers[self.num_computed :]),
+            *self.block_layers(shape),
             LayerModules(final_norm(hidden, extra_rows=1, trainable=any_trainable(norm)), (norm,))
             if self.normalised
             else unused_layer(norm, hidden),

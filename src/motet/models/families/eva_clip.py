@@ -161,11 +161,7 @@ class EvaClipEncoder(ClipEncoder):
         )
         return [
             LayerModules(stem, (embeddings,)),
-            *(
-                LayerModules(shape.layer(extra_rows=1, trainable=any_trainable(block)), (block,))
-                for block in self.blocks
-            ),
-            *(unused_layer(block, hidden) for block in self.all_layers[self.num_computed :]),
+            *self.block_layers(shape),
             unused_layer(model.post_layernorm, hidden),
         ]
 

@@ -13,10 +13,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.item_segments import ItemSegments
+from motet.core.shapes import Transformer
 from motet.core.words import counted_words
 from motet.models.attention import PackedItems
 from motet.models.context_items import ContextItems, SharedAttention, SharedItemRows
 from motet.models.contract import ImageRows
+from motet.models.layers import LayerModules, any_trainable, unused_layer
 
 
 class PatchEncoder(nn.Module):
@@ -51,6 +53,13 @@ class PatchEncoder(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """The layers that are computed."""
         return list(self.all_layers)[: self.num_computed]
+
+    def block_layers(self, shape: Transformer) -> list[LayerModules]:
+        """The tower's layers of this shape, also those that are not computed, as `layers` has them."""
+        computed, left = self.blocks, self.all_layers[self.num_computed :]
+        made = [shape.layer(extra_rows=self.class_rows, trainable=any_trainable(block)) for block in computed]
+        layers = [LayerModules(layer, (block,)) for layer, block in zip(made, computed, strict=True)]
+        return layers + [unused_layer(block, shape.hidden) for block in left]
 
     def grid(self, sizes: Int64Array) -> Int64Array:
         """Patch rows and columns of each image, int64 [num_images, 2]."""

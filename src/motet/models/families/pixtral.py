@@ -14,7 +14,7 @@ from motet.models.context_items import SharedItemRows
 from motet.models.exact import keep_float64
 from motet.models.families.patches import PatchEncoder, embed_patches, zero_image
 from motet.models.families.qwen2_vl import patch_coordinates
-from motet.models.layers import LayerModules, any_trainable, unused_layer
+from motet.models.layers import LayerModules, any_trainable
 
 
 def _attention(layer: nn.Module, hidden: Tensor, segments: PackedItems, **turns: Any) -> Tensor:
@@ -52,8 +52,7 @@ class PixtralEncoder(PatchEncoder):
         )
         return [
             LayerModules(stem, before),
-            *(LayerModules(shape.layer(trainable=any_trainable(block)), (block,)) for block in self.blocks),
-            *(unused_layer(block, hidden) for block in self.all_layers[self.num_computed :]),
+            *self.block_layers(shape),
         ]
 
     def spare(self, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,8 +44,7 @@ class SiglipEncoder(PatchEncoder):
         shape = Transformer(hidden, config.intermediate_size, config.num_attention_heads, activation=config.hidden_act)
         return [
             LayerModules(stem, (embeddings,)),
-            *(LayerModules(shape.layer(trainable=any_trainable(block)), (block,)) for block in self.blocks),
-            *(unused_layer(block, hidden) for block in self.all_layers[self.num_computed :]),
+            *self.block_layers(shape),
             LayerModules(final_norm(hidden, trainable=any_trainable(norm)), (norm,))
             if self.normalised
             else unused_layer(norm, hidden),
