@@ -9,7 +9,8 @@ from hf_parts import batches, language_model, vision_tower
 
 import motet
 
-DEGREES = {"image": {"pp": 1, "dp": 1}, "backbone": {"pp": 1, "dp": 1}}  # What is not said is planned.
+ALONE = {"pp": 1, "dp": 1, "tp": 1, "cp": 1}
+DEGREES = {"image": ALONE, "backbone": ALONE}  # What is not said is planned: here, which part stands on which rank.
 
 
 def train(plan=DEGREES, dtype=torch.float32):
