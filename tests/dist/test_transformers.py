@@ -6,7 +6,7 @@ import torch
 
 from cli.tiny_job import metrics
 from dist.test_generators import EXACT, planned, run, run_planned
-from dist.test_unet import job  # noqa: F401
+from dist.test_unet import check_profiled, job  # noqa: F401
 from motet.core.plan import Unit
 from motet.planning.planned_recipe import read_job_recipe
 
@@ -31,6 +31,11 @@ PIXART = {
     "cross_attention_dim": 8,
     "caption_channels": 6,
     "sample_size": 6,
+}
+
+PROFILED = {
+    "SD3": {"projector", "patches", "time", "context", "modulation", "joint_attention", "products", "output"},
+    "PixArt": {"projector", "patches", "time", "context", "attention", "output"},
 }
 
 
@@ -58,6 +63,7 @@ def test_stages_train_as_one_process_does_and_an_export_is_read_by_diffusers(
     table = job.read_text().replace('"pipeline"', f'"{kind}"').replace("min_snr = 5.0", noise)
     recipe.write_text(table.replace('sampler = "ddpm", ', ""))
     few = ("run.steps=2", "data.heldout=[]")
+    check_profiled(recipe, PROFILED[kind])
     run(recipe, 1, tmp_path / "alone", *few, "fsdp.shard_size=1", "export.at_end=true")
     whole = {"draw": read_job_recipe(recipe, EXACT).model.num_blocks["draw"]}
     stages = {"image": 1, "audio": 1, "backbone": 1}, {"backbone": 1} | whole

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import diffusers
 import numpy as np
@@ -15,8 +16,10 @@ from dist.test_generators import EXACT, held_out, planned, run, run_planned, sho
 from motet.core.errors import UserError
 from motet.core.plan import Unit
 from motet.models.build import build_mllm
+from motet.models.spec import spec_of_config
 from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.trainable import obstacle_in
+from motet.profiling.measure import MeasuredSubject, measure_once
 from motet.profiling.subjects import one_layer_deep, subjects
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
@@ -130,13 +133,6 @@ def test_what_does_not_fit_is_said(job, tmp_path, override, said):
     assert "\n" not in str(refused.value)
 
 
-def test_a_profile_refuses_it(job, tmp_path):
-    recipe = load_recipe(job, [f"run.dir={tmp_path}"])
-    model = build_mllm(one_layer_deep(recipe.model), recipe.vocabulary().vocabulary_size)
-    with pytest.raises(UserError, match="has a model of diffusers, whose layers are not timed"):
-        subjects(recipe, model, model, torch.device("cpu"))
-
-
 @pytest.fixture(scope="module")
 def latent(job):
     """The same job, whose pixels a VAE makes latents of: 2 x 2 colours are a row of 4 latents."""
@@ -146,6 +142,34 @@ def latent(job):
     recipe = job.with_name("latent.toml")
     recipe.write_text(job.read_text().replace('"pipeline"', '"latent"').replace("channels = 1", "channels = 3"))
     return recipe
+
+
+def check_profiled(recipe, kinds):
+    """Layers of these kinds take time by themselves; with the rest they add up, and the whole model is among them."""
+    read = load_recipe(recipe)
+    vocab_size = read.vocabulary().vocabulary_size
+    model, twin = (build_mllm(one_layer_deep(read.modules), vocab_size) for _ in range(2))
+    subject = {each.name: each for each in subjects(read, model, twin, torch.device("cpu"))}["draw"]
+    batch = (2, int(subject.lengths[0])), (1, int(subject.lengths[1]))
+    # Every call of a module takes a second; the whole took a thousand forward, and two backward.
+    sample = measure_once(subject, batch, lambda work, near=None: (1.0, work()))
+    assert {layer.kind for (layer, _), seconds in zip(subject.layers, sample[1:]) if seconds.any()} == kinds
+    data = [seconds for (layer, _), seconds in zip(subject.layers, sample[1:]) if layer.reads_data]
+    assert all(seconds[1:].tolist() == [0, 0] for seconds in data)  # No gradient passes them.
+    sample[0] = [1000.0, 0.0, 2000.0]
+    times = MeasuredSubject(subject, [batch], [], [[sample]]).times(SimpleNamespace(gather=lambda own: [own]))
+    [rest] = [each.grid for each in times.layers if each.kind == "output"]
+    assert rest.forward_s[0] == 1000 - sample[1:-1, 0].sum()
+    assert rest.input_s[0] + rest.weight_s[0] == 2000 - sample[2:-1, 2].sum() - (sample[1, 2] - sample[1, 1])
+    measured = {(each.kind, each.weights) for each in times.layers}
+    whole = spec_of_config(read.modules, vocab_size).module("draw")
+    assert measured == {(layer.kind, layer.weights) for layer in whole.layers}
+
+
+def test_layers_are_profiled(job, latent):
+    kinds = {"projector", "convolution", "strided_convolution", "time", "projection", "attention", "output"}
+    check_profiled(job, kinds)
+    check_profiled(latent, {*kinds, "latents"})
 
 
 def test_a_vae_makes_latents_alike_on_all_ranks_shows_pixels_and_is_exported_bit_for_bit(latent, tmp_path):

@@ -18,10 +18,19 @@ _PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
 
 
 class LayerModules(NamedTuple):
-    """A layer and the modules that hold exactly its parameters."""
+    """A layer and the modules that hold exactly its parameters.
+
+    timed: what a profile times as the layer, where that is not `modules`: a module that computes layers beside it, too,
+           of which the others have ().
+    """
 
     layer: Layer
     modules: tuple[nn.Module, ...]
+    timed: tuple[nn.Module, ...] | None = None
+
+    def timed_as(self, *modules: nn.Module) -> LayerModules:
+        """The same layer, timed by these modules; by none where another layer is timed with it."""
+        return self._replace(timed=modules)
 
 
 def products_layer(
@@ -65,7 +74,7 @@ def as_it_learns(each: LayerModules) -> LayerModules:
             frozen_weights=min(layer.weights, sum(p.numel() for key, p in products.items() if key in frozen)),
             frozen_parameters=min(layer.parameters, sum(parameters[key].numel() for key in frozen)),
         )
-    return LayerModules(layer, each.modules)
+    return each._replace(layer=layer)
 
 
 def layer_of(

@@ -2,7 +2,7 @@
 
 The length of an item is its number of latents, of which a patch has patch_size squared. What scales and shifts is one
 product of each item (adaLN-single: Chen et al. 2023, section 2.3), to which each block adds a table. All layers are one
-block, which is sharded as a whole.
+block, which is sharded as a whole. A profile times each transformer block whole, as its first attention.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _layers(transformer: Any, num: int) -> Iterator[LayerModules]:
         yield layer_of("context", (transformer.caption_projection,), 3 * width, width, item_rows=num)
     for block in transformer.transformer_blocks:
         yield from _block(block, num, area, width)
-    yield layer_of("modulation", (_table(transformer),), width, 2 * width, item_rows=1)
+    yield layer_of("modulation", (_table(transformer),), width, 2 * width, item_rows=1).timed_as()
     # Behind it stands the loss, of each value of a patch: what is wrong of it, its weight, and the order of rows.
     kept = 3 * width + _STATISTICS + area * (channels + 10)
     yield layer_of("output", (transformer.proj_out,), kept, transformer.proj_out.out_features, divisor=area)
@@ -50,15 +50,16 @@ def _block(block: Any, num: int, area: int, width: int) -> Iterator[LayerModules
     """A BasicTransformerBlock of `num` rows of conditions and patches of `area` latents."""
     own, cross, inner = block.attn1, block.attn2, block.ff.net[2].in_features
     # Gates are parts of six rows that are kept whole; to factors 1 is added.
-    yield layer_of("modulation", (_table(block),), 8 * width, 6 * width, item_rows=1)
+    yield layer_of("modulation", (_table(block),), 8 * width, 6 * width, item_rows=1).timed_as()
     # Its input, both ends of what scales it, queries, keys, values, and both ends of the product behind attention.
     kept = 8 * width + own.heads + _STATISTICS
-    yield layer_of("attention", (block.norm1, own), kept, width, Attention(width, width), divisor=area)
-    yield layer_of("keys", (cross.to_k, cross.to_v), 2 * width, width, item_rows=num)
+    attends = Attention(width, width)
+    yield layer_of("attention", (block.norm1, own), kept, width, attends, divisor=area).timed_as(block)
+    yield layer_of("keys", (cross.to_k, cross.to_v), 2 * width, width, item_rows=num).timed_as()
     # Of attention its input, queries and what it gives; the MLP, as above, both ends of its activation, and its output.
     kept = 7 * width + 2 * inner + cross.heads + _STATISTICS
     reads = (cross.to_q, cross.to_out, block.norm2, block.ff)
-    yield layer_of("attention", reads, kept, width, Attention(width, width, keys=num), divisor=area)
+    yield layer_of("attention", reads, kept, width, Attention(width, width, keys=num), divisor=area).timed_as()
 
 
 def _table(module: Any) -> nn.Module:

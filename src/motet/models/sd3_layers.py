@@ -53,19 +53,23 @@ def _block(block: Any, num: int, area: int, width: int) -> Iterator[LayerModules
     attn, heads = block.attn, block.attn.heads
     modulations = (block.norm1.linear, block.norm1_context.linear)
     factors = sum(each.out_features for each in modulations)
-    yield layer_of("modulation", modulations, width + factors, factors, item_rows=1)
+    of_item = layer_of("modulation", modulations, width + factors, factors, item_rows=1)
+    yield of_item.timed_as(block.norm1, block.norm1_context)
     added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k)
     of_context = (*added, attn.to_add_out, block.ff_context)
     kept = _kept(attn.norm_added_q, width) if block.ff_context is not None else 3 * width + _STATISTICS
-    yield layer_of("context", of_context, kept, width, item_rows=num)
+    alone = () if block.ff_context is None else (block.ff_context,)
+    yield layer_of("context", of_context, kept, width, item_rows=num).timed_as(*alone)
     joined = Attention(width, width)
     # Queries, keys, values and what attention gives, of both; its parts are copied before the next product.
-    yield layer_of("joint_attention", (), 5 * width + heads, width, joined, divisor=area, extra_rows=num)
+    # A profile times it with the products on both sides of it, of both streams.
+    both = layer_of("joint_attention", (), 5 * width + heads, width, joined, divisor=area, extra_rows=num)
+    yield both.timed_as(attn)
     if block.attn2 is not None:
         second, kept = block.attn2, 6 * width + heads + _kept_of_norms(block.attn2.norm_q, width)
         yield layer_of("attention", (second,), kept, width, Attention(width, width), divisor=area)
     own = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k, attn.to_out, block.ff)
-    yield layer_of("products", own, _kept(attn.norm_q, width), width, divisor=area)
+    yield layer_of("products", own, _kept(attn.norm_q, width), width, divisor=area).timed_as(block.ff)
 
 
 def _kept(norm: nn.Module | None, width: int) -> int:

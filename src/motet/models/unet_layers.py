@@ -7,6 +7,8 @@ Kept of a row, each once (`core/shapes.py`): a residual block keeps its input, b
 SiLU, and the first convolution's output; where paths join, their concatenation is a new input. A transformer keeps of
 each product its input, queries and what attention gives; of the gated MLP both factors, the activated one, and their
 product. Keys and values of the conditions are kept once an item.
+
+A profile times each residual block whole, as its convolutions, and each transformer block as its attention.
 """
 
 from __future__ import annotations
@@ -73,9 +75,9 @@ def _residual(block: Any, divisor: int) -> Iterator[LayerModules]:
     """A ResnetBlock2D: of rows, and the product of each item's timestep."""
     width, out = block.conv1.in_channels, block.conv1.out_channels
     time = block.time_emb_proj
-    yield layer_of("time", (time,), 2 * time.in_features, out, item_rows=1)
+    yield layer_of("time", (time,), 2 * time.in_features, out, item_rows=1).timed_as()
     own = (block.norm1, block.conv1, block.norm2, block.conv2, block.conv_shortcut)
-    yield layer_of("convolution", own, 3 * width + 3 * out, out, divisor=divisor)
+    yield layer_of("convolution", own, 3 * width + 3 * out, out, divisor=divisor).timed_as(block)
 
 
 def _transformer(module: Any, divisor: int, queries: int) -> Iterator[LayerModules]:
@@ -87,11 +89,12 @@ def _transformer(module: Any, divisor: int, queries: int) -> Iterator[LayerModul
         heads = block.attn1.heads
         attends = Attention(width, width)
         kept = 6 * width + 2 * heads + _OF_ITEM_STATISTICS
-        yield layer_of("attention", (block.norm1, block.attn1), kept, width, attends, divisor=divisor)
+        yield layer_of("attention", (block.norm1, block.attn1), kept, width, attends, divisor=divisor).timed_as(block)
         keys = (block.attn2.to_k, block.attn2.to_v)
-        yield layer_of("keys", keys, 2 * width, width, item_rows=queries)
+        yield layer_of("keys", keys, 2 * width, width, item_rows=queries).timed_as()
         inner = block.ff.net[2].in_features
         kept = 5 * width + 4 * inner + 2 * heads + 2 * _OF_ITEM_STATISTICS
         own = (block.norm2, block.attn2.to_q, block.attn2.to_out, block.norm3, block.ff)
-        yield layer_of("attention", own, kept, width, Attention(width, width, keys=queries), divisor=divisor)
+        attends = Attention(width, width, keys=queries)
+        yield layer_of("attention", own, kept, width, attends, divisor=divisor).timed_as()
     yield layer_of("projection", (module.proj_out,), width, outer, divisor=divisor)

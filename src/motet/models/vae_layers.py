@@ -20,7 +20,7 @@ def vae_layers(vae: Any) -> list[LayerModules]:
     """The layers in execution order. vae: an AutoencoderKL of the blocks that `vae.VAE` takes."""
     beside = nn.ModuleList(part for part in (vae.decoder, vae.post_quant_conv) if part is not None)
     decoder = unused_layer(beside, vae.config.out_channels)
-    return [*_encoder(vae), LayerModules(_of_data(decoder.layer), decoder.modules)]
+    return [*_encoder(vae), decoder._replace(layer=_of_data(decoder.layer))]
 
 
 def _encoder(vae: Any) -> Iterator[LayerModules]:
@@ -51,7 +51,7 @@ def _residual(block: Any, multiple: int) -> LayerModules:
     """A ResnetBlock2D without a timestep: while it runs it holds its input, and a norm's output on both sides."""
     width, out = block.conv1.in_channels, block.conv1.out_channels
     own = (block.norm1, block.conv1, block.norm2, block.conv2, block.conv_shortcut)
-    return _of_rows("convolution", multiple, width + 2 * max(width, out), out, own)
+    return _of_rows("convolution", multiple, width + 2 * max(width, out), out, own).timed_as(block)
 
 
 def _of_rows(
@@ -63,7 +63,7 @@ def _of_rows(
     attention: Attention | None = None,
 ) -> LayerModules:
     made = layer_of(kind, modules, held, output, attention, multiple=multiple)
-    return LayerModules(_of_data(made.layer), made.modules)
+    return made._replace(layer=_of_data(made.layer))
 
 
 def _of_data(layer: Layer) -> Layer:

@@ -3,8 +3,8 @@
 A round measures every batch of every module once, so that a slow moment of the machine does not fall on one of them
 alone. Rounds go on until the medians have settled or the time is up. For each batch the module runs whole, and then
 each layer alone, on the inputs that it had in the module. The difference between the module and the sum of its layers
-(positions, gathering of rows, caches that another module has filled) is added to the first layer, so that layers add
-up to the module.
+(positions, gathering of rows, caches that another module has filled) is added to one layer (`Subject.rest`), so that
+layers add up to the module.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from motet.core.arrays import Float64Array
+from motet.core.spec import Layer
 from motet.cost.flops import work_of
 from motet.cost.profile import Batch, LayerTimes, ModuleTimes, Points
 from motet.profiling.subjects import MAX_BATCH_ROWS, Subject, grid_of, items
@@ -81,19 +82,24 @@ class Stopwatch:
 
 
 def time_passes(
-    watch: Stopwatch, call: Callable[[], Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+    watch: Stopwatch,
+    call: Callable[[], Tensor | tuple[Any, ...]],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
 ) -> Float64Array:
     """Seconds of forward, of backward for `inputs`, and of backward for `inputs` and `parameters`, float64 [3]."""
     with torch.enable_grad():
-        forward_s, output = watch(call)
+        forward_s, result = watch(call)
+    made = result if isinstance(result, tuple) else (result,)
+    outputs = [each for each in made if isinstance(each, Tensor) and each.requires_grad]
     both = [*inputs, *parameters]
-    if not output.requires_grad or not both:
+    if not outputs or not both:
         return np.array([forward_s, 0.0, 0.0])
-    gradient = torch.ones_like(output)
+    gradients = [torch.ones_like(output) for output in outputs]
 
     def backward(of: Sequence[Tensor], keep: bool) -> float:
-        work = partial(torch.autograd.grad, output, of, gradient, retain_graph=keep, allow_unused=True)
-        return watch(work, [gradient])[0]
+        work = partial(torch.autograd.grad, outputs, of, gradients, retain_graph=keep, allow_unused=True)
+        return watch(work, gradients)[0]
 
     input_s = backward(inputs, True) if inputs else 0.0
     return np.array([forward_s, input_s, backward(both, False)])
@@ -129,7 +135,7 @@ def measure_once(subject: Subject, batch: Batch, watch: Stopwatch) -> Float64Arr
     for number, (layer, modules) in enumerate(subject.layers, start=1):
         for module in modules:
             for args, kwargs in calls.get(module, ()):
-                alone = _alone(subject, layer.targets_only, module, args, kwargs, watch)
+                alone = _alone(subject, layer, module, args, kwargs, watch)
                 if module in blocks:
                     call = partial(blocks[module], args[0].detach(), *args[1:], **kwargs)
                     alone[[FORWARD, BOTH]] = _time_trained(subject.sharded, call, watch, None)[[FORWARD, BOTH]]
@@ -203,15 +209,20 @@ def _time_trained(
 
 
 def _alone(
-    subject: Subject, is_head: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], watch: Stopwatch
+    subject: Subject, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], watch: Stopwatch
 ) -> Float64Array:
-    """Seconds [3] of a layer on the arguments of one call."""
-    first = args[0].detach()
-    inputs = [first.requires_grad_()] if first.is_floating_point() else []
-    if is_head and subject.head is not None:
+    """Seconds [3] of a layer on the arguments of one call, of which the first tensor is the layer's input."""
+    given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    name = next(name for name, value in given.items() if isinstance(value, Tensor))
+    first = given[name] = given[name].detach()
+    inputs = [first.requires_grad_()] if first.is_floating_point() and not layer.reads_data else []
+    if layer.targets_only and subject.head is not None:
         head = subject.head
         return time_passes(watch, lambda: head(first), inputs, _trainable(module))
-    return time_passes(watch, lambda: module(first, *args[1:], **kwargs), inputs, _trainable(module))
+    places = [given[place] for place in range(len(args))]
+    return time_passes(
+        watch, lambda: module(*places, **{key: given[key] for key in kwargs}), inputs, _trainable(module)
+    )
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
@@ -245,7 +256,8 @@ class MeasuredSubject:
 
     def times(self, world: World) -> ModuleTimes:
         """Medians over rounds, then over ranks; a collective."""
-        medians = np.stack([np.median(_passes(np.stack(samples)), axis=0) for samples in self.samples])
+        passes = [_passes(np.stack(samples), self.subject.rest) for samples in self.samples]
+        medians = np.stack([np.median(each, axis=0) for each in passes])
         seconds = np.maximum(np.median(np.stack(world.gather(medians)), axis=0), 0)
         hooks = np.median(np.stack(world.gather(np.median(self.hooks, axis=0))), axis=0) if self.hooks else None
         layers: list[LayerTimes] = []
@@ -296,8 +308,8 @@ class MeasuredSubject:
         return grid, held_out
 
 
-def _passes(seconds: Float64Array) -> Float64Array:
-    """Forward, input and weights of each layer, [..., num_layers, 3], from samples of `measure_once`.
+def _passes(seconds: Float64Array, rest: int) -> Float64Array:
+    """Forward, input and weights of each layer, [..., num_layers, 3], from samples of `measure_once`. rest: of Subject.
 
     Differences are taken within a sample, because its parts met the same state of the machine; they may be below 0.
     """
@@ -306,8 +318,8 @@ def _passes(seconds: Float64Array) -> Float64Array:
     # Nothing before the first layer needs a gradient, and none was computed in the whole.
     layers[..., 0, INPUT] = 0
     total = layers.sum(axis=-2)
-    layers[..., 0, FORWARD] += whole[..., FORWARD] - total[..., FORWARD]
-    layers[..., 0, WEIGHTS] += whole[..., BOTH] - total[..., INPUT] - total[..., WEIGHTS]
+    layers[..., rest, FORWARD] += whole[..., FORWARD] - total[..., FORWARD]
+    layers[..., rest, WEIGHTS] += whole[..., BOTH] - total[..., INPUT] - total[..., WEIGHTS]
     return layers
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import NormalDist
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.grid_positions import NUM_AXES
 from motet.core.item_segments import ItemSegments
-from motet.core.spec import Module
+from motet.core.spec import Layer, Module
 from motet.core.workload import BACKBONE
 from motet.cost.profile import Batch
 from motet.data.own_items import OwnTransform
@@ -54,11 +54,23 @@ _NUM_COUNTS, _ROW_RATIO = 4, 256
 """A grid has so many batches of a length; the largest has at most this factor more rows than the smallest."""
 
 
+class TimedLayer(NamedTuple):
+    """A layer and what computes it. Modules that are called several times are timed in all of their calls."""
+
+    layer: Layer
+    modules: tuple[nn.Module, ...]
+
+
+def _timed(layers: Iterable[LayerModules]) -> list[TimedLayer]:
+    return [TimedLayer(each.layer, each.modules if each.timed is None else each.timed) for each in layers]
+
+
 @dataclass(frozen=True, eq=False)
 class Subject:
     """A module to measure.
 
     spec:    layers and sizes of the truncated module. layers: what computes each of its layers.
+    rest:    the layer, by its place, that gets what the module takes beside its layers.
     lengths: int64 [n], ascending: the lengths that its items can have and, where the job's are known, those about them.
     job_rows: of the job's large microbatches; 0 where they are not known.
     segments: those of a batch's items, or None if the module computes items whole.
@@ -73,7 +85,7 @@ class Subject:
     name: str
     module: nn.Module
     spec: Module
-    layers: Sequence[LayerModules]
+    layers: Sequence[TimedLayer]
     lengths: Int64Array
     sharded: nn.Module
     prepare: Callable[[Batch, nn.Module], Callable[[], Tensor]]
@@ -81,11 +93,13 @@ class Subject:
     job_rows: int = 0
     segments: Callable[[Batch], ItemSegments | None] = lambda batch: None
     through: Callable[[Batch], Callable[[], Tensor]] | None = None
+    rest: int = 0
 
 
 def one_layer_deep(config: ModelConfig) -> ModelConfig:
     """The same model with a single transformer layer in each module, and everything trainable.
 
+    Of the models of diffusers only PixArt's is made shallow: blocks of the others differ, and are timed each.
     Raises UserError for a backbone whose layers are of two kinds.
     """
     if config.backbone.key_rows:
@@ -101,7 +115,7 @@ def one_layer_deep(config: ModelConfig) -> ModelConfig:
     generators = {
         name: part.model_copy(
             update={"train_generator": True, "train_projector": True}
-            | ({"config": part.config | {"num_layers": 1}} if part.family == "dit" else {})
+            | ({"config": part.config | {"num_layers": 1}} if part.family in ("dit", "pixart") else {})
         )
         for name, part in config.generators.items()
     }
@@ -237,7 +251,7 @@ def _encoder(recipe: Recipe, name: str, module: ModalityModule, sharded: nn.Modu
         return module.cut(np.stack([sizes[length] for length in items(batch).tolist()])) if module.cut else None
 
     lengths = np.array(sorted(sizes), dtype=np.int64)
-    spec, layers = module.spec_module(name), module.layers()
+    spec, layers = module.spec_module(name), _timed(module.layers())
     is_cut = not module.uncuttable and not module.projector.blocks
     return Subject(
         name, module, spec, layers, lengths, sharded, prepare, segments=segments, through=through if is_cut else None
@@ -262,16 +276,13 @@ def _generator(
     lengths = np.array(sorted(sizes), dtype=np.int64)
     # A block is timed whole, as its first layer.
     blocks, layers = iter(module.blocks), []
-    for layer, modules in module.layers():
-        if layer.reads_data or (layer.in_block and not module.blocks):
-            raise UserError(
-                f"model.generators.{name} has a model of diffusers, whose layers are not timed; motet plan, simulate "
-                "and --dry-run predict it by its operations without a profile."
-            )
-        if layer.in_block:
+    for layer, modules in _timed(module.layers()):
+        if module.blocks and layer.in_block and not layer.reads_data:
             modules = () if layer.continues else (next(blocks),)
-        layers.append(LayerModules(layer, modules))
-    return Subject(name, module, module.spec_module(name), layers, lengths, sharded, prepare)
+        layers.append(TimedLayer(layer, modules))
+    # Noise, loss, and the order of rows in batches of one size take as long as an item has rows, as its last layer.
+    rest = len(layers) - 1
+    return Subject(name, module, module.spec_module(name), layers, lengths, sharded, prepare, rest=rest)
 
 
 def _sizes(recipe: Recipe, name: str, module: ModalityModule | GeneratorModule) -> dict[int, Int64Array]:
@@ -354,5 +365,5 @@ def _backbone(recipe: Recipe, backbone: Backbone, sharded: nn.Module, device: to
     def head(hidden: Tensor) -> Tensor:
         return backbone.loss(hidden, torch.zeros(len(hidden), dtype=torch.int64, device=device))
 
-    spec, layers = backbone.spec_module(), backbone.layers()
+    spec, layers = backbone.spec_module(), _timed(backbone.layers())
     return Subject(BACKBONE, backbone, spec, layers, lengths, sharded, prepare, head, through=through)
