@@ -236,6 +236,8 @@ def check_handed_on(
 
 def _adapter(table: Any) -> dict[str, Any]:
     """What a table says of adapters but their dropout, with defaults in place (`LoraConfig`)."""
+    if isinstance(table, str):
+        return {"path": table}  # Of a whole model: the directory says it all.
     if not isinstance(table, dict):
         return {}
     rank = table.get("rank", 0)
