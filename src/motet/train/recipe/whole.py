@@ -101,6 +101,12 @@ class VideoConfig(BaseModel):
         return made
 
 
+def _with_path(schema: dict[str, Any]) -> None:
+    """Let the JSON Schema of `lora` have tables by part, and `path`: of values it would allow both everywhere."""
+    table, path = schema["additionalProperties"]["anyOf"]
+    schema["additionalProperties"], schema["properties"] = table, {_PATH: path}
+
+
 class WholeModelConfig(BaseModel):
     """`[model]` of a recipe whose model is a directory of transformers.
 
@@ -116,7 +122,7 @@ class WholeModelConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
     path: Path
     train: dict[str, bool] = Field(default_factory=dict)
-    lora: dict[str, LoraConfig | Path] = Field(default_factory=dict)
+    lora: dict[str, LoraConfig | Path] = Field(default_factory=dict, json_schema_extra=_with_path)
     video: VideoConfig | None = None
     freeze: tuple[str, ...] = ()
 
