@@ -25,7 +25,7 @@ from motet.profiling.subjects import one_layer_deep
 from motet.train.balancing import check_shared
 from motet.train.job import open_dataset
 from motet.train.planned_job import impossible_cut
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe import dump_recipe, load_recipe
 
 with benchmark("whole_models") as whole_models:
     pass
@@ -96,7 +96,10 @@ def saved_by_peft(job, folder="saved", targets=LAST, **options):
 
 def test_an_adapter_goes_on_with_all_that_its_directory_says(job):
     saved_by_peft(job, lora_dropout=0.25, use_rslora=True)
-    modules = load_recipe(job / "recipe.toml", ["model.lora.path=saved"]).modules
+    recipe = load_recipe(job / "recipe.toml", ["model.lora.path=saved"])
+    (job / "again.toml").write_text(dump_recipe(recipe))
+    assert load_recipe(job / "again.toml") == recipe
+    modules = recipe.modules
     lora = modules.lora["backbone"]
     assert (*modules.lora, lora.rank, lora.alpha, lora.dropout, lora.rank_stabilized) == ("backbone", 2, 6, 0.25, True)
     model = build_mllm(modules, 99, deferred=True)
