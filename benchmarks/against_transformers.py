@@ -3,11 +3,11 @@
     python benchmarks/against_transformers.py [FAMILY ...]
     python benchmarks/against_transformers.py --parts [FAMILY ...]
 
-The second is of encoders and backbones by parts (`parts.py`). The first is of whole models. transformers' side there:
-its own class, processor and chat template; one example at a time, without padding or packing; the loss on what its
-template marks as the assistant's. Motet's side: the recipe of six keys, all examples packed into one sequence, and
-again one at a time. Norms of both keep float64, and so do routers of experts and what turns patches with their places:
-transformers' round to float32, which is 1e-7 by itself.
+The second is of encoders, backbones and projectors by parts (`parts.py`). The first is of whole models. transformers'
+side there: its own class, processor and chat template; one example at a time, without padding or packing; the loss on
+what its template marks as the assistant's. Motet's side: the recipe of six keys, all examples packed into one sequence,
+and again one at a time. Norms of both keep float64, and so do routers of experts and what turns patches with their
+places: transformers' round to float32, which is 1e-7 by itself.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ def main() -> None:
     """Print a row a family."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument(
-        "--parts", action="store_true", help="encoders and backbones by parts, in place of whole models"
+        "--parts", action="store_true", help="encoders, backbones and projectors by parts, in place of whole models"
     )
     parser.add_argument(
         "families",

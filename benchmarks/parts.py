@@ -1,4 +1,4 @@
-"""Encoders and backbones by parts beside transformers' own classes, from the same files, in float64.
+"""Encoders, backbones and projectors by parts beside transformers' own classes, from the same files, in float64.
 
 transformers' side: its class, one item or document at a time, without padding or packing. Motet's side: all of them in
 one pack, and again one at a time. Both read one directory with weights as trained ones have them, that transformers
@@ -6,7 +6,9 @@ wrote. What transformers rounds to float32 in any dtype (norms, angles of positi
 is kept wide on both sides, and once more left as it is.
 
 The loss of an encoder is the mean squared distance of its rows from drawn ones; that of a backbone is its own, on
-documents with rows of an encoder, whose gradients are compared, too.
+documents with rows of an encoder, whose gradients are compared, too. The loss of a projector is that of an encoder; its
+class in transformers has neither the matrix around its layers nor, in BLIP-2, the queries, so both sides multiply by
+the same one, and compare its gradient and that of what is read.
 """
 
 from __future__ import annotations
@@ -15,15 +17,21 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from loss_and_gradients import Step
 from rows import ROOT
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear
+from transformers import Blip2QFormerConfig, Blip2QFormerModel
+from transformers.models.idefics2.configuration_idefics2 import Idefics2PerceiverConfig
+from transformers.models.idefics2.modeling_idefics2 import Idefics2PerceiverResampler
 
 from motet.models.block import plain_names
 from motet.models.build import BackboneConfig, EncoderConfig, build_backbone, build_modality
 from motet.models.config_file import quiet_transformers
+from motet.models.cross_projector import CrossProjector
+from motet.models.exact import keep_float64
 from motet.models.families.registry import BACKBONES, ENCODERS
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -33,7 +41,31 @@ from unit.models.wide import InFloat64
 
 NOT_THERE = ("internlm2", "eva_clip")
 """Families that are in no transformers; their tests hold them to plain computations."""
-PARTS = [family for family in (*ENCODERS, *BACKBONES) if family not in NOT_THERE]
+PROJECTORS: dict[str, dict[str, Any]] = {
+    "resampler": {
+        "resampler_depth": 2,
+        "resampler_n_heads": 4,
+        "resampler_head_dim": 8,
+        "num_key_value_heads": 2,
+    },
+    "qformer": {
+        "hidden_size": 24,
+        "num_attention_heads": 2,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    },
+}
+"""Kinds of projectors that have queries -> options of their classes in transformers."""
+PARTS = [*(family for family in (*ENCODERS, *BACKBONES) if family not in NOT_THERE), *PROJECTORS]
+_ROWS, _READ_DIM, _QUERIES = [7, 1, 12, 7, 3], 20, 5
+"""Of the items that a projector reads: rows of each, and their width; rows that it makes of each."""
+_THEIR_NAMES = {
+    "resampler": {"layers.blocks.": "layers.", "layers.norm.": "norm.", "layers.latents.weight": "latents"},
+    "qformer": {"layers.blocks.": "encoder.layer.", "layers.norm.": "layernorm."},
+}
+"""Beginnings of names of a projector's weights -> of transformers'. Others, which its class has not, are the same."""
 _WHOLE_CLIPS = ("whisper", "qwen2_audio")
 """Their classes take clips of one length alone, whose padding would change rows: both sides are given such clips."""
 _LENGTHS, _PLACES = [9, 1, 14, 6], [1, 2, 12, 20, 26]
@@ -55,6 +87,8 @@ def distances(folder: Path, family: str) -> Distances:
     theirs, ours = (
         (encoder_of_transformers, encoder_of_motet)
         if family in ENCODERS
+        else (projector_of_transformers, projector_of_motet)
+        if family in PROJECTORS
         else (backbone_of_transformers, backbone_of_motet)
     )
     with InFloat64():
@@ -65,13 +99,16 @@ def distances(folder: Path, family: str) -> Distances:
 
 def write_part(folder: Path, family: str) -> None:
     """Write a tiny model of transformers' class, whose norms are away from 1 and whose biases are away from 0."""
-    of_family = (ENCODERS | BACKBONES)[family]
-    # transformers' default padding token belongs to another vocabulary.
-    of_text = {"vocab_size": VOCAB, "pad_token_id": None}
-    options = Tiny.encoders[family] if family in ENCODERS else Tiny().options_of(family) | of_text
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(5)
-    model = of_family.model(of_family.config(**options)).double()
+    if family in PROJECTORS:
+        model = _projector_class(family)(_projector_config(family)).double()
+    else:
+        of_family = (ENCODERS | BACKBONES)[family]
+        # transformers' default padding token belongs to another vocabulary.
+        of_text = {"vocab_size": VOCAB, "pad_token_id": None}
+        options = Tiny.encoders[family] if family in ENCODERS else Tiny().options_of(family) | of_text
+        model = of_family.model(of_family.config(**options)).double()
     with torch.no_grad():
         for weight in model.parameters():
             weight += 0.3 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
@@ -80,7 +117,7 @@ def write_part(folder: Path, family: str) -> None:
 
 
 def _their_model(folder: Path, family: str) -> Any:
-    kind = (ENCODERS | BACKBONES)[family].model
+    kind = _projector_class(family) if family in PROJECTORS else (ENCODERS | BACKBONES)[family].model
     with quiet_transformers():
         model = kind.from_pretrained(folder, dtype=torch.float64).train()
     with torch.device("meta"):
@@ -147,6 +184,77 @@ def _their_rows(model: Any, family: str, values: Tensor, size: list[int]) -> Ten
     pixels = values.view(height, width, 3, side, side).permute(2, 0, 3, 1, 4).reshape(1, 3, side * height, side * width)
     options = {"interpolate_pos_encoding": True} if family in ("siglip", "clip") else {}
     return model(pixels, **options).last_hidden_state[0][-len(values) :]
+
+
+def _projector_class(kind: str) -> Any:
+    return Idefics2PerceiverResampler if kind == "resampler" else Blip2QFormerModel
+
+
+def _projector_config(kind: str) -> Any:
+    if kind == "resampler":
+        return Idefics2PerceiverConfig(hidden_size=DIM, resampler_n_latents=_QUERIES, **PROJECTORS[kind])
+    return Blip2QFormerConfig(encoder_hidden_size=_READ_DIM, **PROJECTORS[kind])
+
+
+def projector_of_transformers(folder: Path, kind: str) -> Step:
+    """Of the rows of one item after the other."""
+    model, read, beside = _their_model(folder, kind), _read_rows(), _beside(kind)
+    items = [rows[None] for rows in read.split(_ROWS)]
+    if kind == "resampler":
+        weights = {"input.weight": beside["input.weight"], "input.bias": beside["input.bias"]}
+        made = [
+            model(linear(rows, *weights.values()), torch.ones(rows.shape[:2], dtype=torch.long))[0] for rows in items
+        ]
+    else:
+        weights = beside
+        queries, matrix, bias = beside["layers.queries.weight"], beside["output.weight"], beside["output.bias"]
+        hidden = [model(query_embeds=queries[None], encoder_hidden_states=rows).last_hidden_state[0] for rows in items]
+        made = [linear(rows, matrix, bias) for rows in hidden]
+    return _step_of(torch.cat(made), _made_rows(), {"read": read, **weights, **dict(model.named_parameters())})
+
+
+def projector_of_motet(folder: Path, kind: str, *, packed: bool = True) -> Step:
+    """Of all items in one pack, or one at a time."""
+    projector, read = CrossProjector(kind, _READ_DIM, DIM, _QUERIES, PROJECTORS[kind]).double(), _read_rows()
+    names = {name: _their_name(kind, name) for name, _ in projector.named_parameters()}
+    stored = {**_beside(kind), **_their_model(folder, kind).state_dict()}
+    projector.load_state_dict({name: stored[theirs] for name, theirs in names.items()})
+    keep_float64(projector)
+    if packed:
+        made = projector(read, np.array(_ROWS))
+    else:
+        made = torch.cat([projector(rows, np.array([len(rows)])) for rows in read.split(_ROWS)])
+    return _step_of(made, _made_rows(), {"read": read, **{names[n]: each for n, each in projector.named_parameters()}})
+
+
+def _their_name(kind: str, name: str) -> str:
+    start = next((each for each in _THEIR_NAMES[kind] if name.startswith(each)), "")
+    return _THEIR_NAMES[kind].get(start, "") + name.removeprefix(start)
+
+
+def _beside(kind: str) -> dict[str, torch.nn.Parameter]:
+    """Weights that transformers' class of a projector lacks, by Motet's names."""
+    shapes: dict[str, tuple[int, ...]] = {"input.weight": (DIM, _READ_DIM), "input.bias": (DIM,)}
+    if kind == "qformer":
+        width = PROJECTORS[kind]["hidden_size"]
+        shapes = {"layers.queries.weight": (_QUERIES, width), "output.weight": (DIM, width), "output.bias": (DIM,)}
+    generator = torch.Generator().manual_seed(9)
+    return {
+        name: torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
+        for name, shape in shapes.items()
+    }
+
+
+def _read_rows() -> torch.nn.Parameter:
+    """The rows that a projector reads, of all items."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.nn.Parameter(torch.randn(sum(_ROWS), _READ_DIM, generator=generator, dtype=torch.float64))
+
+
+def _made_rows() -> Tensor:
+    """The rows that it is to make."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(len(_ROWS) * _QUERIES, DIM, generator=generator, dtype=torch.float64)
 
 
 def backbone_of_transformers(folder: Path, family: str) -> Step:

@@ -79,8 +79,8 @@ def refused(job, tmp_path, monkeypatch, capsys):
         ),
         (
             ["run.compile=true"],
-            {},
-            "plan.json has stages beside run.compile, which takes blocks that run whole (remove run.compile to train",
+            {"schedule": "zb_h1"},
+            "plan.json has schedule 'zb_h1' beside run.compile, whose backward passes are not split; remove one",
         ),
         (["parallel.video.pp=2"], {}, "parallel.video has no effect, as the model has no such module; it has image, "),
         (["parallel.image.stages=2"], {}, "unknown key 'parallel.image.stages'"),

@@ -1,5 +1,6 @@
 """`run.compile`: blocks in graphs for all lengths, equal to blocks as they are."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,9 +9,13 @@ from torch._dynamo.utils import counters
 import motet.train.job
 from benchmark import benchmark
 from cli.tiny_job import losses, write_tiny_job
-from dist.test_planned import said_under
+from dist.test_planned import said_under, train_under
 from motet.core.errors import UserError
+from motet.core.plan import Plan, Unit
+from motet.core.plan_file import write_plan
+from motet.cost.catalogue import cluster
 from motet.models.compiling import compile_blocks
+from motet.planning.planned_recipe import read_job_recipe
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
@@ -20,6 +25,7 @@ with benchmark("whole_models") as whole_models:
 
 NO_DROPOUT = "model.encoders.audio.config.dropout=0.0"
 TEXT = 'data.train=["text.jsonl"]'
+PICTURES = 'data.train=["pictures.jsonl"]'
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +35,8 @@ def job(tmp_path_factory):
     lines = (recipe.parent / "train.jsonl").read_text().splitlines()
     text = [line for line in lines if "<audio>" not in line and "<image>" not in line]
     (recipe.parent / "text.jsonl").write_text("\n".join(text))
+    pictures = [line for line in lines if "<audio>" not in line]
+    (recipe.parent / "pictures.jsonl").write_text("\n".join(pictures))
     return recipe
 
 
@@ -68,6 +76,33 @@ def test_blocks_of_a_whole_model_are_compiled_too(tmp_path):
     (graphs,) = run_ranks(graphs_of, 1, job, [f"run.dir={own}", "run.compile=true", "run.steps=2"])
     run_ranks(said_under, 1, str(job), [f"run.dir={plain}", "run.steps=2"], None)
     assert graphs[-1] >= 2 and losses(own) == losses(plain)
+
+
+def compiled_under(rank, num_ranks, recipe, overrides, plan):
+    """The number of graphs of a run under a Plan. Backward passes are graphs, too; no code is made for them."""
+    motet.train.job.compile_blocks = partial(compile_blocks, backend="aot_eager")
+    train_under(rank, num_ranks, recipe, overrides, plan)
+    return counters["stats"]["unique_graphs"]
+
+
+CHAIN = (
+    Unit("all", ({"image": 1, "audio": 1, "backbone": 1}, {"backbone": 1}), pp=2, recompute=({"backbone": 1}, {})),
+)
+BESIDE = Unit("image", ({"image": 1},)), Unit("llm", ({"audio": 1, "backbone": 2},), first_rank=1)
+
+
+@pytest.mark.parametrize(("units", "schedule"), [(CHAIN, "1f1b"), (BESIDE, "gpipe")], ids=["chain", "beside"])
+def test_blocks_are_compiled_in_stages(job, tmp_path, units, schedule):
+    """A chain with a recomputed block, and an encoder on a rank of its own: as one process without graphs."""
+    given = [NO_DROPOUT, PICTURES, "data.heldout=[]", "run.dtype=float64", "run.steps=2", "run.batch_size=4"]
+    where = cluster("h100", 1, 2)
+    device = replace(where.device, peak_flops={**where.device.peak_flops, "fp64": 1e12}, overlaps=False)
+    model = read_job_recipe(job, given).model
+    write_plan(Plan(model, replace(where, device=device), units, 4, 2, schedule, precision="fp64"), tmp_path / "plan")
+    compiled = [*given, f"run.dir={tmp_path / 'own'}", "run.compile=true"]
+    assert all(run_ranks(compiled_under, 2, str(job), compiled, str(tmp_path / "plan")))
+    run_ranks(train_under, 1, str(job), [*given, f"run.dir={tmp_path / 'plain'}"], None)
+    assert losses(tmp_path / "own") == pytest.approx(losses(tmp_path / "plain"), rel=1e-10)
 
 
 def test_what_does_not_compile_is_refused(job, tmp_path, monkeypatch):

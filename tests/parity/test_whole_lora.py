@@ -80,6 +80,24 @@ def test_loss_and_gradients_are_those_of_peft_on_the_directory(job, alone):
     assert abs(before.loss - ours.loss) > 1e-3 * ours.loss
 
 
+def test_it_goes_on_as_peft_does(job, alone, tmp_path):
+    """The whole directory by one key, or by the tables of parts: what learns, loss and gradients are peft's."""
+    adapter = alone / "export" / "adapter"
+    reference = against.theirs(job, adapter)
+    in_one = [f"model.lora.path={adapter}"]
+    by_part = [each.replace("{ ", f'{{ path = "{adapter}", ') for each in LORA]
+    for overrides in (in_one, by_part):
+        assert max(against.ours(job, overrides=overrides).distance(reference)) < 1e-10
+    run = [*in_one, *RUN[len(LORA) :]]
+    run_ranks(trained, 1, str(job / "recipe.toml"), [*run, f"run.dir={tmp_path / 'one'}"])
+    more = {"llava": "fsdp.shard_size=2"}.get(job.name, "parallel.backbone.pp=2")
+    run_ranks(trained, 2, str(job / "recipe.toml"), [*run, more, f"run.dir={tmp_path / 'two'}"])
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-10)
+    assert losses(tmp_path / "one")[0] == pytest.approx(reference.loss, rel=1e-10)
+    again = against.ours(job, overrides=in_one, checkpoint=tmp_path / "two" / "checkpoints" / "step-00000002")
+    assert max(again.distance(against.theirs(job, tmp_path / "two" / "export" / "adapter"))) < 1e-10
+
+
 def test_merged_it_is_a_directory_that_transformers_reads(job, alone, tmp_path):
     again = tmp_path / "again"
     shutil.copytree(job, again, ignore=shutil.ignore_patterns("model", "*.motet-index"))

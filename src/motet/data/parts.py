@@ -89,13 +89,13 @@ def _typed_part(part: object, where: str) -> TypedPart:
         if not isinstance(part.get(_TEXT), str):
             raise UserError(f"{where}: 'text' is {kind_of(part.get(_TEXT))}, but must be text")
         return TypedPart(_TEXT, part[_TEXT])
-    if len(given) > 1:
-        raise UserError(f"{where}: has both '{given[0]}' and '{given[1]}'; give one of them")
+    rates = [name for name in _FPS if lists and name in part]
+    for several in (given, rates):
+        if len(several) > 1:
+            raise UserError(f"{where}: has both '{several[0]}' and '{several[1]}'; give one of them")
     if lists:
-        rates = [part[name] for name in _FPS if name in part]
-        return TypedPart(
-            kind, name=FrameNames.of(part[given[0]], rates[0] if rates else None, f"{where}: '{given[0]}'")
-        )
+        rate = part[rates[0]] if rates else None
+        return TypedPart(kind, name=FrameNames.of(part[given[0]], rate, f"{where}: '{given[0]}'"))
     return TypedPart(kind, name=_name(given[0], part[given[0]], f"{where}: '{given[0]}'") if given else None)
 
 

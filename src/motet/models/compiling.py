@@ -3,7 +3,8 @@
 What depends on lengths is attention: it knows an item's rows in Python, and would be compiled anew for each pack. So it
 stays outside of graphs, as it is; a block is a graph on each side of it, whose number of rows is a symbol. Compiled is
 what a Block wraps, inside of FSDP's hooks and of recomputation, so that collectives, and what is kept, are those of a
-block that is not compiled.
+block that is not compiled. Stages of a Plan run the same Blocks; a half of one runs as it is. A backward pass of which
+gradients of weights wait (`runtime/deferred.py`) cannot be compiled: its graph is made once, with all gradients.
 """
 
 from __future__ import annotations

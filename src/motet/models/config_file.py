@@ -41,6 +41,10 @@ _UNDECLARED = {
 """Options that a model reads of its config, although their class does not declare them."""
 
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""The config of an adapter of peft."""
+
+
 def one_line(error: Exception) -> str:
     """The message of a library's error on one line."""
     # str() of a KeyError is the repr of its message.
@@ -156,9 +160,22 @@ def check_feature_layer(where: str, family: Family, path: Path, feature_layer: i
 
 def _stored(where: str, path: Path) -> tuple[Path, dict[str, Any]]:
     file = path / "config.json"
+    if not file.is_file() and (path / ADAPTER_CONFIG).is_file():
+        raise UserError(adapter_alone(f"model.{where}.path", path, f"[model.lora.{where.rpartition('.')[2]}]"))
     if not file.is_file():
         raise UserError(f"model.{where}.path: there is no {file}; give a local directory that holds an HF model.")
     return file, read_config_json(file)
+
+
+def adapter_alone(key: str, path: Path, table: str) -> str:
+    """The sentence for an adapter of peft in the place of a model. table: of the recipe, where adapters stand."""
+    stored = read_json(path / ADAPTER_CONFIG)
+    base = stored.get("base_model_name_or_path") if isinstance(stored, dict) else None
+    trained = f" (it was trained on {base})" if isinstance(base, str) else ""
+    return (
+        f"{key}: {path} holds an adapter of peft alone; name its model there{trained}, and the adapter as {table} "
+        f'path = "{path}".'
+    )
 
 
 def _larger_model(file: Path, stored: dict[str, Any], family: Family) -> PreTrainedConfig | None:

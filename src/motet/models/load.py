@@ -17,7 +17,7 @@ from motet.core.files import irregular_kind
 from motet.core.text_files import read_json
 from motet.core.words import counted_words
 from motet.models.attention import ATTENTION
-from motet.models.config_file import one_line, quiet_transformers, read_config
+from motet.models.config_file import ADAPTER_CONFIG, one_line, quiet_transformers, read_config
 from motet.models.families.registry import Family
 
 INDEX = "model.safetensors.index.json"
@@ -94,7 +94,7 @@ def check_files(key: str, path: Path) -> None:
 
     They are an adapter, a pipe, on which HF would wait forever, and an index that names files outside `path`.
     """
-    if (path / "adapter_config.json").exists():
+    if (path / ADAPTER_CONFIG).exists():
         raise UserError(
             f"{key}: {path} holds an adapter, which would be put into the model where peft is installed "
             "and left out elsewhere; merge it into the weights first, and remove adapter_config.json."

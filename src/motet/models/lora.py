@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -27,7 +27,7 @@ from motet.models.backbone import Backbone
 from motet.models.block import Block, plain_names
 from motet.models.fused import SplitLinear
 from motet.models.initialise import seeded
-from motet.models.lora_read import read_adapter
+from motet.models.lora_read import PREFIX, read_adapter, saved_weights
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
 from motet.models.named_weights import is_lora, is_named
@@ -66,6 +66,13 @@ class LoraConfig(BaseModel):
         if given != ALL_LINEAR and not (names and all(isinstance(name, str) and name for name in names)):
             raise ValueError(f'{given!r} is neither "all-linear" nor a list of names of layers, as in ["q_proj"]')
         return given if given == ALL_LINEAR else tuple(names)
+
+    of_whole: ClassVar[bool] = False
+    """Whether `path` is of a whole model, whose other parts may have adapters in it, too."""
+
+    def own_name(self, key: str) -> str | None:
+        """The name in the part's HF model of a weight of its adapters that peft has saved as `key`; None of no such."""
+        return key.removeprefix(PREFIX) if key.startswith(PREFIX) and is_lora(key) else None
 
     @property
     def scale(self) -> float:
@@ -213,7 +220,8 @@ def add_lora(mllm: MLLM, configs: Mapping[str, LoraConfig], seed: int) -> None:
         adapters = {plain[key]: weight for key, weight in root.named_parameters() if is_lora(key)}
         read = {}
         if config.path is not None:
-            read = read_adapter(where, config, {key: tuple(weight.shape) for key, weight in adapters.items()})
+            read_adapter(where, config, {key: tuple(weight.shape) for key, weight in adapters.items()})
+            read = saved_weights(where, config)
         with torch.no_grad():
             for key, weight in adapters.items():
                 if not weight.is_meta:

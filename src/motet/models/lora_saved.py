@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from motet.core.errors import UserError
 from motet.models.lora import lora_layers
-from motet.models.lora_read import PREFIX, WEIGHTS
+from motet.models.lora_read import ADAPTER_WEIGHTS, PREFIX
 from motet.models.named_weights import is_lora
 
 
@@ -67,7 +67,7 @@ def save_adapter(root: nn.Module, weights: Mapping[str, Tensor], base: str, targ
     target.mkdir(parents=True)
     saved.save_pretrained(str(target))
     tensors = {f"{PREFIX}{name}": weight.clone() for name, weight in weights.items() if is_lora(name)}
-    save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, target / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
 def ends_of(root: nn.Module, layers: Mapping[str, object]) -> list[str]:

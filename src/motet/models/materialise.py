@@ -6,7 +6,7 @@ rank holds its own share and one layer, and the numbers are those of the whole m
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import EllipsisType
 from typing import TYPE_CHECKING, Protocol
@@ -24,7 +24,7 @@ from motet.models.fused import NamedRows, stored_names
 from motet.models.initialise import drawn
 from motet.models.load import on_meta
 from motet.models.lora import drawn_lora
-from motet.models.lora_read import PREFIX, WEIGHTS
+from motet.models.lora_read import saved_weights
 from motet.models.mllm import MLLM
 from motet.models.named_weights import is_lora
 from motet.models.stored import TensorInFile, stored_tensors
@@ -53,13 +53,13 @@ def materialise(
     """
     backbone, where = config.backbone, "backbone"
     if mllm.backbone is not None:
-        model, adapter, fill = mllm.backbone.causal_lm, _adapter(config, BACKBONE), BACKBONE not in unfilled
-        fill_parameters(model, where, backbone.classes, backbone.path, seed, device, adapter, fill=fill)
+        model, adapters, fill = mllm.backbone.causal_lm, _adapters(config, BACKBONE), BACKBONE not in unfilled
+        fill_parameters(model, where, backbone.classes, backbone.path, seed, device, adapters, fill=fill)
     for name, part in config.encoders.items():
         if part.family and name in mllm.encoders:
             model, where = mllm.encoders[name].encoder.model, f"encoders.{name}"
-            adapter, fill = _adapter(config, name), name not in unfilled
-            fill_parameters(model, where, part.classes, part.path, seed, device, adapter, fill=fill)
+            adapters, fill = _adapters(config, name), name not in unfilled
+            fill_parameters(model, where, part.classes, part.path, seed, device, adapters, fill=fill)
     for module in mllm.modules():
         for key, buffer in module._buffers.items():
             module._buffers[key] = None if buffer is None else buffer.to(device)
@@ -68,9 +68,10 @@ def materialise(
                 parameter.data = parameter.data.to(device)
 
 
-def _adapter(config: ModelConfig, part: str) -> Path | None:
-    """The directory from which a part's adapters start."""
-    return config.lora[part].path if part in config.lora else None
+def _adapters(config: ModelConfig, part: str) -> Mapping[str, TensorInFile] | None:
+    """The weights of a part's adapters in the directory from which they start; None if they are drawn."""
+    lora = config.lora.get(part)
+    return None if lora is None or lora.path is None else saved_weights(f"model.lora.{part}", lora)
 
 
 def fill_parameters(
@@ -80,14 +81,14 @@ def fill_parameters(
     path: Path | None,
     seed: int,
     device: torch.device,
-    adapter: Path | None = None,
+    adapters: Mapping[str, TensorInFile] | None = None,
     *,
     fill: bool = True,
 ) -> None:
     """Replace the parameters of an HF model that are on meta by their values on `device`, of a DTensor this rank's.
 
-    path, adapter: the directories that hold them, and those of its adapters; None: they are drawn from `seed`. Tied
-    parameters stay tied. fill: whether they get their values; else they are nan.
+    path, adapters: the directory that holds them, and stored weights of its adapters; None: they are drawn from `seed`.
+    Tied parameters stay tied. fill: whether they get their values; else they are nan.
     """
     keys = stored_names(model, plain_names(model))
     missing: dict[str, list[tuple[int, nn.Parameter]]] = {}
@@ -116,10 +117,10 @@ def fill_parameters(
             _copy_own_rows(source, first, values[id(parameter)])
     for name in filter(is_lora, list(missing)):
         for first, parameter in missing.pop(name):
-            if adapter is None:
+            if adapters is None:
                 _copy_own_rows(drawn_lora(parameter, where, name, seed), 0, values[id(parameter)])
             else:
-                _copy_own_rows(TensorInFile(adapter / WEIGHTS, PREFIX + name), first, values[id(parameter)])
+                _copy_own_rows(adapters[name], first, values[id(parameter)])
     if missing:
         raise UserError(f"model.{where}.path: {path} lacks {min(missing)}, which it had when the model was built.")
 

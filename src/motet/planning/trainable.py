@@ -25,10 +25,22 @@ def obstacle(plan: Plan, recipe: Recipe) -> str:
     """What a Plan has that training cannot run yet, in a few words that name the field; "" if training can run it."""
     if what := untrained(plan):
         return what
-    if recipe.run.compile and plan.schedule != "data_parallel":
-        # Stages run halves of blocks, and split their backward passes.
-        return "stages beside run.compile, which takes blocks that run whole (remove run.compile to train in stages)"
+    if recipe.run.compile and (what := _uncompiled(plan)):
+        return what
     return "another precision than the recipe" if plan.precision != recipe.plan_precision else ""
+
+
+def _uncompiled(plan: Plan) -> str:
+    """What a Plan has that `torch.compile` cannot have beside it; "" if blocks can be compiled."""
+    if plan.schedule in ("zb_h1", "zb_v"):
+        # A compiled backward pass is one graph, which computes gradients of weights with all others.
+        return f"schedule {plan.schedule!r} beside run.compile, whose backward passes are not split; remove one of them"
+    for unit in plan.units:
+        for degree in ("tp", "cp", "ep"):
+            if getattr(unit, degree) > 1:
+                here = f"{degree} = {getattr(unit, degree)} of unit {unit.name!r}"
+                return f"{here} beside run.compile, which knows no blocks that ranks share; remove one of them"
+    return ""
 
 
 def untrained(plan: Plan) -> str:

@@ -368,6 +368,7 @@ def _build_planned_job(
         check_rows(recipe, model)
         check_learns(model)
         check_export(recipe)
+        _check_compiles(recipe, model, world)
         check_groups(model, recipe.optimizer)
         dataset = open_dataset(recipe, recipe.data.train, vocabulary, model, say)
         heldout = _open_heldout(recipe, vocabulary, model, say)
@@ -388,6 +389,8 @@ def _build_planned_job(
     with world.together():
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
     step, optimizer = build_part(model, spec, place, PartConfig.of_recipe(recipe, world.device), mesh, world)
+    if recipe.run.compile:
+        compile_blocks(step.modules.values())
     evaluator = None
     if heldout is not None:
         evaluator = PlannedEvaluator(

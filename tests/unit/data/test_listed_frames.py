@@ -14,6 +14,7 @@ from motet.data.conversation import media_names
 from motet.data.dataset import Dataset, Modality
 from motet.data.headers import read_header
 from motet.data.media import BadMedia
+from motet.data.parts import typed_parts
 from motet.data.timed_videos import TimedVideos
 from motet.data.transforms import load_media
 from motet.data.videos import VideoHeader, frames_at
@@ -116,6 +117,12 @@ def test_every_spelling_is_the_same_video(folder, tokenizer):
     assert media_names({"video": frames()}, "here")["video"][0].fps == 24  # As transformers has it.
     two = media_names({"videos": [frames(2), "a.mp4", ["b.webp"]]}, "here")["video"]
     assert [getattr(name, "frames", name) for name in two] == [("0.png", "1.png"), "a.mp4", ("b.webp",)]
+
+
+def test_two_rates_of_one_video_are_refused():
+    part = {"type": "video", "video": frames(), "fps": 2, "sample_fps": 1}
+    with pytest.raises(UserError, match="here: part 1: has both 'fps' and 'sample_fps'; give one of them"):
+        typed_parts([part], "here")
 
 
 def size_of(folder):

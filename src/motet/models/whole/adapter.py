@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from motet.core.errors import UserError
 from motet.models.lora import LoraConfig, lora_layers
-from motet.models.lora_read import PREFIX, WEIGHTS
+from motet.models.lora_read import ADAPTER_WEIGHTS, PREFIX
 from motet.models.lora_saved import check_peft, ends_of
 from motet.models.mllm import MLLM
 from motet.models.named_weights import is_lora
@@ -93,7 +93,7 @@ class WholeAdapter:
         saved.save_pretrained(str(target))
         of_modules = {name: each for name, each in weights.items() if name.startswith(tuple(f"{m}." for m in modules))}
         tensors = {f"{PREFIX}{name}": each.cpu().clone() for name, each in {**self.weights, **of_modules}.items()}
-        save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
+        save_file(tensors, target / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
 def check_one_adapter(configs: Mapping[str, LoraConfig]) -> None:

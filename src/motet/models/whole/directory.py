@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -21,15 +22,22 @@ from motet.core.errors import UserError
 from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
 from motet.models.build import EncoderConfig, ModelConfig
-from motet.models.config_file import INNER, one_line, parse_config, quiet_transformers, read_config_json
+from motet.models.config_file import (
+    ADAPTER_CONFIG,
+    INNER,
+    adapter_alone,
+    one_line,
+    parse_config,
+    quiet_transformers,
+    read_config_json,
+)
 from motet.models.load import check_files
 from motet.models.lora import LoraConfig
 from motet.models.stored import TensorInFile, is_turned, weight_files
 from motet.models.whole.family import WholeFamily, WholeParts, check_option
 from motet.models.whole.generic import generic_family
 from motet.models.whole.registry import WHOLE
-
-_PROJECTOR = "projector"
+from motet.models.whole.saved_adapter import PROJECTOR, WholeSaved, part_of_place, with_saved
 
 
 class WholeDirectory:
@@ -39,9 +47,14 @@ class WholeDirectory:
     an MLLM with its weights.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Reads config.json. Raises UserError for a directory that is not there, or of no family."""
-        self.path, self.file = path, path / "config.json"
+    def __init__(self, path: Path, adapters: Mapping[str, Path] = MappingProxyType({})) -> None:
+        """Reads config.json. Raises UserError for a directory that is not there, or of no family.
+
+        adapters: key of the recipe -> a directory of peft, whose weights of projectors take the place of this one's.
+        """
+        self.path, self.file, self.adapters = path, path / "config.json", adapters
+        if not self.file.is_file() and (path / ADAPTER_CONFIG).is_file():
+            raise UserError(adapter_alone("model.path", path, "[model.lora]"))
         if not self.file.is_file():
             raise UserError(
                 f"model.path: there is no {self.file}; give a local directory that transformers' from_pretrained reads."
@@ -78,16 +91,13 @@ class WholeDirectory:
             raise UserError(f"model.path: {self.path} holds no model.safetensors, nor an index of such files.")
         names = self.shapes.state_dict()
         needed = dict(self.shapes.named_parameters())
-        transforms = get_model_conversion_mapping(self.shapes)
-        renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         found: dict[Path, dict[str, str]] = {}
         for file in files:
             found[file] = {}
             for key, shape in _stored_shapes(file).items():
                 if not key.startswith(self._inner):
                     continue
-                own = key.removeprefix(self._inner)
-                name, _ = rename_source_key(own, renamings, [], self.shapes.base_model_prefix, names)
+                name = self.name_of(key.removeprefix(self._inner))
                 if name not in names:
                     if name.endswith(("rotary_emb.inv_freq", "position_ids")):
                         continue  # Buffers that older versions stored.
@@ -109,9 +119,45 @@ class WholeDirectory:
             )
         return found
 
+    def name_of(self, key: str) -> str:
+        """The name in transformers' class of a weight that has the name `key` in some format of it."""
+        shapes = self.shapes
+        return rename_source_key(key, self._renamings, [], shapes.base_model_prefix, self._names)[0]
+
+    @cached_property
+    def _renamings(self) -> list[WeightRenaming]:
+        return [each for each in get_model_conversion_mapping(self.shapes) if isinstance(each, WeightRenaming)]
+
+    @cached_property
+    def _names(self) -> dict[str, Tensor]:
+        return self.shapes.state_dict()
+
+    def place_of(self, theirs: str) -> tuple[str, str]:
+        """(part, name in the part's HF model) of a weight by its name in transformers' class.
+
+        Of what is in projectors it is ("projector", name in an MLLM); of what is nowhere ("projector", "").
+        """
+        prefixes = [each for each in self.parts.names if theirs.startswith(each[1])]
+        if not prefixes:
+            return PROJECTOR, ""
+        own, prefix = max(prefixes, key=lambda each: len(each[1]))
+        return part_of_place(own + theirs.removeprefix(prefix))
+
+    @cached_property
+    def saved(self) -> dict[str, TensorInFile]:
+        """Name in transformers' class -> tensor, of weights that `adapters` have whole. Raises UserError for two."""
+        found: dict[str, TensorInFile] = {}
+        for where, path in self.adapters.items():
+            modules = WholeSaved(where, path, self).modules
+            if twice := [name for name in modules if name in found and found[name] != modules[name]]:
+                raise UserError(f"{where}: {path} holds {twice[0]}, and so does {found[twice[0]].file.parent}.")
+            found |= modules
+        return found
+
     def tensors_at(self, names: Mapping[str, str]) -> dict[str, TensorInFile]:
         """Own name -> stored tensor. names: own ones, and those in transformers' class."""
         stored = {name: TensorInFile(file, key) for file, keys in self.keys.items() for key, name in keys.items()}
+        stored |= self.saved
         return {own: stored[theirs] for own, theirs in names.items()}
 
     @cached_property
@@ -123,15 +169,17 @@ class WholeDirectory:
     def trainable(self) -> tuple[str, ...]:
         """The names of parts in `model.train`."""
         has_projector = any(".projector." in own for own, _ in self.parts.names)
-        return (*self.parts.encoders, *([_PROJECTOR] if has_projector else []), BACKBONE)
+        return (*self.parts.encoders, *([PROJECTOR] if has_projector else []), BACKBONE)
 
     def config(
         self,
         train: Mapping[str, bool],
         freeze: tuple[str, ...],
-        lora: Mapping[str, LoraConfig] = MappingProxyType({}),
+        lora: Mapping[str, LoraConfig] | Path = MappingProxyType({}),
     ) -> ModelConfig:
         """The model as its parts. train: by part, whether it learns; freeze, lora: as of `ModelConfig`.
+
+        lora: or a directory of peft, which says what there is, and what learns unless `train` says it.
 
         Raises UserError for a part that is not there, for adapters of one that does not learn, and as `parts` does.
         """
@@ -140,39 +188,47 @@ class WholeDirectory:
                 f"model.train.{unknown[0]} has no effect: {self.path} has no such part; it has "
                 f"{', '.join(self.trainable)}."
             )
-        adapted = [name for name in self.trainable if name != _PROJECTOR]
         if lora and self.parts.forms:
+            key = "path" if isinstance(lora, Path) else next(iter(lora))
             raise UserError(
-                f"model.lora.{next(iter(lora))} is not held to peft in a model that Motet does not know, as "
+                f"model.lora.{key} is not held to peft in a model that Motet does not know, as "
                 f"{self.family.model.__name__}; remove it."
             )
+        adapters: dict[str, LoraConfig] = {}
+        if isinstance(lora, Path):
+            saved = WholeSaved("model.lora.path", lora, self)
+            adapters |= saved.own_configs()
+            train = saved.learns(train, self.trainable)
+        else:
+            self._check_parts(lora)
+            adapters |= with_saved(self, lora)
+        for name in adapters:
+            if not train.get(name, True):
+                key = "path" if isinstance(lora, Path) else name
+                raise UserError(
+                    f"model.lora.{key} gives adapters to a part that does not learn; remove model.train.{name} = "
+                    "false: the own weights of a part with adapters are frozen in any case."
+                )
+
+        def encoder(name: str, part: EncoderConfig) -> EncoderConfig:
+            learns = {"train_encoder": train.get(name, True), "train_projector": train.get(PROJECTOR, True)}
+            return part.model_copy(update=learns)
+
+        return ModelConfig(
+            backbone=self.parts.backbone.model_copy(update={"train": train.get(BACKBONE, True)}),
+            encoders={name: encoder(name, part) for name, part in self.parts.encoders.items()},
+            lora=adapters,
+            freeze=freeze,
+        )
+
+    def _check_parts(self, lora: Mapping[str, LoraConfig]) -> None:
+        adapted = [name for name in self.trainable if name != PROJECTOR]
         for name in lora:
             if name not in adapted:
                 raise UserError(
                     f"model.lora.{name} has no effect: no such part of {self.path} can have adapters; those are "
                     f"{', '.join(adapted)}."
                 )
-            if lora[name].path is not None:
-                raise UserError(
-                    f"model.lora.{name}.path is not read beside model.path; merge that adapter into the directory with "
-                    "peft, or begin with a checkpoint (run.start)."
-                )
-            if not train.get(name, True):
-                raise UserError(
-                    f"model.lora.{name} gives adapters to a part that does not learn; remove model.train.{name} = "
-                    "false: the own weights of a part with adapters are frozen in any case."
-                )
-
-        def encoder(name: str, part: EncoderConfig) -> EncoderConfig:
-            learns = {"train_encoder": train.get(name, True), "train_projector": train.get(_PROJECTOR, True)}
-            return part.model_copy(update=learns)
-
-        return ModelConfig(
-            backbone=self.parts.backbone.model_copy(update={"train": train.get(BACKBONE, True)}),
-            encoders={name: encoder(name, part) for name, part in self.parts.encoders.items()},
-            lora=dict(lora),
-            freeze=freeze,
-        )
 
 
 def _stored_shapes(file: Path) -> dict[str, tuple[int, ...]]:

@@ -228,14 +228,17 @@ def check_handed_on(
         was, is_now = _adapter(table), _adapter(now[name])
         if other := next((key for key in was if was[key] != is_now.get(key)), ""):
             where = place_of((*_KEY, number, "model", "lora", name), str(path), text)
+            key = name if isinstance(table, str) else f"{name}.{other}"
             raise UserError(
-                f"{where}: model.lora.{name}.{other} of phase {then} is not that of phase {first}, with whose adapters "
+                f"{where}: model.lora.{key} of phase {then} is not that of phase {first}, with whose adapters "
                 "it begins; make them the same."
             )
 
 
 def _adapter(table: Any) -> dict[str, Any]:
     """What a table says of adapters but their dropout, with defaults in place (`LoraConfig`)."""
+    if isinstance(table, str):
+        return {"path": table}  # Of a whole model: the directory says it all.
     if not isinstance(table, dict):
         return {}
     rank = table.get("rank", 0)

@@ -113,8 +113,8 @@ class RunConfig(BaseModel):
     )
     compile: bool = Field(
         False,
-        description="compile each block by torch.compile, for all lengths at once; under data parallelism, without "
-        "dropout, experts and generators",
+        description="compile each block by torch.compile, for all lengths at once; without dropout, experts and "
+        "generators, and under plans without tp, cp and zero-bubble schedules",
     )
     profile_steps: tuple[int, ...] = Field(
         (), description="steps, from 1, of which each rank writes a trace of torch's profiler to run.dir/profile"

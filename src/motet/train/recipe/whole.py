@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from motet.core.errors import UserError
 from motet.core.frame_sampling import FrameSampling
@@ -64,6 +64,9 @@ _TRANSFORMS: dict[type, Callable[..., Transform]] = {
 }
 
 
+_PATH = "path"
+
+
 class VideoConfig(BaseModel):
     """`[model.video]` of a recipe: which frames of a video are taken, in place of what the directory's processor says.
 
@@ -98,13 +101,19 @@ class VideoConfig(BaseModel):
         return made
 
 
+def _with_path(schema: dict[str, Any]) -> None:
+    """Let the JSON Schema of `lora` have tables by part, and `path`: of values it would allow both everywhere."""
+    table, path = schema["additionalProperties"]["anyOf"]
+    schema["additionalProperties"], schema["properties"] = table, {_PATH: path}
+
+
 class WholeModelConfig(BaseModel):
     """`[model]` of a recipe whose model is a directory of transformers.
 
     path:   a local directory with config, weights, processor and tokenizer of a multimodal model.
     train:  by part, whether it learns: the encoders by what they read (image), projector, backbone. Default: all do.
     lora:   by part (the backbone, encoders by what they read): LoRA adapters, beside which the part's own weights are
-            frozen.
+            frozen. Or `path` alone: a directory of peft, whose adapters go on with all that it says of them.
     video:  which frames of videos are taken; by default those that the directory's own processor takes.
     freeze: weights that do not learn, beside those of parts that do not: patterns of their names, as checkpoints have
             them, in which * stands for any characters.
@@ -113,9 +122,33 @@ class WholeModelConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
     path: Path
     train: dict[str, bool] = Field(default_factory=dict)
-    lora: dict[str, LoraConfig] = Field(default_factory=dict)
+    lora: dict[str, LoraConfig | Path] = Field(default_factory=dict, json_schema_extra=_with_path)
     video: VideoConfig | None = None
     freeze: tuple[str, ...] = ()
+
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _tables_or_a_path(cls, given: object) -> object:
+        """Refuse what is neither in one sentence: pydantic would name the tables alone."""
+        for name, table in given.items() if isinstance(given, dict) else ():
+            is_path = isinstance(table, str | Path)
+            if (name == _PATH) != is_path:
+                wanted = "a path, as a string" if name == _PATH else "a table"
+                raise ValueError(f"`{name}` must be {wanted}, not {table!r}")
+        if isinstance(given, dict) and _PATH in given and len(given) > 1:
+            other = next(name for name in given if name != _PATH)
+            raise ValueError(
+                f"`path` says all that there is of adapters, so `{other}` has no place beside it; give each part a "
+                "table with the path, or remove the table"
+            )
+        return given
+
+    @property
+    def adapters(self) -> dict[str, LoraConfig] | Path:
+        """The tables of parts, or the directory that says it all."""
+        tables = {name: each for name, each in self.lora.items() if isinstance(each, LoraConfig)}
+        whole = self.lora.get(_PATH)
+        return whole if isinstance(whole, Path) else tables
 
 
 class WholeRecipe(Recipe):
@@ -148,12 +181,16 @@ class WholeRecipe(Recipe):
     @cached_property
     def directory(self) -> WholeDirectory:
         """The model's directory. Raises UserError for one of no family that is known."""
-        return WholeDirectory(self.model.path)
+        adapters = self.model.adapters
+        if isinstance(adapters, Path):
+            return WholeDirectory(self.model.path, {"model.lora.path": adapters})
+        named = {f"model.lora.{name}.path": each.path for name, each in adapters.items() if each.path is not None}
+        return WholeDirectory(self.model.path, named)
 
     @cached_property
     def modules(self) -> ModelConfig:
         """The parts of the model. Raises UserError for a directory whose options Motet does not compute."""
-        config = self.directory.config(self.model.train, self.model.freeze, self.model.lora)
+        config = self.directory.config(self.model.train, self.model.freeze, self.model.adapters)
         known = [*config.encoders, BACKBONE]
         if unknown := [name for name in self.parallel if name not in known]:
             raise UserError(

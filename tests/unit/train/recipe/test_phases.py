@@ -176,6 +176,19 @@ def test_adapters_that_a_phase_would_lose_or_change_are_refused_before_it_trains
         tables(tmp_path, "b", text=adapters(*phases))
 
 
+def test_a_phase_goes_on_with_the_adapter_of_a_whole_model_that_the_one_before_took(tmp_path):
+    def phase(name, path):
+        return f'{{ name = "{name}", steps = 3, model = {{ lora = {{ path = "{path}" }} }} }}'
+
+    def text(*paths):
+        phases = ", ".join(map(phase, "ab", paths))
+        return f'run = {{ dir = "run", phase = [{phases}] }}\nmodel = {{ path = "llava" }}\n'
+
+    assert tables(tmp_path, "b", text=text("saved", "saved"))["model"]["lora"] == {"path": "saved"}
+    with pytest.raises(UserError, match=r"model\.lora\.path of phase b is not that of phase a, with whose adapters"):
+        tables(tmp_path, "b", text=text("saved", "other"))
+
+
 def test_adapters_that_a_phase_keeps_or_begins_are_accepted(tmp_path):
     for phases in (("{ rank = 4 }", "{ rank = 4, alpha = 8.0, dropout = 0.1 }"), ("", "{ rank = 4 }")):
         assert tables(tmp_path, "b", text=adapters(*phases))["model"]["lora"]["backbone"]["rank"] == 4

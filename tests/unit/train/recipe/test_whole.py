@@ -1,14 +1,17 @@
 """A recipe of a whole model: what it derives from a directory, and the sentences for what is not right there."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlavaForConditionalGeneration
 
 from benchmark import benchmark
 from motet.core.errors import UserError
@@ -22,7 +25,7 @@ from motet.profiling.subjects import one_layer_deep
 from motet.train.balancing import check_shared
 from motet.train.job import open_dataset
 from motet.train.planned_job import impossible_cut
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe import dump_recipe, load_recipe
 
 with benchmark("whole_models") as whole_models:
     pass
@@ -78,10 +81,92 @@ def test_keys_that_have_no_place_beside_it(job):
         "recipe.toml: model.train.audio has no effect: model has no such part; it has image, projector, backbone."
     )
     assert "parallel.audio has no effect" in complaint(job, "parallel.audio.tp=2")
-    assert complaint(job, 'model.lora.backbone={ rank = 2, path = "saved" }') == (
-        "recipe.toml: model.lora.backbone.path is not read beside model.path; merge that adapter into the directory "
-        "with peft, or begin with a checkpoint (run.start)."
-    )
+
+
+LAST = r".*language_model.*\.(q_proj|v_proj)"
+
+
+def saved_by_peft(job, folder="saved", targets=LAST, **options):
+    """A directory that peft has written of adapters on transformers' model of a job."""
+    model = LlavaForConditionalGeneration.from_pretrained(job / "model")
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=targets, init_lora_weights=False, **options)
+    peft.get_peft_model(model, config).save_pretrained(job / folder)
+    return job / folder
+
+
+def test_an_adapter_goes_on_with_all_that_its_directory_says(job):
+    saved_by_peft(job, lora_dropout=0.25, use_rslora=True)
+    recipe = load_recipe(job / "recipe.toml", ["model.lora.path=saved"])
+    (job / "again.toml").write_text(dump_recipe(recipe))
+    assert load_recipe(job / "again.toml") == recipe
+    modules = recipe.modules
+    lora = modules.lora["backbone"]
+    assert (*modules.lora, lora.rank, lora.alpha, lora.dropout, lora.rank_stabilized) == ("backbone", 2, 6, 0.25, True)
+    model = build_mllm(modules, 99, deferred=True)
+    learns = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    assert len(learns) == 2 * 2 * 2 and all(re.search(r"[qv]_proj\.lora_[AB]\.weight$", name) for name in learns)
+    more = load_recipe(job / "recipe.toml", ["model.lora.path=saved", "model.train.projector=true"]).modules
+    assert (more.encoders["image"].train_projector, more.encoders["image"].train_encoder) == (True, False)
+
+
+def test_modules_that_are_saved_whole_may_be_projectors(job):
+    saved = saved_by_peft(job, modules_to_save=["multi_modal_projector"])
+    file = saved / "adapter_model.safetensors"
+    key = "base_model.model.model.multi_modal_projector.linear_2.bias"
+    tensors = load_file(file)
+    tensors[key] += 1
+    save_file(tensors, file)
+    modules = load_recipe(job / "recipe.toml", ["model.lora.path=saved"]).modules
+    bias = build_mllm(modules, 99, deferred=True).encoders["image"].projector.layers[2].bias
+    assert bias.requires_grad and torch.equal(bias, tensors[key])
+    del tensors[key]
+    save_file(tensors, file)
+    told = complaint(job, "model.lora.path=saved")
+    assert "not model.multi_modal_projector.linear_2.bias; say whether all of it learns: model.train.projector" in told
+    saved_by_peft(job, "head", modules_to_save=["lm_head"])
+    told = complaint(job, "model.lora.path=head")
+    assert "lm_head.weight whole (modules_to_save), which only projectors may be" in told
+
+
+def test_adapters_that_do_not_fit_the_directory(job):
+    saved = saved_by_peft(job)
+    table = 'model.lora.backbone={ rank = 2, alpha = 6, targets = ["q_proj", "v_proj"], path = "saved" }'
+    assert load_recipe(job / "recipe.toml", [table]).modules.lora["backbone"].own_name("x") is None
+
+    def built_complaint(override):
+        with pytest.raises(UserError) as caught:
+            build_mllm(load_recipe(job / "recipe.toml", [override]).modules, 99, deferred=True)
+        return str(caught.value)
+
+    assert "this table says 2" in built_complaint(table.replace("alpha = 6", "alpha = 4"))
+    assert "is its shape with rank = 4" in built_complaint(table.replace("rank = 2, alpha = 6", "rank = 4, alpha = 12"))
+    told = built_complaint(table.replace('"q_proj", "v_proj"', '"q_proj"'))
+    assert "has an adapter of model.layers.0.self_attn.v_proj; name the layers that it has" in told
+    image = 'model.lora.image={ rank = 2, path = "saved" }'
+    told = complaint(job, image)
+    assert "saved has adapters of backbone, too; name it in [model.lora.backbone] as well, or take all" in told
+    told = complaint(job, "model.lora.path=saved", "model.lora.image={ rank = 2 }")
+    assert "`path` says all that there is of adapters, so `image` has no place beside it" in told
+    assert "`path` must be a path, as a string, not 3" in complaint(job, "model.lora.path=3")
+    assert "`backbone` must be a table, not 'saved'" in complaint(job, "model.lora.backbone=saved")
+    told = complaint(job, "model.lora.path=saved", "model.train.backbone=false")
+    assert "model.lora.path gives adapters to a part that does not learn; remove model.train.backbone" in told
+    told = complaint(job, "model.path=saved")
+    assert "model.path: saved holds an adapter of peft alone; name its model there (it was trained on model)" in told
+    assert told.endswith('and the adapter as [model.lora] path = "saved".')
+    changed(saved / "adapter_config.json", alpha_pattern={"layers.1.self_attn.q_proj": 3})
+    assert "several ranks or alphas" in complaint(job, "model.lora.path=saved")
+    changed(saved / "adapter_config.json", init_lora_weights="pissa")
+    assert "init_lora_weights = 'pissa', which Motet does not compute" in complaint(job, "model.lora.path=saved")
+    saved_by_peft(job, "joined", r".*(q_proj|linear_1)")
+    told = complaint(job, "model.lora.path=joined")
+    assert "has an adapter of model.multi_modal_projector.linear_1, and adapters are those of linear layers in" in told
+    saved_by_peft(job, "head", r".*(q_proj|lm_head)")
+    assert "has an adapter of lm_head, and adapters are" in complaint(job, "model.lora.path=head")
+    file = saved / "adapter_model.safetensors"
+    save_file({name.replace("layers.1.", "layers.7."): each for name, each in load_file(file).items()}, file)
+    changed(saved / "adapter_config.json", init_lora_weights=True)
+    assert "layers.7.self_attn.q_proj, which is no linear layer of LlavaFor" in complaint(job, "model.lora.path=saved")
 
 
 @pytest.mark.parametrize(
