@@ -70,7 +70,7 @@ CASES = {
         pair(2, 3, balance="auto", blocking=True, batch_size=12, caps={"backbone": 80, "image": 30}),
     ],
 }
-NUM_RANDOM = 6
+NUM_RANDOM = 3
 """Random cases a number of ranks. `random_pair` makes one of them again from its seed."""
 
 
