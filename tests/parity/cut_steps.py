@@ -74,7 +74,8 @@ def errors_of_cut(cut: Cut, cuts_something: bool = False) -> dict[str, float]:
         decisions = [decision for decision, _, _ in decided]
         assert any(decision.shares_items for decision in decisions), f"{cut}: nothing is cut"
         for degrees, phase in ((cut.degrees, "backbone"), (cut.items, "image")):
-            assert {*(degrees or ())} - {1} <= set(decisions[0].cuts_of(phase).degrees.values()), cut
+            if degrees:
+                assert set(degrees) - {1} <= set(decisions[0].cuts_of(phase).degrees.values()), cut
     batches = [_assembled(decision, lengths, of, mesh).to(mesh.device) for decision, lengths, of in decided]
     if keys is not None:
         parts = np.array_split(np.arange(len(examples)), case.num_microbatches)
