@@ -33,6 +33,7 @@ PRELOADED = [
     "torch.utils.tensorboard",
     "motet.train.trainer",
     "motet.train.planned_job",
+    "motet.planning.plan_first",
 ]
 """What ranks would else import one by one: a second or two of each."""
 TIMEOUT_S = 600

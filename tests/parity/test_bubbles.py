@@ -70,15 +70,20 @@ def in_halves(case, num_parts):
     return replace(case, fills=tuple(fills))
 
 
-IN_HALVES = [
-    in_halves(beside(LLM, IMAGE, AUDIO), {"image": 6, "audio": 4}),
-    in_halves(beside(LLM, IMAGE, AUDIO, recompute=RECOMPUTE, frozen=("image block",)), {"image": 5, "audio": 3}),
-    in_halves(beside(LLM, BOTH, dropout=0.2, recompute={"image+audio": BOTH}), {"image": 10}),
-    in_halves(beside(LLM, cut("image", 1, 2), AUDIO, frozen=("image encoder",)), {"image": 2, "audio": 4}),
-    in_halves(beside(LLM, cut("image", 4), cut("audio", 3), parts=("queries",)), {"image": 7, "audio": 5}),
-    in_halves(beside(LLM, IMAGE, AUDIO, dropout=0.2, filling="by_step"), {"image": 6, "audio": 4}),
-]
-"""Parts of passes that are halves of blocks; a projector with queries is a block without halves."""
+def cases_in_halves():
+    """Parts of passes that are halves of blocks; a projector with queries is a block without halves.
+
+    Made where they run, not by each rank of each file that imports this one: it takes half a second.
+    """
+    return [
+        in_halves(beside(LLM, IMAGE, AUDIO), {"image": 6, "audio": 4}),
+        in_halves(beside(LLM, IMAGE, AUDIO, recompute=RECOMPUTE, frozen=("image block",)), {"image": 5, "audio": 3}),
+        in_halves(beside(LLM, BOTH, dropout=0.2, recompute={"image+audio": BOTH}), {"image": 10}),
+        in_halves(beside(LLM, cut("image", 1, 2), AUDIO, frozen=("image encoder",)), {"image": 2, "audio": 4}),
+        in_halves(beside(LLM, cut("image", 4), cut("audio", 3), parts=("queries",)), {"image": 7, "audio": 5}),
+        in_halves(beside(LLM, IMAGE, AUDIO, dropout=0.2, filling="by_step"), {"image": 6, "audio": 4}),
+    ]
+
 
 CASES_OF_4 = [
     beside(LLM, IMAGE, AUDIO, dp=2, tied=True),
@@ -174,7 +179,6 @@ SHARED = [
     by_step(shared(beside(LLM, IMAGE, AUDIO, tied=True)), fill_seed=1),
     shared(beside(LLM, BOTH, contents=("audio",)), ep=2),
     with_experts(beside(LLM, IMAGE, AUDIO, dp=2, tied=True), ep=2),
-    shared(IN_HALVES[0]),
 ]
 """Ranks that share sequences, or experts, with encoders in their bubbles."""
 
@@ -212,11 +216,11 @@ def test_encoders_in_bubbles_equal_one_process(num_ranks, cases):
 
 
 def test_encoders_beside_ranks_that_share_sequences_or_experts_equal_one_process():
-    assert_planned(4, SHARED)
+    assert_planned(4, [*SHARED, shared(cases_in_halves()[0])])
 
 
 def test_halves_of_blocks_in_bubbles_equal_one_process():
-    assert_planned(2, IN_HALVES)
+    assert_planned(2, cases_in_halves())
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
