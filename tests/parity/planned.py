@@ -459,7 +459,7 @@ def _expected(
     *_, parts, _, _, _, dropout, made = built
     options = {"left_out": left_out, "seed": seed, "parts": parts, "made": made, "optimizer": optimizer}
     case = PlannedCase((), contents=contents, batch_size=batch_size, **options)
-    return in_one_process(case, deepcopy(_whole_model(*built)), num_steps, has_draws=bool(dropout or made))
+    return in_one_process(case, _copied(_whole_model(*built)), num_steps, has_draws=bool(dropout or made))
 
 
 def in_one_process(case: PlannedCase, model: MLLM, num_steps: int, has_draws: bool) -> Expected:

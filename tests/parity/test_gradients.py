@@ -541,7 +541,7 @@ TWO_READERS = [
 ]
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), [(1, TWO_READERS[::9]), (2, TWO_READERS[::2]), (3, TWO_READERS[1::2])])
+@pytest.mark.parametrize(("num_ranks", "cases"), [(1, TWO_READERS[::9]), (2, TWO_READERS[::2]), (3, TWO_READERS[1::4])])
 def test_gradients_with_two_encoders_of_an_item_callbacks_and_queries(num_ranks, cases):
     wrong = run_ranks(check_cases, num_ranks, cases)[0]
     assert not wrong, "\n".join(wrong)
