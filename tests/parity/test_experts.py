@@ -1,4 +1,7 @@
-"""Mixtures of experts under Plans equal one process, with the balancing loss of their routers."""
+"""Mixtures of experts under Plans equal one process, with the balancing loss of their routers.
+
+benchmarks/fuzz_plans.py has experts in a fifth of its cases.
+"""
 
 from dataclasses import replace
 

@@ -1,6 +1,6 @@
 """Units with other numbers of replicas than the backbone equal one process: float64 to 1e-10, as in test_planned.py.
 
-Replicas of an encoder share items, so that shares are ragged, or empty.
+Replicas of an encoder share items, so that shares are ragged, or empty. benchmarks/fuzz_plans.py draws such units, too.
 """
 
 from collections import Counter

@@ -1,4 +1,7 @@
-"""A step under a Plan with stages equals one process: float64 to 1e-10, loss, norm, gradients and weights."""
+"""A step under a Plan with stages equals one process: float64 to 1e-10, loss, norm, gradients and weights.
+
+benchmarks/fuzz_plans.py draws more of them.
+"""
 
 from collections import Counter
 from itertools import pairwise

@@ -1,4 +1,7 @@
-"""Plans with `tp` 2 equal one process: chains, replicas, ZeRO, recomputation, W apart, tied embeddings."""
+"""Plans with `tp` 2 equal one process: chains, replicas, ZeRO, recomputation, W apart, tied embeddings.
+
+benchmarks/fuzz_plans.py divides layers in three of ten units that may have it, with all else.
+"""
 
 import pytest
 
