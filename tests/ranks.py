@@ -7,6 +7,7 @@ The function and its arguments are pickled: the function must be defined at the 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing as mp
 import multiprocessing.forkserver
 import os
@@ -32,6 +33,7 @@ PRELOADED = [
     "torch.utils.tensorboard",
     "motet.train.trainer",
     "motet.train.planned_job",
+    "motet.planning.plan_first",
 ]
 """What ranks would else import one by one: a second or two of each."""
 TIMEOUT_S = 600
@@ -107,6 +109,7 @@ def _run_rank(
     stacks = open(Path(folder) / f"stacks-{rank}", "w")  # noqa: SIM115
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
+    gc.freeze()  # Else each collection reads, and thereby copies, all that the server has imported.
     try:
         import torch
         import torch.distributed as dist

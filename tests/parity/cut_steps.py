@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import ClassVar
 
 import numpy as np
@@ -52,16 +53,29 @@ class Cut:
     is_mixed: ClassVar[bool] = False
 
 
-def errors_of_cut(cut: Cut) -> dict[str, float]:
+@cache
+def _mesh_of(shard_size: int | None) -> Mesh:
+    return build_mesh(rank_device(), shard_size=shard_size)
+
+
+def errors_of_cut(cut: Cut, cuts_something: bool = False) -> dict[str, float]:
     """How far loss, norm and gradients of a step are from one process, as shares of it, on rank 0; nothing on others.
 
     A collective. Fails where the bytes that the step counts are not those that collectives were given.
+
+    cuts_something: fails, too, where ranks share no item, or not in the degrees of the case.
     """
-    case, mesh = cut.case, build_mesh(rank_device(), shard_size=cut.case.fsdp.shard_size)
+    case, mesh = cut.case, _mesh_of(cut.case.fsdp.shard_size)
     examples, model = _examples_of(cut), _model_of(cut).to(mesh.device)
     keys = example_keys(7, 1, np.arange(len(examples))) if cut.dropout else None
     shard(model, mesh, case.fsdp)
-    decided = _decided(cut, model, mesh)
+    decided = list(_decided(cut, model, mesh))
+    if cuts_something:
+        decisions = [decision for decision, _, _ in decided]
+        assert any(decision.shares_items for decision in decisions), f"{cut}: nothing is cut"
+        for degrees, phase in ((cut.degrees, "backbone"), (cut.items, "image")):
+            if degrees:
+                assert set(degrees) - {1} <= set(decisions[0].cuts_of(phase).degrees.values()), cut
     batches = [_assembled(decision, lengths, of, mesh).to(mesh.device) for decision, lengths, of in decided]
     if keys is not None:
         parts = np.array_split(np.arange(len(examples)), case.num_microbatches)
@@ -90,19 +104,6 @@ def errors_of_cut(cut: Cut) -> dict[str, float]:
     return errors
 
 
-def shares(cut: Cut) -> list[bool]:
-    """Whether ranks share an item, by microbatch. Fails where the degrees of the first one are not those of the case.
-
-    A collective.
-    """
-    mesh = build_mesh(rank_device(), shard_size=cut.case.fsdp.shard_size)
-    decisions = [decision for decision, _, _ in _decided(cut, _model_of(cut), mesh)]
-    for degrees, phase in ((cut.degrees, "backbone"), (cut.items, "image")):
-        if degrees:
-            assert set(degrees) - {1} <= set(decisions[0].cuts_of(phase).degrees.values()), cut
-    return [decision.shares_items for decision in decisions]
-
-
 def _model_of(cut: Cut) -> MLLM:
     readers = "sum" if cut.enters_again else cut.case.readers
     model = build_model(torch.float64, cut.case.frozen, readers, cut.case.family)
@@ -123,12 +124,12 @@ def _examples_of(cut: Cut) -> list[LoadedExample]:
 
 def _decided(cut: Cut, model: MLLM, mesh: Mesh) -> Iterator[tuple[Decision, BatchLengths, list[LoadedExample]]]:
     """By microbatch: what is decided, lengths, examples."""
-    examples = _examples_of(cut)
+    examples, case = _examples_of(cut), replace(cut.case, method=cut.method) if cut.method else cut.case
+    orchestrator = orchestrator_of(model, mesh.num_ranks, case)
     for number, part in enumerate(np.array_split(np.arange(len(examples)), cut.case.num_microbatches)):
         chosen = [examples[i] for i in part]
         lengths = replace(lengths_of(model, chosen, mesh), home=home_ranks(len(chosen), mesh.num_ranks))
-        case = replace(cut.case, method=cut.method) if cut.method else cut.case
-        decision = orchestrator_of(model, mesh.num_ranks, case).decide(lengths)
+        decision = orchestrator.decide(lengths)
         if not cut.method:
             rng = np.random.default_rng((case.seed, number))
             if cut.degrees != ():

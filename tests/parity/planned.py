@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
@@ -60,6 +61,7 @@ from parity.planned_generators import QUERIES, ROW_DIMS_MADE, SIZE_DIMS_MADE, wi
 from parity.planned_parts import SECOND, again_with, has_second, read_twice, second_tower, with_parts
 from parity.random_fills import with_random_fills
 from parity.tiny import draw_example, reference_step
+from parity.updates import updates_on_rows
 from ranks import run_ranks
 
 DIM, VOCABULARY = 16, 40
@@ -457,7 +459,7 @@ def _expected(
     *_, parts, _, _, _, dropout, made = built
     options = {"left_out": left_out, "seed": seed, "parts": parts, "made": made, "optimizer": optimizer}
     case = PlannedCase((), contents=contents, batch_size=batch_size, **options)
-    return in_one_process(case, deepcopy(_whole_model(*built)), num_steps, has_draws=bool(dropout or made))
+    return in_one_process(case, _copied(_whole_model(*built)), num_steps, has_draws=bool(dropout or made))
 
 
 def in_one_process(case: PlannedCase, model: MLLM, num_steps: int, has_draws: bool) -> Expected:
@@ -497,21 +499,29 @@ def in_tensors(figures: tuple[Any, ...]) -> Expected:
     return losses, weights, gradients
 
 
-def check_planned(rank: int, num_ranks: int, cases: Sequence[PlannedCase]) -> list[str]:
-    """What differs from one process, on this rank. A collective."""
+def check_planned(rank: int, num_ranks: int, cases: Sequence[PlannedCase], is_torchs: bool = False) -> list[str]:
+    """What differs from one process, on this rank. A collective. is_torchs: as in `assert_planned`."""
     wrong = []
     for case in cases:
         num_steps = NUM_STEPS_OF_TESTS if case.then is None else NUM_STEPS
-        errors = errors_of(case, num_steps)
+        with nullcontext() if is_torchs else updates_on_rows():
+            errors = errors_of(case, num_steps)
         tolerance = tolerance_of(case, errors, num_steps)
         wrong += [f"{case}: rank {rank}: {line}" for line in differences(errors, tolerance)]
         dist.barrier()
     return wrong
 
 
-def assert_planned(num_ranks: int, cases: Sequence[PlannedCase], *, on_gpus: bool = False) -> None:
-    """Assert that no case differs from one process on any of `num_ranks` new ranks. on_gpus: as in `run_ranks`."""
-    wrong = [line for of_rank in run_ranks(check_planned, num_ranks, cases, on_gpus=on_gpus) for line in of_rank]
+def assert_planned(
+    num_ranks: int, cases: Sequence[PlannedCase], *, is_torchs: bool = False, on_gpus: bool = False
+) -> None:
+    """Assert that no case differs from one process on any of `num_ranks` new ranks.
+
+    is_torchs: whether optimizers update DTensors as torch lets them, not by `updates_on_rows`. on_gpus: as in
+    `run_ranks`.
+    """
+    found = run_ranks(check_planned, num_ranks, cases, is_torchs, on_gpus=on_gpus)
+    wrong = [line for of_rank in found for line in of_rank]
     assert not wrong, "\n".join(wrong)
 
 

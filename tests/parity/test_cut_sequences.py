@@ -1,4 +1,7 @@
-"""Steps in which ranks share some sequences and images equal one process, each over its own ranks: float64, 1e-10."""
+"""Steps in which ranks share some sequences and images equal one process, each over its own ranks: float64, 1e-10.
+
+benchmarks/fuzz_plans.py draws such steps, too: one in ten of its cases.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from motet.runtime.fsdp import FSDPConfig
-from parity.cut_steps import Cut, errors_of_cut, shares
+from parity.cut_steps import Cut, errors_of_cut
 from parity.planned import TOLERANCE, differences
 from parity.test_gradients import Case
 from ranks import run_ranks
@@ -19,8 +22,8 @@ def check(rank: int, num_ranks: int, cuts: list[Cut]) -> list[str]:
     """What differs from one process, on rank 0; that a case cuts what it is for, on all."""
     wrong = []
     for cut in cuts:
-        assert any(shares(cut)), f"{cut}: nothing is cut"
-        wrong += [f"{cut}: {line}" for line in differences(errors_of_cut(cut), TOLERANCE)]
+        errors = errors_of_cut(cut, cuts_something=True)
+        wrong += [f"{cut}: {line}" for line in differences(errors, TOLERANCE)]
         dist.barrier()
     return wrong
 
@@ -45,9 +48,9 @@ CUTS = [
 ]
 
 
-@pytest.mark.parametrize("first", range(0, len(CUTS), 5))
+@pytest.mark.parametrize("first", range(0, len(CUTS), 7))
 def test_degrees_of_one_two_and_four_in_one_microbatch_equal_one_process(first):
-    assert run_ranks(check, 4, CUTS[first : first + 5]) == [[]] * 4
+    assert run_ranks(check, 4, CUTS[first : first + 7]) == [[]] * 4
 
 
 IMAGES = replace(ALL, contents=("image",))
@@ -78,9 +81,9 @@ ITEMS = [
 ]
 
 
-@pytest.mark.parametrize("first", range(0, len(ITEMS), 5))
+@pytest.mark.parametrize("first", range(0, len(ITEMS), 10))
 def test_images_cut_over_ranks_equal_one_process(first):
-    assert run_ranks(check, 4, ITEMS[first : first + 5]) == [[]] * 4
+    assert run_ranks(check, 4, ITEMS[first : first + 10]) == [[]] * 4
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -102,7 +105,7 @@ def test_cuts_anywhere_equal_one_process(num_ranks):
             tower=["", "siglip", "qwen2_vl"][seed % 3],
             draws_items=seed % 3 > 0,
         )
-        for seed in range(20, 28)
+        for seed in range(20, 24)
     ]
     assert run_ranks(check, num_ranks, cuts) == [[]] * num_ranks
 

@@ -1,4 +1,7 @@
-"""Mixtures of experts under Plans equal one process, with the balancing loss of their routers."""
+"""Mixtures of experts under Plans equal one process, with the balancing loss of their routers.
+
+benchmarks/fuzz_plans.py has experts in a fifth of its cases.
+"""
 
 from dataclasses import replace
 
@@ -61,7 +64,6 @@ SPREAD = {
             then=PlannedCase(chain(ALL, dp=4, ep=4, zero=1, shard_size=2), family="mixtral", batch_size=8),
         ),
         PlannedCase(shared(2, WHOLE, zero=1, dp=2, ep=4), family="mixtral", batch_size=4, left_out=0.4),
-        PlannedCase(shared(2, WHOLE, zero=2, dp=2, ep=2), family="qwen3_moe", batch_size=4, left_out=0.5),
         PlannedCase(
             (Unit("image", ({"image": 3},), dp=2), Unit("llm", ({"audio": 2, "backbone": 3},), 2, dp=2, ep=2)),
             family="mixtral",
@@ -84,8 +86,7 @@ DIVIDED = {
         PlannedCase(chain(ALL, tp=2), family="mixtral", frozen=("backbone",), microbatch_size=2),
     ],
     4: [
-        PlannedCase(chain(*CUT, tp=2), "zb_h1", family="mixtral", left_out=0.5),
-        PlannedCase(chain(*CUT, tp=2, recompute=RECOMPUTED), family="qwen3_moe", left_out=0.5),
+        PlannedCase(chain(*CUT, tp=2, recompute=RECOMPUTED), "zb_h1", family="qwen3_moe", left_out=0.5),
         PlannedCase(chain(ALL, tp=2, dp=2, zero=3), family="mixtral", left_out=0.5),
         PlannedCase(chain(ALL, tp=2, dp=2, zero=1), family="qwen3_moe", chunks=2),
         PlannedCase((replace(shared(2, WHOLE, zero=1)[0], tp=2),), family="mixtral", batch_size=3, left_out=0.3),

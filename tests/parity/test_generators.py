@@ -117,7 +117,7 @@ def pixart_of(num_queries: int, channels: int) -> PixArt:
 
 
 def unet_of(num_queries: int, channels: int) -> UNet:
-    """A tiny UNet. diffusers is imported for it alone: that takes seconds on each rank."""
+    """A tiny UNet. diffusers is imported where it is needed alone: that takes seconds on each rank."""
     from diffusers import UNet2DConditionModel
 
     return UNet(num_queries, UNet2DConditionModel(**UNET, in_channels=channels, out_channels=channels))
@@ -211,6 +211,11 @@ def reference(case: Case) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     return {name: float(torch.as_tensor(mean).detach()) for name, mean in means.items()}, gradients
 
 
+def take_steps(rank: int, num_ranks: int, cases: list[Case]):
+    """What `take_step` gives of each."""
+    return [take_step(rank, num_ranks, case) for case in cases]
+
+
 def take_step(rank: int, num_ranks: int, case: Case):
     """The losses, and the whole gradients by name."""
     mesh = build_mesh(torch.device("cpu"), shard_size=case.fsdp.shard_size, ranks_per_node=2)
@@ -258,21 +263,32 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), [("per phase", 1), ("per phase", 2), *((name, 3) for name in CASES)])
-def test_a_step_with_generators(name: str, num_ranks: int):
-    case = CASES[name]
+DITS = [name for name, case in CASES.items() if case.denoiser == "dit"]
+OF_DIFFUSERS = [name for name in CASES if name not in DITS]
+
+
+@pytest.mark.parametrize(("num_ranks", "names"), [(1, DITS[:1]), (2, DITS[:1]), (3, DITS), (3, OF_DIFFUSERS)])
+def test_steps_with_generators(num_ranks: int, names: list[str]):
+    cases = [CASES[name] for name in names]
+    for of_rank in run_ranks(take_steps, num_ranks, cases):
+        for name, case, step in zip(names, cases, of_rank, strict=True):
+            check_step(name, case, num_ranks, step)
+
+
+def check_step(name: str, case: Case, num_ranks: int, step) -> None:
+    """Hold what `take_step` gives to one process."""
     losses, expected = reference(case)
-    for found, loss, grad_norm, gradients, moves in run_ranks(take_step, num_ranks, case):
-        assert found == pytest.approx(losses, abs=TOLERANCE)
-        assert loss == pytest.approx(losses[BACKBONE] + 2 * losses["draw"] + 0.5 * losses["say"], abs=TOLERANCE)
-        wanted = {plain.replace(".inner.", "."): value for plain, value in expected.items()}
-        for parameter, gradient in gradients.items():
-            value = wanted.pop(parameter, torch.zeros_like(gradient))
-            assert torch.allclose(gradient, value, rtol=0, atol=TOLERANCE), parameter
-        assert not any(value.any() for value in wanted.values()), list(wanted)
-        norm = sum(float(value.square().sum()) for value in gradients.values()) ** 0.5
-        assert grad_norm == pytest.approx(norm, abs=TOLERANCE)
-        assert not (name == "per phase" and num_ranks > 1) or moves, "no condition moved between ranks"
+    found, loss, grad_norm, gradients, moves = step
+    assert found == pytest.approx(losses, abs=TOLERANCE), name
+    assert loss == pytest.approx(losses[BACKBONE] + 2 * losses["draw"] + 0.5 * losses["say"], abs=TOLERANCE), name
+    wanted = {plain.replace(".inner.", "."): value for plain, value in expected.items()}
+    for parameter, gradient in gradients.items():
+        value = wanted.pop(parameter, torch.zeros_like(gradient))
+        assert torch.allclose(gradient, value, rtol=0, atol=TOLERANCE), (name, parameter)
+    assert not any(value.any() for value in wanted.values()), (name, list(wanted))
+    norm = sum(float(value.square().sum()) for value in gradients.values()) ** 0.5
+    assert grad_norm == pytest.approx(norm, abs=TOLERANCE), name
+    assert not (name == "per phase" and num_ranks > 1) or moves, "no condition moved between ranks"
 
 
 BOTH = ("draw", "say")

@@ -1,22 +1,31 @@
-"""Each optimizer of torch under Plans with stages: every ZeRO stage, divided layers, and a run that goes on under
-another Plan from a checkpoint.
+"""Each optimizer of torch under Plans: ZeRO stages, stages, divided layers, and a run that goes on under another Plan
+from a checkpoint.
 """
 
 from motet.train.optimizers import OPTIMIZERS
 from parity.planned import PlannedCase, assert_planned
 from parity.test_planned import chain
 
-STAGES = ({"i": 3, "a": 2, "b": 1}, {"b": 2})
-ZERO = [chain(*STAGES, dp=2, zero=zero) for zero in range(4)]
-DIVIDED = chain({"i": 3, "a": 2, "b": 3}, tp=2, dp=2, zero=3)
-PAIRS = [(ZERO[0], ZERO[3]), (ZERO[1], ZERO[2]), (ZERO[3], DIVIDED)]
+ALL, STAGES = {"i": 3, "a": 2, "b": 3}, ({"i": 3, "a": 2, "b": 1}, {"b": 2})
+PAIRS = [
+    (chain(ALL, dp=2, zero=0), chain(ALL, dp=2, zero=3)),
+    (chain(ALL, dp=2, zero=1), chain(*STAGES)),
+    (chain(*STAGES), chain(ALL, dp=2, zero=2)),
+    (chain(ALL, dp=2, zero=3), chain(ALL, tp=2)),
+]
+OF_FOUR_RANKS = chain(*STAGES, dp=2, zero=1), chain(ALL, tp=2, dp=2, zero=3)
+
+
+def goes_on(name, first, second):
+    """Two Plans, one behind the other."""
+    return PlannedCase(first, batch_size=4, optimizer=name, then=PlannedCase(second, batch_size=4, optimizer=name))
 
 
 def test_each_equals_one_process():
     names = sorted(set(OPTIMIZERS) - {"adamw"})  # All other cases have that one.
-    cases = [
-        PlannedCase(first, batch_size=4, optimizer=name, then=PlannedCase(second, batch_size=4, optimizer=name))
-        for number, name in enumerate(names)
-        for first, second in [PAIRS[number % len(PAIRS)]]
-    ]
-    assert_planned(4, cases)
+    assert_planned(2, [goes_on(name, *PAIRS[number % len(PAIRS)]) for number, name in enumerate(names)])
+
+
+def test_updates_of_dtensors_as_torch_makes_them_equal_one_process():
+    """The way of users; all other cases update rows at once (`parity.updates`)."""
+    assert_planned(4, [goes_on(name, *OF_FOUR_RANKS) for name in ("adamw", "radam")], is_torchs=True)

@@ -8,6 +8,7 @@ from motet.core.plan import Unit
 from motet.runtime.sharded_state import ComputeTypes
 from parity.planned import OPTIMIZER, PlannedCase, build_hf_model, run_planned
 from parity.tiny import reference_step
+from parity.updates import updates_on_rows
 from ranks import run_ranks
 
 STAGES = ({"image": 3, "audio": 2, "backbone": 1}, {"backbone": 2})
@@ -21,7 +22,12 @@ PRECISIONS = {
     "bf16, summed in float32": (ComputeTypes(torch.bfloat16, torch.float32), 0.02, 1e-2),
     "bf16": (ComputeTypes(torch.bfloat16), 0.02, 1e-2),
 }
-"""Name -> types, and the largest relative errors of the whole gradient and of the loss (docs/numerics.md)."""
+"""Name -> types, and the largest relative errors of the whole gradient and of the loss (docs/numerics.md).
+
+Each is computed with a state that ranks share and with one that they do not.
+"""
+CHOSEN = {zero: list(PRECISIONS)[zero in (1, 2) :: 2] for zero in range(4)}
+"""ZeRO stage -> the names of its precisions."""
 
 
 def errors(rank: int, num_ranks: int, case: PlannedCase) -> dict[str, tuple[float, float]]:
@@ -31,8 +37,10 @@ def errors(rank: int, num_ranks: int, case: PlannedCase) -> dict[str, tuple[floa
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
     found = {}
-    for name, (types, _, _) in PRECISIONS.items():
-        (result,), weights, gradients = run_planned(case, 1, torch.float32, types)
+    for name in CHOSEN[case.units[0].zero]:
+        types, _, _ = PRECISIONS[name]
+        with updates_on_rows():
+            (result,), weights, gradients = run_planned(case, 1, torch.float32, types)
         assert {weight.dtype for weight in weights.values()} == {torch.float32}
         factor = min(1.0, OPTIMIZER.clip_norm / result.grad_norm)
         off = [(gradients[n].double() / factor - expected[n]).norm() for n in weights if n in expected]

@@ -1,4 +1,7 @@
-"""Schedules with several stages a rank, or with backward in two halves, equal one process: float64 to 1e-10."""
+"""Schedules with several stages a rank, or with backward in two halves, equal one process: float64 to 1e-10.
+
+Each variant runs under each schedule on 2 or on 3 ranks; benchmarks/fuzz_plans.py draws every schedule with everything.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -36,12 +39,9 @@ BESIDE = (
     Unit("llm", ({"audio": 2}, {"backbone": 1}, {"backbone": 1}, {"backbone": 1}), first_rank=1, pp=2, zero=0),
 )
 REPLICAS = [
-    PlannedCase(on_ranks(2, *FOUR, dp=2), "interleaved_1f1b", example_order="both", microbatch_size=2, batch_size=24),
-    PlannedCase(on_ranks(2, *FOUR, dp=2, zero=1), "zb_v", example_order="inter", blocking=True, batch_size=12),
-    PlannedCase(on_ranks(2, *FOUR, dp=2), "zb_v", tied=True, microbatch_size=2, batch_size=12),
-    PlannedCase(on_ranks(2, *FOUR, dp=2), "interleaved_1f1b", frozen=("image encoder",), batch_size=10),
-    PlannedCase(on_ranks(2, *FOUR, dp=2, zero=1), "interleaved_1f1b", tied=True),
-    PlannedCase(on_ranks(2, *FOUR, dp=2, zero=2), "zb_v", blocking=True),
+    PlannedCase(on_ranks(2, *FOUR, dp=2), "interleaved_1f1b", example_order="both", microbatch_size=2, batch_size=12),
+    PlannedCase(on_ranks(2, *FOUR, dp=2, zero=1), "interleaved_1f1b", tied=True, frozen=("image encoder",)),
+    PlannedCase(on_ranks(2, *FOUR, dp=2, zero=2), "zb_v", example_order="inter", blocking=True, batch_size=12),
     PlannedCase(on_ranks(2, *FOUR, dp=2, zero=3), "zb_v", frozen=("image encoder",), tied=True),
     PlannedCase(on_ranks(2, *CUTS["zb_h1", 2], dp=2, zero=3, recompute=({"image": 2}, {"backbone": 1})), "zb_h1"),
 ]
@@ -50,7 +50,7 @@ ENDS_TOGETHER = [
     PlannedCase(on_ranks(1, {"i": 2}, {"i": 1, "a": 2, "b": 3}, dp=2), "interleaved_1f1b", frozen=("image",)),
 ]
 """A rank has both ends of a tied embedding, or of an encoder."""
-NUM_RANDOM = 5
+NUM_RANDOM = 3
 """Random cases a number of ranks. Their seeds are 0 to NUM_RANDOM - 1; `random_case` makes one again."""
 
 
@@ -100,16 +100,16 @@ def random_case(seed, num_ranks):
 @pytest.mark.parametrize("deferred", [False, True], ids=["early", "deferred"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_interleaved_steps_equal_one_process(num_ranks, deferred):
-    cases = cases_of("interleaved_1f1b", num_ranks, deferred_warmup=deferred)
-    assert_planned(
-        num_ranks, [*cases, PlannedCase(BESIDE, "interleaved_1f1b", deferred_warmup=deferred)][: 6 + num_ranks - 1]
-    )
+    cases = cases_of("interleaved_1f1b", num_ranks, deferred_warmup=deferred)[(num_ranks + deferred) % 2 :: 2]
+    if num_ranks == 3:
+        cases.append(PlannedCase(BESIDE, "interleaved_1f1b", deferred_warmup=deferred))
+    assert_planned(num_ranks, cases)
 
 
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_v"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_steps_with_backward_in_two_halves_equal_one_process(num_ranks, schedule):
-    assert_planned(num_ranks, cases_of(schedule, num_ranks))
+    assert_planned(num_ranks, cases_of(schedule, num_ranks)[(num_ranks + (schedule == "zb_v")) % 2 :: 2])
 
 
 @pytest.mark.parametrize(("num_ranks", "cases"), [(2, ENDS_TOGETHER), (4, REPLICAS)])

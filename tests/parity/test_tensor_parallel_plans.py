@@ -1,4 +1,7 @@
-"""Plans with `tp` 2 equal one process: chains, replicas, ZeRO, recomputation, W apart, tied embeddings."""
+"""Plans with `tp` 2 equal one process: chains, replicas, ZeRO, recomputation, W apart, tied embeddings.
+
+benchmarks/fuzz_plans.py divides layers in three of ten units that may have it, with all else.
+"""
 
 import pytest
 
@@ -16,14 +19,10 @@ def chain(*stages, **options):
     return (Unit("all", stages, pp=len(stages), **{"zero": 0, "tp": 2, **options}),)
 
 
-def families(units, **options):
-    names = "qwen2", "qwen3", "llama", "phi3", "olmo2"
-    return [PlannedCase(units, family=family, **options) for family in names]
-
-
-@pytest.mark.parametrize("case", families(chain(ALL)), ids=lambda case: case.family)
-def test_one_stage(case):
-    assert_planned(2, [case])
+@pytest.mark.parametrize("families", [("qwen2", "qwen3"), ("phi3", "olmo2")], ids=" ".join)
+def test_one_stage(families):
+    """Biases, norms of heads, products that are stored as one, norms of whole rows."""
+    assert_planned(2, [PlannedCase(chain(ALL), family=family) for family in families])
 
 
 def test_what_one_stage_may_have():
@@ -42,11 +41,9 @@ def test_stages():
     assert_planned(
         4,
         [
-            *families(chain(*CUT))[1::2],
-            PlannedCase(chain(*CUT), "gpipe", tied=True, blocking=True),
+            PlannedCase(chain(*CUT, recompute=({"image": 2, "backbone": 1}, {"backbone": 1})), "gpipe", blocking=True),
             PlannedCase(chain(*CUT), "zb_h1", tied=True, family="qwen3"),
-            PlannedCase(chain({"image": 3, "audio": 1}, {"audio": 1, "backbone": 3}), "zb_h1", frozen=("image",)),
-            PlannedCase(chain(*CUT, recompute=({"image": 2, "backbone": 1}, {"backbone": 1}))),
+            PlannedCase(chain({"image": 3, "audio": 1}, {"audio": 1, "backbone": 3}), frozen=("image",)),
         ],
     )
 
@@ -55,7 +52,7 @@ def test_replicas_and_shared_state():
     assert_planned(
         4,
         [
-            *(PlannedCase(chain(ALL, dp=2, zero=zero), family="qwen3", tied=zero == 1) for zero in range(4)),
+            *(PlannedCase(chain(ALL, dp=2, zero=zero), family="qwen3", tied=zero == 1) for zero in (0, 1, 3)),
             PlannedCase(chain(ALL, dp=2, zero=2), frozen=("image encoder",), microbatch_size=3),
         ],
     )
@@ -76,13 +73,7 @@ def test_products_that_are_split():
         ],
     )
     others = (Unit("all", CUT, pp=2, dp=2, zero=1),)
-    assert_planned(
-        4,
-        [
-            PlannedCase(chain(ALL, dp=2, zero=2), family="phi3", then=PlannedCase(others, family="phi3")),
-            PlannedCase(others, family="phi3", then=PlannedCase(chain(*CUT), "zb_h1", family="phi3")),
-        ],
-    )
+    assert_planned(4, [PlannedCase(others, family="phi3", then=PlannedCase(chain(*CUT), "zb_h1", family="phi3"))])
 
 
 IN_CHUNKS = [
@@ -160,11 +151,9 @@ def test_a_run_goes_on_with_and_without():
 
 
 def test_a_run_goes_on_under_other_shares():
-    shared, staged = chain(ALL, dp=2, zero=2), chain(*CUT)
-    assert_planned(4, [PlannedCase(shared, then=PlannedCase(staged)), PlannedCase(staged, then=PlannedCase(shared))])
+    assert_planned(4, [PlannedCase(chain(ALL, dp=2, zero=2), then=PlannedCase(chain(*CUT)))])
 
 
 def test_shared_copies_of_cut_parameters():
     """Hybrid sharding: a mesh of tensor-parallel ranks, copies and shards."""
-    cases = [PlannedCase(chain(ALL, dp=4, zero=zero, shard_size=2), batch_size=4, tied=zero == 1) for zero in (1, 3)]
-    assert_planned(8, cases)
+    assert_planned(8, [PlannedCase(chain(ALL, dp=4, zero=3, shard_size=2), batch_size=4, tied=True)])

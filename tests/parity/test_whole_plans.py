@@ -16,7 +16,6 @@ with benchmark("whole_models") as whole_models:
     pass
 RUN = ["run.dtype=float64", "run.steps=2", "run.batch_size=8", "optimizer.lr=1e-2", "data.num_workers=0"]
 WAYS = {
-    "data parallel": [],
     "stages": ["parallel.backbone.pp=2"],
     "shared sequences": ["parallel.backbone.cp=2"],
     "shared experts": ["parallel.backbone.ep=2"],
@@ -43,11 +42,11 @@ def figures(folder):
     [
         ("qwen2_5_vl", ["shared sequences", "divided layers"]),
         ("qwen3_vl", ["stages", "shared sequences"]),
-        ("qwen3_vl_moe", ["data parallel", "stages", "shared experts"]),
+        ("qwen3_vl_moe", ["stages", "shared experts"]),
         ("qwen2_5_omni", ["stages", "divided towers"]),
         ("idefics3", ["shared sequences"]),
         ("mllama", ["stages", "shared sequences"]),
-        ("vipllava", ["stages", "shared sequences"]),
+        ("vipllava", ["stages"]),
     ],
 )
 def test_what_ranks_share_is_one_process(family, ways, tmp_path):

@@ -97,7 +97,7 @@ def config_of(tiny, train=True, family="qwen3", **frozen) -> ModelConfig:
     [
         (3, True, {}, True),
         (2, True, {"train_encoder": False}, False),
-        (3, False, {"train_projector": False}, False),
+        (2, False, {"train_projector": False}, False),
     ],
 )
 def test_gradients_equal_one_process(tiny, num_ranks, train, frozen, recompute):
@@ -118,7 +118,11 @@ def test_gradients_equal_one_process(tiny, num_ranks, train, frozen, recompute):
 @pytest.mark.parametrize("family", ["gemma3", "phi3", "olmo2"])
 def test_gradients_of_other_backbones_and_of_a_layer_equal_one_process(tiny, family):
     config = config_of(tiny, family=family)
-    for name in ("siglip", "clip", "dinov2"):
+    layered = ("siglip", "clip", "dinov2")
+    for name in [*config.encoders]:
+        if name not in (*layered, "whisper"):
+            del config.encoders[name]
+    for name in layered:
         config.encoders[name].feature_layer = -2
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     config.backbone.config |= {

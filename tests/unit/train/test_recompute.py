@@ -85,6 +85,7 @@ def fits(auto: AutoRecompute, batch: RankBatch, rank: int, recompute) -> bool:
     return peak_bytes(auto, batch, rank, recompute) <= auto.job.capacity_bytes
 
 
+@pytest.fixture(scope="module")
 def tight(job) -> AutoRecompute:
     """With half of the memory that recomputation can save at all."""
     least, most = chosen(job, 1000.0), None
@@ -99,9 +100,9 @@ def tight(job) -> AutoRecompute:
     return chosen(job, between)
 
 
-def test_each_microbatch_recomputes_the_least_that_fits_it(job):
+def test_each_microbatch_recomputes_the_least_that_fits_it(job, tight):
     """No other choice fits with no more blocks of any module; what fits without recomputation recomputes nothing."""
-    auto = tight(job)
+    auto = tight
     assert auto.num_blocks and auto.num_decided == auto.num_steps == 8
     every = list(itertools.product(range(4), range(4), range(5)))
     names = list(auto.job.model.num_blocks)
@@ -117,9 +118,9 @@ def test_each_microbatch_recomputes_the_least_that_fits_it(job):
     assert any(needs) and not all(needs)
 
 
-def test_a_simulated_step_recomputes_in_each_microbatch_what_training_does(job):
+def test_a_simulated_step_recomputes_in_each_microbatch_what_training_does(job, tight):
     """Its seconds and bytes are those of each microbatch's own numbers, and not those of the largest one's."""
-    auto = tight(job)
+    auto = tight
     batches = batches_of(job, auto)
     assignment = joined([batch.lengths for batch in batches], [batch.decision.assignments for batch in batches])
     numbers = auto.of_assignment(assignment)
@@ -141,8 +142,8 @@ def test_a_simulated_step_recomputes_in_each_microbatch_what_training_does(job):
     assert each.hardware_flops() < largest.hardware_flops()
 
 
-def test_the_largest_microbatch_of_few_steps_is_a_bound(job):
-    auto = tight(job)
+def test_the_largest_microbatch_of_few_steps_is_a_bound(job, tight):
+    auto = tight
     for batch, rank in itertools.product(batches_of(job, auto), range(NUM_RANKS)):
         assert peak_bytes(auto, batch, rank, auto.num_blocks) <= auto.largest.peak_bytes <= auto.job.capacity_bytes
     assert re.search(r"with \d of \d of .* recomputed, the largest microbatch of all 8 steps takes", str(auto))
@@ -174,8 +175,8 @@ def test_if_nothing_fits_both_figures_are_said(job):
         chosen(job, 0.1)
 
 
-def test_ranks_without_items_recompute_nothing(job):
-    auto = tight(job)
+def test_ranks_without_items_recompute_nothing(job, tight):
+    auto = tight
     batch = batches_of(job, auto)[0]
     lengths = batch.lengths.take(np.zeros(0, dtype=np.int64))
     spec = job[2]
