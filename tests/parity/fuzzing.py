@@ -35,7 +35,19 @@ class Found:
 
 
 _made: dict[object, dist.ProcessGroup] = {}
-_BY_ELEMENT = ("abs", "add", "addcdiv", "addcmul", "clamp_max", "clamp_min", "copy", "div", "lerp", "maximum", "minimum")
+_BY_ELEMENT = (
+    "abs",
+    "add",
+    "addcdiv",
+    "addcmul",
+    "clamp_max",
+    "clamp_min",
+    "copy",
+    "div",
+    "lerp",
+    "maximum",
+    "minimum",
+)
 _BY_ELEMENT += ("mul", "neg", "pow", "reciprocal", "rsqrt", "sign", "sqrt", "sub", "zero")
 """What optimizers do with each element of lists of tensors, `torch._foreach_*`."""
 
