@@ -1,7 +1,7 @@
 """`motet` on several ranks without torchrun, whose processes import everything anew: seconds less for each rank.
 
 What the command of torchrun itself does (its exit code, what it prints, signals) is tested with real ones, marked so.
-`restarted` has its agent, which starts ranks anew, and forks them.
+`motet_under_agent` has its agent, which starts ranks anew, and forks them.
 """
 
 from __future__ import annotations
@@ -49,10 +49,13 @@ def _command(rank: int, num_ranks: int, folder: str, words: list[str]) -> Ended:
     return Ended(code, printed.getvalue(), errors.getvalue())
 
 
-def restarted(num_ranks: int, max_restarts: int, meddling: Meddling, *words: object) -> Ended:
-    """As `torchrun --standalone --max-restarts ... -m motet WORDS`, by the same agent; it raises ChildFailedError where
-    torchrun fails. What is said is that of the ranks in their order, each of all its attempts."""
+def motet_under_agent(num_ranks: int, *words: object, meddling: Meddling | None = None, max_restarts: int = 0) -> Ended:
+    """As `torchrun --standalone --max-restarts ... -m motet WORDS`, by the same agent.
+
+    returncode: of the rank that failed first. What is said is that of the ranks in their order, each of all attempts.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     start_server()
@@ -71,21 +74,25 @@ def restarted(num_ranks: int, max_restarts: int, meddling: Meddling, *words: obj
             start_method="forkserver",
             logs_specs=DefaultLogsSpecs(log_dir=f"{folder}/logs"),
         )
+        code = 0
         try:
             elastic_launch(config, _attempt)(folder, os.getcwd(), meddling, [str(word) for word in words])
+        except ChildFailedError as error:
+            code = error.get_first_failure()[1].exitcode
         finally:
             for number, handler in former.items():
                 signal.signal(number, handler)
         said = ["".join(Path(folder, f"{name}-{rank}").read_text() for rank in range(num_ranks)) for name in "12"]
-    return Ended(0, *said)
+    return Ended(code, *said)
 
 
-def _attempt(said: str, folder: str, meddling: Meddling, words: list[str]) -> None:
+def _attempt(said: str, folder: str, meddling: Meddling | None, words: list[str]) -> None:
     for descriptor in (1, 2):
         path = f"{said}/{descriptor}-{os.environ['RANK']}"
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.chdir(folder)
-    meddling.begin()
+    if meddling is not None:
+        meddling.begin()
     sys.argv = ["motet", *words]
     try:
         main()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cli.meddling import Meddling, motet
-from cli.on_ranks import restarted
+from cli.on_ranks import motet_under_agent
 from cli.test_stop import arguments
 from cli.tiny_job import losses, metrics, write_tiny_job
 from motet.train.recipe.recipe import load_recipe
@@ -111,7 +111,8 @@ def test_killed_in_mid_step_and_restarted_by_torchrun(job, tmp_path):
     first, asked = 3, tmp_path / "whole" / "checkpoints" / "step-00000003"
     # The first checkpoint is written in the background, and complete before the second is begun.
     line = arguments(job, tmp_path / "killed", *overrides)
-    done = restarted(2, 2, killed(step=8), *line, "--resume", asked)
+    done = motet_under_agent(2, *line, "--resume", asked, meddling=killed(step=8), max_restarts=2)
+    assert done.returncode == 0, done.stderr
     resumed = re.findall(r"Resuming after step (\d+) from (\S+)/checkpoints/", done.stdout)
     assert int(resumed[-1][0]) in (first + 3, first + 6)
     assert resumed[-1][1] == str(tmp_path / "killed"), "its own, and not PATH again"
@@ -126,7 +127,9 @@ def test_killed_in_the_second_phase_and_restarted_by_torchrun(job, tmp_path):
     )
     overrides = ("checkpoint.every_steps=2", "data.heldout=[]")
     # The sixth of the second phase: by then its first checkpoint is written, as the second began to be.
-    done = restarted(2, 1, killed(step=8), *arguments(phased, tmp_path, *overrides))
+    line = arguments(phased, tmp_path, *overrides)
+    done = motet_under_agent(2, *line, meddling=killed(step=8), max_restarts=1)
+    assert done.returncode == 0, done.stderr
     said = [
         line.rpartition(" from ")[0] or line for line in done.stdout.splitlines() if re.match("Phase|Resuming", line)
     ]

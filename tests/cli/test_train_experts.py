@@ -74,7 +74,9 @@ def test_stages_and_ranks_that_share_experts_change_no_loss(job, tmp_path, monke
     pinned = [word for pin in ("strategy=chain", *pins) for word in ("--pin", pin)]
     words = ["--ranks-per-node", "2", "--trainable", "--no-what-if", *pinned, "--out", str(plan)]
     assert motet(monkeypatch, capsys, "plan", str(job), *sets, *words)[0] == 0
-    assert [unit.get("ep", 1) for unit in json.loads(plan.read_text())["units"]] == [2 if "backbone.ep=2" in pins else 1]
+    assert [unit.get("ep", 1) for unit in json.loads(plan.read_text())["units"]] == [
+        2 if "backbone.ep=2" in pins else 1
+    ]
     run_ranks(train_rank, 1, str(job), [*options, f"run.dir={whole}"])
     run_ranks(train_rank, 2, str(job), [*options, f"run.dir={planned}", f"run.plan={plan}"])
     assert losses(planned) == pytest.approx(losses(whole), rel=1e-9)

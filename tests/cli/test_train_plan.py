@@ -204,7 +204,10 @@ def test_planning_marks_or_leaves_out_what_cannot_be_trained(job, tmp_path, monk
     """--trainable writes a plan that training runs; without it, what it cannot run is said."""
     out = tmp_path / "plan.json"
     given = ["motet", "plan", str(job), "--ranks-per-node", "2", "--no-what-if", "--out", str(out)]
-    for more in (["--pin", "tp=2", "--pin", "strategy=data-parallel"], ["--pin", "pp=2", "--pin", "tp=1", "--trainable"]):
+    for more in (
+        ["--pin", "tp=2", "--pin", "strategy=data-parallel"],
+        ["--pin", "pp=2", "--pin", "tp=1", "--trainable"],
+    ):
         monkeypatch.setattr(sys, "argv", [*given, *more])
         with pytest.raises(SystemExit) as exit_:
             main()
