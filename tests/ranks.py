@@ -10,6 +10,7 @@ import faulthandler
 import gc
 import multiprocessing as mp
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import pickle
 import signal
@@ -65,13 +66,16 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="motet-ranks-") as folder:
         # Plain pickle, not multiprocessing's: tensors go by value, not as handles that die with their process.
         payload = pickle.dumps((fn, args))
+        server = multiprocessing.forkserver._forkserver._forkserver_address
         receivers: list[Connection] = []
         processes = []
         try:
             for rank in range(num_ranks):
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_run_rank, args=(payload, rank, num_ranks, folder, timeout_s, on_gpus, sender), daemon=False
+                    target=_run_rank,
+                    args=(payload, rank, num_ranks, folder, timeout_s, on_gpus, sender, server),
+                    daemon=False,
                 )
                 process.start()
                 sender.close()
@@ -103,8 +107,16 @@ def start_server() -> Any:
 
 
 def _run_rank(
-    payload: bytes, rank: int, num_ranks: int, folder: str, timeout_s: float, on_gpus: bool, sender: Connection
+    payload: bytes,
+    rank: int,
+    num_ranks: int,
+    folder: str,
+    timeout_s: float,
+    on_gpus: bool,
+    sender: Connection,
+    server: str,
 ) -> None:
+    _share_server(server)
     # The file stays open as long as the process lives: SIGUSR1, and any crash, write the stacks into it.
     stacks = open(Path(folder) / f"stacks-{rank}", "w")  # noqa: SIM115
     faulthandler.enable(stacks)
@@ -134,6 +146,13 @@ def _run_rank(
         message = pickle.dumps((False, traceback.format_exc()))
     sender.send_bytes(message)
     sender.close()
+
+
+def _share_server(address: str) -> None:
+    """Processes that this one forks from a server are forked from its own: another would import everything anew."""
+    own = multiprocessing.forkserver._forkserver
+    own._forkserver_address = address
+    own.ensure_running = multiprocessing.resource_tracker.ensure_running
 
 
 def _collect(receivers: list[Connection], processes: list[Any], folder: Path, timeout_s: float) -> list[Any]:

@@ -99,7 +99,7 @@ class Outcome:
 @functools.cache
 def shared() -> Path:
     """The folder of the job that cases share: recipe.toml, train.jsonl, heldout.jsonl, media, tokenizer, and of a run
-    of it "run" with its checkpoints, plan.json and profile.json. It is made at the first call and deleted at the end.
+    of it "run" with its checkpoints. It is made at the first call and deleted at the end.
     """
     folder = Path(tempfile.mkdtemp(prefix="motet-shared-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -107,19 +107,20 @@ def shared() -> Path:
 
     job = folder / "job"
     recipe = str(write_tiny_job(job, num_train=24, num_heldout=2))
-    makings: tuple[tuple[str, ...], ...] = (
-        ("train", recipe, "--set", "run.steps=2", "--set", "evaluate.max_new_tokens=1"),
-        ("plan", recipe, "--cluster", "a40", "--out", str(job / "plan.json")),
-        ("profile", recipe, "--seconds", "1", "--out", str(job / "profile.json")),
-    )
-    with Server() as server:
-        for arguments in makings:
-            (scratch := folder / "scratch").mkdir()
-            answer = server.run(arguments, job, scratch, 600)
-            if answer["code"]:
-                raise RuntimeError(f"motet {' '.join(arguments)}: {(scratch / 'stderr').read_text()}")
-            shutil.rmtree(scratch)
+    arguments = ("train", recipe, "--set", "run.steps=2", "--set", "evaluate.max_new_tokens=1")
+    (scratch := folder / "scratch").mkdir()
+    answer = first_server().run(arguments, job, scratch, 600)
+    if answer["code"]:
+        raise RuntimeError(f"motet {' '.join(arguments)}: {(scratch / 'stderr').read_text()}")
     return job
+
+
+@functools.cache
+def first_server() -> Server:
+    """The one that trains the job that is shared, and then runs cases; it ends with this process."""
+    server = Server()
+    atexit.register(server.__exit__)
+    return server
 
 
 class Server:
@@ -170,7 +171,8 @@ def run_cases(
 
     num_servers = min(workers, len(cases))
     with contextlib.ExitStack() as stack:
-        for _ in range(num_servers):
+        servers.put(first_server())
+        for _ in range(1, num_servers):
             servers.put(stack.enter_context(Server()))
         pool = stack.enter_context(ThreadPoolExecutor(num_servers or 1))
         stack.callback(pool.shutdown, cancel_futures=True)

@@ -1,18 +1,23 @@
 """`motet` on several ranks without torchrun, whose processes import everything anew: seconds less for each rank.
 
-What torchrun itself does (restarts, its exit code, ranks that fail) is tested with real ones, marked so.
+What the command of torchrun itself does (its exit code, what it prints, signals) is tested with real ones, marked so.
+`motet_under_agent` has its agent, which starts ranks anew, and forks them.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import tempfile
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
+from pathlib import Path
 
+from cli.meddling import Meddling
 from motet.cli import main
-from ranks import run_ranks
+from ranks import run_ranks, start_server
 
 
 @dataclass(frozen=True)
@@ -42,3 +47,55 @@ def _command(rank: int, num_ranks: int, folder: str, words: list[str]) -> Ended:
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
     return Ended(code, printed.getvalue(), errors.getvalue())
+
+
+def motet_under_agent(num_ranks: int, *words: object, meddling: Meddling | None = None, max_restarts: int = 0) -> Ended:
+    """As `torchrun --standalone --max-restarts ... -m motet WORDS`, by the same agent.
+
+    returncode: of the rank that failed first. What is said is that of the ranks in their order, each of all attempts.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    start_server()
+    # The agent leaves its handlers of signals behind.
+    former = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            max_restarts=max_restarts,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            start_method="forkserver",
+            logs_specs=DefaultLogsSpecs(log_dir=f"{folder}/logs"),
+        )
+        code = 0
+        try:
+            elastic_launch(config, _attempt)(folder, os.getcwd(), meddling, [str(word) for word in words])
+        except ChildFailedError as error:
+            code = error.get_first_failure()[1].exitcode
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+        said = ["".join(Path(folder, f"{name}-{rank}").read_text() for rank in range(num_ranks)) for name in "12"]
+    return Ended(code, *said)
+
+
+def _attempt(said: str, folder: str, meddling: Meddling | None, words: list[str]) -> None:
+    for descriptor in (1, 2):
+        path = f"{said}/{descriptor}-{os.environ['RANK']}"
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.chdir(folder)
+    if meddling is not None:
+        meddling.begin()
+    sys.argv = ["motet", *words]
+    try:
+        main()
+    except SystemExit as end:
+        if end.code:
+            raise

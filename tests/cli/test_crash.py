@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from cli.meddling import Meddling, motet
-from cli.test_stop import STEP, arguments, torchrun
+from cli.on_ranks import motet_under_agent
+from cli.test_stop import STEP, arguments
 from cli.tiny_job import losses, write_tiny_job
 from motet.core.errors import JointUserError, RankFailure, UserError, is_out_of_memory, note_origin
 from motet.crash import PATIENCE_S, _report, _report_thread, _write_traceback
@@ -45,16 +46,14 @@ def test_an_error_in_a_step_is_one_sentence_and_a_file_in_the_run_folder(job, tm
     assert str(tmp_path / "crash-") in done.stderr
 
 
-@pytest.mark.torchrun
 def test_of_ranks_that_fail_only_the_first_speaks(job, tmp_path):
     code = "print('Listens on', *sorted(set(listening()))); raise KeyError('x')"
-    done = torchrun(job, tmp_path, *SHORT, meddling=Meddling(STEP, 2, 1, code))
-    assert done.returncode != 0
+    done = motet_under_agent(2, *arguments(job, tmp_path, *SHORT), meddling=Meddling(STEP, 2, 1, code))
+    assert done.returncode == 3
     said = [line for line in done.stderr.splitlines() if line.startswith("motet train")]
     assert len(said) == 1
     assert said[0].startswith("motet train, rank 1: failed with KeyError: 'x'")
     assert "KeyError" in traceback_of(said[0])
-    assert "exitcode  : 3" in done.stderr
     assert "Listens on 0100007F\n" in done.stdout, "on this machine alone, as all ranks are on it"
     # What the other rank met as a consequence is kept, and not printed.
     assert all(re.search(r"crash-\d+-\d+-rank[01]-", path.name) for path in tmp_path.glob("crash-*"))

@@ -6,6 +6,7 @@ import pytest
 
 from cli.drawn_job import RECIPE, write_drawn_job
 from cli.on_ranks import motet_on_ranks
+from cli.test_profile import measure_little
 from cli.tiny_job import losses, metrics
 from motet.cli import main
 from motet.cost.profile import read_profile
@@ -45,7 +46,8 @@ def test_two_ranks_train_with_all_that_a_run_leaves(job, tmp_path):
     assert left >= {"recipe.toml", "summary.json", "report.html", "checkpoints", "timeline.json"}
 
 
-def test_a_profile_has_the_layers_of_the_shapes(motet, job, tmp_path):
+def test_a_profile_has_the_layers_of_the_shapes(motet, job, tmp_path, monkeypatch):
+    measure_little(monkeypatch)
     out = tmp_path / "profile.json"
     sets = ("--set", f"run.dir={tmp_path}", "--set", "run.steps=1", "--set", "precision=fp32")
     code, _, err = motet("profile", job, "--out", out, "--seconds", "1", *sets)
@@ -83,7 +85,8 @@ def test_a_dry_run_that_does_not_fit_is_json_too(motet, job):
 
 def test_it_is_planned_and_simulated_as_it_trains(motet, job, tmp_path):
     how = ("--set", "fsdp.recompute=true", "--set", "data.max_sequence_length=50")
-    code, _, err = motet("plan", job, "--out", tmp_path / "plan.json", *how)
+    quick = "--pin", "strategy=data-parallel", "--no-what-if"
+    code, _, err = motet("plan", job, "--out", tmp_path / "plan.json", *quick, *how)
     assert code == 0 and err.count("Left out: ") == 2, err
     code, said, err = motet("simulate", job, *how)
     assert code == 0 and "step" in said, err
@@ -96,7 +99,7 @@ CHAIN = ("--pin", "strategy=chain", "--pin", "pp=2", "--pin", "schedule=1f1b")
 def test_a_plan_with_stages_is_found_and_can_be_trained(motet, job, tmp_path):
     """As `motet plan` says it, down to the bytes of each rank."""
     out = tmp_path / "plan.json"
-    code, said, err = motet("plan", job, "--trainable", *CHAIN, "--out", out, *START)
+    code, said, err = motet("plan", job, "--trainable", "--no-what-if", *CHAIN, "--out", out, *START)
     assert code == 0, err
     line = " ".join(said.split())
     assert f"-m motet train {job} --set run.dir=run --set run.steps=2 --plan {out}" in line

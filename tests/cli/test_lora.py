@@ -1,7 +1,6 @@
 """`motet train` of a recipe with LoRA adapters: what it learns, predicts and leaves for peft."""
 
 import json
-import subprocess
 import sys
 
 import peft
@@ -9,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cli.test_train import ENVIRONMENT, TIMEOUT_S, command
+from cli.meddling import motet
+from cli.test_stop import arguments
 from cli.tiny_job import losses, write_tiny_job
 from motet.cli import main
 from motet.core.errors import UserError
@@ -21,8 +21,7 @@ LORA = ("model.lora.backbone={ rank = 4 }", "optimizer.lr=2e-2", "model.backbone
 
 def test_a_run_leaves_an_adapter_that_peft_loads(tmp_path):
     job, run_dir = write_tiny_job(tmp_path / "data"), tmp_path / "run"
-    given = command([sys.executable], job, run_dir, *LORA, "export.at_end=true", "run.steps=40")
-    done = subprocess.run(given, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    done = motet(*arguments(job, run_dir, *LORA, "export.at_end=true", "run.steps=40"))
     assert done.returncode == 0, done.stderr
     assert sum(losses(run_dir)[-10:]) < 0.98 * sum(losses(run_dir)[:10])
     base = AutoModelForCausalLM.from_pretrained(run_dir / "export" / "backbone")

@@ -1,9 +1,6 @@
 """Ray that a run starts itself: it ends with the run, and after a crash; signals that reach a run do not reach it."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from cli.meddling import Meddling, motet
-from cli.test_stop import STEP, arguments, torchrun
+from cli.on_ranks import motet_under_agent
+from cli.test_stop import STEP, arguments
 from cli.tiny_job import losses, write_tiny_job
 
 pytestmark = [
@@ -46,10 +44,9 @@ def wait_for_end(before: set[str]) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.torchrun
 def test_two_ranks_share_a_ray_that_ends_with_them(job, tmp_path):
     before = processes_of_ray()
-    done = torchrun(job, tmp_path, *SERVED, "run.steps=3")
+    done = motet_under_agent(2, *arguments(job, tmp_path, *SERVED, "run.steps=3"))
     assert (done.returncode, len(losses(tmp_path))) == (0, 3), done.stderr
     assert "Ray decodes: 1 actor of each rank, in a cluster of this run, with a node" in done.stdout
     wait_for_end(before)
@@ -76,8 +73,7 @@ def test_ray_ends_after_a_crash(job, tmp_path):
 
 def test_without_ray_the_command_that_installs_it_is_said(job, tmp_path):
     (tmp_path / "ray.py").write_text("raise ImportError('gone')")
-    command = [sys.executable, "-m", "motet", *arguments(job, tmp_path / "run", *SERVED)]
-    without = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, env=without, capture_output=True, text=True, timeout=300, check=False)
+    without = Meddling("motet.train.trainer:train", 1, 0, f"import sys; sys.path.insert(0, {str(tmp_path)!r})")
+    done = motet(*arguments(job, tmp_path / "run", *SERVED), meddling=without)
     assert done.returncode == 2
     assert 'data.service = "ray" needs Ray, which is not installed (gone); run pip install "motet[ray]".' in done.stderr

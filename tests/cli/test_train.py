@@ -1,23 +1,21 @@
-"""`motet train` as a user starts it: alone, under torchrun, killed in mid-step, and asked to stop."""
+"""`motet train` as a user starts it: alone, under torchrun, and killed in mid-step."""
 
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from cli.meddling import Meddling, motet
+from cli.on_ranks import motet_under_agent
+from cli.test_stop import arguments
 from cli.tiny_job import losses, metrics, write_tiny_job
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
 from ranks import TIMEOUT_S, run_ranks
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
-MOTET = ("-m", "motet")
 
 
 @pytest.fixture(scope="module")
@@ -25,22 +23,13 @@ def job(tmp_path_factory):
     return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
-def command(launcher, job, run_dir, *overrides, program=MOTET):
-    sets = [part for override in (f"run.dir={run_dir}", *overrides) for part in ("--set", override)]
-    return [*launcher, *program, "train", str(job), *sets]
-
-
-def signalled(number, *, step, rank=0):
-    """`motet` that is sent a signal in mid-step."""
-    return str(Path(__file__).with_name("signalled.py")), str(int(number)), str(step), str(rank)
-
-
-def run(command_line):
-    return subprocess.run(command_line, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+def killed(*, step):
+    """The second rank, as it begins a step (from 1) of its first attempt."""
+    return Meddling("motet.runtime.step:TrainStep.run", step, 1, "stop(signal.SIGKILL, os.getpid())")
 
 
 def test_a_run_alone_learns_and_leaves_everything(job, tmp_path):
-    done = run([*command([sys.executable], job, tmp_path, "run.steps=60", "export.at_end=true"), "--trace"])
+    done = motet(*arguments(job, tmp_path, "run.steps=60", "export.at_end=true"), "--trace")
     assert done.returncode == 0, done.stderr
     loss = losses(tmp_path)
     assert len(loss) == 60
@@ -96,7 +85,15 @@ def test_a_run_alone_learns_and_leaves_everything(job, tmp_path):
 
 @pytest.mark.torchrun
 def test_two_ranks_under_torchrun_say_what_is_wrong_once(job, tmp_path):
-    done = run(command([*TORCHRUN, "--nproc-per-node=2"], job, tmp_path, 'data.train=["absent.jsonl"]'))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "motet"]
+    done = subprocess.run(
+        [*torchrun, *arguments(job, tmp_path, 'data.train=["absent.jsonl"]')],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
     assert done.returncode != 0
     assert done.stderr.count("absent.jsonl") == 1
     assert "exitcode  : 2" in done.stderr
@@ -108,16 +105,13 @@ def train_rank(rank, num_ranks, recipe, overrides):
     train(load_recipe(Path(recipe), overrides))
 
 
-@pytest.mark.torchrun
 def test_killed_in_mid_step_and_restarted_by_torchrun(job, tmp_path):
-    overrides = ("run.steps=24", "checkpoint.every_steps=3", "checkpoint.keep=9", "data.heldout=[]")
+    overrides = ("run.steps=12", "checkpoint.every_steps=3", "checkpoint.keep=9", "data.heldout=[]")
     run_ranks(train_rank, 2, str(job), [f"run.dir={tmp_path / 'whole'}", *overrides])
     first, asked = 3, tmp_path / "whole" / "checkpoints" / "step-00000003"
-    launcher = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=2"]
     # The first checkpoint is written in the background, and complete before the second is begun.
-    killed = signalled(signal.SIGKILL, step=8, rank=1)
-    line = command(launcher, job, tmp_path / "killed", *overrides, program=killed)
-    done = run([*line, "--resume", str(asked)])
+    line = arguments(job, tmp_path / "killed", *overrides)
+    done = motet_under_agent(2, *line, "--resume", asked, meddling=killed(step=8), max_restarts=2)
     assert done.returncode == 0, done.stderr
     resumed = re.findall(r"Resuming after step (\d+) from (\S+)/checkpoints/", done.stdout)
     assert int(resumed[-1][0]) in (first + 3, first + 6)
@@ -125,7 +119,6 @@ def test_killed_in_mid_step_and_restarted_by_torchrun(job, tmp_path):
     assert [step["loss"] for step in metrics(tmp_path / "killed")] == losses(tmp_path / "whole")[first:]
 
 
-@pytest.mark.torchrun
 def test_killed_in_the_second_phase_and_restarted_by_torchrun(job, tmp_path):
     phases = [f'[[run.phase]]\nname = "{name}"\nsteps = {steps}\n' for name, steps in (("align", 2), ("tune", 9))]
     phased = job.with_name("phased.toml")
@@ -133,10 +126,9 @@ def test_killed_in_the_second_phase_and_restarted_by_torchrun(job, tmp_path):
         job.read_text().replace("steps = 8\n", "").replace("[data]\n", "\n".join([*phases, "[data]\n"]), 1)
     )
     overrides = ("checkpoint.every_steps=2", "data.heldout=[]")
-    launcher = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=1"]
     # The sixth of the second phase: by then its first checkpoint is written, as the second began to be.
-    killed = signalled(signal.SIGKILL, step=8, rank=1)
-    done = run(command(launcher, phased, tmp_path, *overrides, program=killed))
+    line = arguments(phased, tmp_path, *overrides)
+    done = motet_under_agent(2, *line, meddling=killed(step=8), max_restarts=1)
     assert done.returncode == 0, done.stderr
     said = [
         line.rpartition(" from ")[0] or line for line in done.stdout.splitlines() if re.match("Phase|Resuming", line)
@@ -148,15 +140,3 @@ def test_killed_in_the_second_phase_and_restarted_by_torchrun(job, tmp_path):
     assert said[2:4] == ["Phase align (1 of 2) has ended, with step 2.", said[1]]
     assert said[4] in ("Resuming after step 2", "Resuming after step 4")
     assert len(losses(tmp_path / "align")) == 2 and len(losses(tmp_path / "tune")) == 9
-
-
-def test_asked_to_stop_it_saves_and_the_same_command_goes_on(job, tmp_path):
-    overrides = ("run.steps=8", "data.heldout=[]")
-    asked = signalled(signal.SIGTERM, step=3)
-    done = run(command([sys.executable], job, tmp_path, *overrides, program=asked))
-    assert done.returncode == 128 + signal.SIGTERM, done.stderr
-    assert "step 3 is saved" in done.stdout
-    assert len(losses(tmp_path)) == 3
-    done = run(command([sys.executable], job, tmp_path, *overrides))
-    assert "Resuming after step 3" in done.stdout
-    assert len(losses(tmp_path)) == 8

@@ -203,8 +203,11 @@ def test_degrees_that_no_plan_has_end_training_with_a_sentence(job, tmp_path, mo
 def test_planning_marks_or_leaves_out_what_cannot_be_trained(job, tmp_path, monkeypatch, capsys):
     """--trainable writes a plan that training runs; without it, what it cannot run is said."""
     out = tmp_path / "plan.json"
-    given = ["motet", "plan", str(job), "--ranks-per-node", "2", "--out", str(out)]
-    for more in (["--pin", "tp=2"], ["--pin", "pp=2", "--pin", "tp=1", "--trainable"]):
+    given = ["motet", "plan", str(job), "--ranks-per-node", "2", "--no-what-if", "--out", str(out)]
+    for more in (
+        ["--pin", "tp=2", "--pin", "strategy=data-parallel"],
+        ["--pin", "pp=2", "--pin", "tp=1", "--trainable"],
+    ):
         monkeypatch.setattr(sys, "argv", [*given, *more])
         with pytest.raises(SystemExit) as exit_:
             main()
@@ -224,8 +227,9 @@ def test_planning_marks_or_leaves_out_what_cannot_be_trained(job, tmp_path, monk
 )
 def test_planning_writes_the_file_of_the_job(job, tmp_path, monkeypatch, capsys, launcher, start):
     out = tmp_path / "plan.json"
-    pins = ["--pin", "pp=2", "--set", "run.steps=4"]
-    given = ["motet", "plan", str(job), "--ranks-per-node", "2", "--out", str(out), "--launch", launcher, *pins]
+    quick = ["--pin", "strategy=chain", "--pin", "pp=2", "--pin", "schedule=1f1b", "--no-what-if"]
+    more = ["--out", str(out), "--launch", launcher, "--set", "run.steps=4"]
+    given = ["motet", "plan", str(job), "--ranks-per-node", "2", *quick, *more]
     monkeypatch.setattr(sys, "argv", given)
     with pytest.raises(SystemExit) as exit_:
         main()

@@ -24,7 +24,7 @@ def pinned(name):
     return Pins(strategies=(name,))
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(jobs())
 def test_no_way_of_balancing_makes_the_answer_faster(given_job):
     found = search(given_job, {DATA: STRATEGIES[DATA]})

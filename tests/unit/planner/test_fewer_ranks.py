@@ -48,7 +48,7 @@ def test_ranks_that_cannot_hold_the_state_are_not_searched():
 def far_apart():
     """Nodes between which messages take so long that one node alone is faster."""
     planned = on(4, 4, inter_node=Link(1e7, 1e-2))
-    return planned, search(planned, STRATEGIES)
+    return planned, search(planned, STRATEGIES, is_refined=False)
 
 
 def test_fewer_devices_where_they_are_faster(far_apart):
@@ -71,7 +71,7 @@ def test_idle_ranks_are_said_and_what_all_of_them_would_take(far_apart):
 
 def test_what_is_pinned_holds_on_fewer_devices(far_apart):
     planned, _ = far_apart
-    found = search(planned, STRATEGIES, Pins(strategies=("chain",), tp=2))
+    found = search(planned, STRATEGIES, Pins(strategies=("chain",), tp=2), is_refined=False)
     assert {one.candidate.strategy for one in found.results} == {"chain"}
     assert all(unit.tp == 2 for one in found.results for unit in one.candidate.plan.units)
 

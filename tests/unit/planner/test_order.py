@@ -107,10 +107,10 @@ def test_single_examples_and_uneven_replicas_have_no_caps():
 def test_a_pinned_order_is_that_of_every_pipeline():
     given_job = job(batch_size=32, spread=1.0)
     strategies = {"data parallel": propose_data_parallel, "chain": propose_chain}
-    found = search(given_job, strategies, parse_pins(["order=inter"], strategies))
+    found = search(given_job, strategies, parse_pins(["order=inter"], strategies), is_refined=False)
     assert {result.candidate.plan.order for result in found.results} == {"inter"}
     assert any("order is pinned to 'inter'" in ruled.why for ruled in found.ruled_out)
-    as_given = search(given_job, strategies, Pins(order="given"))
+    as_given = search(given_job, strategies, Pins(order="given"), is_refined=False)
     assert {result.candidate.plan.order for result in as_given.results} == {"given"}
     assert any(result.candidate.plan.schedule == "data_parallel" for result in as_given.results)
     with pytest.raises(UserError, match="order=outer: must be one of given, intra, inter, both"):

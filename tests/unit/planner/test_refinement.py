@@ -21,6 +21,15 @@ from unit.planner.jobs import job
 SMALL = job(batch_size=8, num_nodes=1, spread=0.7)
 
 
+def on_ranks(num_ranks, batch_size):
+    """The same job on some ranks of one node."""
+    cluster = replace(SMALL.cluster, ranks_per_node=num_ranks)
+    return replace(SMALL, cluster=cluster, cost=Analytic(cluster), batch_size=batch_size)
+
+
+TINY = on_ranks(2, batch_size=8)
+
+
 def long_job(num_nodes, ranks_per_node, patches=8000):
     """Long sequences, a batch of one: only tensor or context parallelism uses several ranks well."""
     block = Transformer(2048, 8192, 16, 4, norm="rms", biases=(), causal=True)
@@ -34,18 +43,32 @@ def long_job(num_nodes, ranks_per_node, patches=8000):
 
 
 @pytest.fixture(scope="module")
-def found():
-    return search(SMALL, STRATEGIES)
+def descended():
+    """The search, and what each descent went on from, where it found nothing faster."""
+    least_slower, left = Refinement._least_slower, []
+
+    def counted(self, *arguments):
+        left.append(least_slower(self, *arguments))
+        return left[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Refinement, "_least_slower", counted)
+        return search(TINY, STRATEGIES), left
+
+
+@pytest.fixture
+def found(descended):
+    return descended[0]
 
 
 def test_it_is_never_slower_and_what_it_finds_runs(found):
-    plain = search(SMALL, STRATEGIES, is_refined=False)
+    plain = search(TINY, STRATEGIES, is_refined=False)
     assert found.best.prediction.step_s <= plain.best.prediction.step_s
     for one in found.results:
         validate(program_of(one.candidate.plan))
-        simulated = predict_candidate(SMALL, one.candidate)
+        simulated = predict_candidate(TINY, one.candidate)
         assert simulated.step_s == one.prediction.step_s
-        assert simulated.peak_bytes.max() <= SMALL.capacity_bytes
+        assert simulated.peak_bytes.max() <= TINY.capacity_bytes
         assert one.candidate.bound_s <= simulated.step_s
         assert one.candidate.strategy == strategy_of(one.candidate.plan)
 
@@ -53,7 +76,7 @@ def test_it_is_never_slower_and_what_it_finds_runs(found):
 def test_a_neighbour_that_lacks_memory_recomputes(monkeypatch):
     """So a step with little memory is refined too: other cuts and microbatches begin with everything recomputed."""
     tight = job(batch_size=16, num_nodes=1, spread=0.7, memory_mbytes=430)
-    pins = Pins(strategies=(CHAIN,), pp=2, dp=2)
+    pins = Pins(strategies=(CHAIN,), tp=1, pp=2, dp=2, schedule="1f1b")
     refined = search(tight, STRATEGIES, pins).best
     monkeypatch.setattr("motet.planner.refinement.all_recomputed", lambda plan: plan)
     assert refined.prediction.step_s < 0.99 * search(tight, STRATEGIES, pins).best.prediction.step_s
@@ -61,14 +84,14 @@ def test_a_neighbour_that_lacks_memory_recomputes(monkeypatch):
 
 
 def test_the_same_every_time(found):
-    again = search(replace(SMALL), STRATEGIES)
+    again = search(replace(TINY), STRATEGIES)
     assert [one.candidate.plan for one in again.results] == [one.candidate.plan for one in found.results]
 
 
 @pytest.mark.parametrize(
     "pins",
     [Pins(tp=1, dp=2), Pins(strategies=(CHAIN,), order="given"), Pins(microbatch_size=1, schedule="1f1b"),
-     Pins(recompute="none", balance="off")],
+     Pins(strategies=(CHAIN,), recompute="none", balance="off")],
 )  # fmt: skip
 def test_what_is_pinned_stays(pins):
     for one in search(SMALL, STRATEGIES, pins).results:
@@ -84,8 +107,8 @@ def test_a_suitable_plan_becomes_only_a_suitable_one():
     def suitable(plan):
         return all(unit.tp == unit.cp == 1 for unit in plan.units)
 
-    result = search(SMALL, STRATEGIES, quota=Quota(1, suitable))
-    plain = search(SMALL, STRATEGIES, quota=Quota(1, suitable), is_refined=False)
+    result = search(TINY, STRATEGIES, quota=Quota(1, suitable))
+    plain = search(TINY, STRATEGIES, quota=Quota(1, suitable), is_refined=False)
     best, before = (
         min(one.prediction.step_s for one in each.results if suitable(one.candidate.plan)) for each in (result, plain)
     )
@@ -119,24 +142,15 @@ def test_tensor_parallel_groups_divide_a_node_or_are_whole_nodes():
 
 
 def test_a_rank_that_divides_nothing_is_left_over():
-    """Five ranks and a batch of four: four of them are faster than a chain of five."""
-    five = replace(SMALL.cluster, ranks_per_node=5)
-    result = search(replace(SMALL, cluster=five, cost=Analytic(five), batch_size=4), STRATEGIES)
-    four = replace(SMALL.cluster, ranks_per_node=4)
-    fewer = search(replace(SMALL, cluster=four, cost=Analytic(four), batch_size=4), STRATEGIES)
-    assert result.best.prediction.step_s <= 1.02 * fewer.best.prediction.step_s
+    """Three ranks and a batch of two: two of them are faster than a chain of three."""
+    three, two = (search(on_ranks(count, batch_size=2), STRATEGIES, Pins(strategies=(CHAIN,))) for count in (3, 2))
+    assert three.best.prediction.step_s <= two.best.prediction.step_s
+    assert any(one.candidate.plan.unit_of("backbone").pp == 3 for one in three.results)
 
 
-def test_a_descent_goes_on_from_a_slower_plan_that_is_near(monkeypatch):
+def test_a_descent_goes_on_from_a_slower_plan_that_is_near(descended, monkeypatch):
     """It is how a Plan is left that has no faster neighbour: more Plans are simulated, and none is slower for it."""
-    least_slower, left = Refinement._least_slower, []
-
-    def counted(self, *arguments):
-        left.append(least_slower(self, *arguments))
-        return left[-1]
-
-    monkeypatch.setattr(Refinement, "_least_slower", counted)
-    gone_on = search(SMALL, STRATEGIES).best.prediction.step_s
+    found, left = descended
     assert any(one is not None for one in left)
     monkeypatch.setattr(Refinement, "_least_slower", lambda self, *arguments: None)
-    assert gone_on <= search(SMALL, STRATEGIES).best.prediction.step_s
+    assert found.best.prediction.step_s <= search(TINY, STRATEGIES).best.prediction.step_s

@@ -101,6 +101,12 @@ AS_GIVEN = Pins(order="given", balance="off")
 STRATEGIES = {"chain": Chains("chain", "1f1b"), "gpipe": Chains("gpipe", "gpipe")}
 
 
+@pytest.fixture
+def without_remedies(monkeypatch):
+    """What would make a job fit, for which a search that finds nothing goes on, is of `test_nearest_miss.py`."""
+    monkeypatch.setattr("motet.planner.search.would_fit", lambda *arguments: ())
+
+
 def told(found) -> list[tuple[str, str, float]]:
     return [(each.candidate.strategy, each.candidate.what, each.prediction.step_s) for each in found.results]
 
@@ -195,7 +201,7 @@ def test_the_best_of_each_strategy_is_simulated_whatever_the_limit():
     assert len(found.results) + len(found.passed_over) == 24
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(wrong=st.lists(st.floats(0.2, 5), min_size=12, max_size=12))
 def test_without_a_limit_nothing_that_is_passed_over_is_faster(proposed, wrong):
     """However wrong the estimates are, as long as the bounds are bounds."""
@@ -219,7 +225,7 @@ def test_bounds_prune():
     assert found.best.prediction.step_s == brute_force(job_on(), {"exact": strategy})
 
 
-def test_more_memory_is_never_slower():
+def test_more_memory_is_never_slower(without_remedies):
     steps = []
     for mbytes in (500, 700, 1000, 1500, 3000, 10_000):
         found = search(job_on(mbytes * 10**6), STRATEGIES, max_simulated=None)
@@ -262,7 +268,7 @@ def test_who_is_informed_is_asked_last_and_told_what_to_beat(pinned):
     assert found.ruled_out[-1].why == "no better"
 
 
-def test_nothing_fits_names_the_nearest_miss():
+def test_nothing_fits_names_the_nearest_miss(without_remedies):
     found = search(job_on(10**8), STRATEGIES)
     nearest = min(found.ruled_out, key=lambda ruled: ruled.shortfall_bytes)
     assert nearest.why in nothing_fits(found)
