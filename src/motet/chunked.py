@@ -10,8 +10,8 @@ is 1) unless a Plan's cluster has `tensor_pieces`: no GPU has shown yet that it 
 
 A chunk has a run of rows of each rank's part, so that a sum goes to the rank, and is added up in the order, that the
 undivided sum has: results are the same bit by bit where the library computes a row alike among many rows and few (MKL
-does in float64, from four rows on). The gradient of a weight is one product of all rows for the same reason; it is
-computed while the last sums are on their way.
+does in float64, from four rows on, on some processors and not on others). The gradient of a weight is one product of
+all rows for the same reason; it is computed while the last sums are on their way.
 """
 
 from __future__ import annotations

@@ -1,5 +1,10 @@
-"""Products of tensor-parallel ranks in chunks equal undivided ones bit by bit, and whole models to 1e-10."""
+"""Products of tensor-parallel ranks in chunks equal undivided ones bit by bit, and whole models to 1e-10.
 
+On some processors what BLAS rounds of a row hangs on the rows that stand beside it. There bits are compared of small
+whole numbers alone, whose products and sums are exact in any order, and others to 1e-12.
+"""
+
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -28,11 +33,31 @@ def test_four_ranks_and_more_chunks_than_rows():
     run_ranks(compare, 4, [("qwen3", {"num_key_value_heads": 4}, "siglip")], 1000)
 
 
-def _branch(rank, num_ranks, num_chunks, in_parts, defers):
+def _rows_are_alike():
+    """Whether this processor multiplies a run of four rows or more as among NUM_ROWS, by a branch's matrices."""
+    runs = [slice(start, stop) for start, stop in itertools.combinations(range(NUM_ROWS + 1), 2) if stop - start >= 4]
+    for width in (*INNER, sum(INNER)):
+        for shape in ((width, WIDTH), (WIDTH, width)):
+            rows, weight = _drawn((NUM_ROWS, shape[0]), 1, False), _drawn(shape, 2, False)
+            whole = rows @ weight
+            if not all(torch.equal(rows[run] @ weight, whole[run]) for run in runs):
+                return False
+    return True
+
+
+def _drawn(shape, seed, whole_numbers):
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randint(-3, 4, shape, generator=generator).double()
+        if whole_numbers
+        else (torch.randn(shape, generator=generator, dtype=torch.float64))
+    )
+
+
+def _branch(rank, num_ranks, num_chunks, in_parts, defers, whole_numbers):
     """What a branch of three first products makes, the gradients of its input and weights, and the bytes sent."""
     ranks = TensorRanks(dist.group.WORLD, rank, num_ranks, [], num_chunks)
     parts = RowParts(ranks)
-    torch.manual_seed(rank)
     columns = [nn.Linear(WIDTH, inner, bias=inner != 12, dtype=torch.float64) for inner in INNER]
     row = RowLinear(nn.Linear(sum(INNER), WIDTH, dtype=torch.float64), parts)
     into_products = parts.into_products
@@ -40,12 +65,15 @@ def _branch(rank, num_ranks, num_chunks, in_parts, defers):
         columns = [ColumnLinear(column) for column in columns]
         into_products = ColumnProducts(parts, columns).of
     layers = nn.ModuleList([*columns, row])
+    with torch.no_grad():
+        for number, parameter in enumerate(layers.parameters()):
+            parameter.copy_(_drawn(parameter.shape, 100 * rank + number, whole_numbers))
     deferred, products = DeferredWeights([layers]), []
-    whole = torch.randn(NUM_ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    whole = _drawn((NUM_ROWS, WIDTH), 99, whole_numbers)
     hidden = (whole.chunk(num_ranks)[rank] if in_parts else whole)[None].clone().requires_grad_()
     with parts.of(NUM_ROWS) if in_parts else nullcontext(), deferred.into(products) if defers else nullcontext():
         rows = into_products(hidden)
-        sums = row(torch.cat([column(rows) for column in columns], -1).tanh())
+        sums = row(torch.cat([column(rows) for column in columns], -1).relu())
         sums.square().sum().backward()
     assert len(products) == (len(layers) if defers else 0)
     for product in products:
@@ -54,14 +82,14 @@ def _branch(rank, num_ranks, num_chunks, in_parts, defers):
 
 
 def _branch_is_the_same(rank, num_ranks):
-    for in_parts in (True, False):
-        for defers in (True, False):
-            expected, expected_bytes = _branch(rank, num_ranks, 1, in_parts, defers)
-            for num_chunks in (2, 3, 4):
-                found, found_bytes = _branch(rank, num_ranks, num_chunks, in_parts, defers)
-                same = [torch.equal(*pair) for pair in zip(found, expected, strict=True)]
-                assert all(same), (in_parts, defers, num_chunks, same)
-                assert found_bytes == expected_bytes
+    bounds = {"rtol": 0, "atol": 0} if _rows_are_alike() else {"rtol": 1e-12, "atol": 1e-9}
+    for in_parts, defers, whole_numbers in itertools.product((True, False), repeat=3):
+        expected, expected_bytes = _branch(rank, num_ranks, 1, in_parts, defers, whole_numbers)
+        for num_chunks in (2, 3, 4):
+            found, found_bytes = _branch(rank, num_ranks, num_chunks, in_parts, defers, whole_numbers)
+            exact = {"rtol": 0, "atol": 0} if whole_numbers else bounds
+            torch.testing.assert_close(found, expected, **exact, msg=str((in_parts, defers, whole_numbers, num_chunks)))
+            assert found_bytes == expected_bytes
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -94,13 +122,13 @@ def _result(rank, num_ranks, num_chunks, has_adapters):
 def _models_are_the_same(rank, num_ranks):
     for has_adapters in (False, True):
         expected, found = (_result(rank, num_ranks, num_chunks, has_adapters) for num_chunks in (1, 2))
-        assert found[0] == expected[0] and found[2] == expected[2]
+        assert found[0] == pytest.approx(expected[0], rel=1e-12) and found[2] == expected[2]
         for name, gradient in expected[1].items():
-            if has_adapters and gradient is not None:  # The gradients of A and of the weight beside it are added up.
-                torch.testing.assert_close(found[1][name], gradient, rtol=1e-10, atol=1e-12)
+            if gradient is None:
+                assert found[1][name] is None
             else:
-                assert found[1][name] is gradient is None or torch.equal(found[1][name], gradient), name
+                torch.testing.assert_close(found[1][name], gradient, rtol=1e-10, atol=1e-12)
 
 
-def test_chunks_change_no_bit_of_a_model_and_each_product_is_made_once():
+def test_each_product_of_a_model_is_made_once_and_the_model_is_the_same():
     run_ranks(_models_are_the_same, 2)
