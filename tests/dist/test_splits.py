@@ -128,7 +128,7 @@ def test_what_is_left_out_from_the_start_is_told_of_every_split(whole, tmp_path)
     assert metrics(tmp_path / "a")[0]["bad_examples"] == 1
     said = run(recipes, 2, tmp_path / "b", *SPLIT, "data.max_bad_fraction=0")
     assert said[0] == said[1]
-    assert said[0].startswith("1 of 32 training examples have files that cannot be used")
+    assert said[0].startswith("1 example has files that cannot be used, of 32 for training")
 
 
 def test_a_bad_step_names_examples_of_all_ranks(whole, tmp_path):
