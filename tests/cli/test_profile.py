@@ -48,11 +48,13 @@ def of_two(measured, tmp_path_factory):
 
 
 def grown(stored):
+    """Layers whose rows are of items, as a resampler's queries, grow with the lengths of a batch, too."""
     for module in stored["modules"]:
-        for layer in module["layers"]:
-            for points in (layer["grid"], layer["held_out"]):
+        for which in ("grid", "held_out"):
+            lengths = [sum(count * length for count, length in batch) for batch in module[which]]
+            for layer in module["layers"]:
                 for column in ("forward_s", "input_s", "weight_s"):
-                    points[column] = [1e-4 + 1e-6 * rows for rows in points["rows"]]
+                    layer[which][column] = [1e-4 + 1e-6 * length for length in lengths]
 
 
 def measure_little(patch):
