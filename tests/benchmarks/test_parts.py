@@ -1,4 +1,4 @@
-"""Encoders and backbones by parts beside transformers: each has its figures in docs/models.md, and they are figures."""
+"""Parts beside transformers: each has its figures in docs/models.md, and they are figures."""
 
 import re
 
@@ -17,7 +17,7 @@ def test_each_part_has_its_row_in_the_table():
     assert max(float(figure) for _, *figures in rows for figure in figures) < 1e-8
 
 
-@pytest.mark.parametrize("part", ["clip", "qwen2_5_omni_audio", "mixtral"])
+@pytest.mark.parametrize("part", ["clip", "qwen2_5_omni_audio", "mixtral", "resampler", "qformer"])
 def test_a_part_is_as_in_transformers(tmp_path, part):
     of = parts.distances(tmp_path, part)
     assert max(*of.exact, *of.parted) < 1e-8
