@@ -47,7 +47,7 @@ def check_layers(module: nn.Module, layers) -> None:
     """Between them they hold every parameter, each once but for what is tied."""
     held = [id(p) for each in layers for part in each.modules for p in part.parameters()]
     assert set(held) == {id(p) for p in module.parameters()}
-    for layer, modules in layers:
+    for layer, modules, _ in layers:
         if layer.parameters:
             assert layer.parameters == sum(num_parameters(part) for part in modules), layer.kind
         assert layer.trainable == any(p.requires_grad for part in modules for p in part.parameters())
