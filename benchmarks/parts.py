@@ -37,27 +37,11 @@ from motet.models.families.registry import BACKBONES, ENCODERS
 sys.path.insert(0, str(ROOT / "tests"))
 
 from unit.models.conftest import DIM, VOCAB, Packed, Tiny
+from unit.models.test_cross_projector import OPTIONS as PROJECTORS
 from unit.models.wide import InFloat64
 
 NOT_THERE = ("internlm2", "eva_clip")
 """Families that are in no transformers; their tests hold them to plain computations."""
-PROJECTORS: dict[str, dict[str, Any]] = {
-    "resampler": {
-        "resampler_depth": 2,
-        "resampler_n_heads": 4,
-        "resampler_head_dim": 8,
-        "num_key_value_heads": 2,
-    },
-    "qformer": {
-        "hidden_size": 24,
-        "num_attention_heads": 2,
-        "intermediate_size": 40,
-        "num_hidden_layers": 3,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    },
-}
-"""Kinds of projectors that have queries -> options of their classes in transformers."""
 PARTS = [*(family for family in (*ENCODERS, *BACKBONES) if family not in NOT_THERE), *PROJECTORS]
 _ROWS, _READ_DIM, _QUERIES = [7, 1, 12, 7, 3], 20, 5
 """Of the items that a projector reads: rows of each, and their width; rows that it makes of each."""

@@ -30,10 +30,11 @@ def run(job, run_dir, *overrides, meddling=None):
     return motet(*arguments(job, run_dir, *overrides), meddling=meddling)
 
 
-def torchrun(job, run_dir, *overrides, meddling):
+def torchrun(job, run_dir, *overrides, meddling=None):
     """Two real ranks. torchrun itself ends with a traceback of its own, where a rank has failed or it is signalled."""
+    program = ["-m", "motet"] if meddling is None else [PROGRAM, *meddling.arguments()]
     done = subprocess.run(
-        [*TORCHRUN, PROGRAM, *meddling.arguments(), *arguments(job, run_dir, *overrides)],
+        [*TORCHRUN, *program, *arguments(job, run_dir, *overrides)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

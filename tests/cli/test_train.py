@@ -1,21 +1,18 @@
 """`motet train` as a user starts it: alone, under torchrun, and killed in mid-step."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from cli.meddling import Meddling, motet
 from cli.on_ranks import motet_under_agent
-from cli.test_stop import arguments
+from cli.test_stop import arguments, torchrun
 from cli.tiny_job import losses, metrics, write_tiny_job
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
-from ranks import TIMEOUT_S, run_ranks
+from ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -85,15 +82,7 @@ def test_a_run_alone_learns_and_leaves_everything(job, tmp_path):
 
 @pytest.mark.torchrun
 def test_two_ranks_under_torchrun_say_what_is_wrong_once(job, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "motet"]
-    done = subprocess.run(
-        [*torchrun, *arguments(job, tmp_path, 'data.train=["absent.jsonl"]')],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    done = torchrun(job, tmp_path, 'data.train=["absent.jsonl"]')
     assert done.returncode != 0
     assert done.stderr.count("absent.jsonl") == 1
     assert "exitcode  : 2" in done.stderr

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import diffusers
 import numpy as np
@@ -23,6 +22,7 @@ from motet.profiling.measure import MeasuredSubject, measure_once
 from motet.profiling.subjects import one_layer_deep, subjects
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
+from unit.profiling.test_command import ALONE, counting_watch
 
 GENERATOR = """
 [model.generators.draw]
@@ -152,12 +152,12 @@ def check_profiled(recipe, kinds):
     subject = {each.name: each for each in subjects(read, model, twin, torch.device("cpu"))}["draw"]
     batch = (2, int(subject.lengths[0])), (1, int(subject.lengths[1]))
     # Every call of a module takes a second; the whole took a thousand forward, and two backward.
-    sample = measure_once(subject, batch, lambda work, near=None: (1.0, work()))
+    sample = measure_once(subject, batch, counting_watch)
     assert {layer.kind for (layer, _), seconds in zip(subject.layers, sample[1:]) if seconds.any()} == kinds
     data = [seconds for (layer, _), seconds in zip(subject.layers, sample[1:]) if layer.reads_data]
     assert all(seconds[1:].tolist() == [0, 0] for seconds in data)  # No gradient passes them.
     sample[0] = [1000.0, 0.0, 2000.0]
-    times = MeasuredSubject(subject, [batch], [], [[sample]]).times(SimpleNamespace(gather=lambda own: [own]))
+    times = MeasuredSubject(subject, [batch], [], [[sample]]).times(ALONE)
     [rest] = [each.grid for each in times.layers if each.kind == "output"]
     assert rest.forward_s[0] == 1000 - sample[1:-1, 0].sum()
     assert rest.input_s[0] + rest.weight_s[0] == 2000 - sample[2:-1, 2].sum() - (sample[1, 2] - sample[1, 1])

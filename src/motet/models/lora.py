@@ -27,7 +27,7 @@ from motet.models.backbone import Backbone
 from motet.models.block import Block, plain_names
 from motet.models.fused import SplitLinear
 from motet.models.initialise import seeded
-from motet.models.lora_read import PREFIX, read_adapter, saved_weights
+from motet.models.lora_read import PREFIX, read_adapter
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
 from motet.models.named_weights import is_lora, is_named
@@ -220,8 +220,7 @@ def add_lora(mllm: MLLM, configs: Mapping[str, LoraConfig], seed: int) -> None:
         adapters = {plain[key]: weight for key, weight in root.named_parameters() if is_lora(key)}
         read = {}
         if config.path is not None:
-            read_adapter(where, config, {key: tuple(weight.shape) for key, weight in adapters.items()})
-            read = saved_weights(where, config)
+            read = read_adapter(where, config, {key: tuple(weight.shape) for key, weight in adapters.items()})
         with torch.no_grad():
             for key, weight in adapters.items():
                 if not weight.is_meta:

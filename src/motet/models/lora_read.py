@@ -88,12 +88,12 @@ class SavedAdapter(NamedTuple):
 
         try:
             alpha, rank = stated("lora_alpha", "alpha_pattern"), stated("r", "rank_pattern")
+            if not (alpha > 0 and rank > 0):
+                raise ValueError("neither is 0 or less")
         except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
             raise UserError(
                 f"{where}: {self.file.with_name(ADAPTER_CONFIG)} states no rank and alpha of {layer}."
             ) from error
-        if not (alpha > 0 and rank > 0):
-            raise UserError(f"{where}: {self.file.with_name(ADAPTER_CONFIG)} states no rank and alpha of {layer}.")
         return alpha, rank
 
 
@@ -102,15 +102,14 @@ def adapted_layer(name: str) -> str:
     return name.rpartition(".lora_")[0]
 
 
-def read_adapter(where: str, config: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise UserError unless a directory of peft has the adapters of a part, as `config` says. No tensor is read.
+def read_adapter(where: str, config: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInFile]:
+    """As `saved_weights`. No tensor is read.
 
     where:  the table of the recipe, for errors.
     shapes: of the weights that the part's adapters have by `config`, whose `path` is the directory.
+    Raises UserError unless the directory has these adapters, as `config` says.
     """
-    assert config.path is not None, "it is called for a directory"
-    saved = SavedAdapter.read(f"{where}.path", config.path, ("modules_to_save",) if config.of_whole else ())
-    keys = {config.own_name(key): key for key in saved.shapes}
+    saved, keys = _read_part(where, config)
     if None in keys and not config.of_whole:
         raise UserError(f"{where}.path: {saved.file} holds {keys[None]}, which is no weight of LoRA's adapters.")
     found = {name: key for name, key in keys.items() if name is not None}
@@ -134,11 +133,21 @@ def read_adapter(where: str, config: LoraConfig, shapes: Mapping[str, tuple[int,
             raise UserError(
                 f"{where}.rank: {name} {has} in {saved.file}, and {list(shape)} is its shape with rank = {config.rank}."
             )
+    return _tensors(saved, found)
 
 
 def saved_weights(where: str, config: LoraConfig) -> dict[str, TensorInFile]:
     """Name of each weight of a part's adapters in its HF model -> the tensor in the directory that they start from."""
+    saved, keys = _read_part(where, config)
+    return _tensors(saved, keys)
+
+
+def _read_part(where: str, config: LoraConfig) -> tuple[SavedAdapter, dict[str | None, str]]:
+    """The directory of a part's adapters, and name in the part's HF model -> name there; of what is not theirs None."""
     assert config.path is not None, "it is called for a directory"
     saved = SavedAdapter.read(f"{where}.path", config.path, ("modules_to_save",) if config.of_whole else ())
-    named = {config.own_name(key): key for key in saved.shapes}
-    return {name: TensorInFile(saved.file, key) for name, key in named.items() if name is not None}
+    return saved, {config.own_name(key): key for key in saved.shapes}
+
+
+def _tensors(saved: SavedAdapter, keys: Mapping[Any, str]) -> dict[str, TensorInFile]:
+    return {name: TensorInFile(saved.file, key) for name, key in keys.items() if name is not None}

@@ -1,6 +1,7 @@
 """Resampler and Q-Former on packed items: each item as alone and as in transformers, counted to the last operation."""
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ QFORMER = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-OPTIONS = {"resampler": RESAMPLER, "qformer": QFORMER}
+OPTIONS: dict[str, dict[str, Any]] = {"resampler": RESAMPLER, "qformer": QFORMER}
 COUNTS = np.array([7, 1, 12, 7, 3])
 
 

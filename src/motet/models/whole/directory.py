@@ -89,7 +89,7 @@ class WholeDirectory:
         files = weight_files(self.path)
         if files is None:
             raise UserError(f"model.path: {self.path} holds no model.safetensors, nor an index of such files.")
-        names = self.shapes.state_dict()
+        names = self._names
         needed = dict(self.shapes.named_parameters())
         found: dict[Path, dict[str, str]] = {}
         for file in files:

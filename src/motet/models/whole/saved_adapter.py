@@ -123,9 +123,11 @@ class WholeSaved:
         layers = {adapted_layer(key): adapted_layer(own) for key, own in keys.items()}
         stated: dict[tuple[float, float], str] = {}
         for layer in sorted(layers):
-            stated.setdefault(self.adapter.alpha_and_rank(self.where, layer.removeprefix(PREFIX)), layers[layer])
+            theirs = layer.removeprefix(PREFIX)
+            alpha, rank = self.adapter.alpha_and_rank(self.where, theirs)
+            stated.setdefault((alpha, rank), layers[layer])
             shapes = {end: self.adapter.shapes.get(f"{layer}.lora_{end}.weight") for end in "AB"}
-            self._check_shapes(layer.removeprefix(PREFIX), shapes)
+            self._check_shapes(theirs, rank, shapes)
         if len(stated) > 1:
             (first, one), (second, other), *_ = ((pair, layer) for pair, layer in stated.items())
             raise UserError(
@@ -151,9 +153,8 @@ class WholeSaved:
                 f"{config.get('lora_dropout')!r}, which no adapter can have."
             ) from error
 
-    def _check_shapes(self, layer: str, shapes: Mapping[str, tuple[int, ...] | None]) -> None:
+    def _check_shapes(self, layer: str, rank: float, shapes: Mapping[str, tuple[int, ...] | None]) -> None:
         """Raise UserError unless A and B fit their layer and its rank."""
-        _, rank = self.adapter.alpha_and_rank(self.where, layer)
         linear = self.directory.shapes.get_submodule(self.directory.name_of(f"{layer}.weight").removesuffix(".weight"))
         rows, columns = linear.weight.shape  # type: ignore[misc, union-attr]
         for end, wanted in {"A": (rank, columns), "B": (rows, rank)}.items():
