@@ -25,6 +25,14 @@ def no_process_group_left():
         torch.distributed.destroy_process_group()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_own_modality_left():
+    """A process knows a modality of the user's own until it ends; here, until the tests of a file do."""
+    yield
+    if known := sys.modules.get("motet.core.modalities"):
+        known._OWN.clear()
+
+
 GPU_TESTS = Path(__file__).parent / "gpu"
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 WORKER_BYTES = 2**31
