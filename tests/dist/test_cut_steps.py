@@ -26,13 +26,16 @@ FEW = ("run.batch_size=3", "run.microbatches=1")
 """On three ranks an example each, of which one is the longest."""
 
 
-@pytest.mark.parametrize("bad", [0, 3])
-def test_losses_are_those_of_whole_sequences(tmp_path, bad):
+BOTH_WAYS = ("model.backbone.prefix=true", 'model.backbone.bidirectional=["image"]')
+
+
+@pytest.mark.parametrize(("bad", "options"), [(0, ()), (3, BOTH_WAYS)])
+def test_losses_are_those_of_whole_sequences(tmp_path, bad, options):
     job = write_tiny_job(tmp_path / "data")
     if bad:
         spoil_clips(job.parent, "train-*.wav", bad)
     for way in ("method=split", "method=joint"):
-        run(job, 3, tmp_path / way, *EXACT, *FEW, f"balance.{way}")
+        run(job, 3, tmp_path / way, *EXACT, *FEW, *options, f"balance.{way}")
     cut, whole = metrics(tmp_path / "method=split"), metrics(tmp_path / "method=joint")
     assert losses(tmp_path / "method=split") == pytest.approx(losses(tmp_path / "method=joint"), rel=1e-10)
     assert [step["grad_norm"] for step in cut] == pytest.approx([step["grad_norm"] for step in whole], rel=1e-10)

@@ -35,6 +35,7 @@ class Cut:
     num_ranks: of the job, as far as a case is drawn.
     idle: ranks that get no row. dropout: of attention, and of the rows that go in. enters_again: rows of images enter
     the backbone a second time.
+    together: "images", whose rows see each other in both directions, and "prefix", rows before the first target.
     tower: a family of vision encoders in place of the toy's. items: degrees of its first images; None: whole or, with
     `draws_items`, drawn.
     """
@@ -48,6 +49,7 @@ class Cut:
     tower: str = ""
     items: tuple[int, ...] | None = None
     draws_items: bool = False
+    together: tuple[str, ...] = ()
     num_ranks: int = 4
     schedule: ClassVar[str] = "data_parallel"
     is_mixed: ClassVar[bool] = False
@@ -107,7 +109,8 @@ def errors_of_cut(cut: Cut, cuts_something: bool = False) -> dict[str, float]:
 def _model_of(cut: Cut) -> MLLM:
     readers = "sum" if cut.enters_again else cut.case.readers
     model = build_model(torch.float64, cut.case.frozen, readers, cut.case.family)
-    model.backbone.bidirectional = ()
+    model.backbone.bidirectional = ("image",) if "images" in cut.together else ()
+    model.backbone.prefix = "prefix" in cut.together
     if cut.tower:
         model.encoders["image"] = tower_module(cut.tower, cut.case.frozen)
     if cut.dropout:
@@ -185,6 +188,7 @@ def drawn_cut(seed: int, number: int) -> Cut:
         tower=tower,
         draws_items=bool(tower),
         num_ranks=num_ranks,
+        together=tuple(name for name in ("images", "prefix") if rng.random() < 0.2),
     )
 
 
@@ -205,6 +209,7 @@ def smaller_cuts(cut: Cut) -> Iterator[Cut]:
         *(replace(cut, case=replace(case, **{name: getattr(plain, name)})) for name in ("fsdp", "frozen", "family")),
         *(replace(cut, **{name: False}) for name in ("dropout", "enters_again", "draws_items")),
         replace(cut, idle=0),
+        replace(cut, together=()),
         replace(cut, degrees=()),
         replace(cut, tower="", draws_items=False),
     ]

@@ -45,6 +45,10 @@ CUTS = [
     Cut(ALL, idle=1, degrees=(2,), dropout=True),
     Cut(replace(ALL, num_microbatches=2, seed=5), dropout=True),
     Cut(replace(ALL, seed=2), enters_again=True),
+    # Rows that see each other in both directions, in whole sequences and in shared ones.
+    replace(DEGREES, together=("images",)),
+    Cut(replace(ALL, num_microbatches=2, seed=3, fsdp=FSDPConfig(recompute=True)), together=("images", "prefix")),
+    Cut(replace(ALL, seed=6), together=("prefix",), dropout=True, idle=1),
 ]
 
 

@@ -152,7 +152,7 @@ def keys_here(rows: Tensor, items: KeyItems, places: Int64Array, context: Shared
 class ContextItems:
     """Extents of documents of which this rank has some rows. One object serves all layers and passes of a pack.
 
-    Documents that this rank has whole stand first, and attend as in `PackedItems`, without an exchange.
+    Documents that this rank has whole stand first, and attend without an exchange.
     It is used as `models.attention.PackedItems` is, by all ranks of a group.
     together: rows that see each other in both directions, as of `AttentionTable.packed`; all others are causal.
     causal:   False: all rows of a document, or of an encoder's item, see each other.
@@ -176,10 +176,16 @@ class ContextItems:
     ) -> None:
         self.causal, self._head_groups = causal, head_groups
         self._share, self._rows, self._rank = share, share.rows.after(share.num_whole), share.rank
-        self._whole = PackedItems.from_lengths(share.rows.lengths[: share.num_whole], causal=causal)
-        self._num_whole = int(self._whole.offsets[-1])
+        self._together = np.asarray(together, dtype=np.int64).reshape(-1, 2)
+        lengths = share.rows.lengths[: share.num_whole]
+        self._num_whole = int(lengths.sum())
+        of_whole = self._together[:, 1] <= self._num_whole
+        self._whole: PackedItems | TableItems = PackedItems.from_lengths(lengths, causal=causal)
+        if of_whole.any():
+            self._whole = TableItems(AttentionTable.packed(lengths, causal, self._together[of_whole]), causal)
         self._joined: dict[int | None, TableItems] = {}
-        self._table = AttentionTable.packed(self._rows.lengths, causal, together=together)
+        of_shared = self._together[~of_whole] - self._num_whole
+        self._table = AttentionTable.packed(self._rows.lengths, causal, of_shared)
         self._methods: dict[tuple[int, int, int | None], str] = {}
         self._keys: dict[tuple[int | None, bool, torch.device], tuple[TableItems, RowCopies]] = {}
         self._heads: dict[torch.device, tuple[TableItems, RowCopies, RowCopies]] = {}
@@ -239,7 +245,7 @@ class ContextItems:
         if window not in self._joined:
             every = self._share.rows
             wanted = self._wanted(window, everything=False)[self._rank]
-            table = AttentionTable.packed(every.lengths, self.causal).windowed(window)
+            table = AttentionTable.packed(every.lengths, self.causal, self._together).windowed(window)
             seen_here = table.of(every.rows[self._rank], np.append(np.arange(num_whole), num_whole + wanted))
             self._joined[window] = TableItems(seen_here, self.causal)
         return self._attend_by_group(self._joined[window], query, seen, how._replace(window=None))

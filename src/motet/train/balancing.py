@@ -274,12 +274,6 @@ class _MeanSeconds:
 
 def check_shared(config: BalanceConfig, model: MLLM) -> None:
     """Raise UserError if a recipe cuts sequences that must be whole for what the model does with them."""
-    both_ways = "bidirectional" if model.backbone.bidirectional else "prefix" if model.backbone.prefix else ""
-    if config.cut_by and both_ways:
-        raise UserError(
-            f"balance.{config.cut_by} cannot cut sequences in which rows see each other in both directions "
-            f"(model.backbone.{both_ways}); remove it."
-        )
     if config.cut_by and model.generators:
         raise UserError(
             f"balance.{config.cut_by} cannot cut sequences whose query tokens model.generators read whole; remove it."
