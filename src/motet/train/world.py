@@ -290,6 +290,11 @@ def open_store(host: str, port: int, *, serves: bool) -> dist.TCPStore:
 def _meeting(wait_limit_s: float) -> Meeting:
     """The Meeting that torchrun's environment describes, or of this rank alone. Raises UserError."""
     if "RANK" not in os.environ:
+        if (num_ranks := _number("WORLD_SIZE", 1)) > 1:
+            raise UserError(
+                f"The environment has WORLD_SIZE = {num_ranks} and no RANK, and this process would train alone: start "
+                "ranks with torchrun, which sets both, or unset WORLD_SIZE."
+            )
         return Meeting(dist.HashStore(), 0, 1)
     if missing := [name for name in _MEETING_VARIABLES if not os.environ.get(name)]:
         raise UserError(

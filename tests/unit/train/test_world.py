@@ -69,6 +69,7 @@ def test_a_store_of_one_machine_listens_there_and_one_of_several_everywhere(monk
             {"RANK": "0"},
             "has RANK = '0' and no WORLD_SIZE and no MASTER_ADDR and no MASTER_PORT: start ranks with torchrun",
         ),
+        ({"WORLD_SIZE": "4"}, "has WORLD_SIZE = 4 and no RANK, and this process would train alone: start ranks with"),
         (OTHERS | {"RANK": "one"}, "has RANK = 'one', which must be a whole number"),
         (OTHERS | {"RANK": "-1"}, "has RANK = '-1', which must be a whole number"),
         (OTHERS | {"RANK": "2"}, "has RANK = 2 and WORLD_SIZE = 2; ranks count from 0"),
