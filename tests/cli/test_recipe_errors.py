@@ -52,6 +52,7 @@ def line_of(text, part):
             "'mixtral', 'qwen3_moe', 'granite', 'gpt2', 'opt' or 'internlm2'",
         ),
         ("[data]", "[data]\ngroup = 3", "group", "'data.group' must be 'auto'"),
+        ('heldout = ["heldout.jsonl"]\n', "", None, "[evaluate] has no effect without data.heldout; name held-out"),
         (
             "[data]",
             "[data]\ngroup = { image = 0 }",

@@ -385,6 +385,25 @@ def test_an_epoch_is_resumed(mode, is_stateful):
         assert (num_next, num_batches, num_saved) == (5, 0, 3)
 
 
+def begun_by_number(rank: int, num_ranks: int):
+    """All batches of an epoch; those from a state saved between epochs, and from one that has the number alone."""
+
+    def numbers(state=None):
+        loader, measures = loader_of(Examples(20), rank, num_ranks, "exchange")
+        batches = prefetched(Stateful(loader), measures)
+        if state is not None:
+            batches.load_state_dict(state)
+        return [numbers_of(batch) for batch in batches], batches.state_dict()
+
+    whole, between = numbers()
+    return whole, numbers(between)[0], numbers({"num_batches": 3, "loader": None})[0]
+
+
+def test_a_loader_with_a_state_of_its_own_goes_on_from_a_position_without_one():
+    for whole, again, behind in run_ranks(begun_by_number, 2):
+        assert len(whole) == 5 and again == whole and behind == whole[3:]
+
+
 def refused(rank: int, num_ranks: int):
     loader, measures = loader_of(Examples(8), rank, num_ranks, "exchange")
     texts = []

@@ -29,13 +29,13 @@ class ExchangeSource:
         inside = getattr(loader, "base_dataloader", loader)
         self._is_stateful = hasattr(inside, "state_dict") and hasattr(inside, "load_state_dict")
         self._exchange = ItemExchange(group, orchestrator, measures, ranks_per_node=orchestrator.ranks_per_node)
-        self._first_batch = 0
+        self._first_batch, self._goes_on = 0, False
         self._iterator: Iterator | None = None
         self._has_ended = False
 
     def begin(self, first_batch: int) -> None:
         # A loader that goes on by its own state skips by itself.
-        self._first_batch = 0 if self._is_stateful else first_batch
+        self._first_batch, self._goes_on = 0 if self._goes_on else first_batch, False
         self._iterator, self._has_ended = None, False
 
     def end(self) -> None:
@@ -45,7 +45,9 @@ class ExchangeSource:
         set_epoch(self._loader, epoch)
 
     def load_state(self, state: Any) -> None:
-        if self._is_stateful:
+        # Between epochs there is none, nor of a loader that kept none when the position was saved.
+        self._goes_on = self._is_stateful and state is not None
+        if self._goes_on:
             self._loader.load_state_dict(state)
 
     def turn(self, *, is_closing: bool) -> LoopTurn:

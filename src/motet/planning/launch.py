@@ -60,6 +60,8 @@ class Launch:
     def torchrun(self, *options: str) -> str:
         """The command of a node. options: how the nodes meet, as text for a shell."""
         counts = f"--nnodes {self.cluster.num_nodes} --nproc-per-node {self.cluster.ranks_per_node}"
+        # Else torchrun kills its ranks 30 s after it has passed the signal to stop on.
+        counts += f" --shutdown-timeout {_SAVING_S}"
         train = shlex.join(train_words(self.recipe_file, [self.plan_file], self.overrides))
         return " ".join(["torchrun", counts, *options, train])
 

@@ -130,6 +130,13 @@ class OptimizerConfig(BaseModel):
         return num_moments(self.name, self.momentum)
 
     @model_validator(mode="after")
+    def _constant_has_no_final_rate(self) -> OptimizerConfig:
+        is_default = self.final_lr_ratio == type(self).model_fields["final_lr_ratio"].default
+        if self.schedule == "constant" and not is_default:
+            raise ValueError('final_lr_ratio has no effect with schedule = "constant", which stays; remove it')
+        return self
+
+    @model_validator(mode="after")
     def _only_wsd_has_decay_steps(self) -> OptimizerConfig:
         if self.decay_steps is not None and self.schedule != "wsd":
             raise ValueError(f'decay_steps has no effect with schedule = "{self.schedule}"; set "wsd", or remove it')

@@ -127,6 +127,7 @@ class _Run:
         self.spans: list[Span] | None = [] if trace else None
         self.evaluations: dict[int, Evaluation] = {}
         self.has_warned = False
+        self.write_profile: Callable[[], None] = _do_nothing
         self.spec, self.plan_hash = job.spec, None if job.plan is None else plan_digest(job.plan)
         self.recomputed = (
             self.recipe.fsdp.recomputed(self.spec.num_blocks) if job.plan is None else recomputed_in(job.plan)
@@ -222,6 +223,7 @@ class _Run:
                     loss_scale=self.job.step.loss_scale and self.job.step.loss_scale.value,
                     num_finite=self.job.step.loss_scale.num_finite if self.job.step.loss_scale else 0,
                 )
+                self.write_profile()
                 if request:
                     self._leave(request)
                 if done == recipe.run.steps or _is_due(done, recipe.checkpoint.every_steps):
@@ -290,7 +292,8 @@ class _Run:
         if self.predicted is not None:
             self.predicted.start(fed.batches)
         run, clock = self.recipe.run, self.job.step.clock
-        with self._correcting(fed), profiled(run.dir, run.profile_steps, step + 1, clock, self.world):
+        profiling = profiled(run.dir, run.profile_steps, step + 1, clock, self.world)
+        with self._correcting(fed), profiling as self.write_profile:
             result = self.job.step.run(batches, step)
         scale = self.job.step.loss_scale
         if result.is_finite:
@@ -463,4 +466,8 @@ def _say_plainly(sentence: str) -> None:
 
 
 def _say_nothing(sentence: str) -> None:
+    pass
+
+
+def _do_nothing() -> None:
     pass

@@ -111,7 +111,22 @@ def borrowed_world() -> World:
     num_ranks = dist.get_world_size()
     ranks_per_node = _number("LOCAL_WORLD_SIZE", num_ranks)
     groups = new_group(backend="gloo"), new_group(backend="gloo")
-    return World(dist.get_rank(), num_ranks, ranks_per_node, device, *groups)
+    return _on_even_nodes(World(dist.get_rank(), num_ranks, ranks_per_node, device, *groups))
+
+
+def _on_even_nodes(world: World) -> World:
+    """The same world. Raises JointUserError if machines have different numbers of ranks. A collective.
+
+    Every rank decides by itself which ranks share a machine, and all must decide alike.
+    """
+    counts = world.gather(world.ranks_per_node)
+    if other := next((rank for rank, count in enumerate(counts) if count != counts[0]), 0):
+        raise JointUserError(
+            f"Rank 0 is one of {counted_words(counts[0], 'rank')} on its machine and rank {other} one of "
+            f"{counts[other]:,}, and all machines must have as many: start torchrun with the same --nproc-per-node on "
+            "each, which sets LOCAL_WORLD_SIZE."
+        )
+    return world
 
 
 class Meeting(NamedTuple):
@@ -131,7 +146,8 @@ def join_world(device: str, meeting: Meeting | None = None, *, wait_limit_s: flo
     meeting: used instead of torchrun's.
     wait_limit_s: how long a rank waits for another that is alive.
     Raises UserError if "cuda" is set and there is no CUDA device, if the environment is incomplete, and if ranks cannot
-    connect. An exception that leaves the block gets an Origin: its rank, and whether another rank has failed before.
+    connect; JointUserError if machines have different numbers of ranks. An exception that leaves the block gets an
+    Origin: its rank, and whether another rank has failed before.
     """
     chosen_device = _device(device)
     borrowed, launch, watch = dist.is_initialized(), "", None
@@ -144,10 +160,11 @@ def join_world(device: str, meeting: Meeting | None = None, *, wait_limit_s: flo
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     ranks_per_node = _number("LOCAL_WORLD_SIZE", num_ranks)
     control, saving = new_group(backend="gloo"), new_group(backend="gloo")
+    world = _on_even_nodes(World(rank, num_ranks, ranks_per_node, chosen_device, control, saving, launch))
     if is_watched and meeting is not None and num_ranks > 1:
         watch = Watch(meeting.store, rank, num_ranks)
     try:
-        yield World(rank, num_ranks, ranks_per_node, chosen_device, control, saving, launch)
+        yield world
     except BaseException as error:
         note_origin(error, rank=rank if num_ranks > 1 else None)
         if watch is not None:
@@ -273,6 +290,11 @@ def open_store(host: str, port: int, *, serves: bool) -> dist.TCPStore:
 def _meeting(wait_limit_s: float) -> Meeting:
     """The Meeting that torchrun's environment describes, or of this rank alone. Raises UserError."""
     if "RANK" not in os.environ:
+        if (num_ranks := _number("WORLD_SIZE", 1)) > 1:
+            raise UserError(
+                f"The environment has WORLD_SIZE = {num_ranks} and no RANK, and this process would train alone: start "
+                "ranks with torchrun, which sets both, or unset WORLD_SIZE."
+            )
         return Meeting(dist.HashStore(), 0, 1)
     if missing := [name for name in _MEETING_VARIABLES if not os.environ.get(name)]:
         raise UserError(

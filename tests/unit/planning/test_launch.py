@@ -37,6 +37,7 @@ def test_a_script_for_slurm_can_be_read_and_starts_the_training():
     assert "cd '/jobs/a b'" in lines
     words = words_of(lines[-1])
     assert words[:5] == ["torchrun", "--nnodes", "3", "--nproc-per-node", "8"]
+    assert options["signal"] == f"TERM@{words[words.index('--shutdown-timeout') + 1]}"
     assert words[-len(TRAIN) - 2 :] == [*TRAIN, "--plan", "plan.json"]
 
 
@@ -55,6 +56,7 @@ def test_a_kubernetes_job_can_be_read_and_starts_the_training(device, limits):
     checked_by_bash(command)
     words = words_of(command)
     assert words[words.index("--master-addr") + 1] == "motet-it-s-0.motet-it-s"
+    assert words[words.index("--shutdown-timeout") + 1] == str(pod["terminationGracePeriodSeconds"])
     assert words[-len(TRAIN) - 2 :] == [*TRAIN, "--plan", "plan.json"]
 
 

@@ -101,6 +101,13 @@ def test_decay_steps_are_refused_where_they_have_no_effect():
         OptimizerConfig(lr=1.0, schedule="linear", decay_steps=5)
 
 
+def test_a_final_rate_is_refused_where_the_rate_stays():
+    with pytest.raises(ValueError, match='final_lr_ratio has no effect with schedule = "constant"'):
+        OptimizerConfig(lr=1.0, schedule="constant", final_lr_ratio=0.0)
+    whole = OptimizerConfig(lr=1.0, schedule="constant").model_dump()
+    assert OptimizerConfig(**whole).final_lr_ratio == 0.1, "as a run's recipe.toml has all defaults"
+
+
 def two_layers(*groups, **options):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     return model, OptimizerConfig(lr=1e-2, weight_decay=0.1, groups=groups, **options)

@@ -1,5 +1,6 @@
 """How ranks find each other: what the environment must say, and who can reach what they open."""
 
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,9 +10,10 @@ import torch.distributed as dist
 from cli.meddling import Meddling, listening, motet
 from cli.test_stop import STEP, arguments
 from cli.tiny_job import losses, write_tiny_job
-from motet.core.errors import RankFailure, UserError, origin_of
+from motet.core.errors import JointUserError, RankFailure, UserError, origin_of
 from motet.train.watch import come
-from motet.train.world import Meeting, _explain, open_store
+from motet.train.world import Meeting, _explain, borrowed_world, join_world, open_store
+from ranks import run_ranks
 
 LOOPBACK = "0100007F"
 OTHERS = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
@@ -67,6 +69,7 @@ def test_a_store_of_one_machine_listens_there_and_one_of_several_everywhere(monk
             {"RANK": "0"},
             "has RANK = '0' and no WORLD_SIZE and no MASTER_ADDR and no MASTER_PORT: start ranks with torchrun",
         ),
+        ({"WORLD_SIZE": "4"}, "has WORLD_SIZE = 4 and no RANK, and this process would train alone: start ranks with"),
         (OTHERS | {"RANK": "one"}, "has RANK = 'one', which must be a whole number"),
         (OTHERS | {"RANK": "-1"}, "has RANK = '-1', which must be a whole number"),
         (OTHERS | {"RANK": "2"}, "has RANK = 2 and WORLD_SIZE = 2; ranks count from 0"),
@@ -115,3 +118,25 @@ def test_ranks_that_came_and_cannot_connect_say_so_once():
     with pytest.raises(RankFailure):
         _explain(error, Meeting(store, 0, 2))
     assert not origin_of(error).speaks
+
+
+def joined(rank, num_ranks, local_sizes):
+    os.environ["LOCAL_WORLD_SIZE"] = local_sizes[rank]
+    said = []
+    try:
+        borrowed_world()
+    except JointUserError as error:
+        said.append(str(error))
+    try:
+        with join_world("cpu") as world:
+            return world.ranks_per_node
+    except JointUserError as error:
+        return [*said, str(error)]
+
+
+def test_machines_with_different_numbers_of_ranks_are_refused_on_all_ranks():
+    """Each rank decided by its own number who shares a machine, so that routes of items did not fit each other."""
+    assert run_ranks(joined, 3, ("3", "3", "3")) == [3, 3, 3]
+    for first, second in run_ranks(joined, 3, ("2", "2", "1")):
+        assert first == second
+        assert first.startswith("Rank 0 is one of 2 ranks on its machine and rank 2 one of 1, and all machines must")

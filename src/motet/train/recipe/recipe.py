@@ -325,6 +325,16 @@ class Recipe(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _evaluates_something(self) -> Recipe:
+        # Held-out data that are stated as [] are evaluation turned off.
+        is_stated = "heldout" in self.data.model_fields_set
+        if "evaluate" in self.model_fields_set and not (self.is_drawn or is_stated):
+            raise ValueError(
+                "[evaluate] has no effect without data.heldout; name held-out manifests, or remove [evaluate]"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _adapters_are_there(self) -> Recipe:
         if self.export.adapter != "saved" and not getattr(self.model, "lora", None):
             raise ValueError(f"export.adapter = {self.export.adapter!r} has no effect without [model.lora]; remove it")

@@ -6,6 +6,7 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from datetime import date, time
 from typing import Any
 
 from motet.core.errors import UserError
@@ -76,6 +77,7 @@ def _split_key(dotted: str) -> KeyPath:
 def parse_value(text: str) -> Any:
     """A value of the command line: parsed if it is TOML, else a string, so that a word needs no quotes.
 
+    A date or a time, which no key of a recipe is, stays as it is written: it may name a folder.
     Raises UserError for TOML that Python cannot read, such as a number of thousands of digits.
     """
     line = f"value = {text}"
@@ -85,8 +87,10 @@ def parse_value(text: str) -> Any:
         return text
     except (ValueError, RecursionError):
         tables = {}
-    # A text with a second line that sets a second key is no TOML value.
-    return text if len(tables) > 1 else parse_toml(line, f"--set {text[:40]}")["value"]
+    if len(tables) > 1:
+        return text  # A text with a second line that sets a second key is no TOML value.
+    value = parse_toml(line, f"--set {text[:40]}")["value"]
+    return text if isinstance(value, date | time) else value
 
 
 def dump_toml(tables: Mapping[str, Any]) -> str:

@@ -56,6 +56,8 @@ def test_values_from_the_command_line_are_toml_or_else_a_string():
     assert parse_value("cosine") == "cosine"
     assert parse_value("../some/file.jsonl") == "../some/file.jsonl"
     assert parse_value("1\nother = 2") == "1\nother = 2"
+    for stamp in ("2026-11-28T02:31:54", "2026-11-28T02:31:54Z", "2026-11-28", "07:32:00"):
+        assert parse_value(stamp) == stamp
 
 
 @pytest.mark.parametrize("text", ["1" * 5000, "[" * 100_000, "1e999", "{a = " * 2000])
