@@ -140,6 +140,27 @@ class ChatTokenizer:
         name = self._names.special.get("eos_token")
         return None if name is None else self._tokenizer.token_to_id(name)
 
+    @cached_property
+    def end_tokens(self) -> frozenset[int]:
+        """The ids of tokens that end an answer: that of a sequence, and what the template has learned behind answers.
+
+        A chat template may end turns by a token of its own, `<end_of_turn>`, and the tokenizer name another one.
+        """
+        ends = set() if self.end_token is None else {self.end_token}
+        turns = (Turn("user", "a"), Turn("assistant", "a", has_loss=True)) * 2
+        try:
+            sequence = self.encode(Conversation(turns, ()))
+        except UserError:  # Another form of conversation may do.
+            return frozenset(ends)
+        special = set(self._special.values())
+        for run in np.split(np.arange(len(sequence.tokens)), np.flatnonzero(np.diff(sequence.targets)) + 1):
+            tokens = sequence.tokens[run].tolist() if sequence.targets[run[0]] else []
+            # A line break may stand behind the token that ends a turn.
+            while tokens and not self._tokenizer.decode(tokens[-1:], skip_special_tokens=False).strip():
+                del tokens[-1]
+            ends |= special.intersection(tokens[-1:])
+        return frozenset(ends)
+
     def encode(self, conversation: Conversation) -> TokenSequence:
         """All tokens of a conversation, those of the answers (end token included) as targets. Raises UserError.
 
@@ -214,9 +235,9 @@ class ChatTokenizer:
         tokens = tokens[first : len(tokens) - last]
         return ItemText(tokens, np.flatnonzero(tokens == self._added[form.token]))
 
-    def decode(self, tokens: Int64Array) -> str:
-        """Text of token ids, special tokens left out."""
-        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+    def decode(self, tokens: Int64Array, *, special: bool = False) -> str:
+        """Text of token ids. special: with special tokens, which are left out else."""
+        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=not special)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_backend_json": self._backend_json, "_template": self._template, "_names": self._names}
