@@ -232,6 +232,19 @@ def test_pairs_of_img2dataset_are_documents(folder, tokenizer):
             opened(write_tar(folder / "wrong.tar", "w", members | {name: data}), tokenizer)
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"instruction": "<image> What?", "output": "A cat."},
+        {"query": "<image> What?", "response": "A cat."},
+        {"texts": ["A cat.", None], "images": [None, "png"]},
+    ],
+)
+def test_a_caption_beside_a_record_is_not_learned(folder, tokenizer, record):
+    members = {"0.png": (folder / "a.png").read_bytes(), "0.json": json.dumps(record).encode(), "0.txt": b"A dog."}
+    assert opened(write_tar(folder / "beside.tar", "w", members), tokenizer).record(0) == record
+
+
 def test_all_text_of_a_document_is_learned(folder, tokenizer):
     records = [
         {"text": "A cat and a dog."},
