@@ -448,13 +448,15 @@ def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 def _without_double_breaks(turns: tuple[Turn, ...], forms: dict[str, MediaForm]) -> list[Turn]:
     """The turns without the line break beside a placeholder whose form has one of its own.
 
+    A template that writes items where they stand writes it behind them, and the one before stays.
+
     Records part `<image>` from the text by a line break, and so do some templates: LLaVA's own code takes the
     placeholder with its white space out of the text before it writes `<image>` and a line break in front. Typed parts
     part items from texts by themselves, and stay as they are.
     """
     for form, written in ((form, placeholder(modality)) for modality, form in forms.items()):
         if form.breaks_line:
-            pattern = re.compile(f"\n?{written}\n?")
+            pattern = re.compile(("\n?" if form.is_first else "") + f"{written}\n?")
             turns = tuple(
                 turn if turn.parts is not None else replace(turn, text=pattern.sub(written, turn.text))
                 for turn in turns
