@@ -280,6 +280,7 @@ def test_all_text_of_a_document_is_learned(folder, tokenizer):
             {"texts": [None, "a"], "images": ["ftp://x.org/a.png", None]},
             "place 1 of 'images' is the URL 'ftp://x.org/a.png': URLs of 'ftp://' are not read; those are of s3, gs",
         ),
+        ({"texts": ["a"], "text": "b"}, "has both 'texts' and 'text', each a document; give one of them"),
         ({"text": 3}, "'text' is the number 3, but must be the text of a document"),
         ({"text": "a", "system": "b"}, "has a field 'system', which is of conversations"),
         ({"text": "a <eos> b"}, "the text of the document holds '<eos>'"),
