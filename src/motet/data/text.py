@@ -189,7 +189,7 @@ class ChatTokenizer:
         forms = self._forms(before)
         template, turns = self._template.with_tools(conversation.tools), _without_double_breaks(before.turns, forms)
         text = template.render(turns, _parts(forms), generation_prompt=True)
-        return self._tokenise(text, [], before.placeholders, forms), answer
+        return self._tokenise(text, [], before.placeholders, forms, is_prompt=True), answer
 
     def item_tokens(self, modality: str) -> frozenset[int]:
         """The ids of the tokens of an item: the one that its rows replace, and the marks around it."""
@@ -329,9 +329,15 @@ class ChatTokenizer:
         return start + max(lengths) if lengths else end
 
     def _tokenise(
-        self, text: str, spans: list[tuple[int, int]], placeholders: tuple[str, ...], forms: dict[str, MediaForm]
+        self,
+        text: str,
+        spans: list[tuple[int, int]],
+        placeholders: tuple[str, ...],
+        forms: dict[str, MediaForm],
+        *,
+        is_prompt: bool = False,
     ) -> TokenSequence:
-        """Tokens of a rendered text. spans: characters [start, end) of the answers in it."""
+        """Tokens of a rendered text. spans: characters [start, end) of the answers. is_prompt: as of `_encode`."""
         # 1. Find the items, and replace what the template wrote for them by what is tokenised.
         modality_of = {form.written: modality for modality, form in forms.items()}
         matches = list(re.finditer("|".join(map(re.escape, modality_of)), text)) if forms else []
@@ -342,7 +348,7 @@ class ChatTokenizer:
             pieces += [text[copied : match.start()], forms[modality_of[match.group()]].put]
             copied = match.end()
         # 2. Tokenise.
-        tokens, offsets = self._encode("".join([*pieces, text[copied:]]))
+        tokens, offsets = self._encode("".join([*pieces, text[copied:]]), is_prompt=is_prompt)
         # 3. Targets: move the spans as the replacements moved the text. shifts[i]: characters added by i items.
         shifts = [0, *accumulate(len(put) - len(match.group()) for match, put in zip(matches, pieces[1::2]))]
         targets = np.zeros(len(tokens), dtype=bool)
@@ -382,16 +388,18 @@ class ChatTokenizer:
         whole = np.concatenate([np.array(before, dtype=np.int64), tokens, np.array(after, dtype=np.int64)])
         return TokenSequence(whole, targets, document.placeholders, positions + len(before))
 
-    def _encode(self, text: str) -> tuple[Int64Array, Int64Array]:
+    def _encode(self, text: str, *, is_prompt: bool) -> tuple[Int64Array, Int64Array]:
         """As `_encode_bare`, with what stands around the text.
 
         A model's processor puts around a text what the tokenizer's post-processor names, unless the template has
         written its first token already; the tokenizer of a text model leaves that to the template, and so do processors
-        that are `BARE`. What stands behind
-        the last answer is learned with it.
+        that are `BARE`. What stands behind the last answer is learned with it.
+
+        is_prompt: the text goes on with an answer, so nothing stands behind it.
         """
         ids, offsets = self._encode_bare(text)
         _, before, behind = self._opened
+        behind = [] if is_prompt else behind
         begin = self._names.special.get("bos_token")
         if self._names.processor in BEGUN and begin and not text.startswith(begin):
             raise UserError(
