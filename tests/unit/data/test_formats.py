@@ -385,6 +385,10 @@ def test_instructions_of_alpaca_are_turns(folder, tokenizer):
     [
         ({"text": "### Instruction: Add."}, "has both 'text', which would be learned whole, and 'instruction'"),
         ({"query": "Add."}, "has both 'query' and 'instruction' with 'output'"),
+        (
+            {"instruction": None, "query": "Add.", "response": "7", "input": "4"},
+            "has both 'input' and 'query' with 'resp",
+        ),
         ({"output": None}, "'output' is null, but must be text"),
         ({"input": 3}, "'input' is the number 3, but must be text"),
         ({"history": [["Hi"]]}, "'history' must be pairs of a question and an answer, but number 1 is not"),
