@@ -37,7 +37,7 @@ def answered(rank, num_ranks):
     features = {"image": torch.from_numpy(rng.standard_normal((len(IMAGES), DIM)))}
     model = torch.nn.Module()
     model.backbone = backbone
-    answers = generate(model, prompts, features, None, 5, build_mesh(torch.device("cpu")))
+    answers = generate(model, prompts, features, frozenset(), 5, build_mesh(torch.device("cpu")))
     tokens = [
         token for prompt, answer in zip(prompts.tokens.split(PROMPTS), answers) for token in [*prompt.tolist(), *answer]
     ]

@@ -310,6 +310,25 @@ def test_a_rank_whose_loader_ends_early_goes_on():
     assert silent == []
 
 
+class Arrays:
+    """A batch sampler of arrays, as of `np.array_split`, whose first batch is example 0 alone."""
+
+    def __iter__(self):
+        return iter(np.array_split(np.arange(24), [1, 3]))
+
+    def __len__(self):
+        return 3
+
+
+def numbers_of_arrays(rank: int, num_ranks: int):
+    batches = prefetched(DataLoader(Examples(), batch_sampler=Arrays(), collate_fn=list))
+    return [sorted(numbers_of(batch)) for batch in batches]
+
+
+def test_a_batch_sampler_may_give_arrays():
+    assert run_ranks(numbers_of_arrays, 1) == [[[0], [1, 2], sorted(number % VOCABULARY for number in range(3, 24))]]
+
+
 def left(rank: int, num_ranks: int, mode: str):
     """Leave a loop on all ranks, run another; then leave on rank 0 alone. Returns the last error of the others."""
     batches = prefetched(*loader_of(Examples(18), rank, num_ranks, mode, num_workers=1), steps_ahead=1)

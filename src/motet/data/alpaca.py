@@ -30,6 +30,7 @@ def instruction_turns(record: dict[str, Any], where: str) -> list[dict[str, str]
     others = {TEXT_FIELD: ", which would be learned whole,"} | {
         style[0]: "" for style in _STYLES if style[0] != question
     }
+    others |= {} if question == _STYLES[0][0] else {_INPUT: ""}
     for name, what in others.items():
         if is_given(record.get(name)):
             raise UserError(

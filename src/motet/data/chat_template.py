@@ -10,7 +10,6 @@ itself (`data/media_tokens.py`), if it was given as parts that the template acce
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
@@ -209,9 +208,14 @@ class ChatTemplate:
         """Raise UserError if the template leaves out a text, a call or a tool."""
         if self._tools or any(turn.calls for turn in turns):
             self._check_tools_kept(turns, parts)
-        # 1. Usually all texts are in the result.
-        texts = Counter(piece.strip() for turn in turns for kind, piece in turn.pieces if kind == TEXT)
-        if all(text.count(piece) >= count for piece, count in texts.items() if piece):
+        # 1. Usually all texts are in the result, one behind the other: what a turn says may be a part of another's.
+        end = 0
+        for piece in (piece.strip() for turn in turns for kind, piece in turn.pieces if kind == TEXT):
+            start = text.find(piece, end)
+            end = start + len(piece)
+            if start < 0:
+                break
+        else:
             return
         # 2. The template may have rewritten a text: render a mark in place of each.
         marks = self._marks(turns, len(turns))

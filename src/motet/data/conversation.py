@@ -233,6 +233,9 @@ def _document(record: dict[str, Any], where: str) -> Conversation:
     for name in (SYSTEM_FIELD, TOOLS_FIELD):
         if is_given(record.get(name)):
             raise UserError(f"{where}: has a field '{name}', which is of conversations; a document has none")
+    given = [name for name in (TEXTS_FIELD, PARTS_FIELD, TEXT_FIELD) if is_given(record.get(name))]
+    if len(given) > 1:
+        raise UserError(f"{where}: has both '{given[0]}' and '{given[1]}', each a document; give one of them")
     names: tuple[str | None, ...] = ()
     if is_given(record.get(TEXTS_FIELD)):
         turn, names = _of_parts(DOCUMENT, interleaved(record, where), True, where)

@@ -36,7 +36,7 @@ from motet.data.media import IN_ANSWER, IN_RECORD, LISTED, MediaRef
 from motet.data.remote import is_url, located
 
 # Increment it when the contents of the files change: older indexes are then rebuilt.
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 SCHEMA = pa.schema(
     {
         "num_tokens": pa.int32(),

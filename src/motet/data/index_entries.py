@@ -22,7 +22,7 @@ from motet.data.copies import Copies
 from motet.data.headers import read_header
 from motet.data.index import SCHEMA, IndexRow
 from motet.data.manifest import Entry
-from motet.data.media import IN_ANSWER, BadMedia, MediaRef
+from motet.data.media import IN_ANSWER, IN_RECORD, LISTED, BadMedia, MediaRef
 from motet.data.record_media import find_media, without_held
 from motet.data.remote import is_url, relative
 
@@ -156,8 +156,13 @@ class EntryReader:
         columns.raw += raws
 
     def _below_folder(self, path: str) -> str:
-        """A path relative to the folder, so that an index stays right when the folder moves."""
-        return path.removeprefix(f"{self._folder}{os.sep}")
+        """A path relative to the folder, so that an index stays right when the folder moves; absolute if not below it.
+
+        Not by `..`: where a folder is a link, that is not the folder around the link.
+        """
+        below = path.removeprefix(f"{self._folder}{os.sep}")
+        is_named = is_url(path) or path.endswith((IN_RECORD, LISTED)) or str(self._folder) == os.curdir
+        return below if below != path or is_named else os.path.join(os.getcwd(), path)
 
     def _locations(self, refs: list[MediaRef], num_held: int) -> list[tuple[str, str, int, int]]:
         """The locations of an `IndexRow`. num_held: bytes before the row."""
@@ -165,7 +170,7 @@ class EntryReader:
         for ref in refs:
             if ref.data is None:
                 own = is_url(ref.path)
-                path = relative(ref.path, self._folder) if own else os.path.relpath(ref.path, self._folder)
+                path = relative(ref.path, self._folder) if own else self._below_folder(ref.path)
                 locations.append((path, ref.member, ref.offset, ref.num_bytes))
             else:
                 locations.append(("", ref.member, offset, len(ref.data)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 _MOST_DENOMINATOR = 1001
 """Of frames a second: that of the rates of television."""
+_ANIMATIONS = ("GIF", "WEBP", "PNG", "AVIF")
+"""Formats whose files may be animations. Several pictures of others are sizes or views of one."""
 
 
 def held_frames(folder: Path | str, names: FrameNames, held_name: str, where: str) -> MediaRef:
@@ -63,7 +66,7 @@ def listed_frames_at(ref: MediaRef, numbers: Int64Array) -> Iterator[Image.Image
         )
     for number in numbers.tolist():
         try:
-            with open_image(MediaRef(IMAGE, paths[number])) as image:
+            with _open_frame(paths[number]) as image:
                 turned = image if orientation(image) == 1 else ImageOps.exif_transpose(image)
                 frame = turned.convert("RGB")
         except Exception as error:
@@ -84,9 +87,18 @@ def _listed(ref: MediaRef) -> tuple[Sequence[str], float]:
     return [os.path.join(ref.folder, name) for name in held["frames"]], held["fps"]
 
 
+@contextmanager
+def _open_frame(path: str) -> Iterator[Image.Image]:
+    """As `open_image`. Raises Unusable for an animation, which a list of videos may name, and of which no frame is."""
+    with open_image(MediaRef(IMAGE, path)) as image:
+        if image.format in _ANIMATIONS and getattr(image, "is_animated", False):
+            raise Unusable("is an animation, and a list of images is the frames of one video; save it as a video")
+        yield image
+
+
 def _header(paths: Sequence[str], fps: float) -> VideoHeader:
     try:
-        with open_image(MediaRef(IMAGE, paths[0])) as image:
+        with _open_frame(paths[0]) as image:
             width, height = turned_size(image)
     except Exception as error:
         raise _unusable(0, paths[0], error) from error

@@ -243,7 +243,8 @@ def _read_json(path: Path | RemoteFile) -> Iterator[Entry]:
         raise UserError(f"{path}: must hold a list of records; one record a line is a .jsonl file")
     for number, record in enumerate(records, start=1):
         where = f"{path}, record {number}"
-        yield Entry(where, _dump(check_is_object(record, where), where), None, number / len(records))
+        text = json.dumps(check_is_object(record, where), ensure_ascii=False)
+        yield Entry(where, text.encode(), None, number / len(records))
 
 
 def _read_table(path: Path | RemoteFile) -> Iterator[Entry]:
@@ -252,7 +253,7 @@ def _read_table(path: Path | RemoteFile) -> Iterator[Entry]:
         for record in records:
             number += 1
             where = f"{path}, row {number}"
-            yield Entry(where, _dump(record, where), None, number / num_rows)
+            yield Entry(where, _dump(record), None, number / num_rows)
 
 
 def _arrow_batches(path: Path | RemoteFile) -> Iterator[tuple[list[dict[str, Any]], int]]:
@@ -302,7 +303,7 @@ def _unreadable(path: Path | RemoteFile, num_read: int, what: str, error: Except
     return f"{path}{after}: is no {what} that can be read ({reason})"
 
 
-def _dump(record: dict[str, Any], where: str) -> bytes:
+def _dump(record: dict[str, Any]) -> bytes:
     """A row as JSON: bytes become data URLs, as a record holds them, and nulls in turns and tools are left out.
 
     In a table each object has the keys of all; a call of a tool would get arguments that others have.

@@ -67,6 +67,7 @@ class MediaForm:
     put:     the text that replaces `written` before the conversation is tokenised.
     token:   the special token in `put` that the item's rows replace.
     breaks_line: whether the template writes a line break behind the item; one that a record has there is the same.
+    is_first: whether it then writes items before all texts of a turn; one that a record has before it is the same, too.
     """
 
     is_part: bool
@@ -74,6 +75,7 @@ class MediaForm:
     put: str
     token: str
     breaks_line: bool = False
+    is_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,7 @@ def media_form(modality: str, template: ChatTemplate, tokens: Iterable[str], nam
             f"the tokenizer's chat template writes {' '.join(written.elements())} for one {modality}, and which "
             f"of them stands for it is not said; name it as '{modality}_token' in tokenizer_config.json"
         )
-    rendered = template.try_messages(_one_turn(template, {"type": modality})) or ""
-    return MediaForm(True, named, named, named, breaks_line=f"{named}\n" in rendered)
+    return MediaForm(True, named, named, named, *_breaks(modality, named, written, template))
 
 
 def reserved_tokens(template: ChatTemplate, tokens: Iterable[str], names: TokenNames) -> set[str]:
@@ -175,6 +176,16 @@ def _occurrences(text: str, tokens: list[str]) -> list[str]:
     return re.findall("|".join(map(re.escape, visible)), text) if visible else []
 
 
+def _breaks(modality: str, token: str, written: Iterable[str], template: ChatTemplate) -> tuple[bool, bool]:
+    """`breaks_line` and `is_first` of a MediaForm. written: the special tokens of an item, of which marks follow."""
+    behind = f"{re.escape(token)}(?:{'|'.join(map(re.escape, written))})*\n"
+    question, answer = _one_turn(template, {"type": modality})
+    turned = question | {"content": question["content"][::-1]}
+    as_asked, other_way = (template.try_messages([asked, answer]) or "" for asked in (question, turned))
+    breaks_line = re.search(behind, as_asked) is not None
+    return breaks_line, breaks_line and 0 <= other_way.find(token) < other_way.find(_TEXT_MARK)
+
+
 def _stand_in(modality: str, tokens: list[str], names: TokenNames, named: str | None) -> MediaForm:
     """The form of a modality for which the template writes nothing. named: the model's own token for it, if any."""
     written = placeholder(modality)
@@ -196,8 +207,7 @@ def _as_put(modality: str, written: Counter[str], names: TokenNames, template: C
     token, put = names.forms[modality]
     if written[token] != 1:
         raise UserError(f"the tokenizer's chat template does not write one {token} for an item of {modality}")
-    rendered = template.try_messages(_one_turn(template, {"type": modality})) or ""
-    return MediaForm(True, token, put, token, breaks_line=f"{token}\n" in rendered)
+    return MediaForm(True, token, put, token, *_breaks(modality, token, written, template))
 
 
 def _enclosed(modality: str, written: Counter[str], names: TokenNames, template: ChatTemplate) -> MediaForm:
@@ -208,8 +218,7 @@ def _enclosed(modality: str, written: Counter[str], names: TokenNames, template:
             f"the tokenizer is of a model with {names.processor}, but does not name the token that its template writes "
             f"for an item of {modality}, and those around it; take its tokenizer_config.json as it was published"
         )
-    rendered = template.try_messages(_one_turn(template, {"type": modality})) or ""
-    return MediaForm(True, token, f"{begin}{token}{end}", token, breaks_line=f"{token}\n" in rendered)
+    return MediaForm(True, token, f"{begin}{token}{end}", token, *_breaks(modality, token, written, template))
 
 
 def _tiled(modality: str, written: Counter[str], names: TokenNames, template: ChatTemplate) -> MediaForm:
@@ -218,8 +227,7 @@ def _tiled(modality: str, written: Counter[str], names: TokenNames, template: Ch
     if written != Counter([token]):
         raise UserError(f"the tokenizer's chat template does not write one {token} for an item of {modality}")
     mark = _tile_marks(names)[0]
-    rendered = template.try_messages(_one_turn(template, {"type": modality})) or ""
-    return MediaForm(True, token, f"{mark}{token}{mark}", token, breaks_line=f"{token}\n" in rendered)
+    return MediaForm(True, token, f"{mark}{token}{mark}", token, *_breaks(modality, token, written, template))
 
 
 def tiled_text(form: MediaForm, names: TokenNames, rows: int, columns: int) -> str:

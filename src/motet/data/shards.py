@@ -18,13 +18,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from motet.core.errors import UserError
 from motet.core.files import irregular_kind
 from motet.core.modalities import modalities
 from motet.core.text_files import parse_json
+from motet.data.alpaca import is_instruction
 from motet.data.compressed import DECOMPRESSION_ERRORS, is_compressed, open_decompressed
 from motet.data.media import modality_of
+from motet.data.parts import TEXTS_FIELD
 from motet.data.record_fields import RECORD_FIELDS, is_given
 from motet.data.remote_manifest import RemoteFile
 from motet.data.shard_names import TAR_ENDINGS, expand_braces
@@ -164,9 +167,14 @@ def _record(
     if len(records) > 1 or not (records or captions):
         raise UserError(f"{where}: has {len(records)} .json files, but needs just one with its record")
     about = parse_json(records[0], where) if captions and records else None
-    if not captions or (isinstance(about, dict) and any(is_given(about.get(field)) for field in RECORD_FIELDS)):
+    if not captions or (isinstance(about, dict) and _is_record(about)):
         return records[0]
     return _pair(captions, media, about, where)
+
+
+def _is_record(about: dict[str, Any]) -> bool:
+    """Whether what stands beside a caption is a record of its own."""
+    return any(is_given(about.get(name)) for name in (*RECORD_FIELDS, TEXTS_FIELD)) or is_instruction(about)
 
 
 def _pair(captions: list[bytes], media: tuple[Member, ...], about: object, where: str) -> bytes:

@@ -140,6 +140,27 @@ class ChatTokenizer:
         name = self._names.special.get("eos_token")
         return None if name is None else self._tokenizer.token_to_id(name)
 
+    @cached_property
+    def end_tokens(self) -> frozenset[int]:
+        """The ids of tokens that end an answer: that of a sequence, and what the template has learned behind answers.
+
+        A chat template may end turns by a token of its own, `<end_of_turn>`, and the tokenizer name another one.
+        """
+        ends = set() if self.end_token is None else {self.end_token}
+        turns = (Turn("user", "a"), Turn("assistant", "a", has_loss=True)) * 2
+        try:
+            sequence = self.encode(Conversation(turns, ()))
+        except UserError:  # Another form of conversation may do.
+            return frozenset(ends)
+        special = set(self._special.values())
+        for run in np.split(np.arange(len(sequence.tokens)), np.flatnonzero(np.diff(sequence.targets)) + 1):
+            tokens = sequence.tokens[run].tolist() if sequence.targets[run[0]] else []
+            # A line break may stand behind the token that ends a turn.
+            while tokens and not self._tokenizer.decode(tokens[-1:], skip_special_tokens=False).strip():
+                del tokens[-1]
+            ends |= special.intersection(tokens[-1:])
+        return frozenset(ends)
+
     def encode(self, conversation: Conversation) -> TokenSequence:
         """All tokens of a conversation, those of the answers (end token included) as targets. Raises UserError.
 
@@ -168,7 +189,7 @@ class ChatTokenizer:
         forms = self._forms(before)
         template, turns = self._template.with_tools(conversation.tools), _without_double_breaks(before.turns, forms)
         text = template.render(turns, _parts(forms), generation_prompt=True)
-        return self._tokenise(text, [], before.placeholders, forms), answer
+        return self._tokenise(text, [], before.placeholders, forms, is_prompt=True), answer
 
     def item_tokens(self, modality: str) -> frozenset[int]:
         """The ids of the tokens of an item: the one that its rows replace, and the marks around it."""
@@ -214,9 +235,9 @@ class ChatTokenizer:
         tokens = tokens[first : len(tokens) - last]
         return ItemText(tokens, np.flatnonzero(tokens == self._added[form.token]))
 
-    def decode(self, tokens: Int64Array) -> str:
-        """Text of token ids, special tokens left out."""
-        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+    def decode(self, tokens: Int64Array, *, special: bool = False) -> str:
+        """Text of token ids. special: with special tokens, which are left out else."""
+        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=not special)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_backend_json": self._backend_json, "_template": self._template, "_names": self._names}
@@ -308,9 +329,15 @@ class ChatTokenizer:
         return start + max(lengths) if lengths else end
 
     def _tokenise(
-        self, text: str, spans: list[tuple[int, int]], placeholders: tuple[str, ...], forms: dict[str, MediaForm]
+        self,
+        text: str,
+        spans: list[tuple[int, int]],
+        placeholders: tuple[str, ...],
+        forms: dict[str, MediaForm],
+        *,
+        is_prompt: bool = False,
     ) -> TokenSequence:
-        """Tokens of a rendered text. spans: characters [start, end) of the answers in it."""
+        """Tokens of a rendered text. spans: characters [start, end) of the answers. is_prompt: as of `_encode`."""
         # 1. Find the items, and replace what the template wrote for them by what is tokenised.
         modality_of = {form.written: modality for modality, form in forms.items()}
         matches = list(re.finditer("|".join(map(re.escape, modality_of)), text)) if forms else []
@@ -321,7 +348,7 @@ class ChatTokenizer:
             pieces += [text[copied : match.start()], forms[modality_of[match.group()]].put]
             copied = match.end()
         # 2. Tokenise.
-        tokens, offsets = self._encode("".join([*pieces, text[copied:]]))
+        tokens, offsets = self._encode("".join([*pieces, text[copied:]]), is_prompt=is_prompt)
         # 3. Targets: move the spans as the replacements moved the text. shifts[i]: characters added by i items.
         shifts = [0, *accumulate(len(put) - len(match.group()) for match, put in zip(matches, pieces[1::2]))]
         targets = np.zeros(len(tokens), dtype=bool)
@@ -361,16 +388,18 @@ class ChatTokenizer:
         whole = np.concatenate([np.array(before, dtype=np.int64), tokens, np.array(after, dtype=np.int64)])
         return TokenSequence(whole, targets, document.placeholders, positions + len(before))
 
-    def _encode(self, text: str) -> tuple[Int64Array, Int64Array]:
+    def _encode(self, text: str, *, is_prompt: bool) -> tuple[Int64Array, Int64Array]:
         """As `_encode_bare`, with what stands around the text.
 
         A model's processor puts around a text what the tokenizer's post-processor names, unless the template has
         written its first token already; the tokenizer of a text model leaves that to the template, and so do processors
-        that are `BARE`. What stands behind
-        the last answer is learned with it.
+        that are `BARE`. What stands behind the last answer is learned with it.
+
+        is_prompt: the text goes on with an answer, so nothing stands behind it.
         """
         ids, offsets = self._encode_bare(text)
         _, before, behind = self._opened
+        behind = [] if is_prompt else behind
         begin = self._names.special.get("bos_token")
         if self._names.processor in BEGUN and begin and not text.startswith(begin):
             raise UserError(
@@ -427,13 +456,15 @@ def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 def _without_double_breaks(turns: tuple[Turn, ...], forms: dict[str, MediaForm]) -> list[Turn]:
     """The turns without the line break beside a placeholder whose form has one of its own.
 
+    A template that writes items where they stand writes it behind them, and the one before stays.
+
     Records part `<image>` from the text by a line break, and so do some templates: LLaVA's own code takes the
     placeholder with its white space out of the text before it writes `<image>` and a line break in front. Typed parts
     part items from texts by themselves, and stay as they are.
     """
     for form, written in ((form, placeholder(modality)) for modality, form in forms.items()):
         if form.breaks_line:
-            pattern = re.compile(f"\n?{written}\n?")
+            pattern = re.compile(("\n?" if form.is_first else "") + f"{written}\n?")
             turns = tuple(
                 turn if turn.parts is not None else replace(turn, text=pattern.sub(written, turn.text))
                 for turn in turns

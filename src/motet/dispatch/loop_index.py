@@ -174,7 +174,7 @@ class IndexSource:
                 self._numbers = iter(self._batch_sampler)
             following = next(self._numbers, None)
             status = Status.ENDED if following is None else Status.READY
-            numbers = [int(number) for number in following or ()]
+            numbers = [] if following is None else [int(number) for number in following]
         except Exception as failure:
             status, error = Status.FAILED, failure
         everywhere = gather((int(status), numbers), self._group)

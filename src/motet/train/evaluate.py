@@ -234,7 +234,7 @@ class Evaluator:
         computed = [examples[index] for index in batch.decision.backbone.on_rank(self._world.rank).tolist()]
         features = forward_features(model, batch, self._mesh.group)
         answers = generate(
-            model, batch.sequences, features, self._tokenizer.end_token, self._config.max_new_tokens, self._mesh
+            model, batch.sequences, features, self._tokenizer.end_tokens, self._config.max_new_tokens, self._mesh
         )
         return [
             answer_to(self._dataset, self._tokenizer, example, tokens)
@@ -250,7 +250,8 @@ def answer_to(dataset: Dataset, tokenizer: ChatTokenizer, example: int, tokens: 
         example,
         str(dataset.record(example).get("task") or _NO_TASK),
         "\n".join(turn.text for turn in conversation.turns),
-        tokenizer.decode(np.array(tokens, dtype=np.int64)),
+        # Marks of a place in an image may be special tokens, and stand in what is expected.
+        tokenizer.decode(np.array(tokens, dtype=np.int64), special=True),
         expected,
         [ref.name for ref in refs],
     )

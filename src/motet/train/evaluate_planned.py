@@ -159,7 +159,7 @@ class PlannedEvaluator:
             if not len(active):
                 break
             tokens = self._next_tokens(model, growing, media, active)
-            is_ended = np.array([tokens[example] == self._tokenizer.end_token for example in active.tolist()])
+            is_ended = np.array([tokens[example] in self._tokenizer.end_tokens for example in active.tolist()])
             active = active[~is_ended]
             for example in active.tolist():
                 growing.add(example, tokens[example])

@@ -7,7 +7,7 @@ the collectives of a sharded model need all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from itertools import pairwise
 
@@ -26,11 +26,14 @@ def generate(
     model: MLLM,
     prompts: PackedSequences,
     features: dict[str, Tensor],
-    end_token: int | None,
+    end_tokens: Set[int],
     max_new_tokens: int,
     mesh: Mesh,
 ) -> list[list[int]]:
-    """Greedy answers to this rank's prompts, in tokens without end_token. A collective; a rank may have no prompts."""
+    """Greedy answers to this rank's prompts, in tokens, each up to one of end_tokens. A collective.
+
+    A rank may have no prompts.
+    """
     sequences = [_GrowingSequence(*pieces) for pieces in _cut(prompts, features)]
     active = list(sequences)
     for _ in range(max_new_tokens):
@@ -40,7 +43,7 @@ def generate(
             break
         packed, rows = _join(active, features, mesh.device)
         for sequence, token in zip(active, model.backbone.next_tokens(packed, rows).tolist(), strict=True):
-            sequence.add(token, end_token)
+            sequence.add(token, end_tokens)
         active = [sequence for sequence in active if not sequence.is_finished]
     return [sequence.answer for sequence in sequences]
 
@@ -67,9 +70,9 @@ class _GrowingSequence:
         self.answer: list[int] = []
         self.is_finished = False
 
-    def add(self, token: int, end_token: int | None) -> None:
-        """Append a token, unless it is the one that ends the answer."""
-        if token == end_token:
+    def add(self, token: int, end_tokens: Set[int] = frozenset()) -> None:
+        """Append a token, unless it is one that ends the answer."""
+        if token in end_tokens:
             self.is_finished = True
             return
         self.answer.append(token)

@@ -312,6 +312,7 @@ def _start(
         beside=beside,
         scales=recipe.modules.adapter_scales,
         loss_scale=step.loss_scale and step.loss_scale.value,
+        shuffle=recipe.data.shuffle,
     )
 
 
@@ -775,6 +776,12 @@ def _check_same_run(chosen: Start, start: Progress, num_steps: int) -> None:
         raise UserError(
             f"The checkpoint {chosen.path} was written with data.seed = {chosen.state.seed}, not {start.seed} as now, "
             "which orders the examples anew: set it back, or start anew with --resume never."
+        )
+    if chosen.state.shuffle not in (None, start.shuffle):
+        then, now = (str(shuffle).lower() for shuffle in (chosen.state.shuffle, start.shuffle))
+        raise UserError(
+            f"The checkpoint {chosen.path} was written with data.shuffle = {then}, not {now} as now, which orders the "
+            "examples anew: set it back, or start anew with --resume never."
         )
     if chosen.state.mixture != start.mixture:
         then, now = (list(mixture) or "no mixture" for mixture in (chosen.state.mixture, start.mixture))

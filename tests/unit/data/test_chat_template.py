@@ -82,6 +82,7 @@ def test_turns_that_a_template_leaves_out():
     assert "leaves out what the system says" in complaint(FIRST_SYSTEM, "a", "b", system=("Be brief.",) * 2)
     no_system = PLAIN.replace("messages %}", "messages if m.role != 'system' %}")
     assert "leaves out what the system says" in complaint(no_system, "a", "b", system=("Be brief.",))
+    assert "leaves out what the system says" in complaint(no_system, "Be brief: why?", "b", system=("Be brief",))
     last_only = "{% generation %}{{ messages[-1].content }}{% endgeneration %}"
     assert "leaves out what the user says ('Hi')" in complaint(last_only)
     with pytest.raises(UserError, match="leaves out what the system says"):

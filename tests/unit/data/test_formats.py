@@ -232,6 +232,19 @@ def test_pairs_of_img2dataset_are_documents(folder, tokenizer):
             opened(write_tar(folder / "wrong.tar", "w", members | {name: data}), tokenizer)
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"instruction": "<image> What?", "output": "A cat."},
+        {"query": "<image> What?", "response": "A cat."},
+        {"texts": ["A cat.", None], "images": [None, "png"]},
+    ],
+)
+def test_a_caption_beside_a_record_is_not_learned(folder, tokenizer, record):
+    members = {"0.png": (folder / "a.png").read_bytes(), "0.json": json.dumps(record).encode(), "0.txt": b"A dog."}
+    assert opened(write_tar(folder / "beside.tar", "w", members), tokenizer).record(0) == record
+
+
 def test_all_text_of_a_document_is_learned(folder, tokenizer):
     records = [
         {"text": "A cat and a dog."},
@@ -267,6 +280,7 @@ def test_all_text_of_a_document_is_learned(folder, tokenizer):
             {"texts": [None, "a"], "images": ["ftp://x.org/a.png", None]},
             "place 1 of 'images' is the URL 'ftp://x.org/a.png': URLs of 'ftp://' are not read; those are of s3, gs",
         ),
+        ({"texts": ["a"], "text": "b"}, "has both 'texts' and 'text', each a document; give one of them"),
         ({"text": 3}, "'text' is the number 3, but must be the text of a document"),
         ({"text": "a", "system": "b"}, "has a field 'system', which is of conversations"),
         ({"text": "a <eos> b"}, "the text of the document holds '<eos>'"),
@@ -371,6 +385,10 @@ def test_instructions_of_alpaca_are_turns(folder, tokenizer):
     [
         ({"text": "### Instruction: Add."}, "has both 'text', which would be learned whole, and 'instruction'"),
         ({"query": "Add."}, "has both 'query' and 'instruction' with 'output'"),
+        (
+            {"instruction": None, "query": "Add.", "response": "7", "input": "4"},
+            "has both 'input' and 'query' with 'resp",
+        ),
         ({"output": None}, "'output' is null, but must be text"),
         ({"input": 3}, "'input' is the number 3, but must be text"),
         ({"history": [["Hi"]]}, "'history' must be pairs of a question and an answer, but number 1 is not"),

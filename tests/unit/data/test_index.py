@@ -73,6 +73,17 @@ def test_a_moved_dataset_keeps_its_index(folder, tokenizer, monkeypatch):
     assert index.media_refs(0)[0].path == str(folder / "new/a.png")
 
 
+def test_media_outside_of_a_folder_that_is_a_link(folder, tokenizer):
+    """Behind a link, `..` is the folder of what the link leads to."""
+    (folder / "disk/deep").mkdir(parents=True)
+    (folder / "link").symlink_to(folder / "disk/deep")
+    absolute, beside = a_record("<image>", image=str(folder / "a.png")), a_record("<image>", image="../a.png")
+    shutil.copy(folder / "a.png", folder / "disk/a.png")
+    index = open_index(write_manifest(folder / "link/m.jsonl", [absolute, beside]), tokenizer)
+    found = [index.media_refs(example)[0].path for example in range(2)]
+    assert found == [str(folder / "a.png"), str(folder / "link/../a.png")]
+
+
 def test_a_damaged_index_is_built_anew(folder, tokenizer, monkeypatch):
     manifest = write_manifest(folder / "m.jsonl", [a_record()])
     path = open_index(manifest, tokenizer).path

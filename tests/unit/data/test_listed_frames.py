@@ -13,6 +13,7 @@ from motet.data.area_videos import AreaVideos
 from motet.data.conversation import media_names
 from motet.data.dataset import Dataset, Modality
 from motet.data.headers import read_header
+from motet.data.index_build import open_index
 from motet.data.media import BadMedia
 from motet.data.parts import typed_parts
 from motet.data.timed_videos import TimedVideos
@@ -155,6 +156,17 @@ def test_an_index_that_has_moved_with_its_files_finds_the_frames(folder, tokeniz
     monkeypatch.setattr("motet.data.index_entries.read_header", lambda ref: pytest.fail("the index is built again"))
     ref = item(opened(tmp_path / "second", tokenizer, record))
     assert len(list(frames_at(ref, np.arange(2)))) == 2
+
+
+def test_an_animation_is_no_list_of_one_frame(tmp_path, tokenizer):
+    pictures = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    pictures[0].save(tmp_path / "a.gif", save_all=True, append_images=pictures[1:])
+    pictures[0].save(tmp_path / "b.gif")
+    manifest = write_manifest(
+        tmp_path / "a.jsonl", [a_record("<video>?", videos=[f"{name}.gif"]) for name in ("a", "b")]
+    )
+    (bad,) = open_index(manifest, tokenizer).bad_examples()
+    assert bad.example == 0 and "is an animation, and a list of images is the frames of one video" in bad.reason
 
 
 def test_frames_that_cannot_be_used_are_named(folder, tokenizer, tmp_path):

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from PIL import Image
-from tokenizers import Tokenizer, models, normalizers, trainers
+from tokenizers import Tokenizer, models, normalizers, processors, trainers
 
 from motet.core.errors import UserError
 from motet.data.conversation import parse_conversation
@@ -215,6 +215,39 @@ def test_a_line_break_beside_a_placeholder_is_the_templates_if_it_writes_one(tmp
             "USER: [<image>]\nWhat? ASSISTANT: A cat.</s>USER: \nSure?\n ASSISTANT: Yes.</s>"
         )
         assert shown(tokenizer, tokenizer.encode_prompt(asked)[0]).startswith("USER: [<image>]\nWhat? ASS")
+
+
+def test_a_line_break_before_a_placeholder_stays_where_items_stand_in_their_place(tmp_path):
+    """As in InternVL and Qwen2-Audio, whose templates write one behind each item; behind the latter's mark."""
+    intern = QWEN2_VL.replace("<|vision_start|><|image_pad|><|vision_end|>", "{{ '<image>\n' }}")
+    named = {"start_image_token": "<img>", "context_image_token": "<image>", "end_image_token": "</img>"}
+    named |= {"eos_token": "<|im_end|>", "processor_class": "InternVLProcessor"}
+    special = ["<|im_start|>", "<|im_end|>", *(named[name] for name in named if "image" in name)]
+    tokenizer = ChatTokenizer.from_directory(write_tokenizer(tmp_path / "a", intern, special, named))
+    for asked, expected in (
+        ("What?\n<image>", "What?\n<img>[<image>]</img>\n<|im_end|>"),
+        ("<image>\nWhat?", "<img>[<image>]</img>\nWhat?<|im_end|>"),
+        ("1: <image>\n2: <image>\n?", "1: <img>[<image>]</img>\n2: <img>[<image>]</img>\n?<|im_end|>"),
+    ):
+        assert expected in shown(tokenizer, tokenizer.encode(conversation(asked, "A cat.")))
+    named = {"eos_token": "<|im_end|>", "processor_class": "Qwen2AudioProcessor"}
+    folder = write_tokenizer(tmp_path / "b", QWEN2_AUDIO, TOKENS[QWEN2_AUDIO], named)
+    tokenizer, heard = ChatTokenizer.from_directory(folder), "Audio 1: <|audio_bos|>[<|AUDIO|>]<|audio_eos|>\n"
+    for asked, expected in (("<audio>\nWhat?", f"{heard}What?"), ("What?\n<audio>", f"What?\n{heard}<|im_end|>")):
+        assert expected in shown(tokenizer, tokenizer.encode(conversation(asked, "A cat.")))
+
+
+def test_nothing_ends_a_prompt(tmp_path):
+    """What a tokenizer puts behind a text stands behind the answer, and not before it."""
+    config = {"eos_token": "</s>", "bos_token": "<s>", "processor_class": "LlavaProcessor"}
+    file = write_tokenizer(tmp_path, LLAVA, TOKENS[LLAVA], config) / "tokenizer.json"
+    backend = Tokenizer.from_file(str(file))
+    ends = [(token, backend.token_to_id(token)) for token in ("<s>", "</s>")]
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    backend.save(str(file))
+    tokenizer, asked = ChatTokenizer.from_directory(tmp_path), conversation("What?", "A cat.")
+    assert shown(tokenizer, tokenizer.encode(asked)) == "<s>USER: What? ASSISTANT: A cat.</s></s>"
+    assert shown(tokenizer, tokenizer.encode_prompt(asked)[0]) == "<s>USER: What? ASSISTANT: "
 
 
 def their_tokenizer(template, **names):

@@ -52,6 +52,27 @@ def test_a_template_without_generation_marks(backend):
     assert target_texts(tokenizer, stripped) == ["A cat.<eos>"]
 
 
+def test_tokens_that_end_an_answer(backend):
+    """Gemma's template ends turns by another token than the tokenizer's eos_token, and some by one of the next turn."""
+
+    def ends(template):
+        found = ChatTokenizer(backend, template, {"eos_token": "<eos>"})
+        return sorted(pieces(found, found.end_tokens))
+
+    assert ends(TEMPLATE) == ends(CHATML) == ends(None) == ["<eos>"]
+    assert ends(CHATML.replace("<eos>", "<pad>")) == ["<eos>", "<pad>"]
+    marked = CHATML.replace(
+        "{{ '<user>' + message.role + '\n' + message.content|trim + '<eos>' + '\n' }}", "{{ TURN }}"
+    )
+    inside = marked.replace("{{ TURN }}", "<user>{% generation %}{{ message.content }}<pad>\n{% endgeneration %}")
+    assert ends(inside) == ["<eos>", "<pad>"]
+    assert ends(marked.replace("{{ TURN }}", "<user>{{ message.content }}")) == ["<eos>", "<user>"]
+    assert ends(marked.replace("{{ TURN }}", "Q: {% generation %}{{ message.content }}{% endgeneration %}")) == [
+        "<eos>"
+    ]
+    assert ends("{{ raise_exception('no') }}") == ["<eos>"]
+
+
 def test_the_default_template(backend):
     tokenizer = ChatTokenizer(backend, None, {"eos_token": "<eos>"})
     assert target_texts(tokenizer) == ["A cat.<eos>", "Ünïcode € dog<eos>"]

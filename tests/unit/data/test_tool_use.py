@@ -180,3 +180,11 @@ def test_calls_of_a_table_have_no_arguments_of_other_rows(tmp_path):
     index = open_index(tmp_path / "a.parquet", ours)
     for number, record in enumerate(records):
         assert index.tokens(number).tokens.tolist() == encode(ours, record).tokens.tolist()
+
+
+def test_nulls_of_calls_and_tools_are_kept_in_a_list_of_records(tmp_path):
+    """A null of JSON is said; in a table it stands for what a row does not have."""
+    ours, _ = both(tmp_path, OBJECTS)
+    record = {"messages": messages({"city": None, "days": 3}), "tools": TOOLS}
+    (tmp_path / "a.json").write_text(json.dumps([record]))
+    assert open_index(tmp_path / "a.json", ours).tokens(0).tokens.tolist() == encode(ours, record).tokens.tolist()

@@ -88,7 +88,7 @@ def test_a_token_of_an_answer_stands_behind_all_before_it():
     packed = pack([example(0, None), example(1, np.array([[1, 2, 3, 0, 0]]))], {"image": np.array([6])})
     growing = [_GrowingSequence(*pieces) for pieces in _cut(packed, {})]
     for sequence, token in zip(growing, (7, 8)):
-        sequence.add(token, end_token=None)
+        sequence.add(token)
     joined, _ = _join(growing, {}, packed.tokens.device)
     assert joined.grid_positions.shape == (3, joined.num_tokens)
     ends = joined.offsets[1:].long() - 1
@@ -104,7 +104,7 @@ def test_items_whose_rows_are_keys_say_how_many_text_sees():
     assert packed.key_rows.nonzero().tolist() == [[place]] and packed.key_rows[place] == 6
     growing = [_GrowingSequence(*pieces) for pieces in _cut(packed, {})]
     for sequence in growing:
-        sequence.add(7, end_token=None)
+        sequence.add(7)
     joined, _ = _join(growing, {}, packed.tokens.device)
     # The first sequence is one token longer.
     assert joined.key_rows.nonzero().tolist() == [[place + 1]] and len(joined.key_rows) == joined.num_tokens

@@ -10,11 +10,15 @@ import torch
 from cli.tiny_job import write_tiny_job
 from motet.core.errors import UserError
 from motet.data.chat_template import DEFAULT_TEMPLATE
+from motet.data.dataset import Dataset
+from motet.data.text import ChatTokenizer
 from motet.dispatch import pack
+from motet.train.evaluate import answer_to
 from motet.train.job import build_job
 from motet.train.recipe.recipe import load_recipe
 from motet.train.world import join_world
 from ranks import run_ranks
+from unit.data.samples import TEMPLATE, a_record, train_backend, write_manifest
 
 
 def evaluate(rank, num_ranks, recipe, overrides):
@@ -53,13 +57,13 @@ def reference(job):
         written = []
         for _ in range(evaluator._config.max_new_tokens):
             token = int(job.model.backbone.eval().next_tokens(packed, features)[0])
-            if token == tokenizer.end_token:
+            if token in tokenizer.end_tokens:
                 break
             written.append(token)
             tokens = torch.cat([packed.tokens, torch.tensor([token])])
             targets = torch.zeros(len(tokens), dtype=torch.bool)
             packed = type(packed)(tokens, targets, torch.tensor([0, len(tokens)]), packed.feature_positions)
-        answers[place] = tokenizer.decode(np.array(written, dtype=np.int64))
+        answers[place] = tokenizer.decode(np.array(written, dtype=np.int64), special=True)
     return answers
 
 
@@ -91,3 +95,14 @@ def test_a_prompt_that_cannot_be_made_stops_all_ranks_alike(tmp_path):
     said = run_ranks(evaluate_refused, 2, str(job), [f"run.dir={tmp_path}"])
     assert len(set(said)) == 1
     assert "heldout.jsonl, line 9: has no prompt to answer (the tokenizer's chat template refuses" in said[0]
+
+
+def test_special_tokens_of_an_answer_are_compared(tmp_path):
+    """Qwen2-VL's marks of boxes are special tokens."""
+    tokenizer = ChatTokenizer(train_backend(), TEMPLATE, {"bos_token": "<bos>", "eos_token": "<eos>"})
+    manifest = write_manifest(tmp_path / "a.jsonl", [a_record("Where?", "A cat <pad>(1,2)<pad>")])
+    dataset = Dataset.open([manifest], tokenizer, {})
+    learned = dataset.tokens(0)
+    tokens = [token for token in learned.tokens[learned.targets].tolist() if token not in tokenizer.end_tokens]
+    assert answer_to(dataset, tokenizer, 0, tokens).is_exact
+    assert not answer_to(dataset, tokenizer, 0, [token for token in tokens if token != 0]).is_exact

@@ -54,6 +54,7 @@ class Progress:
     dataset:     fingerprint of the index, on which the order also depends.
     num_skipped: steps that changed nothing, because they were not finite.
     group:       the caps of groups by phase, on which their order also depends; None without groups.
+    shuffle:     whether the order is a shuffled one; None in checkpoints that do not say it.
     mixture:     weights of the manifests in whole numbers, on which the order also depends; () without.
     start:       the digest of the checkpoint whose weights the run began with (`run.start`); "" without.
     beside:      of parts with LoRA adapters, whose frozen weights a checkpoint lacks, what says which those are. Parts
@@ -82,6 +83,7 @@ class Progress:
     scales: Mapping[str, float] | None = None
     loss_scale: float | None = None
     num_finite: int = 0
+    shuffle: bool | None = None
 
 
 class _Stored(BaseModel):
@@ -107,6 +109,7 @@ class RunState(_Stored):
     scales: dict[str, float] | None = None
     loss_scale: float | None = Field(None, ge=1, le=2.0**32)
     num_finite: int = Field(0, ge=0, lt=2**53)
+    shuffle: bool | None = None
     num_ranks: int = Field(gt=0)
     launch: str
     written: AwareDatetime
