@@ -153,6 +153,8 @@ def test_a_checkpoint_of_another_job_is_refused(job, tmp_path):
     assert "was written with data.seed = 0, not 5" in sentence
     (sentence,) = run(job, 1, tmp_path / "a", "data.shuffle=false", "run.steps=2")
     assert "was written with data.shuffle = true, not false" in sentence
+    (sentence,) = run(job, 1, tmp_path / "a", "optimizer.name=adam", "run.steps=2")
+    assert 'has the state of optimizer.name = "adamw", not of "adam" as now' in sentence
     (sentence,) = run(job, 1, tmp_path / "a", "data.train=['heldout.jsonl']")
     assert "was written on other training examples" in sentence
     said = run(job, 2, tmp_path / "a", "model.backbone.config.intermediate_size=40")

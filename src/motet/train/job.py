@@ -313,6 +313,7 @@ def _start(
         scales=recipe.modules.adapter_scales,
         loss_scale=step.loss_scale and step.loss_scale.value,
         shuffle=recipe.data.shuffle,
+        optimizer=recipe.optimizer.name,
     )
 
 
@@ -782,6 +783,11 @@ def _check_same_run(chosen: Start, start: Progress, num_steps: int) -> None:
         raise UserError(
             f"The checkpoint {chosen.path} was written with data.shuffle = {then}, not {now} as now, which orders the "
             "examples anew: set it back, or start anew with --resume never."
+        )
+    if chosen.state.optimizer not in ("", start.optimizer):
+        raise UserError(
+            f'The checkpoint {chosen.path} has the state of optimizer.name = "{chosen.state.optimizer}", not of '
+            f'"{start.optimizer}" as now: set it back, or begin with its weights alone by run.start.'
         )
     if chosen.state.mixture != start.mixture:
         then, now = (list(mixture) or "no mixture" for mixture in (chosen.state.mixture, start.mixture))

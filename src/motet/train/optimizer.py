@@ -1,7 +1,8 @@
 """An optimizer of torch with weight decay on matrices only, and the learning rate as a pure function of the step.
 
-Weight decay applies to matrices that multiply activations. It does not apply to norms and biases (one dimension), nor
-to embeddings: most of their rows have no gradient in a step and would only shrink. A parameter group has one device
+Weight decay applies to weights of two or more dimensions, as those that multiply activations are, and class rows and
+learned queries. It does not apply to norms and biases (one dimension), nor to tables of embeddings (`nn.Embedding`):
+most of their rows have no gradient in a step and would only shrink. A parameter group has one device
 mesh, because fused kernels take tensors of one mesh at a time.
 """
 
@@ -88,8 +89,8 @@ class OptimizerConfig(BaseModel):
         default_factory=lambda given: 0.1 if given.get("name") == "adamw" else 0.0,
         ge=0,
         le=1000,
-        description="on matrices; never on norms, biases and embeddings. adamw shrinks them by it (default 0.1), "
-        "others add it to the gradient, as torch does (default 0)",
+        description="on weights of two or more dimensions, but for tables of embeddings; never on norms and biases. adamw "
+        "shrinks them by it (default 0.1), others add it to the gradient, as torch does (default 0)",
     )
     clip_norm: float = Field(1.0, gt=0, allow_inf_nan=True, description="largest global gradient norm; inf never clips")
     warmup_steps: int = Field(0, ge=0, le=MAX_STEPS, description="steps in which the rate rises linearly to its peak")

@@ -60,6 +60,7 @@ class Progress:
     beside:      of parts with LoRA adapters, whose frozen weights a checkpoint lacks, what says which those are. Parts
                  are not there whose frozen weights came from `start`: checkpoints have them.
     scales:      by what the LoRA adapters of each part are multiplied; None in checkpoints that do not say it.
+    optimizer:   its name; "" in checkpoints that do not say it.
     loss_scale, num_finite: the `LossScale` of the next step; None where modules do not compute in float16.
 
     Example:
@@ -84,6 +85,7 @@ class Progress:
     loss_scale: float | None = None
     num_finite: int = 0
     shuffle: bool | None = None
+    optimizer: str = ""
 
 
 class _Stored(BaseModel):
@@ -110,6 +112,7 @@ class RunState(_Stored):
     loss_scale: float | None = Field(None, ge=1, le=2.0**32)
     num_finite: int = Field(0, ge=0, lt=2**53)
     shuffle: bool | None = None
+    optimizer: str = ""
     num_ranks: int = Field(gt=0)
     launch: str
     written: AwareDatetime
