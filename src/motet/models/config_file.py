@@ -120,6 +120,8 @@ def read_config(where: str, family: Family, path: Path, options: dict[str, Any])
                 f"model.{where}.path: {path} holds a model of type {stored_type!r}, where {needed_type!r} is needed."
             )
         stored = getattr(larger, family.part).to_dict()
+    if "rope_parameters" in options:  # transformers would take that of the file, under its older name.
+        stored = {key: value for key, value in stored.items() if key != "rope_scaling"}
     config = parse_config(file, family.config, stored | options)
     family.check(config, f"{file}: " if not options else f"{file}, with model.{where}.config: ")
     return config

@@ -122,6 +122,21 @@ def test_options_that_override_a_directory(tiny, tmp_path, family, options, said
         build_backbone(config, 50, torch.float32, 0)
 
 
+def test_rotary_options_override_those_of_an_older_file(tiny, tmp_path):
+    """transformers itself would take the file's `rope_scaling` in place of `rope_parameters`."""
+    saved(tiny, tmp_path)
+    file = tmp_path / "config.json"
+    stored = {key: each for key, each in json.loads(file.read_text()).items() if key != "rope_parameters"}
+    file.write_text(json.dumps(stored | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}))
+    said = {"rope_type": "linear", "factor": 2.0}
+    built = [
+        build_backbone(BackboneConfig(family="llama", path=tmp_path, config=config), 50, torch.float32, 0)
+        for config in ({}, {"rope_parameters": said})
+    ]
+    factors = [each.causal_lm.config.rope_parameters["factor"] for each in built]
+    assert factors == [8.0, 2.0] and built[1].causal_lm.config.rope_parameters["rope_theta"] == 5e5
+
+
 STORED = [
     ({"num_hidden_layers": 10**9}, "config.json: num_hidden_layers is 1000000000"),
     (
