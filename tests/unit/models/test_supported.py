@@ -137,6 +137,33 @@ def test_rotary_options_override_those_of_an_older_file(tiny, tmp_path):
     assert factors == [8.0, 2.0] and built[1].causal_lm.config.rope_parameters["rope_theta"] == 5e5
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen2", {"sliding_window": 4}),
+        ("qwen3", {"sliding_window": 4, "max_window_layers": 1}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4}),  # From layer 28 on, by default.
+        ("qwen2", {"use_sliding_window": True, "layer_types": ["full_attention"] * 2, "max_window_layers": 1}),
+        ("qwen3_moe", {"sliding_window": 4}),
+    ],
+)
+def test_windows_that_no_layer_would_have_are_refused(tiny, family, options):
+    config = BackboneConfig(family=family, config=tiny.options_of(family) | options)
+    with pytest.raises(UserError, match=r"model.backbone.config.\w+ has no effect.*use_sliding_window = true"):
+        build_backbone(config, 50, torch.float32, 0)
+
+
+def test_windows_beside_the_kinds_of_layers_of_a_directory_are_refused(tiny, tmp_path):
+    config = tiny.backbone("qwen2", dtype=torch.float32).causal_lm.config
+    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    options = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+    with pytest.raises(UserError, match="use_sliding_window has no effect"):
+        build_backbone(BackboneConfig(family="qwen2", path=tmp_path, config=options), 50, torch.float32, 0)
+    options["layer_types"] = ["sliding_attention"] * 2
+    built = build_backbone(BackboneConfig(family="qwen2", path=tmp_path, config=options), 50, torch.float32, 0)
+    assert [built._window(block.self_attn) for block in built.blocks] == [4, 4]
+
+
 STORED = [
     ({"num_hidden_layers": 10**9}, "config.json: num_hidden_layers is 1000000000"),
     (

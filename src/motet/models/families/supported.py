@@ -7,6 +7,7 @@ ignored, Motet would silently train another model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -175,6 +176,26 @@ def check_encoder(config: PreTrainedConfig, where: str = "") -> None:
         raise UserError(
             f"{where}{width} is {getattr(config, width)}; it must be a multiple of 4 * {heads}, as the channels of a "
             "head turn in pairs, half of them with the row and half with the column."
+        )
+
+
+def check_windows(config: PreTrainedConfig, given: Mapping[str, Any], where: str) -> None:
+    """Raise UserError for options of a recipe that ask for windows, and give no layer one, as in transformers.
+
+    given: the options. where: as of `check_backbone`.
+    """
+    kinds = getattr(config, "layer_types", None)
+    first = given.get("max_window_layers")
+    if kinds is None or first is None:
+        has_effect = getattr(config, "sliding_window", None) is not None and (kinds is None or _KINDS[1] in kinds)
+    else:
+        has_effect = list(kinds) == [_KINDS[number >= first] for number in range(len(kinds))]
+        has_effect = has_effect and (first >= len(kinds) or config.sliding_window is not None)
+    asked = [key for key in ("use_sliding_window", "sliding_window", "max_window_layers") if given.get(key) is not None]
+    if asked and not has_effect and given.get("use_sliding_window") is not False:
+        raise UserError(
+            f"{where}{asked[0]} has no effect, as in transformers: windows take use_sliding_window = true where the "
+            "family has it, and only layers that layer_types says, or else those from max_window_layers on, have one."
         )
 
 
