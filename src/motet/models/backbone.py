@@ -112,7 +112,11 @@ class Backbone(nn.Module):
                 "its own, which an export would lose; set tie_word_embeddings = false in config.json, or in "
                 "model.backbone.config."
             )
-        use_document_rotary(causal_lm)
+        if use_document_rotary(causal_lm) and first_position:
+            raise UserError(
+                f"first_position is {first_position}; beside rotary positions of type longrope, whose frequencies "
+                "follow from a document's length, it must be 0."
+            )
         num_routed = 0 if shaped else use_routed_experts(self._text.layers)
         # As in transformers, which does not read the coefficient otherwise.
         balances = num_routed and causal_lm.config.output_router_logits

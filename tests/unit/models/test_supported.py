@@ -164,6 +164,16 @@ def test_windows_beside_the_kinds_of_layers_of_a_directory_are_refused(tiny, tmp
     assert [built._window(block.self_attn) for block in built.blocks] == [4, 4]
 
 
+def test_longrope_is_of_documents_that_count_from_0(tiny):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 8}
+    options = tiny.options_of("llama") | rope("longrope", **factors)
+    with pytest.raises(UserError, match="first_position is 1; beside rotary positions of type longrope"):
+        build_backbone(BackboneConfig(family="llama", config=options, first_position=1), 50, torch.float32, 0)
+    config = transformers.Qwen2VLTextConfig(**tiny.options_of("llama") | rope("longrope", **factors))
+    with pytest.raises(UserError, match=r"'longrope', .*whose rope_type Motet does not compute"):
+        check_backbone(config)
+
+
 STORED = [
     ({"num_hidden_layers": 10**9}, "config.json: num_hidden_layers is 1000000000"),
     (

@@ -260,10 +260,11 @@ def _ropes(config: PreTrainedConfig, where: str) -> dict[str, Any]:
 def _check_rope(config: PreTrainedConfig, name: str, rope: Any) -> None:
     kind = rope.get("rope_type") if isinstance(rope, dict) else None
     known = ("default",) if isinstance(config, InternLM2Config) else _ROPE
-    if kind not in known or (kind == "longrope" and isinstance(config, Gemma3TextConfig)):
+    on_grid = isinstance(config, _ON_GRID)
+    # Its frequencies follow from a document's length, and positions on a grid do not tell it.
+    if kind not in known or (kind == "longrope" and (on_grid or isinstance(config, Gemma3TextConfig))):
         raise UserError(f"{name} is {rope}, whose rope_type Motet does not compute; it must be {', '.join(known)}.")
     options = _ROPE[kind] | {"rope_type", "type", "rope_theta"}
-    on_grid = isinstance(config, _ON_GRID)
     if on_grid:
         options |= {"mrope_section"}
         _check_sections(config, name, rope.get("mrope_section"))
