@@ -88,6 +88,7 @@ SAYINGS = [
     ),
     ("llama", {"layer_types": ["full_attention", "full_attention"]}, "has no option layer_types"),
     ("llama", {"return_dict": False}, "has no option return_dict"),
+    ("whisper", {"apply_spec_augment": True}, "apply_spec_augment is True, which Motet does not compute"),
     ("siglip", {"image_size": 8, "patch_size": 16}, "image_size is 8; it must be at least patch_size, 16"),
     ("dinov2", {"image_size": [8, 32]}, r"image_size is \[8, 32\]; it must be one whole number"),
     ("qwen2_vl", {"embed_dim": 20, "num_heads": 2}, r"embed_dim is 20; it must be a multiple of 4 \* num_heads"),

@@ -27,6 +27,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3VLMoeTextConfig,
     Qwen3VLTextConfig,
+    WhisperConfig,
 )
 from transformers.activations import ACT2FN
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniTextConfig
@@ -76,10 +77,11 @@ _ONLY_OF: dict[type[PreTrainedConfig], dict[str, tuple[Any, ...]]] = {
         "layer_norm_elementwise_affine": (None, True),
         "layerdrop": (None, 0),
     },
+    WhisperConfig: {"apply_spec_augment": (None, False)},
 }
 """Option of one family -> the values that Motet computes. A norm behind attention and narrow embeddings are OPT-350m's;
 `reorder_and_upcast_attn` rounds scores to float32 in transformers' eager attention alone. Files of EVA-CLIP have CLIP's
-type."""
+type. Whisper's spectrograms are masked by a class around the encoder, in training."""
 
 _COMPUTED: dict[type[PreTrainedConfig], tuple[str, ...]] = {
     GPT2Config: ("embd_pdrop",),
