@@ -105,7 +105,18 @@ class Backbone(nn.Module):
         self.behind_grids = BEHIND_SIDE if shaped else backbone_family(causal_lm).behind_grids
         check_backbone(causal_lm.config, f"{type(causal_lm).__name__}: ")
         self._text = (TextModel if shaped else backbone_family(causal_lm).text)(causal_lm)
-        use_document_rotary(causal_lm)
+        says_tied = getattr(causal_lm, "_tied_weights_keys", None) and causal_lm.config.tie_word_embeddings
+        if says_tied and not self._is_tied:
+            raise UserError(
+                f"{type(causal_lm).__name__}: its config says tie_word_embeddings, but its output layer has weights of "
+                "its own, which an export would lose; set tie_word_embeddings = false in config.json, or in "
+                "model.backbone.config."
+            )
+        if use_document_rotary(causal_lm) and first_position:
+            raise UserError(
+                f"first_position is {first_position}; beside rotary positions of type longrope, whose frequencies "
+                "follow from a document's length, it must be 0."
+            )
         num_routed = 0 if shaped else use_routed_experts(self._text.layers)
         # As in transformers, which does not read the coefficient otherwise.
         balances = num_routed and causal_lm.config.output_router_logits
@@ -173,16 +184,20 @@ class Backbone(nn.Module):
         num_tokens = table.num_embeddings  # Mllama's has tokens that are never predicted.
         tables = (table,) if text.positions is None else (table, text.positions)
         num_positions = 0 if text.positions is None else text.positions.num_embeddings
-        tied = output.weight is table.weight
         layers = [
             LayerModules(embedding(num_tokens, hidden, num_positions, trainable=any_trainable(*tables)), tables),
             *([self._queries_layer()] if len(self.queries) else ()),
             *([products_layer("merge", self.merge, hidden)] if isinstance(self.merge, nn.Module) else ()),
             *(each for block in self._blocks for each in self._described(block)),
             LayerModules(final_norm(hidden, self._norm, trainable=any_trainable(text.norm)), (text.norm,)),
-            LayerModules(head(vocab_size, hidden, tied=tied, trainable=any_trainable(output)), (output,)),
+            LayerModules(head(vocab_size, hidden, tied=self._is_tied, trainable=any_trainable(output)), (output,)),
         ]
         return list(map(as_it_learns, layers))
+
+    @property
+    def _is_tied(self) -> bool:
+        """Whether the output layer has the weights of the tokens' table."""
+        return self._text.causal_lm.lm_head.weight is self._text.table.weight  # type: ignore[no-any-return]
 
     def _described(self, block: Block) -> list[LayerModules]:
         """The layers of a block. One that attends to keys counts as if each sequence had one item."""

@@ -29,6 +29,7 @@ from motet.models.config_file import check_feature_layer, hf_options, one_line, 
 from motet.models.exact import keep_float64
 from motet.models.families.bounds import check_bounds
 from motet.models.families.registry import BACKBONES, ENCODERS, Family
+from motet.models.families.supported import check_windows
 from motet.models.generator_build import build_generator
 from motet.models.generator_config import GeneratorConfig
 from motet.models.initialise import compute_buffers, seeded
@@ -355,6 +356,7 @@ def build_backbone(
             "model.backbone.config.router_aux_loss_coef has no effect without output_router_logits = true, as in "
             "transformers; set both, or neither."
         )
+    check_windows(causal_lm.config, options, "model.backbone.config.")
     if (rows := causal_lm.get_input_embeddings().num_embeddings) < vocab_size:
         raise UserError(f"model.backbone: its vocabulary has {rows} entries, but the tokenizer needs {vocab_size}")
     return Backbone(

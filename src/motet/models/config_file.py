@@ -120,6 +120,8 @@ def read_config(where: str, family: Family, path: Path, options: dict[str, Any])
                 f"model.{where}.path: {path} holds a model of type {stored_type!r}, where {needed_type!r} is needed."
             )
         stored = getattr(larger, family.part).to_dict()
+    if "rope_parameters" in options:  # transformers would take that of the file, under its older name.
+        stored = {key: value for key, value in stored.items() if key != "rope_scaling"}
     config = parse_config(file, family.config, stored | options)
     family.check(config, f"{file}: " if not options else f"{file}, with model.{where}.config: ")
     return config
@@ -130,7 +132,10 @@ def check_feature_layer(where: str, family: Family, path: Path, feature_layer: i
 
     feature_layer: the layer that the recipe names; then that layer is used, whatever the larger model uses.
     """
-    larger = _larger_model(*_stored(where, path), family) if family.feature_layers else None
+    larger = _larger_model(*_stored(where, path), family)
+    if larger is not None and not family.feature_layers:
+        _check_takes_output(where, path, larger)
+        return
     if larger is None or (larger.model_type in _USE_OUTPUT and feature_layer is None):
         return
     layer = getattr(larger, "vision_feature_layer", None)
@@ -156,6 +161,16 @@ def check_feature_layer(where: str, family: Family, path: Path, feature_layer: i
             f"{'keeps the class row' if family.class_row else 'drops the first patch'}; the encoder of Motet does as "
             f"{computed!r} says, so save the tower in a directory of its own if that is what you want."
         )
+
+
+def _check_takes_output(where: str, path: Path, larger: PreTrainedConfig) -> None:
+    """Raise UserError if a larger model takes other rows of its tower than the last layer's without the class row."""
+    for key, taken in (("vision_feature_layer", -1), ("vision_feature_select_strategy", "default")):
+        if (said := getattr(larger, key, None)) not in (None, taken, [taken]):
+            raise UserError(
+                f"model.{where}: the {larger.model_type} model in {path} has {key} = {said!r}, and the encoder of "
+                f"Motet does as {taken!r} says, so save the tower in a directory of its own if that is what you want."
+            )
 
 
 def _stored(where: str, path: Path) -> tuple[Path, dict[str, Any]]:

@@ -265,11 +265,16 @@ def _chosen(root: nn.Module, blocks: Sequence[Block], config: LoraConfig, where:
         for name, layer in root.named_modules()
         if type(layer) is nn.Linear and id(layer) in inside
     }
+    if not linear:
+        raise UserError(
+            f"{where}: {type(root).__name__} has no linear layers in its blocks, beside which adapters are (GPT-2 "
+            "multiplies by layers of another kind); train it without them."
+        )
     if config.targets == ALL_LINEAR:
         return {name: layer for name, (_, layer) in linear.items()}
     for target in config.targets:
         if not any(_is_target(name, target) for name, _ in linear.values()):
-            example = next((name for name, _ in linear.values()), "none")
+            example = next(name for name, _ in linear.values())
             raise UserError(
                 f"{where}.targets: no linear layer in the blocks of {type(root).__name__} has a name that ends with "
                 f"{target!r}; a name is, for example, {example!r}"

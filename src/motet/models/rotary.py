@@ -81,11 +81,15 @@ def document_lengths(causal_lm: nn.Module, lengths: Int64Array | None) -> Iterat
         rotary.lengths = None
 
 
-def use_document_rotary(causal_lm: nn.Module) -> None:
-    """Replace a model's rotary module by a DocumentRotary if it chooses frequencies by the largest position."""
+def use_document_rotary(causal_lm: nn.Module) -> bool:
+    """Replace a model's rotary module by a DocumentRotary if it chooses frequencies by the largest position.
+
+    Returns whether it does.
+    """
     rope = getattr(causal_lm.config, "rope_parameters", None)
-    if rope is None:
-        return
+    if rope is None or rope.get("rope_type") != "longrope":
+        return False
     rotary = causal_lm.model.rotary_emb
-    if rope.get("rope_type") == "longrope" and not isinstance(rotary, DocumentRotary):
+    if not isinstance(rotary, DocumentRotary):
         causal_lm.model.rotary_emb = DocumentRotary(rotary, rope["original_max_position_embeddings"])
+    return True

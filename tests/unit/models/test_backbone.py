@@ -80,6 +80,8 @@ def test_packed_equals_one_by_one_with_gradients(tiny, family, window):
     options = {"sliding_window": window} if family == "mistral" or window else {}
     if window and family in ("qwen2", "qwen3"):
         options |= {"use_sliding_window": True, "max_window_layers": 1}
+    elif window and family == "qwen3_moe":
+        options |= {"use_sliding_window": True}
     backbone = tiny.backbone(family, **options)
     packed = tiny.Packed.of(LENGTHS, image=[1, 2, 9, 21])
     features = torch.randn(4, tiny.dim, dtype=torch.float64, requires_grad=True)

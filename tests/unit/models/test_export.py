@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, WhisperConfig
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, WhisperConfig
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from motet.core.errors import UserError
@@ -66,6 +66,21 @@ def test_transformers_loads_the_backbone(tiny, tmp_path, family, tied):
     torch.testing.assert_close(encoder(clip.T[None]).last_hidden_state[0], expected, rtol=1e-5, atol=1e-5)
     assert "motet" not in (tmp_path / "backbone" / "config.json").read_text()
     assert isinstance(encoder.config, WhisperConfig)
+
+
+def test_an_output_layer_that_the_config_ties_and_the_files_do_not_is_refused(tiny, tmp_path):
+    """transformers does not tie it, and an export by the config would have the embedding in its place."""
+    options = tiny.backbone_options | {"vocab_size": tiny.vocab, "pad_token_id": None}
+    stored = Qwen2ForCausalLM(Qwen2Config(**options, tie_word_embeddings=False))
+    stored.config.tie_word_embeddings = True
+    stored.save_pretrained(tmp_path)
+    assert "lm_head.weight" in load_file(tmp_path / "model.safetensors")
+    for deferred in (False, True):
+        with pytest.raises(UserError, match="says tie_word_embeddings, but its output layer has weights of its own"):
+            build_mllm(ModelConfig(backbone={"family": "qwen2", "path": tmp_path}), tiny.vocab, deferred=deferred)
+    backbone = {"family": "qwen2", "path": tmp_path, "config": {"tie_word_embeddings": False}}
+    head = build_mllm(ModelConfig(backbone=backbone), tiny.vocab).backbone.causal_lm.lm_head
+    assert torch.equal(head.weight, stored.lm_head.weight)
 
 
 def test_export_keeps_the_dtype_of_the_weights(tiny, tmp_path):

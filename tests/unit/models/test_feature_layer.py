@@ -92,6 +92,18 @@ def test_what_the_larger_model_does_with_the_class_row_must_be_the_same(tiny, tm
         from_directory(tiny, "siglip", tmp_path, feature_layer=-1)
 
 
+@pytest.mark.parametrize(("key", "value"), [("vision_feature_layer", -2), ("vision_feature_select_strategy", "full")])
+def test_a_tower_that_returns_its_output_alone_is_read_of_models_that_take_it(tiny, tmp_path, key, value):
+    parts = {"text_config": TEXT | {"model_type": "llama"}, "vision_config": tiny.encoders["internvl"]}
+    for said in ({}, {key: value}):
+        config = transformers.InternVLConfig(**parts, image_token_id=3, **said)
+        transformers.InternVLForConditionalGeneration(config).double().save_pretrained(tmp_path)
+        if not said:
+            assert from_directory(tiny, "internvl", tmp_path).num_encoder_blocks == 2
+    with pytest.raises(UserError, match=rf"the internvl model in .* has {key} = {value!r}"):
+        from_directory(tiny, "internvl", tmp_path)
+
+
 def test_layers_that_are_joined_are_not_guessed(tiny, tmp_path):
     larger(tiny, "llava", vision_feature_layer=[-2, -1]).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"layers \[-2, -1\] are what the llava model"):

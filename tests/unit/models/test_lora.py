@@ -212,6 +212,11 @@ def test_what_is_refused(tiny):
         ValueError,
         backbone=backbone | {"train": False},
     )
+    refused(
+        r"model.lora.backbone: GPT2LMHeadModel has no linear layers in its blocks",
+        {"backbone": {"rank": 1}},
+        backbone={"family": "gpt2", "config": tiny.options_of("gpt2")},
+    )
     own = {"image": {"module": "parity.tiny:ToyEncoder", "args": {"row_dim": 4, "cost": "packed"}}}
     refused(r"model.lora.image: 'image' is a module of your own", {"image": {"rank": 1}}, encoders=own)
     with pytest.raises(ValueError, match=r"'q_proj' is neither \"all-linear\" nor a list of names of layers"):

@@ -88,6 +88,7 @@ SAYINGS = [
     ),
     ("llama", {"layer_types": ["full_attention", "full_attention"]}, "has no option layer_types"),
     ("llama", {"return_dict": False}, "has no option return_dict"),
+    ("whisper", {"apply_spec_augment": True}, "apply_spec_augment is True, which Motet does not compute"),
     ("siglip", {"image_size": 8, "patch_size": 16}, "image_size is 8; it must be at least patch_size, 16"),
     ("dinov2", {"image_size": [8, 32]}, r"image_size is \[8, 32\]; it must be one whole number"),
     ("qwen2_vl", {"embed_dim": 20, "num_heads": 2}, r"embed_dim is 20; it must be a multiple of 4 \* num_heads"),
@@ -120,6 +121,58 @@ def test_options_that_override_a_directory(tiny, tmp_path, family, options, said
     config = BackboneConfig(family=family, path=tmp_path, config={"hiden_size": 8})
     with pytest.raises(UserError, match="has no option hiden_size"):
         build_backbone(config, 50, torch.float32, 0)
+
+
+def test_rotary_options_override_those_of_an_older_file(tiny, tmp_path):
+    """transformers itself would take the file's `rope_scaling` in place of `rope_parameters`."""
+    saved(tiny, tmp_path)
+    file = tmp_path / "config.json"
+    stored = {key: each for key, each in json.loads(file.read_text()).items() if key != "rope_parameters"}
+    file.write_text(json.dumps(stored | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}))
+    said = {"rope_type": "linear", "factor": 2.0}
+    built = [
+        build_backbone(BackboneConfig(family="llama", path=tmp_path, config=config), 50, torch.float32, 0)
+        for config in ({}, {"rope_parameters": said})
+    ]
+    factors = [each.causal_lm.config.rope_parameters["factor"] for each in built]
+    assert factors == [8.0, 2.0] and built[1].causal_lm.config.rope_parameters["rope_theta"] == 5e5
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen2", {"sliding_window": 4}),
+        ("qwen3", {"sliding_window": 4, "max_window_layers": 1}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4}),  # From layer 28 on, by default.
+        ("qwen2", {"use_sliding_window": True, "layer_types": ["full_attention"] * 2, "max_window_layers": 1}),
+        ("qwen3_moe", {"sliding_window": 4}),
+    ],
+)
+def test_windows_that_no_layer_would_have_are_refused(tiny, family, options):
+    config = BackboneConfig(family=family, config=tiny.options_of(family) | options)
+    with pytest.raises(UserError, match=r"model.backbone.config.\w+ has no effect.*use_sliding_window = true"):
+        build_backbone(config, 50, torch.float32, 0)
+
+
+def test_windows_beside_the_kinds_of_layers_of_a_directory_are_refused(tiny, tmp_path):
+    config = tiny.backbone("qwen2", dtype=torch.float32).causal_lm.config
+    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    options = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+    with pytest.raises(UserError, match="use_sliding_window has no effect"):
+        build_backbone(BackboneConfig(family="qwen2", path=tmp_path, config=options), 50, torch.float32, 0)
+    options["layer_types"] = ["sliding_attention"] * 2
+    built = build_backbone(BackboneConfig(family="qwen2", path=tmp_path, config=options), 50, torch.float32, 0)
+    assert [built._window(block.self_attn) for block in built.blocks] == [4, 4]
+
+
+def test_longrope_is_of_documents_that_count_from_0(tiny):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 8}
+    options = tiny.options_of("llama") | rope("longrope", **factors)
+    with pytest.raises(UserError, match="first_position is 1; beside rotary positions of type longrope"):
+        build_backbone(BackboneConfig(family="llama", config=options, first_position=1), 50, torch.float32, 0)
+    config = transformers.Qwen2VLTextConfig(**tiny.options_of("llama") | rope("longrope", **factors))
+    with pytest.raises(UserError, match=r"'longrope', .*whose rope_type Motet does not compute"):
+        check_backbone(config)
 
 
 STORED = [

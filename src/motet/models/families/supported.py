@@ -7,6 +7,7 @@ ignored, Motet would silently train another model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -26,6 +27,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3VLMoeTextConfig,
     Qwen3VLTextConfig,
+    WhisperConfig,
 )
 from transformers.activations import ACT2FN
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniTextConfig
@@ -75,10 +77,11 @@ _ONLY_OF: dict[type[PreTrainedConfig], dict[str, tuple[Any, ...]]] = {
         "layer_norm_elementwise_affine": (None, True),
         "layerdrop": (None, 0),
     },
+    WhisperConfig: {"apply_spec_augment": (None, False)},
 }
 """Option of one family -> the values that Motet computes. A norm behind attention and narrow embeddings are OPT-350m's;
 `reorder_and_upcast_attn` rounds scores to float32 in transformers' eager attention alone. Files of EVA-CLIP have CLIP's
-type."""
+type. Whisper's spectrograms are masked by a class around the encoder, in training."""
 
 _COMPUTED: dict[type[PreTrainedConfig], tuple[str, ...]] = {
     GPT2Config: ("embd_pdrop",),
@@ -178,6 +181,26 @@ def check_encoder(config: PreTrainedConfig, where: str = "") -> None:
         )
 
 
+def check_windows(config: PreTrainedConfig, given: Mapping[str, Any], where: str) -> None:
+    """Raise UserError for options of a recipe that ask for windows, and give no layer one, as in transformers.
+
+    given: the options. where: as of `check_backbone`.
+    """
+    kinds = getattr(config, "layer_types", None)
+    first = given.get("max_window_layers")
+    if kinds is None or first is None:
+        has_effect = getattr(config, "sliding_window", None) is not None and (kinds is None or _KINDS[1] in kinds)
+    else:
+        has_effect = list(kinds) == [_KINDS[number >= first] for number in range(len(kinds))]
+        has_effect = has_effect and (first >= len(kinds) or config.sliding_window is not None)
+    asked = [key for key in ("use_sliding_window", "sliding_window", "max_window_layers") if given.get(key) is not None]
+    if asked and not has_effect and given.get("use_sliding_window") is not False:
+        raise UserError(
+            f"{where}{asked[0]} has no effect, as in transformers: windows take use_sliding_window = true where the "
+            "family has it, and only layers that layer_types says, or else those from max_window_layers on, have one."
+        )
+
+
 def has_option(config: PreTrainedConfig, key: str) -> bool:
     """Whether the class of `config` has the option. A file may hold options that the class does not have."""
     return key in {field.name for field in fields(config)}
@@ -239,10 +262,11 @@ def _ropes(config: PreTrainedConfig, where: str) -> dict[str, Any]:
 def _check_rope(config: PreTrainedConfig, name: str, rope: Any) -> None:
     kind = rope.get("rope_type") if isinstance(rope, dict) else None
     known = ("default",) if isinstance(config, InternLM2Config) else _ROPE
-    if kind not in known or (kind == "longrope" and isinstance(config, Gemma3TextConfig)):
+    on_grid = isinstance(config, _ON_GRID)
+    # Its frequencies follow from a document's length, and positions on a grid do not tell it.
+    if kind not in known or (kind == "longrope" and (on_grid or isinstance(config, Gemma3TextConfig))):
         raise UserError(f"{name} is {rope}, whose rope_type Motet does not compute; it must be {', '.join(known)}.")
     options = _ROPE[kind] | {"rope_type", "type", "rope_theta"}
-    on_grid = isinstance(config, _ON_GRID)
     if on_grid:
         options |= {"mrope_section"}
         _check_sections(config, name, rope.get("mrope_section"))
