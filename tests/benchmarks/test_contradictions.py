@@ -11,6 +11,7 @@ def programs():
         yield contradictions
 
 
+@pytest.mark.slow
 def test_neither_a_pin_nor_more_of_a_thing_contradicts_the_free_answer(programs, monkeypatch):
     kept = ("schedule=interleaved_1f1b",)
     monkeypatch.setattr(programs, "PINS", {name: programs.PINS[name] for name in kept})

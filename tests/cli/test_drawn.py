@@ -35,6 +35,7 @@ def motet(monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_two_ranks_train_with_all_that_a_run_leaves(job, tmp_path):
     sets = [f"run.dir={tmp_path / 'run'}", "run.steps=5", "run.batch_size=6", "model.backbone.num_layers=1"]
     done = motet_on_ranks(2, "train", job, "--trace", *(part for each in sets for part in ("--set", each)))

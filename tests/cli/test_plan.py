@@ -180,6 +180,7 @@ def test_a_cluster_without_a_device_is_of_the_one_that_the_command_line_names(re
     assert "cluster.device" in fails(monkeypatch, capsys, "plan", recipe, *pieces)
 
 
+@pytest.mark.slow
 def test_what_would_change_the_best_is_tried_where_it_is_quick_or_asked_for(recipe, monkeypatch, capsys):
     def told(*options):
         motet(monkeypatch, "plan", recipe, "--pin", "strategy=data-parallel", *options)
@@ -378,6 +379,7 @@ channels = 1
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_the_fastest_plans(tmp_path, monkeypatch):
     """Predicted and measured stand beside each other, the fastest measured first, whichever it is; what is only
     predicted comes after, and the fastest is written."""
@@ -448,7 +450,7 @@ def test_what_cannot_be_measured(recipe, tmp_path, monkeypatch, capsys):
     assert "training can run none of " in said and "because of what is not there yet" in said
 
 
-@pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
+@pytest.mark.parametrize("closed", [(1,), pytest.param((0, 1, 2), marks=pytest.mark.slow)])
 def test_the_plan_is_written_where_nobody_reads_what_is_printed(recipe, tmp_path, closed):
     close = "; ".join(f"os.close({descriptor})" for descriptor in closed)
     start = f"import os, sys; {close}; os.execv(sys.executable, [sys.executable, '-m', 'motet', *sys.argv[1:]])"

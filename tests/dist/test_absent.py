@@ -135,15 +135,17 @@ def check(
     return [f"{scenario.name}: {line}" for line in wrong]
 
 
-@pytest.mark.parametrize("image_family", ["siglip", "qwen2_vl"])
+@pytest.mark.parametrize("image_family", [pytest.param("siglip", marks=pytest.mark.slow), "qwen2_vl"])
 @pytest.mark.parametrize(
     ("num_ranks", "fsdp"),
     [
         (3, FSDPConfig()),
-        (4, FSDPConfig(shard_size=2, recompute=True)),
-        (3, FSDPConfig(shard_size=1)),
-        (3, FSDPConfig(param_dtype="bfloat16", reduce_dtype="float32")),
-        (3, FSDPConfig(param_dtype="bfloat16", reduce_dtype="float32", shard_size=1)),
+        pytest.param(4, FSDPConfig(shard_size=2, recompute=True), marks=pytest.mark.slow),
+        pytest.param(3, FSDPConfig(shard_size=1), marks=pytest.mark.slow),
+        pytest.param(3, FSDPConfig(param_dtype="bfloat16", reduce_dtype="float32"), marks=pytest.mark.slow),
+        pytest.param(
+            3, FSDPConfig(param_dtype="bfloat16", reduce_dtype="float32", shard_size=1), marks=pytest.mark.slow
+        ),
     ],
     ids=["fsdp", "hybrid", "replicated", "bf16", "bf16 replicated"],
 )

@@ -54,11 +54,11 @@ def traced(run_dir):
 @pytest.mark.parametrize(
     "options",
     [
-        ("balance.method=per_phase",),
-        ("balance.method=per_phase", *FROZEN),
+        pytest.param(("balance.method=per_phase",), marks=pytest.mark.slow),
+        pytest.param(("balance.method=per_phase", *FROZEN), marks=pytest.mark.slow),
         ("balance.method=per_phase", "model.backbone.train=false", *FROZEN),
         ("balance.phases=off", "fsdp.shard_size=1"),
-        ("balance.method=auto",),
+        pytest.param(("balance.method=auto",), marks=pytest.mark.slow),
     ],
     ids=["all trainable", "image frozen", "audio alone trainable", "not balanced, not sharded", "auto"],
 )

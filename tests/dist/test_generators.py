@@ -132,6 +132,7 @@ def shown(folder):
     return [{**line, "file": np.asarray(Image.open(folder / line["file"])).tolist()} for line in lines]
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_takes_the_same_steps(job, alone, tmp_path):
     run(job, 3, tmp_path / "three", "checkpoint.every_steps=2", "run.microbatches=2")
     one, three = metrics(alone), metrics(tmp_path / "three")

@@ -115,6 +115,7 @@ def test_adapters_go_on_in_the_next_phase_also_where_they_do_not_learn(jobs, tmp
     assert (learnt := changed(before, after)) and not learnt & adapters
 
 
+@pytest.mark.slow
 def test_on_two_ranks_and_planned_anew_the_losses_are_the_same(jobs, tmp_path):
     phased, _ = jobs
     run(phased, 1, tmp_path / "alone")
@@ -145,6 +146,7 @@ def test_a_run_goes_on_inside_a_phase_and_passes_over_those_that_ended(jobs, tmp
     assert (losses(tmp_path / "align"), losses(tmp_path / "tune")) == whole
 
 
+@pytest.mark.slow
 def test_a_phase_on_weights_that_have_changed_is_refused(jobs, tmp_path):
     phased, _ = jobs
     run(phased, 1, tmp_path)

@@ -110,10 +110,18 @@ def row_of(plan_file, job, rank, monkeypatch, capsys):
     ("stages", "options"),
     [
         (FEW_CUTS, {}),
-        (LATE_CUT, {"schedule": "gpipe", "recompute": ({"image": 1, "backbone": 1}, {"backbone": 2})}),
-        (FEW_CUTS, {"dp": 2, "zero": 3}),
-        (FOUR_STAGES, {"schedule": "interleaved_1f1b", "deferred_warmup": True, "pp": 2}),
-        (LATE_CUT, {"schedule": "zb_h1", "left_over": 1}),
+        pytest.param(
+            LATE_CUT,
+            {"schedule": "gpipe", "recompute": ({"image": 1, "backbone": 1}, {"backbone": 2})},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(FEW_CUTS, {"dp": 2, "zero": 3}, marks=pytest.mark.slow),
+        pytest.param(
+            FOUR_STAGES,
+            {"schedule": "interleaved_1f1b", "deferred_warmup": True, "pp": 2},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(LATE_CUT, {"schedule": "zb_h1", "left_over": 1}, marks=pytest.mark.slow),
         (FOUR_STAGES, {"schedule": "zb_v", "pp": 2, "recompute": ({"image": 1}, {}, {"backbone": 1}, {})}),
     ],
     ids=["1f1b", "gpipe, recomputed", "ZeRO 3", "interleaved, deferred", "zb_h1, a rank more", "zb_v, recomputed"],
@@ -149,7 +157,7 @@ COPIES = Unit("llm", ({"backbone": 1}, {"backbone": 2}), pp=2, zero=0, replicate
     [
         ((ENCODERS, Unit("llm", ({"backbone": 3},), first_rank=2)), "per_phase"),
         ((COPIES,), "off"),
-        ((IMAGE_ALONE, IN_TENSORS), "off"),
+        pytest.param((IMAGE_ALONE, IN_TENSORS), "off", marks=pytest.mark.slow),
     ],
     ids=["two replicas of encoders share items", "each stage has the encoders", "tensor parallelism"],
 )
@@ -168,7 +176,9 @@ def test_encoders_of_several_ranks_train_as_one_process_does(job, alone, tmp_pat
         assert all([name for name, _, _ in found[rank, step]] == expected for step in range(8))
 
 
-@pytest.mark.parametrize("is_known", [True, False], ids=["for this device", "for another"])
+@pytest.mark.parametrize(
+    "is_known", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["for this device", "for another"]
+)
 def test_the_measured_step_stands_beside_the_predicted_one(job, tmp_path, is_known):
     """On the device that the Plan is for; for another one nothing is made up, and one line says so."""
     plan = plan_of(job, FEW_CUTS)
@@ -196,6 +206,7 @@ def test_the_measured_step_stands_beside_the_predicted_one(job, tmp_path, is_kno
         assert said.count("Steps are not predicted") == 1 and "has figures of h100, this run is on cpu" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_plan_of_data_parallelism_trains_too(job, alone, tmp_path, zero):
     chain = plan_of(job, FEW_CUTS)
@@ -207,6 +218,7 @@ def test_a_plan_of_data_parallelism_trains_too(job, alone, tmp_path, zero):
     check_reloads(run_dir, tmp_path / "plan.json")
 
 
+@pytest.mark.slow
 def test_a_plan_trains_in_the_types_of_the_recipe(job, tmp_path):
     """bf16 over float32, as under data parallelism; the checkpoint has float32."""
     types = ["run.dtype=float32", "fsdp.param_dtype=bfloat16", "fsdp.reduce_dtype=float32", "run.steps=4"]
@@ -219,6 +231,7 @@ def test_a_plan_trains_in_the_types_of_the_recipe(job, tmp_path):
     assert [step["step"] for step in metrics(tmp_path / "on")] == [5, 6]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_plan(job, alone, tmp_path):
     """From one process to a chain, from ZeRO 3 to ZeRO 1, and back: the same losses as never having stopped."""
     first = run_planned(job, tmp_path, plan_of(job, FEW_CUTS), resume=str(alone / "checkpoints" / name_of(4)))
@@ -234,6 +247,7 @@ def test_a_run_goes_on_under_another_plan(job, alone, tmp_path):
     assert [step["loss"] for step in metrics(back)] == pytest.approx(losses(alone)[4:], rel=1e-10)
 
 
+@pytest.mark.slow
 def test_a_mixture_is_trained_and_stored_under_a_plan_too(tmp_path):
     """A run that goes on without the mixture has another order of examples, whatever it was trained under before."""
     job = write_tiny_job(tmp_path / "data")

@@ -110,6 +110,7 @@ def in_words(printed, part="the largest microbatch of"):
     return [line for line in printed.splitlines() if line.startswith("fsdp.recompute") and part in line]
 
 
+@pytest.mark.slow
 def test_a_run_recomputes_what_its_microbatches_need(job, tmp_path, monkeypatch, capsys):
     """The losses are those without recomputation, a resumed run decides alike, and so does a simulation."""
     auto = (*LARGER, "fsdp.recompute=auto", "checkpoint.every_steps=4")
@@ -170,6 +171,7 @@ def measured_run(job, folder, peaks, *overrides, resolution_bytes=0):
     return of_ranks[0][0], [np.array([sum(map(sum, step.values())) for step in found]) for _, found in of_ranks]
 
 
+@pytest.mark.slow
 def test_measured_bytes_correct_each_rank_alone(job, tmp_path):
     """A rank that takes more than predicted recomputes more, the other less; losses stay, to the last bit."""
     run(job, 2, tmp_path / "none", *LARGER)
@@ -185,6 +187,7 @@ def test_measured_bytes_correct_each_rank_alone(job, tmp_path):
     assert re.search(r"rank 1 took 2.2 MB where \S+ MB was predicted, so it fits microbatches to a prediction of", line)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_measures_anew(job, tmp_path):
     peaks = (1_000_000, 2_200_000)
     measured_run(job, tmp_path, peaks, "checkpoint.every_steps=3", "checkpoint.keep=3")

@@ -42,7 +42,7 @@ def stop_after(run_dir, step):
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step-{step:08d}"]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_resumed_losses_are_those_of_an_uninterrupted_run(job, tmp_path, num_ranks):
     run(job, num_ranks, tmp_path / "a", "checkpoint.every_steps=4")
     whole = losses(tmp_path / "a")
@@ -53,7 +53,7 @@ def test_resumed_losses_are_those_of_an_uninterrupted_run(job, tmp_path, num_ran
     assert losses(tmp_path / "a") == whole
 
 
-@pytest.mark.parametrize(("first", "second"), [(4, 2), (2, 3)])
+@pytest.mark.parametrize(("first", "second"), [pytest.param(4, 2, marks=pytest.mark.slow), (2, 3)])
 def test_on_another_number_of_ranks_the_same_examples_follow(job, tmp_path, first, second):
     run(job, first, tmp_path / "a", "checkpoint.every_steps=4")
     whole = metrics(tmp_path / "a")
@@ -81,6 +81,7 @@ def taken_ids(rank, num_ranks, recipe, overrides):
     return taken
 
 
+@pytest.mark.slow
 def test_a_resumed_run_takes_just_the_examples_not_yet_seen(job, tmp_path):
     overrides = [f"run.dir={tmp_path / 'a'}", "checkpoint.every_steps=4", "data.heldout=[]"]
     whole = run_ranks(taken_ids, 2, str(job), overrides)
@@ -124,6 +125,7 @@ def test_a_path_changes_nothing_before_there_is_something_new(job, tmp_path):
     assert "Resuming after step 8" in said
 
 
+@pytest.mark.slow
 def test_from_a_damaged_newest_checkpoint_a_run_goes_back_to_the_one_before(job, tmp_path):
     run(job, 2, tmp_path / "a", "checkpoint.every_steps=3")
     whole, folder = losses(tmp_path / "a"), tmp_path / "a" / "checkpoints"
@@ -167,6 +169,7 @@ def damage(folder, count):
     return [path.name for path in damaged]
 
 
+@pytest.mark.slow
 def test_files_that_become_unreadable_are_left_out_on_all_ranks_alike(tmp_path):
     job = write_tiny_job(tmp_path / "data")
     run(job, 1, tmp_path / "whole", "run.steps=1")
@@ -184,6 +187,7 @@ def test_files_that_become_unreadable_are_left_out_on_all_ranks_alike(tmp_path):
     assert summary["bad_examples"] >= 4
 
 
+@pytest.mark.slow
 def test_too_many_unreadable_files_stop_all_ranks_with_one_sentence(tmp_path):
     job = write_tiny_job(tmp_path / "data")
     run(job, 1, tmp_path / "a", "run.steps=1")

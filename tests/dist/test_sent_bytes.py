@@ -41,7 +41,7 @@ def counted(rank, num_ranks, cases):
     return found
 
 
-@pytest.mark.parametrize("num_ranks", CASES)
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_step_counts_what_collectives_were_given(num_ranks):
     of_ranks = run_ranks(counted, num_ranks, CASES[num_ranks])
     for case, *found in zip(CASES[num_ranks], *of_ranks, strict=True):

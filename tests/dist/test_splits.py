@@ -77,7 +77,7 @@ def train_with_bad_images(rank, num_ranks, recipes, overrides):
     return train_own(rank, num_ranks, recipes, overrides)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_losses_are_those_of_one_process_that_reads_all(whole, tmp_path, num_ranks):
     recipes = own_folders(whole, tmp_path, num_ranks)
     run(recipes, num_ranks, tmp_path / "split", *SPLIT, "run.microbatches=2")
@@ -91,6 +91,7 @@ def test_losses_are_those_of_one_process_that_reads_all(whole, tmp_path, num_ran
     assert [step["num_examples"] for step in steps] == [8] * 8
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_and_other_ranks_are_refused(whole, tmp_path):
     recipes = own_folders(whole, tmp_path, 2)
     run(recipes, 2, tmp_path / "a", *SPLIT, "checkpoint.every_steps=4")

@@ -185,7 +185,7 @@ def generated():
             yield interleaved_1f1b(p, 2, m, deferred_warmup=deferred)
 
 
-@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("blocking", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_schedule_ends_on_lanes_that_block(blocking):
     """Orders for ranks that block need no lane for each direction."""
     programs = [add_communication(program, blocking=blocking) for program in generated()]
@@ -207,6 +207,7 @@ def whole(program):
     )
 
 
+@pytest.mark.slow
 def test_fills_of_steps_end_on_lanes_that_block():
     """Programs that are decided from the lengths of a step; other messages are sent in each."""
     programs = []

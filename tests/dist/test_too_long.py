@@ -37,7 +37,7 @@ def without(job):
     return f"data.train=['{path}']"
 
 
-@pytest.mark.parametrize("mode", ["index", "exchange"])
+@pytest.mark.parametrize("mode", ["index", pytest.param("exchange", marks=pytest.mark.slow)])
 def test_it_is_left_out_and_named(job, tmp_path, mode):
     said = run(job, 2, tmp_path / "a", *MEMORY, f"balance.mode={mode}")
     assert "1 of 41 examples left out: it needs more memory than a rank has." in said[0]

@@ -63,10 +63,10 @@ def test_the_first_step_is_that_of_the_whole_model_in_one_process(job, alone):
 @pytest.mark.parametrize(
     ("num_ranks", "overrides"),
     [
-        (2, ()),
+        pytest.param(2, (), marks=pytest.mark.slow),
         (2, ("balance.mode=exchange", "fsdp.shard_size=1")),
         (2, ("balance.method=per_phase", "run.microbatches=2", "fsdp.recompute=true")),
-        (3, ("balance.phases=off", "data.num_workers=1")),
+        pytest.param(3, ("balance.phases=off", "data.num_workers=1"), marks=pytest.mark.slow),
     ],
 )
 def test_losses_are_those_of_one_process(job, alone, tmp_path, num_ranks, overrides):

@@ -43,6 +43,7 @@ from motet.train.balancing import build_orchestrator
 from parity.collectives import counted_collectives, on_all_ranks
 from parity.tiny import PHASES, build_model, draw_examples, reference_step
 from ranks import run_ranks
+from tiers import in_tiers
 
 TOLERANCE = 1e-10
 EXCHANGE = sys.modules[exchange_rows.__module__]
@@ -477,8 +478,7 @@ def at(num_ranks: int, cases: list[Case]) -> list[Case]:
     return cases[num_ranks % 2 :: 2]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_gradients_equal_the_reference(num_ranks):
+def cases_on(num_ranks: int) -> list[Case]:
     every = every_balance() + every_method()
     if num_ranks == 1:
         cases = every[::4] + VARIANTS[::8] + GROUPED[::4]
@@ -495,6 +495,15 @@ def test_gradients_equal_the_reference(num_ranks):
     if num_ranks == 4:
         hybrid = every_balance(fsdp=HYBRID, num_microbatches=3) + every_method(fsdp=HYBRID, num_microbatches=3)
         cases += OWNED + hybrid[1::3]
+    return cases
+
+
+EVERY = {num_ranks: cases_on(num_ranks) for num_ranks in (1, 2, 3, 4)}
+FIRST = {1: range(len(EVERY[1])), **{num_ranks: range(0, len(EVERY[num_ranks]), 6) for num_ranks in (2, 3, 4)}}
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(EVERY, FIRST))
+def test_gradients_equal_the_reference(num_ranks, cases):
     wrong = run_ranks(check_cases, num_ranks, cases)[0]
     assert not wrong, "\n".join(wrong)
 
@@ -541,7 +550,10 @@ TWO_READERS = [
 ]
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), [(1, TWO_READERS[::9]), (2, TWO_READERS[::2]), (3, TWO_READERS[1::4])])
+OF_TWO_READERS = {1: TWO_READERS[::9], 2: TWO_READERS[::2], 3: TWO_READERS[1::4]}
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(OF_TWO_READERS, {1: range(3), 2: (1, 4, 7), 3: (0,)}))
 def test_gradients_with_two_encoders_of_an_item_callbacks_and_queries(num_ranks, cases):
     wrong = run_ranks(check_cases, num_ranks, cases)[0]
     assert not wrong, "\n".join(wrong)

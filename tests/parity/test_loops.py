@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -88,6 +90,18 @@ def check(results, steps) -> None:
 )
 def test_own_loop(wrap, mode, accumulate):
     check(run_ranks(own_loop, 2, wrap, mode, accumulate), strided(accumulate))
+
+
+@pytest.mark.slow
+@pytest.mark.torchrun
+def test_own_loop_as_a_user_starts_it():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(EXAMPLES / "own_loop.py")], check=False, capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^loss \d\.\d{4}$", done.stdout, re.MULTILINE)) == 8
 
 
 def told_as_by_torchrun(rank: int, num_ranks: int) -> None:

@@ -26,11 +26,14 @@ def families(units, *names, **options):
     ]
 
 
-@pytest.mark.parametrize("names", [("qwen2", "qwen3"), ("phi3", "olmo2")], ids=" ".join)
+@pytest.mark.parametrize(
+    "names", [pytest.param(("qwen2", "qwen3"), marks=pytest.mark.slow), ("phi3", "olmo2")], ids=" ".join
+)
 def test_one_stage(names):
     assert_planned(2, families(chain(ALL), *names))
 
 
+@pytest.mark.slow
 def test_what_one_stage_may_have():
     assert_planned(
         2,
@@ -54,6 +57,7 @@ def test_stages():
     )
 
 
+@pytest.mark.slow
 def test_replicas_and_shared_state():
     assert_planned(
         4,
@@ -64,6 +68,7 @@ def test_replicas_and_shared_state():
     )
 
 
+@pytest.mark.slow
 def test_products_that_are_split():
     """Under ZeRO, with parts that are frozen, and on the way from and to checkpoints of others."""
     whole, shared = (Unit("all", (ALL,), dp=2, pp=1, zero=3),), chain(ALL)
@@ -90,6 +95,7 @@ IN_CHUNKS = [
 ]
 
 
+@pytest.mark.slow
 def test_products_in_chunks():
     assert_planned(2, IN_CHUNKS)
 
@@ -124,6 +130,7 @@ def beside(image, llm):
     return first, Unit("llm", (LLM,), first.num_ranks, **{"zero": 0, **llm})
 
 
+@pytest.mark.slow
 def test_units_with_degrees_of_their_own():
     assert_planned(
         3,
@@ -135,6 +142,7 @@ def test_units_with_degrees_of_their_own():
     )
 
 
+@pytest.mark.slow
 def test_encoders_in_bubbles_and_replicated_ones():
     backbone = Unit("llm", ({"backbone": 2}, {"backbone": 1}), pp=2, tp=2, zero=0)
     others = [Unit(name, ({name: count},), tp=2, dp=2, zero=1) for name, count in (("image", 3), ("audio", 2))]
@@ -144,6 +152,7 @@ def test_encoders_in_bubbles_and_replicated_ones():
     assert_planned(4, [filled, halved, PlannedCase((replicated,), tied=True)])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_and_without():
     whole = (Unit("all", CUT, pp=2, zero=0),)
     shared = (Unit("all", (ALL,), dp=2, zero=3),)
@@ -160,6 +169,7 @@ def test_a_run_goes_on_under_other_shares():
     assert_planned(4, [PlannedCase(chain(ALL, dp=2, zero=2), then=PlannedCase(chain(*CUT)))])
 
 
+@pytest.mark.slow
 def test_shared_copies_of_cut_parameters():
     """Hybrid sharding: a mesh of tensor-parallel ranks, copies and shards."""
     assert_planned(8, [PlannedCase(chain(ALL, dp=4, zero=3, shard_size=2), batch_size=4, tied=True)])

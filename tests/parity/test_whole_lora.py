@@ -38,7 +38,9 @@ RUN = [
 ]
 
 
-@pytest.fixture(scope="module", params=["llava", "gemma3", "mllama"])
+@pytest.fixture(
+    scope="module", params=["llava", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "mllama"))]
+)
 def job(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("job") / request.param
     whole_models.write_job(folder, request.param)

@@ -98,7 +98,13 @@ def test_every_weight_comes_back_under_its_name(job, tmp_path):
     assert theirs[0].to_dict() == theirs[1].to_dict() and theirs[0].chat_template == theirs[1].chat_template
 
 
-@pytest.mark.parametrize("job", TRAINED, indirect=True)
+FIRST = ("gemma3", "qwen3_vl", "qwen2_audio")
+"""Those that `make test` trains."""
+
+
+@pytest.mark.parametrize(
+    "job", [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in TRAINED], indirect=True
+)
 def test_training_on_two_ranks_and_the_directory_that_comes_back(job, reference, tmp_path):
     reads = "audio" if job.name.startswith(whole_models.AUDIO_FAMILIES) else "image"
     frozen = f"model.train.{reads}=false"

@@ -28,7 +28,13 @@ WAYS = {
 """Family -> how two ranks train it. Qwen3-VL's videos stand in pieces; examples of Qwen2.5-Omni have clips, too."""
 
 
-@pytest.fixture(scope="module", params=WAYS)
+FIRST = ("qwen3_vl", "llava_onevision")
+"""Families that `make test` has."""
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in WAYS]
+)
 def job(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("videos")
     whole_models.write_job(folder, request.param)

@@ -83,6 +83,7 @@ def test_a_neighbour_that_lacks_memory_recomputes(monkeypatch):
     assert any(any(stage.values()) for unit in refined.candidate.plan.units for stage in unit.recompute)
 
 
+@pytest.mark.slow
 def test_the_same_every_time(found):
     again = search(replace(TINY), STRATEGIES)
     assert [one.candidate.plan for one in again.results] == [one.candidate.plan for one in found.results]
@@ -90,9 +91,13 @@ def test_the_same_every_time(found):
 
 @pytest.mark.parametrize(
     "pins",
-    [Pins(tp=1, dp=2), Pins(strategies=(CHAIN,), order="given"), Pins(microbatch_size=1, schedule="1f1b"),
-     Pins(strategies=(CHAIN,), recompute="none", balance="off")],
-)  # fmt: skip
+    [
+        pytest.param(Pins(tp=1, dp=2), marks=pytest.mark.slow),
+        Pins(strategies=(CHAIN,), order="given"),
+        Pins(microbatch_size=1, schedule="1f1b"),
+        Pins(strategies=(CHAIN,), recompute="none", balance="off"),
+    ],
+)
 def test_what_is_pinned_stays(pins):
     for one in search(SMALL, STRATEGIES, pins).results:
         plan = one.candidate.plan
@@ -141,6 +146,7 @@ def test_tensor_parallel_groups_divide_a_node_or_are_whole_nodes():
     assert degrees(3, 3) == [1] and degrees(2, 6) == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_rank_that_divides_nothing_is_left_over():
     """Three ranks and a batch of two: two of them are faster than a chain of three."""
     three, two = (search(on_ranks(count, batch_size=2), STRATEGIES, Pins(strategies=(CHAIN,))) for count in (3, 2))

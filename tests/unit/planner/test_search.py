@@ -225,6 +225,7 @@ def test_bounds_prune():
     assert found.best.prediction.step_s == brute_force(job_on(), {"exact": strategy})
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_slower(without_remedies):
     steps = []
     for mbytes in (500, 700, 1000, 1500, 3000, 10_000):
