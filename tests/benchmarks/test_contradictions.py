@@ -36,6 +36,7 @@ def test_contradictions_are_counted_by_kind(programs):
     assert not any(row.met for name, row in rows.items() if name != "jobs")
 
 
+@pytest.mark.slow
 def test_a_descent_within_a_shape_finds_what_a_pin_of_the_shape_would(programs, monkeypatch):
     """Replicas of one pipeline rank, which no strategy proposes with so large microbatches."""
     job, strategies = programs.random_job(47, 0, programs.workload_at("")), ("data parallel", "chain")

@@ -48,6 +48,7 @@ def test_no_order_or_balance_is_below_the_bound(programs, number):
             assert bound_s <= prediction.step_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_slow_answer_is_found_out(programs):
     optimality, enumerated, workload = programs
     job = optimality.random_job(2, 0, workload)

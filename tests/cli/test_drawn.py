@@ -47,6 +47,7 @@ def test_two_ranks_train_with_all_that_a_run_leaves(job, tmp_path):
     assert left >= {"recipe.toml", "summary.json", "report.html", "checkpoints", "timeline.json"}
 
 
+@pytest.mark.slow
 def test_a_profile_has_the_layers_of_the_shapes(motet, job, tmp_path, monkeypatch):
     measure_little(monkeypatch)
     out = tmp_path / "profile.json"

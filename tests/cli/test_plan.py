@@ -166,6 +166,7 @@ def test_numbers_of_another_device_are_named(recipe, monkeypatch, capsys):
     assert "memory_gbytes in [cluster] is of its device, h100, so it is not taken" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_cluster_without_a_device_is_of_the_one_that_the_command_line_names(recipe, monkeypatch, capsys):
     recipe.write_text(RECIPE.replace('device = "h100"\nranks_per_node = 2', ""))
     pieces = ("--set", "cluster.tensor_pieces=2")

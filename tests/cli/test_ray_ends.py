@@ -53,6 +53,7 @@ def test_two_ranks_share_a_ray_that_ends_with_them(job, tmp_path):
     wait_for_end(before)
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_group_of_the_rank_loses_nothing(job, tmp_path):
     before = processes_of_ray()
     leader = Meddling("motet.train.trainer:train", 1, 0, "os.setpgid(0, 0)")

@@ -80,6 +80,7 @@ def test_microbatches_and_steps_without_an_example_are_passed(tmp_path, mode):
         assert np.isfinite(losses(tmp_path / folder)).all()
 
 
+@pytest.mark.slow
 def test_held_out_examples_that_are_bad_are_named(tmp_path):
     job = write_tiny_job(tmp_path / "data")
     names = spoil_clips(job.parent, "heldout-*.wav")

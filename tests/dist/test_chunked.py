@@ -29,6 +29,7 @@ def test_models_in_chunks_equal_whole_ones(case):
     run_ranks(compare, 2, [case], 3)
 
 
+@pytest.mark.slow
 def test_four_ranks_and_more_chunks_than_rows():
     run_ranks(compare, 4, [("qwen3", {"num_key_value_heads": 4}, "siglip")], 1000)
 

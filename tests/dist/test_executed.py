@@ -56,7 +56,7 @@ def traced(run_dir):
     [
         pytest.param(("balance.method=per_phase",), marks=pytest.mark.slow),
         pytest.param(("balance.method=per_phase", *FROZEN), marks=pytest.mark.slow),
-        ("balance.method=per_phase", "model.backbone.train=false", *FROZEN),
+        pytest.param(("balance.method=per_phase", "model.backbone.train=false", *FROZEN), marks=pytest.mark.slow),
         ("balance.phases=off", "fsdp.shard_size=1"),
         pytest.param(("balance.method=auto",), marks=pytest.mark.slow),
     ],

@@ -303,6 +303,7 @@ def run_planned(job, plan, folder, *overrides):
     return run_ranks(train_planned, plan.cluster.num_ranks, str(job), given, str(folder.with_suffix(".json")))[0]
 
 
+@pytest.mark.slow
 def test_a_data_parallel_plan_trains_as_the_recipe_does(job, alone, tmp_path):
     blocks = {"image": 1, "audio": 1, "backbone": 2, "draw": 2}
     unit = Unit("all", (blocks,), dp=2, zero=3, recompute=({"draw": 1},))

@@ -39,7 +39,8 @@ def test_two_ranks_have_the_losses_of_one(job, alone, tmp_path, phases):
     assert len({step["num_examples"] for step in steps}) > 1, "a step is a number of groups, not of examples"
 
 
-@pytest.mark.parametrize(("first", "second"), [pytest.param(2, 2, marks=pytest.mark.slow), (1, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), [(2, 2), (1, 2)])
 def test_a_run_stopped_inside_an_epoch_goes_on_with_the_same_examples(job, alone, tmp_path, first, second):
     run(job, first, tmp_path / "a", *EXACT, "checkpoint.every_steps=4")
     stop_after(tmp_path / "a", 4)

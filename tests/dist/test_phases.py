@@ -133,6 +133,7 @@ def test_on_two_ranks_and_planned_anew_the_losses_are_the_same(jobs, tmp_path):
     assert {step["plan"] is None for step in metrics(tmp_path / "planned/tune")} == {False}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_inside_a_phase_and_passes_over_those_that_ended(jobs, tmp_path):
     phased, _ = jobs
     run(phased, 1, tmp_path)

@@ -122,7 +122,11 @@ def row_of(plan_file, job, rank, monkeypatch, capsys):
             marks=pytest.mark.slow,
         ),
         pytest.param(LATE_CUT, {"schedule": "zb_h1", "left_over": 1}, marks=pytest.mark.slow),
-        (FOUR_STAGES, {"schedule": "zb_v", "pp": 2, "recompute": ({"image": 1}, {}, {"backbone": 1}, {})}),
+        pytest.param(
+            FOUR_STAGES,
+            {"schedule": "zb_v", "pp": 2, "recompute": ({"image": 1}, {}, {"backbone": 1}, {})},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["1f1b", "gpipe, recomputed", "ZeRO 3", "interleaved, deferred", "zb_h1, a rank more", "zb_v, recomputed"],
 )

@@ -44,7 +44,7 @@ def shared(job, stages=WHOLE, **options):
 @pytest.mark.parametrize(
     ("stages", "settings"),
     [
-        (WHOLE, ("context.exchange=group_cast", "context.head_groups=2")),
+        pytest.param(WHOLE, ("context.exchange=group_cast", "context.head_groups=2"), marks=pytest.mark.slow),
         pytest.param(FEW_CUTS, ("context.exchange=ulysses",), marks=pytest.mark.slow),
     ],
 )

@@ -76,7 +76,11 @@ def steps(rank, num_ranks, fsdp):
 
 @pytest.mark.parametrize(
     "fsdp",
-    [FSDPConfig(), FSDPConfig(reshard_after_forward=False), FSDPConfig(shard_size=1)],
+    [
+        FSDPConfig(),
+        pytest.param(FSDPConfig(reshard_after_forward=False), marks=pytest.mark.slow),
+        FSDPConfig(shard_size=1),
+    ],
     ids=["gathered again", "kept", "replicated"],
 )
 def test_ranks_may_recompute_what_they_need(fsdp):
@@ -137,6 +141,7 @@ def test_a_run_recomputes_what_its_microbatches_need(job, tmp_path, monkeypatch,
     )
 
 
+@pytest.mark.slow
 def test_resident_bytes_of_a_small_run_correct_nothing(job, tmp_path):
     """And it is said once, by one rank."""
     said = run(job, 2, tmp_path, *LARGER, "fsdp.recompute=auto")

@@ -83,6 +83,7 @@ def held_out(folder, *num_letters):
     return f"data.heldout=['{folder / 'held.jsonl'}']"
 
 
+@pytest.mark.slow
 def test_held_out_examples_that_no_rank_can_evaluate_are_left_out_and_named(job, tmp_path):
     """Nothing of them is kept for a backward pass, so the one that is too long to train on is evaluated."""
     held = held_out(tmp_path, 10, 120, 4000)
@@ -106,6 +107,7 @@ def test_a_plan_with_stages_leaves_it_out_by_its_own_memory(job, tmp_path):
     assert "train.jsonl, line 41: takes 144 tokens" in said[0] and "no cp up to 2 could hold it" in said[0]
 
 
+@pytest.mark.slow
 def test_where_the_model_alone_does_not_fit_nothing_is_cut_for_it(job, tmp_path):
     little = ("cluster.device=cpu", "cluster.memory_gbytes=0.001", "model.backbone.config.intermediate_size=2048")
     slow = "balance.speed={ device_tflops = 1e-6, link_latency_us = 1e9 }"

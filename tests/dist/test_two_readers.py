@@ -136,7 +136,8 @@ def run(job, num_ranks, run_dir, mode, *overrides, resume="auto"):
     return run_ranks(train_rank, num_ranks, str(recipe), overrides, resume)
 
 
-@pytest.mark.parametrize("mode", ["rows", pytest.param("sum", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["rows", "sum"])
 def test_losses_do_not_depend_on_ranks_or_on_how_items_reach_them(job, tmp_path, mode):
     off = "model.encoders.audio.config.dropout=0.0"
     run(job, 1, tmp_path / "one", mode, off, "balance.phases=off")

@@ -79,6 +79,7 @@ def job(tmp_path_factory):
     return recipe
 
 
+@pytest.mark.slow
 def test_ranks_train_make_and_export_as_one_process_does(job, tmp_path):
     few = ("run.steps=3", "evaluate.num_made=4", "evaluate.batch_size=2")
     run(job, 1, tmp_path / "one", *few, "fsdp.shard_size=1")

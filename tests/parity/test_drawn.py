@@ -65,7 +65,9 @@ def test_the_first_step_is_that_of_the_whole_model_in_one_process(job, alone):
     [
         pytest.param(2, (), marks=pytest.mark.slow),
         (2, ("balance.mode=exchange", "fsdp.shard_size=1")),
-        (2, ("balance.method=per_phase", "run.microbatches=2", "fsdp.recompute=true")),
+        pytest.param(
+            2, ("balance.method=per_phase", "run.microbatches=2", "fsdp.recompute=true"), marks=pytest.mark.slow
+        ),
         pytest.param(3, ("balance.phases=off", "data.num_workers=1"), marks=pytest.mark.slow),
     ],
 )

@@ -30,7 +30,13 @@ def stored(num_ranks):
 
 
 @pytest.mark.parametrize(
-    "num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3, 4, pytest.param(5, marks=pytest.mark.slow)]
+    "num_ranks",
+    [
+        pytest.param(2, marks=pytest.mark.slow),
+        pytest.param(3, marks=pytest.mark.slow),
+        4,
+        pytest.param(5, marks=pytest.mark.slow),
+    ],
 )
 def test_stored_cases_equal_one_process(num_ranks):
     cases = stored(num_ranks)
@@ -169,6 +175,7 @@ ALONE_DRAWN = [
 """Mixed precision, examples left out, a frozen block, a run that goes on in one stage, and without what it has not."""
 
 
+@pytest.mark.slow
 def test_what_the_fuzzer_alone_draws_equals_one_process():
     """Each is a way to run a case that no other test has."""
     for found in run_ranks(run_cases, 2, ALONE_DRAWN):

@@ -28,7 +28,7 @@ NAMES = sorted(set(OPTIMIZERS) - {"adamw"})  # All other cases have that one.
 CASES = [goes_on(name, *PAIRS[number % len(PAIRS)]) for number, name in enumerate(NAMES)]
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({2: CASES}, {2: (1, 3)}))
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({2: CASES}, {2: (3,)}))
 def test_each_equals_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)
 

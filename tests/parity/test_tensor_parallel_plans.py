@@ -9,6 +9,7 @@ from motet.core.plan import Unit
 from parity.planned import MIXED_TOLERANCE, PlannedCase, assert_planned, differences, errors_of
 from parity.test_bubbles import in_halves
 from ranks import run_ranks
+from tiers import in_tiers
 
 ALL = {"image": 3, "audio": 2, "backbone": 3}
 CUT = {"image": 3, "audio": 2, "backbone": 1}, {"backbone": 2}
@@ -46,6 +47,7 @@ def test_what_one_stage_may_have():
     )
 
 
+@pytest.mark.slow
 def test_stages():
     assert_planned(
         4,
@@ -100,17 +102,19 @@ def test_products_in_chunks():
     assert_planned(2, IN_CHUNKS)
 
 
-def test_products_in_chunks_in_stages_and_replicas():
-    assert_planned(
-        4,
-        [
-            PlannedCase(chain(*CUT), "zb_h1", chunks=2, family="qwen3"),
-            PlannedCase(chain(ALL, dp=2, zero=3), chunks=3, family="llama"),
-            PlannedCase(chain(ALL, cp=2), chunks=2),
-        ],
-    )
+IN_CHUNKS_OF_4 = [
+    PlannedCase(chain(*CUT), "zb_h1", chunks=2, family="qwen3"),
+    PlannedCase(chain(ALL, dp=2, zero=3), chunks=3, family="llama"),
+    PlannedCase(chain(ALL, cp=2), chunks=2),
+]
 
 
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: IN_CHUNKS_OF_4}, {4: (0,)}))
+def test_products_in_chunks_in_stages_and_replicas(num_ranks, cases):
+    assert_planned(num_ranks, cases)
+
+
+@pytest.mark.slow
 def test_float32_passes():
     cases = [PlannedCase(chain(ALL, dp=2, zero=zero), is_mixed=True) for zero in (0, 3)]
     wrong = [line for of_rank in run_ranks(_mixed, 4, cases) for line in of_rank]

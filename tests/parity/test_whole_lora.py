@@ -82,6 +82,7 @@ def test_loss_and_gradients_are_those_of_peft_on_the_directory(job, alone):
     assert abs(before.loss - ours.loss) > 1e-3 * ours.loss
 
 
+@pytest.mark.slow
 def test_it_goes_on_as_peft_does(job, alone, tmp_path):
     """The whole directory by one key, or by the tables of parts: what learns, loss and gradients are peft's."""
     adapter = alone / "export" / "adapter"

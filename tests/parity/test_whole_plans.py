@@ -41,7 +41,7 @@ def figures(folder):
     ("family", "ways"),
     [
         pytest.param("qwen2_5_vl", ["shared sequences", "divided layers"], marks=pytest.mark.slow),
-        ("qwen3_vl", ["stages", "shared sequences"]),
+        pytest.param("qwen3_vl", ["stages", "shared sequences"], marks=pytest.mark.slow),
         pytest.param("qwen3_vl_moe", ["stages", "shared experts"], marks=pytest.mark.slow),
         pytest.param("qwen2_5_omni", ["stages", "divided towers"], marks=pytest.mark.slow),
         ("idefics3", ["shared sequences"]),

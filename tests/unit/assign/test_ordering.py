@@ -114,7 +114,7 @@ def test_balancing_and_ordering_gain():
     assert means["both"] >= max(means["intra"], means["inter"])
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_best_order_of_a_few_examples(seed):
     """The step is within 5 % of the best of all ways to give six examples to two replicas of three microbatches."""
     made = plan(Unit("all", CHAIN, dp=2, pp=3), batch_size=6, order="both")

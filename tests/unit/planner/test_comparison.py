@@ -108,6 +108,7 @@ def test_where_all_batches_are_alike_one_is_enough():
     assert "the median of" not in " ".join(winner_in_words(found))
 
 
+@pytest.mark.slow
 def test_gains_of_large_batches_are_those_of_parts_of_them(monkeypatch):
     monkeypatch.setattr(comparing, "_MAX_EXAMPLES", 8)
     given_job = job(batch_size=32, spread=1.0)

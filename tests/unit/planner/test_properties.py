@@ -32,6 +32,7 @@ def on(job, **changed):
     return replace(job, cluster=cluster, cost=Analytic(cluster))
 
 
+@pytest.mark.slow
 @given(job=jobs())
 @settings(max_examples=4)
 def test_every_result_runs_and_the_answer_is_the_same_twice(job):

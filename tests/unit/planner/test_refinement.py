@@ -95,7 +95,7 @@ def test_the_same_every_time(found):
         pytest.param(Pins(tp=1, dp=2), marks=pytest.mark.slow),
         Pins(strategies=(CHAIN,), order="given"),
         Pins(microbatch_size=1, schedule="1f1b"),
-        Pins(strategies=(CHAIN,), recompute="none", balance="off"),
+        pytest.param(Pins(strategies=(CHAIN,), recompute="none", balance="off"), marks=pytest.mark.slow),
     ],
 )
 def test_what_is_pinned_stays(pins):
@@ -108,6 +108,7 @@ def test_what_is_pinned_stays(pins):
         assert pins.recompute is None or not any(any(stage.values()) for each in plan.units for stage in each.recompute)
 
 
+@pytest.mark.slow
 def test_a_suitable_plan_becomes_only_a_suitable_one():
     def suitable(plan):
         return all(unit.tp == unit.cp == 1 for unit in plan.units)
