@@ -116,6 +116,7 @@ def test_a_plan_to_train_by_needs_a_run(motet, job, tmp_path):
     assert code == 2 and "does not say run.dir and run.steps, which training needs: give --set run.dir=..." in err
 
 
+@pytest.mark.slow
 def test_plans_with_stages_are_measured(job, tmp_path):
     cluster = ("--set", 'cluster={ device = "cpu", ranks_per_node = 2, memory_gbytes = 8 }', "--set", "precision=fp32")
     out = tmp_path / "plan.json"

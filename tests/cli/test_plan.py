@@ -451,7 +451,8 @@ def test_what_cannot_be_measured(recipe, tmp_path, monkeypatch, capsys):
     assert "training can run none of " in said and "because of what is not there yet" in said
 
 
-@pytest.mark.parametrize("closed", [(1,), pytest.param((0, 1, 2), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
 def test_the_plan_is_written_where_nobody_reads_what_is_printed(recipe, tmp_path, closed):
     close = "; ".join(f"os.close({descriptor})" for descriptor in closed)
     start = f"import os, sys; {close}; os.execv(sys.executable, [sys.executable, '-m', 'motet', *sys.argv[1:]])"

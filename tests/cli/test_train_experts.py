@@ -38,7 +38,8 @@ def train_rank(rank: int, num_ranks: int, recipe: str, overrides: list[str]) -> 
     train(load_recipe(Path(recipe), overrides))
 
 
-@pytest.mark.parametrize("family", [pytest.param("mixtral", marks=pytest.mark.slow), "qwen3_moe"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", EXPERTS)
 def test_ranks_and_a_resume_change_no_loss_and_the_export_is_transformers(job, tmp_path, family):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     saved = ["checkpoint.every_steps=2", "export.at_end=true"]

@@ -47,7 +47,7 @@ def only(job, task: str) -> str:
     return f"data.train=['{path}']"
 
 
-@pytest.mark.parametrize("mode", ["index", "exchange"])
+@pytest.mark.parametrize("mode", [pytest.param("index", marks=pytest.mark.slow), "exchange"])
 def test_where_all_are_bad_the_first_are_named_whatever_is_allowed(tmp_path, mode):
     job = write_tiny_job(tmp_path / "data")
     spoil_clips(job.parent, "train-*.wav")
@@ -67,7 +67,8 @@ def test_where_all_are_bad_from_the_start_the_first_are_named(tmp_path):
     assert said[0].count("is no audio that soundfile knows") == 3
 
 
-@pytest.mark.parametrize("mode", ["index", pytest.param("exchange", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["index", "exchange"])
 def test_microbatches_and_steps_without_an_example_are_passed(tmp_path, mode):
     job = write_tiny_job(tmp_path / "data")
     spoil_clips(job.parent, "train-*.wav", 8)

@@ -78,6 +78,7 @@ def test_bubbles_beside_ranks_that_share_sequences_train_as_one_process_does(job
     assert [step["loss"] for step in metrics(resumed)] == pytest.approx(losses(alone)[4:], rel=1e-10)
 
 
+@pytest.mark.slow
 def test_bubbles_filled_by_step_train_as_one_process_does(job, alone, tmp_path):
     """What a rank reads, sends and runs changes from step to step."""
     plan = plan_of(job, ({"image": 2, "audio": 2, "backbone": 1}, {"backbone": 2}))

@@ -26,7 +26,8 @@ FEW = ("run.batch_size=3", "run.microbatches=1")
 """On three ranks an example each, of which one is the longest."""
 
 
-@pytest.mark.parametrize("bad", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [0, 3])
 def test_losses_are_those_of_whole_sequences(tmp_path, bad):
     job = write_tiny_job(tmp_path / "data")
     if bad:

@@ -200,6 +200,7 @@ def one_by_one(job):
     return made
 
 
+@pytest.mark.slow
 def test_what_is_made_of_prompts_is_the_same_on_any_number_of_ranks(job):
     overrides = [*EXACT, *SAMPLED]
     [(made, expected)] = run_ranks(evaluate_rank, 1, str(job), [*overrides, "fsdp.shard_size=1"])

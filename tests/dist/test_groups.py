@@ -80,6 +80,7 @@ def test_bad_examples_leave_their_group_on_all_ranks_alike(tmp_path):
     assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-10)
 
 
+@pytest.mark.slow
 def test_what_is_logged_of_padding_and_of_waiting(job, tmp_path):
     run(job, 2, tmp_path / "a", *EXACT, "balance.phases=off", "fsdp.recompute=true", "run.steps=3")
     for step in metrics(tmp_path / "a"):

@@ -95,7 +95,7 @@ def compare(rank, num_ranks, build, what):
     [
         (data_parallel, FSDPConfig()),
         (data_parallel, FSDPConfig(shard_size=1)),
-        (planned, PLANNED[1]),
+        pytest.param(planned, PLANNED[1], marks=pytest.mark.slow),
         pytest.param(planned, PLANNED[3], marks=pytest.mark.slow),
     ],
     ids=["sharded", "whole copies", "stages, ZeRO 1", "stages, ZeRO 3"],

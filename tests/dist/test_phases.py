@@ -101,6 +101,7 @@ def test_phases_are_runs_by_hand_and_what_does_not_learn_stays(jobs, tmp_path):
     assert {True, False} == {"backbone" in name for name in learnt}
 
 
+@pytest.mark.slow
 def test_adapters_go_on_in_the_next_phase_also_where_they_do_not_learn(jobs, tmp_path):
     phased, _ = jobs
     lora = "model = { lora = { backbone = { rank = 2 } } }"

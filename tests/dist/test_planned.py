@@ -159,7 +159,7 @@ COPIES = Unit("llm", ({"backbone": 1}, {"backbone": 2}), pp=2, zero=0, replicate
 @pytest.mark.parametrize(
     ("units", "balance"),
     [
-        ((ENCODERS, Unit("llm", ({"backbone": 3},), first_rank=2)), "per_phase"),
+        pytest.param((ENCODERS, Unit("llm", ({"backbone": 3},), first_rank=2)), "per_phase", marks=pytest.mark.slow),
         ((COPIES,), "off"),
         pytest.param((IMAGE_ALONE, IN_TENSORS), "off", marks=pytest.mark.slow),
     ],

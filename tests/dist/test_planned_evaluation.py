@@ -76,12 +76,8 @@ PLANS = {
 }
 
 
-FIRST = ("chain", "beside each other")
-"""`make test` has these."""
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in PLANS]
+    "name", [pytest.param(name, marks=() if name == "chain" else pytest.mark.slow) for name in PLANS]
 )
 def test_loss_and_answers_equal_one_process(job, expected, tmp_path, name):
     assert_same(job, expected, tmp_path, PLANS[name](job), EVALUATED)

@@ -74,6 +74,7 @@ def test_one_that_was_damaged_on_the_way_is_not_taken(job, saved, tmp_path):
     assert said == [f"{url} is no complete Motet checkpoint: manifest.json is missing"] * 2
 
 
+@pytest.mark.slow
 def test_a_run_that_went_back_is_what_others_go_on_from(job, saved, tmp_path):
     shutil.copytree(saved[0], tmp_path / "a")
     shutil.copytree(saved[1], tmp_path / "store")

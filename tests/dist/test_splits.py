@@ -120,6 +120,7 @@ def test_a_bad_example_of_one_rank_is_left_out_on_all(whole, tmp_path):
     assert sum(8 - step["num_examples"] for step in steps) >= 2
 
 
+@pytest.mark.slow
 def test_what_is_left_out_from_the_start_is_told_of_every_split(whole, tmp_path):
     recipes = own_folders(whole, tmp_path, 2)
     (lost,) = sorted((tmp_path / "machine1/media").glob("train-*.png"))[:1]

@@ -192,6 +192,7 @@ def test_every_schedule_ends_on_lanes_that_block(blocking):
     run_ranks(walk_all, 4, programs, blocking)
 
 
+@pytest.mark.slow
 def test_every_strategy_ends_on_lanes_that_block():
     programs = [planned(plan).program for name, plan in PLANS.items() if name != "fsdp"]
     for program in programs:

@@ -190,6 +190,7 @@ def test_divided_models_equal_whole_ones(case):
     run_ranks(compare, 2, [case])
 
 
+@pytest.mark.slow
 def test_four_ranks_have_a_head_of_keys_each():
     run_ranks(compare, 4, [("qwen3", {"num_key_value_heads": 4}, "siglip")])
 

@@ -62,6 +62,7 @@ def test_more_than_are_allowed_end_the_run_on_all_ranks(job, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_where_sequences_are_cut_it_is_kept_and_cut_however_dear_that_is(job, tmp_path):
     last = job.parent / "last.jsonl"
     last.write_text("".join((job.parent / "train.jsonl").read_text().splitlines(keepends=True)[-2:]))

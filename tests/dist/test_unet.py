@@ -168,6 +168,7 @@ def check_profiled(recipe, kinds):
     assert measured == {(layer.kind, layer.weights) for layer in whole.layers}
 
 
+@pytest.mark.slow
 def test_layers_are_profiled(job, latent):
     kinds = {"projector", "convolution", "strided_convolution", "time", "projection", "attention", "output"}
     check_profiled(job, kinds)

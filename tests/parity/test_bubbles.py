@@ -227,9 +227,8 @@ def test_halves_of_blocks_in_bubbles_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)
 
 
-@pytest.mark.parametrize(
-    "num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_random_encoders_in_bubbles_equal_one_process(num_ranks):
     """Half of them with passes and blocks of encoders in random order in the bubbles, half with other fills a step."""
     assert_planned(num_ranks, [random_case(seed, num_ranks) for seed in range(NUM_RANDOM[num_ranks])])

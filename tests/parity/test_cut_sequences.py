@@ -87,7 +87,8 @@ def test_images_cut_over_ranks_equal_one_process(num_ranks, cases):
     assert run_ranks(check, num_ranks, cases) == [[]] * num_ranks
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_cuts_anywhere_equal_one_process(num_ranks):
     rng = np.random.default_rng(num_ranks)
     fsdps = (FSDPConfig(), WHOLE_COPIES, FSDPConfig(recompute=True, reshard_after_forward=False))

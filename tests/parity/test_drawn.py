@@ -78,6 +78,7 @@ def test_losses_are_those_of_one_process(job, alone, tmp_path, num_ranks, overri
     assert norms == pytest.approx(expected, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_another_number_of_ranks_from_the_recipe_that_it_wrote(job, alone, tmp_path):
     run(job, 2, tmp_path, "run.steps=2", "optimizer.schedule=constant")
     run_ranks(train_rank, 1, str(tmp_path / "recipe.toml"), ["run.steps=4"])

@@ -138,7 +138,7 @@ def hf_trainer(rank: int, num_ranks: int, accumulate: int):
     return losses, whole(model), loaded
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_hf_trainer(accumulate):
     pytest.importorskip("accelerate", reason="HF Trainer needs accelerate, which is no dependency of Motet")
     results = run_ranks(hf_trainer, 2, accumulate)

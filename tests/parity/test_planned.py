@@ -121,7 +121,7 @@ def test_steps_under_a_plan_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: SHARED}, {4: (0, 2)}))
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: SHARED}, {4: (2,)}))
 def test_steps_with_shared_state_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)
 

@@ -97,7 +97,7 @@ def random_case(seed, num_ranks):
     )
 
 
-@pytest.mark.parametrize("deferred", [False, True], ids=["early", "deferred"])
+@pytest.mark.parametrize("deferred", [pytest.param(False, marks=pytest.mark.slow), True], ids=["early", "deferred"])
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_interleaved_steps_equal_one_process(num_ranks, deferred):
     cases = cases_of("interleaved_1f1b", num_ranks, deferred_warmup=deferred)[(num_ranks + deferred) % 2 :: 2]

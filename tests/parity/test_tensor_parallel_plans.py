@@ -169,6 +169,7 @@ def test_a_run_goes_on_with_and_without():
     )
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_other_shares():
     assert_planned(4, [PlannedCase(chain(ALL, dp=2, zero=2), then=PlannedCase(chain(*CUT)))])
 

@@ -28,12 +28,8 @@ WAYS = {
 """Family -> how two ranks train it. Qwen3-VL's videos stand in pieces; examples of Qwen2.5-Omni have clips, too."""
 
 
-FIRST = ("qwen3_vl", "llava_onevision")
-"""Families that `make test` has."""
-
-
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in WAYS]
+    scope="module", params=[pytest.param(name, marks=() if name == "qwen3_vl" else pytest.mark.slow) for name in WAYS]
 )
 def job(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("videos")

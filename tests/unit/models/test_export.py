@@ -16,6 +16,7 @@ from motet.models.module import ModalityModule
 from motet.models.projector import Projector, ProjectorConfig
 
 
+@pytest.mark.slow
 def test_a_model_built_from_its_export_gives_the_same_loss(tiny, tmp_path):
     families = list(tiny.encoders)
     encoders = {f: {"family": f, "config": tiny.encoders[f], "projector": {"downsample": 4}} for f in families}

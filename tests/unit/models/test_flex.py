@@ -95,6 +95,7 @@ def test_a_new_length_compiles_nothing(scale, softcap, with_sinks):
     assert min(num_rows) == 128  # On a GPU torch takes fewer rows for a case of their own.
 
 
+@pytest.mark.slow
 def test_few_numbers_of_intervals_are_compiled():
     """Text that does not see images has an interval for each text before it."""
     counter = CompileCounter()

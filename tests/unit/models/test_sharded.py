@@ -96,7 +96,7 @@ def config_of(tiny, train=True, family="qwen3", **frozen) -> ModelConfig:
     ("num_ranks", "train", "frozen", "recompute"),
     [
         pytest.param(3, True, {}, True, marks=pytest.mark.slow),
-        (2, True, {"train_encoder": False}, False),
+        pytest.param(2, True, {"train_encoder": False}, False, marks=pytest.mark.slow),
         pytest.param(2, False, {"train_projector": False}, False, marks=pytest.mark.slow),
     ],
 )

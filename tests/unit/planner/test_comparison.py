@@ -102,6 +102,7 @@ def test_seconds_alone_are_those_of_the_prediction():
             assert candidate_step_s(given_job, candidate, 1) == predict_candidate(given_job, candidate, 1).step_s
 
 
+@pytest.mark.slow
 def test_where_all_batches_are_alike_one_is_enough():
     found = search(job(batch_size=32), STRATEGIES)
     assert all(len(comparison.gains) == 1 for comparison in compare(found))

@@ -73,6 +73,7 @@ def test_it_is_never_slower_and_what_it_finds_runs(found):
         assert one.candidate.strategy == strategy_of(one.candidate.plan)
 
 
+@pytest.mark.slow
 def test_a_neighbour_that_lacks_memory_recomputes(monkeypatch):
     """So a step with little memory is refined too: other cuts and microbatches begin with everything recomputed."""
     tight = job(batch_size=16, num_nodes=1, spread=0.7, memory_mbytes=430)

@@ -126,6 +126,7 @@ def test_no_plan_without_or_with_all_recomputation_is_faster(memory):
     assert min(simulated(given_job, one.plan).step_s for one in candidates) <= fastest * 1.02
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_slower():
     steps = []
     for memory in (500, 600, 800, 1100, 1500, 3000, 8000):

@@ -113,6 +113,7 @@ def check(found: Allocation, units: list[UnitOptions], limits: Limits) -> None:
                 assert changed > found.time_s + 1e-9
 
 
+@pytest.mark.slow
 @given(jobs(), st.integers(1, 8))
 @settings(deadline=None)
 def test_more_ranks_are_never_slower(job: tuple[list[UnitOptions], Limits], more: int) -> None:

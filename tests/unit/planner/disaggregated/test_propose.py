@@ -101,6 +101,7 @@ def test_the_best_by_estimate_comes_first_and_always_the_same() -> None:
     assert [(one.what, one.plan.units) for one in found] == [(one.what, one.plan.units) for one in again]
 
 
+@pytest.mark.slow
 def test_more_ranks_are_not_slower() -> None:
     best = [proposed(job(nodes=nodes))[0].estimate_s for nodes in (1, 2, 3, 4)]
     assert best == sorted(best, reverse=True)
