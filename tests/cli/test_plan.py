@@ -461,6 +461,7 @@ def test_the_plan_is_written_where_nobody_reads_what_is_printed(recipe, tmp_path
     assert (tmp_path / "p.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_plan_is_written_where_its_reader_has_left(recipe, tmp_path):
     reading, writing = os.pipe()
     os.close(reading)

@@ -62,7 +62,8 @@ def bad_steps(run_dir):
     return [json.loads(line) for line in (run_dir / "bad_steps.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("mode", "microbatches"), [("index", 2), pytest.param("exchange", 1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "microbatches"), [("index", 2), ("exchange", 1)])
 def test_a_spoilt_image_is_named_with_the_first_module_that_read_it(job, tmp_path, mode, microbatches):
     options = (f"balance.mode={mode}", f"run.microbatches={microbatches}", "balance.method=per_phase")
     said = run(job, 2, tmp_path, *options, prepare=spoil_image, arguments=(float("nan"),))

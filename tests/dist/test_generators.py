@@ -246,6 +246,7 @@ def test_clips_are_made_too_and_shown_as_spectrograms(job, tmp_path):
     assert expected in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_what_is_made_is_shown(job, tmp_path):
     overrides = [*SAMPLED, "evaluate.every_steps=4", f"run.dir={tmp_path}", "run.steps=5", "run.report_to=[]"]
     run_ranks(train_rank, 1, str(job), overrides)

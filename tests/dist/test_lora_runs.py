@@ -62,7 +62,7 @@ def assert_same(run_dir, alone):
             torch.testing.assert_close(found[name][key], tensor, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("more", ["fsdp.shard_size=2", pytest.param("fsdp.shard_size=1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("more", [pytest.param("fsdp.shard_size=2", marks=pytest.mark.slow), "fsdp.shard_size=1"])
 def test_data_parallel_ranks_train_as_one_process_does(job, alone, tmp_path, more):
     run_ranks(train_under, 2, str(job), [*LORA, more, f"run.dir={tmp_path}"], None)
     assert_same(tmp_path, alone)

@@ -117,6 +117,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.slow
 def test_a_path_changes_nothing_before_there_is_something_new(job, tmp_path):
     run(job, 1, tmp_path / "a", "checkpoint.every_steps=2", "checkpoint.keep=9")
     before = names(tmp_path / "a/checkpoints")
@@ -200,6 +201,7 @@ def test_too_many_unreadable_files_stop_all_ranks_with_one_sentence(tmp_path):
         assert " cannot be used, more than data.max_bad_fraction = 0.02 allows" in said[0]
 
 
+@pytest.mark.slow
 def test_files_that_are_unreadable_from_the_start_are_left_out_or_stop_the_run(tmp_path):
     job = write_tiny_job(tmp_path / "data")
     names = damage(job.parent, 2)

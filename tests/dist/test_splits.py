@@ -108,6 +108,7 @@ def test_a_resumed_run_goes_on_and_other_ranks_are_refused(whole, tmp_path):
     assert losses(tmp_path / "a") == pytest.approx(uninterrupted, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_a_bad_example_of_one_rank_is_left_out_on_all(whole, tmp_path):
     recipes = own_folders(whole, tmp_path, 2)
     names = spoil_clips(tmp_path / "machine1", "train-*.wav", 2)

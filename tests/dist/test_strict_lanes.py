@@ -218,6 +218,7 @@ def test_fills_of_steps_end_on_lanes_that_block():
     run_ranks(walk_all, max(program.num_ranks for program in programs), programs, False)
 
 
+@pytest.mark.slow
 def test_one_lane_for_both_directions_of_a_pair_hangs(tmp_path):
     right, wrong = (add_communication(one_f_one_b(2, 4), blocking=blocking) for blocking in (True, False))
     with pytest.raises(RankFailed, match="died with exit code 0"):

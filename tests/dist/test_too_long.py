@@ -39,7 +39,8 @@ def without(job):
 
 @pytest.mark.parametrize("mode", ["index", pytest.param("exchange", marks=pytest.mark.slow)])
 def test_it_is_left_out_and_named(job, tmp_path, mode):
-    said = run(job, 2, tmp_path / "a", *MEMORY, f"balance.mode={mode}")
+    options = (f"balance.mode={mode}", "run.steps=3")
+    said = run(job, 2, tmp_path / "a", *MEMORY, *options)
     assert "1 of 41 examples left out: it needs more memory than a rank has." in said[0]
     (sentence,) = [line for line in said[0].splitlines() if line.startswith("Left out")]
     assert re.search(
@@ -48,7 +49,7 @@ def test_it_is_left_out_and_named(job, tmp_path, mode):
         sentence,
     )
     assert "Left out" not in said[1]
-    run(job, 2, tmp_path / "b", without(job), f"balance.mode={mode}")
+    run(job, 2, tmp_path / "b", without(job), *options)
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
@@ -99,6 +100,7 @@ def test_held_out_examples_that_no_rank_can_evaluate_are_left_out_and_named(job,
     assert both[0] == both[1] and "no example of the manifests can be used" in both[0]
 
 
+@pytest.mark.slow
 def test_a_plan_with_stages_leaves_it_out_by_its_own_memory(job, tmp_path):
     plan = plan_of(job, FEW_CUTS)
     device = replace(plan.cluster.device, memory_bytes=2_500_000)

@@ -520,7 +520,7 @@ ONCE_A_STEP = [
 ]
 
 
-@pytest.mark.parametrize(("num_ranks", "shard_size"), [(2, None), (4, 2)])
+@pytest.mark.parametrize(("num_ranks", "shard_size"), [(2, None), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_gradients_that_are_reduced_once_a_step_equal_the_reference(num_ranks, shard_size):
     chosen = ONCE_A_STEP[num_ranks // 4 :: 2]
     cases = [replace(case, fsdp=case.fsdp.model_copy(update={"shard_size": shard_size})) for case in chosen]

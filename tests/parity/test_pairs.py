@@ -118,6 +118,6 @@ def test_units_of_other_sizes_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)
 
 
-@pytest.mark.parametrize("num_ranks", [3, 4, 5])
+@pytest.mark.parametrize("num_ranks", [3, *(pytest.param(count, marks=pytest.mark.slow) for count in (4, 5))])
 def test_random_pairs_equal_one_process(num_ranks):
     assert_planned(num_ranks, [random_pair(seed, num_ranks) for seed in range(NUM_RANDOM)])

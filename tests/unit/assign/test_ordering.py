@@ -76,7 +76,9 @@ def test_a_plan_runs_with_every_order(name):
         assert found.num_examples == 48 and found.num_tokens == batch.sequence.sum()
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "order", [pytest.param(order, marks=() if order == "both" else pytest.mark.slow) for order in ORDERS]
+)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_no_step_is_slower_as_it_is_simulated(name, order):
     """Messages, collectives and the schedule's own shape count, whether or not messages hold up compute."""

@@ -27,6 +27,7 @@ def test_memory_helps_where_it_is_scarce_and_not_where_it_is_plenty():
     assert next(what_if(unlimited, STRATEGIES)).gain < 0.02
 
 
+@pytest.mark.slow
 def test_a_node_and_a_larger_batch_train_more_tokens_a_second():
     given = job(model(), num_nodes=1, batch_size=8)
     _, changes = changes_of(given)
