@@ -7,7 +7,7 @@ PYTEST := .venv/bin/python -m pytest
 WORKERS := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 RANKS := 4
 
-.PHONY: venv demo demo-plans demo-generate test test-gpu lint format clean
+.PHONY: venv demo demo-plans demo-generate test test-all test-gpu lint format clean
 
 venv: .venv/installed
 
@@ -29,7 +29,11 @@ demo-plans: venv
 demo-generate: venv
 	OMP_NUM_THREADS=1 .venv/bin/python scripts/demo_generate.py
 
+# Every behaviour once, in less than 20 minutes on two cores. What is marked slow shows the same of more cases.
 test: venv
+	OMP_NUM_THREADS=1 $(PYTEST) tests -m "not gpu and not slow" $(WORKERS) --durations 15
+
+test-all: venv
 	OMP_NUM_THREADS=1 $(PYTEST) tests -m "not gpu" $(WORKERS) --durations 15
 
 test-gpu: venv

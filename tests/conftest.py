@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tiers import COLLECTED
+
 # No deadline: how long an example takes depends on what else the machine does.
 settings.register_profile("motet", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("motet")
@@ -49,7 +51,10 @@ def pytest_xdist_auto_num_workers():
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    files = config.stash[COLLECTED] = {}
+    for item in items:
+        files[item.path] = files.get(item.path, False) or item.get_closest_marker("slow") is None
     for item in items:
         if item.path.is_relative_to(GPU_TESTS):
             item.add_marker("gpu")

@@ -11,6 +11,7 @@ def programs():
         yield contradictions
 
 
+@pytest.mark.slow
 def test_neither_a_pin_nor_more_of_a_thing_contradicts_the_free_answer(programs, monkeypatch):
     kept = ("schedule=interleaved_1f1b",)
     monkeypatch.setattr(programs, "PINS", {name: programs.PINS[name] for name in kept})
@@ -35,6 +36,7 @@ def test_contradictions_are_counted_by_kind(programs):
     assert not any(row.met for name, row in rows.items() if name != "jobs")
 
 
+@pytest.mark.slow
 def test_a_descent_within_a_shape_finds_what_a_pin_of_the_shape_would(programs, monkeypatch):
     """Replicas of one pipeline rank, which no strategy proposes with so large microbatches."""
     job, strategies = programs.random_job(47, 0, programs.workload_at("")), ("data parallel", "chain")

@@ -7,7 +7,7 @@ from motet.core.errors import UserError
 from motet.schedule import check_fit
 from motet.simulate.predict.predict import assign_batch, predict_assigned
 
-NUMBERS = (2, 12)
+NUMBERS = (2, pytest.param(12, marks=pytest.mark.slow))
 """Two ranks in two nodes, and eight in one, of which the batch uses few."""
 
 
@@ -48,9 +48,10 @@ def test_no_order_or_balance_is_below_the_bound(programs, number):
             assert bound_s <= prediction.step_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_slow_answer_is_found_out(programs):
     optimality, enumerated, workload = programs
-    job = optimality.random_job(NUMBERS[0], 0, workload)
+    job = optimality.random_job(2, 0, workload)
     small = enumerated.SmallJob(job.model, job.cluster, job.batch, job.cost, job.capacity_bytes)
     best_s = optimality.answered(job).best.prediction.step_s
     found = enumerated.enumerate_plans(small, 1.3 * best_s, 30)

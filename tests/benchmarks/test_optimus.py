@@ -23,6 +23,7 @@ def found(bubbles):
     return searched
 
 
+@pytest.mark.slow
 def test_coarse_placement_hides_what_the_paper_says(found):
     for column, _, search in found:
         assert search.coarse.hidden == pytest.approx(column.coarse, abs=0.005)

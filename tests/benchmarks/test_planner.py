@@ -23,6 +23,7 @@ def tried(planner):
     return planner.Tried.of(case, lambda text: None)
 
 
+@pytest.mark.slow
 def test_every_strategy_has_a_step_or_a_reason(planner, tried):
     assert set(tried.planned.strategies) == set(planner.STRATEGIES)
     for outcome in (*tried.planned.strategies.values(), tried.method, *tried.baselines):

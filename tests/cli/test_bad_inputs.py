@@ -3,10 +3,13 @@
 import random
 from collections import defaultdict
 
+import pytest
+
 from benchmark import benchmark
 from ranks import TIMEOUT_S
 
-NUM_REFUSED, NUM_ACCEPTED = 14, 3
+NUMBERS = [(4, 1), pytest.param(14, 3, marks=pytest.mark.slow)]
+"""Of those that are refused and those that are accepted."""
 
 
 def drawn(cases, num_cases):
@@ -23,14 +26,15 @@ def drawn(cases, num_cases):
     return turns[:num_cases]
 
 
-def test_a_part_of_the_bad_inputs_ends_as_their_verdicts_say():
+@pytest.mark.parametrize(("num_refused", "num_accepted"), NUMBERS)
+def test_a_part_of_the_bad_inputs_ends_as_their_verdicts_say(num_refused, num_accepted):
     with benchmark("bad_inputs") as bad_inputs:
         cases = bad_inputs.all_cases(0)
         chosen = [
-            *drawn([case for case in cases if case.verdict == "refuse"], NUM_REFUSED),
-            *drawn([case for case in cases if case.verdict == "accept"], NUM_ACCEPTED),
+            *drawn([case for case in cases if case.verdict == "refuse"], num_refused),
+            *drawn([case for case in cases if case.verdict == "accept"], num_accepted),
         ]
         outcomes = list(bad_inputs.run_cases(chosen, limit_s=TIMEOUT_S))
         wrong = "\n".join(bad_inputs.described(outcome) for outcome in outcomes if outcome.wrong)
-    assert len(outcomes) == NUM_REFUSED + NUM_ACCEPTED
+    assert len(outcomes) == num_refused + num_accepted
     assert not wrong, wrong

@@ -35,6 +35,7 @@ def motet(monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_two_ranks_train_with_all_that_a_run_leaves(job, tmp_path):
     sets = [f"run.dir={tmp_path / 'run'}", "run.steps=5", "run.batch_size=6", "model.backbone.num_layers=1"]
     done = motet_on_ranks(2, "train", job, "--trace", *(part for each in sets for part in ("--set", each)))
@@ -46,6 +47,7 @@ def test_two_ranks_train_with_all_that_a_run_leaves(job, tmp_path):
     assert left >= {"recipe.toml", "summary.json", "report.html", "checkpoints", "timeline.json"}
 
 
+@pytest.mark.slow
 def test_a_profile_has_the_layers_of_the_shapes(motet, job, tmp_path, monkeypatch):
     measure_little(monkeypatch)
     out = tmp_path / "profile.json"
@@ -114,6 +116,7 @@ def test_a_plan_to_train_by_needs_a_run(motet, job, tmp_path):
     assert code == 2 and "does not say run.dir and run.steps, which training needs: give --set run.dir=..." in err
 
 
+@pytest.mark.slow
 def test_plans_with_stages_are_measured(job, tmp_path):
     cluster = ("--set", 'cluster={ device = "cpu", ranks_per_node = 2, memory_gbytes = 8 }', "--set", "precision=fp32")
     out = tmp_path / "plan.json"

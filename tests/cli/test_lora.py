@@ -19,6 +19,7 @@ from motet.train.recipe.recipe import load_recipe
 LORA = ("model.lora.backbone={ rank = 4 }", "optimizer.lr=2e-2", "model.backbone.config.tie_word_embeddings=false")
 
 
+@pytest.mark.slow
 def test_a_run_leaves_an_adapter_that_peft_loads(tmp_path):
     job, run_dir = write_tiny_job(tmp_path / "data"), tmp_path / "run"
     done = motet(*arguments(job, run_dir, *LORA, "export.at_end=true", "run.steps=40"))

@@ -166,6 +166,7 @@ def test_numbers_of_another_device_are_named(recipe, monkeypatch, capsys):
     assert "memory_gbytes in [cluster] is of its device, h100, so it is not taken" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_cluster_without_a_device_is_of_the_one_that_the_command_line_names(recipe, monkeypatch, capsys):
     recipe.write_text(RECIPE.replace('device = "h100"\nranks_per_node = 2', ""))
     pieces = ("--set", "cluster.tensor_pieces=2")
@@ -180,6 +181,7 @@ def test_a_cluster_without_a_device_is_of_the_one_that_the_command_line_names(re
     assert "cluster.device" in fails(monkeypatch, capsys, "plan", recipe, *pieces)
 
 
+@pytest.mark.slow
 def test_what_would_change_the_best_is_tried_where_it_is_quick_or_asked_for(recipe, monkeypatch, capsys):
     def told(*options):
         motet(monkeypatch, "plan", recipe, "--pin", "strategy=data-parallel", *options)
@@ -378,6 +380,7 @@ channels = 1
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_the_fastest_plans(tmp_path, monkeypatch):
     """Predicted and measured stand beside each other, the fastest measured first, whichever it is; what is only
     predicted comes after, and the fastest is written."""
@@ -448,6 +451,7 @@ def test_what_cannot_be_measured(recipe, tmp_path, monkeypatch, capsys):
     assert "training can run none of " in said and "because of what is not there yet" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
 def test_the_plan_is_written_where_nobody_reads_what_is_printed(recipe, tmp_path, closed):
     close = "; ".join(f"os.close({descriptor})" for descriptor in closed)
@@ -457,6 +461,7 @@ def test_the_plan_is_written_where_nobody_reads_what_is_printed(recipe, tmp_path
     assert (tmp_path / "p.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_plan_is_written_where_its_reader_has_left(recipe, tmp_path):
     reading, writing = os.pipe()
     os.close(reading)

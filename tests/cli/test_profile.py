@@ -119,6 +119,7 @@ def test_the_command_writes_a_profile_of_the_whole_model_and_prints_its_error(jo
     assert cost.step_seconds(10**6) >= cost.step_seconds(10) > 0
 
 
+@pytest.mark.slow
 def test_ranks_measure_messages_and_shared_layers(measured):
     path, printed = measured
     found = read_profile(path)
@@ -132,6 +133,7 @@ def test_ranks_measure_messages_and_shared_layers(measured):
     assert "Left out: image: tensor parallelism over 2 ranks" in printed[0]
 
 
+@pytest.mark.slow
 def test_decoding_is_timed_and_says_which_cores_a_job_needs(job, of_two, tmp_path):
     path, printed = of_two
     assert "Decoding on one core" in printed[0]
@@ -160,6 +162,7 @@ def test_decoding_is_timed_and_says_which_cores_a_job_needs(job, of_two, tmp_pat
     assert decoding_need(job, options, tmp_path / "none.json") is None
 
 
+@pytest.mark.slow
 def test_training_balanced_on_measured_cost_has_the_same_losses(job, of_two, tmp_path):
     measured = ('balance.cost="profile"', f'balance.profile="{of_two[0]}"')
     assert set(run(job, 2, tmp_path / "length", "balance.cost=length")) == {""}
@@ -171,6 +174,7 @@ def test_training_balanced_on_measured_cost_has_the_same_losses(job, of_two, tmp
     assert metrics(tmp_path / "profile")[0]["balance"]["predicted_s"]
 
 
+@pytest.mark.slow
 def test_the_file_is_looked_for_in_the_runs_folder(job, of_two, tmp_path):
     (tmp_path / "profile.json").write_bytes(of_two[0].read_bytes())
     assert run(job, 1, tmp_path, 'balance.cost="profile"') == [""]
@@ -183,6 +187,7 @@ def altered(source, path, change):
     return path
 
 
+@pytest.mark.slow
 def test_wrong_combinations_are_one_sentence_with_exit_code_2(job, of_two, tmp_path):
     without_audio = altered(of_two[0], tmp_path / "a.json", lambda p: p.update(modules=p["modules"][:1]))
     other = altered(of_two[0], tmp_path / "b.json", lambda p: p["modules"][2]["layers"][1].update(weights=7))
@@ -213,6 +218,7 @@ def test_a_recipe_with_options_without_effect_is_refused(job, overrides, said):
         load_recipe(job, overrides)
 
 
+@pytest.mark.slow
 def test_ranks_with_different_profiles_are_refused(job, of_two, tmp_path):
     other = altered(of_two[0], tmp_path / "other.json", lambda stored: stored.update(recipe="another"))
     told = run(
@@ -232,6 +238,7 @@ def test_ranks_with_different_profiles_are_refused(job, of_two, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_recipe_is_simulated_from_what_was_measured(job, of_two):
     path, _ = of_two
     arguments = ["simulate", str(job), "--ranks-per-node", "2", "--profile", str(path), *_set(*SMALL)]

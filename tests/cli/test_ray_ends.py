@@ -44,6 +44,7 @@ def wait_for_end(before: set[str]) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_two_ranks_share_a_ray_that_ends_with_them(job, tmp_path):
     before = processes_of_ray()
     done = motet_under_agent(2, *arguments(job, tmp_path, *SERVED, "run.steps=3"))
@@ -52,6 +53,7 @@ def test_two_ranks_share_a_ray_that_ends_with_them(job, tmp_path):
     wait_for_end(before)
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_group_of_the_rank_loses_nothing(job, tmp_path):
     before = processes_of_ray()
     leader = Meddling("motet.train.trainer:train", 1, 0, "os.setpgid(0, 0)")
@@ -63,6 +65,7 @@ def test_a_signal_to_the_group_of_the_rank_loses_nothing(job, tmp_path):
     wait_for_end(before)
 
 
+@pytest.mark.slow
 def test_ray_ends_after_a_crash(job, tmp_path):
     before = processes_of_ray()
     killed = Meddling(STEP, 2, 0, "os.kill(os.getpid(), signal.SIGKILL)")

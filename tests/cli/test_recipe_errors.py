@@ -307,6 +307,7 @@ def test_a_recipe_with_a_number_of_thousands_of_digits(job, capsys, monkeypatch)
     assert run(capsys, monkeypatch, "train", path) == f"{path}: has a number of more than 4,300 digits."
 
 
+@pytest.mark.slow
 def test_a_real_process_says_one_sentence_and_exits_with_2(job):
     command = [sys.executable, "-m", "motet", "train", str(job), "--set", "run.step=3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)

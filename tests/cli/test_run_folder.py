@@ -143,6 +143,7 @@ def test_a_recipe_that_is_refused_leaves_the_one_that_the_run_has(job, tmp_path)
     assert (tmp_path / "recipe.toml").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_what_is_written_at_the_end_cannot_be(job, tmp_path):
     for name in ("summary.json", "report.html", "trace.json"):
         folder = tmp_path / name

@@ -58,6 +58,7 @@ def test_signals_that_follow_the_first_at_once_do_not_lose_its_checkpoint(job, t
     assert len(losses(tmp_path)) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_ranks_and_torchrun_and_workers_are_signalled_together(job, tmp_path):
     everywhere = Meddling(STEP, 3, 1, "stop(signal.SIGINT, os.getppid(), *ranks())")

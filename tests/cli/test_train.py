@@ -80,6 +80,7 @@ def test_a_run_alone_learns_and_leaves_everything(job, tmp_path):
     assert not re.search(r"(src|href)=\"http", report)
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_two_ranks_under_torchrun_say_what_is_wrong_once(job, tmp_path):
     done = torchrun(job, tmp_path, 'data.train=["absent.jsonl"]')
@@ -94,6 +95,7 @@ def train_rank(rank, num_ranks, recipe, overrides):
     train(load_recipe(Path(recipe), overrides))
 
 
+@pytest.mark.slow
 def test_killed_in_mid_step_and_restarted_by_torchrun(job, tmp_path):
     overrides = ("run.steps=12", "checkpoint.every_steps=3", "checkpoint.keep=9", "data.heldout=[]")
     run_ranks(train_rank, 2, str(job), [f"run.dir={tmp_path / 'whole'}", *overrides])

@@ -38,6 +38,7 @@ def train_rank(rank: int, num_ranks: int, recipe: str, overrides: list[str]) -> 
     train(load_recipe(Path(recipe), overrides))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", EXPERTS)
 def test_ranks_and_a_resume_change_no_loss_and_the_export_is_transformers(job, tmp_path, family):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -66,7 +67,9 @@ def motet(monkeypatch, capsys, *words: str) -> tuple[int, str]:
     return exit_.value.code or 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("pins", [["pp=2", "schedule=1f1b"], ["dp=2", "pp=1", "backbone.ep=2"]])
+@pytest.mark.parametrize(
+    "pins", [pytest.param(["pp=2", "schedule=1f1b"], marks=pytest.mark.slow), ["dp=2", "pp=1", "backbone.ep=2"]]
+)
 def test_stages_and_ranks_that_share_experts_change_no_loss(job, tmp_path, monkeypatch, capsys, pins):
     plan, whole, planned = tmp_path / "plan.json", tmp_path / "whole", tmp_path / "planned"
     options = overrides_of("qwen3_moe", "run.steps=2", "model.backbone.config.num_hidden_layers=3")

@@ -21,7 +21,7 @@ def spoil_clips(folder, pattern: str, count: int | None = None) -> list[str]:
     return [path.name for path in paths]
 
 
-@pytest.mark.parametrize("mode", ["index", "exchange"])
+@pytest.mark.parametrize("mode", [pytest.param("index", marks=pytest.mark.slow), "exchange"])
 def test_clips_that_are_not_finite_are_left_out_on_all_ranks_alike(tmp_path, mode):
     job = write_tiny_job(tmp_path / "data")
     names = spoil_clips(job.parent, "train-*.wav", 2)
@@ -47,7 +47,7 @@ def only(job, task: str) -> str:
     return f"data.train=['{path}']"
 
 
-@pytest.mark.parametrize("mode", ["index", "exchange"])
+@pytest.mark.parametrize("mode", [pytest.param("index", marks=pytest.mark.slow), "exchange"])
 def test_where_all_are_bad_the_first_are_named_whatever_is_allowed(tmp_path, mode):
     job = write_tiny_job(tmp_path / "data")
     spoil_clips(job.parent, "train-*.wav")
@@ -67,6 +67,7 @@ def test_where_all_are_bad_from_the_start_the_first_are_named(tmp_path):
     assert said[0].count("is no audio that soundfile knows") == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["index", "exchange"])
 def test_microbatches_and_steps_without_an_example_are_passed(tmp_path, mode):
     job = write_tiny_job(tmp_path / "data")
@@ -80,6 +81,7 @@ def test_microbatches_and_steps_without_an_example_are_passed(tmp_path, mode):
         assert np.isfinite(losses(tmp_path / folder)).all()
 
 
+@pytest.mark.slow
 def test_held_out_examples_that_are_bad_are_named(tmp_path):
     job = write_tiny_job(tmp_path / "data")
     names = spoil_clips(job.parent, "heldout-*.wav")

@@ -62,6 +62,7 @@ def bad_steps(run_dir):
     return [json.loads(line) for line in (run_dir / "bad_steps.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "microbatches"), [("index", 2), ("exchange", 1)])
 def test_a_spoilt_image_is_named_with_the_first_module_that_read_it(job, tmp_path, mode, microbatches):
     options = (f"balance.mode={mode}", f"run.microbatches={microbatches}", "balance.method=per_phase")
@@ -131,6 +132,7 @@ def test_a_skipped_step_changes_nothing_on_any_rank_and_is_counted(job, tmp_path
     assert f"{sum(bad)}" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_resumed_after_a_skipped_step_is_the_run_that_was_not_interrupted(job, tmp_path):
     skip = ('run.on_bad_step="skip"', "run.steps=12", "checkpoint.every_steps=8", "optimizer.clip_norm=inf")
     run(job, 2, tmp_path, *skip, prepare=spoil_image, arguments=(float("inf"),))
@@ -179,6 +181,7 @@ def spoil_all():
     Backbone.loss = spoilt
 
 
+@pytest.mark.slow
 def test_skipping_ends_where_no_step_is_finite(job, tmp_path):
     said = run(job, 2, tmp_path, 'run.on_bad_step="skip"', "run.steps=40", prepare=spoil_all)
     assert "It is the 10th in a row" in said[0]

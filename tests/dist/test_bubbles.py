@@ -65,6 +65,7 @@ def test_encoders_in_bubbles_train_as_one_process_does(job, alone, tmp_path, mon
     assert [step["loss"] for step in metrics(resumed)] == pytest.approx(losses(alone)[4:], rel=1e-10)
 
 
+@pytest.mark.slow
 def test_bubbles_beside_ranks_that_share_sequences_train_as_one_process_does(job, alone, tmp_path):
     """Two ranks have the items of each encoder pipeline, and give each other rows; a run goes on under another `cp`."""
     plan = plan_of(job, ({"image": 2, "audio": 2, "backbone": 1}, {"backbone": 2}), left_over=2)
@@ -77,6 +78,7 @@ def test_bubbles_beside_ranks_that_share_sequences_train_as_one_process_does(job
     assert [step["loss"] for step in metrics(resumed)] == pytest.approx(losses(alone)[4:], rel=1e-10)
 
 
+@pytest.mark.slow
 def test_bubbles_filled_by_step_train_as_one_process_does(job, alone, tmp_path):
     """What a rank reads, sends and runs changes from step to step."""
     plan = plan_of(job, ({"image": 2, "audio": 2, "backbone": 1}, {"backbone": 2}))
@@ -91,6 +93,7 @@ def test_bubbles_filled_by_step_train_as_one_process_does(job, alone, tmp_path):
     assert any(one != taken[0] for one in taken[1:])
 
 
+@pytest.mark.slow
 def test_what_the_planner_puts_into_bubbles_trains(job, alone, tmp_path, monkeypatch, capsys):
     """Two encoders with pipelines of their own, in blocks, filled by step; float32, for which the device has a peak."""
     file, run_dir, overrides = tmp_path / "plan.json", tmp_path / "run", [*DEEPER, "run.dtype=float32"]

@@ -47,6 +47,7 @@ def test_nothing_is_wrapped_and_parameters_are_cast_in_a_step_alone():
     assert run_ranks(forms, 2) == [(False, {torch.bfloat16}, {False}, True)] * 2
 
 
+@pytest.mark.slow
 def test_a_run_is_that_of_shared_parameters_to_rounding(job, tmp_path):
     """Held-out examples and recomputed blocks too; and a resumed run goes on as if it had not stopped."""
     run(job, tmp_path / "shared", *BF16)

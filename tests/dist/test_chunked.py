@@ -24,11 +24,18 @@ NUM_ROWS, WIDTH, INNER = 64, 24, (20, 12, 8)
 """Of the branch. All chunks have at least four rows, which MKL multiplies, in float64, as it does among many."""
 
 
-@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: f"{case[0]} {case[2]}")
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=f"{case[0]} {case[2]}", marks=pytest.mark.slow if number % 2 else ())
+        for number, case in enumerate(FAMILIES)
+    ],
+)
 def test_models_in_chunks_equal_whole_ones(case):
     run_ranks(compare, 2, [case], 3)
 
 
+@pytest.mark.slow
 def test_four_ranks_and_more_chunks_than_rows():
     run_ranks(compare, 4, [("qwen3", {"num_key_value_heads": 4}, "siglip")], 1000)
 

@@ -70,6 +70,7 @@ def test_no_length_is_compiled_anew_and_losses_are_equal(job, tmp_path):
     assert 2 <= graphs[2] == graphs[-1] <= 12, "three steps with packs of their own lengths have no graph of their own"
 
 
+@pytest.mark.slow
 def test_blocks_of_a_whole_model_are_compiled_too(tmp_path):
     job = whole_models.write_job(tmp_path, "llava")
     own, plain = (tmp_path / name for name in ("own", "plain"))
@@ -91,6 +92,7 @@ CHAIN = (
 BESIDE = Unit("image", ({"image": 1},)), Unit("llm", ({"audio": 1, "backbone": 2},), first_rank=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("units", "schedule"), [(CHAIN, "1f1b"), (BESIDE, "gpipe")], ids=["chain", "beside"])
 def test_blocks_are_compiled_in_stages(job, tmp_path, units, schedule):
     """A chain with a recomputed block, and an encoder on a rank of its own: as one process without graphs."""

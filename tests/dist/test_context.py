@@ -113,8 +113,11 @@ def errors(rank, num_ranks, family, methods, head_groups=1):
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("num_ranks", "family"),
+    [(2, family) for family in FAMILIES]
+    + [pytest.param(4, family, marks=() if family == "qwen2" else pytest.mark.slow) for family in FAMILIES],
+)
 def test_ranks_that_share_documents_equal_one_process(family, num_ranks):
     for found in run_ranks(errors, num_ranks, family, ("group_cast", "all_gather", "ulysses", "auto")):
         assert max(worst for worst, _ in found.values()) < 1e-10

@@ -29,6 +29,7 @@ FEW = ("run.batch_size=3", "run.microbatches=1")
 BOTH_WAYS = ("model.backbone.prefix=true", 'model.backbone.bidirectional=["image"]')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bad", "options"), [(0, ()), (3, BOTH_WAYS)])
 def test_losses_are_those_of_whole_sequences(tmp_path, bad, options):
     job = write_tiny_job(tmp_path / "data")
@@ -51,6 +52,7 @@ def test_losses_are_those_of_whole_sequences(tmp_path, bad, options):
     assert len(images) >= 3 and all(of["cut"] == sum(of["degrees"].values()) and of["length"] > 0 for of in images)
 
 
+@pytest.mark.slow
 def test_auto_cuts_where_it_is_predicted_to_be_faster_and_says_what_it_gains(tmp_path):
     job = write_tiny_job(tmp_path / "data")
     said = run(job, 3, tmp_path / "auto", *EXACT, *FEW, "balance.split=auto")
@@ -67,6 +69,7 @@ def test_auto_cuts_where_it_is_predicted_to_be_faster_and_says_what_it_gains(tmp
     assert all(step["balance"]["cut"] is None for step in metrics(tmp_path / "slow"))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_ranks_and_with_dropout(tmp_path):
     job = write_tiny_job(tmp_path / "data")
     options = (*EXACT, *FEW, "model.encoders.audio.config.dropout=0.1", "model.backbone.config.attention_dropout=0.2")
@@ -77,6 +80,7 @@ def test_a_run_goes_on_with_other_ranks_and_with_dropout(tmp_path):
     assert losses(tmp_path / "a") == pytest.approx(whole, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_held_out_examples_are_whole(tmp_path):
     job = write_tiny_job(tmp_path / "data")
     held = f"data.heldout=['{job.parent}/heldout.jsonl']"

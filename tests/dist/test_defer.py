@@ -14,7 +14,14 @@ EXACT = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("bad", "mode"), [(0, "index"), (3, "index"), (0, "exchange"), (3, "exchange")])
+@pytest.mark.parametrize(
+    ("bad", "mode"),
+    [
+        pytest.param(bad, mode, marks=() if (bad, mode) == (3, "index") else pytest.mark.slow)
+        for mode in ("index", "exchange")
+        for bad in (0, 3)
+    ],
+)
 def test_losses_are_those_of_the_steps_as_they_come(tmp_path, bad, mode):
     job = write_tiny_job(tmp_path / "data")
     names = spoil_clips(job.parent, "train-*.wav", bad) if bad else []
@@ -35,6 +42,7 @@ def test_losses_are_those_of_the_steps_as_they_come(tmp_path, bad, mode):
     assert [len(step["left_out"]) for step in deferred] == [len(step["left_out"]) for step in given]
 
 
+@pytest.mark.slow
 def test_a_run_resumed_on_other_ranks_takes_the_same_examples(tmp_path):
     job = write_tiny_job(tmp_path / "data")
     run(job, 2, tmp_path / "a", *EXACT, "checkpoint.every_steps=4")
@@ -45,6 +53,7 @@ def test_a_run_resumed_on_other_ranks_takes_the_same_examples(tmp_path):
     assert [step["position"] for step in metrics(tmp_path / "a")] == list(np.arange(8, 72, 8))
 
 
+@pytest.mark.slow
 def test_nothing_is_compared_where_there_is_one_microbatch_or_it_is_not_asked_for(tmp_path):
     job = write_tiny_job(tmp_path / "data")
     for folder, options in (("one", ("run.microbatches=1",)), ("exchange", ("balance.mode=exchange",))):

@@ -60,6 +60,7 @@ def test_documents_and_held_media_train_as_files_do(job, tmp_path):
     assert of_both["loss_heldout"] == pytest.approx(at_end["loss_heldout"], rel=1e-10)
 
 
+@pytest.mark.slow
 def test_held_out_documents_have_a_loss_and_no_answers(job, tmp_path):
     _, at_end = run(job, 2, tmp_path, "data.heldout=['heldout-documents.jsonl']", "run.steps=1")
     assert at_end["exact_match"] == {} and at_end["loss_heldout"] > 0

@@ -44,7 +44,7 @@ def alone(job, tmp_path_factory):
     [
         (2, ("balance.method=per_phase", "run.microbatches=2", "fsdp.recompute=true")),
         (2, ("balance.mode=exchange", "fsdp.shard_size=1")),
-        (3, ()),
+        pytest.param(3, (), marks=pytest.mark.slow),
     ],
 )
 def test_losses_are_those_of_one_process(job, alone, tmp_path, num_ranks, overrides):

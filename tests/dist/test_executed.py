@@ -54,11 +54,11 @@ def traced(run_dir):
 @pytest.mark.parametrize(
     "options",
     [
-        ("balance.method=per_phase",),
-        ("balance.method=per_phase", *FROZEN),
-        ("balance.method=per_phase", "model.backbone.train=false", *FROZEN),
+        pytest.param(("balance.method=per_phase",), marks=pytest.mark.slow),
+        pytest.param(("balance.method=per_phase", *FROZEN), marks=pytest.mark.slow),
+        pytest.param(("balance.method=per_phase", "model.backbone.train=false", *FROZEN), marks=pytest.mark.slow),
         ("balance.phases=off", "fsdp.shard_size=1"),
-        ("balance.method=auto",),
+        pytest.param(("balance.method=auto",), marks=pytest.mark.slow),
     ],
     ids=["all trainable", "image frozen", "audio alone trainable", "not balanced, not sharded", "auto"],
 )
@@ -79,6 +79,7 @@ def test_trace_and_program_have_the_same_actions(job, tmp_path, options):
     assert absent == {"image", "audio"}, "a test of absent modalities needs microbatches that lack them"
 
 
+@pytest.mark.slow
 def test_simulate_prints_the_row_that_each_rank_executed(job, tmp_path, monkeypatch, capsys):
     """Where every example has everything and stays where it is, all steps are alike."""
     both = [line for line in (job.parent / "train.jsonl").read_text().splitlines() if '"both"' in line]

@@ -132,6 +132,7 @@ def shown(folder):
     return [{**line, "file": np.asarray(Image.open(folder / line["file"])).tolist()} for line in lines]
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_takes_the_same_steps(job, alone, tmp_path):
     run(job, 3, tmp_path / "three", "checkpoint.every_steps=2", "run.microbatches=2")
     one, three = metrics(alone), metrics(tmp_path / "three")
@@ -199,6 +200,7 @@ def one_by_one(job):
     return made
 
 
+@pytest.mark.slow
 def test_what_is_made_of_prompts_is_the_same_on_any_number_of_ranks(job):
     overrides = [*EXACT, *SAMPLED]
     [(made, expected)] = run_ranks(evaluate_rank, 1, str(job), [*overrides, "fsdp.shard_size=1"])
@@ -244,6 +246,7 @@ def test_clips_are_made_too_and_shown_as_spectrograms(job, tmp_path):
     assert expected in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_what_is_made_is_shown(job, tmp_path):
     overrides = [*SAMPLED, "evaluate.every_steps=4", f"run.dir={tmp_path}", "run.steps=5", "run.report_to=[]"]
     run_ranks(train_rank, 1, str(job), overrides)
@@ -302,6 +305,7 @@ def run_planned(job, plan, folder, *overrides):
     return run_ranks(train_planned, plan.cluster.num_ranks, str(job), given, str(folder.with_suffix(".json")))[0]
 
 
+@pytest.mark.slow
 def test_a_data_parallel_plan_trains_as_the_recipe_does(job, alone, tmp_path):
     blocks = {"image": 1, "audio": 1, "backbone": 2, "draw": 2}
     unit = Unit("all", (blocks,), dp=2, zero=3, recompute=({"draw": 1},))

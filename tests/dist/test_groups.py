@@ -26,7 +26,7 @@ def alone(job, tmp_path_factory):
     return metrics(folder)
 
 
-@pytest.mark.parametrize("phases", ["off", "all"])
+@pytest.mark.parametrize("phases", [pytest.param("off", marks=pytest.mark.slow), "all"])
 def test_two_ranks_have_the_losses_of_one(job, alone, tmp_path, phases):
     (said, silent) = run(job, 2, tmp_path / "a", *EXACT, f"balance.phases={phases}")
     assert "Groups of data.group: at most " in said and "No microbatch of a rank is larger than " in said
@@ -39,6 +39,7 @@ def test_two_ranks_have_the_losses_of_one(job, alone, tmp_path, phases):
     assert len({step["num_examples"] for step in steps}) > 1, "a step is a number of groups, not of examples"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [(2, 2), (1, 2)])
 def test_a_run_stopped_inside_an_epoch_goes_on_with_the_same_examples(job, alone, tmp_path, first, second):
     run(job, first, tmp_path / "a", *EXACT, "checkpoint.every_steps=4")
@@ -69,6 +70,7 @@ def test_an_example_above_a_cap_is_a_group_alone_and_named(job, tmp_path):
     assert "train.jsonl, line " in said and "larger than 36 of image, 70 of audio and 60 of backbone" in said
 
 
+@pytest.mark.slow
 def test_bad_examples_leave_their_group_on_all_ranks_alike(tmp_path):
     job = write_tiny_job(tmp_path / "data")
     names = spoil_clips(job.parent, "train-*.wav", 3)
@@ -78,6 +80,7 @@ def test_bad_examples_leave_their_group_on_all_ranks_alike(tmp_path):
     assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-10)
 
 
+@pytest.mark.slow
 def test_what_is_logged_of_padding_and_of_waiting(job, tmp_path):
     run(job, 2, tmp_path / "a", *EXACT, "balance.phases=off", "fsdp.recompute=true", "run.steps=3")
     for step in metrics(tmp_path / "a"):

@@ -47,11 +47,11 @@ def held_and_predicted(rank: int, num_ranks: int, cases, stored, types, precisio
     return found
 
 
-@pytest.mark.parametrize("frozen", [(), ("image",)])
+@pytest.mark.parametrize("frozen", [pytest.param((), marks=pytest.mark.slow), ("image",)])
 @pytest.mark.parametrize(
     ("stored", "types", "precision"),
     [
-        (torch.float64, SAME_TYPES, FSDP_FP64),
+        pytest.param(torch.float64, SAME_TYPES, FSDP_FP64, marks=pytest.mark.slow),
         (torch.float32, ComputeTypes(torch.bfloat16, torch.float32), mixed_precision("bf16", pipeline=True)),
     ],
     ids=["float64", "bfloat16"],

@@ -86,7 +86,7 @@ def kept(rank, num_ranks, cases):
     return found
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rank_keeps_what_its_stage_is_said_to_keep(tp):
     """Of an encoder and the backbone, also if rows enter again. Audio is left out: its convolutions pad few rows."""
     units = [Unit("all", (ALL,), tp=tp, zero=0, recompute=recompute) for recompute in ((), AGAIN)]

@@ -62,7 +62,7 @@ def assert_same(run_dir, alone):
             torch.testing.assert_close(found[name][key], tensor, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("more", ["fsdp.shard_size=2", "fsdp.shard_size=1"])
+@pytest.mark.parametrize("more", [pytest.param("fsdp.shard_size=2", marks=pytest.mark.slow), "fsdp.shard_size=1"])
 def test_data_parallel_ranks_train_as_one_process_does(job, alone, tmp_path, more):
     run_ranks(train_under, 2, str(job), [*LORA, more, f"run.dir={tmp_path}"], None)
     assert_same(tmp_path, alone)
@@ -76,6 +76,7 @@ def write_tensor_parallel_plan(job, file):
     write_plan(replace(plan, model=model, units=(unit,), schedule="1f1b", cluster=cluster), file)
 
 
+@pytest.mark.slow
 def test_adapters_that_were_saved_start_on_any_ranks(job, alone, tmp_path):
     """Of phi3 a rank of two tensor-parallel ones has some rows of each B that is split."""
     saved = [
@@ -94,6 +95,7 @@ def test_adapters_that_were_saved_start_on_any_ranks(job, alone, tmp_path):
     assert abs(found["alone"][0] - losses(alone)[0]) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_plan(job, alone, tmp_path):
     file, run_dir = tmp_path / "plan.json", tmp_path / "run"
     write_tensor_parallel_plan(job, file)
@@ -121,6 +123,7 @@ def test_a_run_goes_on_under_another_plan(job, alone, tmp_path):
     assert_same(run_dir, alone)
 
 
+@pytest.mark.slow
 def test_adapters_beside_what_a_run_learned_before_and_on_from_them(job, tmp_path):
     """Checkpoints then have the frozen weights, which lie in no directory, and nothing of them is lost in an export."""
     full, first, then, last = (tmp_path / name for name in ("full", "first", "then", "last"))

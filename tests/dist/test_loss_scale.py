@@ -95,8 +95,8 @@ def compare(rank, num_ranks, build, what):
     [
         (data_parallel, FSDPConfig()),
         (data_parallel, FSDPConfig(shard_size=1)),
-        (planned, PLANNED[1]),
-        (planned, PLANNED[3]),
+        pytest.param(planned, PLANNED[1], marks=pytest.mark.slow),
+        pytest.param(planned, PLANNED[3], marks=pytest.mark.slow),
     ],
     ids=["sharded", "whole copies", "stages, ZeRO 1", "stages, ZeRO 3"],
 )
@@ -130,6 +130,7 @@ def check_scales(run_dir):
     return losses(run_dir)
 
 
+@pytest.mark.slow
 def test_a_run_in_float16_finds_its_scale_and_resumes_with_it(job, tmp_path):
     overrides = [f"run.dir={tmp_path}", *HALF]
     said = run_ranks(said_under, 2, str(job), overrides, None)[0]

@@ -81,7 +81,7 @@ def test_clouds_are_a_phase_that_steps_may_lack(alone):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("balance.method=per_phase", "data.num_workers=1"),
+        pytest.param(("balance.method=per_phase", "data.num_workers=1"), marks=pytest.mark.slow),
         ("balance.mode=exchange", "fsdp.shard_size=1"),
         ("run.microbatches=2",),
     ],

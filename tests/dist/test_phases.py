@@ -101,6 +101,7 @@ def test_phases_are_runs_by_hand_and_what_does_not_learn_stays(jobs, tmp_path):
     assert {True, False} == {"backbone" in name for name in learnt}
 
 
+@pytest.mark.slow
 def test_adapters_go_on_in_the_next_phase_also_where_they_do_not_learn(jobs, tmp_path):
     phased, _ = jobs
     lora = "model = { lora = { backbone = { rank = 2 } } }"
@@ -115,6 +116,7 @@ def test_adapters_go_on_in_the_next_phase_also_where_they_do_not_learn(jobs, tmp
     assert (learnt := changed(before, after)) and not learnt & adapters
 
 
+@pytest.mark.slow
 def test_on_two_ranks_and_planned_anew_the_losses_are_the_same(jobs, tmp_path):
     phased, _ = jobs
     run(phased, 1, tmp_path / "alone")
@@ -132,6 +134,7 @@ def test_on_two_ranks_and_planned_anew_the_losses_are_the_same(jobs, tmp_path):
     assert {step["plan"] is None for step in metrics(tmp_path / "planned/tune")} == {False}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_inside_a_phase_and_passes_over_those_that_ended(jobs, tmp_path):
     phased, _ = jobs
     run(phased, 1, tmp_path)
@@ -145,6 +148,7 @@ def test_a_run_goes_on_inside_a_phase_and_passes_over_those_that_ended(jobs, tmp
     assert (losses(tmp_path / "align"), losses(tmp_path / "tune")) == whole
 
 
+@pytest.mark.slow
 def test_a_phase_on_weights_that_have_changed_is_refused(jobs, tmp_path):
     phased, _ = jobs
     run(phased, 1, tmp_path)

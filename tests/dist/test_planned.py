@@ -21,6 +21,7 @@ from motet.planning.under_plan import recipe_under_plan
 from motet.simulate.bubbles import BUBBLE_KINDS
 from motet.train.checkpoint.contents import name_of
 from motet.train.recipe.recipe import load_recipe
+from motet.train.report.beside import MeasuredBeside
 from motet.train.trainer import train
 from ranks import run_ranks
 
@@ -72,6 +73,12 @@ def said_under(*arguments):
     return said.getvalue()
 
 
+def said_of_few(*arguments):
+    """As `said_under`, where the log compares steps after four of them."""
+    MeasuredBeside.__init__.__defaults__ = (4,)
+    return said_under(*arguments)
+
+
 @pytest.fixture(scope="module")
 def alone(job, tmp_path_factory):
     """A run of one process: what every Plan must equal."""
@@ -110,11 +117,23 @@ def row_of(plan_file, job, rank, monkeypatch, capsys):
     ("stages", "options"),
     [
         (FEW_CUTS, {}),
-        (LATE_CUT, {"schedule": "gpipe", "recompute": ({"image": 1, "backbone": 1}, {"backbone": 2})}),
-        (FEW_CUTS, {"dp": 2, "zero": 3}),
-        (FOUR_STAGES, {"schedule": "interleaved_1f1b", "deferred_warmup": True, "pp": 2}),
-        (LATE_CUT, {"schedule": "zb_h1", "left_over": 1}),
-        (FOUR_STAGES, {"schedule": "zb_v", "pp": 2, "recompute": ({"image": 1}, {}, {"backbone": 1}, {})}),
+        pytest.param(
+            LATE_CUT,
+            {"schedule": "gpipe", "recompute": ({"image": 1, "backbone": 1}, {"backbone": 2})},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(FEW_CUTS, {"dp": 2, "zero": 3}, marks=pytest.mark.slow),
+        pytest.param(
+            FOUR_STAGES,
+            {"schedule": "interleaved_1f1b", "deferred_warmup": True, "pp": 2},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(LATE_CUT, {"schedule": "zb_h1", "left_over": 1}, marks=pytest.mark.slow),
+        pytest.param(
+            FOUR_STAGES,
+            {"schedule": "zb_v", "pp": 2, "recompute": ({"image": 1}, {}, {"backbone": 1}, {})},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["1f1b", "gpipe, recomputed", "ZeRO 3", "interleaved, deferred", "zb_h1, a rank more", "zb_v, recomputed"],
 )
@@ -147,9 +166,9 @@ COPIES = Unit("llm", ({"backbone": 1}, {"backbone": 2}), pp=2, zero=0, replicate
 @pytest.mark.parametrize(
     ("units", "balance"),
     [
-        ((ENCODERS, Unit("llm", ({"backbone": 3},), first_rank=2)), "per_phase"),
+        pytest.param((ENCODERS, Unit("llm", ({"backbone": 3},), first_rank=2)), "per_phase", marks=pytest.mark.slow),
         ((COPIES,), "off"),
-        ((IMAGE_ALONE, IN_TENSORS), "off"),
+        pytest.param((IMAGE_ALONE, IN_TENSORS), "off", marks=pytest.mark.slow),
     ],
     ids=["two replicas of encoders share items", "each stage has the encoders", "tensor parallelism"],
 )
@@ -168,7 +187,9 @@ def test_encoders_of_several_ranks_train_as_one_process_does(job, alone, tmp_pat
         assert all([name for name, _, _ in found[rank, step]] == expected for step in range(8))
 
 
-@pytest.mark.parametrize("is_known", [True, False], ids=["for this device", "for another"])
+@pytest.mark.parametrize(
+    "is_known", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["for this device", "for another"]
+)
 def test_the_measured_step_stands_beside_the_predicted_one(job, tmp_path, is_known):
     """On the device that the Plan is for; for another one nothing is made up, and one line says so."""
     plan = plan_of(job, FEW_CUTS)
@@ -177,25 +198,26 @@ def test_the_measured_step_stands_beside_the_predicted_one(job, tmp_path, is_kno
         plan = replace(plan, cluster=replace(plan.cluster, device=device))
     file, run_dir = tmp_path / "plan.json", tmp_path / "run"
     write_plan(plan, file)
-    overrides = [*DEEPER, f"run.dir={run_dir}", "run.steps=22", "checkpoint.every_steps=0"]
-    said, _ = run_ranks(said_under, 2, str(job), overrides, str(file))
+    overrides = [*DEEPER, f"run.dir={run_dir}", "run.steps=6", "checkpoint.every_steps=0"]
+    said, _ = run_ranks(said_of_few, 2, str(job), overrides, str(file))
     steps, summary = metrics(run_dir), json.loads((run_dir / "summary.json").read_text())
     assert all(0 < step["bound_s"] < step["makespan_s"] for step in steps)
     assert all(step["regret"] == pytest.approx(step["step_s"] / step["bound_s"] - 1) for step in steps)
     assert all(step["bubbles_s"].keys() == set(BUBBLE_KINDS) for step in steps)
     page = (run_dir / "report.html").read_text()
-    assert page.count("<iframe") == 1 + is_known and "Step 22, measured and predicted" in page
+    assert page.count("<iframe") == 1 + is_known and "Step 6, measured and predicted" in page
     if is_known:
         assert all(step["predicted_s"] > 0 for step in steps)
         assert summary["makespan_error"] == pytest.approx(summary["measured_s"] / summary["predicted_s"] - 1)
         assert summary["bubbles"]["predicted"].keys() == summary["bubbles"]["measured"].keys()
-        assert said.count("After 20 steps, measured against predicted: a step takes") == 1
+        assert said.count("After 4 steps, measured against predicted: a step takes") == 1
         assert "forward image+audio" in said and f"--profile {run_dir / 'profile.json'}" in said
     else:
         assert all(step["predicted_s"] is None for step in steps) and summary["makespan_error"] is None
         assert said.count("Steps are not predicted") == 1 and "has figures of h100, this run is on cpu" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_plan_of_data_parallelism_trains_too(job, alone, tmp_path, zero):
     chain = plan_of(job, FEW_CUTS)
@@ -207,6 +229,7 @@ def test_a_plan_of_data_parallelism_trains_too(job, alone, tmp_path, zero):
     check_reloads(run_dir, tmp_path / "plan.json")
 
 
+@pytest.mark.slow
 def test_a_plan_trains_in_the_types_of_the_recipe(job, tmp_path):
     """bf16 over float32, as under data parallelism; the checkpoint has float32."""
     types = ["run.dtype=float32", "fsdp.param_dtype=bfloat16", "fsdp.reduce_dtype=float32", "run.steps=4"]
@@ -219,6 +242,7 @@ def test_a_plan_trains_in_the_types_of_the_recipe(job, tmp_path):
     assert [step["step"] for step in metrics(tmp_path / "on")] == [5, 6]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_plan(job, alone, tmp_path):
     """From one process to a chain, from ZeRO 3 to ZeRO 1, and back: the same losses as never having stopped."""
     first = run_planned(job, tmp_path, plan_of(job, FEW_CUTS), resume=str(alone / "checkpoints" / name_of(4)))
@@ -234,6 +258,7 @@ def test_a_run_goes_on_under_another_plan(job, alone, tmp_path):
     assert [step["loss"] for step in metrics(back)] == pytest.approx(losses(alone)[4:], rel=1e-10)
 
 
+@pytest.mark.slow
 def test_a_mixture_is_trained_and_stored_under_a_plan_too(tmp_path):
     """A run that goes on without the mixture has another order of examples, whatever it was trained under before."""
     job = write_tiny_job(tmp_path / "data")
@@ -251,6 +276,7 @@ def test_a_mixture_is_trained_and_stored_under_a_plan_too(tmp_path):
         run_ranks(train_under, 1, str(job), overrides, None, resume)
 
 
+@pytest.mark.slow
 def test_clips_that_are_not_finite_are_left_out_on_all_ranks(tmp_path):
     """Rank 0 alone reads media; rank 1, which reads tokens, leaves out the same examples."""
     job = write_tiny_job(tmp_path / "data")

@@ -44,8 +44,8 @@ def shared(job, stages=WHOLE, **options):
 @pytest.mark.parametrize(
     ("stages", "settings"),
     [
-        (WHOLE, ("context.exchange=group_cast", "context.head_groups=2")),
-        (FEW_CUTS, ("context.exchange=ulysses",)),
+        pytest.param(WHOLE, ("context.exchange=group_cast", "context.head_groups=2"), marks=pytest.mark.slow),
+        pytest.param(FEW_CUTS, ("context.exchange=ulysses",), marks=pytest.mark.slow),
     ],
 )
 def test_ranks_that_share_sequences_train_as_one_process_does(

@@ -76,11 +76,14 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "chain" else pytest.mark.slow) for name in PLANS]
+)
 def test_loss_and_answers_equal_one_process(job, expected, tmp_path, name):
     assert_same(job, expected, tmp_path, PLANS[name](job), EVALUATED)
 
 
+@pytest.mark.slow
 def test_loss_and_answers_of_prompts_that_see_themselves_in_both_directions(job, tmp_path):
     overrides = [*EVALUATED, "model.backbone.prefix=true", 'model.backbone.bidirectional=["image"]']
     expected = run_ranks(evaluate, 1, str(job), [*overrides, f"run.dir={tmp_path}"])[0]
@@ -103,6 +106,7 @@ def assert_same(job, expected, tmp_path, plan, overrides):
     assert len(alone_said) == 1 and "heldout-6.wav" in alone_said[0]
 
 
+@pytest.mark.slow
 def test_the_exported_directory_does_not_depend_on_the_plan(job, tmp_path):
     """To the bit, from one checkpoint: of one process, of a chain, and of a chain whose weights are shared out."""
     whole = tmp_path / "whole"

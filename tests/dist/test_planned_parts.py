@@ -55,7 +55,7 @@ def plan_of(recipe, overrides, *units, batch_size, **options):
     return Plan(model, replace(where, device=device), units, batch_size, 2, precision="fp64", **options)
 
 
-@pytest.mark.parametrize("mode", ["rows", "sum"])
+@pytest.mark.parametrize("mode", ["rows", pytest.param("sum", marks=pytest.mark.slow)])
 def test_images_that_two_encoders_read_train_as_in_one_process(job_of_readers, tmp_path, monkeypatch, mode):  # noqa: F811
     """Both on the first rank, which decodes each image once; the second encoder's queries are on the second."""
     monkeypatch.syspath_prepend(job_of_readers.parent)
@@ -74,6 +74,7 @@ def test_images_that_two_encoders_read_train_as_in_one_process(job_of_readers, t
 DRAWN = ("model.encoders.audio.num_layers=2", "checkpoint.every_steps=2", "optimizer.schedule=constant")
 
 
+@pytest.mark.slow
 def test_drawn_examples_train_under_a_plan_as_in_one_process_and_go_on_without(tmp_path):
     recipe = write_drawn_job(tmp_path / "job")
     stages = {"image": 1}, {"image": 1, "audio": 2, "backbone": 2}

@@ -123,6 +123,7 @@ def serve(job, num_ranks, run_dir, server, *overrides, num_workers=1, **options)
     run_ranks(serve_rank, num_ranks, job, overrides, variables, *options.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "mode"), [(1, "index"), (2, "exchange")])
 def test_losses_are_those_of_local_workers(job, server, tmp_path, num_ranks, mode):
     mode = f"balance.mode={mode}"
@@ -132,6 +133,7 @@ def test_losses_are_those_of_local_workers(job, server, tmp_path, num_ranks, mod
     assert all(step["ahead"]["store_bytes"] > 0 and step["ahead"]["deaths"] == 0 for step in metrics(tmp_path / "ray"))
 
 
+@pytest.mark.slow
 def test_neither_an_actor_that_is_killed_nor_a_resume_changes_anything(job, server, tmp_path):
     run(job, 2, tmp_path / "local")
     shallow = "data.prefetch_steps=1"
@@ -153,6 +155,7 @@ def wait_for_nodes(rank, num_ranks, server, num_nodes):
             time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_killed_changes_nothing(job, tmp_path):
     run(job, 1, tmp_path / "local")
     with RayServer(num_cpus=1) as server, joined_node(server, 2) as node:
@@ -174,6 +177,7 @@ def headless_rank(rank, num_ranks, recipe, overrides, variables, head):
         return str(error)
 
 
+@pytest.mark.slow
 def test_a_ray_that_ends_is_a_sentence(job, tmp_path):
     with RayServer(num_cpus=2) as server:
         service, variables = served(server)
@@ -234,10 +238,11 @@ def refusal(job, server, folder, run_dir, *options, other=""):
     ("other", "options", "sentence"),
     [
         ("ray", [], ", and this rank has Ray 1.2.3 on Python "),
-        (
+        pytest.param(
             "pillow",
             [],
             ", and this rank has pillow 1.2.3, so items could come out otherwise: install the same on both.",
+            marks=pytest.mark.slow,
         ),
         ("", ["data.num_workers=100"], "data.num_workers asks for 200 actors over all ranks, with a CPU each, and "),
         ("", ["data.ray_address=127.0.0.1:1"], "Ray at 127.0.0.1:1 cannot be reached: "),
@@ -247,6 +252,7 @@ def test_what_ray_cannot_serve_is_a_sentence_on_all_ranks(job, server, tmp_path,
     assert sentence in refusal(job, server, tmp_path, tmp_path / "a", *options, other=other)
 
 
+@pytest.mark.slow
 def test_files_that_actors_cannot_open_are_a_sentence(job, server, tmp_path):
     # A path that means something else in each process.
     manifest = job.with_name("own.jsonl")

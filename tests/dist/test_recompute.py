@@ -76,7 +76,11 @@ def steps(rank, num_ranks, fsdp):
 
 @pytest.mark.parametrize(
     "fsdp",
-    [FSDPConfig(), FSDPConfig(reshard_after_forward=False), FSDPConfig(shard_size=1)],
+    [
+        FSDPConfig(),
+        pytest.param(FSDPConfig(reshard_after_forward=False), marks=pytest.mark.slow),
+        FSDPConfig(shard_size=1),
+    ],
     ids=["gathered again", "kept", "replicated"],
 )
 def test_ranks_may_recompute_what_they_need(fsdp):
@@ -110,6 +114,7 @@ def in_words(printed, part="the largest microbatch of"):
     return [line for line in printed.splitlines() if line.startswith("fsdp.recompute") and part in line]
 
 
+@pytest.mark.slow
 def test_a_run_recomputes_what_its_microbatches_need(job, tmp_path, monkeypatch, capsys):
     """The losses are those without recomputation, a resumed run decides alike, and so does a simulation."""
     auto = (*LARGER, "fsdp.recompute=auto", "checkpoint.every_steps=4")
@@ -136,6 +141,7 @@ def test_a_run_recomputes_what_its_microbatches_need(job, tmp_path, monkeypatch,
     )
 
 
+@pytest.mark.slow
 def test_resident_bytes_of_a_small_run_correct_nothing(job, tmp_path):
     """And it is said once, by one rank."""
     said = run(job, 2, tmp_path, *LARGER, "fsdp.recompute=auto")
@@ -170,6 +176,7 @@ def measured_run(job, folder, peaks, *overrides, resolution_bytes=0):
     return of_ranks[0][0], [np.array([sum(map(sum, step.values())) for step in found]) for _, found in of_ranks]
 
 
+@pytest.mark.slow
 def test_measured_bytes_correct_each_rank_alone(job, tmp_path):
     """A rank that takes more than predicted recomputes more, the other less; losses stay, to the last bit."""
     run(job, 2, tmp_path / "none", *LARGER)
@@ -185,6 +192,7 @@ def test_measured_bytes_correct_each_rank_alone(job, tmp_path):
     assert re.search(r"rank 1 took 2.2 MB where \S+ MB was predicted, so it fits microbatches to a prediction of", line)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_measures_anew(job, tmp_path):
     peaks = (1_000_000, 2_200_000)
     measured_run(job, tmp_path, peaks, "checkpoint.every_steps=3", "checkpoint.keep=3")

@@ -74,6 +74,7 @@ def test_one_that_was_damaged_on_the_way_is_not_taken(job, saved, tmp_path):
     assert said == [f"{url} is no complete Motet checkpoint: manifest.json is missing"] * 2
 
 
+@pytest.mark.slow
 def test_a_run_that_went_back_is_what_others_go_on_from(job, saved, tmp_path):
     shutil.copytree(saved[0], tmp_path / "a")
     shutil.copytree(saved[1], tmp_path / "store")
@@ -85,6 +86,7 @@ def test_a_run_that_went_back_is_what_others_go_on_from(job, saved, tmp_path):
     assert "Resuming after step 7 from" in said[0]
 
 
+@pytest.mark.slow
 def test_another_run_begins_with_weights_by_url(job, saved, tmp_path):
     """Those of the folder; and goes on, also when they are gone there, but not with others."""
     shutil.copytree(saved[1], tmp_path / "store")

@@ -1,6 +1,7 @@
 """A run that is stopped and resumed, on as many ranks or on others, is the run that was not stopped."""
 
 import json
+import shutil
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -42,7 +43,7 @@ def stop_after(run_dir, step):
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step-{step:08d}"]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_resumed_losses_are_those_of_an_uninterrupted_run(job, tmp_path, num_ranks):
     run(job, num_ranks, tmp_path / "a", "checkpoint.every_steps=4")
     whole = losses(tmp_path / "a")
@@ -53,6 +54,7 @@ def test_resumed_losses_are_those_of_an_uninterrupted_run(job, tmp_path, num_ran
     assert losses(tmp_path / "a") == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [(4, 2), (2, 3)])
 def test_on_another_number_of_ranks_the_same_examples_follow(job, tmp_path, first, second):
     run(job, first, tmp_path / "a", "checkpoint.every_steps=4")
@@ -81,6 +83,7 @@ def taken_ids(rank, num_ranks, recipe, overrides):
     return taken
 
 
+@pytest.mark.slow
 def test_a_resumed_run_takes_just_the_examples_not_yet_seen(job, tmp_path):
     overrides = [f"run.dir={tmp_path / 'a'}", "checkpoint.every_steps=4", "data.heldout=[]"]
     whole = run_ranks(taken_ids, 2, str(job), overrides)
@@ -94,10 +97,10 @@ def test_a_resumed_run_takes_just_the_examples_not_yet_seen(job, tmp_path):
 def test_resume_never_starts_anew_and_a_path_goes_back(job, tmp_path):
     run(job, 1, tmp_path / "a", "checkpoint.every_steps=2", "checkpoint.keep=9")
     whole = losses(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
     run(job, 1, tmp_path / "a", "run.steps=3", resume="never")
     assert losses(tmp_path / "a")[:2] == pytest.approx(whole[:2])
     assert [path.name for path in (tmp_path / "a/checkpoints").iterdir()] == ["step-00000003"]
-    run(job, 1, tmp_path / "b", "checkpoint.every_steps=2", "checkpoint.keep=9")
     back = tmp_path / "b/checkpoints/step-00000004"
     run(job, 1, tmp_path / "b", "checkpoint.keep=9", resume=str(back))
     assert losses(tmp_path / "b") == pytest.approx(whole)
@@ -114,6 +117,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.slow
 def test_a_path_changes_nothing_before_there_is_something_new(job, tmp_path):
     run(job, 1, tmp_path / "a", "checkpoint.every_steps=2", "checkpoint.keep=9")
     before = names(tmp_path / "a/checkpoints")
@@ -124,6 +128,7 @@ def test_a_path_changes_nothing_before_there_is_something_new(job, tmp_path):
     assert "Resuming after step 8" in said
 
 
+@pytest.mark.slow
 def test_from_a_damaged_newest_checkpoint_a_run_goes_back_to_the_one_before(job, tmp_path):
     run(job, 2, tmp_path / "a", "checkpoint.every_steps=3")
     whole, folder = losses(tmp_path / "a"), tmp_path / "a" / "checkpoints"
@@ -171,6 +176,7 @@ def damage(folder, count):
     return [path.name for path in damaged]
 
 
+@pytest.mark.slow
 def test_files_that_become_unreadable_are_left_out_on_all_ranks_alike(tmp_path):
     job = write_tiny_job(tmp_path / "data")
     run(job, 1, tmp_path / "whole", "run.steps=1")
@@ -188,6 +194,7 @@ def test_files_that_become_unreadable_are_left_out_on_all_ranks_alike(tmp_path):
     assert summary["bad_examples"] >= 4
 
 
+@pytest.mark.slow
 def test_too_many_unreadable_files_stop_all_ranks_with_one_sentence(tmp_path):
     job = write_tiny_job(tmp_path / "data")
     run(job, 1, tmp_path / "a", "run.steps=1")
@@ -198,6 +205,7 @@ def test_too_many_unreadable_files_stop_all_ranks_with_one_sentence(tmp_path):
         assert " cannot be used, more than data.max_bad_fraction = 0.02 allows" in said[0]
 
 
+@pytest.mark.slow
 def test_files_that_are_unreadable_from_the_start_are_left_out_or_stop_the_run(tmp_path):
     job = write_tiny_job(tmp_path / "data")
     names = damage(job.parent, 2)

@@ -77,7 +77,7 @@ def train_with_bad_images(rank, num_ranks, recipes, overrides):
     return train_own(rank, num_ranks, recipes, overrides)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_losses_are_those_of_one_process_that_reads_all(whole, tmp_path, num_ranks):
     recipes = own_folders(whole, tmp_path, num_ranks)
     run(recipes, num_ranks, tmp_path / "split", *SPLIT, "run.microbatches=2")
@@ -91,6 +91,7 @@ def test_losses_are_those_of_one_process_that_reads_all(whole, tmp_path, num_ran
     assert [step["num_examples"] for step in steps] == [8] * 8
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_and_other_ranks_are_refused(whole, tmp_path):
     recipes = own_folders(whole, tmp_path, 2)
     run(recipes, 2, tmp_path / "a", *SPLIT, "checkpoint.every_steps=4")
@@ -107,6 +108,7 @@ def test_a_resumed_run_goes_on_and_other_ranks_are_refused(whole, tmp_path):
     assert losses(tmp_path / "a") == pytest.approx(uninterrupted, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_a_bad_example_of_one_rank_is_left_out_on_all(whole, tmp_path):
     recipes = own_folders(whole, tmp_path, 2)
     names = spoil_clips(tmp_path / "machine1", "train-*.wav", 2)
@@ -119,6 +121,7 @@ def test_a_bad_example_of_one_rank_is_left_out_on_all(whole, tmp_path):
     assert sum(8 - step["num_examples"] for step in steps) >= 2
 
 
+@pytest.mark.slow
 def test_what_is_left_out_from_the_start_is_told_of_every_split(whole, tmp_path):
     recipes = own_folders(whole, tmp_path, 2)
     (lost,) = sorted((tmp_path / "machine1/media").glob("train-*.png"))[:1]

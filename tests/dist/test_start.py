@@ -144,6 +144,7 @@ def read_cases(folder: Path) -> list[Case]:
     return cases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_weights_are_those_of_the_whole_model(tmp_path, num_ranks):
     check(num_ranks, [*drawn_cases(None), *read_cases(tmp_path)])

@@ -185,13 +185,14 @@ def generated():
             yield interleaved_1f1b(p, 2, m, deferred_warmup=deferred)
 
 
-@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("blocking", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_schedule_ends_on_lanes_that_block(blocking):
     """Orders for ranks that block need no lane for each direction."""
     programs = [add_communication(program, blocking=blocking) for program in generated()]
     run_ranks(walk_all, 4, programs, blocking)
 
 
+@pytest.mark.slow
 def test_every_strategy_ends_on_lanes_that_block():
     programs = [planned(plan).program for name, plan in PLANS.items() if name != "fsdp"]
     for program in programs:
@@ -207,6 +208,7 @@ def whole(program):
     )
 
 
+@pytest.mark.slow
 def test_fills_of_steps_end_on_lanes_that_block():
     """Programs that are decided from the lengths of a step; other messages are sent in each."""
     programs = []
@@ -216,6 +218,7 @@ def test_fills_of_steps_end_on_lanes_that_block():
     run_ranks(walk_all, max(program.num_ranks for program in programs), programs, False)
 
 
+@pytest.mark.slow
 def test_one_lane_for_both_directions_of_a_pair_hangs(tmp_path):
     right, wrong = (add_communication(one_f_one_b(2, 4), blocking=blocking) for blocking in (True, False))
     with pytest.raises(RankFailed, match="died with exit code 0"):

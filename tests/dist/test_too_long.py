@@ -37,9 +37,10 @@ def without(job):
     return f"data.train=['{path}']"
 
 
-@pytest.mark.parametrize("mode", ["index", "exchange"])
+@pytest.mark.parametrize("mode", ["index", pytest.param("exchange", marks=pytest.mark.slow)])
 def test_it_is_left_out_and_named(job, tmp_path, mode):
-    said = run(job, 2, tmp_path / "a", *MEMORY, f"balance.mode={mode}")
+    options = (f"balance.mode={mode}", "run.steps=3")
+    said = run(job, 2, tmp_path / "a", *MEMORY, *options)
     assert "1 of 41 examples left out: it needs more memory than a rank has." in said[0]
     (sentence,) = [line for line in said[0].splitlines() if line.startswith("Left out")]
     assert re.search(
@@ -48,7 +49,7 @@ def test_it_is_left_out_and_named(job, tmp_path, mode):
         sentence,
     )
     assert "Left out" not in said[1]
-    run(job, 2, tmp_path / "b", without(job), f"balance.mode={mode}")
+    run(job, 2, tmp_path / "b", without(job), *options)
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
@@ -62,6 +63,7 @@ def test_more_than_are_allowed_end_the_run_on_all_ranks(job, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_where_sequences_are_cut_it_is_kept_and_cut_however_dear_that_is(job, tmp_path):
     last = job.parent / "last.jsonl"
     last.write_text("".join((job.parent / "train.jsonl").read_text().splitlines(keepends=True)[-2:]))
@@ -83,6 +85,7 @@ def held_out(folder, *num_letters):
     return f"data.heldout=['{folder / 'held.jsonl'}']"
 
 
+@pytest.mark.slow
 def test_held_out_examples_that_no_rank_can_evaluate_are_left_out_and_named(job, tmp_path):
     """Nothing of them is kept for a backward pass, so the one that is too long to train on is evaluated."""
     held = held_out(tmp_path, 10, 120, 4000)
@@ -97,6 +100,7 @@ def test_held_out_examples_that_no_rank_can_evaluate_are_left_out_and_named(job,
     assert both[0] == both[1] and "no example of the manifests can be used" in both[0]
 
 
+@pytest.mark.slow
 def test_a_plan_with_stages_leaves_it_out_by_its_own_memory(job, tmp_path):
     plan = plan_of(job, FEW_CUTS)
     device = replace(plan.cluster.device, memory_bytes=2_500_000)
@@ -106,6 +110,7 @@ def test_a_plan_with_stages_leaves_it_out_by_its_own_memory(job, tmp_path):
     assert "train.jsonl, line 41: takes 144 tokens" in said[0] and "no cp up to 2 could hold it" in said[0]
 
 
+@pytest.mark.slow
 def test_where_the_model_alone_does_not_fit_nothing_is_cut_for_it(job, tmp_path):
     little = ("cluster.device=cpu", "cluster.memory_gbytes=0.001", "model.backbone.config.intermediate_size=2048")
     slow = "balance.speed={ device_tflops = 1e-6, link_latency_us = 1e9 }"

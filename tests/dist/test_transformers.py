@@ -42,7 +42,13 @@ PROFILED = {
 @pytest.mark.parametrize(
     ("kind", "options", "scheduler", "noise"),
     [
-        ("SD3", SD3, diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), 'times = "logit_normal"'),
+        pytest.param(
+            "SD3",
+            SD3,
+            diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+            'times = "logit_normal"',
+            marks=pytest.mark.slow,
+        ),
         ("PixArt", PIXART, diffusers.DPMSolverMultistepScheduler(beta_schedule="linear"), "min_snr = 5.0"),
     ],
     ids=["SD3", "PixArt"],

@@ -44,6 +44,7 @@ def test_truncated_examples_train_alike_on_any_ranks(job, tmp_path):
     assert cut < whole
 
 
+@pytest.mark.slow
 def test_examples_that_are_too_long_are_dropped_and_named_whatever_their_share(job, tmp_path):
     said = run(job, 2, tmp_path / "a", "data.max_sequence_length=54", "data.max_bad_fraction=0.0")
     assert re.search(r"[1-7] of 8 examples left out: .* too long|[1-7] of 8 examples left out", said[0])

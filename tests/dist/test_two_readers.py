@@ -136,6 +136,7 @@ def run(job, num_ranks, run_dir, mode, *overrides, resume="auto"):
     return run_ranks(train_rank, num_ranks, str(recipe), overrides, resume)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["rows", "sum"])
 def test_losses_do_not_depend_on_ranks_or_on_how_items_reach_them(job, tmp_path, mode):
     off = "model.encoders.audio.config.dropout=0.0"
@@ -154,6 +155,7 @@ def test_losses_do_not_depend_on_ranks_or_on_how_items_reach_them(job, tmp_path,
     assert (export / "hooks" / "siglip.after.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_mixture_goes_on_where_it_was_and_must_be_the_same(job, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(job, 1, whole, "sum", "run.steps=6", "optimizer.schedule=constant")
@@ -178,6 +180,7 @@ def profile_rank(rank, num_ranks, recipe, overrides, path):
         profile(load_recipe(Path(recipe), overrides), "tiny", out=Path(path), seconds=1.0)
 
 
+@pytest.mark.slow
 def test_a_profile_of_it_is_what_it_is_balanced_on(job, tmp_path):
     small = ("transforms.image.max_pixels_side=64", "transforms.dino.max_pixels_side=64")
     path, exact = tmp_path / "profile.json", ("model.encoders.audio.config.dropout=0.0", *small)

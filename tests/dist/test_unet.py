@@ -79,6 +79,7 @@ def job(tmp_path_factory):
     return recipe
 
 
+@pytest.mark.slow
 def test_ranks_train_make_and_export_as_one_process_does(job, tmp_path):
     few = ("run.steps=3", "evaluate.num_made=4", "evaluate.batch_size=2")
     run(job, 1, tmp_path / "one", *few, "fsdp.shard_size=1")
@@ -97,6 +98,7 @@ def test_ranks_train_make_and_export_as_one_process_does(job, tmp_path):
     assert "nothing" in load_file(exported / "entrance.safetensors")
 
 
+@pytest.mark.slow
 def test_buckets_are_what_it_makes_and_one_that_nothing_fits_is_refused(job, tmp_path):
     once = ("run.steps=1", "data.heldout=[]", "fsdp.shard_size=1")
     assert "step 1/1" in run(job, 1, tmp_path / "run", *once, "transforms.draw.buckets=[[8, 8], [12, 8]]")
@@ -166,12 +168,14 @@ def check_profiled(recipe, kinds):
     assert measured == {(layer.kind, layer.weights) for layer in whole.layers}
 
 
+@pytest.mark.slow
 def test_layers_are_profiled(job, latent):
     kinds = {"projector", "convolution", "strided_convolution", "time", "projection", "attention", "output"}
     check_profiled(job, kinds)
     check_profiled(latent, {*kinds, "latents"})
 
 
+@pytest.mark.slow
 def test_a_vae_makes_latents_alike_on_all_ranks_shows_pixels_and_is_exported_bit_for_bit(latent, tmp_path):
     few = ("run.steps=2", "evaluate.num_made=2", "evaluate.batch_size=2")
     run(latent, 1, tmp_path / "one", *few, "fsdp.shard_size=1")
@@ -209,6 +213,7 @@ def test_what_does_not_fit_a_vae_is_said(latent, tmp_path, override, said):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_plan_with_stages_trains_it_as_one_process_does_and_one_that_recomputes_it_is_refused(job, tmp_path):
     whole = {"draw": read_job_recipe(job, EXACT).model.num_blocks["draw"]}
     stages = {"image": 1, "audio": 1, "backbone": 1}, {"backbone": 1} | whole

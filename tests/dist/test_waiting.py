@@ -168,6 +168,7 @@ def ended(process):
     return process.returncode, said, out + err
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_a_rank_that_does_not_come_is_named_with_the_action_that_waits_for_it(job, tmp_path):
     sleeps = "import time; signal.signal(signal.SIGTERM, signal.SIG_DFL); time.sleep(500)"
@@ -181,6 +182,7 @@ def test_a_rank_that_does_not_come_is_named_with_the_action_that_waits_for_it(jo
     assert len(losses(tmp_path)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.parametrize("where", ["in a message", "far from any"])
 def test_a_rank_whose_process_is_gone_is_named(job, tmp_path, where):
@@ -203,6 +205,7 @@ def test_a_rank_whose_process_is_gone_is_named(job, tmp_path, where):
         assert said[0] == "motet, rank 0: lost rank 1, which died without a word."
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_a_rank_that_is_stopped_and_goes_on_ends_nothing(job, tmp_path):
     """Longer than ranks look after each other; a helper lets it go on."""

@@ -59,6 +59,7 @@ def test_every_fault_is_put_in():
     assert len(faults) >= 12
 
 
+@pytest.mark.slow
 def test_the_comparison_sees_every_fault():
     put_in = [(name, case) for name, cases in SEEN_IN.items() for case in cases]
     by_rank = run_ranks(run_faulty, 2, put_in)

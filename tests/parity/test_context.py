@@ -7,6 +7,7 @@ import pytest
 from motet.core.plan import Unit
 from parity.planned import PlannedCase, assert_planned
 from parity.planned_parts import SECOND
+from tiers import in_tiers
 
 WAYS = ("group_cast", "all_gather", "ulysses")
 ENCODERS = Unit("encoders", ({"image": 3, "audio": 2},), cp=2, zero=1)
@@ -89,15 +90,16 @@ IN_HEAD_GROUPS = [
 """Keys and values of the second half of the heads travel while attention of the first is computed."""
 
 
-@pytest.mark.parametrize("num_ranks", OF_BACKBONES)
-def test_ranks_that_share_sequences_equal_one_process(num_ranks):
-    assert_planned(num_ranks, OF_BACKBONES[num_ranks])
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(OF_BACKBONES, {2: (0, 9), 4: (1,)}))
+def test_ranks_that_share_sequences_equal_one_process(num_ranks, cases):
+    assert_planned(num_ranks, cases)
 
 
+@pytest.mark.slow
 def test_keys_of_groups_of_heads_that_travel_meanwhile_equal_one_process():
     assert_planned(2, IN_HEAD_GROUPS)
 
 
-@pytest.mark.parametrize("num_ranks", OF_ENCODERS)
+@pytest.mark.parametrize("num_ranks", [*(pytest.param(count, marks=pytest.mark.slow) for count in (3, 4)), 5])
 def test_encoders_that_share_items_equal_one_process(num_ranks):
     assert_planned(num_ranks, OF_ENCODERS[num_ranks])

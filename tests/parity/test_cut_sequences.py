@@ -16,6 +16,7 @@ from parity.cut_steps import Cut, errors_of_cut
 from parity.planned import TOLERANCE, differences
 from parity.test_gradients import Case
 from ranks import run_ranks
+from tiers import in_tiers
 
 
 def check(rank: int, num_ranks: int, cuts: list[Cut]) -> list[str]:
@@ -52,9 +53,9 @@ CUTS = [
 ]
 
 
-@pytest.mark.parametrize("first", range(0, len(CUTS), 7))
-def test_degrees_of_one_two_and_four_in_one_microbatch_equal_one_process(first):
-    assert run_ranks(check, 4, CUTS[first : first + 7]) == [[]] * 4
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: CUTS}, {4: (0, 3, 10)}))
+def test_degrees_of_one_two_and_four_in_one_microbatch_equal_one_process(num_ranks, cases):
+    assert run_ranks(check, num_ranks, cases) == [[]] * num_ranks
 
 
 IMAGES = replace(ALL, contents=("image",))
@@ -85,11 +86,12 @@ ITEMS = [
 ]
 
 
-@pytest.mark.parametrize("first", range(0, len(ITEMS), 10))
-def test_images_cut_over_ranks_equal_one_process(first):
-    assert run_ranks(check, 4, ITEMS[first : first + 10]) == [[]] * 4
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: ITEMS}, {4: (1, 9, 12, 17)}))
+def test_images_cut_over_ranks_equal_one_process(num_ranks, cases):
+    assert run_ranks(check, num_ranks, cases) == [[]] * num_ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_cuts_anywhere_equal_one_process(num_ranks):
     rng = np.random.default_rng(num_ranks)

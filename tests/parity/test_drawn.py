@@ -63,10 +63,12 @@ def test_the_first_step_is_that_of_the_whole_model_in_one_process(job, alone):
 @pytest.mark.parametrize(
     ("num_ranks", "overrides"),
     [
-        (2, ()),
+        pytest.param(2, (), marks=pytest.mark.slow),
         (2, ("balance.mode=exchange", "fsdp.shard_size=1")),
-        (2, ("balance.method=per_phase", "run.microbatches=2", "fsdp.recompute=true")),
-        (3, ("balance.phases=off", "data.num_workers=1")),
+        pytest.param(
+            2, ("balance.method=per_phase", "run.microbatches=2", "fsdp.recompute=true"), marks=pytest.mark.slow
+        ),
+        pytest.param(3, ("balance.phases=off", "data.num_workers=1"), marks=pytest.mark.slow),
     ],
 )
 def test_losses_are_those_of_one_process(job, alone, tmp_path, num_ranks, overrides):
@@ -76,6 +78,7 @@ def test_losses_are_those_of_one_process(job, alone, tmp_path, num_ranks, overri
     assert norms == pytest.approx(expected, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_another_number_of_ranks_from_the_recipe_that_it_wrote(job, alone, tmp_path):
     run(job, 2, tmp_path, "run.steps=2", "optimizer.schedule=constant")
     run_ranks(train_rank, 1, str(tmp_path / "recipe.toml"), ["run.steps=4"])

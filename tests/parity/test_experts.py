@@ -18,6 +18,7 @@ from parity.test_gradients import Case, check_cases
 from parity.test_planned import chain
 from parity.test_schedules import CUTS, on_ranks
 from ranks import run_ranks
+from tiers import in_tiers
 
 RECOMPUTED = {"backbone": 1}, {"backbone": 1}
 CASES = {
@@ -37,9 +38,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", CASES)
-def test_mixtures(num_ranks):
-    assert_planned(num_ranks, CASES[num_ranks])
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(CASES, {1: (0, 1), 2: (2, 3)}))
+def test_mixtures(num_ranks, cases):
+    assert_planned(num_ranks, cases)
 
 
 ALL = {"i": 3, "a": 2, "b": 3}
@@ -72,11 +73,11 @@ SPREAD = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", SPREAD)
-def test_experts_that_ranks_share(num_ranks):
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(SPREAD, {2: (1,)}))
+def test_experts_that_ranks_share(num_ranks, cases):
     """Rows go to the ranks of their experts and back, also from replicas that have none, and checkpoints go on under
     another `ep`: with stages, ZeRO, hybrid sharding, shared sequences and split backward passes."""
-    assert_planned(num_ranks, SPREAD[num_ranks])
+    assert_planned(num_ranks, cases)
 
 
 DIVIDED = {
@@ -99,11 +100,11 @@ DIVIDED = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", DIVIDED)
-def test_experts_that_tensor_parallel_ranks_divide(num_ranks):
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(DIVIDED, {2: (1,), 4: (1,)}))
+def test_experts_that_tensor_parallel_ranks_divide(num_ranks, cases):
     """Each has some of the experts, and the router: in stages, with ZeRO, shared sequences and split backward passes,
     and checkpoints go on under `ep`."""
-    assert_planned(num_ranks, DIVIDED[num_ranks])
+    assert_planned(num_ranks, cases)
 
 
 WHOLE_COPIES = FSDPConfig(shard_size=1)

@@ -29,7 +29,15 @@ def stored(num_ranks):
     return [case for case in drawn if case.num_ranks == num_ranks][:NUM_REPLAYED]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "num_ranks",
+    [
+        pytest.param(2, marks=pytest.mark.slow),
+        pytest.param(3, marks=pytest.mark.slow),
+        4,
+        pytest.param(5, marks=pytest.mark.slow),
+    ],
+)
 def test_stored_cases_equal_one_process(num_ranks):
     cases = stored(num_ranks)
     assert cases
@@ -119,6 +127,7 @@ def test_a_case_is_made_again_from_its_number():
     assert draw(3, 6).case != draw(3, 5).case
 
 
+@pytest.mark.slow
 def test_cases_have_all_that_a_plan_can_say():
     with benchmark("fuzz_plans") as fuzz:
         drawn = [draw(4, number) for number in range(370)]
@@ -166,6 +175,7 @@ ALONE_DRAWN = [
 """Mixed precision, examples left out, a frozen block, a run that goes on in one stage, and without what it has not."""
 
 
+@pytest.mark.slow
 def test_what_the_fuzzer_alone_draws_equals_one_process():
     """Each is a way to run a case that no other test has."""
     for found in run_ranks(run_cases, 2, ALONE_DRAWN):

@@ -267,7 +267,17 @@ DITS = [name for name, case in CASES.items() if case.denoiser == "dit"]
 OF_DIFFUSERS = [name for name in CASES if name not in DITS]
 
 
-@pytest.mark.parametrize(("num_ranks", "names"), [(1, DITS[:1]), (2, DITS[:1]), (3, DITS), (3, OF_DIFFUSERS)])
+@pytest.mark.parametrize(
+    ("num_ranks", "names"),
+    [
+        (1, DITS[:1]),
+        (2, DITS[:1]),
+        (3, DITS[-2:]),
+        (3, OF_DIFFUSERS[1:2]),
+        pytest.param(3, DITS[:-2], marks=pytest.mark.slow),
+        pytest.param(3, OF_DIFFUSERS[:1] + OF_DIFFUSERS[2:], marks=pytest.mark.slow),
+    ],
+)
 def test_steps_with_generators(num_ranks: int, names: list[str]):
     cases = [CASES[name] for name in names]
     for of_rank in run_ranks(take_steps, num_ranks, cases):
@@ -357,7 +367,7 @@ PLANNED = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", PLANNED)
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_plans_with_stages(num_ranks: int):
     """In a stage of the backbone's, in a later stage, on ranks of their own; frozen, absent, balanced, sharded."""
     assert_planned(num_ranks, PLANNED[num_ranks])

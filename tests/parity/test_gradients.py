@@ -43,6 +43,7 @@ from motet.train.balancing import build_orchestrator
 from parity.collectives import counted_collectives, on_all_ranks
 from parity.tiny import PHASES, build_model, draw_examples, reference_step
 from ranks import run_ranks
+from tiers import in_tiers
 
 TOLERANCE = 1e-10
 EXCHANGE = sys.modules[exchange_rows.__module__]
@@ -477,8 +478,7 @@ def at(num_ranks: int, cases: list[Case]) -> list[Case]:
     return cases[num_ranks % 2 :: 2]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_gradients_equal_the_reference(num_ranks):
+def cases_on(num_ranks: int) -> list[Case]:
     every = every_balance() + every_method()
     if num_ranks == 1:
         cases = every[::4] + VARIANTS[::8] + GROUPED[::4]
@@ -495,6 +495,16 @@ def test_gradients_equal_the_reference(num_ranks):
     if num_ranks == 4:
         hybrid = every_balance(fsdp=HYBRID, num_microbatches=3) + every_method(fsdp=HYBRID, num_microbatches=3)
         cases += OWNED + hybrid[1::3]
+    return cases
+
+
+EVERY = {num_ranks: cases_on(num_ranks) for num_ranks in (1, 2, 3, 4)}
+FIRST = {1: range(len(EVERY[1])), 2: (4, 10, 30, 32), 3: (10, 12, 28, 35, 42), 4: (3, 13, 18, 27)}
+"""Numbers of those that `make test` has: deferred, grouped, owned, replicated, hybrid, frozen and recomputed ones."""
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(EVERY, FIRST))
+def test_gradients_equal_the_reference(num_ranks, cases):
     wrong = run_ranks(check_cases, num_ranks, cases)[0]
     assert not wrong, "\n".join(wrong)
 
@@ -511,7 +521,7 @@ ONCE_A_STEP = [
 ]
 
 
-@pytest.mark.parametrize(("num_ranks", "shard_size"), [(2, None), (4, 2)])
+@pytest.mark.parametrize(("num_ranks", "shard_size"), [(2, None), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_gradients_that_are_reduced_once_a_step_equal_the_reference(num_ranks, shard_size):
     chosen = ONCE_A_STEP[num_ranks // 4 :: 2]
     cases = [replace(case, fsdp=case.fsdp.model_copy(update={"shard_size": shard_size})) for case in chosen]
@@ -541,7 +551,10 @@ TWO_READERS = [
 ]
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), [(1, TWO_READERS[::9]), (2, TWO_READERS[::2]), (3, TWO_READERS[1::4])])
+OF_TWO_READERS = {1: TWO_READERS[::9], 2: TWO_READERS[::2], 3: TWO_READERS[1::4]}
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(OF_TWO_READERS, {1: range(3), 2: (1, 4, 7), 3: (0,)}))
 def test_gradients_with_two_encoders_of_an_item_callbacks_and_queries(num_ranks, cases):
     wrong = run_ranks(check_cases, num_ranks, cases)[0]
     assert not wrong, "\n".join(wrong)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -90,6 +92,18 @@ def test_own_loop(wrap, mode, accumulate):
     check(run_ranks(own_loop, 2, wrap, mode, accumulate), strided(accumulate))
 
 
+@pytest.mark.slow
+@pytest.mark.torchrun
+def test_own_loop_as_a_user_starts_it():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(EXAMPLES / "own_loop.py")], check=False, capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^loss \d\.\d{4}$", done.stdout, re.MULTILINE)) == 8
+
+
 def told_as_by_torchrun(rank: int, num_ranks: int) -> None:
     """accelerate looks for ranks in the environment alone."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -124,7 +138,7 @@ def hf_trainer(rank: int, num_ranks: int, accumulate: int):
     return losses, whole(model), loaded
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_hf_trainer(accumulate):
     pytest.importorskip("accelerate", reason="HF Trainer needs accelerate, which is no dependency of Motet")
     results = run_ranks(hf_trainer, 2, accumulate)

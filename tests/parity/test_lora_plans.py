@@ -1,7 +1,10 @@
 """Plans of models with LoRA adapters equal one process: pipelines, ZeRO, W apart, bubbles, tp, cp, and dropout."""
 
+import pytest
+
 from motet.core.plan import Unit
 from parity.planned import PlannedCase, assert_planned
+from tiers import in_tiers
 
 ALL = {"image": 3, "audio": 2, "backbone": 3}
 CUT = {"image": 3, "audio": 2, "backbone": 1}, {"backbone": 2}
@@ -31,10 +34,12 @@ CASES = [
 ]
 
 
-def test_two_ranks():
-    assert_planned(2, CASES)
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({2: CASES}, {2: (1, 7)}))
+def test_two_ranks(num_ranks, cases):
+    assert_planned(num_ranks, cases)
 
 
+@pytest.mark.slow
 def test_four_ranks():
     whole = PlannedCase(chain(ALL, dp=4, zero=3), family="phi3", lora=("backbone",), batch_size=8)
     assert_planned(

@@ -15,6 +15,7 @@ from motet.train.optimizers import OPTIMIZERS
 from parity.test_gradients import Case, local, mesh_of, rank_batch, whole
 from parity.tiny import build_model, draw_examples, reference_step
 from ranks import run_ranks
+from tiers import in_tiers
 
 # Step by step: everything, text only, images only, and everything again.
 STEPS = [("image", "audio"), (), ("image",), ("image", "audio")]
@@ -67,10 +68,14 @@ def torch_optimizer(model: MLLM, config: OptimizerConfig) -> torch.optim.Optimiz
     return make(parameter_groups(model, config), lr=config.lr, **given, foreach=False)
 
 
-@pytest.mark.parametrize(("num_ranks", "shard_size"), [(3, None), (4, 2), (3, 1)])
+@pytest.mark.parametrize(("num_ranks", "shard_size"), [(3, None), pytest.param(4, 2, marks=pytest.mark.slow), (3, 1)])
 def test_parameters_after_four_steps(num_ranks, shard_size):
     assert run_ranks(train, num_ranks, shard_size, ["adamw"])[0] == []
 
 
-def test_parameters_of_other_optimizers():
-    assert run_ranks(train, 2, None, sorted(set(OPTIMIZERS) - {"adamw"}))[0] == []
+OTHERS = sorted(set(OPTIMIZERS) - {"adamw"})
+
+
+@pytest.mark.parametrize(("num_ranks", "names"), in_tiers({2: OTHERS}, {2: (0,)}))
+def test_parameters_of_other_optimizers(num_ranks, names):
+    assert run_ranks(train, num_ranks, None, names)[0] == []

@@ -11,6 +11,7 @@ import pytest
 
 from motet.core.plan import Unit
 from parity.planned import PlannedCase, assert_planned
+from tiers import in_tiers
 
 
 def chain(*stages, **options):
@@ -112,16 +113,20 @@ def random_case(seed, num_ranks):
     )
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), [(2, CASES), (3, CASES_OF_3), (4, CASES_OF_4)])
+BY_RANKS = {2: CASES, 3: CASES_OF_3, 4: CASES_OF_4}
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(BY_RANKS, {2: (0, 3, 14), 3: (0, 3), 4: (2,)}))
 def test_steps_under_a_plan_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)
 
 
-def test_steps_with_shared_state_equal_one_process():
-    assert_planned(4, SHARED)
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: SHARED}, {4: (2,)}))
+def test_steps_with_shared_state_equal_one_process(num_ranks, cases):
+    assert_planned(num_ranks, cases)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 4))])
 def test_random_plans_equal_one_process(num_ranks):
     cases = [random_case(seed, num_ranks) for seed in range(NUM_RANDOM)]
     assert_planned(num_ranks, cases)

@@ -49,7 +49,13 @@ def errors(rank: int, num_ranks: int, case: PlannedCase) -> dict[str, tuple[floa
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=[f"ZeRO {case.units[0].zero}" for case in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=f"ZeRO {zero}", marks=pytest.mark.slow if zero in (2, 3) else ())
+        for zero, case in enumerate(CASES)
+    ],
+)
 def test_error_is_within_the_stated_limits(case):
     for found in run_ranks(errors, 4, case):
         for name, (of_gradient, of_loss) in found.items():

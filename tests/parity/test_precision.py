@@ -47,7 +47,7 @@ def measure(rank: int, num_ranks: int) -> dict[tuple[str, str], tuple[float, flo
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_error_is_within_the_stated_limits(num_ranks):
     found = run_ranks(measure, num_ranks)[0]
     for (name, phases), (total, _, _) in found.items():

@@ -97,8 +97,8 @@ def random_case(seed, num_ranks):
     )
 
 
-@pytest.mark.parametrize("deferred", [False, True], ids=["early", "deferred"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("deferred", [pytest.param(False, marks=pytest.mark.slow), True], ids=["early", "deferred"])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_interleaved_steps_equal_one_process(num_ranks, deferred):
     cases = cases_of("interleaved_1f1b", num_ranks, deferred_warmup=deferred)[(num_ranks + deferred) % 2 :: 2]
     if num_ranks == 3:
@@ -107,17 +107,19 @@ def test_interleaved_steps_equal_one_process(num_ranks, deferred):
 
 
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_v"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_steps_with_backward_in_two_halves_equal_one_process(num_ranks, schedule):
     assert_planned(num_ranks, cases_of(schedule, num_ranks)[(num_ranks + (schedule == "zb_v")) % 2 :: 2])
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), [(2, ENDS_TOGETHER), (4, REPLICAS)])
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"), [(2, ENDS_TOGETHER), pytest.param(4, REPLICAS, marks=pytest.mark.slow)]
+)
 def test_replicas_with_several_stages_a_rank_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_random_cases_equal_one_process(num_ranks):
     assert_planned(num_ranks, [random_case(seed, num_ranks) for seed in range(NUM_RANDOM)])
 

@@ -37,6 +37,6 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", CASES)
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_stages_whose_rows_see_ahead_equal_one_process(num_ranks):
     assert_planned(num_ranks, CASES[num_ranks])

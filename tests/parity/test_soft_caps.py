@@ -1,5 +1,7 @@
 """Gemma 2 under Plans equals one process: its scores are computed again in backward, whole, in halves or by heads."""
 
+import pytest
+
 from parity.planned import PlannedCase, assert_planned
 from parity.test_schedules import CUTS, on_ranks
 from parity.test_tensor_parallel_plans import ALL
@@ -18,5 +20,6 @@ def test_soft_caps_in_stages():
     )
 
 
+@pytest.mark.slow
 def test_soft_caps_over_tensor_parallel_ranks():
     assert_planned(2, [PlannedCase(tensor_parallel(ALL), family="gemma2", dropout=dropout) for dropout in (0.0, 0.2)])

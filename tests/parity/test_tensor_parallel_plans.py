@@ -9,6 +9,7 @@ from motet.core.plan import Unit
 from parity.planned import MIXED_TOLERANCE, PlannedCase, assert_planned, differences, errors_of
 from parity.test_bubbles import in_halves
 from ranks import run_ranks
+from tiers import in_tiers
 
 ALL = {"image": 3, "audio": 2, "backbone": 3}
 CUT = {"image": 3, "audio": 2, "backbone": 1}, {"backbone": 2}
@@ -26,11 +27,14 @@ def families(units, *names, **options):
     ]
 
 
-@pytest.mark.parametrize("names", [("qwen2", "qwen3"), ("phi3", "olmo2")], ids=" ".join)
+@pytest.mark.parametrize(
+    "names", [pytest.param(("qwen2", "qwen3"), marks=pytest.mark.slow), ("phi3", "olmo2")], ids=" ".join
+)
 def test_one_stage(names):
     assert_planned(2, families(chain(ALL), *names))
 
 
+@pytest.mark.slow
 def test_what_one_stage_may_have():
     assert_planned(
         2,
@@ -43,6 +47,7 @@ def test_what_one_stage_may_have():
     )
 
 
+@pytest.mark.slow
 def test_stages():
     assert_planned(
         4,
@@ -54,6 +59,7 @@ def test_stages():
     )
 
 
+@pytest.mark.slow
 def test_replicas_and_shared_state():
     assert_planned(
         4,
@@ -64,6 +70,7 @@ def test_replicas_and_shared_state():
     )
 
 
+@pytest.mark.slow
 def test_products_that_are_split():
     """Under ZeRO, with parts that are frozen, and on the way from and to checkpoints of others."""
     whole, shared = (Unit("all", (ALL,), dp=2, pp=1, zero=3),), chain(ALL)
@@ -90,21 +97,24 @@ IN_CHUNKS = [
 ]
 
 
+@pytest.mark.slow
 def test_products_in_chunks():
     assert_planned(2, IN_CHUNKS)
 
 
-def test_products_in_chunks_in_stages_and_replicas():
-    assert_planned(
-        4,
-        [
-            PlannedCase(chain(*CUT), "zb_h1", chunks=2, family="qwen3"),
-            PlannedCase(chain(ALL, dp=2, zero=3), chunks=3, family="llama"),
-            PlannedCase(chain(ALL, cp=2), chunks=2),
-        ],
-    )
+IN_CHUNKS_OF_4 = [
+    PlannedCase(chain(*CUT), "zb_h1", chunks=2, family="qwen3"),
+    PlannedCase(chain(ALL, dp=2, zero=3), chunks=3, family="llama"),
+    PlannedCase(chain(ALL, cp=2), chunks=2),
+]
 
 
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: IN_CHUNKS_OF_4}, {4: (0,)}))
+def test_products_in_chunks_in_stages_and_replicas(num_ranks, cases):
+    assert_planned(num_ranks, cases)
+
+
+@pytest.mark.slow
 def test_float32_passes():
     cases = [PlannedCase(chain(ALL, dp=2, zero=zero), is_mixed=True) for zero in (0, 3)]
     wrong = [line for of_rank in run_ranks(_mixed, 4, cases) for line in of_rank]
@@ -124,6 +134,7 @@ def beside(image, llm):
     return first, Unit("llm", (LLM,), first.num_ranks, **{"zero": 0, **llm})
 
 
+@pytest.mark.slow
 def test_units_with_degrees_of_their_own():
     assert_planned(
         3,
@@ -135,6 +146,7 @@ def test_units_with_degrees_of_their_own():
     )
 
 
+@pytest.mark.slow
 def test_encoders_in_bubbles_and_replicated_ones():
     backbone = Unit("llm", ({"backbone": 2}, {"backbone": 1}), pp=2, tp=2, zero=0)
     others = [Unit(name, ({name: count},), tp=2, dp=2, zero=1) for name, count in (("image", 3), ("audio", 2))]
@@ -144,6 +156,7 @@ def test_encoders_in_bubbles_and_replicated_ones():
     assert_planned(4, [filled, halved, PlannedCase((replicated,), tied=True)])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_and_without():
     whole = (Unit("all", CUT, pp=2, zero=0),)
     shared = (Unit("all", (ALL,), dp=2, zero=3),)
@@ -156,10 +169,12 @@ def test_a_run_goes_on_with_and_without():
     )
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_other_shares():
     assert_planned(4, [PlannedCase(chain(ALL, dp=2, zero=2), then=PlannedCase(chain(*CUT)))])
 
 
+@pytest.mark.slow
 def test_shared_copies_of_cut_parameters():
     """Hybrid sharding: a mesh of tensor-parallel ranks, copies and shards."""
     assert_planned(8, [PlannedCase(chain(ALL, dp=4, zero=3, shard_size=2), batch_size=4, tied=True)])

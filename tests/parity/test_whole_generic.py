@@ -40,6 +40,11 @@ def test_motet_has_not_a_word_of_these_families():
     assert [name for name in GENERIC if name in source or name.replace("_", "") in source] == []
 
 
+@pytest.mark.parametrize(
+    "job",
+    [pytest.param(name, marks=() if name == "vipllava" else pytest.mark.slow) for name in GENERIC],
+    indirect=True,
+)
 def test_loss_and_gradients_are_those_of_transformers_also_on_two_ranks(job, tmp_path):
     reference, packed = against.theirs(job), against.ours(job)
     assert max(packed.distance(reference)) < 1e-8
@@ -59,6 +64,7 @@ def test_loss_and_gradients_are_those_of_transformers_also_on_two_ranks(job, tmp
     assert not any(info.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["vipllava"], indirect=True)
 def test_ranks_and_steps_without_images(job, tmp_path):
     """Two examples a step on two ranks, all parts learn: the encoder's weights meet on ranks that have no image."""

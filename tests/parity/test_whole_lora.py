@@ -38,7 +38,9 @@ RUN = [
 ]
 
 
-@pytest.fixture(scope="module", params=["llava", "gemma3", "mllama"])
+@pytest.fixture(
+    scope="module", params=["llava", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "mllama"))]
+)
 def job(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("job") / request.param
     whole_models.write_job(folder, request.param)
@@ -80,6 +82,7 @@ def test_loss_and_gradients_are_those_of_peft_on_the_directory(job, alone):
     assert abs(before.loss - ours.loss) > 1e-3 * ours.loss
 
 
+@pytest.mark.slow
 def test_it_goes_on_as_peft_does(job, alone, tmp_path):
     """The whole directory by one key, or by the tables of parts: what learns, loss and gradients are peft's."""
     adapter = alone / "export" / "adapter"

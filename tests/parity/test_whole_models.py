@@ -98,7 +98,9 @@ def test_every_weight_comes_back_under_its_name(job, tmp_path):
     assert theirs[0].to_dict() == theirs[1].to_dict() and theirs[0].chat_template == theirs[1].chat_template
 
 
-@pytest.mark.parametrize("job", TRAINED, indirect=True)
+@pytest.mark.parametrize(
+    "job", [pytest.param(name, marks=() if name == "qwen3_vl" else pytest.mark.slow) for name in TRAINED], indirect=True
+)
 def test_training_on_two_ranks_and_the_directory_that_comes_back(job, reference, tmp_path):
     reads = "audio" if job.name.startswith(whole_models.AUDIO_FAMILIES) else "image"
     frozen = f"model.train.{reads}=false"
@@ -141,6 +143,7 @@ def test_training_on_two_ranks_and_the_directory_that_comes_back(job, reference,
     assert max(against.ours(again).distance(against.theirs(again))) < 1e-8
 
 
+@pytest.mark.slow
 def test_ranks_without_images_take_part_in_layers_that_attend_to_them(tmp_path):
     """One of two ranks has an image, none has, and one has two; a rank without them waits for nobody."""
     whole_models.write_job(tmp_path, "mllama")

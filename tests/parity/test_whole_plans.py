@@ -40,12 +40,12 @@ def figures(folder):
 @pytest.mark.parametrize(
     ("family", "ways"),
     [
-        ("qwen2_5_vl", ["shared sequences", "divided layers"]),
-        ("qwen3_vl", ["stages", "shared sequences"]),
-        ("qwen3_vl_moe", ["stages", "shared experts"]),
-        ("qwen2_5_omni", ["stages", "divided towers"]),
+        pytest.param("qwen2_5_vl", ["shared sequences", "divided layers"], marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", ["stages", "shared sequences"], marks=pytest.mark.slow),
+        pytest.param("qwen3_vl_moe", ["stages", "shared experts"], marks=pytest.mark.slow),
+        pytest.param("qwen2_5_omni", ["stages", "divided towers"], marks=pytest.mark.slow),
         ("idefics3", ["shared sequences"]),
-        ("mllama", ["stages", "shared sequences"]),
+        pytest.param("mllama", ["stages", "shared sequences"], marks=pytest.mark.slow),
         ("vipllava", ["stages"]),
     ],
 )
@@ -58,6 +58,7 @@ def test_what_ranks_share_is_one_process(family, ways, tmp_path):
     check(family, 2, {name: WAYS[name] for name in ways}, tmp_path)
 
 
+@pytest.mark.slow
 def test_divided_experts_beside_a_tower_on_ranks_of_its_own_are_one_process(tmp_path):
     """Rows for several blocks go to tensor-parallel ranks, each of which has some of the experts."""
     tower, llm = ["parallel.image.tp=1", "parallel.image.dp=2"], ["parallel.backbone.tp=2", "parallel.backbone.dp=1"]

@@ -28,7 +28,9 @@ WAYS = {
 """Family -> how two ranks train it. Qwen3-VL's videos stand in pieces; examples of Qwen2.5-Omni have clips, too."""
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=() if name == "qwen3_vl" else pytest.mark.slow) for name in WAYS]
+)
 def job(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("videos")
     whole_models.write_job(folder, request.param)

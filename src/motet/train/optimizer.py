@@ -89,8 +89,8 @@ class OptimizerConfig(BaseModel):
         default_factory=lambda given: 0.1 if given.get("name") == "adamw" else 0.0,
         ge=0,
         le=1000,
-        description="on weights of two or more dimensions, but for tables of embeddings; never on norms and biases. adamw "
-        "shrinks them by it (default 0.1), others add it to the gradient, as torch does (default 0)",
+        description="on weights of two or more dimensions, but for tables of embeddings; never on norms and biases. "
+        "adamw shrinks them by it (default 0.1), others add it to the gradient, as torch does (default 0)",
     )
     clip_norm: float = Field(1.0, gt=0, allow_inf_nan=True, description="largest global gradient norm; inf never clips")
     warmup_steps: int = Field(0, ge=0, le=MAX_STEPS, description="steps in which the rate rises linearly to its peak")

@@ -76,7 +76,9 @@ def test_a_plan_runs_with_every_order(name):
         assert found.num_examples == 48 and found.num_tokens == batch.sequence.sum()
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "order", [pytest.param(order, marks=() if order == "both" else pytest.mark.slow) for order in ORDERS]
+)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_no_step_is_slower_as_it_is_simulated(name, order):
     """Messages, collectives and the schedule's own shape count, whether or not messages hold up compute."""
@@ -114,7 +116,7 @@ def test_balancing_and_ordering_gain():
     assert means["both"] >= max(means["intra"], means["inter"])
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_best_order_of_a_few_examples(seed):
     """The step is within 5 % of the best of all ways to give six examples to two replicas of three microbatches."""
     made = plan(Unit("all", CHAIN, dp=2, pp=3), batch_size=6, order="both")

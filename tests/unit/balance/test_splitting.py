@@ -55,6 +55,7 @@ def check_split(result, costs, num_ranks, overhead, max_parts=None):
     np.testing.assert_array_equal(result.assignment.loads.reshape(num_ranks, -1), loads)
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(one_phase | two_phases, st.integers(1, 6), st.none() | st.integers(1, 4), st.sampled_from([1.0, 1.02, 1.3]))
 def test_split_keeps_every_item_whole_or_in_exact_parts_on_both_backends(costs, num_ranks, max_parts, target):

@@ -229,6 +229,7 @@ class KilledByText:
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_while_it_indexes_is_a_sentence(folder):
     manifest = write_manifest(folder / "m.jsonl", [a_record(f"Question {n}") for n in range(600)])
     with pytest.raises(UserError, match=r"m\.jsonl, line 1: a worker process was killed by SIGSEGV while it read this"):

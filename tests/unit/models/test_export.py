@@ -16,6 +16,7 @@ from motet.models.module import ModalityModule
 from motet.models.projector import Projector, ProjectorConfig
 
 
+@pytest.mark.slow
 def test_a_model_built_from_its_export_gives_the_same_loss(tiny, tmp_path):
     families = list(tiny.encoders)
     encoders = {f: {"family": f, "config": tiny.encoders[f], "projector": {"downsample": 4}} for f in families}
@@ -44,7 +45,7 @@ def test_a_model_built_from_its_export_gives_the_same_loss(tiny, tmp_path):
     "family",
     ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe"],
 )
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_transformers_loads_the_backbone(tiny, tmp_path, family, tied):
     encoders = {"audio": {"family": "whisper", "config": tiny.encoders["whisper"]}}
     backbone = {"family": family, "config": tiny.options_of(family) | {"tie_word_embeddings": tied}}

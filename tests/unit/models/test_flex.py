@@ -60,7 +60,10 @@ def flex(run, table, tensors, sinks=None):
 
 
 @pytest.mark.parametrize("name", ["images", "skipping", "rows and keys of a rank"])
-@pytest.mark.parametrize(("softcap", "with_sinks"), [(None, False), (2.0, False), (2.0, True)])
+@pytest.mark.parametrize(
+    ("softcap", "with_sinks"),
+    [pytest.param(None, False, marks=pytest.mark.slow), pytest.param(2.0, False, marks=pytest.mark.slow), (2.0, True)],
+)
 def test_equals_the_dense_mask(name, softcap, with_sinks):
     table = TABLES[name]
     tensors = [x.detach() for x in draw(table, kv_heads=4, head_dim=16, dtype=torch.float32)]
@@ -95,6 +98,7 @@ def test_a_new_length_compiles_nothing(scale, softcap, with_sinks):
     assert min(num_rows) == 128  # On a GPU torch takes fewer rows for a case of their own.
 
 
+@pytest.mark.slow
 def test_few_numbers_of_intervals_are_compiled():
     """Text that does not see images has an interval for each text before it."""
     counter = CompileCounter()

@@ -291,7 +291,9 @@ def published(family):
     return {key: min(value, DEPTH) if key in depths else value for key, value in FULL_SIZE[family].items()}
 
 
-@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.slow if n else ()) for n, name in enumerate(ENCODERS)]
+)
 def test_full_size_encoder(family):
     config = EncoderConfig(family=family, config=published(family))
     with torch.device("meta"):
@@ -308,7 +310,14 @@ def test_full_size_encoder(family):
     assert step_flops(spec, lengths) == step
 
 
-@pytest.mark.parametrize("family", [family for family in BACKBONES if family not in MIXTURES])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name == "qwen2" else pytest.mark.slow)
+        for name in BACKBONES
+        if name not in MIXTURES
+    ],
+)
 def test_full_size_backbone(family):
     config = BackboneConfig(family=family, config=published(family))
     with torch.device("meta"):

@@ -274,7 +274,9 @@ def test_a_hook_may_have_parameters():
 PRESENCE = [{"image", "audio"}, {"image"}, {"audio"}, set()]
 
 
-@pytest.mark.parametrize("present", PRESENCE)
+@pytest.mark.parametrize(
+    "present", [pytest.param(names, marks=() if len(names) == 1 else pytest.mark.slow) for names in PRESENCE]
+)
 @pytest.mark.parametrize(("encoder", "projector", "backbone"), list(itertools.product([True, False], repeat=3)))
 def test_what_gets_gradients_depends_on_the_flags_alone(tiny, present, encoder, projector, backbone):
     mllm = tiny.mllm(train=backbone, train_encoder=encoder, train_projector=projector)

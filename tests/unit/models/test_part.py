@@ -101,7 +101,7 @@ def test_an_encoder_in_two_parts_is_the_encoder(tiny, family):
     check_in_parts(tiny.encoder(family), sizes, values, tiny.backbone(), 1)
 
 
-@pytest.mark.parametrize("cut", [1, 2])
+@pytest.mark.parametrize("cut", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio"])
 @pytest.mark.parametrize("kind", ["resampler", "qformer"])
 def test_a_projector_with_queries_is_a_block_of_its_own(tiny, family, kind, cut):

@@ -69,7 +69,11 @@ def test_the_model_of_every_recipe_is_what_its_shapes_say(recipe):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
-    "more", [{}, {"class_row": True}, {"num_positions": 64}, {"class_row": True, "num_positions": 64}]
+    "more",
+    [
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"class_row": True}, {"num_positions": 64})),
+        {"class_row": True, "num_positions": 64},
+    ],
 )
 def test_layers_hold_the_parameters_that_shapes_say(variant, more):
     options = VARIANTS[variant]
@@ -101,7 +105,9 @@ def test_saved_tensors_of_an_image(options):
 
 @pytest.mark.parametrize("kind", ["image", "audio"])
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("more", [{}, {"class_row": True}, {"num_positions": 64}])
+@pytest.mark.parametrize(
+    "more", [{}, *(pytest.param(each, marks=pytest.mark.slow) for each in ({"class_row": True}, {"num_positions": 64}))]
+)
 def test_an_items_rows_do_not_depend_on_other_items(kind, variant, more):
     if kind == "audio" and "class_row" in more:
         return

@@ -95,9 +95,9 @@ def config_of(tiny, train=True, family="qwen3", **frozen) -> ModelConfig:
 @pytest.mark.parametrize(
     ("num_ranks", "train", "frozen", "recompute"),
     [
-        (3, True, {}, True),
-        (2, True, {"train_encoder": False}, False),
-        (2, False, {"train_projector": False}, False),
+        pytest.param(3, True, {}, True, marks=pytest.mark.slow),
+        pytest.param(2, True, {"train_encoder": False}, False, marks=pytest.mark.slow),
+        pytest.param(2, False, {"train_projector": False}, False, marks=pytest.mark.slow),
     ],
 )
 def test_gradients_equal_one_process(tiny, num_ranks, train, frozen, recompute):
@@ -115,7 +115,9 @@ def test_gradients_equal_one_process(tiny, num_ranks, train, frozen, recompute):
                 assert (gradients[name] - parameter.grad).norm() <= bound, name
 
 
-@pytest.mark.parametrize("family", ["gemma3", "phi3", "olmo2"])
+@pytest.mark.parametrize(
+    "family", ["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("phi3", "olmo2"))]
+)
 def test_gradients_of_other_backbones_and_of_a_layer_equal_one_process(tiny, family):
     config = config_of(tiny, family=family)
     layered = ("siglip", "clip", "dinov2")
@@ -154,6 +156,7 @@ def run_mixed(rank: int, num_ranks: int, config: ModelConfig):
     return loss.item()
 
 
+@pytest.mark.slow
 def test_mixed_precision_runs_with_and_without_items(tiny):
     config = config_of(tiny)
     mllm, packed, media = documents(config, 0, 1)

@@ -69,7 +69,7 @@ def check(table, window=None, softcap=None, sinks=None, kv_heads=2):
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 50])
 def test_equals_the_dense_mask_with_gradients(table, window):
     check(table, None if table is SEGMENTS else window)
 

@@ -137,7 +137,12 @@ def test_stable_diffusion_2_1_has_its_published_size():
 
 
 @pytest.mark.parametrize(
-    "options", [{"attention_head_dim": 8}, {"use_linear_projection": True, "layers_per_block": 2}], ids=str
+    "options",
+    [
+        {"attention_head_dim": 8},
+        pytest.param({"use_linear_projection": True, "layers_per_block": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_work_and_memory_are_what_is_predicted(options):
     torch.manual_seed(0)

@@ -24,6 +24,7 @@ def pinned(name):
     return Pins(strategies=(name,))
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(jobs())
 def test_no_way_of_balancing_makes_the_answer_faster(given_job):
@@ -37,7 +38,7 @@ def test_no_way_of_balancing_makes_the_answer_faster(given_job):
             assert prediction.step_s >= best.prediction.step_s or not fits
 
 
-@pytest.mark.parametrize("spread", [0.0, 1.0])
+@pytest.mark.parametrize("spread", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_the_answer_in_bubbles_is_not_faster_without_its_fills_in_any_order(spread):
     given_job = job(batch_size=32, spread=spread)
     best = search(given_job, STRATEGIES, pinned(BUBBLES)).best
@@ -47,7 +48,7 @@ def test_the_answer_in_bubbles_is_not_faster_without_its_fills_in_any_order(spre
         assert prediction.step_s >= best.prediction.step_s
 
 
-@pytest.mark.parametrize("balance", ["off", "joint"])
+@pytest.mark.parametrize("balance", [pytest.param("off", marks=pytest.mark.slow), "joint"])
 def test_a_pinned_way_of_balancing_stays(balance):
     for strategy in (DATA, "chain"):
         found = search(job(batch_size=32, spread=1.0), STRATEGIES, Pins(strategies=(strategy,), balance=balance))
@@ -71,7 +72,7 @@ def test_two_ways_to_deal_out_microbatches_are_not_pinned_together():
     assert not found.results and "both deal out microbatches" in found.ruled_out[0].why
 
 
-@pytest.mark.parametrize("strategies", [(), ("chain",)])
+@pytest.mark.parametrize("strategies", [pytest.param((), marks=pytest.mark.slow), ("chain",)])
 def test_gains_are_of_the_same_batches_and_their_median_is_said(strategies):
     given_job = job(batch_size=32, spread=1.0)
     found = search(given_job, STRATEGIES, Pins(strategies=strategies))
@@ -101,12 +102,14 @@ def test_seconds_alone_are_those_of_the_prediction():
             assert candidate_step_s(given_job, candidate, 1) == predict_candidate(given_job, candidate, 1).step_s
 
 
+@pytest.mark.slow
 def test_where_all_batches_are_alike_one_is_enough():
     found = search(job(batch_size=32), STRATEGIES)
     assert all(len(comparison.gains) == 1 for comparison in compare(found))
     assert "the median of" not in " ".join(winner_in_words(found))
 
 
+@pytest.mark.slow
 def test_gains_of_large_batches_are_those_of_parts_of_them(monkeypatch):
     monkeypatch.setattr(comparing, "_MAX_EXAMPLES", 8)
     given_job = job(batch_size=32, spread=1.0)

@@ -51,6 +51,7 @@ def far_apart():
     return planned, search(planned, STRATEGIES, is_refined=False)
 
 
+@pytest.mark.slow
 def test_fewer_devices_where_they_are_faster(far_apart):
     planned, found = far_apart
     plan = found.best.candidate.plan

@@ -44,6 +44,7 @@ def test_cp_alone_is_the_backbones():
         parse_pins(["cp=0"], STRATEGIES)
 
 
+@pytest.mark.slow
 def test_every_plan_of_a_search_is_made_of_its_pins(found):
     planned, result = found
     for one in result.results:

@@ -50,7 +50,9 @@ def fits(remedy: str, given: Job, pins: Pins) -> bool:
     return any(isinstance(one, Candidate) for one in STRATEGIES[pins.strategies[0]](given, pins))
 
 
-@pytest.mark.parametrize("pinned", PINNED)
+@pytest.mark.parametrize(
+    "pinned", [pytest.param(name, marks=() if name in ("tp", "units") else pytest.mark.slow) for name in PINNED]
+)
 def test_what_is_said_to_make_it_fit_does(pinned):
     pins, memory_mbytes = PINNED[pinned]
     found = searched(pins, memory_mbytes)
@@ -77,6 +79,7 @@ def test_with_nothing_pinned_more_nodes_are_what_is_left():
     assert nearest and fits(remedy, found.job, Pins(strategies=(nearest.strategy,)))
 
 
+@pytest.mark.slow
 def test_the_nodes_that_are_named_are_the_fewest_by_any_strategy():
     given = job(memory_mbytes=80)
     quick = {name: one for name, one in STRATEGIES.items() if not isinstance(one, PruningStrategy)}

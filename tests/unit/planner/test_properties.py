@@ -7,6 +7,7 @@ never slower, is tested on a small job in `test_refinement.py`, and on random on
 import math
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 
 from motet.cost.analytic import Analytic
@@ -31,6 +32,7 @@ def on(job, **changed):
     return replace(job, cluster=cluster, cost=Analytic(cluster))
 
 
+@pytest.mark.slow
 @given(job=jobs())
 @settings(max_examples=4)
 def test_every_result_runs_and_the_answer_is_the_same_twice(job):
@@ -47,6 +49,7 @@ def test_every_result_runs_and_the_answer_is_the_same_twice(job):
         assert found.bound.step_s <= simulated.step_s
 
 
+@pytest.mark.slow
 @given(job=jobs())
 @settings(max_examples=4)
 def test_more_nodes_are_never_slower_and_neither_is_twice_the_memory(job):

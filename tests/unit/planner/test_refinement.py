@@ -73,6 +73,7 @@ def test_it_is_never_slower_and_what_it_finds_runs(found):
         assert one.candidate.strategy == strategy_of(one.candidate.plan)
 
 
+@pytest.mark.slow
 def test_a_neighbour_that_lacks_memory_recomputes(monkeypatch):
     """So a step with little memory is refined too: other cuts and microbatches begin with everything recomputed."""
     tight = job(batch_size=16, num_nodes=1, spread=0.7, memory_mbytes=430)
@@ -83,6 +84,7 @@ def test_a_neighbour_that_lacks_memory_recomputes(monkeypatch):
     assert any(any(stage.values()) for unit in refined.candidate.plan.units for stage in unit.recompute)
 
 
+@pytest.mark.slow
 def test_the_same_every_time(found):
     again = search(replace(TINY), STRATEGIES)
     assert [one.candidate.plan for one in again.results] == [one.candidate.plan for one in found.results]
@@ -90,9 +92,13 @@ def test_the_same_every_time(found):
 
 @pytest.mark.parametrize(
     "pins",
-    [Pins(tp=1, dp=2), Pins(strategies=(CHAIN,), order="given"), Pins(microbatch_size=1, schedule="1f1b"),
-     Pins(strategies=(CHAIN,), recompute="none", balance="off")],
-)  # fmt: skip
+    [
+        pytest.param(Pins(tp=1, dp=2), marks=pytest.mark.slow),
+        Pins(strategies=(CHAIN,), order="given"),
+        Pins(microbatch_size=1, schedule="1f1b"),
+        pytest.param(Pins(strategies=(CHAIN,), recompute="none", balance="off"), marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_pinned_stays(pins):
     for one in search(SMALL, STRATEGIES, pins).results:
         plan = one.candidate.plan
@@ -103,6 +109,7 @@ def test_what_is_pinned_stays(pins):
         assert pins.recompute is None or not any(any(stage.values()) for each in plan.units for stage in each.recompute)
 
 
+@pytest.mark.slow
 def test_a_suitable_plan_becomes_only_a_suitable_one():
     def suitable(plan):
         return all(unit.tp == unit.cp == 1 for unit in plan.units)
@@ -141,6 +148,7 @@ def test_tensor_parallel_groups_divide_a_node_or_are_whole_nodes():
     assert degrees(3, 3) == [1] and degrees(2, 6) == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_rank_that_divides_nothing_is_left_over():
     """Three ranks and a batch of two: two of them are faster than a chain of three."""
     three, two = (search(on_ranks(count, batch_size=2), STRATEGIES, Pins(strategies=(CHAIN,))) for count in (3, 2))

@@ -53,7 +53,7 @@ def test_that_nothing_is_recomputed_is_said():
     assert list(recomputed_in_words(chain("1f1b", (0, 0, 0, 0)))) == ["Nothing is recomputed."]
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [pytest.param(80, marks=pytest.mark.slow), 120])
 def test_no_figure_is_cut_off_or_broken(width):
     lines = printed(width).splitlines()
     assert max(map(len, lines)) <= width

@@ -201,6 +201,7 @@ def test_the_best_of_each_strategy_is_simulated_whatever_the_limit():
     assert len(found.results) + len(found.passed_over) == 24
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(wrong=st.lists(st.floats(0.2, 5), min_size=12, max_size=12))
 def test_without_a_limit_nothing_that_is_passed_over_is_faster(proposed, wrong):
@@ -225,6 +226,7 @@ def test_bounds_prune():
     assert found.best.prediction.step_s == brute_force(job_on(), {"exact": strategy})
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_slower(without_remedies):
     steps = []
     for mbytes in (500, 700, 1000, 1500, 3000, 10_000):

@@ -79,6 +79,7 @@ def test_no_plan_made_by_hand_is_below_the_bound(units):
     assert step_bound(planned).step_s <= predict(plan, planned.workload, planned.cost, seed=planned.seed).step_s
 
 
+@pytest.mark.slow
 def test_the_report_says_how_far_the_answer_can_be_from_the_best():
     found = search(job(spread=0.5), STRATEGIES)
     gap = found.best.prediction.step_s / found.bound.step_s - 1

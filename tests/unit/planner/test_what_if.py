@@ -1,5 +1,7 @@
 """What would change the best Plan: each change is planned anew, and a gain is one of a Plan that fits."""
 
+import pytest
+
 from motet.planner.candidate import DATA_PARALLEL, Pins
 from motet.planner.search import NO_PINS, search
 from motet.planner.strategies import STRATEGIES
@@ -12,6 +14,7 @@ def changes_of(given, pins=NO_PINS):
     return found, what_if(found, STRATEGIES)
 
 
+@pytest.mark.slow
 def test_memory_helps_where_it_is_scarce_and_not_where_it_is_plenty():
     """1 GB recomputes; 64 GB does not, and twice as much changes nothing."""
     scarce, plenty = (job(model(), memory_mbytes=mbytes, num_nodes=1, batch_size=32) for mbytes in (1000, 64_000))
@@ -24,6 +27,7 @@ def test_memory_helps_where_it_is_scarce_and_not_where_it_is_plenty():
     assert next(what_if(unlimited, STRATEGIES)).gain < 0.02
 
 
+@pytest.mark.slow
 def test_a_node_and_a_larger_batch_train_more_tokens_a_second():
     given = job(model(), num_nodes=1, batch_size=8)
     _, changes = changes_of(given)

@@ -63,6 +63,7 @@ def recipe_file(tmp_path_factory):
     return file
 
 
+@pytest.mark.slow
 def test_out_of_memory_in_real_steps_is_met_with_more_recomputation(recipe_file):
     recipe = load_recipe(recipe_file, LARGER)
     plan, job = read_recipe_as_plan(recipe_file, LARGER, JobOptions(ClusterOptions()))

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -45,6 +46,7 @@ def run(rank, num_ranks, *whats):
     return outcomes
 
 
+@pytest.mark.slow
 def test_trials_end_alike_on_all_ranks_and_the_next_one_starts_anew():
     whats = ("nothing", "memory", "nothing", "killed", "wrong", "failed", "nothing")
     (one, other) = run_ranks(run, 2, *whats)

@@ -107,7 +107,7 @@ NODES = (
 )
 
 
-@pytest.mark.parametrize("num_nodes", [1, 3])
+@pytest.mark.parametrize("num_nodes", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("overrides", [*WAYS, (NODES,), ("balance.node_wise=false",)], ids=" ".join)
 def test_prediction_places_every_item_where_training_does(recipe_file, overrides, num_nodes):
     overrides = ("run.batch_size=24", *overrides)

@@ -121,6 +121,7 @@ def cases(draw):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(cases())
 @settings(max_examples=40, deadline=None)
 def test_what_is_placed_can_run_and_takes_no_longer_than_predicted(case):

@@ -65,7 +65,9 @@ JOBS = {
 
 
 @pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize("pins", [Pins(), Pins(tp=2, pp=4, microbatch_size=2)], ids=["free", "pinned"])
+@pytest.mark.parametrize(
+    "pins", [Pins(), pytest.param(Pins(tp=2, pp=4, microbatch_size=2), marks=pytest.mark.slow)], ids=["free", "pinned"]
+)
 def test_every_plan_fits_runs_and_takes_about_what_was_estimated(name, pins):
     given = JOBS[name]()
     found, _ = proposals(given, pins)
@@ -230,6 +232,7 @@ def test_chunks_have_no_bound_of_1f1b():
     assert one_f_one_b_s(plans, plans.units(next(iter(plans)))[0], MAX_TIMED_ISLANDS) == 0
 
 
+@pytest.mark.slow
 def test_no_pin_finds_a_faster_backbone():
     """With TP 2 pinned, this job took 7.4 % less when three backbones that fit ended the search."""
     given = small_job(batch_size=16, spread=0.7)

@@ -17,7 +17,7 @@ def proposed(given_job, pins=None):
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("memory_mbytes", [4000, 320])
-@pytest.mark.parametrize("spread", [0.0, 0.8])
+@pytest.mark.parametrize("spread", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 def test_every_plan_fits_runs_and_takes_about_what_was_estimated(frozen, memory_mbytes, spread):
     given_job = job(model(frozen=frozen), memory_mbytes=memory_mbytes, spread=spread)
     candidates, _ = proposed(given_job)

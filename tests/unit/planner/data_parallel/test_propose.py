@@ -79,6 +79,7 @@ def simulated(given_job, plan):
     return predict(plan, given_job.workload, given_job.cost, seed=given_job.seed)
 
 
+@pytest.mark.slow
 @given(
     memory=st.sampled_from([500, 700, 1000, 2000, 8000]),
     num_nodes=st.sampled_from([1, 2, 3]),
@@ -106,7 +107,7 @@ def test_it_proposes_the_same_every_time():
     assert first == second
 
 
-@pytest.mark.parametrize("memory", [600, 1200, 4000])
+@pytest.mark.parametrize("memory", [600, *(pytest.param(memory, marks=pytest.mark.slow) for memory in (1200, 4000))])
 def test_no_plan_without_or_with_all_recomputation_is_faster(memory):
     """Every sharding and size, simulated: the best that is proposed is as good, or within what estimates are off."""
     given_job = job(memory)
@@ -125,6 +126,7 @@ def test_no_plan_without_or_with_all_recomputation_is_faster(memory):
     assert min(simulated(given_job, one.plan).step_s for one in candidates) <= fastest * 1.02
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_slower():
     steps = []
     for memory in (500, 600, 800, 1100, 1500, 3000, 8000):

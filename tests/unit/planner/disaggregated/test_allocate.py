@@ -83,6 +83,7 @@ def jobs(draw: st.DrawFn) -> tuple[list[UnitOptions], Limits]:
     return units, Limits(draw(st.integers(1, 24)), batch, draw(st.integers(8, 60)), draw(st.sampled_from([1, 2])))
 
 
+@pytest.mark.slow
 @given(jobs())
 @settings(max_examples=300, deadline=None)
 def test_is_as_fast_as_the_best_of_all_combinations(job: tuple[list[UnitOptions], Limits]) -> None:
@@ -112,6 +113,7 @@ def check(found: Allocation, units: list[UnitOptions], limits: Limits) -> None:
                 assert changed > found.time_s + 1e-9
 
 
+@pytest.mark.slow
 @given(jobs(), st.integers(1, 8))
 @settings(deadline=None)
 def test_more_ranks_are_never_slower(job: tuple[list[UnitOptions], Limits], more: int) -> None:

@@ -101,6 +101,7 @@ def test_the_best_by_estimate_comes_first_and_always_the_same() -> None:
     assert [(one.what, one.plan.units) for one in found] == [(one.what, one.plan.units) for one in again]
 
 
+@pytest.mark.slow
 def test_more_ranks_are_not_slower() -> None:
     best = [proposed(job(nodes=nodes))[0].estimate_s for nodes in (1, 2, 3, 4)]
     assert best == sorted(best, reverse=True)
@@ -197,7 +198,7 @@ def test_what_neither_feeds_nor_is_fed_by_the_backbone_has_no_side() -> None:
 
 
 @pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "interleaved_1f1b"])
 def test_chunks_of_the_backbone_fit_and_run_too(name: str, schedule: ScheduleKind) -> None:
     planned = JOBS[name]
     for one in proposed(planned, Pins(pp=2, schedule=schedule)):

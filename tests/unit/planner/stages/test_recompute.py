@@ -45,6 +45,7 @@ def every_choice(found):
         yield seconds, sum(counts), saved - max(rows[2].max(initial=0) for rows in own), counts
 
 
+@pytest.mark.slow
 @given(modules(), st.integers(1, 60))
 @settings(max_examples=400)
 def test_the_least_seconds_then_the_fewest_blocks_of_every_choice_that_suffices(found, lacking):
