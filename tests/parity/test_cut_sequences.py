@@ -53,7 +53,7 @@ CUTS = [
 ]
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: CUTS}, {4: (0, 3, 10)}))
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: CUTS}, {4: (0, 3, 10, 14)}))
 def test_degrees_of_one_two_and_four_in_one_microbatch_equal_one_process(num_ranks, cases):
     assert run_ranks(check, num_ranks, cases) == [[]] * num_ranks
 
