@@ -33,7 +33,8 @@ class Attention:
               windows) of `window` rows.
     density:  the share of these pairs that a mask leaves.
     queries:  if not 0, so many queries of each item attend to its rows (cross attention), which do not attend.
-    keys:     if not 0, each row attends to so many rows that its item has beside them, such as its condition.
+    keys:     if not 0, each row attends to so many rows that its item has beside them, such as its condition; in a
+              layer `of_media`, to so many of each image or clip of its sequence.
     whole:    rows attend over the whole item, also where it has segments (`core/item_segments.py`).
     num_heads, num_kv_heads: which tensor parallelism must divide; 0 where it does not divide the layer, or where they
               are not known.
@@ -75,6 +76,8 @@ class Layer:
     trainable:        its parameters are updated.
     targets_only:     it sees only the rows on which loss is taken (the output layer).
     item_rows:        if not 0, each item has so many rows in it, whatever its length (queries of a resampler).
+    of_media:         its keys, or item_rows, are of each image or clip of a sequence. A sequence without any does not
+                      pass it.
     continues:        it belongs to the block of the layer before it: a block of a resampler has several layers.
     idle_weights:     entries of the matrices of experts that a row is not sent to (mixture of experts): they multiply
                       other rows, and are read all the same.
@@ -99,6 +102,7 @@ class Layer:
     trainable: bool = True
     targets_only: bool = False
     item_rows: Count = 0
+    of_media: bool = False
     continues: bool = False
     idle_weights: Parameters = 0
     divided_width: Count = 0
@@ -195,8 +199,13 @@ class Layer:
         """Whether it is attention, then an MLP: parts that bubbles can be filled with."""
         return 0 < self.attention_weights < self.weights
 
-    def rows(self, lengths: Int64Array) -> Int64Array:
-        """The rows of each item, or of each segment, in the layer, int64 [n]. lengths: int64 [n]."""
+    def rows(self, lengths: Int64Array, num_media: Int64Array | None = None) -> Int64Array:
+        """The rows of each item, or of each segment, in the layer, int64 [n].
+
+        lengths: int64 [n]. num_media: int64 [n], as of `ItemLengths`; None: one in each sequence.
+        """
+        if self.of_media and num_media is not None:
+            return num_media * self.item_rows if self.item_rows else np.where(num_media > 0, lengths, 0)
         if self.item_rows:
             return np.full(len(lengths), self.item_rows, dtype=np.int64)
         rows = lengths if self.divisor == 1 else -(-lengths // self.divisor)

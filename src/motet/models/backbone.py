@@ -185,7 +185,7 @@ class Backbone(nn.Module):
         return list(map(as_it_learns, layers))
 
     def _described(self, block: Block) -> list[LayerModules]:
-        """The layers of a block. One that attends to keys counts as if each sequence had one item."""
+        """The layers of a block. Rows of one that attends to keys count as if they saw all items of their sequence."""
         shape, trainable = self._shape(block), any_trainable(block)
         if block.number not in self._text.crossing:
             return [LayerModules(shape.layer(trainable=trainable), (block,))]
