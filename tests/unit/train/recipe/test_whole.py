@@ -27,6 +27,7 @@ from motet.cost.source import cost_model
 from motet.data.conversation import parse_conversation
 from motet.data.images import ImageTransform
 from motet.models.build import build_mllm
+from motet.models.lora_read import SavedAdapter
 from motet.models.spec import model_spec
 from motet.models.whole.export import export_whole
 from motet.profiling.subjects import one_layer_deep
@@ -121,6 +122,16 @@ def test_an_adapter_goes_on_with_all_that_its_directory_says(job):
     assert (more.encoders["image"].train_projector, more.encoders["image"].train_encoder) == (True, False)
 
 
+def test_an_adapter_that_two_parts_name_is_read_once(job, monkeypatch):
+    saved_by_peft(job, targets=r".*(language_model|vision_tower).*q_proj", modules_to_save=["multi_modal_projector"])
+    parts = [f'model.lora.{part}={{ rank = 2, alpha = 6, path = "saved" }}' for part in ("backbone", "image")]
+    read, paths = SavedAdapter.read, []
+    monkeypatch.setattr(SavedAdapter, "read", lambda where, path, but: paths.append(path) or read(where, path, but))
+    modules = load_recipe(job / "recipe.toml", parts).modules
+    assert paths == [job / "saved"]
+    assert set(modules.lora) == {"backbone", "image"}
+
+
 def test_modules_that_are_saved_whole_may_be_projectors(job):
     saved = saved_by_peft(job, modules_to_save=["multi_modal_projector"])
     file = saved / "adapter_model.safetensors"
@@ -176,9 +187,15 @@ def test_adapters_that_do_not_fit_the_directory(job):
     saved_by_peft(job, "head", r".*(q_proj|lm_head)")
     assert "has an adapter of lm_head, and adapters are" in complaint(job, "model.lora.path=head")
     file = saved / "adapter_model.safetensors"
-    save_file({name.replace("layers.1.", "layers.7."): each for name, each in load_file(file).items()}, file)
-    changed(saved / "adapter_config.json", init_lora_weights=True)
+    whole = load_file(file)
+    save_file({name.replace("layers.1.", "layers.7."): each for name, each in whole.items()}, file)
+    changed(saved / "adapter_config.json", init_lora_weights=True, alpha_pattern={})
     assert "layers.7.self_attn.q_proj, which is no linear layer of LlavaFor" in complaint(job, "model.lora.path=saved")
+    # As of the text model by itself.
+    save_file({name.replace("language_model.", ""): each for name, each in whole.items()}, file)
+    told = complaint(job, table)
+    assert "model.lora.backbone.path: saved has an adapter of model.layers.0.self_attn." in told
+    assert "which is no linear layer of LlavaFor" in told and "it is an adapter of another model, or of" in told
 
 
 @pytest.mark.parametrize(
