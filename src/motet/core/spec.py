@@ -76,8 +76,6 @@ class Layer:
     trainable:        its parameters are updated.
     targets_only:     it sees only the rows on which loss is taken (the output layer).
     item_rows:        if not 0, each item has so many rows in it, whatever its length (queries of a resampler).
-    of_media:         its keys, or item_rows, are of each image or clip of a sequence. A sequence without any does not
-                      pass it.
     continues:        it belongs to the block of the layer before it: a block of a resampler has several layers.
     idle_weights:     entries of the matrices of experts that a row is not sent to (mixture of experts): they multiply
                       other rows, and are read all the same.
@@ -86,6 +84,8 @@ class Layer:
     frozen_weights:   of `weights`, and
     frozen_parameters: of `parameters`, those that are not updated although the layer is trainable, as beside adapters.
     reads_data:       its input is data, of which no gradient is needed, whatever learns before it.
+    of_media:         its keys, or item_rows, are of each image or clip of a sequence. A sequence without any does not
+                      pass it.
     divided_width:    elements of activation_width of which each tensor-parallel rank has a part: those of heads and of
                       inner columns. The others are of rows that all of these ranks have.
     Raises ArgumentError if divided_width is more than activation_width, or more is frozen than there is.
@@ -102,7 +102,6 @@ class Layer:
     trainable: bool = True
     targets_only: bool = False
     item_rows: Count = 0
-    of_media: bool = False
     continues: bool = False
     idle_weights: Parameters = 0
     divided_width: Count = 0
@@ -112,6 +111,7 @@ class Layer:
     frozen_parameters: Parameters = 0
     multiple: Annotated[Count, Field(ge=1)] = 1
     reads_data: bool = False
+    of_media: bool = False
 
     def __post_init__(self) -> None:
         for frozen in ("weights", "parameters"):
