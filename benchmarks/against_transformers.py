@@ -1,13 +1,15 @@
 """Loss and every gradient of whole models beside those of transformers, from the same files, in float64.
 
-    python benchmarks/against_transformers.py [FAMILY ...]
-    python benchmarks/against_transformers.py --parts [FAMILY ...]
+    python benchmarks/against_transformers.py [--json FILE] [FAMILY ...]
+    python benchmarks/against_transformers.py --parts [--json FILE] [FAMILY ...]
 
 The second is of encoders, backbones and projectors by parts (`parts.py`). The first is of whole models. transformers'
 side there: its own class, processor and chat template; one example at a time, without padding or packing; the loss on
 what its template marks as the assistant's. Motet's side: the recipe of six keys, all examples packed into one sequence,
 and again one at a time. Norms of both keep float64, and so do routers of experts and what turns patches with their
 places: transformers' round to float32, which is 1e-7 by itself.
+
+A row a family is printed, as docs/models.md has it, and stored as a row a figure. What is more than 1e-9 is missed.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import transformers
 from loss_and_gradients import Step
 from parts import PARTS, distances
 from PIL import Image
+from rows import Row, finish, table_line
 from their_videos import TheirVideo, their_video
 from torch.nn.functional import cross_entropy
 from transformers.image_transforms import convert_to_rgb
@@ -46,6 +49,9 @@ from motet.train.checkpoint.restoring import load_weights
 from motet.train.job import open_dataset
 from motet.train.recipe.recipe import load_recipe
 from motet.train.recipe.whole import WholeRecipe
+
+_MOST = dict.fromkeys(("loss", "gradients", "packed against one at a time"), 1e-9)
+"""Columns of both tables, and the most that a figure of each may be."""
 
 
 def theirs(folder: Path, adapter: Path | None = None) -> Step:
@@ -305,11 +311,12 @@ def _loss_of(model: MLLM, dataset: Any, numbers: Sequence[int]) -> tuple[torch.T
 
 
 def main() -> None:
-    """Print a row a family."""
+    """Print and store a row a family."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument(
         "--parts", action="store_true", help="encoders, backbones and projectors by parts, in place of whole models"
     )
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument(
         "families",
         nargs="*",
@@ -319,32 +326,31 @@ def main() -> None:
     known = PARTS if arguments.parts else list(FAMILIES | GENERIC)
     if unknown := [family for family in arguments.families if family not in known]:
         parser.error(f"{unknown[0]} is none of {', '.join(known)}")
-    chosen = arguments.families or known
     transformers.logging.set_verbosity_error()
-    (_print_parts if arguments.parts else _print_whole)(chosen)
-
-
-def _print_parts(families: Sequence[str]) -> None:
-    print("| `family` | targets | loss | gradients | packed against one at a time | as transformers rounds |")
-    print("|---|---|---|---|---|---|")
-    for family in families:
+    measure = _of_part if arguments.parts else _of_whole
+    rows: list[Row] = []
+    for family in arguments.families or known:
         with tempfile.TemporaryDirectory() as folder:
-            of = distances(Path(folder), family)
-        parted, rounded = max(of.parted), max(of.rounded)
-        print(
-            f"| `{family}` | {of.num_targets} | {of.exact[0]:.0e} | {of.exact[1]:.0e} | {parted:.0e} | {rounded:.0e} |"
-        )
+            figures = measure(Path(folder), family)
+        if not rows:
+            print(f"| {'`family`' if arguments.parts else '`model_type`'} | {' | '.join(figures)} |")
+            print("|---" * (1 + len(figures)) + "|")
+        print(table_line(family, figures), flush=True)
+        rows += [Row(f"{family}: {column}", value, _MOST.get(column)) for column, value in figures.items()]
+    finish(rows, arguments.json)
 
 
-def _print_whole(families: Sequence[str]) -> None:
-    print("| `model_type` | targets | loss | gradients | packed against one at a time |")
-    print("|---|---|---|---|---|")
-    for family in families:
-        with tempfile.TemporaryDirectory() as folder:
-            write_job(Path(folder), family)
-            reference, packed, alone = theirs(Path(folder)), ours(Path(folder)), ours(Path(folder), packed=False)
-        (loss, gradients), parted = packed.distance(reference), max(packed.distance(alone))
-        print(f"| `{family}` | {packed.num_targets} | {loss:.0e} | {gradients:.0e} | {parted:.0e} |")
+def _of_part(folder: Path, family: str) -> dict[str, float]:
+    of = distances(folder, family)
+    rounded = {"as transformers rounds": max(of.rounded)}
+    return {"targets": of.num_targets, **dict(zip(_MOST, (*of.exact, max(of.parted)), strict=True)), **rounded}
+
+
+def _of_whole(folder: Path, family: str) -> dict[str, float]:
+    write_job(folder, family)
+    reference, packed, alone = theirs(folder), ours(folder), ours(folder, packed=False)
+    exact, parted = packed.distance(reference), max(packed.distance(alone))
+    return {"targets": packed.num_targets, **dict(zip(_MOST, (*exact, parted), strict=True))}
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -55,6 +55,12 @@ def show(row: Row) -> None:
     """Print a row, and whether its goal is met."""
     goal = "" if row.goal is None else f"   goal {row.goal:g}, {'met' if row.met else 'MISSED'}"
     print(f"{row.name:<80} {row.value:10.4g}{goal}", flush=True)
+
+
+def table_line(name: str, figures: Mapping[str, float]) -> str:
+    """A line of a table in Markdown. figures: by column; whole numbers as they are, others to one digit."""
+    cells = (str(each) if isinstance(each, int) else f"{each:.0e}".replace("0e+00", "0") for each in figures.values())
+    return f"| `{name}` | {' | '.join(cells)} |"
 
 
 def finish(rows: Sequence[Row], path: Path | None, **about: Any) -> NoReturn:

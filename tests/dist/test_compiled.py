@@ -16,6 +16,7 @@ from motet.core.plan_file import write_plan
 from motet.cost.catalogue import cluster
 from motet.models.compiling import compile_blocks
 from motet.planning.planned_recipe import read_job_recipe
+from motet.schedule import coarse_fills, fillable, parse_action, planned
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
@@ -90,17 +91,40 @@ CHAIN = (
     Unit("all", ({"image": 1, "audio": 1, "backbone": 1}, {"backbone": 1}), pp=2, recompute=({"backbone": 1}, {})),
 )
 BESIDE = Unit("image", ({"image": 1},)), Unit("llm", ({"audio": 1, "backbone": 2},), first_rank=1)
+IN_BUBBLES = (
+    Unit("llm", ({"backbone": 1},) * 2, pp=2),
+    Unit("image", ({"image": 2},), dp=2, recompute=({"image": 1},)),
+    Unit("audio", ({"audio": 1},), dp=2),
+)
+
+
+def in_pieces(plan):
+    """The plan with passes of images in three parts: halves of one block, and the other one whole."""
+    unfilled, encoders = fillable(plan)
+    fills = []
+    for fill in coarse_fills(unfilled.program, encoders):
+        is_image = planned(plan).stages[parse_action(fill.action).stage].unit.name == "image"
+        fills += [replace(fill, action=fill.action + part) for part in ((".0", ".1", ".2") if is_image else ("",))]
+    return replace(plan, fills=tuple(fills))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("units", "schedule"), [(CHAIN, "1f1b"), (BESIDE, "gpipe")], ids=["chain", "beside"])
+@pytest.mark.parametrize(
+    ("units", "schedule"),
+    [(CHAIN, "1f1b"), (BESIDE, "gpipe"), (IN_BUBBLES, "1f1b")],
+    ids=["chain", "beside", "halves in bubbles"],
+)
 def test_blocks_are_compiled_in_stages(job, tmp_path, units, schedule):
-    """A chain with a recomputed block, and an encoder on a rank of its own: as one process without graphs."""
+    """A chain with a recomputed block, an encoder on a rank of its own, and one whose blocks are in bubbles, one of
+    them in halves: as one process without graphs.
+    """
     given = [NO_DROPOUT, PICTURES, "data.heldout=[]", "run.dtype=float64", "run.steps=2", "run.batch_size=4"]
+    given += ["model.encoders.image.config.depth=2"] if units is IN_BUBBLES else []
     where = cluster("h100", 1, 2)
     device = replace(where.device, peak_flops={**where.device.peak_flops, "fp64": 1e12}, overlaps=False)
     model = read_job_recipe(job, given).model
-    write_plan(Plan(model, replace(where, device=device), units, 4, 2, schedule, precision="fp64"), tmp_path / "plan")
+    plan = Plan(model, replace(where, device=device), units, 4, 2, schedule, precision="fp64")
+    write_plan(in_pieces(plan) if units is IN_BUBBLES else plan, tmp_path / "plan")
     compiled = [*given, f"run.dir={tmp_path / 'own'}", "run.compile=true"]
     assert all(run_ranks(compiled_under, 2, str(job), compiled, str(tmp_path / "plan")))
     run_ranks(train_under, 1, str(job), [*given, f"run.dir={tmp_path / 'plain'}"], None)

@@ -101,6 +101,36 @@ def test_it_goes_on_as_peft_does(job, alone, tmp_path):
     assert max(again.distance(against.theirs(job, tmp_path / "two" / "export" / "adapter"))) < 1e-10
 
 
+def exported(job, folder, overrides, change=lambda name, weight: weight):
+    """The adapter of a model as it is built, or with other weights: a directory of peft."""
+    recipe = load_recipe(job / "recipe.toml", overrides)
+    model = build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size)
+    state = {name: change(name, weight) for name, weight in model.state_dict().items()}
+    export_whole(recipe.directory, model, folder, state, "A card.")
+    return folder / "adapter"
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_one_part_goes_on_alone_as_peft_does(job, tmp_path, part):
+    """A directory has adapters of one part; the other part has none, or new ones."""
+
+    def learned(name, weight):
+        drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name)))
+        return 0.3 * drawn if "lora_B" in name else weight
+
+    frozen = ["model.train.projector=false"]
+    one = exported(job, tmp_path / "one", [LORA[part], *frozen], learned)
+    goes_on = LORA[part].replace("{ ", f'{{ path = "{one}", ')
+    other = f"model.train.{['image', 'backbone'][part]}=false"
+    alone = against.ours(job, overrides=[goes_on, other, *frozen])
+    assert max(alone.distance(against.theirs(job, one))) < 1e-10
+    beside = [goes_on, LORA[1 - part], *frozen]
+    both = against.ours(job, overrides=beside)
+    assert max(both.distance(against.theirs(job, exported(job, tmp_path / "both", beside)))) < 1e-10
+    assert both.loss == pytest.approx(alone.loss, rel=1e-12)  # B of what is new is 0.
+    assert abs(alone.loss - against.ours(job).loss) > 1e-3 * alone.loss
+
+
 def test_merged_it_is_a_directory_that_transformers_reads(job, alone, tmp_path):
     again = tmp_path / "again"
     shutil.copytree(job, again, ignore=shutil.ignore_patterns("model", "*.motet-index"))

@@ -72,6 +72,7 @@ def assign_batching(plan: Plan, batch: BatchLengths, batching: Batching) -> Step
             positions_in(replica * count + microbatch, index),
             num_replicas,
             items.segments,
+            items.num_media,
         )
     return StepAssignment(batch, count, modules)
 

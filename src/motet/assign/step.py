@@ -29,7 +29,7 @@ class ModuleAssignment:
                 replica of the backbone's unit.
     microbatch: int32.
     position:   int64, among the items of the same replica and microbatch, from 0.
-    segments:   as in `core.workload.ItemLengths`.
+    segments, num_media: as in `core.workload.ItemLengths`.
     """
 
     example: Int64Array
@@ -40,6 +40,7 @@ class ModuleAssignment:
     position: Int64Array
     num_replicas: int
     segments: ItemSegments | None = None
+    num_media: Int64Array | None = None
 
     def batch_index(self, num_microbatches: int) -> Int64Array:
         """replica * num_microbatches + microbatch of each item, int64 [num_items]."""
@@ -133,6 +134,8 @@ class StepAssignment:
             ]
             if items.segments is not None:
                 columns.append(items.segments.pattern[in_island])
+            if items.num_media is not None:
+                columns.append(items.num_media[in_island])
             rows = np.stack(columns)
             parts.append(rows[:, np.lexsort(rows[::-1])].tobytes())
         return b"|".join(parts)
@@ -165,5 +168,6 @@ def joined(
             np.concatenate([one.positions for one in of_microbatches]),
             of_microbatches[0].num_ranks,
             items.segments,
+            items.num_media,
         )
     return StepAssignment(batch, len(microbatches), modules, methods)

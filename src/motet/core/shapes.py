@@ -201,8 +201,8 @@ class Transformer:
 
 
 def crossing_layers(shape: Transformer, num_keys: int, *, trainable: bool = True) -> list[Layer]:
-    """A layer whose rows attend to `num_keys` keys beside their item, behind two gates (Llama 3.2 Vision); and the
-    products that make keys and values of as many rows. They are one block.
+    """A layer whose rows attend to `num_keys` keys of each image of their sequence, behind two gates (Llama 3.2
+    Vision); and the products that make keys and values of as many rows. They are one block.
     """
     layer, weights = shape.layer(trainable=trainable), 2 * shape.hidden * shape.kv_width
     heads = shape.kv_width // shape.head_width * _norm_keeps(shape.norm, shape.head_width) if shape.qk_norm else 0
@@ -216,9 +216,10 @@ def crossing_layers(shape: Transformer, num_keys: int, *, trainable: bool = True
         activation_width=layer.activation_width - kept + 2 * shape.hidden,
         divided_width=layer.divided_width - kept,
         attention=replace(layer.attention, causal=False, keys=num_keys),
+        of_media=True,
     )
     keys = Layer("keys", weights, 0, shape.hidden, kept, item_rows=num_keys, trainable=trainable, continues=True)
-    return [rows, keys]
+    return [rows, replace(keys, of_media=True)]
 
 
 def _norm_parameters(norm: Norm, width: int) -> int:

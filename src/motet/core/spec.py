@@ -33,7 +33,8 @@ class Attention:
               windows) of `window` rows.
     density:  the share of these pairs that a mask leaves.
     queries:  if not 0, so many queries of each item attend to its rows (cross attention), which do not attend.
-    keys:     if not 0, each row attends to so many rows that its item has beside them, such as its condition.
+    keys:     if not 0, each row attends to so many rows that its item has beside them, such as its condition; in a
+              layer `of_media`, to so many of each image or clip of its sequence.
     whole:    rows attend over the whole item, also where it has segments (`core/item_segments.py`).
     num_heads, num_kv_heads: which tensor parallelism must divide; 0 where it does not divide the layer, or where they
               are not known.
@@ -83,6 +84,8 @@ class Layer:
     frozen_weights:   of `weights`, and
     frozen_parameters: of `parameters`, those that are not updated although the layer is trainable, as beside adapters.
     reads_data:       its input is data, of which no gradient is needed, whatever learns before it.
+    of_media:         its keys, or item_rows, are of each image or clip of a sequence. A sequence without any does not
+                      pass it.
     divided_width:    elements of activation_width of which each tensor-parallel rank has a part: those of heads and of
                       inner columns. The others are of rows that all of these ranks have.
     Raises ArgumentError if divided_width is more than activation_width, or more is frozen than there is.
@@ -108,6 +111,7 @@ class Layer:
     frozen_parameters: Parameters = 0
     multiple: Annotated[Count, Field(ge=1)] = 1
     reads_data: bool = False
+    of_media: bool = False
 
     def __post_init__(self) -> None:
         for frozen in ("weights", "parameters"):
@@ -195,8 +199,13 @@ class Layer:
         """Whether it is attention, then an MLP: parts that bubbles can be filled with."""
         return 0 < self.attention_weights < self.weights
 
-    def rows(self, lengths: Int64Array) -> Int64Array:
-        """The rows of each item, or of each segment, in the layer, int64 [n]. lengths: int64 [n]."""
+    def rows(self, lengths: Int64Array, num_media: Int64Array | None = None) -> Int64Array:
+        """The rows of each item, or of each segment, in the layer, int64 [n].
+
+        lengths: int64 [n]. num_media: int64 [n], as of `ItemLengths`; None: one in each sequence.
+        """
+        if self.of_media and num_media is not None:
+            return num_media * self.item_rows if self.item_rows else np.where(num_media > 0, lengths, 0)
         if self.item_rows:
             return np.full(len(lengths), self.item_rows, dtype=np.int64)
         rows = lengths if self.divisor == 1 else -(-lengths // self.divisor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -24,6 +25,7 @@ class ItemLengths:
     num_tokens: int64 [num_items], the number of the item's rows in the backbone's sequence.
     segments:   the parts that the encoder computes like items of their own (tiles, frames, windows), which add up to
                 `length`; None: each item is one.
+    num_media:  int64 [num_items], of sequences: how many images and clips stand in each; None of all other items.
     Raises ArgumentError for segments that do not add up to the lengths.
 
     Example:
@@ -37,6 +39,7 @@ class ItemLengths:
     length: Int64Array
     num_tokens: Int64Array
     segments: ItemSegments | None = None
+    num_media: Int64Array | None = None
 
     def __post_init__(self) -> None:
         if self.segments is not None and not np.array_equal(self.segments.summed(self.segments.length), self.length):
@@ -58,6 +61,7 @@ class ItemLengths:
             np.concatenate([part.length for part in parts]),
             np.concatenate([part.num_tokens for part in parts]),
             segments,
+            _joined_media(parts),
         )
 
     def take(self, examples: Int64Array) -> ItemLengths:
@@ -74,6 +78,7 @@ class ItemLengths:
             self.length[items],
             self.num_tokens[items],
             None if self.segments is None else self.segments.take(items),
+            None if self.num_media is None else self.num_media[items],
         )
 
     def summed(self, of_length: Callable[[Int64Array], Int64Array]) -> Int64Array:
@@ -84,6 +89,11 @@ class ItemLengths:
         if self.segments is None:
             return of_length(self.length)
         return self.segments.summed(of_length(self.segments.length))
+
+
+def _joined_media(parts: Sequence[ItemLengths]) -> Int64Array | None:
+    counts = [part.num_media for part in parts if part.num_media is not None]
+    return np.concatenate(counts) if len(counts) == len(parts) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,8 +150,16 @@ class BatchLengths:
     def of(self, phase: str) -> ItemLengths:
         """The items of a phase. Those of the backbone are the sequences of the examples."""
         if phase == BACKBONE:
-            return ItemLengths(np.arange(self.num_examples), self.sequence, self.sequence)
+            return ItemLengths(np.arange(self.num_examples), self.sequence, self.sequence, num_media=self._num_media)
         return self.items[phase]
+
+    @cached_property
+    def _num_media(self) -> Int64Array:
+        """Items of all phases but the backbone, int64 [num_examples]."""
+        counts: Int64Array = np.zeros(self.num_examples, dtype=np.int64)
+        for column in self.items.values():
+            counts += np.bincount(column.example, minlength=self.num_examples)
+        return counts
 
     def keep(self, kept: BoolArray) -> BatchLengths:
         """The examples where `kept`, bool [num_examples], is True, renumbered."""

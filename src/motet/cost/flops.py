@@ -52,10 +52,12 @@ def work_of(
     padded: bool = False,
     num_targets: Int64Array | int | None = None,
     segments: ItemSegments | None = None,
+    num_media: Int64Array | None = None,
 ) -> Work:
     """Rows and pairs of a layer in each microbatch. O(num_items).
 
     lengths:     int64 [num_items]. segments: of these items; None: each item is one.
+    num_media:   as of `ItemLengths`; None: one in each sequence.
     microbatch:  int64 [num_items]; by default all items are in the first.
     padded:      every item has the rows of the longest item of its microbatch.
     num_targets: int64 [num_microbatches], the rows of a layer that sees targets only; by default all rows.
@@ -63,7 +65,7 @@ def work_of(
     """
     if padded:
         check_padded_whole(segments)
-    rows, pairs = _work(layer, lengths, segments, microbatch, num_microbatches, padded, num_targets)
+    rows, pairs = _work(layer, lengths, segments, num_media, microbatch, num_microbatches, padded, num_targets)
     return Work(rows.astype(np.float64), pairs.astype(np.float64))
 
 
@@ -108,6 +110,7 @@ def step_flops(
     recomputed: bool | int = False,
     microbatch: Int64Array | None = None,
     segments: ItemSegments | None = None,
+    num_media: Int64Array | None = None,
 ) -> int:
     """Operations of a module's forward and backward. O(num_items) for each kind of layer with rows of its own.
 
@@ -117,11 +120,12 @@ def step_flops(
                  leaves out the last product of each). A number: only in so many of the first blocks.
     microbatch:  int64 [num_items]; if given, the padding of a padded module counts, to the longest item of each
                  microbatch. The projector's padding counts too, some per cent above what Motet's encoders compute.
+    segments, num_media: as of `ItemLengths`.
     """
     num_blocks = len(module.blocks) if recomputed is True else int(recomputed)
     operations = _operations(module, reached, num_blocks)
     per_work = {like: (totals.row, totals.pair) for like, totals in operations.items()}
-    return _total(module, per_work, lengths, segments, num_targets, microbatch)
+    return _total(module, per_work, lengths, segments, num_media, num_targets, microbatch)
 
 
 def batch_flops(
@@ -147,6 +151,7 @@ def batch_flops(
             recomputed=recomputed.get(module.name, 0) if isinstance(recomputed, Mapping) else module.name in recomputed,
             microbatch=computed_on.get(module.name),
             segments=items.segments,
+            num_media=items.num_media,
         )
     return flops
 
@@ -252,6 +257,7 @@ def _total(
     per_work: Mapping[Layer, tuple[int, int]],
     lengths: Int64Array,
     segments: ItemSegments | None,
+    num_media: Int64Array | None,
     num_targets: int | None,
     microbatch: Int64Array | None,
 ) -> int:
@@ -260,7 +266,7 @@ def _total(
     padded = module.padded and microbatch is not None
     for like, (row, pair) in per_work.items():
         if row or pair:
-            rows, pairs = _work(like, lengths, segments, microbatch, num_microbatches, padded, None)
+            rows, pairs = _work(like, lengths, segments, num_media, microbatch, num_microbatches, padded, None)
             num_rows = num_targets if like.targets_only and num_targets is not None else sum(rows.tolist())
             total += row * num_rows + pair * sum(pairs.tolist())
     return total
@@ -270,15 +276,17 @@ def _work(
     layer: Layer,
     lengths: Int64Array,
     segments: ItemSegments | None,
+    num_media: Int64Array | None,
     microbatch: Int64Array | None,
     num_microbatches: int,
     padded: bool,
     num_targets: Int64Array | int | None,
 ) -> tuple[Int64Array, Int64Array]:
     """Rows and pairs, integers [num_microbatches]: int64, or Python's own where those would overflow."""
-    of_parts = layer.rows(np.asarray(lengths, dtype=np.int64) if segments is None else segments.length)
+    of_parts = layer.rows(np.asarray(lengths, dtype=np.int64) if segments is None else segments.length, num_media)
     rows = of_parts if segments is None else segments.summed(of_parts)
-    if len(rows) * int(rows.max(initial=0)) ** 2 >= 2**62:
+    most_keys = _most_keys(layer, num_media)
+    if len(rows) * int(rows.max(initial=0)) * max(int(rows.max(initial=0)), most_keys) >= 2**62:
         of_parts, rows = of_parts.astype(object), rows.astype(object)
     index = np.zeros(len(rows), dtype=np.int64) if microbatch is None else microbatch
     if padded:
@@ -288,7 +296,7 @@ def _work(
     summed = np.zeros((2, num_microbatches), dtype=rows.dtype)
     summed[0] = _summed(index, rows, num_microbatches)
     if layer.attention:
-        summed[1] = _summed(index, pairs_of_items(layer.attention, of_parts, segments), num_microbatches)
+        summed[1] = _summed(index, pairs_of_items(layer, of_parts, segments, num_media), num_microbatches)
         if layer.attention.density != 1:
             summed[1] = np.rint(summed[1].astype(np.float64) * layer.attention.density).astype(rows.dtype)
     if layer.targets_only and num_targets is not None:
@@ -306,11 +314,24 @@ def _summed(index: Int64Array, amount: Int64Array, count: int) -> Int64Array:
     return total
 
 
-def pairs_of_items(attention: Attention, rows: Int64Array, segments: ItemSegments | None) -> Int64Array:
-    """The pairs of each item, [num_items], at a density of 1: the one place where attention ends at segments.
+def _most_keys(layer: Layer, num_media: Int64Array | None) -> int:
+    """The most keys beside its item that a row may attend to."""
+    keys = layer.attention.keys if layer.attention else 0
+    return keys * int(num_media.max(initial=0)) if layer.of_media and num_media is not None else keys
+
+
+def pairs_of_items(
+    layer: Layer, rows: Int64Array, segments: ItemSegments | None, num_media: Int64Array | None
+) -> Int64Array:
+    """The pairs of each item in a layer with attention, [num_items], at a density of 1: the one place where attention
+    ends at segments.
 
     rows: of each segment, [num_segments]; without segments, of each item.
     """
+    attention = layer.attention
+    assert attention is not None
+    if layer.of_media and num_media is not None:
+        return num_media * pairs_of(attention, rows)
     if segments is None:
         return pairs_of(attention, rows)
     if attention.whole:

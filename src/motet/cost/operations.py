@@ -97,29 +97,35 @@ class Operations:
 
 def _flops(layers: Mapping[Layer, LikeOperations], items: ItemLengths, num_targets: Int64Array) -> Int64Array:
     """Operations of each item, [num_items]: int64, or Python's own integers where those would overflow."""
-    lengths, segments, most_parts = items.length, items.segments, 1
+    lengths, segments, num_media, most_parts = items.length, items.segments, items.num_media, 1
     longest, most_targets = (np.array([int(column.max(initial=0))], dtype=object) for column in (lengths, num_targets))
+    most_media = None if num_media is None else np.array([int(num_media.max(initial=0))], dtype=object)
     if segments is not None:
         most_parts = int(segments.counts.max(initial=1))  # No segment is longer than the longest item.
     # Half of the range, as `_in_units` adds half a unit.
-    if most_parts * int(_summed(layers, longest, None, most_targets)[0]) > INT64_MAX // 2:
+    if most_parts * int(_summed(layers, longest, None, most_media, most_targets)[0]) > INT64_MAX // 2:
         lengths, num_targets = lengths.astype(object), num_targets.astype(object)
         segments = segments and replace(segments, length=segments.length.astype(object))
-    return _summed(layers, lengths, segments, num_targets)
+        num_media = None if num_media is None else num_media.astype(object)
+    return _summed(layers, lengths, segments, num_media, num_targets)
 
 
 def _summed(
-    layers: Mapping[Layer, LikeOperations], lengths: Int64Array, segments: ItemSegments | None, num_targets: Int64Array
+    layers: Mapping[Layer, LikeOperations],
+    lengths: Int64Array,
+    segments: ItemSegments | None,
+    num_media: Int64Array | None,
+    num_targets: Int64Array,
 ) -> Int64Array:
     total = np.zeros_like(lengths)
     for like, operations in layers.items():
         if like.targets_only:
             total += operations.row * num_targets
             continue
-        parts = like.rows(lengths if segments is None else segments.length)
+        parts = like.rows(lengths if segments is None else segments.length, num_media)
         total += operations.row * (parts if segments is None else segments.summed(parts))
         if like.attention:
             # Rounded once for all layers, as the operations of a share of a pair are no whole number.
             per_pair = round(operations.pair * like.attention.density)
-            total += per_pair * pairs_of_items(like.attention, parts, segments)
+            total += per_pair * pairs_of_items(like, parts, segments, num_media)
     return total

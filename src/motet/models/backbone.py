@@ -200,7 +200,7 @@ class Backbone(nn.Module):
         return self._text.causal_lm.lm_head.weight is self._text.table.weight  # type: ignore[no-any-return]
 
     def _described(self, block: Block) -> list[LayerModules]:
-        """The layers of a block. One that attends to keys counts as if each sequence had one item."""
+        """The layers of a block. Rows of one that attends to keys count as if they saw all items of their sequence."""
         shape, trainable = self._shape(block), any_trainable(block)
         if block.number not in self._text.crossing:
             return [LayerModules(shape.layer(trainable=trainable), (block,))]

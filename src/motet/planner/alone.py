@@ -122,7 +122,15 @@ class _Rows:
         items = self._lengths.of(name)
         if (name, layer) not in self._known:
             count, targets = items.num_items, self._lengths.num_targets if name == BACKBONE else None
-            work = work_of(layer, items.length, np.arange(count), count, num_targets=targets, segments=items.segments)
+            work = work_of(
+                layer,
+                items.length,
+                np.arange(count),
+                count,
+                num_targets=targets,
+                segments=items.segments,
+                num_media=items.num_media,
+            )
             self._known[name, layer] = work.rows
         rows, num_examples = self._known[name, layer], self._lengths.num_examples
         if name == BACKBONE:

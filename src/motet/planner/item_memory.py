@@ -60,7 +60,15 @@ class RankMemory:
         working, copied_working, most = list[Float64Array](), list[Float64Array](), list[int]()
         for placed, times in self._layers[name].items():
             layer, size = placed.layer, LayerBytes.of(placed, 1.0, self._tp, self._precision)
-            work = work_of(layer, items.length, np.arange(count), count, num_targets=targets, segments=items.segments)
+            work = work_of(
+                layer,
+                items.length,
+                np.arange(count),
+                count,
+                num_targets=targets,
+                segments=items.segments,
+                num_media=items.num_media,
+            )
             at_once = MAX_LOGITS / layer.output_width if layer.targets_only else np.inf
             rows = np.minimum(work.rows, at_once)
             own = layer_bytes(placed, size, rows, np.zeros(count))

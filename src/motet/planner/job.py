@@ -216,7 +216,14 @@ class Job:
         items, microbatch, count, targets = self._microbatches(name, num_examples)
         padded = self.model.module(name).padded
         return work_of(
-            layer, items.length, microbatch, count, padded=padded, num_targets=targets, segments=items.segments
+            layer,
+            items.length,
+            microbatch,
+            count,
+            padded=padded,
+            num_targets=targets,
+            segments=items.segments,
+            num_media=items.num_media,
         )
 
     def why_unpriced(self, tp: int) -> str:

@@ -129,7 +129,13 @@ class ExampleRows:
         batch, items = self.job.batch, self.job.batch.of(name)
         targets = batch.num_targets if name == BACKBONE else None
         each = work_of(
-            layer, items.length, items.example, batch.num_examples, num_targets=targets, segments=items.segments
+            layer,
+            items.length,
+            items.example,
+            batch.num_examples,
+            num_targets=targets,
+            segments=items.segments,
+            num_media=items.num_media,
         )
         every = np.stack([each.rows, each.pairs])
         if name != BACKBONE or self.job.model.module(BACKBONE).trainable:

@@ -68,6 +68,11 @@ class WholeDirectory:
             self.hf_config, self._inner = getattr(self.hf_config, f"{INNER[kind]}_config"), f"{INNER[kind]}."
         check_option(str(self.file), "quantization_config", stored.get("quantization_config"), None)
         check_files("model.path", path)
+        self._saved: dict[Path, WholeSaved] = {}
+
+    def saved_at(self, where: str, path: Path) -> WholeSaved:
+        """A directory of peft, which is read once, whatever parts name it. where: the key of the recipe that does."""
+        return self._saved.setdefault(path, WholeSaved(where, path, self))
 
     @cached_property
     def shapes(self) -> PreTrainedModel:
@@ -148,7 +153,7 @@ class WholeDirectory:
         """Name in transformers' class -> tensor, of weights that `adapters` have whole. Raises UserError for two."""
         found: dict[str, TensorInFile] = {}
         for where, path in self.adapters.items():
-            modules = WholeSaved(where, path, self).modules
+            modules = self.saved_at(where, path).modules
             if twice := [name for name in modules if name in found and found[name] != modules[name]]:
                 raise UserError(f"{where}: {path} holds {twice[0]}, and so does {found[twice[0]].file.parent}.")
             found |= modules
@@ -196,7 +201,7 @@ class WholeDirectory:
             )
         adapters: dict[str, LoraConfig] = {}
         if isinstance(lora, Path):
-            saved = WholeSaved("model.lora.path", lora, self)
+            saved = self.saved_at("model.lora.path", lora)
             adapters |= saved.own_configs()
             train = saved.learns(train, self.trainable)
         else:

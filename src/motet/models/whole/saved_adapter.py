@@ -194,7 +194,7 @@ def with_saved(directory: WholeDirectory, lora: Mapping[str, LoraConfig]) -> dic
         if config.path is None:
             continue
         where = f"model.lora.{name}.path"
-        saved = WholeSaved(where, config.path, directory)
+        saved = directory.saved_at(where, config.path)
         for part in saved.parts:
             if part not in lora or lora[part].path != config.path:
                 raise UserError(

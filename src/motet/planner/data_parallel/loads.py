@@ -175,7 +175,15 @@ class EvenBatch:
         items = batch.of(name)
         targets = batch.num_targets if name == BACKBONE else None
         count = items.num_items
-        alone = work_of(layer, items.length, np.arange(count), count, num_targets=targets, segments=items.segments)
+        alone = work_of(
+            layer,
+            items.length,
+            np.arange(count),
+            count,
+            num_targets=targets,
+            segments=items.segments,
+            num_media=items.num_media,
+        )
         return items.example, alone.rows, alone.pairs
 
 
@@ -228,6 +236,7 @@ def load_of(job: Job, assignment: StepAssignment, unit: Unit) -> Load:
             padded=padded,
             num_targets=targets,
             segments=items.segments,
+            num_media=items.num_media,
         )
 
     load = _load(job, unit.tp, work, shape, lambda name: _moved_bytes(job, name, assignment, unit))
@@ -241,7 +250,9 @@ def load_alone(job: Job, items: Mapping[str, ItemLengths], num_targets: int) -> 
         own = items[name]
         targets = num_targets if name == BACKBONE else None
         padded = job.model.module(name).padded
-        return work_of(layer, own.length, padded=padded, num_targets=targets, segments=own.segments)
+        return work_of(
+            layer, own.length, padded=padded, num_targets=targets, segments=own.segments, num_media=own.num_media
+        )
 
     return _load(job, 1, work, (1, 1), lambda _: None)
 

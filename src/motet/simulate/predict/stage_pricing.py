@@ -374,11 +374,18 @@ class Pricing:
             padded=module.padded,
             num_targets=targets,
             segments=items.segments,
+            num_media=items.num_media,
         )
         work = Work(whole.rows / (unit.cp * num_shares), whole.pairs / (unit.cp * num_shares))
         if name != BACKBONE and unit.cp > 1:
             dealt = work_of(
-                layer, items.length, self._shares(name), size * unit.cp, padded=module.padded, segments=items.segments
+                layer,
+                items.length,
+                self._shares(name),
+                size * unit.cp,
+                padded=module.padded,
+                segments=items.segments,
+                num_media=items.num_media,
             )
             rows, pairs = (
                 column.reshape(size, unit.cp).max(axis=1) / num_shares for column in (dealt.rows, dealt.pairs)

@@ -76,6 +76,7 @@ class PricedSteps:
                 np.arange(items.num_items) - first,
                 1,
                 items.segments,
+                items.num_media,
             )
         assignment = StepAssignment(batch, batch.num_examples, modules)
         pricing = Pricing(self.plan, unscheduled(self.layout), assignment, self.cost)

@@ -226,7 +226,7 @@ def check_handed_on(
                 'learned; state it as there, with freeze = ["*.lora_*"] if they are not to learn.'
             )
         was, is_now = _adapter(table), _adapter(now[name])
-        if other := next((key for key in was if was[key] != is_now.get(key)), ""):
+        if is_now and (other := next((key for key in was if was[key] != is_now.get(key)), "")):
             where = place_of((*_KEY, number, "model", "lora", name), str(path), text)
             key = name if isinstance(table, str) else f"{name}.{other}"
             raise UserError(
@@ -239,17 +239,14 @@ def _adapter(table: Any) -> dict[str, Any]:
     """What a table says of adapters but their dropout, with defaults in place (`LoraConfig`)."""
     if isinstance(table, str):
         return {"path": table}  # Of a whole model: the directory says it all.
-    if not isinstance(table, dict):
-        return {}
-    rank = table.get("rank", 0)
-    targets = table.get("targets", "all-linear")
-    return {
-        "rank": rank,
-        "alpha": table.get("alpha", 2 * rank if isinstance(rank, int) else None),
-        "targets": sorted(map(str, targets)) if isinstance(targets, list) else targets,
-        "rank_stabilized": table.get("rank_stabilized", False),
-        "path": table.get("path"),
-    }
+    from motet.models.lora import LoraConfig  # It imports torch, which takes longer than reading a recipe.
+
+    try:
+        config = LoraConfig.model_validate(table)
+    except ValidationError:
+        return {}  # Refused where the recipe is validated.
+    targets = config.targets if isinstance(config.targets, str) else sorted(config.targets)
+    return config.model_dump(exclude={"dropout"}) | {"alpha": config.full_alpha, "targets": targets}
 
 
 def key_in_phase(key: KeyPath, number: int) -> KeyPath:

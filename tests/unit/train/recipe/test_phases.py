@@ -192,6 +192,8 @@ def test_a_phase_goes_on_with_the_adapter_of_a_whole_model_that_the_one_before_t
 def test_adapters_that_a_phase_keeps_or_begins_are_accepted(tmp_path):
     for phases in (("{ rank = 4 }", "{ rank = 4, alpha = 8.0, dropout = 0.1 }"), ("", "{ rank = 4 }")):
         assert tables(tmp_path, "b", text=adapters(*phases))["model"]["lora"]["backbone"]["rank"] == 4
+    wrong = adapters("{ rank = 4 }", "{ rank = 0 }")  # It is refused where the phase's recipe is validated.
+    assert tables(tmp_path, "b", text=wrong)["model"]["lora"]["backbone"] == {"rank": 0}
     lost = adapters("{ rank = 4 }", "")
     assert tables(tmp_path, "b", "run.start=mine", text=lost)["run"]["start"] == "mine"
 

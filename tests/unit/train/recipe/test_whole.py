@@ -11,21 +11,34 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlavaForConditionalGeneration
 
 from benchmark import benchmark
 from motet.core.errors import UserError
-from motet.core.plan import Unit
+from motet.core.plan import Plan, Unit
+from motet.core.spec import Module
+from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
+from motet.cost.catalogue import cluster
+from motet.cost.flops import batch_flops, step_flops, work_of
+from motet.cost.operations import Operations
+from motet.cost.source import cost_model
 from motet.data.conversation import parse_conversation
 from motet.data.images import ImageTransform
 from motet.models.build import build_mllm
+from motet.models.lora_read import SavedAdapter
 from motet.models.spec import model_spec
 from motet.models.whole.export import export_whole
 from motet.profiling.subjects import one_layer_deep
+from motet.schedule import planned
+from motet.simulate.predict.predict import assign_batch
+from motet.simulate.predict.stage_pricing import Pricing
 from motet.train.balancing import check_shared
 from motet.train.job import open_dataset
 from motet.train.planned_job import impossible_cut
 from motet.train.recipe.recipe import dump_recipe, load_recipe
+from unit.models.conftest import Packed
 
 with benchmark("whole_models") as whole_models:
     pass
@@ -109,6 +122,16 @@ def test_an_adapter_goes_on_with_all_that_its_directory_says(job):
     assert (more.encoders["image"].train_projector, more.encoders["image"].train_encoder) == (True, False)
 
 
+def test_an_adapter_that_two_parts_name_is_read_once(job, monkeypatch):
+    saved_by_peft(job, targets=r".*(language_model|vision_tower).*q_proj", modules_to_save=["multi_modal_projector"])
+    parts = [f'model.lora.{part}={{ rank = 2, alpha = 6, path = "saved" }}' for part in ("backbone", "image")]
+    read, paths = SavedAdapter.read, []
+    monkeypatch.setattr(SavedAdapter, "read", lambda where, path, but: paths.append(path) or read(where, path, but))
+    modules = load_recipe(job / "recipe.toml", parts).modules
+    assert paths == [job / "saved"]
+    assert set(modules.lora) == {"backbone", "image"}
+
+
 def test_modules_that_are_saved_whole_may_be_projectors(job):
     saved = saved_by_peft(job, modules_to_save=["multi_modal_projector"])
     file = saved / "adapter_model.safetensors"
@@ -164,9 +187,15 @@ def test_adapters_that_do_not_fit_the_directory(job):
     saved_by_peft(job, "head", r".*(q_proj|lm_head)")
     assert "has an adapter of lm_head, and adapters are" in complaint(job, "model.lora.path=head")
     file = saved / "adapter_model.safetensors"
-    save_file({name.replace("layers.1.", "layers.7."): each for name, each in load_file(file).items()}, file)
-    changed(saved / "adapter_config.json", init_lora_weights=True)
+    whole = load_file(file)
+    save_file({name.replace("layers.1.", "layers.7."): each for name, each in whole.items()}, file)
+    changed(saved / "adapter_config.json", init_lora_weights=True, alpha_pattern={})
     assert "layers.7.self_attn.q_proj, which is no linear layer of LlavaFor" in complaint(job, "model.lora.path=saved")
+    # As of the text model by itself.
+    save_file({name.replace("language_model.", ""): each for name, each in whole.items()}, file)
+    told = complaint(job, table)
+    assert "model.lora.backbone.path: saved has an adapter of model.layers.0.self_attn." in told
+    assert "which is no linear layer of LlavaFor" in told and "it is an adapter of another model, or of" in told
 
 
 @pytest.mark.parametrize(
@@ -418,6 +447,79 @@ def test_images_that_are_keys_take_one_token_whatever_their_tiles(mllama):
     text = dataset.tokens(0)
     assert dataset.batch_lengths(np.array([0]), 1).sequence.tolist() == [len(text.tokens)]
     assert vocabulary._tokenizer.id_to_token(int(text.tokens[text.media_positions[0]])) == "<|image|>"
+
+
+def sequences_with(*num_images, length=12):
+    example = np.repeat(np.arange(len(num_images)), num_images)
+    sequence, one = np.full(len(num_images), length), np.ones(len(example), dtype=np.int64)
+    return BatchLengths(sequence, 0 * sequence, 0 * sequence, {"image": ItemLengths(example, 64 * one, one)})
+
+
+def counted_and_priced(model, num_images, priced):
+    """Operations of a forward pass of the backbone: torch counts them, and so does the model's spec.
+
+    priced: of a layer, what of it is priced.
+    """
+    batch, num_rows = sequences_with(*num_images), model.backbone.keys["image"]
+    places = [12 * number + image for number, count in enumerate(num_images) for image in range(count)]
+    packed = Packed.of([12] * len(num_images), image=places)
+    packed.key_rows = torch.full(packed.tokens.shape, num_rows)
+    rows = torch.ones(len(places), model.backbone.row_width("image"))
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        num_targets = model.backbone(packed, {"image": rows})[1]
+    [module] = [each for each in model_spec(model).modules if each.name == BACKBONE]
+    module, items = Module.of(BACKBONE, map(priced, module.layers)), batch.of(BACKBONE)
+    return counter, step_flops(module, items.length, num_targets, num_media=items.num_media)
+
+
+def test_operations_of_layers_that_see_images_follow_the_images_of_each_sequence(mllama):
+    recipe = load_recipe(mllama / "recipe.toml")
+    model = build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size)
+
+    def seen_whole(layer):  # The counter knows of no mask.
+        return replace(layer, trainable=False, attention=layer.attention and replace(layer.attention, causal=False))
+
+    for num_images in ([1], [0]):
+        counter, priced = counted_and_priced(model, num_images, seen_whole)
+        assert counter.get_total_flops() == priced
+    # The counter sees no attention with a mask, as of several images; it sees products.
+    counter, products = counted_and_priced(
+        model, [2, 0, 3], lambda layer: replace(layer, trainable=False, attention=None)
+    )
+    assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == products
+    spec = model_spec(model)
+    crossing = next(layer for layer in spec.module(BACKBONE).layers if layer.of_media)
+    items = sequences_with(0, 1, 3).of(BACKBONE)
+    work = work_of(crossing, items.length, np.arange(3), 3, num_media=items.num_media)
+    assert (work.rows.tolist(), work.pairs.tolist()) == ([0, 12, 12], [0, 12 * 40, 12 * 120])
+    batch = sequences_with(0, 1, 3)
+    by_item = Operations(spec)(batch)[BACKBONE]
+    assert by_item.sum() * Operations(spec).unit_flops == pytest.approx(batch_flops(spec, batch)[BACKBONE], rel=1e-3)
+    assert by_item[0] < by_item[1] < by_item[2]
+
+
+def test_steps_are_predicted_by_the_images_of_each_sequence(mllama):
+    """Of two ranks, one has the sequences with images: it computes for longer, and keeps more."""
+    recipe = load_recipe(mllama / "recipe.toml")
+    with torch.device("meta"):
+        model = build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size)
+    spec = model_spec(model)
+    unit = Unit("all", (spec.num_blocks,), dp=2)
+    plan = Plan(
+        spec, cluster("h100", ranks_per_node=2), (unit,), 4, microbatch_size=2, schedule="data_parallel", balance="off"
+    )
+    cost = cost_model(plan.cluster, "bf16")
+
+    def prices(*num_images):
+        placed = assign_batch(plan, sequences_with(*num_images), cost)
+        pricing = Pricing(plan, planned(plan), placed, cost)
+        stages = [number for number, stage in enumerate(pricing.planned.stages) if BACKBONE in stage.layers]
+        assert len({placed.island_key(replica, 2) for replica in range(2)}) == len({num_images[:2], num_images[2:]})
+        found = pricing.in_islands([0])
+        return found.forward[0, stages, 0].tolist(), found.held[0, stages, 0].tolist()
+
+    for uneven, even in zip(prices(1, 3, 0, 1), prices(1, 1, 1, 1)):
+        assert uneven[0] > even[0] == even[1] > uneven[1]
 
 
 def test_what_sequences_with_keys_cannot_do(mllama):
