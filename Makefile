@@ -29,7 +29,7 @@ demo-plans: venv
 demo-generate: venv
 	OMP_NUM_THREADS=1 .venv/bin/python scripts/demo_generate.py
 
-# Every behaviour once, in less than 20 minutes on two cores. What is marked slow shows the same of more cases.
+# Made to end in 20 minutes on two cores. What is marked slow shows more cases, or what takes long to be shown at all.
 test: venv
 	OMP_NUM_THREADS=1 $(PYTEST) tests -m "not gpu and not slow" $(WORKERS) --durations 15
 
