@@ -166,8 +166,8 @@ COPIES = Unit("llm", ({"backbone": 1}, {"backbone": 2}), pp=2, zero=0, replicate
 @pytest.mark.parametrize(
     ("units", "balance"),
     [
-        pytest.param((ENCODERS, Unit("llm", ({"backbone": 3},), first_rank=2)), "per_phase", marks=pytest.mark.slow),
-        ((COPIES,), "off"),
+        ((ENCODERS, Unit("llm", ({"backbone": 3},), first_rank=2)), "per_phase"),
+        pytest.param((COPIES,), "off", marks=pytest.mark.slow),
         pytest.param((IMAGE_ALONE, IN_TENSORS), "off", marks=pytest.mark.slow),
     ],
     ids=["two replicas of encoders share items", "each stage has the encoders", "tensor parallelism"],
@@ -242,7 +242,6 @@ def test_a_plan_trains_in_the_types_of_the_recipe(job, tmp_path):
     assert [step["step"] for step in metrics(tmp_path / "on")] == [5, 6]
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_under_another_plan(job, alone, tmp_path):
     """From one process to a chain, from ZeRO 3 to ZeRO 1, and back: the same losses as never having stopped."""
     first = run_planned(job, tmp_path, plan_of(job, FEW_CUTS), resume=str(alone / "checkpoints" / name_of(4)))
