@@ -365,3 +365,31 @@ def test_a_phase_freezes_generators_too(job):
     assert (make.generators["draw"].train_generator, make.generators["draw"].train_projector) == (True, False)
     assert not make.backbone.train
     assert not make.encoders["image"].train_projector
+
+
+def test_turns_are_conditions(job, tmp_path):
+    """One process, ranks that share items out, and a Plan with a stage behind the backbone take the same steps, and
+    make the same of held-out prompts.
+    """
+    turns = job.with_name("turns.toml")
+    given = 'condition = "turn"\nmax_turn = 30'
+    turns.write_text(job.read_text().replace("num_queries = 3", given))
+    exact = ["run.steps=3", *SAMPLED, "model.generators.draw.drop_condition=0.3"]
+    run(turns, 1, tmp_path / "one", *exact, "fsdp.shard_size=1", "export.at_end=true")
+    run(turns, 2, tmp_path / "two", *exact, "run.microbatches=2")
+    units = Unit("llm", ({"image": 1, "audio": 1, "backbone": 2},), zero=0), Unit("draw", ({"draw": 2},), 1, zero=0)
+    where = cluster("h100", 1, 2)
+    device = replace(where.device, peak_flops={**where.device.peak_flops, "fp64": 1e12}, overlaps=False)
+    model = read_job_recipe(turns, EXACT).model
+    plan = Plan(model, replace(where, device=device), units, 6, precision="fp64")
+    run_planned(turns, plan, tmp_path / "behind", *exact)
+    one = metrics(tmp_path / "one")
+    for folder in (tmp_path / "two", tmp_path / "behind"):
+        for a, b in zip(one, metrics(folder), strict=True):
+            assert b["losses"] == pytest.approx(a["losses"], rel=1e-9)
+            assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-8)
+        assert held_out(folder) == pytest.approx(held_out(tmp_path / "one"), rel=1e-9)
+        assert shown(folder) == shown(tmp_path / "one") != []
+    exported = tmp_path / "one" / "export" / "generators"
+    assert load_file(exported / "draw" / "model.safetensors")["entrance.nothing"].shape == (1, 16)
+    assert not (exported / "queries.safetensors").exists()
