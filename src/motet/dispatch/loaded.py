@@ -14,6 +14,7 @@ import numpy as np
 
 from motet.assign.orchestrator import Decision
 from motet.core.arrays import BoolArray, Int64Array
+from motet.core.errors import UserError
 from motet.core.example import Media, TokenSequence
 from motet.core.exchange import Communicator, sent_in_all_gather, starts_in_all_gather
 from motet.core.item_segments import ItemSegments
@@ -47,7 +48,8 @@ class Measure(Protocol):
     def num_tokens(self, sizes: Int64Array) -> Int64Array:
         """Rows that each item takes in the backbone's sequence; 0 of items that read a turn."""
 
-    # A measure may also have `segments(sizes)`, the `ItemSegments` of the items.
+    # A measure may also have `segments(sizes)`, the `ItemSegments` of the items, and `max_turn`, the most rows of the
+    # turn that each of its items reads.
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +74,7 @@ def tables_of(
 
     They are counts, examples, items, and the lengths of all segments, item by item.
     An example that could not be loaded is None; it is listed as not loaded and has no items. Raises ValueError for an
-    example with more or fewer items than placeholders.
+    example with more or fewer items than placeholders, and UserError for an item whose turn does not fit its phase.
     """
     example_table = np.zeros((len(examples), _EXAMPLE_COLUMNS), dtype=np.int64)
     rows: list[tuple[int, ...]] = []
@@ -109,8 +111,24 @@ def tables_of(
             rows_of_items = item_table[of_example, _NUM_TOKENS]
             example_table[i, _TARGETS] = _count_targets(example.sequence, rows_of_items)
             item_table[of_example, _NUM_TOKENS] += example.sequence.turn_rows(rows_of_items)
+    for index, phase in enumerate(phases):
+        _check_turns(item_table[item_table[:, _PHASE] == index], phase, getattr(measures[phase], "max_turn", 0))
     counts = np.array([len(examples), len(item_table)])
     return np.concatenate([counts, example_table.ravel(), item_table.ravel(), *segments_of_items])
+
+
+def _check_turns(items: Int64Array, phase: str, most: int) -> None:
+    """Raise UserError where a turn is missing, too long, or of no use. items: the table of those of a phase."""
+    reads, rows = items[:, _READS] == 1, items[:, _NUM_TOKENS]
+    wrong = (reads != (most > 0)) | (reads & ((rows > most) | (rows == 0)))
+    if (first := np.flatnonzero(wrong)).size:
+        example, said = items[first[0], _EXAMPLE], "reads none, so it must be (0, 0)"
+        if most:
+            said = f"takes one of 1 to {most:,} rows (max_turn)"
+        raise UserError(
+            f"example {example} has an item of {phase!r} with a turn of {rows[first[0]] * reads[first[0]]:,} rows in "
+            f"TokenSequence.turns; this module {said}."
+        )
 
 
 def _count_targets(sequence: TokenSequence, num_tokens: Int64Array) -> int:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from motet.core.errors import UserError
 from motet.core.example import ItemText, Media, TokenSequence, in_pieces
 from motet.core.workload import ItemLengths
 from motet.data.chat_template import DEFAULT_TEMPLATE
@@ -83,6 +84,7 @@ def test_lengths_are_those_of_what_is_packed_and_exchanged(dataset):
     class Measure:
         def __init__(self, modality):
             self.lengths, self.num_tokens = modality.lengths, modality.num_tokens
+            self.max_turn = modality.max_turn
 
     measures = {"image": Measure(READ), "draw": Measure(MADE)}
     exchanged = LoadedTables.read([tables_of(loaded, phases, measures)], phases).lengths
@@ -135,6 +137,26 @@ def test_a_turn_of_another_number_of_rows_is_refused(dataset):
         pack([text], {"image": np.zeros(0, np.int64), "draw": np.array([3])})
     lost = replace(text, turns=None)
     assert pack([lost], {"image": np.zeros(0, np.int64), "draw": np.array([3])}).turn_rows == {}
+
+
+@pytest.mark.parametrize(
+    ("turns", "most", "said"),
+    [
+        (None, 9, "a turn of 0 rows in TokenSequence.turns; this module takes one of 1 to 9 rows"),
+        ([0, 3], 2, "a turn of 3 rows in TokenSequence.turns; this module takes one of 1 to 2 rows"),
+        ([0, 3], 0, "a turn of 3 rows in TokenSequence.turns; this module reads none"),
+    ],
+)
+def test_turns_of_a_loop_of_ones_own_must_fit_the_generator(turns, most, said):
+    class Measure:
+        lengths = num_tokens = staticmethod(lambda sizes: np.zeros(len(sizes), np.int64))
+        max_turn = most
+
+    given = None if turns is None else np.array([turns])
+    text = TokenSequence(np.arange(4), np.zeros(4, bool), ("draw",), np.array([3]), turns=given)
+    item = Media(np.zeros((4, 1), np.float32), np.array([2, 2]))
+    with pytest.raises(UserError, match=f"example 0 has an item of 'draw' with {said}"):
+        tables_of([LoadedExample(text, (item,))], ("draw",), {"draw": Measure()})
 
 
 def test_a_template_that_writes_roles_in_words_has_the_same_turns():
