@@ -23,8 +23,8 @@ class Diffusion(nn.Module):
 
     denoiser: has condition_dim, row_dim and layers(), perhaps blocks, divisor and check_sizes, and is called with
               noised [sum(rows), row_dim], times [num_items], sizes int64 [num_items, size_dim], conditions
-              [sum(counts), condition_dim] and counts int64 [num_items], the rows of each item's condition; None where
-              all have as many as it was built with -> [sum(rows), row_dim] (`dit.DiT`).
+              [sum(counts), condition_dim] and, where conditions are turns, counts int64 [num_items], the rows of each
+              -> [sum(rows), row_dim] (`dit.DiT`).
     vae:      makes latents of what is to be made, and shows what is sampled; None: that is latents already.
     Raises UserError for a VAE whose latents the denoiser does not take.
     """
@@ -96,7 +96,7 @@ class Diffusion(nn.Module):
         latents, noise = values.to(wide), noise.to(wide)
         noised = signal * latents + spread * noise
         given = noised.to(values.dtype), self.noise.given(times), sizes, conditions
-        predicted = self.denoiser(*given, counts).to(wide)
+        predicted = self.denoiser(*given, *_if_ragged(counts)).to(wide)
         target = self.noise.target(latents, noise, signal, spread)
         weights = self._of_rows(self._weights[times.numpy()], num_rows, values.device, wide)
         return ((predicted - target).square().mean(1, keepdim=True) * weights).sum()
@@ -123,7 +123,7 @@ class Diffusion(nn.Module):
             times = torch.full((len(sizes),), visit.time, dtype=torch.float64 if self.noise.is_flow else torch.int64)
 
             def predict(given: Tensor, noised: Tensor = latents, times: Tensor = times) -> Tensor:
-                return self.denoiser(noised.to(given.dtype), times, sizes, given, counts).to(wide)
+                return self.denoiser(noised.to(given.dtype), times, sizes, given, *_if_ragged(counts)).to(wide)
 
             def own(name: str = f"noise before {visit.time}") -> Tensor:
                 return normal_of_rows(keys, num_rows.numpy(), self.denoiser.row_dim, name, device).to(wide)
@@ -138,3 +138,8 @@ class Diffusion(nn.Module):
     def _of_rows(of_items: Float64Array, num_rows: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
         """A number of each item for each of its rows, [sum(rows), 1]."""
         return torch.from_numpy(of_items).repeat_interleave(num_rows)[:, None].to(device, dtype)
+
+
+def _if_ragged(counts: Int64Array | None) -> tuple[Int64Array, ...]:
+    """A further argument of a denoiser whose conditions are of different lengths."""
+    return () if counts is None else (counts,)
