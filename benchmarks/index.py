@@ -62,7 +62,7 @@ def write_index(folder: Path, num_examples: int) -> Path:
     examples = np.stack([row_bytes, num_tokens, num_tokens // 2, num_items, np.zeros_like(row_bytes)]).astype(np.int32)
     path = folder / "lengths.arrow"
     about = {"format": FORMAT_VERSION, "rows": "lengths.rows", "identity": "benchmark"}
-    publish_index(path, about, [PackedColumns(examples, modality, raw, [], b"")])
+    publish_index(path, about, [PackedColumns(examples, modality, raw, np.zeros((len(raw), 3), np.int32), [], b"")])
     return path
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from cli.tiny_job import metrics, write_tiny_job
+from motet.analyze import analyze
 from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
 from motet.core.plan_file import write_plan
@@ -25,6 +26,7 @@ from motet.data.media import MediaRef
 from motet.dispatch import pack
 from motet.dispatch.batch import stacked_media
 from motet.dropout import heldout_keys, item_keys
+from motet.planning.analyze_recipe import read_subject
 from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.trainable import obstacle_in
 from motet.planning.under_plan import recipe_under_plan
@@ -369,3 +371,48 @@ def test_a_phase_freezes_generators_too(job):
     assert (make.generators["draw"].train_generator, make.generators["draw"].train_projector) == (True, False)
     assert not make.backbone.train
     assert not make.encoders["image"].train_projector
+
+
+def with_turns(job):
+    """The same job, whose generator is given turns."""
+    turns = job.with_name("turns.toml")
+    turns.write_text(job.read_text().replace("num_queries = 3", 'condition = "turn"\nmax_turn = 30'))
+    return turns
+
+
+def test_analyze_counts_the_rows_that_items_take(job):
+    """Three queries an item, or none where turns are conditions."""
+    for recipe, rows in ((job, 3), (with_turns(job), 0)):
+        subject, batch_size = read_subject(recipe, EXACT)
+        lengths = subject.lengths
+        made = lengths.batch.items["draw"]
+        assert lengths.tokens_of("draw").sum() == rows * made.num_items
+        said = analyze(subject, num_ranks=2, batch_size=batch_size, num_batches=1)
+        assert ("draw", "patches") in {(each.name, each.unit) for each in said.lengths}
+    assert (made.num_tokens > 0).all()
+
+
+def test_turns_are_conditions(job, tmp_path):
+    """One process, ranks that share items out, and a Plan with a stage behind the backbone take the same steps, and
+    make the same of held-out prompts.
+    """
+    turns = with_turns(job)
+    exact = ["run.steps=3", *SAMPLED, "model.generators.draw.drop_condition=0.3"]
+    run(turns, 1, tmp_path / "one", *exact, "fsdp.shard_size=1", "export.at_end=true")
+    run(turns, 2, tmp_path / "two", *exact, "run.microbatches=2")
+    units = Unit("llm", ({"image": 1, "audio": 1, "backbone": 2},), zero=0), Unit("draw", ({"draw": 2},), 1, zero=0)
+    where = cluster("h100", 1, 2)
+    device = replace(where.device, peak_flops={**where.device.peak_flops, "fp64": 1e12}, overlaps=False)
+    model = read_job_recipe(turns, EXACT).model
+    plan = Plan(model, replace(where, device=device), units, 6, precision="fp64")
+    run_planned(turns, plan, tmp_path / "behind", *exact)
+    one = metrics(tmp_path / "one")
+    for folder in (tmp_path / "two", tmp_path / "behind"):
+        for a, b in zip(one, metrics(folder), strict=True):
+            assert b["losses"] == pytest.approx(a["losses"], rel=1e-9)
+            assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-8)
+        assert held_out(folder) == pytest.approx(held_out(tmp_path / "one"), rel=1e-9)
+        assert shown(folder) == shown(tmp_path / "one") != []
+    exported = tmp_path / "one" / "export" / "generators"
+    assert load_file(exported / "draw" / "model.safetensors")["entrance.nothing"].shape == (1, 16)
+    assert not (exported / "queries.safetensors").exists()

@@ -75,6 +75,8 @@ _PARTS = (
 """Parts of the model, as of `parity.planned_parts`."""
 _AHEAD = (*[()] * 5, ("ahead",), ("prefix",), ("ahead", "prefix"))
 """Further ones: rows that see some behind them."""
+_MADE = ((("draw",), ("recall",)), (("draw", "say"), ("draw", "recall")))
+"""Generators, of one or of two; one of each pair is given turns."""
 _MIXTURE = {
     "tied": lambda rng: bool(rng.random() < 0.3),
     "frozen": lambda rng: tuple(map(str, rng.choice(FROZEN, rng.choice([0, 0, 1, 2]), replace=False))),
@@ -88,7 +90,7 @@ _MIXTURE = {
     "family": lambda rng: str(rng.choice(["qwen2", "qwen2", "qwen3", "llama", "phi3", "olmo2"])),
     "seed": lambda rng: int(rng.integers(2**31)),
     "optimizer": lambda rng: str(rng.choice(["adamw"] * 7 + sorted(set(OPTIMIZERS) - {"adamw"}))),
-    "made": lambda rng: (*[()] * 5, ("draw",), ("draw", "say"))[int(rng.integers(7))],
+    "made": lambda rng: _MADE[number - 5][int(rng.integers(2))] if (number := int(rng.integers(7))) > 4 else (),
 }
 """Field of a PlannedCase -> how it is drawn for a mixture: what one process computes."""
 _OPTIONS = {

@@ -167,7 +167,8 @@ def build_hf_model(
     }
     causal_lm = of_family.model(backbone).to(torch.float64)
     ahead = {"bidirectional": ("image",) if "ahead" in parts else (), "prefix": "prefix" in parts}
-    ahead["queries"] = {name: QUERIES[name] for name in made}
+    ahead["queries"] = {name: QUERIES[name] for name in made if name in QUERIES}
+    ahead["turns"] = [name for name in made if name not in QUERIES]
     model = MLLM(encoders, Backbone(causal_lm, train=BACKBONE not in frozen, again=again_with(parts), **ahead))
     model = with_generators(model, made, frozen)
     targets = {name: (its or "*",) for name, _, its in (each.partition(" ") for each in lora)}

@@ -1,5 +1,5 @@
 """Generators of the tiny model that Plans are tried on: "draw" makes rasters, and "say" sequences; "paint" makes
-rasters of pixels, whose latents a VAE of diffusers makes.
+rasters of pixels, whose latents a VAE of diffusers makes; "recall" makes rasters of what was said in a turn.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,9 @@ from motet.models.projector import Projector, ProjectorConfig
 from motet.models.vae import VAE
 
 QUERIES = {"draw": 3, "say": 2, "paint": 2}
-ROW_DIMS_MADE = {"draw": 5, "say": 4, "paint": 4}
-SIZE_DIMS_MADE = {"draw": 2, "say": 1, "paint": 2}
+ROW_DIMS_MADE = {"draw": 5, "say": 4, "paint": 4, "recall": 3}
+SIZE_DIMS_MADE = {"draw": 2, "say": 1, "paint": 2, "recall": 2}
+MAX_TURN = 300
 LATENTS = 3
 
 
@@ -48,6 +49,8 @@ def _generator(name: str, width: int, learns: bool) -> GeneratorModule:
     vae = tiny_vae() if name == "paint" else None
     config = DiTConfig(row_dim=LATENTS if vae else ROW_DIMS_MADE[name], hidden=8, num_layers=1, num_heads=2)
     noise = NoiseConfig(predicts="v", min_snr=5.0) if name == "say" else NoiseConfig()
-    entrance = OutputProjector(Projector(width, 8, ProjectorConfig()), QUERIES[name], drop=0.3)
-    generator = Diffusion(DiT(QUERIES[name], config), noise, vae)
-    return GeneratorModule(generator, entrance, QUERIES[name], 0.5 if name == "say" else 2.0, learns, learns)
+    queries, weight = QUERIES.get(name, 0), 0.5 if name == "say" else 2.0
+    entrance = OutputProjector(Projector(width, 8, ProjectorConfig()), queries or 1, drop=0.3)
+    generator = Diffusion(DiT(queries or MAX_TURN, config), noise, vae)
+    max_turn = 0 if queries else MAX_TURN
+    return GeneratorModule(generator, entrance, queries, weight, learns, learns, max_turn=max_turn)

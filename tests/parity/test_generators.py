@@ -37,11 +37,12 @@ from motet.runtime.step import TrainStep
 from motet.train.balancing import build_orchestrator
 from parity.planned import PlannedCase, assert_planned
 from parity.planned_generators import LATENTS, tiny_vae
-from parity.tiny import DIM, build_model, draw_examples
+from parity.tiny import DIM, build_model, draw_examples, with_turns
 from ranks import run_ranks
 
 TOLERANCE = 1e-10
 QUERIES = {"draw": 3, "say": 2}
+MAX_TURN = 200
 ROW_DIMS = {"draw": 4, "say": 4}
 UNET = {
     "block_out_channels": (4, 8),
@@ -78,7 +79,7 @@ class Case:
     """One way to run the same step. drawn: the generators that have anything to make, a set a microbatch.
 
     denoiser: what draws, of `DENOISERS`; those of diffusers make items whose sides can be halved. vae: on latents of
-    its pixels.
+    its pixels. turns: what draws is given turns.
     """
 
     method: str = "per_phase"
@@ -89,11 +90,12 @@ class Case:
     num_examples: int = 7
     denoiser: str = "dit"
     vae: bool = False
+    turns: bool = False
 
     @property
-    def model(self) -> tuple[tuple[str, ...], str, bool]:
+    def model(self) -> tuple[tuple[str, ...], str, bool, bool]:
         """What `model_with_generators` takes."""
-        return self.frozen, self.denoiser, self.vae
+        return self.frozen, self.denoiser, self.vae, self.turns
 
 
 def dit_of(num_queries: int, channels: int) -> DiT:
@@ -126,32 +128,40 @@ def unet_of(num_queries: int, channels: int) -> UNet:
 DENOISERS = {"dit": dit_of, "unet": unet_of, "sd3": sd3_of, "pixart": pixart_of}
 
 
-def model_with_generators(frozen: tuple[str, ...] = (), kind: str = "dit", vae: bool = False) -> MLLM:
+def model_with_generators(
+    frozen: tuple[str, ...] = (), kind: str = "dit", vae: bool = False, turns: bool = False
+) -> MLLM:
     """The same in every call and on every rank; no weight is zero, so that a gradient flows everywhere."""
     plain = build_model(frozen=[name for name in frozen if name not in QUERIES])
     torch.manual_seed(11)
-    backbone = Backbone(plain.backbone.causal_lm, train="backbone" not in frozen, queries=QUERIES)
+    queries = QUERIES | ({"draw": 0} if turns else {})
+    given = {name: count for name, count in queries.items() if count}
+    reads = [name for name, count in queries.items() if not count]
+    backbone = Backbone(plain.backbone.causal_lm, train="backbone" not in frozen, queries=given, turns=reads)
     generators = {}
-    for name, count in QUERIES.items():
+    for name, count in queries.items():
         latents = tiny_vae() if vae and name == "draw" else None
-        denoiser = DENOISERS[kind if name == "draw" else "dit"](count, LATENTS if latents else ROW_DIMS[name])
+        denoiser = DENOISERS[kind if name == "draw" else "dit"](
+            count or MAX_TURN, LATENTS if latents else ROW_DIMS[name]
+        )
         noise = NoiseConfig(predicts="v" if name == "say" else "epsilon", min_snr=5.0 if name == "say" else None)
         noise = NoiseConfig(schedule="flow", times="logit_normal") if isinstance(denoiser, SD3) else noise
-        entrance = OutputProjector(Projector(DIM, denoiser.condition_dim, ProjectorConfig()), count, drop=0.3)
-        learns = name not in frozen
-        generators[name] = GeneratorModule(
-            Diffusion(denoiser, noise, latents), entrance, count, 0.5 if name == "say" else 2.0, learns, learns
-        )
+        entrance = OutputProjector(Projector(DIM, denoiser.condition_dim, ProjectorConfig()), count or 1, drop=0.3)
+        learns, weight, most = name not in frozen, 0.5 if name == "say" else 2.0, 0 if count else MAX_TURN
+        diffusion = Diffusion(denoiser, noise, latents)
+        generators[name] = GeneratorModule(diffusion, entrance, count, weight, learns, learns, max_turn=most)
     model = MLLM(dict(plain.encoders), backbone, generators).to(torch.float64)
     for parameter in model.generators.parameters():
         nn.init.normal_(parameter, std=0.2)
     return model
 
 
-def draw_made_examples(num_examples: int, drawn: tuple[str, ...], seed: int, unit: int = 1) -> list[LoadedExample]:
+def draw_made_examples(
+    num_examples: int, drawn: tuple[str, ...], seed: int, unit: int = 1, turns: bool = False
+) -> list[LoadedExample]:
     """Examples of which some have things to make, of very different sizes, at the end of the sequence.
 
-    unit: what these sizes are multiples of.
+    unit: what these sizes are multiples of. turns: "draw" is given stretches of the sequence, of any length.
     """
     rng = np.random.default_rng(seed)
     made = []
@@ -170,17 +180,27 @@ def draw_made_examples(num_examples: int, drawn: tuple[str, ...], seed: int, uni
             size = unit * rng.integers(1, 6 // unit, 2 if name == "draw" else 1)
             values = rng.standard_normal((size.prod(), ROW_DIMS[name])).astype(np.float32)
             items.append(Media(values, size.astype(np.int64)))
+        sequence = with_turns(sequence, ("draw",), rng) if turns else sequence
         made.append(LoadedExample(sequence, tuple(items)))
     return made
 
 
 def microbatches(case: Case) -> list[list[LoadedExample]]:
     unit = 1 if case.denoiser == "dit" else 2
-    return [draw_made_examples(case.num_examples, drawn, seed, unit) for seed, drawn in enumerate(case.drawn)]
+    return [
+        draw_made_examples(case.num_examples, drawn, seed, unit, case.turns) for seed, drawn in enumerate(case.drawn)
+    ]
 
 
 def keys_of(microbatch: int, num_examples: int) -> Int64Array:
     return example_keys(5, 3, np.arange(num_examples) + 100 * microbatch)
+
+
+def turn_rows(example: LoadedExample, num_tokens: dict[str, Int64Array]) -> Int64Array:
+    """The rows that "draw" is given of each of its items. num_tokens: rows of all items in the sequence."""
+    media, left = np.array(example.sequence.media), {name: list(rows) for name, rows in num_tokens.items()}
+    rows = np.array([left[name].pop(0) for name in media], dtype=np.int64)
+    return example.sequence.turn_rows(rows)[media == "draw"]
 
 
 @cache
@@ -200,6 +220,8 @@ def reference(case: Case) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
                 keys[name] = item_keys(key, np.zeros(len(items), np.int64), np.arange(len(items)))
                 if items:
                     media[name] = values.double(), sizes
+            if case.turns:
+                num_tokens["draw"] = turn_rows(example, num_tokens)
             losses = model.losses(pack([example.sequence], num_tokens), media, keys)
             for name, pair in losses.items():
                 sums[name].append(pair)
@@ -259,22 +281,32 @@ CASES = {
     "a transformer of SD3": Case(denoiser="sd3"),
     "a transformer of PixArt": Case(denoiser="pixart"),
     "a frozen UNet in whole copies": Case(denoiser="unet", frozen=("draw",), fsdp=FSDPConfig(shard_size=1)),
+    "turns": Case(turns=True),
+    "turns, joint": Case(turns=True, method="joint", communicator="all_gather"),
+    "turns, in whole copies before a frozen generator": Case(
+        turns=True, frozen=("draw",), fsdp=FSDPConfig(shard_size=1)
+    ),
+    "turns, absent from a microbatch": Case(turns=True, drawn=(("draw",), ("say",)), num_examples=3),
+    "a UNet that is given turns": Case(denoiser="unet", turns=True),
+    "a transformer of SD3 that is given turns": Case(denoiser="sd3", turns=True),
+    "a transformer of PixArt that is given turns": Case(denoiser="pixart", turns=True),
     "fewer items than ranks": Case(num_examples=2, drawn=(("draw",), ("say",))),
 }
 
 
 DITS = [name for name, case in CASES.items() if case.denoiser == "dit"]
 OF_DIFFUSERS = [name for name in CASES if name not in DITS]
+ABSENT = ["all are absent from the whole step", "fewer items than ranks"]
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "names"),
     [
         (1, DITS[:1]),
-        (2, DITS[:1]),
-        (3, DITS[-2:]),
+        (2, [DITS[0], "turns"]),
+        (3, ABSENT),
         (3, OF_DIFFUSERS[1:2]),
-        pytest.param(3, DITS[:-2], marks=pytest.mark.slow),
+        pytest.param(3, [name for name in DITS if name not in ABSENT], marks=pytest.mark.slow),
         pytest.param(3, OF_DIFFUSERS[:1] + OF_DIFFUSERS[2:], marks=pytest.mark.slow),
     ],
 )
@@ -320,6 +352,18 @@ PLANNED = {
         PlannedCase((BEHIND,), made=BOTH, frozen=("backbone", "image", "audio"), schedule="gpipe"),
         PlannedCase((BEHIND,), made=BOTH, frozen=BOTH, schedule="zb_h1", dropout=0.2),
         PlannedCase(
+            (Unit("all", ({"image": 3, "audio": 2, "backbone": 1}, {"backbone": 2, "recall": 1}), pp=2),),
+            made=("recall",),
+        ),
+        PlannedCase(
+            (
+                Unit("llm", ({"image": 3, "audio": 2, "backbone": 3},)),
+                Unit("made", ({"draw": 1, "recall": 1},), first_rank=1, recompute=({"recall": 1},)),
+            ),
+            made=("draw", "recall"),
+            left_out=0.3,
+        ),
+        PlannedCase(
             (
                 Unit("llm", ({"image": 3, "audio": 2, "backbone": 3},)),
                 Unit("made", ({"draw": 1, "say": 1},), first_rank=1, recompute=({"draw": 1},)),
@@ -332,6 +376,14 @@ PLANNED = {
     3: [
         PlannedCase(apart(), made=BOTH),
         PlannedCase(apart(), made=BOTH, contents=(), batch_size=2, frozen=("backbone",)),
+        PlannedCase(
+            (
+                Unit("llm", ({"image": 3, "audio": 2, "backbone": 3},)),
+                Unit("made", ({"recall": 1},), first_rank=1, dp=2, zero=3),
+            ),
+            made=("recall",),
+            balance="per_phase",
+        ),
         PlannedCase(
             (
                 Unit("llm", ({"image": 3, "audio": 2, "backbone": 3},)),

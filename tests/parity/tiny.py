@@ -7,6 +7,7 @@ exchange, no graph cut, and autograd through all of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -244,9 +245,21 @@ def draw_example(
     tokens = rng.integers(0, VOCABULARY, num_tokens)
     items = []
     for phase in media:
-        size = rng.integers(1, 5, 2) if phase in ("image", "draw", "paint") else rng.integers(1, 20, 1)
+        size = rng.integers(1, 5, 2) if phase in ("image", "draw", "paint", "recall") else rng.integers(1, 20, 1)
         items.append(Media(rng.standard_normal((size.prod(), row_dims[phase])).astype(np.float32), size))
-    return LoadedExample(TokenSequence(tokens, targets, tuple(map(str, media)), places), tuple(items))
+    sequence = TokenSequence(tokens, targets, tuple(map(str, media)), places)
+    return LoadedExample(with_turns(sequence, ("recall",), rng), tuple(items))
+
+
+def with_turns(sequence: TokenSequence, names: Sequence[str], rng: np.random.Generator) -> TokenSequence:
+    """Items of these names read a stretch of the sequence, of any length, in which there is text at least."""
+    reads = np.isin(sequence.media, names)
+    if not reads.any():
+        return sequence
+    text = np.setdiff1d(np.arange(len(sequence.tokens)), sequence.media_positions)
+    inside = rng.choice(text, len(reads))
+    turns = np.stack([rng.integers(0, inside + 1), rng.integers(inside + 1, len(sequence.tokens) + 1)], axis=1)
+    return replace(sequence, turns=np.where(reads[:, None], turns, 0))
 
 
 def reference_step(
@@ -270,11 +283,13 @@ def reference_step(
         key = None if keys is None else keys[index : index + 1]
         features: dict[str, list[Tensor]] = {phase: [] for phase in model.encoders}
         positions: dict[str, list[int]] = {phase: [] for phase in model.encoders}
-        tokens, targets, item = [], [], 0
+        tokens, targets, item, starts = [], [], 0, []
+        turns: dict[str, list[tuple[int, int]]] = {name: [] for name in model.generators}
         made: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in model.generators}
         positions |= {name: [] for name in model.generators}
         media_positions = example.sequence.media_positions.tolist()
         for place, (token, target) in enumerate(zip(example.sequence.tokens, example.sequence.targets)):
+            starts.append(len(tokens))
             if place not in media_positions:
                 tokens.append(token)
                 targets.append(target)
@@ -286,6 +301,8 @@ def reference_step(
                     made[phase].append((values, torch.from_numpy(np.array(media.size))[None]))
                     rows = torch.empty(model.generators[phase].num_queries)
                     positions[phase] += range(len(tokens), len(tokens) + len(rows))
+                    if model.generators[phase].max_turn:
+                        turns[phase].append(example.sequence.turns[item])
                     item += 1
                     continue
                 with drawing(phase, _of_item(key, phase, len(features[phase]))):
@@ -296,6 +313,9 @@ def reference_step(
                 item += 1
             tokens += [0] * len(rows)
             targets += [False] * len(rows)
+        starts.append(len(tokens))
+        for phase, of_items in turns.items():
+            positions[phase] += [row for start, stop in of_items for row in range(starts[start], starts[stop])]
         sequence = PackedSequences(
             tokens=torch.tensor(tokens),
             targets=torch.tensor(targets),
@@ -309,9 +329,12 @@ def reference_step(
         for name, items in made.items():
             module, conditions = model.generators[name], given[0][name]
             for number, (values, size) in enumerate(items):
-                own = conditions[number * module.num_queries : (number + 1) * module.num_queries]
+                lengths = [starts[stop] - starts[start] for start, stop in turns[name]] or [module.num_queries] * len(
+                    items
+                )
+                own, counts = conditions.split(lengths)[number], np.array(lengths[number : number + 1])
                 draws = item_keys(key, np.zeros(number + 1, np.int64), np.array([number]))
-                total = total + module(values, size, own, draws) * module.weight / num_made[name]
+                total = total + module(values, size, own, draws, counts) * module.weight / num_made[name]
                 ran.append(module)
     if total.requires_grad:
         total.backward()

@@ -66,7 +66,8 @@ class Lengths:
     left_out:    a sentence on examples that cannot be used; empty if there are none.
     weight:      float64 [num_examples], how often each is drawn, in any unit; None is all equal.
     units:       what the lengths of a phase count.
-    added:       the phases whose rows are added to those of another, so that they take no tokens of their own.
+    added:       the phases whose rows take no tokens of their own: they are added to those of another phase, or are
+                 those of a turn.
     """
 
     source: str

@@ -28,6 +28,8 @@ class TokenSequence:
                      backbone whose positions are those of a grid; or how many rows text sees of an item whose rows are
                      keys; None for all others.
     pieces:          int64 [num_items], the placeholders of each item; None: each has one.
+    turns:           int64 [num_items, 2], the tokens [start, stop) of the turn whose rows a generator is given of an
+                     item, which has no row of its own then; (0, 0) of other items; None: there are no such items.
 
     Example:
         An image between two tokens of a question, then an answer of one token:
@@ -43,11 +45,38 @@ class TokenSequence:
     media_positions: Int64Array
     grids: Int64Array | None = None
     pieces: Int64Array | None = None
+    turns: Int64Array | None = None
 
     @property
     def num_pieces(self) -> Int64Array:
         """The placeholders of each item, int64 [num_items]."""
         return np.ones(len(self.media), dtype=np.int64) if self.pieces is None else self.pieces
+
+    @property
+    def reads_turn(self) -> BoolArray:
+        """Whether a turn is what a generator is given of an item, bool [num_items]."""
+        turns = np.zeros((len(self.media), 2), dtype=np.int64) if self.turns is None else self.turns
+        return turns[:, 1] > turns[:, 0]
+
+    def token_rows(self, item_rows: Int64Array) -> Int64Array:
+        """The rows that each token takes in a packed sequence, int64 [num_tokens].
+
+        item_rows: those of each item, int64 [num_items]; of one that reads a turn they are not its own.
+        """
+        rows, pieces = np.ones(len(self.tokens), dtype=np.int64), self.num_pieces
+        rows[self.media_positions] = np.repeat(np.where(self.reads_turn, 0, item_rows) // pieces, pieces)
+        return rows
+
+    def turn_rows(self, item_rows: Int64Array) -> Int64Array:
+        """The rows of the turn that each item reads, int64 [num_items]; 0 of one that reads none.
+
+        item_rows: as of `token_rows`.
+        """
+        if self.turns is None:
+            return np.zeros(len(self.media), dtype=np.int64)
+        ends = np.concatenate([[0], np.cumsum(self.token_rows(item_rows))])
+        rows: Int64Array = ends[self.turns[:, 1]] - ends[self.turns[:, 0]]
+        return rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +106,7 @@ def in_pieces(sequence: TokenSequence, texts: Sequence[ItemText | None]) -> Toke
     texts: of each item; None: its placeholder stays. Items with texts share no placeholder with others.
     """
     tokens, targets, positions, pieces, copied, length = [], [], [], [], 0, 0
+    repeats = np.ones(len(sequence.tokens), dtype=np.int64)
     for place, text in zip(sequence.media_positions.tolist(), texts, strict=True):
         text = text or ItemText(sequence.tokens[place : place + 1], np.zeros(1, dtype=np.int64))
         tokens += [sequence.tokens[copied:place], text.tokens]
@@ -84,6 +114,7 @@ def in_pieces(sequence: TokenSequence, texts: Sequence[ItemText | None]) -> Toke
         length += place - copied
         positions.append(length + text.places)
         pieces.append(len(text.places))
+        repeats[place] = len(text.tokens)
         length += len(text.tokens)
         copied = place + 1
     return TokenSequence(
@@ -92,7 +123,13 @@ def in_pieces(sequence: TokenSequence, texts: Sequence[ItemText | None]) -> Toke
         sequence.media,
         np.concatenate([*positions, np.empty(0, np.int64)]).astype(np.int64),
         pieces=np.array(pieces, dtype=np.int64),
+        turns=moved_turns(sequence.turns, repeats),
     )
+
+
+def moved_turns(turns: Int64Array | None, repeats: Int64Array) -> Int64Array | None:
+    """The turns of a sequence in which each token stands `repeats` times, int64 [num_tokens]."""
+    return None if turns is None else np.concatenate([[0], np.cumsum(repeats)])[turns]
 
 
 @dataclass(frozen=True, eq=False)

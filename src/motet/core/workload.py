@@ -22,7 +22,8 @@ class ItemLengths:
 
     example:    int64 [num_items], the index of the example that the item belongs to; ascending.
     length:     int64 [num_items], what the encoder computes on: patches, mel frames.
-    num_tokens: int64 [num_items], the number of the item's rows in the backbone's sequence.
+    num_tokens: int64 [num_items], the number of the item's rows in the backbone's sequence; of one that a generator
+                makes, of the rows that it is given of it, which may be those of a turn.
     segments:   the parts that the encoder computes like items of their own (tiles, frames, windows), which add up to
                 `length`; None: each item is one.
     num_media:  int64 [num_items], of sequences: how many images and clips stand in each; None of all other items.

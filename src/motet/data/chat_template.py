@@ -106,6 +106,30 @@ class ChatTemplate:
         answer_spans = _find_answers(text, between, [turn.text for turn in answers])
         return text, [span for span, turn in zip(answer_spans, answers) if turn.has_loss], False
 
+    def span_of(
+        self,
+        turns: Sequence[Turn],
+        number: int,
+        text: str,
+        parts: Set[str] = NO_PARTS,
+        *,
+        generation_prompt: bool = False,
+    ) -> tuple[int, int] | None:
+        """The characters [start, end) of a turn in the text of all; None if it is written in no place of its own.
+
+        A second rendering, with a mark in place of the turn, tells what stands before and behind it.
+        """
+        mark = self._marks(turns, 1)
+        stand_ins = [turn.with_texts([(TEXT, mark)]) if i == number else turn for i, turn in enumerate(turns)]
+        try:
+            around = self._render(stand_ins, parts, generation_prompt=generation_prompt).split(mark)
+        except UserError:
+            return None
+        if len(around) != 2 or not (text.startswith(around[0]) and text.endswith(around[1])):
+            return None
+        start, end = len(around[0]), len(text) - len(around[1])
+        return (start, end) if start < end else None
+
     def try_messages(self, messages: list[dict[str, Any]], *, generation_prompt: bool = False) -> str | None:
         """The text of messages in the template's format; None if it refuses them."""
         try:

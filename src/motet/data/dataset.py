@@ -17,7 +17,7 @@ import numpy as np
 
 from motet.core.arrays import BoolArray, IndexArray, Int32Array, Int64Array
 from motet.core.errors import UserError
-from motet.core.example import ItemText, TokenSequence, in_pieces
+from motet.core.example import ItemText, TokenSequence, in_pieces, moved_turns
 from motet.core.grid_positions import BEHIND_SIDE, GRID_DIM, NUM_AXES
 from motet.core.item_segments import ItemSegments
 from motet.core.modalities import modalities as all_modalities
@@ -46,10 +46,11 @@ LengthRule = Literal["drop", "truncate", "error"]
 class Modality:
     """The transform of a modality, and functions of the sizes of its items, int64 [n, size_dim] -> int64 [n].
 
-    num_tokens: rows that each item takes in the backbone's sequence.
+    num_tokens: rows that each item takes in the backbone's sequence; of items that read a turn 0.
     lengths:    how much of each item the encoder computes on.
     segments:   the segments of each item; None: each item is one.
     is_made:    a generator learns to make its items, which are those of answers; encoders do not read them then.
+    max_turn:   the most rows of the turn that such a generator is given of each item; 0: it is given no turn.
     grids:      frames, rows and columns of each item's rows in the sequence, int64 [n, 3], where the backbone's
                 positions are those of a grid; None where they are not.
     behind:     how positions go on behind those rows (`core/grid_positions.py`).
@@ -62,6 +63,7 @@ class Modality:
     lengths: Callable[[Int64Array], Int64Array]
     segments: Callable[[Int64Array], ItemSegments | None] | None = None
     is_made: bool = False
+    max_turn: int = 0
     grids: Callable[[Int64Array], Int64Array] | None = None
     behind: int = BEHIND_SIDE
     item_text: Callable[[tuple[int, ...]], ItemText | None] | None = None
@@ -279,8 +281,9 @@ class Dataset:
         else:
             phases = [self._readers[modality] for modality in tokens.media]
         media = tuple(phase for of_item in phases for phase in of_item)
+        turns = self._turns(tokens, phases)
         if len(media) == len(tokens.media):
-            return TokenSequence(tokens.tokens, tokens.targets, media, tokens.media_positions)
+            return TokenSequence(tokens.tokens, tokens.targets, media, tokens.media_positions, turns=turns)
         counts = np.array([len(of_item) for of_item in phases], dtype=np.int64)
         is_added = np.array([self.is_added(of_item[-1]) for of_item in phases])
         repeats = np.ones(len(tokens.tokens), dtype=np.int64)
@@ -289,8 +292,20 @@ class Dataset:
         number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         positions = np.repeat(starts[tokens.media_positions], counts) + np.where(np.repeat(is_added, counts), 0, number)
         return TokenSequence(
-            np.repeat(tokens.tokens, repeats), np.repeat(tokens.targets, repeats), media, positions.astype(np.int64)
+            np.repeat(tokens.tokens, repeats),
+            np.repeat(tokens.targets, repeats),
+            media,
+            positions.astype(np.int64),
+            turns=moved_turns(turns, repeats),
         )
+
+    def _turns(self, tokens: TokenSequence, phases: Sequence[tuple[str, ...]]) -> Int64Array | None:
+        """The turns that items of several phases read, int64 [num_items of all phases, 2]; None: there are none."""
+        if tokens.turns is None or not any(modality.max_turn for modality in self._modalities.values()):
+            return None
+        reads = [self._modalities[phase].max_turn > 0 for of_item in phases for phase in of_item]
+        of_items = np.repeat(tokens.turns, [len(of_item) for of_item in phases], axis=0)
+        return np.where(np.array(reads, dtype=bool)[:, None], of_items, 0)
 
     def _with_sizes(self, tokens: TokenSequence, example_id: int) -> TokenSequence:
         """The same tokens with what follows from sizes of their items: their grids, or the pieces of their rows."""
@@ -356,6 +371,10 @@ class Dataset:
             items[name] = ItemLengths(columns.example[of_phase], length, num_tokens, segments)
             if not self.is_added(name):
                 rows[of_phase] += num_tokens + marks
+        for name, modality in self._modalities.items():
+            if modality.max_turn:
+                of_phase = self._of_phase(columns, modality)
+                items[name] = replace(items[name], num_tokens=columns.turn_rows(rows)[of_phase])
         # The rows of its item replace each placeholder.
         sequence = columns.num_tokens - columns.num_items
         np.add.at(sequence, columns.example, rows)
@@ -376,6 +395,10 @@ class Dataset:
         if self._modalities[phase].is_made:
             return False
         return self._combine.get(modality) == "sum" and self._readers[modality][0] != phase
+
+    def takes_rows(self, phase: str) -> bool:
+        """Whether items of a phase have rows of their own in the sequence."""
+        return not (self.is_added(phase) or self._modalities[phase].max_turn)
 
     def has_items(self, phase: str) -> bool:
         """Whether any example of the manifests, also of those that are left out, has an item that a phase computes."""
@@ -451,6 +474,10 @@ class Dataset:
             is_refused = self._refused(columns)
             if "sum" in self._combine.values():
                 self._check_added(numbers[~is_refused])
+            if any(modality.max_turn for modality in self._modalities.values()):
+                places = np.flatnonzero(~is_refused)
+                of_rest = ExampleLengths.of(self._indexes, self._starts, numbers[places])
+                is_refused[places] = self._wrong_turns(of_rest)
             usable[numbers[is_refused]] = False
             refused.append(numbers[is_refused])
             if max_sequence_length is not None:
@@ -516,6 +543,17 @@ class Dataset:
             if most is not None and num_items > most:
                 reason = f"has {counted_words(num_items, 'item')} for {name}, of whose model an example may have {most}"
                 return LeftOutExample(index.where(example), "", reason)
+        columns = ExampleLengths.of(self._indexes, self._starts, np.array([number]))
+        for name, column in self._item_lengths(columns)[0].items():
+            if most := self._modalities[name].max_turn:
+                rows = int(column.num_tokens[(column.num_tokens == 0) | (column.num_tokens > most)][0])
+                reason = (
+                    f"the turn before what {name} is to make has {counted_words(rows, 'row')}, more than "
+                    f"model.generators.{name}.max_turn = {most:,}"
+                    if rows
+                    else f"no turn that the tokenizer's chat template tells apart is before what {name} is to make"
+                )
+                return LeftOutExample(index.where(example), "", reason)
         raise ValueError(f"no item of example {number} is refused")
 
     def _name_too_long(self, number: int, max_sequence_length: int | None, too_long: LengthRule) -> LeftOutExample:
@@ -526,6 +564,17 @@ class Dataset:
         if too_long == "truncate":
             reason += ", and nothing that is learned is within it"
         return LeftOutExample(index.where(example), "", reason)
+
+    def _wrong_turns(self, columns: ExampleLengths) -> BoolArray:
+        """Which examples have an item that would be made of a turn that is too long, or of none, bool [num_examples].
+
+        No item of theirs is refused by its transform.
+        """
+        wrong = np.zeros(len(columns.num_tokens), dtype=bool)
+        for name, column in self._item_lengths(columns)[0].items():
+            if most := self._modalities[name].max_turn:
+                wrong[column.example[(column.num_tokens == 0) | (column.num_tokens > most)]] = True
+        return wrong
 
     def _refused(self, columns: ExampleLengths) -> BoolArray:
         """Which examples have an item that its transform refuses, bool [num_examples]."""

@@ -204,9 +204,9 @@ class DrawnDataset:
         """The name of the phase that computes an item."""
         return (ref.modality,)
 
-    def is_added(self, phase: str) -> bool:
-        """False: each item has one reader."""
-        return False
+    def takes_rows(self, phase: str) -> bool:
+        """True: each item has one reader."""
+        return True
 
     @property
     def transforms(self) -> dict[str, Transform]:

@@ -20,6 +20,7 @@ class ExampleLengths:
     example:  int64 [num_items], the position of each item's example among the chosen ones; ascending.
     modality: int8 [num_items], as `index.LengthColumns` has them.
     raw:      int64 [num_items, 2], as headers hold it.
+    turn:     int64 [num_items, 3], as `index.LengthColumns` has it.
     """
 
     num_tokens: Int64Array
@@ -28,6 +29,7 @@ class ExampleLengths:
     example: Int64Array
     modality: NDArray[np.int8]
     raw: Int64Array
+    turn: Int64Array
 
     @classmethod
     def of(cls, indexes: list[Index], starts: Int64Array, numbers: Int64Array) -> ExampleLengths:
@@ -47,12 +49,25 @@ class ExampleLengths:
         example = np.repeat(np.arange(len(numbers)), num_items)
         item = np.arange(len(example)) - np.repeat(np.cumsum(num_items) - num_items - first_item, num_items)
         # 3. Items: their columns.
-        modality, raw = np.zeros(len(item), dtype=np.int8), np.zeros((len(item), 2), dtype=np.int64)
+        modality = np.zeros(len(item), dtype=np.int8)
+        raw, turn = (np.zeros((len(item), width), dtype=np.int64) for width in (2, 3))
         for i, index in enumerate(indexes):
             items = np.flatnonzero(index_of[example] == i)
             modality[items] = index.lengths.modality[item[items]]
-            raw[items, 0], raw[items, 1] = index.lengths.raw[0][item[items]], index.lengths.raw[1][item[items]]
-        return cls(num_tokens, num_targets, num_items, example, modality, raw)
+            for into, columns_of in ((raw, index.lengths.raw), (turn, index.lengths.turn)):
+                for axis, column in enumerate(columns_of):
+                    into[items, axis] = column[item[items]]
+        return cls(num_tokens, num_targets, num_items, example, modality, raw, turn)
+
+    def turn_rows(self, rows: Int64Array) -> Int64Array:
+        """The rows of the turn before that of each item, int64 [num_items]; 0 where there is none.
+
+        rows: what each item takes in the sequence, int64 [num_items].
+        """
+        first = (np.cumsum(self.num_items) - self.num_items)[self.example] + self.turn[:, 1]
+        ends = np.concatenate([[0], np.cumsum(rows)])
+        of_turns: Int64Array = self.turn[:, 0] + ends[first + self.turn[:, 2]] - ends[first]
+        return of_turns
 
     def truncated(self, numbers: Int64Array, cuts: Truncated) -> ExampleLengths:
         """The columns of what is left of the same examples, int64 [num_examples]."""
@@ -66,6 +81,5 @@ class ExampleLengths:
         num_items[places] = cuts.num_items[of_cut]
         first = np.cumsum(self.num_items) - self.num_items
         is_kept = np.arange(len(self.example)) - first[self.example] < num_items[self.example]
-        return ExampleLengths(
-            num_tokens, num_targets, num_items, self.example[is_kept], self.modality[is_kept], self.raw[is_kept]
-        )
+        of_items = (column[is_kept] for column in (self.example, self.modality, self.raw, self.turn))
+        return ExampleLengths(num_tokens, num_targets, num_items, *of_items)

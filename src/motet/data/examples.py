@@ -56,8 +56,8 @@ class Examples(Protocol):
     def readers_of(self, ref: MediaRef) -> tuple[str, ...]:
         """The names of the phases that compute an item."""
 
-    def is_added(self, phase: str) -> bool:
-        """Whether the rows of a phase are added to those of the first phase that reads the same items."""
+    def takes_rows(self, phase: str) -> bool:
+        """Whether items of a phase have rows of their own in the sequence."""
 
     def where(self, example_id: int) -> str:
         """The example, for messages."""

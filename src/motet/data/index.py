@@ -2,7 +2,7 @@
 
 An index is two files in a folder beside the manifest:
     NAME.arrow    lengths, Arrow IPC, one row for each example; memory-mapped, so that all processes of a node share one
-                  copy: 24 bytes for each example and 17 for each item
+                  copy: 24 bytes for each example and 29 for each item
     NAME-*.rows   position in the manifest, record, media locations and tokens of each example, after the bytes of the
                   media that its record holds; a row is read when it is needed, and the file is never mapped
 NAME is the tokenizer's fingerprint, so that indexes for several tokenizers can be in one folder. The Arrow file names
@@ -36,14 +36,19 @@ from motet.data.media import IN_ANSWER, IN_RECORD, LISTED, MediaRef
 from motet.data.remote import is_url, located
 
 # Increment it when the contents of the files change: older indexes are then rebuilt.
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 SCHEMA = pa.schema(
     {
         "num_tokens": pa.int32(),
         "num_targets": pa.int32(),
         "row_start": pa.int64(),
         "row_bytes": pa.int32(),
-        "items": pa.list_(pa.struct({"modality": pa.int8(), "raw_0": pa.int64(), "raw_1": pa.int64()})),
+        "items": pa.list_(
+            pa.struct(
+                {"modality": pa.int8(), "raw_0": pa.int64(), "raw_1": pa.int64()}
+                | dict.fromkeys(("turn_tokens", "turn_first", "turn_items"), pa.int32())
+            )
+        ),
         "bad": pa.struct({"path": pa.string(), "reason": pa.string()}),
     }
 )
@@ -60,6 +65,9 @@ class LengthColumns:
     item_offsets: int32 [num_examples + 1]; the items of example i are [item_offsets[i], item_offsets[i + 1]).
     modality:     int8 [num_items], position in `modalities()`; plus IN_ANSWER in a turn of the assistant.
     raw:          two int64 [num_items]: widths and heights, or samples and sampling rates, or rows and 0; 0 if bad.
+    turn:         three int32 [num_items]: tokens of the turn before that of the item, placeholders not counted, the
+                  number in the example of the first item there, and how many there are; 0 of an item that is in no
+                  turn of the assistant, or before which no turn is found.
     """
 
     num_tokens: Int32Array
@@ -67,6 +75,7 @@ class LengthColumns:
     item_offsets: Int32Array
     modality: NDArray[np.int8]
     raw: tuple[Int64Array, Int64Array]
+    turn: tuple[Int32Array, Int32Array, Int32Array]
 
 
 @dataclass(frozen=True)
@@ -110,6 +119,7 @@ class IndexRow:
             self.text.tokens.astype("<i4").tobytes(),
             np.packbits(self.text.targets).tobytes(),
             self.text.media_positions.astype("<i4").tobytes(),
+            np.empty(0, "<i4").tobytes() if self.text.turns is None else self.text.turns.astype("<i4").tobytes(),
         )
         data = b"".join((_ROW_HEADER.pack(0, *sizes), *parts))
         return zlib.crc32(data[4:]).to_bytes(4, "little") + data[4:]
@@ -132,6 +142,8 @@ class IndexRow:
             media=media,
             media_positions=np.frombuffer(data, "<i4", len(media), positions_at).astype(np.int64),
         )
+        turns = np.frombuffer(data, "<i4", -1, positions_at + 4 * len(media)).astype(np.int64)
+        text = replace(text, turns=turns.reshape(-1, 2) if len(turns) else None)
         where = data[_ROW_HEADER.size : record_at].decode()
         return cls(
             where,
@@ -196,13 +208,14 @@ class Index:
     def lengths(self) -> LengthColumns:
         """The lengths as views of the mapped file; a value is read when it is used."""
         items = self._column("items")
-        modality, *raw = (items.values.field(i).to_numpy(zero_copy_only=True) for i in range(3))
+        modality, *raw = (items.values.field(i).to_numpy(zero_copy_only=True) for i in range(6))
         return LengthColumns(
             num_tokens=self._column("num_tokens").to_numpy(zero_copy_only=True),
             num_targets=self._column("num_targets").to_numpy(zero_copy_only=True),
             item_offsets=items.offsets.to_numpy(zero_copy_only=True),
             modality=modality,
             raw=(raw[0], raw[1]),
+            turn=(raw[2], raw[3], raw[4]),
         )
 
     def bad_examples(self) -> Iterator[BadExample]:

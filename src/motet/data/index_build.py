@@ -217,7 +217,7 @@ def _write_rows(
     with path.open("wb") as rows:
         for chunk, share in chunks:
             rows.write(chunk.rows)
-            kept.append(PackedColumns(chunk.examples, chunk.modality, chunk.raw, chunk.bad, b""))
+            kept.append(replace(chunk, rows=b""))
             num_examples += chunk.num_examples
             progress(num_examples, share)
         rows.flush()

@@ -56,7 +56,7 @@ class Columns:
 
     row_bytes, num_tokens, num_targets, num_items: int [num_examples].
     held_bytes: int [num_examples], the bytes of media that records hold; they stand before each row.
-    modality: int [num_items], as `index.LengthColumns` has them. raw: int [num_items, 2].
+    modality: int [num_items], as `index.LengthColumns` has them. raw: int [num_items, 2]. turn: int [num_items, 3].
     bad:      (example, path, reason); `example` counts from the first of these examples.
     rows:     packed `IndexRow`s.
     """
@@ -68,6 +68,7 @@ class Columns:
     held_bytes: list[int] = field(default_factory=list)
     modality: list[int] = field(default_factory=list)
     raw: list[tuple[int, int]] = field(default_factory=list)
+    turn: list[tuple[int, int, int]] = field(default_factory=list)
     bad: list[tuple[int, str, str]] = field(default_factory=list)
     rows: list[bytes] = field(default_factory=list)
 
@@ -79,6 +80,7 @@ class Columns:
             ),
             modality=np.array(self.modality, dtype=np.int8),
             raw=np.array(self.raw, dtype=np.int64).reshape(-1, 2),
+            turn=np.array(self.turn, dtype=np.int32).reshape(-1, 3),
             bad=self.bad,
             rows=b"".join(self.rows),
         )
@@ -94,6 +96,7 @@ class PackedColumns:
     examples: Int32Array
     modality: NDArray[np.int8]
     raw: Int64Array
+    turn: Int32Array
     bad: list[tuple[int, str, str]]
     rows: bytes
 
@@ -154,6 +157,7 @@ class EntryReader:
             for ref, in_answer in zip(refs, conversation.in_answers, strict=True)
         ]
         columns.raw += raws
+        columns.turn += _turns(text)
 
     def _below_folder(self, path: str) -> str:
         """A path relative to the folder, so that an index stays right when the folder moves; absolute if not below it.
@@ -176,6 +180,15 @@ class EntryReader:
                 locations.append(("", ref.member, offset, len(ref.data)))
                 offset += len(ref.data)
         return locations
+
+
+def _turns(text: TokenSequence) -> list[tuple[int, int, int]]:
+    """The columns `turn` of the items of an example."""
+    found = []
+    for start, stop in (np.zeros((len(text.media), 2), dtype=np.int64) if text.turns is None else text.turns).tolist():
+        first, behind = np.searchsorted(text.media_positions, [start, stop]).tolist()
+        found.append((stop - start - (behind - first), first, behind - first) if stop > start else (0, 0, 0))
+    return found
 
 
 def _read_headers(refs: list[MediaRef]) -> tuple[list[tuple[int, int]], BadMedia | None]:
@@ -221,12 +234,11 @@ def join_columns(chunks: Sequence[PackedColumns]) -> pa.RecordBatch:
         raise UserError(
             f"a manifest with {offsets[-1]} media is too large for one index; split it into several manifests"
         )
-    modality, raw = (
-        np.concatenate([chunk.modality for chunk in chunks]),
-        np.concatenate([chunk.raw for chunk in chunks]),
+    modality, raw, turn = (
+        np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("modality", "raw", "turn")
     )
     items = pa.StructArray.from_arrays(
-        [pa.array(modality), pa.array(raw[:, 0].copy()), pa.array(raw[:, 1].copy())],
+        [pa.array(modality), *(pa.array(column.copy()) for column in (*raw.T, *turn.T))],
         fields=list(SCHEMA.field("items").type.value_type),
     )
     bad_type = SCHEMA.field("bad").type

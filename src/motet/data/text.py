@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from motet.core.arrays import Int64Array
+from motet.core.arrays import BoolArray, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import ItemText, TokenSequence
 from motet.data.chat_template import DEFAULT_TEMPLATE, ChatTemplate
@@ -176,7 +176,8 @@ class ChatTokenizer:
         text, spans, is_marked = template.render_with_answers(turns, _parts(forms))
         if not is_marked:
             spans = [(start, self._past_end_token(text, end)) for start, end in spans]
-        sequence = self._tokenise(text, spans, conversation.placeholders, forms)
+        before = _turns_before(template, conversation, turns, forms, text)
+        sequence = self._tokenise(text, spans, conversation.placeholders, forms, before)
         if not sequence.targets.any():
             raise UserError("the answers come to no token that could be learned; leave the record out")
         return sequence
@@ -189,7 +190,8 @@ class ChatTokenizer:
         forms = self._forms(before)
         template, turns = self._template.with_tools(conversation.tools), _without_double_breaks(before.turns, forms)
         text = template.render(turns, _parts(forms), generation_prompt=True)
-        return self._tokenise(text, [], before.placeholders, forms, is_prompt=True), answer
+        of_items = _turns_before(template, before, turns, forms, text, generation_prompt=True)
+        return self._tokenise(text, [], before.placeholders, forms, of_items, is_prompt=True), answer
 
     def item_tokens(self, modality: str) -> frozenset[int]:
         """The ids of the tokens of an item: the one that its rows replace, and the marks around it."""
@@ -334,10 +336,15 @@ class ChatTokenizer:
         spans: list[tuple[int, int]],
         placeholders: tuple[str, ...],
         forms: dict[str, MediaForm],
+        before: list[tuple[int, int]],
         *,
         is_prompt: bool = False,
     ) -> TokenSequence:
-        """Tokens of a rendered text. spans: characters [start, end) of the answers. is_prompt: as of `_encode`."""
+        """Tokens of a rendered text.
+
+        spans: characters [start, end) of the answers in it. before: of each item those of the turn before that of the
+        item, or (0, 0); [] if it is (0, 0) of all. is_prompt: as of `_encode`.
+        """
         # 1. Find the items, and replace what the template wrote for them by what is tokenised.
         modality_of = {form.written: modality for modality, form in forms.items()}
         matches = list(re.finditer("|".join(map(re.escape, modality_of)), text)) if forms else []
@@ -351,10 +358,19 @@ class ChatTokenizer:
         tokens, offsets = self._encode("".join([*pieces, text[copied:]]), is_prompt=is_prompt)
         # 3. Targets: move the spans as the replacements moved the text. shifts[i]: characters added by i items.
         shifts = [0, *accumulate(len(put) - len(match.group()) for match, put in zip(matches, pieces[1::2]))]
+
+        def holds(span: tuple[int, int]) -> BoolArray:
+            start, end = (bound + shifts[sum(match.end() <= bound for match in matches)] for bound in span)
+            held: BoolArray = (offsets[:, 0] < end) & (offsets[:, 1] > start)
+            return held
+
         targets = np.zeros(len(tokens), dtype=bool)
         for span in spans:
-            start, end = (bound + shifts[sum(match.end() <= bound for match in matches)] for bound in span)
-            targets |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
+            targets |= holds(span)
+        turns = np.zeros((len(placeholders), 2), dtype=np.int64)
+        for item, span in enumerate(before):
+            if span[0] < span[1] and (held := np.flatnonzero(holds(span))).size:
+                turns[item] = held[0], held[-1] + 1
         # 4. The token of each item; it is an input, even in an answer.
         markers = [forms[name] for name in placeholders]
         starts = [
@@ -362,7 +378,7 @@ class ChatTokenizer:
         ]
         positions = self._find_markers(tokens, offsets, starts, [form.token for form in markers])
         targets[positions] = False
-        return TokenSequence(tokens, targets, placeholders, positions)
+        return TokenSequence(tokens, targets, placeholders, positions, turns=turns if turns.any() else None)
 
     def _encode_document(self, document: Conversation, forms: dict[str, MediaForm]) -> TokenSequence:
         """Tokens of text without turns."""
@@ -433,6 +449,31 @@ class ChatTokenizer:
         if not np.array_equal(tokens[np.minimum(positions, len(tokens) - 1)], expected):
             raise UserError("the tokenizer does not keep its special tokens whole, so placeholders have no place")
         return positions.astype(np.int64)
+
+
+def _turns_before(
+    template: ChatTemplate,
+    conversation: Conversation,
+    turns: list[Turn],
+    forms: dict[str, MediaForm],
+    text: str,
+    *,
+    generation_prompt: bool = False,
+) -> list[tuple[int, int]]:
+    """Of each item in an answer the characters [start, end) of the turn before, as `ChatTokenizer._tokenise` takes it.
+
+    turns: the conversation's, as rendered. text: of them.
+    """
+    if not any(conversation.in_answers):
+        return []
+    found = []
+    for number, turn in enumerate(turns):
+        num_items = sum(kind != TEXT for kind, _ in turn.pieces)
+        span = None
+        if num_items and number and turn.has_loss:
+            span = template.span_of(turns, number - 1, text, _parts(forms), generation_prompt=generation_prompt)
+        found += [span or (0, 0)] * num_items
+    return found
 
 
 def _tool_text(conversation: Conversation) -> str:

@@ -64,7 +64,11 @@ def truncated(text: TokenSequence, num_tokens: int) -> TokenSequence:
     """The first tokens of an example, with the items among them."""
     num_items = int(np.searchsorted(text.media_positions, num_tokens))
     return TokenSequence(
-        text.tokens[:num_tokens], text.targets[:num_tokens], text.media[:num_items], text.media_positions[:num_items]
+        text.tokens[:num_tokens],
+        text.targets[:num_tokens],
+        text.media[:num_items],
+        text.media_positions[:num_items],
+        turns=None if text.turns is None else text.turns[:num_items],
     )
 
 

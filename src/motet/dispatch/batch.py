@@ -37,7 +37,8 @@ class PackedSequences:
     tokens:            LongTensor [total]; any valid id where a feature row goes.
     targets:           BoolTensor [total]; the loss counts the prediction of tokens[t] where targets[t].
     offsets:           IntTensor on the CPU [num_sequences + 1]; sequence i is tokens[offsets[i]:offsets[i + 1]].
-    feature_positions: per phase, LongTensor [rows]; the position of each row of the phase's features; ascending.
+    feature_positions: per phase, LongTensor [rows]; the place of each row of the phase's features; ascending, but for
+                       generators that are given turns: items of one answer have the same rows.
     context:           the rows of this rank, where context-parallel ranks share the sequences: tokens, targets and
                        positions are of its rows, and offsets of all; None: this rank has all rows.
     num_targets:       int64 [num_sequences] on the CPU, without first tokens, where the rank may have no tokens; None:
@@ -46,6 +47,8 @@ class PackedSequences:
                        a backbone whose positions are those of a grid; None: no item of the sequences has a grid.
     key_rows:          LongTensor on the CPU [total], where items' rows are keys of some layers and stand at no place of
                        the sequence (`models/key_items.py`): at an item's token how many of them text sees, else 0.
+    turn_rows:         phase -> the rows of the turn that each of its items reads, int64 [num_items], of generators that
+                       are given turns.
 
     Example:
         >>> text = TokenSequence(np.array([7, 0, 9]), np.array([False, False, True]), ("image",), np.array([1]))
@@ -64,6 +67,7 @@ class PackedSequences:
     num_targets: Tensor | None = None
     grid_positions: Tensor | None = None
     key_rows: Tensor | None = None
+    turn_rows: Mapping[str, Int64Array] = field(default_factory=dict)
 
     @property
     def num_sequences(self) -> int:
@@ -132,12 +136,13 @@ def pack(sequences: Sequence[TokenSequence], num_tokens: Mapping[str, Int64Array
     """Pack sequences in the given order and replace each placeholder by as many rows as its item takes.
 
     Items of several phases with one placeholder have their rows at the same places. Of an item with several
-    placeholders each takes as many rows.
+    placeholders each takes as many rows. An item that reads a turn takes none: its rows are those of the turn.
 
     num_tokens: per phase, int64 [num_items]: the rows of its items in order. Phases without items are listed too.
     Neither a placeholder nor the first token of a sequence is a target: nothing predicts them.
     Raises ValueError for a placeholder of an unknown phase, where a phase has more or fewer items than placeholders,
-    where an item's rows are not dealt evenly, and where items have a grid of other rows, or only some have one.
+    where an item's rows are not dealt evenly, or are not those of its turn, and where items have a grid of other rows,
+    or only some have one.
     """
     tokens = np.concatenate([sequence.tokens for sequence in sequences] or [np.empty(0, np.int64)])
     targets = np.concatenate([sequence.targets for sequence in sequences] or [np.empty(0, np.bool_)])
@@ -151,6 +156,7 @@ def pack(sequences: Sequence[TokenSequence], num_tokens: Mapping[str, Int64Array
     of_items = np.array([phase for sequence in sequences for phase in sequence.media], dtype=object)
     pieces = np.concatenate([sequence.num_pieces for sequence in sequences] or [np.empty(0, np.int64)])
     phases = np.repeat(of_items, pieces)
+    reads = np.concatenate([sequence.reads_turn for sequence in sequences] or [np.empty(0, np.bool_)])
     repeats = np.ones(len(tokens), dtype=np.int64)
     if unknown := set(phases) - num_tokens.keys():
         raise ValueError(f"sequences have placeholders of unknown phases {sorted(unknown)}")
@@ -161,7 +167,7 @@ def pack(sequences: Sequence[TokenSequence], num_tokens: Mapping[str, Int64Array
             raise ValueError(f"{len(own)} placeholders of phase {phase!r}, {len(rows)} items")
         if (rows % own).any():
             raise ValueError(f"items of phase {phase!r} have {rows.tolist()} rows for {own.tolist()} placeholders")
-        by_placeholder[phase] = np.repeat(rows // own, own)
+        by_placeholder[phase] = np.repeat(np.where(reads[of_items == phase], 0, rows) // own, own)
         repeats[placeholders[phases == phase]] = by_placeholder[phase]
     for phase, rows in by_placeholder.items():
         if (repeats[placeholders[phases == phase]] != rows).any():
@@ -174,6 +180,23 @@ def pack(sequences: Sequence[TokenSequence], num_tokens: Mapping[str, Int64Array
     for phase in num_tokens:
         spans = [np.arange(starts[t], starts[t + 1]) for t in placeholders[phases == phase]]
         positions[phase] = torch.from_numpy(np.concatenate(spans or [np.empty(0, np.int64)]))
+    turn_rows = {}
+    if reads.any():
+        turns = np.concatenate(
+            [
+                start + (np.zeros((len(each.media), 2), np.int64) if each.turns is None else each.turns)
+                for start, each in zip(text_starts, sequences, strict=True)
+            ]
+        )
+        for phase in dict.fromkeys(of_items[reads]):
+            of_turns = starts[turns[of_items == phase]]
+            turn_rows[phase] = of_turns[:, 1] - of_turns[:, 0]
+            if not (reads[of_items == phase].all() and np.array_equal(turn_rows[phase], num_tokens[phase])):
+                raise ValueError(
+                    f"items of phase {phase!r} read turns of {turn_rows[phase].tolist()} rows, not of "
+                    f"{num_tokens[phase].tolist()}"
+                )
+            positions[phase] = torch.from_numpy(np.concatenate([np.arange(*of_turn) for of_turn in of_turns]))
     offsets = starts[np.concatenate([[0], np.cumsum(text_lengths)]).astype(np.int64)]
     packed_targets = np.repeat(targets, repeats)
     packed_targets[offsets[:-1][np.diff(offsets) > 0]] = False
@@ -191,6 +214,7 @@ def pack(sequences: Sequence[TokenSequence], num_tokens: Mapping[str, Int64Array
         if grids is None
         else torch.from_numpy(grid_positions(text_lengths, placeholders, repeats, grids)),
         key_rows=key_rows,
+        turn_rows=turn_rows,
     )
 
 
@@ -227,6 +251,8 @@ class RankBatch:
     num_step_targets: tokens on which loss is taken, over all ranks and all microbatches of the step; None: the step has
                this microbatch alone.
     num_microbatches: of the step.
+    item_rows: per phase, the rows of the backbone's sequences that each item here gives them, or is given of them,
+               int64 [num_items].
     draws:     module -> the key of each of its sequences or items here, int64, by which dropout is drawn
                (`motet/dropout.py`); None: torch's generators draw it.
 
@@ -253,6 +279,7 @@ class RankBatch:
     num_microbatches: int = 1
     draws: Mapping[str, Int64Array] | None = None
     shared: Mapping[str, SharedItems] = field(default_factory=dict)
+    item_rows: Mapping[str, Int64Array] = field(default_factory=dict)
 
     def inputs(self, phase: str) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, SharedItems]:
         """What the encoder of a phase is called with."""
@@ -392,7 +419,7 @@ def assemble(
     shared:    those of the examples that `examples_to_lay_out` names.
     Raises ValueError where they differ from what `lengths` says: a stale index, for instance.
     """
-    routes, num_tokens, values, shared_rows = {}, {}, {}, {}
+    routes, num_tokens, values, shared_rows, item_rows = {}, {}, {}, {}, {}
     examples = decision.sequences_on(rank)
     layouts = {
         int(example): _alone(shared[int(example)], int(example), lengths)
@@ -416,7 +443,7 @@ def assemble(
         own = decision.items_on(phase, rank)
         if len(media.get(phase, ())) != len(own):
             raise ValueError(f"rank {rank} encodes {len(own)} items of phase {phase!r}, not {len(media[phase])}")
-        values[phase] = stacked_media(media.get(phase, ()))
+        values[phase], item_rows[phase] = stacked_media(media.get(phase, ())), items.num_tokens[own]
         if (of_rank := shared_items(decision, phase, items, rank)) is not None:
             rows, sizes = values[phase]
             shared_rows[phase], values[phase] = of_rank, (rows[torch.from_numpy(of_rank.own)], sizes)
@@ -424,7 +451,7 @@ def assemble(
     check_lengths(packed, lengths, examples)
     if decision.cuts is not None:
         packed = shared_out(packed, decision, rank)
-    return RankBatch(packed, values, routes, lengths, decision, rank=rank, shared=shared_rows)
+    return RankBatch(packed, values, routes, lengths, decision, rank=rank, shared=shared_rows, item_rows=item_rows)
 
 
 def _alone(sequence: TokenSequence, example: int, lengths: BatchLengths) -> PackedSequences:

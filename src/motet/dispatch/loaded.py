@@ -14,6 +14,7 @@ import numpy as np
 
 from motet.assign.orchestrator import Decision
 from motet.core.arrays import BoolArray, Int64Array
+from motet.core.errors import UserError
 from motet.core.example import Media, TokenSequence
 from motet.core.exchange import Communicator, sent_in_all_gather, starts_in_all_gather
 from motet.core.item_segments import ItemSegments
@@ -22,9 +23,9 @@ from motet.dispatch.message import MediaShape, example_bytes, media_bytes
 
 # Columns of the table of examples, and of the table of items. `_EXAMPLE` counts the examples of the item's rank.
 # `_SHARES`: the item has the placeholder of the item before it, so that its rows take no further places.
-# `_PIECES`: its placeholders.
+# `_PIECES`: its placeholders. `_READS`: a generator is given a turn of it, whose rows its `_NUM_TOKENS` are.
 _LOADED, _TEXT_TOKENS, _TARGETS, _EXAMPLE_COLUMNS = range(4)
-_EXAMPLE, _PHASE, _LENGTH, _NUM_TOKENS, _NUM_SEGMENTS, _SHARES, _PIECES, _SHAPE = range(8)
+_EXAMPLE, _PHASE, _LENGTH, _NUM_TOKENS, _NUM_SEGMENTS, _SHARES, _PIECES, _READS, _SHAPE = range(9)
 _ITEM_COLUMNS = _SHAPE + len(MediaShape._fields)
 
 
@@ -45,9 +46,10 @@ class Measure(Protocol):
         """How much of each item the encoder computes on: patches, frames."""
 
     def num_tokens(self, sizes: Int64Array) -> Int64Array:
-        """Rows that each item takes in the backbone's sequence."""
+        """Rows that each item takes in the backbone's sequence; 0 of items that read a turn."""
 
-    # A measure may also have `segments(sizes)`, the `ItemSegments` of the items.
+    # A measure may also have `segments(sizes)`, the `ItemSegments` of the items, and `max_turn`, the most rows of the
+    # turn that each of its items reads.
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +70,11 @@ class LoadedExample:
 def tables_of(
     examples: Sequence[LoadedExample | None], phases: Sequence[str], measures: Mapping[str, Measure]
 ) -> Int64Array:
-    """The tables of one rank as one vector, int64 [2 + 3 * num_examples + 12 * num_items + num_segments].
+    """The tables of one rank as one vector, int64 [2 + 3 * num_examples + 14 * num_items + num_segments].
 
     They are counts, examples, items, and the lengths of all segments, item by item.
     An example that could not be loaded is None; it is listed as not loaded and has no items. Raises ValueError for an
-    example with more or fewer items than placeholders.
+    example with more or fewer items than placeholders, and UserError for an item whose turn does not fit its phase.
     """
     example_table = np.zeros((len(examples), _EXAMPLE_COLUMNS), dtype=np.int64)
     rows: list[tuple[int, ...]] = []
@@ -86,9 +88,9 @@ def tables_of(
         example_table[i] = True, len(sequence.tokens), 0
         pieces = sequence.num_pieces
         shares = np.diff(sequence.media_positions[np.cumsum(pieces) - pieces], prepend=-1) == 0
-        columns = zip(sequence.media, example.media, shares.tolist(), pieces.tolist(), strict=True)
-        for phase, item, is_shared, num_pieces in columns:
-            rows.append((i, phases.index(phase), 0, 0, 0, int(is_shared), num_pieces, *MediaShape.of(item)))
+        of_items = np.stack([shares, pieces, sequence.reads_turn], axis=1).astype(np.int64).tolist()
+        for phase, item, (is_shared, num_pieces, reads) in zip(sequence.media, example.media, of_items, strict=True):
+            rows.append((i, phases.index(phase), 0, 0, 0, is_shared, num_pieces, reads, *MediaShape.of(item)))
             media.append(item)
     item_table = np.array(rows, dtype=np.int64).reshape(-1, _ITEM_COLUMNS)
     segments_of_items = [np.zeros(0, dtype=np.int64)] * len(item_table)
@@ -105,17 +107,33 @@ def tables_of(
                     segments_of_items[k] = own
     for i, example in enumerate(examples):
         if example is not None:
-            rows_of_items = item_table[item_table[:, _EXAMPLE] == i, _NUM_TOKENS]
+            of_example = item_table[:, _EXAMPLE] == i
+            rows_of_items = item_table[of_example, _NUM_TOKENS]
             example_table[i, _TARGETS] = _count_targets(example.sequence, rows_of_items)
+            item_table[of_example, _NUM_TOKENS] += example.sequence.turn_rows(rows_of_items)
+    for index, phase in enumerate(phases):
+        _check_turns(item_table[item_table[:, _PHASE] == index], phase, getattr(measures[phase], "max_turn", 0))
     counts = np.array([len(examples), len(item_table)])
     return np.concatenate([counts, example_table.ravel(), item_table.ravel(), *segments_of_items])
 
 
+def _check_turns(items: Int64Array, phase: str, most: int) -> None:
+    """Raise UserError where a turn is missing, too long, or of no use. items: the table of those of a phase."""
+    reads, rows = items[:, _READS] == 1, items[:, _NUM_TOKENS]
+    wrong = (reads != (most > 0)) | (reads & ((rows > most) | (rows == 0)))
+    if (first := np.flatnonzero(wrong)).size:
+        example, said = items[first[0], _EXAMPLE], "reads none, so it must be (0, 0)"
+        if most:
+            said = f"takes one of 1 to {most:,} rows (max_turn)"
+        raise UserError(
+            f"example {example} has an item of {phase!r} with a turn of {rows[first[0]] * reads[first[0]]:,} rows in "
+            f"TokenSequence.turns; this module {said}."
+        )
+
+
 def _count_targets(sequence: TokenSequence, num_tokens: Int64Array) -> int:
     """Targets by the rules of `pack`: neither the first token of the packed sequence nor a placeholder counts."""
-    repeats = np.ones(len(sequence.tokens), dtype=np.int64)
-    pieces = sequence.num_pieces
-    repeats[sequence.media_positions] = np.repeat(num_tokens // pieces, pieces)
+    repeats = sequence.token_rows(num_tokens)
     counted = sequence.targets.copy()
     counted[sequence.media_positions] = False
     counted[: np.flatnonzero(np.append(repeats, 1))[0] + 1] = False
@@ -284,9 +302,8 @@ def _lengths(
 ) -> BatchLengths:
     segments = ItemSegments.counted(segment_lengths, items[:, _NUM_SEGMENTS])
     sequence = examples[:, _TEXT_TOKENS].copy()
-    np.add.at(
-        sequence, items[:, _EXAMPLE], np.where(items[:, _SHARES] == 1, 0, items[:, _NUM_TOKENS] - items[:, _PIECES])
-    )
+    own_rows = np.where(items[:, _READS] == 1, 0, items[:, _NUM_TOKENS])
+    np.add.at(sequence, items[:, _EXAMPLE], np.where(items[:, _SHARES] == 1, 0, own_rows - items[:, _PIECES]))
     columns = {}
     for index, phase in enumerate(phases):
         of_phase = np.flatnonzero(items[:, _PHASE] == index)

@@ -19,10 +19,10 @@ T = TypeVar("T", int, Int64Array)
 
 
 def example_bytes(num_text_tokens: Int64Array, num_placeholders: Int64Array) -> Int64Array:
-    """Bytes of each sequence: tokens int64, targets one byte each, positions of placeholders int64, and their grids,
-    int32 [GRID_DIM].
+    """Bytes of each sequence: tokens int64, targets one byte each, positions of placeholders int64, and their grids
+    and the turns of their items, int32 [GRID_DIM + 2].
     """
-    return 8 * num_text_tokens + _up_to_8(num_text_tokens) + (8 + 4 * GRID_DIM) * num_placeholders
+    return 8 * num_text_tokens + _up_to_8(num_text_tokens) + (8 + 4 * (GRID_DIM + 2)) * num_placeholders
 
 
 def write_example(sequence: TokenSequence, into: UInt8Array) -> None:
@@ -32,10 +32,11 @@ def write_example(sequence: TokenSequence, into: UInt8Array) -> None:
     into[:start] = _as_bytes(sequence.tokens, np.int64)
     into[start : start + num_tokens] = _as_bytes(sequence.targets, np.bool_)
     grids = np.zeros((len(sequence.media_positions), GRID_DIM)) if sequence.grids is None else sequence.grids
+    turns = np.zeros((len(sequence.media), 2)) if sequence.turns is None else sequence.turns
     start += _up_to_8(num_tokens)
     end = start + 8 * len(sequence.media_positions)
     into[start:end] = _as_bytes(sequence.media_positions, np.int64)
-    into[end:] = _as_bytes(grids, np.int32)
+    into[end:] = _as_bytes(np.concatenate([grids, np.repeat(turns, sequence.num_pieces, axis=0)], axis=1), np.int32)
 
 
 def read_example(data: UInt8Array, num_text_tokens: int, media: tuple[str, ...], pieces: Int64Array) -> TokenSequence:
@@ -46,15 +47,17 @@ def read_example(data: UInt8Array, num_text_tokens: int, media: tuple[str, ...],
     start = 8 * num_text_tokens
     items = start + _up_to_8(num_text_tokens)
     end = items + 8 * int(pieces.sum())
-    grids = data[end:].view(np.int32).reshape(-1, GRID_DIM)
+    of_placeholders = data[end:].view(np.int32).reshape(-1, GRID_DIM + 2).astype(np.int64)
+    grids, turns = of_placeholders[:, :GRID_DIM], of_placeholders[np.cumsum(pieces) - pieces, GRID_DIM:]
     return TokenSequence(
         tokens=data[:start].view(np.int64),
         targets=data[start : start + num_text_tokens].view(np.bool_),
         media=media,
         media_positions=data[items:end].view(np.int64),
         # No grid is without columns.
-        grids=grids.astype(np.int64) if grids[:, 2].all() and len(grids) else None,
+        grids=grids if grids[:, 2].all() and len(grids) else None,
         pieces=pieces if (pieces != 1).any() else None,
+        turns=turns if turns.any() else None,
     )
 
 

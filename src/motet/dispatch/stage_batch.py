@@ -37,10 +37,11 @@ def assemble_stages(
     context:   where the rank stands among those that share the replica's sequences; None: it shares them with none.
     Raises ValueError where what was loaded differs from what `lengths` says.
     """
-    values = {}
+    values, item_rows = {}, {}
     for phase in lengths.items:
         if phase in replicas:
             of_replica = decision.assignments[phase].on_rank(replicas[phase])
+            item_rows[phase] = lengths.items[phase].num_tokens[of_replica]
             if phase in media and len(media[phase]) != len(of_replica):
                 raise ValueError(f"{len(media[phase])} items of phase {phase!r} were loaded, not {len(of_replica)}")
             values[phase] = (
@@ -59,7 +60,7 @@ def assemble_stages(
     packed = replace(packed, num_targets=torch.from_numpy(lengths.num_targets[examples].astype(np.int64)))
     if context is not None and BACKBONE in replicas:
         packed = _shared_out(packed, decision, lengths, replicas[BACKBONE], context)
-    return RankBatch(packed, values, {}, lengths, decision)
+    return RankBatch(packed, values, {}, lengths, decision, item_rows=item_rows)
 
 
 def _rows(decision: Decision, lengths: BatchLengths, phase: str, replica: int) -> Int64Array:

@@ -76,6 +76,7 @@ class Backbone(nn.Module):
     prefix: whether rows of a document before its first target see each other in both directions, as in PaliGemma.
     queries: generator -> learned query tokens of each item that it is to make; they stand at the item's rows, and the
            hidden states there are what the generator is given.
+    turns: generators that are given the hidden states of a turn's own rows.
     first_position: of the first row of each document.
     Raises UserError for another class, and for a config with options that Motet does not compute
     (`supported.check_backbone`).
@@ -92,6 +93,7 @@ class Backbone(nn.Module):
         bidirectional: Sequence[str] = (),
         prefix: bool = False,
         queries: Mapping[str, int] = MappingProxyType({}),
+        turns: Sequence[str] = (),
         first_position: int = 0,
     ) -> None:
         super().__init__()
@@ -129,6 +131,7 @@ class Backbone(nn.Module):
         self.queries = nn.ParameterDict(
             {name: nn.Parameter(_QUERY_STD * torch.randn(count, self.dim).to(dtype)) for name, count in queries.items()}
         )
+        self.turns = tuple(turns)
         self.row_parts: RowParts | None = None  # On tensor-parallel ranks (`divided.py`).
         self._shared: WeakKeyDictionary[SharedRows, ContextItems] = WeakKeyDictionary()
         self.merge = merge
@@ -293,8 +296,8 @@ class Backbone(nn.Module):
 
         Returns (cross entropy summed over targets, float32 or float64; number of targets). It is the sum, not the mean,
         because only the caller knows the number of targets on all ranks. If there are generators, a third entry has
-        the hidden states at the queries of each: [its rows, dim], in the order of its feature positions. With
-        `predict` it returns the likeliest next token of each sequence, int64 [num_sequences].
+        the hidden states at the queries of each, or of the turns that it reads: [its rows, dim], in the order of its
+        feature positions. With `predict` it returns the likeliest next token of each sequence, int64 [num_sequences].
         """
         if predict:
             return self.likeliest(self.hidden_states(sequences, features), sequences)
@@ -302,15 +305,21 @@ class Backbone(nn.Module):
         hidden = self.hidden_states(sequences, features, router_loss)
         loss, num_targets = self.leave(hidden, sequences)
         loss = loss if router_loss is None else router_loss.added_to(loss)
-        return (loss, num_targets, self.conditions(hidden, sequences)) if len(self.queries) else (loss, num_targets)
+        return (loss, num_targets, self.conditions(hidden, sequences)) if self.gives else (loss, num_targets)
+
+    @property
+    def gives(self) -> tuple[str, ...]:
+        """The generators that are given hidden states."""
+        return (*self.queries, *self.turns)
 
     def conditions(self, hidden: Tensor, sequences: Sequences) -> dict[str, Tensor]:
         """What each generator is given of hidden states behind the norm, [total, dim]: [rows, dim]."""
-        return {name: hidden[places] for name, places in self._query_places(sequences)}
+        return {name: hidden[self._places(name, sequences)] for name in self.gives}
 
-    def _query_places(self, sequences: Sequences) -> list[tuple[str, Tensor]]:
+    @staticmethod
+    def _places(name: str, sequences: Sequences) -> Tensor:
         nowhere = torch.empty(0, dtype=torch.int64, device=sequences.tokens.device)
-        return [(name, sequences.feature_positions.get(name, nowhere)) for name in self.queries]
+        return sequences.feature_positions.get(name, nowhere)
 
     def router_loss(self, sequences: Sequences, gradient: float | None = None) -> RouterLoss | None:
         """The router loss of a pass through layers with experts; None if there is none to compute.
@@ -427,9 +436,9 @@ class Backbone(nn.Module):
         if empty:
             embeds = take_part(embeds, outside_blocks(self))
         features = {name: rows.to(embeds.dtype) for name, rows in features.items()}
-        for name, places in self._query_places(sequences):
-            rows = self.queries[name]
-            features[name] = rows.repeat(len(places) // len(rows), 1).to(embeds.dtype)
+        for name, rows in self.queries.items():
+            num_items = len(self._places(name, sequences)) // len(rows)
+            features[name] = rows.repeat(num_items, 1).to(embeds.dtype)
         if (context := context_of(sequences)) is not None:
             names = [name for name in context.routes if name not in self.keys]
             features |= placed(features, context, names, embeds, self.row_width)

@@ -6,7 +6,7 @@ and an added encoder does not change the other modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -299,12 +299,13 @@ def build_mllm(
     callbacks = {name: _callbacks(name, part, dtype, seed) for name, part in config.encoders.items()}
     merge = None if config.merge is None else _callback("model.merge", "merge", config.merge, dtype, seed)
     with seeded(seed, "queries"):
-        queries = {name: part.num_queries for name, part in config.generators.items()}
+        queries = {name: part.num_queries for name, part in config.generators.items() if part.num_queries}
+        turns = [name for name in config.generators if name not in queries]
         backbone = build_backbone(
-            config.backbone, vocab_size, dtype, seed, deferred=deferred, merge=merge, queries=queries
+            config.backbone, vocab_size, dtype, seed, deferred=deferred, merge=merge, queries=queries, turns=turns
         )
-    for name, part in config.generators.items():
-        backbone.queries[name].requires_grad_(part.train_projector)
+    for name in queries:
+        backbone.queries[name].requires_grad_(config.generators[name].train_projector)
     encoders = {
         name: build_modality(name, part, backbone.dim, dtype, seed, deferred=deferred, callbacks=callbacks[name])
         for name, part in config.encoders.items()
@@ -346,6 +347,7 @@ def build_backbone(
     deferred: bool = False,
     merge: Callable[..., Any] | None = None,
     queries: Mapping[str, int] = MappingProxyType({}),
+    turns: Sequence[str] = (),
 ) -> Backbone:
     """The backbone on the CPU; raises UserError as `build_mllm` does."""
     # HF's default padding token belongs to another vocabulary, and the row of a padding token is never trained.
@@ -366,6 +368,7 @@ def build_backbone(
         bidirectional=config.bidirectional,
         prefix=config.prefix,
         queries=queries,
+        turns=turns,
         first_position=config.first_position,
         stacked=config.stacked_rows,
         keys=config.key_rows,

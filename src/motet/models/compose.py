@@ -60,7 +60,8 @@ def compose(
         raise UserError(f"{min(both)!r} names an encoder and a generator: give each a name of its own.")
     backbone_family(backbone)
     backbone.set_attn_implementation(ATTENTION)
-    whole = Backbone(backbone, queries={name: each.num_queries for name, each in generators.items()})
+    queries = {name: each.num_queries for name, each in generators.items() if each.num_queries}
+    whole = Backbone(backbone, queries=queries, turns=[name for name in generators if name not in queries])
     whole.queries.to(next(backbone.parameters()).device)
     made = {}
     for name, encoder in encoders.items():
@@ -79,15 +80,17 @@ def _check_names(named: Mapping[str, object], what: str) -> None:
 
 def _behind(name: str, generator: GeneratorConfig | GeneratorModule, backbone: Backbone) -> GeneratorModule:
     """A generator that reads the backbone's rows; a new one is in its dtype, with weights by torch's seed."""
-    queries = backbone.queries[name]
+    like = next(weight for weight in backbone.parameters() if weight.is_floating_point())
     if isinstance(generator, GeneratorConfig):
         seed = int(torch.randint(2**31, ()))
-        generator = build_generator(name, generator, backbone.dim, queries.dtype, seed).to(queries.device)
+        generator = build_generator(name, generator, backbone.dim, like.dtype, seed).to(like.device)
     if (width := generator.entrance.projector.input_dim) != backbone.dim:
         raise UserError(
             f"The output projector of {name!r} reads rows of {width} values; the backbone's have {backbone.dim}."
         )
-    queries.requires_grad_(any(weight.requires_grad for weight in generator.entrance.parameters()))
+    if name in backbone.queries:
+        learn = any(weight.requires_grad for weight in generator.entrance.parameters())
+        backbone.queries[name].requires_grad_(learn)
     return generator
 
 

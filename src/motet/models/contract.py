@@ -89,11 +89,15 @@ class Generator(Protocol):
 
     condition_dim: int
 
-    def forward(self, values: Tensor, sizes: Tensor, conditions: Tensor, keys: Int64Array) -> Tensor:
+    def forward(
+        self, values: Tensor, sizes: Tensor, conditions: Tensor, keys: Int64Array, counts: Int64Array | None = None
+    ) -> Tensor:
         """The loss summed over the rows of all items, a scalar; a step divides it by the rows of all ranks.
 
         values [sum(rows), row_dim] are the items to learn; sizes int64 [num_items, size_dim], on the host; conditions
-        [num_items * rows of each, condition_dim]; keys int64 [num_items]: what is random must follow from an item's key
+        [num_items * rows of each, condition_dim]; counts int64 [num_items], the rows of each item's condition, is given
+        where `condition` is "turn" alone: conditions are [sum(counts), condition_dim] then; keys int64 [num_items]:
+        what is random must follow from an item's key
         alone (`motet/noise.py`), so that it does not depend on the ranks. There is at least one item, and its loss must
         not depend on the others.
         """
@@ -115,6 +119,7 @@ class Sequences(Protocol):
     grid_positions:    optional, int64 [3, total] on the host: each row's time, row and column, for a backbone whose
                        positions are those of a grid; None where no item has one.
     num_targets:       optional, int64 [num_sequences] on the host: the targets of each document, without first tokens.
+    turn_rows:         optional, generator -> the rows of the turn that each of its items reads, int64 [num_items].
     context:           optional, a `context_items.SharedRows` where ranks share the documents: tokens, targets and
                        positions are then of the rows of this rank, and offsets of all.
     """

@@ -22,8 +22,9 @@ class Diffusion(nn.Module):
     """A denoiser with its noise, as `contract.Generator` asks: the latents of an item are its target.
 
     denoiser: has condition_dim, row_dim and layers(), perhaps blocks, divisor and check_sizes, and is called with
-              noised [sum(rows), row_dim], times [num_items], sizes int64 [num_items, size_dim] and conditions
-              [num_items * rows of each, condition_dim] -> [sum(rows), row_dim] (`dit.DiT`).
+              noised [sum(rows), row_dim], times [num_items], sizes int64 [num_items, size_dim], conditions
+              [sum(counts), condition_dim] and, where conditions are turns, counts int64 [num_items], the rows of each
+              -> [sum(rows), row_dim] (`dit.DiT`).
     vae:      makes latents of what is to be made, and shows what is sampled; None: that is latents already.
     Raises UserError for a VAE whose latents the denoiser does not take.
     """
@@ -63,31 +64,41 @@ class Diffusion(nn.Module):
         """Those of the VAE's encoder, and of the denoiser."""
         return [*(self.vae.layers() if self.vae is not None else ()), *self.denoiser.layers()]
 
-    def forward(self, values: Tensor, sizes: Tensor, conditions: Tensor, keys: Int64Array) -> Tensor:
+    def forward(
+        self, values: Tensor, sizes: Tensor, conditions: Tensor, keys: Int64Array, counts: Int64Array | None = None
+    ) -> Tensor:
         """The loss: squared errors, mean over the values of a row, summed over rows; at least float32, a scalar.
 
         keys: of items, int64 [num_items], by which timesteps and noise are drawn. Others: as in `contract.Generator`.
         """
         if self.vae is not None:
             values = self.vae.encode(values, sizes, keys)
-        counts = sizes.prod(dim=1)
-        times = self.noise.drawn_times(keys)
-        noise = normal_of_rows(keys, counts.numpy(), values.shape[1], "noise", values.device).to(values.dtype)
-        return self.loss(values, noise, times, sizes, conditions)
+        times, num_rows = self.noise.drawn_times(keys), sizes.prod(dim=1).numpy()
+        noise = normal_of_rows(keys, num_rows, values.shape[1], "noise", values.device).to(values.dtype)
+        return self.loss(values, noise, times, sizes, conditions, counts)
 
-    def loss(self, values: Tensor, noise: Tensor, times: Tensor, sizes: Tensor, conditions: Tensor) -> Tensor:
+    def loss(
+        self,
+        values: Tensor,
+        noise: Tensor,
+        times: Tensor,
+        sizes: Tensor,
+        conditions: Tensor,
+        counts: Int64Array | None = None,
+    ) -> Tensor:
         """As `forward`, of latents, with given noise of their shape and timesteps int64 [num_items] on the host."""
-        counts = sizes.prod(dim=1)
+        num_rows = sizes.prod(dim=1)
         wide = torch.promote_types(values.dtype, torch.float32)
         signal, spread = (
-            self._of_rows(factors[times.numpy()], counts, values.device, wide)
+            self._of_rows(factors[times.numpy()], num_rows, values.device, wide)
             for factors in (self._signal, self._spread)
         )
         latents, noise = values.to(wide), noise.to(wide)
         noised = signal * latents + spread * noise
-        predicted = self.denoiser(noised.to(values.dtype), self.noise.given(times), sizes, conditions).to(wide)
+        given = noised.to(values.dtype), self.noise.given(times), sizes, conditions
+        predicted = self.denoiser(*given, *_if_ragged(counts)).to(wide)
         target = self.noise.target(latents, noise, signal, spread)
-        weights = self._of_rows(self._weights[times.numpy()], counts, values.device, wide)
+        weights = self._of_rows(self._weights[times.numpy()], num_rows, values.device, wide)
         return ((predicted - target).square().mean(1, keepdim=True) * weights).sum()
 
     @torch.no_grad()
@@ -98,22 +109,24 @@ class Diffusion(nn.Module):
         keys: Int64Array,
         sampling: SamplingConfig,
         guided: Callable[[Callable[[Tensor], Tensor]], Tensor] | None = None,
+        counts: Int64Array | None = None,
     ) -> Tensor:
         """What is made for conditions [num_items * rows of each, condition_dim]: [sum(rows), row_dim].
 
         keys: of items, by which noise is drawn. guided: makes one prediction of predictions by conditions.
+        counts: as of `forward`.
         """
-        counts, device = sizes.prod(dim=1), conditions.device
+        num_rows, device = sizes.prod(dim=1), conditions.device
         wide = torch.promote_types(conditions.dtype, torch.float32)
-        latents = normal_of_rows(keys, counts.numpy(), self.denoiser.row_dim, "noise", device).to(wide)
+        latents = normal_of_rows(keys, num_rows.numpy(), self.denoiser.row_dim, "noise", device).to(wide)
         for visit in self.noise.visits(sampling):
             times = torch.full((len(sizes),), visit.time, dtype=torch.float64 if self.noise.is_flow else torch.int64)
 
             def predict(given: Tensor, noised: Tensor = latents, times: Tensor = times) -> Tensor:
-                return self.denoiser(noised.to(given.dtype), times, sizes, given).to(wide)
+                return self.denoiser(noised.to(given.dtype), times, sizes, given, *_if_ragged(counts)).to(wide)
 
             def own(name: str = f"noise before {visit.time}") -> Tensor:
-                return normal_of_rows(keys, counts.numpy(), self.denoiser.row_dim, name, device).to(wide)
+                return normal_of_rows(keys, num_rows.numpy(), self.denoiser.row_dim, name, device).to(wide)
 
             predicted = predict(conditions) if guided is None else guided(predict)
             latents = self.noise.step(latents, predicted, visit, sampling.sampler, own)
@@ -122,6 +135,11 @@ class Diffusion(nn.Module):
         return self.vae.decode(latents.to(conditions.dtype), sizes).to(wide)
 
     @staticmethod
-    def _of_rows(of_items: Float64Array, counts: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def _of_rows(of_items: Float64Array, num_rows: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
         """A number of each item for each of its rows, [sum(rows), 1]."""
-        return torch.from_numpy(of_items).repeat_interleave(counts)[:, None].to(device, dtype)
+        return torch.from_numpy(of_items).repeat_interleave(num_rows)[:, None].to(device, dtype)
+
+
+def _if_ragged(counts: Int64Array | None) -> tuple[Int64Array, ...]:
+    """A further argument of a denoiser whose conditions are of different lengths."""
+    return () if counts is None else (counts,)

@@ -22,6 +22,7 @@ from motet.core.limits import MAX_HEADS, MAX_LAYERS, MAX_MLP, MAX_WIDTH
 from motet.core.shapes import Transformer, patches
 from motet.core.spec import Layer
 from motet.models.attention import PackedItems
+from motet.models.conditions import in_rows, numbers_in
 from motet.models.layers import LayerModules, any_trainable
 
 _LONGEST_WAVE = 10_000.0
@@ -47,7 +48,7 @@ class DiTConfig(BaseModel):
 class DiT(nn.Module):
     """Predicts what `diffusion.Diffusion` asks for.
 
-    num_conditions: the rows of each item's condition.
+    num_conditions: the rows of each item's condition, or the most of any.
     Raises UserError for a width that heads do not divide, or that is no multiple of 4, as two sines and two cosines of
     a place are.
     """
@@ -77,23 +78,41 @@ class DiT(nn.Module):
         """The layers in execution order."""
         return list(self.layers_of_blocks)
 
-    def forward(self, noised: Tensor, times: Tensor, sizes: Tensor, conditions: Tensor) -> Tensor:
+    def forward(
+        self,
+        noised: Tensor,
+        times: Tensor,
+        sizes: Tensor,
+        conditions: Tensor,
+        counts: Int64Array | None = None,
+    ) -> Tensor:
         """As `diffusion.Diffusion` calls it. sizes: rows and columns of rasters, or lengths of sequences."""
-        counts, num = sizes.prod(dim=1).numpy(), self.num_conditions
+        num_rows = sizes.prod(dim=1).numpy()
         dtype, device, num_items = noised.dtype, noised.device, len(sizes)
         waves = _waves(times.numpy()[:, None].astype(np.float64), self.config.hidden).to(device, dtype)
-        of_items = conditions.unflatten(0, (num_items, num))
-        steering = silu(self.time(waves) + of_items.mean(dim=1))
+        means, places = self._of_conditions(conditions, num_items, counts)
+        steering = silu(self.time(waves) + means)
         rows = self.entrance(noised) + _places(sizes.numpy(), self.config.hidden).to(device, dtype)
-        before = (of_items + self.places.weight).flatten(0, 1)
-        order, item = _in_turn(counts, num)
-        restore = torch.from_numpy(np.flatnonzero(order >= num_items * num)).to(device)
+        before = conditions + places
+        if counts is None:
+            counts = np.full(num_items, self.num_conditions, dtype=np.int64)
+        order, item = _in_turn(num_rows, counts)
+        restore = torch.from_numpy(np.flatnonzero(order >= len(before))).to(device)
         hidden = torch.cat([before, rows])[torch.from_numpy(order).to(device)]
-        extents, item = PackedItems.from_lengths(counts + num), torch.from_numpy(item).to(device)
+        extents, item = PackedItems.from_lengths(num_rows + counts), torch.from_numpy(item).to(device)
         for layer in self.layers_of_blocks:
             hidden = layer(hidden, steering, item, extents)
         shift, scale = self.last_modulation(steering)[item[restore]].chunk(2, dim=-1)
         return self.exit(_normed(hidden[restore]) * (1 + scale) + shift)
+
+    def _of_conditions(self, conditions: Tensor, num_items: int, counts: Int64Array | None) -> tuple[Tensor, Tensor]:
+        """The mean of each item's condition, [num_items, width], and what tells its rows apart, of each row."""
+        if counts is None:
+            of_items = conditions.unflatten(0, (num_items, self.num_conditions))
+            return of_items.mean(dim=1), self.places.weight.repeat(num_items, 1)
+        padded = in_rows(conditions, counts)
+        number = torch.from_numpy(numbers_in(counts)).to(conditions.device)
+        return padded.sum(dim=1) / torch.from_numpy(counts)[:, None].to(conditions), self.places.weight[number]
 
     def layers(self) -> list[LayerModules]:
         """The layers in execution order, on items of their numbers of rows."""
@@ -164,15 +183,15 @@ def _normed(hidden: Tensor) -> Tensor:
     return nn.functional.layer_norm(hidden, hidden.shape[-1:], eps=1e-6)
 
 
-def _in_turn(counts: Int64Array, num_conditions: int) -> tuple[Int64Array, Int64Array]:
-    """Where each row of items with their conditions stands in (all conditions, all own rows), and its item."""
-    num_items = len(counts)
-    item = np.repeat(np.arange(num_items), counts + num_conditions)
-    number = np.arange(len(item)) - np.repeat(
-        np.cumsum(counts + num_conditions) - counts - num_conditions, counts + num_conditions
-    )
-    own = num_items * num_conditions + (np.cumsum(counts) - counts)[item] + number - num_conditions
-    return np.where(number < num_conditions, item * num_conditions + number, own), item
+def _in_turn(num_rows: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Where each row of items with their conditions stands in (all conditions, all own rows), and its item.
+
+    counts: the rows of each item's condition.
+    """
+    item, number = np.repeat(np.arange(len(counts)), num_rows + counts), numbers_in(num_rows + counts)
+    before, of_rows = np.cumsum(counts) - counts, np.cumsum(num_rows) - num_rows
+    own = counts.sum() + of_rows[item] + number - counts[item]
+    return np.where(number < counts[item], before[item] + number, own), item
 
 
 def _places(sizes: Int64Array, width: int) -> Tensor:

@@ -178,7 +178,7 @@ def _parts(mllm: MLLM) -> Iterator[tuple[str, nn.Module, str, bool]]:
         ]
     for name, generator in mllm.generators.items():
         yield from _parts_of_generator(f"generators/{name}", generator, f"generators.{name}.")
-    if mllm.generators:
+    if len(mllm.backbone.queries):
         yield "generators/queries", mllm.backbone.queries, "backbone.queries.", False
     for name, hook, prefix in hooks:
         if isinstance(hook, nn.Module):

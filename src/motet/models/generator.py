@@ -4,7 +4,8 @@
                                    (or, of a share of items, rows that stand for no condition)
 
 The output projector stands at the generator's entrance (MMScale section 2.1). The hidden states are those at learned
-query tokens, which stand in the sequence where the item does, and see all that stands before it.
+query tokens, which stand in the sequence where the item does, and see all that stands before it; or those of the rows
+of the turn before the item's. Then the item takes no row of the sequence, and conditions are of any length.
 """
 
 from __future__ import annotations
@@ -31,19 +32,26 @@ from motet.noise import uniform_of_items
 class OutputProjector(nn.Module):
     """The backbone's rows to conditions; of items without a condition, learned rows in their place.
 
-    nothing: these rows, [num_queries, condition_dim]; None if no item is without a condition.
+    num_rows: these rows: the queries of an item; 1 where conditions are turns, in place of each of their rows.
+    nothing:  they, [num_rows, condition_dim]; None if no item is without a condition.
     """
 
-    def __init__(self, projector: Projector, num_queries: int, drop: float) -> None:
+    def __init__(self, projector: Projector, num_rows: int, drop: float) -> None:
         super().__init__()
         self.projector, self.drop = projector, drop
-        self.nothing = nn.Parameter(torch.zeros(num_queries, projector.output_dim)) if drop else None
+        self.nothing = nn.Parameter(torch.zeros(num_rows, projector.output_dim)) if drop else None
 
-    def forward(self, rows: Tensor, dropped: Tensor | None) -> Tensor:
-        """rows [num_items * num_queries, dim], dropped bool [num_items] -> [num_items * num_queries, condition_dim]."""
+    def forward(self, rows: Tensor, dropped: Tensor | None, counts: Int64Array | None = None) -> Tensor:
+        """rows [num_items * num_queries, dim], dropped bool [num_items] -> [num_items * num_queries, condition_dim].
+
+        counts: int64 [num_items], the rows of each item where they are not num_queries.
+        """
         conditions = self.projector(rows, np.array([len(rows)]))
         if self.nothing is None or dropped is None:
             return conditions
+        if counts is not None:
+            of_rows = dropped.repeat_interleave(torch.from_numpy(counts).to(dropped.device), output_size=len(rows))
+            return torch.where(of_rows[:, None], self.nothing, conditions)
         of_items = conditions.unflatten(0, (len(dropped), -1))
         return torch.where(dropped[:, None, None], self.nothing, of_items).flatten(0, 1)
 
@@ -52,6 +60,7 @@ class GeneratorModule(nn.Module):
     """A generator behind its output projector.
 
     generator: fulfils `contract.Generator`. weight: of its loss in a step, where the loss of tokens has 1.
+    max_turn:  the most rows of a turn; num_queries is 0 then. 0: conditions are those at query tokens.
     where:     what messages call it.
     Raises UserError for a generator that pads its items: items are packed.
     """
@@ -70,9 +79,10 @@ class GeneratorModule(nn.Module):
         train_projector: bool = True,
         sampling: SamplingConfig | None = None,
         where: str = "a generator",
+        max_turn: int = 0,
     ) -> None:
         super().__init__()
-        self.where = where
+        self.where, self.max_turn = where, max_turn
         self.sampling = sampling or SamplingConfig()
         self.generator, self.entrance = generator, entrance
         self.num_queries, self.weight = num_queries, weight
@@ -112,7 +122,7 @@ class GeneratorModule(nn.Module):
         return None
 
     def num_tokens(self, sizes: Int64Array) -> Int64Array:
-        """The queries of each item in the backbone's sequence, int64 [num_items].
+        """The queries of each item in the backbone's sequence, int64 [num_items]; 0 where turns are conditions.
 
         Raises UserError for sizes that the generator cannot make.
         """
@@ -123,11 +133,16 @@ class GeneratorModule(nn.Module):
                 raise UserError(f"{self.where}: {error}.") from None
         return np.full(len(sizes), self.num_queries, dtype=np.int64)
 
+    @property
+    def num_conditions(self) -> int:
+        """The rows of an item's condition, of a turn the most: as of so many it is priced."""
+        return self.max_turn or self.num_queries
+
     def layers(self) -> list[LayerModules]:
         """The layers in execution order: the output projector's first."""
         projected = self.entrance.projector.described(1)[0].layer
         nothing = 0 if self.entrance.nothing is None else self.entrance.nothing.numel()
-        first = replace(projected, item_rows=self.num_queries, parameters=projected.parameters + nothing)
+        first = replace(projected, item_rows=self.num_conditions, parameters=projected.parameters + nothing)
         first = replace(first, trainable=any_trainable(self.entrance))
         described = getattr(self.generator, "layers", None)
         inner = described() if described else [products_layer("products", self.generator, self.generator.condition_dim)]
@@ -137,16 +152,26 @@ class GeneratorModule(nn.Module):
         """The module's part of a ModelSpec."""
         return Module.of(name, (each.layer for each in self.layers()))
 
-    def __call__(self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array) -> Tensor:
+    def __call__(
+        self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array, counts: Int64Array | None = None
+    ) -> Tensor:
         """As `forward`."""
         # FSDP2 moves each tensor among the arguments to the device, where sizes cannot be read without a wait.
-        return super().__call__(values, sizes.numpy(), rows, keys)
+        return super().__call__(values, sizes.numpy(), rows, keys, counts)
 
-    def forward(self, values: Tensor, sizes: Tensor | Int64Array, rows: Tensor, keys: Int64Array) -> Tensor:
+    def forward(
+        self,
+        values: Tensor,
+        sizes: Tensor | Int64Array,
+        rows: Tensor,
+        keys: Int64Array,
+        counts: Int64Array | None = None,
+    ) -> Tensor:
         """The loss of packed items, summed over their rows, a scalar of at least float32.
 
         values [sum(rows), row_dim]; sizes int64 [num_items, size_dim] on the host; rows [num_items * num_queries, dim]
-        of the backbone; keys int64 [num_items], by which all that is random is drawn.
+        of the backbone; keys int64 [num_items], by which all that is random is drawn; counts int64 [num_items], the
+        rows of each item's turn, which are [sum(counts), dim] then; where conditions are at queries it is not read.
         Without items: 0, connected to `rows` and to every trainable parameter. Raises UserError for a generator that
         returns no scalar, or one without a gradient.
         """
@@ -156,8 +181,9 @@ class GeneratorModule(nn.Module):
         dropped = None
         if self.entrance.drop and self.training:
             dropped = (uniform_of_items(keys, "condition") < self.entrance.drop).to(rows.device)
-        conditions = self.entrance(rows, dropped)
-        loss = self.generator(values.to(self._dtype), sizes, conditions, keys)
+        turns = self._turns(counts)
+        conditions = self.entrance(rows, dropped, *turns)
+        loss = self.generator(values.to(self._dtype), sizes, conditions, keys, *turns)
         if not isinstance(loss, Tensor) or loss.ndim:
             given = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise UserError(
@@ -172,8 +198,23 @@ class GeneratorModule(nn.Module):
             )
         return loss.to(torch.promote_types(loss.dtype, torch.float32))
 
+    def _turns(self, counts: Int64Array | None) -> tuple[Int64Array, ...]:
+        """The rows of each item's turn as a further argument; of queries none."""
+        if not self.max_turn:
+            return ()
+        if counts is None:
+            raise ValueError("a generator that is given turns needs the rows of each")
+        return (counts,)
+
     @torch.no_grad()
-    def sample(self, sizes: Tensor, rows: Tensor, keys: Int64Array, sampling: SamplingConfig | None = None) -> Tensor:
+    def sample(
+        self,
+        sizes: Tensor,
+        rows: Tensor,
+        keys: Int64Array,
+        sampling: SamplingConfig | None = None,
+        counts: Int64Array | None = None,
+    ) -> Tensor:
         """What the generator makes of hidden states, [sum(rows), row_dim]. sampling: None: as it was built with.
 
         Others as in `forward`; there is at least one item. Takes `steps` passes, with guidance twice as many.
@@ -185,15 +226,18 @@ class GeneratorModule(nn.Module):
             raise UserError(f"guidance = {guidance:g} takes a generator with drop_condition above 0; set it to 1.")
         # FSDP2 has moved sizes to the device, as it enters this as it does `forward`.
         sizes, rows, num_items = sizes.cpu(), rows.to(self._dtype), len(sizes)
-        conditions = self.entrance(rows, None)
+        turns = self._turns(counts)
+        conditions = self.entrance(rows, None, *turns)
 
         def guided(predict: Any) -> Tensor:
             if guidance == 1:
                 return predict(conditions)
-            without = predict(self.entrance(rows, torch.ones(num_items, dtype=torch.bool, device=rows.device)))
+            dropped = torch.ones(num_items, dtype=torch.bool, device=rows.device)
+            without = predict(self.entrance(rows, dropped, *turns))
             return without + guidance * (predict(conditions) - without)
 
-        return self.generator.sample(sizes, conditions, keys, sampling, guided)
+        given = {"counts": turns[0]} if turns else {}
+        return self.generator.sample(sizes, conditions, keys, sampling, guided, **given)
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import nn
 
@@ -42,23 +44,24 @@ def build_generator(
             generator = (_own if config.family == "dit" else _of_diffusers)(where, config, dtype)
     with seeded(seed, f"{name} output projector"):
         projector = Projector(backbone_dim, generator.condition_dim, ProjectorConfig(kind=config.projector))
-        entrance = OutputProjector(projector, config.num_queries, config.drop_condition)
+        entrance = OutputProjector(projector, config.num_queries or 1, config.drop_condition)
     return GeneratorModule(
         generator.to(dtype),
         entrance.to(dtype),
-        config.num_queries,
+        config.num_queries or 0,
         config.weight,
         config.train_generator,
         config.train_projector,
         config.sampling,
         where,
+        config.max_turn or 0,
     )
 
 
 def _own(where: str, config: GeneratorConfig, dtype: torch.dtype) -> nn.Module:
     """A diffusion transformer of Motet's."""
     try:
-        denoiser = DiT(config.num_queries, DiTConfig.model_validate(config.config))
+        denoiser = DiT(config.num_conditions, DiTConfig.model_validate(config.config))
     except (UserError, ArgumentError) as error:
         raise UserError(f"{where}.{error}") from None
     return _diffusion(where, denoiser, config.own_noise, _vae(where, config, dtype))
@@ -77,7 +80,7 @@ def _of_diffusers(where: str, config: GeneratorConfig, dtype: torch.dtype) -> nn
         else:
             model = stored.model_of_directory(where, config.path, name, dtype)
         try:
-            return _DENOISERS[name](config.num_queries, model)
+            return _DENOISERS[name](config.num_conditions, model)
         except UserError as error:
             raise UserError(f"{named}: {error}.") from None
 
@@ -142,4 +145,11 @@ def _custom(where: str, config: GeneratorConfig) -> nn.Module:
         raise UserError(f"{named}: {lacks}; see motet.models.contract.Generator for what a generator must offer")
     if type(generator).forward is nn.Module.forward:
         raise UserError(f"{named}: has no forward, and so no loss; see motet.models.contract.Generator")
+    if config.condition == "turn":
+        for method in ("forward", "sample"):
+            if hasattr(generator, method) and "counts" not in inspect.signature(getattr(generator, method)).parameters:
+                raise UserError(
+                    f'{named}: its {method} does not take `counts`, the rows of each item, which condition = "turn" '
+                    "gives; see motet.models.contract.Generator"
+                )
     return generator

@@ -12,6 +12,7 @@ from motet.models.noise_schedule import NoiseConfig, SamplingConfig
 from motet.models.vae import VAEConfig
 
 MAX_QUERIES = 4096
+MAX_TURN = 65_536
 
 
 class GeneratorConfig(BaseModel):
@@ -29,12 +30,16 @@ class GeneratorConfig(BaseModel):
                   of "pixart" linear betas from 0.0001 to 0.02.
     vae:          makes latents of pixels before the loss, and pixels of samples; by default that of a pipeline `path`.
     module, args: "package.module:Class", called with `args`; see `contract.Generator`.
-    num_queries:  learned query tokens of an item in the sequence: what is read there is its condition.
+    condition:    what the backbone's hidden states are read at: "queries", or "turn", the rows of the turn before the
+                  one that holds the item, which takes no row of the sequence then.
+    num_queries:  learned query tokens of an item in the sequence.
+    max_turn:     the most rows of a turn that is a condition; examples with a longer one are left out, and items are
+                  priced as of so many.
     projector:    the kind of the output projector.
     drop_condition: the share of items that learn without their condition, for guidance.
     sampling:     how items are made of held-out prompts.
     weight:       of its loss, beside 1 of the loss of tokens.
-    train_generator, train_projector: whether each learns; the queries learn with the projector.
+    train_generator, train_projector: whether each learns; queries learn with the projector.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -46,13 +51,29 @@ class GeneratorConfig(BaseModel):
     vae: VAEConfig | None = None
     module: str | None = Field(default=None, min_length=1)
     args: dict[str, Any] = Field(default_factory=dict)
-    num_queries: int = Field(ge=1, le=MAX_QUERIES)
+    condition: Literal["queries", "turn"] = "queries"
+    num_queries: int | None = Field(default=None, ge=1, le=MAX_QUERIES)
+    max_turn: int | None = Field(default=None, ge=1, le=MAX_TURN)
     projector: Literal["linear", "mlp"] = "mlp"
     drop_condition: float = Field(0.0, ge=0, lt=1)
     sampling: SamplingConfig = SamplingConfig()
     weight: float = Field(1.0, gt=0, le=10**6)
     train_generator: bool = True
     train_projector: bool = True
+
+    @model_validator(mode="after")
+    def _one_condition(self) -> GeneratorConfig:
+        needed, other = ("num_queries", "max_turn") if self.condition == "queries" else ("max_turn", "num_queries")
+        if getattr(self, needed) is None:
+            raise ValueError(f'`condition` = "{self.condition}" needs `{needed}`')
+        if getattr(self, other) is not None:
+            raise ValueError(f'`condition` = "{self.condition}" excludes `{other}`')
+        return self
+
+    @property
+    def num_conditions(self) -> int:
+        """The rows of an item's condition; of turns the most."""
+        return self.num_queries or self.max_turn or 0
 
     @model_validator(mode="after")
     def _one_source(self) -> GeneratorConfig:

@@ -53,7 +53,8 @@ class MLLM(nn.Module):
         losses = {BACKBONE: (loss_sum, num_targets)}
         for name, module in self.generators.items():
             values, sizes = media.get(name, _NOTHING)
-            losses[name] = module(values, sizes, conditions[name], keys.get(name)), int(sizes.prod(dim=1).sum())
+            loss = module(values, sizes, conditions[name], keys.get(name), _turn_rows(sequences, name))
+            losses[name] = loss, int(sizes.prod(dim=1).sum())
         return losses
 
     @torch.no_grad()
@@ -72,12 +73,19 @@ class MLLM(nn.Module):
         """
         _, _, conditions = self.backbone(sequences, self._features(media))
         return {
-            name: self.generators[name].sample(of_items, conditions[name], keys[name], sampling)
+            name: self.generators[name].sample(
+                of_items, conditions[name], keys[name], sampling, counts=_turn_rows(sequences, name)
+            )
             for name, of_items in sizes.items()
         }
 
     def _features(self, media: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
         return {name: module(*media.get(name, _NOTHING)) for name, module in self.encoders.items()}
+
+
+def _turn_rows(sequences: Sequences, name: str) -> Int64Array | None:
+    rows: Int64Array | None = getattr(sequences, "turn_rows", {}).get(name)
+    return rows
 
 
 _NOTHING = (torch.empty(0, 0), torch.empty(0, 1, dtype=torch.int64))

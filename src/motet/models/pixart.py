@@ -62,9 +62,10 @@ class PixArt(Denoiser):
         steering = self.model.adaln_single.emb
         steering.time_proj = Alone(steering.time_proj)
 
-    def predict(self, images: Tensor, times: Tensor, conditions: Tensor) -> Tensor:
+    def predict(self, images: Tensor, times: Tensor, conditions: Tensor, there: Tensor | None = None) -> Tensor:
         """As `Denoiser.predict`."""
-        predicted: Tensor = self.model(images, conditions, timestep=times, return_dict=False)[0]
+        given = {"encoder_attention_mask": there, "return_dict": False}
+        predicted: Tensor = self.model(images, conditions, timestep=times, **given)[0]
         return predicted[:, : self.row_dim]
 
     def layers(self) -> list[LayerModules]:

@@ -23,6 +23,7 @@ class SD3(Denoiser):
     """
 
     what, part = "an SD3 transformer", "transformer"
+    masks = False  # Joint attention of diffusers takes no mask.
 
     def __init__(self, num_conditions: int, transformer: nn.Module) -> None:
         config: Any = transformer.config
@@ -45,7 +46,7 @@ class SD3(Denoiser):
         steering = self.model.time_text_embed
         steering.time_proj = Alone(steering.time_proj)
 
-    def predict(self, images: Tensor, times: Tensor, conditions: Tensor) -> Tensor:
+    def predict(self, images: Tensor, times: Tensor, conditions: Tensor, there: Tensor | None = None) -> Tensor:
         """As `Denoiser.predict`."""
         width = self.model.config.joint_attention_dim
         text, pooled = conditions[..., :width], conditions[..., width:].mean(dim=1)

@@ -47,9 +47,10 @@ class UNet(Denoiser):
         super().__init__(num_conditions, unet, config.cross_attention_dim, 2 ** (len(config.block_out_channels) - 1))
         self.model.time_proj = Alone(self.model.time_proj)
 
-    def predict(self, images: Tensor, times: Tensor, conditions: Tensor) -> Tensor:
+    def predict(self, images: Tensor, times: Tensor, conditions: Tensor, there: Tensor | None = None) -> Tensor:
         """As `Denoiser.predict`."""
-        predicted: Tensor = self.model(images, times, conditions, return_dict=False)[0]
+        given = {"encoder_attention_mask": there, "return_dict": False}
+        predicted: Tensor = self.model(images, times, conditions, **given)[0]
         return predicted
 
     def layers(self) -> list[LayerModules]:

@@ -41,8 +41,8 @@ def read_subject(path: Path, overrides: Sequence[str] = ()) -> tuple[AnalysisSub
         (_speed_words(recipe, costs),),
         describe_left_out(left_out, dataset.num_in_manifests) if left_out else "",
         example_weights(recipe, dataset),
-        {name: LENGTH_UNITS.get(recipe.modules.modality(name), "length") for name in recipe.modules.encoders},
-        frozenset(filter(dataset.is_added, recipe.modules.encoders)),
+        {name: LENGTH_UNITS.get(recipe.modules.modality(name), "length") for name in dataset.transforms},
+        frozenset(name for name in dataset.transforms if not dataset.takes_rows(name)),
     )
     subject = AnalysisSubject(lengths, costs, _COST_WORDS[recipe.balance.cost])
     if recipe.data.group is None:

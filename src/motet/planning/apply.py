@@ -254,6 +254,8 @@ def _digest(lengths: BatchLengths, batch: Sequence[LoadedExample]) -> bytes:
     digest = hashlib.blake2b(lengths.sequence.tobytes(), digest_size=16)
     for example in batch:
         digest.update(np.ascontiguousarray(example.sequence.tokens).tobytes())
+        if example.sequence.turns is not None:
+            digest.update(np.ascontiguousarray(example.sequence.turns).tobytes())
         for item in example.media:
             digest.update(np.asarray(item.size, np.int64).tobytes())
     return digest.digest()

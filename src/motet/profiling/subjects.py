@@ -269,9 +269,11 @@ def _generator(
     def prepare(batch: Batch, called: nn.Module) -> Callable[[], Tensor]:
         chosen = np.stack([sizes[length] for length in items(batch).tolist()])
         values = torch.randn(int(module.lengths(chosen).sum()), row_dim, device=device)
-        rows = torch.randn(int(module.num_tokens(chosen).sum()), width, dtype=dtype, device=device)
+        # As it is priced: of turns the longest.
+        counts = np.full(len(chosen), module.num_conditions, dtype=np.int64)
+        rows = torch.randn(int(counts.sum()), width, dtype=dtype, device=device)
         on_host, keys = torch.from_numpy(chosen), np.arange(len(chosen))
-        return lambda: called(values, on_host, rows, keys)
+        return lambda: called(values, on_host, rows, keys, counts)
 
     lengths = np.array(sorted(sizes), dtype=np.int64)
     # A block is timed whole, as its first layer.
@@ -290,7 +292,7 @@ def _sizes(recipe: Recipe, name: str, module: ModalityModule | GeneratorModule) 
     by_length: dict[int, Int64Array] = {}
     for size in recipe.transform(name).sizes(_raw(recipe, name))[:, None]:
         try:
-            fits = module.num_tokens(size)[0] > 0
+            fits = module.num_tokens(size)[0] > 0 or isinstance(module, GeneratorModule)
         except UserError:
             continue
         if fits:

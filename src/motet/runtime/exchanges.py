@@ -1,7 +1,8 @@
 """EXCHANGE_F and EXCHANGE_B: move outputs to the ranks that need them, and gradients of outputs back.
 
 What moves is named by the pass at the end that is not the backbone: of an encoder, whose outputs the backbone needs, or
-of a generator, which needs what the backbone has at its queries. A generator's route is that of an encoder backwards.
+of a generator, which needs what the backbone has at its queries, or in turns. A generator's route is that of an encoder
+backwards.
 
 If no row moves to another rank, the Program has no exchange. The rows are then only reordered on their rank, when the
 next pass asks for them.

@@ -117,7 +117,8 @@ class GeneratorStage(_ModuleStage):
         if batch.draws is None:
             raise ValueError(f"the generator {self._phase!r} needs `RankBatch.draws`, by which its noise is drawn")
         with drawing(self._phase, batch.draws):
-            loss_sum = self._generator(*batch.media[self._phase], inputs[BACKBONE], batch.draws[self._phase])
+            given = inputs[BACKBONE], batch.draws[self._phase], batch.item_rows[self._phase]
+            loss_sum = self._generator(*batch.media[self._phase], *given)
         self._loss_sum += loss_sum.detach()
         return loss_sum
 

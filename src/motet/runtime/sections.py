@@ -80,7 +80,7 @@ class BlockSpan:
     is_trainable: whether any parameter of the blocks is updated.
     part:         the part of the stage's forward pass that it belongs to.
     begins_inside, ends_inside: as in `PlannedStage`, of its first block and of its last one.
-    gives:        the generator to which it gives the backbone's rows at its queries; "" for any other span.
+    gives:        the generator to which it gives the backbone's rows at its queries or of turns; "" for any other.
     makes:        it is a generator, whole: what it takes in is what it is given, and goes by its own name.
     has_backward: whether any parameter of the module is updated, or a gradient of what it takes in is needed.
     """
@@ -250,7 +250,7 @@ class Section:
         name, module = self.span.module, cast(GeneratorPart, self._module)
         if batch.draws is None:
             raise ValueError(f"the generator {name!r} needs `RankBatch.draws`, by which its noise is drawn")
-        loss_sum = module(*batch.media[name], taken[name], batch.draws[name])
+        loss_sum = module(*batch.media[name], taken[name], batch.draws[name], batch.item_rows[name])
         assert self._made is not None, "a generator has a loss"
         self._made += loss_sum.detach()
         return loss_sum

@@ -45,7 +45,8 @@ class BackboneModule(Protocol):
     ) -> tuple[Tensor, int] | tuple[Tensor, int, dict[str, Tensor]]:
         """(sum of the loss over this rank's targets in float32 or float64, number of these targets).
 
-        Of a model with generators, also generator -> rows at its queries, in the order of its feature positions."""
+        Of a model with generators, also generator -> rows at its queries, or of turns, in the order of its feature
+        positions."""
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
@@ -55,10 +56,11 @@ class GeneratorPart(Protocol):
 
     weight: float
 
-    def __call__(self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array) -> Tensor:
-        """The sum of the loss over this rank's items, from rows of the backbone, [queries of its items, dim].
+    def __call__(self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array, counts: Int64Array) -> Tensor:
+        """The sum of the loss over this rank's items, from rows of the backbone, [sum(counts), dim].
 
-        keys: of its items, int64 [num_items]: all that is random is drawn by them."""
+        keys: of its items, int64 [num_items]: all that is random is drawn by them.
+        counts: the rows of each item, int64 [num_items]."""
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 

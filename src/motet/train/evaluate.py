@@ -213,7 +213,8 @@ class Evaluator:
             if batch.has(name):
                 rows = exchange_rows(given[0][name], batch.routes[name].transpose, group)
                 values, sizes = batch.media[name]
-                made = float(generator(values, sizes, rows, batch.draws[name])), int(sizes.prod(dim=1).sum())
+                loss = generator(values, sizes, rows, batch.draws[name], batch.item_rows[name])
+                made = float(loss), int(sizes.prod(dim=1).sum())
             totals += made
         return torch.tensor(totals, dtype=torch.float64, device=self._mesh.device)
 

@@ -234,7 +234,7 @@ class _Predicting:
         return hidden.new_zeros(()), 0
 
 
-def _nothing_made(values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array) -> Tensor:
+def _nothing_made(values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array, counts: Int64Array) -> Tensor:
     """In place of a generator, whose items of earlier turns are in prompts: no loss is asked for."""
     return rows.new_zeros(())
 
@@ -245,10 +245,10 @@ class _Sampling:
     def __init__(self, generator: GeneratorModule) -> None:
         self._generator, self.made = generator, list[Tensor]()
 
-    def __call__(self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array) -> Tensor:
+    def __call__(self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array, counts: Int64Array) -> Tensor:
         """Make the items of a pass. Returns no loss."""
         if len(sizes):
-            self.made.append(self._generator.sample(sizes, rows, keys))
+            self.made.append(self._generator.sample(sizes, rows, keys, counts=counts))
         return rows.new_zeros(())
 
 
@@ -300,7 +300,7 @@ class GrowingPrompts:
             segments = None if columns.segments is None else columns.segments.take(in_prompt)
             kept = columns.example[in_prompt], columns.length[in_prompt], columns.num_tokens[in_prompt]
             items[phase] = ItemLengths(*kept, segments)
-            if not self._dataset.is_added(phase):
+            if self._dataset.takes_rows(phase):
                 np.add.at(sequence, items[phase].example, items[phase].num_tokens)
         for index, example in enumerate(example_ids.tolist()):
             prompt = self._prompts[example]

@@ -468,6 +468,7 @@ def open_dataset(
             module.lengths,
             module.segments,
             is_made=name in model.generators,
+            max_turn=getattr(module, "max_turn", 0),
             grids=module.grids if model.backbone.places_items and name in model.encoders else None,
             behind=model.backbone.behind_grids if module.has_raster else AS_TEXT,
             item_text=_item_text(vocabulary, recipe.transform(name)),

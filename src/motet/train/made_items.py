@@ -1,8 +1,9 @@
 """What generators make of held-out prompts, so that one can look at it; on all ranks.
 
-An example's sequence runs through the backbone as in training. What it has at the queries of an item is the item's
-condition; it moves to the rank of the item, which samples. So an item depends on what stands before it in the
-sequence, on the size of the one that the answer holds, and on (run.seed, example): the same on any number of ranks.
+An example's sequence runs through the backbone as in training. What it has at the queries of an item, or in the turn
+before, is the item's condition; it moves to the rank of the item, which samples. So an item depends on what stands
+before it in the sequence, on the size of the one that the answer holds, and on (run.seed, example): the same on any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -102,14 +103,14 @@ def make_items(
             continue
         rows = exchange_rows(conditions[name], batch.routes[name].transpose, group)
         _, sizes = batch.media[name]
-        keys, module = batch.draws[name], model.generators[name]
+        keys, counts, module = batch.draws[name], batch.item_rows[name], model.generators[name]
         num_axes = max(world.gather(sizes.shape[1]))
         if is_spare := not len(sizes):
             # Parts of a sharded generator are gathered in each of its passes, in which all ranks take part.
             sizes = torch.full((1, num_axes), module.divisor, dtype=torch.int64)
             keys = np.zeros(1, dtype=np.int64)
-            rows = rows.new_zeros(module.num_queries, rows.shape[1])
-        values = module.sample(sizes, rows, keys)
+            rows, counts = rows.new_zeros(module.num_queries or 1, rows.shape[1]), np.ones(1, dtype=np.int64)
+        values = module.sample(sizes, rows, keys, counts=counts)
         if not is_spare:
             made += named_items(dataset, batch, examples, name, world.rank, values)
     return of_all_ranks(made, world)

@@ -217,9 +217,9 @@ def _repeat(small: Index, path, count: int) -> None:
     lengths = small.lengths
     num_bytes = (small.path.parent / small.about["rows"]).stat().st_size
     one = np.array([[num_bytes], [lengths.num_tokens[0]], [lengths.num_targets[0]], [1], [0]], dtype=np.int32)
-    raw = np.stack(lengths.raw, axis=1)
+    raw, turn = np.stack(lengths.raw, axis=1), np.zeros((count, 3), dtype=np.int32)
     columns = PackedColumns(
-        np.repeat(one, count, axis=1), np.repeat(lengths.modality, count), np.repeat(raw, count, axis=0), [], b""
+        np.repeat(one, count, axis=1), np.repeat(lengths.modality, count), np.repeat(raw, count, axis=0), turn, [], b""
     )
     rows = path.with_suffix(".rows")
     rows.write_bytes((small.path.parent / small.about["rows"]).read_bytes() * count)

@@ -56,8 +56,8 @@ def test_a_forward_pass_keeps_what_is_predicted(hidden, row_dim, num_layers):
 def test_sizes_are_no_tensor_where_fsdp_moves_tensors_to_the_device():
     module, moved = module_of(64, 48, 1), []
     module.register_forward_pre_hook(lambda module, args: moved.extend(map(torch.is_tensor, args)))
-    module(torch.randn(64, 48), torch.tensor([[8, 8]]), torch.randn(QUERIES, DIM), np.arange(1))
-    assert moved == [True, False, True, False]
+    module(torch.randn(64, 48), torch.tensor([[8, 8]]), torch.randn(QUERIES, DIM), np.arange(1), np.array([QUERIES]))
+    assert moved == [True, False, True, False, False]
 
 
 class WithoutLoss(torch.nn.Module):
