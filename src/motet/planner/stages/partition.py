@@ -11,6 +11,7 @@ stages: first by the slowest device, then by the sum of squares.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -22,6 +23,8 @@ from motet.core.words import counted_words
 _TOTAL_BITS = 30
 """The bits of all layers' seconds together, as integers. Integers make equal cuts compare as equal on every machine."""
 
+_NUM_KNOWN = 1024
+"""Answers that are kept."""
 _NEVER = 1 << 61
 """A cost above the sum of squares of any cut. Twice the cost still fits into 64 bits."""
 
@@ -52,6 +55,12 @@ def partition(
         >>> partition([1, 2, 3, 1, 1, 2], num_stages=3)
         (2, 2, 2)
     """
+    return _partition(tuple(layer_s), num_stages, num_chunks, folded)
+
+
+@lru_cache(_NUM_KNOWN)
+def _partition(layer_s: tuple[float, ...], num_stages: int, num_chunks: int, folded: bool) -> tuple[int, ...]:
+    """`partition`: a search cuts the same blocks again and again."""
     prefix = _prefix(layer_s, num_stages, num_chunks)
     span = prefix[None, :] - prefix[:, None]
     empty = np.tril(np.ones_like(span, dtype=np.bool_))
