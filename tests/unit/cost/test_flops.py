@@ -71,7 +71,7 @@ def test_a_layer_is_its_products_and_its_pairs():
 
 @pytest.mark.parametrize("multiple", [1, 3])
 def test_layers_that_are_like_one_have_its_rows_and_pairs(multiple):
-    causal = Attention(64, 32, window=5)
+    causal = Attention(64, 32, causal=True, window=5)
     layers = [
         Layer("embedding", 0, 4000, 64, 64),
         Layer("norm", 0, 64, 64, 64),

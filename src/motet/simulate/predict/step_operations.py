@@ -244,15 +244,13 @@ class StepOperations:
     @cached_property
     def _shares(self) -> tuple[Float64Array, dict[str, Float64Array]]:
         """Of each row: its constant seconds, and its share of each column of StageTimes, by name."""
-        lookup, at = self._lookup, self._first_rows[self._rows[1]]
-
-        def seconds(times: StageTimes) -> Float64Array:
-            found = action_seconds(lookup, times)
-            total: Float64Array = (found.held_s + found.tensor_s)[:, 0]
-            return total
-
-        shares = {name: seconds(self._times(self._parts, **{name: np.ones((1, 1))}))[at] for name in _COLUMNS}
-        return self._constant_s[at], shares
+        at, num, columns = self._first_rows[self._rows[1]], len(_COLUMNS), {}
+        # As many islands as columns; in each of them one column is 1.
+        for number, name in enumerate(_COLUMNS):
+            count = self._lookup.shape[0] if name in _OF_STAGE else len(self._lookup.sources)
+            columns[name] = np.repeat(np.arange(num) == number, count).astype(np.float64)[:, None]
+        found = action_seconds(self._lookup, self._times(self._parts, **columns), num_copies=num)
+        return self._constant_s[at], dict(zip(_COLUMNS, (found.held_s + found.tensor_s)[at].T))
 
     def _times(self, parts: tuple[StageParts, StageParts], **columns: Float64Array) -> StageTimes:
         """StageTimes that are 0, but for the given columns."""
