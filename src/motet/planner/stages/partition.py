@@ -55,13 +55,13 @@ def partition(
         >>> partition([1, 2, 3, 1, 1, 2], num_stages=3)
         (2, 2, 2)
     """
-    return _partition(tuple(layer_s), num_stages, num_chunks, folded)
+    return _partition(tuple(_prefix(layer_s, num_stages, num_chunks).tolist()), num_stages, num_chunks, folded)
 
 
 @lru_cache(_NUM_KNOWN)
-def _partition(layer_s: tuple[float, ...], num_stages: int, num_chunks: int, folded: bool) -> tuple[int, ...]:
-    """`partition`: a search cuts the same blocks again and again."""
-    prefix = _prefix(layer_s, num_stages, num_chunks)
+def _partition(sums: tuple[int, ...], num_stages: int, num_chunks: int, folded: bool) -> tuple[int, ...]:
+    """`partition`, of the sums of `_prefix`: a search cuts the same blocks again and again."""
+    prefix = np.array(sums, dtype=np.int64)
     span = prefix[None, :] - prefix[:, None]
     empty = np.tril(np.ones_like(span, dtype=np.bool_))
     slowest = _tables(np.where(empty, _NEVER, span), num_stages * num_chunks, np.maximum)[-1][-1]
