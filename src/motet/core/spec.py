@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from operator import or_
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
@@ -125,6 +125,10 @@ class Layer:
                 f"a layer of kind {self.kind!r} has divided_width {self.divided_width}; it must be at most "
                 f"activation_width, which is {self.activation_width}."
             )
+
+    def __hash__(self) -> int:
+        """Of what tells nearly all layers apart: a search asks hundreds of thousands of times."""
+        return hash((self.kind, self.weights, self.parameters, self.divisor, self.trainable))
 
     @property
     def updated_weights(self) -> int:
@@ -429,6 +433,11 @@ class ModelSpec:
     @cached_property
     def _sent(self) -> dict[tuple[str, int], tuple[Layer, bool]]:
         """What `sent` has found: steps ask for the same again and again."""
+        return {}
+
+    @cached_property
+    def derived(self) -> dict[str, Any]:
+        """What follows from the model alone and is asked for again and again, by the name of what it is."""
         return {}
 
     def moved(self, name: str) -> tuple[Layer, bool]:

@@ -203,7 +203,7 @@ def operations_by_work(layers: Iterable[tuple[Layer, bool, bool]]) -> dict[Layer
         attention = layer.attention
         # A trainable transformer layer has several products, so gradients pass between them even if none leaves it.
         has_input = needs_input or (layer.trainable and layer.in_block)
-        like = _representative(layer)
+        like = like_layer(layer)
         before = totals.get(like, LikeOperations())
         products, pairs = 2 * layer.weights, 4 * attention.width if attention else 0
         totals[like] = LikeOperations(
@@ -233,8 +233,15 @@ def _operations(module: Module, reached: bool, num_recomputed: int) -> dict[Laye
 
 
 @cache
-def _representative(layer: Layer) -> Layer:
-    """A layer that is equal for all layers with the same rows and pairs."""
+def like_layer(layer: Layer) -> Layer:
+    """A layer that is equal for all layers with the same rows and pairs.
+
+    Example:
+        >>> from motet.core.shapes import Transformer, language_model
+        >>> layers = language_model(Transformer(64, 256, num_heads=4), 8, 1000).layers
+        >>> len(set(layers)), len({like_layer(layer) for layer in layers})
+        (4, 3)
+    """
     attention = replace(layer.attention, width=0, kv_width=0) if layer.attention else None
     like = replace(
         layer,

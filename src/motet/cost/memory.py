@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from motet.core.errors import ArgumentError
@@ -80,6 +80,7 @@ PRECISION_OF_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", 
 """The names that Plans have for the types in which modules compute."""
 
 
+@lru_cache
 def mixed_precision(precision: str, *, pipeline: bool, moments: int = ADAM_MOMENTS) -> MixedPrecision:
     """The bytes of a job that computes in `precision` ("bf16", "fp32", ...).
 
@@ -270,26 +271,52 @@ Spans = Mapping[str, tuple[int, int]]
 """Per module, a range of its blocks (`Module.blocks`): (first, stop)."""
 
 
-def stage_layers(model: ModelSpec, spans: Spans, recompute: Mapping[str, int]) -> Iterator[StageLayer]:
+def stage_layers(model: ModelSpec, spans: Spans, recompute: Mapping[str, int]) -> list[StageLayer]:
     """The layers that a stage computes, in execution order.
 
     recompute: per module, the number of blocks whose activations are recomputed: the first of its blocks in the stage.
     A recomputed block recomputes its transformer layer, as frameworks do; without one, all of its layers. A layer
     without a backward pass is not recomputed.
     """
+    found: list[StageLayer] = []
     for name, (first, stop) in spans.items():
-        module = model.module(name)
-        layers, needs, num_recomputed = module.layers, model.input_gradients[name], recompute.get(name, 0)
-        has_parts = name == BACKBONE and not any(sink == name for _, sink, _ in model.reentries)
-        for number, block in enumerate(module.blocks[first:stop]):
-            in_block = [layers[index].in_block for index in block]
-            whole = not any(in_block)
-            for index, inside in zip(block, in_block):
-                layer, needs_input = layers[index], needs[index]
-                recomputed = number < num_recomputed and (whole or inside) and (needs_input or layer.trainable)
-                in_parts = has_parts and (layer.attention is not None or layer.kind == "norm")
-                and_whole = in_parts and (not inside or number == 0)
-                yield StageLayer(name, layer, needs_input, recomputed, in_parts, and_whole)
+        blocks, num_recomputed = _layers_of_blocks(model, name), recompute.get(name, 0)
+        for number, block in enumerate(blocks[first:stop]):
+            found += block[number < num_recomputed, number == 0]
+    return found
+
+
+_BlockLayers = Mapping[tuple[bool, bool], list[StageLayer]]
+"""The layers of a block, by whether it is recomputed and whether it is the first of its stage."""
+
+
+def _layers_of_blocks(model: ModelSpec, name: str) -> list[_BlockLayers]:
+    """Those of each block of a module; made once for each model, as all stages consist of the same."""
+    known: dict[str, list[_BlockLayers]] = model.derived.setdefault("layers_of_blocks", {})
+    if name not in known:
+        known[name] = [
+            {
+                (recomputed, is_first): list(_block_layers(model, name, block, recomputed, is_first))
+                for recomputed in (False, True)
+                for is_first in (False, True)
+            }
+            for block in model.module(name).blocks
+        ]
+    return known[name]
+
+
+def _block_layers(
+    model: ModelSpec, name: str, block: range, is_recomputed: bool, is_first: bool
+) -> Iterator[StageLayer]:
+    layers, needs = model.module(name).layers, model.input_gradients[name]
+    has_parts = name == BACKBONE and not any(sink == name for _, sink, _ in model.reentries)
+    whole = not any(layers[index].in_block for index in block)
+    for index in block:
+        layer, needs_input = layers[index], needs[index]
+        recomputed = is_recomputed and (whole or layer.in_block) and (needs_input or layer.trainable)
+        in_parts = has_parts and (layer.attention is not None or layer.kind == "norm")
+        and_whole = in_parts and (not layer.in_block or is_first)
+        yield StageLayer(name, layer, needs_input, recomputed, in_parts, and_whole)
 
 
 def held_elements(model: ModelSpec, recompute: Mapping[str, int]) -> dict[str, int]:

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from motet.core.module_degrees import ModuleDegrees
 from motet.core.plan import ADAM_MOMENTS, BalancingMethod, Plan, Policy
 from motet.core.spec import Layer, ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, Workload
-from motet.cost.flops import work_of
+from motet.cost.flops import like_layer, work_of
 from motet.cost.memory import (
     USABLE_MEMORY,
     MixedPrecision,
@@ -73,6 +73,11 @@ class BlockCosts:
         """The blocks of the module."""
         return len(self.forward_s)
 
+    @cached_property
+    def passes_s(self) -> float:
+        """Forward and backward of a microbatch, without recomputation."""
+        return float((self.forward_s + self.backward_s).sum())
+
 
 class _KnownPlan(NamedTuple):
     """A Plan, its Program, and the seconds of its steps."""
@@ -117,8 +122,19 @@ class Job:
     def on(self, cluster: Cluster) -> Job:
         """The same job on another cluster of the same devices, with the same batches."""
         other = replace(self, cluster=cluster, cost=self.cost.on(cluster))
-        other.__dict__["_drawn"] = self._drawn
+        # What does not depend on the cluster; and on fewer of its nodes, what one of them decides.
+        whole = replace(cluster, num_nodes=self.cluster.num_nodes)
+        is_part = whole == self.cluster and cluster.num_nodes <= whole.num_nodes
+        kept = ["_drawn", "_work", "_microbatch_seconds", "of_any_cluster"]
+        if is_part:
+            kept.append("_block_costs")
+        other.__dict__.update((name, getattr(self, name)) for name in kept)
         return other
+
+    @cached_property
+    def of_any_cluster(self) -> dict[tuple[object, ...], Any]:
+        """What else follows from the job, whatever its cluster, by what it is and its arguments."""
+        return {}
 
     @cached_property
     def batch(self) -> BatchLengths:
@@ -205,7 +221,7 @@ class Job:
 
     def work(self, name: str, layer: Layer, num_examples: int) -> Work:
         """Rows and pairs of a module's layer in each microbatch of num_examples examples. Cached."""
-        work: Work = self._work(name, layer, num_examples)
+        work: Work = self._work(name, like_layer(layer), num_examples)
         return work
 
     @cached_property

@@ -167,14 +167,16 @@ class Refinement:
         return SimulatedCandidate(candidate, found.prediction)
 
     def _least_slower(self, found: SimulatedCandidate, purse: Hashable, stop_at: float) -> SimulatedCandidate | None:
-        """The fastest that was simulated and not gone on from, if it is near the best and budget is left.
+        """The fastest that fits, was simulated and not gone on from, if it is near the best and budget is left.
 
         So a descent leaves a Plan that has no faster neighbour.
         """
         self._slower.sort(key=lambda one: one.prediction.step_s)
-        is_left = self.left[purse] > stop_at
-        is_near = is_left and self._slower and self._slower[0].prediction.step_s <= NEAR * found.prediction.step_s
-        return self._slower.pop(0) if is_near else None
+        limit_s = NEAR * found.prediction.step_s
+        while self.left[purse] > stop_at and self._slower and self._slower[0].prediction.step_s <= limit_s:
+            if self._fits(one := self._slower.pop(0)):
+                return one
+        return None
 
     def _faster_neighbour(
         self, found: SimulatedCandidate, purse: Hashable, stop_at: float
@@ -192,8 +194,7 @@ class Refinement:
             if neighbour is None:
                 continue
             if neighbour.prediction.step_s >= limit_s:
-                if self._fits(neighbour):
-                    self._slower.append(neighbour)
+                self._slower.append(neighbour)
                 continue
             if not self._fits(neighbour):
                 full = all_recomputed(other)

@@ -36,7 +36,7 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
-from motet.cost.flops import work_of
+from motet.cost.flops import like_layer, work_of
 from motet.cost.memory import StageLayer, stage_layers, state_bytes
 from motet.cost.model import Work, backward_seconds
 from motet.planner.degrees import divisors
@@ -121,9 +121,10 @@ class ExampleRows:
 
     def of(self, name: str, layer: Layer) -> _Rows:
         """Those of a layer of a module. Cached."""
-        if (name, layer) not in self._known:
-            self._known[name, layer] = self._counted(name, layer)
-        return self._known[name, layer]
+        key = name, like_layer(layer)
+        if key not in self._known:
+            self._known[key] = self._counted(*key)
+        return self._known[key]
 
     def _counted(self, name: str, layer: Layer) -> _Rows:
         batch, items = self.job.batch, self.job.batch.of(name)

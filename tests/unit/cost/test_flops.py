@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from motet.core import shapes
 from motet.core.spec import Attention, Layer, ModelSpec, Module
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
-from motet.cost.flops import batch_flops, hfu, layer_flops, mfu, step_flops, work_of
+from motet.cost.flops import batch_flops, hfu, layer_flops, like_layer, mfu, step_flops, work_of
 from motet.cost.operations import Operations
 from unit.cost.forward_flops import forward_flops
 
@@ -67,6 +67,25 @@ def test_a_layer_is_its_products_and_its_pairs():
     forward, inputs, weight = layer_flops(it, work_of(it, np.array([3, 4])))
     assert (forward.tolist(), inputs.tolist(), weight.tolist()) == ([340], [540], [140])
     assert step_flops(module(it), np.array([3, 4]), reached=True) == 340 + 540 + 140
+
+
+@pytest.mark.parametrize("multiple", [1, 3])
+def test_layers_that_are_like_one_have_its_rows_and_pairs(multiple):
+    causal = Attention(64, 32, causal=True, window=5)
+    layers = [
+        Layer("embedding", 0, 4000, 64, 64),
+        Layer("norm", 0, 64, 64, 64),
+        Layer("attention", 9000, 9100, 64, 80, causal),
+        Layer("attention", 90, 91, 8, 9, Attention(8, 4, window=5), continues=True, trainable=False),
+        Layer("attention", 90, 91, 8, 9, Attention(8, 4), divisor=2, extra_rows=1, multiple=multiple),
+        Layer("queries", 90, 91, 8, 9, Attention(8, 4), item_rows=7),
+        Layer("head", 64000, 64000, 1000, 64, targets_only=True),
+    ]
+    lengths, microbatch, targets = np.array([3, 9, 14, 2]), np.array([0, 1, 1, 0]), np.array([4, 8])
+    for layer in layers:
+        own, like = (work_of(one, lengths, microbatch, 2, num_targets=targets) for one in (layer, like_layer(layer)))
+        assert np.array_equal(own.rows, like.rows) and np.array_equal(own.pairs, like.pairs)
+    assert len({like_layer(layer) for layer in layers}) == 6
 
 
 def test_layers_that_are_alike_add_up():

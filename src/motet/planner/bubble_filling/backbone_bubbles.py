@@ -165,6 +165,7 @@ class BubbleRoom:
     def __init__(self, start_s: Float64Array, stop_s: Float64Array) -> None:
         self._start_s, self._stop_s = start_s, stop_s
         self._tables: dict[float, tuple[list[float], list[float], list[int]]] = {}
+        self._ends: dict[tuple[float, int], Callable[[float], float]] = {}
 
     def end(self, begin_s: float, slices: Sequence[Slices]) -> float:
         """When slices end that run in order from begin_s on, each as soon as a bubble has room for all of it.
@@ -187,6 +188,11 @@ class BubbleRoom:
         return end
 
     def _placed(self, slice_s: float, num: int) -> Callable[[float], float]:
+        if (slice_s, num) not in self._ends:
+            self._ends[slice_s, num] = self._end_of(slice_s, num)
+        return self._ends[slice_s, num]
+
+    def _end_of(self, slice_s: float, num: int) -> Callable[[float], float]:
         starts, stops, capacity = self._tables.get(slice_s) or self._table(slice_s)
 
         def end(begin_s: float) -> float:

@@ -104,13 +104,13 @@ def _estimated(job: Job, shape: PipelineShape) -> PipelineShape:
     warmup_s = (shape.pp - 1) * pass_s / shape.num_chunks
     bubbles_s = warmup_s + _collectives_s(job, shape, costs) + _sends_s(job, shape, costs)
     # 3. The encoders, in the bubbles as far as these reach.
-    encoder_s = sum(map(_passes_s, encoders))
+    encoder_s = sum(costs.passes_s for costs in encoders)
     step_s = shape.num_microbatches * pass_s + max(bubbles_s, shape.num_microbatches * encoder_s / shape.pp)
     step_s += _UNHIDDEN_MICROBATCHES * encoder_s
     # 4. The least that a rank computes: each encoder with the TP that is best for it, and nothing recomputed.
-    least_s = _passes_s(costs) + sum(
+    least_s = costs.passes_s + sum(
         min(
-            _passes_s(job.block_costs(name, shape.microbatch_size * tp / shape.tp, tp))
+            job.block_costs(name, shape.microbatch_size * tp / shape.tp, tp).passes_s
             for tp in encoder_degrees(job, shape, name)
         )
         for name in encoders_of(job)
@@ -144,8 +144,3 @@ def _sends_s(job: Job, shape: PipelineShape, costs: BlockCosts) -> float:
     ends = 0, (shape.pp - 1) * shape.dp * shape.tp
     send_s = float(job.cost.send_seconds(costs.output_bytes.max(keepdims=True), ends)[0])
     return 2 * shape.pp * shape.num_chunks * send_s
-
-
-def _passes_s(costs: BlockCosts) -> float:
-    """A microbatch's forward and backward, without recomputation."""
-    return float((costs.forward_s + costs.backward_s).sum())

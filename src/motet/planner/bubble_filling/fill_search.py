@@ -12,13 +12,11 @@ Only the two pipelines of a move are timed anew (`fill_times.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, product
-from math import comb
 
-import numpy as np
-
-from motet.planner.bubble_filling.fill_times import Direction, FilledStep, FillTimer, Pipelines, PipelineTimes
+from motet.planner.bubble_filling.fill_times import Direction, Ends, FilledStep, FillTimer, Pipelines, PipelineTimes
 from motet.schedule.generators.bubble_filling import global_order
 
 MAX_PARTITIONS = 64
@@ -53,7 +51,7 @@ def _starts(timer: FillTimer) -> Iterator[Pipelines]:
 
 def _partitions(count: int, num_parts: int) -> Iterator[list[int]]:
     """All ways to write count as a sum of num_parts positive sizes, if they are few; else the even one."""
-    if comb(count - 1, num_parts - 1) <= MAX_PARTITIONS:
+    if math.comb(count - 1, num_parts - 1) <= MAX_PARTITIONS:
         for cuts in combinations(range(1, count), num_parts - 1):
             yield [stop - start for start, stop in pairwise((0, *cuts, count))]
     else:
@@ -63,16 +61,16 @@ def _partitions(count: int, num_parts: int) -> Iterator[list[int]]:
 
 def _earliest_through(timer: FillTimer, direction: Direction, order: range) -> Pipelines:
     """Each microbatch, in this order, to the pipeline that is through with it first; every pipeline gets one."""
-    free_s = dict.fromkeys(range(timer.backbone.num_ranks), -np.inf)
+    free_s: list[Ends] = [(-math.inf,) * len(ranks) for ranks in direction.ranks]
     taken: list[list[int]] = [[] for _ in range(timer.num_pipelines)]
     for num_left, microbatch in zip(range(len(order), 0, -1), order):
         empty = [pipeline for pipeline, microbatches in enumerate(taken) if not microbatches]
         with_room = [pipeline for pipeline in range(len(taken)) if len(taken[pipeline]) < timer.max_microbatches]
         allowed = empty if len(empty) == num_left else with_room
-        placed = {j: direction.place(j, direction.ready_s[microbatch], free_s) for j in allowed}
+        placed = {j: direction.advanced(j, direction.ready_s[microbatch], free_s[j]) for j in allowed}
         # Ties go to the first pipeline, in mirrored time to the last.
-        first = min(allowed, key=lambda j: (placed[j][-1].end_s, j * order.step))
-        free_s.update((each.rank, each.end_s) for each in placed[first])
+        first = min(allowed, key=lambda j: (placed[j][-1], j * order.step))
+        free_s[first] = placed[first]
         taken[first].append(microbatch)
     return tuple(tuple(sorted(microbatches)) for microbatches in taken)
 

@@ -16,6 +16,7 @@ encoders are placed as if their slices were of one (section 4.4). A frozen encod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,8 @@ from motet.schedule.program import Kind
 
 Pipelines = tuple[tuple[int, ...], ...]
 """Per encoder pipeline, the microbatches that it encodes, ascending."""
+Ends = tuple[float, ...]
+"""Per rank of an encoder pipeline, when its last pass ends."""
 
 
 class EncoderPass(NamedTuple):
@@ -96,20 +99,30 @@ class Direction:
             begin_s = end_s + self.send_s
         return placed
 
-    def advance(self, pipeline: int, begin_s: float, free_s: dict[int, float]) -> None:
-        """Bring free_s to the ends of what `place` places. Nearly all placements are asked for these alone."""
-        send_s = self.send_s
-        for rank, end in self._ends[pipeline]:
-            free = free_s[rank]
-            free_s[rank] = end_s = end(begin_s if begin_s > free else free)
-            begin_s = end_s + send_s
+    def advanced(self, pipeline: int, begin_s: float, free_s: Ends) -> Ends:
+        """The ends of what `place` places, per rank in the order of `ranks`. Nearly all placements are asked for these
+        alone, and most again and again: a move leaves a pipeline's microbatches behind it, or before it, as they were.
+        """
+        key = pipeline, begin_s, free_s
+        ends_s = self._known.get(key)
+        if ends_s is None:
+            placed = []
+            for end, free in zip(self._ends[pipeline], free_s):
+                end_s = end(begin_s if begin_s > free else free)
+                placed.append(end_s)
+                begin_s = end_s + self.send_s
+            ends_s = self._known[key] = tuple(placed)
+        return ends_s
 
     @cached_property
-    def _ends(self) -> list[list[tuple[int, Callable[[float], float]]]]:
-        """Per pipeline, (rank, when its passes end that begin then), in the order of `ranks`."""
-        return [
-            [(rank, self.bubbles[rank].placed(self.passes[pp_rank])) for pp_rank, rank in one] for one in self.ranks
-        ]
+    def _ends(self) -> list[list[Callable[[float], float]]]:
+        """Per pipeline and rank, in the order of `ranks`: when its passes end that begin then."""
+        return [[self.bubbles[rank].placed(self.passes[pp_rank]) for pp_rank, rank in one] for one in self.ranks]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, float, Ends], Ends]:
+        """What `advanced` found."""
+        return {}
 
 
 class FillTimer:
@@ -204,11 +217,16 @@ class FillTimer:
             self.num_passes += len(microbatches) * self.encoders.pp
             lead_s = self._least_lead_s(pipeline, microbatches)
             # As in `passes`, of which the ends are enough: a rank's last pass comes last.
-            free_s = {rank: -lead_s for _, rank in self._forward.ranks[pipeline]}
+            forward, backward = self._forward, self.backward
+            ends_s: Ends = (-lead_s,) * len(forward.ranks[pipeline])
             for _ in microbatches:
-                self._forward.advance(pipeline, -lead_s, free_s)
-            for microbatch in microbatches if self.encoders.has_backward else ():
-                self.backward.advance(pipeline, self.backward.ready_s[microbatch], free_s)
+                ends_s = forward.advanced(pipeline, -lead_s, ends_s)
+            free_s = {rank: end_s for (_, rank), end_s in zip(forward.ranks[pipeline], ends_s)}
+            if self.encoders.has_backward:
+                ends_s = tuple(free_s[rank] for _, rank in backward.ranks[pipeline])
+                for microbatch in microbatches:
+                    ends_s = backward.advanced(pipeline, backward.ready_s[microbatch], ends_s)
+                free_s.update((rank, end_s) for (_, rank), end_s in zip(backward.ranks[pipeline], ends_s))
             ranks = range(pipeline, self.backbone.num_ranks, self.num_pipelines)
             self._times[key] = PipelineTimes(lead_s, tuple(free_s[rank] for rank in ranks))
         return self._times[key]
@@ -216,7 +234,7 @@ class FillTimer:
     def _least_lead_s(self, pipeline: int, microbatches: tuple[int, ...]) -> float:
         """The lead that remains if forward passes are as late as can be: in mirrored time, as early as can be."""
         mirrored = self.mirrored
-        free_s = {rank: -np.inf for _, rank in mirrored.ranks[pipeline]}
+        ends_s: Ends = (-math.inf,) * len(mirrored.ranks[pipeline])
         for microbatch in reversed(microbatches):
-            mirrored.advance(pipeline, mirrored.ready_s[microbatch], free_s)
-        return max([0.0, *free_s.values()])
+            ends_s = mirrored.advanced(pipeline, mirrored.ready_s[microbatch], ends_s)
+        return max([0.0, *ends_s])

@@ -130,7 +130,7 @@ def before_whole_passes(fills: tuple[Fill, ...]) -> tuple[Fill, ...]:
 
 def is_inside_pass(fill: Fill) -> bool:
     """Whether something of a pass of the backbone runs before the fill, and something behind it."""
-    return bool(fill.before) and parse_action(fill.before).part > 0
+    return "." in fill.before and parse_action(fill.before).part > 0
 
 
 class _PlacedSlice(NamedTuple):

@@ -52,7 +52,7 @@ def one_f_one_b_s(plans: EncoderPlans, backbone: Unit, num_islands: int) -> floa
     # 2. The slowest island over microbatches that are alike, whose step ends before the optimizer.
     slowest_s = least_step_s(*seconds)
     alike_s = least_step_s(*(np.tile(each.mean(axis=(0, 2), keepdims=True), (1, 1, each.shape[2])) for each in seconds))
-    optimizer_s = float(Collectives(pricing).step_s().max(initial=0.0))
+    optimizer_s = float(Collectives(pricing).step_s.max(initial=0.0))
     return slowest_s * max(1 - optimizer_s / alike_s, 0.0) * (1 - _ROUNDING)
 
 

@@ -19,7 +19,7 @@ from motet.core.exchange import Moved
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE, ItemLengths
-from motet.cost.flops import work_of
+from motet.cost.flops import like_layer, work_of
 from motet.cost.memory import StageLayer, kept_bytes, stage_layers, stage_memory
 from motet.cost.model import Work, backward_seconds
 from motet.planner.job import Job
@@ -157,7 +157,8 @@ class EvenBatch:
         """The load of num_ranks groups of tp ranks; its rows are the ranks that are described above."""
         size, names = self.job.batch.num_examples // num_microbatches, list(self.job.model.input_gradients)
 
-        def work(name: str, layer: Layer) -> Work:
+        @cache
+        def work_like(name: str, layer: Layer) -> Work:
             example, rows, pairs = self._alone(name, layer)
             first = np.searchsorted(example, size * np.arange(num_microbatches))
             columns = np.zeros((2, 1 + len(names), num_microbatches))
@@ -165,6 +166,9 @@ class EvenBatch:
                 own[0] = _reduced(np.add, amount, first) / num_ranks
                 own[1 + names.index(name)] = _reduced(np.maximum, amount, first)
             return Work(columns[0].ravel(), columns[1].ravel())
+
+        def work(name: str, layer: Layer) -> Work:
+            return work_like(name, like_layer(layer))
 
         shape = 1 + len(names), num_microbatches
         return _load(self.job, tp, work, shape, lambda _: None)
@@ -221,7 +225,8 @@ def load_of(job: Job, assignment: StepAssignment, unit: Unit) -> Load:
     """The load of the ranks of a unit that holds all modules, for items that are assigned to them."""
     shape = unit.dp, assignment.num_microbatches
 
-    def work(name: str, layer: Layer) -> Work:
+    @cache
+    def work_like(name: str, layer: Layer) -> Work:
         items = assignment.modules[name]
         batch_index = items.batch_index(shape[1])
         targets = None
@@ -238,6 +243,9 @@ def load_of(job: Job, assignment: StepAssignment, unit: Unit) -> Load:
             segments=items.segments,
             num_media=items.num_media,
         )
+
+    def work(name: str, layer: Layer) -> Work:
+        return work_like(name, like_layer(layer))
 
     load = _load(job, unit.tp, work, shape, lambda name: _moved_bytes(job, name, assignment, unit))
     return replace(load, methods=assignment.methods)

@@ -160,7 +160,15 @@ def _fullest(columns: Float64Array) -> Float64Array:
 
 
 def _transient(job: Job, name: str, size: int, tp: int) -> int:
-    """Bytes that the largest layer holds for a moment beside what is kept, if it is recomputed."""
+    """Bytes that the largest layer holds for a moment beside what is kept, if it is recomputed. Cached."""
+    key = "transient", name, size, tp
+    if key not in job.of_any_cluster:
+        job.of_any_cluster[key] = _largest_transient(job, name, size, tp)
+    transient: int = job.of_any_cluster[key]
+    return transient
+
+
+def _largest_transient(job: Job, name: str, size: int, tp: int) -> int:
     num_blocks = len(job.model.module(name).blocks)
     unit, precision = Unit(name, ({name: num_blocks},), tp=tp), job.mixed_precision(pipeline=True)
 

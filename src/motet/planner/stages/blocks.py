@@ -117,7 +117,15 @@ def join(parts: tuple[Blocks, ...]) -> Blocks:
 
 
 def _block_bytes(job: Job, name: str, num_examples: int, tp: int, dp: int) -> Float64Array:
-    """[5, num_blocks]: state, kept, saved, working and recompute_working bytes of each block."""
+    """[5, num_blocks]: state, kept, saved, working and recompute_working bytes of each block. Cached."""
+    key = "block bytes", name, num_examples, tp, dp
+    if key not in job.of_any_cluster:
+        job.of_any_cluster[key] = _counted_bytes(job, name, num_examples, tp, dp)
+    columns: Float64Array = job.of_any_cluster[key]
+    return columns
+
+
+def _counted_bytes(job: Job, name: str, num_examples: int, tp: int, dp: int) -> Float64Array:
     num_blocks = len(job.model.module(name).blocks)
     kept_layers = list(stage_layers(job.model, {name: (0, num_blocks)}, {}))
     recomputed_layers = list(stage_layers(job.model, {name: (0, num_blocks)}, {name: num_blocks}))

@@ -11,6 +11,7 @@ stages: first by the slowest device, then by the sum of squares.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -22,6 +23,8 @@ from motet.core.words import counted_words
 _TOTAL_BITS = 30
 """The bits of all layers' seconds together, as integers. Integers make equal cuts compare as equal on every machine."""
 
+_NUM_KNOWN = 1024
+"""Answers that are kept."""
 _NEVER = 1 << 61
 """A cost above the sum of squares of any cut. Twice the cost still fits into 64 bits."""
 
@@ -52,7 +55,13 @@ def partition(
         >>> partition([1, 2, 3, 1, 1, 2], num_stages=3)
         (2, 2, 2)
     """
-    prefix = _prefix(layer_s, num_stages, num_chunks)
+    return _partition(tuple(_prefix(layer_s, num_stages, num_chunks).tolist()), num_stages, num_chunks, folded)
+
+
+@lru_cache(_NUM_KNOWN)
+def _partition(sums: tuple[int, ...], num_stages: int, num_chunks: int, folded: bool) -> tuple[int, ...]:
+    """`partition`, of the sums of `_prefix`: a search cuts the same blocks again and again."""
+    prefix = np.array(sums, dtype=np.int64)
     span = prefix[None, :] - prefix[:, None]
     empty = np.tril(np.ones_like(span, dtype=np.bool_))
     slowest = _tables(np.where(empty, _NEVER, span), num_stages * num_chunks, np.maximum)[-1][-1]

@@ -42,6 +42,7 @@ def split_parts(program: Program, stage: int, num_forward_parts: int, num_backwa
             if num == 1:
                 yield action
             else:
-                yield from (action._replace(part=part) for part in range(num))
+                _, kind, microbatch, _, peer = action
+                yield from (Action(stage, kind, microbatch, part, peer) for part in range(num))
 
     return program.with_row(program.stages[stage].rank, parts)

@@ -82,6 +82,9 @@ def _broadcast(lookup: ActionIndex, times: StageTimes, num_copies: int) -> Mappi
                 f"{field.name} has shape {list(table.shape)}; the program needs {axes} = {shape}, "
                 "or what broadcasts to it."
             ) from None
+        if num_copies == 1:  # The axis at the end is all there is to add.
+            tables[field.name] = np.ascontiguousarray(whole)[..., None]
+            continue
         by_copy = whole.reshape(num_copies, shape[0] // num_copies, *shape[1:])
         tables[field.name] = np.ascontiguousarray(np.moveaxis(by_copy, 0, -1))
     return tables

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -72,6 +73,7 @@ class Collectives:
             self._known_sizes[stage.key] = _Size(*(sum(each) for each in zip(*sizes, strict=True)))
         return self._known_sizes[stage.key]
 
+    @cached_property
     def of_stages(self) -> Float64Array:
         """The fields of `CollectiveSeconds` of all stages, [3, num_stages]."""
         table = np.zeros((len(CollectiveSeconds._fields), len(self.planned.stages)))
@@ -79,6 +81,7 @@ class Collectives:
             table[:, kind.numbers] = np.array(self.seconds(kind.stage))[:, None]
         return table
 
+    @cached_property
     def step_s(self) -> Float64Array:
         """Seconds of the optimizer, [num_ranks] of the Program. A rank updates its share of trainable parameters."""
         updated, held = np.zeros((2, self.planned.program.num_ranks))

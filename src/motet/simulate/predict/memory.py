@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -16,6 +18,31 @@ from motet.simulate.predict.stage_pricing import Pricing
 MAX_LOGITS = 1 << 28
 """Most logits that exist at a time: Motet's backbone computes the loss slice by slice."""
 PARTS = ("parameters", "gradients", "optimizer", "activations", "transient")
+
+
+class MemoryOfRanks(Mapping[str, Int64Array]):
+    """`memory_of` on some ranks, computed when it is first read: of most Plans of a search nobody reads it.
+
+    ranks: int64 [num_ranks].
+    """
+
+    def __init__(self, pricing: Pricing, ranks: Int64Array) -> None:
+        self._given: tuple[Pricing, Int64Array] | None = (pricing, ranks)
+
+    def __getitem__(self, part: str) -> Int64Array:
+        return self._bytes[part]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(PARTS)
+
+    def __len__(self) -> int:
+        return len(PARTS)
+
+    @cached_property
+    def _bytes(self) -> dict[str, Int64Array]:
+        assert self._given is not None, "what was priced is kept until here"
+        (pricing, ranks), self._given = self._given, None
+        return {part: rows[ranks] for part, rows in memory_of(pricing).items()}
 
 
 def memory_of(pricing: Pricing) -> dict[str, Int64Array]:

@@ -30,7 +30,7 @@ from motet.schedule.program import Program
 from motet.simulate.engine.simulate import Prepared, makespans, simulate
 from motet.simulate.filling.step_filler import StepFiller
 from motet.simulate.predict.batch import draw_batch
-from motet.simulate.predict.memory import memory_of
+from motet.simulate.predict.memory import MemoryOfRanks
 from motet.simulate.predict.prediction import Prediction
 from motet.simulate.predict.program_times import stage_times_of, times_in_islands
 from motet.simulate.predict.stage_pricing import Pricing, Recomputed, Recomputes
@@ -130,7 +130,7 @@ def predict_assigned(
         sum(batch_flops(plan.model, assignment.batch).values()),
         pricing.hardware_flops(),
         len(ranks) * plan.cluster.device.peak_flops[plan.precision],
-        {part: rows[ranks] for part, rows in memory_of(pricing).items()},
+        MemoryOfRanks(pricing, ranks),
         plan.cluster.device.memory_bytes,
         _present(pricing),
         program,

@@ -46,7 +46,7 @@ def times_in_islands(pricing: Pricing, traffic: Traffic, islands: Sequence[int])
 
 def constant_times(collectives: Collectives, num_islands: int = 1) -> StageTimes:
     """The StageTimes of what does not depend on lengths, in each of several islands; all else takes no time."""
-    gather_s, reduce_s, replicas_s = np.tile(collectives.of_stages(), num_islands)
+    gather_s, reduce_s, replicas_s = np.tile(collectives.of_stages, num_islands)
     none = np.zeros((1, 1))
     return StageTimes(
         none,
@@ -56,7 +56,7 @@ def constant_times(collectives: Collectives, num_islands: int = 1) -> StageTimes
         reduce_s=reduce_s,
         replicas_s=replicas_s,
         norm_s=collectives.norm_s(),
-        step_s=np.tile(collectives.step_s(), num_islands),
+        step_s=np.tile(collectives.step_s, num_islands),
     )
 
 

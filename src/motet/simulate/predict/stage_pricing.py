@@ -22,7 +22,7 @@ from motet.core.exchange import Moved
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
-from motet.cost.flops import attention_shares, layer_flops, work_of
+from motet.cost.flops import attention_shares, layer_flops, like_layer, work_of
 from motet.cost.memory import (
     StageLayer,
     kept_bytes,
@@ -105,7 +105,9 @@ class Pricing:
         self.layout = planned.layout
         # Not `functools.cache` of own methods: what holds itself, and large arrays, waits for the garbage collector.
         self._known_layers: dict[tuple[str, Layer, int], _Priced] = {}
+        self._known_work: dict[tuple[str, Layer], Work] = {}
         self._known_stages: dict[object, StagePrices] = {}
+        self._known_columns: dict[tuple[StageLayer, int, int], Float64Array] = {}
         self._known_parts: dict[object, tuple[Part, ...]] = {}
         self._known_shares: dict[str, Int64Array] = {}
         self.beyond: dict[str, Beyond] = {}
@@ -329,13 +331,22 @@ class Pricing:
         return stage.num_parts > len(pieces_of(stage, self.plan.model))
 
     def _sum(self, stage: PlannedStage, layers: Mapping[StageLayer, int]) -> StagePrices:
-        shape = self._shape(stage)
-        total = {name: np.zeros(shape) for name in StagePrices._fields}
+        shape = len(StagePrices._fields), *self._shape(stage)
+        total = np.zeros(shape)
         for placed, count in layers.items():
-            priced = self._priced(placed.module, placed.layer, stage.num_shares)
-            for name, seconds in self._passes(placed, priced, stage.unit.tp).items():
-                total[name] += count * seconds.reshape(shape)
-        return StagePrices(**total)
+            total += count * self._columns(placed, stage.num_shares, stage.unit.tp).reshape(shape)
+        return StagePrices(*total)
+
+    def _columns(self, placed: StageLayer, num_shares: int, tp: int) -> Float64Array:
+        """`_passes` of a layer in the order of StagePrices, 0 where it has none: stages consist of the same few."""
+        key = placed, num_shares, tp
+        if key not in self._known_columns:
+            priced = self._priced(placed.module, placed.layer, num_shares)
+            columns = np.zeros((len(StagePrices._fields), len(priced.work.rows)))
+            for name, prices in self._passes(placed, priced, tp).items():
+                columns[StagePrices._fields.index(name)] = prices
+            self._known_columns[key] = columns
+        return self._known_columns[key]
 
     def _passes(self, placed: StageLayer, priced: _Priced, tp: int) -> dict[str, Float64Array]:
         """The prices of a layer by field of StagePrices, flat. Gradients are as in `cost.model.backward_seconds`."""
@@ -362,20 +373,7 @@ class Pricing:
         num = self.assignment.num_microbatches
         items = self.assignment.modules[name]
         size = items.num_replicas * num
-        batch_index = items.batch_index(num)
-        targets = None
-        if name == BACKBONE:
-            targets = np.bincount(batch_index, self.assignment.batch.num_targets, size).astype(np.int64)
-        whole = work_of(
-            layer,
-            items.length,
-            batch_index,
-            size,
-            padded=module.padded,
-            num_targets=targets,
-            segments=items.segments,
-            num_media=items.num_media,
-        )
+        whole = self._whole(name, like_layer(layer))
         work = Work(whole.rows / (unit.cp * num_shares), whole.pairs / (unit.cp * num_shares))
         if name != BACKBONE and unit.cp > 1:
             dealt = work_of(
@@ -401,6 +399,25 @@ class Pricing:
         self.beyond[name] = self.beyond.get(name, Beyond()).or_further(beyond)
         seconds = self.cost.layer_seconds(name, layer.with_experts_of(unit.ep), work, unit.tp)
         return _Priced(whole, work, seconds, tensor_s, context)
+
+    def _whole(self, name: str, like: Layer) -> Work:
+        """`_Priced.whole` of all layers of a module that are like this one (`like_layer`)."""
+        if (name, like) not in self._known_work:
+            num, items = self.assignment.num_microbatches, self.assignment.modules[name]
+            size, batch_index, targets = items.num_replicas * num, items.batch_index(num), None
+            if name == BACKBONE:
+                targets = np.bincount(batch_index, self.assignment.batch.num_targets, size).astype(np.int64)
+            self._known_work[name, like] = work_of(
+                like,
+                items.length,
+                batch_index,
+                size,
+                padded=self.plan.model.module(name).padded,
+                num_targets=targets,
+                segments=items.segments,
+                num_media=items.num_media,
+            )
+        return self._known_work[name, like]
 
     def _experts_s(self, unit: Unit, layer: Layer, rows: Float64Array) -> Float64Array:
         """Seconds in which rows go to the ranks of their experts and back, in one pass of a layer, [len(rows)].

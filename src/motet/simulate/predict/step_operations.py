@@ -25,10 +25,8 @@ from motet.cost.memory import stage_layers
 from motet.cost.model import CostModel
 from motet.schedule.coordinates import replica_of
 from motet.schedule.dependencies import PARTNERS
-from motet.schedule.edges import consumers_in, edge_outputs
 from motet.schedule.from_plan import PlannedProgram
 from motet.schedule.generators.dag import distances
-from motet.schedule.layout import PlannedStage
 from motet.schedule.program import Kind
 from motet.simulate.engine.action_index import ActionIndex
 from motet.simulate.engine.action_seconds import action_seconds
@@ -40,7 +38,7 @@ from motet.simulate.engine.turns import NO_TURN, turns
 from motet.simulate.predict.collectives import Collectives
 from motet.simulate.predict.program_times import StageParts, constant_times, parts_of_passes
 from motet.simulate.predict.stage_pricing import Pricing, StagePrices
-from motet.simulate.predict.traffic import Traffic
+from motet.simulate.predict.traffic import Traffic, sent_key
 
 _OF_STAGE = {f"{name}_s": name for name in StagePrices._fields if name != "held"}
 _COLUMNS = (*_OF_STAGE, "send_s", "return_s")
@@ -114,20 +112,8 @@ class StepOperations:
             (one.unit.name, replica_of(layout, one, 0), one.num_parts, frozenset(counts.items()))
             for one, counts in zip(stages, layers)
         ]
-        of_edge = [self._sent_key(stages[source], stages[sink]) for source, sink in self.planned.program.edges]
+        of_edge = [sent_key(self.planned, edge) for edge in range(len(self.planned.program.edges))]
         return _first_alike(of_stage), _first_alike(of_edge)
-
-    def _sent_key(self, source: PlannedStage, sink: PlannedStage) -> tuple[object, ...]:
-        """Equal for edges whose messages take the same seconds in both directions."""
-        layout, model, node_of = self.planned.layout, self.plan.model, self.plan.cluster.node_of
-        outputs = []
-        for name, stop in edge_outputs(layout, source, sink):
-            outputs.append((name, *model.sent(name, stop)))
-        ends = [(end.unit.name, replica_of(layout, end, 0), end.num_shares) for end in (source, sink)]
-        consumers = [consumers_in(layout, name, sink) for name, *_ in outputs] if source.unit is not sink.unit else []
-        ranks = source.ranks[0], sink.ranks[0]
-        link = (ranks[0] == ranks[1], node_of(ranks[0]) == node_of(ranks[1]))
-        return (*outputs, *ends, *map(tuple, consumers), *link)
 
     @cached_property
     def _constant_s(self) -> Float64Array:
@@ -258,15 +244,13 @@ class StepOperations:
     @cached_property
     def _shares(self) -> tuple[Float64Array, dict[str, Float64Array]]:
         """Of each row: its constant seconds, and its share of each column of StageTimes, by name."""
-        lookup, at = self._lookup, self._first_rows[self._rows[1]]
-
-        def seconds(times: StageTimes) -> Float64Array:
-            found = action_seconds(lookup, times)
-            total: Float64Array = (found.held_s + found.tensor_s)[:, 0]
-            return total
-
-        shares = {name: seconds(self._times(self._parts, **{name: np.ones((1, 1))}))[at] for name in _COLUMNS}
-        return self._constant_s[at], shares
+        at, num, columns = self._first_rows[self._rows[1]], len(_COLUMNS), {}
+        # As many islands as columns; in each of them one column is 1.
+        for number, name in enumerate(_COLUMNS):
+            count = self._lookup.shape[0] if name in _OF_STAGE else len(self._lookup.sources)
+            columns[name] = np.repeat(np.arange(num) == number, count).astype(np.float64)[:, None]
+        found = action_seconds(self._lookup, self._times(self._parts, **columns), num_copies=num)
+        return self._constant_s[at], dict(zip(_COLUMNS, (found.held_s + found.tensor_s)[at].T))
 
     def _times(self, parts: tuple[StageParts, StageParts], **columns: Float64Array) -> StageTimes:
         """StageTimes that are 0, but for the given columns."""

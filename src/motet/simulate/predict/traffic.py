@@ -9,7 +9,7 @@ import numpy as np
 from motet.assign.rows import num_given_rows, sent_shares
 from motet.core.arrays import Float64Array
 from motet.core.workload import BACKBONE
-from motet.schedule import PlannedStage
+from motet.schedule import PlannedProgram, PlannedStage
 from motet.schedule.coordinates import replica_of
 from motet.schedule.edges import consumers_in
 from motet.simulate.predict.collectives import Collectives
@@ -33,8 +33,12 @@ class Traffic:
         """
         num_edges = len(self.planned.program.edges)
         seconds = np.zeros((len(islands), num_edges, self.assignment.num_microbatches))
+        known: dict[tuple[object, ...], Float64Array | float] = {}
         for edge in range(num_edges):
-            seconds[:, edge] = self.edge_s(edge, islands, gradient=gradient)
+            key = sent_key(self.planned, edge)
+            if key not in known:
+                known[key] = self.edge_s(edge, islands, gradient=gradient)
+            seconds[:, edge] = known[key]
         return seconds
 
     def edge_s(self, edge: int, islands: Sequence[int], *, gradient: bool = False) -> Float64Array | float:
@@ -97,3 +101,16 @@ class Traffic:
         if key not in self._shares:
             self._shares[key] = sent_shares(self.assignment, name, taker, receiver, self.pricing.num_islands)
         return self._shares[key]
+
+
+def sent_key(planned: PlannedProgram, edge: int) -> tuple[object, ...]:
+    """Equal for edges of a pipeline whose messages take the same seconds in both directions. edge: its number."""
+    source, sink = (planned.stages[end] for end in planned.program.edges[edge])
+    layout, plan = planned.layout, planned.layout.plan
+    names = [name for name, _ in planned.outputs(edge)]
+    outputs = [(name, stop == 0, *plan.model.sent(name, stop)) for name, stop in planned.outputs(edge)]
+    ends = [(end.unit.name, replica_of(layout, end, 0), end.num_shares) for end in (source, sink)]
+    consumers = [consumers_in(layout, name, sink) for name in names] if source.unit is not sink.unit else []
+    ranks, node_of = (source.ranks[0], sink.ranks[0]), plan.cluster.node_of
+    link = (ranks[0] == ranks[1], node_of(ranks[0]) == node_of(ranks[1]))
+    return (*outputs, *ends, *map(tuple, consumers), *link)

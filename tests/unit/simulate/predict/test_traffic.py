@@ -116,6 +116,15 @@ def test_chunks_on_one_rank_send_nothing():
     assert not traffic(plan(unit, schedule="interleaved_1f1b"))[0].send_s([0]).any()
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("name", [name for name, made in PLANS.items() if made.schedule != "data_parallel"])
+def test_edges_that_are_priced_as_one_take_as_long_as_each_by_itself(name, gradient):
+    found, _ = traffic(PLANS[name])
+    islands = range(found.pricing.num_islands)
+    for edge, seconds in enumerate(np.moveaxis(found.send_s(islands, gradient=gradient), 1, 0)):
+        assert np.array_equal(seconds, np.zeros_like(seconds) + found.edge_s(edge, islands, gradient=gradient))
+
+
 @pytest.mark.parametrize("name", ["dp 2 and 1 to 4", "dp 2 to 4", "dp 4 to 2"])
 def test_brokers_divide_a_microbatchs_output(name):
     """Each source's output goes out once, by the rows of its sinks' examples."""
@@ -204,7 +213,7 @@ def test_what_is_frozen_is_not_reduced_and_gathered_only_where_it_is_sharded():
     found, _ = traffic(frozen)
     reduced = {a.stage for row in found.planned.program.actions for a in row if a.kind is Kind.REDUCE}
     assert all("backbone" in found.planned.stages[number].modules for number in reduced)
-    assert not found.collectives.step_s()[:3].any()
+    assert not found.collectives.step_s[:3].any()
 
 
 def test_hybrid_sharding_in_data_parallelism_sums_over_copies_once():
@@ -225,7 +234,7 @@ def test_a_rank_updates_its_share_of_what_learns_in_all_its_stages():
         model.module("backbone").layers[n].parameters for n in model.module("backbone").block_layers(2, 5)
     )
     second = model.num_parameters - first
-    np.testing.assert_allclose(found.collectives.step_s(), np.array([first, second]) / 2 * STEP_S)
+    np.testing.assert_allclose(found.collectives.step_s, np.array([first, second]) / 2 * STEP_S)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -301,7 +310,7 @@ def test_each_block_is_gathered_and_reduced_by_a_message_of_its_own():
 
 def test_the_norm_is_summed_over_all_ranks_of_data_parallelism():
     found, _ = traffic(colocated())
-    np.testing.assert_allclose(found.collectives.step_s(), found.plan.model.num_parameters / 4 * STEP_S)
+    np.testing.assert_allclose(found.collectives.step_s, found.plan.model.num_parameters / 4 * STEP_S)
     np.testing.assert_allclose(found.collectives.norm_s(), 24 * REDUCE_S)
     assert found.cost.asked[-1] == ("all_reduce", 24, (0, 1, 2, 3))
     assert not traffic(PLANS["chain"])[0].collectives.norm_s().any()
