@@ -262,11 +262,11 @@ def messages_of(record: dict[str, Any], placeholder: str = "<image>") -> list[di
 
 def placeholder_of(processor: Any) -> str:
     """What stands for an item in a record; with its line break, if the template writes one behind it."""
-    if not hasattr(processor, "image_processor"):
-        return "<audio>"
-    alone = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
-    breaks_line = f"{processor.image_token}\n" in processor.apply_chat_template(alone)
-    return "<image>\n" if breaks_line else "<image>"
+    kind = "image" if hasattr(processor, "image_processor") else "audio"
+    alone = [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": "?"}]}]
+    token = re.escape(getattr(processor, f"{kind}_token"))
+    breaks_line = re.search(f"{token}(<[^<>]*>)*\n", processor.apply_chat_template(alone))  # Marks may follow it.
+    return f"<{kind}>\n" if breaks_line else f"<{kind}>"
 
 
 def ours(folder: Path, *, packed: bool = True, overrides: Sequence[str] = (), checkpoint: Path | None = None) -> Step:

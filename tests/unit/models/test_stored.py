@@ -106,15 +106,18 @@ def test_what_is_refused_is_refused_before_sharding(stored, tiny, wrong):
     assert refusals[0] == refusals[1] and "model.backbone.path" in refusals[0]
 
 
-@pytest.mark.parametrize("is_same", [True, False])
-def test_a_tied_weight_that_is_stored_twice_is_read_whole(stored, tiny, is_same):
+def test_a_tied_weight_that_is_stored_twice_is_read_whole(stored, tiny):
     folder, weights, config = stored
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + (0 if is_same else 1)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     whole, deferred = (build_mllm(config, tiny.vocab, deferred=each).backbone.causal_lm for each in (False, True))
-    for model in (whole, deferred):
-        assert (model.lm_head.weight is model.model.embed_tokens.weight) == is_same
+    assert all(model.lm_head.weight is model.model.embed_tokens.weight for model in (whole, deferred))
     assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), deferred.parameters(), strict=True))
+    weights["lm_head.weight"] += 1
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    for each in (False, True):
+        with pytest.raises(UserError, match="an export would lose"):
+            build_mllm(config, tiny.vocab, deferred=each)
 
 
 def test_what_a_class_freezes_stays_frozen_in_a_directory(tiny, larger_checkpoints, tmp_path):
