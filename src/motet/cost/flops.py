@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -41,6 +41,39 @@ class LayerFlops(NamedTuple):
     forward: Float64Array
     input: Float64Array
     weight: Float64Array
+
+
+class ItemColumns(Protocol):
+    """What of items their work follows from: an `ItemLengths`, or a `ModuleAssignment`, whose columns these are."""
+
+    @property
+    def length(self) -> Int64Array: ...
+    @property
+    def segments(self) -> ItemSegments | None: ...
+    @property
+    def num_media(self) -> Int64Array | None: ...
+
+
+def work_of_items(
+    layer: Layer,
+    items: ItemColumns,
+    microbatch: Int64Array | None = None,
+    num_microbatches: int = 1,
+    *,
+    padded: bool = False,
+    num_targets: Int64Array | int | None = None,
+) -> Work:
+    """As `work_of`, of items with all that is known of them."""
+    return work_of(
+        layer,
+        items.length,
+        microbatch,
+        num_microbatches,
+        padded=padded,
+        num_targets=num_targets,
+        segments=items.segments,
+        num_media=items.num_media,
+    )
 
 
 def work_of(

@@ -17,7 +17,7 @@ from motet.core.context_rows import exchanged_heads
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE, BatchLengths
-from motet.cost.flops import work_of
+from motet.cost.flops import work_of_items
 from motet.cost.memory import LayerBytes, StageLayer, plan_precision, stage_layers, stage_memory
 from motet.schedule import PlannedStage, planned
 from motet.simulate.predict.memory import MAX_LOGITS
@@ -122,15 +122,7 @@ class _Rows:
         items = self._lengths.of(name)
         if (name, layer) not in self._known:
             count, targets = items.num_items, self._lengths.num_targets if name == BACKBONE else None
-            work = work_of(
-                layer,
-                items.length,
-                np.arange(count),
-                count,
-                num_targets=targets,
-                segments=items.segments,
-                num_media=items.num_media,
-            )
+            work = work_of_items(layer, items, np.arange(count), count, num_targets=targets)
             self._known[name, layer] = work.rows
         rows, num_examples = self._known[name, layer], self._lengths.num_examples
         if name == BACKBONE:

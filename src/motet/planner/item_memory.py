@@ -14,7 +14,7 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Plan
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE, BatchLengths
-from motet.cost.flops import work_of
+from motet.cost.flops import work_of_items
 from motet.cost.memory import USABLE_MEMORY, LayerBytes, StageLayer, plan_precision, stage_layers
 from motet.planner.alone import fixed_bytes, layer_bytes, on_ranks
 from motet.simulate.predict.memory import MAX_LOGITS
@@ -60,15 +60,7 @@ class RankMemory:
         working, copied_working, most = list[Float64Array](), list[Float64Array](), list[int]()
         for placed, times in self._layers[name].items():
             layer, size = placed.layer, LayerBytes.of(placed, 1.0, self._tp, self._precision)
-            work = work_of(
-                layer,
-                items.length,
-                np.arange(count),
-                count,
-                num_targets=targets,
-                segments=items.segments,
-                num_media=items.num_media,
-            )
+            work = work_of_items(layer, items, np.arange(count), count, num_targets=targets)
             at_once = MAX_LOGITS / layer.output_width if layer.targets_only else np.inf
             rows = np.minimum(work.rows, at_once)
             own = layer_bytes(placed, size, rows, np.zeros(count))

@@ -24,7 +24,7 @@ from motet.core.module_degrees import ModuleDegrees
 from motet.core.plan import ADAM_MOMENTS, BalancingMethod, Plan, Policy
 from motet.core.spec import Layer, ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, Workload
-from motet.cost.flops import like_layer, work_of
+from motet.cost.flops import like_layer, work_of, work_of_items
 from motet.cost.memory import (
     USABLE_MEMORY,
     MixedPrecision,
@@ -231,16 +231,7 @@ class Job:
     def _count(self, name: str, layer: Layer, num_examples: int) -> Work:
         items, microbatch, count, targets = self._microbatches(name, num_examples)
         padded = self.model.module(name).padded
-        return work_of(
-            layer,
-            items.length,
-            microbatch,
-            count,
-            padded=padded,
-            num_targets=targets,
-            segments=items.segments,
-            num_media=items.num_media,
-        )
+        return work_of_items(layer, items, microbatch, count, padded=padded, num_targets=targets)
 
     def why_unpriced(self, tp: int) -> str:
         """Why the cost model has no times at this tensor-parallel degree, as a sentence; "" if it has. Cached."""

@@ -36,7 +36,7 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
-from motet.cost.flops import like_layer, work_of
+from motet.cost.flops import like_layer, work_of_items
 from motet.cost.memory import StageLayer, stage_layers, state_bytes
 from motet.cost.model import Work, backward_seconds
 from motet.planner.degrees import divisors
@@ -129,15 +129,7 @@ class ExampleRows:
     def _counted(self, name: str, layer: Layer) -> _Rows:
         batch, items = self.job.batch, self.job.batch.of(name)
         targets = batch.num_targets if name == BACKBONE else None
-        each = work_of(
-            layer,
-            items.length,
-            items.example,
-            batch.num_examples,
-            num_targets=targets,
-            segments=items.segments,
-            num_media=items.num_media,
-        )
+        each = work_of_items(layer, items, items.example, batch.num_examples, num_targets=targets)
         every = np.stack([each.rows, each.pairs])
         if name != BACKBONE or self.job.model.module(BACKBONE).trainable:
             return _Rows(np.stack([every, every]))

@@ -19,7 +19,7 @@ from motet.core.exchange import Moved
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE, ItemLengths
-from motet.cost.flops import like_layer, work_of
+from motet.cost.flops import like_layer, work_of_items
 from motet.cost.memory import StageLayer, kept_bytes, stage_layers, stage_memory
 from motet.cost.model import Work, backward_seconds
 from motet.planner.job import Job
@@ -179,15 +179,7 @@ class EvenBatch:
         items = batch.of(name)
         targets = batch.num_targets if name == BACKBONE else None
         count = items.num_items
-        alone = work_of(
-            layer,
-            items.length,
-            np.arange(count),
-            count,
-            num_targets=targets,
-            segments=items.segments,
-            num_media=items.num_media,
-        )
+        alone = work_of_items(layer, items, np.arange(count), count, num_targets=targets)
         return items.example, alone.rows, alone.pairs
 
 
@@ -233,16 +225,7 @@ def load_of(job: Job, assignment: StepAssignment, unit: Unit) -> Load:
         if name == BACKBONE:
             targets = np.bincount(batch_index, assignment.batch.num_targets, shape[0] * shape[1]).astype(np.int64)
         padded = job.model.module(name).padded
-        return work_of(
-            layer,
-            items.length,
-            batch_index,
-            shape[0] * shape[1],
-            padded=padded,
-            num_targets=targets,
-            segments=items.segments,
-            num_media=items.num_media,
-        )
+        return work_of_items(layer, items, batch_index, shape[0] * shape[1], padded=padded, num_targets=targets)
 
     def work(name: str, layer: Layer) -> Work:
         return work_like(name, like_layer(layer))
@@ -258,9 +241,7 @@ def load_alone(job: Job, items: Mapping[str, ItemLengths], num_targets: int) -> 
         own = items[name]
         targets = num_targets if name == BACKBONE else None
         padded = job.model.module(name).padded
-        return work_of(
-            layer, own.length, padded=padded, num_targets=targets, segments=own.segments, num_media=own.num_media
-        )
+        return work_of_items(layer, own, padded=padded, num_targets=targets)
 
     return _load(job, 1, work, (1, 1), lambda _: None)
 

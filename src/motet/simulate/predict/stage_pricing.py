@@ -22,7 +22,7 @@ from motet.core.exchange import Moved
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
-from motet.cost.flops import attention_shares, layer_flops, like_layer, work_of
+from motet.cost.flops import attention_shares, layer_flops, like_layer, work_of_items
 from motet.cost.memory import (
     StageLayer,
     kept_bytes,
@@ -376,15 +376,7 @@ class Pricing:
         whole = self._whole(name, like_layer(layer))
         work = Work(whole.rows / (unit.cp * num_shares), whole.pairs / (unit.cp * num_shares))
         if name != BACKBONE and unit.cp > 1:
-            dealt = work_of(
-                layer,
-                items.length,
-                self._shares(name),
-                size * unit.cp,
-                padded=module.padded,
-                segments=items.segments,
-                num_media=items.num_media,
-            )
+            dealt = work_of_items(layer, items, self._shares(name), size * unit.cp, padded=module.padded)
             rows, pairs = (
                 column.reshape(size, unit.cp).max(axis=1) / num_shares for column in (dealt.rows, dealt.pairs)
             )
@@ -407,15 +399,8 @@ class Pricing:
             size, batch_index, targets = items.num_replicas * num, items.batch_index(num), None
             if name == BACKBONE:
                 targets = np.bincount(batch_index, self.assignment.batch.num_targets, size).astype(np.int64)
-            self._known_work[name, like] = work_of(
-                like,
-                items.length,
-                batch_index,
-                size,
-                padded=self.plan.model.module(name).padded,
-                num_targets=targets,
-                segments=items.segments,
-                num_media=items.num_media,
+            self._known_work[name, like] = work_of_items(
+                like, items, batch_index, size, padded=self.plan.model.module(name).padded, num_targets=targets
             )
         return self._known_work[name, like]
 
