@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -96,8 +97,10 @@ def with_parts(
 def read_twice(example: LoadedExample, parts: Sequence[str]) -> LoadedExample:
     """The example with each image as an item of "second" too: behind it, or in its place."""
     old, tokens, targets, media, places, items = example.sequence, [], [], [], [], []
+    begins, turns = [], []
     at = {place: number for number, place in enumerate(old.media_positions.tolist())}
     for place, (token, target) in enumerate(zip(old.tokens, old.targets)):
+        begins.append(len(tokens))
         tokens.append(token)
         targets.append(target)
         if place not in at:
@@ -110,5 +113,8 @@ def read_twice(example: LoadedExample, parts: Sequence[str]) -> LoadedExample:
             media.append(reader)
             places.append(len(tokens) - 1)
             items.append(example.media[at[place]])
+            turns.append((0, 0) if old.turns is None else old.turns[at[place]])
     sequence = TokenSequence(np.array(tokens), np.array(targets), tuple(media), np.array(places, dtype=np.int64))
+    if old.turns is not None:
+        sequence = replace(sequence, turns=np.array([*begins, len(tokens)])[np.array(turns)])
     return LoadedExample(sequence, tuple(items))
