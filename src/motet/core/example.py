@@ -53,9 +53,14 @@ class TokenSequence:
         return np.ones(len(self.media), dtype=np.int64) if self.pieces is None else self.pieces
 
     @property
+    def item_turns(self) -> Int64Array:
+        """`turns`, int64 [num_items, 2]: (0, 0) of all items where there are none."""
+        return np.zeros((len(self.media), 2), dtype=np.int64) if self.turns is None else self.turns
+
+    @property
     def reads_turn(self) -> BoolArray:
         """Whether a turn is what a generator is given of an item, bool [num_items]."""
-        turns = np.zeros((len(self.media), 2), dtype=np.int64) if self.turns is None else self.turns
+        turns = self.item_turns
         return turns[:, 1] > turns[:, 0]
 
     def token_rows(self, item_rows: Int64Array) -> Int64Array:

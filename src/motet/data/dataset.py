@@ -546,7 +546,7 @@ class Dataset:
         columns = ExampleLengths.of(self._indexes, self._starts, np.array([number]))
         for name, column in self._item_lengths(columns)[0].items():
             if most := self._modalities[name].max_turn:
-                rows = int(column.num_tokens[(column.num_tokens == 0) | (column.num_tokens > most)][0])
+                rows = int(column.num_tokens[_wrong_items(column, most)][0])
                 reason = (
                     f"the turn before what {name} is to make has {counted_words(rows, 'row')}, more than "
                     f"model.generators.{name}.max_turn = {most:,}"
@@ -573,7 +573,7 @@ class Dataset:
         wrong = np.zeros(len(columns.num_tokens), dtype=bool)
         for name, column in self._item_lengths(columns)[0].items():
             if most := self._modalities[name].max_turn:
-                wrong[column.example[(column.num_tokens == 0) | (column.num_tokens > most)]] = True
+                wrong[column.example[_wrong_items(column, most)]] = True
         return wrong
 
     def _refused(self, columns: ExampleLengths) -> BoolArray:
@@ -600,3 +600,9 @@ def _readers(modalities: Mapping[str, Modality], combine: Mapping[str, Combine])
     if wrong := combine_error(readers, combine):
         raise UserError(f"{wrong}.")
     return readers
+
+
+def _wrong_items(items: ItemLengths, most: int) -> BoolArray:
+    """Which items would be made of a turn of more than `most` rows, or of none, bool [num_items]."""
+    wrong: BoolArray = (items.num_tokens == 0) | (items.num_tokens > most)
+    return wrong

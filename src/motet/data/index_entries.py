@@ -185,7 +185,7 @@ class EntryReader:
 def _turns(text: TokenSequence) -> list[tuple[int, int, int]]:
     """The columns `turn` of the items of an example."""
     found = []
-    for start, stop in (np.zeros((len(text.media), 2), dtype=np.int64) if text.turns is None else text.turns).tolist():
+    for start, stop in text.item_turns.tolist():
         first, behind = np.searchsorted(text.media_positions, [start, stop]).tolist()
         found.append((stop - start - (behind - first), first, behind - first) if stop > start else (0, 0, 0))
     return found

@@ -182,12 +182,7 @@ def pack(sequences: Sequence[TokenSequence], num_tokens: Mapping[str, Int64Array
         positions[phase] = torch.from_numpy(np.concatenate(spans or [np.empty(0, np.int64)]))
     turn_rows = {}
     if reads.any():
-        turns = np.concatenate(
-            [
-                start + (np.zeros((len(each.media), 2), np.int64) if each.turns is None else each.turns)
-                for start, each in zip(text_starts, sequences, strict=True)
-            ]
-        )
+        turns = np.concatenate([start + each.item_turns for start, each in zip(text_starts, sequences, strict=True)])
         for phase in dict.fromkeys(of_items[reads]):
             of_turns = starts[turns[of_items == phase]]
             turn_rows[phase] = of_turns[:, 1] - of_turns[:, 0]

@@ -32,11 +32,12 @@ def write_example(sequence: TokenSequence, into: UInt8Array) -> None:
     into[:start] = _as_bytes(sequence.tokens, np.int64)
     into[start : start + num_tokens] = _as_bytes(sequence.targets, np.bool_)
     grids = np.zeros((len(sequence.media_positions), GRID_DIM)) if sequence.grids is None else sequence.grids
-    turns = np.zeros((len(sequence.media), 2)) if sequence.turns is None else sequence.turns
     start += _up_to_8(num_tokens)
     end = start + 8 * len(sequence.media_positions)
     into[start:end] = _as_bytes(sequence.media_positions, np.int64)
-    into[end:] = _as_bytes(np.concatenate([grids, np.repeat(turns, sequence.num_pieces, axis=0)], axis=1), np.int32)
+    into[end:] = _as_bytes(
+        np.concatenate([grids, np.repeat(sequence.item_turns, sequence.num_pieces, axis=0)], axis=1), np.int32
+    )
 
 
 def read_example(data: UInt8Array, num_text_tokens: int, media: tuple[str, ...], pieces: Int64Array) -> TokenSequence:

@@ -107,10 +107,9 @@ def sent_key(planned: PlannedProgram, edge: int) -> tuple[object, ...]:
     """Equal for edges of a pipeline whose messages take the same seconds in both directions. edge: its number."""
     source, sink = (planned.stages[end] for end in planned.program.edges[edge])
     layout, plan = planned.layout, planned.layout.plan
-    names = [name for name, _ in planned.outputs(edge)]
     outputs = [(name, stop == 0, *plan.model.sent(name, stop)) for name, stop in planned.outputs(edge)]
     ends = [(end.unit.name, replica_of(layout, end, 0), end.num_shares) for end in (source, sink)]
-    consumers = [consumers_in(layout, name, sink) for name in names] if source.unit is not sink.unit else []
+    consumers = [consumers_in(layout, name, sink) for name, *_ in outputs] if source.unit is not sink.unit else []
     ranks, node_of = (source.ranks[0], sink.ranks[0]), plan.cluster.node_of
     link = (ranks[0] == ranks[1], node_of(ranks[0]) == node_of(ranks[1]))
     return (*outputs, *ends, *map(tuple, consumers), *link)
