@@ -46,7 +46,7 @@ from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
 from motet.models.whole.export import names_of
 from motet.train.checkpoint.restoring import load_weights
-from motet.train.job import open_dataset
+from motet.train.input.datasets import open_dataset
 from motet.train.recipe.recipe import load_recipe
 from motet.train.recipe.whole import WholeRecipe
 

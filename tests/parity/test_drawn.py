@@ -14,7 +14,7 @@ from motet.data.decode import Decoder
 from motet.data.order import GlobalOrder
 from motet.dispatch import LoadedExample
 from motet.models.build import build_mllm
-from motet.train.job import open_dataset
+from motet.train.input.datasets import open_dataset
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
 from parity.tiny import reference_step

@@ -147,7 +147,7 @@ def training_data(recipe: Recipe) -> tuple[Examples, ModelSpec]:
 
     from motet.models.build import build_mllm
     from motet.models.spec import model_spec
-    from motet.train.job import open_dataset
+    from motet.train.input.datasets import open_dataset
 
     vocabulary = recipe.vocabulary()
     with torch.device("meta"):

@@ -38,8 +38,8 @@ from motet.profiling.table import print_tables
 from motet.runtime.clip import clip_factor, scale_gradients, square_sum
 from motet.runtime.fsdp import shard, wrap
 from motet.runtime.mesh import SHARD, build_mesh
+from motet.train.input.datasets import open_dataset
 from motet.train.input.service import open_decoder
-from motet.train.job import open_dataset
 from motet.train.optimizer import OptimizerConfig, build_optimizer
 from motet.train.recipe.recipe import Recipe
 from motet.train.world import World, join_world

@@ -10,7 +10,7 @@ import numpy as np
 from motet.core.arrays import Int64Array
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.models.mllm import MLLM
-from motet.train.job import open_dataset
+from motet.train.input.datasets import open_dataset
 from motet.train.recipe.recipe import Recipe
 
 _NUM_EXAMPLES = 4096

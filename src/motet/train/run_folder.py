@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from motet.core.errors import UserError
+from motet.train.checkpoint.contents import CHECKPOINTS
 from motet.train.report.step_lines import METRICS, step_of
 
 LOCK = "run.lock"
@@ -31,7 +32,7 @@ FILES = (
     "summary.json",
     "report.html",
 )
-FOLDERS = ("checkpoints", "tensorboard", "export", "made", "profile")
+FOLDERS = (CHECKPOINTS, "tensorboard", "export", "made", "profile")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """Error codes of a file system without locks."""
 

@@ -22,11 +22,12 @@ from motet.schedule.plan_units import recomputed_in
 from motet.simulate.show.page import write_timeline_html
 from motet.train.bad_step import BadSteps, BrokenWeights, Cause, examine
 from motet.train.checkpoint.choice import Say
+from motet.train.checkpoint.resuming import has_ended
 from motet.train.evaluate import Evaluation
 from motet.train.export import export
 from motet.train.input.feed import Feed, StepInput, StepRange
 from motet.train.input.loading import UnreadableExample
-from motet.train.job import TrainingJob, build_job, has_ended
+from motet.train.job import TrainingJob, build_job
 from motet.train.made_items import write_items
 from motet.train.optimizer import learning_rate, set_learning_rate
 from motet.train.planned_job import ChosenPlan

@@ -18,7 +18,7 @@ from motet.models.families.registry import BACKBONES, ENCODERS
 from motet.models.families.supported import check_backbone
 from motet.models.spec import spec_of_directory
 from motet.train.evaluate import EvaluateConfig
-from motet.train.job import open_dataset
+from motet.train.input.datasets import open_dataset
 
 INF, NAN = float("inf"), float("nan")
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}

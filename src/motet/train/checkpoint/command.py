@@ -17,7 +17,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from motet.core.errors import UserError
-from motet.train.checkpoint.contents import Damaged, RunState, is_checkpoint, read_manifest, step_named, verify
+from motet.train.checkpoint.contents import (
+    CHECKPOINTS,
+    Damaged,
+    RunState,
+    is_checkpoint,
+    read_manifest,
+    step_named,
+    verify,
+)
 from motet.train.checkpoint.folder import checkpoints, checkpoints_set_aside, unfinished
 from motet.train.checkpoint.remote import NotWhole, RemoteCheckpoints, check_url, checkpoint_at, is_stored
 
@@ -104,7 +112,7 @@ def _in(folder: Path) -> list[Path]:
     """The checkpoints in a folder, by step. Raises UserError if there are none."""
     if is_checkpoint(folder):
         return [folder]
-    inner = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    inner = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
     paths = sorted([*checkpoints(inner), *checkpoints_set_aside(inner), *unfinished(inner)], key=_order)
     if not paths:
         raise UserError(f"{folder} holds no checkpoints; name the run.dir of a recipe.")

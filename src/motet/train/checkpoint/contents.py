@@ -164,6 +164,9 @@ class StoredTensor(_Stored):
 
 _TENSORS = TypeAdapter(dict[str, StoredTensor])
 
+CHECKPOINTS = "checkpoints"
+"""The folder of checkpoints in that of a run."""
+
 
 def name_of(step: int) -> str:
     """The name of a checkpoint's folder."""

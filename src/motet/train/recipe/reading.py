@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from motet.core.errors import UserError
 from motet.core.text_files import KeyPath, parse_toml, read_text
-from motet.train.checkpoint.contents import name_of
+from motet.train.checkpoint.contents import CHECKPOINTS, name_of
 from motet.train.recipe.phases import check_handed_on, phases_in, tables_of_phase
 from motet.train.recipe.toml_text import set_key
 
@@ -80,7 +80,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeText:
         check_handed_on(path, text, phases, number, (before.get("model"), own.get("model")))
         # A start that [run] states is that of the first phase.
         if isinstance(folder, str) and isinstance(steps := before["run"]["steps"], int):
-            own["run"]["start"] = str(Path(folder, phases[number - 1].name, "checkpoints", name_of(steps)))
+            own["run"]["start"] = str(Path(folder, phases[number - 1].name, CHECKPOINTS, name_of(steps)))
     return RecipeText(text, own, set_keys, number)
 
 

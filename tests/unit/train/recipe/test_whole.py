@@ -35,7 +35,7 @@ from motet.schedule import planned
 from motet.simulate.predict.predict import assign_batch
 from motet.simulate.predict.stage_pricing import Pricing
 from motet.train.balancing import check_shared
-from motet.train.job import open_dataset
+from motet.train.input.datasets import open_dataset
 from motet.train.planned_job import impossible_cut
 from motet.train.recipe.recipe import dump_recipe, load_recipe
 from unit.models.conftest import Packed

@@ -1,0 +1,210 @@
+"""Where a run begins: at its first step, with weights of another run, or behind one of its own checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from motet.core.errors import UserError
+from motet.models.mllm import MLLM
+from motet.train.checkpoint.choice import Say, Start, choose_checkpoint, remove_all, verified_start
+from motet.train.checkpoint.contents import (
+    CHECKPOINTS,
+    Progress,
+    RunState,
+    digest_of,
+    is_checkpoint,
+    name_of,
+    read_state,
+)
+from motet.train.checkpoint.remote import RemoteCheckpoints, checkpoint_at, digest_at, is_stored
+from motet.train.checkpoint.restoring import load, load_weights
+from motet.train.checkpoint.state import store_frozen
+from motet.train.input.own_splits import check_same_splits
+from motet.train.recipe.recipe import Recipe
+from motet.train.world import World
+
+_START = "start"
+"""The folder in that of a run with a copy of the checkpoint that it begins with, where `run.start` is a URL."""
+
+
+def resume_run(
+    recipe: Recipe,
+    world: World,
+    resume: str,
+    model: MLLM,
+    optimizer: torch.optim.Optimizer,
+    start: Progress,
+    say: Say,
+) -> tuple[Progress, list[str]]:
+    """Restore the checkpoint that `resume` ("auto", "never" or a path) selects, if any. A collective.
+
+    start: the Progress before the first step.
+    Returns the Progress from which the run goes on, and the names of the checkpoints that led there.
+    """
+    folder = recipe.run.dir / CHECKPOINTS
+    chosen = choose_checkpoint(_fetched(resume, recipe, world, say), folder, world, say)
+    with world.together():
+        if chosen is not None:
+            if recipe.data.is_split and chosen.state.dataset != start.dataset:
+                check_same_splits(chosen, recipe, world)
+            _check_same_run(chosen, start, recipe.run.steps)
+            _check_same_start(chosen, recipe.run.start)
+        elif resume == "never" and world.is_first:
+            remove_all(folder)
+    if chosen is None:
+        return _begun(recipe, world, model, start, say), []
+    store_frozen(model, (start.beside or {}).keys() - (chosen.state.beside or {}).keys())
+    progress = load(chosen.path, model, optimizer, world.control, world.together)
+    is_done = progress.step == recipe.run.steps
+    say(f"Resuming after step {progress.step} from {chosen.path}{', which is the last step' if is_done else ''}.")
+    return progress, chosen.line
+
+
+def has_ended(recipe: Recipe) -> bool:
+    """Whether the checkpoint of the last step is there. Its bytes are verified when something begins with it."""
+    return is_checkpoint(recipe.run.dir / CHECKPOINTS / name_of(recipe.run.steps))
+
+
+def check_beside(checkpoint: Path, then: RunState, now: Progress, or_else: str = "") -> None:
+    """Raise UserError if a checkpoint has adapters of a part whose frozen weights, or whose scale, are others now.
+
+    or_else: what may be done about it but to restore them.
+    """
+    if other := _first_other(then.beside or {}, now.beside or {}):
+        raise UserError(
+            f"The checkpoint {checkpoint} has adapters of {other!r} alone, and was written beside other weights than "
+            f"those of its path in [model] now, or of run.seed: restore them{or_else}."
+        )
+    scales, stated = then.scales or {}, now.scales or {}
+    if other := _first_other(scales, stated):
+        raise UserError(
+            f"The checkpoint {checkpoint} has adapters of {other!r} that are multiplied by {scales[other]:g}, and "
+            f"alpha, rank and rank_stabilized of model.lora say {stated[other]:g} now: restore them{or_else}."
+        )
+
+
+def _fetched(resume: str, recipe: Recipe, world: World, say: Say) -> str:
+    """What to resume from once it is here: a checkpoint that is named by URL, or the newest one of `checkpoint.url`.
+
+    A collective.
+    """
+    folder, found = recipe.run.dir / CHECKPOINTS, resume
+    with world.together():
+        if world.is_first:
+            if is_stored(resume):
+                remote, name = checkpoint_at(resume)
+                say(f"Fetching {resume} to {folder}.")
+                found = str(remote.fetch(name, folder))
+            elif resume == "auto" and recipe.checkpoint.url is not None:
+                remote = RemoteCheckpoints(recipe.checkpoint.url)
+                if name := remote.newer_than(folder):
+                    say(f"Fetching {remote.url}/{name} to {folder}.")
+                    remote.fetch(name, folder)
+    return str(world.gather(found)[0])
+
+
+def _begun(recipe: Recipe, world: World, model: MLLM, start: Progress, say: Say) -> Progress:
+    """The Progress of a run that begins, with the weights of `run.start` if there is one. A collective."""
+    path = _start_here(recipe, world, say)
+    if path is None:
+        return start
+    digest = verified_start(path, world)
+    with world.together():
+        then = read_state(path)
+        check_beside(path, then, start)
+    store_frozen(model, (start.beside or {}).keys() - (then.beside or {}).keys())
+    load_weights(path, model, world.control, world.together, may_lack_adapters=True)
+    say(f"Beginning with the weights of {recipe.run.start}.")
+    beside = {name: weights for name, weights in (start.beside or {}).items() if name in (then.beside or {})}
+    return replace(start, start=digest, beside=beside or None)
+
+
+def _start_here(recipe: Recipe, world: World, say: Say) -> Path | None:
+    """The checkpoint of `run.start`, once it is here: one that is named by URL is copied. A collective."""
+    named = recipe.run.start
+    if named is None or not is_stored(named):
+        return None if named is None else Path(named)
+    folder = recipe.run.dir / _START
+    with world.together():
+        remote, name = checkpoint_at(named)
+        if world.is_first:
+            say(f"Fetching {named} to {folder}.")
+            remote.fetch(name, folder)
+    return folder / name
+
+
+def _check_same_start(chosen: Start, now: str | None) -> None:
+    """Raise UserError if the run of a checkpoint began with other weights than those of `run.start` now."""
+    begun, digest = chosen.state.start, ""
+    if now is not None and is_stored(now):
+        digest = digest_at(now) or ""
+    elif now is not None and is_checkpoint(Path(now)):
+        digest = digest_of(Path(now))
+    if now is not None and begun and not digest:
+        return  # Who goes on may have removed the checkpoint that the run began with.
+    if begun == digest and (now is None or digest):
+        return
+    whose = "the weights of another checkpoint" if begun else "weights of its own"
+    wanted = ", and there is no run.start now" if now is None else f", not with those of run.start = {now}"
+    raise UserError(
+        f"The run of the checkpoint {chosen.path} began with {whose}{wanted}: set run.start back, or start anew with "
+        "--resume never."
+    )
+
+
+def _check_same_run(chosen: Start, start: Progress, num_steps: int) -> None:
+    """Raise UserError if a checkpoint has another order, groups or dataset, or is beyond the last step."""
+    if chosen.state.seed != start.seed:
+        raise UserError(
+            f"The checkpoint {chosen.path} was written with data.seed = {chosen.state.seed}, not {start.seed} as now, "
+            "which orders the examples anew: set it back, or start anew with --resume never."
+        )
+    if chosen.state.shuffle not in (None, start.shuffle):
+        then, now = (str(shuffle).lower() for shuffle in (chosen.state.shuffle, start.shuffle))
+        raise UserError(
+            f"The checkpoint {chosen.path} was written with data.shuffle = {then}, not {now} as now, which orders the "
+            "examples anew: set it back, or start anew with --resume never."
+        )
+    if chosen.state.optimizer not in ("", start.optimizer):
+        raise UserError(
+            f'The checkpoint {chosen.path} has the state of optimizer.name = "{chosen.state.optimizer}", not of '
+            f'"{start.optimizer}" as now: set it back, or begin with its weights alone by run.start.'
+        )
+    if chosen.state.mixture != start.mixture:
+        then, now = (list(mixture) or "no mixture" for mixture in (chosen.state.mixture, start.mixture))
+        raise UserError(
+            f"The checkpoint {chosen.path} was written with a data.mixture in the proportion {then}, not {now} "
+            "as now, which orders the examples anew: set it back, or start anew with --resume never."
+        )
+    if chosen.state.dataset != start.dataset:
+        raise UserError(
+            f"The checkpoint {chosen.path} was written on other training examples than those of data.train now, or of "
+            "[workload], so its position among them means nothing: restore them, or start anew with --resume never."
+        )
+    check_beside(chosen.path, chosen.state, start, ", or start anew with --resume never")
+    if chosen.state.group != start.group:
+        raise UserError(
+            f"The checkpoint {chosen.path} was written {_group_words(chosen.state.group)}, and this run is "
+            f"{_group_words(start.group)}, which orders the examples anew: set it back, or start anew with --resume "
+            "never."
+        )
+    if chosen.state.step > num_steps:
+        raise UserError(
+            f"The checkpoint {chosen.path} is of step {chosen.state.step}, and run.steps = {num_steps} ends before it: "
+            "raise run.steps, go back to an earlier checkpoint with --resume PATH, or start anew with --resume never."
+        )
+
+
+def _first_other(then: Mapping[str, object], now: Mapping[str, object]) -> str:
+    """The first part of both whose value is another now; "" if there is none."""
+    return next((name for name in then if name in now and then[name] != now[name]), "")
+
+
+def _group_words(group: Mapping[str, int] | None) -> str:
+    if group is None:
+        return "without data.group"
+    return "with data.group = { " + ", ".join(f"{name} = {cap}" for name, cap in group.items()) + " }"
