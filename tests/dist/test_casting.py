@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from cli.tiny_job import losses, write_tiny_job
 from dist.test_resume import stop_after, train_rank
-from motet.runtime.casting import computing
+from motet.runtime.casting import computing, set_compute_types
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import build_mesh
+from motet.runtime.sharded_state import ComputeTypes
 from parity.tiny import build_model
 from ranks import run_ranks
 
@@ -45,6 +47,15 @@ def forms(rank: int, num_ranks: int) -> tuple[bool, set[torch.dtype], set[torch.
 
 def test_nothing_is_wrapped_and_parameters_are_cast_in_a_step_alone():
     assert run_ranks(forms, 2) == [(False, {torch.bfloat16}, {False}, True)] * 2
+
+
+def test_whole_numbers_stay_what_they_are():
+    backbone = torch.nn.Linear(2, 2)
+    backbone.order = torch.nn.Parameter(torch.tensor([257, 0]), requires_grad=False)
+    model = SimpleNamespace(encoders={}, backbone=backbone)
+    set_compute_types(model, ComputeTypes(torch.bfloat16))
+    with computing(model):
+        assert backbone.weight.dtype == torch.bfloat16 and backbone.order.tolist() == [257, 0]
 
 
 @pytest.mark.slow

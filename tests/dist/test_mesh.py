@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -35,6 +37,14 @@ class NoBlocks(nn.Module):
 def test_recomputation_without_blocks_is_refused():
     with pytest.raises(UserError, match="module 'backbone' names no blocks that can be recomputed"):
         shard(NoBlocks(), None, FSDPConfig(recompute=True))
+
+
+def test_a_number_without_a_dimension_is_not_shared_out():
+    model = NoBlocks()
+    model.backbone.gate = nn.Parameter(torch.tensor(0.5))
+    with pytest.raises(UserError, match="The weight gate of 'backbone' is a number without a dimension"):
+        shard(model, SimpleNamespace(is_sharded=True), FSDPConfig())
+    shard(model, SimpleNamespace(is_sharded=False), FSDPConfig(shard_size=1))
 
 
 @pytest.mark.parametrize(

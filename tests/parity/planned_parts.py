@@ -3,6 +3,8 @@
 "queries":      the image's projector is a resampler, the others' are Q-Formers: a block more each.
 "tiles":        a callback with weights makes tiles of each image before its encoder, and one doubles audio's rows.
 "again":        the image's rows enter the backbone again before its third block, audio's before its second as well.
+"gate":         what audio's projector makes is multiplied by a number that learns, a parameter without a dimension; a
+                frozen one of whole numbers orders its columns anew.
 "ahead":        rows of images see each other in both directions. "prefix": so do those before the first target.
 "rows", "sum":  "second" reads each image too; its rows come behind the first encoder's, or are added to them.
 """
@@ -51,6 +53,18 @@ class Tiles(nn.Module):
         return values + torch.tanh(self.linear(values)), torch.from_numpy(self.items(sizes.numpy())[0])
 
 
+class Gate(nn.Module):
+    """A number by which rows are multiplied, and an order of their columns."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.order = nn.Parameter(torch.arange(dim).flip(0)[None], requires_grad=False)
+        self.factor = nn.Parameter(torch.tensor(0.8))
+
+    def forward(self, rows: Tensor, sizes: Tensor) -> Tensor:
+        return rows[:, self.order[0]] * self.factor
+
+
 class WideTiles(Tiles):
     """Tiles of patches of 48 values, as a recipe names a callback: without arguments."""
 
@@ -91,7 +105,8 @@ def with_parts(
     projector = build_projector(8, dim, _QUERIES[phase] if "queries" in parts else joined).to(torch.float64)
     keep_float64(projector)
     before = {"image": Tiles(row_dim).to(torch.float64), "audio": doubled}.get(phase) if "tiles" in parts else None
-    return ModalityModule(tower.to(torch.float64), projector, before=before, **frozen)
+    after = Gate(dim).to(torch.float64) if "gate" in parts and phase == "audio" else None
+    return ModalityModule(tower.to(torch.float64), projector, before=before, after=after, **frozen)
 
 
 def read_twice(example: LoadedExample, parts: Sequence[str]) -> LoadedExample:

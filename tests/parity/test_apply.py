@@ -163,6 +163,8 @@ def test_a_model_with_a_generator_trains_as_one_process_does():
 MISTAKES = {
     "weights": "has other weights than rank",
     "examples": "step: rank 1 was given other examples than rank 0",
+    "targets": "step: rank 1 was given other examples than rank 0",
+    "types": "weights are of several types (encoders.image.",
     "fewer examples": "step: a step of the plan takes 8 examples, not 7",
     "ranks": "The plan is for 3 ranks, and 2 run",
     "precision": "the plan computes in fp64, and the model is in fp32.",
@@ -201,6 +203,10 @@ def refused(rank, num_ranks):
             model = model.float()
         elif what == "examples" and rank:
             batch = batches[1]
+        elif what == "targets" and rank:
+            batch = [replace(each, sequence=replace(each.sequence, targets=~each.sequence.targets)) for each in batch]
+        elif what == "types":
+            model.encoders.float()
         elif what == "fewer examples" and rank:
             batch = batch[:-1]
         elif what == "phase":

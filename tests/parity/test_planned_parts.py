@@ -16,6 +16,9 @@ TWICE = {"i": 3, "s": 1}, {"s": 1, "a": 2, "b": 3}
 QUERIED = {"i": 4, "s": 3, "a": 3}
 CASES = {
     2: [
+        # A parameter of one number, and one of whole numbers, which no rank shares out.
+        *(PlannedCase(chain({"i": 3, "a": 2, "b": 3}, dp=2, zero=z), parts=("gate",)) for z in (1, 2, 3)),
+        PlannedCase(chain({"i": 3, "a": 2, "b": 3}, dp=2, zero=2), parts=("gate",), is_mixed=True),
         # Cut before and behind a projector with queries, and recomputed with it.
         PlannedCase(chain({"i": 3}, {"i": 1, "a": 3, "b": 3}), parts=("queries",)),
         PlannedCase(chain({"i": 4, "a": 2}, {"a": 1, "b": 3}), "gpipe", parts=("queries",), blocking=True),
@@ -80,6 +83,6 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(CASES, {2: (2, 6), 3: (0,)}))
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(CASES, {2: (1, 3, 6, 10), 3: (0,)}))
 def test_models_with_more_parts_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)

@@ -137,7 +137,7 @@ def apply(
         raise UserError("motet.apply needs torch.distributed.init_process_group to have been called, on every rank.")
     world = borrowed_world()
     with world.together():
-        dtype = next(mllm.parameters()).dtype
+        dtype = _dtype_of(mllm)
         spec = model_spec(mllm)
     _check_same_weights(mllm, world)
     chosen = None
@@ -150,6 +150,20 @@ def apply(
     with world.together():
         _check(chosen, mllm, spec, dtype, world)
     return ParallelMLLM(mllm, chosen, _optimizer_of(optimizer), max_grad_norm, world)
+
+
+def _dtype_of(mllm: MLLM) -> torch.dtype:
+    """The dtype of all weights. Raises UserError for several: what ranks send each other is of one."""
+    first: dict[torch.dtype, str] = {}
+    for name, weight in mllm.named_parameters():
+        if weight.is_floating_point():
+            first.setdefault(weight.dtype, f"{name} in {str(weight.dtype).removeprefix('torch.')}")
+    if len(first) > 1:
+        raise UserError(
+            f"motet.apply: weights are of several types ({', '.join(first.values())}); make all of one, as by "
+            "mllm.to(torch.bfloat16)."
+        )
+    return next(iter(first))
 
 
 def _planned(
@@ -250,12 +264,13 @@ def _lengths_of(batch: Sequence[LoadedExample], measured: Mapping[str, Measure])
 
 
 def _digest(lengths: BatchLengths, batch: Sequence[LoadedExample]) -> bytes:
-    """Of tokens and sizes of all examples: what tells batches apart without reading the media."""
+    """Of texts and sizes of all examples: what tells batches apart without reading the media."""
     digest = hashlib.blake2b(lengths.sequence.tobytes(), digest_size=16)
     for example in batch:
-        digest.update(np.ascontiguousarray(example.sequence.tokens).tobytes())
-        if example.sequence.turns is not None:
-            digest.update(np.ascontiguousarray(example.sequence.turns).tobytes())
+        text = example.sequence
+        digest.update(repr(text.media).encode())
+        for column in (text.tokens, text.targets, text.media_positions, text.grids, text.pieces, text.turns):
+            digest.update(b"" if column is None else np.asarray(column, np.int64).tobytes())
         for item in example.media:
             digest.update(np.asarray(item.size, np.int64).tobytes())
     return digest.digest()

@@ -40,7 +40,7 @@ def computing(model: Model) -> Iterator[None]:
         for whole in modules_by_phase(model).values()
         for module in (whole.modules() if isinstance(whole, nn.Module) else ())
         for key, parameter in module._parameters.items()
-        if parameter is not None and dtype not in (None, parameter.dtype)
+        if parameter is not None and parameter.is_floating_point() and dtype not in (None, parameter.dtype)
     ]
     casts: dict[int, Tensor] = {}  # A tied parameter has one.
     with torch.enable_grad():

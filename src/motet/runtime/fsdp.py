@@ -150,7 +150,7 @@ def shard(model: Model, mesh: Mesh, config: FSDPConfig) -> None:
     """Prepare every module of the model, in place, for the whole copy, or the share of one, that this rank holds.
 
     Parameters must be initialised alike on all ranks, and already frozen if they are to be frozen. Raises UserError if
-    config.recompute does not fit the blocks that can be recomputed.
+    config.recompute does not fit the blocks that can be recomputed, and for a parameter that cannot be shared out.
     """
     modules = modules_by_phase(model)
     for phase, module in modules.items():
@@ -163,9 +163,21 @@ def shard(model: Model, mesh: Mesh, config: FSDPConfig) -> None:
     for phase, module in modules.items():
         recompute_first(module, counts.get(phase, 0))
     if mesh.is_sharded:
+        _check_dimensions(modules)
         wrap(model, mesh, config)
     else:
         set_compute_types(model, config.types)
+
+
+def _check_dimensions(modules: Mapping[str, Any]) -> None:
+    """Raise UserError for a parameter without a dimension, of which FSDP2 has no rows to share out."""
+    for phase, module in modules.items():
+        for name, parameter in module.named_parameters():
+            if not parameter.ndim:
+                raise UserError(
+                    f"The weight {name} of {phase!r} is a number without a dimension, which ranks cannot share out: "
+                    "make it a list of one, torch.ones(1), or let each rank hold all weights by fsdp.shard_size = 1."
+                )
 
 
 def wrap(model: Model, mesh: Mesh, config: FSDPConfig) -> None:

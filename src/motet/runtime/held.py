@@ -34,6 +34,15 @@ class HeldPart:
         """Whether the collectives of a stage are for them. Tied parameters of several stages have none."""
         return self.sharing.is_of_stage and stage in self.sharing.stages
 
+    @property
+    def sums_once(self) -> bool:
+        """Whether gradients add up in place over the step, so that a second sum over ranks would count the first twice.
+
+        Under ZeRO 2 and 3 too: what no rank shares out, as a parameter of one number, and experts of which each rank
+        of a sharded copy has others.
+        """
+        return self.sharing.zero < 2
+
     def is_of_any(self, stages: Collection[int]) -> bool:
         """Whether the collectives of any of these stages are for them."""
         return any(self.is_of(stage) for stage in stages)
@@ -77,7 +86,12 @@ class HeldParameters:
         ]
         stages = {kind: {action.stage for action in place.row.row if action.kind is kind} for kind in _COLLECTIVES}
         self._ungathered = [state for held, state in self._sharded if not held.is_of_any(stages[Kind.GATHER])]
-        self._unreduced = [held for held in self.all if not held.is_of_any(stages[Kind.REDUCE])]
+        by_microbatch = {a.stage for a in place.row.row if a.kind is Kind.REDUCE and a.microbatch >= 0}
+        self._unreduced = [
+            held
+            for held in self.all
+            if not held.is_of_any(stages[Kind.REDUCE]) or (held.sums_once and held.is_of_any(by_microbatch))
+        ]
         self._in_use: dict[tuple[int, int], list[ShardedState]] = {}
         self._waits = not place.program.layout.plan.cluster.device.overlaps
 
@@ -144,6 +158,8 @@ class HeldParameters:
     def reduce(self, action: Action, batches: Sequence[RankBatch]) -> None:
         """REDUCE: start to sum the gradients of a stage over the ranks that share them."""
         for held in self.all:
+            if action.microbatch >= 0 and held.sums_once:
+                continue  # `finish` sums them.
             if held.is_of(action.stage) and held.state.has_gradients and _has(held, action, batches):
                 held.state.start()
                 if self._waits:

@@ -80,6 +80,7 @@ class Sharing:
         """The sharing of a parameter on the rank of a Place. casts: whether passes compute with a copy of it.
 
         Frozen parameters are shared out under ZeRO 3, and where passes have a copy: there is no GATHER for them else.
+        What has no dimension, and whole numbers, are never shared out.
         """
         module = BACKBONE if name.startswith(f"{BACKBONE}.") else name.split(".")[1]
         number, *others = (number for number in holders.stages if number in place.stages)
@@ -91,7 +92,8 @@ class Sharing:
             ranks, cut, cut_ranks = ranks[ranks.index(place.rank) % ep :: ep], 0, place.expert_ranks
             shard_size = expert_shard_size(shard_size, ep)
         is_shared = stage.zero == 3 or (stage.zero > 0 and (parameter.requires_grad or casts))
-        if not is_of_stage or not is_shared or shard_size == 1 or parameter.ndim == 0:
+        is_whole = parameter.ndim == 0 or not parameter.is_floating_point()
+        if not is_of_stage or not is_shared or shard_size == 1 or is_whole:
             return Sharing(module, ranks, holders.stages, is_of_stage, cut=cut, cut_ranks=cut_ranks)
         return Sharing(module, ranks, holders.stages, is_of_stage, stage.zero, shard_size, cut, cut_ranks)
 

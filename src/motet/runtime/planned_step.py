@@ -89,7 +89,7 @@ class PlannedStep:
             for name, parameter in module.named_parameters()
         }
         self.spans = {number: tuple(spans_of(stage, spec)) for number, stage in place.stages.items()}
-        _, first = next(iter(self.parameters.values()))
+        first = next(parameter for _, parameter in self.parameters.values() if parameter.is_floating_point())
         has_halves = any(action.kind is Kind.W for action in place.row.row)
         self.deferred = DeferredWeights(self.modules.values()) if has_halves else None
         self.like = torch.empty(0, dtype=held.types.compute or first.dtype, device=mesh.device)

@@ -41,8 +41,8 @@ class ComputeTypes:
     reduce: torch.dtype | None = None
 
     def casts(self, stored: torch.dtype) -> bool:
-        """Whether anything is computed or summed in another type than `stored`."""
-        return {self.compute or stored, self.reduce or self.compute or stored} != {stored}
+        """Whether anything is computed or summed in another type than `stored`. Whole numbers stay what they are."""
+        return stored.is_floating_point and {self.compute or stored, self.reduce or self.compute or stored} != {stored}
 
 
 SAME_TYPES = ComputeTypes()
@@ -170,7 +170,7 @@ class _Piece:
                 sizes[sharing.cut] = stop - first
             self.first, self.stop = row_range(sizes[0], parameter.device_mesh)
         self.shape = torch.Size(sizes)
-        self.num_rows = -(-sizes[0] // sharing.shard_size)
+        self.num_rows = -(-sizes[0] // sharing.shard_size) if sizes else 1
         self.width = self.shape[1:].numel()
         self.is_same = sharing.shard_size == 1 and self.dtype == parameter.dtype
         self.whole = parameter
@@ -199,6 +199,7 @@ class _Piece:
 
     def parts(self, whole: Tensor, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs of the same elements: of a tensor of the parameter's shape, and of a message, [num_ranks, length]."""
+        whole = whole if whole.ndim else whole.view(1)
         num_full, rest = divmod(len(whole), self.num_rows)
         cut = num_full * self.num_rows
         yield whole[:cut].reshape(num_full, self.length), message[:num_full]
@@ -240,7 +241,7 @@ class _Bucket:
             of_rank = torch.Size((piece.stop - piece.first, *piece.shape[1:]))
             if self._zero < 2:
                 self._sums.append(torch.zeros(piece.shape, dtype=self._stored_dtype, device=self._device))
-                own = self._sums[-1][piece.first : piece.stop]
+                own = self._sums[-1][piece.first : piece.stop] if piece.shape else self._sums[-1]
             else:
                 own = torch.zeros(of_rank, dtype=self._stored_dtype, device=self._device)
             piece.stored_gradient = piece.as_stored(own)
