@@ -248,6 +248,11 @@ def test_nothing_fits(recipe, monkeypatch, capsys):
             ["--explain", "plan.png"],
             "plan.png cannot be written: two of --out, --png, --html, --explain and --json name it.",
         ),
+        (["--json", "job.toml"], "job.toml cannot be written: this command reads it; name another file."),
+        (
+            ["--launch", "slurm", "--out", "plan.sbatch"],
+            "plan.sbatch cannot be written: another output of this command has that name; name another file.",
+        ),
         (["--set", "model.backbone.mpl=3"], "unknown key 'model.backbone.mpl'; did you mean 'mlp'?"),
         (["--set", "model.encoders.image.num_mel_bins=3"], "num_mel_bins, which has no effect on an encoder of kind"),
         (["--set", "model.backbone.num_heads=3"], "3 heads do not divide a row of 256"),
