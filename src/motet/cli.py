@@ -17,7 +17,7 @@ import typer
 
 import motet
 from motet.core.errors import UserError
-from motet.core.files import check_output
+from motet.core.files import check_output, check_outputs
 from motet.core.heap import keep_freed_memory
 from motet.core.limits import MAX_BATCHES, MAX_EXAMPLES, MAX_NODES, MAX_RANKS, MAX_RANKS_PER_NODE, MAX_SEED
 from motet.core.words import counted_words
@@ -125,6 +125,7 @@ def train_recipe(
         from motet.planning.dry_run import show_memory
 
         plan = _one_plan(plans, recipe)
+        check_outputs([json_file], [recipe, plan])
         show_memory(recipe, overrides or (), json_file, plan.absolute() if plan is not None else None)
         return
     if json_file is not None:
@@ -338,10 +339,13 @@ def plan_recipe(
                 f"{wrong} is of one plan, and {recipe} trains in phases ({', '.join(phases)}): choose one with --set "
                 f"run.phase={phases[0]}."
             )
+    written = [*dict.fromkeys(outputs.paths)]
     if launch is not None:
         from motet.planning.launch import launch_file
 
+        written.append(launch_file(out, launch))
         check_output(launch_file(out, launch))
+    check_outputs(written, [recipe, workload, profile])
     if measure is not None:
         from motet.planning.measure import MeasureRequest, plan_measured
 
@@ -404,6 +408,7 @@ def simulate_plan(
 
     outputs = PredictionOutputs(trace, html, png, actions, json_file)
     outputs.check()
+    check_outputs([trace, html, png, json_file], [plan, workload, profile])
     if plan.suffix == ".toml":
         from motet.planning.cluster import ClusterOptions, with_device
         from motet.planning.job import JobOptions
@@ -467,6 +472,7 @@ def analyze_data(
 
     if mix not in ("rows", "even"):
         raise UserError(f"--mix {mix}: must be rows or even.")
+    check_outputs([html], [source])
     subject: Any = source
     examples = 128
     if source.endswith(".toml"):
@@ -504,6 +510,7 @@ def profile_model(
     from motet.profiling.command import profile as run_profile
     from motet.train.recipe.recipe import load_recipe
 
+    check_outputs([out], [recipe])
     run_profile(load_recipe(recipe, overrides or ()), recipe.stem, out=out, seconds=seconds)
 
 

@@ -72,13 +72,18 @@ def motet(monkeypatch, *words) -> None:
 
 
 def fails(monkeypatch, capsys, *words) -> str:
+    error = fails_at_last(monkeypatch, capsys, *words)
+    assert error.count("\n") == 0
+    return error
+
+
+def fails_at_last(monkeypatch, capsys, *words) -> str:
+    """What is said on standard error, a progress bar included."""
     monkeypatch.setattr(sys, "argv", ["motet", *map(str, words)])
     with pytest.raises(SystemExit) as exit_:
         main()
     assert exit_.value.code == 2
-    error = capsys.readouterr().err.strip()
-    assert error.count("\n") == 0
-    return error
+    return capsys.readouterr().err.strip()
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +253,11 @@ def test_nothing_fits(recipe, monkeypatch, capsys):
             ["--explain", "plan.png"],
             "plan.png cannot be written: two of --out, --png, --html, --explain and --json name it.",
         ),
+        (["--json", "job.toml"], "job.toml cannot be written: this command reads it; name another file."),
+        (
+            ["--launch", "slurm", "--out", "plan.sbatch"],
+            "plan.sbatch cannot be written: another output of this command has that name; name another file.",
+        ),
         (["--set", "model.backbone.mpl=3"], "unknown key 'model.backbone.mpl'; did you mean 'mlp'?"),
         (["--set", "model.encoders.image.num_mel_bins=3"], "num_mel_bins, which has no effect on an encoder of kind"),
         (["--set", "model.backbone.num_heads=3"], "3 heads do not divide a row of 256"),
@@ -286,6 +296,19 @@ def test_a_training_recipe(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "tiny.png").exists()
     said = capsys.readouterr().out
     assert "Train it: torchrun" in said and "Remove" not in said
+
+
+def test_what_trains_has_ranks_that_share_sequences_as_context_says(tmp_path, monkeypatch, capsys):
+    """Training refuses `[context]` where no ranks share a sequence, so a plan without such ranks does not train."""
+    monkeypatch.chdir(tmp_path)
+    recipe = write_tiny_job(tmp_path)
+    asks = recipe, "--cluster", "a40", "--trainable", "--no-what-if", "--pin", "strategy=chain"
+    asks += "--set", "context.exchange=ulysses", "--set", "run.batch_size=2"
+    error = fails_at_last(monkeypatch, capsys, "plan", *asks, "--ranks-per-node", "1")
+    assert "training cannot run another cp than [context] is for (context.exchange is 'ulysses', but no ranks" in error
+    motet(monkeypatch, "plan", *asks, "--ranks-per-node", "2", "--pin", "cp=2", "--pin", "dp=1", "--pin", "pp=1")
+    units = json.loads((tmp_path / "plan.json").read_text())["units"]
+    assert units[0]["cp"] == 2 and "Train it: torchrun" in capsys.readouterr().out
 
 
 def test_what_the_plan_decides_is_to_leave_the_recipe_before_it_trains(tmp_path, monkeypatch, capsys):

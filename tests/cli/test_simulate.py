@@ -250,6 +250,22 @@ def test_options_of_recipes_are_not_for_plans(option, files, simulate):
     )
 
 
+@pytest.mark.parametrize(
+    ("outputs", "said"),
+    [
+        (["--json", "plan.json"], "plan.json cannot be written: this command reads it; name another file."),
+        (
+            ["--html", "step", "--png", "step"],
+            "step cannot be written: another output of this command has that name; name another file.",
+        ),
+    ],
+)
+def test_nothing_is_written_over_the_plan_or_over_another_output(outputs, said, files, simulate):
+    before = (files / "plan.json").read_text()
+    assert simulate("plan.json", "--workload", "lengths.toml", *outputs) == (2, "", said)
+    assert (files / "plan.json").read_text() == before
+
+
 def test_the_actions_of_a_rank_are_printed_instead_of_the_tables(files, simulate):
     code, out, err = simulate("plan.json", "--workload", "lengths.toml", "--actions", 3, "--trace", "t.json")
     assert (code, err) == (0, "")

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
@@ -58,6 +59,21 @@ def check_output(path: Path) -> None:
     # Writing to a pipe waits for a reader. A device such as /dev/null takes any output.
     if kind not in (None, "a device"):
         raise UserError(f"{path} cannot be written: it is {kind.replace('directory', 'folder')}; name a file.")
+
+
+def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[str | Path | None]) -> None:
+    """Raise UserError if a file that a command reads would be overwritten, or one output by another.
+
+    outputs: None and "-", standard output, are no files; nor is a device, which takes any output. inputs: those of a
+    name that no file has (URLs) do not count.
+    """
+    taken = {os.path.realpath(path): "this command reads it" for path in inputs if path is not None}
+    for path in outputs:
+        if path is None or path == Path("-") or path.is_char_device():
+            continue
+        if why := taken.get(os.path.realpath(path)):
+            raise UserError(f"{path} cannot be written: {why}; name another file.")
+        taken[os.path.realpath(path)] = "another output of this command has that name"
 
 
 class FileSlice(io.RawIOBase):

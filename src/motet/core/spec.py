@@ -154,6 +154,12 @@ class Layer:
         return self.weights + self.idle_weights if self.in_block or self.divided_width else 0
 
     @property
+    def is_divided(self) -> bool:
+        """Whether tensor-parallel ranks share the products of each row; of patch embeddings, convolutions and single
+        matrices behind encoders each computes all."""
+        return not self.weights or self.divided_parameters > 0
+
+    @property
     def defers_weights(self) -> bool:
         """Whether the gradients of its weights come in W where backward is split into I and W, and not in I.
 

@@ -60,6 +60,7 @@ class Timeline:
     start_s, end_s:               float64 [num_spans].
     action, kind, module, stream: a text for each span.
     rank_names:                   per rank, its name if it stands for several of a cluster; by default "rank 0", ...
+    rank_counts:                  per rank, how many of a cluster it stands for; by default one.
 
     Example:
         >>> spans = [Span(0, "0F0", 0, 0, 0.0, 1.0, kind="F"), Span(1, "0B0", 0, 0, 1.0, 3.0, kind="B")]
@@ -79,6 +80,7 @@ class Timeline:
     step: Int32Array
     num_ranks: int = field(default=0)
     rank_names: Sequence[str] = ()
+    rank_counts: Sequence[int] = ()
 
     @staticmethod
     def of(spans: Iterable[Span] = ()) -> Timeline:
@@ -98,9 +100,9 @@ class Timeline:
             int(ranks.max(initial=-1)) + 1,
         )
 
-    def named(self, rank_names: Sequence[str]) -> Timeline:
-        """The same spans, on ranks of these names."""
-        return replace(self, rank_names=rank_names)
+    def named(self, rank_names: Sequence[str], rank_counts: Sequence[int] = ()) -> Timeline:
+        """The same spans, on ranks of these names, which stand for so many of a cluster."""
+        return replace(self, rank_names=rank_names, rank_counts=rank_counts)
 
     def rank_name(self, rank: int) -> str:
         """The name of a rank."""

@@ -13,8 +13,9 @@
 - Backward for the input costs the products of a forward pass, and so does backward for the weights. So backward takes
   2, 1 or 0 times forward, by what is trainable, and once more where activations are recomputed (Cornstarch section 4.2,
   whose formula leaves recomputation out).
-- Tensor parallelism divides all of the above. It communicates as Megatron with sequence parallelism: two all-gathers
-  and two reduce-scatters a transformer layer and pass (Optimus section 2.2), one of each for a single product.
+- Tensor parallelism divides all of the above, but for products that each rank computes whole (`Layer.is_divided`). It
+  communicates as Megatron with sequence parallelism: two all-gathers and two reduce-scatters a transformer layer and
+  pass (Optimus section 2.2), one of each for a single product that is divided.
 - AdamW is bound by memory bandwidth: it reads a gradient, and reads and writes a weight and two moments.
 
 Shares of the peak are measured. Large bf16 products: 271 TFLOP/s on A100, 795 on H100, 1,745 on B200 and 782 on MI300X
@@ -129,6 +130,7 @@ class Analytic:
         return 0.0
 
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
+        tp = tp if layer.is_divided else 1
         # All passes have as many operations; what they read and write differs.
         computed_s = self._computed_s(layer, work.rows, tp)
         product_s = self._product_s(layer, work.rows, tp, layer.weights + layer.idle_weights, computed_s)
@@ -147,6 +149,8 @@ class Analytic:
         return LayerSeconds(*(each_s if runs.all() else (np.where(runs, s, 0.0) for s in each_s)))
 
     def tensor_seconds(self, layer: Layer, work: Work, ranks: Sequence[int]) -> Float64Array:
+        if not layer.is_divided:
+            return np.zeros_like(work.rows)
         width = layer.output_width if layer.attention else _narrower(layer)
         pairs = 2 if layer.attention else 1
         # A reduce-scatter takes as long as an all-gather. Embedding and output layer are not in pieces.

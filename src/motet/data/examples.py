@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from motet.core.arrays import Int32Array, Int64Array
+from motet.core.arrays import Float64Array, Int32Array, Int64Array
 from motet.core.example import TokenSequence
 from motet.core.workload import BatchLengths
 from motet.data.left_out import LeftOut
@@ -70,11 +70,23 @@ class Examples(Protocol):
         """
 
 
-def files_by_codec(dataset: Examples, num_examples: int) -> dict[tuple[str, str], list[MediaRef]]:
-    """(phase, codec) -> the files of examples that stand for all of a dataset, evenly spread."""
-    count = min(dataset.num_examples, num_examples)
+def files_by_codec(
+    dataset: Examples, num_examples: int, weight: Float64Array | None = None
+) -> dict[tuple[str, str], list[MediaRef]]:
+    """(phase, codec) -> the files of `num_examples` examples that stand for all of a dataset, evenly spread; of each
+    of its examples, if it has fewer.
+
+    weight: float64 [num_examples of the dataset], how often each is taken, in any unit: then so many examples stand
+            for all in any case, some of them several times.
+    """
+    if weight is None:
+        count = min(dataset.num_examples, num_examples)
+        chosen = np.unique(np.linspace(0, dataset.num_examples - 1, count).round().astype(np.int64))
+    else:
+        taken = np.cumsum(weight)
+        chosen = np.searchsorted(taken, (np.arange(num_examples) + 0.5) / num_examples * taken[-1])
     found: dict[tuple[str, str], list[MediaRef]] = {}
-    for number in np.unique(np.linspace(0, dataset.num_examples - 1, count).round().astype(np.int64)).tolist():
+    for number in chosen.tolist():
         for ref in dataset.media_refs(number):
             for phase in dataset.readers_of(ref):
                 found.setdefault((phase, codec_of(ref)), []).append(ref)

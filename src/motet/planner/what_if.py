@@ -6,7 +6,8 @@ said. The best Plan itself counts as an answer: more memory and a further node t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -51,33 +52,46 @@ def is_quick(job: Job) -> bool:
 
 
 def what_if(result: SearchResult, strategies: Mapping[str, Strategy], quota: Quota = NO_QUOTA) -> Iterator[Change]:
-    """The changes of a job that was planned, each by itself. strategies, quota: as in `search`."""
-    job, best = result.job, result.best
-    cluster, device = job.cluster, job.cluster.device
+    """The changes of a job that was planned, each by itself; without those that no cluster can have or that are too
+    large to simulate. strategies, quota: as in `search`.
+    """
+    for changes in (_memory, _node, _batches):
+        with suppress(UserError):
+            yield from changes(result, lambda job: _planned(job, result, strategies, quota))
+
+
+_Plans = Callable[[Job], SimulatedCandidate | None]
+"""Plans a changed job; None: there is no Plan."""
+
+
+def _memory(result: SearchResult, planned: _Plans) -> Iterator[Change]:
+    cluster, device = result.job.cluster, result.job.cluster.device
     memory = replace(device, memory_bytes=_MEMORY * device.memory_bytes)
-    larger = replace(cluster, device=memory)
-    answer = _planned(job.on(larger), result, strategies, quota)
+    answer = planned(result.job.on(replace(cluster, device=memory)))
     words = f"With {_MEMORY} times the memory, {memory.memory_bytes / 1e9:,.4g} GB a device"
     held = "" if answer is None else f", which fill {answer.prediction.peak_bytes.max() / 1e9:,.1f} GB of it"
-    yield _change(words, best, answer, held)
+    yield _change(words, result.best, answer, held)
+
+
+def _node(result: SearchResult, planned: _Plans) -> Iterator[Change]:
+    job, cluster = result.job, result.job.cluster
     more = replace(cluster, num_nodes=cluster.num_nodes + 1)
-    answer = _planned(job.on(more), result, strategies, quota)
+    answer = planned(job.on(more))
     nodes = f"With {counted_words(more.num_nodes, 'node')} instead of {cluster.num_nodes:,}"
-    change = _change(f"{nodes} and the same batch", best, answer, "")
+    change = _change(f"{nodes} and the same batch", result.best, answer, "")
     yield change
     if change.gain < _LEAST_GAIN:
         # The batch may not divide among the ranks: one that has as many examples for each rank does.
         size = -(-job.batch_size * more.num_nodes // cluster.num_nodes)
-        answer = _planned(replace(job.on(more), batch_size=size), result, strategies, quota)
-        yield _change(f"{nodes} and batches of {size:,}", best, answer, "")
+        answer = planned(replace(job.on(more), batch_size=size))
+        yield _change(f"{nodes} and batches of {size:,}", result.best, answer, "")
+
+
+def _batches(result: SearchResult, planned: _Plans) -> Iterator[Change]:
+    job = result.job
     batches = replace(job, batch_size=_BATCH * job.batch_size)
-    answer = _planned(batches, result, strategies, quota)
-    yield _change(
-        f"With batches of {counted_words(batches.batch_size, 'example')} instead of {job.batch_size:,}",
-        best,
-        answer,
-        "",
-    )
+    words = f"With batches of {counted_words(batches.batch_size, 'example')} instead of {job.batch_size:,}"
+    yield _change(words, result.best, planned(batches), "")
 
 
 def _change(words: str, best: SimulatedCandidate, answer: SimulatedCandidate | None, note: str) -> Change:

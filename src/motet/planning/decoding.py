@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
+from motet.core.arrays import Float64Array
 from motet.core.words import counted_words
 from motet.cost.decoding import DecodingCost, DecodingLoad
 from motet.cost.profile import read_profile
 from motet.data.examples import Examples, files_by_codec
 from motet.data.videos import amount_of
 from motet.planning.planned_recipe import read_job_recipe
-from motet.planning.sources import training_data
+from motet.planning.sources import example_weights, training_data
 
 _NUM_EXAMPLES = 4096
 """So many examples tell what decoding the others takes."""
@@ -72,15 +73,18 @@ def decoding_need(path: Path, overrides: Sequence[str], profile: Path | None) ->
     if recipe is None or recipe.is_drawn or recipe.data.group is not None:
         return None
     dataset, _ = training_data(recipe)
-    core_s = core_seconds(dataset, DecodingCost(measured)) * recipe.run.batch_size
+    core_s = core_seconds(dataset, DecodingCost(measured), example_weights(recipe, dataset)) * recipe.run.batch_size
     kind = "actors" if recipe.data.service == "ray" else "workers"
     return DecodingNeed(core_s, recipe.data.num_workers, kind)
 
 
-def core_seconds(dataset: Examples, cost: DecodingCost) -> float:
-    """Seconds of one core that the media of an example take, in the mean."""
+def core_seconds(dataset: Examples, cost: DecodingCost, weight: Float64Array | None = None) -> float:
+    """Seconds of one core that the media of an example take, in the mean.
+
+    weight: float64 [num_examples], how often training takes each example, in any unit; None if all equally often.
+    """
     total = 0.0
-    for (phase, codec), refs in files_by_codec(dataset, _NUM_EXAMPLES).items():
+    for (phase, codec), refs in files_by_codec(dataset, _NUM_EXAMPLES, weight).items():
         seconds = cost.seconds(phase, codec, np.array([amount_of(ref) for ref in refs], dtype=np.float64))
         total += 0.0 if seconds is None else float(seconds.sum())
-    return total / min(dataset.num_examples, _NUM_EXAMPLES)
+    return total / (min(dataset.num_examples, _NUM_EXAMPLES) if weight is None else _NUM_EXAMPLES)

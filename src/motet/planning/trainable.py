@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from motet.core.cluster import Cluster
+from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.cost.catalogue import DEVICES
@@ -80,7 +81,8 @@ def on_all_ranks(obstacle: Callable[[Plan], str]) -> Callable[[Plan], str]:
 
 
 def obstacle_in(recipe: Recipe) -> Callable[[Plan], str]:
-    """`obstacle` for Plans of a recipe's model, also where they cut an encoder that cannot be cut there."""
+    """`obstacle` for Plans of a recipe's model, also where they cut an encoder that cannot be cut there, and where its
+    `[context]` or its data do not go with them."""
 
     @cache
     def model() -> MLLM:
@@ -97,9 +99,14 @@ def obstacle_in(recipe: Recipe) -> Callable[[Plan], str]:
     may_refuse |= recipe.modules.merge is not None or bool(recipe.modules.generators)
 
     def found(plan: Plan) -> str:
-        what = obstacle(plan, recipe)
+        if what := obstacle(plan, recipe):
+            return what
+        if recipe.data.is_split and plan.schedule != "data_parallel":
+            return "stages beside a data.train of which each rank reads a part of its own"
+        if recipe.context.model_dump(exclude_defaults=True) and (what := _context_obstacle(plan, model(), recipe)):
+            return what
         asks = may_refuse or any(unit.tp > 1 for unit in plan.units)
-        return what if what or not asks else cut_obstacle(plan, model())
+        return cut_obstacle(plan, model()) if asks else ""
 
     return found
 
@@ -110,6 +117,17 @@ def cut_obstacle(plan: Plan, model: MLLM) -> str:
 
     what = impossible_cut(model, plan)
     return f"a cut that cannot be ({what})" if what else ""
+
+
+def _context_obstacle(plan: Plan, model: MLLM, recipe: Recipe) -> str:
+    """Why ranks that share sequences cannot exchange rows as `[context]` says, in words; "" if they can."""
+    from motet.train.planned_job import check_context
+
+    try:
+        check_context(model, plan, recipe.context)
+    except UserError as error:
+        return f"another cp than [context] is for ({str(error).rstrip('.')})"
+    return ""
 
 
 def trainable_in(file: Path, overrides: Sequence[str], *, is_asked: bool = False) -> Callable[[Plan], str] | None:

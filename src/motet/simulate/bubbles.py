@@ -15,7 +15,7 @@ any rank ends, is a bubble. Its cause is the first of these that applies:
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -58,6 +58,7 @@ class Bubbles:
     step_s: seconds of the step.
     busy_s: [num_ranks].
     idle_s: [num_ranks, len(BUBBLE_KINDS)], by cause.
+    rank_counts: per rank, how many of a cluster it stands for, which means count; by default one.
 
     Example:
         >>> from motet.schedule import one_f_one_b
@@ -70,11 +71,13 @@ class Bubbles:
     step_s: float
     busy_s: Float64Array
     idle_s: Float64Array
+    rank_counts: Sequence[int] = ()
 
     @property
     def mean_s(self) -> dict[str, float]:
-        """Seconds of each kind of bubble, mean over ranks."""
-        return dict(zip(BUBBLE_KINDS, (self.idle_s.sum(axis=0) / max(len(self.idle_s), 1)).tolist()))
+        """Seconds of each kind of bubble, mean over the ranks of the cluster."""
+        counts = np.array(self.rank_counts or [1] * len(self.idle_s), dtype=np.float64)
+        return dict(zip(BUBBLE_KINDS, (counts @ self.idle_s / max(counts.sum(), 1)).tolist()))
 
     @property
     def share(self) -> dict[str, float]:
@@ -118,7 +121,7 @@ def _counted(timeline: Timeline) -> Bubbles:
     else:
         begin_s, end_s = float(timeline.start_s.min()), float(timeline.end_s.max())
         seconds = _by_rank(timeline, begin_s, end_s)
-    return Bubbles(end_s - begin_s, seconds[:, 0], seconds[:, 1:])
+    return Bubbles(end_s - begin_s, seconds[:, 0], seconds[:, 1:], timeline.rank_counts)
 
 
 def _by_rank(timeline: Timeline, begin_s: float, end_s: float) -> Float64Array:

@@ -47,6 +47,14 @@ def test_where_the_batch_does_not_divide_one_as_large_for_each_rank_is_tried_too
     assert words[2] == "With 2 nodes instead of 1 and batches of 8" and changes[2].gain > 0.3
 
 
+def test_a_change_that_is_too_large_to_simulate_is_left_out(monkeypatch):
+    """The largest job that can be planned: it has no larger batch, and no further node."""
+    given = job(model(), num_nodes=1, batch_size=4)
+    monkeypatch.setattr("motet.core.limits.MAX_EXAMPLES_TIMES_RANKS", given.batch_size * given.cluster.num_ranks)
+    _, changes = changes_of(given, Pins(strategies=(DATA_PARALLEL,), tp=1))
+    assert [change.what.split(",")[0] for change in changes] == ["With 2 times the memory"]
+
+
 def test_gains_in_words():
     assert str(Change("With x", 0.0009)) == "With x: no gain was found."
     assert str(Change("With x", 0.0409, "TP 2")) == "With x: at least 4.1% more tokens a second, by TP 2."

@@ -7,10 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from motet.core.plan import Plan, Unit
+from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
 from motet.core.timeline import Span, Timeline
+from motet.core.workload import BatchLengths, ItemLengths, Workload
+from motet.cost.analytic import Analytic
+from motet.cost.catalogue import cluster
 from motet.schedule import one_f_one_b
 from motet.schedule.program import Action, Kind, Program, Stage
 from motet.simulate import BUBBLE_KINDS, bubbles, simulate, stage_times
+from motet.simulate.bubbles import bubble_shares
+from motet.simulate.predict.predict import predict
 from unit.simulate.programs import programs, times_of
 
 
@@ -99,3 +106,25 @@ def test_busy_time_and_bubbles_make_up_the_step_on_every_rank(data, overlap):
 
 def test_an_empty_timeline_has_no_bubbles():
     assert bubbles(Timeline.of()).total_share == 0.0
+
+
+def test_means_are_over_ranks_of_the_cluster():
+    """A row may stand for several ranks, which share its work: four of five are busy all the time here."""
+    spans = [Span(0, "0F0", 0, 0, 0.0, 1.0, "F", "image"), Span(1, "1F0", 0, 0, 0.0, 5.0, "F", "backbone")]
+    timeline = Timeline.of(spans).named(["rank 0", "ranks 1-4"], [1, 4])
+    found = bubbles(timeline)
+    assert found.total_share == pytest.approx(0.8 / 5) and sum(found.mean_s.values()) == pytest.approx(4.0 / 5)
+    assert bubbles(Timeline.of(spans)).total_share == pytest.approx(0.8 / 2)
+
+
+def test_a_prediction_says_for_how_many_ranks_its_rows_stand():
+    shape = Transformer(256, 512, 4)
+    model = multimodal("toy", language_model(shape, 2, 1000), [connect(vit("image", shape, 1), 256)])
+    units = Unit("image", ({"image": 1},)), Unit("backbone", ({"backbone": 2},), first_rank=1, tp=4)
+    plan = Plan(model, cluster("h100", 1, 5), units, batch_size=4, schedule="1f1b")
+    items = ItemLengths(np.arange(4), np.full(4, 64), np.full(4, 64))
+    batch = BatchLengths(np.full(4, 100), np.full(4, 50), np.zeros(4, np.int32), {"image": items})
+    prediction = predict(plan, Workload("even", batch), Analytic(plan.cluster))
+    by_row = bubble_shares(prediction.timeline)
+    assert by_row[0] > by_row[1] and prediction.bubble_share == pytest.approx((by_row[0] + 4 * by_row[1]) / 5)
+    assert sum(prediction.bubbles.share.values()) == pytest.approx(prediction.bubble_share)

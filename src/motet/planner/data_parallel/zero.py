@@ -17,6 +17,7 @@ import numpy as np
 
 from motet.core.arrays import Float64Array
 from motet.core.plan import Unit, Zero
+from motet.cost.memory import parameters_of_rank, updated_of_rank
 from motet.planner.data_parallel.loads import Load
 from motet.planner.job import Job
 from motet.schedule.layout import MAX_PARTS
@@ -60,8 +61,8 @@ class ShardedUnit:
         for name in unit.modules:
             gather_s = reduce_s = replicas_s = 0.0
             for layers, count in Counter(fsdp_slices(job.model.module(name).layers)).items():
-                total = sum(layer.parameters for layer in layers) / unit.tp
-                trainable = sum(layer.updated_parameters for layer in layers) / unit.tp
+                total = sum(parameters_of_rank(layer, unit.tp) for layer in layers)
+                trainable = sum(updated_of_rank(layer, unit.tp) for layer in layers)
                 updated += count * trainable / size
                 if size > 1:
                     gather_s += count * cost.gather_seconds(total * precision.compute, shards)

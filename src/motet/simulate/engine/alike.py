@@ -24,7 +24,9 @@ from motet.simulate.engine.stage_times import StageTimes
 from motet.simulate.engine.table import CODES, ActionTable
 from motet.simulate.engine.turns import NO_TURN, turns
 
-_COLUMNS = tuple(field.name for field in fields(Timeline) if field.name not in ("num_ranks", "rank_names"))
+_COLUMNS = tuple(
+    field.name for field in fields(Timeline) if field.name not in ("num_ranks", "rank_names", "rank_counts")
+)
 _COLLECTIVE_CODES = np.array([CODES[kind] for kind in COLLECTIVES])
 
 
@@ -140,7 +142,8 @@ class AlikeTimeline(Timeline):
         self.__dict__.update(num_ranks=num_ranks, rank_names=rank_names)
         self.__dict__.update(_num_spans=num_spans, _makespan_s=makespan_s, _expand=expand, _computing=computing)
 
-    def named(self, rank_names: Sequence[str]) -> AlikeTimeline:
+    def named(self, rank_names: Sequence[str], rank_counts: Sequence[int] = ()) -> AlikeTimeline:
+        # Each stands for as many of a cluster, so that means over them need no counts.
         return AlikeTimeline(
             self.num_ranks, self._num_spans, self._makespan_s, self._expand, self._computing, rank_names
         )

@@ -11,6 +11,7 @@ import numpy as np
 from motet.core.arrays import Float64Array
 from motet.core.plan import expert_shard_size
 from motet.core.spec import Layer
+from motet.cost.memory import parameters_of_rank, updated_of_rank
 from motet.schedule import PlannedStage
 from motet.simulate.predict.stage_pricing import Pricing
 
@@ -32,11 +33,13 @@ class CollectiveSeconds(NamedTuple):
 
 
 class _Size(NamedTuple):
-    """Numbers of parameters on one tensor-parallel rank: all, the trainable ones, and those that the rank updates."""
+    """Numbers of parameters on one tensor-parallel rank: all, the trainable ones, and those that the rank updates; and
+    of the trainable ones before ranks divide them."""
 
     total: float
     trainable: float
     updated: float
+    undivided: float
 
 
 class _Shared(NamedTuple):
@@ -88,7 +91,7 @@ class Collectives:
         for kind in self.planned.kinds:
             size = self._sizes(kind.stage)
             np.add.at(updated, kind.ranks, size.updated)
-            np.add.at(held, kind.ranks, size.trainable * kind.stage.unit.tp)
+            np.add.at(held, kind.ranks, size.undivided)
         stacks = [stack for module in self.plan.model.modules for stack in module.stacks]
         whole = max(sum(stack.layer.updated_parameters * stack.count for stack in stacks), 1)
         pairs = [(round(number), of / whole) for number, of in zip(updated.tolist(), held.tolist())]
@@ -115,8 +118,9 @@ class Collectives:
         of_experts, of_copy = ranks[::ep], expert_shard_size(size, ep)
         total = sum(layer.num_experts * layer.expert_weights for layer in layers)
         learning = sum(layer.learning_experts for layer in layers)
-        experts = _Size(total, learning, learning / of_copy)
-        others = _Size(whole[0].total - total, whole[0].trainable - learning, (whole[0].trainable - learning) / size)
+        experts = _Size(total, learning, learning / of_copy, learning)
+        other = whole[0].trainable - learning
+        others = _Size(whole[0].total - total, other, other / size, other)
         return [
             _Shared([others], ranks[:size], ranks[::size]),
             _Shared([experts], of_experts[:of_copy], of_experts[::of_copy]),
@@ -152,9 +156,9 @@ class Collectives:
 
 
 def _size_of(layers: Sequence[Layer], tp: int, shard_size: int) -> _Size:
-    total = sum(layer.parameters for layer in layers) / tp
-    trainable = sum(layer.updated_parameters for layer in layers) / tp
-    return _Size(total, trainable, trainable / shard_size)
+    total = sum(parameters_of_rank(layer, tp) for layer in layers)
+    trainable = sum(updated_of_rank(layer, tp) for layer in layers)
+    return _Size(total, trainable, trainable / shard_size, sum(layer.updated_parameters for layer in layers))
 
 
 def fsdp_slices(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:

@@ -167,7 +167,7 @@ def _slowest_island(
     def simulated(island: int, program: Prepared = own) -> Timeline:
         times = stage_times_of(pricing, traffic, island)
         timeline = simulate(program, times, overlap=overlap, jitter=jitter, seed=seed + island)
-        return timeline.named(_rank_names(pricing, island))
+        return timeline.named(_rank_names(pricing, island), ranks_a_program_rank(pricing.layout).tolist())
 
     def filled(island: int, filler: StepFiller) -> tuple[Timeline, Program]:
         program = filler.program(pricing.assignment, island).program

@@ -91,8 +91,8 @@ class Prediction:
 
     @cached_property
     def bubble_share(self) -> float:
-        """The share of the step in which nothing computes, mean over the ranks of the Timeline."""
-        return float(bubble_shares(self.timeline).mean())
+        """The share of the step in which nothing computes, mean over the ranks of the cluster."""
+        return float(np.average(bubble_shares(self.timeline), weights=self.timeline.rank_counts or None))
 
     @cached_property
     def peak_bytes(self) -> Int64Array:
