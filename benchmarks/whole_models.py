@@ -347,7 +347,15 @@ def write_llava(folder: Path, *, tied: bool = False) -> None:
     )
     model = like_trained(transformers.LlavaForConditionalGeneration(config))
     model.save_pretrained(folder)
+    _name_as_published(folder)
     processor.save_pretrained(folder)
+
+
+def _name_as_published(folder: Path) -> None:
+    """Give weights of a vision tower the names of published files, which transformers reads and no longer writes."""
+    weights = load_file(folder / "model.safetensors")
+    renamed = {name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in weights.items()}
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
 
 
 def write_gemma3(folder: Path) -> None:
@@ -396,6 +404,7 @@ def write_gemma3(folder: Path) -> None:
     )
     model = like_trained(transformers.Gemma3ForConditionalGeneration(config))
     model.save_pretrained(folder)
+    _name_as_published(folder)
     processor.save_pretrained(folder)
 
 
@@ -430,12 +439,14 @@ def write_llava_next(folder: Path) -> None:
 
 
 def write_llava_onevision(folder: Path) -> None:
-    """LLaVA-OneVision: Siglip's last layer without its norm on tiles, rasters shrunk to two tiles' rows; a Qwen2."""
+    """LLaVA-OneVision: Siglip's last layer without its norm on tiles, rasters shrunk to two tiles' rows; a Qwen2.
+
+    A tile has two pixels more than its patches, as published ones have six (384 pixels by 14).
+    """
     special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "image_token": "<image>"}
     tokenizer = tokenizer_with(special | {"video_token": "<video>"})
-    images = transformers.LlavaOnevisionImageProcessorPil(
-        size={"height": 24, "width": 24}, image_grid_pinpoints=CANVASES
-    )
+    tile, canvases = {"height": 26, "width": 26}, [[side * 26 // 24 for side in canvas] for canvas in CANVASES]
+    images = transformers.LlavaOnevisionImageProcessorPil(size=tile, image_grid_pinpoints=canvases)
     processor = without_video(transformers.LlavaOnevisionProcessor)(
         images,
         tokenizer,
@@ -445,18 +456,18 @@ def write_llava_onevision(folder: Path) -> None:
         chat_template=ONEVISION_TEMPLATE,
     )
     config = transformers.LlavaOnevisionConfig(
-        vision_config=transformers.SiglipVisionConfig(**TOWER, image_size=24, patch_size=6, vision_use_head=False),
+        vision_config=transformers.SiglipVisionConfig(**TOWER, image_size=26, patch_size=6, vision_use_head=False),
         text_config=transformers.Qwen2Config(vocab_size=len(tokenizer) + 3, **BACKBONE),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
-        image_grid_pinpoints=CANVASES,
+        image_grid_pinpoints=canvases,
         vision_feature_select_strategy="full",
         vision_aspect_ratio="anyres_max_2",
     )
     like_trained(transformers.LlavaOnevisionForConditionalGeneration(config)).save_pretrained(folder)
     processor.save_pretrained(folder)
     kind = "LlavaOnevisionVideoProcessor"
-    videos = {"size": {"height": 24, "width": 24}, "do_sample_frames": True, "num_frames": 5}
+    videos = {"size": tile, "do_sample_frames": True, "num_frames": 5}
     (folder / "video_preprocessor_config.json").write_text(json.dumps(videos | {"video_processor_type": kind}))
 
 
@@ -482,7 +493,7 @@ def write_paligemma(folder: Path) -> None:
 
 
 def write_internvl(folder: Path) -> None:
-    """InternVL: up to four tiles and the whole image, a norm before the MLP, and a Qwen2."""
+    """InternVL: up to four tiles and the whole image, a norm before the MLP, and a Qwen2 with InternVL3's positions."""
     special = {
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
@@ -500,7 +511,11 @@ def write_internvl(folder: Path) -> None:
         vision_config=transformers.InternVLVisionConfig(
             **TOWER, image_size=[24, 24], patch_size=[6, 6], attention_bias=True
         ),
-        text_config=transformers.Qwen2Config(vocab_size=len(tokenizer) + 3, **BACKBONE),
+        text_config=transformers.Qwen2Config(
+            vocab_size=len(tokenizer) + 3,
+            **BACKBONE,
+            rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        ),
         image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
         image_seq_length=4,
         tie_word_embeddings=False,
@@ -518,18 +533,24 @@ def write_idefics3(folder: Path) -> None:
     tower = {**TOWER, "image_size": 36, "patch_size": 6}
     _write_tiled(folder, "Idefics3", tower, len(tokenizer), tokenizer, scale_factor=3, tie_word_embeddings=False)
     processor.save_pretrained(folder)
+    stored = json.loads((folder / "config.json").read_text())
+    stored["vision_config"]["model_type"] = "idefics3"  # As published.
+    (folder / "config.json").write_text(json.dumps(stored))
 
 
 def write_smolvlm(folder: Path) -> None:
-    """SmolVLM: marks of other names, images that are not split, four rows joined, tied embeddings."""
+    """SmolVLM: marks of other names, images that are not split, four rows joined, tied embeddings.
+
+    A tile has two pixels more than its patches, as that of SmolVLM-Instruct has six.
+    """
     tokenizer = _tiled_tokenizer({"fake_image_token": "<around>", "global_image_token": "<whole>"})
     images = transformers.SmolVLMImageProcessorPil(
-        size={"longest_edge": 33}, max_image_size={"longest_edge": 24}, do_image_splitting=False
+        size={"longest_edge": 33}, max_image_size={"longest_edge": 26}, do_image_splitting=False
     )
     processor = without_video(transformers.SmolVLMProcessor)(
         images, tokenizer, image_seq_len=9, chat_template=IDEFICS3_TEMPLATE
     )
-    tower = {**TOWER, "image_size": 24, "patch_size": 4}
+    tower = {**TOWER, "image_size": 26, "patch_size": 4}
     _write_tiled(folder, "SmolVLM", tower, len(tokenizer), tokenizer, scale_factor=2, tie_word_embeddings=True)
     processor.save_pretrained(folder)
 

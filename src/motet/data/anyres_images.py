@@ -28,7 +28,7 @@ class AnyResImages(ImageTransform):
     A size is int64 [4]: rows and columns of tiles, and rows and columns of patches of the canvas that the image covers,
     as LLaVA's unpadding counts them.
 
-    tile:     side of a tile in pixels, of whole patches.
+    tile:     side of a tile in pixels; what is less than a patch at its edges is left out.
     canvases: (height, width) of each, of whole tiles.
     resample: Pillow's number of the filter: 3 is bicubic.
     most_items: as of `Transform`.
@@ -91,7 +91,7 @@ class AnyResImages(ImageTransform):
         canvas = Image.new("RGB", (width, height))
         canvas.paste(scaled, ((width - scaled.width) // 2, (height - scaled.height) // 2))
         squeezed = image.resize((self.tile, self.tile), resample)
-        stacked = stack_of_tiles([squeezed, *tiles_of(canvas, self.tile)])
+        stacked = stack_of_tiles([squeezed, *tiles_of(canvas, self.tile)], self.patch_size)
         rows = self._rows(stacked, stacked.size)
         return Media(rows.values, size, rows.pixels, rows.patches)
 
@@ -102,14 +102,14 @@ def tiles_of(image: Image.Image, tile: int) -> list[Image.Image]:
     return [image.crop((x, y, x + tile, y + tile)) for x, y in corners]
 
 
-def stack_of_tiles(tiles: list[Image.Image]) -> Image.Image:
-    """Tiles one below the other: their patches in raster order are those of tile after tile."""
+def stack_of_tiles(tiles: list[Image.Image], patch_size: int) -> Image.Image:
+    """Whole patches of tiles one below the other: in raster order they are those of tile after tile."""
     from PIL import Image
 
-    tile = tiles[0].width
+    tile = tiles[0].width - tiles[0].width % patch_size
     stacked = Image.new(tiles[0].mode, (tile, tile * len(tiles)))
     for number, each in enumerate(tiles):
-        stacked.paste(each, (0, number * tile))
+        stacked.paste(each.crop((0, 0, tile, tile)), (0, number * tile))
     return stacked
 
 

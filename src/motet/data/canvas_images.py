@@ -39,7 +39,7 @@ class CanvasImages(ImageTransform):
 
     A size is (rows, columns) of tiles.
 
-    tile:     side of a tile in pixels, of whole patches.
+    tile:     side of a tile in pixels; what is less than a patch at its edges is left out.
     most:     tiles of a canvas.
     resample: Pillow's number of the filter: 2 is bilinear.
 
@@ -90,6 +90,6 @@ class CanvasImages(ImageTransform):
         canvas = Image.new("RGB", tuple((size[::-1] * self.tile).tolist()))
         fitted = self._fitted(image.size, canvas.size)
         canvas.paste(plain_image(image, "RGB").resize(fitted, Image.Resampling(self.resample)), (0, 0))
-        stacked = stack_of_tiles(tiles_of(canvas, self.tile))
+        stacked = stack_of_tiles(tiles_of(canvas, self.tile), self.patch_size)
         rows = self._rows(stacked, stacked.size)
         return Media(rows.values, size, rows.pixels, rows.patches)

@@ -28,7 +28,7 @@ class CroppedImages(ImageTransform):
 
     A size is (patch rows of all tiles one below the other, patch columns of a tile).
 
-    tile:        side of a tile in pixels, of whole patches.
+    tile:        side of a tile in pixels; what is less than a patch at its edges is left out.
     least, most: tiles of a grid.
     resample:    Pillow's number of the filter: 3 is bicubic.
 
@@ -84,5 +84,5 @@ class CroppedImages(ImageTransform):
         tiles = tiles_of(image.resize((columns * self.tile, rows * self.tile), resample), self.tile)
         if len(tiles) > 1:
             tiles.append(image.resize((self.tile, self.tile), resample))
-        stacked = stack_of_tiles(tiles)
+        stacked = stack_of_tiles(tiles, self.patch_size)
         return self._rows(stacked, stacked.size)

@@ -447,8 +447,10 @@ class Dataset:
             codes = {code} if modality in self._makers else {code, code + IN_ANSWER}
             if modality not in self._readers and np.isin(index.lengths.modality, list(codes)).any():
                 where = ", in turns that are not the assistant's" if modality in self._makers else ""
+                reads = ", ".join(name for name in all_modalities() if name in self._readers) or "text alone"
                 raise UserError(
-                    f"{index.source} holds {modality} media{where}, but the model has no encoder for them; add one"
+                    f"{index.source} holds {modality} media{where}, but the model has no encoder for them (it reads "
+                    f"{reads}); leave such examples out, or train a model that has one"
                 )
 
     def _select(

@@ -206,6 +206,9 @@ class ImageTransform:
         width, height = target
         patch, merge = self.patch_size, self.merge_size
         rows, columns = height // patch, width // patch
+        if image.size != (columns * patch, rows * patch):
+            # Towers make patches by a convolution, which leaves out what is less than a patch (384 pixels by 14).
+            image = image.crop((0, 0, columns * patch, rows * patch))
         pixels = np.asarray(image).reshape(rows // merge, merge, patch, columns // merge, merge, patch, self.channels)
         # Transposing bytes before the conversion to floats takes a quarter of the memory traffic.
         ordered = np.ascontiguousarray(pixels.transpose(0, 3, 1, 4, 6, 2, 5))

@@ -114,7 +114,8 @@ def media_form(modality: str, template: ChatTemplate, tokens: Iterable[str], nam
     if names.processor is not None and names.processor not in _AS_WRITTEN:
         raise UserError(
             f"the tokenizer is of a model whose {names.processor} prepares texts in a way that is not known here, so "
-            f"{modality} tokens cannot be placed; take the tokenizer of another model"
+            f"{modality} tokens cannot be placed; put the processor's files beside it if they are missing "
+            "(preprocessor_config.json, processor_config.json), or take the tokenizer of another model"
         )
     if named is None and len(written) == 1:
         named = next(iter(written))

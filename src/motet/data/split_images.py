@@ -30,7 +30,7 @@ class SplitImages(ImageTransform):
 
     A size is (rows, columns) of tiles, the squeezed one not counted; (1, 1) is that one alone.
 
-    tile:     side of a tile in pixels, of whole patches.
+    tile:     side of a tile in pixels; what is less than a patch at its edges is left out.
     longest:  pixels that the longer side is resized to.
     splits:   whether images are cut; else each is squeezed into one tile.
     resample: Pillow's number of the filter: 1 is Lanczos.
@@ -80,7 +80,7 @@ class SplitImages(ImageTransform):
         tiles = tiles_of(image, self.tile)
         if len(tiles) > 1:
             tiles.append(image.resize((self.tile, self.tile), resample))
-        stacked = stack_of_tiles(tiles)
+        stacked = stack_of_tiles(tiles, self.patch_size)
         rows = self._rows(stacked, stacked.size)
         return Media(rows.values, size, rows.pixels, rows.patches)
 

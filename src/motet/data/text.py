@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 # Part of every fingerprint: increment it when the same tokenizer and template give other tokens than before.
-_VERSION = 4
+_VERSION = 5
 _MAX_REASON_CHARACTERS = 200
 
 
@@ -174,8 +174,8 @@ class ChatTokenizer:
             _without_double_breaks(conversation.turns, forms),
         )
         text, spans, is_marked = template.render_with_answers(turns, _parts(forms))
-        if not is_marked:
-            spans = [(start, self._past_end_token(text, end)) for start, end in spans]
+        behind = self._past_end_of_sequence if is_marked else self._past_end_token
+        spans = [(start, behind(text, end)) for start, end in spans]
         before = _turns_before(template, conversation, turns, forms, text)
         sequence = self._tokenise(text, spans, conversation.placeholders, forms, before)
         if not sequence.targets.any():
@@ -322,6 +322,14 @@ class ChatTokenizer:
         if modality not in self._media_forms:
             self._media_forms[modality] = media_form(modality, self._template, self._added, self._names)
         return self._media_forms[modality]
+
+    def _past_end_of_sequence(self, text: str, end: int) -> int:
+        """The end of the `eos_token` that a template writes directly behind what it marks, if there is one.
+
+        Published templates of LLaVA-OneVision leave it out of their marks: who is not taught to stop goes on writing.
+        """
+        token = self._names.special.get("eos_token")
+        return end + len(token) if token and text.startswith(token, end) else end
 
     def _past_end_token(self, text: str, end: int) -> int:
         """The end of the special token that follows an answer, perhaps after spaces; `end` if none follows."""

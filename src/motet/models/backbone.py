@@ -116,8 +116,8 @@ class Backbone(nn.Module):
             )
         if use_document_rotary(causal_lm) and first_position:
             raise UserError(
-                f"first_position is {first_position}; beside rotary positions of type longrope, whose frequencies "
-                "follow from a document's length, it must be 0."
+                f"first_position is {first_position}; beside rotary positions of type longrope or dynamic, whose "
+                "frequencies follow from a document's length, it must be 0."
             )
         num_routed = 0 if shaped else use_routed_experts(self._text.layers)
         # As in transformers, which does not read the coefficient otherwise.
@@ -479,7 +479,7 @@ class Backbone(nn.Module):
         lengths = np.diff(offsets)
         segments: PackedItems | TableItems | ContextItems
         if context is None:
-            together, of_rows = rows_together(sequences, self.bidirectional, self.prefix), None
+            together, of_rows = rows_together(sequences, self.bidirectional, self.prefix), np.repeat(lengths, lengths)
             segments = (
                 TableItems(AttentionTable.packed(lengths, together=together))
                 if len(together)

@@ -204,4 +204,6 @@ def _larger_model(file: Path, stored: dict[str, Any], family: Family) -> PreTrai
     larger = parse_config(file, CONFIG_MAPPING[stored_type], stored)
     larger = getattr(larger, f"{INNER[stored_type]}_config") if stored_type in INNER else larger
     part = getattr(larger, family.part, None)
-    return larger if isinstance(part, PreTrainedConfig) and part.model_type == family.config.model_type else None
+    # Older files of Idefics3 and SmolVLM name the type of the larger model for the tower, too; HF's class is the same.
+    is_of_type = isinstance(part, PreTrainedConfig) and part.model_type == family.config.model_type
+    return larger if is_of_type or type(part) is family.config else None

@@ -1,8 +1,9 @@
 """Rotary positions whose frequencies depend on the length of each document in a pack.
 
 LongRoPE (Ding et al. 2024, as in Phi-3) has two sets of frequencies: one for documents up to the original training
-length, one for longer documents. HF chooses one set per call by the largest position in it, so the longest document
-would decide for all others in the pack.
+length, one for longer documents. "dynamic" ones (NTK-aware scaling, as in InternVL3) have a set for each length beyond
+that of training. HF chooses one set per call by the largest position in it, and keeps the longest of all calls in mind,
+so the longest document would decide for all others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from motet.core.arrays import Int64Array
 
@@ -34,62 +36,72 @@ class Rotation:
 
 
 class DocumentRotary(nn.Module):
-    """HF's rotary module on packed documents; each document gets the result of a call with it alone.
+    """HF's rotary module on packed documents; each document gets the result of a call of a new module with it alone.
 
-    original: the length, in rows, of the longest document for the first set of frequencies.
-    lengths: int64 [1, rows], of the document of each row; None: the rows are whole documents, one after the other.
+    rotary:   its `rope_type` is "longrope" or "dynamic".
+    original: the length, in rows, of the longest document whose frequencies are the module's own.
+    lengths:  int64 [1, rows] on the CPU, of the document of each row (`document_lengths`).
     """
 
     def __init__(self, rotary: nn.Module, original: int) -> None:
         super().__init__()
         self.rotary = rotary
         self.original = original
-        self.lengths: Tensor | None = None
+        self.lengths = torch.zeros(1, 0, dtype=torch.int64)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """position_ids int64 [1, rows] -> cos, sin [1, rows, channels].
+        """position_ids int64 [1, rows] -> cos, sin [1, rows, channels]. They count from 0 in each document."""
+        cos, sin = self._turns(x, position_ids, self.rotary.inv_freq)
+        for length in self.lengths[self.lengths > self.original].unique().tolist():
+            is_so_long = (self.lengths == length).to(position_ids.device)[..., None]
+            turns = self._turns(x, position_ids, self._frequencies(length, position_ids.device))
+            cos, sin = (torch.where(is_so_long, new, old) for new, old in zip(turns, (cos, sin), strict=True))
+        return cos, sin
 
-        They count from 0 in each document. Where rows are of documents that ranks share, `lengths` says how long these
-        are.
-        """
-        if self.lengths is not None:
-            long = (self.lengths > self.original).to(position_ids.device)
-        else:
-            document = (position_ids == 0).cumsum(-1) - 1
-            last = torch.zeros_like(position_ids).scatter_reduce(-1, document, position_ids, "amax")
-            long = last.gather(-1, document) >= self.original
-        # Rows of the other documents get position 0, which does not affect HF's choice.
-        short_turns = self.rotary(x, position_ids=position_ids.masked_fill(long, 0))
-        long_turns = self.rotary(x, position_ids=position_ids.masked_fill(~long, 0))
-        return tuple(torch.where(long[..., None], b, a) for a, b in zip(short_turns, long_turns, strict=True))
+    def _frequencies(self, length: int, device: torch.device) -> Tensor:
+        """Those of a document that is longer than `original`, as HF computes them."""
+        made, _ = ROPE_INIT_FUNCTIONS[self.rotary.rope_type](self.rotary.config, device, seq_len=torch.tensor(length))
+        return made
+
+    def _turns(self, x: Tensor, position_ids: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+        """HF's turns by frequencies that it does not choose itself."""
+        rotary = self.rotary
+        kept = rotary.rope_type, rotary.inv_freq
+        rotary.rope_type, rotary.inv_freq = "default", frequencies
+        try:
+            return rotary(x, position_ids=position_ids)
+        finally:
+            rotary.rope_type, rotary.inv_freq = kept
 
 
 @contextmanager
-def document_lengths(causal_lm: nn.Module, lengths: Int64Array | None) -> Iterator[None]:
-    """In the block, rows are of documents that ranks share. lengths: int64 [rows], of the document of each row.
-
-    None: the rows are whole documents.
-    """
-    rotary = None if lengths is None else getattr(causal_lm.base_model, "rotary_emb", None)
-    if lengths is None or not isinstance(rotary, DocumentRotary):
+def document_lengths(causal_lm: nn.Module, lengths: Int64Array) -> Iterator[None]:
+    """In the block, rows are of documents of these lengths. lengths: int64 [rows], of the document of each row."""
+    rotary = getattr(causal_lm.base_model, "rotary_emb", None)
+    if not isinstance(rotary, DocumentRotary):
         yield
         return
-    rotary.lengths = torch.from_numpy(lengths)[None]
+    before, rotary.lengths = rotary.lengths, torch.from_numpy(lengths)[None]
     try:
         yield
     finally:
-        rotary.lengths = None
+        rotary.lengths = before
 
 
 def use_document_rotary(causal_lm: nn.Module) -> bool:
-    """Replace a model's rotary module by a DocumentRotary if it chooses frequencies by the largest position.
+    """Replace a model's rotary module by a DocumentRotary if its frequencies follow from a document's length.
 
-    Returns whether it does.
+    Returns whether they do.
     """
-    rope = getattr(causal_lm.config, "rope_parameters", None)
-    if rope is None or rope.get("rope_type") != "longrope":
+    config = causal_lm.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    original = {
+        "longrope": rope.get("original_max_position_embeddings"),
+        "dynamic": getattr(config, "max_position_embeddings", None),
+    }.get(rope.get("rope_type"))
+    if original is None:
         return False
     rotary = causal_lm.model.rotary_emb
     if not isinstance(rotary, DocumentRotary):
-        causal_lm.model.rotary_emb = DocumentRotary(rotary, rope["original_max_position_embeddings"])
+        causal_lm.model.rotary_emb = DocumentRotary(rotary, original)
     return True

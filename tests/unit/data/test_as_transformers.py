@@ -52,7 +52,11 @@ def test_messages_of_parts(tmp_path, template):
     pad = theirs.convert_tokens_to_ids("<|image_pad|>")
     assert np.flatnonzero(sequence.tokens == pad).tolist() == sequence.media_positions.tolist()
     if template is GENERATING:
-        assert sequence.targets.tolist() == [bool(kept) for kept in expected["assistant_masks"]]
+        # And the end of a turn that stands behind what the template marks, as in that of LLaVA-OneVision.
+        marked = np.array(expected["assistant_masks"], dtype=bool)
+        ends = (sequence.tokens == theirs.eos_token_id) & np.append(False, marked[:-1])
+        assert ends.sum() == 2
+        assert sequence.targets.tolist() == (marked | ends).tolist()
         return
     # By difference: what an answer adds to the prompt for it, up to its end token.
     targets = np.zeros(len(sequence.tokens), dtype=bool)

@@ -54,3 +54,12 @@ def test_pixels_are_those_of_transformers(size, crop, resample):
         assert media.size.tolist() == ours.sizes(np.array([wanted]))[0].tolist()
         np.testing.assert_array_equal(pixels_of(media.values, *expected.shape[1:], patch=8), expected)
         np.testing.assert_array_equal(media.pixels.rows(media.pixels.bytes_of(media.values)), media.values)
+
+
+def test_what_is_less_than_a_patch_at_the_edges_is_left_out():
+    """As by the convolution of a tower that takes 384 pixels in patches of 14."""
+    whole, parted = (ProcessedImages(patch_size=side, size=(24, 24)) for side in (24, 7))
+    image = drawn((40, 30))
+    assert parted.sizes(np.array([image.size])).tolist() == [[3, 3]]
+    kept = pixels_of(whole(image).values, 24, 24, patch=24)[:, :21, :21]
+    np.testing.assert_array_equal(pixels_of(parted(image).values, 21, 21, patch=7), kept)

@@ -74,7 +74,9 @@ def test_tokens_and_targets_are_those_of_transformers(tmp_path, template):
     )
     assert sequence.tokens.tolist() == expected["input_ids"]
     if template is MARKED:
-        assert sequence.targets.tolist() == [bool(kept) for kept in expected["assistant_masks"]]
+        marked = np.array(expected["assistant_masks"], dtype=bool)  # Without the end that stands behind the marks.
+        ends = (sequence.tokens == theirs.eos_token_id) & np.append(False, marked[:-1])
+        assert sequence.targets.tolist() == (marked | ends).tolist()
         return
     targets = np.zeros(len(sequence.tokens), dtype=bool)
     for turn in (1, 3):

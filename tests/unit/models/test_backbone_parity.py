@@ -28,13 +28,16 @@ LONGROPE = {
     "long_factor": [2.0, 2.5, 4.0, 7.0],
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 CASES = {
     "qwen2": {},
     "qwen2 windows": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     "qwen2 yarn": {"rope_parameters": YARN},
+    "qwen2 dynamic": {"rope_parameters": DYNAMIC | {"type": "dynamic"}, "max_position_embeddings": 10},
     "qwen3": {"head_dim": 12, "attention_bias": True},
     "llama": {"attention_bias": True, "mlp_bias": True},
+    "llama dynamic": {"rope_parameters": DYNAMIC, "max_position_embeddings": 8},
     "llama llama3": {"rope_parameters": LLAMA3, "tie_word_embeddings": True},
     "mistral": {"sliding_window": 4, "head_dim": 12},
     "gemma": {"head_dim": 12},

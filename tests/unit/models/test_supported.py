@@ -54,7 +54,7 @@ NUMBERS = [
 ]
 SAYINGS = [
     ("qwen2", {"num_attention_heads": 4, "num_key_value_heads": 3}, "must be a multiple of num_key_value_heads, 3"),
-    ("qwen2", rope("dynamic", factor=2.0), "whose rope_type Motet does not compute"),
+    ("qwen2", rope("ntk", factor=2.0), "whose rope_type Motet does not compute"),
     ("qwen2", {"rope_parameters": MROPE}, r"rope_parameters.mrope_section is \[1, 1, 2\].*M-RoPE"),
     ("qwen2", {"rope_parameters": {"type": "mrope", "rope_theta": 1e6}}, "whose rope_type Motet does not compute"),
     ("qwen2", rope(type="mrope"), "type is 'mrope', and rope_type is 'default'; they must agree"),
@@ -93,6 +93,7 @@ SAYINGS = [
     ("dinov2", {"image_size": [8, 32]}, r"image_size is \[8, 32\]; it must be one whole number"),
     ("qwen2_vl", {"embed_dim": 20, "num_heads": 2}, r"embed_dim is 20; it must be a multiple of 4 \* num_heads"),
     ("qwen2_vl", {"rope_parameters": MROPE}, "rope_parameters is .* only the base, rope_theta, may be set"),
+    ("qwen3", rope("dynamic", factor=2.0) | {"head_dim": 2}, "2 channels of a head.*'dynamic' it needs 4"),
 ]
 
 
@@ -168,7 +169,7 @@ def test_windows_beside_the_kinds_of_layers_of_a_directory_are_refused(tiny, tmp
 def test_longrope_is_of_documents_that_count_from_0(tiny):
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 8}
     options = tiny.options_of("llama") | rope("longrope", **factors)
-    with pytest.raises(UserError, match="first_position is 1; beside rotary positions of type longrope"):
+    with pytest.raises(UserError, match="first_position is 1; beside rotary positions of type longrope or dynamic"):
         build_backbone(BackboneConfig(family="llama", config=options, first_position=1), 50, torch.float32, 0)
     config = transformers.Qwen2VLTextConfig(**tiny.options_of("llama") | rope("longrope", **factors))
     with pytest.raises(UserError, match=r"'longrope', .*whose rope_type Motet does not compute"):

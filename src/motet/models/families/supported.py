@@ -106,6 +106,7 @@ _KINDS = ("full_attention", "sliding_attention")
 _ROPE: dict[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
     "yarn": frozenset(
         {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale"}
@@ -117,9 +118,10 @@ _ROPE: dict[str, frozenset[str]] = {
 }
 """Type of rotary positions -> its options besides the base.
 
-"dynamic" is missing: its frequencies depend on the longest sequence so far, whatever its document. "mrope" is missing:
-its positions have three axes.
+"mrope" is missing: its positions have three axes.
 """
+_BY_LENGTH = ("longrope", "dynamic")
+"""Types whose frequencies follow from the length of each document."""
 
 
 def check_backbone(config: PreTrainedConfig, where: str = "") -> None:
@@ -264,7 +266,7 @@ def _check_rope(config: PreTrainedConfig, name: str, rope: Any) -> None:
     known = ("default",) if isinstance(config, InternLM2Config) else _ROPE
     on_grid = isinstance(config, _ON_GRID)
     # Its frequencies follow from a document's length, and positions on a grid do not tell it.
-    if kind not in known or (kind == "longrope" and (on_grid or isinstance(config, Gemma3TextConfig))):
+    if kind not in known or (kind in _BY_LENGTH and (on_grid or isinstance(config, Gemma3TextConfig))):
         raise UserError(f"{name} is {rope}, whose rope_type Motet does not compute; it must be {', '.join(known)}.")
     options = _ROPE[kind] | {"rope_type", "type", "rope_theta"}
     if on_grid:
@@ -296,6 +298,10 @@ def _check_rope(config: PreTrainedConfig, name: str, rope: Any) -> None:
         raise UserError(
             f"{name}: {rotated} channels of a head would turn with the position; their number must be even and not 0, "
             "as they turn in pairs (head_dim, or hidden_size / num_attention_heads)."
+        )
+    if kind == "dynamic" and rotated == 2:  # The base is raised to the power of rotated / (rotated - 2).
+        raise UserError(
+            f"{name}: 2 channels of a head would turn with the position; of rope_type 'dynamic' it needs 4."
         )
 
 

@@ -39,6 +39,9 @@ from motet.models.whole.generic import generic_family
 from motet.models.whole.registry import WHOLE
 from motet.models.whole.saved_adapter import PROJECTOR, WholeSaved, part_of_place, with_saved
 
+_POINTER = b"version https://git-lfs"
+"""What a file of weights begins with that was cloned without them."""
+
 
 class WholeDirectory:
     """The directory of a whole model.
@@ -57,7 +60,8 @@ class WholeDirectory:
             raise UserError(adapter_alone("model.path", path, "[model.lora]"))
         if not self.file.is_file():
             raise UserError(
-                f"model.path: there is no {self.file}; give a local directory that transformers' from_pretrained reads."
+                f"model.path: there is no {self.file}; give a local directory that transformers' from_pretrained reads "
+                "(`hf download NAME --local-dir DIR` makes one of a model on the hub: nothing is downloaded here)."
             )
         stored = read_config_json(self.file)
         kind = stored.get("model_type")
@@ -238,6 +242,10 @@ class WholeDirectory:
 
 def _stored_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor of a file. Raises UserError for a damaged one."""
+    if file.is_file():
+        with file.open("rb") as raw:
+            if raw.read(len(_POINTER)) == _POINTER:
+                raise UserError(f"model.path: {file} is a pointer of Git LFS; fetch the weights by `git lfs pull`.")
     try:
         with safe_open(file, framework="pt") as opened:
             return {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118

@@ -77,7 +77,7 @@ class ByProcessor:
 class AnyResTiles:
     """Images that are cut into tiles before the encoder of a whole model is given them (`AnyResImages`).
 
-    tile:     side of a tile in pixels, of whole patches.
+    tile:     side of a tile in pixels; what is less than a patch at its edges is left out.
     canvases: (height, width) of each, which its image processor must have, too.
     alone:    whether an example may have one image only.
     """
@@ -116,7 +116,7 @@ class AnyResTiles:
 class CroppedTiles:
     """Images that are cut into tiles before the encoder of a whole model is given them (`CroppedImages`).
 
-    tile: side of a tile in pixels, of whole patches.
+    tile: side of a tile in pixels; what is less than a patch at its edges is left out.
     """
 
     patch_size: int
@@ -141,7 +141,7 @@ class CroppedTiles:
 class SplitTiles:
     """Images that are cut into marked tiles before the encoder of a whole model is given them (`SplitImages`).
 
-    tile: side of a tile in pixels, of whole patches.
+    tile: side of a tile in pixels; what is less than a patch at its edges is left out.
     """
 
     patch_size: int
@@ -163,7 +163,7 @@ class SplitTiles:
 class CanvasTiles:
     """Images that are put on canvases of tiles before the encoder of a whole model is given them (`CanvasImages`).
 
-    tile:  side of a tile in pixels, of whole patches.
+    tile:  side of a tile in pixels; what is less than a patch at its edges is left out.
     sides: (rows, columns) of each canvas that the tower knows, which its image processor must have, too.
     """
 

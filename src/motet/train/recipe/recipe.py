@@ -11,10 +11,11 @@ so that a recipe means the same from any working directory.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,6 +40,7 @@ from motet.core.module_degrees import ModuleDegrees
 from motet.core.own_file import NAMED_IN_FILE
 from motet.core.sampler import Sampler
 from motet.core.shape_tables import ModelShapes
+from motet.core.text_files import KeyPath
 from motet.core.workload import BACKBONE, Workload
 from motet.cost.catalogue import ClusterConfig
 from motet.cost.memory import PRECISION_OF_DTYPE
@@ -61,7 +63,7 @@ from motet.train.checkpoint.saving import CheckpointConfig
 from motet.train.evaluate import EvaluateConfig
 from motet.train.export import ExportConfig
 from motet.train.optimizer import OptimizerConfig
-from motet.train.recipe.errors import recipe_error
+from motet.train.recipe.errors import place_of, recipe_error
 from motet.train.recipe.phases import TrainingPhase, key_in_phase
 from motet.train.recipe.reading import read_recipe
 from motet.train.recipe.toml_text import dump_toml
@@ -505,6 +507,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, trains: bool = Tru
 
         check_whole_tables(path, tables)
         schema = WholeRecipe
+    elif "backbone" not in (model := tables.get("model") or {}):
+        _check_names_a_model(path, read.text, read.set_keys, model)
     try:
         # JSON allows strict validation (no "8" for 8, no true for 1): it has lists for tuples, strings for paths.
         recipe = schema.model_validate_json(json.dumps(tables, default=str), strict=True)
@@ -518,6 +522,26 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, trains: bool = Tru
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     return resolved
+
+
+def _check_names_a_model(path: Path, text: str, set_keys: Collection[KeyPath], model: object) -> None:
+    """Raise UserError for a `[model]` that has neither `path` nor `backbone`, unless another slip is the cause."""
+    if not isinstance(model, dict):
+        return
+    unknown = [name for name in model if name not in ModelConfig.model_fields]
+    slip = next(iter(difflib.get_close_matches("path", unknown, n=1)), None)
+    if unknown and slip is None:
+        return
+    key = ("model",) if slip is None else ("model", slip)
+    said = (
+        "the recipe names no model"
+        if slip is None
+        else f"unknown key 'model.{slip}'; did you mean 'path'? The recipe names no model so far"
+    )
+    raise UserError(
+        f"{place_of(key, str(path), text, set_keys)}: {said}; give model.path, a local directory of a whole model that "
+        "transformers reads, or parts: [model.backbone] and [model.encoders.NAME]."
+    )
 
 
 def _with_own_files(tables: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -599,3 +599,28 @@ def test_an_export_has_what_a_frozen_part_learned_in_an_earlier_phase(job, tmp_p
     export_whole(recipe.directory, model, tmp_path / "out", state, "A card.")
     before, after = (load_file(folder / "model.safetensors") for folder in (job / "model", tmp_path / "out"))
     assert [key for key in before if not before[key].equal(after[key])] == ["multi_modal_projector.linear_1.bias"]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("[model]", "line 6: the recipe names no model; give model.path"),
+        ('[model]\npth = "model"', r"line 7: unknown key 'model.pth'; did you mean 'path'\? The recipe names no model"),
+        ("[model.backbon]", "unknown key 'model.backbon'; did you mean 'backbone'"),
+        (
+            '[model]\npath = "Org/Name"',
+            r"there is no .*Org/Name/config.json; .*hf download NAME .*nothing is downloaded",
+        ),
+    ],
+)
+def test_a_recipe_that_names_no_model(job, model, said):
+    recipe = job / "recipe.toml"
+    recipe.write_text(whole_models.RECIPE.replace('[model]\npath = "model"', model))
+    with pytest.raises(UserError, match=said):
+        load_recipe(recipe)
+
+
+def test_weights_that_were_cloned_without_their_files(job):
+    (job / "model" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\nsize 123\n")
+    with pytest.raises(UserError, match=r"model\.safetensors is a pointer of Git LFS; fetch the weights by `git lfs"):
+        load_recipe(job / "recipe.toml")
