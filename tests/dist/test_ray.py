@@ -1,6 +1,8 @@
 """Media decoded by Ray's actors: the losses of local workers bit for bit, also where actors die."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,7 +10,9 @@ import time
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 
+import diffusers
 import pytest
+from PIL import Image
 
 import motet.data.decode
 import motet.data.ray_actors
@@ -131,6 +135,45 @@ def test_losses_are_those_of_local_workers(job, server, tmp_path, num_ranks, mod
     serve(job, num_ranks, tmp_path / "ray", server, mode, num_workers=2)
     assert losses(tmp_path / "ray") == losses(tmp_path / "local")
     assert all(step["ahead"]["store_bytes"] > 0 and step["ahead"]["deaths"] == 0 for step in metrics(tmp_path / "ray"))
+
+
+GENERATOR = """
+[model.generators.draw]
+makes = "image"
+family = "dit"
+num_queries = 2
+config = { row_dim = 4, hidden = 8, num_layers = 1, num_heads = 2 }
+vae = { path = "vae", encode_in = "workers" }
+
+[transforms.draw]
+patch_size = 2
+"""
+
+
+@pytest.mark.slow
+def test_actors_encode_latents_as_local_workers_do(server, tmp_path):
+    job = write_tiny_job(tmp_path / "data", num_train=4, num_heldout=0)
+    autoencoder = {
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+        "block_out_channels": (4, 8),
+        "norm_num_groups": 2,
+    }
+    diffusers.AutoencoderKL(**autoencoder).save_pretrained(job.parent / "vae")
+    Image.effect_noise((8, 12), 60.0).save(job.parent / "media" / "drawn.png")
+    turns = [{"from": "human", "value": "draw"}, {"from": "gpt", "value": "see: <image>"}]
+    asked = json.dumps({"conversations": turns, "image": ["media/drawn.png"]}) + "\n"
+    manifest = job.with_name("train.jsonl")
+    manifest.write_text(manifest.read_text() + asked * 4)
+    job.write_text(job.read_text() + GENERATOR)
+    few = "run.steps=2"
+    run(job, 1, tmp_path / "local", "data.num_workers=1", "data.heldout=[]", few)
+    serve(job, 1, tmp_path / "ray", server, few)
+    assert losses(tmp_path / "ray") == losses(tmp_path / "local")
+    assert all(step["losses"]["draw"] > 0 for step in metrics(tmp_path / "ray"))
+    shutil.move(job.parent / "vae", job.parent / "elsewhere")
+    said = refusal(job, server, tmp_path, tmp_path / "a")
+    assert said.startswith("model.generators.draw.vae.path: there is neither ")
 
 
 @pytest.mark.slow

@@ -197,6 +197,27 @@ def test_a_vae_makes_latents_alike_on_all_ranks_shows_pixels_and_is_exported_bit
     assert config["scaling_factor"] == 0.5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["index", "exchange"])
+def test_workers_encode_what_the_step_would(latent, tmp_path, mode):
+    few = ("run.steps=2", "evaluate.num_made=2", "evaluate.batch_size=2")
+    run(latent, 1, tmp_path / "step", *few, "fsdp.shard_size=1")
+    workers = ("model.generators.draw.vae.encode_in=workers", "data.num_workers=1", f"balance.mode={mode}")
+    run(latent, 2, tmp_path / "workers", *few, *workers)
+    for a, b in zip(metrics(tmp_path / "step"), metrics(tmp_path / "workers"), strict=True):
+        assert b["losses"] == pytest.approx(a["losses"], rel=1e-10)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-9)
+    assert held_out(tmp_path / "workers") == pytest.approx(held_out(tmp_path / "step"), rel=1e-10)
+    assert shown(tmp_path / "workers") == shown(tmp_path / "step") != []
+
+
+def test_workers_that_are_not_there_encode_nothing(latent):
+    with pytest.raises(UserError) as refused:
+        load_recipe(latent, ["model.generators.draw.vae.encode_in=workers", "data.num_workers=0"])
+    said = 'model.generators.draw.vae.encode_in = "workers" takes workers, and data.num_workers is 0; raise it'
+    assert said in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from motet.core.arrays import BoolArray, Float32Array, Int64Array, UInt8Array
+from motet.core.arrays import BoolArray, Float32Array, Float64Array, Int64Array, UInt8Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +185,7 @@ _UNIT_OF_BYTE = (np.arange(256) * (1 / 255)).astype(np.float32)
 class Media:
     """One decoded and transformed item, ready for its encoder.
 
-    values: float32 [num_rows, row_dim]: patches, or mel frames.
+    values: float32 [num_rows, row_dim]: patches, or mel frames; float64 of what a worker computes in float64.
     size:   int64 [size_dim]: (patch rows, patch columns) of an image, (frames,) of a clip, or, where videos are read,
             (frames, patch rows, patch columns) of both; size_dim is fixed by phase.
     pixels: what `values` were made of, if they are pixels of 8 bits: these are less to send.
@@ -193,7 +193,7 @@ class Media:
              item then goes to another process as bytes, a fourth of its values or less, and is made of them there.
     """
 
-    values: Float32Array
+    values: Float32Array | Float64Array
     size: Int64Array
     pixels: Pixels | None = None
     patches: UInt8Array | None = None

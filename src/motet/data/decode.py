@@ -36,9 +36,10 @@ class Decoder:
     ) -> None:
         self._cluster = cluster
         if cluster is None:
-            self._pool = WorkerPool(num_workers, _Loader, dict(transforms))
+            self._pool = WorkerPool(num_workers, _Loader, dict(transforms), num_workers > 0)
         else:
-            self._pool = WorkerPool(num_workers, _ElsewhereLoader, dict(transforms), start=cluster.start_actor)
+            given = dict(transforms), num_workers > 0
+            self._pool = WorkerPool(num_workers, _ElsewhereLoader, *given, start=cluster.start_actor)
 
     @property
     def num_deaths(self) -> int:
@@ -119,10 +120,16 @@ def _seconds(ref: MediaRef) -> float:
 
 
 class _Loader:
-    """The handler of the workers: one item, for all encoders that read it."""
+    """The handler of the workers: one item, for all encoders that read it.
 
-    def __init__(self, transforms: dict[str, Transform]) -> None:
+    opens: whether this is a worker, in which transforms are opened. Raises UserError for one that cannot be.
+    """
+
+    def __init__(self, transforms: dict[str, Transform], opens: bool) -> None:
         self._transforms = transforms
+        for transform in transforms.values():
+            if opens and hasattr(transform, "open"):
+                transform.open()
 
     def __call__(self, task: tuple[MediaRef, tuple[str, ...]]) -> list[Media] | BadMedia:
         ref, readers = task

@@ -27,7 +27,8 @@ class Transform(Protocol):
     items of these modalities, too, for the same encoder; with `time_steps(raw)` it says how far apart their frames
     are (`core/grid_positions.py`). One whose items have text between their rows may say in `text_keys(raw)`, int64
     [n, k], what that text depends on. Of one that has `picture(values, size)`, which gives an image of Pillow's,
-    the report shows what generators make.
+    the report shows what generators make. One that has `open()` is opened once in each worker, before its first item:
+    it may read weights there, and raises UserError where it cannot.
 
     Example:
         >>> transform: Transform = ImageTransform(patch_size=16)

@@ -65,7 +65,7 @@ def read_example(data: UInt8Array, num_text_tokens: int, media: tuple[str, ...],
 class MediaShape(NamedTuple):
     """What tells how an item lies in a message; an int, or int64 [num_items], each.
 
-    num_channels, num_repeats: of its Pixels; 0 and 1 if it has none.
+    num_channels, num_repeats: of its Pixels; 0 and 1 if it has none. value_bytes: of a value, 4 or 8.
     """
 
     num_rows: Any
@@ -73,21 +73,23 @@ class MediaShape(NamedTuple):
     size_dim: Any
     num_channels: Any = 0
     num_repeats: Any = 1
+    value_bytes: Any = 4
 
     @classmethod
     def of(cls, media: Media) -> MediaShape:
         """The shape of one item."""
         pixels = media.pixels
         of_pixels = (len(pixels.mean), pixels.num_repeats) if pixels else (0, 1)
-        return cls(*media.values.shape, len(media.size), *of_pixels)
+        return cls(*media.values.shape, len(media.size), *of_pixels, _value_type(media)().nbytes)
 
 
 def media_bytes(shape: MediaShape) -> Int64Array:
-    """Bytes of each item: its size int64 [size_dim]; then its values float32 [num_rows, row_dim], or, if it has Pixels,
-    mean and std float32 [num_channels] each, and a byte a value, repeats left out.
+    """Bytes of each item: its size int64 [size_dim]; then its values [num_rows, row_dim], float32 or float64, or, if it
+    has Pixels, mean and std float32 [num_channels] each, and a byte a value, repeats left out.
     """
     num_values = shape.num_rows * shape.row_dim
-    of_floats, of_pixels = _up_to_8(4 * num_values), 8 * shape.num_channels + _up_to_8(num_values // shape.num_repeats)
+    of_floats = _up_to_8(shape.value_bytes * num_values)
+    of_pixels = 8 * shape.num_channels + _up_to_8(num_values // shape.num_repeats)
     has_pixels = shape.num_channels > 0
     return 8 * shape.size_dim + has_pixels * of_pixels + (1 - has_pixels) * of_floats
 
@@ -97,7 +99,7 @@ def write_media(media: Media, into: UInt8Array) -> None:
     pixels = media.pixels
     parts = [_as_bytes(media.size, np.int64)]
     if pixels is None:
-        parts.append(_as_bytes(media.values, np.float32))
+        parts.append(_as_bytes(media.values, _value_type(media)))
     else:
         parts += [_as_bytes(part, np.float32) for part in (pixels.mean, pixels.std)]
         patches = pixels.bytes_of(media.values)
@@ -117,13 +119,17 @@ def read_media(data: UInt8Array, shape: MediaShape) -> Media:
     start = 8 * shape.size_dim
     size, num_values = data[:start].view(np.int64).copy(), shape.num_rows * shape.row_dim
     if not shape.num_channels:
-        values = data[start : start + 4 * num_values].view(np.float32).reshape(shape.num_rows, shape.row_dim)
-        return Media(values, size)
+        values = data[start : start + shape.value_bytes * num_values].view(f"f{shape.value_bytes}")
+        return Media(values.reshape(shape.num_rows, shape.row_dim), size)
     mean, std = data[start : start + 8 * shape.num_channels].view(np.float32).reshape(2, -1).copy()
     pixels = Pixels(mean, std, shape.num_repeats)
     start += 8 * shape.num_channels
     patches = data[start : start + num_values // shape.num_repeats]
     return Media(pixels.rows(patches.reshape(shape.num_rows, -1)), size, pixels)
+
+
+def _value_type(media: Media) -> type[np.float32] | type[np.float64]:
+    return np.float64 if media.pixels is None and media.values.dtype == np.float64 else np.float32
 
 
 def _up_to_8(size: T) -> T:

@@ -21,7 +21,7 @@ from motet.models.projector import Projector, ProjectorConfig
 from motet.models.scheduler_noise import SCHEDULERS, SchedulerNoise
 from motet.models.sd3 import SD3
 from motet.models.unet import UNet
-from motet.models.vae import VAE, VAEConfig
+from motet.models.vae import VAE, StoredVAE, VAEConfig
 
 _FAMILIES = {"unet": stored.UNET, "sd3": stored.SD3, "pixart": stored.PIXART}
 _DENOISERS = {stored.UNET: UNet, stored.SD3: SD3, stored.PIXART: PixArt}
@@ -108,8 +108,11 @@ def _noise(where: str, config: GeneratorConfig) -> NoiseConfig:
     return noise
 
 
-def _vae(where: str, config: GeneratorConfig, dtype: torch.dtype) -> VAE | None:
-    """The VAE of a directory of its own, or of the pipeline that the generator is of; None if there is neither."""
+def stored_vae(where: str, config: GeneratorConfig) -> StoredVAE | None:
+    """The VAE of a directory of its own, or of the pipeline that the generator is of; None if there is neither.
+
+    where: the table of the generator. Raises UserError for a VAE that is asked for and not there.
+    """
     if config.vae is None and not (config.path and stored.has_model(config.path, stored.AUTOENCODER)):
         return None
     own = config.vae or VAEConfig()
@@ -117,11 +120,12 @@ def _vae(where: str, config: GeneratorConfig, dtype: torch.dtype) -> VAE | None:
     assert path is not None, "a config without either is refused"
     if own.path is None and not stored.has_model(path, stored.AUTOENCODER):
         raise UserError(f"{where}.vae: {path} is no pipeline with a folder vae; say where it is by vae.path.")
-    model = stored.model_of_directory(table, path, stored.AUTOENCODER, dtype)
-    try:
-        return VAE(model, own.posterior)
-    except UserError as error:
-        raise UserError(f"{table}.path: {path}: the VAE's {error}.") from None
+    return StoredVAE(table, path, own)
+
+
+def _vae(where: str, config: GeneratorConfig, dtype: torch.dtype) -> VAE | None:
+    found = stored_vae(where, config)
+    return None if found is None else found.read(dtype)
 
 
 def _diffusion(where: str, denoiser: nn.Module, noise: NoiseConfig, vae: VAE | None) -> Diffusion:

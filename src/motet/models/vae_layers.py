@@ -23,6 +23,12 @@ def vae_layers(vae: Any) -> list[LayerModules]:
     return [*_encoder(vae), decoder._replace(layer=_of_data(decoder.layer))]
 
 
+def unused_vae(vae: Any) -> LayerModules:
+    """All of it as a layer that a step never calls."""
+    made = unused_layer(vae, vae.config.out_channels)
+    return made._replace(layer=_of_data(made.layer))
+
+
 def _encoder(vae: Any) -> Iterator[LayerModules]:
     encoder, multiple = vae.encoder, 4 ** (len(vae.config.block_out_channels) - 1)
     first, last = encoder.conv_in, encoder.conv_out

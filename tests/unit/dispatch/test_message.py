@@ -7,7 +7,15 @@ from motet.core.example import Media, TokenSequence
 from motet.core.grid_positions import KEYS
 from motet.dispatch.batch import pack
 from motet.dispatch.loaded import LoadedExample, LoadedTables, tables_of
-from motet.dispatch.message import example_bytes, read_example, write_example
+from motet.dispatch.message import (
+    MediaShape,
+    example_bytes,
+    media_bytes,
+    read_example,
+    read_media,
+    write_example,
+    write_media,
+)
 from motet.train.generate import _cut, _GrowingSequence, _join
 
 
@@ -39,6 +47,17 @@ def test_an_example_arrives_with_its_grids_and_pieces(num_items, grids, pieces):
         assert (arrived is None) == (own is None)
         if own is not None:
             np.testing.assert_array_equal(arrived, own)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_values_arrive_as_wide_as_they_are(dtype):
+    item = Media(np.arange(15).reshape(5, 3).astype(dtype) / 7, np.array([5]))
+    shape = MediaShape.of(item)
+    into = np.zeros(media_bytes(MediaShape(*np.array([shape]).T))[0], dtype=np.uint8)
+    write_media(item, into)
+    got = read_media(into, shape)
+    assert got.values.dtype == dtype
+    np.testing.assert_array_equal(got.values, item.values)
 
 
 def test_the_rows_of_an_item_are_dealt_over_its_placeholders():

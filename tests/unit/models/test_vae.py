@@ -106,6 +106,24 @@ def test_what_is_made_is_decoded_as_diffusers_does():
         assert torch.allclose(pixels_of(found[rows], size), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("posterior", ["sample", "mode"])
+def test_what_workers_encode_item_by_item_gives_the_latents_of_the_step(posterior):
+    values, _ = drawn()
+    here, there = (VAE(tiny_vae(), posterior, encode_in) for encode_in in ("step", "workers"))
+    given = [here.moments(values[rows], size[None]) for size, rows in zip(SIZES, spans())]
+    assert all(each.shape[1] == there.moments_dim for each in given)
+    found = there.encode(torch.cat(given), SIZES, KEYS)
+    assert torch.allclose(found, here.encode(values, SIZES, KEYS), rtol=1e-12, atol=1e-12)
+    assert not torch.equal(found, there.encode(torch.cat(given), SIZES, KEYS + 1)) or posterior == "mode"
+
+
+def test_what_workers_encode_is_no_work_of_the_step():
+    made, plain = (module_of(vae).spec_module("draw") for vae in (VAE(tiny_vae(), encode_in="workers"), None))
+    lengths = SIZES.prod(1).numpy()
+    assert step_flops(made, lengths, reached=True) == step_flops(plain, lengths, reached=True)
+    assert made.num_parameters - plain.num_parameters == sum(p.numel() for p in tiny_vae().parameters())
+
+
 def test_stable_diffusion_has_the_published_size():
     four = {name: (kinds[0],) * 4 for name, kinds in BLOCKS.items()}
     with torch.device("meta"):

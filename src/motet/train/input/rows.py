@@ -23,6 +23,7 @@ from motet.models.contract import AudioRows, ImageRows
 from motet.models.generator import GeneratorModule
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
+from motet.train.input.latents import LatentTransform
 from motet.train.recipe.recipe import Recipe
 
 _FILES = {"preprocessor_config.json": None, "processor_config.json": ("image_processor", "feature_extractor")}
@@ -52,6 +53,8 @@ def check_rows(recipe: Recipe, model: MLLM) -> None:
 
 def _check_made(name: str, key: str, transform: Transform, module: GeneratorModule, compute: str | None) -> None:
     """Raise UserError for rows that a generator cannot learn to make."""
+    if isinstance(transform, LatentTransform):
+        transform = transform.image
     row_dim = getattr(module.generator, "row_dim", transform.row_dim)
     if transform.row_dim != row_dim:
         raise UserError(

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -56,12 +57,15 @@ from motet.data.transforms import Transform
 from motet.dispatch import BalanceConfig
 from motet.dispatch.context import ContextConfig
 from motet.models.build import ModelConfig
+from motet.models.diffusers_directory import check_diffusers
+from motet.models.generator_build import stored_vae
 from motet.models.shaped_config import config_of_shapes
 from motet.runtime.fsdp import FSDPConfig
 from motet.train.checkpoint.remote import is_stored
 from motet.train.checkpoint.saving import CheckpointConfig
 from motet.train.evaluate import EvaluateConfig
 from motet.train.export import ExportConfig
+from motet.train.input.latents import LatentTransform
 from motet.train.optimizer import OptimizerConfig
 from motet.train.recipe.errors import place_of, recipe_error
 from motet.train.recipe.phases import TrainingPhase, key_in_phase
@@ -310,7 +314,7 @@ class Recipe(BaseModel):
                     f"model.{table}.{name} does not say what it {verb}, and is not named after it: give it {verb} = "
                     f"{' or '.join(json.dumps(each) for each in (*_TABLES, *self.modalities))}"
                 )
-            if self.transform(name) is None:
+            if self._transform_of_files(name) is None:
                 other = "" if modality == name else f", or [transforms.{modality}] for all that read {modality}"
                 raise ValueError(
                     f"model.{table}.{name} needs a table [transforms.{name}] that says what it is given{other}"
@@ -324,6 +328,14 @@ class Recipe(BaseModel):
                     f"transforms.{name} has no effect, as "
                     + (f"all that read {name} have their own" if readers else f"there is no model.encoders.{name}")
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _has_workers(self) -> Recipe:
+        for name in self._encoded_by_workers if self.data.num_workers == 0 else ():
+            raise ValueError(
+                f'model.generators.{name}.vae.encode_in = "workers" takes workers, and data.num_workers is 0; raise it'
+            )
         return self
 
     @model_validator(mode="after")
@@ -394,10 +406,25 @@ class Recipe(BaseModel):
         return count
 
     def transform(self, encoder: str) -> Transform | None:
-        """The transform from files to the rows of an encoder; None if the recipe has none."""
+        """The transform from files to the rows of an encoder, or of a generator; None if the recipe has none."""
+        transform = self._transform_of_files(encoder)
+        if transform is None or encoder not in self._encoded_by_workers:
+            return transform
+        check_diffusers(f"model.generators.{encoder}.vae")
+        vae = stored_vae(f"model.generators.{encoder}", self.model.generators[encoder])
+        return None if vae is None else LatentTransform(transform, vae, getattr(torch, self.run.dtype))
+
+    def _transform_of_files(self, encoder: str) -> Transform | None:
         if own := self.modalities.get(self.model.modality(encoder)):
             return OwnTransform(own_modality(self.model.modality(encoder), own.file))
         return self.transforms.get(self.table_of(encoder))
+
+    @property
+    def _encoded_by_workers(self) -> list[str]:
+        """The generators whose VAE runs in the workers that decode."""
+        generators = getattr(self.model, "generators", {}).items()
+        vaes = {name: getattr(generator, "vae", None) for name, generator in generators}
+        return [name for name, vae in vaes.items() if vae and vae.encode_in == "workers"]
 
     def table_of(self, encoder: str) -> str:
         """The name of the table in `[transforms]` that is an encoder's: its own, or that of what it reads."""
