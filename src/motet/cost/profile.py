@@ -116,12 +116,24 @@ class MessageTimes(_Stored):
     size_bytes: Column
     seconds: Column
 
+    @model_validator(mode="after")
+    def _equal(self) -> MessageTimes:
+        if not any(self.size_bytes) or len(self.size_bytes) != len(self.seconds):
+            raise ValueError("size_bytes and seconds must be equally many, and a size above 0")
+        return self
+
 
 class OptimizerTimes(_Stored):
     """Seconds of the optimizer's update by number of parameters on one rank."""
 
     num_parameters: Column
     seconds: Column
+
+    @model_validator(mode="after")
+    def _equal(self) -> OptimizerTimes:
+        if len(self.num_parameters) != len(self.seconds):
+            raise ValueError("num_parameters and seconds must be equally many")
+        return self
 
 
 class DecodingTimes(_Stored):

@@ -361,6 +361,9 @@ def test_a_profile_is_read_as_it_was_written(profile, tmp_path):
         (lambda stored: stored["modules"][0]["layers"][0]["grid"]["rows"].pop(), "equally many"),
         (lambda stored: stored["modules"][0]["grid"].pop(), "a point for each batch"),
         (lambda stored: stored["messages"][0].update(seconds=[-1, 0, 0]), "seconds"),
+        (lambda stored: stored["messages"][0]["seconds"].pop(), "size_bytes and seconds must be equally many"),
+        (lambda stored: stored["messages"][0].update(size_bytes=[0, 0, 0]), "and a size above 0"),
+        (lambda stored: stored["optimizer"]["seconds"].pop(), "num_parameters and seconds must be equally many"),
     ],
 )
 def test_a_wrong_file_is_one_sentence(profile, tmp_path, change, said):

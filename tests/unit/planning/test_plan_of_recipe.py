@@ -410,3 +410,23 @@ def test_a_recipe_that_does_not_train_is_sent_to_motet_plan(tmp_path):
         match=r"planned.toml has neither \[data\] nor \[workload\], .*: `motet plan .*planned.toml` finds a plan",
     ):
         read_recipe_as_plan(path, [], JobOptions(ClusterOptions()))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ['data.train=["train.jsonl", "heldout.jsonl"]', "data.mixture=[1.0, 9.0]"],
+            "microbatch_caps beside data.mixture, in which each manifest has its own epochs",
+        ),
+        (["data.shuffle=false"], "microbatch_caps beside data.shuffle = false, as groups take examples at random"),
+        (['balance.mode="exchange"'], 'microbatch_caps beside balance.mode = "exchange", whose lengths are not known'),
+    ],
+)
+def test_caps_do_not_train_beside_what_groups_would_leave_out(recipe_file, overrides, said):
+    """A plan's caps group the examples of an epoch, in training as data.group does, which a recipe refuses so too."""
+    plan = replace(planned_recipe(recipe_file, 3), microbatch_caps={"image": 400, "audio": 400, BACKBONE: 300})
+    assert not obstacle(plan, load_recipe(recipe_file))
+    recipe = load_recipe(recipe_file, overrides)
+    assert obstacle(plan, recipe).startswith(said)
+    assert not obstacle(replace(plan, microbatch_caps={}), recipe)
