@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from motet.chunked import LaterWeight, summed_product
+from motet.core.arrays import Int64Array
 from motet.dropout import set_divided
 
 _Move = Callable[[Tensor], Tensor]
@@ -129,6 +131,11 @@ class RowParts:
             yield
         finally:
             self.num_rows = 0
+
+    def numbers_of(self, num_rows: int) -> Int64Array:
+        """The numbers of this rank's rows of so many, int64 [rows of a part]; padding has that of the last."""
+        size = -(-num_rows // self.ranks.size)
+        return np.arange(size * self.ranks.index, size * (self.ranks.index + 1)).clip(max=num_rows - 1)
 
     def own(self, rows: Tensor) -> Tensor:
         """This rank's part of rows [num_rows, width] that all ranks have, as they have their gradient."""

@@ -142,6 +142,7 @@ def build_hf_model(
     numbers = {"hidden_size": DIM, "num_hidden_layers": num_layers, "num_attention_heads": 4}
     numbers |= {"vocab_size": VOCABULARY, "tie_word_embeddings": tied, "attn_implementation": ATTENTION}
     drops = {"gpt2": ("embd_pdrop", "attn_pdrop", "resid_pdrop"), "opt": ("dropout", "attention_dropout")}
+    drops["phi3"] = ("resid_pdrop", "attention_dropout")
     numbers |= dict.fromkeys(drops.get(family, ("attention_dropout",)), dropout)
     inner = {"gpt2": {"n_inner": 24}, "opt": {"ffn_dim": 24}}
     numbers |= inner.get(family, {"intermediate_size": 24, "num_key_value_heads": 2})

@@ -34,6 +34,17 @@ def test_one_stage(names):
     assert_planned(2, families(chain(ALL), *names))
 
 
+def test_dropout_between_branches_is_of_the_rows_that_a_rank_has():
+    options = {"dropout": 0.2, "contents": ("image",)}
+    assert_planned(
+        2,
+        [
+            PlannedCase(chain(ALL), family="phi3", **options),
+            PlannedCase(chain(ALL), family="opt", microbatch_size=2, **options),
+        ],
+    )
+
+
 @pytest.mark.slow
 def test_what_one_stage_may_have():
     assert_planned(

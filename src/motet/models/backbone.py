@@ -500,7 +500,7 @@ class Backbone(nn.Module):
         with (
             self._only(first, stop),
             self._entering(features, sequences),
-            arranged(2 * first, lambda: _rows_of(sequences)),
+            arranged(2 * first, lambda: self._rows_between(sequences, len(hidden))),
             document_lengths(self.causal_lm, of_rows),
         ):
             position_ids = torch.from_numpy(positions + self.first_position).to(hidden.device).unsqueeze(-2)
@@ -509,6 +509,17 @@ class Backbone(nn.Module):
                 routed |= self._crossing(hidden, features, sequences)
             passed = self._through(hidden, position_ids=position_ids, segments=segments, **routed)
         return passed if context is None else passed[: len(context.own)]
+
+    def _rows_between(self, sequences: Sequences, num_rows: int) -> list[Int64Array | ItemRows]:
+        """As `_rows_of`, and those of the part that a tensor-parallel rank has between branches. num_rows: here."""
+        found = _rows_of(sequences)
+        if self.row_parts is None:
+            return found
+        if not isinstance(whole := found[0], ItemRows):
+            item = np.repeat(np.arange(len(whole)), whole)
+            whole = ItemRows(item, np.arange(len(item)) - np.repeat(np.cumsum(whole) - whole, whole))
+        part = self.row_parts.numbers_of(num_rows)
+        return [*found, ItemRows(whole.item[part], whole.row[part])]
 
     def _crossing(self, hidden: Tensor, features: Mapping[str, Tensor], sequences: Sequences) -> dict[str, Any]:
         """What layers that attend to keys are given of them: the keys, [1, keys, dim], and which rows see which."""

@@ -21,6 +21,7 @@ from motet.runtime.step import StepResult
 from motet.schedule.plan_units import recomputed_in
 from motet.simulate.show.page import write_timeline_html
 from motet.train.bad_step import BadSteps, BrokenWeights, Cause, examine
+from motet.train.changing_buffers import Buffers
 from motet.train.checkpoint.choice import Say
 from motet.train.checkpoint.resuming import has_ended
 from motet.train.evaluate import Evaluation
@@ -122,7 +123,7 @@ class _Run:
         self.predicted = predicted
         self.job, self.recipe, self.world = job, job.recipe, job.world
         self.start_s, self.first_step = start_s, job.progress.step
-        self.stop = StopSignal()
+        self.stop, self.buffers = StopSignal(), Buffers(job.model)
         self.log: MetricsLog | None = None
         self.bad_steps = BadSteps(self.recipe, job.dataset, self.world)
         self.spans: list[Span] | None = [] if trace else None
@@ -200,6 +201,8 @@ class _Run:
                 waited_s = time.perf_counter() - ended.time_s
                 lacking_bytes = self.job.recomputation.lacking_bytes(fed.batches)
                 result, cause = self._step(step, fed)
+                if step == self.first_step:
+                    self.buffers.check(self.world)
                 now = StepEnd.now()
                 measured = MeasuredStep(
                     now.time_s - ended.time_s,
@@ -236,6 +239,7 @@ class _Run:
 
     def _save(self) -> None:
         """Start to save a checkpoint of the steps done. A collective."""
+        self.buffers.check(self.world)  # Not all modules have input in the first step.
         if self.log is not None:
             self.log.flush()
         self.job.checkpointer.save(self.job.model, self.job.optimizer, self.job.progress)
