@@ -9,11 +9,15 @@ The loss of an encoder is the mean squared distance of its rows from drawn ones;
 documents with rows of an encoder, whose gradients are compared, too. The loss of a projector is that of an encoder; its
 class in transformers has neither the matrix around its layers nor, in BLIP-2, the queries, so both sides multiply by
 the same one, and compare its gradient and that of what is read.
+
+Families that are in no transformers (InternLM2, EVA-CLIP) stand beside the plain computations of their tests, from
+directories as published.
 """
 
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +25,7 @@ import numpy as np
 import torch
 from loss_and_gradients import Step
 from rows import ROOT
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from transformers import Blip2QFormerConfig, Blip2QFormerModel
@@ -36,13 +41,15 @@ from motet.models.families.registry import BACKBONES, ENCODERS
 
 sys.path.insert(0, str(ROOT / "tests"))
 
+from unit.models import test_eva_clip, test_internlm2
 from unit.models.conftest import DIM, VOCAB, Packed, Tiny
 from unit.models.test_cross_projector import OPTIONS as PROJECTORS
 from unit.models.wide import InFloat64
 
-NOT_THERE = ("internlm2", "eva_clip")
-"""Families that are in no transformers; their tests hold them to plain computations."""
-PARTS = [*(family for family in (*ENCODERS, *BACKBONES) if family not in NOT_THERE), *PROJECTORS]
+PLAIN = ("internlm2", "eva_clip")
+"""Families that are in no transformers."""
+_EVA_KIND = "EVA02-CLIP-E+"
+PARTS = [*ENCODERS, *BACKBONES, *PROJECTORS]
 _ROWS, _READ_DIM, _QUERIES = [7, 1, 12, 7, 3], 20, 5
 """Of the items that a projector reads: rows of each, and their width; rows that it makes of each."""
 _THEIR_NAMES = {
@@ -69,13 +76,16 @@ def distances(folder: Path, family: str) -> Distances:
     """Motet's distances of a part of `PARTS`. folder: where its weights are written."""
     write_part(folder, family)
     theirs, ours = (
-        (encoder_of_transformers, encoder_of_motet)
+        {"internlm2": (plain_internlm2, our_internlm2), "eva_clip": (plain_eva_clip, our_eva_clip)}[family]
+        if family in PLAIN
+        else (encoder_of_transformers, encoder_of_motet)
         if family in ENCODERS
         else (projector_of_transformers, projector_of_motet)
         if family in PROJECTORS
         else (backbone_of_transformers, backbone_of_motet)
     )
-    with InFloat64():
+    # Nothing of plain computations is rounded.
+    with nullcontext() if family in PLAIN else InFloat64():
         reference, packed, alone = theirs(folder, family), ours(folder, family), ours(folder, family, packed=False)
     rounded = ours(folder, family).distance(theirs(folder, family))
     return Distances(packed.num_targets, packed.distance(reference), packed.distance(alone), rounded)
@@ -83,6 +93,10 @@ def distances(folder: Path, family: str) -> Distances:
 
 def write_part(folder: Path, family: str) -> None:
     """Write a tiny model of transformers' class, whose norms are away from 1 and whose biases are away from 0."""
+    if family in PLAIN:
+        folder = folder / "model"
+        _ = test_internlm2.written(folder) if family == "internlm2" else test_eva_clip.written(folder, _EVA_KIND)
+        return
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(5)
     if family in PROJECTORS:
@@ -112,6 +126,59 @@ def _their_model(folder: Path, family: str) -> Any:
     # Other ways to compute experts do not know float64.
     model.config._experts_implementation = "eager"
     return model
+
+
+def _plain_weights(folder: Path, prefix: str = "") -> dict[str, torch.nn.Parameter]:
+    """The weights of a directory in float64, by their names without a prefix; others are left out."""
+    stored = load_file(folder / "model" / "model.safetensors")
+    named = {name.removeprefix(prefix): each for name, each in stored.items() if name.startswith(prefix)}
+    return {name: torch.nn.Parameter(each.double()) for name, each in named.items()}
+
+
+def plain_internlm2(folder: Path, family: str) -> Step:
+    """Of one document after the other."""
+    weights, packed = _plain_weights(folder), Packed.of(_LENGTHS)
+    total = torch.zeros((), dtype=torch.float64)
+    for number in range(len(_LENGTHS)):
+        document = packed.document(number)
+        total = total + test_internlm2.plain_loss(weights, document.tokens, document.targets)
+    return _mean(total, packed, dict(weights))
+
+
+def our_internlm2(folder: Path, family: str, *, packed: bool = True) -> Step:
+    """Of all documents in one pack, or one at a time."""
+    backbone = build_backbone(BackboneConfig(family="internlm2", path=folder / "model"), VOCAB, torch.float64, 0)
+    documents = Packed.of(_LENGTHS)
+    total = torch.zeros((), dtype=torch.float64)
+    for each in [documents] if packed else [documents.document(number) for number in range(len(_LENGTHS))]:
+        total = total + backbone(each, {})[0]
+    names = plain_names(backbone.causal_lm)
+    step = _mean(total, documents, {names[name]: each for name, each in backbone.causal_lm.named_parameters()})
+    return step._replace(gradients=test_internlm2.by_their_names(step.gradients, _plain_weights(folder)))
+
+
+def _eva_images() -> tuple[Tensor, Tensor]:
+    """Images, and the rows that the encoder is to make of them."""
+    generator, side = torch.Generator().manual_seed(7), test_eva_clip.GRID * test_eva_clip.SIDE
+    pixels = torch.randn(3, 3, side, side, generator=generator, dtype=torch.float64)
+    shape = len(pixels) * test_eva_clip.GRID**2, test_eva_clip.WIDTH
+    return pixels, torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def plain_eva_clip(folder: Path, family: str) -> Step:
+    """Of one image after the other."""
+    weights, (pixels, targets) = _plain_weights(folder, "vision_model."), _eva_images()
+    rows = [test_eva_clip.plain_rows(weights, _EVA_KIND, image) for image in pixels]
+    return _step_of(torch.cat(rows), targets, weights)
+
+
+def our_eva_clip(folder: Path, family: str, *, packed: bool = True) -> Step:
+    """Of all images in one pack, or one at a time."""
+    encoder, (pixels, targets) = test_eva_clip.encoder_of(folder / "model"), _eva_images()
+    images = [pixels] if packed else pixels.split(1)
+    rows = [encoder(test_eva_clip.patches_of(each), torch.full((len(each), 2), test_eva_clip.GRID)) for each in images]
+    names = plain_names(encoder.model)
+    return _step_of(torch.cat(rows), targets, {names[name]: each for name, each in encoder.model.named_parameters()})
 
 
 def encoder_of_transformers(folder: Path, family: str) -> Step:

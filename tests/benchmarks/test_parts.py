@@ -43,8 +43,10 @@ def test_the_tables_of_whole_models_are_what_is_stored():
     )
 
 
-@pytest.mark.parametrize("part", ["clip", "qwen2_5_omni_audio", "mixtral", "resampler", "qformer"])
-def test_a_part_is_as_in_transformers(tmp_path, part):
+@pytest.mark.parametrize(
+    "part", ["clip", "qwen2_5_omni_audio", "mixtral", "resampler", "qformer", "internlm2", "eva_clip"]
+)
+def test_a_part_is_as_in_transformers_or_as_a_plain_computation(tmp_path, part):
     of = parts.distances(tmp_path, part)
     assert max(*of.exact, *of.parted) < 1e-8
 

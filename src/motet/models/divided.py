@@ -214,6 +214,7 @@ def _branches(module: ModalityModule | Backbone) -> Iterator[tuple[nn.Module, Te
         isinstance(module, ModalityModule)
         and isinstance(module.projector, Projector)
         and module.projector.kind == "mlp"
+        and module.projector.norm is None
     ):
         yield from ((module.projector, branch) for branch in _PROJECTOR)
 

@@ -64,6 +64,7 @@ class ModalityModule(nn.Module):
 
     def _check(self) -> None:
         name, downsample = type(self.encoder).__name__, self.projector.downsample
+        key = getattr(self.projector, "joins_by", "downsample")
         for kind, callback in (("before", self.before), ("between", self.between), ("after", self.after)):
             if callback is not None:
                 check_callback(kind, kind, callback)
@@ -73,7 +74,7 @@ class ModalityModule(nn.Module):
             raise ArgumentError(f"{name}.cost is 'padded', which pads whole items, so its items can have no segments.")
         if getattr(self.encoder, "grid", None) is not None and math.isqrt(downsample) ** 2 != downsample:
             raise ArgumentError(
-                f"projector.downsample is {downsample}, but {name} gives a raster of rows, of which squares are "
+                f"projector.{key} is {downsample}, but {name} gives a raster of rows, of which squares are "
                 "joined: it must be 1, 4, 9, 16, ..."
             )
 
@@ -197,8 +198,9 @@ class ModalityModule(nn.Module):
             return self._extents(seen)
         extents = _checked("between", self.between, "num_rows", said(seen), len(seen), (1, 2))
         if extents.ndim > 1 and math.isqrt(self.projector.downsample) ** 2 != self.projector.downsample:
+            key = getattr(self.projector, "joins_by", "downsample")
             raise UserError(
-                f"projector.downsample is {self.projector.downsample}, but between ({callback_name(self.between)}) "
+                f"projector.{key} is {self.projector.downsample}, but between ({callback_name(self.between)}) "
                 "gives a raster of rows, of which squares are joined: it must be 1, 4, 9, 16, ..."
             )
         return extents
@@ -441,7 +443,8 @@ class ModalityModule(nn.Module):
         return seen, seen_sizes
 
     def _forward_empty(self) -> Tensor:
-        weight = (outside_blocks(self.projector) or outside_blocks(self))[0]
+        weight = next(iter(outside_blocks(self.projector) or outside_blocks(self)), None)
+        weight = next(self.parameters()) if weight is None else weight
         x = weight.new_zeros(0, self.projector.output_dim)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
             for block in self._blocks[: self.num_encoder_blocks]:

@@ -1,18 +1,25 @@
-"""The projector of an encoder's rows into the backbone: join neighbouring rows of an item, then a linear map or MLP."""
+"""The projector of an encoder's rows into the backbone: join or average neighbouring rows of an item, normalise them,
+then a linear map or MLP.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from motet.core.arrays import Int64Array
+from motet.core.errors import UserError
 from motet.core.limits import MAX_JOINED
 from motet.core.shapes import projector
+from motet.models.config_file import one_line
 from motet.models.cross_projector import CrossProjector
 from motet.models.layers import LayerModules, any_trainable
 
@@ -20,37 +27,57 @@ from motet.models.layers import LayerModules, any_trainable
 class ProjectorConfig(BaseModel):
     """The kind of a projector, and the number of rows that it makes of an item (OrchMLLM section 8).
 
-    kind:       "linear"; "mlp": two layers with GELU; "resampler" or "qformer": by cross attention
-                (`models/cross_projector.py`).
+    kind:       "linear"; "mlp": two layers with GELU; "none": rows as they are, of the backbone's width; "resampler" or
+                "qformer": by cross attention (`models/cross_projector.py`).
     downsample: rows joined into one. In a sequence (audio) they are consecutive. In a raster (images) they are a
                 square, as in InternVL's pixel shuffle: 4 is 2 x 2, and a number that is no square is refused.
+    pool:       rows averaged into one, likewise, in place of `downsample`, as in Gemma 3. At the end of a sequence and
+                at the edges of a raster the mean is of those that there are.
+    norm:       before the map: "layer", as in InternVL, or "rms". Default: none.
+    path:       a safetensors file that it starts from, such as `projectors/NAME.safetensors` of an export. Default:
+                random weights.
     queries:    of a resampler or qformer, the rows that each item becomes.
     config:     of a resampler or qformer, HF's options: of Idefics2PerceiverConfig, or of Blip2QFormerConfig.
     """
 
     model_config = ConfigDict(extra="forbid")
-    kind: Literal["linear", "mlp", "resampler", "qformer"] = "mlp"
+    kind: Literal["linear", "mlp", "none", "resampler", "qformer"] = "mlp"
     downsample: int = Field(default=1, ge=1, le=MAX_JOINED)
+    pool: int = Field(default=1, ge=1, le=MAX_JOINED)
+    norm: Literal["layer", "rms"] | None = None
+    path: Path | None = None
     queries: int | None = Field(default=None, ge=1, le=MAX_JOINED)
     config: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _of_its_kind(self) -> ProjectorConfig:
-        if self.kind in ("linear", "mlp"):
+        if self.kind in ("linear", "mlp", "none"):
             for name in ("queries", "config"):
                 if getattr(self, name):
                     raise ValueError(f"`{name}` is for resampler and qformer only, not for {self.kind!r}")
+            if self.downsample > 1 and self.pool > 1:
+                raise ValueError("`downsample` joins rows, and `pool` averages them; give one of them")
+            if self.path is not None and self.kind == "none" and self.norm is None:
+                raise ValueError('`path` has no effect, as kind = "none" without `norm` has no weights; remove it')
         elif self.queries is None:
             raise ValueError(f"a {self.kind} needs `queries`, the number of rows that it makes of each item")
-        elif self.downsample != 1:
-            raise ValueError(f"`downsample` is for linear and mlp only: a {self.kind} makes `queries` rows of an item")
+        elif self.downsample != 1 or self.pool != 1:
+            name = "downsample" if self.downsample != 1 else "pool"
+            raise ValueError(f"`{name}` is for linear and mlp only: a {self.kind} makes `queries` rows of an item")
+        elif self.norm is not None:
+            raise ValueError(f"`norm` is for linear, mlp and none only: a {self.kind} has norms of its own")
         return self
 
     def build(self, input_dim: int, output_dim: int) -> Projector | CrossProjector:
-        """The projector of this config. Raises UserError for HF options as `CrossProjector` does."""
-        if self.queries is None:
-            return Projector(input_dim, output_dim, self)
-        return CrossProjector(self.kind, input_dim, output_dim, self.queries, self.config)
+        """The projector. Raises UserError for HF options as `CrossProjector` does, and for other weights in `path`."""
+        made = (
+            Projector(input_dim, output_dim, self)
+            if self.queries is None
+            else CrossProjector(self.kind, input_dim, output_dim, self.queries, self.config)
+        )
+        if self.path is not None:
+            _start_from(made, self.path)
+        return made
 
 
 class Projector(nn.Module):
@@ -71,19 +98,29 @@ class Projector(nn.Module):
 
     def __init__(self, input_dim: int, output_dim: int, config: ProjectorConfig) -> None:
         super().__init__()
-        self.kind, self.downsample = config.kind, config.downsample
-        joined = input_dim * config.downsample
+        self.kind, self.pools = config.kind, config.pool > 1
+        self.downsample = config.pool if self.pools else config.downsample
+        self.width = input_dim * config.downsample
         self.input_dim, self.output_dim = input_dim, output_dim
-        self.layers = (
-            nn.Sequential(nn.Linear(joined, output_dim))
-            if config.kind == "linear"
-            else nn.Sequential(nn.Linear(joined, output_dim), nn.GELU(), nn.Linear(output_dim, output_dim))
-        )
+        if config.kind == "none" and self.width != output_dim:
+            raise UserError(
+                f'projector.kind = "none" gives the backbone rows of {self.width} values, and it takes {output_dim}; '
+                'take "linear" or "mlp".'
+            )
+        self.norm = None if config.norm is None else _norm(config.norm, self.width)
+        maps: dict[str, list[nn.Module]] = {"none": [], "linear": [nn.Linear(self.width, output_dim)]}
+        maps["mlp"] = [*maps["linear"], nn.GELU(), nn.Linear(output_dim, output_dim)]
+        self.layers = nn.Sequential(*maps[config.kind])
 
     @property
     def blocks(self) -> list[nn.Module]:
         """None: it is sharded with what stands outside of the encoder's blocks."""
         return []
+
+    @property
+    def joins_by(self) -> str:
+        """The option that says how many rows become one."""
+        return "pool" if self.pools else "downsample"
 
     @property
     def shareable(self) -> bool:
@@ -93,13 +130,18 @@ class Projector(nn.Module):
     def described(self, divisor: int) -> list[LayerModules]:
         """Its layer. divisor: length of an item that makes one row of the encoder's output."""
         layer = projector(
-            self.input_dim,
+            self.width,
             self.output_dim,
-            self.kind,
-            self.downsample,
-            divisor=divisor,
+            "linear" if self.kind == "none" else self.kind,
+            divisor=divisor * self.downsample,
             trainable=any_trainable(self),
         )
+        if self.kind == "none":
+            layer = replace(layer, weights=0, parameters=0)
+        if self.norm is not None:  # It keeps its input, and the map its output.
+            kept = layer.activation_width + (0 if self.kind == "none" else self.width)
+            parameters = layer.parameters + sum(each.numel() for each in self.norm.parameters())
+            layer = replace(layer, parameters=parameters, activation_width=kept, divided_width=0)
         return [LayerModules(layer, (self,))]
 
     def num_outputs(self, extents: Int64Array) -> Int64Array:
@@ -107,7 +149,21 @@ class Projector(nn.Module):
         return np.prod(self._blocks(extents)[2], axis=1)
 
     def forward(self, rows: Tensor, extents: Int64Array) -> Tensor:
-        return self.layers(self._join(rows, extents) if self.downsample > 1 else rows)
+        if self.pools:
+            rows = self._pool(rows, extents)
+        elif self.downsample > 1:
+            rows = self._join(rows, extents)
+        if self.norm is not None:
+            rows = self.norm(rows)
+        return self.layers(rows)
+
+    def _pool(self, rows: Tensor, extents: Int64Array) -> Tensor:
+        """rows [n, input_dim] -> [sum(num_outputs), input_dim]: the mean of each block's rows."""
+        grids, block, _ = self._blocks(extents)
+        total = self._join(rows, extents).view(-1, self.downsample, self.input_dim).sum(1)
+        if not (grids % block).any():
+            return total / self.downsample
+        return total / self._join(rows.new_ones(len(rows), 1), extents).sum(1, keepdim=True)
 
     def _blocks(self, extents: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Rows and columns of each item [num_items, 2] and of a block [2]; blocks of each item down and across."""
@@ -125,6 +181,33 @@ class Projector(nn.Module):
             num_rows = int(blocks.prod(axis=1).sum()) * self.downsample
             rows = rows.new_zeros(num_rows, rows.shape[1]).index_copy(0, positions, rows)
         return rows.reshape(-1, rows.shape[1] * self.downsample)
+
+
+def _norm(kind: Literal["layer", "rms"], width: int) -> nn.Module:
+    return nn.LayerNorm(width, eps=1e-5) if kind == "layer" else nn.RMSNorm(width, eps=1e-6)
+
+
+def _start_from(projector: nn.Module, path: Path) -> None:
+    """Give a projector the weights of a file, unless it has shapes only. Raises UserError if they are not its own."""
+    where = f"projector.path: {path}"
+    if not path.is_file():
+        raise UserError(
+            f"{where} is no file; it must be a safetensors file, as projectors/NAME.safetensors of an export."
+        )
+    try:
+        with safe_open(path, framework="pt") as opened:
+            stored = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+            own = {name: tuple(weight.shape) for name, weight in projector.named_parameters()}
+            if stored != own:
+                name = min(name for name in stored.keys() | own.keys() if stored.get(name) != own.get(name))
+                has, needs = (f"of shape {list(of[name])}" if name in of else "none" for of in (stored, own))
+                raise UserError(
+                    f"{where} has other weights than the projector: of {name} it has {has}, and needs {needs}."
+                )
+            if torch.get_default_device().type != "meta":
+                projector.load_state_dict({name: opened.get_tensor(name) for name in own})
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{where} cannot be read ({one_line(error)}).") from error
 
 
 def build_projector(input_dim: int, output_dim: int, config: ProjectorConfig) -> Projector | CrossProjector:

@@ -121,6 +121,11 @@ def plain_rows(weights, kind, pixels):
     return hidden[1:]
 
 
+def patches_of(pixels):
+    """Images [n, 3, height, width] as rows of patches, one image after the other."""
+    return pixels.unflatten(2, (GRID, SIDE)).unflatten(4, (GRID, SIDE)).permute(0, 2, 4, 1, 3, 5).reshape(-1, 48)
+
+
 def encoder_of(folder, dtype=torch.float64, **options):
     config = EncoderConfig(family="eva_clip", path=folder, **options)
     return build_modality("image", config, 8, dtype, 0).encoder
@@ -131,8 +136,7 @@ def test_rows_and_gradients_are_those_of_a_plain_computation(tmp_path, kind):
     folder, weights = written(tmp_path / "model", kind)
     encoder = encoder_of(folder)
     pixels = torch.randn(2, 3, GRID * SIDE, GRID * SIDE, dtype=torch.float64)
-    values = pixels.unflatten(2, (GRID, SIDE)).unflatten(4, (GRID, SIDE)).permute(0, 2, 4, 1, 3, 5).reshape(-1, 48)
-    got = encoder(values, torch.full((2, 2), GRID))
+    got = encoder(patches_of(pixels), torch.full((2, 2), GRID))
     wanted = torch.cat([plain_rows(weights, kind, image) for image in pixels])
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
     factors, names = torch.randn_like(got), plain_names(encoder.model)

@@ -114,6 +114,23 @@ def in_groups(gradients, layer, kind):
     return torch.cat([part.view(GROUPS, -1, DIM, *part.shape[1:]) for part in parts], 1).flatten(0, 2)
 
 
+def by_their_names(gradients, names):
+    """Gradients by the names in a directory. gradients: by those of Llama."""
+    places = {"w1": "mlp.gate_proj", "w3": "mlp.up_proj", "w2": "mlp.down_proj", "wo": "self_attn.o_proj"}
+    places |= {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+    outside = {"model.tok_embeddings.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
+    found = {}
+    for name in names:
+        if "wqkv" in name:
+            found[name] = in_groups(gradients, int(name.split(".")[2]), name.rpartition(".")[2])
+        elif name.startswith("model.layers"):
+            kind = name.split(".")[-2]
+            found[name] = gradients[f"model.layers.{name.split('.')[2]}.{places[kind]}.{name.rpartition('.')[2]}"]
+        else:
+            found[name] = gradients[outside.get(name, name)]
+    return found
+
+
 @pytest.mark.parametrize("options", [{}, {"bias": True, "rope_scaling": None}])
 def test_loss_and_gradients_are_those_of_a_plain_computation(tiny, tmp_path, options):
     folder, weights = written(tmp_path / "model", **options)
@@ -126,18 +143,8 @@ def test_loss_and_gradients_are_those_of_a_plain_computation(tiny, tmp_path, opt
     loss.backward(), expected.backward()
     names = plain_names(backbone.causal_lm)
     gradients = {names[name]: each.grad for name, each in backbone.causal_lm.named_parameters()}
-    places = {"w1": "mlp.gate_proj", "w3": "mlp.up_proj", "w2": "mlp.down_proj", "wo": "self_attn.o_proj"}
-    places |= {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-    outside = {"model.tok_embeddings.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
-    for name, weight in weights.items():
-        if "wqkv" in name:
-            found = in_groups(gradients, int(name.split(".")[2]), name.rpartition(".")[2])
-        elif name.startswith("model.layers"):
-            kind = name.split(".")[-2]
-            found = gradients[f"model.layers.{name.split('.')[2]}.{places[kind]}.{name.rpartition('.')[2]}"]
-        else:
-            found = gradients[outside.get(name, name)]
-        torch.testing.assert_close(found, weight.grad, rtol=1e-10, atol=1e-12, msg=name)
+    for name, found in by_their_names(gradients, weights).items():
+        torch.testing.assert_close(found, weights[name].grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
 def test_the_directory_comes_back_bit_for_bit(tmp_path):

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from motet.core.errors import ArgumentError, UserError
@@ -105,6 +106,77 @@ def test_rows_of_a_raster_are_joined_in_squares(downsample):
         expected.append(projector.layers(blocks.permute(0, 1, 3, 4, 2).reshape(-1, downsample * 3)))
     assert projector.num_outputs(grids).tolist() == counts
     torch.testing.assert_close(projector(rows, grids), torch.cat(expected))
+
+
+@pytest.mark.parametrize("norm", [None, "layer", "rms"])
+@pytest.mark.parametrize("kind", ["none", "linear", "mlp"])
+def test_rows_are_averaged_and_normalised_before_the_map(kind, norm):
+    """Squares of rasters with edges, and stretches of sequences, whose last ones are shorter; against plain loops."""
+    config = ProjectorConfig(kind=kind, pool=4, norm=norm)
+    projector = Projector(3, 3 if kind == "none" else 5, config).double()
+    for weight in projector.parameters():
+        nn.init.uniform_(weight, 0.5, 1.5)
+
+    def expected(blocks):
+        rows = torch.stack([block.reshape(-1, 3).mean(0) for block in blocks])
+        if norm == "layer":
+            rows = nn.functional.layer_norm(rows, (3,), projector.norm.weight, projector.norm.bias, 1e-5)
+        elif norm == "rms":
+            rows = rows * (rows.square().mean(1, keepdim=True) + 1e-6).rsqrt() * projector.norm.weight
+        return projector.layers(rows)
+
+    rows = torch.randn(27, 3, dtype=torch.float64, requires_grad=True)
+    raster, counts = np.array([[3, 5], [2, 6]]), np.array([9, 0, 17, 1])
+    first, second = (grid.view(*size, 3) for grid, size in zip(rows.split([15, 12]), raster.tolist(), strict=True))
+    squares = [
+        grid[y : y + 2, x : x + 2] for grid in (first, second) for y in range(0, len(grid), 2) for x in (0, 2, 4)
+    ]
+    stretches = [part for item in rows.split(counts.tolist()) for part in item.split(4) if len(item)]
+    for extents, blocks in ((raster, squares), (counts, stretches)):
+        got, wanted = projector(rows, extents), expected(blocks)
+        assert len(got) == projector.num_outputs(extents).sum()
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(*(torch.autograd.grad(each.square().sum(), rows)[0] for each in (got, wanted)))
+    [described] = projector.described(1)
+    assert described.layer.parameters == sum(weight.numel() for weight in projector.parameters())
+    assert described.layer.weights == sum(weight.numel() for weight in projector.parameters() if weight.ndim > 1)
+    assert described.layer.divisor == 4
+
+
+def test_a_projector_starts_from_the_file_of_an_export(tmp_path):
+    config = ProjectorConfig(kind="linear", norm="rms", path=tmp_path / "image.safetensors")
+    with pytest.raises(UserError, match=r"image.safetensors is no file; .* projectors/NAME.safetensors of an export"):
+        config.build(3, 5)
+    saved = Projector(3, 5, ProjectorConfig(kind="linear", norm="rms"))
+    save_file(saved.state_dict(), config.path)
+    for name, weight in config.build(3, 5).state_dict().items():
+        assert torch.equal(weight, saved.state_dict()[name])
+    with pytest.raises(UserError, match=r"of layers.0.weight it has of shape \[5, 3\], and needs of shape \[5, 4\]"):
+        config.model_copy(update={"norm": None}).build(4, 5)
+    with pytest.raises(UserError, match=r"of norm.weight it has of shape \[3\], and needs none"):
+        config.model_copy(update={"norm": None}).build(3, 5)
+    config.path.write_bytes(b"no weights")
+    with pytest.raises(UserError, match=r"image\.safetensors cannot be read"):
+        config.build(3, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"downsample": 4, "pool": 4}, "`downsample` joins rows, and `pool` averages them"),
+        ({"kind": "none", "path": "a"}, "`path` has no effect"),
+        ({"kind": "resampler", "queries": 3, "pool": 4}, "`pool` is for linear and mlp only"),
+        ({"kind": "qformer", "queries": 3, "norm": "rms"}, "`norm` is for linear, mlp and none only"),
+    ],
+)
+def test_options_of_a_projector_that_do_not_go_together(options, said):
+    with pytest.raises(ValueError, match=said):
+        ProjectorConfig(**options)
+
+
+def test_rows_of_another_width_need_a_map():
+    with pytest.raises(UserError, match=r"gives the backbone rows of 6 values, and it takes 5; take .linear. or"):
+        Projector(3, 5, ProjectorConfig(kind="none", downsample=2))
 
 
 def test_joined_squares_are_internvls_pixel_shuffle():

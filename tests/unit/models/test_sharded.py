@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from motet.models.build import ModelConfig, build_mllm
 from motet.models.mllm import MLLM
+from motet.models.projector import ProjectorConfig
 from ranks import run_ranks
 
 SIZES = {"image": [[2, 4], [4, 4], [6, 2]], "audio": [[7], [40], [12]]}
@@ -118,7 +119,7 @@ def test_gradients_equal_one_process(tiny, num_ranks, train, frozen, recompute):
 @pytest.mark.parametrize(
     "family", ["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("phi3", "olmo2"))]
 )
-def test_gradients_of_other_backbones_and_of_a_layer_equal_one_process(tiny, family):
+def test_gradients_of_other_backbones_projectors_and_of_a_layer_equal_one_process(tiny, family):
     config = config_of(tiny, family=family)
     layered = ("siglip", "clip", "dinov2")
     for name in [*config.encoders]:
@@ -126,6 +127,14 @@ def test_gradients_of_other_backbones_and_of_a_layer_equal_one_process(tiny, fam
             del config.encoders[name]
     for name in layered:
         config.encoders[name].feature_layer = -2
+    config.encoders["dinov2"].config |= {"hidden_size": tiny.dim}
+    forms = (
+        {"pool": 4, "norm": "rms"},
+        {"kind": "linear", "downsample": 4, "norm": "layer"},
+        {"kind": "none", "pool": 4},
+    )
+    for name, form in zip(layered, forms, strict=True):
+        config.encoders[name].projector = ProjectorConfig(**form)
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     config.backbone.config |= {
         "gemma3": {"head_dim": 8, "sliding_window": 5},

@@ -104,7 +104,8 @@ class VideoConfig(BaseModel):
 def _with_path(schema: dict[str, Any]) -> None:
     """Let the JSON Schema of `lora` have tables by part, and `path`: of values it would allow both everywhere."""
     table, path = schema["additionalProperties"]["anyOf"]
-    schema["additionalProperties"], schema["properties"] = table, {_PATH: path}
+    said = "A directory of peft, whose adapters go on with all that it says of them; no part has a table beside it."
+    schema["additionalProperties"], schema["properties"] = table, {_PATH: path | {"description": said}}
 
 
 class WholeModelConfig(BaseModel):
