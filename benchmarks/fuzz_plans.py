@@ -278,6 +278,8 @@ def features(case: AnyCase) -> Iterator[str]:
             yield name
     for part in case.parts:
         yield f"part {part}"
+    for name in case.made:
+        yield f"makes {name}"
     for name in ("balance", "example_order"):
         yield f"{name} {getattr(case, name)}"
     units = case.units

@@ -11,6 +11,9 @@ A stall is the share of a step that waits. Medians over steps without the first 
 actor was timed on, one by one (`cost/decoding.py`). A machine's speed changes within a minute, so files are timed
 before and after every few steps, and what counts is the median of predicted over measured. Steps have other images.
 
+"work": the same prediction in processor time of the worker and of the rank that is handed its items, which neighbours
+on the machine change less: what the line through timed files says of a step, over what its images took. Linux alone.
+
 "peer": images a second of one process, beside torch's DataLoader with transformers' own image processor.
 """
 
@@ -31,17 +34,20 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 from rows import Row, finish, show
 
+from motet.core.heap import keep_freed_memory, share_heap
 from motet.cost.decoding import DecodingFit, DecodingLoad
 from motet.cost.profile import DecodingTimes
 from motet.data.decode import Decoder
 from motet.data.images import ImageTransform
 from motet.data.media import MediaRef
-from motet.data.ray_actors import RayCluster
+from motet.data.ray_actors import RayActor, RayCluster
 from motet.data.ray_server import RayServer
 from motet.data.videos import amount_of
+from motet.data.worker import HandlerParts
 
 SIDES = (256, 512, 1024)
 NUM_IMAGES = (8, 16)
@@ -53,6 +59,7 @@ TOLERANCE = 0.1
 CASE_S, MIN_ROUNDS, TIMED_FILES, AT_ONCE = 8.0, 3, 2, 4
 """Of "predicted": seconds of a case, and the least rounds of steps between timed files; files of each side, and so many
 of each at once, as in training."""
+WORK_STEPS, WORK_ROUNDS = 2, 5
 
 
 def write_images(folder: Path, side: int, seed: int) -> list[MediaRef]:
@@ -163,6 +170,70 @@ def predicted(folder: Path, cores: int, num_steps: int, seed: int) -> Iterator[R
                 yield Row(f"{name}: largest error of a round", max(abs(ratio - 1) for ratio in ratios))
 
 
+class NotedCluster(RayCluster):
+    """A cluster that notes the actors that are started in it."""
+
+    def __init__(self, address: str, num_actors: int, token: str) -> None:
+        self.actors: list[RayActor] = []
+        super().__init__(address, num_actors, token)
+
+    def start_actor(self, handler: HandlerParts, limit_s: float) -> RayActor:
+        actor = super().start_actor(handler, limit_s)
+        self.actors.append(actor)
+        return actor
+
+
+def children() -> set[int]:
+    """Processes that this one has started and that still run."""
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(number) for task in tasks for number in (task / "children").read_text().split()}
+
+
+def processor_s(processes: Sequence[int]) -> NDArray:
+    """Seconds of a processor that processes have had so far, and this one, [2]."""
+    of_workers = sum(int(Path(f"/proc/{number}/schedstat").read_text().split()[0]) for number in processes)
+    return np.array([of_workers * 1e-9, time.process_time()])
+
+
+def work_of(decoder: Decoder, processes: Sequence[int], files: Sequence[MediaRef]) -> NDArray:
+    """Seconds of a processor of the workers, and of this process, for files, [2]."""
+    begun = processor_s(processes)
+    decoder.load(files)
+    return processor_s(processes) - begun
+
+
+def work(folder: Path, cores: int, num_steps: int, seed: int) -> Iterator[Row]:
+    samples, images_of = cases(folder, seed)
+    before = children()
+    with ExitStack() as opened:
+        local = opened.enter_context(Decoder({"image": TRANSFORM}, cores))
+        workers = sorted(children() - before)
+        server = opened.enter_context(RayServer(cores))
+        cluster = NotedCluster(server.address, cores, server.token)
+        opened.enter_context(cluster)
+        service = opened.enter_context(Decoder({"image": TRANSFORM}, cores, cluster))
+        actors = [actor.process_id for actor in cluster.actors]
+        for way, decoder, processes in (("local workers", local, workers), ("service", service, actors)):
+            for _ in range(3):  # An actor's first items take longer.
+                decoder.load(samples)
+            for case, images in images_of.items():
+                ratios, shares = [], []
+                for _ in range(WORK_ROUNDS):
+                    points, taken = [], np.zeros(2)
+                    for number in range(WORK_STEPS):  # Files are timed between steps.
+                        taken += work_of(decoder, processes, images)
+                        for ref in samples if number + 1 < WORK_STEPS else ():
+                            seconds = work_of(decoder, processes, [ref] * AT_ONCE).sum() / AT_ONCE
+                            points.append((amount_of(ref), float(seconds)))
+                    ratios.append(core_seconds(points, images) * WORK_STEPS / float(taken.sum()))
+                    shares.append(float(taken[1] / taken.sum()))
+                ratio = statistics.median(ratios)
+                name = f"{case}, {way}, processor time"
+                yield Row(f"{name}: predicted over taken", ratio, 1.0, abs(ratio - 1) <= TOLERANCE)
+                yield Row(f"{name}: largest error of a round", max(abs(ratio - 1) for ratio in ratios))
+                yield Row(f"{name}: share of the rank, to which items are handed", statistics.median(shares))
+
+
 def images_a_second(loaded: Iterator[object], count: int) -> float:
     """Images a second, from the first one on."""
     next(loaded)
@@ -223,11 +294,13 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the rows there")
-    parser.add_argument("--only", choices=("figure", "predicted", "peer"))
+    parser.add_argument("--only", choices=("figure", "predicted", "work", "peer"))
     given = parser.parse_args()
+    share_heap()
+    keep_freed_memory()  # As training and `motet profile` do: fresh pages for items cost about what making them does.
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for part in (figure, predicted, peer):
+        for part in (figure, predicted, work, peer):
             if given.only in (None, part.__name__):
                 for row in part(Path(folder), given.cores, given.steps, given.seed):
                     rows.append(row)

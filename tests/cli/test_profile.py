@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from cli.tiny_job import losses, metrics, write_tiny_job
@@ -26,6 +27,20 @@ from ranks import run_ranks
 # Without dropout, whose mask depends on where an item is computed, and in float64, losses do not depend on balancing.
 EXACT = ("run.dtype=float64", "model.encoders.audio.config.dropout=0.0", "data.heldout=[]", "run.steps=4")
 SMALL = ("transforms.image.max_pixels_side=64",)
+MAX_TURN = 30
+GENERATOR = f"""
+[model.generators.draw]
+makes = "image"
+family = "dit"
+condition = "turn"
+max_turn = {MAX_TURN}
+config = {{ row_dim = 16, hidden = 16, num_layers = 1, num_heads = 2 }}
+
+[transforms.draw]
+patch_size = 4
+channels = 1
+max_pixels_side = 64
+"""
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +263,42 @@ def test_a_recipe_is_simulated_from_what_was_measured(job, of_two):
     found = CliRunner().invoke(app, [*arguments, *_set("run.dtype=float64")])
     assert found.exit_code == 0, found.exception
     assert "on 1 node of 2 cpu, in fp64" in " ".join(found.output.split())
+
+
+@pytest.fixture
+def with_turns(tmp_path):
+    recipe = write_tiny_job(tmp_path / "data", num_train=6, num_heldout=0)
+    Image.effect_noise((8, 12), 60.0).save(recipe.parent / "media" / "drawn.png")
+    turns = [{"from": "human", "value": "draw a line"}, {"from": "gpt", "value": "see: <image>"}]
+    manifest = recipe.with_name("train.jsonl")
+    asked = json.dumps({"conversations": turns, "image": ["media/drawn.png"]}) + "\n"
+    manifest.write_text(manifest.read_text() + asked * 6)
+    recipe.write_text(recipe.read_text() + GENERATOR)
+    return recipe
+
+
+@pytest.mark.slow
+def test_a_profile_a_plan_and_its_simulation_know_turns(with_turns, tmp_path, monkeypatch):
+    measure_little(monkeypatch)
+    exact = ("run.dtype=float64", "data.heldout=[]", *SMALL)
+    measured, found = tmp_path / "measured.json", tmp_path / "plan.json"
+    with redirect_stdout(StringIO()):
+        profile(load_recipe(with_turns, exact), "tiny", out=measured, seconds=0.2)
+    [draw] = [each for each in read_profile(measured).modules if each.name == "draw"]
+    [conditions] = [each for each in draw.layers if each.kind == "projector"]
+    counts = [sum(count for count, _ in batch) for batch in draw.grid]
+    assert list(conditions.grid.rows) == [count * MAX_TURN for count in counts]
+
+    def said(command, *words):
+        done = CliRunner().invoke(app, [command, str(with_turns), "--profile", str(measured), *words, *_set(*exact)])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    quick = ("--ranks-per-node", "1", "--pin", "strategy=data-parallel", "--no-what-if")
+    said("plan", *quick, "--out", str(found))
+    [unit] = json.loads(found.read_text())["units"]
+    assert {"draw", "backbone"} <= {name for stage in unit["stages"] for name in stage}
+    assert json.loads(said("simulate", "--ranks-per-node", "1", "--json", "-"))["trainable"]
 
 
 def _set(*overrides):

@@ -198,12 +198,19 @@ def test_a_vae_makes_latents_alike_on_all_ranks_shows_pixels_and_is_exported_bit
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["index", "exchange"])
+@pytest.mark.parametrize("mode", ["index", "exchange", "plan"])
 def test_workers_encode_what_the_step_would(latent, tmp_path, mode):
     few = ("run.steps=2", "evaluate.num_made=2", "evaluate.batch_size=2")
     run(latent, 1, tmp_path / "step", *few, "fsdp.shard_size=1")
-    workers = ("model.generators.draw.vae.encode_in=workers", "data.num_workers=1", f"balance.mode={mode}")
-    run(latent, 2, tmp_path / "workers", *few, *workers)
+    encoded = latent.with_name("encoded.toml")
+    text = latent.read_text().replace("num_workers = 0", "num_workers = 1")
+    encoded.write_text(text.replace("noise =", 'vae = { encode_in = "workers" }\nnoise =', 1))
+    if mode == "plan":
+        whole = {"draw": read_job_recipe(encoded, EXACT).model.num_blocks["draw"]}
+        stages = {"image": 1, "audio": 1, "backbone": 1}, {"backbone": 1} | whole
+        run_planned(encoded, planned(encoded, Unit("all", stages, pp=2, zero=0)), tmp_path / "workers", *few)
+    else:
+        run(encoded, 2, tmp_path / "workers", *few, f"balance.mode={mode}")
     for a, b in zip(metrics(tmp_path / "step"), metrics(tmp_path / "workers"), strict=True):
         assert b["losses"] == pytest.approx(a["losses"], rel=1e-10)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-9)

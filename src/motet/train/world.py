@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from motet.core.errors import JointUserError, RankFailure, UserError, note_origin
+from motet.core.heap import share_heap
 from motet.core.words import counted_words
 from motet.runtime.groups import new_group
 from motet.train.watch import Watch, come, who_is_missing
@@ -150,6 +151,7 @@ def join_world(device: str, meeting: Meeting | None = None, *, wait_limit_s: flo
     Origin: its rank, and whether another rank has failed before.
     """
     chosen_device = _device(device)
+    share_heap(chosen_device.type)
     borrowed, launch, watch = dist.is_initialized(), "", None
     is_watched = not borrowed and meeting is None  # Trials, which have a Meeting, are watched by their parents.
     if not borrowed:
