@@ -428,7 +428,8 @@ def simulate_plan(
         from motet.planning.sources import read_plan_and_workload
 
         read_plan, lengths = read_plan_and_workload(plan, workload)
-        cost, decided = cost_model(read_plan.cluster, read_plan.precision, profile, any_device=False), {}
+        cost = cost_model(read_plan.cluster, read_plan.precision, profile, moments=read_plan.moments, any_device=False)
+        decided = {}
     from motet.simulate.predict.predict import predictions
 
     _keep_what_planning_makes()

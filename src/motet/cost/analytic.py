@@ -16,7 +16,8 @@
 - Tensor parallelism divides all of the above, but for products that each rank computes whole (`Layer.is_divided`). It
   communicates as Megatron with sequence parallelism: two all-gathers and two reduce-scatters a transformer layer and
   pass (Optimus section 2.2), one of each for a single product that is divided.
-- AdamW is bound by memory bandwidth: it reads a gradient, and reads and writes a weight and two moments.
+- The optimizer is bound by memory bandwidth: it reads a gradient, and reads and writes a weight and what it keeps of
+  it, such as AdamW's two moments.
 
 Shares of the peak are measured. Large bf16 products: 271 TFLOP/s on A100, 795 on H100, 1,745 on B200 and 782 on MI300X
 ("Maximum Achievable Matmul FLOPS", S. Bekman, Machine Learning Engineering, 2025). Attention: 50 to 73 % on A100
@@ -35,6 +36,7 @@ from motet.core.arrays import Float64Array
 from motet.core.cluster import Cluster, Link
 from motet.core.errors import ArgumentError
 from motet.core.exchange import Moved
+from motet.core.plan import ADAM_MOMENTS
 from motet.core.spec import Layer
 from motet.cost import communication
 from motet.cost.model import Beyond, LayerSeconds, Work
@@ -95,7 +97,13 @@ class Analytic:
         '464 us'
     """
 
-    def __init__(self, cluster: Cluster, precision: str = "bf16", efficiency: Efficiency | None = None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        precision: str = "bf16",
+        efficiency: Efficiency | None = None,
+        moments: int = ADAM_MOMENTS,
+    ) -> None:
         device = cluster.device
         if precision not in device.peak_flops:
             raise ArgumentError(
@@ -105,6 +113,7 @@ class Analytic:
             raise ArgumentError(f"precision {precision!r} is not known; known are {', '.join(ELEMENT_BYTES)}.")
         self.cluster = cluster
         self.precision = precision
+        self.moments = moments
         self.efficiency = efficiency or EFFICIENCY.get(device.name, Efficiency())
         self._peak_flops = device.peak_flops[precision]
         self._bytes_per_s = device.memory_bytes_per_s * self.efficiency.memory
@@ -115,7 +124,7 @@ class Analytic:
 
     def on(self, cluster: Cluster) -> Analytic:
         """The model of the same devices, precision and efficiency in another cluster."""
-        return Analytic(cluster, self.precision, self.efficiency)
+        return Analytic(cluster, self.precision, self.efficiency, self.moments)
 
     def beyond(self, module: str, layer: Layer, work: Work, tp: int = 1) -> Beyond:
         """Nothing: it measures nothing."""
@@ -186,7 +195,7 @@ class Analytic:
 
     def step_seconds(self, num_parameters: int, share: float = 1.0) -> float:
         state_bytes = 8 if self.precision == "fp64" else 4
-        return 7 * state_bytes * num_parameters / self._bytes_per_s
+        return (3 + 2 * self.moments) * state_bytes * num_parameters / self._bytes_per_s
 
     def _product_s(
         self, layer: Layer, rows: Float64Array, tp: int, num_entries: int, computed_s: Float64Array

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
+from motet.core.plan import ADAM_MOMENTS
 from motet.cost.analytic import Analytic
 from motet.cost.catalogue import DEVICES, device_called
 from motet.cost.model import CostModel
@@ -14,9 +15,14 @@ _MEASURED_IN = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64"
 
 
 def cost_model(
-    cluster: Cluster, precision: str, profile_file: Path | None = None, *, any_device: bool = True
+    cluster: Cluster,
+    precision: str,
+    profile_file: Path | None = None,
+    *,
+    moments: int = ADAM_MOMENTS,
+    any_device: bool = True,
 ) -> CostModel:
-    """The cost model of a profile or, without one, the analytic model. precision: the plan's.
+    """The cost model of a profile or, without one, the analytic model. precision, moments: the plan's.
 
     any_device: also of a profile that was measured on another device than the cluster's, as where a run on a CPU tries
                 a Plan that was made for GPUs.
@@ -24,7 +30,7 @@ def cost_model(
     profile in another precision or of another device, and for a cluster that hides what a profile measures.
     """
     if profile_file is None:
-        return Analytic(cluster, precision)
+        return Analytic(cluster, precision, moments=moments)
     # Imported here: most jobs have no profile, and building the classes that read one takes time.
     from motet.cost.profile import read_profile
     from motet.cost.profiled import Profiled

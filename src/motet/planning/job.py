@@ -55,7 +55,8 @@ def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()
             f"{path} has neither [data] nor [workload], so --workload must say which lengths to plan for: a manifest, "
             "a CSV of lengths, a TOML of distributions, or a recipe."
         )
-    cost = cost_model(cluster, read.precision, options.profile, any_device=False)
+    moments = ADAM_MOMENTS if recipe is None else recipe.optimizer.num_moments
+    cost = cost_model(cluster, read.precision, options.profile, moments=moments, any_device=False)
     batch_size = read.batch_size
     if recipe is not None and recipe.data.group is not None:
         from motet.planning.groups import examples_a_group, in_groups
@@ -73,5 +74,5 @@ def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()
         policy=policy,
         degrees=read.parallel,
         exchange="auto" if recipe is None else recipe.context.exchange,
-        moments=ADAM_MOMENTS if recipe is None else recipe.optimizer.num_moments,
+        moments=moments,
     )

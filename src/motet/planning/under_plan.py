@@ -83,7 +83,7 @@ def job_under_plan(
     workload = workload_of(recipe, str(recipe_file))
     if recipe.data.group is not None:
         workload = in_groups(recipe, workload)
-    cost, balancing = cost_model(plan.cluster, plan.precision), balancing_of(recipe, plan.model)
+    cost, balancing = cost_model(plan.cluster, plan.precision, moments=plan.moments), balancing_of(recipe, plan.model)
     job = Job(
         plan.model,
         plan.cluster,

@@ -47,9 +47,9 @@ def run_cost(chosen: ChosenPlan, recipe: Recipe, device: torch.device) -> CostMo
     plan, profile = chosen.plan, recipe.run.dir / PROFILE_FILE
     try:
         if profile.exists():
-            return cost_model(plan.cluster, plan.precision, profile)
+            return cost_model(plan.cluster, plan.precision, profile, moments=plan.moments)
         if plan.cluster.device.name == device_name(device):
-            return cost_model(plan.cluster, plan.precision)
+            return cost_model(plan.cluster, plan.precision, moments=plan.moments)
     except UserError as error:
         return f"Steps are not predicted: {error}"
     return (

@@ -130,6 +130,10 @@ def test_ideal_times_by_hand():
     assert seconds.input_s == pytest.approx(product_s + 2.5 * attention_s + 3 * moved_s)
     assert seconds.weight_s == pytest.approx(product_s + 2 * moved_s)
     assert model.step_seconds(10**9) == pytest.approx(28e9 / 3.35e12)
+    plain = Analytic(
+        model.cluster, efficiency=IDEAL, moments=0
+    )  # SGD: gradient and weight are read, the weight written.
+    assert plain.on(model.cluster).step_seconds(10**9) == pytest.approx(12e9 / 3.35e12)
 
 
 @pytest.mark.parametrize("name", GPUS)

@@ -65,7 +65,7 @@ class StepFiller:
 
     def __init__(self, own: PlannedProgram) -> None:
         self.own, plan = own, own.layout.plan
-        self._cost = cost_model(plan.cluster, plan.precision)
+        self._cost = cost_model(plan.cluster, plan.precision, moments=plan.moments)
         self._bubbles = BubbleProgram(own.layout)
         self._backbone = PassOrder(self._bubbles.program)
         self._bare, _ = self._bubbles.bare(plan.fills)

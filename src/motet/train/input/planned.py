@@ -95,7 +95,7 @@ class StepDecider:
         self._filler = StepFiller(place.program) if by_step else None
         self._seconds: PricedSteps | None = None
         if self._plan.order != "given":
-            cost = cost_model(self._plan.cluster, self._plan.precision)
+            cost = cost_model(self._plan.cluster, self._plan.precision, moments=self._plan.moments)
             self._seconds = PricedSteps(self._plan, cost, place.program)
 
     def __call__(self, lengths: BatchLengths) -> DecidedStep:
