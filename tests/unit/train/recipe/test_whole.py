@@ -261,7 +261,7 @@ def tiled(tmp_path_factory):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"size": {"height": 32, "width": 32}}, "makes images of 32 x 32 pixels, and the vision tower takes 24 x 24"),
+        ({"size": {"height": 32, "width": 32}}, "makes images of 32 x 32 pixels, and the vision tower takes 26 x 26"),
         ({"image_grid_pinpoints": [[24, 48]]}, "has image_grid_pinpoints = ((24, 48),), and config.json"),
         ({"do_resize": False}, "has do_resize = False, which Motet does not compute"),
     ],
@@ -281,7 +281,7 @@ def test_canvases_that_are_not_made_of_tiles(tiled, tmp_path):
         stored = json.loads((job / "model" / file).read_text())
         (stored if table is None else stored[table])["image_grid_pinpoints"] = [[24, 50]]
         (job / "model" / file).write_text(json.dumps(stored))
-    assert "has [24, 50] among its image_grid_pinpoints; each must be of whole tiles of 24 pixels" in complaint(job)
+    assert "has [24, 50] among its image_grid_pinpoints; each must be of whole tiles of 26 pixels" in complaint(job)
     changed(job / "model" / "config.json", vision_aspect_ratio="pad")
     assert "vision_aspect_ratio is 'pad', which Motet does not compute" in complaint(job)
 
