@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from motet.core.arrays import Int64Array
-from motet.core.workload import BACKBONE, BatchLengths
+from motet.core.workload import BACKBONE, BatchLengths, total_lengths
+from motet.data.groups import group_caps
 from motet.models.mllm import MLLM
 from motet.train.input.datasets import open_dataset
 from motet.train.recipe.recipe import Recipe
@@ -43,7 +44,12 @@ def asked_lengths(recipe: Recipe, model: MLLM, num_ranks: int) -> dict[str, Aske
     dataset = open_dataset(recipe, recipe.data.train, recipe.vocabulary(), model, lambda sentence: None)
     count = min(dataset.num_examples, _NUM_EXAMPLES)
     drawn = np.unique(np.linspace(0, dataset.num_examples - 1, count).round().astype(np.int64))
-    return of_examples(dataset.batch_lengths(drawn, 1), _examples_a_microbatch(recipe, num_ranks), recipe.data.group)
+    examples, caps = dataset.batch_lengths(drawn, 1), None
+    if recipe.data.group is not None:
+        caps = group_caps(
+            recipe.data.group, {name: total_lengths(examples, name) for name in (*examples.items, BACKBONE)}
+        )
+    return of_examples(examples, _examples_a_microbatch(recipe, num_ranks), caps)
 
 
 def of_examples(

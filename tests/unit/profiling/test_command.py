@@ -141,7 +141,7 @@ def test_lengths_are_those_that_transform_and_encoder_allow(recipe, chosen):
     assert chosen[BACKBONE].lengths.min() == 8
 
 
-def test_seconds_are_spent_where_the_jobs_lengths_are(recipe, chosen):
+def test_seconds_are_spent_where_the_jobs_lengths_are(recipe, chosen, monkeypatch):
     """4 training examples, 2 in a microbatch of a rank of 3: no batch is longer, or has more rows than twice those."""
     encoders = {name: chosen[name].module for name in ("image", "audio")}
     model = SimpleNamespace(encoders=encoders, generators={}, measured=encoders, backbone=chosen[BACKBONE].module)
@@ -153,6 +153,10 @@ def test_seconds_are_spent_where_the_jobs_lengths_are(recipe, chosen):
         assert set(subject.lengths) <= set(chosen[name].lengths)
         assert (subject.lengths < asked[name].shortest).sum() <= 1
     assert found[BACKBONE].lengths.max() < chosen[BACKBONE].lengths.max()
+    grouped = recipe.model_copy(update={"data": recipe.data.model_copy(update={"group": "auto"})})
+    suited = {"image": 5000, "audio": 6000, BACKBONE: 7000}
+    monkeypatch.setattr("motet.data.groups.suggest_phase_caps", lambda totals: {name: suited[name] for name in totals})
+    assert {name: of_module.rows for name, of_module in asked_lengths(grouped, model, 1).items()} == suited
 
 
 def test_a_jobs_rows_are_those_of_its_microbatches():
