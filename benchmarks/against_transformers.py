@@ -6,8 +6,8 @@
 The second is of encoders, backbones and projectors by parts (`parts.py`). The first is of whole models. transformers'
 side there: its own class, processor and chat template; one example at a time, without padding or packing; the loss on
 what its template marks as the assistant's. Motet's side: the recipe of six keys, all examples packed into one sequence,
-and again one at a time. Norms of both keep float64, and so do routers of experts and what turns patches with their
-places: transformers' round to float32, which is 1e-7 by itself.
+and again one at a time. Norms of both keep float64, and so do routers of experts, weights of attention with soft caps,
+and what turns patches with their places: transformers' round to float32, which is 1e-7 by itself.
 
 A row a family is printed, as docs/models.md has it, and stored as a row a figure. What is more than 1e-9 is missed.
 """
@@ -19,7 +19,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +49,7 @@ from motet.train.checkpoint.restoring import load_weights
 from motet.train.input.datasets import open_dataset
 from motet.train.recipe.recipe import load_recipe
 from motet.train.recipe.whole import WholeRecipe
+from unit.models.wide import InFloat64  # parts.py lets tests be imported.
 
 _MOST = dict.fromkeys(("loss", "gradients", "packed against one at a time"), 1e-9)
 """Columns of both tables, and the most that a figure of each may be."""
@@ -86,6 +87,7 @@ def their_model(folder: Path, adapter: Path | None = None) -> Any:
         model = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
     _turn_patches_in_float64(model)
     _route_in_float64(model)
+    _weigh_in_float64(model)
     return model
 
 
@@ -167,6 +169,19 @@ def _route_in_float64(model: torch.nn.Module) -> None:
             module.forward = partial(_routed_in_float64, module)
         if getattr(getattr(module, "config", None), "_experts_implementation", None):
             module.config._experts_implementation = "eager"
+
+
+def _weigh_in_float64(model: torch.nn.Module) -> None:
+    """Let attention that transformers computes by itself keep its weights in float64, in place: soft caps (Gemma 2)."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if type(module).__name__.endswith("Attention") and getattr(config, "_attn_implementation", "") == "eager":
+            module.forward = partial(_weighed_in_float64, module.forward)
+
+
+def _weighed_in_float64(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    with InFloat64():
+        return forward(*inputs, **options)
 
 
 def _routed_in_float64(router: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

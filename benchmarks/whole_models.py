@@ -473,6 +473,29 @@ def write_llava_onevision(folder: Path) -> None:
 
 def write_paligemma(folder: Path) -> None:
     """PaliGemma: Siglip with its norm, a matrix, and a Gemma that ties its embeddings."""
+    _write_paligemma(folder, transformers.GemmaConfig, BACKBONE)
+
+
+def write_paligemma2(folder: Path) -> None:
+    """PaliGemma 2: the same with a Gemma 2, whose window is shorter than a prefix and than some answers.
+
+    Its config is as older versions of transformers wrote it: it lacks what is so by default, and has keys of text that
+    nothing reads.
+    """
+    scores = {"query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    _write_paligemma(folder, transformers.Gemma2Config, BACKBONE | scores | {"sliding_window": 7})
+    file = folder / "config.json"
+    stored = json.loads(file.read_text())
+    text = {key: each for key, each in stored["text_config"].items() if key not in _SAID_BY_DEFAULT}
+    stored["text_config"] = text | {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh"}
+    file.write_text(json.dumps(stored))
+
+
+_SAID_BY_DEFAULT = ("layer_types", "rope_parameters", "use_bidirectional_attention", "tie_word_embeddings")
+"""Keys of Gemma 2's config that newer versions of transformers alone write."""
+
+
+def _write_paligemma(folder: Path, kind: type[transformers.PreTrainedConfig], options: dict[str, Any]) -> None:
     special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "image_token": "<image>"}
     tokenizer = tokenizer_with(special, add_bos_token=True)
     images = transformers.SiglipImageProcessorPil(size={"height": 24, "width": 24})
@@ -483,7 +506,7 @@ def write_paligemma(folder: Path) -> None:
     )
     config = transformers.PaliGemmaConfig(
         vision_config=tower,
-        text_config=transformers.GemmaConfig(vocab_size=len(tokenizer) + 3, **BACKBONE, head_dim=8),
+        text_config=kind(vocab_size=len(tokenizer) + 3, **options, head_dim=8),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         projection_dim=BACKBONE["hidden_size"],
         hidden_size=BACKBONE["hidden_size"],
@@ -950,6 +973,7 @@ FAMILIES: dict[str, Callable[[Path], None]] = {
     "llava_onevision": write_llava_onevision,
     "gemma3": write_gemma3,
     "paligemma": write_paligemma,
+    "paligemma2": write_paligemma2,
     "internvl": write_internvl,
     "idefics3": write_idefics3,
     "smolvlm": write_smolvlm,
@@ -964,7 +988,10 @@ FAMILIES: dict[str, Callable[[Path], None]] = {
 }
 """Family -> what writes the directory of a tiny model of it."""
 
+TYPES = {"paligemma2": "paligemma"}
+"""Families whose `model_type` is that of another."""
+
 ONE_IMAGE = ("llava_onevision",)
 """Families of whose examples none has several images."""
-ONE_QUESTION = ("paligemma",)
+ONE_QUESTION = ("paligemma", "paligemma2")
 """Families of whose examples each has an image, one question and one answer."""

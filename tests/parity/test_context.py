@@ -38,7 +38,7 @@ OF_BACKBONES = {
         PlannedCase(chain(2, WHOLE), frozen=("image", "backbone"), parts=("again",)),
         PlannedCase(chain(2, {"backbone": 3}, replicated=("image", "audio"))),
         *(PlannedCase(chain(2, WHOLE), exchange=way, parts=("ahead", "again"), dropout=0.2) for way in WAYS),
-        PlannedCase(chain(2, WHOLE, zero=3), microbatch_size=2, parts=("prefix",), left_out=0.3),
+        PlannedCase(chain(2, WHOLE, zero=3), microbatch_size=2, parts=("prefix",), left_out=0.3, family="gemma2"),
     ],
     3: [
         *(PlannedCase(chain(3, WHOLE), exchange=way, parts=("ahead",), family="gemma2") for way in WAYS[:2]),

@@ -49,7 +49,7 @@ CUTS = [
     # Rows that see each other in both directions, in whole sequences and in shared ones.
     replace(DEGREES, together=("images",)),
     Cut(replace(ALL, num_microbatches=2, seed=3, fsdp=FSDPConfig(recompute=True)), together=("images", "prefix")),
-    Cut(replace(ALL, seed=6), together=("prefix",), dropout=True, idle=1),
+    Cut(replace(ALL, seed=6, family="gemma2"), together=("prefix",), dropout=True, idle=1),
 ]
 
 

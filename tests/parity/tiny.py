@@ -188,6 +188,7 @@ def build_model(
         tie_word_embeddings=False,
         attn_implementation=ATTENTION,
         **(MIXTURES[family] | BALANCED if family in MIXTURES else {}),
+        **({"head_dim": 8, "sliding_window": 5} if family == "gemma2" else {}),
     )
     encoders = _encoders(frozen, readers)
     merge = Scaled() if readers == "rows" else None

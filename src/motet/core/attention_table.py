@@ -29,6 +29,7 @@ class AttentionTable:
     rows:       int64 [num_rows], where in the pack the rows stand; ascending.
     keys:       int64 [num_keys], where in the pack the keys stand; ascending.
     document:   int64 [num_rows], where in the pack the document of each row begins.
+    kept:       int64 [num_rows], where in the pack begin the keys that no window hides from a row; None: with the row.
     Raises ArgumentError for columns that are not these.
 
     Example:
@@ -46,6 +47,7 @@ class AttentionTable:
     rows: Int64Array
     keys: Int64Array
     document: Int64Array
+    kept: Int64Array | None = None
 
     def __post_init__(self) -> None:
         if self.start.ndim != 2 or self.start.shape != self.end.shape or self.start.shape[1] != self.num_rows:
@@ -54,6 +56,8 @@ class AttentionTable:
             )
         if len(self.document) != self.num_rows:
             raise ArgumentError(f"document has {len(self.document)} entries; the table has {self.num_rows} rows.")
+        if self.kept is not None and len(self.kept) != self.num_rows:
+            raise ArgumentError(f"kept has {len(self.kept)} entries; the table has {self.num_rows} rows.")
         _check_ascending(self.rows, "rows")
         _check_ascending(self.keys, "keys")
         bounds = np.stack([self.start, self.end], axis=1).reshape(2 * len(self.start), self.num_rows)
@@ -63,19 +67,23 @@ class AttentionTable:
             raise ArgumentError(f"intervals of a row must ascend from 0 to at most {self.num_keys}, its keys.")
 
     @classmethod
-    def packed(cls, lengths: ArrayLike, causal: bool = True, together: ArrayLike = ()) -> AttentionTable:
+    def packed(
+        cls, lengths: ArrayLike, causal: bool = True, together: ArrayLike = (), prefix: bool = False
+    ) -> AttentionTable:
         """Documents or segments one after the other, each of which sees itself alone.
 
         lengths:  int [num_documents].
         causal:   a row sees the rows of its document up to itself; else all of them.
         together: int [n, 2], from row to row (exclusive): these rows also see each other, in both directions. Images
                   of Gemma 3, or a prefix (PaliGemma). Ascending, and each within a document.
+        prefix:   no window hides anything of those that begin with their document (PaliGemma 2).
         """
         sizes = np.asarray(lengths, dtype=np.int64)
         offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
         rows = np.arange(offsets[-1])
         document = np.repeat(offsets[:-1], sizes)
         end = rows + 1 if causal else np.repeat(offsets[1:], sizes)
+        kept = rows.copy() if prefix else None
         runs = np.asarray(together, dtype=np.int64).reshape(-1, 2)
         if len(runs):
             if (np.diff(runs.ravel()) < 0).any() or runs[0, 0] < 0 or runs[-1, 1] > len(rows):
@@ -88,7 +96,9 @@ class AttentionTable:
                 wrong = runs[run[np.argmax(across)]]
                 raise ArgumentError(f"together has rows {wrong[0]} to {wrong[1]}, which are not of one document.")
             end[inside] = np.maximum(end[inside], runs[run, 1])
-        return cls(document[None], end[None], rows, rows, document)
+            if kept is not None:
+                kept[inside] = np.where(runs[run, 0] == document[inside], document[inside], inside)
+        return cls(document[None], end[None], rows, rows, document, kept)
 
     @property
     def num_rows(self) -> int:
@@ -125,7 +135,8 @@ class AttentionTable:
         before = np.searchsorted(held, self.keys)  # keys that are held, of those before each key of the table
         before = np.concatenate([before, [np.searchsorted(held, self.keys[-1] + 1) if self.num_keys else 0]])
         start, end = before[self.start[:, at]], before[self.end[:, at]]
-        table = AttentionTable(start, end, some, held, self.document[at])
+        kept = None if self.kept is None else self.kept[at]
+        table = AttentionTable(start, end, some, held, self.document[at], kept)
         lacking = table.pairs != self.pairs[at]
         if lacking.any():
             row = int(some[np.argmax(lacking)])
@@ -135,12 +146,14 @@ class AttentionTable:
     def windowed(self, window: int | None) -> AttentionTable:
         """Without the keys that stand `window` places or more before their row, also those of its own image (Gemma 3).
 
+        Keys that are kept stay, as those of a prefix (PaliGemma 2).
         Applied twice, it does no more than once. None: the table itself. Cached.
         """
         if window is None:
             return self
         if window not in self._windowed:
-            first = np.searchsorted(self.keys, self.rows - window + 1)
+            begin = self.rows - window + 1
+            first = np.searchsorted(self.keys, begin if self.kept is None else np.minimum(begin, self.kept))
             start, end = np.maximum(self.start, first), np.maximum(self.end, first)
             self._windowed[window] = replace(self, start=start, end=end)
         return self._windowed[window]

@@ -73,7 +73,8 @@ class Backbone(nn.Module):
              layers (`models/key_items.py`). The item's token is a token like others.
     bidirectional: encoders whose rows see each other in both directions, as images do in Gemma 3: rows that follow each
            other without a token between.
-    prefix: whether rows of a document before its first target see each other in both directions, as in PaliGemma.
+    prefix: whether rows of a document before its first target see each other in both directions, as in PaliGemma. No
+            window hides one of them from another, as in PaliGemma 2.
     queries: generator -> learned query tokens of each item that it is to make; they stand at the item's rows, and the
            hidden states there are what the generator is given.
     turns: generators that are given the hidden states of a turn's own rows.
@@ -481,7 +482,7 @@ class Backbone(nn.Module):
         if context is None:
             together, of_rows = rows_together(sequences, self.bidirectional, self.prefix), np.repeat(lengths, lengths)
             segments = (
-                TableItems(AttentionTable.packed(lengths, together=together))
+                TableItems(AttentionTable.packed(lengths, together=together, prefix=self.prefix))
                 if len(together)
                 else PackedItems(offsets, causal=True)
             )
@@ -489,7 +490,9 @@ class Backbone(nn.Module):
         else:
             if (segments := self._shared.get(context)) is None:
                 together = rows_together(context.whole, self.bidirectional, self.prefix)
-                segments = self._shared[context] = ContextItems(context, together, head_groups=context.head_groups)
+                segments = self._shared[context] = ContextItems(
+                    context, together, prefix=self.prefix, head_groups=context.head_groups
+                )
             own, hidden = spare_row(context.own, hidden)
             positions = self._positions(context.whole, context.rows.positions)[..., own]
             of_rows = np.repeat(lengths, lengths)[own]

@@ -135,7 +135,7 @@ class BackboneConfig(BaseModel):
     bidirectional: encoders whose rows see each other in both directions, as images do in Gemma 3: rows that follow each
             other without a token between. Text stays causal.
     prefix: whether rows of a document before its first target see each other in both directions, text included, as in
-            PaliGemma.
+            PaliGemma. No window hides one of them from another, as in PaliGemma 2.
     first_position: of each document: PaliGemma counts from 1. Rotations differ by rounding alone.
     """
 

@@ -156,6 +156,7 @@ class ContextItems:
     It is used as `models.attention.PackedItems` is, by all ranks of a group.
     together: rows that see each other in both directions, as of `AttentionTable.packed`; all others are causal.
     causal:   False: all rows of a document, or of an encoder's item, see each other.
+    prefix:   as of `AttentionTable.packed`.
     head_groups: groups of heads whose keys and values go one after the other; not under Ulysses.
 
     Example:
@@ -172,9 +173,10 @@ class ContextItems:
         together: ArrayLike = (),
         *,
         causal: bool = True,
+        prefix: bool = False,
         head_groups: int = 1,
     ) -> None:
-        self.causal, self._head_groups = causal, head_groups
+        self.causal, self._prefix, self._head_groups = causal, prefix, head_groups
         self._share, self._rows, self._rank = share, share.rows.after(share.num_whole), share.rank
         self._together = np.asarray(together, dtype=np.int64).reshape(-1, 2)
         lengths = share.rows.lengths[: share.num_whole]
@@ -182,10 +184,10 @@ class ContextItems:
         of_whole = self._together[:, 1] <= self._num_whole
         self._whole: PackedItems | TableItems = PackedItems.from_lengths(lengths, causal=causal)
         if of_whole.any():
-            self._whole = TableItems(AttentionTable.packed(lengths, causal, self._together[of_whole]), causal)
+            self._whole = TableItems(AttentionTable.packed(lengths, causal, self._together[of_whole], prefix), causal)
         self._joined: dict[int | None, TableItems] = {}
         of_shared = self._together[~of_whole] - self._num_whole
-        self._table = AttentionTable.packed(self._rows.lengths, causal, of_shared)
+        self._table = AttentionTable.packed(self._rows.lengths, causal, of_shared, prefix)
         self._methods: dict[tuple[int, int, int | None], str] = {}
         self._keys: dict[tuple[int | None, bool, torch.device], tuple[TableItems, RowCopies]] = {}
         self._heads: dict[torch.device, tuple[TableItems, RowCopies, RowCopies]] = {}
@@ -245,8 +247,10 @@ class ContextItems:
         if window not in self._joined:
             every = self._share.rows
             wanted = self._wanted(window, everything=False)[self._rank]
-            table = AttentionTable.packed(every.lengths, self.causal, self._together).windowed(window)
-            seen_here = table.of(every.rows[self._rank], np.append(np.arange(num_whole), num_whole + wanted))
+            table = AttentionTable.packed(every.lengths, self.causal, self._together, self._prefix)
+            seen_here = table.windowed(window).of(
+                every.rows[self._rank], np.append(np.arange(num_whole), num_whole + wanted)
+            )
             self._joined[window] = TableItems(seen_here, self.causal)
         return self._attend_by_group(self._joined[window], query, seen, how._replace(window=None))
 

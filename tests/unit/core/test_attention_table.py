@@ -50,6 +50,23 @@ def test_a_window_hides_what_stands_too_far_before(pack, window):
     np.testing.assert_array_equal(table.windowed(window).dense(), table.dense())
 
 
+@given(packs(), st.integers(1, 9))
+def test_no_window_hides_anything_of_a_prefix(pack, window):
+    """Of what sees itself in both directions at the beginning of a document; images behind it are hidden."""
+    mask, (lengths, _, runs) = mask_of(*pack), pack
+    place, begins = np.arange(len(mask)), np.cumsum([0, *lengths])
+    near = place[:, None] - place < window
+    for first, last in runs:
+        if first in begins:
+            near[first:last, first:last] = True
+    table = AttentionTable.packed(*pack, prefix=True)
+    np.testing.assert_array_equal(table.dense(), mask)
+    np.testing.assert_array_equal(table.windowed(window).dense(), mask & near)
+    rows = place[::2]
+    some = table.of(rows, table.of(rows, place).seen).windowed(window)
+    np.testing.assert_array_equal(some.dense(), (mask & near)[np.ix_(rows, some.keys)])
+
+
 @given(packs(), st.data())
 def test_some_rows_against_the_keys_that_they_see(pack, data):
     table, mask = AttentionTable.packed(*pack), mask_of(*pack)
@@ -106,6 +123,10 @@ def test_blocks_behind_the_table_see_nothing():
         (lambda: AttentionTable.packed([4]).of([4], [0, 1, 2, 3]), "rows has one that the table does not have"),
         (lambda: AttentionTable(*np.zeros((2, 1, 3), int), *np.arange(6).reshape(2, 3), np.zeros(2, int)), "document"),
         (lambda: AttentionTable(*np.zeros((2, 1, 2), int), *np.zeros((3, 3), int)), "intervals x 3 rows"),
+        (
+            lambda: AttentionTable(*np.zeros((2, 1, 2), int), *np.arange(6).reshape(3, 2), np.zeros(1, int)),
+            "kept has 1",
+        ),
         (lambda: AttentionTable(np.array([[2]]), np.array([[1]]), *np.arange(3)[:, None]), "intervals of a row"),
     ],
 )

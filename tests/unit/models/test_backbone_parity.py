@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import Gemma3TextConfig
+from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model, get_block_sequence_ids_for_mask
 
 from motet.models.backbone import Backbone
@@ -185,11 +186,15 @@ def test_images_see_themselves_in_both_directions_as_in_gemma_3(tiny, family):
     assert max(map(relative, got, wanted)) < 1e-12
 
 
-@pytest.mark.parametrize("family", ["gemma", "qwen2"])
+@pytest.mark.parametrize("family", ["gemma", "qwen2", "gemma2"])
 def test_a_prefix_sees_itself_in_both_directions_as_in_paligemma(tiny, family):
-    """Rows before the first target, against HF's own class with a mask; text behind it is causal, targets or not."""
-    causal_lm = tiny.backbone(family).causal_lm
+    """Rows before the first target, against HF's own class with a mask; text behind it is causal, targets or not.
+
+    Layers of Gemma 2 have a window, which hides nothing of a prefix.
+    """
+    causal_lm = tiny.backbone(family, **CASES[family]).causal_lm
     trained_like(causal_lm)
+    model = hf_model(causal_lm, exact=True)
     packed = tiny.Packed.of([14, 1, 9, 6], image=[0, 1, 2, 3, 16, 17, 25, 29])
     packed.targets[[4, 5, 6, *range(15, 20), *range(24, 30)]] = False  # prefixes of 7 rows, 5 at least, and all 6
 
@@ -197,11 +202,17 @@ def test_a_prefix_sees_itself_in_both_directions_as_in_paligemma(tiny, family):
         rows = torch.arange(len(document.tokens))
         first = int(document.targets[1:].nonzero()[0]) + 1 if document.targets[1:].any() else len(rows)
         sees = (rows[None] <= rows[:, None]) | ((rows[None] < first) & (rows[:, None] < first))
-        return torch.where(sees, 0.0, float("-inf")).to(embeds.dtype)[None, None]
+        made = torch.where(sees, 0.0, float("-inf")).to(embeds.dtype)[None, None]
+        if family != "gemma2":
+            return made
+        blocks = {"block_sequence_ids": torch.where(rows < first, 0, -1)[None]}
+        windowed = create_sliding_window_causal_mask(model.config, embeds[None], None, None, rows[None], **blocks)
+        return {"full_attention": made, "sliding_attention": windowed}
 
     features = torch.randn(8, tiny.dim, dtype=torch.float64, requires_grad=True)
     got = Backbone(causal_lm, prefix=True)(packed, {"image": features})[0]
-    wanted = hf_loss(hf_model(causal_lm, exact=True), packed, features, masks)
+    with wide_softmax():
+        wanted = hf_loss(model, packed, features, masks)
     assert relative(got, wanted) < 1e-12
     assert relative(Backbone(causal_lm)(packed, {"image": features})[0], wanted) > 1e-6
     assert relative(*(torch.autograd.grad(loss, features)[0] for loss in (got, wanted))) < 1e-12

@@ -1,5 +1,6 @@
 """PaliGemma (Beyer et al. 2024, section 3): Siglip, a matrix, and Gemma, whose prefix sees itself in both directions.
 
+PaliGemma 2 (Steiner et al. 2024, section 3) has Gemma 2 in its place; windows of its layers hide nothing of a prefix.
 The prefix is the image and the question; the answer is causal. Its directories have no chat template: their processor
 writes the images, the token that begins a text, the question and a line break, and then the answer and its end.
 """
@@ -43,7 +44,7 @@ _TEMPLATE = (
 
 def _parts(config: PaliGemmaConfig, directory: WholeDirectory) -> WholeParts:
     where = str(directory.file)
-    family = language_family(config, where, "gemma")
+    family = language_family(config, where, "gemma", "gemma2")
     check_option(where, "projection_dim", config.projection_dim, config.text_config.hidden_size)
     # It stands for the mask that the whole model makes, of the prefix alone.
     check_option(where, "use_bidirectional_attention", config.text_config.use_bidirectional_attention, True)

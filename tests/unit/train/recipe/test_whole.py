@@ -313,6 +313,31 @@ def test_the_text_of_a_family_without_chat_templates(tmp_path):
         load_recipe(tmp_path / "recipe.toml").vocabulary()
 
 
+def test_paligemma_2_in_an_older_format_is_the_same_model(tmp_path):
+    """Names of an older format, the image processor in a file of its own, and keys that nothing reads."""
+    recipe = load_recipe(whole_models.write_job(tmp_path, "paligemma2", num_examples=1))
+    folder = tmp_path / "model"
+    [(file, names)] = recipe.directory.keys.items()
+    older = {name: name.replace("model.language_model.", "language_model.model.") for name in names.values()}
+    for now, before in (("vision_tower.", "vision_tower.vision_model."), ("multi_modal_projector.",) * 2):
+        older = {name: other.replace(f"model.{now}", before) for name, other in older.items()}
+    assert not any(other.startswith("model.") for other in older.values())
+    save_file({older[names[key]]: tensor for key, tensor in load_file(file).items()}, file)
+    changed(folder / "config.json", vision_config={"num_image_tokens": 16, "num_positions": 16})
+    processor = json.loads((folder / "processor_config.json").read_text())
+    (folder / "processor_config.json").unlink()
+    stored = processor["image_processor"] | {"processor_class": processor["processor_class"]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(stored))
+    again = load_recipe(tmp_path / "recipe.toml")
+    assert again.directory.keys[file] == {older[name]: name for name in names.values()}
+    assert again.vocabulary().vocabulary_size == recipe.vocabulary().vocabulary_size
+    assert again.transform("image") == recipe.transform("image")
+    with torch.device("meta"):
+        models = [build_mllm(each.modules, again.vocabulary().vocabulary_size) for each in (recipe, again)]
+    both = [model.backbone.causal_lm.config.to_dict() for model in models]
+    assert both[0] == both[1] and both[0]["sliding_window"] == 7
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
