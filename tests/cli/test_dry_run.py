@@ -70,6 +70,14 @@ def test_what_does_not_fit_is_refused_with_its_rank(motet):
     assert re.search(r"recipe.toml does not fit: Out of memory on 4 of 4 ranks: rank \d", err)
 
 
+@pytest.mark.parametrize("narrower", ["float32", "bfloat16"])
+def test_weights_that_are_stored_in_float64_beside_narrower_products_are_not_guessed(motet, narrower):
+    given = ("--dry-run", "--set", 'run.dtype="float64"')
+    code, out, said = motet("", *given, "--set", f'fsdp.param_dtype="{narrower}"')
+    assert (code, out) == (2, "") and f'beside fsdp.param_dtype = "{narrower}" is not counted' in said
+    assert motet("", "--dry-run", "--set", 'run.dtype="float32"', "--set", f'fsdp.param_dtype="{narrower}"')[0] == 0
+
+
 def test_options_that_would_do_nothing_are_refused(motet):
     code, _, err = motet("", "--dry-run", "--trace")
     assert code == 2 and "--dry-run trains nothing" in err

@@ -57,15 +57,21 @@ def alone():
     return losses, {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
 
 
-def losses_with_dropout(rank, num_ranks, plan):
+def losses_with_dropout(rank, num_ranks, plan, leave_in_eval=False, frozen=()):
     model = build()
+    for name in frozen:
+        model.encoders[name].requires_grad_(False)
     for module in model.modules():
         for name in ("dropout", "attention_dropout"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.2)
     torch.manual_seed(7 + rank)
-    part = motet.apply(model, plan, sgd)
-    return [part.step(batch).loss for batch in example_module("hf_parts").batches()]
+    model.train(not leave_in_eval)
+    part, losses = motet.apply(model, plan, sgd), []
+    for batch in example_module("hf_parts").batches():
+        losses.append(part.step(batch).loss)
+        part.model.train(not leave_in_eval)
+    return losses
 
 
 def test_every_plan_drops_out_the_same(alone):
@@ -74,6 +80,16 @@ def test_every_plan_drops_out_the_same(alone):
     )
     assert beside == pytest.approx(chain, rel=1e-10)
     assert beside[0] != pytest.approx(alone[0][0], rel=1e-6)
+
+
+@pytest.mark.parametrize("frozen", [(), ("image",)])
+def test_a_step_trains_models_that_were_read_or_evaluated_in_eval_mode(frozen):
+    model = build()
+    for name in frozen:
+        model.encoders[name].requires_grad_(False)
+    plan = plan_of(BESIDE, model_spec(model), schedule="gpipe")
+    trained, left = (run_ranks(losses_with_dropout, 2, plan, in_eval, frozen)[0] for in_eval in (False, True))
+    assert left == trained
 
 
 @pytest.mark.parametrize("plan", ["degrees", "beside", "chain"])

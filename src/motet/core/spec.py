@@ -55,6 +55,11 @@ class Attention:
         if not 0 <= self.density <= 1:
             raise ArgumentError(f"density is {self.density}; a mask leaves a share of 0 to 1 of the pairs.")
 
+    @property
+    def reach(self) -> tuple[bool, int, bool]:
+        """Which rows of its item a row attends to: (causal, window, whole)."""
+        return self.causal, self.window, self.whole
+
 
 _CONVOLUTIONS = frozenset({"patches", "convolution", "strided_convolution"})
 """Kinds of layers that are, or hold, convolutions."""
@@ -65,7 +70,7 @@ class Layer:
     """One layer. An item of length l has multiple * ceil(l / divisor) + extra_rows rows in it.
 
     kind:             e.g. "attention", "patches", "convolution", "merge", "projector", "embedding", "head". A profile
-                      times the layers of a module by kind and weights.
+                      times the layers of a module by kind, weights and reach of attention.
     weights:          the number of entries of the matrices that multiply each row.
     parameters:       the number of all parameters: `weights`, norms, biases and look-up tables.
     output_width:     elements of an output row; a pipeline sends as many where it is cut.

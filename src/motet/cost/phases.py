@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from motet.core.limits import INT64_MAX
 from motet.core.spec import Layer, ModelSpec, Module
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.cost.fit import Curve, RelativeError, fit_curve, relative_error
-from motet.cost.profile import LayerTimes, ModuleTimes, Points, Profile
+from motet.cost.profile import LayerTimes, ModuleTimes, Points, Profile, in_words
 
 PS_PER_NS = 1000
 
@@ -74,7 +75,8 @@ class Picoseconds:
 def phase_times(profile: Profile, model: ModelSpec, name: str, num_recomputed: int = 0) -> PhaseTimes:
     """The times of the module `name`. num_recomputed: of its transformer blocks, so many run forward again.
 
-    Raises UserError if the profile lacks the module or one of its kinds of layer.
+    Raises UserError if the profile lacks the module or one of its kinds of layer, and if it is of before profiles said
+    which rows attention reaches, and layers of one kind reach different ones.
     """
     module, times = model.module(name), profile.module(name)
     if times is None:
@@ -142,10 +144,25 @@ class _Seconds:
         return seconds + np.array(points.weight_s) if layer.trainable else seconds
 
     def _measured(self, layer: Layer) -> LayerTimes:
-        for times in self.times.layers:
-            if (times.kind, times.weights, times.tp) == (layer.kind, layer.weights, 1):
-                return times
-        raise UserError(
-            f"The profile of {self.profile.recipe} is of another model: module {self.module.name!r} has a layer "
-            f"{layer.kind!r} of {layer.weights} weights, of which it has no times; profile the recipe that is trained."
-        )
+        times = self.times.of_layer(layer)
+        if times is None:
+            raise UserError(
+                f"The profile of {self.profile.recipe} is of another model: module {self.module.name!r} has a layer "
+                f"{in_words(layer)}, of which it has no times; profile the recipe that is trained."
+            )
+        if times.reach is None and (layer.kind, layer.weights) in self._of_several_reaches:
+            raise UserError(
+                f"The profile of {self.profile.recipe} has one layer for all {layer.kind!r} of {layer.weights} weights "
+                f"in module {self.module.name!r}, whose attention reaches different rows (windows, or none): make it "
+                "anew with `motet profile`, which times each."
+            )
+        return times
+
+    @cached_property
+    def _of_several_reaches(self) -> frozenset[tuple[str, int]]:
+        """Kind and weights of layers whose attention is not of one reach."""
+        reaches: dict[tuple[str, int], set[tuple[bool, int, bool]]] = {}
+        for layer in self.module.layers:
+            if layer.attention is not None:
+                reaches.setdefault((layer.kind, layer.weights), set()).add(layer.attention.reach)
+        return frozenset(key for key, found in reaches.items() if len(found) > 1)

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from motet.core.errors import UserError
 from motet.core.limits import Count, NumRanks, Parameters
+from motet.core.spec import Layer
 from motet.core.text_files import read_json
 
 PROFILE_FILE = "profile.json"
@@ -53,13 +54,16 @@ class Points(_Stored):
 class LayerTimes(_Stored):
     """Seconds of one kind of layer of a module, on one of `tp` tensor-parallel ranks.
 
-    weights: `core.spec.Layer.weights` of the whole layer; tells layers of one kind apart.
+    weights: `core.spec.Layer.weights` of the whole layer, and
+    reach:   `core.spec.Attention.reach` tell layers of one kind apart. None of a layer without attention; of one with
+             attention, if the file is older than the field.
     hooks_s: the part of forward_s and of weight_s that FSDP's hooks take in any batch; 0 if it was profiled without.
     grid, held_out: the points of the module's batches of that name.
     """
 
     kind: str
     weights: Parameters
+    reach: tuple[bool, Count, bool] | None = None
     tp: NumRanks = 1
     hooks_s: tuple[_Seconds, _Seconds] = (0.0, 0.0)
     grid: Points
@@ -93,6 +97,20 @@ class ModuleTimes(_Stored):
             if squares and len(squares) != len(batches):
                 raise ValueError(f"module {self.name!r} must have a sum of squares for each batch, or none")
         return self
+
+    def of_layer(self, layer: Layer, tp: int = 1) -> LayerTimes | None:
+        """The times of a layer; None if it was not measured.
+
+        A file that says no reach of attention has one layer for all of its kind and weights.
+        """
+        alike = [
+            times for times in self.layers if (times.kind, times.weights, times.tp) == (layer.kind, layer.weights, tp)
+        ]
+        for reach in (None if layer.attention is None else layer.attention.reach, None):
+            for times in alike:
+                if times.reach == reach:
+                    return times
+        return None
 
     def amounts(self, *, held_out: bool = False, padded: bool) -> tuple[Sequence[float], Sequence[float]]:
         """The sum of lengths and the sum of squared lengths of each batch, with each segment as an item.
@@ -190,6 +208,14 @@ class Profile(_Stored):
             path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise UserError(f"The profile {path} cannot be written: {error.strerror}.") from error
+
+
+def in_words(layer: Layer) -> str:
+    """What tells a layer from the others of its module."""
+    words = f"{layer.kind!r} of {layer.weights} weights"
+    if layer.attention is None or not (layer.attention.window or layer.attention.whole):
+        return words
+    return f"{words} and " + (f"a window of {layer.attention.window} rows" if layer.attention.window else "whole items")
 
 
 def amounts(batches: tuple[Batch, ...], *, padded: bool) -> tuple[list[int], list[int]]:

@@ -20,7 +20,7 @@ from motet.core.exchange import Moved
 from motet.core.spec import Layer
 from motet.cost.fit import Curve, PassOperations, Surface, fit_curve
 from motet.cost.model import Beyond, LayerSeconds, Work
-from motet.cost.profile import LayerTimes, MessageKind, MessageTimes, Profile
+from motet.cost.profile import LayerTimes, MessageKind, MessageTimes, Profile, in_words
 
 _ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _REDUCES_A_PASS = 2
@@ -37,7 +37,7 @@ class Profiled:
         self.profile = profile
         self.cluster = cluster
         self._hooks = hooks
-        self._surfaces: dict[tuple[str, str, int, int], tuple[Surface, Surface, Surface]] = {}
+        self._surfaces: dict[tuple[object, ...], tuple[Surface, Surface, Surface]] = {}
 
     def on(self, cluster: Cluster) -> Profiled:
         """The model of the same profile in another cluster."""
@@ -58,7 +58,7 @@ class Profiled:
         A layer without attention is not split over ranks, so it takes as long as on one.
         """
         tp = tp if layer.attention is not None else 1
-        key = (module, layer.kind, layer.weights, tp)
+        key = (module, layer.kind, layer.weights, layer.attention and layer.attention.reach, tp)
         if key not in self._surfaces:
             self._surfaces[key] = _surfaces(self._times(module, layer, tp), layer, self._hooks)
         forward, of_input, of_weights = (surface(work.rows, work.pairs) for surface in self._surfaces[key])
@@ -119,16 +119,15 @@ class Profiled:
         return fit_curve(times.seconds, times.num_parameters)
 
     def _times(self, module: str, layer: Layer, tp: int) -> LayerTimes:
-        """The measured layer of that kind and those weights."""
+        """The measured layer of that kind, those weights and that reach."""
         module_times = self.profile.module(module)
-        for times in () if module_times is None else module_times.layers:
-            if (times.kind, times.weights, times.tp) == (layer.kind, layer.weights, tp):
-                return times
+        if module_times is not None and (times := module_times.of_layer(layer, tp)) is not None:
+            return times
         advice = "run `motet profile` on a recipe of this model"
         if tp > 1:
             advice += f", under torchrun with {tp} ranks"
         raise UserError(
-            f"The profile of {self.profile.recipe} has no times of layer {layer.kind!r} of {layer.weights} weights in "
+            f"The profile of {self.profile.recipe} has no times of layer {in_words(layer)} in "
             f"module {module!r} at tensor parallelism {tp}: {advice}."
         )
 

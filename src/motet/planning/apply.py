@@ -76,8 +76,9 @@ class ParallelMLLM:
 
         batch: all examples of the step, `plan.batch_size` of them, the same on all ranks in the same order. A rank
                computes on what its stages need of them.
-        Dropout and noise are drawn by the example's place in the batch, the number of the step, and torch's seed on
-        rank 0. The result has the loss of the whole step, the mean over its targets and, of each generator, `weight`
+        The model is put in train mode, as `motet train` and HF Trainer do; parts in which nothing learns stay in eval
+        mode. Dropout and noise are drawn by the example's place in the batch, the number of the step, and torch's seed
+        on rank 0. The result has the loss of the whole step, the mean over its targets and, of each generator, `weight`
         times the mean over the rows of its items (`losses` has them apart), and the gradient norm before clipping.
         Raises JointUserError on all ranks for a batch that is not as it must be on any of them.
         """
@@ -95,6 +96,7 @@ class ParallelMLLM:
             raise JointUserError(
                 f"step: rank {other} was given other examples than rank 0; each rank takes the whole step's batch."
             )
+        self.model.train()  # `from_pretrained` gives models in eval mode, and a loop may evaluate between steps.
         result = self._step.run(batches, self._num_steps)
         self._num_steps += 1
         return result

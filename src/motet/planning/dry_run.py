@@ -40,13 +40,15 @@ def show_memory(
 
     json_file: where to write the prediction as well; "-": what is printed is JSON alone.
     plan_file: the Plan to train under, by default `run.plan`; it says which ranks there are, and what each holds.
-    Raises UserError for what is wrong with the recipe or the Plan, and if a rank needs more than its device has.
+    Raises UserError for what is wrong with the recipe or the Plan, for types of numbers that the memory model does not
+    count, and if a rank needs more than its device has.
     """
     with join_world("cpu") as world, world.together():
         if world.is_first:
             if json_file not in (None, STDOUT):
                 check_output(json_file)
             recipe = load_recipe(file, overrides, trains=False)
+            _check_is_counted(recipe)
             if plan_file := plan_file or recipe.run.plan:
                 plan, job, recipe = job_under_plan(recipe, file, overrides, plan_file)
             else:
@@ -74,6 +76,16 @@ def show_memory(
                 write_prediction(prediction_tables(strategy_of(plan), prediction, lacking), json_file)
             if lacking:
                 raise UserError(f"{file} does not fit: {lacking}")
+
+
+def _check_is_counted(recipe: Recipe) -> None:
+    """Raise UserError for weights stored wider than a Plan can say: its precision is what is computed in."""
+    if recipe.run.dtype == "float64" and recipe.plan_precision != "fp64":
+        raise UserError(
+            f'run.dtype = "float64" beside fsdp.param_dtype = "{recipe.fsdp.param_dtype}" is not counted by --dry-run: '
+            "it counts float32 weights and moments beside narrower products, half of what ranks would hold, or less; "
+            'set run.dtype = "float32", or leave fsdp.param_dtype out.'
+        )
 
 
 def _cluster(file: Path, recipe: Recipe, world: World) -> ClusterOptions:

@@ -262,12 +262,19 @@ class MeasuredSubject:
         hooks = np.median(np.stack(world.gather(np.median(self.hooks, axis=0))), axis=0) if self.hooks else None
         layers: list[LayerTimes] = []
         for number, (layer, _) in enumerate(self.subject.layers):
-            if not any((times.kind, times.weights) == (layer.kind, layer.weights) for times in layers):
+            reach = None if layer.attention is None else layer.attention.reach
+            told_apart = (layer.kind, layer.weights, reach)
+            if not any((times.kind, times.weights, times.reach) == told_apart for times in layers):
                 points = self.points(number, seconds[:, number])
                 hooks_s = (0.0, 0.0) if hooks is None else tuple(np.maximum(hooks[number], 0).tolist())
                 layers.append(
                     LayerTimes(
-                        kind=layer.kind, weights=layer.weights, hooks_s=hooks_s, grid=points[0], held_out=points[1]
+                        kind=layer.kind,
+                        weights=layer.weights,
+                        reach=reach,
+                        hooks_s=hooks_s,
+                        grid=points[0],
+                        held_out=points[1],
                     )
                 )
         squares = {"grid_squares": self._squares(self.grid), "held_out_squares": self._squares(self.held_out)}

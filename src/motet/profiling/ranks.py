@@ -193,7 +193,14 @@ def measure_shared(
         seconds = np.median(np.stack(world.gather(np.median(np.array(samples), axis=0))), axis=0)
         points = measured.points(number, _without_all_reduces(seconds, measured, number, messages))
         times.append(
-            LayerTimes(kind=layer.kind, weights=layer.weights, tp=world.num_ranks, grid=points[0], held_out=points[1])
+            LayerTimes(
+                kind=layer.kind,
+                weights=layer.weights,
+                reach=layer.attention.reach,
+                tp=world.num_ranks,
+                grid=points[0],
+                held_out=points[1],
+            )
         )
     return times, []
 

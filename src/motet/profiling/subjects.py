@@ -1,7 +1,8 @@
 """What is profiled: the recipe's modules, one transformer layer deep, on batches of items of the lengths it allows.
 
-A module's time is that of its layers, so even a model of 84 B parameters can be measured on one device. Batches have
-items of a few lengths, each in several numbers: that separates the cost of a row from the cost of a pair of rows.
+Where attention of layers reaches different rows (windows, or none), there is one layer of each reach. A module's time
+is that of its layers, so even a model of 84 B parameters can be measured on one device. Batches have items of a few
+lengths, each in several numbers: that separates the cost of a row from the cost of a pair of rows.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import NormalDist
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,6 +32,8 @@ from motet.cost.profile import Batch
 from motet.data.own_items import OwnTransform
 from motet.models.backbone import Backbone
 from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig
+from motet.models.config_file import parse_config, read_config
+from motet.models.families.bounds import check_bounds
 from motet.models.generator import GeneratorModule
 from motet.models.layers import LayerModules
 from motet.models.mllm import MLLM
@@ -97,10 +102,10 @@ class Subject:
 
 
 def one_layer_deep(config: ModelConfig) -> ModelConfig:
-    """The same model with a single transformer layer in each module, and everything trainable.
+    """The same model with a single transformer layer of each reach of attention in a module, and everything trainable.
 
     Of the models of diffusers only PixArt's is made shallow: blocks of the others differ, and are timed each.
-    Raises UserError for a backbone whose layers are of two kinds.
+    Raises UserError for a backbone with layers that attend to rows of images, and for a config that HF refuses.
     """
     if config.backbone.key_rows:
         raise UserError(
@@ -108,10 +113,12 @@ def one_layer_deep(config: ModelConfig) -> ModelConfig:
             "plan, simulate and --dry-run predict it by its operations without a profile."
         )
     encoders = {
-        name: part.model_copy(update={"train_encoder": True, "train_projector": True} | _truncated(part))
+        name: part.model_copy(
+            update={"train_encoder": True, "train_projector": True} | _truncated(f"encoders.{name}", part)
+        )
         for name, part in config.encoders.items()
     }
-    backbone = config.backbone.model_copy(update={"train": True} | _truncated(config.backbone))
+    backbone = config.backbone.model_copy(update={"train": True} | _truncated(BACKBONE, config.backbone))
     generators = {
         name: part.model_copy(
             update={"train_generator": True, "train_projector": True}
@@ -123,20 +130,40 @@ def one_layer_deep(config: ModelConfig) -> ModelConfig:
     return config.model_copy(update=update)
 
 
-def _truncated(part: EncoderConfig | BackboneConfig) -> dict[str, Any]:
+def _truncated(where: str, part: EncoderConfig | BackboneConfig) -> dict[str, Any]:
+    """The changes of a part to one layer of each reach. where: of the part, in the recipe's `[model]`."""
     if part.family is None:
         return {}
     family = part.classes
     options = dict(part.config) | {family.depth: 1}
-    if "layer_types" in inspect.signature(family.config).parameters:
-        # The list has an entry for each layer of the whole model; without it, the family's own rule applies.
-        options["layer_types"] = None
+    known = inspect.signature(family.config).parameters
+    if "layer_types" in known:
+        # An entry for each layer; None where no layer has a window.
+        kinds = list(dict.fromkeys(_whole_config(where, part).layer_types or ()))
+        options |= {family.depth: max(len(kinds), 1), "layer_types": kinds or None}
+        if len(kinds) > 1:
+            options.pop("max_window_layers", None)  # It counts layers of the whole model, and the list says it here.
+    if "fullatt_block_indexes" in known:
+        whole = _whole_config(where, part)
+        depth = getattr(whole, family.depth)
+        has_whole = list(dict.fromkeys(number in whole.fullatt_block_indexes for number in range(depth)))
+        indexes = [number for number, is_whole in enumerate(has_whole) if is_whole]
+        options |= {family.depth: max(len(has_whole), 1), "fullatt_block_indexes": indexes}
     truncated: dict[str, Any] = {"config": options}
     if getattr(part, "feature_layer", None) is not None:
         truncated["feature_layer"] = -1  # The only layer.
     if getattr(part, "stacked", None):
         truncated["stacked"] = {}  # No layer is left before which further rows enter.
     return truncated
+
+
+def _whole_config(where: str, part: EncoderConfig | BackboneConfig) -> Any:
+    """HF's config of the whole part."""
+    options = deepcopy(part.config)  # HF writes its defaults into the tables of its caller.
+    check_bounds(f"model.{where}.config.", options)
+    if part.path is not None:
+        return read_config(where, part.classes, part.path, options)
+    return parse_config(Path(f"model.{where}.config"), part.classes.config, options)
 
 
 def subjects(

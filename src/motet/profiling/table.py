@@ -111,10 +111,17 @@ def _layers(profile: Profile) -> Table:
             shares = [f"{sum(seconds(times.grid)) / passes_s.sum():.0%}" for seconds in _PASSES]
             per_row = fit_curve(passes_s, times.grid.rows, times.grid.pairs)
             errors = [_error(error) for error in HeldOut.of(times).errors]
-            table.add_row(module.name, times.kind, str(times.tp), batches, *shares, f"{per_row.linear_ns:.4g}", *errors)
+            table.add_row(
+                module.name, _label(times), str(times.tp), batches, *shares, f"{per_row.linear_ns:.4g}", *errors
+            )
         whole = reduce(add, (HeldOut.of(times) for times in module.layers if times.tp == 1))
         table.add_row(module.name, "all of these", "1", batches, "", "", "", "", *map(_error, whole.errors))
     return table
+
+
+def _label(times: LayerTimes) -> str:
+    _, window, whole = times.reach or (False, 0, False)
+    return times.kind + (f", window {window}" if window else ", whole items" if whole else "")
 
 
 def _phases(profile: Profile, spec: ModelSpec, recomputed: Mapping[str, int]) -> Table:

@@ -347,6 +347,53 @@ def test_a_profile_of_another_model_is_refused(profile, model):
         phase_times(profile, image, "image")
 
 
+def windowed(profile, model):
+    """The profile and the model with a window in two of three layers, where a layer takes half as long."""
+    layers = list(profile.modules[0].layers)
+    short = layers[1].grid.model_copy(update={"forward_s": [one / 2 for one in layers[1].grid.forward_s]})
+    layers[1:2] = [
+        layers[1].model_copy(update={"reach": (True, 8, False), "grid": short}),
+        layers[1].model_copy(update={"reach": (True, 0, False)}),
+    ]
+    module = profile.modules[0].model_copy(update={"layers": tuple(layers)})
+    of_windows = Layer("attention", 100, 100, 8, 8, Attention(8, 8, causal=True, window=8))
+    of_all = replace(of_windows, attention=Attention(8, 8, causal=True))
+    first, _, last = model.modules[0].stacks
+    stacks = (first, Stack(of_windows, 2), Stack(of_all), last)
+    return profile.model_copy(update={"modules": (module,)}), ModelSpec("demo", (Module("backbone", stacks),), ())
+
+
+def test_layers_of_different_windows_have_seconds_of_their_own(profile, model):
+    measured, alternating = windowed(profile, model)
+    times = phase_times(measured, alternating, "backbone")
+    # As in the model of equal layers, less half of the forward pass of two.
+    assert times.linear_ps == pytest.approx(1e12 * ROW * (2 + 3 * 4 - 1), rel=1e-3)
+    assert times.quadratic_ps == pytest.approx(1e12 * PAIR * (3 * 3 - 1), rel=1e-3)
+    work = Work(np.array([64.0]), np.array([4096.0]))
+    two = [stack.layer for stack in alternating.modules[0].stacks[1:3]]
+    cost = Profiled(measured, cluster())
+    short, whole = (cost.layer_seconds("backbone", layer, work).forward_s[0] for layer in two)
+    assert short == pytest.approx(whole / 2)
+
+
+def test_a_profile_that_says_no_windows_is_for_models_of_one(profile, model):
+    _, alternating = windowed(profile, model)
+    with pytest.raises(UserError, match="one layer for all 'attention' of 100 weights in module 'backbone', whose"):
+        phase_times(profile, alternating, "backbone")
+    first, of_windows, *_ = alternating.modules[0].stacks
+    alike = ModelSpec("demo", (Module("backbone", (first, of_windows)),), ())
+    assert phase_times(profile, alike, "backbone").linear_ps == pytest.approx(1e12 * ROW * (2 + 2 * 4), rel=1e-3)
+
+
+def test_a_window_that_was_not_measured_is_named(profile, model):
+    measured, _ = windowed(profile, model)
+    other = Layer("attention", 100, 100, 8, 8, Attention(8, 8, causal=True, window=9))
+    with pytest.raises(UserError, match="has a layer 'attention' of 100 weights and a window of 9 rows, of which"):
+        phase_times(measured, ModelSpec("other", (Module("backbone", (Stack(other),)),), ()), "backbone")
+    with pytest.raises(UserError, match="no times of layer 'attention' of 100 weights and a window of 9 rows in"):
+        Profiled(measured, cluster()).layer_seconds("backbone", other, Work(np.ones(1), np.ones(1)))
+
+
 def test_a_profile_is_read_as_it_was_written(profile, tmp_path):
     profile.write(tmp_path / "deep" / "profile.json")
     assert read_profile(tmp_path / "deep" / "profile.json") == profile

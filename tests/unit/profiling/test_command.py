@@ -87,6 +87,71 @@ def test_a_grid_tells_rows_from_pairs():
     assert any(len(batch) > 1 for batch in held_out)
 
 
+def reaches(module):
+    return [layer.attention.reach for layer in module.layers if layer.attention is not None]
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+WINDOWS = {"use_sliding_window": True, "sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "expected"),
+    [
+        ("gemma3", {"sliding_window": 8}, [(True, 8, False), (True, 0, False)]),
+        ("gemma3", {"layer_types": [FULL] * 7}, [(True, 0, False)]),
+        ("qwen2", WINDOWS | {"max_window_layers": 3}, [(True, 0, False), (True, 8, False)]),
+        ("qwen2", WINDOWS | {"max_window_layers": 9}, [(True, 0, False)]),
+        ("qwen3", WINDOWS | {"layer_types": [SLIDING, FULL] + [SLIDING] * 5}, [(True, 8, False), (True, 0, False)]),
+        ("mistral", {"sliding_window": 8}, [(True, 8, False)]),
+        ("qwen2_5_vl", {"fullatt_block_indexes": [2, 4]}, [(False, 0, False), (False, 0, True)]),
+        ("qwen2_5_vl", {"fullatt_block_indexes": list(range(7))}, [(False, 0, True)]),
+    ],
+)
+def test_one_layer_is_left_of_each_reach_of_attention(family, config, expected):
+    backbone = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    given = {"backbone": {"family": "qwen2", "config": backbone}}
+    if family == "qwen2_5_vl":
+        config |= {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16, "depth": 7}
+        given["encoders"] = {"image": {"family": family, "config": config}}
+    else:
+        given["backbone"] = {"family": family, "config": backbone | {"num_hidden_layers": 7} | config}
+    made = one_layer_deep(ModelConfig.model_validate(given))
+    assert reaches(spec_of_config(made, 64).module("image" if "image" in made.encoders else BACKBONE)) == expected
+
+
+def test_a_depth_out_of_bounds_is_refused_before_layers_are_listed():
+    config = ModelConfig.model_validate({"backbone": {"family": "qwen2", "config": {"num_hidden_layers": 2**60}}})
+    with pytest.raises(UserError, match=r"model\.backbone\.config\.num_hidden_layers is"):
+        one_layer_deep(config)
+
+
+def test_layers_with_and_without_a_window_are_timed_apart(recipe):
+    backbone = recipe.model.backbone.model_copy(
+        update={
+            "family": "gemma3",
+            "config": {
+                "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1,
+                "head_dim": 8, "num_hidden_layers": 7, "sliding_window": 4,
+            },
+        }
+    )  # fmt: skip
+    model_config = recipe.model.model_copy(update={"backbone": backbone})
+    vocab_size = ChatTokenizer.from_directory(recipe.data.tokenizer).vocabulary_size
+    model, twin = (build_mllm(one_layer_deep(model_config), vocab_size) for _ in range(2))
+    changed = recipe.model_copy(update={"model": model_config})
+    subject = next(each for each in subjects(changed, model, twin, torch.device("cpu")) if each.name == BACKBONE)
+    batch = ((2, int(subject.lengths[1])),)
+    times = MeasuredSubject(subject, [batch], [], [[measure_once(subject, batch, counting_watch)]]).times(ALONE)
+    windowed, whole = (each for each in times.layers if each.kind == "attention")
+    assert (windowed.reach, whole.reach) == ((True, 4, False), (True, 0, False))
+    assert windowed.weights == whole.weights and windowed.grid.pairs[0] < whole.grid.pairs[0]
+    assert whole.grid.forward_s[0] == 1  # Its own call, in full.
+    spec = spec_of_config(model_config, vocab_size)
+    found = [times.of_layer(layer) for layer in spec.module(BACKBONE).layers if layer.kind == "attention"]
+    assert [each is whole for each in found] == [False] * 5 + [True, False]
+
+
 def test_every_family_can_be_one_layer_deep():
     options = {
         "siglip": {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "patch_size": 4},
@@ -110,9 +175,10 @@ def test_every_family_can_be_one_layer_deep():
         given["encoders"] = {
             name: {"family": name, "config": config, "train_encoder": False} for name, config in options.items()
         }
-        spec = spec_of_config(one_layer_deep(ModelConfig.model_validate(given)), 64)
-        for module in spec.modules:
-            assert [layer.kind for layer in module.layers].count("attention") == 1
+        config = ModelConfig.model_validate(given)
+        whole = spec_of_config(config, 64)
+        for module in spec_of_config(one_layer_deep(config), 64).modules:
+            assert reaches(module) == list(dict.fromkeys(reaches(whole.module(module.name))))
             assert all(layer.trainable for layer in module.layers if layer.kind not in ("unused",))
 
 
