@@ -343,8 +343,9 @@ def plan_recipe(
     if launch is not None:
         from motet.planning.launch import launch_file
 
-        written.append(launch_file(out, launch))
-        check_output(launch_file(out, launch))
+        script = launch_file(out, launch)
+        check_output(script)
+        written.append(script)
     check_outputs(written, [recipe, workload, profile])
     if measure is not None:
         from motet.planning.measure import MeasureRequest, plan_measured

@@ -35,10 +35,10 @@ class Decoder:
         self, transforms: Mapping[str, Transform], num_workers: int = 0, cluster: RayCluster | None = None
     ) -> None:
         self._cluster = cluster
+        given = dict(transforms), num_workers > 0
         if cluster is None:
-            self._pool = WorkerPool(num_workers, _Loader, dict(transforms), num_workers > 0)
+            self._pool = WorkerPool(num_workers, _Loader, *given)
         else:
-            given = dict(transforms), num_workers > 0
             self._pool = WorkerPool(num_workers, _ElsewhereLoader, *given, start=cluster.start_actor)
 
     @property

@@ -64,7 +64,6 @@ class ModalityModule(nn.Module):
 
     def _check(self) -> None:
         name, downsample = type(self.encoder).__name__, self.projector.downsample
-        key = getattr(self.projector, "joins_by", "downsample")
         for kind, callback in (("before", self.before), ("between", self.between), ("after", self.after)):
             if callback is not None:
                 check_callback(kind, kind, callback)
@@ -74,7 +73,7 @@ class ModalityModule(nn.Module):
             raise ArgumentError(f"{name}.cost is 'padded', which pads whole items, so its items can have no segments.")
         if getattr(self.encoder, "grid", None) is not None and math.isqrt(downsample) ** 2 != downsample:
             raise ArgumentError(
-                f"projector.{key} is {downsample}, but {name} gives a raster of rows, of which squares are "
+                f"projector.{self.joins_by} is {downsample}, but {name} gives a raster of rows, of which squares are "
                 "joined: it must be 1, 4, 9, 16, ..."
             )
 
@@ -127,6 +126,12 @@ class ModalityModule(nn.Module):
         """The length of each item that the encoder is given."""
         lengths = getattr(self.encoder, "lengths", None)
         return lengths(seen) if lengths else np.prod(seen, axis=1)
+
+    @property
+    def joins_by(self) -> str:
+        """The projector's option that says how many rows become one."""
+        found: str = getattr(self.projector, "joins_by", "downsample")
+        return found
 
     @property
     def cut(self) -> Callable[[Int64Array], ItemSegments] | None:
@@ -198,10 +203,10 @@ class ModalityModule(nn.Module):
             return self._extents(seen)
         extents = _checked("between", self.between, "num_rows", said(seen), len(seen), (1, 2))
         if extents.ndim > 1 and math.isqrt(self.projector.downsample) ** 2 != self.projector.downsample:
-            key = getattr(self.projector, "joins_by", "downsample")
             raise UserError(
-                f"projector.{key} is {self.projector.downsample}, but between ({callback_name(self.between)}) "
-                "gives a raster of rows, of which squares are joined: it must be 1, 4, 9, 16, ..."
+                f"projector.{self.joins_by} is {self.projector.downsample}, but between "
+                f"({callback_name(self.between)}) gives a raster of rows, of which squares are "
+                "joined: it must be 1, 4, 9, 16, ..."
             )
         return extents
 

@@ -108,9 +108,11 @@ class Projector(nn.Module):
                 'take "linear" or "mlp".'
             )
         self.norm = None if config.norm is None else _norm(config.norm, self.width)
-        maps: dict[str, list[nn.Module]] = {"none": [], "linear": [nn.Linear(self.width, output_dim)]}
-        maps["mlp"] = [*maps["linear"], nn.GELU(), nn.Linear(output_dim, output_dim)]
-        self.layers = nn.Sequential(*maps[config.kind])
+        self.layers = nn.Sequential()
+        if config.kind != "none":
+            self.layers.append(nn.Linear(self.width, output_dim))
+        if config.kind == "mlp":
+            self.layers.extend([nn.GELU(), nn.Linear(output_dim, output_dim)])
 
     @property
     def blocks(self) -> list[nn.Module]:

@@ -19,8 +19,8 @@ from motet.core.workload import BACKBONE
 from motet.models.build import build_mllm
 from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
-from motet.train.checkpoint.contents import CHECKPOINTS, Damaged, RunState, is_checkpoint, verify
-from motet.train.checkpoint.folder import checkpoints
+from motet.train.checkpoint.contents import Damaged, RunState, is_checkpoint, verify
+from motet.train.checkpoint.folder import checkpoints, folder_of_checkpoints
 from motet.train.checkpoint.remote import checkpoint_at, is_stored
 from motet.train.checkpoint.restoring import load_weights
 from motet.train.checkpoint.resuming import check_beside
@@ -86,8 +86,7 @@ def _check_checkpoint(path: Path) -> None:
     """Raise UserError for what is no checkpoint; of a run, the sentence names its newest one."""
     if is_checkpoint(path):
         return
-    inner = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    if there := checkpoints(inner):
+    if there := checkpoints(folder_of_checkpoints(path)):
         raise UserError(f"{path} holds {len(there)} checkpoints; name one of them, such as {there[-1]}.")
     raise UserError(f"{path} is no checkpoint; name one that motet checkpoints RUN_DIR lists.")
 

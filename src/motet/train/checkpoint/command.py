@@ -18,7 +18,6 @@ from rich.table import Table
 
 from motet.core.errors import UserError
 from motet.train.checkpoint.contents import (
-    CHECKPOINTS,
     Damaged,
     RunState,
     is_checkpoint,
@@ -26,7 +25,7 @@ from motet.train.checkpoint.contents import (
     step_named,
     verify,
 )
-from motet.train.checkpoint.folder import checkpoints, checkpoints_set_aside, unfinished
+from motet.train.checkpoint.folder import checkpoints, checkpoints_set_aside, folder_of_checkpoints, unfinished
 from motet.train.checkpoint.remote import NotWhole, RemoteCheckpoints, check_url, checkpoint_at, is_stored
 
 
@@ -112,7 +111,7 @@ def _in(folder: Path) -> list[Path]:
     """The checkpoints in a folder, by step. Raises UserError if there are none."""
     if is_checkpoint(folder):
         return [folder]
-    inner = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
+    inner = folder_of_checkpoints(folder)
     paths = sorted([*checkpoints(inner), *checkpoints_set_aside(inner), *unfinished(inner)], key=_order)
     if not paths:
         raise UserError(f"{folder} holds no checkpoints; name the run.dir of a recipe.")

@@ -16,10 +16,16 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from motet.train.checkpoint.contents import is_checkpoint, step_named, sync
+from motet.train.checkpoint.contents import CHECKPOINTS, is_checkpoint, step_named, sync
 
 _UNFINISHED = re.compile(r"step-\d+\.tmp")
 _SET_ASIDE = re.compile(r"step-\d+\.(damaged|superseded)(-\d+)?")
+
+
+def folder_of_checkpoints(path: Path) -> Path:
+    """Where checkpoints are, of the folder of a run, or of theirs."""
+    inner = path / CHECKPOINTS
+    return inner if inner.is_dir() else path
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -111,10 +111,10 @@ def _check_takes(name: str, key: str, transform: Transform, module: ModalityModu
     joins = module.projector.downsample > 1
     says = hasattr(module.encoder, "grid") or hasattr(module.between, "num_rows")
     if joins and transform.modality == "image" and not says:
-        key = getattr(module.projector, "joins_by", "downsample")
         raise UserError(
-            f"model.encoders.{name}.projector.{key} joins rows of an image, and {type(module.encoder).__name__} does "
-            f"not say how they lie; give it `grid` (see motet.models.contract), or set {key} to 1."
+            f"model.encoders.{name}.projector.{module.joins_by} joins rows of an image, and "
+            f"{type(module.encoder).__name__} does not say how they lie; give it `grid` (see motet.models.contract), "
+            f"or set {module.joins_by} to 1."
         )
 
 
