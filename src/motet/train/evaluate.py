@@ -266,6 +266,19 @@ def prompt_of(dataset: Dataset, example: int) -> TokenSequence:
         raise UserError(f"{dataset.where(example)}: has no prompt to answer ({error})") from None
 
 
+def check_prompts(heldout: Dataset | None, config: EvaluateConfig, world: World) -> None:
+    """Raise UserError, on all ranks, for a held-out example with an answer before which no prompt can be made.
+
+    Else the first evaluation would end the run, perhaps behind its last step. Each rank makes its share of the prompts.
+    """
+    with world.together():
+        if heldout is not None:
+            count = min(heldout.num_examples, config.max_examples or heldout.num_examples)
+            for example in range(world.rank, count, world.num_ranks):
+                if heldout.has_answer(example):
+                    prompt_of(heldout, example)
+
+
 class LeftOutOfEvaluation:
     """Held-out examples whose files cannot be used, each said once. report: called with a sentence for each."""
 

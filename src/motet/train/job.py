@@ -51,7 +51,7 @@ from motet.train.checkpoint.choice import Say
 from motet.train.checkpoint.contents import CHECKPOINTS, Progress
 from motet.train.checkpoint.resuming import resume_run
 from motet.train.checkpoint.saving import Checkpointer
-from motet.train.evaluate import Evaluator
+from motet.train.evaluate import Evaluator, check_prompts
 from motet.train.evaluate_planned import PlannedEvaluator
 from motet.train.export import check_export
 from motet.train.input.datasets import (
@@ -188,6 +188,7 @@ def build_job(
     check_buckets_used(recipe, model, opened.values(), world)
     dataset = joined_splits(opened, world, say) if recipe.data.is_split else opened[0]
     check_same_examples(world, dataset, heldout)
+    check_prompts(heldout, recipe.evaluate, world)
     with world.together():
         check_bad_at_indexing(recipe, dataset)
         microbatches = recipe.microbatches_on(world.num_ranks)  # Refused before anything is sharded.
@@ -379,6 +380,7 @@ def _build_planned_job(
     check_buckets_used(recipe, model, [dataset], world)
     _check_same_plan(world, plan)
     check_same_examples(world, dataset, heldout)
+    check_prompts(heldout, recipe.evaluate, world)
     with world.together():
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
     step, optimizer = build_part(model, spec, place, PartConfig.of_recipe(recipe, world.device), mesh, world)

@@ -79,20 +79,20 @@ def test_answers_do_not_depend_on_ranks_or_packing(tmp_path):
         assert result[1] == answers
 
 
-def evaluate_refused(rank, num_ranks, recipe, overrides):
-    with pytest.raises(UserError) as caught:
-        evaluate(rank, num_ranks, recipe, overrides)
+def build_refused(rank, num_ranks, recipe, overrides):
+    with join_world("cpu") as world, ExitStack() as cleanup, pytest.raises(UserError) as caught:
+        build_job(load_recipe(Path(recipe), overrides), world, "never", lambda _: None, cleanup)
     return str(caught.value)
 
 
-def test_a_prompt_that_cannot_be_made_stops_all_ranks_alike(tmp_path):
+def test_a_prompt_that_cannot_be_made_stops_all_ranks_alike_before_a_step(tmp_path):
     """Only the last rank sees it: the template takes the conversation, but not the nothing that stands before it."""
     job = write_tiny_job(tmp_path / "data")
     template = job.parent / "tokenizer" / "chat_template.jinja"
     template.write_text("{% if not messages %}{{ raise_exception('no message') }}{% endif %}" + DEFAULT_TEMPLATE)
     with (job.parent / "heldout.jsonl").open("a") as file:
         file.write('{"conversations": [{"from": "gpt", "value": "a"}], "task": null}\n')
-    said = run_ranks(evaluate_refused, 2, str(job), [f"run.dir={tmp_path}"])
+    said = run_ranks(build_refused, 2, str(job), [f"run.dir={tmp_path}"])
     assert len(set(said)) == 1
     assert "heldout.jsonl, line 9: has no prompt to answer (the tokenizer's chat template refuses" in said[0]
 
