@@ -18,6 +18,7 @@ from motet.planning.cluster import ClusterOptions
 from motet.planning.fullest import fullest_steps
 from motet.planning.job import JobOptions
 from motet.planning.plan_of_recipe import read_recipe_as_plan
+from motet.planning.planned_recipe import check_counted
 from motet.planning.too_long import without_too_long
 from motet.planning.under_plan import job_under_plan
 from motet.schedule import PlannedProgram, planned
@@ -48,7 +49,7 @@ def show_memory(
             if json_file not in (None, STDOUT):
                 check_output(json_file)
             recipe = load_recipe(file, overrides, trains=False)
-            _check_is_counted(recipe)
+            check_counted(file, recipe)
             if plan_file := plan_file or recipe.run.plan:
                 plan, job, recipe = job_under_plan(recipe, file, overrides, plan_file)
             else:
@@ -76,16 +77,6 @@ def show_memory(
                 write_prediction(prediction_tables(strategy_of(plan), prediction, lacking), json_file)
             if lacking:
                 raise UserError(f"{file} does not fit: {lacking}")
-
-
-def _check_is_counted(recipe: Recipe) -> None:
-    """Raise UserError for weights stored wider than a Plan can say: its precision is what is computed in."""
-    if recipe.run.dtype == "float64" and recipe.plan_precision != "fp64":
-        raise UserError(
-            f'run.dtype = "float64" beside fsdp.param_dtype = "{recipe.fsdp.param_dtype}" is not counted by --dry-run: '
-            "it counts float32 weights and moments beside narrower products, half of what ranks would hold, or less; "
-            'set run.dtype = "float32", or leave fsdp.param_dtype out.'
-        )
 
 
 def _cluster(file: Path, recipe: Recipe, world: World) -> ClusterOptions:

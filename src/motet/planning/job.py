@@ -13,7 +13,7 @@ from motet.core.plan import ADAM_MOMENTS
 from motet.cost.source import cost_model
 from motet.planner.job import Job
 from motet.planning.cluster import ClusterOptions, cluster_of, words_of_another
-from motet.planning.planned_recipe import read_job_recipe
+from motet.planning.planned_recipe import check_counted, read_job_recipe
 from motet.planning.sources import workload_at, workload_of
 
 
@@ -37,6 +37,8 @@ def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()
     Raises UserError for what is wrong with either, or missing from both.
     """
     read = read_job_recipe(path, overrides, as_trained=as_trained)
+    if read.recipe is not None:
+        check_counted(path, read.recipe)
     cluster = cluster_of(path, read.cluster, options.cluster, "cpu" if read.trains else None, overrides)
     if said := words_of_another(path, read.cluster, options.cluster, overrides):
         print(said, file=sys.stderr)

@@ -95,6 +95,12 @@ def read_job_recipe(path: Path, overrides: Sequence[str] = (), *, as_trained: bo
     return _of_training(path, overrides) if as_trained or _trains(text.tables) else _of_planning(path, text)
 
 
+def check_counted(path: Path, recipe: Recipe) -> None:
+    """Raise UserError for types of numbers that the memory model does not count."""
+    if why := recipe.why_uncounted:
+        raise UserError(f"{path}: {why}")
+
+
 def _trains(tables: dict[str, Any]) -> bool:
     """Whether a recipe says how it trains. One with a workload does so if a planning recipe lacks some of its keys."""
     if "workload" not in tables:

@@ -344,6 +344,16 @@ def test_what_a_recipe_is_simulated_to_take_is_what_it_is_planned_with(recipe_fi
         assert predict(plan, job.workload, job.cost).step_s == result.prediction.step_s
 
 
+def test_weights_that_are_stored_in_float64_beside_narrower_products_are_not_guessed(recipe_file):
+    """A Plan says what is computed in, and from it follows what is stored."""
+    wider, here = ["run.dtype=float64", "fsdp.param_dtype=bfloat16"], JobOptions(ClusterOptions(ranks_per_node=2))
+    with pytest.raises(UserError, match=r'beside fsdp.param_dtype = "bfloat16" is not counted: the memory model has'):
+        read_recipe_as_plan(recipe_file, wider, here)
+    with pytest.raises(UserError, match=r'recompute = "auto" goes by bytes, and run.dtype = "float64" beside'):
+        load_recipe(recipe_file, [*wider, "fsdp.recompute=auto"])
+    assert read_recipe_as_plan(recipe_file, wider[:1], here)[0].precision == "fp64"
+
+
 GROUPED = ["data.group=auto", "run.batch_size=4"]
 
 

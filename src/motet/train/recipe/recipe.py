@@ -331,6 +331,12 @@ class Recipe(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _recomputes_as_counted(self) -> Recipe:
+        if self.fsdp.recompute == "auto" and (why := self.why_uncounted):
+            raise ValueError(f'fsdp.recompute = "auto" goes by bytes, and {why.removesuffix(".")}')
+        return self
+
+    @model_validator(mode="after")
     def _has_workers(self) -> Recipe:
         for name in self._encoded_by_workers if self.data.num_workers == 0 else ():
             raise ValueError(
@@ -434,6 +440,18 @@ class Recipe(BaseModel):
     def plan_precision(self) -> str:
         """What modules compute in, by its name in Plans."""
         return PRECISION_OF_DTYPE[self.fsdp.param_dtype or self.run.dtype]
+
+    @property
+    def why_uncounted(self) -> str:
+        """Why the memory model would count too few bytes, as a sentence; "" if it does not."""
+        if self.run.dtype != "float64" or self.plan_precision == "fp64":
+            return ""
+        # A Plan's precision says what is computed in; from it follows what is stored.
+        return (
+            f'run.dtype = "float64" beside fsdp.param_dtype = "{self.fsdp.param_dtype}" is not counted: the memory '
+            "model has float32 weights and moments beside narrower products, half of what ranks would hold, or less; "
+            'set run.dtype = "float32", or leave fsdp.param_dtype out.'
+        )
 
     @property
     def is_drawn(self) -> bool:
