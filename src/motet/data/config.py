@@ -172,12 +172,6 @@ class FilesConfig(LoadingConfig):
             _SPLIT.sub(lambda found: str(number).zfill(int(found[1] or 0)), manifest) for manifest in self.train
         )
 
-    @model_validator(mode="after")
-    def _groups_are_shuffled(self) -> LoadingConfig:
-        if self.group is not None and not self.shuffle:
-            raise ValueError("group takes examples at random, so shuffle = false has no effect; remove one of them")
-        return self
-
 
 class DataConfig(FilesConfig):
     """The data of a job, and how it is loaded.

@@ -28,23 +28,9 @@ def obstacle(plan: Plan, recipe: Recipe) -> str:
         return what
     if recipe.run.compile and (what := _uncompiled(plan)):
         return what
-    if plan.microbatch_caps and plan.schedule == "data_parallel" and (what := _ungrouped(recipe)):
+    if plan.microbatch_caps and plan.schedule == "data_parallel" and (what := recipe.why_no_groups("microbatch_caps")):
         return what
     return "another precision than the recipe" if plan.precision != recipe.plan_precision else ""
-
-
-def _ungrouped(recipe: Recipe) -> str:
-    """What a recipe has that groups of the examples of an epoch, which caps make, cannot have beside them; "" if
-    nothing."""
-    if recipe.data.weights:
-        return "microbatch_caps beside data.mixture, in which each manifest has its own epochs; remove one of them"
-    if not recipe.data.shuffle:
-        return "microbatch_caps beside data.shuffle = false, as groups take examples at random; remove one of them"
-    if recipe.exchanges_items:
-        return (
-            'microbatch_caps beside balance.mode = "exchange", whose lengths are not known before; remove one of them'
-        )
-    return ""
 
 
 def _uncompiled(plan: Plan) -> str:

@@ -431,6 +431,7 @@ def test_a_recipe_that_does_not_train_is_sent_to_motet_plan(tmp_path):
         ),
         (["data.shuffle=false"], "microbatch_caps beside data.shuffle = false, as groups take examples at random"),
         (['balance.mode="exchange"'], 'microbatch_caps beside balance.mode = "exchange", whose lengths are not known'),
+        (['balance.split="auto"'], 'microbatch_caps beside balance.split = "auto", which gives a sequence to several'),
     ],
 )
 def test_caps_do_not_train_beside_what_groups_would_leave_out(recipe_file, overrides, said):

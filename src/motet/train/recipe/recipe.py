@@ -286,10 +286,6 @@ class Recipe(BaseModel):
             (self.data.is_split, "takes examples that every rank can read, and with {rank} in data.train none is"),
             (self.run.compile, "shares rows of a block among ranks, which run.compile does not know; remove one"),
             (
-                self.data.group is not None,
-                "gives a sequence to several ranks, and data.group keeps each on one; remove one of them",
-            ),
-            (
                 self.fsdp.recompute == "auto",
                 'takes the same recomputation on all ranks, as they meet in attention, and fsdp.recompute = "auto" is '
                 "of each rank alone; state numbers of blocks",
@@ -364,20 +360,12 @@ class Recipe(BaseModel):
     def _groups_fit(self) -> Recipe:
         if self.data.group is None:
             return self
-        if self.exchanges_items:
-            raise ValueError(
-                'data.group takes lengths that are known before loading, and with balance.mode = "exchange" they are '
-                'not; set balance.mode = "index", or remove data.group'
-            )
+        if why := self.why_no_groups("data.group"):
+            raise ValueError(why)
         if self.run.microbatches != 1:
             raise ValueError(
                 f"run.microbatches = {self.run.microbatches} has no effect with data.group: a microbatch of a rank is "
                 "a group, so there are run.batch_size / ranks of them; remove run.microbatches"
-            )
-        if self.data.weights:
-            raise ValueError(
-                "data.group groups the examples of an epoch, and with data.mixture each manifest has its own epochs; "
-                "remove one of them"
             )
         if self.balance.policy != "auto":
             raise ValueError(
@@ -435,6 +423,21 @@ class Recipe(BaseModel):
     def table_of(self, encoder: str) -> str:
         """The name of the table in `[transforms]` that is an encoder's: its own, or that of what it reads."""
         return encoder if encoder in self.transforms else self.model.modality(encoder)
+
+    def why_no_groups(self, asked: str) -> str:
+        """What there is beside groups of the examples of an epoch that they leave no room for, and why; "" if nothing.
+
+        asked: what asks for groups, `data.group` or caps of a Plan.
+        """
+        for is_there, what in (
+            (self.exchanges_items, 'balance.mode = "exchange", whose lengths are not known before items are loaded'),
+            (bool(self.data.weights), "data.mixture, in which each manifest has its own epochs"),
+            (not self.data.shuffle, "data.shuffle = false, as groups take examples at random"),
+            (bool(self.balance.cut_by), f"balance.{self.balance.cut_by}, which gives a sequence to several ranks"),
+        ):
+            if is_there:
+                return f"{asked} beside {what}; remove one of them"
+        return ""
 
     @property
     def plan_precision(self) -> str:
