@@ -39,7 +39,9 @@ def line_of(text, part):
         ("steps = 8", 'steps = "many"', "steps", "'run.steps' must be a whole number, not 'many'."),
         ("steps = 8", "steps = 0", "steps", "'run.steps' must be greater than 0, not 0."),
         ('train = ["train.jsonl"]', "train = []", "train", "'data.train' must have at least 1 entry, not 0."),
-        ("steps = 8", "", "[run]", "'run.steps' is missing and has no default (optimizer steps of the whole run)."),
+        ("steps = 8", "", "[run]", "'run' is wrong: it has neither steps nor epochs; give steps, the optimizer steps"),
+        ("steps = 8", "steps = 8\nepochs = 1", "[run]", "steps = 8 and epochs = 1 both say how long it runs; remove"),
+        ("steps = 8", "epochs = 0", "epochs", "'run.epochs' must be greater than 0, not 0"),
         ("warmup_steps = 4", 'schedule = "cosin"', "schedule", "'cosine', 'linear', 'constant' or 'wsd', not 'cosin'."),
         ("batch_size = 6", "batch_size = 6\nmicrobatches = 4", "[run]", "microbatches = 4 must divide batch_size = 6"),
         ("seed = 3", "num_workers = 3", "num_workers", "'num_workers' belongs into [data]"),
@@ -112,6 +114,10 @@ def test_wrong_keys_and_values(job, capsys, monkeypatch, old, new, key, said):
             "run.microbatches = 2 has no effect with data.group: a microbatch",
         ),
         (("balance.mode=exchange",), 'data.group beside balance.mode = "exchange", whose lengths are not known before'),
+        (
+            ("run={ dir = 'run', batch_size = 8, epochs = 1 }",),
+            "run.epochs = 1 has no meaning, as with data.group a step",
+        ),
         (("balance.policy=packed",), "data.group keeps a rank's microbatch below caps by what it computes, and"),
         (("data.group={ image = 99 }",), "data.group has caps of image; it must have one of each phase of the model: "),
         (
@@ -257,6 +263,10 @@ def test_missing_files(job, capsys, monkeypatch):
         ("model.encoders.image.projector.queries=4", "`queries` is for resampler and qformer only, not for 'linear'"),
         ("model.encoders.image.projector.kind=qformer", "a qformer needs `queries`"),
         ("data.mixture=[1, 2]", "mixture has 2 weights for 1 manifest of train; give each one, in their order"),
+        (
+            "run={ dir = 'run', batch_size = 8, epochs = 1, profile_steps = [0] }",
+            "'run' is wrong: profile_steps has 0, and the steps are 1 to the last",
+        ),
         ("data.mixture=[1]", "mixture has no effect with one manifest; remove it"),
         ("data.mixture=[0]", "'data.mixture.0' must be greater than 0, not 0"),
     ],
@@ -365,7 +375,7 @@ data = { seed = 7 }
             "batch_size = 6",
             "batch_size = 6\nsteps = 8",
             "steps = 8",
-            "run.steps has no effect, as each phase has its own.",
+            "run.steps has no effect, as each phase has steps of its own.",
         ),
     ],
 )

@@ -39,7 +39,7 @@ def fullest_steps(plan: Plan, job: Job, recipe: Recipe) -> FullestSteps:
         held = _held(plan, examples, examples.group)
         most = np.argsort(-held, kind="stable")[: plan.batch_size // plan.microbatch_size]
         return FullestSteps([job.workload.groups(most)], f"the {counted_words(len(held), 'group')} of the first epoch")
-    count = max(min(recipe.run.steps, examples.num_examples // plan.batch_size), 1)
+    count = max(min(recipe.run.over(examples.num_examples).num_steps, examples.num_examples // plan.batch_size), 1)
     order = training_order(recipe, job.workload, is_own=True)
     ids = np.concatenate([order.step(number * plan.batch_size, plan.batch_size).ids for number in range(count)])
     fullest = np.argsort(

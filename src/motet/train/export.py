@@ -85,8 +85,8 @@ def _card(recipe: Recipe, num_steps: int) -> str:
     for name, part in model.encoders.items():
         learns |= {name: part.train_encoder, f"the projector of {name}": part.train_projector}
     frozen = [name for name, does in learns.items() if not does]
-    steps = counted_words(run.steps, "step")
-    steps = steps if num_steps == run.steps else f"{num_steps:,} of {steps}"
+    steps = counted_words(run.num_steps, "step")
+    steps = steps if num_steps == run.num_steps else f"{num_steps:,} of {steps}"
     examples = counted_words(run.batch_size, "example")
     adapters = [f"{name} by LoRA adapters of rank {lora.rank}" for name, lora in model.lora.items()]
     return (

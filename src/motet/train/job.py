@@ -15,6 +15,7 @@ from motet.core.heap import keep_freed_memory
 from motet.core.plan import Plan
 from motet.core.plan_file import plan_digest
 from motet.core.spec import ModelSpec
+from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
 from motet.data.decode import Decoder
 from motet.data.examples import Examples
@@ -189,6 +190,7 @@ def build_job(
     dataset = joined_splits(opened, world, say) if recipe.data.is_split else opened[0]
     check_same_examples(world, dataset, heldout)
     check_prompts(heldout, recipe.evaluate, world)
+    recipe = _in_steps(recipe, dataset, world, say)
     with world.together():
         check_bad_at_indexing(recipe, dataset)
         microbatches = recipe.microbatches_on(world.num_ranks)  # Refused before anything is sharded.
@@ -243,6 +245,17 @@ def build_job(
         microbatches,
         None if chosen is None else chosen.plan,
     )
+
+
+def _in_steps(recipe: Recipe, dataset: Examples | OwnSplits, world: World, say: Say) -> Recipe:
+    """The recipe with steps in place of epochs. A collective."""
+    with world.together():
+        run = recipe.run.over(dataset.num_examples)
+    if recipe.run.epochs is not None:
+        times = "once" if recipe.run.epochs == 1 else f"{recipe.run.epochs:g} times"
+        examples = counted_words(dataset.num_examples, "example")
+        say(f"Each of the {examples} is taken {times}, in {counted_words(run.num_steps, 'step')}.")
+    return recipe.model_copy(update={"run": run})
 
 
 def _orchestrator(
@@ -381,6 +394,7 @@ def _build_planned_job(
     _check_same_plan(world, plan)
     check_same_examples(world, dataset, heldout)
     check_prompts(heldout, recipe.evaluate, world)
+    recipe = _in_steps(recipe, dataset, world, say)
     with world.together():
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
     step, optimizer = build_part(model, spec, place, PartConfig.of_recipe(recipe, world.device), mesh, world)

@@ -204,7 +204,7 @@ def auto_recompute(
     Raises UserError if the largest microbatch does not fit with everything recomputed.
     """
     job, unit = _job(recipe, spec, ranks), unit_of_recipe(recipe, spec, ranks.num_ranks)
-    steps = largest_steps(recipe.run.steps, recipe.run.batch_size, order, held_elements(spec, {}), lengths_of)
+    steps = largest_steps(recipe.run.num_steps, recipe.run.batch_size, order, held_elements(spec, {}), lengths_of)
     count = recipe.microbatches_on(ranks.num_ranks)
     lengths = [_lengths_of_step(step, lengths_of(step.ids), ranks.num_ranks, count) for step in steps]
     numbers: dict[str, int] = {}
@@ -220,7 +220,7 @@ def auto_recompute(
         if chosen == numbers:
             break
         numbers = chosen
-    found = AutoRecompute(recipe, job, unit, fit, recipe.run.steps, len(steps))
+    found = AutoRecompute(recipe, job, unit, fit, recipe.run.num_steps, len(steps))
     if fit.shortfall_bytes:
         raise UserError(
             f'fsdp.recompute = "auto": with every block recomputed, the largest microbatch takes '

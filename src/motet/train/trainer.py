@@ -105,9 +105,9 @@ def train(
         if phase is not None:
             name = f"Phase {phase.name} ({phase.number} of {phase.count})"
             if phase.number < phase.count and resume == "auto" and world.gather(has_ended(recipe))[0]:
-                say(f"{name} has ended, with step {recipe.run.steps}.")
+                say(f"{name} has ended, with step {recipe.run.num_steps}.")
                 return
-            say(f"{name}: {counted_words(recipe.run.steps, 'step')}, in {recipe.run.dir}.")
+            say(f"{name}: {counted_words(recipe.run.num_steps, 'step')}, in {recipe.run.dir}.")
         if plan is not None:
             recipe, chosen = plan(world, say)
         job = build_job(recipe, world, resume, say, cleanup, chosen)
@@ -144,7 +144,7 @@ class _Run:
             with self._on_first_rank():
                 if self.world.is_first:
                     run, config = self.recipe.run, self.recipe.model_dump(mode="json")
-                    log = MetricsLog(run.dir, self.first_step, run.steps, run.report_to, config)
+                    log = MetricsLog(run.dir, self.first_step, run.num_steps, run.report_to, config)
                     self.log = opened.enter_context(log)
                     # Only now: a recipe that is refused must not replace the recipe of an earlier run.
                     text = dump_recipe(self.recipe)
@@ -196,7 +196,7 @@ class _Run:
         self.job.model.train()
         with self._open_feed() as feed:
             ended = StepEnd.now()
-            for step in range(self.first_step, recipe.run.steps):
+            for step in range(self.first_step, recipe.run.num_steps):
                 fed = self._corrected(feed.next_step())
                 waited_s = time.perf_counter() - ended.time_s
                 lacking_bytes = self.job.recomputation.lacking_bytes(fed.batches)
@@ -230,7 +230,7 @@ class _Run:
                 self.write_profile()
                 if request:
                     self._leave(request)
-                if done == recipe.run.steps or _is_due(done, recipe.checkpoint.every_steps):
+                if done == recipe.run.num_steps or _is_due(done, recipe.checkpoint.every_steps):
                     self._save()
                 if _is_due(done, recipe.evaluate.every_steps):
                     if not self._evaluate():
@@ -248,7 +248,7 @@ class _Run:
         recipe, progress = self.recipe, self.job.progress
         steps = StepRange(
             progress.step,
-            recipe.run.steps,
+            recipe.run.num_steps,
             recipe.run.batch_size,
             self.job.num_microbatches,
             progress.position,
@@ -291,7 +291,7 @@ class _Run:
 
     def _step(self, step: int, fed: StepInput) -> tuple[StepResult, Cause | None]:
         """Take a step; with the cause if it is bad, and no overflow that a smaller loss scale mends. A collective."""
-        set_learning_rate(self.job.optimizer, learning_rate(self.recipe.optimizer, step, self.recipe.run.steps))
+        set_learning_rate(self.job.optimizer, learning_rate(self.recipe.optimizer, step, self.recipe.run.num_steps))
         self._seed(step)
         batches = [batch.to(self.world.device, non_blocking=True) for batch in self.job.drawn(step, fed)]
         if self.predicted is not None:
@@ -363,7 +363,7 @@ class _Run:
                     "loss": result.loss,
                     "losses": result.losses,
                     "grad_norm": result.grad_norm,
-                    "lr": learning_rate(self.recipe.optimizer, result.step, self.recipe.run.steps),
+                    "lr": learning_rate(self.recipe.optimizer, result.step, self.recipe.run.num_steps),
                     "position": fed.position,
                     "plan": self.plan_hash,
                     "bad_step": None if cause is None else str(cause),

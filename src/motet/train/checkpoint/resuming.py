@@ -51,7 +51,7 @@ def resume_run(
         if chosen is not None:
             if recipe.data.is_split and chosen.state.dataset != start.dataset:
                 check_same_splits(chosen, recipe, world)
-            _check_same_run(chosen, start, recipe.run.steps)
+            _check_same_run(chosen, start, recipe.run.num_steps)
             _check_same_start(chosen, recipe.run.start)
         elif resume == "never" and world.is_first:
             remove_all(folder)
@@ -59,14 +59,14 @@ def resume_run(
         return _begun(recipe, world, model, start, say), []
     store_frozen(model, (start.beside or {}).keys() - (chosen.state.beside or {}).keys())
     progress = load(chosen.path, model, optimizer, world.control, world.together)
-    is_done = progress.step == recipe.run.steps
+    is_done = progress.step == recipe.run.num_steps
     say(f"Resuming after step {progress.step} from {chosen.path}{', which is the last step' if is_done else ''}.")
     return progress, chosen.line
 
 
 def has_ended(recipe: Recipe) -> bool:
     """Whether the checkpoint of the last step is there. Its bytes are verified when something begins with it."""
-    return is_checkpoint(recipe.run.dir / CHECKPOINTS / name_of(recipe.run.steps))
+    return is_checkpoint(recipe.run.dir / CHECKPOINTS / name_of(recipe.run.num_steps))
 
 
 def check_beside(checkpoint: Path, then: RunState, now: Progress, or_else: str = "") -> None:

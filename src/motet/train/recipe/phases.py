@@ -98,10 +98,10 @@ def phases_in(path: Path, text: str, tables: dict[str, Any]) -> tuple[TrainingPh
         if phase.name in (other.name for other in phases[:number]):
             where = place_of((*_KEY, number, "name"), str(path), text)
             raise UserError(f"{where}: two phases are named {phase.name!r}; each needs a name of its own.")
-    if "steps" in run:
-        raise UserError(
-            f"{place_of(('run', 'steps'), str(path), text)}: run.steps has no effect, as each phase has its own."
-        )
+    for key in ("steps", "epochs"):
+        if key in run:
+            place = place_of(("run", key), str(path), text)
+            raise UserError(f"{place}: run.{key} has no effect, as each phase has steps of its own.")
     return phases
 
 

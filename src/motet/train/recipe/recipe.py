@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import re
 from collections.abc import Collection, Sequence
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -42,6 +44,7 @@ from motet.core.own_file import NAMED_IN_FILE
 from motet.core.sampler import Sampler
 from motet.core.shape_tables import ModelShapes
 from motet.core.text_files import KeyPath
+from motet.core.words import counted_words
 from motet.core.workload import BACKBONE, Workload
 from motet.cost.catalogue import ClusterConfig
 from motet.cost.memory import PRECISION_OF_DTYPE
@@ -86,7 +89,15 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     dir: Path = Field(description="folder for metrics, checkpoints and the report")
-    steps: int = Field(gt=0, le=MAX_STEPS, description="optimizer steps of the whole run")
+    steps: int | None = Field(
+        None, gt=0, le=MAX_STEPS, description="optimizer steps of the whole run; it, or epochs, must be given"
+    )
+    epochs: float | None = Field(
+        None,
+        gt=0,
+        le=MAX_STEPS,
+        description="in place of steps: how often the run takes each example of data.train; 0.5 takes half of them",
+    )
     batch_size: int = Field(
         gt=0,
         le=MAX_EXAMPLES,
@@ -149,11 +160,46 @@ class RunConfig(BaseModel):
         return (given,) if isinstance(given, int) else tuple(given) if isinstance(given, list) else given
 
     @model_validator(mode="after")
-    def _profiles_what_runs(self) -> RunConfig:
-        for step in self.profile_steps:
-            if not 1 <= step <= self.steps:
-                raise ValueError(f"profile_steps has {step}, and the steps are 1 to {self.steps}")
+    def _has_an_end(self) -> RunConfig:
+        if self.steps is None and self.epochs is None:
+            raise ValueError("it has neither steps nor epochs; give steps, the optimizer steps of the whole run")
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"steps = {self.steps} and epochs = {self.epochs:g} both say how long it runs; remove one")
         return self
+
+    @model_validator(mode="after")
+    def _profiles_what_runs(self) -> RunConfig:
+        if why := self._never_profiled():
+            raise ValueError(why)
+        return self
+
+    @property
+    def num_steps(self) -> int:
+        """The steps of the run. Epochs are steps once the examples are known (`over`)."""
+        assert self.steps is not None, "epochs of unknown length"
+        return self.steps
+
+    def over(self, num_examples: int) -> RunConfig:
+        """The same with `steps` in place of `epochs`. num_examples: of an epoch.
+
+        The last step is whole: it takes what it lacks from the next epoch.
+        Raises UserError for more steps than a run may have, and for a step of profile_steps that does not come.
+        """
+        if self.epochs is None:
+            return self
+        steps = math.ceil(Fraction(str(self.epochs)) * num_examples / self.batch_size)
+        if steps > MAX_STEPS:
+            raise UserError(f"run.epochs = {self.epochs:g} are {steps:,} steps; a run may have {MAX_STEPS:,}.")
+        over = self.model_copy(update={"steps": steps, "epochs": None})
+        if why := over._never_profiled():
+            raise UserError(f"run.epochs = {self.epochs:g} are {counted_words(steps, 'step')}, and {why}.")
+        return over
+
+    def _never_profiled(self) -> str:
+        """A step of profile_steps that does not come, in words; "" if there is none, as far as is known."""
+        last = math.inf if self.steps is None else self.steps
+        wrong = [step for step in self.profile_steps if not 1 <= step <= last]
+        return f"profile_steps has {wrong[0]}, and the steps are 1 to {self.steps or 'the last'}" if wrong else ""
 
 
 def _tables(kind: type) -> TypeAdapter[dict[str, ImageTransform | AudioTransform]]:
@@ -354,6 +400,17 @@ class Recipe(BaseModel):
     def _adapters_are_there(self) -> Recipe:
         if self.export.adapter != "saved" and not getattr(self.model, "lora", None):
             raise ValueError(f"export.adapter = {self.export.adapter!r} has no effect without [model.lora]; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _epochs_have_a_length(self) -> Recipe:
+        for is_there, why in (
+            (self.is_drawn, "with [workload] examples are drawn, without an end"),
+            (bool(self.data.weights), "with data.mixture each manifest has its own"),
+            (self.data.group is not None, "with data.group a step takes groups, and epochs have some more or fewer"),
+        ):
+            if self.run.epochs is not None and is_there:
+                raise ValueError(f"run.epochs = {self.run.epochs:g} has no meaning, as {why}; give run.steps")
         return self
 
     @model_validator(mode="after")
