@@ -138,7 +138,7 @@ def write_job(folder: Path, family: str, num_examples: int = 8) -> Path:
             folder, num_examples, [1, 0, 1, 0], num_videos=[0, 0, 1, 1, 0], num_clips=[1, 1, 0, 0, 2], num_frames=5
         )
     elif family in VIDEO_FAMILIES:
-        images = [1, 0, 1 if family in ONE_IMAGE else 2, 0, 1, 0, 0, 1]
+        images = [1, 0, 2, 0, 1, 0, 0, 1]
         write_examples(folder, num_examples, images, num_videos=[0, 0, 1, 1, 0, 0, 2, 0])
     elif family in ONE_QUESTION:
         write_examples(folder, num_examples, [1, 2], rounds=1)
@@ -991,7 +991,5 @@ FAMILIES: dict[str, Callable[[Path], None]] = {
 TYPES = {"paligemma2": "paligemma"}
 """Families whose `model_type` is that of another."""
 
-ONE_IMAGE = ("llava_onevision",)
-"""Families of whose examples none has several images."""
 ONE_QUESTION = ("paligemma", "paligemma2")
 """Families of whose examples each has an image, one question and one answer."""

@@ -19,7 +19,7 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.modalities import IMAGE, VIDEO
 from motet.core.words import counted_words
-from motet.data.media import MediaRef, Unusable
+from motet.data.media import OF_SEVERAL, MediaRef, Unusable
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -92,7 +92,7 @@ def amount_of(ref: MediaRef) -> int:
     if ref.modality == VIDEO:
         header = VideoHeader.of(ref.raw)
         return header.num_frames * header.width * header.height
-    return ref.raw[0] * ref.raw[1] if ref.modality == IMAGE else ref.raw[0]
+    return ref.raw[0] * (ref.raw[1] % OF_SEVERAL) if ref.modality == IMAGE else ref.raw[0]
 
 
 def read_video_header(ref: MediaRef) -> tuple[int, int]:
