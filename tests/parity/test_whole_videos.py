@@ -23,9 +23,10 @@ WAYS = {
     "qwen2_5_vl": (),
     "qwen3_vl": ("balance.mode=exchange",),
     "llava_onevision": (),
+    "smolvlm": ("balance.mode=exchange",),
     "qwen2_5_omni": ("balance.mode=exchange",),
 }
-"""Family -> how two ranks train it. Qwen3-VL's videos stand in pieces; examples of Qwen2.5-Omni have clips, too."""
+"""Family -> how two ranks train it. Videos of Qwen3-VL and SmolVLM stand in pieces; Qwen2.5-Omni has clips, too."""
 
 
 @pytest.fixture(

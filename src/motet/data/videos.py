@@ -62,7 +62,12 @@ class VideoHeader:
     def of(cls, raw: tuple[int, int]) -> VideoHeader:
         """From what an index keeps."""
         ((num_frames, width, height),) = video_shapes(np.array([raw])).tolist()
-        return cls(num_frames, width, height, Fraction(raw[1] >> _COUNT_BITS, raw[1] & (1 << _COUNT_BITS) - 1))
+        return cls(num_frames, width, height, cls.rate_of(raw[1]))
+
+    @staticmethod
+    def rate_of(raw: int) -> Fraction:
+        """The rate from the second number that an index keeps."""
+        return Fraction(raw >> _COUNT_BITS, raw & (1 << _COUNT_BITS) - 1)
 
 
 def is_video(raw: Int64Array) -> Any:
@@ -80,6 +85,13 @@ def video_rates(raw: Int64Array) -> Float64Array:
     """Frames a second of each video, float64 [n]. raw: int64 [n, 2]."""
     rates: Float64Array = (raw[:, 1] >> _COUNT_BITS) / (raw[:, 1] & (1 << _COUNT_BITS) - 1)
     return rates
+
+
+def video_seconds(raw: Int64Array) -> Float64Array:
+    """How long each video is, float64 [n]: its frames by their rate, rounded once. raw: int64 [n, 2]."""
+    frames, numerators = video_shapes(raw)[:, 0].astype(np.float64), raw[:, 1] >> _COUNT_BITS
+    seconds: Float64Array = frames * (raw[:, 1] & (1 << _COUNT_BITS) - 1) / numerators
+    return seconds
 
 
 def amount_of(ref: MediaRef) -> int:
