@@ -122,7 +122,7 @@ class SkippingSampling(FrameSampling):
 
     Example:
         >>> SkippingSampling(fps=1.0, max_frames=3).numbers(250, 25.0, 1).tolist()  # 10 s
-        [25, 124, 224]
+        [25, 125, 225]
     """
 
     min_frames: int = 1
