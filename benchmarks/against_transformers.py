@@ -133,6 +133,8 @@ def inputs_of(processor: Any, record: dict[str, Any], images: list[Image.Image],
     clips = [part for message in messages for part in message["content"] if part["type"] == "audio"]
     for part, name in zip(clips, record.get("audio", []), strict=True):
         part["audio"] = soundfile.read(folder / name, dtype="float32")[0]
+    if "video" in record and isinstance(processor, transformers.SmolVLMProcessor):
+        return _inputs_of_frames(processor, messages, record, images, folder)
     if "video" in record:  # They come behind it, in `_with_videos`.
         processor.validate_inputs = lambda **inputs: None
         if isinstance(processor, transformers.Qwen2_5OmniProcessor):  # It would read those that are named.
@@ -251,6 +253,46 @@ def _with_videos(inputs: dict[str, Any], processor: Any, record: dict[str, Any],
         return inputs
     # As Qwen2_5_VLProcessor has it.
     return inputs | {"second_per_grid_ts": torch.tensor([2 / each.metadata.sampled_fps for each in made])}
+
+
+def _inputs_of_frames(
+    processor: Any, messages: list[dict[str, Any]], record: dict[str, Any], images: list[Image.Image], folder: Path
+) -> dict[str, Any]:
+    """The same of a record with videos whose frames stand as images (SmolVLM), by the processor's own way through."""
+    made = [their_video(folder / "model", folder / name) for name in record["video"]]
+    frames = torch.cat([each.values for each in made])
+    given = {"pixel_values": frames, "video_metadata": [each.metadata for each in made]}
+    processor.video_processor = _VideosAsMade(given)
+    for part in (part for message in messages for part in message["content"] if part["type"] == "video"):
+        part["video"] = np.zeros((1, 2, 2, 3), dtype=np.uint8)
+    asked = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    inputs = transformers.SmolVLMProcessor.apply_chat_template(
+        processor, messages, **asked, processor_kwargs={"images": images} if images else {}
+    )
+    kept = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    # Where there are images, too, the processor drops their pixels.
+    pixels = [processor.image_processor([images], return_tensors="pt")["pixel_values"]] if images else []
+    kept["pixel_values"] = torch.cat([*pixels, frames.flatten(0, 1)[None]], dim=1)
+    # Its template of videos marks no answers: what stands behind a role, and the token that ends it.
+    tokens, marks = inputs["input_ids"][0].tolist(), processor.tokenizer("Assistant: ", add_special_tokens=False)
+    is_target, role = torch.zeros(1, len(tokens), dtype=torch.bool), marks["input_ids"]
+    for place in range(len(tokens)):
+        if tokens[place : place + len(role)] == role:
+            start = place + len(role)
+            is_target[0, start : tokens.index(processor.tokenizer.eos_token_id, start) + 1] = True
+    return kept | {"assistant_masks": is_target}
+
+
+class _VideosAsMade:
+    """A video processor that returns what has been made. Frames are asked of it, as its class asks for them."""
+
+    num_frames, fps = 3, 20
+
+    def __init__(self, made: dict[str, Any]) -> None:
+        self.made = made
+
+    def __call__(self, videos: Any, **options: Any) -> dict[str, Any]:
+        return dict(self.made)
 
 
 def _video_text(processor: Any, video: TheirVideo) -> torch.Tensor:

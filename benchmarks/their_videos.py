@@ -26,6 +26,7 @@ _KINDS = {
     "Qwen2VLVideoProcessor": _QWEN.format(2),
     "Qwen3VLVideoProcessor": _QWEN.format(3),
     "LlavaOnevisionVideoProcessor": "transformers.models.llava_onevision.video_processing_llava_onevision",
+    "SmolVLMVideoProcessor": "transformers.models.smolvlm.video_processing_smolvlm",
 }
 """Class -> its module."""
 _OPTIONS = (
@@ -88,13 +89,16 @@ def their_video(folder: Path, path: Path, **options: Any) -> TheirVideo:
     processor = kind(stored.get("video_processor_type", "Qwen2VLVideoProcessor")).from_pretrained(folder, **options)
     # As the class calls it by itself.
     sample = partial(processor.sample_frames, num_frames=processor.num_frames, fps=processor.fps)
-    if not processor.do_sample_frames:
+    # A template that is applied asks SmolVLM's for frames, whatever its files say of that.
+    asks = type(processor).__mro__[1].__name__ == "SmolVLMVideoProcessor" and processor.fps is not None
+    if not processor.do_sample_frames and not asks:
         sample = None
 
     def numbers(metadata: VideoMetadata, **_: Any) -> Any:
         if not metadata.total_num_frames:  # Its reader stops at containers that do not say it.
             with av.open(path) as container:
                 metadata.total_num_frames = sum(1 for _ in container.decode(video=0))
+                metadata.duration = float(metadata.total_num_frames / container.streams.video[0].average_rate)
         return sample(metadata=metadata) if sample else np.arange(metadata.total_num_frames)
 
     frames, metadata = read_video_pyav(str(path), numbers)
@@ -111,4 +115,5 @@ def their_video(folder: Path, path: Path, **options: Any) -> TheirVideo:
         return_tensors="pt",
         **{name: getattr(processor, name, None) for name in _OPTIONS},
     )
-    return TheirVideo(made["pixel_values_videos"], made.get("video_grid_thw"), metadata)
+    values = made["pixel_values_videos"] if "pixel_values_videos" in made else made["pixel_values"]
+    return TheirVideo(values, made.get("video_grid_thw"), metadata)

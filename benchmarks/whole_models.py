@@ -22,6 +22,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from motet.core.words import number_words
+
 LLAVA_TEMPLATE = (
     "{% for message in messages %}{{ message.role | upper }}: "
     "{% for part in message.content if part.type == 'image' %}{{ '<image>\n' }}{% endfor %}"
@@ -138,7 +140,7 @@ def write_job(folder: Path, family: str, num_examples: int = 8) -> Path:
             folder, num_examples, [1, 0, 1, 0], num_videos=[0, 0, 1, 1, 0], num_clips=[1, 1, 0, 0, 2], num_frames=5
         )
     elif family in VIDEO_FAMILIES:
-        images = [1, 0, 1 if family in ONE_IMAGE else 2, 0, 1, 0, 0, 1]
+        images = [1, 0, 2, 0, 1, 0, 0, 1]
         write_examples(folder, num_examples, images, num_videos=[0, 0, 1, 1, 0, 0, 2, 0])
     elif family in ONE_QUESTION:
         write_examples(folder, num_examples, [1, 2], rounds=1)
@@ -246,7 +248,7 @@ def without_video(kind: type[transformers.ProcessorMixin]) -> type[transformers.
     members: dict[str, Any] = {"get_attributes": classmethod(lambda cls: attributes)}
     if kind is transformers.SmolVLMProcessor:
         # It asks for a package that counts the frames of videos in words, and for what reads them.
-        vars(sys.modules[kind.__module__])["num2words"] = str
+        vars(sys.modules[kind.__module__])["num2words"] = number_words
         members["__init__"] = _init_smolvlm
         members["apply_chat_template"] = transformers.ProcessorMixin.apply_chat_template
     if kind is transformers.Qwen2_5OmniProcessor:
@@ -562,7 +564,7 @@ def write_idefics3(folder: Path) -> None:
 
 
 def write_smolvlm(folder: Path) -> None:
-    """SmolVLM: marks of other names, images that are not split, four rows joined, tied embeddings.
+    """SmolVLM: marks of other names, images that are not split, four rows joined, tied embeddings; videos of 3 frames.
 
     A tile has two pixels more than its patches, as that of SmolVLM-Instruct has six.
     """
@@ -576,6 +578,9 @@ def write_smolvlm(folder: Path) -> None:
     tower = {**TOWER, "image_size": 26, "patch_size": 4}
     _write_tiled(folder, "SmolVLM", tower, len(tokenizer), tokenizer, scale_factor=2, tie_word_embeddings=True)
     processor.save_pretrained(folder)
+    videos = {"max_image_size": {"longest_edge": 26}, "video_processor_type": "SmolVLMVideoProcessor"}
+    sampling = {"fps": 20, "max_frames": 3, "video_size": {"longest_edge": 31}}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos | {"video_sampling": sampling}))
 
 
 def write_mllama(folder: Path) -> None:
@@ -892,7 +897,7 @@ def save_omni_processor(folder: Path, tokenizer: transformers.PreTrainedTokenize
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen2_5OmniProcessor"}))
 
 
-VIDEO_FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+VIDEO_FAMILIES = ("llava_onevision", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Families whose examples have videos, too."""
 OMNI_FAMILIES = ("qwen2_5_omni", "qwen2_5_omni_thinker")
 """Families whose examples have images, videos and clips."""
@@ -991,7 +996,5 @@ FAMILIES: dict[str, Callable[[Path], None]] = {
 TYPES = {"paligemma2": "paligemma"}
 """Families whose `model_type` is that of another."""
 
-ONE_IMAGE = ("llava_onevision",)
-"""Families of whose examples none has several images."""
 ONE_QUESTION = ("paligemma", "paligemma2")
 """Families of whose examples each has an image, one question and one answer."""

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from benchmark import benchmark
 from cli.tiny_job import losses
 from motet.core.errors import UserError
 from motet.models.whole.directory import WholeDirectory
+from motet.planning.plan_first import plan_first
+from motet.train.export_checkpoint import export_checkpoint
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
@@ -31,7 +34,8 @@ def job(request, tmp_path_factory):
 
 
 def trained(rank, num_ranks, recipe, overrides):
-    train(load_recipe(Path(recipe), overrides))
+    read = load_recipe(Path(recipe), overrides)
+    train(read, plan=partial(plan_first, read, Path(recipe), overrides) if read.parallel else None)
 
 
 def test_motet_has_not_a_word_of_these_families():
@@ -136,9 +140,47 @@ def test_a_forward_that_does_more_is_refused(tmp_path, monkeypatch, change, said
         _ = directory.parts
 
 
-def test_adapters_are_refused(tmp_path):
+LORA = 'model.lora.backbone={ rank = 3, alpha = 5.0, targets = ["q_proj", "mlp.*"] }'
+
+
+@pytest.mark.parametrize(
+    "job",
+    [pytest.param(name, marks=() if name == "deepseek_vl" else pytest.mark.slow) for name in GENERIC],
+    indirect=True,
+)
+@pytest.mark.parametrize("image", ["false", pytest.param("true", marks=pytest.mark.slow)])
+def test_adapters_of_the_backbone_are_those_of_peft_also_on_two_ranks(job, tmp_path, image):
+    """What two ranks have trained and saved, on top of transformers' model: with the encoder as it was; or learned, and
+    the backbone in two stages.
+    """
+    part = [LORA, f"model.train.image={image}"]
+    run = [*ONE_STEP, *part, "run.steps=2", "optimizer.lr=1e-2", "export.at_end=true"]
+    for num_ranks, more in ((1, []), (2, ["parallel.backbone.pp=2"] if image == "true" else [])):
+        overrides = [*run, *more, f"run.dir={tmp_path / str(num_ranks)}"]
+        run_ranks(trained, num_ranks, str(job / "recipe.toml"), overrides)
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-10)
+    adapter = tmp_path / "2" / "export" / "adapter"
+    ours = against.ours(job, overrides=part, checkpoint=tmp_path / "2" / "checkpoints" / "step-00000002")
+    reference = against.theirs(job, adapter)
+    assert max(ours.distance(reference)) < 1e-8
+    learned = {name for name in ours.gradients if "lora_" not in name}
+    assert bool(learned) == (image == "true") and not any("language_model" in name for name in learned)
+    assert abs(ours.loss - against.ours(job).loss) > 1e-3 * ours.loss
+    if image == "false":
+        shutil.copytree(job, again := tmp_path / "again", ignore=shutil.ignore_patterns("model", "*.motet-index"))
+        checkpoint = tmp_path / "2" / "checkpoints" / "step-00000002"
+        export_checkpoint(checkpoint, again / "model", None, ["export.adapter=merged"])
+        # Its weights are stored in float32.
+        assert against.theirs(again).loss == pytest.approx(ours.loss, rel=1e-5)
+        goes_on = [f"model.lora.path={adapter}"]
+        assert max(against.ours(job, overrides=goes_on).distance(reference)) < 1e-8
+
+
+def test_adapters_of_other_parts_are_refused(tmp_path):
     job = tmp_path / "job"
     whole_models.write_job(job, "deepseek_vl", num_examples=2)
-    with pytest.raises(UserError, match=r"model.lora.backbone is not held to peft"):
-        load_recipe(job / "recipe.toml", ["model.lora.backbone.rank=2"])
+    with pytest.raises(UserError, match=r"model.lora.image gives adapters to image, and of DeepseekVLForCond"):
+        load_recipe(job / "recipe.toml", ["model.lora.image.rank=2"])
+    with pytest.raises(UserError, match=r"model.lora.other has no effect"):
+        load_recipe(job / "recipe.toml", ["model.lora.other.rank=2"])
     shutil.rmtree(job)

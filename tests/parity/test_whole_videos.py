@@ -15,17 +15,18 @@ pytest.importorskip("av")
 with benchmark("whole_models") as whole_models:
     pass
 
-STEPS = (("image", ""), ("", ""), ("video", ""), ("video", "image"), ("", "video"))
-"""What the two examples of each step have. Of the first video, in the third step, the end of the file is missing."""
+STEPS = (("images", ""), ("", ""), ("video", ""), ("video", "image"), ("", "video"))
+"""What the two examples of each step have: two images, or one. Of the first video the end of the file is missing."""
 
 
 WAYS = {
     "qwen2_5_vl": (),
     "qwen3_vl": ("balance.mode=exchange",),
     "llava_onevision": (),
+    "smolvlm": ("balance.mode=exchange",),
     "qwen2_5_omni": ("balance.mode=exchange",),
 }
-"""Family -> how two ranks train it. Qwen3-VL's videos stand in pieces; examples of Qwen2.5-Omni have clips, too."""
+"""Family -> how two ranks train it. Videos of Qwen3-VL and SmolVLM stand in pieces; Qwen2.5-Omni has clips, too."""
 
 
 @pytest.fixture(
@@ -49,8 +50,8 @@ def job(request, tmp_path_factory):
             if number == 4:
                 bad.write_bytes(bad.read_bytes()[: bad.stat().st_size // 2])
         else:
-            media = {kind: str(image)} if kind else {}
-        mark = f"<{kind}>\n" if kind else ""
+            media = {"images": {"image": [str(image)] * 2}, "image": {"image": str(image)}, "": {}}[kind]
+        mark = {"images": "<image>\n<image>\n", "": ""}.get(kind, f"<{kind}>\n")
         turns = [{"from": "human", "value": f"{mark}What is {number}?"}, {"from": "gpt", "value": "It is that."}]
         records.append({"conversations": turns, **media})
     (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

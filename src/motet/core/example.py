@@ -105,6 +105,27 @@ class ItemText:
         return len(self.tokens) - len(self.places)
 
 
+@dataclass(frozen=True)
+class FrameTexts:
+    """What a processor writes of a video whose frames stand in its text as images in one tile do (SmolVLM).
+
+    template: the chat template of a conversation with a video, in place of the directory's own.
+    begin:    before the first frame, with "{frame_count}", in words, and "{video_duration}" in it.
+    frame:    before each frame, with "{timestamp}" in it.
+    end:      behind the last one.
+
+    Example:
+        >>> texts = FrameTexts("", "{frame_count} frames of {video_duration}:", " [{timestamp}]", ".")
+        >>> texts.begin.format(frame_count="two", video_duration="0:00:09")
+        'two frames of 0:00:09:'
+    """
+
+    template: str
+    begin: str
+    frame: str
+    end: str
+
+
 def in_pieces(sequence: TokenSequence, texts: Sequence[ItemText | None]) -> TokenSequence:
     """A sequence whose items have one placeholder each, with other texts in their places. Marks are no targets.
 

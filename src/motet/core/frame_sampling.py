@@ -113,4 +113,51 @@ class UniformSampling(FrameSampling):
         return numbers
 
 
+@dataclass(frozen=True)
+class SkippingSampling(FrameSampling):
+    """Which frames of a video are taken by SmolVLM: evenly, and without the first and the last second of a long video.
+
+    fps: so many a second, rounded, but at most `max_frames` and at least one. A video is long if it lasts more seconds
+    than `max_frames * fps` and two. There are no `min_frames` and no `num_frames`.
+
+    Example:
+        >>> SkippingSampling(fps=1.0, max_frames=3).numbers(250, 25.0, 1).tolist()  # 10 s
+        [25, 125, 225]
+    """
+
+    min_frames: int = 1
+
+    def counts(
+        self, frames: Int64Array, rates: Float64Array, grid: int, seconds: Float64Array | None = None
+    ) -> Int64Array:
+        """As of `FrameSampling`. seconds: float64 [n], of each video; None: as frames and rates have it."""
+        if self.fps is None:
+            return frames
+        asked, starts, ends = self._ranges(frames, rates, frames / rates if seconds is None else seconds)
+        # A frame is taken once.
+        counts: Int64Array = np.minimum(asked, ends - starts + 1)
+        return counts
+
+    def numbers(self, frames: int, rate: float, grid: int, seconds: float | None = None) -> Int64Array:
+        """As of `FrameSampling`. seconds: as of `counts`."""
+        if self.fps is None:
+            return np.arange(frames, dtype=np.int64)
+        lasts = np.array([frames / rate if seconds is None else seconds])
+        ranges = self._ranges(np.array([frames]), np.array([rate]), lasts)
+        (asked,), (start,), (end,) = (each.tolist() for each in ranges)
+        return np.unique(np.linspace(start, end, asked, dtype=np.int64))
+
+    def _ranges(
+        self, frames: Int64Array, rates: Float64Array, seconds: Float64Array
+    ) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """How many are asked of each video, and the first and the last that may be taken, int64 [n] each."""
+        assert self.fps is not None
+        asked = np.rint(self.fps * seconds).clip(1, self.max_frames).astype(np.int64)
+        is_long = seconds - 2 > self.max_frames * self.fps
+        starts = np.where(is_long, rates.astype(np.int64), 0)
+        ends = np.minimum(np.where(is_long, (frames - rates).astype(np.int64), frames), frames - 1)
+        is_empty = starts >= ends
+        return asked, np.where(is_empty, 0, starts), np.where(is_empty, frames - 1, ends)
+
+
 ALL_FRAMES = FrameSampling()

@@ -1,6 +1,13 @@
-"""Counts in sentences."""
+"""Counts in sentences, and numbers in words."""
 
 from __future__ import annotations
+
+_SMALL = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+)
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_LARGE = {10**9: "billion", 10**6: "million", 1000: "thousand", 100: "hundred"}
 
 
 def counted_words(number: int, thing: str, plural: str = "") -> str:
@@ -13,3 +20,23 @@ def counted_words(number: int, thing: str, plural: str = "") -> str:
         ('1 step', '1,200 steps', '2 batches')
     """
     return f"{number:,} {thing if number == 1 else plural or f'{thing}s'}"
+
+
+def number_words(number: int) -> str:
+    """A number from 0 to 10**12 - 1 in British words, as the package num2words has them.
+
+    Example:
+        >>> number_words(64), number_words(1205)
+        ('sixty-four', 'one thousand, two hundred and five')
+    """
+    if number < 20:
+        return _SMALL[number]
+    if number < 100:
+        tens = _TENS[number // 10 - 2]
+        return f"{tens}-{_SMALL[number % 10]}" if number % 10 else tens
+    unit = next(unit for unit in _LARGE if number >= unit)
+    most, rest = divmod(number, unit)
+    words = f"{number_words(most)} {_LARGE[unit]}"
+    if not rest:
+        return words
+    return f"{words}{' and' if rest < 100 else ','} {number_words(rest)}"

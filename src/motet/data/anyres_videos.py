@@ -26,7 +26,7 @@ from motet.data.videos import VideoHeader, frames_at, is_video, read_video_heade
 class AnyResVideos(AnyResImages):
     """An image or a video to the patch rows of its tiles, one tile after the other.
 
-    A size is that of `AnyResImages`; of a video it is (frames, 0, 0, 0). `most_items` counts images alone.
+    A size is that of `AnyResImages`; of a video it is (frames, 0, 0, 0).
 
     sampling: which frames are taken. video_mean, video_std, video_resample: as `mean`, `std` and `resample`.
 

@@ -20,6 +20,7 @@ from motet.core.errors import UserError
 from motet.core.example import ItemText, TokenSequence, in_pieces, moved_turns
 from motet.core.grid_positions import BEHIND_SIDE, GRID_DIM, NUM_AXES
 from motet.core.item_segments import ItemSegments
+from motet.core.modalities import IMAGE
 from motet.core.modalities import modalities as all_modalities
 from motet.core.readers import Combine, combine_error
 from motet.core.words import counted_words
@@ -32,7 +33,7 @@ from motet.data.index_build import open_index
 from motet.data.index_entries import TextEncoder
 from motet.data.index_lock import IndexProgress
 from motet.data.left_out import MAX_NAMED, LeftOut, LeftOutExample, describe_left_out
-from motet.data.media import IN_ANSWER, MediaRef
+from motet.data.media import IN_ANSWER, OF_SEVERAL, MediaRef
 from motet.data.transforms import Transform, kinds_of
 from motet.data.truncation import Truncated, num_kept_tokens, truncated
 
@@ -110,6 +111,9 @@ class Dataset:
         self._makers = _readers({name: each for name, each in self._modalities.items() if each.is_made}, {})
         read = {name: each for name, each in self._modalities.items() if not each.is_made}
         self._readers, self._combine = _readers(read, combine), dict(combine)
+        self._tells_several = any(getattr(each, "tells_several", False) for each in self.transforms.values())
+        if self._tells_several and (len(self._readers.get(IMAGE, ())) > 1 or IMAGE in self._makers):
+            raise ValueError("a transform that is told of several images must be the only one of images")
         self._starts = np.cumsum([0, *(len(index) for index in self._indexes)])
         for index in self._indexes:
             self._check_modalities(index)
@@ -208,7 +212,7 @@ class Dataset:
     def media_refs(self, example_id: int) -> list[MediaRef]:
         """The items' files, in order of appearance; `modality` is a name of `core.modalities`."""
         index, example = self._locate(example_id)
-        refs, cut = index.media_refs(example), self._cut(example_id)
+        refs, cut = self._told(index.media_refs(example)), self._cut(example_id)
         return refs if cut is None else refs[: int(self._truncated.num_items[cut])]
 
     def where(self, example_id: int) -> str:
@@ -254,6 +258,15 @@ class Dataset:
         tokens, answer = self._text.encode_prompt(self.conversation(example_id))
         refs = self.media_refs(example_id)[: len(tokens.media)]
         return self._with_sizes(self._with_phases(tokens, refs), example_id), refs, answer
+
+    def _told(self, refs: list[MediaRef]) -> list[MediaRef]:
+        """The same items, where images beside others say so if their transform is told."""
+        if not self._tells_several or sum(ref.modality == IMAGE for ref in refs) < 2:
+            return refs
+        return [
+            replace(ref, raw=(ref.raw[0], ref.raw[1] + OF_SEVERAL)) if ref.modality == IMAGE and ref.raw else ref
+            for ref in refs
+        ]
 
     def readers_of(self, ref: MediaRef) -> tuple[str, ...]:
         """The names of the phases that compute an item, in their order: of generators, if it is theirs to make."""
@@ -336,7 +349,11 @@ class Dataset:
 
     def _columns(self, numbers: Int64Array) -> ExampleLengths:
         """The columns of examples as they are trained on. numbers: through all manifests."""
-        return ExampleLengths.of(self._indexes, self._starts, numbers).truncated(numbers, self._truncated)
+        return self._whole_columns(numbers).truncated(numbers, self._truncated)
+
+    def _whole_columns(self, numbers: Int64Array) -> ExampleLengths:
+        """The columns of whole examples. numbers: through all manifests."""
+        return ExampleLengths.of(self._indexes, self._starts, numbers, tells_several=self._tells_several)
 
     def _cut(self, example_id: int) -> int | None:
         """The place of an example among those that are truncated; None if it is whole."""
@@ -417,7 +434,7 @@ class Dataset:
 
     def _check_added(self, numbers: Int64Array) -> None:
         """Raise UserError for the first of some examples with an item whose rows are added and not equally many."""
-        items, _, _ = self._item_lengths(ExampleLengths.of(self._indexes, self._starts, numbers))
+        items, _, _ = self._item_lengths(self._whole_columns(numbers))
         for phase in filter(self.is_added, items):
             modality = self._modalities[phase].transform.modality
             first = self._readers[modality][0]
@@ -472,13 +489,13 @@ class Dataset:
         cuts = [np.zeros((0, 4), dtype=np.int64)]
         for start in range(0, len(usable), _SCAN_EXAMPLES):
             numbers = start + np.flatnonzero(usable[start : start + _SCAN_EXAMPLES])
-            columns = ExampleLengths.of(self._indexes, self._starts, numbers)
+            columns = self._whole_columns(numbers)
             is_refused = self._refused(columns)
             if "sum" in self._combine.values():
                 self._check_added(numbers[~is_refused])
             if any(modality.max_turn for modality in self._modalities.values()):
                 places = np.flatnonzero(~is_refused)
-                of_rest = ExampleLengths.of(self._indexes, self._starts, numbers[places])
+                of_rest = self._whole_columns(numbers[places])
                 is_refused[places] = self._wrong_turns(of_rest)
             usable[numbers[is_refused]] = False
             refused.append(numbers[is_refused])
@@ -535,17 +552,11 @@ class Dataset:
 
     def _name_refused(self, number: int) -> LeftOutExample:
         index, example = self._at(number)
-        for ref in index.media_refs(example):
+        for ref in self._told(index.media_refs(example)):
             for transform in (self._modalities[phase].transform for phase in self._read_by(ref)):
                 if ref.raw is not None and not transform.accepts(np.array([ref.raw], dtype=np.int64))[0]:
                     return LeftOutExample(index.where(example), ref.name, transform.refusal(ref.raw))
-        for name, modality in self._modalities.items():
-            most, kind = getattr(modality.transform, "most_items", None), modality.transform.modality
-            num_items = sum(ref.modality == kind for ref in index.media_refs(example))
-            if most is not None and num_items > most:
-                reason = f"has {counted_words(num_items, 'item')} for {name}, of whose model an example may have {most}"
-                return LeftOutExample(index.where(example), "", reason)
-        columns = ExampleLengths.of(self._indexes, self._starts, np.array([number]))
+        columns = self._whole_columns(np.array([number]))
         for name, column in self._item_lengths(columns)[0].items():
             if most := self._modalities[name].max_turn:
                 rows = int(column.num_tokens[_wrong_items(column, most)][0])
@@ -559,7 +570,7 @@ class Dataset:
         raise ValueError(f"no item of example {number} is refused")
 
     def _name_too_long(self, number: int, max_sequence_length: int | None, too_long: LengthRule) -> LeftOutExample:
-        columns = ExampleLengths.of(self._indexes, self._starts, np.array([number]))
+        columns = self._whole_columns(np.array([number]))
         num_tokens = int(self._item_lengths(columns)[1][0])
         index, example = self._at(number)
         reason = f"takes {num_tokens:,} tokens, more than max_sequence_length = {max_sequence_length:,}"
@@ -585,9 +596,6 @@ class Dataset:
             items = self._of_phase(columns, modality)
             if len(items):
                 refused[columns.example[items[~modality.transform.accepts(columns.raw[items])]]] = True
-                most = getattr(modality.transform, "most_items", None)
-                own = items[columns.modality[items] % IN_ANSWER == all_modalities().index(modality.transform.modality)]
-                refused |= most is not None and np.bincount(columns.example[own], minlength=len(refused)) > most
         return refused
 
 

@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.core.arrays import Int64Array
+from motet.core.modalities import IMAGE, modalities
 from motet.data.index import Index
+from motet.data.media import IN_ANSWER, OF_SEVERAL
 from motet.data.truncation import Truncated
 
 
@@ -32,8 +34,13 @@ class ExampleLengths:
     turn: Int64Array
 
     @classmethod
-    def of(cls, indexes: list[Index], starts: Int64Array, numbers: Int64Array) -> ExampleLengths:
-        """Gather examples int64 [num_examples], numbered through all indexes. starts: each index's first number."""
+    def of(
+        cls, indexes: list[Index], starts: Int64Array, numbers: Int64Array, *, tells_several: bool = False
+    ) -> ExampleLengths:
+        """Gather examples int64 [num_examples], numbered through all indexes. starts: each index's first number.
+
+        tells_several: `raw` has `OF_SEVERAL` of images beside others.
+        """
         # 1. Examples: their columns, and the first item of each in its index.
         index_of = np.searchsorted(starts, numbers, side="right") - 1
         num_tokens, num_targets, num_items = (np.zeros(len(numbers), dtype=np.int64) for _ in range(3))
@@ -57,6 +64,10 @@ class ExampleLengths:
             for into, columns_of in ((raw, index.lengths.raw), (turn, index.lengths.turn)):
                 for axis, column in enumerate(columns_of):
                     into[items, axis] = column[item[items]]
+        if tells_several:
+            images = np.flatnonzero(modality % IN_ANSWER == modalities().index(IMAGE))
+            counts = np.bincount(example[images], minlength=len(numbers))
+            raw[images, 1] += OF_SEVERAL * (counts[example[images]] > 1)
         return cls(num_tokens, num_targets, num_items, example, modality, raw, turn)
 
     def turn_rows(self, rows: Int64Array) -> Int64Array:

@@ -21,6 +21,8 @@ from motet.data.remote import is_url, path_of
 
 IN_ANSWER = 64
 """What an index adds to the position of the modality of an item in a turn of the assistant."""
+OF_SEVERAL = 1 << 32
+"""What a dataset adds to the height of an image beside others in its example, where its encoder takes it otherwise."""
 
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 _AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3")

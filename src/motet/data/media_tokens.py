@@ -16,10 +16,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 from motet.core.errors import UserError
+from motet.core.example import FrameTexts
 from motet.core.modalities import modalities
+from motet.core.words import number_words
 from motet.data.chat_template import ChatTemplate
 from motet.data.conversation import TEXT, placeholder
 from motet.data.media import AUDIO, IMAGE, VIDEO
@@ -86,11 +89,13 @@ class TokenNames:
     processor: the class that prepares texts and media for the tokenizer's model; None for a text model.
     forms:     modality -> the token that the template writes for an item, and what the processor puts in its place,
                with one such token; where it is known, `processor` is not asked.
+    frames:    what the processor writes of a video, where its frames stand as images; None: they do not.
     """
 
     special: dict[str, str]
     processor: str | None = None
     forms: dict[str, tuple[str, str]] = field(default_factory=dict)
+    frames: FrameTexts | None = None
 
 
 def media_form(modality: str, template: ChatTemplate, tokens: Iterable[str], names: TokenNames) -> MediaForm:
@@ -103,6 +108,8 @@ def media_form(modality: str, template: ChatTemplate, tokens: Iterable[str], nam
     named = names.special.get(f"{modality}_token") or _AS_WRITTEN.get(names.processor or "", {}).get(modality)
     if modality in names.forms:
         return _as_put(modality, written, names, template)
+    if modality == VIDEO and names.frames is not None:
+        return _as_frames(names.frames, names, template)
     if not written:
         return _stand_in(modality, tokens, names, named)
     if names.processor in TILED and modality in TILED[names.processor]:
@@ -254,6 +261,41 @@ def timed_frames(form: MediaForm, names: TokenNames, times: Sequence[float]) -> 
     """
     begin, end = (names.special.get(f"vision_{side}_token", f"<|vision_{side}|>") for side in ("start", "end"))
     return [(f"<{time:.1f} seconds>", f"{begin}{form.token}{end}") for time in times]
+
+
+def _as_frames(texts: FrameTexts, names: TokenNames, template: ChatTemplate) -> MediaForm:
+    """The form of a video whose frames stand as images, before their number is known: the first words, a token, a mark.
+
+    The words before the number are the same of all videos, and so is what stands behind the last mark: both touch other
+    texts, with which they may share tokens.
+    """
+    written = names.special.get("video_token", "<video>")
+    if (template.try_messages(_one_turn(template, {"type": VIDEO})) or "").count(written) != 1:
+        raise UserError(f"the chat template of videos does not write one {written} for a video")
+    token, mark = names.special.get("image_token", TILED[str(names.processor)][IMAGE]), _tile_marks(names)[0]
+    put = f"{first_words(texts)}{token}{mark}{texts.end}"
+    return MediaForm(True, written, put, token, *_breaks(VIDEO, written, (), template))
+
+
+def first_words(texts: FrameTexts) -> str:
+    """What stands before a video's frames and is the same of all videos, without the space behind it."""
+    return texts.begin.partition("{frame_count}")[0].rstrip()
+
+
+def frames_text(form: MediaForm, names: TokenNames, seconds: float, times: Sequence[float]) -> list[str]:
+    """What stands between the first words of a video and its last mark, a text a frame; a frame's rows are one token.
+
+    seconds: how long it is. times: the second of each frame. As SmolVLMProcessor writes it of a video alone.
+    """
+    texts, (mark, whole) = names.frames, _tile_marks(names)
+    assert texts is not None
+    lasts = str(timedelta(seconds=int(seconds)))
+    begin = texts.begin.format(frame_count=number_words(len(times)), video_duration=lasts)
+    before = [begin.removeprefix(first_words(texts)), *[mark] * (len(times) - 1)]
+    stamps = [f"{int(time // 60):02d}:{int(time % 60):02d}" for time in times]
+    return [
+        f"{text}{texts.frame.format(timestamp=stamp)}{mark}{whole}{form.token}" for text, stamp in zip(before, stamps)
+    ]
 
 
 def _tile_marks(names: TokenNames) -> tuple[str, str]:

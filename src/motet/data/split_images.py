@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from motet.core.arrays import Int64Array
+from motet.core.arrays import Int64Array, UInt8Array
 from motet.core.example import Media
 from motet.data.anyres_images import stack_of_tiles, tiles_of
 from motet.data.images import ImageTransform, plain_image
@@ -71,6 +71,18 @@ class SplitImages(ImageTransform):
 
     def __call__(self, image: Image.Image) -> Media:
         """Rows [num_tiles * patches of a tile, row_dim], a row in the order (channel, y, x); size as of the class."""
+        tiles, size = self._cut(image)
+        stacked = stack_of_tiles(tiles, self.patch_size)
+        rows = self._rows(stacked, stacked.size)
+        return Media(rows.values, size, rows.pixels, rows.patches)
+
+    def patches_of(self, image: Image.Image) -> UInt8Array:
+        """The bytes of the rows, uint8 [num_tiles * patches of a tile, channels * patch_size**2]."""
+        stacked = stack_of_tiles(self._cut(image)[0], self.patch_size)
+        return self._patches(stacked, stacked.size)
+
+    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], Int64Array]:
+        """The tiles of an image, and its size."""
         from PIL import Image
 
         image, resample = plain_image(image, "RGB"), Image.Resampling(self.resample)
@@ -80,9 +92,7 @@ class SplitImages(ImageTransform):
         tiles = tiles_of(image, self.tile)
         if len(tiles) > 1:
             tiles.append(image.resize((self.tile, self.tile), resample))
-        stacked = stack_of_tiles(tiles, self.patch_size)
-        rows = self._rows(stacked, stacked.size)
-        return Media(rows.values, size, rows.pixels, rows.patches)
+        return tiles, size
 
 
 def _by_longer_side(sizes: Int64Array, longer: Int64Array) -> Int64Array:

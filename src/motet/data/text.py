@@ -18,7 +18,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cache, cached_property, partial
 from itertools import accumulate
 from pathlib import Path
@@ -29,9 +29,10 @@ import numpy as np
 
 from motet.core.arrays import BoolArray, Int64Array
 from motet.core.errors import UserError
-from motet.core.example import ItemText, TokenSequence
+from motet.core.example import FrameTexts, ItemText, TokenSequence
 from motet.data.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from motet.data.conversation import TEXT, Conversation, Turn, placeholder
+from motet.data.media import VIDEO
 from motet.data.media_tokens import (
     BARE,
     BEGUN,
@@ -39,6 +40,8 @@ from motet.data.media_tokens import (
     MediaForm,
     TokenNames,
     document_text,
+    first_words,
+    frames_text,
     item_tokens,
     media_form,
     reserved_tokens,
@@ -85,12 +88,14 @@ class ChatTokenizer:
         directory: str | Path,
         template: str | None = None,
         forms: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+        frames: FrameTexts | None = None,
     ) -> ChatTokenizer:
         """The tokenizer of a directory with tokenizer.json and tokenizer_config.json, as transformers writes it.
 
         template: in place of the default template, for a directory without one.
         forms: modality -> the token that the template writes for an item, and what its processor puts in its place,
                with one such token.
+        frames: what its processor writes of a video, where frames stand as images.
         transformers opens a directory of an older format (vocab.json and merges.txt, sentencepiece).
         Raises UserError if there is no tokenizer, or one of its files is damaged.
         """
@@ -103,7 +108,7 @@ class ChatTokenizer:
         try:
             source = files.template or template
             tokenizer = cls(files.backend, source, files.names.special, processor=files.names.processor)
-            tokenizer._names = replace(tokenizer._names, forms=dict(forms))
+            tokenizer._names = replace(tokenizer._names, forms=dict(forms), frames=frames)
             tokenizer._template.check()
         except UserError as error:
             raise UserError(f"tokenizer {directory}: {error}") from None
@@ -122,7 +127,8 @@ class ChatTokenizer:
     def fingerprint(self) -> str:
         """Equal for two tokenizers only if they give the same tokens."""
         digest = hashlib.blake2b(digest_size=16)
-        forms = [self._names.forms] if self._names.forms else []
+        forms: list[Any] = [self._names.forms] if self._names.forms else []
+        forms += [astuple(self._names.frames)] if self._names.frames else []
         names = json.dumps([self._names.special, self._names.processor, *forms], sort_keys=True)
         for part in (str(_VERSION), self._template.source, names):
             digest.update(part.encode() + b"\0")
@@ -170,7 +176,7 @@ class ChatTokenizer:
         if conversation.is_document:
             return self._encode_document(conversation, forms)
         template, turns = (
-            self._template.with_tools(conversation.tools),
+            self._template_of(conversation.placeholders).with_tools(conversation.tools),
             _without_double_breaks(conversation.turns, forms),
         )
         text, spans, is_marked = template.render_with_answers(turns, _parts(forms))
@@ -188,14 +194,16 @@ class ChatTokenizer:
             raise UserError("it is a document, in which nothing is asked")
         before, answer = conversation.without_last_answer()
         forms = self._forms(before)
-        template, turns = self._template.with_tools(conversation.tools), _without_double_breaks(before.turns, forms)
+        template = self._template_of(before.placeholders).with_tools(conversation.tools)
+        turns = _without_double_breaks(before.turns, forms)
         text = template.render(turns, _parts(forms), generation_prompt=True)
         of_items = _turns_before(template, before, turns, forms, text, generation_prompt=True)
         return self._tokenise(text, [], before.placeholders, forms, of_items, is_prompt=True), answer
 
     def item_tokens(self, modality: str) -> frozenset[int]:
         """The ids of the tokens of an item: the one that its rows replace, and the marks around it."""
-        tokens = item_tokens(self._form(modality), modality, self._template, self._added)
+        template = self._template_of((modality,))
+        tokens = item_tokens(self._form(modality, template), modality, template, self._added)
         return frozenset(self._added[token] for token in tokens if token in self._added)
 
     def item_text(self, modality: str) -> Callable[[tuple[int, ...]], ItemText] | None:
@@ -205,7 +213,7 @@ class ChatTokenizer:
         """
         if modality not in TILED.get(self._names.processor or "", {}):
             return None
-        return cache(partial(self._text_of_tiles, self._form(modality)))
+        return cache(partial(self._text_of_tiles, self._form(modality, self._template)))
 
     def timed_text(self, modality: str, times: Sequence[float]) -> ItemText | None:
         """What stands in the place of an item whose frames are in pieces, each at its second; None: there are none.
@@ -214,7 +222,7 @@ class ChatTokenizer:
         """
         if not times:
             return None
-        form, tokens, places, length = self._form(modality), list[Int64Array](), list[int](), 0
+        form, tokens, places, length = self._form(modality, self._template), list[Int64Array](), list[int](), 0
         for time, rows in timed_frames(form, self._names, times):
             for text in (time, rows):
                 if text not in self._timed:
@@ -224,6 +232,28 @@ class ChatTokenizer:
             tokens += [self._timed[time], self._timed[rows]]
             length += len(tokens[-2]) + len(tokens[-1])
         return ItemText(np.concatenate(tokens), np.array(places, dtype=np.int64))
+
+    def frames_text(self, seconds: float, times: Sequence[float]) -> ItemText:
+        """What stands in the place of a video of so many seconds, whose frames, each at its second, stand as images.
+
+        Raises UserError where the tokenizer joins the number of frames with the words before it. O(frames); the tokens
+        of a time are found once.
+        """
+        form, texts = self._form(VIDEO, self._template_of((VIDEO,))), self._names.frames
+        assert texts is not None
+        first, *others = frames_text(form, self._names, seconds, times)
+        words = first_words(texts)
+        alone, joined = self._between(form.token, words), self._between(form.token, words + first)
+        if not np.array_equal(joined[: len(alone)], alone):
+            raise UserError(
+                f"the tokenizer joins the end of '{words}' with what stands behind it, so a video has no place of its "
+                "own in a text"
+            )
+        for text in others:
+            if text not in self._timed:
+                self._timed[text] = self._between(form.token, text)
+        tokens = np.concatenate([joined[len(alone) :], *(self._timed[text] for text in others)])
+        return ItemText(tokens, np.flatnonzero(tokens == self._added[form.token]))
 
     def _between(self, token: str, text: str) -> Int64Array:
         """The tokens of a text that stands between two special tokens, without these."""
@@ -287,8 +317,8 @@ class ChatTokenizer:
         return {token.content: number for number, token in added.items() if token.special}
 
     @cached_property
-    def _media_forms(self) -> dict[str, MediaForm]:
-        """The forms of the modalities so far: a cache."""
+    def _media_forms(self) -> dict[tuple[str, str], MediaForm]:
+        """The forms of the modalities so far, by template: a cache."""
         return {}
 
     @cached_property
@@ -299,7 +329,9 @@ class ChatTokenizer:
     @cached_property
     def _reserved(self) -> re.Pattern[str] | None:
         """A pattern of the tokens that no text may hold; None if there are none."""
-        tokens = reserved_tokens(self._template, self._special, self._names)
+        tokens = set[str]().union(
+            *(reserved_tokens(self._template_of(items), self._special, self._names) for items in ((), (VIDEO,)))
+        )
         return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else None
 
     def _forms(self, conversation: Conversation) -> dict[str, MediaForm]:
@@ -313,15 +345,27 @@ class ChatTokenizer:
                         f"the text of the {turn.role} holds '{match.group()}', a token by which the tokenizer marks "
                         "turns, texts or media; write it in another way"
                     )
-        forms = {modality: self._form(modality) for modality in dict.fromkeys(conversation.placeholders)}
+        template = self._template_of(conversation.placeholders)
+        forms = {modality: self._form(modality, template) for modality in dict.fromkeys(conversation.placeholders)}
         if len({form.written for form in forms.values()}) < len(forms):
             raise UserError(f"the tokenizer's chat template writes the same for {' and '.join(forms)}")
         return forms
 
-    def _form(self, modality: str) -> MediaForm:
-        if modality not in self._media_forms:
-            self._media_forms[modality] = media_form(modality, self._template, self._added, self._names)
-        return self._media_forms[modality]
+    def _form(self, modality: str, template: ChatTemplate) -> MediaForm:
+        key = modality, template.source
+        if key not in self._media_forms:
+            self._media_forms[key] = media_form(modality, template, self._added, self._names)
+        return self._media_forms[key]
+
+    def _template_of(self, placeholders: Sequence[str]) -> ChatTemplate:
+        """The template of a conversation with such items."""
+        return self._template if self._names.frames is None or VIDEO not in placeholders else self._frames_template
+
+    @cached_property
+    def _frames_template(self) -> ChatTemplate:
+        """That of conversations with videos, where they have one of their own."""
+        assert self._names.frames is not None
+        return ChatTemplate(self._names.frames.template, self._names.special)
 
     def _past_end_of_sequence(self, text: str, end: int) -> int:
         """The end of the `eos_token` that a template writes directly behind what it marks, if there is one.
@@ -390,7 +434,8 @@ class ChatTokenizer:
 
     def _encode_document(self, document: Conversation, forms: dict[str, MediaForm]) -> TokenSequence:
         """Tokens of text without turns."""
-        alone = {name: document_text(form, name, self._template, self._added) for name, form in forms.items()}
+        template = self._template_of(document.placeholders)
+        alone = {name: document_text(form, name, template, self._added) for name, form in forms.items()}
         pieces = [(kind, alone.get(kind, text)) for kind, text in document.turns[0].pieces]
         starts = [0, *accumulate(len(text) for _, text in pieces)]
         tokens, offsets = self._encode_bare("".join(text for _, text in pieces))

@@ -22,8 +22,9 @@ class Transform(Protocol):
     raw: int64 [n, 2], from headers: (width, height) of images, (samples, sampling rate) of clips, `VideoHeader.raw` of
     videos, (rows, 0) of own items.
     Where several encoders read an item, transforms that have `decode(ref)`, `rows_of(decoded)` and an equal
-    `decoding` share what is decoded; others decode it once more. A transform that has `most_items` leaves out
-    examples with more items of its own modality, as its model prepares them otherwise. One that has `also` takes
+    `decoding` share what is decoded; others decode it once more. To a transform whose `tells_several` is true the
+    height of an image comes with `OF_SEVERAL` if there are several in its example: its model takes these otherwise, and
+    no other transform reads images beside it. One that has `also` takes
     items of these modalities, too, for the same encoder; with `time_steps(raw)` it says how far apart their frames
     are (`core/grid_positions.py`). One whose items have text between their rows may say in `text_keys(raw)`, int64
     [n, k], what that text depends on. Of one that has `picture(values, size)`, which gives an image of Pillow's,

@@ -19,7 +19,7 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.modalities import IMAGE, VIDEO
 from motet.core.words import counted_words
-from motet.data.media import MediaRef, Unusable
+from motet.data.media import OF_SEVERAL, MediaRef, Unusable
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -62,7 +62,12 @@ class VideoHeader:
     def of(cls, raw: tuple[int, int]) -> VideoHeader:
         """From what an index keeps."""
         ((num_frames, width, height),) = video_shapes(np.array([raw])).tolist()
-        return cls(num_frames, width, height, Fraction(raw[1] >> _COUNT_BITS, raw[1] & (1 << _COUNT_BITS) - 1))
+        return cls(num_frames, width, height, cls.rate_of(raw[1]))
+
+    @staticmethod
+    def rate_of(raw: int) -> Fraction:
+        """The rate from the second number that an index keeps."""
+        return Fraction(raw >> _COUNT_BITS, raw & (1 << _COUNT_BITS) - 1)
 
 
 def is_video(raw: Int64Array) -> Any:
@@ -82,6 +87,13 @@ def video_rates(raw: Int64Array) -> Float64Array:
     return rates
 
 
+def video_seconds(raw: Int64Array) -> Float64Array:
+    """How long each video is, float64 [n]: its frames by their rate, rounded once. raw: int64 [n, 2]."""
+    frames, numerators = video_shapes(raw)[:, 0].astype(np.float64), raw[:, 1] >> _COUNT_BITS
+    seconds: Float64Array = frames * (raw[:, 1] & (1 << _COUNT_BITS) - 1) / numerators
+    return seconds
+
+
 def amount_of(ref: MediaRef) -> int:
     """The pixels of an image or of all frames of a video, the samples of a clip, or the rows of an own item.
 
@@ -92,7 +104,7 @@ def amount_of(ref: MediaRef) -> int:
     if ref.modality == VIDEO:
         header = VideoHeader.of(ref.raw)
         return header.num_frames * header.width * header.height
-    return ref.raw[0] * ref.raw[1] if ref.modality == IMAGE else ref.raw[0]
+    return ref.raw[0] * (ref.raw[1] % OF_SEVERAL) if ref.modality == IMAGE else ref.raw[0]
 
 
 def read_video_header(ref: MediaRef) -> tuple[int, int]:

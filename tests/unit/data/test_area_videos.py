@@ -155,7 +155,7 @@ def test_videos_of_onevision_are_tiles_of_their_frames(files, tmp_path):
 
     images = {"image_processor_type": "LlavaOnevisionImageProcessor", "size": {"height": 12, "width": 12}}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(images | {"image_grid_pinpoints": [[12, 24]]}))
-    tiles = TiledVideos(4, 12, ((12, 24),), alone=True)
+    tiles = TiledVideos(4, 12, ((12, 24),), squares=True)
     made = AnyResVideos(**tiles.options(tmp_path))
     raw = np.array([read_header(ref_of(path)) for path in files])
     assert made.sizes(raw)[:, 0].tolist() == [NUM_FRAMES] * len(files)  # Nothing is said of sampling.

@@ -197,12 +197,6 @@ class WholeDirectory:
                 f"model.train.{unknown[0]} has no effect: {self.path} has no such part; it has "
                 f"{', '.join(self.trainable)}."
             )
-        if lora and self.parts.forms:
-            key = "path" if isinstance(lora, Path) else next(iter(lora))
-            raise UserError(
-                f"model.lora.{key} is not held to peft in a model that Motet does not know, as "
-                f"{self.family.model.__name__}; remove it."
-            )
         adapters: dict[str, LoraConfig] = {}
         if isinstance(lora, Path):
             saved = self.saved_at("model.lora.path", lora)
@@ -212,6 +206,12 @@ class WholeDirectory:
             self._check_parts(lora)
             adapters |= with_saved(self, lora)
         for name in adapters:
+            if name != BACKBONE and self.parts.forms:
+                key = "path" if isinstance(lora, Path) else name
+                raise UserError(
+                    f"model.lora.{key} gives adapters to {name}, and of {self.family.model.__name__}, which Motet does "
+                    "not know, only the backbone has any; give it model.lora.backbone alone."
+                )
             if not train.get(name, True):
                 key = "path" if isinstance(lora, Path) else name
                 raise UserError(

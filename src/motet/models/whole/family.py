@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from motet.core.errors import UserError
+from motet.core.example import FrameTexts
 from motet.models.build import BackboneConfig, EncoderConfig
 from motet.models.families.registry import (
     BACKBONES,
@@ -124,11 +125,13 @@ class WholeFamily:
     parts: config and `Source` -> its parts. Raises UserError for options that Motet does not compute.
     template: the chat template that stands for what the family's processor writes, where directories have none; None:
            directories have their own.
+    frames: what its processor writes of a video whose frames stand in the text as images; None: they do not.
     """
 
     model: type[PreTrainedModel]
     parts: Callable[[PreTrainedConfig, Any], WholeParts]
     template: str | None = None
+    frames: FrameTexts | None = None
 
 
 def backbone_names(text: str = LANGUAGE_MODEL) -> tuple[tuple[str, str], ...]:

@@ -1,6 +1,6 @@
 """Idefics3 (Laurençon et al. 2024, section 3.2) and SmolVLM (Marafioti et al. 2025): tiles, pixel shuffle, an LM.
 
-Before the rows of each tile stand marks, tokens that say its place. SmolVLM's videos are not read.
+Before the rows of each tile stand marks, tokens that say its place. A frame of SmolVLM's videos is one tile.
 """
 
 from __future__ import annotations
@@ -8,14 +8,22 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 from transformers import (
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )
+from transformers.models.smolvlm.processing_smolvlm import (
+    DEFAULT_CHAT_TEMPLATE,
+    DEFAULT_MEDIA_OUTTRO,
+    DEFAULT_VIDEO_INTRO,
+    FRAME_TIMESTAMP_MESSAGE,
+)
 
 from motet.core.arrays import Int64Array
+from motet.core.example import FrameTexts
 from motet.models.families.internvl import one_side
 from motet.models.whole.family import (
     TowerConfig,
@@ -29,6 +37,7 @@ from motet.models.whole.family import (
 from motet.models.whole.processor import SplitTiles
 from motet.models.whole.projector import UnbiasedProjectorConfig
 from motet.models.whole.tiles import Tiles
+from motet.models.whole.video_processor import FrameTiles
 
 if TYPE_CHECKING:
     from motet.models.whole.directory import WholeDirectory
@@ -36,8 +45,10 @@ if TYPE_CHECKING:
 _WEIGHTS = {"layers.0.weight": "model.connector.modality_projection.proj.weight"}
 
 
-def _parts(family: str, config: Idefics3Config | SmolVLMConfig, directory: WholeDirectory) -> WholeParts:
-    """family: of the tower."""
+def _parts(
+    family: str, config: Idefics3Config | SmolVLMConfig, directory: WholeDirectory, files: type[SplitTiles]
+) -> WholeParts:
+    """family: of the tower. files: what images and videos become."""
     where, tower = str(directory.file), config.vision_config
     tile, patch_size, joined = one_side(tower, "image_size"), one_side(tower, "patch_size"), config.scale_factor
     side = tile // patch_size
@@ -56,7 +67,7 @@ def _parts(family: str, config: Idefics3Config | SmolVLMConfig, directory: Whole
         ),
         "image",
         encoder,
-        SplitTiles(patch_size, tile),
+        files(patch_size, tile),
         "model.vision_model.",
         _WEIGHTS,
         text="model.text_model.",
@@ -64,18 +75,27 @@ def _parts(family: str, config: Idefics3Config | SmolVLMConfig, directory: Whole
 
 
 def _counts(sizes: Int64Array) -> Int64Array:
-    """Tiles of each image of `SplitImages`, int64 [num_images]."""
+    """Tiles of each image or video of `SplitVideos`, int64 [num_items]."""
     tiles = sizes.prod(axis=1)
-    return tiles + (tiles > 1)
+    return np.where(sizes[:, 1] == 0, sizes[:, 0], tiles + (tiles > 1))
 
 
 def _idefics3(config: Idefics3Config, directory: WholeDirectory) -> WholeParts:
-    return _parts("idefics3", config, directory)
+    return _parts("idefics3", config, directory, SplitTiles)
 
 
 def _smolvlm(config: SmolVLMConfig, directory: WholeDirectory) -> WholeParts:
-    return _parts("smolvlm", config, directory)
+    return _parts("smolvlm", config, directory, FrameTiles)
 
 
 IDEFICS3 = WholeFamily(Idefics3ForConditionalGeneration, _idefics3)
-SMOLVLM = WholeFamily(SmolVLMForConditionalGeneration, _smolvlm)
+SMOLVLM = WholeFamily(
+    SmolVLMForConditionalGeneration,
+    _smolvlm,
+    frames=FrameTexts(
+        template=DEFAULT_CHAT_TEMPLATE,
+        begin=DEFAULT_VIDEO_INTRO,
+        frame=FRAME_TIMESTAMP_MESSAGE,
+        end=DEFAULT_MEDIA_OUTTRO,
+    ),
+)

@@ -1,8 +1,7 @@
 """LLaVA-NeXT and LLaVA-OneVision: LLaVA on the tiles of an image, whose rows become one raster with newline rows.
 
 (Liu et al. 2024, "LLaVA-NeXT"; Li et al. 2024, "LLaVA-OneVision", section 3.2.) LLaVA-OneVision resamples a large
-raster. It prepares several images of an example otherwise, so that such examples are left out. Frames of its videos are
-tiles.
+raster. Each of several images of an example is one tile there, and so is a frame of a video.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _NEWLINE = ("image_newline", "model.image_newline")
 
 
 def _next_parts(config: LlavaNextConfig, directory: WholeDirectory) -> WholeParts:
-    return _tiled_parts(config, directory, None, partial(AnyResTiles, alone=False))
+    return _tiled_parts(config, directory, None, AnyResTiles)
 
 
 def _onevision_parts(config: LlavaOnevisionConfig, directory: WholeDirectory) -> WholeParts:
@@ -45,7 +44,7 @@ def _onevision_parts(config: LlavaOnevisionConfig, directory: WholeDirectory) ->
             f"{directory.file}: vision_aspect_ratio is {said!r}, which Motet does not compute; it must be "
             "'anyres_max_9', or such with another number."
         )
-    return _tiled_parts(config, directory, int(found.group(1)), partial(TiledVideos, alone=True))
+    return _tiled_parts(config, directory, int(found.group(1)), partial(TiledVideos, squares=True))
 
 
 def _tiled_parts(

@@ -79,13 +79,13 @@ class AnyResTiles:
 
     tile:     side of a tile in pixels; what is less than a patch at its edges is left out.
     canvases: (height, width) of each, which its image processor must have, too.
-    alone:    whether an example may have one image only.
+    squares:  whether images are put on squares where an example has several (LLaVA-OneVision).
     """
 
     patch_size: int
     tile: int
     canvases: tuple[tuple[int, int], ...]
-    alone: bool = False
+    squares: bool = False
 
     def options(self, path: Path) -> dict[str, Any]:
         """As of `Images`. Raises UserError also for canvases that are others, or not made of tiles."""
@@ -109,7 +109,9 @@ class AnyResTiles:
                 f"{self.tile} pixels."
             )
         own = {"patch_size": self.patch_size, "tile": self.tile, "canvases": theirs}
-        return own | {"most_items": 1 if self.alone else None} | values_of_pixels(processor)
+        # Whether it normalises or not.
+        square = tuple(int(mean * 255) for mean in processor.image_mean) if self.squares else None
+        return own | {"square": square} | values_of_pixels(processor)
 
 
 @dataclass(frozen=True)

@@ -45,20 +45,26 @@ class Tiles:
 
 
 def anyres_counts(sizes: Int64Array) -> Int64Array:
-    """Tiles of each image of `AnyResImages`, with the squeezed image, or frames of a video, int64 [num_items]."""
+    """Tiles of each image of `AnyResImages`, with the whole image, or frames of a video, int64 [num_items]."""
     return np.where(_are_videos(sizes), sizes[:, 0], 1 + sizes[:, 0] * sizes[:, 1])
 
 
 def _are_videos(sizes: Int64Array) -> BoolArray:
     """Which sizes are those that `AnyResVideos` has of videos, bool [num_items]."""
-    return np.asarray(sizes[:, 1] == 0)
+    return np.asarray((sizes[:, 1] == 0) & (sizes[:, 0] > 0))
+
+
+def _are_squared(sizes: Int64Array) -> BoolArray:
+    """Which sizes are those that `AnyResImages` has of images on squares, bool [num_items]."""
+    return np.asarray((sizes == 0).all(axis=1))
 
 
 class Newlines(nn.Module):
     """A callback behind a projector: the tiles' rows as one raster without margins, a learned row behind each line.
 
     (LLaVA-NeXT's "spatial_unpad".) The squeezed image's rows come first. Sizes are those of `AnyResVideos`: a video's
-    frames are resampled to half as many rows and columns each, without newlines, and one stands behind the last.
+    frames are resampled to half as many rows and columns each, without newlines, and one stands behind the last. One
+    stands behind the rows of an image on a square.
 
     dim:   width of a row. side: rows of a tile's side.
     most:  in how many tiles' rows the raster must fit, or else it is resampled to fewer (LLaVA-OneVision's
@@ -78,7 +84,8 @@ class Newlines(nn.Module):
         """Rows of each image, int64 [num_images]."""
         rows, columns = self._rasters(sizes).T
         of_videos = sizes[:, 0] * self._half**2 + 1
-        return np.where(_are_videos(sizes), of_videos, self.side**2 + rows * (columns + 1))
+        of_images = self.side**2 + np.where(_are_squared(sizes), 1, rows * (columns + 1))
+        return np.where(_are_videos(sizes), of_videos, of_images)
 
     @property
     def _half(self) -> int:
@@ -100,7 +107,7 @@ class Newlines(nn.Module):
         lines = []
         for image, size, raster in zip(images, on_host.tolist(), self._rasters(on_host).tolist(), strict=True):
             if not size[1]:
-                lines += [self._frames(image), self.image_newline[None]]
+                lines += [self._frames(image) if size[0] else image, self.image_newline[None]]
                 continue
             lines += [image[:tile], self._lines(image[tile:], size, raster)]
         return torch.cat(lines)

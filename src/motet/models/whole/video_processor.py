@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from motet.core.errors import UserError
-from motet.core.frame_sampling import EvenSampling, FrameSampling, UniformSampling
+from motet.core.frame_sampling import EvenSampling, FrameSampling, SkippingSampling, UniformSampling
 from motet.core.text_files import read_optional_object
-from motet.models.whole.processor import AnyResTiles, Areas, check_made, check_values
+from motet.models.whole.processor import AnyResTiles, Areas, SplitTiles, check_made, check_values
 
 _DEFAULTS: dict[str, Any] = {
     "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
@@ -50,6 +50,18 @@ _TILED_KINDS = (
     "LlavaOnevisionVideoProcessor",
     *(f"LlavaOnevisionImageProcessor{backend}" for backend in ("", "Fast", "Pil")),
 )
+_FRAME_SIZE = {"longest_edge": 4 * 364}
+_FRAME_DEFAULTS = _DEFAULTS | {
+    "size": {},
+    "max_image_size": {"longest_edge": 364},
+    "video_sampling": None,
+    "resample": 1,
+    "image_mean": (0.5, 0.5, 0.5),
+    "image_std": (0.5, 0.5, 0.5),
+}
+_FRAME_KINDS = ("SmolVLMVideoProcessor", *(f"SmolVLMImageProcessor{backend}" for backend in ("", "Fast", "Pil")))
+_LONGEST_FRAME = 4096
+"""No frame is resized to a longer side than this."""
 _KINDS = ("Qwen2VLVideoProcessor", "Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 """Types that a file may name: directories without a file for videos have that for images for both."""
 
@@ -100,6 +112,32 @@ class OmniAreas(VideoAreas):
         """As of `VideoAreas`."""
         least, most = (_DEFAULTS["size"][area] for area in ("shortest_edge", "longest_edge"))
         return super().options(path) | {"min_video_area": least, "max_video_area": most}
+
+
+@dataclass(frozen=True)
+class FrameTiles(SplitTiles):
+    """What images and videos become before the encoder of SmolVLM (`SplitVideos`)."""
+
+    def options(self, path: Path) -> dict[str, Any]:
+        """As of `SplitTiles`. Raises UserError also for a video processor that makes other tiles of frames."""
+        stored, where = _stored(path, _FRAME_KINDS, _FRAME_DEFAULTS)
+        sampled = stored["video_sampling"] or {}
+        size = dict(stored["size"] or sampled.get("video_size") or _FRAME_SIZE)
+        tile = stored["max_image_size"].get("longest_edge")
+        check_made(where, (tile, tile), (self.tile, self.tile))
+        if not (longest := size.pop("longest_edge", None)) or any(size.values()):
+            raise UserError(f"{where} has size = {stored['size']}; it must name longest_edge alone.")
+        # Whatever `do_sample_frames` says: where a chat template is applied, these ask for it.
+        fps, most = (
+            (sampled.get("fps"), sampled.get("max_frames")) if sampled else (stored["fps"], stored["num_frames"])
+        )
+        if (fps is None) != (most is None) or (fps is None and stored["do_sample_frames"]):
+            raise UserError(f"{where} has fps = {fps} and num_frames = {most}; it must have both of them to sample.")
+        if fps is not None and (fps <= 0 or most < 1):
+            raise UserError(f"{where} has fps = {fps} and num_frames = {most}; they must be more than 0.")
+        sampling = SkippingSampling() if fps is None else SkippingSampling(fps=fps, max_frames=most)
+        own = {"sampling": sampling, "video_longest": min(longest, _LONGEST_FRAME)}
+        return super().options(path) | own | _values_of_frames(stored)
 
 
 @dataclass(frozen=True)

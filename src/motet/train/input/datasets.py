@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from motet.core.errors import JointUserError, UserError
 from motet.core.example import ItemText
@@ -14,6 +15,7 @@ from motet.data.dataset import Dataset, Modality
 from motet.data.drawn import DrawnDataset, DrawnVocabulary
 from motet.data.examples import Examples
 from motet.data.split_images import SplitImages
+from motet.data.split_videos import SplitVideos
 from motet.data.splits import OwnSplits
 from motet.data.text import ChatTokenizer
 from motet.data.timed_videos import TimedVideos
@@ -185,12 +187,26 @@ def _item_text(
     if isinstance(transform, TimedVideos):
         return lambda key: vocabulary.timed_text(VIDEO, transform.times(key))
     text = vocabulary.item_text(transform.modality)
+    if isinstance(transform, SplitVideos):
+        return partial(_text_of_tiles, vocabulary, transform, text)
     if text is not None and not isinstance(transform, SplitImages):
         raise UserError(
             "data.tokenizer is of a model that cuts images into tiles and marks each of them, which the transform here "
             "does not; take the tokenizer of another model, or the whole model (model.path)."
         )
     return text
+
+
+def _text_of_tiles(
+    vocabulary: ChatTokenizer,
+    transform: SplitVideos,
+    of_images: Callable[[tuple[int, ...]], ItemText] | None,
+    key: tuple[int, ...],
+) -> ItemText | None:
+    """What stands in the place of an image or a video, by one of the transform's `text_keys`."""
+    if (times := transform.times(key)) is not None:
+        return vocabulary.frames_text(*times)
+    return of_images(key) if of_images else None
 
 
 def _index_progress(manifests: Sequence[str], say: Say) -> Callable[[int, float], None]:

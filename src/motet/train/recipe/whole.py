@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from motet.core.errors import UserError
-from motet.core.frame_sampling import FrameSampling
+from motet.core.frame_sampling import FrameSampling, SkippingSampling
 from motet.core.workload import BACKBONE
 from motet.data.anyres_images import AnyResImages
 from motet.data.anyres_videos import AnyResVideos
@@ -28,6 +28,7 @@ from motet.data.cropped_images import CroppedImages
 from motet.data.omni_videos import OmniVideos
 from motet.data.processed_images import ProcessedImages
 from motet.data.split_images import SplitImages
+from motet.data.split_videos import SplitVideos
 from motet.data.text import ChatTokenizer
 from motet.data.timed_videos import TimedVideos
 from motet.data.tokenizer_files import read_template
@@ -45,7 +46,7 @@ from motet.models.whole.processor import (
     Images,
     SplitTiles,
 )
-from motet.models.whole.video_processor import OmniAreas, TiledVideos, TimedAreas, VideoAreas
+from motet.models.whole.video_processor import FrameTiles, OmniAreas, TiledVideos, TimedAreas, VideoAreas
 from motet.train.recipe.recipe import Recipe
 
 _TRANSFORMS: dict[type, Callable[..., Transform]] = {
@@ -53,6 +54,7 @@ _TRANSFORMS: dict[type, Callable[..., Transform]] = {
     AnyResTiles: AnyResImages,
     CroppedTiles: CroppedImages,
     SplitTiles: SplitImages,
+    FrameTiles: SplitVideos,
     CanvasTiles: CanvasImages,
     Areas: AreaImages,
     VideoAreas: AreaVideos,
@@ -91,6 +93,15 @@ class VideoConfig(BaseModel):
 
     def over(self, stored: FrameSampling) -> FrameSampling:
         """The frames that are taken. stored: what the directory's processor says. Raises UserError for bounds."""
+        if isinstance(stored, SkippingSampling):
+            for name in ("num_frames", "min_frames"):
+                if getattr(self, name) is not None:
+                    raise UserError(
+                        f"model.video.{name} is not known to this model's processor, which takes fps frames a second "
+                        "and at most max_frames; set these."
+                    )
+            if stored.fps is None and self.max_frames is None:
+                raise UserError("model.video.fps needs max_frames beside it, as the model's directory has none.")
         bounds = {"min_frames": self.min_frames, "max_frames": self.max_frames}
         given = {name: value for name, value in bounds.items() if value is not None}
         made = replace(stored, fps=self.fps, num_frames=self.num_frames, **given)
@@ -207,7 +218,9 @@ class WholeRecipe(Recipe):
                 f"model.path: {self.model.path} has a chat template, where the processor of "
                 f"{self.directory.family.model.__name__} writes texts by itself; remove it."
             )
-        return ChatTokenizer.from_directory(self.model.path, template, forms=self.directory.parts.forms)
+        return ChatTokenizer.from_directory(
+            self.model.path, template, forms=self.directory.parts.forms, frames=self.directory.family.frames
+        )
 
     def table_of(self, encoder: str) -> str:
         """The encoder's own name: there are no tables."""
@@ -223,7 +236,7 @@ class WholeRecipe(Recipe):
         made = {name: _TRANSFORMS[type(each)](**each.options(self.model.path)) for name, each in images.items()}
         if self.model.video is None:
             return made
-        reads = {name: each for name, each in made.items() if isinstance(each, AreaVideos | AnyResVideos)}
+        reads = {name: each for name, each in made.items() if isinstance(each, AreaVideos | AnyResVideos | SplitVideos)}
         if not reads:
             raise UserError("model.video has no effect, as the model reads no videos; remove it.")
         return made | {

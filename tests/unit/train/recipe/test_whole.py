@@ -286,7 +286,7 @@ def test_canvases_that_are_not_made_of_tiles(tiled, tmp_path):
     assert "vision_aspect_ratio is 'pad', which Motet does not compute" in complaint(job)
 
 
-def test_examples_with_several_images_are_left_out_where_the_model_prepares_them_otherwise(tiled, tmp_path):
+def test_several_images_of_an_example_are_squares_of_one_tile(tiled, tmp_path):
     job = shutil.copytree(tiled, tmp_path / "job")
     shutil.rmtree(job / "media")
     whole_models.write_examples(job, 4)  # 1, 0, 2 and 1 images.
@@ -294,8 +294,14 @@ def test_examples_with_several_images_are_left_out_where_the_model_prepares_them
     with torch.device("meta"):
         model = build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size)
     dataset = open_dataset(recipe, recipe.data.train, recipe.vocabulary(), model, lambda sentence: None)
-    assert (dataset.num_examples, dataset.left_out.num_refused) == (3, 1)
-    assert str(dataset.left_out.first()).endswith("line 3: has 2 items for image, of whose model an example may have 1")
+    images = dataset.batch_lengths(np.arange(4), 1).items["image"]
+    assert images.example.tolist() == [0, 2, 2, 3]
+    tile = 16
+    assert images.length[1:3].tolist() == [tile, tile] and (images.length[[0, 3]] > tile).all()
+    assert images.num_tokens[1:3].tolist() == [tile + 1, tile + 1]
+    # Squares have the colour of the processor's mean.
+    mean = json.loads((job / "model" / "processor_config.json").read_text())["image_processor"]["image_mean"]
+    assert recipe.transform("image").square == tuple(int(255 * value) for value in mean)
 
 
 def test_the_text_of_a_family_without_chat_templates(tmp_path):
