@@ -58,7 +58,7 @@ class RemoteCheckpoints:
         """The names of those that led to the newest one; [] if there are none. Raises UserError."""
         try:
             named = json.loads(read_bytes(f"{self.url}/{_LATEST}"))["line"]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         except PermissionError as error:
             raise UserError(f"{self.url}/{_LATEST} cannot be read: no permission") from error
@@ -85,6 +85,13 @@ class RemoteCheckpoints:
         write_bytes(f"{self.url}/{_LATEST}", json.dumps({"line": kept}).encode())
         for name in before:
             if name not in kept and (step_named(Path(name)) or 0) < (step_named(checkpoint) or 0):
+                self._remove(name)
+
+    def remove_all(self) -> None:
+        """Remove the checkpoints of a run that starts anew, so that none goes on from them. Raises UserError."""
+        if names := self.line():
+            remove_files([f"{self.url}/{_LATEST}"])
+            for name in names:
                 self._remove(name)
 
     def fetch(self, name: str, folder: Path) -> Path:

@@ -54,7 +54,7 @@ def resume_run(
             _check_same_run(chosen, start, recipe.run.steps)
             _check_same_start(chosen, recipe.run.start)
         elif resume == "never" and world.is_first:
-            remove_all(folder)
+            remove_all(folder, recipe.checkpoint.url)
     if chosen is None:
         return _begun(recipe, world, model, start, say), []
     store_frozen(model, (start.beside or {}).keys() - (chosen.state.beside or {}).keys())
