@@ -117,6 +117,11 @@ def test_a_store_that_takes_nothing_ends_the_run_on_all_ranks(job, tmp_path):
     assert f"and could not be copied to file://{tmp_path}/store: " in said[0]
     # The step is not lost.
     assert names(tmp_path / "a/checkpoints") == ["step-00000002"]
+    # Nor is it left here alone, once the store is back.
+    (tmp_path / "store").unlink()
+    said = run_ranks(train_rank, 2, str(job), options, "auto")
+    assert "Resuming after step 2 from" in said[0]
+    assert names(tmp_path / "store") == ["latest.json", "step-00000002"]
 
 
 def test_what_names_no_checkpoint_is_refused():

@@ -87,6 +87,12 @@ class RemoteCheckpoints:
             if name not in kept and (step_named(Path(name)) or 0) < (step_named(checkpoint) or 0):
                 self._remove(name)
 
+    def add(self, checkpoint: Path, line: Sequence[str]) -> None:
+        """As `save`, if it is newer than those that are there: what an earlier attempt could not copy."""
+        newest = max((step_named(Path(name)) or 0 for name in self.line()), default=-1)
+        if (step_named(checkpoint) or 0) > newest:
+            self.save(checkpoint, line)
+
     def remove_all(self) -> None:
         """Remove the checkpoints of a run that starts anew, so that none goes on from them. Raises UserError."""
         if names := self.line():
