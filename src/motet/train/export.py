@@ -84,6 +84,8 @@ def _card(recipe: Recipe, num_steps: int) -> str:
     learns = {BACKBONE: model.backbone.train}
     for name, part in model.encoders.items():
         learns |= {name: part.train_encoder, f"the projector of {name}": part.train_projector}
+    for name, maker in model.generators.items():
+        learns |= {name: maker.train_generator, f"the projector of {name}": maker.train_projector}
     frozen = [name for name, does in learns.items() if not does]
     steps = counted_words(run.steps, "step")
     steps = steps if num_steps == run.steps else f"{num_steps:,} of {steps}"
