@@ -152,6 +152,11 @@ def die(run):
 def test_a_run_that_starts_anew_is_not_taken_for_the_one_before(job, saved, tmp_path):
     shutil.copytree(saved[1], tmp_path / "store")
     options = [f"run.dir={tmp_path / 'a'}", f"checkpoint.url=file://{tmp_path}/store", "data.heldout=[]", "run.steps=1"]
+    own = f"run.start=file://{tmp_path}/store/step-00000008"
+    assert (
+        "is one of the checkpoints that --resume never removes"
+        in run_ranks(dying_rank, 1, str(job), [*options, own])[0]
+    )
     assert run_ranks(dying_rank, 1, str(job), options) == ["dies before its first checkpoint"]
     assert not list((tmp_path / "store").iterdir())
     said = run_ranks(train_rank, 1, str(job), options, "auto")

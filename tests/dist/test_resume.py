@@ -113,6 +113,18 @@ def test_resume_never_starts_anew_and_a_path_goes_back(job, tmp_path):
     ]
 
 
+def test_a_start_that_cannot_be_taken_costs_no_checkpoint(job, tmp_path):
+    few = ("run.steps=2", "run.report_to=[]")
+    run(job, 1, tmp_path / "a", *few)
+    own = tmp_path / "a/checkpoints/step-00000002"
+    said = run(job, 2, tmp_path / "a", *few, f"run.start={own}", resume="never")
+    assert said[0] == said[1]
+    assert said[0].startswith(f"run.start = {own} is one of the checkpoints that --resume never removes: set another")
+    said = run(job, 1, tmp_path / "a", *few, f"run.start={tmp_path}/b/step-00000002", resume="never")
+    assert "is no complete Motet checkpoint: there is no such folder" in said[0]
+    assert names(own.parent) == ["step-00000002"]
+
+
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
