@@ -88,7 +88,9 @@ class Checkpointer:
         # An earlier attempt may have been killed, or the store out of reach, when the last one was to be copied.
         self._is_to_copy = self._remote is not None and bool(self._line)
         if self._is_to_copy and self._is_first:
-            self._copying = self._copier.submit(self._remote.add, folder / self._line[-1], list(self._line))
+            self._copying = self._copier.submit(
+                self._remote.add, folder / self._line[-1], list(self._line), config.keep
+            )
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
         """Copy the state and write it in the background, after the previous save is complete.
@@ -173,7 +175,9 @@ class Checkpointer:
             complete_checkpoint(temporary, files, tensors, state)
             self._line = publish_checkpoint(temporary, self._line, self._config.keep)
             if self._remote is not None:
-                self._copying = self._copier.submit(self._remote.save, temporary.with_suffix(""), list(self._line))
+                self._copying = self._copier.submit(
+                    self._remote.save, temporary.with_suffix(""), list(self._line), self._config.keep
+                )
 
         future = dcp.async_save(
             tensors_of(model, optimizer), storage_writer=Writer(temporary, start, finish), process_group=self._group
