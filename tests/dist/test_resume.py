@@ -54,6 +54,23 @@ def test_resumed_losses_are_those_of_an_uninterrupted_run(job, tmp_path, num_ran
     assert losses(tmp_path / "a") == whole
 
 
+def test_a_resumed_run_tells_what_was_held_out_before_it(job, tmp_path):
+    options = ['data.heldout=["heldout.jsonl"]', "evaluate.every_steps=2", "evaluate.max_new_tokens=1"]
+    options += ["checkpoint.every_steps=4", "run.report_to=[]"]
+
+    def by_step():
+        return json.loads((tmp_path / "a/summary.json").read_text())["heldout_loss_by_step"]
+
+    run(job, 1, tmp_path / "a", *options)
+    whole = by_step()
+    assert [*whole] == ["2", "4", "6", "8"]
+    stop_after(tmp_path / "a", 4)
+    run(job, 1, tmp_path / "a", *options)
+    assert by_step() == whole
+    run(job, 1, tmp_path / "a", *options, "run.steps=1", resume="never")
+    assert [*by_step()] == ["1"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [(4, 2), (2, 3)])
 def test_on_another_number_of_ranks_the_same_examples_follow(job, tmp_path, first, second):
