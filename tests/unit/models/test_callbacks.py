@@ -128,7 +128,8 @@ def test_callbacks_with_weights_learn_with_the_projector_and_a_merge_with_the_ba
     """So where a phase says what learns, all else of the model is frozen."""
     made = config(before=f"{HERE}:Shift", after=f"{HERE}:Weighted", merge=f"{HERE}:Scaled", train_projector=learns)
     made.backbone.train = learns
-    model = build_mllm(made, VOCAB)
+    model = build_mllm(made, VOCAB).train()
+    assert [model.encoders["image"].after.training, model.backbone.merge.training] == [learns] * 2
     held = [*model.encoders["image"].before.parameters(), *model.encoders["image"].after.parameters()]
     held += [*model.backbone.merge.parameters()]
     assert len(held) == 3 and all(weight.requires_grad == learns for weight in held)
