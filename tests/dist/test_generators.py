@@ -30,6 +30,7 @@ from motet.planning.analyze_recipe import read_subject
 from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.trainable import obstacle_in
 from motet.planning.under_plan import recipe_under_plan
+from motet.train.export import _card
 from motet.train.job import build_job
 from motet.train.recipe.reading import of_phase
 from motet.train.recipe.recipe import load_recipe
@@ -120,6 +121,11 @@ def test_a_run_in_which_nothing_can_learn_is_refused(job, tmp_path):
     said = run(job, 2, tmp_path / "run", *frozen)
     assert said.startswith("Nothing learns: only model.encoders.image would, and no example of data.train has anything")
     assert len(said.splitlines()) == 1
+
+
+def test_the_card_of_an_export_says_that_a_generator_did_not_learn(job):
+    said = _card(load_recipe(job, ["model.generators.draw.train_generator=false"]), num_steps=8)
+    assert "All parts learned but draw." in said
 
 
 def held_out(folder):

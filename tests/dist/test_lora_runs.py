@@ -16,7 +16,9 @@ from motet.core.plan import Unit
 from motet.core.plan_file import write_plan
 from motet.models.named_weights import is_lora
 from motet.planning.planned_recipe import read_job_recipe
+from motet.train.export import check_export
 from motet.train.export_checkpoint import export_checkpoint
+from motet.train.recipe.recipe import load_recipe
 from ranks import RankFailed, run_ranks
 
 LORA = [
@@ -60,6 +62,14 @@ def assert_same(run_dir, alone):
         assert found[name].keys() == tensors.keys()
         for key, tensor in tensors.items():
             torch.testing.assert_close(found[name][key], tensor, rtol=1e-9, atol=1e-11)
+
+
+def test_an_export_does_not_replace_the_weights_that_its_adapters_stand_on(job, tmp_path):
+    base = tmp_path / "run/export/backbone"
+    options = [f"run.dir={tmp_path / 'run'}", f"model.backbone.path={base}", "model.lora.backbone.rank=2"]
+    check_export(load_recipe(job, options))
+    with pytest.raises(UserError, match=rf"model\.backbone\.path = {base} lies in .*, which export\.at_end replaces"):
+        check_export(load_recipe(job, [*options, "export.at_end=true"]))
 
 
 @pytest.mark.parametrize("more", [pytest.param("fsdp.shard_size=2", marks=pytest.mark.slow), "fsdp.shard_size=1"])

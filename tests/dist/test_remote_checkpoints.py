@@ -9,6 +9,7 @@ import motet.data.remote
 from cli.tiny_job import losses, metrics, write_tiny_job
 from dist.test_resume import run, train_rank
 from motet.core.errors import UserError
+from motet.train import trainer
 from motet.train.checkpoint.folder import checkpoints
 from motet.train.checkpoint.remote import RemoteCheckpoints, checkpoint_at
 from motet.train.checkpoint.saving import CheckpointConfig
@@ -116,6 +117,11 @@ def test_a_store_that_takes_nothing_ends_the_run_on_all_ranks(job, tmp_path):
     assert f"and could not be copied to file://{tmp_path}/store: " in said[0]
     # The step is not lost.
     assert names(tmp_path / "a/checkpoints") == ["step-00000002"]
+    # Nor is it left here alone, once the store is back.
+    (tmp_path / "store").unlink()
+    said = run_ranks(train_rank, 2, str(job), options, "auto")
+    assert "Resuming after step 2 from" in said[0]
+    assert names(tmp_path / "store") == ["latest.json", "step-00000002"]
 
 
 def test_what_names_no_checkpoint_is_refused():
@@ -132,3 +138,31 @@ def test_a_url_of_something_else_is_refused(tmp_path, text):
     (tmp_path / "latest.json").write_text(text)
     with pytest.raises(UserError, match=r"latest\.json is not what Motet writes"):
         RemoteCheckpoints(f"file://{tmp_path}").line()
+
+
+def dying_rank(rank, num_ranks, recipe, overrides):
+    trainer._Run._train = die
+    return train_rank(rank, num_ranks, recipe, overrides, "never")
+
+
+def die(run):
+    raise UserError("dies before its first checkpoint")
+
+
+def test_a_run_that_starts_anew_is_not_taken_for_the_one_before(job, saved, tmp_path):
+    shutil.copytree(saved[1], tmp_path / "store")
+    options = [f"run.dir={tmp_path / 'a'}", f"checkpoint.url=file://{tmp_path}/store", "data.heldout=[]", "run.steps=1"]
+    own = f"run.start=file://{tmp_path}/store/step-00000008"
+    assert (
+        "is one of the checkpoints that --resume never removes"
+        in run_ranks(dying_rank, 1, str(job), [*options, own])[0]
+    )
+    assert run_ranks(dying_rank, 1, str(job), options) == ["dies before its first checkpoint"]
+    assert not list((tmp_path / "store").iterdir())
+    said = run_ranks(train_rank, 1, str(job), options, "auto")
+    assert "Resuming" not in said[0] and len(losses(tmp_path / "a")) == 1
+
+
+def test_a_store_that_is_a_file_is_said(job, tmp_path):
+    (tmp_path / "store").write_text("a file, where a folder must be")
+    assert RemoteCheckpoints(f"file://{tmp_path}/store").line() == []

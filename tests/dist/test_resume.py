@@ -54,6 +54,23 @@ def test_resumed_losses_are_those_of_an_uninterrupted_run(job, tmp_path, num_ran
     assert losses(tmp_path / "a") == whole
 
 
+def test_a_resumed_run_tells_what_was_held_out_before_it(job, tmp_path):
+    options = ['data.heldout=["heldout.jsonl"]', "evaluate.every_steps=2", "evaluate.max_new_tokens=1"]
+    options += ["checkpoint.every_steps=4", "run.report_to=[]"]
+
+    def by_step():
+        return json.loads((tmp_path / "a/summary.json").read_text())["heldout_loss_by_step"]
+
+    run(job, 1, tmp_path / "a", *options)
+    whole = by_step()
+    assert [*whole] == ["2", "4", "6", "8"]
+    stop_after(tmp_path / "a", 4)
+    run(job, 1, tmp_path / "a", *options)
+    assert by_step() == whole
+    run(job, 1, tmp_path / "a", *options, "run.steps=1", resume="never")
+    assert [*by_step()] == ["1"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [(4, 2), (2, 3)])
 def test_on_another_number_of_ranks_the_same_examples_follow(job, tmp_path, first, second):
@@ -111,6 +128,18 @@ def test_resume_never_starts_anew_and_a_path_goes_back(job, tmp_path):
         "step-00000008",
         "step-00000008.superseded",
     ]
+
+
+def test_a_start_that_cannot_be_taken_costs_no_checkpoint(job, tmp_path):
+    few = ("run.steps=2", "run.report_to=[]")
+    run(job, 1, tmp_path / "a", *few)
+    own = tmp_path / "a/checkpoints/step-00000002"
+    said = run(job, 2, tmp_path / "a", *few, f"run.start={own}", resume="never")
+    assert said[0] == said[1]
+    assert said[0].startswith(f"run.start = {own} is one of the checkpoints that --resume never removes: set another")
+    said = run(job, 1, tmp_path / "a", *few, f"run.start={tmp_path}/b/step-00000002", resume="never")
+    assert "is no complete Motet checkpoint: there is no such folder" in said[0]
+    assert names(own.parent) == ["step-00000002"]
 
 
 def names(folder):

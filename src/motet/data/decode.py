@@ -12,6 +12,7 @@ from typing import Any
 from motet.core.errors import UserError
 from motet.core.example import Media
 from motet.core.modalities import AUDIO, IMAGE, VIDEO
+from motet.data.listed_frames import frames_of
 from motet.data.media import BadMedia, MediaRef, failure_reason
 from motet.data.ray_actors import RayCluster
 from motet.data.transforms import Transform, load_media
@@ -92,7 +93,8 @@ class Decoder:
 
         # An actor has another working directory.
         is_here = self._cluster is None or ref.copies is not None
-        task = ref if is_here else replace(ref, path=os.path.abspath(ref.path))
+        folder = os.path.abspath(ref.folder) if ref.folder else ""
+        task = ref if is_here else replace(ref, path=os.path.abspath(ref.path), folder=folder)
         self._pool.submit((task, tuple(readers))).add_done_callback(settle)
         return loaded
 
@@ -164,8 +166,9 @@ class _NotOpened:
         """The error if this process can open the file; None: it is as bad here."""
         if _why_not_opened(ref):
             return None
+        what = f"{ref.name} (frames in {ref.folder})" if ref.is_held_list else ref.path
         return UserError(
-            f"{ref.path} can be opened here and not on Ray's node {self.node} ({self.reason}): give all nodes of Ray "
+            f"{what} can be opened here and not on Ray's node {self.node} ({self.reason}): give all nodes of Ray "
             "the files of the job, under the same paths"
         )
 
@@ -174,6 +177,8 @@ def _why_not_opened(ref: MediaRef) -> str:
     """Why a file cannot be opened here, as a clause; "" if it can."""
     try:
         ref.open().close()
+        for frame in frames_of(ref) if ref.is_held_list else ():
+            frame.open().close()
     except OSError as error:
         return failure_reason(error)
     return ""

@@ -80,6 +80,11 @@ def listed_frames_at(ref: MediaRef, numbers: Int64Array) -> Iterator[Image.Image
         yield frame
 
 
+def frames_of(ref: MediaRef) -> list[MediaRef]:
+    """The listed frames, each an image. Raises OSError where the list itself cannot be read."""
+    return [MediaRef(IMAGE, path) for path in _listed(ref)[0]]
+
+
 def _listed(ref: MediaRef) -> tuple[Sequence[str], float]:
     """The paths of frames, and the frames a second."""
     with ref.open() as file:

@@ -63,7 +63,7 @@ class EncoderConfig(BaseModel):
                     kind of media (`ModelConfig.combine`).
     before, between, after: callbacks before the encoder, between encoder and projector, and after the projector, as
                     "package.module:function" or "file.py:function" (`models/callbacks.py`).
-    train_encoder, train_projector: whether each learns.
+    train_encoder, train_projector: whether each learns; callbacks with weights learn with the projector.
     feature_layer:  the layer of a vision tower whose output is used, counted as transformers counts hidden states: -1
                     is the last layer, -2 the one before it (LLaVA), without the norm behind the layers. Default: the
                     tower's own output.
@@ -297,7 +297,9 @@ def build_mllm(
     """
     # First of all: what is wrong with them is said before anything large is built.
     callbacks = {name: _callbacks(name, part, dtype, seed) for name, part in config.encoders.items()}
-    merge = None if config.merge is None else _callback("model.merge", "merge", config.merge, dtype, seed)
+    merge = None
+    if config.merge is not None:
+        merge = _callback("model.merge", "merge", config.merge, dtype, seed, learns=config.backbone.train)
     with seeded(seed, "queries"):
         queries = {name: part.num_queries for name, part in config.generators.items() if part.num_queries}
         turns = [name for name in config.generators if name not in queries]
@@ -324,7 +326,7 @@ def build_mllm(
 def _callbacks(name: str, config: EncoderConfig, dtype: torch.dtype, seed: int) -> dict[str, Callable[..., Any]]:
     named = {kind: getattr(config, kind) for kind in ("before", "between", "after")}
     return {
-        kind: _callback(f"model.encoders.{name}.{kind}", kind, path, dtype, seed)
+        kind: _callback(f"model.encoders.{name}.{kind}", kind, path, dtype, seed, learns=config.train_projector)
         for kind, path in named.items()
         if path is not None
     } | {
@@ -333,9 +335,11 @@ def _callbacks(name: str, config: EncoderConfig, dtype: torch.dtype, seed: int) 
     }
 
 
-def _callback(where: str, kind: str, path: str, dtype: torch.dtype, seed: int) -> Callable[..., Any]:
+def _callback(where: str, kind: str, path: str, dtype: torch.dtype, seed: int, *, learns: bool) -> Callable[..., Any]:
     callback = named_callback(where, kind, path, seed)
-    return callback.to(dtype) if isinstance(callback, nn.Module) else callback
+    if not isinstance(callback, nn.Module):
+        return callback
+    return (callback if learns else callback.requires_grad_(False)).to(dtype)
 
 
 def build_backbone(

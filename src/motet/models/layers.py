@@ -127,6 +127,11 @@ def frozen_to_eval(*parts: nn.Module) -> None:
             part.eval()
 
 
+def with_weights(*callbacks: object) -> list[nn.Module]:
+    """The callbacks that hold weights, to be frozen and put into eval mode as a part is."""
+    return [each for each in callbacks if isinstance(each, nn.Module) and next(each.parameters(), None) is not None]
+
+
 def note_trained(*parts: nn.Module) -> None:
     """Note of each part whether it has trainable parameters, before some of them are taken from it."""
     for part in parts:

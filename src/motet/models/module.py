@@ -23,7 +23,7 @@ from motet.models.callbacks import callback_name, check_callback
 from motet.models.context_items import SharedItemRows
 from motet.models.contract import item_rows
 from motet.models.cross_projector import CrossProjector
-from motet.models.layers import LayerModules, any_trainable, as_it_learns, frozen_to_eval, products_layer
+from motet.models.layers import LayerModules, any_trainable, as_it_learns, frozen_to_eval, products_layer, with_weights
 from motet.models.projector import Projector
 
 
@@ -60,7 +60,7 @@ class ModalityModule(nn.Module):
         projector.requires_grad_(train_projector)
         self._check()
         self._wrap()
-        frozen_to_eval(encoder, projector)
+        self._frozen_to_eval()
 
     def _check(self) -> None:
         name, downsample = type(self.encoder).__name__, self.projector.downsample
@@ -89,10 +89,13 @@ class ModalityModule(nn.Module):
         self._blocks += tuple(wrap_blocks(self.projector, self.projector.blocks, self.num_encoder_blocks))
 
     def train(self, mode: bool = True) -> ModalityModule:
-        """`nn.Module.train`, except that an encoder or projector without trainable parameters stays in eval mode."""
+        """`nn.Module.train`, except that a part with weights, of which none is trainable, stays in eval mode."""
         super().train(mode)
-        frozen_to_eval(self.encoder, self.projector)
+        self._frozen_to_eval()
         return self
+
+    def _frozen_to_eval(self) -> None:
+        frozen_to_eval(self.encoder, self.projector, *with_weights(self.before, self.between, self.after))
 
     @property
     def blocks(self) -> tuple[Block, ...]:

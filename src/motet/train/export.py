@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from motet.train.recipe.recipe import Recipe
 
 
+EXPORT = "export"
+"""The folder in that of a run with what is exported at its end."""
 _NAMED_AFTER = {"internlm2": ("Llama", "InternLM2"), "eva_clip": ("CLIP", "EVA-CLIP")}
 """Family that is published for code of its own -> what its layers are called after here, and whose code that is."""
 
@@ -84,6 +86,8 @@ def _card(recipe: Recipe, num_steps: int) -> str:
     learns = {BACKBONE: model.backbone.train}
     for name, part in model.encoders.items():
         learns |= {name: part.train_encoder, f"the projector of {name}": part.train_projector}
+    for name, maker in model.generators.items():
+        learns |= {name: maker.train_generator, f"the projector of {name}": maker.train_projector}
     frozen = [name for name, does in learns.items() if not does]
     steps = counted_words(run.num_steps, "step")
     steps = steps if num_steps == run.num_steps else f"{num_steps:,} of {steps}"
@@ -98,9 +102,25 @@ def _card(recipe: Recipe, num_steps: int) -> str:
 
 
 def check_export(recipe: Recipe) -> None:
-    """Raise UserError if the export at the end of a run would fail for want of a package."""
-    if recipe.export.at_end:
-        check_adapters(recipe)
+    """Raise UserError if the export at the end of a run would fail for want of a package, or replace what it is of."""
+    if not recipe.export.at_end:
+        return
+    check_adapters(recipe)
+    folder = recipe.run.dir / EXPORT
+    for key, path in _paths_in("model", recipe.model.model_dump()):
+        if path.resolve().is_relative_to(folder.resolve()):
+            raise UserError(
+                f"{key} = {path} lies in {folder}, which export.at_end replaces: adapters would stand on weights that "
+                "are gone; set another run.dir, or move it."
+            )
+
+
+def _paths_in(key: str, value: Any) -> Iterator[tuple[str, Path]]:
+    """The paths in a table of a recipe, each with its key."""
+    if isinstance(value, Path):
+        yield key, value
+    for name, each in value.items() if isinstance(value, dict) else ():
+        yield from _paths_in(f"{key}.{name}", each)
 
 
 def check_adapters(recipe: Recipe) -> None:

@@ -23,6 +23,7 @@ FILES = (
     "recipe.toml",
     "metrics.jsonl",
     "bad_steps.jsonl",
+    "heldout.jsonl",
     "answers.json",
     "made.json",
     "last_step.json",

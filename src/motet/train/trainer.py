@@ -25,7 +25,7 @@ from motet.train.changing_buffers import Buffers
 from motet.train.checkpoint.choice import Say
 from motet.train.checkpoint.resuming import has_ended
 from motet.train.evaluate import Evaluation
-from motet.train.export import export
+from motet.train.export import EXPORT, export
 from motet.train.input.feed import Feed, StepInput, StepRange
 from motet.train.input.loading import UnreadableExample
 from motet.train.job import TrainingJob, build_job
@@ -163,8 +163,8 @@ class _Run:
                 if self.log is not None:
                     self.log.check()
         if self.recipe.export.at_end:
-            with writing(self.recipe.run.dir / "export"):
-                folder, in_parts = self.recipe.run.dir / "export", isinstance(self.job.step, PlannedStep)
+            folder, in_parts = self.recipe.run.dir / EXPORT, isinstance(self.job.step, PlannedStep)
+            with writing(folder):
                 export(self.job.model, self.recipe, folder, self.world, self.job.progress, in_parts=in_parts)
         self._write_trace()
         self._write_last_step()

@@ -12,9 +12,11 @@ import motet.data.workers
 from motet.core.errors import UserError
 from motet.core.example import Media
 from motet.data.audio import AudioTransform
-from motet.data.decode import Decoder
+from motet.data.decode import Decoder, _ElsewhereLoader, _NotOpened
 from motet.data.images import ImageTransform
-from motet.data.media import BadMedia, MediaRef
+from motet.data.listed_frames import held_frames
+from motet.data.media import LISTED, BadMedia, MediaRef, Unusable
+from motet.data.media_names import FrameNames
 from motet.data.worker import Death
 from motet.data.workers import WorkerDied, WorkerPool
 from ranks import TIMEOUT_S
@@ -270,3 +272,21 @@ def alive(process: int) -> bool:
             return stat.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+class Nothing:
+    def load(self, ref):
+        raise Unusable("is of no use")
+
+
+def test_frames_that_an_actor_cannot_open_are_told_from_bad_ones(tmp_path):
+    for name in ("0.png", "1.png"):
+        write_image(tmp_path / name, 8, 8)
+    ref = held_frames(tmp_path, FrameNames.of(["0.png", "1.png"], 2, "line 1"), f"video 1{LISTED}", "line 1")
+    load = _ElsewhereLoader({"video": Nothing()}, False)
+    assert load((ref, ("video",))).reason == "is of no use"
+    (tmp_path / "1.png").rename(tmp_path / "away.png")
+    there = load((ref, ("video",)))
+    assert isinstance(there, _NotOpened) and there.error(ref) is None, "as bad here"
+    (tmp_path / "away.png").rename(tmp_path / "1.png")
+    assert str(there.error(ref)).startswith(f"video 1{LISTED} (frames in {tmp_path}) can be opened here and not on Ray")

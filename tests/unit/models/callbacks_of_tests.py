@@ -37,6 +37,24 @@ class Weighted(nn.Module):
         return rows * self.weight.sum()
 
 
+class Shift(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def forward(self, values, sizes):
+        return values + self.shift, sizes
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, embeds, features, sequences):
+        return embeds * self.scale
+
+
 class Joined(nn.Module):
     """Joins pairs of rows."""
 

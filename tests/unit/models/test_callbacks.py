@@ -123,6 +123,18 @@ def test_a_trained_callback_before_a_frozen_encoder_learns(tiny):
     assert not any(p.requires_grad for p in made.encoder.parameters())
 
 
+@pytest.mark.parametrize("learns", [True, False])
+def test_callbacks_with_weights_learn_with_the_projector_and_a_merge_with_the_backbone(learns):
+    """So where a phase says what learns, all else of the model is frozen."""
+    made = config(before=f"{HERE}:Shift", after=f"{HERE}:Weighted", merge=f"{HERE}:Scaled", train_projector=learns)
+    made.backbone.train = learns
+    model = build_mllm(made, VOCAB).train()
+    assert [model.encoders["image"].after.training, model.backbone.merge.training] == [learns] * 2
+    held = [*model.encoders["image"].before.parameters(), *model.encoders["image"].after.parameters()]
+    held += [*model.backbone.merge.parameters()]
+    assert len(held) == 3 and all(weight.requires_grad == learns for weight in held)
+
+
 def a_batch(tiny):
     packed = tiny.Packed.of([14], image=[1, 2, 3, 4, 5, 6, 7, 8])
     sizes = torch.tensor([[2, 4]])

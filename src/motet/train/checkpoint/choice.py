@@ -21,6 +21,7 @@ from pathlib import Path
 from motet.core.errors import JointUserError, UserError
 from motet.train.checkpoint.contents import Damaged, RunState, digest_of, read_state, step_named, verify
 from motet.train.checkpoint.folder import checkpoints, checkpoints_set_aside, remove, set_aside
+from motet.train.checkpoint.remote import RemoteCheckpoints
 from motet.train.world import World
 
 Say = Callable[[str], None]
@@ -82,11 +83,13 @@ def verified_start(path: Path, world: World) -> str:
         return digest_of(path)
 
 
-def remove_all(folder: Path) -> None:
+def remove_all(folder: Path, url: str | None = None) -> None:
     """Remove the checkpoints of a run that starts anew; after a crash under torchrun, rename them instead.
 
-    Raises UserError if they cannot be removed.
+    url: `checkpoint.url`, where the first attempt removes them, too. Raises UserError if they cannot be removed.
     """
+    if url is not None and not _is_restarted():
+        RemoteCheckpoints(url).remove_all()
     try:
         for checkpoint in checkpoints(folder):
             if _is_restarted():

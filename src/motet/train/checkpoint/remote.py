@@ -58,7 +58,7 @@ class RemoteCheckpoints:
         """The names of those that led to the newest one; [] if there are none. Raises UserError."""
         try:
             named = json.loads(read_bytes(f"{self.url}/{_LATEST}"))["line"]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         except PermissionError as error:
             raise UserError(f"{self.url}/{_LATEST} cannot be read: no permission") from error
@@ -68,23 +68,43 @@ class RemoteCheckpoints:
             raise UserError(f"{self.url}/{_LATEST} is not what Motet writes: give each run a URL of its own")
         return [str(name) for name in named]
 
-    def save(self, checkpoint: Path, line: Sequence[str]) -> None:
-        """Copy a whole checkpoint, then make it the newest; those that are not in `line` any more are removed.
+    def save(self, checkpoint: Path, line: Sequence[str], keep: int) -> None:
+        """Copy a whole checkpoint, then make it the newest, and keep the last `keep` that led to it.
 
-        line: names of the checkpoints that led to it and are kept, this one included. Raises UserError.
+        line: names of those in the run's folder that led to it, this one included. There may be earlier ones here: a
+              run on another machine has fetched the newest alone. Raises UserError.
         """
         before = self.line()
+        first = next((before.index(name) for name in line if name in before), 0)
+        led = [name for name in line if name in before and name != checkpoint.name]
+        led = [*before[:first], *led] if led else []
         there = f"{self.url}/{checkpoint.name}"
+        if checkpoint.name in before and led:
+            # Of a line that the run has left. Until the new one is whole, others go on from those that led to it.
+            write_bytes(f"{self.url}/{_LATEST}", json.dumps({"line": led}).encode())
         # Another run of this URL may have left one of the same step: half of each would be none.
         remove_files([f"{there}/{MANIFEST}"])
         names = sorted(read_manifest(checkpoint).files)
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             list(pool.map(lambda name: put_file(checkpoint / name, f"{there}/{name}"), names))
         put_file(checkpoint / MANIFEST, f"{there}/{MANIFEST}")
-        kept = [name for name in line if name in (*before, checkpoint.name)]
+        kept = [*led, checkpoint.name][-keep:]
         write_bytes(f"{self.url}/{_LATEST}", json.dumps({"line": kept}).encode())
         for name in before:
             if name not in kept and (step_named(Path(name)) or 0) < (step_named(checkpoint) or 0):
+                self._remove(name)
+
+    def add(self, checkpoint: Path, line: Sequence[str], keep: int) -> None:
+        """As `save`, if it is newer than those that are there: what an earlier attempt could not copy."""
+        newest = max((step_named(Path(name)) or 0 for name in self.line()), default=-1)
+        if (step_named(checkpoint) or 0) > newest:
+            self.save(checkpoint, line, keep)
+
+    def remove_all(self) -> None:
+        """Remove the checkpoints of a run that starts anew, so that none goes on from them. Raises UserError."""
+        if names := self.line():
+            remove_files([f"{self.url}/{_LATEST}"])
+            for name in names:
                 self._remove(name)
 
     def fetch(self, name: str, folder: Path) -> Path:
@@ -102,10 +122,8 @@ class RemoteCheckpoints:
         files = _files(text, there)
         temporary = path.with_name(f"{name}.tmp")
         try:
-            if path.is_dir():
-                if (path / MANIFEST).is_file() and (path / MANIFEST).read_bytes() == text:
-                    return path
-                set_aside(path, "superseded")
+            if (path / MANIFEST).is_file() and (path / MANIFEST).read_bytes() == text:
+                return path
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -113,6 +131,8 @@ class RemoteCheckpoints:
             (temporary / MANIFEST).write_bytes(text)
             sync(temporary / MANIFEST)
             sync(temporary)
+            if path.is_dir():
+                set_aside(path, "superseded")  # Only now: a store that is gone meanwhile costs nothing.
             temporary.rename(path)
             sync(folder)
         except OSError as error:

@@ -53,10 +53,14 @@ def resume_run(
                 check_same_splits(chosen, recipe, world)
             _check_same_run(chosen, start, recipe.run.num_steps)
             _check_same_start(chosen, recipe.run.start)
-        elif resume == "never" and world.is_first:
-            remove_all(folder)
+        elif resume == "never":
+            _check_start_stays(recipe)
     if chosen is None:
-        return _begun(recipe, world, model, start, say), []
+        begun = _begun(recipe, world, model, start, say)
+        with world.together():
+            if resume == "never" and world.is_first:
+                remove_all(folder, recipe.checkpoint.url)  # Only now: a start that cannot be read costs nothing.
+        return begun, []
     store_frozen(model, (start.beside or {}).keys() - (chosen.state.beside or {}).keys())
     progress = load(chosen.path, model, optimizer, world.control, world.together)
     is_done = progress.step == recipe.run.num_steps
@@ -135,6 +139,21 @@ def _start_here(recipe: Recipe, world: World, say: Say) -> Path | None:
             say(f"Fetching {named} to {folder}.")
             remote.fetch(name, folder)
     return folder / name
+
+
+def _check_start_stays(recipe: Recipe) -> None:
+    """Raise UserError for a `run.start` that is one of the checkpoints which a run that starts anew removes."""
+    named, url = recipe.run.start, recipe.checkpoint.url
+    if named is None:
+        return
+    is_own = named.rstrip("/").rpartition("/")[0] == url
+    if not is_stored(named):
+        is_own = Path(named).resolve().is_relative_to((recipe.run.dir / CHECKPOINTS).resolve())
+    if is_own:
+        raise UserError(
+            f"run.start = {named} is one of the checkpoints that --resume never removes: set another run.dir, and "
+            "another checkpoint.url if there is one, or begin with a copy of it that lies elsewhere."
+        )
 
 
 def _check_same_start(chosen: Start, now: str | None) -> None:

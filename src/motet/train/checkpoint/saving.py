@@ -22,7 +22,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from motet.core.errors import JointUserError
 from motet.core.limits import MAX_STEPS
-from motet.train.checkpoint.contents import File, Progress, RunState, StoredTensor, complete_checkpoint, name_of
+from motet.train.checkpoint.contents import (
+    File,
+    Progress,
+    RunState,
+    StoredTensor,
+    complete_checkpoint,
+    name_of,
+    step_named,
+)
 from motet.train.checkpoint.folder import clear_unfinished, publish_checkpoint
 from motet.train.checkpoint.remote import RemoteCheckpoints
 from motet.train.checkpoint.state import tensors_of
@@ -77,6 +85,12 @@ class Checkpointer:
         self._copier = ThreadPoolExecutor(1, "copies-checkpoints")
         self._copying: Future[None] | None = None
         self._save_step: int | None = None
+        # An earlier attempt may have been killed, or the store out of reach, when the last one was to be copied.
+        self._is_to_copy = self._remote is not None and bool(self._line)
+        if self._is_to_copy and self._is_first:
+            self._copying = self._copier.submit(
+                self._remote.add, folder / self._line[-1], list(self._line), config.keep
+            )
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
         """Copy the state and write it in the background, after the previous save is complete.
@@ -96,23 +110,36 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until the save in progress is complete and visible to all ranks. Raises UserError if it failed."""
-        if self._pending is None:
+        if self._pending is not None:
+            self._end_save()
+        if not self._is_to_copy:
             return
+        self._is_to_copy = False
+        if self._remote is not None and (problem := self._copied()):
+            name = self._line[-1] if self._save_step is None else name_of(self._save_step)
+            raise JointUserError(
+                f"The checkpoint of step {step_named(Path(name))} is in {self._folder}, and could not be copied to "
+                f"{self._remote.url}: {problem}."
+            )
+
+    def _end_save(self) -> None:
+        """Wait until the files of all ranks are there. Raises JointUserError if they could not be written."""
+        assert self._pending is not None
         pending, self._pending = self._pending, None
         try:
             pending.result()
         except CheckpointException as error:  # Raised by all ranks if any fails; no subclass of Exception.
-            if self._group is None or dist.get_rank(self._group) == 0:
+            if self._is_first:
                 shutil.rmtree(self._temporary, ignore_errors=True)  # The unfinished files may fill the disk.
             step, self._save_step = self._save_step, None  # Not saved: who asks for it again gets another attempt.
             raise JointUserError(
                 f"The checkpoint of step {step} could not be written to {self._folder}: {first_line(error)}."
             ) from error
-        if self._remote is not None and (problem := self._copied()):
-            raise JointUserError(
-                f"The checkpoint of step {self._save_step} is in {self._folder}, and could not be copied to "
-                f"{self._remote.url}: {problem}."
-            )
+        self._is_to_copy = self._remote is not None
+
+    @property
+    def _is_first(self) -> bool:
+        return self._group is None or dist.get_rank(self._group) == 0
 
     def _copied(self) -> str:
         """Wait until the first rank has copied the last checkpoint; why it could not, or "". A collective."""
@@ -148,7 +175,9 @@ class Checkpointer:
             complete_checkpoint(temporary, files, tensors, state)
             self._line = publish_checkpoint(temporary, self._line, self._config.keep)
             if self._remote is not None:
-                self._copying = self._copier.submit(self._remote.save, temporary.with_suffix(""), list(self._line))
+                self._copying = self._copier.submit(
+                    self._remote.save, temporary.with_suffix(""), list(self._line), self._config.keep
+                )
 
         future = dcp.async_save(
             tensors_of(model, optimizer), storage_writer=Writer(temporary, start, finish), process_group=self._group

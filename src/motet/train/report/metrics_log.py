@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from motet.core.errors import UserError
 from motet.crash import silence
-from motet.train.report.step_lines import BAD_STEPS, METRICS, Lines, cut_lines, to_json
+from motet.train.report.step_lines import BAD_STEPS, HELDOUT, HELDOUT_FILE, METRICS, Lines, cut_lines, to_json
 from motet.train.report.trackers import Tracker, open_trackers
 from motet.train.run_folder import writing
 
@@ -46,6 +46,7 @@ class MetricsLog:
         with writing(run_dir):
             cut_lines(self._path, first_step, METRICS)
             cut_lines(run_dir / "bad_steps.jsonl", first_step, BAD_STEPS)
+            cut_lines(run_dir / HELDOUT_FILE, first_step, HELDOUT)
             self._file = Lines(self._path)
             self._trackers = open_trackers(report_to, run_dir, first_step, config)
         self._console = Console(file=Terminal())
@@ -69,6 +70,10 @@ class MetricsLog:
 
         made: generator -> its loss.
         """
+        with self._noting_failure():
+            lines = Lines(self._path.with_name(HELDOUT_FILE))
+            lines.write(to_json({"step": step, "loss": loss, "exact_match": exact_match, "losses_made": made}))
+            lines.close()
         scalars = {f"heldout/exact_match/{task}": share for task, share in exact_match.items()}
         scalars |= {f"heldout/losses/{name}": of_generator for name, of_generator in made.items()}
         self._to_trackers(lambda tracker: tracker.add({"heldout/loss": loss, **scalars}, step))

@@ -11,9 +11,11 @@ from typing import Any
 
 from motet.core.errors import UserError
 
+HELDOUT_FILE = "heldout.jsonl"
 METRICS = frozenset(("step", "loss", "step_s", "num_tokens", "phases", "balance"))
 BAD_STEPS = frozenset(("step", "cause"))
-"""Keys that every line of bad_steps.jsonl has; METRICS are those of metrics.jsonl."""
+HELDOUT = frozenset(("step", "loss", "exact_match"))
+"""Keys that every line of heldout.jsonl has; METRICS are those of metrics.jsonl, BAD_STEPS of bad_steps.jsonl."""
 
 
 def to_json(value: Any, **options: Any) -> str:

@@ -12,7 +12,7 @@ from motet.core.words import counted_words
 from motet.runtime.sent_bytes import SENT_KINDS
 from motet.train.evaluate import Evaluation
 from motet.train.report.peak import Peak
-from motet.train.report.step_lines import read_lines
+from motet.train.report.step_lines import HELDOUT_FILE, read_lines
 from motet.train.world import World
 
 _LOSS_STEPS = 10
@@ -21,7 +21,7 @@ _LOSS_STEPS = 10
 def summarise(
     run_dir: Path, world: World, peak: Peak, wall_s: float, evaluations: dict[int, Evaluation]
 ) -> dict[str, Any]:
-    """The summary of all steps in the run's folder. evaluations: step -> Evaluation.
+    """The summary of all steps in the run's folder. evaluations: step -> Evaluation, since the run went on.
 
     loss_first, loss_last: means over the first and the last loss_steps steps with a finite loss. loss_steps is 10, or
                            half of these steps if there are fewer than 20, so that no step counts in both.
@@ -46,6 +46,9 @@ def summarise(
     losses = [step["loss"] for step in steps if step["loss"] is not None]
     loss_steps = min(_LOSS_STEPS, max(len(losses) // 2, 1))
     last = evaluations[max(evaluations)] if evaluations else None
+    evaluated = read_lines(run_dir / HELDOUT_FILE) if (run_dir / HELDOUT_FILE).exists() else []
+    heldout = {line["step"]: line["loss"] for line in evaluated}
+    heldout |= {step: evaluation.loss for step, evaluation in evaluations.items()}
     return {
         "steps": len(steps),
         "num_ranks": world.num_ranks,
@@ -63,7 +66,7 @@ def summarise(
         "loss_first": _mean(losses[:loss_steps]) if losses else None,
         "loss_last": _mean(losses[-loss_steps:]) if losses else None,
         "loss_heldout": last.loss if last else None,
-        "heldout_loss_by_step": {str(step): evaluation.loss for step, evaluation in evaluations.items()},
+        "heldout_loss_by_step": {str(step): heldout[step] for step in sorted(heldout)},
         "losses_heldout": last.losses_made if last else {},
         "exact_match": last.exact_match if last else {},
         "num_heldout": last.num_examples if last else {},
