@@ -266,7 +266,8 @@ def _in_experts(rng: np.random.Generator, unit: Unit, num_experts: int) -> Unit:
 
 
 def _with_made(rng: np.random.Generator, units: tuple[Unit, ...], made: tuple[str, ...]) -> tuple[Unit, ...]:
-    """Generators in the last stage of the backbone, or in one or two replicas on further ranks."""
+    """Generators in the last stage of the backbone, or on further ranks: one or two replicas, or two ranks that share
+    a replica's items."""
     if not made:
         return units
     num_ranks, blocks = max(unit.ranks.stop for unit in units), dict.fromkeys(made, 1)
@@ -274,6 +275,8 @@ def _with_made(rng: np.random.Generator, units: tuple[Unit, ...], made: tuple[st
         replicas = int(rng.integers(1, 1 + min(2, MAX_RANKS - num_ranks)))
         recompute = (blocks,) if rng.random() < 0.4 else ()
         behind = Unit("+".join(made), (blocks,), num_ranks, dp=replicas, recompute=recompute, zero=int(rng.integers(4)))
+        if replicas == 2 and rng.random() < 0.4:
+            behind = replace(behind, dp=1, cp=2)
         return (*units, behind)
     return tuple(
         replace(unit, stages=(*unit.stages[:-1], unit.stages[-1] | blocks)) if "backbone" in unit.modules else unit

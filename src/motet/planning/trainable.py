@@ -218,9 +218,6 @@ def _data_parallel(plan: Plan) -> dict[str, bool]:
 
 def _in_stages(plan: Plan) -> dict[str, bool]:
     return {
-        "context parallelism (cp > 1) of a backbone that feeds generators": (
-            bool(plan.model.generators) and plan.unit_of(BACKBONE).cp > 1
-        ),
         f"the order {plan.order!r} in {plan.precision}, of which its device states no peak": (
             plan.order != "given" and plan.precision not in plan.cluster.device.peak_flops
         ),

@@ -67,7 +67,7 @@ class CuttableBackbone(Protocol):
         router_loss: Any = None,
     ) -> Tensor: ...
     def leave(self, hidden: Tensor, sequences: PackedSequences) -> tuple[Tensor, int]: ...
-    def conditions(self, hidden: Tensor, sequences: PackedSequences) -> dict[str, Tensor]: ...
+    def condition(self, name: str, hidden: Tensor, sequences: PackedSequences) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -220,6 +220,8 @@ class Section:
 
     def has_input(self, batch: RankBatch) -> bool:
         """Whether this rank has anything to compute in a microbatch."""
+        if self.span.gives and (context := batch.sequences.context) is not None:
+            return self.span.gives in context.given  # Ranks that share sequences give rows to each other.
         if self.span.gives:
             return len(batch.sequences.feature_positions[self.span.gives]) > 0
         if self._is_backbone:
@@ -259,7 +261,7 @@ class Section:
         module: CuttableBackbone = self._module  # type: ignore[assignment]
         span, sequences = self.span, batch.sequences
         if span.gives:
-            return module.conditions(taken[BACKBONE], sequences)[span.gives]
+            return module.condition(span.gives, taken[BACKBONE], sequences)
         hidden = module.enter(sequences, taken) if span.enters else taken[span.module]
         if span.first < span.stop:
             features = {name: rows for name, rows in taken.items() if name != span.module}
@@ -369,6 +371,8 @@ class SectionedStage:
         for run in reversed(runs):
             gradient, output = gradients.pop(run.section.output, None), run.output
             assert output is not None, "a section that is recomputed runs before its backward pass"
+            if gradient is None and run.section.span.gives:
+                gradient = torch.zeros_like(output)  # It has no row, and meets other ranks that have.
             if gradient is not None and output.requires_grad:
                 with nullcontext() if run.section.sees_targets else deferring():
                     torch.autograd.backward(output, gradient)

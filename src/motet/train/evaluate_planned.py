@@ -111,7 +111,7 @@ class PlannedEvaluator:
                 batches, SimpleNamespace(encoders=model.encoders, backbone=model.backbone, generators=generators)
             )
             for name, sampler in samplers.items():
-                with_items = [number for number in self._passed(name) if batches[number].has(name)]
+                with_items = [number for number in self._passed(name) if len(batches[number].media[name][1])]
                 for number, values in zip(with_items, sampler.made, strict=True):
                     replica = self._needs.replicas[name]
                     made += named_items(self._dataset, batches[number], examples[number], name, replica, values)
@@ -224,9 +224,9 @@ class _Predicting:
         """As `Backbone.through`."""
         return self._backbone.through(hidden, sequences, first, stop, features)
 
-    def conditions(self, hidden: Tensor, sequences: PackedSequences) -> dict[str, Tensor]:
-        """As `Backbone.conditions`."""
-        return self._backbone.conditions(hidden, sequences)
+    def condition(self, name: str, hidden: Tensor, sequences: PackedSequences) -> Tensor:
+        """As `Backbone.condition`."""
+        return self._backbone.condition(name, hidden, sequences)
 
     def leave(self, hidden: Tensor, sequences: PackedSequences) -> tuple[Tensor, int]:
         """Find the next tokens. Returns no loss, of no target."""

@@ -66,6 +66,21 @@ def test_a_later_stage_of_the_unit_gets_what_its_generators_take():
     assert sent_bytes(traffic) == {(0, 1): 14 * 64, (1, 2): 2 * 64}
 
 
+def test_ranks_that_share_sequences_give_a_part_of_the_rows_each():
+    """They give rows to each other before, in forward and in backward: of 12 rows for draw and 2 for say each rank has
+    half, of which half belongs to items that the other one gives.
+    """
+    behind = Unit("draw", ({"draw": 2},), first_rank=2), Unit("say", ({"say": 2},), first_rank=3)
+    *_, shared = traffic_of(Unit("llm", ({"backbone": 2},), cp=2), *behind)
+    assert sent_bytes(shared) == sent_bytes(shared, gradient=True) == {(0, 1): 6 * 64, (0, 2): 64}
+    stage, layer = shared.planned.stages[0], MODEL.module("backbone").layers[1]
+    attention_s = 2 * shared.pricing._context("backbone", stage.unit, layer).seconds.sum()
+    moved_s = (12 + 2) / 4 * 64 / BYTES_PER_S
+    prices = shared.pricing.stage(stage, 0)
+    for seconds in (prices.forward_tensor, prices.backward_tensor):
+        assert seconds.sum() == pytest.approx(attention_s + moved_s, rel=1e-9)
+
+
 @pytest.mark.parametrize("balance", ["per_phase", "off"])
 def test_a_data_parallel_step_has_the_exchanges_of_what_moves(balance):
     plan, assignment, traffic = traffic_of(
