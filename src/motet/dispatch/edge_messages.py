@@ -77,6 +77,8 @@ def message_parts(
         if stop:
             computed = items.items_of(replica, microbatch)
             num_sent = _num_rows(module, stop, layer, items, computed)
+            if name in model.generators:  # Its conditions are of as many rows as the backbone gives of each item.
+                num_sent = int((items.length + items.num_tokens)[computed].sum()) + len(computed)
         else:  # What the backbone gives a generator, whose replicas are not the backbone's.
             dealing = Dealing.of(layout.plan, name, shares and shares[0])
             num_sent = num_given_here(assignment, name, replica, microbatch, dealing)

@@ -106,7 +106,7 @@ class PlannedEvaluator:
         for start in range(0, len(asked), size):
             batches, examples = self._loaded(self._dataset, self._decoder, asked[start : start + size])
             samplers = {name: _Sampling(model.generators[name]) for name in makers(model)}
-            generators = dict.fromkeys(model.generators, _nothing_made) | samplers
+            generators = {name: _Silent(module) for name, module in model.generators.items()} | samplers
             self._step.evaluate(
                 batches, SimpleNamespace(encoders=model.encoders, backbone=model.backbone, generators=generators)
             )
@@ -175,7 +175,7 @@ class PlannedEvaluator:
         """Example -> its likeliest next token, of all ranks. A collective."""
         batches, examples = self._loaded(growing, media, active)
         predicting = _Predicting(model.backbone)
-        silent = dict.fromkeys(model.generators, _nothing_made)
+        silent = {name: _Silent(module) for name, module in model.generators.items()}
         self._step.evaluate(batches, SimpleNamespace(encoders=model.encoders, backbone=predicting, generators=silent))
         own: dict[int, int] = {}
         for microbatch, tokens in zip(self._predicted_microbatches(batches), predicting.found, strict=True):
@@ -234,9 +234,29 @@ class _Predicting:
         return hidden.new_zeros(()), 0
 
 
-def _nothing_made(values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array, counts: Int64Array) -> Tensor:
-    """In place of a generator, whose items of earlier turns are in prompts: no loss is asked for."""
-    return rows.new_zeros(())
+class _Silent:
+    """In place of a generator, whose items of earlier turns are in prompts: no loss is asked for. Stages of one that is
+    cut send zeros, as many as they would.
+    """
+
+    def __init__(self, generator: GeneratorModule) -> None:
+        self._width: int = generator.generator.condition_dim
+
+    def __call__(self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array, counts: Int64Array) -> Tensor:
+        """No loss."""
+        return rows.new_zeros(())
+
+    def enter(self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array, counts: Int64Array) -> Tensor:
+        """As `GeneratorModule.enter`."""
+        return rows.new_zeros(int(sizes.prod(dim=1).sum() + counts.sum()) + len(sizes), self._width)
+
+    def through(self, hidden: Tensor, sizes: Tensor, counts: Int64Array, first: int, stop: int) -> Tensor:
+        """As `GeneratorModule.through`."""
+        return hidden
+
+    def leave(self, hidden: Tensor, values: Tensor, sizes: Tensor, keys: Int64Array, counts: Int64Array) -> Tensor:
+        """No loss."""
+        return hidden.new_zeros(())
 
 
 class _Sampling:

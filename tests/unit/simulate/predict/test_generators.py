@@ -1,5 +1,7 @@
 """What moves between backbone and generators is predicted as the rows at the queries of their items."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,10 +11,12 @@ from motet.core.plan import Plan, Unit
 from motet.core.shapes import Transformer, condition, language_model, multimodal, vit
 from motet.core.workload import BatchLengths, ItemLengths
 from motet.cost.analytic import Analytic
+from motet.dispatch.edge_messages import message_parts
 from motet.schedule import planned, program_of_batch
 from motet.simulate.predict.predict import predict_assigned
 from motet.simulate.predict.stage_pricing import Pricing
 from motet.simulate.predict.traffic import Traffic
+from unit.models.test_generator import QUERIES, module_of
 
 SHAPE = Transformer(8, 16, 2)
 MODEL = multimodal(
@@ -79,6 +83,23 @@ def test_ranks_that_share_sequences_give_a_part_of_the_rows_each():
     prices = shared.pricing.stage(stage, 0)
     for seconds in (prices.forward_tensor, prices.backward_tensor):
         assert seconds.sum() == pytest.approx(attention_s + moved_s, rel=1e-9)
+
+
+def test_what_goes_between_stages_of_a_generator_is_as_executed():
+    """Each of its items' rows, those of their conditions, and one more that steers the blocks."""
+    draw = module_of(hidden=12, row_dim=8, num_layers=2).spec_module("draw")
+    model = multimodal("cut", MODEL.module("backbone"), [], [draw])
+    lengths = replace(LENGTHS, items={"draw": replace(LENGTHS.items["draw"], num_tokens=np.full(4, QUERIES))})
+    units = Unit("llm", ({"backbone": 2},)), Unit("draw", ({"draw": 1}, {"draw": 1}), first_rank=1, pp=2)
+    cluster = Cluster(Device("toy", {"fp64": 1e12}, 10**9, 1e9), 1, 8, LINK, LINK)
+    plan = Plan(model, cluster, units, 4, precision="fp64")
+    program, assignment = planned(plan), assign_step(plan, lengths)
+    sent = sent_bytes(Traffic(Pricing(plan, program, assignment, Analytic(cluster, "fp64"))))
+    rows = 50 + 60 + 6 + 7 + 4 * (QUERIES + 1)
+    assert sent == {(0, 1): 4 * QUERIES * 32 * 8, (1, 2): rows * 12 * 8}
+    edge = program.program.edges.index((1, 2))
+    parts = [message_parts(program, assignment, edge, 0, microbatch) for microbatch in range(4)]
+    assert sum(part.num_elements for each in parts for part in each) == rows * 12
 
 
 @pytest.mark.parametrize("balance", ["per_phase", "off"])
