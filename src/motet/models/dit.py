@@ -114,7 +114,7 @@ class DiT(nn.Module):
         num_rows, counts = self._num_rows(sizes, counts)
         item = torch.from_numpy(np.repeat(np.arange(len(counts)), num_rows + counts)).to(hidden.device)
         extents = PackedItems.from_lengths(num_rows + counts)
-        for layer in self.layers_of_blocks[first:stop]:
+        for layer in self.blocks[first:stop]:
             hidden = layer(hidden, steering, item, extents)
         return hidden
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from motet.assign.plan import assign_step
+from motet.balance import island_makespans
 from motet.core.cluster import Cluster, Device, Link
 from motet.core.plan import Plan, Unit
 from motet.core.shapes import Transformer, condition, language_model, multimodal, vit
@@ -15,6 +16,7 @@ from motet.dispatch.edge_messages import message_parts
 from motet.schedule import planned, program_of_batch
 from motet.simulate.predict.predict import predict_assigned
 from motet.simulate.predict.stage_pricing import Pricing
+from motet.simulate.predict.step_seconds import PricedSteps
 from motet.simulate.predict.traffic import Traffic
 from unit.models.test_generator import QUERIES, module_of
 
@@ -83,6 +85,27 @@ def test_ranks_that_share_sequences_give_a_part_of_the_rows_each():
     prices = shared.pricing.stage(stage, 0)
     for seconds in (prices.forward_tensor, prices.backward_tensor):
         assert seconds.sum() == pytest.approx(attention_s + moved_s, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "units",
+    [
+        (
+            Unit("llm", ({"backbone": 1}, {"backbone": 1, "say": 2}), pp=2, cp=2),
+            Unit("draw", ({"draw": 2},), first_rank=4),
+        ),
+        (Unit("all", ({"backbone": 2, "draw": 1}, {"draw": 1, "say": 1}, {"say": 1}), pp=3),),
+    ],
+    ids=["shared", "cut"],
+)
+def test_orders_are_compared_by_what_a_step_is_simulated_to_take(units):
+    plan, assignment, traffic = traffic_of(*units)
+    steps = PricedSteps(plan, traffic.cost)
+    expected_s = predict_assigned(plan, steps.planned, assignment, traffic.cost).step_s
+    durations = steps.of_operations(assignment)
+    groups = np.arange(len(durations)).reshape(steps.layout.num_islands, -1)
+    found = island_makespans(steps.graph, durations, groups)
+    assert found.max() == pytest.approx(1e9 * expected_s, abs=len(steps.graph.row))
 
 
 def test_what_goes_between_stages_of_a_generator_is_as_executed():
