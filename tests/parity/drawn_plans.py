@@ -28,6 +28,7 @@ from motet.train.optimizers import OPTIMIZERS
 from motet.train.recipe.recipe import Recipe
 from parity.cut_steps import Cut, drawn_cut, smaller_cuts
 from parity.planned import PHASES, PlannedCase
+from parity.planned_generators import BLOCKS_MADE
 from parity.planned_parts import SECOND, has_second, num_blocks_with
 
 NUM_HEADS = 4
@@ -75,8 +76,8 @@ _PARTS = (
 """Parts of the model, as of `parity.planned_parts`."""
 _AHEAD = (*[()] * 5, ("ahead",), ("prefix",), ("ahead", "prefix"))
 """Further ones: rows that see some behind them."""
-_MADE = ((("draw",), ("recall",)), (("draw", "say"), ("draw", "recall")))
-"""Generators, of one or of two; one of each pair is given turns."""
+_MADE = ((("draw",), ("recall",), ("etch",)), (("draw", "say"), ("draw", "recall"), ("retell", "say")))
+"""Generators, of one or of two; some are given turns, and some have blocks that stages share."""
 _MIXTURE = {
     "tied": lambda rng: bool(rng.random() < 0.3),
     "frozen": lambda rng: tuple(map(str, rng.choice(FROZEN, rng.choice([0, 0, 1, 2]), replace=False))),
@@ -90,7 +91,7 @@ _MIXTURE = {
     "family": lambda rng: str(rng.choice(["qwen2", "qwen2", "qwen3", "llama", "phi3", "olmo2"])),
     "seed": lambda rng: int(rng.integers(2**31)),
     "optimizer": lambda rng: str(rng.choice(["adamw"] * 7 + sorted(set(OPTIMIZERS) - {"adamw"}))),
-    "made": lambda rng: _MADE[number - 5][int(rng.integers(2))] if (number := int(rng.integers(7))) > 4 else (),
+    "made": lambda rng: _MADE[number - 5][int(rng.integers(3))] if (number := int(rng.integers(7))) > 4 else (),
 }
 """Field of a PlannedCase -> how it is drawn for a mixture: what one process computes."""
 _OPTIONS = {
@@ -266,14 +267,20 @@ def _in_experts(rng: np.random.Generator, unit: Unit, num_experts: int) -> Unit:
 
 
 def _with_made(rng: np.random.Generator, units: tuple[Unit, ...], made: tuple[str, ...]) -> tuple[Unit, ...]:
-    """Generators in the last stage of the backbone, or in one or two replicas on further ranks."""
+    """Generators in the last stage of the backbone, or on further ranks: one or two replicas, two ranks that share a
+    replica's items, or two stages."""
     if not made:
         return units
-    num_ranks, blocks = max(unit.ranks.stop for unit in units), dict.fromkeys(made, 1)
+    num_ranks, blocks = max(unit.ranks.stop for unit in units), {name: BLOCKS_MADE.get(name, 1) for name in made}
     if rng.random() < 0.5 and num_ranks < MAX_RANKS:
         replicas = int(rng.integers(1, 1 + min(2, MAX_RANKS - num_ranks)))
         recompute = (blocks,) if rng.random() < 0.4 else ()
         behind = Unit("+".join(made), (blocks,), num_ranks, dp=replicas, recompute=recompute, zero=int(rng.integers(4)))
+        if replicas == 2 and rng.random() < 0.4:
+            behind = replace(behind, dp=1, cp=2)
+        elif replicas == 2 and sum(blocks.values()) > len(blocks) and rng.random() < 0.7:
+            rest = {name: number - 1 for name, number in blocks.items() if number > 1}
+            behind = replace(behind, stages=(dict.fromkeys(made, 1), rest), dp=1, pp=2, recompute=())
         return (*units, behind)
     return tuple(
         replace(unit, stages=(*unit.stages[:-1], unit.stages[-1] | blocks)) if "backbone" in unit.modules else unit

@@ -1,5 +1,6 @@
 """Generators of the tiny model that Plans are tried on: "draw" makes rasters, and "say" sequences; "paint" makes
-rasters of pixels, whose latents a VAE of diffusers makes; "recall" makes rasters of what was said in a turn.
+rasters of pixels, whose latents a VAE of diffusers makes; "recall" makes rasters of what was said in a turn. "etch" and
+"retell" are as "draw" and "recall", of three blocks.
 """
 
 from collections.abc import Sequence
@@ -14,9 +15,11 @@ from motet.models.noise_schedule import NoiseConfig
 from motet.models.projector import Projector, ProjectorConfig
 from motet.models.vae import VAE
 
-QUERIES = {"draw": 3, "say": 2, "paint": 2}
-ROW_DIMS_MADE = {"draw": 5, "say": 4, "paint": 4, "recall": 3}
-SIZE_DIMS_MADE = {"draw": 2, "say": 1, "paint": 2, "recall": 2}
+QUERIES = {"draw": 3, "say": 2, "paint": 2, "etch": 2}
+ROW_DIMS_MADE = {"draw": 5, "say": 4, "paint": 4, "recall": 3, "etch": 5, "retell": 3}
+SIZE_DIMS_MADE = {"draw": 2, "say": 1, "paint": 2, "recall": 2, "etch": 2, "retell": 2}
+BLOCKS_MADE = {"etch": 3, "retell": 3}
+"""Others are of one block."""
 MAX_TURN = 300
 LATENTS = 3
 
@@ -47,7 +50,9 @@ def with_generators(model: MLLM, made: Sequence[str], frozen: Sequence[str]) -> 
 
 def _generator(name: str, width: int, learns: bool) -> GeneratorModule:
     vae = tiny_vae() if name == "paint" else None
-    config = DiTConfig(row_dim=LATENTS if vae else ROW_DIMS_MADE[name], hidden=8, num_layers=1, num_heads=2)
+    config = DiTConfig(
+        row_dim=LATENTS if vae else ROW_DIMS_MADE[name], hidden=8, num_layers=BLOCKS_MADE.get(name, 1), num_heads=2
+    )
     noise = NoiseConfig(predicts="v", min_snr=5.0) if name == "say" else NoiseConfig()
     queries, weight = QUERIES.get(name, 0), 0.5 if name == "say" else 2.0
     entrance = OutputProjector(Projector(width, 8, ProjectorConfig()), queries or 1, drop=0.3)

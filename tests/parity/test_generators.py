@@ -419,6 +419,140 @@ PLANNED = {
 }
 
 
+WHOLE = {"image": 3, "audio": 2, "backbone": 3}
+ALL = WHOLE | {"draw": 1, "say": 1}
+SHARED = {
+    2: [
+        PlannedCase((Unit("all", (ALL,), cp=2),), made=BOTH),
+        PlannedCase(
+            (Unit("all", (WHOLE | {"recall": 1, "say": 1},), cp=2, zero=3),), made=("recall", "say"), left_out=0.5
+        ),
+        PlannedCase((Unit("all", (ALL,), cp=2),), made=BOTH, contents=(), batch_size=2, frozen=("backbone", "say")),
+        PlannedCase((Unit("all", (ALL,), cp=2),), made=BOTH, frozen=BOTH, microbatch_size=3, dropout=0.2),
+    ],
+    3: [
+        PlannedCase((Unit("llm", (WHOLE,), cp=2), Unit("made", ({"draw": 1, "say": 1},), first_rank=2)), made=BOTH),
+        PlannedCase(
+            (Unit("llm", (WHOLE,), cp=2, zero=1), Unit("made", ({"recall": 1},), first_rank=2)),
+            made=("recall",),
+            frozen=("recall",),
+            left_out=0.5,
+        ),
+        PlannedCase(
+            (Unit("llm", (WHOLE,)), Unit("made", ({"draw": 1, "say": 1},), first_rank=1, cp=2, zero=2)),
+            made=BOTH,
+            microbatch_size=2,
+        ),
+    ],
+    4: [
+        PlannedCase((Unit("all", (WHOLE, {"draw": 1, "say": 1}), pp=2, cp=2),), "gpipe", made=BOTH),
+        PlannedCase(
+            (Unit("all", ({"image": 3, "audio": 2, "backbone": 2}, {"backbone": 1, "draw": 1, "say": 1}), pp=2, cp=2),),
+            "zb_h1",
+            made=BOTH,
+        ),
+        PlannedCase(
+            (Unit("llm", (WHOLE,), cp=2, tp=2, zero=0), Unit("made", ({"draw": 1},), first_rank=4)), made=("draw",)
+        ),
+        PlannedCase(
+            (Unit("llm", (WHOLE,), cp=2), Unit("made", ({"draw": 1, "say": 1},), first_rank=2, cp=2)),
+            made=BOTH,
+            microbatch_size=2,
+        ),
+        PlannedCase(
+            (Unit("llm", (WHOLE,), cp=2), Unit("made", ({"draw": 1, "say": 1},), first_rank=2, dp=2)),
+            made=BOTH,
+            balance="per_phase",
+            batch_size=4,
+        ),
+    ],
+}
+"""Ranks share the sequences, so that what an item is given lies on several, or share out items."""
+
+
+LLM = Unit("llm", (WHOLE,))
+CUT = {
+    2: [
+        PlannedCase((Unit("all", (WHOLE | {"etch": 1}, {"etch": 2}), pp=2),), made=("etch",)),
+        PlannedCase(
+            (Unit("all", (WHOLE | {"retell": 2}, {"retell": 1}), pp=2, recompute=({"retell": 1}, {"retell": 1})),),
+            "gpipe",
+            made=("retell",),
+            left_out=0.5,
+        ),
+        PlannedCase(
+            (Unit("all", (WHOLE, {"etch": 3, "say": 1}), pp=2, zero=3),), made=("etch", "say"), frozen=("etch",)
+        ),
+        PlannedCase(
+            (Unit("all", (WHOLE | {"etch": 2}, {"etch": 1}), pp=2),),
+            "zb_h1",
+            made=("etch",),
+            frozen=("backbone", "image", "audio"),
+            microbatch_size=2,
+        ),
+    ],
+    3: [
+        PlannedCase(
+            (LLM, Unit("made", ({"etch": 1, "say": 1}, {"etch": 2}), first_rank=1, pp=2)),
+            made=("etch", "say"),
+            contents=(),
+        ),
+        PlannedCase(
+            (LLM, Unit("made", ({"retell": 2}, {"retell": 1}), first_rank=1, pp=2, recompute=({"retell": 1}, {}))),
+            made=("retell",),
+            frozen=("retell",),
+        ),
+    ],
+    4: [
+        PlannedCase(
+            (
+                Unit(
+                    "all",
+                    ({"image": 3, "audio": 2, "backbone": 2}, {"backbone": 1, "etch": 1}, {"etch": 1}, {"etch": 1}),
+                    pp=2,
+                ),
+            ),
+            "interleaved_1f1b",
+            made=("etch",),
+        ),
+        PlannedCase((Unit("all", (WHOLE | {"etch": 2}, {"etch": 1}), pp=2, cp=2),), made=("etch",), balance="joint"),
+        PlannedCase(
+            (replace(LLM, dp=1), Unit("made", ({"etch": 1}, {"etch": 1}, {"etch": 1}), first_rank=1, pp=3, zero=1)),
+            "gpipe",
+            made=("etch",),
+            batch_size=2,
+        ),
+        PlannedCase(
+            (LLM, Unit("made", ({"etch": 1}, {"etch": 2}), first_rank=1, pp=2, dp=2, zero=2)),
+            made=("etch",),
+            balance="per_phase",
+            batch_size=4,
+        ),
+    ],
+}
+"""Stages have some blocks of a generator each."""
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_generators_that_are_cut(num_ranks: int):
+    """In the backbone's chain and in a unit of their own; recomputed, frozen, absent, of turns, sharded."""
+    for_ranks: dict[int, list[PlannedCase]] = {}
+    for case in CUT[num_ranks]:
+        for_ranks.setdefault(case.num_ranks, []).append(case)
+    for number, cases in for_ranks.items():
+        assert_planned(number, cases)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_that_share_sequences(num_ranks: int):
+    """In the backbone's stage, in a later one, in a unit of its own; frozen, absent, of turns, balanced, sharded."""
+    for_ranks: dict[int, list[PlannedCase]] = {}
+    for case in SHARED[num_ranks]:
+        for_ranks.setdefault(case.num_ranks, []).append(case)
+    for number, cases in for_ranks.items():
+        assert_planned(number, cases)
+
+
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_plans_with_stages(num_ranks: int):
     """In a stage of the backbone's, in a later stage, on ranks of their own; frozen, absent, balanced, sharded."""

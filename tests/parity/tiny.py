@@ -235,6 +235,9 @@ def _read_twice(example: LoadedExample, rng: np.random.Generator, readers: str) 
     return LoadedExample(sequence, tuple(items))
 
 
+_RASTERS = ("image", "draw", "paint", "recall", "etch", "retell")
+
+
 def draw_example(
     rng: np.random.Generator, media: tuple[str, ...], row_dims: dict[str, int] | None = None
 ) -> LoadedExample:
@@ -246,10 +249,10 @@ def draw_example(
     tokens = rng.integers(0, VOCABULARY, num_tokens)
     items = []
     for phase in media:
-        size = rng.integers(1, 5, 2) if phase in ("image", "draw", "paint", "recall") else rng.integers(1, 20, 1)
+        size = rng.integers(1, 5, 2) if phase in _RASTERS else rng.integers(1, 20, 1)
         items.append(Media(rng.standard_normal((size.prod(), row_dims[phase])).astype(np.float32), size))
     sequence = TokenSequence(tokens, targets, tuple(map(str, media)), places)
-    return LoadedExample(with_turns(sequence, ("recall",), rng), tuple(items))
+    return LoadedExample(with_turns(sequence, ("recall", "retell"), rng), tuple(items))
 
 
 def with_turns(sequence: TokenSequence, names: Sequence[str], rng: np.random.Generator) -> TokenSequence:

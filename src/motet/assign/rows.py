@@ -39,14 +39,15 @@ class SentRows:
 
 @dataclass(frozen=True)
 class Dealing:
-    """How context-parallel ranks of the backbone take in the items of an encoder: whole, each on one rank.
+    """How context-parallel ranks of the backbone take in the items of an encoder: whole, each on one rank. So they give
+    away what a generator is given of its items.
 
-    Where tokens stand that items belong to, senders do not know. So the ranks that share sequences get items by length,
-    and then give rows to each other (`dispatch/context.py`).
+    Where tokens stand that items belong to, other units do not know. So the ranks that share sequences get items by
+    length, and then give rows to each other (`dispatch/context.py`); of a generator's items they do so before.
 
-    c, cp:   of the rank that takes in, and how many there are.
-    is_here: whether the encoder runs on the ranks of the backbone's unit: then items stay with the ranks that have the
-             number c of the one that has encoded them.
+    c, cp:   of the rank of the backbone, and how many there are.
+    is_here: whether the module runs on the ranks of the backbone's unit: then items stay with the ranks that have the
+             number c of the one that computes them.
     """
 
     c: int
@@ -54,22 +55,23 @@ class Dealing:
     is_here: bool
 
     @staticmethod
-    def of(plan: Plan, name: str, taker: str, shares: tuple[int, int] | None) -> Dealing | None:
-        """Of the items of a module; None if all that a replica takes in is meant. shares: as of `edge_rows`."""
+    def of(plan: Plan, name: str, c: int | None) -> Dealing | None:
+        """Of the items of a module; None if all of a replica are meant. c: of the rank of the backbone, if of one."""
         unit = plan.unit_of(BACKBONE)
-        if shares is None or taker != BACKBONE or unit.cp == 1:
+        if c is None or unit.cp == 1:
             return None
-        return Dealing(shares[1], unit.cp, name in on_backbone_ranks(plan))
+        return Dealing(c, unit.cp, name in on_backbone_ranks(plan))
 
     def ranks(self, items: ModuleAssignment, arriving: Int64Array) -> Int64Array:
-        """The c of each item that a replica takes in, int64 [num_arriving]. items: of the whole step."""
+        """The c of each item in the sequences of a replica, int64 [num_arriving]. items: of the whole step."""
         return takers(items.replica[arriving], items.num_tokens[arriving], self.cp, self.is_here)
 
 
 def takers(encoders: NDArray[np.integer], work: Int64Array, cp: int, is_here: bool) -> Int64Array:
-    """The context-parallel rank of the backbone that takes in each item of an encoder, int64 [num_items].
+    """The context-parallel rank of the backbone that takes in each item of an encoder, or gives one of a generator what
+    it is given, int64 [num_items].
 
-    encoders: int [num_items], the rank of its unit that has encoded each item.
+    encoders: int [num_items], the rank of its unit that computes each item.
     work:     int64 [num_items]. is_here: as of `Dealing`.
     """
     return encoders.astype(np.int64) % cp if is_here else dealt_out(work, cp)
@@ -105,7 +107,8 @@ def edge_rows(
             if name in sink.layers:
                 sender = BACKBONE, share_of(layout, BACKBONE, source, island, shares and shares[0])
                 receiver = name, share_of(layout, name, sink, island, shares and shares[1])
-                rows[name, name] = given_rows(assignment, sender[1], receiver, microbatch)
+                dealing = Dealing.of(layout.plan, name, shares and shares[0])
+                rows[name, name] = given_rows(assignment, sender[1], receiver, microbatch, dealing)
             continue
         sender = name, share_of(layout, name, source, island, shares and shares[0])
         has_ended = stop == len(layout.plan.model.module(name).blocks)
@@ -113,7 +116,7 @@ def edge_rows(
         consumers = [consumer for consumer in consumers if consumer not in source.layers]
         for consumer in consumers:
             receiver = consumer, share_of(layout, consumer, sink, island, shares and shares[1])
-            dealing = Dealing.of(layout.plan, name, consumer, shares)
+            dealing = Dealing.of(layout.plan, name, shares and shares[1]) if consumer == BACKBONE else None
             rows[name, consumer] = sent_rows(assignment, sender, receiver, microbatch, dealing)
         if not consumers:
             rows[name, name] = None
@@ -144,15 +147,30 @@ def sent_rows(
     )
 
 
-def given_rows(assignment: StepAssignment, sender: int, sink: tuple[str, int], microbatch: int) -> SentRows:
+def given_rows(
+    assignment: StepAssignment,
+    sender: int,
+    sink: tuple[str, int],
+    microbatch: int,
+    dealing: Dealing | None = None,
+) -> SentRows:
     """The rows that a replica of the backbone gives a replica of a generator: those at the queries of its items.
 
     They stand in the sequences as an encoder's would, so they are an encoder's rows sent the other way.
+    dealing: which of the rows one rank of the replica gives; None: all.
     """
-    rows = sent_rows(assignment, sink, (BACKBONE, sender), microbatch)
+    rows = sent_rows(assignment, sink, (BACKBONE, sender), microbatch, dealing)
     num_taken = assignment.modules[sink[0]].num_tokens[assignment.modules[sink[0]].items_of(sink[1], microbatch)].sum()
     order = np.argsort(rows.source, kind="stable")
     return SentRows(rows.sink[order], rows.source[order], int(num_taken))
+
+
+def num_given_here(
+    assignment: StepAssignment, name: str, sender: int, microbatch: int, dealing: Dealing | None = None
+) -> int:
+    """How many rows a replica of the backbone gives a generator, all that take them together. Others: `given_rows`."""
+    items = _arriving_items(assignment, name, (BACKBONE, sender), microbatch, dealing)
+    return int(assignment.modules[name].num_tokens[items].sum())
 
 
 def num_given_rows(assignment: StepAssignment, name: str, receiver: int | None, num_islands: int = 1) -> Int64Array:

@@ -318,15 +318,20 @@ class Module:
 
     def sent_index(self, stop: int) -> int:
         """The index of the layer whose output goes on where a pipeline cuts behind the block stop - 1: the last one of
-        the block that neither sees targets alone nor makes keys. Of the whole backbone it is the last norm.
+        the block that neither sees targets alone, nor makes keys, nor steers a block (`modulation`). Of the whole
+        backbone it is the last norm.
         """
         block = self.blocks[stop - 1]
-        rows = (index for index in reversed(block) if self.layers[index].kind != "keys")
+        rows = (index for index in reversed(block) if self.layers[index].kind not in ("keys", "modulation"))
         return next((index for index in rows if not self.layers[index].targets_only), block[-1])
 
     def sent(self, stop: int) -> Layer:
-        """The layer of `sent_index`. A block of queries is given the rows of the items alone, without class rows."""
+        """The layer of `sent_index`. A block of queries is given the rows of the items alone, without class rows. With
+        the rows of blocks that are steered goes one row more of each item, which steers those to come.
+        """
         last, keys = self.layers[self.sent_index(stop)], self.keys_of(stop)
+        if any(self.layers[index].kind == "modulation" for index in self.blocks[stop - 1]):
+            return replace(last, extra_rows=last.extra_rows + 1)
         return last if keys is None else replace(last, divisor=keys.divisor, extra_rows=0)
 
     @property

@@ -2,7 +2,7 @@
 
 The ranks that share sequences read the tokens of all of them, which are few bytes, and know from lengths alone who has
 which rows (`assign/context_rows.py`). The rows of encoders come to these ranks by items, as senders do not know where
-they stand (`assign.rows.Dealing`); a Route brings them to their places.
+they stand (`assign.rows.Dealing`); a Route brings them to their places. What generators are given goes the other way.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class ContextPlace:
 
     c, cp:   its number, and how many there are.
     here:    modules on the ranks of the backbone's unit: each rank has encoded some items of those that are encoders.
-    sources: encoders that feed the backbone. trained: those of them to which gradients go back.
+    sources: encoders that feed the backbone. sinks: generators that it feeds.
+    trained: encoders to which gradients go back, and generators from which they come.
     config:  as of the recipe.
     """
 
@@ -80,6 +81,7 @@ class ContextPlace:
     cp: int
     here: frozenset[str]
     sources: frozenset[str]
+    sinks: frozenset[str]
     trained: frozenset[str]
     config: ContextConfig = DEFAULT_CONTEXT
 
@@ -87,11 +89,13 @@ class ContextPlace:
     def of(plan: Plan, c: int, config: ContextConfig = DEFAULT_CONTEXT) -> ContextPlace | None:
         """The place of a rank of the backbone's unit; None if no other rank shares its sequences."""
         unit, model = plan.unit_of(BACKBONE), plan.model
-        sources = frozenset(model.sources(BACKBONE))
+        if unit.cp == 1:
+            return None
+        sources, sinks = frozenset(model.sources(BACKBONE)), frozenset(model.generators)
         trained = frozenset(
             name for name in sources if model.module(name).layers[-1].trainable or model.input_gradients[name][-1]
-        )
-        return ContextPlace(c, unit.cp, on_backbone_ranks(plan), sources, trained, config) if unit.cp > 1 else None
+        ) | frozenset(name for name in sinks if model.moved(name)[1])
+        return ContextPlace(c, unit.cp, on_backbone_ranks(plan), sources, sinks, trained, config)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +111,8 @@ class ContextShare:
     ended:     int64 [n], sequences whose last row is here. ends: LongTensor [n], that row among those of this rank.
     routes:    phase -> the way of its rows from the ranks that take them in to the ranks of their places; of phases
                that have any, in the same order on all ranks.
+    given:     generator -> the way of what it is given, from the ranks of its places to those that give it away; of
+               those that have any items, on all ranks.
     trained:   the phases whose rows' gradients go back.
     group:     the ranks that share the sequences. method: how attention gets rows of others.
     head_groups: as of `ContextConfig`.
@@ -123,6 +129,7 @@ class ContextShare:
     ended: Int64Array
     ends: Tensor
     routes: Mapping[str, Route] = field(default_factory=dict)
+    given: Mapping[str, Route] = field(default_factory=dict)
     trained: frozenset[str] = frozenset()
     group: dist.ProcessGroup | None = None
     method: ContextExchange = "auto"
@@ -141,7 +148,14 @@ class ContextShare:
 
     def placed(self, phase: str, rows: Tensor) -> Tensor:
         """Rows of a phase that this rank has taken in -> those whose places are here. A collective, in backward too."""
-        goes_back, route = phase in self.trained and torch.is_grad_enabled(), self.routes[phase]
+        return self._moved(phase, rows, self.routes[phase])
+
+    def collected(self, generator: str, rows: Tensor) -> Tensor:
+        """Rows at places of a generator's items -> all rows of the items that this rank gives it. As `placed`."""
+        return self._moved(generator, rows, self.given[generator])
+
+    def _moved(self, phase: str, rows: Tensor, route: Route) -> Tensor:
+        goes_back = phase in self.trained and torch.is_grad_enabled()
         row_bytes = rows.element_size() * rows.shape[1]
         self.count_bytes((route.num_rows_in - route.send_splits[self.rank]) * row_bytes)
         if goes_back:
@@ -151,8 +165,10 @@ class ContextShare:
     def with_tensors(self, change: Callable[[Tensor], Tensor]) -> ContextShare:
         """The same with all tensors but those of `whole` changed, as to another device."""
         predicted, labels, ends = (change(tensor) for tensor in (self.predicted, self.labels, self.ends))
-        routes = {phase: route.with_indices(change) for phase, route in self.routes.items()}
-        return replace(self, predicted=predicted, labels=labels, ends=ends, routes=routes)
+        routes, given = (
+            {phase: route.with_indices(change) for phase, route in each.items()} for each in (self.routes, self.given)
+        )
+        return replace(self, predicted=predicted, labels=labels, ends=ends, routes=routes, given=given)
 
 
 def share_sequences(rows: ContextRows, rank: int, whole: PackedSequences) -> ContextShare:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from motet.assign.context_rows import context_rows
-from motet.assign.rows import SentRows, edge_rows, num_given_rows
+from motet.assign.rows import Dealing, SentRows, edge_rows, num_given_here
 from motet.assign.step import ModuleAssignment, StepAssignment, joined
 from motet.core.arrays import Int64Array
 from motet.core.spec import Layer, Module
@@ -77,8 +77,11 @@ def message_parts(
         if stop:
             computed = items.items_of(replica, microbatch)
             num_sent = _num_rows(module, stop, layer, items, computed)
+            if name in model.generators:  # Its conditions are of as many rows as the backbone gives of each item.
+                num_sent = int((items.length + items.num_tokens)[computed].sum()) + len(computed)
         else:  # What the backbone gives a generator, whose replicas are not the backbone's.
-            num_sent = int(num_given_rows(assignment, name, None)[replica, microbatch])
+            dealing = Dealing.of(layout.plan, name, shares and shares[0])
+            num_sent = num_given_here(assignment, name, replica, microbatch, dealing)
         is_kept = name == BACKBONE and num_sent > 0
         if name == BACKBONE and source.unit.cp > 1 and shares is not None:
             num_sent = len(context_rows(items.length[computed], source.unit.cp).rows[shares[0]])

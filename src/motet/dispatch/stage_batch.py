@@ -16,6 +16,7 @@ from motet.core.example import Media, TokenSequence
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.dispatch.batch import PackedSequences, RankBatch, check_lengths, pack, stacked_media
 from motet.dispatch.context import ContextPlace, route_to_places, share_sequences
+from motet.dispatch.route import Route
 
 
 def assemble_stages(
@@ -80,18 +81,22 @@ def _shared_out(
     """The rows of one rank in sequences of its replica. packed: all rows."""
     rows = context_rows(np.diff(packed.offsets.numpy()).astype(np.int64), place.cp)
     share = share_sequences(rows, place.c, packed)
-    own, routes, positions = share.own, {}, {}
+    own, routes, given, positions = share.own, dict[str, Route](), dict[str, Route](), {}
     for phase in packed.feature_positions:
         owner = rows.owner[places := packed.feature_positions[phase].numpy()].astype(np.int64)
         positions[phase] = torch.from_numpy(np.searchsorted(own, places[owner == place.c]))
-        if len(places) and phase in place.sources:
+        if len(places) and phase in place.sources | place.sinks:
             items = _items(decision, lengths, phase, replica)
             num_tokens = lengths.items[phase].num_tokens[items]
             ranks = takers(decision.assignments[phase].ranks[items], num_tokens, place.cp, phase in place.here)
-            routes[phase] = route_to_places(owner, np.repeat(ranks, num_tokens), place.c, place.cp)
+            route = route_to_places(owner, np.repeat(ranks, num_tokens), place.c, place.cp)
+            if phase in place.sinks:
+                given[phase] = route.transpose
+            else:
+                routes[phase] = route
     tokens, targets = (each[own] if len(each) else each for each in (packed.tokens, packed.targets))
     how = {"method": place.config.exchange, "head_groups": place.config.head_groups}
-    share = replace(share, routes=routes, trained=place.trained, **how)
+    share = replace(share, routes=routes, given=given, trained=place.trained, **how)
     return PackedSequences(tokens, targets, packed.offsets, positions, share)
 
 

@@ -315,12 +315,28 @@ class Backbone(nn.Module):
 
     def conditions(self, hidden: Tensor, sequences: Sequences) -> dict[str, Tensor]:
         """What each generator is given of hidden states behind the norm, [total, dim]: [rows, dim]."""
-        return {name: hidden[self._places(name, sequences)] for name in self.gives}
+        return {name: self.condition(name, hidden, sequences) for name in self.gives}
+
+    def condition(self, name: str, hidden: Tensor, sequences: Sequences) -> Tensor:
+        """What one generator is given of hidden states behind the norm, [total, dim]: [rows, dim].
+
+        Where ranks share sequences, of the items that this rank gives it; a collective then, if there are any.
+        """
+        rows, context = hidden[self._places(name, sequences)], context_of(sequences)
+        return rows if context is None or name not in context.given else context.collected(name, rows)
 
     @staticmethod
     def _places(name: str, sequences: Sequences) -> Tensor:
         nowhere = torch.empty(0, dtype=torch.int64, device=sequences.tokens.device)
         return sequences.feature_positions.get(name, nowhere)
+
+    def _queries_at(self, name: str, rows: Tensor, sequences: Sequences) -> Tensor:
+        """The query tokens [queries, dim] of each item, one item after the other: those that stand on this rank."""
+        if (context := context_of(sequences)) is None:
+            return rows.repeat(len(self._places(name, sequences)) // len(rows), 1)
+        places = self._places(name, context.whole).numpy()
+        number = np.flatnonzero(context.rows.owner[places] == context.rank) % len(rows)
+        return rows[torch.from_numpy(number).to(rows.device)]
 
     def router_loss(self, sequences: Sequences, gradient: float | None = None) -> RouterLoss | None:
         """The router loss of a pass through layers with experts; None if there is none to compute.
@@ -438,8 +454,7 @@ class Backbone(nn.Module):
             embeds = take_part(embeds, outside_blocks(self))
         features = {name: rows.to(embeds.dtype) for name, rows in features.items()}
         for name, rows in self.queries.items():
-            num_items = len(self._places(name, sequences)) // len(rows)
-            features[name] = rows.repeat(num_items, 1).to(embeds.dtype)
+            features[name] = self._queries_at(name, rows, sequences).to(embeds.dtype)
         if (context := context_of(sequences)) is not None:
             names = [name for name in context.routes if name not in self.keys]
             features |= placed(features, context, names, embeds, self.row_width)

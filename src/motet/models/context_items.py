@@ -89,6 +89,7 @@ class SharedRows(Protocol):
     labels: Tensor
     ends: Tensor
     routes: Mapping[str, Any]
+    given: Mapping[str, Any]
     trained: frozenset[str]
     group: dist.ProcessGroup | None
     method: str
@@ -100,6 +101,9 @@ class SharedRows(Protocol):
 
     def placed(self, phase: str, rows: Tensor) -> Tensor:
         """Rows that this rank has taken in -> those whose places are here. A collective."""
+
+    def collected(self, generator: str, rows: Tensor) -> Tensor:
+        """Rows at places of a generator's items -> all rows of items that this rank gives away. A collective."""
 
     def count_bytes(self, size_bytes: float) -> None:
         """Add to the bytes that this rank has given to others."""

@@ -73,8 +73,7 @@ class Diffusion(nn.Module):
         """
         if self.vae is not None:
             values = self.vae.encode(values, sizes, keys)
-        times, num_rows = self.noise.drawn_times(keys), sizes.prod(dim=1).numpy()
-        noise = normal_of_rows(keys, num_rows, values.shape[1], "noise", values.device).to(values.dtype)
+        times, noise = self._drawn(values, sizes, keys)
         return self.loss(values, noise, times, sizes, conditions, counts)
 
     def loss(
@@ -87,19 +86,58 @@ class Diffusion(nn.Module):
         counts: Int64Array | None = None,
     ) -> Tensor:
         """As `forward`, of latents, with given noise of their shape and timesteps int64 [num_items] on the host."""
-        num_rows = sizes.prod(dim=1)
-        wide = torch.promote_types(values.dtype, torch.float32)
+        noised, target = self._noised(values, noise, times, sizes)
+        given = noised.to(values.dtype), self.noise.given(times), sizes, conditions
+        return self._error(self.denoiser(*given, *_if_ragged(counts)), target, times, sizes)
+
+    def enter(
+        self, values: Tensor, sizes: Tensor, conditions: Tensor, keys: Int64Array, counts: Int64Array | None = None
+    ) -> Tensor:
+        """What the denoiser has before its blocks: its hidden states, then a row of each item that steers them,
+        [rows + num_items, width].
+
+        `enter`, `through` and `leave` make up `forward` of latents; a stage of a pipeline calls those that it holds.
+        """
+        times, noise = self._drawn(values, sizes, keys)
+        noised, _ = self._noised(values, noise, times, sizes)
+        return torch.cat(
+            self.denoiser.enter(noised.to(values.dtype), self.noise.given(times), sizes, conditions, counts)
+        )
+
+    def through(self, hidden: Tensor, sizes: Tensor, counts: Int64Array | None, first: int, stop: int) -> Tensor:
+        """The same behind the blocks first ... stop - 1."""
+        rows, steering = hidden.split([len(hidden) - len(sizes), len(sizes)])
+        return torch.cat([self.denoiser.through(rows, steering, sizes, counts, first, stop), steering])
+
+    def leave(
+        self, hidden: Tensor, values: Tensor, sizes: Tensor, keys: Int64Array, counts: Int64Array | None = None
+    ) -> Tensor:
+        """The loss of what `through` gives behind the last block: noise and timesteps are drawn of the keys again."""
+        times, noise = self._drawn(values, sizes, keys)
+        _, target = self._noised(values, noise, times, sizes)
+        rows, steering = hidden.split([len(hidden) - len(sizes), len(sizes)])
+        return self._error(self.denoiser.leave(rows, steering, sizes, counts), target, times, sizes)
+
+    def _drawn(self, values: Tensor, sizes: Tensor, keys: Int64Array) -> tuple[Tensor, Tensor]:
+        """Timesteps of items, and noise of their latents."""
+        num_rows = sizes.prod(dim=1).numpy()
+        noise = normal_of_rows(keys, num_rows, values.shape[1], "noise", values.device)
+        return self.noise.drawn_times(keys), noise.to(values.dtype)
+
+    def _noised(self, values: Tensor, noise: Tensor, times: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents with noise, and what is to be predicted of them, of at least float32."""
+        num_rows, wide = sizes.prod(dim=1), torch.promote_types(values.dtype, torch.float32)
         signal, spread = (
             self._of_rows(factors[times.numpy()], num_rows, values.device, wide)
             for factors in (self._signal, self._spread)
         )
         latents, noise = values.to(wide), noise.to(wide)
-        noised = signal * latents + spread * noise
-        given = noised.to(values.dtype), self.noise.given(times), sizes, conditions
-        predicted = self.denoiser(*given, *_if_ragged(counts)).to(wide)
-        target = self.noise.target(latents, noise, signal, spread)
-        weights = self._of_rows(self._weights[times.numpy()], num_rows, values.device, wide)
-        return ((predicted - target).square().mean(1, keepdim=True) * weights).sum()
+        return signal * latents + spread * noise, self.noise.target(latents, noise, signal, spread)
+
+    def _error(self, predicted: Tensor, target: Tensor, times: Tensor, sizes: Tensor) -> Tensor:
+        """The weighed loss of what was predicted."""
+        weights = self._of_rows(self._weights[times.numpy()], sizes.prod(dim=1), target.device, target.dtype)
+        return ((predicted.to(target.dtype) - target).square().mean(1, keepdim=True) * weights).sum()
 
     @torch.no_grad()
     def sample(

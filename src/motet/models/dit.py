@@ -87,23 +87,51 @@ class DiT(nn.Module):
         counts: Int64Array | None = None,
     ) -> Tensor:
         """As `diffusion.Diffusion` calls it. sizes: rows and columns of rasters, or lengths of sequences."""
-        num_rows = sizes.prod(dim=1).numpy()
+        hidden, steering = self.enter(noised, times, sizes, conditions, counts)
+        hidden = self.through(hidden, steering, sizes, counts, 0, len(self.layers_of_blocks))
+        return self.leave(hidden, steering, sizes, counts)
+
+    def enter(
+        self, noised: Tensor, times: Tensor, sizes: Tensor, conditions: Tensor, counts: Int64Array | None
+    ) -> tuple[Tensor, Tensor]:
+        """What stands before the blocks: hidden states [sum(rows + rows of conditions), width], the rows of an item's
+        condition before its own; and what steers the blocks, [num_items, width].
+
+        `enter`, `through` and `leave` make up `forward`; a stage of a pipeline calls those that it holds.
+        """
         dtype, device, num_items = noised.dtype, noised.device, len(sizes)
         waves = _waves(times.numpy()[:, None].astype(np.float64), self.config.hidden).to(device, dtype)
         means, places = self._of_conditions(conditions, num_items, counts)
         steering = silu(self.time(waves) + means)
         rows = self.entrance(noised) + _places(sizes.numpy(), self.config.hidden).to(device, dtype)
-        before = conditions + places
-        if counts is None:
-            counts = np.full(num_items, self.num_conditions, dtype=np.int64)
-        order, item = _in_turn(num_rows, counts)
-        restore = torch.from_numpy(np.flatnonzero(order >= len(before))).to(device)
-        hidden = torch.cat([before, rows])[torch.from_numpy(order).to(device)]
-        extents, item = PackedItems.from_lengths(num_rows + counts), torch.from_numpy(item).to(device)
-        for layer in self.layers_of_blocks:
+        order, _ = _in_turn(*self._num_rows(sizes, counts))
+        return torch.cat([conditions + places, rows])[torch.from_numpy(order).to(device)], steering
+
+    def through(
+        self, hidden: Tensor, steering: Tensor, sizes: Tensor, counts: Int64Array | None, first: int, stop: int
+    ) -> Tensor:
+        """Hidden states after the blocks first ... stop - 1."""
+        num_rows, counts = self._num_rows(sizes, counts)
+        item = torch.from_numpy(np.repeat(np.arange(len(counts)), num_rows + counts)).to(hidden.device)
+        extents = PackedItems.from_lengths(num_rows + counts)
+        for layer in self.blocks[first:stop]:
             hidden = layer(hidden, steering, item, extents)
-        shift, scale = self.last_modulation(steering)[item[restore]].chunk(2, dim=-1)
-        return self.exit(_normed(hidden[restore]) * (1 + scale) + shift)
+        return hidden
+
+    def leave(self, hidden: Tensor, steering: Tensor, sizes: Tensor, counts: Int64Array | None) -> Tensor:
+        """What stands behind the blocks: what is predicted, [sum(rows), row_dim]."""
+        num_rows, counts = self._num_rows(sizes, counts)
+        order, item = _in_turn(num_rows, counts)
+        restore = np.flatnonzero(order >= counts.sum())
+        of_items, own = (torch.from_numpy(each).to(hidden.device) for each in (item[restore], restore))
+        shift, scale = self.last_modulation(steering)[of_items].chunk(2, dim=-1)
+        return self.exit(_normed(hidden[own]) * (1 + scale) + shift)
+
+    def _num_rows(self, sizes: Tensor, counts: Int64Array | None) -> tuple[Int64Array, Int64Array]:
+        """The rows of each item and of its condition, int64 [num_items] each."""
+        if counts is None:
+            counts = np.full(len(sizes), self.num_conditions, dtype=np.int64)
+        return sizes.prod(dim=1).numpy(), counts
 
     def _of_conditions(self, conditions: Tensor, num_items: int, counts: Int64Array | None) -> tuple[Tensor, Tensor]:
         """The mean of each item's condition, [num_items, width], and what tells its rows apart, of each row."""

@@ -177,12 +177,7 @@ class GeneratorModule(nn.Module):
         """
         if len(sizes) == 0:
             return self._forward_empty(rows)
-        sizes, rows = torch.as_tensor(sizes), rows.to(self._dtype)
-        dropped = None
-        if self.entrance.drop and self.training:
-            dropped = (uniform_of_items(keys, "condition") < self.entrance.drop).to(rows.device)
-        turns = self._turns(counts)
-        conditions = self.entrance(rows, dropped, *turns)
+        sizes, turns, conditions = torch.as_tensor(sizes), self._turns(counts), self._conditions(rows, keys, counts)
         loss = self.generator(values.to(self._dtype), sizes, conditions, keys, *turns)
         if not isinstance(loss, Tensor) or loss.ndim:
             given = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -197,6 +192,45 @@ class GeneratorModule(nn.Module):
                 "conditions, so that nothing would learn from it; return one that was computed with gradients"
             )
         return loss.to(torch.promote_types(loss.dtype, torch.float32))
+
+    @property
+    def uncuttable(self) -> str:
+        """Why a pipeline cannot cut the module between its blocks, in words; "" if it can."""
+        inner = getattr(self.generator, "denoiser", self.generator)
+        if any(not hasattr(part, name) for part in (self.generator, inner) for name in ("enter", "through", "leave")):
+            return f"{type(inner).__name__} is computed in one stage"
+        if getattr(self.generator, "vae", None) is not None:
+            return "its first and its last stage would each need the latents of its VAE"
+        return ""
+
+    def enter(
+        self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array, counts: Int64Array | None = None
+    ) -> Tensor:
+        """What stands before the blocks, the output projector included. There is at least one item.
+
+        `enter`, `through` and `leave` do what `forward` does; a stage of a pipeline calls those that it holds. Hidden
+        states are [num_unfinished, width]. Arguments: as of `forward`.
+        """
+        conditions = self._conditions(rows, keys, counts)
+        return self.generator.enter(values.to(conditions.dtype), sizes, conditions, keys, *self._turns(counts))
+
+    def through(self, hidden: Tensor, sizes: Tensor, counts: Int64Array | None, first: int, stop: int) -> Tensor:
+        """Hidden states behind the blocks first ... stop - 1."""
+        return self.generator.through(hidden, sizes, self._turns(counts)[0] if self.max_turn else None, first, stop)
+
+    def leave(
+        self, hidden: Tensor, values: Tensor, sizes: Tensor, keys: Int64Array, counts: Int64Array | None = None
+    ) -> Tensor:
+        """The loss of hidden states behind the last block, as of `forward`."""
+        loss: Tensor = self.generator.leave(hidden, values.to(hidden.dtype), sizes, keys, *self._turns(counts))
+        return loss.to(torch.promote_types(loss.dtype, torch.float32))
+
+    def _conditions(self, rows: Tensor, keys: Int64Array, counts: Int64Array | None) -> Tensor:
+        """What the generator is given of rows of the backbone, for which some items get what stands for nothing."""
+        rows, dropped = rows.to(self._dtype), None
+        if self.entrance.drop and self.training:
+            dropped = (uniform_of_items(keys, "condition") < self.entrance.drop).to(rows.device)
+        return self.entrance(rows, dropped, *self._turns(counts))
 
     def _turns(self, counts: Int64Array | None) -> tuple[Int64Array, ...]:
         """The rows of each item's turn as a further argument; of queries none."""

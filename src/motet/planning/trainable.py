@@ -108,7 +108,9 @@ def obstacle_in(recipe: Recipe) -> Callable[[Plan], str]:
         if recipe.context.model_dump(exclude_defaults=True) and (what := _context_obstacle(plan, model(), recipe)):
             return what
         asks = may_refuse or any(unit.tp > 1 for unit in plan.units)
-        return cut_obstacle(plan, model()) if asks else ""
+        if asks and (what := cut_obstacle(plan, model())):
+            return what
+        return _made_obstacle(plan, model(), recipe) if recipe.modules.generators else ""
 
     return found
 
@@ -119,6 +121,17 @@ def cut_obstacle(plan: Plan, model: MLLM) -> str:
 
     what = impossible_cut(model, plan)
     return f"a cut that cannot be ({what})" if what else ""
+
+
+def _made_obstacle(plan: Plan, model: MLLM, recipe: Recipe) -> str:
+    """Why generators cannot make items of held-out prompts, in words; "" if they can, or need not."""
+    from motet.train.planned_job import check_makes_whole
+
+    try:
+        check_makes_whole(model, plan, recipe)
+    except UserError as error:
+        return f"pictures of held-out prompts ({str(error).rstrip('.')})"
+    return ""
 
 
 def _context_obstacle(plan: Plan, model: MLLM, recipe: Recipe) -> str:
@@ -204,9 +217,6 @@ def _data_parallel(plan: Plan) -> dict[str, bool]:
 
 def _in_stages(plan: Plan) -> dict[str, bool]:
     return {
-        "context parallelism (cp > 1) of a backbone that feeds generators": (
-            bool(plan.model.generators) and plan.unit_of(BACKBONE).cp > 1
-        ),
         f"the order {plan.order!r} in {plan.precision}, of which its device states no peak": (
             plan.order != "given" and plan.precision not in plan.cluster.device.peak_flops
         ),

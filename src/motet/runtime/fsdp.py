@@ -195,13 +195,15 @@ def wrap(model: Model, mesh: Mesh, config: FSDPConfig) -> None:
             register_fsdp_forward_method(module, "sample")
 
 
-def recompute_first(module: object, count: int) -> None:
+def recompute_first(module: object, count: int, span: tuple[int, int] | None = None) -> None:
     """Recompute the first `count` blocks of a module, and no other, in the backward passes of forward passes to come.
 
+    span: (first, stop) of the blocks that are meant; None: all.
     Ranks may differ: a block recomputes inside its FSDP unit, whose parameters backward has gathered by then, so that
     the collectives are the same.
     """
-    for number, block in enumerate(_recomputable(module)):
+    blocks = _recomputable(module)
+    for number, block in enumerate(blocks if span is None else blocks[slice(*span)]):
         block.recompute = number < count
 
 

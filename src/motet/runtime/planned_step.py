@@ -82,7 +82,7 @@ class PlannedStep:
         named = [(f"{kinds.get(phase, 'encoders.')}{phase}.", phase, module) for phase, module in self.modules.items()]
         for stage in place.stages.values():
             for name in weights.keys() & stage.layers.keys():
-                recompute_first(self.modules[name], stage.recomputed.get(name, 0))
+                recompute_first(self.modules[name], stage.recomputed.get(name, 0), stage.layers[name])
         self.parameters = {
             prefix + name: (phase, parameter)
             for prefix, phase, module in named

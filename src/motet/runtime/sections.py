@@ -17,11 +17,12 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from motet.core.arrays import Int64Array
 from motet.core.spec import ModelSpec, Module
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import PackedSequences, RankBatch
 from motet.dropout import drawing
-from motet.runtime.stage import GeneratorPart, Model, modules_by_phase
+from motet.runtime.stage import Model, modules_by_phase
 from motet.schedule import PlannedStage, parts_of
 
 
@@ -67,7 +68,20 @@ class CuttableBackbone(Protocol):
         router_loss: Any = None,
     ) -> Tensor: ...
     def leave(self, hidden: Tensor, sequences: PackedSequences) -> tuple[Tensor, int]: ...
-    def conditions(self, hidden: Tensor, sequences: PackedSequences) -> dict[str, Tensor]: ...
+    def condition(self, name: str, hidden: Tensor, sequences: PackedSequences) -> Tensor: ...
+
+
+class CuttableGenerator(Protocol):
+    """A generator with its output projector, whole or in parts; the parts in turn do what the whole does.
+
+    Arguments: as of `stage.GeneratorPart`. Hidden states are of each item's rows and of those of its condition, and of
+    one row more that steers the blocks, [rows, width].
+    """
+
+    def __call__(self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array, counts: Int64Array) -> Tensor: ...
+    def enter(self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array, counts: Int64Array) -> Tensor: ...
+    def through(self, hidden: Tensor, sizes: Tensor, counts: Int64Array, first: int, stop: int) -> Tensor: ...
+    def leave(self, hidden: Tensor, values: Tensor, sizes: Tensor, keys: Int64Array, counts: Int64Array) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +95,7 @@ class BlockSpan:
     part:         the part of the stage's forward pass that it belongs to.
     begins_inside, ends_inside: as in `PlannedStage`, of its first block and of its last one.
     gives:        the generator to which it gives the backbone's rows at its queries or of turns; "" for any other.
-    makes:        it is a generator, whole: what it takes in is what it is given, and goes by its own name.
+    makes:        it is of a generator: what that takes in is what it is given, and goes by its own name.
     has_backward: whether any parameter of the module is updated, or a gradient of what it takes in is needed.
     """
 
@@ -110,7 +124,7 @@ class BlockSpan:
     @property
     def takes_loss(self) -> bool:
         """Whether that tensor is the sum of a loss."""
-        return self.makes or (self.module == BACKBONE and self.leaves and not self.gives)
+        return self.leaves and (self.makes or (self.module == BACKBONE and not self.gives))
 
     @property
     def sees_targets(self) -> bool:
@@ -141,7 +155,8 @@ def _spans_of_part(stage: PlannedStage, model: ModelSpec) -> Iterator[BlockSpan]
     for name, (first, stop) in stage.layers.items():
         if name in model.generators:
             # Its blocks are recomputed inside its backward pass (`planned_step.py`).
-            yield replace(_span(model, name, (first, stop), True, True, is_whole=True), sources=(), makes=True)
+            ends = first == 0, stop == len(model.module(name).blocks)
+            yield replace(_span(model, name, (first, stop), *ends, is_whole=all(ends)), sources=(), makes=True)
             continue
         module, num_recomputed = model.module(name), stage.recomputed.get(name, 0)
         enters = first == 0 and not (stage.begins_inside and name == stage.modules[0])
@@ -220,6 +235,8 @@ class Section:
 
     def has_input(self, batch: RankBatch) -> bool:
         """Whether this rank has anything to compute in a microbatch."""
+        if self.span.gives and (context := batch.sequences.context) is not None:
+            return self.span.gives in context.given  # Ranks that share sequences give rows to each other.
         if self.span.gives:
             return len(batch.sequences.feature_positions[self.span.gives]) > 0
         if self._is_backbone:
@@ -247,19 +264,26 @@ class Section:
         return module.leave(hidden, sizes) if span.leaves else hidden
 
     def _run_generator(self, batch: RankBatch, taken: dict[str, Tensor]) -> Tensor:
-        name, module = self.span.module, cast(GeneratorPart, self._module)
+        span, name, module = self.span, self.span.module, cast(CuttableGenerator, self._module)
         if batch.draws is None:
             raise ValueError(f"the generator {name!r} needs `RankBatch.draws`, by which its noise is drawn")
-        loss_sum = module(*batch.media[name], taken[name], batch.draws[name], batch.item_rows[name])
-        assert self._made is not None, "a generator has a loss"
-        self._made += loss_sum.detach()
-        return loss_sum
+        (values, sizes), keys, counts = batch.media[name], batch.draws[name], batch.item_rows[name]
+        if span.is_whole:
+            made = module(values, sizes, taken[name], keys, counts)
+        else:
+            hidden = module.enter(values, sizes, taken[name], keys, counts) if span.enters else taken[name]
+            hidden = module.through(hidden, sizes, counts, span.first, span.stop)
+            made = module.leave(hidden, values, sizes, keys, counts) if span.leaves else hidden
+        if span.leaves:
+            assert self._made is not None, "a generator has a loss"
+            self._made += made.detach()
+        return made
 
     def _run_backbone(self, batch: RankBatch, taken: dict[str, Tensor], is_again: bool) -> Tensor:
         module: CuttableBackbone = self._module  # type: ignore[assignment]
         span, sequences = self.span, batch.sequences
         if span.gives:
-            return module.conditions(taken[BACKBONE], sequences)[span.gives]
+            return module.condition(span.gives, taken[BACKBONE], sequences)
         hidden = module.enter(sequences, taken) if span.enters else taken[span.module]
         if span.first < span.stop:
             features = {name: rows for name, rows in taken.items() if name != span.module}
@@ -369,6 +393,8 @@ class SectionedStage:
         for run in reversed(runs):
             gradient, output = gradients.pop(run.section.output, None), run.output
             assert output is not None, "a section that is recomputed runs before its backward pass"
+            if gradient is None and run.section.span.gives:
+                gradient = torch.zeros_like(output)  # It has no row, and meets other ranks that have.
             if gradient is not None and output.requires_grad:
                 with nullcontext() if run.section.sees_targets else deferring():
                     torch.autograd.backward(output, gradient)

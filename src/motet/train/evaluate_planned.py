@@ -106,12 +106,12 @@ class PlannedEvaluator:
         for start in range(0, len(asked), size):
             batches, examples = self._loaded(self._dataset, self._decoder, asked[start : start + size])
             samplers = {name: _Sampling(model.generators[name]) for name in makers(model)}
-            generators = dict.fromkeys(model.generators, _nothing_made) | samplers
+            generators = {name: _Silent(module) for name, module in model.generators.items()} | samplers
             self._step.evaluate(
                 batches, SimpleNamespace(encoders=model.encoders, backbone=model.backbone, generators=generators)
             )
             for name, sampler in samplers.items():
-                with_items = [number for number in self._passed(name) if batches[number].has(name)]
+                with_items = [number for number in self._passed(name) if len(batches[number].media[name][1])]
                 for number, values in zip(with_items, sampler.made, strict=True):
                     replica = self._needs.replicas[name]
                     made += named_items(self._dataset, batches[number], examples[number], name, replica, values)
@@ -175,7 +175,7 @@ class PlannedEvaluator:
         """Example -> its likeliest next token, of all ranks. A collective."""
         batches, examples = self._loaded(growing, media, active)
         predicting = _Predicting(model.backbone)
-        silent = dict.fromkeys(model.generators, _nothing_made)
+        silent = {name: _Silent(module) for name, module in model.generators.items()}
         self._step.evaluate(batches, SimpleNamespace(encoders=model.encoders, backbone=predicting, generators=silent))
         own: dict[int, int] = {}
         for microbatch, tokens in zip(self._predicted_microbatches(batches), predicting.found, strict=True):
@@ -224,9 +224,9 @@ class _Predicting:
         """As `Backbone.through`."""
         return self._backbone.through(hidden, sequences, first, stop, features)
 
-    def conditions(self, hidden: Tensor, sequences: PackedSequences) -> dict[str, Tensor]:
-        """As `Backbone.conditions`."""
-        return self._backbone.conditions(hidden, sequences)
+    def condition(self, name: str, hidden: Tensor, sequences: PackedSequences) -> Tensor:
+        """As `Backbone.condition`."""
+        return self._backbone.condition(name, hidden, sequences)
 
     def leave(self, hidden: Tensor, sequences: PackedSequences) -> tuple[Tensor, int]:
         """Find the next tokens. Returns no loss, of no target."""
@@ -234,9 +234,29 @@ class _Predicting:
         return hidden.new_zeros(()), 0
 
 
-def _nothing_made(values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array, counts: Int64Array) -> Tensor:
-    """In place of a generator, whose items of earlier turns are in prompts: no loss is asked for."""
-    return rows.new_zeros(())
+class _Silent:
+    """In place of a generator, whose items of earlier turns are in prompts: no loss is asked for. Stages of one that is
+    cut send zeros, as many as they would.
+    """
+
+    def __init__(self, generator: GeneratorModule) -> None:
+        self._width: int = generator.generator.condition_dim
+
+    def __call__(self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array, counts: Int64Array) -> Tensor:
+        """No loss."""
+        return rows.new_zeros(())
+
+    def enter(self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array, counts: Int64Array) -> Tensor:
+        """As `GeneratorModule.enter`."""
+        return rows.new_zeros(int(sizes.prod(dim=1).sum() + counts.sum()) + len(sizes), self._width)
+
+    def through(self, hidden: Tensor, sizes: Tensor, counts: Int64Array, first: int, stop: int) -> Tensor:
+        """As `GeneratorModule.through`."""
+        return hidden
+
+    def leave(self, hidden: Tensor, values: Tensor, sizes: Tensor, keys: Int64Array, counts: Int64Array) -> Tensor:
+        """No loss."""
+        return hidden.new_zeros(())
 
 
 class _Sampling:

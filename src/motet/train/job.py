@@ -79,6 +79,7 @@ from motet.train.planned_job import (
     check_context,
     check_context_unused,
     check_cuts,
+    check_makes_whole,
     unused_pieces,
 )
 from motet.train.recipe.recipe import Recipe
@@ -371,6 +372,7 @@ def _build_planned_job(
         spec = model_spec(model)
         chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
         check_cuts(model, plan)
+        check_makes_whole(model, plan, recipe)
         check_context(model, plan, recipe.context)
         check_rows(recipe, model)
         check_learns(model)

@@ -112,8 +112,8 @@ def impossible_cut(model: MLLM, plan: Plan) -> str:
                     return f"unit {unit.name!r} has cp {unit.cp}, which cannot be: model.merge takes whole sequences"
                 continue
             if name in model.generators:
-                if sum(name in stage for stage in unit.stages) > 1:
-                    return f"unit {unit.name!r} cuts {name!r}, which cannot be: a generator is computed in one stage"
+                if sum(name in stage for stage in unit.stages) > 1 and (why := model.generators[name].uncuttable):
+                    return f"unit {unit.name!r} cuts {name!r}, which cannot be: {why}"
                 if not model.generators[name].blocks and any(one.get(name) for one in unit.recompute):
                     return f"unit {unit.name!r} recomputes {name!r}, which cannot be: this generator is one block"
                 continue
@@ -132,6 +132,21 @@ def impossible_cut(model: MLLM, plan: Plan) -> str:
             if name in in_halves and (why := encoder.unhalvable):
                 return f"unit {unit.name!r} fills bubbles with halves of blocks of {name!r}, which cannot be: {why}"
     return ""
+
+
+def check_makes_whole(model: MLLM, plan: Plan, recipe: Recipe) -> None:
+    """Raise UserError for a generator that the Plan cuts where items of held-out prompts are to be made.
+
+    Each step of a sample is a pass through all stages, of which none has what the last one made.
+    """
+    is_asked = recipe.data.heldout and recipe.evaluate.num_made
+    for name, module in model.generators.items() if is_asked else ():
+        num_stages = sum(name in stage for stage in plan.unit_of(name).stages)
+        if num_stages > 1 and hasattr(module.generator, "sample"):
+            raise UserError(
+                f"The plan cuts the generator {name!r} into {num_stages} stages, none of which can make items of "
+                f"held-out prompts, and evaluate.num_made is {recipe.evaluate.num_made}; set it to 0."
+            )
 
 
 def check_context(model: MLLM, plan: Plan, context: ContextConfig) -> None:

@@ -53,6 +53,35 @@ def test_a_forward_pass_keeps_what_is_predicted(hidden, row_dim, num_layers):
     assert predicted == pytest.approx(kept_bytes(module, sizes, row_dim), rel=0.02)
 
 
+@pytest.mark.parametrize("max_turn", [0, 9])
+def test_its_parts_do_what_it_does(max_turn):
+    torch.manual_seed(3)
+    sizes, keys, counts = torch.tensor([[3, 2], [1, 4]]), np.arange(2), np.array([5, 2]) if max_turn else np.full(2, 4)
+    config = DiTConfig(row_dim=6, hidden=8, num_layers=3, num_heads=2)
+    entrance = OutputProjector(Projector(DIM, 8, ProjectorConfig()), 1 if max_turn else QUERIES, drop=0.5)
+    denoiser = DiT(max_turn or QUERIES, config)
+    module = GeneratorModule(Diffusion(denoiser, NoiseConfig()), entrance, QUERIES, max_turn=max_turn).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    values, rows = torch.randn(10, 6, dtype=torch.float64), torch.randn(counts.sum(), DIM, dtype=torch.float64)
+    whole = module(values, sizes, rows, keys, counts)
+    hidden = module.enter(values, sizes, rows, keys, counts)
+    assert hidden.shape == (10 + counts.sum() + 2, 8)
+    for first, stop in ((0, 1), (1, 3)):
+        hidden = module.through(hidden, sizes, counts, first, stop)
+    assert module.leave(hidden, values, sizes, keys, counts) == whole
+    assert module.uncuttable == ""
+
+
+def test_what_cannot_be_cut_says_why():
+    entrance = OutputProjector(Projector(DIM, 6, ProjectorConfig()), QUERIES, drop=0.1)
+    own = GeneratorModule(WithoutGradient(), entrance, QUERIES)
+    assert own.uncuttable == "WithoutGradient is computed in one stage"
+    latents = module_of(64, 48, 2)
+    latents.generator.vae = torch.nn.Identity()
+    assert "the latents of its VAE" in latents.uncuttable
+
+
 def test_sizes_are_no_tensor_where_fsdp_moves_tensors_to_the_device():
     module, moved = module_of(64, 48, 1), []
     module.register_forward_pre_hook(lambda module, args: moved.extend(map(torch.is_tensor, args)))

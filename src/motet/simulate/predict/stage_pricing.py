@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from motet.assign.context_rows import moved_rows
-from motet.assign.rows import dealt_out
+from motet.assign.rows import dealt_out, num_given_rows
 from motet.assign.step import StepAssignment
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.context_rows import exchanged_heads
@@ -286,10 +286,12 @@ class Pricing:
     def _of_stage(self, stage: PlannedStage) -> StagePrices:
         cases = [(self._sum(stage, layers), chosen) for layers, chosen in self._cases(stage)]
         if len(cases) == 1:
-            prices, (entered, again) = cases[0][0], self._entries(stage)
+            prices, (entered, again), (given, back) = cases[0][0], self._entries(stage), self._given(stage)
             return prices._replace(
                 forward=prices.forward + entered,
                 recompute=prices.recompute + again,
+                forward_tensor=prices.forward_tensor + given,
+                backward_tensor=prices.backward_tensor + back,
                 held=prices.held + self._held_inside(stage),
             )
         which = [chosen for _, chosen in cases]
@@ -311,6 +313,22 @@ class Pricing:
                 forward += entry_s * ((first > 0) + (0 < number < stop - first)) * has_rows
                 recompute += entry_s * (number > 0) * has_rows
         return forward, recompute
+
+    def _given(self, stage: PlannedStage) -> tuple[Float64Array, Float64Array]:
+        """Seconds in which ranks that share sequences give each other what generators are given of them, in forward and
+        in backward. Rows are taken to lie evenly on the ranks, and so are those of the items that each of them gives.
+        """
+        forward, backward = np.zeros(self._shape(stage)), np.zeros(self._shape(stage))
+        unit, model = stage.unit, self.plan.model
+        is_last = stage.layers.get(BACKBONE, (0, 0))[1] == model.num_blocks[BACKBONE]
+        for name in model.generators if is_last and unit.cp > 1 else ():
+            layer, has_gradient = model.moved(name)
+            row_bytes = layer.output_width * self.precision.compute
+            to_each = num_given_rows(self.assignment, name, None).ravel() * row_bytes / unit.cp**2
+            seconds = self._even_exchange_s(to_each, [unit.rank(0, 0, c) for c in range(unit.cp)])
+            forward += seconds.reshape(forward.shape)
+            backward += seconds.reshape(forward.shape) * has_gradient
+        return forward, backward
 
     def _held_inside(self, stage: PlannedStage) -> Float64Array:
         """Bytes that a part keeps which begins inside a recomputed block: its input, which the block would not keep."""
@@ -409,14 +427,17 @@ class Pricing:
 
         Routers are taken to choose all experts equally often, so that each rank gets as many rows as it has.
         """
-        ranks = unit.expert_ranks(unit.first_rank)
+        to_each = rows * layer.experts_per_row * layer.output_width * self.precision.compute / unit.ep
+        return 2 * self._even_exchange_s(to_each, unit.expert_ranks(unit.first_rank))
+
+    def _even_exchange_s(self, to_each: Float64Array, ranks: Sequence[int]) -> Float64Array:
+        """Seconds of exchanges in which each rank gives each other one as many bytes, [n]. to_each: these, [n]."""
         nodes = [self.plan.cluster.node_of(rank) for rank in ranks]
         here = np.array([nodes.count(node) - 1 for node in nodes])
-        to_each = rows * layer.experts_per_row * layer.output_width * self.precision.compute / unit.ep
         inside, crossing = (
-            np.repeat((to_each[:, None] * num)[:, None, :], 2, axis=1) for num in (here, unit.ep - 1 - here)
+            np.repeat((to_each[:, None] * num)[:, None, :], 2, axis=1) for num in (here, len(ranks) - 1 - here)
         )
-        return 2 * self.cost.exchange_seconds(Moved(inside, crossing), ranks)
+        return self.cost.exchange_seconds(Moved(inside, crossing), ranks)
 
     def _shares(self, name: str) -> Int64Array:
         """Which of the ranks that share a replica's items has each item of an encoder, int64 [num_items]: numbered by

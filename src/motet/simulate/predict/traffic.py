@@ -91,9 +91,9 @@ class Traffic:
         return total
 
     def _given_rows(self, name: str, source: PlannedStage, sink: PlannedStage) -> Float64Array:
-        """`num_given_rows` of an edge, in float64."""
+        """`num_given_rows` of an edge, in float64; of ranks that share sequences, an equal part of them."""
         receiver = replica_of(self.planned.layout, sink, 0) if sink.unit is not source.unit else None
-        return num_given_rows(self.assignment, name, receiver, self.pricing.num_islands).astype(np.float64)
+        return num_given_rows(self.assignment, name, receiver, self.pricing.num_islands) / source.unit.cp
 
     def _sent_shares(self, name: str, taker: str, receiver: int) -> Float64Array:
         """`sent_shares`. receiver: the replica of the first island that takes the rows in. Cached."""

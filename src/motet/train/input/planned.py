@@ -70,7 +70,9 @@ class StageNeeds:
         ended = {name for one in stages for name, (_, stop) in one.layers.items() if stop == model.num_blocks[name]}
         spans = [range(*one.layers[BACKBONE]) for one in stages if BACKBONE in one.layers]
         knows_places = any(block in span for *_, block in model.reentries for span in spans) or (needs_places and spans)
-        readers = {name: stage for name, stage in begun.items() if name != BACKBONE}
+        # What a generator makes is what its last stage compares with.
+        makes = {name: one for one in stages for name in ended & {*model.generators} & one.layers.keys()}
+        readers = {name: stage for name, stage in (makes | begun).items() if name != BACKBONE}
         among = ContextPlace.of(plan, place.c, context) if BACKBONE in place.replicas else None
         return StageNeeds(place.replicas, readers, BACKBONE in begun.keys() | ended or bool(knows_places), among)
 
