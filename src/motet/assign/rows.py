@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.assign.encoder_shares import encoder_shares
 from motet.assign.step import ModuleAssignment, StepAssignment
-from motet.balance import assign
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
@@ -26,9 +25,9 @@ from motet.schedule.plan_units import on_backbone_ranks
 class SentRows:
     """The rows that one replica sends to another in a microbatch, in the order of the message: int64 [num_rows] each.
 
-    source: indexes into the sender's output, whose items are ordered by position.
+    source: indexes into the sender's output, whose items are ordered by position, fragments behind whole ones.
     sink:   indexes into the receiver's input: all rows of the module that the receiver takes in, ordered by the
-            position of their example, then by item. Ascending.
+            position of their example, then by item (`Dealing`: of those that stay, fragments last). Ascending.
     num_taken: rows of the receiver's input, from all senders.
     """
 
@@ -39,14 +38,14 @@ class SentRows:
 
 @dataclass(frozen=True)
 class Dealing:
-    """How context-parallel ranks of the backbone take in the items of an encoder: whole, each on one rank.
+    """How context-parallel ranks of the backbone take in the items of an encoder.
 
     Where tokens stand that items belong to, senders do not know. So the ranks that share sequences get items by length,
-    and then give rows to each other (`dispatch/context.py`).
+    each whole on one rank, and then give rows to each other (`dispatch/context.py`).
 
     c, cp:   of the rank that takes in, and how many there are.
-    is_here: whether the encoder runs on the ranks of the backbone's unit: then items stay with the ranks that have the
-             number c of the one that has encoded them.
+    is_here: whether the encoder runs on the ranks of the backbone's unit: then items, and fragments of items, stay with
+             the ranks that have the number c of the one that has encoded them; whole ones come first.
     """
 
     c: int
@@ -61,23 +60,29 @@ class Dealing:
             return None
         return Dealing(shares[1], unit.cp, name in on_backbone_ranks(plan))
 
-    def ranks(self, items: ModuleAssignment, arriving: Int64Array) -> Int64Array:
-        """The c of each item that a replica takes in, int64 [num_arriving]. items: of the whole step."""
-        return takers(items.replica[arriving], items.num_tokens[arriving], self.cp, self.is_here)
+    def taken(self, items: ModuleAssignment, arriving: Int64Array) -> Int64Array:
+        """The parts that this rank takes in, int64 [n]. items: of the whole step. arriving: items, int64 [m]."""
+        if not self.is_here:
+            return parts_in(items, arriving[whole_takers(items.num_tokens[arriving], self.cp) == self.c])
+        parts = parts_in(items, arriving)
+        own = parts[items.parts.replica[parts].astype(np.int64) % self.cp == self.c]
+        in_order: Int64Array = own[np.argsort(items.parts.is_cut[own], kind="stable")]
+        return in_order
 
 
-def takers(encoders: NDArray[np.integer], work: Int64Array, cp: int, is_here: bool) -> Int64Array:
-    """The context-parallel rank of the backbone that takes in each item of an encoder, int64 [num_items].
-
-    encoders: int [num_items], the rank of its unit that has encoded each item.
-    work:     int64 [num_items]. is_here: as of `Dealing`.
-    """
-    return encoders.astype(np.int64) % cp if is_here else dealt_out(work, cp)
+def whole_takers(num_tokens: Int64Array, cp: int) -> Int64Array:
+    """The context-parallel rank of the backbone that takes in each item of an encoder elsewhere, int64 [num_items]."""
+    return encoder_shares(num_tokens, num_tokens, cp, can_cut=False).ranks
 
 
-def dealt_out(work: Int64Array, cp: int) -> Int64Array:
-    """Whole items dealt out over context-parallel ranks by their work, int64 [num_items]."""
-    return assign(work, cp).ranks.astype(np.int64)
+def parts_in(items: ModuleAssignment, chosen: Int64Array) -> Int64Array:
+    """The parts of some items, in the order of these, int64 [n]."""
+    if items.cuts is None:
+        return chosen
+    first, stop = (np.searchsorted(items.parts.item, chosen, side=side) for side in ("left", "right"))
+    counts = stop - first
+    found: Int64Array = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    return found
 
 
 def edge_rows(
@@ -135,12 +140,12 @@ def sent_rows(
     """
     name, sender = source
     items = assignment.modules[name]
-    arriving = _arriving_items(assignment, name, sink, microbatch, dealing)
-    sent = arriving[items.replica[arriving] == sender]
+    arriving, parts = _arriving_parts(assignment, name, sink, microbatch, dealing), items.parts
+    sent = arriving[parts.replica[arriving] == sender]
     return SentRows(
-        row_order(items.items_of(sender, microbatch), sent, items.num_tokens),
-        row_order(arriving, sent, items.num_tokens),
-        int(items.num_tokens[arriving].sum()),
+        row_order(items.parts_of(sender, microbatch), sent, parts.num_rows),
+        row_order(arriving, sent, parts.num_rows),
+        int(parts.num_rows[arriving].sum()),
     )
 
 
@@ -169,10 +174,10 @@ def num_given_rows(assignment: StepAssignment, name: str, receiver: int | None, 
     return num.astype(np.int64).reshape(sequences.num_replicas, count)
 
 
-def _arriving_items(
+def _arriving_parts(
     assignment: StepAssignment, name: str, sink: tuple[str, int], microbatch: int, dealing: Dealing | None
 ) -> Int64Array:
-    """The items of a module whose rows a replica takes in, by the position of their example, then by item, int64 [n].
+    """The parts of a module that a replica takes in, by the position of their example, then by item, int64 [n].
 
     Arguments: as of `sent_rows`.
     """
@@ -184,7 +189,7 @@ def _arriving_items(
     arrival[examples[::-1]] = np.arange(len(examples))[::-1]
     arriving = np.flatnonzero(arrival[items.example] >= 0)
     arriving = arriving[np.argsort(arrival[items.example[arriving]], kind="stable")]
-    return arriving if dealing is None else arriving[dealing.ranks(items, arriving) == dealing.c]
+    return parts_in(items, arriving) if dealing is None else dealing.taken(items, arriving)
 
 
 def sent_shares(assignment: StepAssignment, name: str, taker: str, receiver: int, num_islands: int = 1) -> Float64Array:
@@ -211,8 +216,8 @@ def sent_shares(assignment: StepAssignment, name: str, taker: str, receiver: int
 def row_order(stored: Int64Array, wanted: Int64Array, rows: Int64Array) -> Int64Array:
     """Indexes of the rows of the items `wanted`, in that order, in an array that has the rows of the items `stored`.
 
-    stored, wanted: int64 [num_stored] and [num_wanted], item numbers.
-    rows:           int64 [num_items], the number of rows of each item.
+    stored, wanted: int64 [num_stored] and [num_wanted], numbers of items, or of parts.
+    rows:           int64 [num_items], the number of rows of each.
     Returns int64 [rows of the wanted items].
     """
     start = np.zeros(len(rows), dtype=np.int64)
