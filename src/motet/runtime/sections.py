@@ -218,7 +218,7 @@ class Section:
         self.span, self.taken, self._totals, self.loss_gradient = span, span.taken, totals, loss_gradient
         self.output, self.takes_loss, self.sees_targets = span.output, span.takes_loss, span.sees_targets
         self._is_backbone, self._made = span.module == BACKBONE, made
-        self.without_rows = None if span.leaves or span.gives else without_rows
+        self.without_rows = None if (self._is_backbone and span.leaves) or span.gives else without_rows
         self._module = modules_by_phase(model)[span.module]
 
     def has_input(self, batch: RankBatch) -> bool:
