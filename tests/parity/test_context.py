@@ -118,6 +118,14 @@ LARGE = {
         PlannedCase((CUT, Unit("llm", ({"backbone": 3},), first_rank=4)), "gpipe", microbatch_size=3, has_large=True),
         PlannedCase((CUT, Unit("llm", ({"backbone": 3},), first_rank=4)), has_large=True, seed=1),
     ],
+    # A rank without rows is in a stage without the encoder's weights before its blocks.
+    6: [
+        PlannedCase(
+            chain(3, {"image": 2}, {"image": 1, "audio": 2, "backbone": 3}, recompute=({"image": 1}, {"image": 1})),
+            has_large=True,
+            seed=2,
+        )
+    ],
 }
 """Images that ranks cut, of which some have no row of a small one."""
 IN_HEAD_GROUPS = [

@@ -1,5 +1,6 @@
 """Towers whose items context-parallel ranks share, run in parts as stages of a pipeline do: float64, 1e-10."""
 
+from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
 
@@ -58,12 +59,22 @@ def in_parts(module, values, sizes, shared):
     return module.leave(taken, sizes, shared), [*graph, (hidden, taken)]
 
 
+def without_weights(module: ModalityModule) -> ModalityModule:
+    """As a stage has the tower that holds none of its blocks."""
+    bare = deepcopy(module)
+    for child in bare.modules():
+        child._parameters.update(dict.fromkeys(child._parameters))
+    return bare
+
+
 def check(rank: int, num_ranks: int, frozen: tuple[str, ...]) -> list[str]:
     wrong = []
     for tower in (*TOWERS, *SHAPED):
         for blocks in IMAGES:
             module, reference = module_of(tower, frozen), module_of(tower, frozen)
             assert module.can_share, tower
+            spares = (each.encoder.spare(torch.zeros(0)) for each in (module, without_weights(module)))
+            assert len({(values.shape, sizes.shape) for values, sizes in spares}) == 1, tower
             sizes = sizes_of(tower, blocks)
             rng = np.random.default_rng(3)
             items = [torch.from_numpy(rng.standard_normal((rows, ROW_DIM))) for rows in sizes.prod(axis=1)]
