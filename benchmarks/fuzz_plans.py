@@ -273,7 +273,17 @@ def features(case: AnyCase) -> Iterator[str]:
     if isinstance(case, Cut):
         yield from _features_of_cut(case)
         return
-    for name in ("tied", "frozen", "caps", "blocking", "deferred_warmup", "left_out", "is_mixed", "dropout"):
+    for name in (
+        "tied",
+        "frozen",
+        "caps",
+        "blocking",
+        "deferred_warmup",
+        "left_out",
+        "is_mixed",
+        "dropout",
+        "has_large",
+    ):
         if getattr(case, name):
             yield name
     for part in case.parts:

@@ -91,6 +91,7 @@ _MIXTURE = {
     "family": lambda rng: str(rng.choice(["qwen2", "qwen2", "qwen3", "llama", "phi3", "olmo2"])),
     "seed": lambda rng: int(rng.integers(2**31)),
     "optimizer": lambda rng: str(rng.choice(["adamw"] * 7 + sorted(set(OPTIMIZERS) - {"adamw"}))),
+    "has_large": lambda rng: bool(rng.random() < 0.3),
     "made": lambda rng: _MADE[number - 5][int(rng.integers(3))] if (number := int(rng.integers(7))) > 4 else (),
 }
 """Field of a PlannedCase -> how it is drawn for a mixture: what one process computes."""

@@ -202,6 +202,7 @@ class PlannedCase:
     parts: of the model, as of `parity.planned_parts`.
     exchange, head_groups: how attention gets rows of other context-parallel ranks.
     lora: parts with adapters, made: generators, as of `build_hf_model`.
+    has_large: as of `draw_example`, so that ranks that share images cut some.
     left_out: the share of examples that are found bad after the step was decided.
     is_mixed: passes compute in float32, and gradients are summed in float64, as parameters are stored.
     then:     goes on behind the first step, from its checkpoint: another Plan for the same model, examples and ranks.
@@ -236,6 +237,7 @@ class PlannedCase:
     chunks: int = 1
     head_groups: int = 1
     optimizer: str = "adamw"
+    has_large: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -269,7 +271,7 @@ class PlannedCase:
         media = [tuple(rng.choice(contents, rng.integers(0, 4))) if contents else () for _ in range(99)]
         media = [tuple(map(str, each)) for each in media[: self.batch_size]]
         media[0] = tuple(name for name in media[0] if name != "image")
-        examples = [draw_example(rng, each, ROW_DIMS) for each in media]
+        examples = [draw_example(rng, each, ROW_DIMS, self.has_large) for each in media]
         return [read_twice(example, self.parts) for example in examples] if has_second(self.parts) else examples
 
     def model(self) -> MLLM:
@@ -424,7 +426,7 @@ def batches_of(
         chosen = [examples[number] for number in part.examples[kept]]
         items = {p: [m for e in chosen for q, m in zip(e.sequence.media, e.media) if q == p] for p in phases}
         taken = {
-            phase: [items[phase][i] for i in decision.assignments[phase].on_rank(replica)]
+            phase: [items[phase][i] for i in decision.items_on(phase, replica)]
             for phase, replica in place.replicas.items()
             if needs.reads(phase, number, part.decision.program)
         }
@@ -445,7 +447,8 @@ Expected = tuple[list[tuple[float, float]], dict[str, torch.Tensor], dict[str, t
 
 def expected(case: PlannedCase, num_steps: int = NUM_STEPS) -> Expected:
     """What one process computes. Of cases with the same model and examples, it does so once."""
-    return _expected(case.built, case.contents, case.batch_size, case.left_out, case.seed, case.optimizer, num_steps)
+    examples = case.contents, case.batch_size, case.left_out, case.seed
+    return _expected(case.built, *examples, case.optimizer, num_steps, has_large=case.has_large)
 
 
 @lru_cache(maxsize=32)
@@ -457,10 +460,11 @@ def _expected(
     seed: int,
     optimizer: str,
     num_steps: int,
+    has_large: bool,
 ) -> Expected:
     *_, parts, _, _, _, dropout, made = built
     options = {"left_out": left_out, "seed": seed, "parts": parts, "made": made, "optimizer": optimizer}
-    case = PlannedCase((), contents=contents, batch_size=batch_size, **options)
+    case = PlannedCase((), contents=contents, batch_size=batch_size, has_large=has_large, **options)
     return in_one_process(case, _copied(_whole_model(*built)), num_steps, has_draws=bool(dropout or made))
 
 

@@ -77,6 +77,57 @@ OF_BACKBONES = {
     ],
 }
 """The backbone's rows are shared."""
+BESIDE = Unit("encoders", ({"image": 3, "audio": 2},), cp=2, zero=3, recompute=({"image": 2, "audio": 1},))
+IN_CHUNKS = (replace(chain(4, {"image": 1}, {"image": 2, "audio": 2, "backbone": 3})[0], pp=1),)
+LARGE = {
+    2: [
+        PlannedCase(chain(2, WHOLE), has_large=True),
+        PlannedCase(
+            chain(2, WHOLE, zero=3, recompute=({"image": 2},)), microbatch_size=3, has_large=True, left_out=0.3
+        ),
+        PlannedCase(chain(2, WHOLE), frozen=("image encoder",), parts=("again",), has_large=True),
+        PlannedCase(chain(2, WHOLE), frozen=("image block",), parts=("ahead",), has_large=True, lora=("image",)),
+        PlannedCase(chain(2, {"backbone": 3}, replicated=("image", "audio")), has_large=True),
+    ],
+    3: [
+        PlannedCase((BESIDE, Unit("llm", ({"backbone": 3},), first_rank=2)), microbatch_size=2, has_large=True),
+        PlannedCase((ENCODERS, Unit("llm", ({"backbone": 3},), first_rank=2)), has_large=True, frozen=("image",)),
+        PlannedCase(chain(3, WHOLE), microbatch_size=2, exchange="all_gather", has_large=True),
+    ],
+    4: [
+        PlannedCase(chain(4, WHOLE), has_large=True),
+        # A rank without rows gets no message, in the stage with the encoder's end neither.
+        PlannedCase(IN_CHUNKS, "interleaved_1f1b", has_large=True),
+        PlannedCase(
+            chain(2, {"image": 2}, {"image": 1, "audio": 2, "backbone": 3}, recompute=({"image": 1}, {"image": 1})),
+            "zb_h1",
+            has_large=True,
+        ),
+        PlannedCase((ENCODERS, *chain(2, {"backbone": 3}, first_rank=2)), microbatch_size=2, has_large=True),
+        PlannedCase(chain(2, WHOLE, tp=2), microbatch_size=2, has_large=True),
+        PlannedCase(
+            (
+                Unit("llm", ({"backbone": 2}, {"backbone": 1}), pp=2, cp=2),
+                Unit("encoders", ({"image": 3, "audio": 2},), dp=2, cp=2, recompute=({"image": 2},)),
+            ),
+            batch_size=4,
+            has_large=True,
+        ),
+    ],
+    5: [
+        PlannedCase((CUT, Unit("llm", ({"backbone": 3},), first_rank=4)), "gpipe", microbatch_size=3, has_large=True),
+        PlannedCase((CUT, Unit("llm", ({"backbone": 3},), first_rank=4)), has_large=True, seed=1),
+    ],
+    # A rank without rows is in a stage without the encoder's weights before its blocks.
+    6: [
+        PlannedCase(
+            chain(3, {"image": 2}, {"image": 1, "audio": 2, "backbone": 3}, recompute=({"image": 1}, {"image": 1})),
+            has_large=True,
+            seed=2,
+        )
+    ],
+}
+"""Images that ranks cut, of which some have no row of a small one."""
 IN_HEAD_GROUPS = [
     PlannedCase(
         chain(2, WHOLE, zero=3, recompute=({"image": 1, "backbone": 2},)),
@@ -103,3 +154,8 @@ def test_keys_of_groups_of_heads_that_travel_meanwhile_equal_one_process():
 @pytest.mark.parametrize("num_ranks", [*(pytest.param(count, marks=pytest.mark.slow) for count in (3, 4)), 5])
 def test_encoders_that_share_items_equal_one_process(num_ranks):
     assert_planned(num_ranks, OF_ENCODERS[num_ranks])
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(LARGE, {2: (0,), 3: (0,), 4: (1,)}))
+def test_ranks_that_share_images_equal_one_process(num_ranks, cases):
+    assert_planned(num_ranks, cases)

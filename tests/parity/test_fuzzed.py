@@ -138,7 +138,7 @@ def test_cases_have_all_that_a_plan_can_say():
         *(f"zero {stage}" for stage in range(4)),
         *(f"balance {way}" for way in ("off", "joint", "per_phase", "auto")),
         *(f"example_order {order}" for order in ("given", "intra", "inter", "both")),
-        *("tied", "frozen", "caps", "blocking", "deferred_warmup", "left_out", "is_mixed", "dropout"),
+        *("tied", "frozen", "caps", "blocking", "deferred_warmup", "left_out", "is_mixed", "dropout", "has_large"),
         *(
             "recompute",
             "shard_size 2",

@@ -239,8 +239,12 @@ _RASTERS = ("image", "draw", "paint", "recall", "etch", "retell")
 
 
 def draw_example(
-    rng: np.random.Generator, media: tuple[str, ...], row_dims: dict[str, int] | None = None
+    rng: np.random.Generator,
+    media: tuple[str, ...],
+    row_dims: dict[str, int] | None = None,
+    has_large: bool = False,
 ) -> LoadedExample:
+    """has_large: a third of the images have nine times as many rows."""
     row_dims = row_dims or ROW_DIMS
     num_tokens = len(media) + int(rng.integers(3, 12))
     answer = int(rng.integers(1, 3))
@@ -250,6 +254,8 @@ def draw_example(
     items = []
     for phase in media:
         size = rng.integers(1, 5, 2) if phase in _RASTERS else rng.integers(1, 20, 1)
+        if has_large and phase == "image" and rng.random() < 1 / 3:
+            size *= 3
         items.append(Media(rng.standard_normal((size.prod(), row_dims[phase])).astype(np.float32), size))
     sequence = TokenSequence(tokens, targets, tuple(map(str, media)), places)
     return LoadedExample(with_turns(sequence, ("recall", "retell"), rng), tuple(items))

@@ -66,6 +66,7 @@ class Decision:
     cuts:        the sequences that several ranks share, which `assignments` have on the rank with most of their rows;
                  None: all are whole.
     item_cuts:   encoder -> the same of its items, where some are shared.
+    sharing:     encoder -> how many ranks, one after the other, share its items; left out: all ranks do.
     lacking_bytes, fits_whole: as of `motet.balance.Choice`.
 
     Example:
@@ -88,6 +89,7 @@ class Decision:
     program: PlannedProgram | None = None
     cuts: ItemCuts | None = None
     item_cuts: Mapping[str, ItemCuts] = field(default_factory=dict)
+    sharing: Mapping[str, int] = field(default_factory=dict)
     lacking_bytes: int = 0
     fits_whole: bool = True
 

@@ -1,26 +1,27 @@
 """A step of a pipeline decided by its Plan, microbatch by microbatch, in the form in which training loads a step.
 
 Ranks of the assignments are replicas of each module's unit. Of an encoder whose unit has context-parallel ranks, they
-are these ranks, replica by replica: its items are dealt out whole (`coordinates.share_of`).
+are these ranks, replica by replica (`coordinates.share_of`), which share long items (`encoder_shares.py`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
-from motet.assign.orchestrator import Decision
+from motet.assign.encoder_shares import encoder_shares, joined_cuts
+from motet.assign.orchestrator import Decision, with_cut_loads
 from motet.assign.ordering import StepSeconds
 from motet.assign.plan import assign_step
-from motet.assign.rows import dealt_out
 from motet.assign.step import ModuleAssignment, StepAssignment
 from motet.assign.whole_step import DecidedMicrobatch, DecidedStep
 from motet.balance import LengthWork, Packed, PhaseCosts, score
 from motet.core.arrays import Int64Array
 from motet.core.assignment import Assignment
+from motet.core.cuts import ItemCuts
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.schedule import PlannedProgram
@@ -41,9 +42,8 @@ def decide_planned_step(
     step = assign_step(plan, lengths, seconds=seconds)
     microbatch = step.modules[BACKBONE].microbatch
     program = program_of(step) if program_of else None
-    cp = {name: 1 if name == BACKBONE else plan.unit_of(name).cp for name in step.modules}
     parts = tuple(
-        _decided(step, program, number, np.flatnonzero(microbatch == number), cp)
+        _decided(plan, step, program, number, np.flatnonzero(microbatch == number))
         for number in range(step.num_microbatches)
     )
     return DecidedStep(parts, time.perf_counter() - start_s)
@@ -54,32 +54,58 @@ def by_replica(plan: Plan, step: StepAssignment) -> StepAssignment:
     modules = dict(step.modules)
     for name, items in modules.items():
         if name != BACKBONE and (cp := plan.unit_of(name).cp) > 1:
-            modules[name] = replace(items, replica=items.replica // cp, num_replicas=items.num_replicas // cp)
+            modules[name] = replace(
+                items, replica=items.replica // cp, num_replicas=items.num_replicas // cp, cuts=None
+            )
     return replace(step, modules=modules)
 
 
 def _decided(
-    step: StepAssignment, program: PlannedProgram | None, microbatch: int, examples: Int64Array, cp: Mapping[str, int]
+    plan: Plan, step: StepAssignment, program: PlannedProgram | None, microbatch: int, examples: Int64Array
 ) -> DecidedMicrobatch:
-    """One microbatch of a step.
-
-    examples: int64 [n], its examples, ascending. cp: module -> ranks that share its items.
-    """
+    """One microbatch of a step. examples: int64 [n], its examples, ascending."""
     lengths = step.batch.take(examples)
     costs = PhaseCosts(dict.fromkeys(step.modules, Packed()), LengthWork())
     work = costs.work(lengths)
-    assignments = {name: _assignment(items, microbatch, work[name], cp[name]) for name, items in step.modules.items()}
+    assignments, item_cuts, sharing = {}, {}, {}
+    for name, items in step.modules.items():
+        if name != BACKBONE and (cp := plan.unit_of(name).cp) > 1:
+            sharing[name] = cp
+        can_cut = plan.model.module(name).shareable
+        assignments[name], cuts = _assignment(items, microbatch, work[name], sharing.get(name, 1), can_cut=can_cut)
+        if cuts is not None:
+            item_cuts[name] = cuts
     method = step.methods[microbatch] if step.methods else "off"
-    decision = Decision(assignments, assignments, costs, work, 0.0, method, program=program)
+    decision = Decision(
+        assignments,
+        assignments,
+        costs,
+        work,
+        0.0,
+        method,
+        program=program,
+        item_cuts=item_cuts,
+        sharing=sharing,
+    )
     return DecidedMicrobatch(examples, lengths, decision)
 
 
-def _assignment(items: ModuleAssignment, microbatch: int, work: Int64Array, cp: int) -> Assignment:
-    """Who computes the items of one microbatch. work: int64 [items of the microbatch]. cp: ranks that share items."""
+def _assignment(
+    items: ModuleAssignment, microbatch: int, work: Int64Array, cp: int, *, can_cut: bool
+) -> tuple[Assignment, ItemCuts | None]:
+    """Who computes the items of one microbatch, and which of them ranks share.
+
+    work: int64 [items of the microbatch]. cp, can_cut: as of `encoder_shares`.
+    """
     inside = np.flatnonzero(items.microbatch == microbatch)
-    ranks = items.replica[inside].astype(np.int64) * cp
-    for replica in np.unique(ranks).tolist() if cp > 1 else ():
-        own = np.flatnonzero(ranks == replica)
-        ranks[own] += dealt_out(work[own], cp)
+    ranks, parts = items.replica[inside].astype(np.int64) * cp, []
+    for first in np.unique(ranks).tolist() if cp > 1 else ():
+        own = np.flatnonzero(ranks == first)
+        shares = encoder_shares(work[own], items.num_tokens[inside[own]], cp, can_cut=can_cut)
+        ranks[own] += shares.ranks
+        if shares.cuts is not None:
+            parts.append((shares.cuts, own, first))
     placed = score(ranks, work, items.num_replicas * cp, Packed())
-    return replace(placed, items=np.lexsort((items.position[inside], ranks)))
+    placed = replace(placed, items=np.lexsort((items.position[inside], ranks)))
+    cuts = joined_cuts(parts, items.position[inside])
+    return placed if cuts is None else with_cut_loads(placed, cuts, work), cuts

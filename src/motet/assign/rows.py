@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.assign.encoder_shares import encoder_shares
 from motet.assign.step import ModuleAssignment, StepAssignment
-from motet.balance import assign
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
@@ -26,9 +26,9 @@ from motet.schedule.plan_units import on_backbone_ranks
 class SentRows:
     """The rows that one replica sends to another in a microbatch, in the order of the message: int64 [num_rows] each.
 
-    source: indexes into the sender's output, whose items are ordered by position.
+    source: indexes into the sender's output, whose items are ordered by position, fragments behind whole ones.
     sink:   indexes into the receiver's input: all rows of the module that the receiver takes in, ordered by the
-            position of their example, then by item. Ascending.
+            position of their example, then by item (`Dealing`: of those that stay, fragments last). Ascending.
     num_taken: rows of the receiver's input, from all senders.
     """
 
@@ -39,15 +39,15 @@ class SentRows:
 
 @dataclass(frozen=True)
 class Dealing:
-    """How context-parallel ranks of the backbone take in the items of an encoder: whole, each on one rank. So they give
-    away what a generator is given of its items.
+    """How context-parallel ranks of the backbone take in items of an encoder, or give away what a generator is given.
 
     Where tokens stand that items belong to, other units do not know. So the ranks that share sequences get items by
-    length, and then give rows to each other (`dispatch/context.py`); of a generator's items they do so before.
+    length, each whole on one rank, and then give rows to each other (`dispatch/context.py`); of a generator's items
+    they do so before.
 
     c, cp:   of the rank of the backbone, and how many there are.
-    is_here: whether the module runs on the ranks of the backbone's unit: then items stay with the ranks that have the
-             number c of the one that computes them.
+    is_here: whether the module runs on the ranks of the backbone's unit: then items, and fragments of items, stay with
+             the ranks that have the number c of the one that computes them; whole ones come first.
     """
 
     c: int
@@ -62,24 +62,38 @@ class Dealing:
             return None
         return Dealing(c, unit.cp, name in on_backbone_ranks(plan))
 
-    def ranks(self, items: ModuleAssignment, arriving: Int64Array) -> Int64Array:
-        """The c of each item in the sequences of a replica, int64 [num_arriving]. items: of the whole step."""
-        return takers(items.replica[arriving], items.num_tokens[arriving], self.cp, self.is_here)
+    def taken(self, items: ModuleAssignment, arriving: Int64Array) -> Int64Array:
+        """The parts that this rank takes in, or gives, int64 [n]. items: of the step. arriving: items, int64 [m]."""
+        if not self.is_here:
+            ranks = takers(items.replica[arriving], items.num_tokens[arriving], self.cp, is_here=False)
+            return parts_in(items, arriving[ranks == self.c])
+        parts = parts_in(items, arriving)
+        own = parts[items.parts.replica[parts].astype(np.int64) % self.cp == self.c]
+        in_order: Int64Array = own[np.argsort(items.parts.is_cut[own], kind="stable")]
+        return in_order
 
 
-def takers(encoders: NDArray[np.integer], work: Int64Array, cp: int, is_here: bool) -> Int64Array:
-    """The context-parallel rank of the backbone that takes in each item of an encoder, or gives one of a generator what
-    it is given, int64 [num_items].
+def takers(computed_on: NDArray[np.integer], num_tokens: Int64Array, cp: int, *, is_here: bool) -> Int64Array:
+    """The context-parallel rank of the backbone that takes in each whole item of an encoder, or gives a generator what
+    it is given of one, int64 [num_items].
 
-    encoders: int [num_items], the rank of its unit that computes each item.
-    work:     int64 [num_items]. is_here: as of `Dealing`.
+    computed_on: int [num_items], the rank of its unit that computes each item.
+    num_tokens:  int64 [num_items]. is_here: as of `Dealing`.
     """
-    return encoders.astype(np.int64) % cp if is_here else dealt_out(work, cp)
+    if is_here:
+        here: Int64Array = computed_on.astype(np.int64) % cp
+        return here
+    return encoder_shares(num_tokens, num_tokens, cp, can_cut=False).ranks
 
 
-def dealt_out(work: Int64Array, cp: int) -> Int64Array:
-    """Whole items dealt out over context-parallel ranks by their work, int64 [num_items]."""
-    return assign(work, cp).ranks.astype(np.int64)
+def parts_in(items: ModuleAssignment, chosen: Int64Array) -> Int64Array:
+    """The parts of some items, in the order of these, int64 [n]."""
+    if items.cuts is None:
+        return chosen
+    first, stop = (np.searchsorted(items.parts.item, chosen, side=side) for side in ("left", "right"))
+    counts = stop - first
+    found: Int64Array = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    return found
 
 
 def edge_rows(
@@ -138,12 +152,12 @@ def sent_rows(
     """
     name, sender = source
     items = assignment.modules[name]
-    arriving = _arriving_items(assignment, name, sink, microbatch, dealing)
-    sent = arriving[items.replica[arriving] == sender]
+    arriving, parts = _arriving_parts(assignment, name, sink, microbatch, dealing), items.parts
+    sent = arriving[parts.replica[arriving] == sender]
     return SentRows(
-        row_order(items.items_of(sender, microbatch), sent, items.num_tokens),
-        row_order(arriving, sent, items.num_tokens),
-        int(items.num_tokens[arriving].sum()),
+        row_order(items.parts_of(sender, microbatch), sent, parts.num_rows),
+        row_order(arriving, sent, parts.num_rows),
+        int(parts.num_rows[arriving].sum()),
     )
 
 
@@ -169,8 +183,8 @@ def num_given_here(
     assignment: StepAssignment, name: str, sender: int, microbatch: int, dealing: Dealing | None = None
 ) -> int:
     """How many rows a replica of the backbone gives a generator, all that take them together. Others: `given_rows`."""
-    items = _arriving_items(assignment, name, (BACKBONE, sender), microbatch, dealing)
-    return int(assignment.modules[name].num_tokens[items].sum())
+    given = _arriving_parts(assignment, name, (BACKBONE, sender), microbatch, dealing)
+    return int(assignment.modules[name].parts.num_rows[given].sum())
 
 
 def num_given_rows(assignment: StepAssignment, name: str, receiver: int | None, num_islands: int = 1) -> Int64Array:
@@ -187,10 +201,10 @@ def num_given_rows(assignment: StepAssignment, name: str, receiver: int | None, 
     return num.astype(np.int64).reshape(sequences.num_replicas, count)
 
 
-def _arriving_items(
+def _arriving_parts(
     assignment: StepAssignment, name: str, sink: tuple[str, int], microbatch: int, dealing: Dealing | None
 ) -> Int64Array:
-    """The items of a module whose rows a replica takes in, by the position of their example, then by item, int64 [n].
+    """The parts of a module that a replica takes in, by the position of their example, then by item, int64 [n].
 
     Arguments: as of `sent_rows`.
     """
@@ -202,7 +216,7 @@ def _arriving_items(
     arrival[examples[::-1]] = np.arange(len(examples))[::-1]
     arriving = np.flatnonzero(arrival[items.example] >= 0)
     arriving = arriving[np.argsort(arrival[items.example[arriving]], kind="stable")]
-    return arriving if dealing is None else arriving[dealing.ranks(items, arriving) == dealing.c]
+    return parts_in(items, arriving) if dealing is None else dealing.taken(items, arriving)
 
 
 def sent_shares(assignment: StepAssignment, name: str, taker: str, receiver: int, num_islands: int = 1) -> Float64Array:
@@ -229,8 +243,8 @@ def sent_shares(assignment: StepAssignment, name: str, taker: str, receiver: int
 def row_order(stored: Int64Array, wanted: Int64Array, rows: Int64Array) -> Int64Array:
     """Indexes of the rows of the items `wanted`, in that order, in an array that has the rows of the items `stored`.
 
-    stored, wanted: int64 [num_stored] and [num_wanted], item numbers.
-    rows:           int64 [num_items], the number of rows of each item.
+    stored, wanted: int64 [num_stored] and [num_wanted], numbers of items, or of parts.
+    rows:           int64 [num_items], the number of rows of each.
     Returns int64 [rows of the wanted items].
     """
     start = np.zeros(len(rows), dtype=np.int64)

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.core.arrays import Int32Array, Int64Array
+from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.assignment import Assignment
+from motet.core.cuts import ItemCuts
 from motet.core.errors import ArgumentError
 from motet.core.exchange import Moved, moved
 from motet.core.item_segments import ItemSegments
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.schedule.passes import Presence
+
+
+@dataclass(frozen=True, eq=False)
+class ItemParts:
+    """Whole items and fragments of others, ascending by item, then by row: columns [num_parts].
+
+    item:     int64, of which it has rows.
+    replica:  int, that computes it.
+    num_rows: int64, of the item's rows in the backbone's sequence.
+    is_cut:   bool, whether it is a fragment.
+    """
+
+    item: Int64Array
+    replica: NDArray[np.integer]
+    num_rows: Int64Array
+    is_cut: BoolArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +47,8 @@ class ModuleAssignment:
     microbatch: int32.
     position:   int64, among the items of the same replica and microbatch, from 0.
     segments, num_media: as in `core.workload.ItemLengths`.
+    cuts:       the items that several replicas share, which `replica` has on the one with their largest fragment, where
+                replicas are numbered as in training (`coordinates.share_of`); None: all are whole.
     """
 
     example: Int64Array
@@ -41,6 +60,35 @@ class ModuleAssignment:
     num_replicas: int
     segments: ItemSegments | None = None
     num_media: Int64Array | None = None
+    cuts: ItemCuts | None = None
+
+    @cached_property
+    def parts(self) -> ItemParts:
+        """Its items, those that are cut in fragments."""
+        whole = np.arange(len(self.example))
+        if self.cuts is None:
+            return ItemParts(whole, self.replica, self.num_tokens, np.zeros(len(whole), np.bool_))
+        cuts = self.cuts
+        whole = whole[~np.isin(whole, cuts.items)]
+        item, first = np.concatenate([whole, cuts.item]), np.concatenate([np.zeros(len(whole), np.int64), cuts.begin])
+        order = np.lexsort((first, item))
+        return ItemParts(
+            item[order],
+            np.concatenate([self.replica[whole], cuts.rank])[order],
+            np.concatenate([self.num_tokens[whole], cuts.share_of(self.num_tokens)])[order],
+            np.repeat([False, True], [len(whole), len(cuts.item)])[order],
+        )
+
+    def parts_of(self, replica: int, microbatch: int) -> Int64Array:
+        """The parts that a replica computes in a microbatch, whole items in their order, then fragments, int64 [n]."""
+        whole = self.items_of(replica, microbatch)
+        if self.cuts is None:
+            return whole
+        own = self.cuts.on_rank(replica)
+        own = own[self.microbatch[own] == microbatch]
+        whole = whole[~np.isin(whole, self.cuts.items)]
+        of_fragments = [np.flatnonzero((self.parts.item == item) & (self.parts.replica == replica)) for item in own]
+        return np.concatenate([np.searchsorted(self.parts.item, whole), *of_fragments])
 
     def batch_index(self, num_microbatches: int) -> Int64Array:
         """replica * num_microbatches + microbatch of each item, int64 [num_items]."""
@@ -145,11 +193,13 @@ def joined(
     microbatches: Sequence[BatchLengths],
     assignments: Sequence[Mapping[str, Assignment]],
     methods: tuple[str, ...] = (),
+    cuts: Sequence[Mapping[str, ItemCuts]] = (),
 ) -> StepAssignment:
     """The assignment of a step whose microbatches an `Orchestrator` decided one by one.
 
     microbatches: the lengths of each. assignments: per microbatch, the Assignment of each module. Modules keep the
-    order of the first microbatch's assignments. Raises ArgumentError unless both have the same length, at least 1.
+    order of the first microbatch's assignments. cuts: per microbatch, encoder -> its items that are cut. Raises
+    ArgumentError unless both have the same length, at least 1.
     """
     if len(microbatches) != len(assignments) or not microbatches:
         raise ArgumentError(
@@ -169,5 +219,15 @@ def joined(
             of_microbatches[0].num_ranks,
             items.segments,
             items.num_media,
+            _joined_cuts([one.num_items for one in of_microbatches], [each.get(name) for each in cuts]),
         )
     return StepAssignment(batch, len(microbatches), modules, methods)
+
+
+def _joined_cuts(counts: Sequence[int], cuts: Sequence[ItemCuts | None]) -> ItemCuts | None:
+    """Cuts of microbatches as those of the step. counts: items of each microbatch."""
+    before = np.cumsum(counts) - counts
+    found = [replace(each, item=each.item + before[number]) for number, each in enumerate(cuts) if each is not None]
+    if not found:
+        return None
+    return ItemCuts(*(np.concatenate([getattr(each, name) for each in found]) for name in ItemCuts.columns))

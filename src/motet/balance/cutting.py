@@ -85,6 +85,12 @@ def units_of(rows: Int64Array, num_ranks: int) -> Int64Array:
     return units
 
 
+def largest_fragments(cut: Split) -> Int32Array:
+    """The rank of the largest fragment of each item, the first of several, int32 [num_items]."""
+    by_size = np.lexsort((cut.part, -(cut.end - cut.begin), cut.item))
+    return cut.assignment.ranks[by_size[np.searchsorted(cut.item, np.arange(len(cut.units)))]]
+
+
 def deliveries(
     phase: Phase, placed: Assignment, cut: Split | None, backbone: Assignment, fragments: Split | None
 ) -> tuple[Int32Array, Int32Array, Int64Array]:
@@ -155,9 +161,7 @@ def _same(one: Split, other: Split) -> bool:
 
 def _placed(cut: Split, costs: Int64Array, num_ranks: int) -> Assignment:
     """Each item on the rank of its largest fragment, the first of several; loads are of fragments."""
-    by_size = np.lexsort((cut.part, -(cut.end - cut.begin), cut.item))
-    largest = by_size[np.searchsorted(cut.item, np.arange(len(costs)))]
-    ranks = cut.assignment.ranks[largest]
+    ranks = largest_fragments(cut)
     return Assignment(ranks, *csr_from_ranks(ranks, num_ranks), cut.assignment.loads, -(-int(costs.sum()) // num_ranks))
 
 

@@ -8,8 +8,9 @@ the same. Rows of an encoder's item see all of its rows, so its fragments are si
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 
@@ -21,8 +22,8 @@ from motet.core.errors import ArgumentError
 class ItemCuts:
     """The fragments of those items of a phase that several ranks share; all others are whole.
 
-    item:       int64 [num_fragments], ascending, the item of each fragment (of the backbone: the example); at least two
-                of an item.
+    item:       int64 [num_fragments], the item of each fragment (of the backbone: the example); at least two of an
+                item, one after the other. Ranks have the items in this order: ascending, or under a Plan by position.
     rank:       int32 [num_fragments], on different ranks.
     begin, end: int64 [num_fragments]; of its item a fragment has the units begin .. end - 1, in order.
     units:      int64 [num_fragments], units of the whole item; of a sequence, some rows and their mirror images each.
@@ -39,6 +40,7 @@ class ItemCuts:
     begin: Int64Array
     end: Int64Array
     units: Int64Array
+    columns: ClassVar[tuple[str, ...]] = ("item", "rank", "begin", "end", "units")
 
     def __post_init__(self) -> None:
         for item in self.items.tolist():
@@ -60,7 +62,7 @@ class ItemCuts:
         return dict(zip(*(each.tolist() for each in np.unique(self.item, return_counts=True)), strict=True))
 
     def on_rank(self, rank: int) -> Int64Array:
-        """The items of which a rank has a fragment, ascending, int64 [n]."""
+        """The items of which a rank has a fragment, in their order, int64 [n]."""
         own: Int64Array = self.item[self.rank == rank]
         return own
 
@@ -91,5 +93,5 @@ class ItemCuts:
         if not own.any():
             return None
         renumbered = np.cumsum(kept) - 1
-        columns = {name: getattr(self, name)[own] for name in ("rank", "begin", "end", "units")}
-        return replace(self, item=renumbered[self.item[own]], **columns)
+        item, *columns = (getattr(self, name)[own] for name in self.columns)
+        return ItemCuts(renumbered[item], *columns)

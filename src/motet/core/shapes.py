@@ -489,7 +489,10 @@ def vit(
     class_row: bool = False,
     trainable: bool = True,
 ) -> Module:
-    """A vision transformer: patches [row_dim], position table, layers, norm. class_row: each image has one more row."""
+    """A vision transformer: patches [row_dim], position table, layers, norm. class_row: each image has one more row.
+
+    Ranks can share an image (`Module.shareable`).
+    """
     extra = int(class_row)
     stem = patches(
         row_dim,
@@ -499,7 +502,8 @@ def vit(
         trainable=trainable,
     )
     layers = [shape.layer(extra_rows=extra, trainable=trainable)] * num_layers
-    return Module.of(name, [stem, *layers, final_norm(shape.hidden, shape.norm, extra_rows=extra, trainable=trainable)])
+    norm = final_norm(shape.hidden, shape.norm, extra_rows=extra, trainable=trainable)
+    return Module.of(name, [stem, *layers, norm], shareable=True)
 
 
 def audio_encoder(
@@ -559,10 +563,11 @@ def connect(
     *,
     trainable: bool = True,
 ) -> Module:
-    """The encoder with a projector after its last layer."""
+    """The encoder with a projector after its last layer. If it joins rows, ranks can share no item."""
     last = encoder.layers[-1]
     added = projector(last.output_width, output_dim, kind, downsample, divisor=last.divisor, trainable=trainable)
-    return replace(encoder, stacks=(*encoder.stacks, *Module.of(encoder.name, [added]).stacks))
+    stacks = *encoder.stacks, *Module.of(encoder.name, [added]).stacks
+    return replace(encoder, stacks=stacks, shareable=encoder.shareable and downsample == 1)
 
 
 def condition(
@@ -579,7 +584,7 @@ def condition(
     """
     width = generator.layers[0].output_width
     added = projector(input_dim, width, kind, divisor=divisor, trainable=trainable)
-    return replace(generator, stacks=(*Module.of(generator.name, [added]).stacks, *generator.stacks))
+    return replace(generator, stacks=(*Module.of(generator.name, [added]).stacks, *generator.stacks), shareable=False)
 
 
 def multimodal(

@@ -241,6 +241,7 @@ class Module:
     """An encoder with its projector, the backbone, or a generator with its projector.
 
     padded: each item of a microbatch is computed as long as the longest.
+    shareable: ranks can share an item: its rows meet in attention alone, and as many rows as any make a row behind it.
 
     Example:
         >>> patches, block = Layer("patches", 4, 4, 2, 2), Layer("attention", 9, 12, 2, 8, Attention(2, 2))
@@ -252,11 +253,12 @@ class Module:
     name: str
     stacks: tuple[Stack, ...]
     padded: bool = False
+    shareable: bool = False
 
     @classmethod
-    def of(cls, name: str, layers: Iterable[Layer], padded: bool = False) -> Module:
+    def of(cls, name: str, layers: Iterable[Layer], padded: bool = False, shareable: bool = False) -> Module:
         """The module with these layers, in execution order. Equal neighbours become one stack."""
-        return cls(name, tuple(Stack(layer, len(list(equal))) for layer, equal in groupby(layers)), padded)
+        return cls(name, tuple(Stack(layer, len(list(equal))) for layer, equal in groupby(layers)), padded, shareable)
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 from motet.core.errors import UserError
 from motet.core.example import Media
 from motet.core.modalities import AUDIO, IMAGE, VIDEO
-from motet.data.listed_frames import frames_of
+from motet.data.listed_frames import frames_in
 from motet.data.media import BadMedia, MediaRef, failure_reason
 from motet.data.ray_actors import RayCluster
 from motet.data.transforms import Transform, load_media
@@ -177,7 +177,7 @@ def _why_not_opened(ref: MediaRef) -> str:
     """Why a file cannot be opened here, as a clause; "" if it can."""
     try:
         ref.open().close()
-        for frame in frames_of(ref) if ref.is_held_list else ():
+        for frame in frames_in(ref) if ref.is_held_list else ():
             frame.open().close()
     except OSError as error:
         return failure_reason(error)

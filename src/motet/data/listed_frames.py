@@ -80,7 +80,7 @@ def listed_frames_at(ref: MediaRef, numbers: Int64Array) -> Iterator[Image.Image
         yield frame
 
 
-def frames_of(ref: MediaRef) -> list[MediaRef]:
+def frames_in(ref: MediaRef) -> list[MediaRef]:
     """The listed frames, each an image. Raises OSError where the list itself cannot be read."""
     return [MediaRef(IMAGE, path) for path in _listed(ref)[0]]
 

@@ -2,7 +2,8 @@
 
 The ranks that share sequences read the tokens of all of them, which are few bytes, and know from lengths alone who has
 which rows (`assign/context_rows.py`). The rows of encoders come to these ranks by items, as senders do not know where
-they stand (`assign.rows.Dealing`); a Route brings them to their places. What generators are given goes the other way.
+they stand (`assign.rows.Dealing`), or stay where their fragments are encoded; a Route brings them to their places. What
+generators are given goes the other way.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from motet.core.arrays import Int64Array
+from motet.core.arrays import BoolArray, Int64Array
 from motet.core.context_rows import ContextRows
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
@@ -201,14 +202,21 @@ def share_sequences(rows: ContextRows, rank: int, whole: PackedSequences) -> Con
     )
 
 
-def route_to_places(owner: Int64Array, taken_in: Int64Array, rank: int, num_ranks: int) -> Route:
+def route_to_places(
+    owner: Int64Array, taken_in: Int64Array, rank: int, num_ranks: int, is_last: BoolArray | None = None
+) -> Route:
     """The Route of one rank for the rows of a phase.
 
     owner:    int64 [num_rows], the rank that has the place of each row. taken_in: int64 [num_rows], the rank that has
               the row before. All rows are those of the ranks that share sequences, in the order of their places.
+    is_last:  bool [num_rows], the rows that a rank has behind all others; None: all are in the order of their places.
     """
     here, wanted = np.flatnonzero(taken_in == rank), np.flatnonzero(owner == rank)
     send, received = (np.argsort(ranks, kind="stable") for ranks in (owner[here], taken_in[wanted]))
+    if is_last is not None:
+        stands_at = np.empty_like(here)
+        stands_at[np.argsort(is_last[here], kind="stable")] = np.arange(len(here))
+        send = stands_at[send]
     return Route(
         send_index=torch.from_numpy(send),
         send_splits=np.bincount(owner[here], minlength=num_ranks).tolist(),

@@ -51,7 +51,12 @@ class MessagePart:
 
 def assignment_of(batches: Sequence[RankBatch]) -> StepAssignment:
     """The StepAssignment of a step from its microbatches, without the examples that were left out."""
-    return joined([batch.lengths for batch in batches], [batch.decision.assignments for batch in batches])
+    decisions = [batch.decision for batch in batches]
+    return joined(
+        [batch.lengths for batch in batches],
+        [decision.assignments for decision in decisions],
+        cuts=[decision.item_cuts for decision in decisions],
+    )
 
 
 def message_parts(
@@ -75,7 +80,7 @@ def message_parts(
         whose = name if stop else BACKBONE
         replica = share_of(layout, whose, source, island, shares and shares[0])
         if stop:
-            computed = items.items_of(replica, microbatch)
+            computed = items.parts_of(replica, microbatch)
             num_sent = _num_rows(module, stop, layer, items, computed)
             if name in model.generators:  # Its conditions are of as many rows as the backbone gives of each item.
                 num_sent = int((items.length + items.num_tokens)[computed].sum()) + len(computed)
@@ -84,7 +89,8 @@ def message_parts(
             num_sent = num_given_here(assignment, name, replica, microbatch, dealing)
         is_kept = name == BACKBONE and num_sent > 0
         if name == BACKBONE and source.unit.cp > 1 and shares is not None:
-            num_sent = len(context_rows(items.length[computed], source.unit.cp).rows[shares[0]])
+            sequences = items.length[items.items_of(replica, microbatch)]
+            num_sent = len(context_rows(sequences, source.unit.cp).rows[shares[0]])
         for (source_module, _), sent in rows.items():
             if source_module == name:
                 num_taken = num_sent if sent is None else sent.num_taken
@@ -106,14 +112,17 @@ def _are_all(sent: SentRows, num_sent: int, num_taken: int) -> bool:
 
 
 def _num_rows(module: Module, stop: int, layer: Layer, items: ModuleAssignment, computed: Int64Array) -> int:
-    """Rows of a module's output behind its block stop - 1, which `layer` makes. computed: the items, int64 [n]."""
+    """Rows of a module's output behind its block stop - 1, which `layer` makes. computed: the parts, int64 [n]."""
+    parts = items.parts
     if stop == len(module.blocks) and module.name != BACKBONE:
-        return int(items.num_tokens[computed].sum())
-    segments = items.segments
-    rows = (
-        layer.rows(items.length[computed])
-        if segments is None
-        else segments.summed(layer.rows(segments.length))[computed]
-    )
+        return int(parts.num_rows[computed].sum())
+    segments, of = items.segments, parts.item[computed]
+    rows = layer.rows(items.length[of]) if segments is None else segments.summed(layer.rows(segments.length))[of]
+    is_cut = parts.is_cut[computed]
+    if is_cut.any():
+        # Of class rows, the rank has them that has the item's first row.
+        each = (rows - layer.extra_rows) // np.maximum(items.num_tokens[of], 1)
+        is_first = np.append(True, np.diff(parts.item) > 0)[computed]
+        rows = np.where(is_cut, each * parts.num_rows[computed] + layer.extra_rows * is_first, rows)
     is_padded = module.padded and module.keys_of(stop) is None
     return int(rows.max(initial=0)) * len(rows) if is_padded else int(rows.sum())

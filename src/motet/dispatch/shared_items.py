@@ -22,7 +22,7 @@ from motet.core.workload import ItemLengths
 class SharedItems:
     """The rows of one rank, of items of an encoder that it has whole, and then of those that it shares.
 
-    rows:      which rank has which rows in the encoder's layers. rank: which of them this one is.
+    rows:      which rank of the group has which rows in the encoder's layers. rank: which of them this one is.
     num_whole: the first items, of which this rank has all rows.
     num_rows_out: rows that come out of the encoder and its projector for this rank.
     group:     the ranks that share items. sent: what `count_bytes` has been told.
@@ -86,12 +86,13 @@ class SharedItems:
 
 
 def shared_items(decision: Decision, phase: str, items: ItemLengths, rank: int) -> SharedItems | None:
-    """The rows of one rank of a phase; None if no item of the phase is shared by ranks.
+    """The rows of one rank of a phase; None if it shares no item of the phase, nor do those that share with it.
 
     items: all of the phase. Those that are shared have equally many input rows for each row that they become.
     """
-    cuts = decision.cuts_of(phase)
-    if cuts is None:
+    cuts, num_ranks = decision.cuts_of(phase), decision.sharing.get(phase, decision.backbone.num_ranks)
+    first = rank // num_ranks * num_ranks
+    if cuts is None or not (cuts.rank // num_ranks * num_ranks == first).any():
         return None
     own, num_whole = decision.items_on(phase, rank), len(decision.whole_items_on(phase, rank))
     owners = [np.full(items.length[own[:num_whole]].sum(), rank, dtype=np.int32)]
@@ -100,5 +101,5 @@ def shared_items(decision: Decision, phase: str, items: ItemLengths, rank: int) 
         of_output = cuts.run_owner(item, int(items.num_tokens[item]))
         num_rows_out += int((of_output == rank).sum())
         owners.append(np.repeat(of_output, items.length[item] // items.num_tokens[item]))
-    rows = ContextRows(items.length[own], np.concatenate(owners), decision.backbone.num_ranks)
-    return SharedItems(rows, rank, num_whole, num_rows_out)
+    rows = ContextRows(items.length[own], np.concatenate(owners) - first, num_ranks)
+    return SharedItems(rows, rank - first, num_whole, num_rows_out)

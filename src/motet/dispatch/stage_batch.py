@@ -11,12 +11,15 @@ import torch
 from motet.assign.context_rows import context_rows
 from motet.assign.orchestrator import Decision
 from motet.assign.rows import takers
-from motet.core.arrays import Int64Array
+from motet.core.arrays import BoolArray, Int64Array
+from motet.core.assignment import Assignment
+from motet.core.cuts import ItemCuts
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.dispatch.batch import PackedSequences, RankBatch, check_lengths, pack, stacked_media
 from motet.dispatch.context import ContextPlace, route_to_places, share_sequences
 from motet.dispatch.route import Route
+from motet.dispatch.shared_items import shared_items
 
 
 def assemble_stages(
@@ -33,15 +36,15 @@ def assemble_stages(
     replicas:  module -> the replica that this rank is part of, for the modules that it runs a part of.
     sequences: those of the replica, in its order; None if the rank embeds no tokens and takes no loss. Its sequences
                have their extents then, and neither tokens nor targets.
-    media:     items of the replica, in its order, of the encoders whose first block the rank has.
+    media:     items `decision.items_on(phase, replicas[phase])` of the encoders whose first block the rank has.
     sizes:     phase -> sizes of all items of the microbatch, int64 [num_items, size_dim].
     context:   where the rank stands among those that share the replica's sequences; None: it shares them with none.
     Raises ValueError where what was loaded differs from what `lengths` says.
     """
-    values, item_rows = {}, {}
+    values, item_rows, shared = {}, {}, {}
     for phase in lengths.items:
         if phase in replicas:
-            of_replica = decision.assignments[phase].on_rank(replicas[phase])
+            of_replica = decision.items_on(phase, replicas[phase])
             item_rows[phase] = lengths.items[phase].num_tokens[of_replica]
             if phase in media and len(media[phase]) != len(of_replica):
                 raise ValueError(f"{len(media[phase])} items of phase {phase!r} were loaded, not {len(of_replica)}")
@@ -50,6 +53,10 @@ def assemble_stages(
                 if phase in media
                 else (torch.empty(0, 0), torch.from_numpy(np.ascontiguousarray(sizes[phase][of_replica])))
             )
+            if (of_rank := shared_items(decision, phase, lengths.items[phase], replicas[phase])) is not None:
+                rows, of_items = values[phase]
+                rows = rows[torch.from_numpy(of_rank.own)] if phase in media else rows
+                shared[phase], values[phase] = of_rank, (rows, of_items)
     examples = decision.backbone.on_rank(replicas[BACKBONE]) if BACKBONE in replicas else np.zeros(0, np.int64)
     if sequences is None:
         packed = _extents(lengths.sequence[examples])
@@ -61,7 +68,7 @@ def assemble_stages(
     packed = replace(packed, num_targets=torch.from_numpy(lengths.num_targets[examples].astype(np.int64)))
     if context is not None and BACKBONE in replicas:
         packed = _shared_out(packed, decision, lengths, replicas[BACKBONE], context)
-    return RankBatch(packed, values, {}, lengths, decision, item_rows=item_rows)
+    return RankBatch(packed, values, {}, lengths, decision, item_rows=item_rows, shared=shared)
 
 
 def _rows(decision: Decision, lengths: BatchLengths, phase: str, replica: int) -> Int64Array:
@@ -87,9 +94,14 @@ def _shared_out(
         positions[phase] = torch.from_numpy(np.searchsorted(own, places[owner == place.c]))
         if len(places) and phase in place.sources | place.sinks:
             items = _items(decision, lengths, phase, replica)
-            num_tokens = lengths.items[phase].num_tokens[items]
-            ranks = takers(decision.assignments[phase].ranks[items], num_tokens, place.cp, phase in place.here)
-            route = route_to_places(owner, np.repeat(ranks, num_tokens), place.c, place.cp)
+            num_tokens, is_here = lengths.items[phase].num_tokens[items], phase in place.here
+            assignment, is_last = decision.assignments[phase], None
+            if is_here and (cuts := decision.cuts_of(phase)) is not None:
+                taken_in, is_last = _encoded_on(assignment, cuts, items, num_tokens)
+                taken_in = taken_in % place.cp
+            else:
+                taken_in = np.repeat(takers(assignment.ranks[items], num_tokens, place.cp, is_here=is_here), num_tokens)
+            route = route_to_places(owner, taken_in, place.c, place.cp, is_last)
             if phase in place.sinks:
                 given[phase] = route.transpose
             else:
@@ -98,6 +110,21 @@ def _shared_out(
     how = {"method": place.config.exchange, "head_groups": place.config.head_groups}
     share = replace(share, routes=routes, given=given, trained=place.trained, **how)
     return PackedSequences(tokens, targets, packed.offsets, positions, share)
+
+
+def _encoded_on(
+    placed: Assignment, cuts: ItemCuts, items: Int64Array, num_tokens: Int64Array
+) -> tuple[Int64Array, BoolArray]:
+    """Of each row of some items: the rank that has encoded it, int64 [num_rows], and whether the item is cut.
+
+    items: int64 [n]. num_tokens: int64 [n], rows of each.
+    """
+    is_cut = np.isin(items, cuts.items)
+    ranks = [
+        cuts.run_owner(item, rows) if cut else np.full(rows, placed.ranks[item])
+        for item, rows, cut in zip(items.tolist(), num_tokens.tolist(), is_cut.tolist(), strict=True)
+    ]
+    return np.concatenate(ranks).astype(np.int64), np.repeat(is_cut, num_tokens)
 
 
 def _extents(rows: Int64Array) -> PackedSequences:

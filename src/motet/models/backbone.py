@@ -46,7 +46,14 @@ from motet.models.families.shaped import ShapedCausalLM
 from motet.models.families.supported import check_backbone, has_option
 from motet.models.families.text import TextModel
 from motet.models.key_items import KeyItems
-from motet.models.layers import LayerModules, any_trainable, as_it_learns, frozen_to_eval, products_layer, with_weights
+from motet.models.layers import (
+    LayerModules,
+    any_trainable,
+    as_it_learns,
+    frozen_to_eval,
+    products_layer,
+    weighted_callbacks,
+)
 from motet.models.merge import merge_rows, places_of
 from motet.models.rotary import document_lengths, use_document_rotary
 from motet.models.router_loss import RouterLoss
@@ -150,12 +157,12 @@ class Backbone(nn.Module):
                     f"again: {name!r} enters before block {wrong[0]}; it must be a block from 1 to "
                     f"{len(self._blocks) - 1}, as its rows enter before block 0 in any case."
                 )
-        frozen_to_eval(causal_lm, *with_weights(merge))
+        frozen_to_eval(causal_lm, *weighted_callbacks(merge))
 
     def train(self, mode: bool = True) -> Backbone:
         """`nn.Module.train`, except that a causal LM, or a merge, whose weights are all frozen stays in eval mode."""
         super().train(mode)
-        frozen_to_eval(self.causal_lm, *with_weights(self.merge))
+        frozen_to_eval(self.causal_lm, *weighted_callbacks(self.merge))
         return self
 
     @property

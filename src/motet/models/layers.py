@@ -127,7 +127,7 @@ def frozen_to_eval(*parts: nn.Module) -> None:
             part.eval()
 
 
-def with_weights(*callbacks: object) -> list[nn.Module]:
+def weighted_callbacks(*callbacks: object) -> list[nn.Module]:
     """The callbacks that hold weights, to be frozen and put into eval mode as a part is."""
     return [each for each in callbacks if isinstance(each, nn.Module) and next(each.parameters(), None) is not None]
 

@@ -23,7 +23,14 @@ from motet.models.callbacks import callback_name, check_callback
 from motet.models.context_items import SharedItemRows
 from motet.models.contract import item_rows
 from motet.models.cross_projector import CrossProjector
-from motet.models.layers import LayerModules, any_trainable, as_it_learns, frozen_to_eval, products_layer, with_weights
+from motet.models.layers import (
+    LayerModules,
+    any_trainable,
+    as_it_learns,
+    frozen_to_eval,
+    products_layer,
+    weighted_callbacks,
+)
 from motet.models.projector import Projector
 
 
@@ -95,7 +102,7 @@ class ModalityModule(nn.Module):
         return self
 
     def _frozen_to_eval(self) -> None:
-        frozen_to_eval(self.encoder, self.projector, *with_weights(self.before, self.between, self.after))
+        frozen_to_eval(self.encoder, self.projector, *weighted_callbacks(self.before, self.between, self.after))
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -256,7 +263,8 @@ class ModalityModule(nn.Module):
 
     def spec_module(self, name: str) -> Module:
         """The module's part of a ModelSpec."""
-        return Module.of(name, (each.layer for each in self.layers()), padded=self.cost == "padded")
+        layers = (each.layer for each in self.layers())
+        return Module.of(name, layers, padded=self.cost == "padded", shareable=self.can_share)
 
     def __call__(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """As `forward`."""
@@ -284,25 +292,49 @@ class ModalityModule(nn.Module):
         return self._after(self._project(self._between(rows, seen_sizes, sizes), seen_sizes, sizes), sizes)
 
     def _forward_shared(self, values: Tensor, sizes: Tensor, shared: SharedItemRows) -> Tensor:
-        num_rows = shared.num_rows_out
         if shared.is_idle:  # Layers cannot run without rows, and all ranks meet in attention.
             values, sizes = self.encoder.spare(values)
             shared = shared.with_spare(len(values))
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
             hidden = self.encoder(self._cast(values), sizes, shared)
+        return self._project_shared(hidden, shared)
+
+    def _project_shared(self, hidden: Tensor, shared: SharedItemRows) -> Tensor:
+        num_rows = shared.num_rows_out
         rows = self.projector(hidden.to(_dtype_of(self.projector, hidden.dtype)), np.array([len(hidden)]))
-        if not len(shared.own) or num_rows == 0:
+        if num_rows == 0:
             return rows[:0].clone()  # Nobody sees the spare item. FSDP refuses views as outputs.
         if len(rows) != num_rows:
             raise ValueError(f"{type(self.encoder).__name__} gave {len(rows)} rows of shared items, not {num_rows}")
         return rows
+
+    def _enter_shared(self, values: Tensor, sizes: Tensor, shared: SharedItemRows) -> Tensor:
+        is_idle = shared.is_idle
+        if is_idle:
+            values, sizes = self.encoder.spare(values)
+            shared = shared.with_spare(len(values))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
+            hidden = self.encoder.enter(self._cast(values), sizes, shared)
+        return hidden[:0] if is_idle else hidden
+
+    def _with_spare(
+        self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows
+    ) -> tuple[Tensor, Tensor, SharedItemRows]:
+        """Hidden states of some rows: on a rank without any, zeros of a spare item, with the graph of none."""
+        if not shared.is_idle:
+            return hidden, sizes, shared
+        values, sizes = self.encoder.spare(hidden)
+        shared = shared.with_spare(len(values))
+        num_rows = len(shared.with_class_rows(getattr(self.encoder, "class_rows", 0)).own)
+        return torch.cat([hidden, hidden.new_zeros(num_rows, hidden.shape[1])]), sizes, shared
 
     @property
     def can_share(self) -> bool:
         """Whether ranks can share an item: its rows meet in attention alone, and nothing is drawn for them."""
         has_callback = any(callback is not None for callback in (self.before, self.between, self.after))
         is_by_row = getattr(self.projector, "shareable", False)
-        return hasattr(self.encoder, "spare") and is_by_row and not has_callback and not drops_out(self)
+        can_meet = self.cost == "packed" and hasattr(self.encoder, "spare")
+        return can_meet and is_by_row and not has_callback and not drops_out(self)
 
     @property
     def uncuttable(self) -> str:
@@ -333,22 +365,32 @@ class ModalityModule(nn.Module):
             return "its callback `between` changes the width of rows (output_dim), which layers do not say"
         return ""
 
-    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
+    def enter(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """What stands before the encoder's blocks, callback included. There is at least one item.
 
         `enter`, `through` and `leave` make up `forward`; a stage of a pipeline calls those that it holds. Each takes
-        the sizes of the items themselves; hidden states are [rows, width].
+        the sizes of the items themselves; hidden states are [rows, width]. shared: as of `forward`; a rank without rows
+        has none of hidden states either.
         """
+        if shared is not None:
+            return self._enter_shared(values, sizes, shared)
         seen, seen_sizes = self._before(values, sizes)
         has_graph = torch.is_grad_enabled() and self._has_graph
         with torch.set_grad_enabled(has_graph), arranged(ENTER, lambda: self._encoder_rows(sizes)):
             return self.encoder.enter(self._cast(seen), seen_sizes)
 
-    def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
+    def through(
+        self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedItemRows | None = None
+    ) -> Tensor:
         """Hidden states [rows, width] after the blocks first ... stop - 1: the encoder's, then the projector's.
 
-        What stands between the two belongs to the encoder's last block.
+        What stands between the two belongs to the encoder's last block. With `shared` it is a collective.
         """
+        if shared is not None:
+            hidden, sizes, rows = self._with_spare(hidden, sizes, shared)
+            with self._graph_behind(hidden):
+                hidden = self.encoder.through(hidden, sizes, first, stop, rows)
+            return hidden[:0] if shared.is_idle else hidden
         seen_sizes, end = self._seen_sizes(sizes), self.num_encoder_blocks
         goes_on = first < end <= stop and bool(self.projector.blocks) and self._blocks[end - 1].half != 0
         with self._graph_behind(hidden), arranged(2 * first, lambda: self._encoder_rows(sizes)):
@@ -363,8 +405,13 @@ class ModalityModule(nn.Module):
         with arranged(PROJECTOR, lambda: self._projected_rows(sizes)):
             return self.projector.through(hidden, self._projected(seen_sizes.numpy()))
 
-    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+    def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """What stands behind the blocks, up to what `forward` returns."""
+        if shared is not None:
+            hidden, sizes, rows = self._with_spare(hidden, sizes, shared)
+            with self._graph_behind(hidden):
+                hidden = self.encoder.leave(hidden, sizes, rows)
+            return self._project_shared(hidden, shared)
         if self.projector.blocks:
             return self._after(self.projector.leave(hidden), sizes)
         seen_sizes = self._seen_sizes(sizes)

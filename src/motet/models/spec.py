@@ -98,7 +98,9 @@ def _encoder(file: Path, family: Family, config: PreTrainedConfig, feature_layer
     encoder = family.adapter(_on_meta(file, family, config), **options)
     name = "audio" if isinstance(encoder.takes, AudioRows) else "image"
     padded = getattr(encoder, "cost", "packed") == "padded"
-    return Module.of(name, (each.layer for each in encoder.layers()), padded=padded)
+    return Module.of(
+        name, (each.layer for each in encoder.layers()), padded=padded, shareable=hasattr(encoder, "spare")
+    )
 
 
 def _backbone(file: Path, config: PreTrainedConfig) -> Module:

@@ -12,7 +12,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from motet.core.arrays import Float64Array
+from motet.assign.encoder_shares import FULLEST
+from motet.core.arrays import BoolArray, Float64Array
 from motet.core.context_rows import exchanged_heads
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
@@ -35,8 +36,8 @@ def bytes_alone(
 ) -> Float64Array:
     """The bytes that the fullest rank needs for each example, alone in its microbatch, float64 [num_examples].
 
-    shared_by: module -> the ranks that share an item of it; the larger of this and the `cp` of the backbone's unit
-               counts. Items of other encoders are whole.
+    shared_by: module -> the ranks that share an item of it; the larger of this and the `cp` of its unit counts, of the
+               backbone and of encoders whose items ranks can share. Items of other encoders are whole.
     trains:    False: in an evaluation, of which no backward pass keeps anything; the model's state is there all the
                same.
     exchange:  how these ranks get rows of each other, as of `dispatch.context.ContextShare.method`.
@@ -118,7 +119,7 @@ class _Rows:
         self._known: dict[tuple[str, Layer], Float64Array] = {}
 
     def of(self, name: str, layer: Layer, stage: PlannedStage) -> Float64Array:
-        """[num_examples]. Ranks share the rows of a sequence, and the items of an encoder whole."""
+        """[num_examples]. Ranks share the rows of a sequence, and the items of an encoder: whole, or their rows."""
         items = self._lengths.of(name)
         if (name, layer) not in self._known:
             count, targets = items.num_items, self._lengths.num_targets if name == BACKBONE else None
@@ -133,7 +134,9 @@ class _Rows:
         if not _is_together(self._plan, stage.unit):
             return longest / self._num_sharing(name, stage)
         num_sharing = stage.unit.cp * stage.num_shares
-        return np.maximum(longest, np.bincount(items.example, rows, num_examples) / num_sharing)
+        return np.maximum(
+            longest / self._num_cutting(name, stage), np.bincount(items.example, rows, num_examples) / num_sharing
+        )
 
     def copied(self, name: str, layer: Layer, stage: PlannedStage) -> Float64Array:
         """Elements of copies of other ranks' rows in a layer's attention, [num_examples].
@@ -145,11 +148,25 @@ class _Rows:
             return np.zeros(self._lengths.num_examples)
         rows = cp * self.of(name, layer, stage)
         others = rows * (1 - 1 / cp)
+        if name != BACKBONE and unit.cp > 1:
+            others = others * self._is_cut(name, layer, stage)
         seen = np.minimum(others, attention.window) if attention.window else others
         heads, kv_heads = attention.num_heads // unit.tp, max(attention.num_kv_heads // unit.tp, 1)
-        _, copied = exchanged_heads(self._exchange, seen, others, rows / cp, cp, heads, kv_heads)
+        exchange = self._exchange if name == BACKBONE else "group_cast"
+        _, copied = exchanged_heads(exchange, seen, others, rows / cp, cp, heads, kv_heads)
         return copied * (attention.kv_width / unit.tp / kv_heads)
+
+    def _is_cut(self, name: str, layer: Layer, stage: PlannedStage) -> BoolArray:
+        """Whether one item of an encoder is more than a context-parallel rank's share of all, bool [num_examples]."""
+        rows, example = self._known[name, layer], self._lengths.of(name).example
+        longest = np.zeros(self._lengths.num_examples)
+        np.maximum.at(longest, example, rows)
+        return longest * stage.unit.cp > FULLEST * np.bincount(example, rows, len(longest))
 
     def _num_sharing(self, name: str, stage: PlannedStage) -> int:
         """The ranks that share an item of a module."""
-        return max(stage.unit.cp if name == BACKBONE else 1, self._shared_by.get(name, 1))
+        return max(self._num_cutting(name, stage), self._shared_by.get(name, 1))
+
+    def _num_cutting(self, name: str, stage: PlannedStage) -> int:
+        """Of these, the context-parallel ones."""
+        return stage.unit.cp if name == BACKBONE or self._plan.model.module(name).shareable else 1

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from motet.core.plan import Unit
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
@@ -74,7 +75,7 @@ class PlannedStep:
         clock: ActionClock | None = None,
     ) -> None:
         self.model, self.place, self.lanes, self.mesh, self.held = model, place, lanes, mesh, held
-        self.groups, self.weights = groups, weights
+        self.groups, self.weights, self.spec = groups, weights, spec
         self.optimizer, self.max_grad_norm, self.loss_scale = optimizer, max_grad_norm, loss_scale
         self.clock = clock or ActionClock(mesh.rank, mesh.device)
         of_phase, kinds = modules_by_phase(model), dict.fromkeys(weights, "generators.") | {BACKBONE: ""}
@@ -181,7 +182,7 @@ class _RunningPlan:
         self.totals = torch.zeros(_SENT.stop + len(self.made), dtype=torch.float64, device=mesh.device)
         self.stages = {
             number: SectionedStage(
-                [self._section(span, model, takes_part=stage.unit.ep > 1) for span in step.spans[number]],
+                [self._section(span, model, stage.unit) for span in step.spans[number]],
                 trains and stage.has_backward,
                 mesh.device,
             )
@@ -200,9 +201,13 @@ class _RunningPlan:
         self.reduced: set[int] = set()
         self.has_ended = False
 
-    def _section(self, span: BlockSpan, model: Model, *, takes_part: bool) -> Section:
-        """takes_part: the rank runs blocks of the backbone where it has no rows."""
-        without_rows, made = self.step.without_rows if takes_part else None, self.made.get(span.module)
+    def _section(self, span: BlockSpan, model: Model, unit: Unit) -> Section:
+        made, without_rows = self.made.get(span.module), None
+        if span.module == BACKBONE:
+            without_rows = self.step.without_rows if unit.ep > 1 else None
+        elif made is None and unit.cp > 1 and not span.enters:
+            layer, needs_gradient = self.step.spec.sent(span.module, max(span.first, 1))
+            without_rows = self.step.like.new_empty(0, layer.output_width).requires_grad_(needs_gradient)
         if made is None:
             return Section(span, model, self.totals, self.scale / max(self.num_targets, 1), without_rows)
         of_generator = self.totals[_SENT.stop + list(self.made).index(span.module)]
@@ -266,12 +271,13 @@ class _RunningPlan:
             if run.section.takes_loss:
                 assert run.output is not None, "what takes a loss is not recomputed"
                 gradients[run.section.output] = torch.full_like(run.output, run.section.loss_gradient)
-        if runs and (output := runs[-1].output) is not None and runs[-1].section.output not in gradients:
-            # A copy of a replicated encoder whose stage takes nothing in: its pass runs as predicted, and adds nothing.
-            gradients[runs[-1].section.output] = torch.zeros_like(output)
         self.step.held.use(action.stage)
         # Programs have no R of encoders in bubbles: their B recomputes, and is priced so.
         self.stages[action.stage].recompute(self.batches[action.microbatch], runs)
+        if runs and (output := runs[-1].output) is not None and runs[-1].section.output not in gradients:
+            # A copy of a replicated encoder whose stage takes nothing in: its pass runs as predicted, and adds nothing.
+            # So does a rank that meets others which share items, and has no row of them.
+            gradients[runs[-1].section.output] = torch.zeros_like(output)
         gradients = self.stages[action.stage].backward(runs, gradients, deferring)
         self.step.held.collect(action.stage)
         if not self._ends_pass(action):
@@ -330,10 +336,8 @@ class _RunningPlan:
         unscale_and_clip(parameters, self.totals[0], self.step.max_grad_norm, self.scale)
 
     def _exchanged_bytes(self) -> float:
-        """Bytes that this rank has given to others that share its sequences, its layers, or its experts."""
-        contexts = (batch.sequences.context for batch in self.batches)
-        of_context = sum(sum(context.sent) for context in contexts if context is not None)
-        return of_context + sum(self.step.groups.sent)
+        """Bytes that this rank has given to others that share its sequences, items, layers, or experts."""
+        return sum(batch.shared_bytes for batch in self.batches) + sum(self.step.groups.sent)
 
     def count_losses_once(self) -> None:
         """Leave the loss and the targets to the first of the tensor-parallel ranks, which all compute the same loss."""

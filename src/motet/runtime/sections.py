@@ -21,6 +21,7 @@ from motet.core.arrays import Int64Array
 from motet.core.spec import ModelSpec, Module
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import PackedSequences, RankBatch
+from motet.dispatch.shared_items import SharedItems
 from motet.dropout import drawing
 from motet.runtime.stage import Model, modules_by_phase
 from motet.schedule import PlannedStage, parts_of
@@ -37,10 +38,12 @@ class CuttableEncoder(Protocol):
 
     blocks: Sequence[CuttableBlock]
 
-    def __call__(self, values: Tensor, sizes: Tensor) -> Tensor: ...
-    def enter(self, values: Tensor, sizes: Tensor) -> Tensor: ...
-    def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor: ...
-    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor: ...
+    def __call__(self, values: Tensor, sizes: Tensor, shared: SharedItems | None = None) -> Tensor: ...
+    def enter(self, values: Tensor, sizes: Tensor, shared: SharedItems | None = None) -> Tensor: ...
+    def through(
+        self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedItems | None = None
+    ) -> Tensor: ...
+    def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItems | None = None) -> Tensor: ...
 
 
 class LossOfLayers(Protocol):
@@ -214,8 +217,8 @@ class Section:
 
     made: of a generator the float64 scalar to which its loss is added; else unused.
     loss_gradient: that of the sum of the loss.
-    without_rows: hidden states of no row, [0, width], of a rank that takes part in the blocks of the backbone where it
-                  has none, as replicas share experts; None: it runs nothing there.
+    without_rows: hidden states of no row, [0, width], of a rank that takes part in blocks where it has none: of the
+                  backbone, as replicas share experts, or of an encoder, as ranks share items; None: it does not.
     """
 
     def __init__(
@@ -230,7 +233,7 @@ class Section:
         self.span, self.taken, self._totals, self.loss_gradient = span, span.taken, totals, loss_gradient
         self.output, self.takes_loss, self.sees_targets = span.output, span.takes_loss, span.sees_targets
         self._is_backbone, self._made = span.module == BACKBONE, made
-        self.without_rows = None if span.leaves or span.gives else without_rows
+        self.without_rows = None if (self._is_backbone and span.leaves) or span.gives else without_rows
         self._module = modules_by_phase(model)[span.module]
 
     def has_input(self, batch: RankBatch) -> bool:
@@ -241,7 +244,7 @@ class Section:
             return len(batch.sequences.feature_positions[self.span.gives]) > 0
         if self._is_backbone:
             return batch.sequences.num_rows > 0 or (self.without_rows is not None and batch.lengths.num_examples > 0)
-        return len(batch.media[self.span.module][1]) > 0
+        return len(batch.media[self.span.module][1]) > 0 or self.span.module in batch.shared
 
     def run(self, batch: RankBatch, taken: dict[str, Tensor], *, is_again: bool = False) -> Tensor:
         """The output; of the last section of the backbone the sum of the loss. is_again: it adds to no totals."""
@@ -254,14 +257,16 @@ class Section:
 
     def _run_encoder(self, batch: RankBatch, taken: dict[str, Tensor]) -> Tensor:
         module: CuttableEncoder = self._module  # type: ignore[assignment]
-        span, (values, sizes) = self.span, batch.media[self.span.module]
+        span, inputs = self.span, batch.inputs(self.span.module)
         if span.is_whole:
-            return module(values, sizes)
-        hidden = module.enter(values, sizes) if span.enters else taken[span.module]
+            return module(*inputs)
+        # Encoders of one's own that cannot share items take no more than values and sizes.
+        (values, sizes), shared = inputs[:2], inputs[2:]
+        hidden = module.enter(values, sizes, *shared) if span.enters else taken[span.module]
         if span.first < span.stop:
             with halved(module, span):
-                hidden = module.through(hidden, sizes, span.first, span.stop)
-        return module.leave(hidden, sizes) if span.leaves else hidden
+                hidden = module.through(hidden, sizes, span.first, span.stop, *shared)
+        return module.leave(hidden, sizes, *shared) if span.leaves else hidden
 
     def _run_generator(self, batch: RankBatch, taken: dict[str, Tensor]) -> Tensor:
         span, name, module = self.span, self.span.module, cast(CuttableGenerator, self._module)

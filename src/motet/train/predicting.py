@@ -82,9 +82,10 @@ class PredictedRun:
     def start(self, batches: Sequence[RankBatch]) -> None:
         """Start to predict a step from its microbatches, if it is the turn of one."""
         is_turn, self._number = self._number % self._every == 0, self._number + 1
-        # Items are priced whole, so a step that cuts some would be predicted wrong.
-        is_whole = all(not batch.decision.shares_items for batch in batches)
-        if self._cost is not None and is_turn and is_whole:
+        # Of data parallelism items are priced whole, so a step that cuts some would be predicted wrong.
+        decisions = (batch.decision for batch in batches)
+        is_priced = all(not decision.shares_items or decision.sharing for decision in decisions)
+        if self._cost is not None and is_turn and is_priced:
             assignment = by_replica(self._plan, assignment_of(batches))
             step = self._plan, self._stages, assignment, self._cost
             self._future = self._pool.submit(predict_assigned, *step, filler=self._filler, exchange=self._exchange)

@@ -60,7 +60,7 @@ def run(recompute):
     ]
     stage = SectionedStage(sections, True, torch.device("cpu"))
     media = {"image": (torch.arange(12.0).view(4, 3) / 12, torch.ones(1, 1, dtype=torch.int64))}
-    batch = SimpleNamespace(media=media, draws=None)
+    batch = SimpleNamespace(media=media, inputs=media.get, draws=None)
     torch.manual_seed(1)
     held, runs = stage.forward(batch, {})
     in_forward = module.num_run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import numpy as np
@@ -153,9 +154,16 @@ def frame_segments(sizes: Int64Array) -> ItemSegments | None:
     return ItemSegments.counted(np.prod(frames_of(sizes), axis=1), sizes[:, 0])
 
 
-def zero_image(values: Tensor, convolution: nn.Conv2d | nn.Conv3d, side: int = 1) -> tuple[Tensor, Tensor]:
-    """Values and sizes of an image of side x side patches that `embed_patches` takes, on the device of `values`."""
-    return values.new_zeros(side**2, convolution.weight[0].numel()), torch.full((1, 2), side)
+def zero_image(values: Tensor, convolution: nn.Conv2d | nn.Conv3d | nn.Linear, side: int = 1) -> tuple[Tensor, Tensor]:
+    """Values and sizes of an image of side x side patches that `embed_patches` takes, on the device of `values`.
+
+    Its weight may be on another stage of a pipeline.
+    """
+    if isinstance(convolution, nn.Linear):
+        row_dim = convolution.in_features
+    else:
+        row_dim = convolution.in_channels * math.prod(convolution.kernel_size)
+    return values.new_zeros(side**2, row_dim), torch.full((1, 2), side)
 
 
 def embed_patches(convolution: nn.Conv2d | nn.Conv3d, rows: Tensor) -> Tensor:

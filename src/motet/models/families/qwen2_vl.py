@@ -114,9 +114,10 @@ class _Qwen2VLBlocks(nn.Module):
         ]
 
     def forward(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
-        return self.leave(self.through(self.enter(values, sizes), sizes, 0, len(self.model.blocks), shared), sizes)
+        hidden = self.through(self.enter(values, sizes, shared), sizes, 0, len(self.model.blocks), shared)
+        return self.leave(hidden, sizes, shared)
 
-    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
+    def enter(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """The patch embedding."""
         return embed_patches(self.model.patch_embed.proj, values)
 
@@ -140,7 +141,7 @@ class _Qwen2VLBlocks(nn.Module):
         """The smallest image, a block of zeros."""
         return zero_image(values, self.model.patch_embed.proj, self.merge)
 
-    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+    def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """The rows behind the last block."""
         return hidden
 
@@ -170,7 +171,7 @@ class Qwen2VLEncoder(MergedRows, _Qwen2VLBlocks):
         merger = merge(config.embed_dim, config.hidden_size, size, divisor=size, trainable=any_trainable(model.merger))
         return [*super().layers(), LayerModules(merger, (model.merger,))]
 
-    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+    def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """The merger: a row a merge x merge block."""
         return self.model.merger(hidden)
 

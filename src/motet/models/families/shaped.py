@@ -21,8 +21,9 @@ from motet.core.errors import UserError
 from motet.core.shapes import Transformer, audio_encoder, vit
 from motet.core.spec import Module
 from motet.models.attention import PackedItems
+from motet.models.context_items import SharedItemRows
 from motet.models.families.audio import AudioEncoder
-from motet.models.families.patches import add_class_rows, without_class_rows
+from motet.models.families.patches import add_class_rows, item_extents, rows_here, without_class_rows
 from motet.models.families.shaped_layer import LAYER_SCALE, ShapedLayer, shaped_norm
 from motet.models.layers import LayerModules, any_trainable
 from motet.models.rotary import Rotation
@@ -211,38 +212,52 @@ class ShapedVisionEncoder(nn.Module):
         stem = [each for each in (model.patches, model.positions, model.class_row) if each is not None]
         return _described(spec, [stem, *([block] for block in self.blocks), [model.norm]])
 
-    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
-        return self.leave(self.through(self.enter(values, sizes), sizes, 0, len(self.model.layers)), sizes)
+    @property
+    def class_rows(self) -> int:
+        """Rows before those of each image."""
+        return int(self.model.config.class_row)
 
-    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
-        """Patch rows with their positions, [sum(rows + class rows), dim]."""
+    def spare(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The smallest image, a patch of zeros."""
+        return values.new_zeros(1, self.model.config.row_dim), torch.ones(1, 1, dtype=torch.int64)
+
+    def forward(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
+        hidden = self.through(self.enter(values, sizes, shared), sizes, 0, len(self.model.layers), shared)
+        return self.leave(hidden, sizes, shared)
+
+    def enter(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
+        """Patch rows with their positions, [sum(rows + class rows), dim]. shared: as of `PatchEncoder`."""
         model, counts = self.model, sizes.numpy()[:, 0]
         hidden = model.patches(values)
         if model.positions is not None:
-            positions = _within_items(counts).to(hidden.device)
-            hidden = hidden + model.positions(positions + model.config.class_row)
+            positions = rows_here(_within_items(counts), shared).to(hidden.device)
+            hidden = hidden + model.positions(positions + self.class_rows)
         if model.class_row is None:
             return hidden
         class_row = model.class_row.weight[0]
         if model.positions is not None:
             class_row = class_row + model.positions.weight[0]
-        return add_class_rows(hidden, class_row, counts)
+        return add_class_rows(hidden, class_row, counts, shared)
 
-    def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
-        """The layers first ... stop - 1."""
-        config, counts = self.model.config, sizes.numpy()[:, 0] + self.model.config.class_row
+    def through(
+        self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedItemRows | None = None
+    ) -> Tensor:
+        """The layers first ... stop - 1. shared: as of `enter`."""
+        config, counts = self.model.config, sizes.numpy()[:, 0] + self.class_rows
+        shared = None if shared is None else shared.with_class_rows(self.class_rows)
         rotation = None
         if not config.num_positions:
-            rotation = _rotation(_within_items(counts).to(hidden.device), hidden, config.head_dim)
-        hidden, segments = hidden[None], PackedItems.from_lengths(counts)
+            positions = rows_here(_within_items(counts), shared)
+            rotation = _rotation(positions.to(hidden.device), hidden, config.head_dim)
+        hidden, segments = hidden[None], item_extents(counts, shared)
         for layer in self.blocks[first:stop]:
             hidden = layer(hidden, segments, rotation)
         return hidden[0]
 
-    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+    def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """The images' own rows behind the last norm, [sum(rows), dim]."""
         rows = self.model.norm(hidden)
-        return without_class_rows(rows, sizes.numpy()[:, 0]) if self.model.config.class_row else rows
+        return without_class_rows(rows, sizes.numpy()[:, 0], shared=shared) if self.class_rows else rows
 
 
 class ShapedAudioEncoder(AudioEncoder):

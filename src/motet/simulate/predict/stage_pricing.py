@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from motet.assign.context_rows import moved_rows
-from motet.assign.rows import dealt_out, num_given_rows
+from motet.assign.encoder_shares import encoder_shares
+from motet.assign.rows import num_given_rows
 from motet.assign.step import StepAssignment
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.context_rows import exchanged_heads
@@ -65,6 +66,24 @@ class ContextPrice(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class _Shares:
+    """Items of an encoder on the ranks that share those of a replica.
+
+    Ranks are numbered by replica, microbatch and context-parallel rank.
+
+    whole, rank:    int64 [num_whole], items, and the rank of each.
+    item, cut_rank: int64 [num_fragments], of items that are cut. share: float64, of the item's rows. is_first: bool.
+    """
+
+    whole: Int64Array
+    rank: Int64Array
+    item: Int64Array
+    cut_rank: Int64Array
+    share: Float64Array
+    is_first: BoolArray
+
+
+@dataclass(frozen=True, eq=False)
 class _Priced:
     """The price of one layer: columns [num_replicas * num_microbatches] of its unit, replica by replica.
 
@@ -109,7 +128,8 @@ class Pricing:
         self._known_stages: dict[object, StagePrices] = {}
         self._known_columns: dict[tuple[StageLayer, int, int], Float64Array] = {}
         self._known_parts: dict[object, tuple[Part, ...]] = {}
-        self._known_shares: dict[str, Int64Array] = {}
+        self._known_shares: dict[str, _Shares] = {}
+        self._known_items: dict[tuple[str, Layer], Work] = {}
         self.beyond: dict[str, Beyond] = {}
         self._first = {kind.stage.key: kind.stage for kind in planned.kinds}
         self._recomputed = recomputed or {}
@@ -387,14 +407,13 @@ class Pricing:
         return passes
 
     def _price(self, name: str, layer: Layer, num_shares: int) -> _Priced:
-        unit, module = self.plan.unit_of(name), self.plan.model.module(name)
-        num = self.assignment.num_microbatches
+        unit, num = self.plan.unit_of(name), self.assignment.num_microbatches
         items = self.assignment.modules[name]
         size = items.num_replicas * num
         whole = self._whole(name, like_layer(layer))
         work = Work(whole.rows / (unit.cp * num_shares), whole.pairs / (unit.cp * num_shares))
         if name != BACKBONE and unit.cp > 1:
-            dealt = work_of_items(layer, items, self._shares(name), size * unit.cp, padded=module.padded)
+            dealt = self._dealt(name, layer)
             rows, pairs = (
                 column.reshape(size, unit.cp).max(axis=1) / num_shares for column in (dealt.rows, dealt.pairs)
             )
@@ -439,31 +458,90 @@ class Pricing:
         )
         return self.cost.exchange_seconds(Moved(inside, crossing), ranks)
 
-    def _shares(self, name: str) -> Int64Array:
-        """Which of the ranks that share a replica's items has each item of an encoder, int64 [num_items]: numbered by
-        replica, microbatch and context-parallel rank. Items are dealt out whole (`assign/planned_step.py`).
-        """
+    def _shares(self, name: str) -> _Shares:
+        """Which of the ranks that share a replica's items has what of each item of an encoder, as training deals it."""
         if name not in self._known_shares:
             items, cp = self.assignment.modules[name], self.plan.unit_of(name).cp
+            can_cut = self.plan.model.module(name).shareable
             cell = items.batch_index(self.assignment.num_microbatches)
-            shares = cell * cp
+            rank, columns = cell * cp, []
             in_order = np.argsort(cell, kind="stable")
-            for own in np.split(in_order, np.flatnonzero(np.diff(cell[in_order])) + 1):
-                shares[own] += dealt_out(items.length[own], cp)
-            self._known_shares[name] = shares
+            for own in np.split(in_order, np.flatnonzero(np.diff(cell[in_order])) + 1) if len(cell) else ():
+                shares = encoder_shares(items.length[own], items.num_tokens[own], cp, can_cut=can_cut)
+                if (cuts := shares.cuts) is not None:
+                    share = cuts.share_of(items.num_tokens[own]) / items.num_tokens[own][cuts.item]
+                    columns.append((own[cuts.item], rank[own][cuts.item] + cuts.rank, share, cuts.begin == 0))
+                rank[own] += shares.ranks
+            cut = [np.concatenate(column) for column in zip(*columns)] or [np.zeros(0, np.int64)] * 4
+            whole = np.flatnonzero(~np.isin(np.arange(len(rank)), cut[0]))
+            self._known_shares[name] = _Shares(whole, rank[whole], *cut)
         return self._known_shares[name]
+
+    def _of_each(self, name: str, like: Layer) -> Work:
+        """Work of each item of a module in layers that are like this one, [num_items] each."""
+        if (name, like) not in self._known_items:
+            items = self.assignment.modules[name]
+            count = len(items.example)
+            self._known_items[name, like] = work_of_items(like, items, np.arange(count), count)
+        return self._known_items[name, like]
+
+    def _fragments(self, name: str, layer: Layer) -> tuple[Float64Array, Float64Array]:
+        """(rows of each fragment of a cut item in a layer, rows of the whole item). The first one has class rows."""
+        shares, rows = self._shares(name), self._of_each(name, like_layer(layer)).rows
+        whole = rows[shares.item]
+        return (whole - layer.extra_rows) * shares.share + layer.extra_rows * shares.is_first, whole
+
+    def _dealt(self, name: str, layer: Layer) -> Work:
+        """Work of the ranks that share items of an encoder, by replica, microbatch and rank."""
+        unit, items, shares = self.plan.unit_of(name), self.assignment.modules[name], self._shares(name)
+        size = items.num_replicas * self.assignment.num_microbatches * unit.cp
+        if not len(shares.item):
+            padded = self.plan.model.module(name).padded
+            return work_of_items(layer, items, shares.rank, size, padded=padded)
+        of_each, (own, whole) = self._of_each(name, like_layer(layer)), self._fragments(name, layer)
+        rank = np.concatenate([shares.rank, shares.cut_rank])
+        rows = np.concatenate([of_each.rows[shares.whole], own])
+        # A row of a fragment attends to as many as any of its item.
+        pairs = np.concatenate([of_each.pairs[shares.whole], of_each.pairs[shares.item] * own / np.maximum(whole, 1)])
+        return Work(*(np.bincount(rank, column, size).astype(np.float64) for column in (rows, pairs)))
+
+    def _moved_of_items(self, name: str, layer: Layer) -> Float64Array:
+        """The most rows that a rank gives or gets in a layer's attention over items that ranks share, by replica and
+        microbatch. Where rows attend within segments or windows, about: those of two of them, at the fragment's ends.
+        """
+        unit, items, shares = self.plan.unit_of(name), self.assignment.modules[name], self._shares(name)
+        own, whole = self._fragments(name, layer)
+        others = np.bincount(shares.item, minlength=len(items.example))[shares.item] - 1
+        got, given = whole - own, own * others
+        attention, segments, within = layer.attention, items.segments, 0
+        if attention is not None and not attention.whole:
+            longest = 0 if segments is None else int(segments.length.max(initial=0)) // layer.divisor
+            within = min(filter(None, (attention.window, longest)), default=0)
+        if within:
+            got, given = (np.minimum(rows, 2 * within) for rows in (got, given))
+        size = items.num_replicas * self.assignment.num_microbatches * unit.cp
+        moved = np.maximum(*(np.bincount(shares.cut_rank, rows, size) for rows in (got, given)))
+        most: Float64Array = moved.reshape(-1, unit.cp).max(axis=1)
+        return most
 
     def _context(self, name: str, unit: Unit, layer: Layer) -> ContextPrice:
         """The exchange of rows between context-parallel ranks in a layer's attention, [replicas * microbatches] each.
 
-        As executed (`models/context_items.py`): the busiest rank moves what `exchanged_heads` says. The items of
-        encoders are dealt out whole, so that nothing moves.
+        As executed (`models/context_items.py`): the busiest rank moves what `exchanged_heads` says, of an encoder for
+        the items that ranks share.
         """
         items, attention, cp = self.assignment.modules[name], layer.attention, unit.cp
         num = self.assignment.num_microbatches
         seconds, copied = np.zeros((2, items.num_replicas * num))
-        if cp == 1 or attention is None or name != BACKBONE:
+        if cp == 1 or attention is None:
             return ContextPrice(seconds, copied)
+        ranks = [unit.rank(0, 0, c) for c in range(cp)]
+        # Where the description has no heads, all keys of a row count as one.
+        heads, kv_heads = attention.num_heads // unit.tp, max(attention.num_kv_heads // unit.tp, 1)
+        head_bytes = attention.kv_width / unit.tp / kv_heads * self.precision.compute
+        if name != BACKBONE:
+            of_keys = self._moved_of_items(name, layer)
+            return self._exchanged(2.0 * kv_heads * of_keys, 2.0 * kv_heads * of_keys, head_bytes, ranks)
         cells = [items.length[items.items_of(*divmod(index, num))] for index in range(len(seconds))]
         rows = np.array([lengths.sum() for lengths in cells])
         # Dealing out a pack takes 2 ms; beyond some, packs move the same share of their rows.
@@ -471,12 +549,15 @@ class Pricing:
         moved = np.array([moved_rows(lengths, cp, attention.window) for lengths in dealt])
         if len(dealt) < len(cells):
             moved = np.outer(rows, moved.sum(axis=0) / max(sum(lengths.sum() for lengths in dealt), 1))
-        ranks = [unit.rank(0, 0, c) for c in range(cp)]
-        # Where the description has no heads, all keys of a row count as one.
-        heads, kv_heads = attention.num_heads // unit.tp, max(attention.num_kv_heads // unit.tp, 1)
-        head_bytes = attention.kv_width / unit.tp / kv_heads * self.precision.compute
         of_keys, of_all = moved.T.astype(np.float64)
         sent, kept = exchanged_heads(self.exchange, of_keys, of_all, rows / cp, cp, heads, kv_heads)
+        return self._exchanged(sent, kept, head_bytes, ranks)
+
+    def _exchanged(
+        self, sent: Float64Array, kept: Float64Array, head_bytes: float, ranks: Sequence[int]
+    ) -> ContextPrice:
+        """The price of exchanges. sent, kept: rows of heads that the busiest rank moves, and that backward finds."""
+        seconds, cp = np.zeros(len(sent)), len(ranks)
         for index in np.flatnonzero(sent).tolist():
             # As of an all-gather in which each rank gets as much.
             seconds[index] = self.cost.gather_seconds(sent[index] * head_bytes * cp / (cp - 1), ranks)

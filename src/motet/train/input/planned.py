@@ -119,7 +119,7 @@ def stages_of_examples(
         for phase, item in zip(example.sequence.media, example.media, strict=True):
             items[phase].append(item)
     media = {
-        phase: [items[phase][item] for item in decided.decision.assignments[phase].on_rank(needs.replicas[phase])]
+        phase: [items[phase][item] for item in decided.decision.items_on(phase, needs.replicas[phase])]
         for phase in items
         if needs.reads(phase, microbatch, decided.decision.program)
     }
@@ -150,7 +150,7 @@ class PlannedLoading:
         pending.ids = ids
         program = decided.decision.program
         pending.phases = tuple(phase for phase in decided.lengths.items if needs.reads(phase, dealt.number, program))
-        items = {phase: decided.decision.assignments[phase].on_rank(needs.replicas[phase]) for phase in pending.phases}
+        items = {phase: decided.decision.items_on(phase, needs.replicas[phase]) for phase in pending.phases}
         pending.items = submitted(self._dataset, self._decoder, ids, decided.lengths, items)
         if needs.tokens:
             for index in decided.decision.backbone.on_rank(needs.replicas[BACKBONE]).tolist():
@@ -164,7 +164,7 @@ class PlannedLoading:
         loaded = iter(pending.items)
         media: dict[str, list[Media]] = {}
         for phase in pending.phases:
-            of_phase = [next(loaded) for _ in decision.assignments[phase].on_rank(needs.replicas[phase])]
+            of_phase = [next(loaded) for _ in decision.items_on(phase, needs.replicas[phase])]
             media[phase] = [usable_media(future) for index, future in of_phase if kept[index]]
         sizes = self._dataset.item_sizes(pending.ids[kept])
         batch = assemble_stages(

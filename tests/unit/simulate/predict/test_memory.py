@@ -204,6 +204,24 @@ def test_one_image_is_whole_on_one_of_the_ranks_that_share_its_sequence():
     assert shared["transient"][0] == alone["transient"][0]
 
 
+def test_one_image_that_ranks_can_share_takes_its_share_and_copies_of_keys_on_each_of_them():
+    batch = alike(16, image=4000, audio=8, tokens=24)
+    spec = MODELS["all learns"]
+    spec = replace(spec, modules=tuple(replace(each, shareable=each.name == "image") for each in spec.modules))
+    alone, shared = (
+        memory(
+            plan(
+                Unit("image", ({"image": 4},), cp=n),
+                Unit("llm", ({"audio": 3, "backbone": 8},), first_rank=n),
+                spec=spec,
+            ),
+            batch,
+        )
+        for n in (1, 4)
+    )
+    assert 0.25 < shared["activations"][0] / alone["activations"][0] < 0.6
+
+
 def test_a_stage_works_with_what_its_largest_microbatch_needs():
     """Of the last stage: logits, with their float32 copies, or a block's saved rows that it does not keep."""
     made, batch = plan(Unit("all", ({"image": 4, "audio": 3, "backbone": 7}, {"backbone": 1}), pp=2)), lengths()

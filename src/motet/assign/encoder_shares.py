@@ -1,0 +1,76 @@
+"""Which context-parallel rank of a unit computes which items of an encoder, and which rows of items that are cut.
+
+Items stay whole, dealt out by their lengths, unless one alone is more than a rank's share of all of them. Such items
+are cut, each over as many ranks as bring it under that share, and the whole ones fill up the others. The same on all
+ranks that know the lengths, and in predictions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from motet.assign.orchestrator import cuts_in
+from motet.balance import Overhead, assign, split
+from motet.balance.cutting import TARGETS, largest_fragments, units_of
+from motet.core.arrays import Int64Array
+from motet.core.cuts import ItemCuts
+
+FULLEST = TARGETS[0]
+"""The most that the fullest rank has, as a multiple of its share, before an item that is longer than that is cut."""
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderShares:
+    """Items of an encoder on the context-parallel ranks of a replica.
+
+    ranks: int64 [num_items], of each item, or of the largest fragment of one that is cut.
+    cuts:  the items that are cut; None: all are whole.
+
+    Example:
+        An item of 12 rows is more than the 8 of a rank's share:
+        >>> shares = encoder_shares(np.array([2, 12, 2]), np.array([2, 12, 2]), num_ranks=2, can_cut=True)
+        >>> shares.cuts.degrees, shares.ranks.tolist()
+        ({1: 2}, [0, 0, 1])
+    """
+
+    ranks: Int64Array
+    cuts: ItemCuts | None
+
+
+def encoder_shares(lengths: Int64Array, rows: Int64Array, num_ranks: int, *, can_cut: bool) -> EncoderShares:
+    """Items dealt out over the ranks of a replica.
+
+    lengths: int64 [num_items]. rows: int64 [num_items], which come out of the encoder, and between which it is cut.
+    can_cut: whether ranks can share an item (`Module.shareable`).
+    """
+    if can_cut and lengths.max(initial=0) * num_ranks > FULLEST * lengths.sum():
+        return _cut(tuple(lengths.tolist()), tuple(rows.tolist()), num_ranks)
+    return EncoderShares(assign(lengths, num_ranks).ranks.astype(np.int64), None)
+
+
+@lru_cache(maxsize=1024)
+def _cut(lengths: tuple[int, ...], rows: tuple[int, ...], num_ranks: int) -> EncoderShares:
+    of_items = np.array(lengths, dtype=np.int64)
+    units = units_of(np.array(rows, dtype=np.int64), num_ranks)
+    units[of_items * num_ranks <= of_items.sum()] = 1  # Items under a rank's share fit whole.
+    found = split(of_items, num_ranks, Overhead(), divisible=units, target=FULLEST)
+    return EncoderShares(largest_fragments(found).astype(np.int64), cuts_in(found))
+
+
+def joined_cuts(parts: list[tuple[ItemCuts, Int64Array, int]], position: Int64Array) -> ItemCuts | None:
+    """The cuts of several replicas as those of all ranks; None without any.
+
+    parts:    (cuts of a replica, numbers of its items, its first rank).
+    position: int64 [num_items], by which items follow each other on a rank.
+    """
+    if not parts:
+        return None
+    moved = [replace(cuts, item=items[cuts.item], rank=cuts.rank + np.int32(first)) for cuts, items, first in parts]
+    item, rank, begin, end, units = (
+        np.concatenate([getattr(each, name) for each in moved]) for name in ItemCuts.columns
+    )
+    order = np.lexsort((begin, item, position[item]))
+    return ItemCuts(*(column[order] for column in (item, rank, begin, end, units)))

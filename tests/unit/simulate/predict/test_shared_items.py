@@ -1,0 +1,100 @@
+"""What context-parallel ranks of an encoder are priced for, against the rows that training gives them."""
+
+import numpy as np
+import pytest
+
+from motet.assign.encoder_shares import encoder_shares
+from motet.assign.plan import assign_step
+from motet.assign.planned_step import decide_planned_step
+from motet.core.attention_table import AttentionTable
+from motet.core.item_segments import ItemSegments
+from motet.core.plan import Plan, Unit
+from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
+from motet.core.workload import BatchLengths, ItemLengths
+from motet.cost.catalogue import cluster
+from motet.dispatch.shared_items import shared_items
+from motet.schedule import planned
+from motet.simulate.predict.stage_pricing import Pricing
+from unit.simulate.jobs import Linear
+
+IMAGES, BATCH = (80, 3, 5, 4, 14, 17, 90, 2, 2, 4), 6
+"""Patches of the images of all examples."""
+WIDTH, KV_BYTES = 16, 2 * 16 * 2
+"""Of rows, and of a row's keys and values in 16 bits."""
+
+
+def plan_of(cp: int, *, downsample: int = 1, own_ranks: bool = True) -> Plan:
+    image = connect(vit("image", Transformer(WIDTH, 32, 2), 3, class_row=True), WIDTH, downsample=downsample)
+    model = multimodal("tiny", language_model(Transformer(WIDTH, 32, 2, causal=True), 2, 100), [image])
+    units = (Unit("image", ({"image": 3},), cp=cp), Unit("llm", ({"backbone": 2},), first_rank=cp))
+    if not own_ranks:
+        units = (Unit("all", ({"image": 3, "backbone": 2},), cp=cp),)
+    return Plan(model, cluster("h100", num_nodes=1), units, BATCH, 2)
+
+
+def lengths_of(segment: int = 0) -> BatchLengths:
+    images = np.array(IMAGES)
+    segments = ItemSegments.cut(images, segment) if segment else None
+    items = ItemLengths(np.array([0, 0, 0, 1, 1, 2, 3, 4, 4, 5]), images, images, segments)
+    sequence = np.full(BATCH, 10) + np.bincount(items.example, images, BATCH).astype(np.int64)
+    return BatchLengths(sequence, np.full(BATCH, 3), np.zeros(BATCH, np.int32), {"image": items})
+
+
+@pytest.mark.parametrize(("cp", "own_ranks"), [(2, True), (3, True), (4, False)])
+def test_shared_images_are_priced_as_they_are_executed(cp, own_ranks):
+    plan, lengths = plan_of(cp, own_ranks=own_ranks), lengths_of()
+    program, step = planned(plan), assign_step(plan, lengths)
+    pricing = Pricing(plan, program, step, Linear(plan.cluster))
+    decided, stage = decide_planned_step(plan, lengths).microbatches, program.stages[0]
+    layer, copies, cut = plan.model.module("image").layers[1], 0, 0
+    found = pricing.rows("image", layer, stage, [0])[0]
+    for number, part in enumerate(decided):
+        items = part.lengths.items["image"]
+        of_ranks = [shared_items(part.decision, "image", items, rank) for rank in range(cp)]
+        if of_ranks[0] is None:
+            whole = [part.decision.items_on("image", rank) for rank in range(cp)]
+            assert found[number] == max(items.length[own].sum() + len(own) for own in whole)
+            continue
+        cut += 1
+        with_class_rows = [each.with_class_rows(1) for each in of_ranks]
+        assert found[number] == pytest.approx(max(len(each.own) for each in with_class_rows))
+        for each in with_class_rows:
+            rows = each.rows.after(each.num_whole)
+            table = AttentionTable.packed(rows.lengths.tolist(), False)
+            copies = max(copies, rows.most_moved(rows.wanted(table)))
+    assert cut > 1
+    assert pricing.largest_copies("image", layer) == pytest.approx(copies * KV_BYTES)
+
+
+def test_the_largest_image_takes_its_share_of_time():
+    lengths = lengths_of()
+
+    def rows(plan: Plan) -> np.ndarray:
+        program = planned(plan)
+        pricing = Pricing(plan, program, assign_step(plan, lengths), Linear(plan.cluster))
+        return pricing.rows("image", plan.model.module("image").layers[1], program.stages[0], [0])[0]
+
+    whole, shared, joined = (rows(plan) for plan in (plan_of(1), plan_of(2), plan_of(2, downsample=4)))
+    assert (shared <= 0.6 * whole).all()
+    assert joined.max() == max(IMAGES) + 1  # Projectors that join rows keep images whole.
+
+
+def test_layers_that_see_segments_alone_move_what_two_of_them_have():
+    plan, lengths = plan_of(2), lengths_of(segment=4)
+    pricing = Pricing(plan, planned(plan), assign_step(plan, lengths), Linear(plan.cluster))
+    assert pricing.largest_copies("image", plan.model.module("image").layers[1]) == 8 * KV_BYTES
+
+
+def test_items_stay_whole_where_none_is_more_than_its_share():
+    lengths = np.array([6, 5, 5, 4])
+    assert encoder_shares(lengths, lengths, 2, can_cut=True).cuts is None
+    long = np.array([40, 5, 5, 4])
+    assert encoder_shares(long, long, 2, can_cut=False).cuts is None
+    shares = encoder_shares(long, long, 2, can_cut=True)
+    loads = np.bincount(shares.ranks[1:], long[1:], 2)
+    np.add.at(loads, shares.cuts.rank, shares.cuts.share_of(long))
+    assert shares.cuts.degrees == {0: 2}
+    assert loads.max() <= 1.1 * long.sum() / 2
+    # Three rows that no unit divides stay on one rank.
+    assert encoder_shares(long, np.ones(4, np.int64), 2, can_cut=True).cuts is None
+    assert encoder_shares(np.zeros(0, np.int64), np.zeros(0, np.int64), 2, can_cut=True).cuts is None
