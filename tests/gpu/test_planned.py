@@ -16,6 +16,7 @@ from parity import (
     test_context,
     test_cut_sequences,
     test_experts,
+    test_generators,
     test_pairs,
     test_planned,
     test_schedules,
@@ -41,6 +42,9 @@ CASES = {
     "replicated": test_pairs.CASES[2],
     "cp": test_context.OF_BACKBONES[2],
     "cp in groups of heads": test_context.IN_HEAD_GROUPS,
+    "cp that cuts images": test_context.LARGE[2],
+    "cp before generators": test_generators.SHARED[2],
+    "generators that are cut": test_generators.CUT[2],
     "tp": [
         *test_tensor_parallel_plans.families(test_tensor_parallel_plans.chain(test_tensor_parallel_plans.ALL)),
         *test_tensor_parallel_plans.families(
@@ -50,7 +54,12 @@ CASES = {
     "tp in chunks": test_tensor_parallel_plans.IN_CHUNKS,
     "ep": [*test_experts.CASES[2], *test_experts.SPREAD[2]],
 }
-OF_FOUR = {"cp": test_context.OF_BACKBONES[4], "encoders cp": test_context.OF_ENCODERS[4], "ep": test_experts.SPREAD[4]}
+OF_FOUR = {
+    "cp": test_context.OF_BACKBONES[4],
+    "encoders cp": test_context.OF_ENCODERS[4],
+    "cp that cuts images": test_context.LARGE[4],
+    "ep": test_experts.SPREAD[4],
+}
 
 
 @TWO_GPUS

@@ -423,7 +423,7 @@ WHOLE = {"image": 3, "audio": 2, "backbone": 3}
 ALL = WHOLE | {"draw": 1, "say": 1}
 SHARED = {
     2: [
-        PlannedCase((Unit("all", (ALL,), cp=2),), made=BOTH),
+        PlannedCase((Unit("all", (ALL,), cp=2),), made=BOTH, has_large=True),
         PlannedCase(
             (Unit("all", (WHOLE | {"recall": 1, "say": 1},), cp=2, zero=3),), made=("recall", "say"), left_out=0.5
         ),
