@@ -116,6 +116,11 @@ class OwnSplits:
     left_out: LeftOut
     num_in_manifests: int
 
+    @property
+    def num_examples(self) -> int:
+        """Over all splits."""
+        return sum(self.sizes)
+
     @cached_property
     def fingerprint(self) -> str:
         """Equal only if each number means the same example of the same lengths; the same on all ranks."""

@@ -74,12 +74,26 @@ class ChosenPlan:
             )
 
     def check_model(self, spec: ModelSpec) -> None:
-        """Raise UserError if the Plan is for another model than `spec`."""
-        if replace(self.plan.model, name=spec.name) != spec:
+        """Raise UserError if the Plan is for another model than `spec`.
+
+        Items that ranks could share, and have whole in the Plan, stay whole. A model in hand may have dropout that the
+        Plan's has not, with which none can be shared.
+        """
+        model = replace(self.plan.model, name=spec.name)
+        if model == spec:
+            return
+        if _unshared(model) != _unshared(spec):
             raise UserError(
                 f"{self.file} is for another model than {self.whose} ({self._difference(spec)}); plan anew: "
                 f"{self.replan}."
             )
+
+        for theirs, ours in zip(model.modules, spec.modules, strict=True):
+            if theirs.shareable and not ours.shareable and self.plan.unit_of(theirs.name).cp > 1:
+                raise UserError(
+                    f"{self.file} is for another model than {self.whose}: its ranks share items of {theirs.name}, "
+                    f"which cannot be in the model in hand; plan anew: {self.replan}."
+                )
 
     def _difference(self, spec: ModelSpec) -> str:
         theirs, ours = self.plan.model.num_blocks, spec.num_blocks
@@ -87,6 +101,11 @@ class ChosenPlan:
             return f"it has blocks {_counts(theirs)}, {self.whose} has {_counts(ours)}"
         other = [module.name for module in spec.modules if module != self.plan.model.module(module.name)]
         return f"layers of {', '.join(other)} differ" if other else "modules feed others"
+
+
+def _unshared(spec: ModelSpec) -> ModelSpec:
+    """The model as if ranks could share the items of no module."""
+    return replace(spec, modules=tuple(replace(module, shareable=False) for module in spec.modules))
 
 
 def _counts(num_blocks: dict[str, int]) -> str:

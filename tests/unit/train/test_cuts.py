@@ -1,10 +1,12 @@
 """Encoders that a Plan cuts where they cannot be cut: one sentence, before anything is built."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
 from motet.cost.catalogue import cluster
 from motet.models.families.siglip import SiglipEncoder
@@ -13,7 +15,7 @@ from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
 from motet.models.spec import model_spec
 from motet.schedule import coarse_fills, fillable, parse_action
-from motet.train.planned_job import impossible_cut
+from motet.train.planned_job import ChosenPlan, impossible_cut
 from parity.planned import DIM, build_hf_model
 from parity.planned_parts import Tiles
 from parity.tiny import QFORMER, Halves, ToyEncoder
@@ -110,3 +112,17 @@ def test_halves_that_cannot_be_are_named(num_parts, said):
 
 def test_an_encoder_that_is_not_cut_needs_no_parts():
     assert not said_of(ToyEncoder(4, "packed"), ({"it": 1}, LLM))
+
+
+@pytest.mark.parametrize(("planned", "in_hand", "cp"), [(0.0, 0.2, 1), (0.2, 0.0, 2), (0.0, 0.2, 2)])
+def test_items_that_ranks_share_in_the_plan_alone_are_refused_where_they_would(planned, in_hand, cp):
+    """Dropout is drawn for whole items: with it, ranks cannot share them."""
+    model, other = (model_spec(build_hf_model(dropout=dropout)) for dropout in (planned, in_hand))
+    assert model.module("image").shareable == (not planned)
+    unit = Unit("all", ({"image": 3, "audio": 2, **LLM},), cp=cp)
+    chosen = ChosenPlan(Plan(model, cluster("h100", 1, cp), (unit,), 2), Path("plan.json"), lambda _: "REPLAN")
+    if planned or cp == 1:
+        chosen.check_model(other)
+        return
+    with pytest.raises(UserError, match=r"ranks share items of image, which cannot be in the model in hand; .*REPLAN"):
+        chosen.check_model(other)
