@@ -344,6 +344,7 @@ def test_plans_with_stages_train_resume_and_evaluate_as_one_process_does(job, al
     assert shown(folder) == shown(alone)
 
 
+@pytest.mark.slow
 def test_a_generator_that_is_cut_trains_resumes_and_evaluates_as_one_process_does(job, alone, tmp_path):
     """Over two stages; then, from a checkpoint, whole. Held-out prompts have pictures in earlier turns."""
     before, folder = {"image": 1, "audio": 1, "backbone": 2}, tmp_path / "run"
@@ -362,6 +363,7 @@ def test_a_generator_that_is_cut_trains_resumes_and_evaluates_as_one_process_doe
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-8)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_sequences_train_and_make_what_one_process_does(job, alone, tmp_path):
     """Items are dealt out over the ranks, so that a microbatch with one has it on one of them alone."""
     plan = planned(job, Unit("all", ({"image": 1, "audio": 1, "backbone": 2, "draw": 2},), cp=2, zero=1))

@@ -543,7 +543,7 @@ def test_generators_that_are_cut(num_ranks: int):
         assert_planned(number, cases)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (3, 4))])
 def test_ranks_that_share_sequences(num_ranks: int):
     """In the backbone's stage, in a later one, in a unit of its own; frozen, absent, of turns, balanced, sharded."""
     for_ranks: dict[int, list[PlannedCase]] = {}
