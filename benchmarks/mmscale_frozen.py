@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from in_turns import predicted_step_s, steps_in_turns
 from rows import Row
 from transformers import Qwen2Config, Qwen2ForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
@@ -29,13 +29,9 @@ import motet
 from motet.core.example import Media, TokenSequence
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
-from motet.cost.source import cost_model
 from motet.dispatch import LoadedExample
-from motet.dispatch.loaded import LoadedTables, tables_of
 from motet.models.generator_config import GeneratorConfig
 from motet.models.mllm import MLLM
-from motet.schedule import planned as layout_of
-from motet.simulate.predict.predict import assign_batch, predict_assigned
 
 NUM_RANKS, BATCH_SIZE, STEPS, FIRST = 2, 4, 5, 1
 """STEPS are counted; FIRST are not."""
@@ -128,27 +124,13 @@ def _setting(trained: tuple[str, ...]) -> Setting:
     model = build(trained)
     rigid = replace(planned.plan, units=(RIGID,), schedule="1f1b", microbatch_size=1, fills=(), filling="static")
     ways = motet.apply(model, rigid, optimizer), planned
-    taken: tuple[list[float], list[float]] = [], []
-    for batch in batches:
-        for way, seconds in zip(ways, taken, strict=True):
-            dist.barrier()
-            begun_s = time.perf_counter()
-            way.step(batch)
-            dist.barrier()
-            seconds.append(time.perf_counter() - begun_s)
-    steps = [statistics.median(seconds[FIRST:]) for seconds in taken]
+    steps = [statistics.median(seconds[FIRST:]) for seconds in steps_in_turns(ways, batches)]
     whole = build(trained)
-    predicted = [_predicted_s(way.plan, batches[FIRST:], whole) for way in ways]
+    predicted = [
+        statistics.median(predicted_step_s(way.plan, batch, whole) for batch in batches[FIRST:]) for way in ways
+    ]
     (rigid_s, planned_s), (rigid_predicted_s, planned_predicted_s) = steps, predicted
     return Setting(rigid_s, planned_s, rigid_predicted_s, planned_predicted_s, _words(planned.plan))
-
-
-def _predicted_s(plan: Plan, batches: list[list[LoadedExample]], model: MLLM) -> float:
-    cost, phases, seconds = cost_model(plan.cluster, plan.precision), tuple(model.measured), []
-    for batch in batches:
-        lengths = LoadedTables.read([tables_of(batch, phases, model.measured)], phases).lengths
-        seconds.append(predict_assigned(plan, layout_of(plan), assign_batch(plan, lengths, cost), cost).step_s)
-    return statistics.median(seconds)
 
 
 def _words(plan: Plan) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -22,20 +21,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from in_turns import predicted_step_s, steps_in_turns
 from rows import Row, finish, options, show
 from transformers import Qwen2Config, Qwen2ForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
 import motet
-from motet.assign.step import StepAssignment
 from motet.core.example import Media, TokenSequence
-from motet.core.plan import Plan, Unit
+from motet.core.plan import Unit
 from motet.core.workload import BACKBONE
-from motet.cost.source import cost_model
 from motet.dispatch import LoadedExample
-from motet.dispatch.loaded import LoadedTables, tables_of
 from motet.models.mllm import MLLM
-from motet.schedule import planned as layout_of
-from motet.simulate.predict.predict import assign_batch, predict_assigned
 
 NUM_RANKS, BATCH_SIZE, FIRST = 2, 4, 1
 """FIRST steps are not counted."""
@@ -105,25 +100,9 @@ def ratios(batches: list[list[LoadedExample]]) -> tuple[float, float]:
     model = replace(cut.model, modules=tuple(replace(module, shareable=False) for module in cut.model.modules))
     plans = replace(cut, model=model), cut
     ways = [motet.apply(build(), plan, optimizer) for plan in plans]
-    taken: tuple[list[float], list[float]] = [], []
-    for batch in batches:
-        for way, seconds in zip(ways, taken, strict=True):
-            dist.barrier()
-            begun_s = time.perf_counter()
-            way.step(batch)
-            dist.barrier()
-            seconds.append(time.perf_counter() - begun_s)
-    whole_s, cut_s = (statistics.median(seconds[FIRST:]) for seconds in taken)
-    expected = [_simulated_s(plan, batches[-1]) for plan in plans]
+    whole_s, cut_s = (statistics.median(seconds[FIRST:]) for seconds in steps_in_turns(ways, batches))
+    expected = [predicted_step_s(plan, batches[-1], build()) for plan in plans]
     return whole_s / cut_s, expected[0] / expected[1]
-
-
-def _simulated_s(plan: Plan, batch: list[LoadedExample]) -> float:
-    measured, cost = build().measured, cost_model(plan.cluster, plan.precision)
-    phases = tuple(measured)
-    lengths = LoadedTables.read([tables_of(batch, phases, measured)], phases).lengths
-    assignment: StepAssignment = assign_batch(plan, lengths, cost)
-    return predict_assigned(plan, layout_of(plan), assignment, cost).step_s
 
 
 def rows(seed: int, num_steps: int) -> Iterator[Row]:

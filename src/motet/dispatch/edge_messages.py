@@ -81,9 +81,10 @@ def message_parts(
         replica = share_of(layout, whose, source, island, shares and shares[0])
         if stop:
             computed = items.parts_of(replica, microbatch)
-            num_sent = _num_rows(module, stop, layer, items, computed)
             if name in model.generators:  # Its conditions are of as many rows as the backbone gives of each item.
                 num_sent = int((items.length + items.num_tokens)[computed].sum()) + len(computed)
+            else:
+                num_sent = _num_rows(module, stop, layer, items, computed)
         else:  # What the backbone gives a generator, whose replicas are not the backbone's.
             dealing = Dealing.of(layout.plan, name, shares and shares[0])
             num_sent = num_given_here(assignment, name, replica, microbatch, dealing)

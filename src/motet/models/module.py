@@ -292,9 +292,7 @@ class ModalityModule(nn.Module):
         return self._after(self._project(self._between(rows, seen_sizes, sizes), seen_sizes, sizes), sizes)
 
     def _forward_shared(self, values: Tensor, sizes: Tensor, shared: SharedItemRows) -> Tensor:
-        if shared.is_idle:  # Layers cannot run without rows, and all ranks meet in attention.
-            values, sizes = self.encoder.spare(values)
-            shared = shared.with_spare(len(values))
+        values, sizes, shared = self._or_spare(values, sizes, shared)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
             hidden = self.encoder(self._cast(values), sizes, shared)
         return self._project_shared(hidden, shared)
@@ -309,13 +307,17 @@ class ModalityModule(nn.Module):
         return rows
 
     def _enter_shared(self, values: Tensor, sizes: Tensor, shared: SharedItemRows) -> Tensor:
-        is_idle = shared.is_idle
-        if is_idle:
-            values, sizes = self.encoder.spare(values)
-            shared = shared.with_spare(len(values))
+        values, sizes, rows = self._or_spare(values, sizes, shared)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
-            hidden = self.encoder.enter(self._cast(values), sizes, shared)
-        return hidden[:0] if is_idle else hidden
+            hidden = self.encoder.enter(self._cast(values), sizes, rows)
+        return hidden[:0] if shared.is_idle else hidden
+
+    def _or_spare(self, values: Tensor, sizes: Tensor, shared: SharedItemRows) -> tuple[Tensor, Tensor, SharedItemRows]:
+        """The same, or a spare item: layers cannot run without rows, and all ranks meet in attention."""
+        if not shared.is_idle:
+            return values, sizes, shared
+        values, sizes = self.encoder.spare(values)
+        return values, sizes, shared.with_spare(len(values))
 
     def _with_spare(
         self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows
@@ -323,8 +325,7 @@ class ModalityModule(nn.Module):
         """Hidden states of some rows: on a rank without any, zeros of a spare item, with the graph of none."""
         if not shared.is_idle:
             return hidden, sizes, shared
-        values, sizes = self.encoder.spare(hidden)
-        shared = shared.with_spare(len(values))
+        _, sizes, shared = self._or_spare(hidden, sizes, shared)
         num_rows = len(shared.with_class_rows(getattr(self.encoder, "class_rows", 0)).own)
         return torch.cat([hidden, hidden.new_zeros(num_rows, hidden.shape[1])]), sizes, shared
 
