@@ -92,9 +92,8 @@ def test_what_does_not_agree_is_one_sentence(refused, overrides, change, said):
 
 def test_a_unit_that_is_not_trained_yet_is_named_by_its_field(refused, job):
     units = json.loads(job.with_name("plan.json").read_text())["units"]
-    unit = {**units[0], "tp": 2, "pp": 1, "stages": [{"image": 2, "audio": 2, "backbone": 3}]}
-    said = refused(units=[unit], schedule="data_parallel")
-    assert "has tensor parallelism (tp > 1) under the schedule 'data_parallel' (one stage of '1f1b' has tp," in said
+    unit = {**units[0], "first_rank": 1, "pp": 1, "stages": [{"image": 2, "audio": 2, "backbone": 3}]}
+    assert "has ranks left over before others" in refused(units=[unit], schedule="data_parallel")
 
 
 def test_pieces_are_those_of_the_plan_where_ranks_share_products(refused, job):
@@ -205,7 +204,7 @@ def test_planning_marks_or_leaves_out_what_cannot_be_trained(job, tmp_path, monk
     out = tmp_path / "plan.json"
     given = ["motet", "plan", str(job), "--ranks-per-node", "2", "--no-what-if", "--out", str(out)]
     for more in (
-        ["--pin", "tp=2", "--pin", "strategy=data-parallel"],
+        ["--pin", "schedule=zb_h1", "--set", "run.compile=true"],
         ["--pin", "pp=2", "--pin", "tp=1", "--trainable"],
     ):
         monkeypatch.setattr(sys, "argv", [*given, *more])

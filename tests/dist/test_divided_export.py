@@ -22,12 +22,15 @@ def exported(run_dir):
     return {str(file.relative_to(run_dir)): load_file(file) for file in files}
 
 
-def test_an_export_is_that_of_one_process(tmp_path):
+@pytest.mark.parametrize(
+    "schedule", ["data_parallel", pytest.param("1f1b", marks=pytest.mark.slow)], ids=["FSDP2", "a stage"]
+)
+def test_an_export_is_that_of_one_process(tmp_path, schedule):
     job, file, alone, shared = write_tiny_job(tmp_path / "data"), tmp_path / "plan.json", tmp_path / "1", tmp_path / "2"
     plan = plan_of(job, ({"image": 2, "audio": 2, "backbone": 3},))
     unit = Unit("all", plan.units[0].stages, tp=2, zero=1)
     model = read_job_recipe(job, PHI3).model
-    plan = replace(plan, model=model, units=(unit,), schedule="1f1b", cluster=replace(plan.cluster, ranks_per_node=2))
+    plan = replace(plan, model=model, units=(unit,), schedule=schedule, cluster=replace(plan.cluster, ranks_per_node=2))
     write_plan(plan, file)
     run_ranks(train_under, 2, str(job), [*PHI3, f"run.dir={shared}"], str(file))
     run_ranks(train_under, 1, str(job), [*PHI3, f"run.dir={alone}"], None)

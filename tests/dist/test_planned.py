@@ -217,16 +217,30 @@ def test_the_measured_step_stands_beside_the_predicted_one(job, tmp_path, is_kno
         assert said.count("Steps are not predicted") == 1 and "has figures of h100, this run is on cpu" in said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("zero", [1, 3])
-def test_a_plan_of_data_parallelism_trains_too(job, alone, tmp_path, zero):
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        pytest.param({"dp": 2, "zero": 1}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "zero": 3}, marks=pytest.mark.slow),
+        {"dp": 2, "tp": 2, "zero": 3},
+        pytest.param({"tp": 2, "zero": 0}, marks=pytest.mark.slow),
+    ],
+    ids=["gathered once", "gathered in each pass", "shared products", "shared products, whole copies"],
+)
+def test_a_plan_of_data_parallelism_trains_too(job, alone, tmp_path, degrees):
+    """And a run in one process goes on from there."""
     chain = plan_of(job, FEW_CUTS)
-    unit = Unit("all", (chain.model.num_blocks,), dp=2, zero=zero)
-    plan = replace(chain, units=(unit,), microbatch_size=1, schedule="data_parallel", balance="joint")
-    run_dir = run_planned(job, tmp_path, plan)
+    unit = Unit("all", (chain.model.num_blocks,), **degrees)
+    here = replace(chain.cluster, ranks_per_node=unit.num_ranks)
+    plan = replace(chain, units=(unit,), microbatch_size=1, schedule="data_parallel", balance="per_phase", cluster=here)
+    run_dir, back = run_planned(job, tmp_path, plan), tmp_path / "back"
     assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-10)
+    norms = [[step["grad_norm"] for step in metrics(each)] for each in (run_dir, alone)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-10)
     assert len({step["plan"] for step in metrics(run_dir)} - {None}) == 1
     check_reloads(run_dir, tmp_path / "plan.json")
+    run_ranks(train_under, 1, str(job), [*DEEPER, f"run.dir={back}"], None, str(run_dir / "checkpoints" / name_of(4)))
+    assert [step["loss"] for step in metrics(back)] == pytest.approx(losses(alone)[4:], rel=1e-10)
 
 
 @pytest.mark.slow

@@ -60,6 +60,7 @@ def beside(job, *units, **options):
     return replace(plan, cluster=where, units=units, microbatch_size=1, **options)
 
 
+WHOLE = {"image": 2, "audio": 2, "backbone": 3}
 PLANS = {
     "chain": lambda job: plan_of(job, FEW_CUTS),
     "recomputed": lambda job: plan_of(job, LATE_CUT, schedule="gpipe", recompute=({"image": 1}, {"backbone": 2})),
@@ -73,6 +74,9 @@ PLANS = {
     "ZeRO 1": lambda job: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, zero=1)),
     "shared sequences": lambda job: beside(job, Unit("all", FEW_CUTS, pp=2, cp=2, zero=0)),
     "ZeRO 3": lambda job: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, zero=3)),
+    "shared products": lambda job: beside(
+        job, Unit("all", (WHOLE,), tp=2, dp=2, zero=3), schedule="data_parallel", balance="per_phase"
+    ),
 }
 
 

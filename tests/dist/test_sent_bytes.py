@@ -1,11 +1,13 @@
 """Bytes by kind that a step under a Plan says it has sent: those that torch's messages and collectives were given."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from motet.core.plan import Unit
+from motet.runtime.sharded_state import SAME_TYPES
 from parity.collectives import counted_collectives, on_all_ranks
-from parity.planned import PlannedCase, batches_of, build_hf_model, build_step
+from parity.planned import PlannedCase, StagesRun, build_hf_model, run_of
 from ranks import run_ranks
 from tiers import in_tiers
 
@@ -20,6 +22,7 @@ CASES = {
     4: [
         PlannedCase((Unit("all", CUT, pp=2, dp=2, zero=3),)),
         PlannedCase((Unit("all", WHOLE, dp=4, zero=2, shard_size=2),), batch_size=8),
+        *(PlannedCase((Unit("all", WHOLE, dp=2, tp=2, zero=zero),), "data_parallel") for zero in (0, 3)),
     ],
 }
 
@@ -28,13 +31,14 @@ def counted(rank, num_ranks, cases):
     """Of two steps of each case, (what the step says, what was counted). What is held out comes before the first."""
     found = []
     for case in cases:
-        step, model = build_step(case), build_hf_model(case.frozen, case.tied)
-        batches = batches_of(case, step.place, model, 0)
-        step.evaluate(batches)
-        steps = []
+        run, model = run_of(case, torch.float64, SAME_TYPES), build_hf_model(case.frozen, case.tied)
+        batches, steps, tensor = run.batches(0, model), [], run.step.mesh.tensor and run.step.mesh.tensor.group
+        if isinstance(run, StagesRun):
+            run.step.evaluate(batches)
+            tensor = run.step.groups.tensor
         for number in range(2):
-            with counted_collectives(step.groups.tensor) as sent:
-                result = step.run(batches, number)
+            with counted_collectives(tensor) as sent:
+                result = run.step.run(batches, number)
             steps.append((result.sent_bytes, on_all_ranks(sent)))
             assert result.moved_bytes == result.sent_bytes["p2p"]
         found.append(steps)

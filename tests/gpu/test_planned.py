@@ -15,6 +15,7 @@ from parity import (
     test_bubbles,
     test_context,
     test_cut_sequences,
+    test_divided_data_parallel,
     test_experts,
     test_generators,
     test_pairs,
@@ -52,11 +53,13 @@ CASES = {
         ),
     ],
     "tp in chunks": test_tensor_parallel_plans.IN_CHUNKS,
+    "tp under data parallelism": test_divided_data_parallel.CASES[2],
     "ep": [*test_experts.CASES[2], *test_experts.SPREAD[2]],
 }
 OF_FOUR = {
     "cp": test_context.OF_BACKBONES[4],
     "encoders cp": test_context.OF_ENCODERS[4],
+    "tp under data parallelism": test_divided_data_parallel.CASES[4],
     "cp that cuts images": test_context.LARGE[4],
     "ep": test_experts.SPREAD[4],
 }

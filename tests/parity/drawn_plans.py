@@ -5,7 +5,8 @@ So what it learns to run is drawn from then on; a field that `PlannedCase` gets 
 
 The number says strategy and schedule, so that there are equally many cases of each pair. PER_MIXTURE cases that follow
 each other have the same model and examples, so that one process computes them once. Every CUT_EVERY-th case is a step
-of data parallelism in which ranks share some items (`parity/cut_steps.py`).
+of data parallelism in which ranks share some items (`parity/cut_steps.py`), and another one a Plan of data parallelism,
+most of them with ranks that share products.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from math import gcd
 from zlib import crc32
 
@@ -62,6 +63,8 @@ CELLS = tuple(
 PER_MIXTURE = 20
 CUT_ITEMS, CUT_EVERY, FIRST_CUT = "cut items", 10, 3
 """The strategy of cases in which ranks share items; the first one. CUT_EVERY has no factor of the number of CELLS."""
+WHOLE_MODULES, FIRST_WHOLE = "data parallel", 8
+"""The strategy of cases whose ranks all run every module; the first one, of every CUT_EVERY, too."""
 FROZEN = (
     *("image", "image encoder", "image block", "audio", "audio encoder", "backbone", "backbone block"),
     *("*.q_proj.*", "*norm*"),
@@ -133,6 +136,9 @@ def draw(seed: int, number: int) -> DrawnCase:
         return DrawnCase(number, CUT_ITEMS, drawn_cut(seed, number), obstacles)
     strategy, schedule = CELLS[number % len(CELLS)]
     mixture = _with_experts(_drawn(_MIXTURE, (seed, number // PER_MIXTURE)), (seed, number // PER_MIXTURE))
+    # One example is for one replica, whose ranks share the products of all modules, and none divides a generator.
+    if number % CUT_EVERY == FIRST_WHOLE and (mixture["batch_size"] != 1 or not mixture["made"]):
+        strategy, schedule = WHOLE_MODULES, "data_parallel"
     rng = np.random.default_rng((seed, number))
     is_resumed = rng.random() < _RESUMED
     for attempt in range(_MAX_ATTEMPTS):
@@ -164,6 +170,8 @@ def _drawn_case(
     """A case, which training may not be able to run. num_ranks: 0 to draw it."""
     rng = np.random.default_rng(numbers)
     num_ranks = num_ranks or int(rng.choice([2, 3, 4, 5], p=[0.3, 0.3, 0.25, 0.15]))
+    if strategy == WHOLE_MODULES:
+        return _drawn_whole(rng, num_ranks, mixture, numbers)
     units = tuple(_units(rng, numbers, strategy, num_ranks, schedule, mixture["parts"]))
     units = _in_tensors(np.random.default_rng((*numbers, crc32(b"tp"))), units, is_shared=strategy == "bubbles")
     if strategy == "bubbles":
@@ -179,6 +187,30 @@ def _drawn_case(
     if backbone.tp > 1 or options["exchange"] not in ("group_cast", "all_gather"):
         options["head_groups"] = 1  # Two tensor-parallel ranks have one head of keys each.
     return PlannedCase(units, schedule, microbatch_size=size, **mixture, **options)
+
+
+def _drawn_whole(
+    rng: np.random.Generator, num_ranks: int, mixture: dict[str, object], numbers: tuple[int, ...]
+) -> PlannedCase:
+    """A case whose ranks all run every module; in four of five that may have it, pairs of them share products."""
+    tp = 2 if num_ranks % 2 == 0 and rng.random() < 0.8 else 1
+    blocks = num_blocks_with(mixture["parts"], NUM_BLOCKS)
+    blocks |= {name: BLOCKS_MADE.get(name, 1) for name in mixture["made"]}
+    recompute = {name: int(rng.integers(0, count + 1)) for name, count in blocks.items() if name in NUM_BLOCKS}
+    dp = num_ranks // tp
+    unit = Unit(
+        "all",
+        (blocks,),
+        dp=dp,
+        tp=tp,
+        recompute=(recompute,) if rng.random() < 0.4 else (),
+        zero=int(rng.integers(0, 4)),
+        shard_size=int(rng.choice([0, 0, *(size for size in (1, 2) if dp % size == 0)])),
+    )
+    sizes = [size for size in (1, 2, 3, 4) if mixture["batch_size"] % (dp * size) == 0]
+    drawn = _drawn(_OPTIONS, numbers)
+    options = {name: drawn[name] for name in ("blocking", "balance", "is_mixed", "chunks")}
+    return PlannedCase((unit,), "data_parallel", microbatch_size=int(rng.choice(sizes or [1])), **mixture, **options)
 
 
 def _with_experts(mixture: dict[str, object], numbers: tuple[int, ...]) -> dict[str, object]:
@@ -341,13 +373,13 @@ def obstacle_of(case: PlannedCase | Cut) -> str:
             return why
         if any(unit.tp > 1 and {*unit.modules} & {*case.made} for unit in plan.units):
             return "tensor parallelism of generators"
-        if case.family in NUM_EXPERTS and plan.unit_of("backbone").tp > 1:
-            return "tensor parallelism of experts"
         if case.exchange == "ulysses" and NUM_HEADS % plan.unit_of("backbone").cp:
             return "heads that ranks do not divide"
         program = planned(plan).program
     except UserError as error:
         return f"no Plan: {error}"
+    if case.schedule == "data_parallel":
+        return ""  # FSDP2 orders its collectives by itself.
     # Ranks are on CPUs, whose hosts wait.
     validate(
         program, holds_up=case.blocking, host_waits=True
@@ -374,7 +406,7 @@ def smaller(case: PlannedCase | Cut) -> Iterator[PlannedCase | Cut]:
         *({"parts": tuple(name for name in case.parts if name != left)} for left in case.parts),
         *({"frozen": tuple(name for name in case.frozen if name != left)} for left in case.frozen),
         *({"lora": tuple(name for name in case.lora if name != left)} for left in case.lora),
-        *({"schedule": schedule} for schedule in SCHEDULES[: SCHEDULES.index(case.schedule)]),
+        *({"schedule": schedule} for schedule in takewhile(lambda each: each != case.schedule, SCHEDULES)),
         *({name: plain[name]} for name in (_MIXTURE | _OPTIONS) if _is_smallest(plain.get(name))),
         {"caps": {}},
         {"chunks": 1},

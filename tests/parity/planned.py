@@ -56,6 +56,7 @@ from motet.runtime.unit_groups import UnitGroups
 from motet.train.input.planned import StageNeeds, StepDecider
 from motet.train.optimizer import OptimizerConfig, build_optimizer
 from motet.train.planned_job import divide_part, holders_of, split_products
+from parity.data_parallel_plans import DataParallelRun
 from parity.going_on import gone_on
 from parity.planned_generators import QUERIES, ROW_DIMS_MADE, SIZE_DIMS_MADE, with_generators
 from parity.planned_parts import SECOND, again_with, has_second, read_twice, second_tower, with_parts
@@ -317,20 +318,18 @@ def run_planned(
     examples, as if they were held out, right before that step. is_whole: whether tensors are whole, or as this rank
     holds them.
     """
-    step, whole = build_step(case, stored, types), _whole_model(*case.built)
-    parameters = _stored_parameters(step)
-    held = {name if (rows := NamedRows.of(name)) is None else rows.name for name in parameters}
-    assert held == {name for spans in step.place.stage_spans for name in _names(case.built, tuple(spans.items()))}
-    results, decide = [], StepDecider(step.place)
+    run, whole, results = run_of(case, stored, types), _whole_model(*case.built), []
     if case.then is not None:
-        results.append(step.run(batches_of(case, step.place, whole, 0, decide), 0))
-        case, step = case.then, gone_on(step, build_step(case.then, stored, types))
-        parameters, decide = _stored_parameters(step), StepDecider(step.place)
+        results.append(run.step.run(run.batches(0, whole), 0))
+        case, before = case.then, run.step
+        run = run_of(case, stored, types)
+        gone_on(before, run.step)
     for number in range(len(results), num_steps):
-        batches = batches_of(case, step.place, whole, number, decide)
-        if evaluated is not None and number == num_steps - 1:
-            evaluated.append(_mean_loss(step.evaluate(batches).tolist(), batches, step.weights))
-        results.append(step.run(batches, number))
+        batches = run.batches(number, whole)
+        if evaluated is not None and number == num_steps - 1 and isinstance(run.step, PlannedStep):
+            evaluated.append(_mean_loss(run.step.evaluate(batches).tolist(), batches, run.step.weights))
+        results.append(run.step.run(batches, number))
+    parameters = _stored_parameters(run.step.model)
     weights = {name: parameter.detach() for name, parameter in parameters.items()}
     gradients = {name: parameter.grad for name, parameter in parameters.items()}
     if not is_whole:
@@ -348,10 +347,10 @@ def _mean_loss(totals: Sequence[float], batches: Sequence[RankBatch], weights: M
     )
 
 
-def _stored_parameters(step: PlannedStep) -> dict[str, torch.nn.Parameter]:
+def _stored_parameters(model: MLLM) -> dict[str, torch.nn.Parameter]:
     """By the keys of checkpoints: a name, or rows of a whole parameter."""
-    keys = stored_names(step.model)
-    return {keys[name]: parameter for name, parameter in step.model.named_parameters()}
+    keys = stored_names(model)
+    return {keys[name]: parameter for name, parameter in model.named_parameters()}
 
 
 def _rows_of(table: Mapping[str, torch.Tensor | None], key: str) -> torch.Tensor | None:
@@ -370,6 +369,35 @@ def _names(built: tuple[Any, ...], spans: tuple[tuple[str, tuple[int, int]], ...
 def _whole_model(*model: Any) -> MLLM:
     """A model that nobody changes."""
     return build_hf_model(*model)
+
+
+class StagesRun:
+    """A case whose Plan has stages, on this rank. A collective."""
+
+    def __init__(self, case: PlannedCase, stored: torch.dtype, types: ComputeTypes) -> None:
+        self._case, self.step = case, build_step(case, stored, types)
+        held = {name if (rows := NamedRows.of(name)) is None else rows.name for name in _stored_parameters(self.model)}
+        spans = self.step.place.stage_spans
+        assert held == {name for each in spans for name in _names(case.built, tuple(each.items()))}
+        self._decide = StepDecider(self.step.place)
+
+    @property
+    def model(self) -> MLLM:
+        """The part of the model that this rank has."""
+        model = self.step.model
+        assert isinstance(model, MLLM)
+        return model
+
+    def batches(self, number: int, whole: MLLM) -> list[RankBatch]:
+        """The microbatches of a step. whole: the model as one process has it."""
+        return batches_of(self._case, self.step.place, whole, number, self._decide)
+
+
+def run_of(case: PlannedCase, stored: torch.dtype, types: ComputeTypes) -> StagesRun | DataParallelRun:
+    """How a case runs on this rank. A collective. Arguments: as of `run_planned`."""
+    if case.schedule == "data_parallel":
+        return DataParallelRun(case, rank_device(), stored)
+    return StagesRun(case, stored, types)
 
 
 def build_step(case: PlannedCase, stored: torch.dtype = torch.float64, types: ComputeTypes = SAME_TYPES) -> PlannedStep:
@@ -594,7 +622,7 @@ def errors_of(case: PlannedCase, num_steps: int = NUM_STEPS) -> dict[str, float]
     dist.broadcast_object_list(sent, source)
     figures, expected_weights, expected_gradients = in_tensors(sent[0])
     last = figures[-1][0]
-    errors = {"evaluated loss": share_off(evaluated[0], last)}
+    errors = {"evaluated loss": share_off(evaluated[0], last)} if evaluated else {}
     for number, (result, (loss, norm)) in enumerate(zip(results, figures, strict=True)):
         errors[f"loss {number}"] = share_off(result.loss, loss)
         errors[f"norm {number}"] = share_off(result.grad_norm, norm)

@@ -25,7 +25,16 @@ def updates_on_rows() -> Iterator[None]:
     """
 
     def on_rows(call: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        return call(*tree_map_only(DTensor, DTensor.to_local, args), **tree_map_only(DTensor, DTensor.to_local, kwargs))
+        rows = tree_map_only(DTensor, DTensor.to_local, (args, kwargs))
+        made = call(*rows[0], **rows[1])
+        # What is updated in place is none that was made.
+        return [as_made_of(*pair) for pair in zip(made, args[0], strict=True)] if made else made
+
+    def as_made_of(rows: torch.Tensor, whole: object) -> torch.Tensor:
+        if not isinstance(whole, DTensor):
+            return rows
+        like = {"shape": whole.shape, "stride": whole.stride()}
+        return DTensor.from_local(rows, whole.device_mesh, whole.placements, run_check=False, **like)
 
     handlers = DTensor._op_dispatcher._custom_op_handlers
     with pytest.MonkeyPatch.context() as patch:

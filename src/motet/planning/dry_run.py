@@ -106,7 +106,11 @@ def _print(plan: Plan, program: PlannedProgram, prediction: Prediction, of: str)
     capacity = f"{prediction.capacity_bytes / 1e9:,.1f} GB"
     unit, each, device = plan.units[0], plan.microbatch_size, plan.cluster.device.name
     num_sharing = unit.shard_size or (unit.dp if unit.zero else 1)
-    copies = f"A copy is shared by {num_sharing:,} ranks" if num_sharing > 1 else "Each rank holds a whole copy"
+    whose = "" if unit.tp == 1 else " of the part that a tensor-parallel rank computes with"
+    if num_sharing > 1:
+        copies = f"A copy{whose} is shared by {num_sharing:,} ranks"
+    else:
+        copies = f"Each rank holds a whole copy{whose}"
     if in_stages:
         copies = "Each rank holds the blocks of its stages, with what stands before and behind them"
     size = f"has {counted_words(each, 'example')}"

@@ -72,7 +72,8 @@ class RunnablePlans:
     """The plans that training can run, which the first rank sends to all.
 
     indices: of the plans in the results of the search. names, recipes, plans, figures: of the same plans.
-    plans:   those with stages; None for one of data parallelism, which the recipe says. Figures are of the latter.
+    plans:   those with stages, or with ranks that share products; None for others, which recipes say. Figures are of
+             the latter.
     examples: of their batch.
     """
 
@@ -175,7 +176,7 @@ def run_steps(meeting: Meeting, steps: Steps) -> MeasuredSteps:
         schedule = StepRange(0, 1, recipe.run.batch_size, job.num_microbatches, 0, 0)
         pin = RankBatch.pin_memory if world.device.type == "cuda" else None
         order = ListedOrder(steps.examples)
-        with Feed(order, job.loading, job.mesh.host_group, schedule, recipe.data, prepare=pin) as feed:
+        with Feed(order, job.loading, job.mesh.host_everyone, schedule, recipe.data, prepare=pin) as feed:
             loaded = job.drawn(0, feed.next_step())
         seconds = []
         for _ in range(WARM_UP + REPEATS):
@@ -212,7 +213,7 @@ def measure_plan(
 ) -> MeasuredPlan | None:
     """Run a plan's steps; if it runs out of memory, with more recomputation. None: there is no more. A collective.
 
-    figures: None for a plan with stages, which is not run with more.
+    figures: None for a plan that no recipe says, which is not run with more.
     Every rank learns how a trial ended on all, and decides alike what runs next.
     """
     ran: dict[tuple[tuple[str, int], ...], MeasuredPlan] = {}
@@ -304,12 +305,13 @@ def _runnable(found: SearchResult, obstacles: Mapping[int, str], recipe: Recipe)
         )
     plans = [candidates[index].plan for index in indices]
     in_stages = [plan.schedule != "data_parallel" for plan in plans]
+    said = [not own and all(unit.tp == 1 for unit in plan.units) for plan, own in zip(plans, in_stages)]
     return RunnablePlans(
         indices,
         [candidates[index].what for index in indices],
         [_undecided(recipe) if own else recipe_of_plan(plan, recipe) for plan, own in zip(plans, in_stages)],
-        [plan if own else None for plan, own in zip(plans, in_stages)],
-        [None if own else BlockFigures.of(job, plan) for plan, own in zip(plans, in_stages)],
+        [None if is_said else plan for plan, is_said in zip(plans, said)],
+        [BlockFigures.of(job, plan) if is_said else None for plan, is_said in zip(plans, said)],
         job.workload.choose(job.batch_size, np.random.default_rng(job.seed)),
     )
 

@@ -95,7 +95,8 @@ def _microbatch_size(recipe: Recipe, num_ranks: int) -> int:
 
 
 def recipe_of_plan(plan: Plan, recipe: Recipe) -> Recipe:
-    """The recipe with the settings by which training runs a Plan of its model. `plan_of_recipe` inverts it.
+    """The recipe with the settings by which training runs a Plan of its model. `plan_of_recipe` inverts it, but for
+    `tp`, which no recipe says: ranks share products under the Plan itself.
 
     It changes batch_size and microbatches of `[run]`, group of `[data]`; all of `[fsdp]` but the precision; phases and
     method of `[balance]`, and without balancing also its profile and speed, which then have no effect.

@@ -49,9 +49,6 @@ def _uncompiled(plan: Plan) -> str:
 def untrained(plan: Plan) -> str:
     """What a Plan has that training can run of no recipe yet; "" if it has nothing such."""
     obstacles = {
-        "tensor parallelism (tp > 1) under the schedule 'data_parallel' (one stage of '1f1b' has tp, dp and zero)": (
-            plan.schedule == "data_parallel" and any(unit.tp > 1 for unit in plan.units)
-        ),
         "ranks left over before others, or on some of its nodes": needed_cluster(plan) is None,
         "another tp of what runs in bubbles than the backbone's": any(
             unit.tp != plan.unit_of(BACKBONE).tp for unit in units_in_bubbles(plan)
@@ -103,8 +100,8 @@ def obstacle_in(recipe: Recipe) -> Callable[[Plan], str]:
     def found(plan: Plan) -> str:
         if what := obstacle(plan, recipe):
             return what
-        if recipe.data.is_split and plan.schedule != "data_parallel":
-            return "stages beside a data.train of which each rank reads a part of its own"
+        if recipe.data.is_split and (together := reading_together(plan)):
+            return f"{together} beside a data.train of which each rank reads a part of its own"
         if recipe.context.model_dump(exclude_defaults=True) and (what := _context_obstacle(plan, model(), recipe)):
             return what
         asks = may_refuse or any(unit.tp > 1 for unit in plan.units)
@@ -113,6 +110,13 @@ def obstacle_in(recipe: Recipe) -> Callable[[Plan], str]:
         return _made_obstacle(plan, model(), recipe) if recipe.modules.generators else ""
 
     return found
+
+
+def reading_together(plan: Plan) -> str:
+    """What makes ranks of a Plan read the same examples, in words; "" if each reads its own."""
+    if plan.schedule != "data_parallel":
+        return "stages"
+    return "ranks that share products (tp above 1)" if plan.unit_of(BACKBONE).tp > 1 else ""
 
 
 def cut_obstacle(plan: Plan, model: MLLM) -> str:

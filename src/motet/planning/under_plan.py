@@ -19,7 +19,7 @@ from motet.planning.groups import in_groups
 from motet.planning.plan_of_recipe import recipe_of_plan
 from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.sources import plan_at, workload_of
-from motet.planning.trainable import obstacle, plan_line
+from motet.planning.trainable import obstacle, plan_line, reading_together
 from motet.train.balancing import balancing_of
 from motet.train.planned_job import ChosenPlan
 from motet.train.recipe.recipe import Recipe, load_recipe
@@ -63,11 +63,12 @@ def agreed(recipe: Recipe, recipe_file: Path, chosen: ChosenPlan) -> tuple[Recip
         raise UserError(f"{plan_file}: {what} as in [parallel] of {recipe_file}; plan anew: {chosen.replan}.")
     if what := obstacle(plan, recipe):
         raise UserError(f"{plan_file} has {what}, which training cannot run yet; plan anew: {chosen.replan}.")
-    if plan.schedule == "data_parallel":
-        return recipe_of_plan(plan, recipe), chosen
-    if what := next(_not_in_stages(recipe), None):
-        raise UserError(f"{recipe_file}: {what}")
-    return recipe, chosen
+    if recipe.data.is_split and (together := reading_together(plan)):
+        raise UserError(
+            f"{recipe_file}: data.train names splits that only some ranks can read, and under a plan with {together} "
+            "every rank must know all lengths; give all machines all manifests."
+        )
+    return recipe_of_plan(plan, recipe) if plan.schedule == "data_parallel" else recipe, chosen
 
 
 def job_under_plan(
@@ -132,12 +133,3 @@ def _stated_pieces(recipe: Recipe, plan: Plan) -> int:
     """The pieces into which a recipe asks to cut products that ranks of the Plan share; 0 if it asks for none."""
     is_stated = recipe.cluster is not None and recipe.cluster.tensor_pieces > 1
     return recipe.cluster.tensor_pieces if is_stated and any(unit.tp > 1 for unit in plan.units) else 0
-
-
-def _not_in_stages(recipe: Recipe) -> Iterator[str]:
-    """What a recipe has that does not work yet where ranks hold different parts of the model, a sentence each."""
-    if recipe.data.is_split:
-        yield (
-            "data.train names splits that only some ranks can read, and under a plan with stages every rank must know "
-            "all lengths; give all machines all manifests."
-        )

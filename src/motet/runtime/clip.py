@@ -16,20 +16,25 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from motet.runtime.mesh import TENSOR
+
 _AT_ONCE = 2**18
 """Elements of which a CPU takes the norm at a time; of millions at once it takes ten times as long for each."""
 
 
 @torch.no_grad()
-def square_sum(parameters: Iterable[nn.Parameter], num_ranks: int, device: torch.device) -> Tensor:
+def square_sum(
+    parameters: Iterable[nn.Parameter], num_ranks: int, device: torch.device, tensor_size: int = 1
+) -> Tensor:
     """This rank's share of the squared norm of all gradients, a float64 scalar; the shares of all ranks add up to it.
 
     A gradient that is no DTensor counts as held by all `num_ranks` ranks. Raises ValueError for a partial DTensor.
+    tensor_size: tensor-parallel ranks, each of which has all of a gradient that they do not cut.
     """
     by_copies: defaultdict[int, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            local, copies = _local(parameter.grad, num_ranks)
+            local, copies = _local(parameter.grad, num_ranks, tensor_size)
             by_copies[copies].append(local)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, gradients in by_copies.items():
@@ -98,11 +103,11 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     return tensor.reshape(-1).split(_AT_ONCE)
 
 
-def _local(gradient: Tensor, num_ranks: int) -> tuple[Tensor, int]:
+def _local(gradient: Tensor, num_ranks: int, tensor_size: int = 1) -> tuple[Tensor, int]:
     """(the part of a gradient on this rank, the number of ranks that hold the same part)."""
     if not isinstance(gradient, DTensor):
         return gradient, num_ranks
-    copies = 1
+    copies = 1 if TENSOR in (gradient.device_mesh.mesh_dim_names or ()) else tensor_size
     for axis, placement in enumerate(gradient.placements):
         if placement.is_partial():
             raise ValueError("a gradient that is not yet summed over ranks has no norm")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ from motet.runtime.casting import set_compute_types
 from motet.runtime.loss_scale import LossScale
 from motet.runtime.mesh import Mesh
 from motet.runtime.sharded_state import ComputeTypes
+from motet.runtime.shards import keep_cut, name_cut
 from motet.runtime.stage import Model, is_trainable, modules_by_phase
 
 _DTYPES = {
@@ -146,11 +148,14 @@ class FSDPConfig(BaseModel):
         return {name: count for name, count in self.recompute.items() if count}
 
 
-def shard(model: Model, mesh: Mesh, config: FSDPConfig) -> None:
+def shard(model: Model, mesh: Mesh, config: FSDPConfig, cuts: Mapping[str, int] = MappingProxyType({})) -> None:
     """Prepare every module of the model, in place, for the whole copy, or the share of one, that this rank holds.
 
     Parameters must be initialised alike on all ranks, and already frozen if they are to be frozen. Raises UserError if
     config.recompute does not fit the blocks that can be recomputed, and for a parameter that cannot be shared out.
+
+    cuts: name -> the dimension in which tensor-parallel ranks cut a parameter. The model's layers are already those of
+          such a rank (`models/divided.py`).
     """
     modules = modules_by_phase(model)
     for phase, module in modules.items():
@@ -162,7 +167,15 @@ def shard(model: Model, mesh: Mesh, config: FSDPConfig) -> None:
     counts = config.recomputed({phase: len(_recomputable(module)) for phase, module in modules.items()})
     for phase, module in modules.items():
         recompute_first(module, counts.get(phase, 0))
-    if mesh.is_sharded:
+    if mesh.tensor is not None:
+        # Whole copies, too: what FSDP2 stores, and what passes compute with, are two forms of a part of a parameter.
+        assert mesh.cuts is not None, "tensor-parallel ranks have a mesh of their cuts"
+        assert isinstance(model, nn.Module), "parameters are cut by name"
+        _check_dimensions(modules)
+        shapes = keep_cut(model, cuts, mesh.tensor)
+        wrap(model, mesh, config)
+        name_cut(model, cuts, shapes, mesh.cuts)
+    elif mesh.is_sharded:
         _check_dimensions(modules)
         wrap(model, mesh, config)
     else:

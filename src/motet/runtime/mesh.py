@@ -11,17 +11,28 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from motet.core.errors import UserError
 from motet.runtime.groups import new_group, wait_limit
+from motet.tensor_parallel import TensorRanks
 
 SHARD, REPLICATE = "shard", "replicate"
+TENSOR = "tensor"
+"""The axis of a mesh over the tensor- or expert-parallel ranks that cut a parameter. It is the first: its parts are
+shared out."""
 
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
     """The process groups of a rank.
 
+    Tensor-parallel ranks, which share products, run the same examples. So there are `tensor.size` times as many ranks
+    in the job as in `group`, and each of these in a group of its own.
+
     shards:     the mesh for `fully_shard`, with axes ("shard",), or ("replicate", "shard") for hybrid sharding.
-    group:      all ranks, on the device's backend; used by the training thread.
-    host_group: all ranks, on gloo; used by the prefetch thread, whose collectives must not mix with those of the step.
+    group:      the ranks that run different examples, on the device's backend; used by the training thread.
+    host_group: the same ranks, on gloo; used by the prefetch thread, whose collectives must not mix with the step's.
+    ranks_per_node: those of `group` on a node.
+    tensor:     the tensor-parallel ranks of this one; None: it is alone.
+    cuts:       of parameters that these cut: the mesh of axes ("tensor",), and behind it those of `shards`.
+    everyone:   all ranks of the job, for the training thread. host_everyone: for the prefetch thread.
     """
 
     device: torch.device
@@ -29,28 +40,37 @@ class Mesh:
     group: dist.ProcessGroup
     host_group: dist.ProcessGroup
     ranks_per_node: int
+    everyone: dist.ProcessGroup
+    host_everyone: dist.ProcessGroup
+    tensor: TensorRanks | None = None
+    cuts: DeviceMesh | None = None
 
     @property
     def rank(self) -> int:
-        """This rank among all ranks."""
+        """This rank among those that run different examples."""
         return self.group.rank()
 
     @property
     def num_ranks(self) -> int:
-        """The number of all ranks."""
+        """The number of ranks that run different examples."""
         return self.group.size()
+
+    @property
+    def tensor_size(self) -> int:
+        """The number of ranks that share products, and run the same examples."""
+        return 1 if self.tensor is None else self.tensor.size
 
     @cached_property
     def shared_rows(self) -> dist.ProcessGroup:
-        """All ranks, for rows that some of them exchange inside of passes, between collectives of other groups.
+        """The ranks of `group`, for rows that some of them exchange inside of passes, between collectives of others.
 
         The first access is a collective.
         """
-        return new_group()
+        return of_other_examples(self.tensor_size)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether several ranks hold one copy of the parameters between them."""
+        """Whether several ranks hold one copy of the parameters, or of a tensor-parallel rank's, between them."""
         return self.shards.size(self.shards.ndim - 1) > 1
 
     @property
@@ -59,26 +79,70 @@ class Mesh:
         return self.shards.ndim == 2
 
 
-def build_mesh(device: torch.device, *, shard_size: int | None = None, ranks_per_node: int | None = None) -> Mesh:
+def build_mesh(
+    device: torch.device,
+    *,
+    shard_size: int | None = None,
+    ranks_per_node: int | None = None,
+    tensor_size: int = 1,
+    tensor_pieces: int = 1,
+) -> Mesh:
     """Build the Mesh of the initialised process group. A collective.
 
-    shard_size:     ranks that together hold one copy of the parameters; None: all ranks; 1: every rank holds a whole
-                    copy, as in DDP.
-    ranks_per_node: None: all ranks are on one node.
-    Raises UserError if shard_size does not divide the number of ranks, RuntimeError without a process group.
+    shard_size:     ranks that together hold one copy of the parameters; None: all that run different examples; 1: every
+                    rank holds a whole copy, as in DDP. Of tensor-parallel ranks: of each one's parameters.
+    ranks_per_node: of the job; None: all ranks are on one node.
+    tensor_size:    ranks that share products: consecutive ones. tensor_pieces: `chunks` of `TensorRanks`.
+    Raises UserError if tensor_size does not divide the number of ranks, or shard_size what is left of it; RuntimeError
+    without a process group.
     """
-    group = dist.group.WORLD
-    if group is None:
+    everyone = dist.group.WORLD
+    if everyone is None:
         raise RuntimeError("build_mesh needs torch.distributed.init_process_group to have been called")
-    num_ranks = group.size()
+    if tensor_size < 1 or everyone.size() % tensor_size:
+        raise UserError(f"tp is {tensor_size}, but must divide the number of ranks, which is {everyone.size()}.")
+    num_ranks, on_node = everyone.size() // tensor_size, ranks_per_node or everyone.size()
     shard_size = num_ranks if shard_size is None else shard_size
     if shard_size < 1 or num_ranks % shard_size:
         raise UserError(f"shard_size is {shard_size}, but must divide the number of ranks, which is {num_ranks}.")
-    if shard_size == num_ranks:
-        shards = init_device_mesh(device.type, (num_ranks,), mesh_dim_names=(SHARD,))
-    else:
-        shape = (num_ranks // shard_size, shard_size)
-        shards = init_device_mesh(device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
-        for axis in shards.get_all_groups():
-            dist.distributed_c10d._set_pg_timeout(wait_limit(device), axis)
-    return Mesh(device, shards, group, new_group(backend="gloo"), ranks_per_node or num_ranks)
+    shape, names = (num_ranks,), (SHARD,)
+    if shard_size < num_ranks:
+        shape, names = (num_ranks // shard_size, shard_size), (REPLICATE, SHARD)
+    host_everyone = new_group(backend="gloo")
+    if tensor_size == 1:
+        shards = _waiting(init_device_mesh(device.type, shape, mesh_dim_names=names))
+        return Mesh(device, shards, everyone, host_everyone, on_node, everyone, host_everyone)
+    ranks = torch.arange(everyone.size()).view(num_ranks, tensor_size).T.reshape(tensor_size, *shape)
+    cuts = _waiting(DeviceMesh(device.type, ranks, mesh_dim_names=(TENSOR, *names)))
+    tensor = TensorRanks(cuts.get_group(TENSOR), everyone.rank() % tensor_size, tensor_size, chunks=tensor_pieces)
+    return Mesh(
+        device,
+        cuts[names],
+        of_other_examples(tensor_size),
+        of_other_examples(tensor_size, backend="gloo"),
+        max(on_node // tensor_size, 1),
+        everyone,
+        host_everyone,
+        tensor,
+        cuts,
+    )
+
+
+def of_other_examples(tensor_size: int, *, backend: str | None = None) -> dist.ProcessGroup:
+    """A new group of the ranks that run other examples than this one: one of each group of tensor-parallel ranks.
+
+    A collective of all ranks.
+    """
+    if tensor_size == 1:
+        return new_group(backend=backend)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    groups = [new_group(range(first, num_ranks, tensor_size), backend=backend) for first in range(tensor_size)]
+    return groups[rank % tensor_size]
+
+
+def _waiting(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh, in whose groups ranks wait for each other as long as in others."""
+    if mesh.ndim > 1:
+        for axis in mesh.get_all_groups():
+            dist.distributed_c10d._set_pg_timeout(wait_limit(torch.device(mesh.device_type)), axis)
+    return mesh

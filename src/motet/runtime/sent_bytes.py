@@ -66,12 +66,17 @@ class SentBytes:
         return taken
 
 
-def count_fsdp(module: nn.Module, sent: SentBytes, num_copies: int) -> None:
-    """Count what FSDP2 sends for the parts of a module that it shards. num_copies: of the parameters, on all ranks."""
+def count_fsdp(module: nn.Module, sent: SentBytes, num_ranks: int, shard_size: int) -> None:
+    """Count what FSDP2 sends for the parts of a module that it shards, a copy over each `shard_size` of its ranks."""
+    num_copies = num_ranks // shard_size
     for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.set_custom_all_gather(_CountedAllGather(sent))
-            part.set_custom_reduce_scatter(_CountedReduceScatter(sent, num_copies))
+        if not isinstance(part, FSDPModule):
+            continue
+        part.set_custom_all_gather(_CountedAllGather(sent))
+        part.set_custom_reduce_scatter(_CountedReduceScatter(sent, num_copies))
+        if shard_size == 1 and num_copies > 1:
+            # Nothing is scattered then.
+            part.set_all_reduce_hook(lambda gradients: sent.all_reduce(gradients.nbytes, num_copies))
 
 
 class _Collective:

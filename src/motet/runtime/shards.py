@@ -10,12 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from motet.runtime.holders import RankGroups, Sharing
-from motet.runtime.mesh import REPLICATE, SHARD
-from motet.tensor_parallel import part_of
-
-TENSOR = "tensor"
-"""The axis of a mesh over the tensor- or expert-parallel ranks that cut a parameter. It is the first: its parts are
-shared out."""
+from motet.runtime.mesh import REPLICATE, SHARD, TENSOR
+from motet.tensor_parallel import TensorRanks, part_of
 
 
 def share_out(
@@ -42,10 +38,46 @@ def share_out(
         rows = rows if rows.is_meta else rows.to(device_type)
         placements = [_placement(axis, sharing.cut) for axis in mesh.mesh_dim_names or ()]
         shards[id(parameter)] = nn.Parameter(as_shard(rows, mesh, placements, parameter.shape), parameter.requires_grad)
+    _replace(model, shards)
+
+
+def keep_cut(model: nn.Module, cuts: Mapping[str, int], ranks: TensorRanks) -> dict[str, torch.Size]:
+    """Reduce parameters of a model, in place, to the part of a tensor-parallel rank; returns the shapes of the whole.
+
+    cuts: name -> the dimension that is cut. Values of a parameter that is not on meta must be the same on all ranks.
+    """
+    parameters, parts, shapes = dict(model.named_parameters()), {}, {}
+    for name, cut in cuts.items():
+        parameter = parameters[name]
+        first, stop = ranks.part(parameter.shape[cut])
+        part = parameter.detach().narrow(cut, first, stop - first).clone(memory_format=torch.contiguous_format)
+        parts[id(parameter)], shapes[name] = nn.Parameter(part, parameter.requires_grad), parameter.shape
+    _replace(model, parts)
+    return shapes
+
+
+def name_cut(model: nn.Module, cuts: Mapping[str, int], shapes: Mapping[str, torch.Size], mesh: DeviceMesh) -> None:
+    """Let what FSDP2 has made of the parts of `keep_cut` say which part of the whole it is, in place.
+
+    mesh: with the axis TENSOR, and behind it those over which FSDP2 shares the parts out. FSDP2 takes a parameter that
+    is another one than its own as that parameter is, layout included, before the first pass.
+    """
+    parameters, whole = dict(model.named_parameters()), {}
+    for name, cut in cuts.items():
+        part = parameters[name]
+        assert isinstance(part, DTensor), f"FSDP2 shares out every parameter, and {name} is whole"
+        placements = [_placement(axis, cut) for axis in mesh.mesh_dim_names or ()]
+        shard = as_shard(part.detach().to_local(), mesh, placements, shapes[name])
+        whole[id(part)] = nn.Parameter(shard, part.requires_grad)
+    _replace(model, whole)
+
+
+def _replace(model: nn.Module, others: Mapping[int, nn.Parameter]) -> None:
+    """Put other parameters in the place of a model's. others: id of a parameter -> the one that takes its place."""
     for module in model.modules():
         for key, parameter in module._parameters.items():
-            if id(parameter) in shards:
-                module._parameters[key] = shards[id(parameter)]
+            if id(parameter) in others:
+                module._parameters[key] = others[id(parameter)]
 
 
 def as_shard(rows: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:

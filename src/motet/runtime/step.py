@@ -174,7 +174,7 @@ class TrainStep:
         self.is_wrapped = any(isinstance(module, FSDPModule) for module in self.modules.values())
         self.sent = SentBytes()
         for module in self.modules.values() if self.is_wrapped else ():
-            count_fsdp(module, self.sent, mesh.num_ranks // mesh.shards.size(mesh.shards.ndim - 1))
+            count_fsdp(module, self.sent, mesh.num_ranks, mesh.shards.size(mesh.shards.ndim - 1))
         self.replicated = (
             {}
             if self.is_wrapped
@@ -194,25 +194,22 @@ class TrainStep:
         whole step, so that the optimizer leaves it alone; zero if its module ran and did not use it.
         """
         leave_out = () if self.optimizer else (Kind.STEP,)
-        self.sent.take()  # What has been gathered between steps, as for held-out data, is none of the step's.
+        # What has been gathered and summed between steps, as for held-out data, is none of the step's.
+        self.sent.take()
+        self.take_product_bytes()
         with computing(self.model):
             running = _RunningStep(self, batches)
             Executor(running.program, running.handlers, self.clock, leave_out=leave_out).run(step)
-        # The host waits for the device where ranks shared sequences, and in no other step.
-        shared_bytes = running.totals[3].item() if running.shares_sequences else 0
+        moved_bytes = self.mesh.tensor_size * running.exchanges.moved_bytes
+        shared_bytes, *sent_bytes = running.totals[-3:].tolist()
         return StepResult(
             step,
             running.num_targets,
             sum(batch.num_tokens for batch in batches),
             sum(batch.lengths.num_examples for batch in batches),
-            running.exchanges.moved_bytes,
-            running.exchanges.crossing_bytes,
-            # Gathers and reductions are the same on all ranks.
-            by_kind(
-                0,
-                running.exchanges.moved_bytes + shared_bytes,
-                *(self.mesh.num_ranks * each for each in self.sent.take()),
-            ),
+            moved_bytes,
+            self.mesh.tensor_size * running.exchanges.crossing_bytes,
+            by_kind(0, moved_bytes + shared_bytes, *sent_bytes),
             self.clock.take(),
             running.totals_of_loss,
             met_s=self.clock.met_s,
@@ -231,6 +228,14 @@ class TrainStep:
             Executor(running.program, running.handlers, self.clock, leave_out=WHOLE_RANK).run(0, before)
             running.wait()
 
+    def take_product_bytes(self) -> float:
+        """Bytes that this rank has sent since the last call to those that share products with it."""
+        if self.mesh.tensor is None:
+            return 0.0
+        taken = sum(self.mesh.tensor.sent)
+        self.mesh.tensor.sent.clear()
+        return taken
+
     def program(self, batches: Sequence[RankBatch]) -> RankProgram:
         """What this rank executes for the microbatches of a step."""
         trainable = tuple((name, is_trainable(module)) for name, module in self.modules.items())
@@ -240,9 +245,9 @@ class TrainStep:
 class _RunningStep:
     """One step while it runs: its Program, the handlers of its actions, and its totals.
 
-    totals: float64 [4 + generators], squared gradient norm, sum of the loss, number of targets, bytes of rows that
-            ranks which share sequences gave each other, and the sum of each generator's loss; of this rank, after NORM
-            of all.
+    totals: float64 [6 + generators], squared gradient norm, sum of the loss, number of targets, the sum of each
+            generator's loss, and bytes: those which ranks that share sequences or products gave each other, gathered
+            and reduced; of this rank, after NORM of all.
     """
 
     def __init__(self, step: TrainStep, batches: Sequence[RankBatch]) -> None:
@@ -264,14 +269,14 @@ class _RunningStep:
             name: MadeRows(sum(int(batch.lengths.items[name].length.sum()) for batch in batches), module.weight)
             for name, module in generators.items()
         }
-        self.totals = torch.zeros(4 + len(generators), dtype=torch.float64, device=step.mesh.device)
+        self.totals = torch.zeros(3 + len(generators) + 3, dtype=torch.float64, device=step.mesh.device)
         stages = module_stages(
             step.model,
             self.program.modules,
             step.mesh,
             step.replicated,
             self.totals,
-            {name: self.totals[4 + index] for index, name in enumerate(generators)},
+            {name: self.totals[3 + index] for index, name in enumerate(generators)},
             once_a_step=step.once_a_step,
         )
         tensors = Tensors()
@@ -286,7 +291,7 @@ class _RunningStep:
     @property
     def totals_of_loss(self) -> Tensor:
         """The totals without the bytes: by them a step is finite."""
-        return torch.cat([self.totals[:3], self.totals[4:]])
+        return self.totals[:-3]
 
     @property
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -302,9 +307,14 @@ class _RunningStep:
         mesh, parameters = self.step.mesh, self.step.parameters
         self.wait()
         shares = [gradients.square_sum(mesh.device) for gradients in self.step.replicated.values()]
-        self.totals[0] = sum(shares) if shares else square_sum(parameters, mesh.num_ranks, mesh.device)
-        self.totals[3] = sum(batch.shared_bytes for batch in self.batches)
-        dist.all_reduce(self.totals, group=mesh.group)
+        size = mesh.tensor_size
+        self.totals[0] = sum(shares) if shares else square_sum(parameters, mesh.num_ranks, mesh.device, size)
+        if mesh.tensor is not None and mesh.tensor.index:
+            self.totals[1:-3] = 0  # Ranks that share products all compute the same loss.
+        shared_bytes = sum(batch.shared_bytes for batch in self.batches) + self.step.take_product_bytes()
+        for place, size_bytes in enumerate((shared_bytes, *self.step.sent.take()), start=-3):
+            self.totals[place] = size_bytes
+        dist.all_reduce(self.totals, group=mesh.everyone)
         self.step.clock.meet()
         unscale_and_clip(parameters, self.totals[0], self.step.max_grad_norm, self.scale)
 

@@ -98,7 +98,7 @@ class Evaluation:
 class Evaluator:
     """Evaluates a model on one held-out dataset.
 
-    exchange: on a host group of the main thread.
+    exchange: on a host group of the main thread, of `replicas`: the ranks that run different examples.
     seed:     of the noise that generators draw and are judged by: the same in each evaluation.
     report:   called once with a sentence for each example that is left out, because its files cannot be used.
     """
@@ -111,13 +111,14 @@ class Evaluator:
         exchange: ItemExchange,
         mesh: Mesh,
         world: World,
+        replicas: World,
         config: EvaluateConfig,
         seed: int,
         report: Callable[[str], None],
     ) -> None:
         self._left_out = LeftOutOfEvaluation(world, report)
         self._dataset, self._tokenizer, self._decoder, self._exchange = dataset, tokenizer, decoder, exchange
-        self._mesh, self._world, self._config, self._seed = mesh, world, config, seed
+        self._mesh, self._world, self._replicas, self._config, self._seed = mesh, world, replicas, config, seed
 
     @torch.no_grad()
     def run(self, model: MLLM, is_stopped: Callable[[], bool] = lambda: False) -> Evaluation | None:
@@ -144,7 +145,7 @@ class Evaluator:
         if stopped:
             return None
         dist.all_reduce(totals, group=self._mesh.group)
-        everywhere = [answer for of_rank in self._world.gather(answers) for answer in of_rank]
+        everywhere = [answer for of_rank in self._replicas.gather(answers) for answer in of_rank]
         evaluation = evaluation_of(
             totals, tuple(model.generators), count, everywhere, self._left_out, self._config.num_samples
         )
@@ -169,21 +170,23 @@ class Evaluator:
         examples: indices in the dataset, int64 [num_examples]. A collective.
         """
         with self._world.together():
-            homes = home_ranks(len(examples), self._world.num_ranks)
+            homes = home_ranks(len(examples), self._replicas.num_ranks)
             submitted = [
                 (example, self._decoder.submit(refs, [self._dataset.readers_of(ref) for ref in refs]))
-                for example in examples[homes == self._world.rank].tolist()
+                for example in examples[homes == self._replicas.rank].tolist()
                 for refs in (self._dataset.media_refs(example),)
             ]
             loaded = [(example, [future.result() for future in futures]) for example, futures in submitted]
             bad = [
-                f"{self._dataset.where(example)}: {item}"
+                (example, f"{self._dataset.where(example)}: {item}")
                 for example, items in loaded
                 for item in items
                 if isinstance(item, BadMedia)
             ]
-        self._left_out.say(bad)
-        return [(example, items) for example, items in loaded if not any(isinstance(item, BadMedia) for item in items)]
+        self._left_out.say([sentence for _, sentence in bad])
+        # Ranks that share products have loaded the same, and one of them alone may have failed to.
+        unusable = {example for of_rank in self._world.gather([example for example, _ in bad]) for example in of_rank}
+        return [(example, items) for example, items in loaded if example not in unusable]
 
     def _batch(
         self, model: MLLM, sequences: Sequence[TokenSequence], loaded: Sequence[tuple[int, list[Media]]]
@@ -192,12 +195,12 @@ class Evaluator:
         examples = [
             LoadedExample(sequence, tuple(items)) for sequence, (_, items) in zip(sequences, loaded, strict=True)
         ]
-        batch = exchanged(self._exchange, examples, self._world.ranks_per_node).batch
+        batch = exchanged(self._exchange, examples, self._replicas.ranks_per_node).batch
         return batch.to(self._mesh.device, dtype=compute_types_of(model).compute)
 
     def _of_all_ranks(self, loaded: Sequence[tuple[int, list[Media]]]) -> list[int]:
         """The examples that all ranks have loaded, rank by rank, as the exchange numbers them. A collective."""
-        return [example for of_rank in self._world.gather([example for example, _ in loaded]) for example in of_rank]
+        return [example for of_rank in self._replicas.gather([example for example, _ in loaded]) for example in of_rank]
 
     def _loss(self, model: MLLM, loaded: Sequence[tuple[int, list[Media]]]) -> Tensor:
         """This rank's part of the totals that `evaluation_of` takes. A collective."""
@@ -232,7 +235,7 @@ class Evaluator:
         ]
         batch = self._batch(model, prompts, prompt_media)
         examples = self._of_all_ranks(loaded)
-        computed = [examples[index] for index in batch.decision.backbone.on_rank(self._world.rank).tolist()]
+        computed = [examples[index] for index in batch.decision.backbone.on_rank(self._replicas.rank).tolist()]
         features = forward_features(model, batch, self._mesh.group)
         answers = generate(
             model, batch.sequences, features, self._tokenizer.end_tokens, self._config.max_new_tokens, self._mesh

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from motet.core.errors import UserError
 from motet.core.words import counted_words
@@ -166,7 +166,13 @@ def _gathered(model: MLLM, world: World) -> dict[str, Tensor]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """A tensor put together over the ranks that share it, axis by axis: torch warns of several at once."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    for axis in reversed(range(tensor.device_mesh.ndim)):
+        whole_behind = [Replicate()] * (tensor.device_mesh.ndim - axis)
+        tensor = tensor.redistribute(placements=[*tensor.placements[:axis], *whole_behind])
+    return tensor.to_local()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -32,8 +32,7 @@ from motet.models.spec import model_spec
 from motet.planner.item_memory import RankMemory
 from motet.runtime.clock import ActionClock
 from motet.runtime.fsdp import shard
-from motet.runtime.groups import new_group
-from motet.runtime.mesh import Mesh, build_mesh
+from motet.runtime.mesh import Mesh, build_mesh, of_other_examples
 from motet.runtime.place import Place
 from motet.runtime.planned_step import PlannedStep
 from motet.runtime.stage import modules_by_phase
@@ -80,6 +79,7 @@ from motet.train.planned_job import (
     check_context_unused,
     check_cuts,
     check_makes_whole,
+    divide_whole,
     unused_pieces,
 )
 from motet.train.recipe.recipe import Recipe
@@ -150,8 +150,10 @@ def build_job(
         return _build_planned_job(recipe, world, resume, say, cleanup, chosen)
     check_same_backend(world)
     check_context_unused(recipe.context)
+    tensor_size = 1 if chosen is None else chosen.plan.unit_of(BACKBONE).tp
+    replicas = world.replicas(tensor_size)
     rank_bytes, before_bytes = _memory_bytes(recipe, world), peak_memory_bytes(world.device)
-    ranks = RecomputeRanks(world.num_ranks, world.ranks_per_node, world.device.type, rank_bytes)
+    ranks = RecomputeRanks(world.num_ranks, world.ranks_per_node, world.device.type, rank_bytes, tensor_size)
     with world.together():
         _check_transport(recipe, world)
         dtype = _DTYPES[recipe.run.dtype]
@@ -166,9 +168,10 @@ def build_job(
         spec = model_spec(model)
         if chosen is not None:
             chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
+            check_cuts(model, chosen.plan)
         measured = read_measured(recipe, spec)
         memory = _item_memory(recipe, spec, ranks)
-        orchestrator = _orchestrator(recipe, model, spec, measured, world, memory)
+        orchestrator = _orchestrator(recipe, model, spec, measured, replicas, memory)
         splits = own_splits(recipe, world)
         opened = {
             number: open_dataset(recipe, manifests, vocabulary, model, say) for number, manifests in splits.items()
@@ -194,15 +197,21 @@ def build_job(
     recipe = _in_steps(recipe, dataset, world, say)
     with world.together():
         check_bad_at_indexing(recipe, dataset)
-        microbatches = recipe.microbatches_on(world.num_ranks)  # Refused before anything is sharded.
+        microbatches = recipe.microbatches_on(replicas.num_ranks)  # Refused before anything is sharded.
         order = build_order(recipe, dataset, say)
         recomputation = _recomputation(recipe, world, (ranks, before_bytes), spec, dataset, order, say)
         if recomputation.auto is not None:
             # Now it is known what is recomputed, and so what weighs how much.
-            orchestrator = _orchestrator(recomputation.recipe, model, spec, measured, world, memory)
+            orchestrator = _orchestrator(recomputation.recipe, model, spec, measured, replicas, memory)
     with world.together():
-        mesh = build_mesh(world.device, shard_size=recipe.fsdp.shard_size, ranks_per_node=world.ranks_per_node)
-        shard(model, mesh, recipe.fsdp)
+        mesh = build_mesh(
+            world.device,
+            shard_size=recipe.fsdp.shard_size,
+            ranks_per_node=world.ranks_per_node,
+            tensor_size=tensor_size,
+            tensor_pieces=1 if chosen is None else chosen.plan.cluster.tensor_pieces,
+        )
+        shard(model, mesh, recipe.fsdp, {} if mesh.tensor is None else divide_whole(model, mesh.tensor))
         materialise(model, recipe.modules, recipe.run.seed, world.device)
         if recipe.run.compile:
             compile_blocks(modules_by_phase(model).values())
@@ -220,10 +229,9 @@ def build_job(
     )
     evaluator = None
     if heldout is not None:
-        exchange = ItemExchange(world.control, orchestrator, model.measured, ranks_per_node=world.ranks_per_node)
-        evaluator = Evaluator(
-            heldout, vocabulary, decoder, exchange, mesh, world, recipe.evaluate, recipe.run.seed, say
-        )
+        exchange = ItemExchange(replicas.control, orchestrator, model.measured, ranks_per_node=replicas.ranks_per_node)
+        ranks_of = (mesh, world, replicas)
+        evaluator = Evaluator(heldout, vocabulary, decoder, exchange, *ranks_of, recipe.evaluate, recipe.run.seed, say)
     start = _start(recipe, dataset, order, step)
     progress, line = resume_run(recipe, world, resume, model, optimizer, start, say)
     _restore_scale(step, progress)
@@ -238,7 +246,7 @@ def build_job(
         order,
         dataset,
         decoder,
-        _loading(recipe, world, mesh, orchestrator, dataset, decoder, model),
+        _loading(recipe, replicas, mesh, orchestrator, dataset, decoder, model),
         recomputation,
         evaluator,
         Checkpointer(recipe.run.dir / CHECKPOINTS, recipe.checkpoint, world.saving, line, world.launch, say),
@@ -441,33 +449,33 @@ def _check_same_plan(world: World, plan: Plan) -> None:
 
 def _loading(
     recipe: Recipe,
-    world: World,
+    replicas: World,
     mesh: Mesh,
     orchestrator: Orchestrator,
     dataset: Examples | OwnSplits,
     decoder: Decoder,
     model: MLLM,
 ) -> Loading:
-    """The way in which the recipe's microbatches are loaded."""
+    """The way in which the recipe's microbatches are loaded. replicas: the ranks that run different examples."""
     if recipe.exchanges_items:
         exchange = ItemExchange(
             mesh.host_group,
             orchestrator,
             model.measured,
-            ranks_per_node=world.ranks_per_node,
-            carrier=_carrier(recipe, world, mesh),
+            ranks_per_node=replicas.ranks_per_node,
+            carrier=_carrier(recipe, mesh),
         )
-        return ExchangeLoading(dataset, decoder, exchange, world.ranks_per_node)
+        return ExchangeLoading(dataset, decoder, exchange, replicas.ranks_per_node)
     assert not isinstance(dataset, OwnSplits), "a recipe whose examples are split exchanges items"
-    return IndexLoading(dataset, decoder, orchestrator, world.rank, world.ranks_per_node)
+    return IndexLoading(dataset, decoder, orchestrator, replicas.rank, replicas.ranks_per_node)
 
 
-def _carrier(recipe: Recipe, world: World, mesh: Mesh) -> Carrier:
+def _carrier(recipe: Recipe, mesh: Mesh) -> Carrier:
     """What moves the bytes of inputs between ranks. A collective."""
     if recipe.balance.transport == "host":
         return Carrier(mesh.host_group)
     # A new group has a communicator of its own. That of the step belongs to the training thread.
-    return Carrier(new_group(backend="nccl"), world.device)
+    return Carrier(of_other_examples(mesh.tensor_size, backend="nccl"), mesh.device)
 
 
 def _check_compiles(recipe: Recipe, model: MLLM, world: World) -> None:

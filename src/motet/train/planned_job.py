@@ -126,6 +126,8 @@ def impossible_cut(model: MLLM, plan: Plan) -> str:
         for name in unit.modules:
             if unit.tp > 1 and (why := why_undivided(model, name)):
                 return f"unit {unit.name!r} has tp {unit.tp}, and {name!r} cannot be divided: {why}"
+            if plan.schedule == "data_parallel":
+                continue
             if name == BACKBONE:
                 if model.backbone.merge is not None and unit.cp > 1:
                     return f"unit {unit.name!r} has cp {unit.cp}, which cannot be: model.merge takes whole sequences"
@@ -267,6 +269,18 @@ def divide_part(model: MLLM, place: Place, groups: UnitGroups) -> None:
         chunks = place.program.layout.plan.cluster.tensor_pieces
         ranks = TensorRanks(groups.tensor, place.t, len(place.tensor_ranks), groups.sent, chunks)
         divide(model, dict.fromkeys(place.modules, ranks))
+
+
+def divide_whole(model: MLLM, ranks: TensorRanks) -> dict[str, int]:
+    """Change the layers of a whole model, in place, to those of a tensor-parallel rank of data parallelism.
+
+    Returns name -> the dimension in which the ranks cut a parameter, which is whole yet.
+    """
+    names = (BACKBONE, *model.encoders)
+    split_fused(model, names)
+    cuts = {name: cut for module in names for name, cut in cuts_of(model, module).items()}
+    divide(model, dict.fromkeys(names, ranks))
+    return cuts
 
 
 def connected(place: Place, world: World) -> Lanes:

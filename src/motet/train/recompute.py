@@ -53,12 +53,16 @@ _FIT_ADVICE = "raise run.microbatches, lower run.batch_size or data.max_sequence
 
 @dataclass(frozen=True)
 class RecomputeRanks:
-    """The ranks for which recomputation is chosen. memory_bytes: of one device."""
+    """The ranks for which recomputation is chosen.
+
+    memory_bytes: of one device. tensor_size: ranks that share products.
+    """
 
     num_ranks: int
     ranks_per_node: int
     device_type: str
     memory_bytes: int
+    tensor_size: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,15 +244,19 @@ def recomputed_blocks_of(recipe: Recipe, spec: ModelSpec) -> dict[str, int]:
 
 
 def unit_of_recipe(
-    recipe: Recipe, spec: ModelSpec, num_ranks: int, recomputed: Mapping[str, int] | None = None
+    recipe: Recipe, spec: ModelSpec, num_ranks: int, recomputed: Mapping[str, int] | None = None, tp: int = 1
 ) -> Unit:
-    """The unit of a Plan by which a recipe trains on all ranks. recomputed: the numbers of blocks by module."""
+    """The unit of a Plan by which a recipe trains on all ranks. recomputed: the numbers of blocks by module.
+
+    num_ranks: those that run different examples; `tp` times as many train.
+    """
     fsdp = recipe.fsdp
     shard_size = fsdp.shard_size or num_ranks
     return Unit(
         "all",
         (spec.num_blocks,),
         dp=num_ranks,
+        tp=tp,
         recompute=(recomputed,) if recomputed else (),
         zero=0 if shard_size == 1 else 3 if fsdp.reshard_after_forward else 1 if fsdp.once_a_step else 2,
         shard_size=0 if shard_size in (1, num_ranks) else shard_size,
@@ -314,11 +322,12 @@ def plan_alone(recipe: Recipe, spec: ModelSpec, ranks: RecomputeRanks) -> Plan:
         balance = "joint"
     elif not recipe.balance.balanced([module.name for module in spec.modules if module.name != BACKBONE]):
         balance = "off"
+    num_ranks, tp = ranks.num_ranks // ranks.tensor_size, ranks.tensor_size
     return Plan(
         spec,
         _nodes_of(recipe, ranks),
-        (unit_of_recipe(recipe, spec, ranks.num_ranks, recomputed_blocks_of(recipe, spec)),),
-        ranks.num_ranks,
+        (unit_of_recipe(recipe, spec, num_ranks, recomputed_blocks_of(recipe, spec), tp),),
+        num_ranks,
         schedule="data_parallel",
         precision=recipe.plan_precision,
         moments=recipe.optimizer.num_moments,

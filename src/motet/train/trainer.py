@@ -163,7 +163,8 @@ class _Run:
                 if self.log is not None:
                     self.log.check()
         if self.recipe.export.at_end:
-            folder, in_parts = self.recipe.run.dir / EXPORT, isinstance(self.job.step, PlannedStep)
+            folder = self.recipe.run.dir / EXPORT
+            in_parts = isinstance(self.job.step, PlannedStep) or self.job.mesh.tensor is not None
             with writing(folder):
                 export(self.job.model, self.recipe, folder, self.world, self.job.progress, in_parts=in_parts)
         self._write_trace()
@@ -257,7 +258,7 @@ class _Run:
         return Feed(
             self.job.order,
             self.job.loading,
-            self.job.mesh.host_group,
+            self.job.mesh.host_everyone,
             steps,
             recipe.data,
             prepare=self._prepared,
@@ -266,12 +267,12 @@ class _Run:
 
     def _prepared(self, batch: RankBatch) -> RankBatch:
         """A loaded microbatch, ready to be computed; in the prefetch thread."""
-        decided = self.job.recomputation.of_rank(batch, self.world.rank)
+        decided = self.job.recomputation.of_rank(batch, self.job.mesh.rank)
         return decided.pin_memory() if self.world.device.type == "cuda" else decided
 
     def _corrected(self, fed: StepInput) -> StepInput:
         """The input, with what is recomputed decided by the newest correction: some was prefetched before it."""
-        recomputation, rank = self.job.recomputation, self.world.rank
+        recomputation, rank = self.job.recomputation, self.job.mesh.rank
         return dataclasses.replace(fed, batches=[recomputation.corrected(batch, rank) for batch in fed.batches])
 
     @contextmanager

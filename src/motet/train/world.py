@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -30,6 +30,7 @@ from motet.core.errors import JointUserError, RankFailure, UserError, note_origi
 from motet.core.heap import share_heap
 from motet.core.words import counted_words
 from motet.runtime.groups import new_group
+from motet.runtime.mesh import of_other_examples
 from motet.train.watch import Watch, come, who_is_missing
 
 LOOPBACK = "127.0.0.1"
@@ -77,6 +78,18 @@ class World:
         values: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(values, value, group=self.control)
         return values
+
+    def replicas(self, tensor_size: int) -> World:
+        """The ranks that run other examples than this one: one of each group of tensor-parallel ranks. A collective."""
+        if tensor_size == 1:
+            return self
+        return replace(
+            self,
+            rank=self.rank // tensor_size,
+            num_ranks=self.num_ranks // tensor_size,
+            ranks_per_node=max(self.ranks_per_node // tensor_size, 1),
+            control=of_other_examples(tensor_size, backend="gloo"),
+        )
 
     def barrier(self) -> None:
         """Wait for all ranks; for the main thread."""

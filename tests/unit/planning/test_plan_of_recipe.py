@@ -243,10 +243,6 @@ def test_what_is_measured_or_stated_for_balancing_goes_where_nothing_is_balanced
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (
-            {"tp": 2, "dp": 1},
-            "tensor parallelism (tp > 1) under the schedule 'data_parallel' (one stage of '1f1b' has tp, dp and zero)",
-        ),
         ({"dp": 1, "first_rank": 1}, "ranks left over before others, or on some of its nodes"),
         ({"precision": "bf16"}, "another precision than the recipe"),
         ({"units": 2}, "modules on ranks of their own"),

@@ -562,7 +562,8 @@ def test_what_sequences_with_keys_cannot_do(mllama):
     ):
         check_shared(recipe.balance, model)
     units = {name: Unit(name, ({name: blocks},)) for name, blocks in model_spec(model).num_blocks.items()}
-    backbone, plan = units["backbone"], SimpleNamespace(units=tuple(units.values()), model=model_spec(model), fills=())
+    backbone, spec = units["backbone"], model_spec(model)
+    plan = SimpleNamespace(units=tuple(units.values()), model=spec, fills=(), schedule="1f1b")
     plan.units = (units["image"], replace(backbone, tp=2))
     assert "unit 'backbone' has tp 2, and 'backbone' cannot be divided" in impossible_cut(model, plan)
 
