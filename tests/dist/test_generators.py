@@ -363,10 +363,24 @@ def test_a_generator_that_is_cut_trains_resumes_and_evaluates_as_one_process_doe
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-8)
 
 
-@pytest.mark.slow
-def test_ranks_that_share_sequences_train_and_make_what_one_process_does(job, alone, tmp_path):
-    """Items are dealt out over the ranks, so that a microbatch with one has it on one of them alone."""
-    plan = planned(job, Unit("all", ({"image": 1, "audio": 1, "backbone": 2, "draw": 2},), cp=2, zero=1))
+BLOCKS = {"image": 1, "audio": 1, "backbone": 2, "draw": 2}
+SHARED = {
+    "sequences": ((Unit("all", (BLOCKS,), cp=2, zero=1),), {}),
+    "products": ((Unit("all", (BLOCKS,), dp=2, tp=2, zero=3),), {"schedule": "data_parallel", "balance": "per_phase"}),
+    "products of a generator": (
+        (Unit("llm", ({"image": 1, "audio": 1, "backbone": 2},)), Unit("draw", ({"draw": 2},), first_rank=1, tp=2)),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "way", ["products", *(pytest.param(way, marks=pytest.mark.slow) for way in SHARED if way != "products")]
+)
+def test_ranks_that_share_work_train_and_make_what_one_process_does(job, alone, tmp_path, way):
+    """Items are dealt out over the ranks, so that a microbatch with one has it on some of them alone."""
+    units, options = SHARED[way]
+    plan = planned(job, *units, **options)
     assert not obstacle_in(load_recipe(job, EXACT))(plan)
     run_planned(job, plan, tmp_path / "run")
     for a, b in zip(metrics(alone), metrics(tmp_path / "run"), strict=True):
@@ -383,15 +397,8 @@ def test_ranks_that_share_sequences_train_and_make_what_one_process_does(job, al
             (Unit("all", ({"image": 1, "audio": 1, "backbone": 2, "draw": 1}, {"draw": 1}), pp=2),),
             "evaluate.num_made is 12; set it to 0",
         ),
-        (
-            (
-                Unit("llm", ({"image": 1, "audio": 1, "backbone": 2},)),
-                Unit("draw", ({"draw": 2},), first_rank=1, tp=2),
-            ),
-            "no way to divide the layers of a generator",
-        ),
     ],
-    ids=["cut", "tp"],
+    ids=["cut"],
 )
 def test_a_plan_that_generators_cannot_be_in_is_refused(job, units, said):
     recipe = load_recipe(job, EXACT)

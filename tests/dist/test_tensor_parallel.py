@@ -1,5 +1,7 @@
 """Layers whose products tensor-parallel ranks share equal whole ones: loss, gradients, next tokens, dropout."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import peft
 import pytest
@@ -14,6 +16,8 @@ from motet.dropout import drawing
 from motet.models.build import ModelConfig, build_mllm
 from motet.models.divided import cuts_of, divide, split_fused, why_undivided
 from motet.models.fused import NamedRows, stored_names
+from motet.models.generator import GeneratorModule, OutputProjector
+from motet.models.projector import Projector, ProjectorConfig
 from motet.models.shaped_config import config_of_shapes
 from motet.runtime.deferred import DeferredWeights
 from motet.tensor_parallel import TensorRanks, likeliest_entry, part_of, vocabulary_cross_entropy
@@ -267,3 +271,11 @@ def test_what_another_package_puts_in_the_place_of_products_cannot_be_divided():
         why_undivided(mllm, BACKBONE)
         == "self_attn.o_proj is a Linear, as another package puts it there, and not torch's"
     )
+
+
+def test_a_generator_of_another_class_is_named():
+    generator = nn.Identity()
+    generator.condition_dim, generator.row_dim = 8, 4
+    entrance = OutputProjector(Projector(16, 8, ProjectorConfig()), 1, drop=0.0)
+    made = SimpleNamespace(generators={"draw": GeneratorModule(generator, entrance, num_queries=1)})
+    assert why_undivided(made, "draw") == "Motet knows no way to divide the layers of Identity"

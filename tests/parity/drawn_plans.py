@@ -136,8 +136,7 @@ def draw(seed: int, number: int) -> DrawnCase:
         return DrawnCase(number, CUT_ITEMS, drawn_cut(seed, number), obstacles)
     strategy, schedule = CELLS[number % len(CELLS)]
     mixture = _with_experts(_drawn(_MIXTURE, (seed, number // PER_MIXTURE)), (seed, number // PER_MIXTURE))
-    # One example is for one replica, whose ranks share the products of all modules, and none divides a generator.
-    if number % CUT_EVERY == FIRST_WHOLE and (mixture["batch_size"] != 1 or not mixture["made"]):
+    if number % CUT_EVERY == FIRST_WHOLE:
         strategy, schedule = WHOLE_MODULES, "data_parallel"
     rng = np.random.default_rng((seed, number))
     is_resumed = rng.random() < _RESUMED
@@ -301,7 +300,7 @@ def _in_experts(rng: np.random.Generator, unit: Unit, num_experts: int) -> Unit:
 
 def _with_made(rng: np.random.Generator, units: tuple[Unit, ...], made: tuple[str, ...]) -> tuple[Unit, ...]:
     """Generators in the last stage of the backbone, or on further ranks: one or two replicas, two ranks that share a
-    replica's items, or two stages."""
+    replica's items or products, or two stages."""
     if not made:
         return units
     num_ranks, blocks = max(unit.ranks.stop for unit in units), {name: BLOCKS_MADE.get(name, 1) for name in made}
@@ -314,6 +313,8 @@ def _with_made(rng: np.random.Generator, units: tuple[Unit, ...], made: tuple[st
         elif replicas == 2 and sum(blocks.values()) > len(blocks) and rng.random() < 0.7:
             rest = {name: number - 1 for name, number in blocks.items() if number > 1}
             behind = replace(behind, stages=(dict.fromkeys(made, 1), rest), dp=1, pp=2, recompute=())
+        elif replicas == 2 and rng.random() < 0.5:
+            behind = replace(behind, dp=1, tp=2)
         return (*units, behind)
     return tuple(
         replace(unit, stages=(*unit.stages[:-1], unit.stages[-1] | blocks)) if "backbone" in unit.modules else unit
@@ -371,8 +372,6 @@ def obstacle_of(case: PlannedCase | Cut) -> str:
         plan = plan_of(case)
         if why := obstacle(plan, _recipe(case.is_mixed)):
             return why
-        if any(unit.tp > 1 and {*unit.modules} & {*case.made} for unit in plan.units):
-            return "tensor parallelism of generators"
         if case.exchange == "ulysses" and NUM_HEADS % plan.unit_of("backbone").cp:
             return "heads that ranks do not divide"
         program = planned(plan).program

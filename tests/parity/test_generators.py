@@ -39,6 +39,7 @@ from parity.planned import PlannedCase, assert_planned
 from parity.planned_generators import LATENTS, tiny_vae
 from parity.tiny import DIM, build_model, draw_examples, with_turns
 from ranks import run_ranks
+from tiers import in_tiers
 
 TOLERANCE = 1e-10
 QUERIES = {"draw": 3, "say": 2}
@@ -551,6 +552,48 @@ def test_ranks_that_share_sequences(num_ranks: int):
         for_ranks.setdefault(case.num_ranks, []).append(case)
     for number, cases in for_ranks.items():
         assert_planned(number, cases)
+
+
+DIVIDED = {
+    2: [
+        PlannedCase((Unit("all", (WHOLE | {"draw": 1, "say": 1},), tp=2, zero=0),), made=BOTH),
+        PlannedCase((Unit("all", (WHOLE | {"etch": 3},), tp=2),), "data_parallel", made=("etch",)),
+        PlannedCase(
+            (Unit("all", (WHOLE | {"retell": 3},), tp=2, zero=0, recompute=({"retell": 2, "backbone": 1},)),),
+            made=("retell",),
+            left_out=0.5,
+        ),
+        PlannedCase((Unit("all", (WHOLE | {"draw": 1, "say": 1},), tp=2, zero=0),), made=BOTH, frozen=BOTH),
+        PlannedCase(
+            (Unit("all", (WHOLE | {"draw": 1, "say": 1},), tp=2, zero=0),), made=BOTH, contents=(), batch_size=2
+        ),
+    ],
+    3: [
+        PlannedCase((LLM, Unit("made", ({"etch": 3, "say": 1},), first_rank=1, tp=2)), made=("etch", "say")),
+        PlannedCase(
+            (Unit("llm", (WHOLE,), tp=2, zero=0), Unit("made", ({"retell": 3},), first_rank=2)),
+            made=("retell",),
+            microbatch_size=2,
+        ),
+    ],
+    4: [
+        PlannedCase((Unit("all", (WHOLE | {"etch": 1}, {"etch": 2}), pp=2, tp=2, zero=0),), "zb_h1", made=("etch",)),
+        PlannedCase(
+            (Unit("all", (WHOLE | {"draw": 1, "say": 1},), dp=2, tp=2, zero=3),),
+            "data_parallel",
+            made=BOTH,
+            balance="per_phase",
+            chunks=2,
+        ),
+        PlannedCase((Unit("all", (WHOLE | {"draw": 1, "say": 1},), dp=2, tp=2, zero=1),), made=BOTH),
+    ],
+}
+"""Ranks share products of generators: beside the backbone, in units of their own, in stages, and under FSDP2."""
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(DIVIDED, {2: (0, 1)}))
+def test_ranks_share_products_of_generators(num_ranks: int, cases: list[PlannedCase]):
+    assert_planned(num_ranks, cases)
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])

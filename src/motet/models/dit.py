@@ -181,8 +181,7 @@ class DiTLayer(nn.Module):
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         hidden, mlp = config.hidden, config.mlp or 4 * config.hidden
-        self.num_heads = config.num_heads
-        self.attention = nn.ModuleDict({"input": nn.Linear(hidden, 3 * hidden), "output": nn.Linear(hidden, hidden)})
+        self.attention = DiTAttention(hidden, config.num_heads)
         self.mlp = nn.Sequential(nn.Linear(hidden, mlp), nn.GELU(approximate="tanh"), nn.Linear(mlp, hidden))
         self.modulation = nn.Linear(hidden, 6 * hidden)
         nn.init.zeros_(self.modulation.weight)
@@ -192,14 +191,24 @@ class DiTLayer(nn.Module):
         """hidden [rows, width], steering [num_items, width], item int64 [rows] -> [rows, width]."""
         of_rows = self.modulation(steering)[item].chunk(6, dim=-1)
         shift, scale, gate = of_rows[:3]
-        hidden = hidden + gate * self._attend(_normed(hidden) * (1 + scale) + shift, extents)
+        hidden = hidden + gate * self.attention(_normed(hidden) * (1 + scale) + shift, extents)
         shift, scale, gate = of_rows[3:]
         return hidden + gate * self.mlp(_normed(hidden) * (1 + scale) + shift)
 
-    def _attend(self, rows: Tensor, extents: PackedItems) -> Tensor:
-        products = self.attention["input"](rows)[None].unflatten(-1, (3, self.num_heads, -1))
+
+class DiTAttention(nn.Module):
+    """The rows of an item attend to all of it, its condition included. num_heads: here, of tensor-parallel ranks."""
+
+    def __init__(self, hidden: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, hidden // num_heads
+        self.input, self.output = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+
+    def forward(self, rows: Tensor, extents: PackedItems) -> Tensor:
+        """rows [rows, width] -> the same shape."""
+        products = self.input(rows)[None].unflatten(-1, (3, self.num_heads, -1))
         query, key, value = (each.transpose(1, 2) for each in products.unbind(2))
-        return self.attention["output"](extents.attend(query, key, value, None, 0.0, None).flatten(-2)[0])
+        return self.output(extents.attend(query, key, value, None, 0.0, None).flatten(-2)[0])
 
 
 def _of_item(kind: str, weights: int, biases: int, kept: int, learns: bool) -> Layer:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -20,8 +20,9 @@ from motet.chunked import ColumnProducts
 from motet.core.workload import BACKBONE
 from motet.dropout import set_divided
 from motet.models.backbone import Backbone
+from motet.models.dit import DiT
 from motet.models.experts import divide_experts, expert_parameters
-from motet.models.families.branches import TensorBranch
+from motet.models.families.branches import DIT_BRANCHES, TensorBranch
 from motet.models.families.registry import (
     BACKBONES,
     ENCODERS,
@@ -29,9 +30,9 @@ from motet.models.families.registry import (
     SHAPED_BACKBONE,
     SHAPED_ENCODERS,
     TOWERS,
-    Family,
 )
 from motet.models.fused import SplitLinear
+from motet.models.generator import GeneratorModule
 from motet.models.lora import Adapted, LoraLinear, column_linear, row_linear, split_linear
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
@@ -46,16 +47,15 @@ from motet.tensor_parallel import (
     sum_gradients,
 )
 
+_DividedModule: TypeAlias = ModalityModule | Backbone | GeneratorModule
 _PROJECTOR = (TensorBranch("", ("layers.0",), "layers.2"),)
 
 
 def why_undivided(mllm: MLLM, name: str) -> str:
     """Why tensor-parallel ranks cannot share the layers of a module, in words; "" if they can."""
-    if name in mllm.generators:
-        return "Motet knows no way to divide the layers of a generator"
     module = _module(mllm, name)
     model = _tower(module)
-    if (family := _family(model)) is None or not family.branches:
+    if not _branches_of(model):
         return f"Motet knows no way to divide the layers of {type(model).__name__}"
     for block in _layers(module):
         shape = getattr(block, "shape", None)
@@ -112,8 +112,7 @@ def divide(mllm: MLLM, ranks: Mapping[str, TensorRanks]) -> None:
     """
     for name, of_module in ranks.items():
         module, parts = _module(mllm, name), RowParts(of_module)
-        family = _family(_tower(module))
-        branches = () if family is None else family.branches
+        branches = _branches_of(_tower(module))
         for layer in _layers(module):
             _share_norms(layer, branches, parts)
         for root, branch in _branches(module):
@@ -205,11 +204,11 @@ def _head_dim(attention: Any) -> int:
     return attention.shape.head_width if hasattr(attention, "shape") else attention.head_dim
 
 
-def _branches(module: ModalityModule | Backbone) -> Iterator[tuple[nn.Module, TensorBranch]]:
+def _branches(module: _DividedModule) -> Iterator[tuple[nn.Module, TensorBranch]]:
     """(the module in which a branch is, the branch)."""
-    family = _family(_tower(module))
-    for layer in _layers(module) if family is not None else ():
-        yield from ((layer, branch) for branch in family.branches if hasattr(*_owner(layer, branch.row)))
+    branches = _branches_of(_tower(module))
+    for layer in _layers(module) if branches else ():
+        yield from ((layer, branch) for branch in branches if hasattr(*_owner(layer, branch.row)))
     if (
         isinstance(module, ModalityModule)
         and isinstance(module.projector, Projector)
@@ -219,14 +218,16 @@ def _branches(module: ModalityModule | Backbone) -> Iterator[tuple[nn.Module, Te
         yield from ((module.projector, branch) for branch in _PROJECTOR)
 
 
-def _tower(module: ModalityModule | Backbone) -> nn.Module:
-    """The HF model, or an encoder of another class."""
+def _tower(module: _DividedModule) -> nn.Module:
+    """The HF model, an encoder of another class, or what denoises."""
+    if isinstance(module, GeneratorModule):
+        return getattr(module.generator, "denoiser", module.generator)
     return module.causal_lm if isinstance(module, Backbone) else getattr(module.encoder, "model", module.encoder)
 
 
-def _layers(module: ModalityModule | Backbone) -> list[nn.Module]:
+def _layers(module: _DividedModule) -> list[nn.Module]:
     """The transformer layers, without the Blocks around them and without those of a projector."""
-    blocks = module.blocks if isinstance(module, Backbone) else module.blocks[: module.num_encoder_blocks]
+    blocks = module.blocks[: module.num_encoder_blocks] if isinstance(module, ModalityModule) else module.blocks
     return [block.inner for block in blocks]
 
 
@@ -234,14 +235,18 @@ def _vocabulary(backbone: Backbone) -> tuple[nn.Module, nn.Module]:
     return backbone.text.table, backbone.causal_lm.lm_head
 
 
-def _family(model: nn.Module) -> Family | None:
-    """The family of exactly this class."""
+def _branches_of(model: nn.Module) -> tuple[TensorBranch, ...]:
+    """How a layer of a model of exactly this class is divided; () if in no way that is known."""
+    if type(model) is DiT:
+        return DIT_BRANCHES
     encoders = (*ENCODERS.values(), *TOWERS.values(), *SHAPED_ENCODERS.values())
     known = (*BACKBONES.values(), *GRID_BACKBONES.values(), SHAPED_BACKBONE, *encoders)
-    return next((family for family in known if type(model) is family.model), None)
+    return next((family.branches for family in known if type(model) is family.model), ())
 
 
-def _module(mllm: MLLM, name: str) -> ModalityModule | Backbone:
+def _module(mllm: MLLM, name: str) -> _DividedModule:
+    if name in mllm.generators:
+        return mllm.generators[name]
     return mllm.backbone if name == BACKBONE else mllm.encoders[name]
 
 

@@ -342,7 +342,7 @@ class _RunningPlan:
     def count_losses_once(self) -> None:
         """Leave the loss and the targets to the first of the tensor-parallel ranks, which all compute the same loss."""
         if self.place.t:
-            self.totals[1 : _SENT.start] = 0
+            self.totals[1 : _SENT.start] = self.totals[_SENT.stop :] = 0
 
     def _check_no_products(self, stage: int, microbatch: int = -1) -> None:
         """Raise RuntimeError if gradients of weights of a stage still wait: of a microbatch, or (-1) of any."""

@@ -161,7 +161,7 @@ class Evaluator:
             batch = self._batch(model, [self._dataset.tokens(example) for example, _ in loaded], loaded)
             examples = np.array(self._of_all_ranks(loaded), dtype=np.int64)
             with computing(model):
-                made += make_items(model, batch, examples, self._dataset, self._seed, self._mesh.group, self._world)
+                made += make_items(model, batch, examples, self._dataset, self._seed, self._mesh.group, self._replicas)
         return made
 
     def _load(self, examples: np.ndarray) -> list[tuple[int, list[Media]]]:

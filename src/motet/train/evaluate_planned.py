@@ -114,6 +114,8 @@ class PlannedEvaluator:
                 with_items = [number for number in self._passed(name) if len(batches[number].media[name][1])]
                 for number, values in zip(with_items, sampler.made, strict=True):
                     replica = self._needs.replicas[name]
+                    if self._step.place.t:
+                        continue  # All ranks that share its products have made the same.
                     made += named_items(self._dataset, batches[number], examples[number], name, replica, values)
         return of_all_ranks(made, self._world)
 

@@ -92,6 +92,7 @@ def make_items(
 ) -> list[MadeItem]:
     """What generators make in a batch, on all ranks alike, in the order of examples. A collective.
 
+    world: the ranks that run different examples; group: the same ones.
     batch: on the model's device. examples: the number in the dataset of each of its examples, int64 [num_examples].
     """
     batch = batch.with_draws(heldout_keys(seed, examples))

@@ -276,7 +276,7 @@ def divide_whole(model: MLLM, ranks: TensorRanks) -> dict[str, int]:
 
     Returns name -> the dimension in which the ranks cut a parameter, which is whole yet.
     """
-    names = (BACKBONE, *model.encoders)
+    names = (BACKBONE, *model.encoders, *model.generators)
     split_fused(model, names)
     cuts = {name: cut for module in names for name, cut in cuts_of(model, module).items()}
     divide(model, dict.fromkeys(names, ranks))

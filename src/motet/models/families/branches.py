@@ -98,6 +98,11 @@ AUDIO_BRANCHES = (
     TensorBranch("final_layer_norm", ("fc1",), "fc2"),
 )
 """Whisper's and Qwen2-Audio's."""
+DIT_BRANCHES = (
+    TensorBranch("", _numbered("attention.input", 3), "attention.output", has_heads=True, fused="attention.input"),
+    TensorBranch("", ("mlp.0",), "mlp.2"),
+)
+"""What scales and shifts the rows of a branch, and its outcome, is whole on every rank."""
 SHAPED_BRANCHES = (
     TensorBranch("attention_norm", ("q_proj", "k_proj", "v_proj"), "o_proj", ("q_norm", "k_norm"), has_heads=True),
     TensorBranch("mlp_norm", ("gate_proj", "up_proj"), "down_proj"),
