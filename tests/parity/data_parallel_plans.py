@@ -46,13 +46,6 @@ class DataParallelRun:
         optimizer = build_optimizer(model, optimizer_named(case.optimizer))
         self.step = TrainStep(model, mesh, optimizer, max_grad_norm=OPTIMIZER.clip_norm, once_a_step=fsdp.once_a_step)
 
-    @property
-    def model(self) -> MLLM:
-        """The model of this rank."""
-        model = self.step.model
-        assert isinstance(model, MLLM)
-        return model
-
     def batches(self, number: int, whole: MLLM) -> list[RankBatch]:
         """This rank's microbatches of a step. whole: the model as one process has it."""
         case, mesh, (unit,) = self._case, self.step.mesh, self._plan.units

@@ -376,17 +376,12 @@ class StagesRun:
 
     def __init__(self, case: PlannedCase, stored: torch.dtype, types: ComputeTypes) -> None:
         self._case, self.step = case, build_step(case, stored, types)
-        held = {name if (rows := NamedRows.of(name)) is None else rows.name for name in _stored_parameters(self.model)}
+        held = {
+            name if (rows := NamedRows.of(name)) is None else rows.name for name in _stored_parameters(self.step.model)
+        }
         spans = self.step.place.stage_spans
         assert held == {name for each in spans for name in _names(case.built, tuple(each.items()))}
         self._decide = StepDecider(self.step.place)
-
-    @property
-    def model(self) -> MLLM:
-        """The part of the model that this rank has."""
-        model = self.step.model
-        assert isinstance(model, MLLM)
-        return model
 
     def batches(self, number: int, whole: MLLM) -> list[RankBatch]:
         """The microbatches of a step. whole: the model as one process has it."""
