@@ -18,7 +18,11 @@ from motet.cost.flops import work_of
 from motet.cost.profile import read_profile
 from motet.cost.profiled import Profiled
 from motet.models.spec import spec_of_config
+from motet.planning.cluster import ClusterOptions
 from motet.planning.decoding import decoding_need
+from motet.planning.job import JobOptions
+from motet.planning.plan_of_recipe import read_recipe_as_plan
+from motet.planning.sources import plan_at
 from motet.profiling.command import profile
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
@@ -159,12 +163,13 @@ def test_decoding_is_timed_and_says_which_cores_a_job_needs(job, of_two, tmp_pat
     # Half of the examples have an image, half a clip: a second of a core for each example.
     options = [*EXACT, "data.num_workers=2"]
     need = decoding_need(job, options, tmp_path / "slow.json")
-    words = need.words(0.5, 2)
+    on_two, _ = read_recipe_as_plan(job, options, JobOptions(ClusterOptions("cpu", 1, 2)))
+    words = need.words(0.5, on_two)
     assert words.startswith("Decoding takes 6 s of a core a step, so 12 CPU cores keep every rank computing; with the ")
     assert words.endswith("recipe's 4 workers (2 a rank), each step waits 1 s for them (67% of it).")
-    assert need.words(2.0, 2).endswith("no step waits for them.")
+    assert need.words(2.0, on_two).endswith("no step waits for them.")
     figures = {"core_s": 6.0, "cores": 12, "workers": 4, "stall_s": 1.0, "stall_share": 2 / 3}
-    assert need.figures(0.5, 2) == pytest.approx(figures)
+    assert need.figures(0.5, on_two) == pytest.approx(figures)
     # motet plan has the same beside each plan, for the seconds of its step.
     sets = [part for override in options for part in ("--set", override)]
     command = ["plan", str(job), "--profile", str(tmp_path / "slow.json"), "--ranks-per-node", "2", "--no-what-if"]
@@ -172,7 +177,7 @@ def test_decoding_is_timed_and_says_which_cores_a_job_needs(job, of_two, tmp_pat
     done = CliRunner().invoke(app, [*command, *files, *sets], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     best = json.loads(done.stdout)[0]
-    assert best["decoding"] == pytest.approx(need.figures(best["step_s"], 2))
+    assert best["decoding"] == pytest.approx(need.figures(best["step_s"], plan_at(tmp_path / "plan.json")))
     measured.model_copy(update={"decoding": ()}).write(tmp_path / "none.json")
     assert decoding_need(job, options, tmp_path / "none.json") is None
 

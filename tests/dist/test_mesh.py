@@ -43,8 +43,8 @@ def test_a_number_without_a_dimension_is_not_shared_out():
     model = NoBlocks()
     model.backbone.gate = nn.Parameter(torch.tensor(0.5))
     with pytest.raises(UserError, match="The weight gate of 'backbone' is a number without a dimension"):
-        shard(model, SimpleNamespace(is_sharded=True), FSDPConfig())
-    shard(model, SimpleNamespace(is_sharded=False), FSDPConfig(shard_size=1))
+        shard(model, SimpleNamespace(is_sharded=True, tensor=None), FSDPConfig())
+    shard(model, SimpleNamespace(is_sharded=False, tensor=None), FSDPConfig(shard_size=1))
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,8 @@ def _named(path: Path, name: str) -> Path:
     return path.with_name(f"{path.stem}-{name}{path.suffix}")
 
 
-Decoding: TypeAlias = Callable[[float, int], dict[str, float]]
-"""Figures of decoding, of (seconds of a step, number of ranks)."""
+Decoding: TypeAlias = Callable[[float, Plan], dict[str, float]]
+"""Figures of decoding, of (seconds of a step, its Plan)."""
 
 
 def plan_command(
@@ -96,7 +96,7 @@ def plan_command(
     obstacle:     what of a Plan training cannot run yet, in words; "" if it can run the Plan. None: the job is none
                   that trains. Plans that cannot be trained are marked as such.
     untrained:    what of a Plan no job can train yet, in words, for JSON.
-    decoding:     of a step on so many ranks, what its media ask of CPU cores, for JSON; None: nobody knows.
+    decoding:     what the media of a Plan's step ask of CPU cores, for JSON; None: nobody knows.
     is_trainable: only Plans that training can run count.
     says_what_if: whether the job is planned anew with more memory, a node more and larger batches; None: if that is
                   quick.
@@ -172,7 +172,7 @@ def _tables(
             "measured_s": one.measured_s,
             **figures,
             **bound,
-            "decoding": None if decoding is None else decoding(one.step_s, candidate.plan.cluster.num_ranks),
+            "decoding": None if decoding is None else decoding(one.step_s, candidate.plan),
             "pins": pin_texts(pins_of(candidate.plan)),
         }
 

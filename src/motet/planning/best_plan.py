@@ -121,7 +121,7 @@ def _planned(request: PlanRequest, *, is_on_all: bool = False) -> Planned:
     asked = {"is_trainable": asks, "says_what_if": request.says_what_if}
     best = plan_command(job, request.pins, outputs, obstacle, untrained, decoding=figures, **asked)
     if need is not None and not outputs.is_json_alone:
-        print(need.words(best.step_s, best.candidate.plan.cluster.num_ranks))
+        print(need.words(best.step_s, best.candidate.plan))
     if obstacle is None or best.obstacle:
         return Planned(best, trains=False)
     from motet.planning.too_long import say_too_long
