@@ -14,6 +14,12 @@ def shapes(rank: int, num_ranks: int) -> list:
     meshes = [build_mesh(torch.device("cpu"), shard_size=size) for size in (None, num_ranks, 2, 1)]
     with pytest.raises(UserError, match="shard_size is 3, but must divide the number of ranks, which is 4"):
         build_mesh(torch.device("cpu"), shard_size=3)
+    with pytest.raises(UserError, match="tp is 3, but must divide the number of ranks, which is 4"):
+        build_mesh(torch.device("cpu"), tensor_size=3)
+    divided = build_mesh(torch.device("cpu"), tensor_size=2)
+    assert (divided.tensor.index, divided.tensor_size, divided.ranks_per_node) == (rank % 2, 2, 2)
+    assert divided.cuts.mesh.tolist() == [[0, 2], [1, 3]]
+    meshes.append(divided)
     return [(m.shards.mesh_dim_names, m.shards.shape, m.is_hybrid, m.rank, m.num_ranks) for m in meshes]
 
 
@@ -24,6 +30,7 @@ def test_shapes_of_meshes():
             (("shard",), (4,), False, rank, 4),
             (("replicate", "shard"), (2, 2), True, rank, 4),
             (("replicate", "shard"), (4, 1), True, rank, 4),
+            (("shard",), (2,), False, rank // 2, 2),
         ]
 
 

@@ -38,6 +38,8 @@ def limits(rank, num_ranks, folder):
     with join_world("cpu", Meeting(store, rank, num_ranks), wait_limit_s=77.0) as world:
         mesh = build_mesh(CPU, shard_size=2)
         groups = [world.control, world.saving, mesh.host_group, mesh.group, *mesh.shards.get_all_groups()]
+        divided = build_mesh(CPU, shard_size=1, tensor_size=2)
+        groups += [divided.group, divided.host_group, divided.shared_rows, *divided.cuts.get_all_groups()]
         groups += [new_group((0, 1, 2, 3))]
         groups += [group for pair, group in Lanes([(0, 1), (1, 0)], rank, CPU)._groups.items() if rank in pair]
         return [group._get_backend(CPU).options._timeout for group in groups]
