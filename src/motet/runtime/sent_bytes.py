@@ -38,7 +38,6 @@ class SentBytes:
 
     def __init__(self) -> None:
         self._gather = self._reduce = 0.0
-        self._once: dict[object, tuple[int, int]] = {}
 
     def all_gather(self, whole_bytes: int, num_ranks: int) -> None:
         """Count an all-gather, after which each rank has whole_bytes."""
@@ -52,15 +51,8 @@ class SentBytes:
         """Count an all-reduce of whole_bytes on each rank."""
         self._reduce += 2 * whole_bytes * (num_ranks - 1) / num_ranks
 
-    def all_reduce_once(self, what: object, whole_bytes: int, num_ranks: int) -> None:
-        """Count an all-reduce that is done once a step, however often it is counted."""
-        self._once[what] = whole_bytes, num_ranks
-
     def take(self) -> tuple[float, float]:
         """(gather, reduce), which then begin with 0 again."""
-        for counted in self._once.values():
-            self.all_reduce(*counted)
-        self._once.clear()
         taken = self._gather, self._reduce
         self._gather = self._reduce = 0.0
         return taken
@@ -73,9 +65,9 @@ def count_fsdp(module: nn.Module, sent: SentBytes, num_ranks: int, shard_size: i
         if not isinstance(part, FSDPModule):
             continue
         part.set_custom_all_gather(_CountedAllGather(sent))
-        part.set_custom_reduce_scatter(_CountedReduceScatter(sent, num_copies))
-        if shard_size == 1 and num_copies > 1:
-            # Nothing is scattered then.
+        part.set_custom_reduce_scatter(_CountedReduceScatter(sent))
+        if num_copies > 1:
+            # The last sum of a step is summed over the copies too (`fsdp.sum_over_shard_groups`).
             part.set_all_reduce_hook(lambda gradients: sent.all_reduce(gradients.nbytes, num_copies))
 
 
@@ -98,15 +90,8 @@ class _CountedAllGather(_Collective):
 
 
 class _CountedReduceScatter(_Collective):
-    """Under hybrid sharding the last sum of a step is summed over the copies too (`fsdp.sum_over_shard_groups`)."""
-
-    def __init__(self, sent: SentBytes, num_copies: int) -> None:
-        super().__init__(sent)
-        self._num_copies = num_copies
-
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         self._sent.reduce_scatter(input_tensor.nbytes, group.size())
-        self._sent.all_reduce_once(self, output_tensor.nbytes, self._num_copies)
         return dist.reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)

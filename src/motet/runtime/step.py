@@ -256,8 +256,7 @@ class _RunningStep:
         self.step, self.program = step, step.program(batches)
         if step.types.compute is not None:
             batches = [batch.to(step.mesh.device, dtype=step.types.compute) for batch in batches]
-        self.shares_sequences = any(batch.decision.shares_items for batch in batches)
-        if self.shares_sequences:
+        if any(batch.decision.shares_items for batch in batches):
             batches = [batch.sharing(step.mesh.shared_rows) for batch in batches]
         self.batches = batches
         for stage in self.program.last_backward:

@@ -6,7 +6,7 @@ The encoders run once; `generate.py` then writes the answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -116,7 +116,7 @@ class Evaluator:
         seed: int,
         report: Callable[[str], None],
     ) -> None:
-        self._left_out = LeftOutOfEvaluation(world, report)
+        self._left_out = LeftOutOfEvaluation(report)
         self._dataset, self._tokenizer, self._decoder, self._exchange = dataset, tokenizer, decoder, exchange
         self._mesh, self._world, self._replicas, self._config, self._seed = mesh, world, replicas, config, seed
 
@@ -183,9 +183,10 @@ class Evaluator:
                 for item in items
                 if isinstance(item, BadMedia)
             ]
-        self._left_out.say([sentence for _, sentence in bad])
         # Ranks that share products have loaded the same, and one of them alone may have failed to.
-        unusable = {example for of_rank in self._world.gather([example for example, _ in bad]) for example in of_rank}
+        everywhere = [each for of_rank in self._world.gather(bad) for each in of_rank]
+        self._left_out.say(sentence for _, sentence in everywhere)
+        unusable = {example for example, _ in everywhere}
         return [(example, items) for example, items in loaded if example not in unusable]
 
     def _batch(
@@ -285,14 +286,13 @@ def check_prompts(heldout: Dataset | None, config: EvaluateConfig, world: World)
 class LeftOutOfEvaluation:
     """Held-out examples whose files cannot be used, each said once. report: called with a sentence for each."""
 
-    def __init__(self, world: World, report: Callable[[str], None]) -> None:
-        self._world, self._report = world, report
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
         self.sentences: set[str] = set()
 
-    def say(self, bad: Sequence[str]) -> None:
-        """Report what any rank found bad, a sentence each. A collective."""
-        everywhere = {sentence for of_rank in self._world.gather(list(bad)) for sentence in of_rank}
-        for sentence in sorted(everywhere - self.sentences):
+    def say(self, bad: Iterable[str]) -> None:
+        """Report what ranks found bad, a sentence each. bad: of all ranks, on each of them."""
+        for sentence in sorted(set(bad) - self.sentences):
             self.sentences.add(sentence)
             self._report(f"Left out of the evaluation: {sentence}")
 

@@ -66,7 +66,7 @@ class PlannedEvaluator:
         seed: int,
         report: Callable[[str], None],
     ) -> None:
-        self._left_out = LeftOutOfEvaluation(world, report)
+        self._left_out = LeftOutOfEvaluation(report)
         self._dataset, self._tokenizer, self._decoder = dataset, tokenizer, decoder
         self._plan, self._needs, self._step, self._world, self._config = plan, needs, step, world, config
         self._decide, self._seed = StepDecider(step.place, own_fills=True), seed
@@ -132,15 +132,15 @@ class PlannedEvaluator:
             dealt = loading.deal(StepExamples(ids), 0).microbatches
             pending = [loading.start(each) for each in dealt]
             bad = [each.bad() for each in pending]
-        everywhere = self._world.gather([[example.index for example in of_microbatch] for of_microbatch in bad])
-        self._left_out.say([str(example) for of_microbatch in bad for example in of_microbatch])
+        everywhere = self._world.gather(bad)
+        self._left_out.say(str(example) for of_rank in everywhere for each in of_rank for example in each)
         batches, ids_kept = [], []
         with self._world.together():
             for number, (part, waiting) in enumerate(zip(dealt, pending, strict=True)):
                 assert part.decided is not None, "a Plan decides before loading"
                 kept: BoolArray = part.decided.examples < len(examples)
                 for of_rank in everywhere:
-                    kept[of_rank[number]] = False
+                    kept[[example.index for example in of_rank[number]]] = False
                 batch, ids_here = loading.finish(waiting, kept).batch, part.ids[kept]
                 if self._step.weights:
                     batch = batch.with_draws(heldout_keys(self._seed, ids_here), self._needs.replicas)

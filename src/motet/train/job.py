@@ -230,8 +230,9 @@ def build_job(
     evaluator = None
     if heldout is not None:
         exchange = ItemExchange(replicas.control, orchestrator, model.measured, ranks_per_node=replicas.ranks_per_node)
-        ranks_of = (mesh, world, replicas)
-        evaluator = Evaluator(heldout, vocabulary, decoder, exchange, *ranks_of, recipe.evaluate, recipe.run.seed, say)
+        evaluator = Evaluator(
+            heldout, vocabulary, decoder, exchange, mesh, world, replicas, recipe.evaluate, recipe.run.seed, say
+        )
     start = _start(recipe, dataset, order, step)
     progress, line = resume_run(recipe, world, resume, model, optimizer, start, say)
     _restore_scale(step, progress)
@@ -246,7 +247,7 @@ def build_job(
         order,
         dataset,
         decoder,
-        _loading(recipe, replicas, mesh, orchestrator, dataset, decoder, model),
+        _loading(recipe, mesh, orchestrator, dataset, decoder, model),
         recomputation,
         evaluator,
         Checkpointer(recipe.run.dir / CHECKPOINTS, recipe.checkpoint, world.saving, line, world.launch, say),
@@ -449,25 +450,24 @@ def _check_same_plan(world: World, plan: Plan) -> None:
 
 def _loading(
     recipe: Recipe,
-    replicas: World,
     mesh: Mesh,
     orchestrator: Orchestrator,
     dataset: Examples | OwnSplits,
     decoder: Decoder,
     model: MLLM,
 ) -> Loading:
-    """The way in which the recipe's microbatches are loaded. replicas: the ranks that run different examples."""
+    """The way in which the recipe's microbatches are loaded."""
     if recipe.exchanges_items:
         exchange = ItemExchange(
             mesh.host_group,
             orchestrator,
             model.measured,
-            ranks_per_node=replicas.ranks_per_node,
+            ranks_per_node=mesh.ranks_per_node,
             carrier=_carrier(recipe, mesh),
         )
-        return ExchangeLoading(dataset, decoder, exchange, replicas.ranks_per_node)
+        return ExchangeLoading(dataset, decoder, exchange, mesh.ranks_per_node)
     assert not isinstance(dataset, OwnSplits), "a recipe whose examples are split exchanges items"
-    return IndexLoading(dataset, decoder, orchestrator, replicas.rank, replicas.ranks_per_node)
+    return IndexLoading(dataset, decoder, orchestrator, mesh.rank, mesh.ranks_per_node)
 
 
 def _carrier(recipe: Recipe, mesh: Mesh) -> Carrier:
