@@ -3,69 +3,85 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from motet.assign.whole_step import decide_step
-from motet.core.plan import Plan
 from motet.core.workload import home_ranks
-from motet.dispatch import BalanceConfig, Orchestrator, RankBatch, assemble
+from motet.dispatch import Orchestrator, RankBatch
 from motet.dispatch.loaded import LoadedTables, tables_of
 from motet.dropout import example_keys
 from motet.models.mllm import MLLM
-from motet.runtime.fsdp import FSDPConfig, shard
+from motet.models.spec import model_spec
+from motet.planning.plan_of_recipe import recipe_of_plan
+from motet.runtime.fsdp import shard
 from motet.runtime.mesh import build_mesh
 from motet.runtime.step import TrainStep
 from motet.train.balancing import build_orchestrator
-from motet.train.optimizer import build_optimizer
+from motet.train.optimizer import OptimizerConfig, build_optimizer
 from motet.train.planned_job import divide_whole
+from motet.train.recipe.recipe import Recipe
+from parity.test_gradients import assembled
 
 if TYPE_CHECKING:
     from parity.planned import PlannedCase
 
 
+@cache
+def recipe_of_case(is_mixed: bool) -> Recipe:
+    """What a Plan is asked of a recipe, as `PlannedCase` trains."""
+    return Recipe.model_validate(
+        {
+            "run": {"dir": "run", "steps": 1, "batch_size": 1, "dtype": "float64"},
+            "model": {"backbone": {"family": "qwen2", "path": "weights"}},
+            "data": {"train": ["train.jsonl"], "tokenizer": "tokenizer"},
+            "optimizer": {"lr": 1e-4},
+            "fsdp": {"param_dtype": "float32", "reduce_dtype": "float64"} if is_mixed else {},
+        }
+    )
+
+
 class DataParallelRun:
-    """A case whose Plan has the schedule "data_parallel", on this rank."""
+    """A case whose Plan has the schedule "data_parallel", on this rank, by the recipe that its Plan makes."""
 
-    def __init__(self, case: PlannedCase, device: torch.device, stored: torch.dtype) -> None:
+    def __init__(
+        self, case: PlannedCase, optimizer: OptimizerConfig, device: torch.device, stored: torch.dtype
+    ) -> None:
         """A collective."""
-        from parity.planned import OPTIMIZER, optimizer_named
-
-        self._case, self._plan = case, case.plan()
-        (unit,) = self._plan.units
-        fsdp = _fsdp_of(self._plan, case.is_mixed)
+        plan = case.plan()
+        self._case, self._recipe = case, recipe_of_plan(plan, recipe_of_case(case.is_mixed))
+        fsdp, tensor_size = self._recipe.fsdp, plan.units[0].tp
         mesh = build_mesh(
-            device, shard_size=fsdp.shard_size, tensor_size=unit.tp, tensor_pieces=self._plan.cluster.tensor_pieces
+            device,
+            shard_size=fsdp.shard_size,
+            tensor_size=tensor_size,
+            tensor_pieces=plan.cluster.tensor_pieces,
         )
         model = case.model().to(device, stored)
         model.train()
         shard(model, mesh, fsdp, {} if mesh.tensor is None else divide_whole(model, mesh.tensor))
-        optimizer = build_optimizer(model, optimizer_named(case.optimizer))
-        self.step = TrainStep(model, mesh, optimizer, max_grad_norm=OPTIMIZER.clip_norm, once_a_step=fsdp.once_a_step)
+        self.step = TrainStep(
+            model,
+            mesh,
+            build_optimizer(model, optimizer),
+            max_grad_norm=optimizer.clip_norm,
+            once_a_step=fsdp.once_a_step,
+        )
 
     def batches(self, number: int, whole: MLLM) -> list[RankBatch]:
         """This rank's microbatches of a step. whole: the model as one process has it."""
-        case, mesh, (unit,) = self._case, self.step.mesh, self._plan.units
+        case, mesh, count = self._case, self.step.mesh, self._recipe.run.microbatches
         examples, phases = case.examples(number), tuple(whole.measured)
-        count = case.batch_size // (unit.dp * case.microbatch_size)
-        home = np.tile(home_ranks(len(examples) // count, unit.dp), count)
+        home = np.tile(home_ranks(len(examples) // count, mesh.num_ranks), count)
         lengths = LoadedTables.read([tables_of(examples, phases, whole.measured)], phases).lengths
         step, batches = decide_step(self._orchestrator, replace(lengths, home=home), count), []
         for part in step.microbatches:
             kept = case.kept(number)[part.examples]
             chosen = [examples[index] for index in part.examples[kept]]
-            decision, of_part = part.decision.keep(kept, part.lengths), part.lengths.keep(kept)
-            items = {p: [m for e in chosen for q, m in zip(e.sequence.media, e.media) if q == p] for p in phases}
-            batch = assemble(
-                decision,
-                of_part,
-                mesh.rank,
-                [chosen[index].sequence for index in decision.sequences_on(mesh.rank)],
-                {phase: [items[phase][index] for index in decision.items_on(phase, mesh.rank)] for phase in phases},
-            )
+            batch = assembled(chosen, part.lengths.keep(kept), part.decision.keep(kept, part.lengths), mesh)
             if case.dropout or case.made:
                 batch = batch.with_draws(example_keys(case.seed, number, part.examples[kept]))
             batches.append(batch.to(mesh.device, dtype=torch.float64))
@@ -73,22 +89,7 @@ class DataParallelRun:
 
     @cached_property
     def _orchestrator(self) -> Orchestrator:
-        (unit,), balance = self._plan.units, self._case.balance
-        config = BalanceConfig(**({"phases": "off"} if balance == "off" else {"phases": "all", "method": balance}))
-        recompute = dict(unit.recompute[0]) if unit.recompute else {}
-        return build_orchestrator(
-            config, self._case.model(), unit.dp, torch.device("cpu"), torch.float64, recompute=recompute
-        )
-
-
-def _fsdp_of(plan: Plan, is_mixed: bool) -> FSDPConfig:
-    (unit,) = plan.units
-    size = (unit.shard_size or unit.dp) if unit.zero else 1
-    return FSDPConfig(
-        shard_size=size,
-        reshard_after_forward=unit.zero == 3,
-        once_a_step=unit.zero == 1 and size > 1,
-        recompute={name: count for name, count in unit.recompute[0].items() if count} if unit.recompute else False,
-        param_dtype="float32" if is_mixed else None,
-        reduce_dtype="float64" if is_mixed else None,
-    )
+        model, num_ranks = self._case.model(), self.step.mesh.num_ranks
+        recompute = self._recipe.fsdp.recomputed(model_spec(model).num_blocks)
+        cpu = torch.device("cpu")
+        return build_orchestrator(self._recipe.balance, model, num_ranks, cpu, torch.float64, recompute=recompute)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from itertools import pairwise, takewhile
 from math import gcd
 from zlib import crc32
@@ -26,8 +25,8 @@ from motet.core.plan import Plan, Unit
 from motet.planning.trainable import obstacle
 from motet.schedule import planned, validate
 from motet.train.optimizers import OPTIMIZERS
-from motet.train.recipe.recipe import Recipe
 from parity.cut_steps import Cut, drawn_cut, smaller_cuts
+from parity.data_parallel_plans import recipe_of_case
 from parity.planned import PHASES, PlannedCase
 from parity.planned_generators import BLOCKS_MADE
 from parity.planned_parts import SECOND, has_second, num_blocks_with
@@ -344,20 +343,6 @@ def _stages(
     return tuple(dict(Counter(blocks[first:stop])) for first, stop in pairwise(cuts))
 
 
-@cache
-def _recipe(is_mixed: bool) -> Recipe:
-    """What `obstacle` asks of a recipe, as `PlannedCase` trains."""
-    return Recipe.model_validate(
-        {
-            "run": {"dir": "run", "steps": 1, "batch_size": 1, "dtype": "float64"},
-            "model": {"backbone": {"family": "qwen2", "path": "weights"}},
-            "data": {"train": ["train.jsonl"], "tokenizer": "tokenizer"},
-            "optimizer": {"lr": 1e-4},
-            "fsdp": {"param_dtype": "float32", "reduce_dtype": "float64"} if is_mixed else {},
-        }
-    )
-
-
 def plan_of(case: PlannedCase) -> Plan:
     """The Plan of a case on as many ranks as it has."""
     plan = case.plan()
@@ -370,7 +355,7 @@ def obstacle_of(case: PlannedCase | Cut) -> str:
         return ""
     try:
         plan = plan_of(case)
-        if why := obstacle(plan, _recipe(case.is_mixed)):
+        if why := obstacle(plan, recipe_of_case(case.is_mixed)):
             return why
         if case.exchange == "ulysses" and NUM_HEADS % plan.unit_of("backbone").cp:
             return "heads that ranks do not divide"

@@ -391,7 +391,7 @@ class StagesRun:
 def run_of(case: PlannedCase, stored: torch.dtype, types: ComputeTypes) -> StagesRun | DataParallelRun:
     """How a case runs on this rank. A collective. Arguments: as of `run_planned`."""
     if case.schedule == "data_parallel":
-        return DataParallelRun(case, rank_device(), stored)
+        return DataParallelRun(case, optimizer_named(case.optimizer), rank_device(), stored)
     return StagesRun(case, stored, types)
 
 
