@@ -42,6 +42,7 @@ def limits(rank, num_ranks, folder):
         groups += [divided.group, divided.host_group, divided.shared_rows, *divided.cuts.get_all_groups()]
         groups += [new_group((0, 1, 2, 3))]
         groups += [group for pair, group in Lanes([(0, 1), (1, 0)], rank, CPU)._groups.items() if rank in pair]
+        dist.barrier()
         return [group._get_backend(CPU).options._timeout for group in groups]
 
 
