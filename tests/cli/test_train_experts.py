@@ -68,13 +68,18 @@ def motet(monkeypatch, capsys, *words: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "pins", [pytest.param(["pp=2", "schedule=1f1b"], marks=pytest.mark.slow), ["dp=2", "pp=1", "backbone.ep=2"]]
+    "pins",
+    [
+        pytest.param(["strategy=chain", "pp=2", "schedule=1f1b"], marks=pytest.mark.slow),
+        pytest.param(["strategy=chain", "dp=2", "pp=1", "backbone.ep=2"], marks=pytest.mark.slow),
+        ["strategy=data parallel", "backbone.ep=2"],
+    ],
 )
 def test_stages_and_ranks_that_share_experts_change_no_loss(job, tmp_path, monkeypatch, capsys, pins):
     plan, whole, planned = tmp_path / "plan.json", tmp_path / "whole", tmp_path / "planned"
     options = overrides_of("qwen3_moe", "run.steps=2", "model.backbone.config.num_hidden_layers=3")
     sets = [word for each in options for word in ("--set", each)]
-    pinned = [word for pin in ("strategy=chain", *pins) for word in ("--pin", pin)]
+    pinned = [word for pin in pins for word in ("--pin", pin)]
     words = ["--ranks-per-node", "2", "--trainable", "--no-what-if", *pinned, "--out", str(plan)]
     assert motet(monkeypatch, capsys, "plan", str(job), *sets, *words)[0] == 0
     assert [unit.get("ep", 1) for unit in json.loads(plan.read_text())["units"]] == [

@@ -90,19 +90,30 @@ def test_held_out_examples_are_whole(tmp_path):
     assert all((folder / "report.html").exists() for folder in told)
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["alone", "shared products"])
-def test_under_a_plan_of_data_parallelism_auto_may_cut_too(tmp_path, tp):
+MIXTRAL = ("model.backbone.family=mixtral", "model.backbone.config.num_local_experts=3")
+
+
+@pytest.mark.parametrize(
+    ("degrees", "options"),
+    [
+        ({}, ()),
+        pytest.param({"tp": 2}, (), marks=pytest.mark.slow),
+        pytest.param({"ep": 3}, MIXTRAL, marks=pytest.mark.slow),
+    ],
+    ids=["alone", "shared products", "shared experts"],
+)
+def test_under_a_plan_of_data_parallelism_auto_may_cut_too(tmp_path, degrees, options):
     """What the plan predicts is of whole sequences, so steps that cut are not predicted."""
     job = write_tiny_job(tmp_path / "data")
-    options = [*EXACT, "run.batch_size=3", "data.heldout=[]"]
+    options = [*EXACT, *options, "run.batch_size=3", "data.heldout=[]"]
     on_h100 = "cluster={ device = 'h100', peak_tflops = { fp64 = 1.0 }, ranks_per_node = 3 }"
     plan, _ = read_recipe_as_plan(job, [*options, "fsdp.shard_size=1", on_h100], JobOptions(ClusterOptions()))
-    here = replace(plan.cluster, ranks_per_node=3 * tp)
-    plan = replace(plan, units=(replace(plan.units[0], tp=tp),), cluster=here)
+    unit = replace(plan.units[0], **degrees)
+    plan = replace(plan, units=(unit,), cluster=replace(plan.cluster, ranks_per_node=unit.num_ranks))
     write_plan(plan, tmp_path / "plan.json")
     for way in ("auto", "off"):
         overrides = [*options, f"balance.split={way}", f"run.dir={tmp_path / way}"]
-        run_ranks(train_under, 3 * tp, str(job), overrides, str(tmp_path / "plan.json"))
+        run_ranks(train_under, unit.num_ranks, str(job), overrides, str(tmp_path / "plan.json"))
     assert losses(tmp_path / "auto") == pytest.approx(losses(tmp_path / "off"), rel=1e-10)
     cut = [step for step in metrics(tmp_path / "auto") if step["balance"]["cut"]]
     assert cut and all(step["predicted_s"] is None for step in cut)

@@ -1,4 +1,4 @@
-"""A model whose products are split over tensor-parallel ranks is filled by each of them, and exported whole."""
+"""A model whose products or experts ranks share is filled by each of them, and exported whole."""
 
 from dataclasses import replace
 
@@ -15,6 +15,7 @@ from ranks import run_ranks
 
 PHI3 = [*DEEPER, "model.backbone.family=phi3", "export.at_end=true", "run.steps=3"]
 """Its products are fused, as are those of the image encoder, Qwen2-VL's."""
+MIXTRAL = [*PHI3, "model.backbone.family=mixtral", "model.backbone.config.num_local_experts=4"]
 
 
 def exported(run_dir):
@@ -23,17 +24,23 @@ def exported(run_dir):
 
 
 @pytest.mark.parametrize(
-    "schedule", ["data_parallel", pytest.param("1f1b", marks=pytest.mark.slow)], ids=["FSDP2", "a stage"]
+    ("schedule", "overrides", "degrees"),
+    [
+        ("data_parallel", PHI3, {"tp": 2}),
+        pytest.param("1f1b", PHI3, {"tp": 2}, marks=pytest.mark.slow),
+        ("data_parallel", MIXTRAL, {"dp": 2, "ep": 2}),
+    ],
+    ids=["FSDP2", "a stage", "experts"],
 )
-def test_an_export_is_that_of_one_process(tmp_path, schedule):
+def test_an_export_is_that_of_one_process(tmp_path, schedule, overrides, degrees):
     job, file, alone, shared = write_tiny_job(tmp_path / "data"), tmp_path / "plan.json", tmp_path / "1", tmp_path / "2"
     plan = plan_of(job, ({"image": 2, "audio": 2, "backbone": 3},))
-    unit = Unit("all", plan.units[0].stages, tp=2, zero=1)
-    model = read_job_recipe(job, PHI3).model
-    plan = replace(plan, model=model, units=(unit,), schedule=schedule, cluster=replace(plan.cluster, ranks_per_node=2))
+    unit = Unit("all", plan.units[0].stages, zero=1, **degrees)
+    model, where = read_job_recipe(job, overrides).model, replace(plan.cluster, ranks_per_node=2)
+    plan = replace(plan, model=model, units=(unit,), schedule=schedule, cluster=where, microbatch_size=1)
     write_plan(plan, file)
-    run_ranks(train_under, 2, str(job), [*PHI3, f"run.dir={shared}"], str(file))
-    run_ranks(train_under, 1, str(job), [*PHI3, f"run.dir={alone}"], None)
+    run_ranks(train_under, 2, str(job), [*overrides, f"run.dir={shared}"], str(file))
+    run_ranks(train_under, 1, str(job), [*overrides, f"run.dir={alone}"], None)
     assert losses(shared) == pytest.approx(losses(alone), rel=1e-10)
     found, expected = exported(shared), exported(alone)
     assert found.keys() == expected.keys() and len(expected) == 5

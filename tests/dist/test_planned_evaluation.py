@@ -13,6 +13,7 @@ from dist.test_bad_media import spoil_clips
 from dist.test_planned import DEEPER, FEW_CUTS, LATE_CUT, plan_of, train_under
 from motet.core.plan import Unit
 from motet.core.plan_file import write_plan
+from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.under_plan import recipe_under_plan
 from motet.train.job import build_job
 from motet.train.recipe.recipe import load_recipe
@@ -92,6 +93,16 @@ def test_loss_and_answers_of_prompts_that_see_themselves_in_both_directions(job,
     overrides = [*EVALUATED, "model.backbone.prefix=true", 'model.backbone.bidirectional=["image"]']
     expected = run_ranks(evaluate, 1, str(job), [*overrides, f"run.dir={tmp_path}"])[0]
     assert_same(job, expected, tmp_path, PLANS["shared sequences"](job), overrides)
+
+
+@pytest.mark.slow
+def test_loss_and_answers_of_ranks_that_share_experts(job, tmp_path):
+    """Where a rank has no example left, it takes part in the experts of others."""
+    overrides = [*EVALUATED, "model.backbone.family=mixtral", "model.backbone.config.num_local_experts=4"]
+    expected = run_ranks(evaluate, 1, str(job), [*overrides, f"run.dir={tmp_path}"])[0]
+    plan = beside(job, Unit("all", (WHOLE,), dp=2, ep=2, zero=3), schedule="data_parallel")
+    plan = replace(plan, model=read_job_recipe(job, overrides).model)
+    assert_same(job, expected, tmp_path, plan, overrides)
 
 
 def assert_same(job, expected, tmp_path, plan, overrides):

@@ -23,6 +23,10 @@ CASES = {
         PlannedCase((Unit("all", CUT, pp=2, dp=2, zero=3),)),
         PlannedCase((Unit("all", WHOLE, dp=4, zero=2, shard_size=2),), batch_size=8),
         *(PlannedCase((Unit("all", WHOLE, dp=2, tp=2, zero=zero),), "data_parallel") for zero in (0, 3)),
+        *(
+            PlannedCase((Unit("all", WHOLE, dp=4, ep=2, zero=zero),), "data_parallel", family="mixtral", batch_size=8)
+            for zero in (0, 3)
+        ),
     ],
 }
 
@@ -54,7 +58,7 @@ def test_a_step_counts_what_collectives_were_given(num_ranks, cases):
         for steps in found:
             for number, (said, given) in enumerate(steps):
                 assert said == given, case
-                assert bool(said["exchange"]) == (unit.tp > 1)
+                assert bool(said["exchange"]) == (unit.tp > 1 or unit.ep > 1)
                 assert bool(said["p2p"]) == (unit.pp > 1)
                 # The held-out pass has gathered what the first step computes with, but under ZeRO 3.
                 assert bool(said["gather"]) == (unit.zero == 3 or (unit.zero > 0 and number > 0))

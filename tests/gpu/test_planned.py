@@ -54,14 +54,14 @@ CASES = {
     ],
     "tp in chunks": test_tensor_parallel_plans.IN_CHUNKS,
     "tp under data parallelism": test_divided_data_parallel.CASES[2],
-    "ep": [*test_experts.CASES[2], *test_experts.SPREAD[2]],
+    "ep": [*test_experts.CASES[2], *test_experts.SPREAD[2], *test_experts.SPREAD_IN_DATA_PARALLEL[2]],
 }
 OF_FOUR = {
     "cp": test_context.OF_BACKBONES[4],
     "encoders cp": test_context.OF_ENCODERS[4],
     "tp under data parallelism": test_divided_data_parallel.CASES[4],
     "cp that cuts images": test_context.LARGE[4],
-    "ep": test_experts.SPREAD[4],
+    "ep": [*test_experts.SPREAD[4], *test_experts.SPREAD_IN_DATA_PARALLEL[4]],
 }
 
 

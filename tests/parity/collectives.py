@@ -22,6 +22,7 @@ def counted_collectives(tensor: dist.ProcessGroup | None = None) -> Iterator[Cou
     """
     sent: Counter[str] = Counter()
     isend, gather, scatter, reduce = dist.isend, dist.all_gather_single, dist.reduce_scatter_single, dist.all_reduce
+    exchange = dist.all_to_all_single
 
     def passed_on(group):
         return (group.size() - 1) / group.size()
@@ -48,8 +49,15 @@ def counted_collectives(tensor: dist.ProcessGroup | None = None) -> Iterator[Cou
             sent[kind] += 2 * whole.nbytes * passed_on(group)
         return reduce(whole, *given, group=group, **more)
 
+    def count_exchange(arrived, given, received=None, sizes=None, *, group):
+        if sizes is not None:  # Else numbers of rows.
+            own = sizes[dist.get_rank(group)]
+            sent["exchange"] += (len(given) - own) * given[:1].nbytes if len(given) else 0
+        return exchange(arrived, given, received, sizes, group=group)
+
     with (
         mock.patch.object(dist, "isend", count_message),
+        mock.patch.object(dist, "all_to_all_single", count_exchange),
         mock.patch.object(dist, "all_gather_single", count_gather),
         mock.patch.object(dist, "reduce_scatter_single", count_scatter),
         mock.patch.object(dist, "all_reduce", count_reduce),

@@ -59,10 +59,11 @@ class DataParallelRun:
             shard_size=fsdp.shard_size,
             tensor_size=tensor_size,
             tensor_pieces=plan.cluster.tensor_pieces,
+            expert_size=plan.units[0].ep,
         )
         model = case.model().to(device, stored)
         model.train()
-        shard(model, mesh, fsdp, {} if mesh.tensor is None else divide_whole(model, mesh.tensor))
+        shard(model, mesh, fsdp, divide_whole(model, mesh))
         self.step = TrainStep(
             model,
             mesh,

@@ -190,8 +190,10 @@ def _drawn_case(
 def _drawn_whole(
     rng: np.random.Generator, num_ranks: int, mixture: dict[str, object], numbers: tuple[int, ...]
 ) -> PlannedCase:
-    """A case whose ranks all run every module; in four of five that may have it, pairs of them share products."""
-    tp = 2 if num_ranks % 2 == 0 and rng.random() < 0.8 else 1
+    """A case whose ranks all run every module. In four of five that may have it, pairs of them share products; with
+    experts in two of five, and in most others ranks share these."""
+    num_experts = NUM_EXPERTS.get(mixture["family"])
+    tp = 2 if num_ranks % 2 == 0 and rng.random() < (0.4 if num_experts else 0.8) else 1
     blocks = num_blocks_with(mixture["parts"], NUM_BLOCKS)
     blocks |= {name: BLOCKS_MADE.get(name, 1) for name in mixture["made"]}
     recompute = {name: int(rng.integers(0, count + 1)) for name, count in blocks.items() if name in NUM_BLOCKS}
@@ -205,6 +207,8 @@ def _drawn_whole(
         zero=int(rng.integers(0, 4)),
         shard_size=int(rng.choice([0, 0, *(size for size in (1, 2) if dp % size == 0)])),
     )
+    if num_experts:
+        unit = _in_experts(np.random.default_rng((*numbers, crc32(b"ep"))), unit, num_experts)
     sizes = [size for size in (1, 2, 3, 4) if mixture["batch_size"] % (dp * size) == 0]
     drawn = _drawn(_OPTIONS, numbers)
     options = {name: drawn[name] for name in ("blocking", "balance", "is_mixed", "chunks")}

@@ -74,6 +74,44 @@ SPREAD = {
 }
 
 
+WHOLE_MODEL = {"image": 3, "audio": 2, "backbone": 3}
+
+
+def data_parallel(dp, ep, *, family="mixtral", left_out=0.3, batch_size=8, then=None, **options):
+    """Ranks of data parallelism of which `ep` share experts."""
+    of_case = {name: options.pop(name) for name in [*options] if name not in Unit.__dataclass_fields__}
+    unit = Unit("all", (WHOLE_MODEL,), dp=dp, ep=ep, **{"zero": 3, **options})
+    return PlannedCase(
+        (unit,), "data_parallel", family=family, left_out=left_out, batch_size=batch_size, then=then, **of_case
+    )
+
+
+SPREAD_IN_DATA_PARALLEL = {
+    2: [
+        data_parallel(2, 2),
+        *(data_parallel(2, 2, zero=zero, family="qwen3_moe", microbatch_size=2) for zero in (0, 1, 2)),
+    ],
+    4: [
+        data_parallel(4, 2, recompute=({"image": 2, "backbone": 2},), left_out=0.6, batch_size=4),
+        data_parallel(4, 4, zero=0),
+        data_parallel(4, 2, zero=3, shard_size=2, balance="joint"),
+        data_parallel(4, 4, zero=2, shard_size=2, balance="per_phase", is_mixed=True),
+        data_parallel(4, 2, zero=1, frozen=("backbone",), contents=("image",), tied=True),
+        data_parallel(4, 2, lora=("backbone",), dropout=0.2),
+        # Stopped under one Plan, gone on under another.
+        data_parallel(4, 2, then=data_parallel(4, 4, zero=0)),
+        data_parallel(
+            4, 4, zero=1, then=PlannedCase(chain(ALL, dp=4, ep=2), family="mixtral", batch_size=8, left_out=0.3)
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(SPREAD_IN_DATA_PARALLEL, {2: (0,), 4: (0,)}))
+def test_experts_that_ranks_of_data_parallelism_share(num_ranks, cases):
+    assert_planned(num_ranks, cases)
+
+
 @pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(SPREAD, {2: (1,)}))
 def test_experts_that_ranks_share(num_ranks, cases):
     """Rows go to the ranks of their experts and back, also from replicas that have none, and checkpoints go on under

@@ -58,7 +58,12 @@ class Block(nn.Module):
             return hidden
         if hidden.numel() == 0:
             hidden = take_part(hidden, self.inner.parameters())
-            return hidden if self.without_rows is None else self.without_rows(hidden)
+            if self.without_rows is None:
+                return hidden
+            if self.recompute and torch.is_grad_enabled():
+                # Ranks with rows exchange them once more in the backward pass, and wait for this one.
+                return hidden + checkpoint(self.without_rows, hidden, use_reentrant=False)
+            return hidden + self.without_rows(hidden)
         if self.entering is not None:
             hidden = self.entering(hidden)
         run = self._running()

@@ -120,7 +120,7 @@ def _shardings(plan: Plan) -> Iterator[Plan]:
 
 def _experts(plan: Plan) -> Iterator[Plan]:
     """Experts shared by the next smaller and larger numbers of ranks that divide the experts and the ranks."""
-    for index, unit in enumerate(plan.units if plan.schedule != "data_parallel" else ()):
+    for index, unit in enumerate(plan.units):
         layers = (layer for name in unit.modules for layer in plan.model.module(name).layers)
         if numbers := {layer.num_experts for layer in layers if layer.num_experts}:
             degrees = divisors(gcd(unit.dp * unit.cp, *numbers))

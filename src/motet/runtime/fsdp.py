@@ -3,12 +3,15 @@
 FSDP divides gradients by the number of ranks. `runtime/step.py` multiplies the loss by it instead of setting FSDP's
 divisor to 1, which not every backend supports. A model of which every rank holds a whole copy is not wrapped in FSDP:
 `runtime/replicas.py` sums its gradients, and `runtime/casting.py` casts its parameters.
+
+Experts that ranks share are on fewer ranks each than all else, by which FSDP divides their gradients, while rows of all
+ranks are in them: `runtime/step.py` divides them by the rest at the end of a step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -21,6 +24,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
 from motet.core.errors import UserError
 from motet.core.limits import MAX_RANKS, MAX_STEPS, NumLayers
@@ -154,8 +158,8 @@ def shard(model: Model, mesh: Mesh, config: FSDPConfig, cuts: Mapping[str, int] 
     Parameters must be initialised alike on all ranks, and already frozen if they are to be frozen. Raises UserError if
     config.recompute does not fit the blocks that can be recomputed, and for a parameter that cannot be shared out.
 
-    cuts: name -> the dimension in which tensor-parallel ranks cut a parameter. The model's layers are already those of
-          such a rank (`models/divided.py`).
+    cuts: name -> the dimension in which tensor- or expert-parallel ranks cut a parameter. The model's layers are those
+          of such a rank already (`models/divided.py`, `models/experts.py`).
     """
     modules = modules_by_phase(model)
     for phase, module in modules.items():
@@ -167,13 +171,13 @@ def shard(model: Model, mesh: Mesh, config: FSDPConfig, cuts: Mapping[str, int] 
     counts = config.recomputed({phase: len(_recomputable(module)) for phase, module in modules.items()})
     for phase, module in modules.items():
         recompute_first(module, counts.get(phase, 0))
-    if mesh.tensor is not None:
+    if (ranks := mesh.tensor or mesh.experts) is not None:
         # Whole copies, too: what FSDP2 stores, and what passes compute with, are two forms of a part of a parameter.
-        assert mesh.cuts is not None, "tensor-parallel ranks have a mesh of their cuts"
+        assert mesh.cuts is not None, "ranks that cut parameters have a mesh of their cuts"
         assert isinstance(model, nn.Module), "parameters are cut by name"
         _check_dimensions(modules)
-        shapes = keep_cut(model, cuts, mesh.tensor)
-        wrap(model, mesh, config)
+        parts, shapes = keep_cut(model, cuts, ranks)
+        wrap(model, mesh, config, () if mesh.experts is None else parts.values())
         name_cut(model, cuts, shapes, mesh.cuts)
     elif mesh.is_sharded:
         _check_dimensions(modules)
@@ -193,19 +197,40 @@ def _check_dimensions(modules: Mapping[str, Any]) -> None:
                 )
 
 
-def wrap(model: Model, mesh: Mesh, config: FSDPConfig) -> None:
-    """Shard every module with FSDP2: each of its `blocks`, if it names any, and then what is left of it."""
+def wrap(model: Model, mesh: Mesh, config: FSDPConfig, experts: Iterable[nn.Parameter] = ()) -> None:
+    """Shard every module with FSDP2: each of its `blocks`, if it names any, and then what is left of it.
+
+    experts: parameters of this rank's experts, which it shares out over the ranks that have the same ones.
+    """
+    placement = _placed_apart(experts, mesh) if mesh.experts is not None else None
     policy = MixedPrecisionPolicy(param_dtype=config.types.compute, reduce_dtype=config.types.reduce)
     for module in modules_by_phase(model).values():
         # Without resharding, FSDP frees gathered parameters after the backward pass; a frozen module may have none.
         reshard = config.reshard_after_forward or not is_trainable(module)
         for unit in (*_blocks(module), module):
-            fully_shard(unit, mesh=mesh.shards, reshard_after_forward=reshard, mp_policy=policy)
+            fully_shard(
+                unit,
+                mesh=mesh.shards,
+                reshard_after_forward=reshard,
+                shard_placement_fn=placement,
+                mp_policy=policy,
+            )
         # A parameter that only some ranks use would otherwise be reduced on those ranks alone.
         module.set_reduce_scatter_unused_params(True)
         if hasattr(module, "sample"):
             # A generator is entered here too, and its parameters must be gathered then.
             register_fsdp_forward_method(module, "sample")
+
+
+def _placed_apart(experts: Iterable[nn.Parameter], mesh: Mesh) -> Callable[[nn.Parameter], ShardPlacementResult | None]:
+    """What tells FSDP2 over which ranks it shares a parameter out: over those of `Mesh.cuts` if it is of experts."""
+    assert mesh.cuts is not None, "ranks that share experts have a mesh of their cuts"
+    ids = {id(parameter) for parameter in experts}
+    same = mesh.cuts[(mesh.cuts.mesh_dim_names or ())[1:]]
+    info = FSDPMeshInfo(same, shard_mesh_dim=0)
+    if same.ndim == 2:
+        info = HSDPMeshInfo(same, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return lambda parameter: ShardPlacementResult(None, info) if id(parameter) in ids else None
 
 
 def recompute_first(module: object, count: int, span: tuple[int, int] | None = None) -> None:

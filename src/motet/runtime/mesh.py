@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from motet.core.errors import UserError
+from motet.core.plan import expert_shard_size
+from motet.expert_ranks import ExpertRanks
 from motet.runtime.groups import new_group, wait_limit
 from motet.tensor_parallel import TensorRanks
 
@@ -31,7 +33,9 @@ class Mesh:
     host_group: the same ranks, on gloo; used by the prefetch thread, whose collectives must not mix with the step's.
     ranks_per_node: those of `group` on a node.
     tensor:     the tensor-parallel ranks of this one; None: it is alone.
-    cuts:       of parameters that these cut: the mesh of axes ("tensor",), and behind it those of `shards`.
+    experts:    the ranks that share experts with this one, which run other examples; None: it has all experts.
+    cuts:       of parameters that tensor- or expert-parallel ranks cut: the mesh of axes ("tensor",), and behind it
+                those over which a part is shared out: those of `shards`, or for experts fewer ranks.
     everyone:   all ranks of the job, for the training thread. host_everyone: for the prefetch thread.
     """
 
@@ -43,6 +47,7 @@ class Mesh:
     everyone: dist.ProcessGroup
     host_everyone: dist.ProcessGroup
     tensor: TensorRanks | None = None
+    experts: ExpertRanks | None = None
     cuts: DeviceMesh | None = None
 
     @property
@@ -59,6 +64,11 @@ class Mesh:
     def tensor_size(self) -> int:
         """The number of ranks that share products, and run the same examples."""
         return 1 if self.tensor is None else self.tensor.size
+
+    @property
+    def expert_size(self) -> int:
+        """The number of ranks that share experts."""
+        return 1 if self.experts is None else self.experts.size
 
     @cached_property
     def shared_rows(self) -> dist.ProcessGroup:
@@ -86,6 +96,7 @@ def build_mesh(
     ranks_per_node: int | None = None,
     tensor_size: int = 1,
     tensor_pieces: int = 1,
+    expert_size: int = 1,
 ) -> Mesh:
     """Build the Mesh of the initialised process group. A collective.
 
@@ -93,8 +104,9 @@ def build_mesh(
                     rank holds a whole copy, as in DDP. Of tensor-parallel ranks: of each one's parameters.
     ranks_per_node: of the job; None: all ranks are on one node.
     tensor_size:    ranks that share products: consecutive ones. tensor_pieces: `chunks` of `TensorRanks`.
-    Raises UserError if tensor_size does not divide the number of ranks, or shard_size what is left of it; RuntimeError
-    without a process group.
+    expert_size:    ranks that share experts: consecutive ones, of which none shares products.
+    Raises UserError if tensor_size or expert_size does not divide the number of ranks, or shard_size what is left of
+    it; RuntimeError without a process group.
     """
     everyone = dist.group.WORLD
     if everyone is None:
@@ -105,27 +117,54 @@ def build_mesh(
     shard_size = num_ranks if shard_size is None else shard_size
     if shard_size < 1 or num_ranks % shard_size:
         raise UserError(f"shard_size is {shard_size}, but must divide the number of ranks, which is {num_ranks}.")
-    shape, names = (num_ranks,), (SHARD,)
-    if shard_size < num_ranks:
-        shape, names = (num_ranks // shard_size, shard_size), (REPLICATE, SHARD)
+    if tensor_size > 1 < expert_size:
+        raise UserError(f"tp is {tensor_size} and ep is {expert_size}; one of them must be 1.")
     host_everyone = new_group(backend="gloo")
     if tensor_size == 1:
+        shape, names = _axes(num_ranks, shard_size)
         shards = _waiting(init_device_mesh(device.type, shape, mesh_dim_names=names))
-        return Mesh(device, shards, everyone, host_everyone, on_node, everyone, host_everyone)
-    ranks = torch.arange(everyone.size()).view(num_ranks, tensor_size).T.reshape(tensor_size, *shape)
-    cuts = _waiting(DeviceMesh(device.type, ranks, mesh_dim_names=(TENSOR, *names)))
+        mesh = Mesh(device, shards, everyone, host_everyone, on_node, everyone, host_everyone)
+        return mesh if expert_size == 1 else _with_experts(mesh, expert_size, shard_size)
+    cuts = _cut_mesh(device, tensor_size, shard_size)
     tensor = TensorRanks(cuts.get_group(TENSOR), everyone.rank() % tensor_size, tensor_size, chunks=tensor_pieces)
     return Mesh(
         device,
-        cuts[names],
+        cuts[(cuts.mesh_dim_names or ())[1:]],
         of_other_examples(tensor_size),
         of_other_examples(tensor_size, backend="gloo"),
         max(on_node // tensor_size, 1),
         everyone,
         host_everyone,
-        tensor,
-        cuts,
+        tensor=tensor,
+        cuts=cuts,
     )
+
+
+def _with_experts(mesh: Mesh, expert_size: int, shard_size: int) -> Mesh:
+    """The Mesh, whose ranks share experts. shard_size: of all other parameters. A collective."""
+    if expert_size < 1 or mesh.num_ranks % expert_size:
+        raise UserError(f"ep is {expert_size}, but must divide the number of ranks, which is {mesh.num_ranks}.")
+    cuts = _cut_mesh(mesh.device, expert_size, expert_shard_size(shard_size, expert_size))
+    experts = ExpertRanks(cuts.get_group(TENSOR), mesh.rank % expert_size, expert_size)
+    return replace(mesh, experts=experts, cuts=cuts)
+
+
+def _axes(num_ranks: int, shard_size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The shape of a mesh of ranks of which each shard_size hold one copy of the parameters, and its axes."""
+    if shard_size == num_ranks:
+        return (num_ranks,), (SHARD,)
+    return (num_ranks // shard_size, shard_size), (REPLICATE, SHARD)
+
+
+def _cut_mesh(device: torch.device, size: int, shard_size: int) -> DeviceMesh:
+    """The mesh of parameters of which each of `size` consecutive ranks has a part, as in `Mesh.cuts`. A collective.
+
+    shard_size: ranks that together hold one copy of such a part.
+    """
+    num_ranks = dist.get_world_size() // size
+    shape, names = _axes(num_ranks, shard_size)
+    ranks = torch.arange(dist.get_world_size()).view(num_ranks, size).T.reshape(size, *shape)
+    return _waiting(DeviceMesh(device.type, ranks, mesh_dim_names=(TENSOR, *names)))
 
 
 def of_other_examples(tensor_size: int, *, backend: str | None = None) -> dist.ProcessGroup:

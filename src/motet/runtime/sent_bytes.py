@@ -8,12 +8,14 @@ algorithm a backend takes, it does not say.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 SENT_KINDS = ("p2p", "exchange", "gather", "reduce")
 """SEND; exchanges of encoder outputs and their gradients, and of rows between ranks that share sequences or
@@ -58,17 +60,21 @@ class SentBytes:
         return taken
 
 
-def count_fsdp(module: nn.Module, sent: SentBytes, num_ranks: int, shard_size: int) -> None:
-    """Count what FSDP2 sends for the parts of a module that it shards, a copy over each `shard_size` of its ranks."""
-    num_copies = num_ranks // shard_size
+def count_fsdp(module: nn.Module, sent: SentBytes) -> None:
+    """Count what FSDP2 sends for the parts of a module that it shards."""
     for part in module.modules():
         if not isinstance(part, FSDPModule):
             continue
-        part.set_custom_all_gather(_CountedAllGather(sent))
-        part.set_custom_reduce_scatter(_CountedReduceScatter(sent))
-        if num_copies > 1:
-            # The last sum of a step is summed over the copies too (`fsdp.sum_over_shard_groups`).
-            part.set_all_reduce_hook(lambda gradients: sent.all_reduce(gradients.nbytes, num_copies))
+        # FSDP2's own setters refuse a part with experts, which are on other ranks than what is beside them.
+        for group in part._get_fsdp_state()._fsdp_param_groups:
+            group._all_gather_comm, group._reduce_scatter_comm = _CountedAllGather(sent), _CountedReduceScatter(sent)
+            if isinstance(group.mesh_info, HSDPMeshInfo):
+                # The last sum of a step is summed over the copies too (`fsdp.sum_over_shard_groups`).
+                group._all_reduce_hook = partial(_count_all_reduce, sent, group.mesh_info.replicate_mesh_size)
+
+
+def _count_all_reduce(sent: SentBytes, num_ranks: int, gradients: Tensor) -> None:
+    sent.all_reduce(gradients.nbytes, num_ranks)
 
 
 class _Collective:

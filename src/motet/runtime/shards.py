@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from motet.expert_ranks import ExpertRanks
 from motet.runtime.holders import RankGroups, Sharing
 from motet.runtime.mesh import REPLICATE, SHARD, TENSOR
 from motet.tensor_parallel import TensorRanks, part_of
@@ -41,19 +42,23 @@ def share_out(
     _replace(model, shards)
 
 
-def keep_cut(model: nn.Module, cuts: Mapping[str, int], ranks: TensorRanks) -> dict[str, torch.Size]:
-    """Reduce parameters of a model, in place, to the part of a tensor-parallel rank; returns the shapes of the whole.
+def keep_cut(
+    model: nn.Module, cuts: Mapping[str, int], ranks: TensorRanks | ExpertRanks
+) -> tuple[dict[str, nn.Parameter], dict[str, torch.Size]]:
+    """Reduce parameters of a model, in place, to the part of a tensor- or expert-parallel rank.
+
+    Returns name -> the part, and name -> the shape of the whole.
 
     cuts: name -> the dimension that is cut. Values of a parameter that is not on meta must be the same on all ranks.
     """
-    parameters, parts, shapes = dict(model.named_parameters()), {}, {}
+    parameters, parts = dict(model.named_parameters()), {}
     for name, cut in cuts.items():
         parameter = parameters[name]
         first, stop = ranks.part(parameter.shape[cut])
         part = parameter.detach().narrow(cut, first, stop - first).clone(memory_format=torch.contiguous_format)
-        parts[id(parameter)], shapes[name] = nn.Parameter(part, parameter.requires_grad), parameter.shape
-    _replace(model, parts)
-    return shapes
+        parts[name] = nn.Parameter(part, parameter.requires_grad)
+    _replace(model, {id(parameters[name]): part for name, part in parts.items()})
+    return parts, {name: parameters[name].shape for name in cuts}
 
 
 def name_cut(model: nn.Module, cuts: Mapping[str, int], shapes: Mapping[str, torch.Size], mesh: DeviceMesh) -> None:

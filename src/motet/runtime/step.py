@@ -26,7 +26,7 @@ from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.dispatch.exchange import exchange_rows
 from motet.runtime.casting import compute_types_of, computing
-from motet.runtime.clip import square_sum, unscale_and_clip
+from motet.runtime.clip import is_cut, scale_gradients, square_sum, unscale_and_clip
 from motet.runtime.clock import ActionClock
 from motet.runtime.exchanges import Exchanges
 from motet.runtime.executor import Executor, Handler, Hook, RankProgram
@@ -174,7 +174,7 @@ class TrainStep:
         self.is_wrapped = any(isinstance(module, FSDPModule) for module in self.modules.values())
         self.sent = SentBytes()
         for module in self.modules.values() if self.is_wrapped else ():
-            count_fsdp(module, self.sent, mesh.num_ranks, mesh.shards.size(mesh.shards.ndim - 1))
+            count_fsdp(module, self.sent)
         self.replicated = (
             {}
             if self.is_wrapped
@@ -226,14 +226,14 @@ class TrainStep:
         with computing(self.model):
             running = _RunningStep(self, batches)
             Executor(running.program, running.handlers, self.clock, leave_out=WHOLE_RANK).run(0, before)
-            running.wait()
+            running.complete()
 
     def take_product_bytes(self) -> float:
-        """Bytes that this rank has sent since the last call to those that share products with it."""
-        if self.mesh.tensor is None:
+        """Bytes that this rank has sent since the last call to those that share products or experts with it."""
+        if (ranks := self.mesh.tensor or self.mesh.experts) is None:
             return 0.0
-        taken = sum(self.mesh.tensor.sent)
-        self.mesh.tensor.sent.clear()
+        taken = sum(ranks.sent)
+        ranks.sent.clear()
         return taken
 
     def program(self, batches: Sequence[RankBatch]) -> RankProgram:
@@ -304,7 +304,7 @@ class _RunningStep:
     def norm(self, action: Action) -> None:
         """Sum (squared gradient norm, loss, targets) over ranks in one collective, then clip the gradients."""
         mesh, parameters = self.step.mesh, self.step.parameters
-        self.wait()
+        self.complete()
         shares = [gradients.square_sum(mesh.device) for gradients in self.step.replicated.values()]
         size = mesh.tensor_size
         self.totals[0] = sum(shares) if shares else square_sum(parameters, mesh.num_ranks, mesh.device, size)
@@ -317,10 +317,14 @@ class _RunningStep:
         self.step.clock.meet()
         unscale_and_clip(parameters, self.totals[0], self.step.max_grad_norm, self.scale)
 
-    def wait(self) -> None:
-        """Wait until gradients of whole copies are summed over ranks."""
+    def complete(self) -> None:
+        """Wait until gradients of whole copies are summed over ranks, and divide those of experts as all others are."""
         for gradients in self.step.replicated.values():
             gradients.wait()
+        size = self.step.mesh.expert_size
+        if size > 1:
+            experts = [parameter for parameter in self.step.parameters if is_cut(parameter)]
+            scale_gradients(experts, torch.full((), 1 / size, dtype=torch.float64, device=self.step.mesh.device))
 
     def update(self, action: Action) -> None:
         """Step the optimizer, unless loss or gradient is not finite."""

@@ -150,10 +150,13 @@ def build_job(
         return _build_planned_job(recipe, world, resume, say, cleanup, chosen)
     check_same_backend(world)
     check_context_unused(recipe.context)
-    tensor_size = 1 if chosen is None else chosen.plan.unit_of(BACKBONE).tp
-    replicas = world.replicas(tensor_size)
+    unit = None if chosen is None else chosen.plan.unit_of(BACKBONE)
+    tensor_size, expert_size = (1, 1) if unit is None else (unit.tp, unit.ep)
+    replicas, waits = world.replicas(tensor_size), recipe.fsdp.waits or expert_size > 1
     rank_bytes, before_bytes = _memory_bytes(recipe, world), peak_memory_bytes(world.device)
-    ranks = RecomputeRanks(world.num_ranks, world.ranks_per_node, world.device.type, rank_bytes, tensor_size)
+    ranks = RecomputeRanks(
+        world.num_ranks, world.ranks_per_node, world.device.type, rank_bytes, tensor_size, expert_size
+    )
     with world.together():
         _check_transport(recipe, world)
         dtype = _DTYPES[recipe.run.dtype]
@@ -171,7 +174,7 @@ def build_job(
             check_cuts(model, chosen.plan)
         measured = read_measured(recipe, spec)
         memory = _item_memory(recipe, spec, ranks)
-        orchestrator = _orchestrator(recipe, model, spec, measured, replicas, memory)
+        orchestrator = _orchestrator(recipe, model, spec, measured, replicas, waits, memory)
         splits = own_splits(recipe, world)
         opened = {
             number: open_dataset(recipe, manifests, vocabulary, model, say) for number, manifests in splits.items()
@@ -202,7 +205,7 @@ def build_job(
         recomputation = _recomputation(recipe, world, (ranks, before_bytes), spec, dataset, order, say)
         if recomputation.auto is not None:
             # Now it is known what is recomputed, and so what weighs how much.
-            orchestrator = _orchestrator(recomputation.recipe, model, spec, measured, replicas, memory)
+            orchestrator = _orchestrator(recomputation.recipe, model, spec, measured, replicas, waits, memory)
     with world.together():
         mesh = build_mesh(
             world.device,
@@ -210,8 +213,9 @@ def build_job(
             ranks_per_node=world.ranks_per_node,
             tensor_size=tensor_size,
             tensor_pieces=1 if chosen is None else chosen.plan.cluster.tensor_pieces,
+            expert_size=expert_size,
         )
-        shard(model, mesh, recipe.fsdp, {} if mesh.tensor is None else divide_whole(model, mesh.tensor))
+        shard(model, mesh, recipe.fsdp, divide_whole(model, mesh))
         materialise(model, recipe.modules, recipe.run.seed, world.device)
         if recipe.run.compile:
             compile_blocks(modules_by_phase(model).values())
@@ -274,9 +278,14 @@ def _orchestrator(
     spec: ModelSpec,
     measured: MeasuredPhases | None,
     world: World,
+    waits: bool,
     memory: ItemMemory | None = None,
 ) -> Orchestrator:
-    """The Orchestrator of a recipe. measured: the profile that it balances by, if it does. memory: of `StepTimes`."""
+    """The Orchestrator of a recipe.
+
+    measured: the profile that it balances by, if it does. waits: whether ranks wait for each other in each pass.
+    memory: of `StepTimes`.
+    """
     return build_orchestrator(
         recipe.balance,
         model,
@@ -286,7 +295,7 @@ def _orchestrator(
         recompute=recipe.fsdp.recomputed(spec.num_blocks),
         measured=measured,
         ranks_per_node=world.ranks_per_node,
-        waits=recipe.fsdp.waits,
+        waits=waits,
         memory=memory,
     )
 

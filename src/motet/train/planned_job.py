@@ -243,8 +243,7 @@ def holders_of(model: MLLM, program: PlannedProgram) -> dict[str, Holders]:
     if left := [name for name, _ in model.named_parameters() if name not in ranks]:
         raise UserError(f"The weight {left[0]} belongs to no block of its module, so no stage of a plan can hold it.")
     cuts = {name: cut for module in _divided(program) for name, cut in cuts_of(model, module).items()}
-    experts = {id(parameter) for parameter in expert_parameters(model.backbone.blocks)}
-    spread = {name for name, parameter in model.named_parameters() if id(parameter) in experts}
+    spread = set(_names_of_experts(model))
     return {
         name: Holders(tuple(sorted(ranks[name])), tuple(stages[name]), cuts.get(name), name in spread) for name in ranks
     }
@@ -271,16 +270,27 @@ def divide_part(model: MLLM, place: Place, groups: UnitGroups) -> None:
         divide(model, dict.fromkeys(place.modules, ranks))
 
 
-def divide_whole(model: MLLM, ranks: TensorRanks) -> dict[str, int]:
-    """Change the layers of a whole model, in place, to those of a tensor-parallel rank of data parallelism.
+def divide_whole(model: MLLM, mesh: Mesh) -> dict[str, int]:
+    """Change the layers of a whole model, in place, to those of a rank of data parallelism that shares some.
 
-    Returns name -> the dimension in which the ranks cut a parameter, which is whole yet.
+    Returns name -> the dimension in which tensor- or expert-parallel ranks cut a parameter, which is whole yet.
     """
+    if mesh.experts is not None:
+        spread_experts(model.backbone.blocks, mesh.experts)
+        return dict.fromkeys(_names_of_experts(model), 0)
+    if mesh.tensor is None:
+        return {}
     names = (BACKBONE, *model.encoders, *model.generators)
     split_fused(model, names)
     cuts = {name: cut for module in names for name, cut in cuts_of(model, module).items()}
-    divide(model, dict.fromkeys(names, ranks))
+    divide(model, dict.fromkeys(names, mesh.tensor))
     return cuts
+
+
+def _names_of_experts(model: MLLM) -> list[str]:
+    """The names of the parameters of all experts of a whole model."""
+    experts = {id(parameter) for parameter in expert_parameters(model.backbone.blocks)}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in experts]
 
 
 def connected(place: Place, world: World) -> Lanes:

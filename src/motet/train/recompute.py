@@ -55,7 +55,7 @@ _FIT_ADVICE = "raise run.microbatches, lower run.batch_size or data.max_sequence
 class RecomputeRanks:
     """The ranks for which recomputation is chosen.
 
-    memory_bytes: of one device. tensor_size: ranks that share products.
+    memory_bytes: of one device. tensor_size: ranks that share products. expert_size: ranks that share experts.
     """
 
     num_ranks: int
@@ -63,6 +63,7 @@ class RecomputeRanks:
     device_type: str
     memory_bytes: int
     tensor_size: int = 1
+    expert_size: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,7 +245,12 @@ def recomputed_blocks_of(recipe: Recipe, spec: ModelSpec) -> dict[str, int]:
 
 
 def unit_of_recipe(
-    recipe: Recipe, spec: ModelSpec, num_ranks: int, recomputed: Mapping[str, int] | None = None, tp: int = 1
+    recipe: Recipe,
+    spec: ModelSpec,
+    num_ranks: int,
+    recomputed: Mapping[str, int] | None = None,
+    tp: int = 1,
+    ep: int = 1,
 ) -> Unit:
     """The unit of a Plan by which a recipe trains on all ranks. recomputed: the numbers of blocks by module.
 
@@ -257,6 +263,7 @@ def unit_of_recipe(
         (spec.num_blocks,),
         dp=num_ranks,
         tp=tp,
+        ep=ep,
         recompute=(recomputed,) if recomputed else (),
         zero=0 if shard_size == 1 else 3 if fsdp.reshard_after_forward else 1 if fsdp.once_a_step else 2,
         shard_size=0 if shard_size in (1, num_ranks) else shard_size,
@@ -326,7 +333,7 @@ def plan_alone(recipe: Recipe, spec: ModelSpec, ranks: RecomputeRanks) -> Plan:
     return Plan(
         spec,
         _nodes_of(recipe, ranks),
-        (unit_of_recipe(recipe, spec, num_ranks, recomputed_blocks_of(recipe, spec), tp),),
+        (unit_of_recipe(recipe, spec, num_ranks, recomputed_blocks_of(recipe, spec), tp, ranks.expert_size),),
         num_ranks,
         schedule="data_parallel",
         precision=recipe.plan_precision,

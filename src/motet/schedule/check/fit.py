@@ -138,8 +138,6 @@ def _check_experts(plan: Plan) -> None:
             raise UserError(f"{where}; it must divide dp * cp, {unit.dp * unit.cp}, whose ranks share experts.")
         if unit.tp > 1:
             raise UserError(f"{where} and tp is {unit.tp}; one of them must be 1.")
-        if plan.schedule == "data_parallel":
-            raise UserError(f"{where}; under 'data_parallel' it must be 1: 'gpipe' with pp 1 is the same with stages.")
         islands = gcd(*(other.dp for other in pipelined_units(plan)))
         if unit.cp % unit.ep and unit.dp != islands:
             raise UserError(

@@ -116,14 +116,11 @@ class Collectives:
         if ep == 1:
             return [_Shared(whole, ranks[:size], ranks[::size])]
         of_experts, of_copy = ranks[::ep], expert_shard_size(size, ep)
-        total = sum(layer.num_experts * layer.expert_weights for layer in layers)
-        learning = sum(layer.learning_experts for layer in layers)
-        experts = _Size(total, learning, learning / of_copy, learning)
-        other = whole[0].trainable - learning
-        others = _Size(whole[0].total - total, other, other / size, other)
+        experts = [_size_of_experts(slice_, of_copy) for slice_ in slices]
+        others = [_without(every, own, size) for every, own in zip(whole, experts)]
         return [
-            _Shared([others], ranks[:size], ranks[::size]),
-            _Shared([experts], of_experts[:of_copy], of_experts[::of_copy]),
+            _Shared(others, ranks[:size], ranks[::size]),
+            _Shared([own for own in experts if own.total], of_experts[:of_copy], of_experts[::of_copy]),
         ]
 
     def _priced(self, stage: PlannedStage) -> CollectiveSeconds:
@@ -159,6 +156,19 @@ def _size_of(layers: Sequence[Layer], tp: int, shard_size: int) -> _Size:
     total = sum(parameters_of_rank(layer, tp) for layer in layers)
     trainable = sum(updated_of_rank(layer, tp) for layer in layers)
     return _Size(total, trainable, trainable / shard_size, sum(layer.updated_parameters for layer in layers))
+
+
+def _size_of_experts(layers: Sequence[Layer], shard_size: int) -> _Size:
+    """Of the experts alone, which no rank divides further."""
+    total = sum(layer.num_experts * layer.expert_weights for layer in layers)
+    learning = sum(layer.learning_experts for layer in layers)
+    return _Size(total, learning, learning / shard_size, learning)
+
+
+def _without(every: _Size, experts: _Size, shard_size: int) -> _Size:
+    """All but the experts."""
+    trainable = every.trainable - experts.trainable
+    return _Size(every.total - experts.total, trainable, trainable / shard_size, trainable)
 
 
 def fsdp_slices(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:

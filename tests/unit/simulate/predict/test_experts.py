@@ -26,9 +26,9 @@ def workload():
     return Sampler.model_validate({"task": [task]}).workload(num_examples=128)
 
 
-def plan(**degrees):
+def plan(schedule="gpipe", **degrees):
     unit = Unit("llm", ({"backbone": 4},), **degrees)
-    return Plan(MODEL, H100, (unit,), batch_size=32, microbatch_size=2, schedule="gpipe")
+    return Plan(MODEL, H100, (unit,), batch_size=32, microbatch_size=2, schedule=schedule)
 
 
 def predicted(given, cost=None):
@@ -42,9 +42,26 @@ def test_each_rank_holds_its_experts_alone():
     assert (whole.peak_bytes - shared.peak_bytes).max() == pytest.approx(7 / 8 * of_experts * precision, rel=0.02)
 
 
-def forward_s(given):
+def test_ranks_of_data_parallelism_hold_and_gather_less_of_experts():
+    """Of 8 ranks that share one copy, each holds the same 8th of all, and 8 that share experts gather none."""
+    alone, shared = (plan("data_parallel", dp=8, ep=ep, zero=3) for ep in (1, 8))
+    assert predicted(shared).peak_bytes.max() < predicted(alone).peak_bytes.max()
+    here = replace(H100, intra_node=replace(H100.intra_node, latency_s=0.0))
+    left = 1 - 4 * 8 * 3 * 1024 * 2048 / MODEL.num_parameters
+    gathered_s, others_s = (seconds_of(replace(each, cluster=here), "GATHER") for each in (alone, shared))
+    assert others_s == pytest.approx(left * gathered_s)
+    copies = (plan("data_parallel", dp=8, ep=ep, zero=0) for ep in (1, 8))
+    summed_s, own_s = (seconds_of(replace(each, cluster=here), "REDUCE") for each in copies)
+    assert own_s == pytest.approx(left * summed_s)
+
+
+def seconds_of(given, kind):
     found = predicted(given).timeline.seconds_by_kind()
-    return sum(seconds for (kind, _), seconds in found.items() if kind == "F")
+    return sum(seconds for (of, _), seconds in found.items() if of == kind)
+
+
+def forward_s(given):
+    return seconds_of(given, "F")
 
 
 def test_rows_that_move_take_time_by_the_links():
