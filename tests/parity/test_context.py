@@ -79,6 +79,7 @@ OF_BACKBONES = {
 """The backbone's rows are shared."""
 BESIDE = Unit("encoders", ({"image": 3, "audio": 2},), cp=2, zero=3, recompute=({"image": 2, "audio": 1},))
 IN_CHUNKS = (replace(chain(4, {"image": 1}, {"image": 2, "audio": 2, "backbone": 3})[0], pp=1),)
+TWO_ENCODERS = (Unit("all", ({"image": 3, SECOND: 1}, {SECOND: 1, "audio": 2, "backbone": 3}), pp=1, cp=3, zero=0),)
 LARGE = {
     2: [
         PlannedCase(chain(2, WHOLE), has_large=True),
@@ -93,6 +94,8 @@ LARGE = {
         PlannedCase((BESIDE, Unit("llm", ({"backbone": 3},), first_rank=2)), microbatch_size=2, has_large=True),
         PlannedCase((ENCODERS, Unit("llm", ({"backbone": 3},), first_rank=2)), has_large=True, frozen=("image",)),
         PlannedCase(chain(3, WHOLE), microbatch_size=2, exchange="all_gather", has_large=True),
+        # Two encoders are in a stage that sends both on: a rank without rows has no gradient of either.
+        PlannedCase(TWO_ENCODERS, "zb_v", parts=("sum",), batch_size=6, has_large=True, seed=2),
     ],
     4: [
         PlannedCase(chain(4, WHOLE), has_large=True),

@@ -274,10 +274,6 @@ class _RunningPlan:
         self.step.held.use(action.stage)
         # Programs have no R of encoders in bubbles: their B recomputes, and is priced so.
         self.stages[action.stage].recompute(self.batches[action.microbatch], runs)
-        if runs and (output := runs[-1].output) is not None and runs[-1].section.output not in gradients:
-            # A copy of a replicated encoder whose stage takes nothing in: its pass runs as predicted, and adds nothing.
-            # So does a rank that meets others which share items, and has no row of them.
-            gradients[runs[-1].section.output] = torch.zeros_like(output)
         gradients = self.stages[action.stage].backward(runs, gradients, deferring)
         self.step.held.collect(action.stage)
         if not self._ends_pass(action):

@@ -398,9 +398,11 @@ class SectionedStage:
         for run in reversed(runs):
             gradient, output = gradients.pop(run.section.output, None), run.output
             assert output is not None, "a section that is recomputed runs before its backward pass"
-            if gradient is None and run.section.span.gives:
-                gradient = torch.zeros_like(output)  # It has no row, and meets other ranks that have.
-            if gradient is not None and output.requires_grad:
+            if gradient is None:
+                # A message without rows is none, and in the pass other ranks wait for this one, which has no row of
+                # what they share. Of a copy of a replicated encoder that nothing takes in, it runs as predicted.
+                gradient = torch.zeros_like(output)
+            if output.requires_grad:
                 with nullcontext() if run.section.sees_targets else deferring():
                     torch.autograd.backward(output, gradient)
             for name, leaf in run.taken.items():
