@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from motet.tensor_parallel import part_of
-
 Experts = Callable[[Tensor, Sequence[int]], Tensor]
 """(rows in the order of their experts, rows of each expert of this rank) -> what these make of them, as many rows."""
 
@@ -41,10 +39,6 @@ class ExpertRanks:
     index: int
     size: int
     sent: list[float] = field(default_factory=list, compare=False)
-
-    def part(self, num: int) -> tuple[int, int]:
-        """(first, stop) of this rank's experts, of `num`."""
-        return part_of(num, self.index, self.size)
 
     def through(self, rows: Tensor, counts: Tensor, experts: Experts) -> Tensor:
         """Rows [n, width] through their experts, on whichever ranks these are; the same shape. A collective.

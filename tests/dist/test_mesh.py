@@ -2,6 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from motet.core.errors import UserError
@@ -27,11 +28,12 @@ def shapes(rank: int, num_ranks: int) -> list:
     ):
         spread = build_mesh(torch.device("cpu"), shard_size=size, expert_size=expert_size)
         assert (spread.experts.index, spread.expert_size, spread.num_ranks) == (rank % expert_size, expert_size, 4)
-        assert spread.cuts.mesh.tolist() == of_experts
+        assert spread.expert_cuts.mesh.tolist() == of_experts
     with pytest.raises(UserError, match="ep is 3, but must divide the number of ranks, which is 4"):
         build_mesh(torch.device("cpu"), expert_size=3)
-    with pytest.raises(UserError, match="tp is 2 and ep is 2; one of them must be 1"):
-        build_mesh(torch.device("cpu"), tensor_size=2, expert_size=2)
+    both = build_mesh(torch.device("cpu"), tensor_size=2, expert_size=2)
+    assert both.cuts.mesh.tolist() == [[0, 2], [1, 3]] and both.expert_cuts.mesh.tolist() == [[0], [1], [2], [3]]
+    assert dist.get_process_group_ranks(both.experts.group) == [rank % 2, rank % 2 + 2]
     return [(m.shards.mesh_dim_names, m.shards.shape, m.is_hybrid, m.rank, m.num_ranks) for m in meshes]
 
 
@@ -62,8 +64,8 @@ def test_a_number_without_a_dimension_is_not_shared_out():
     model = NoBlocks()
     model.backbone.gate = nn.Parameter(torch.tensor(0.5))
     with pytest.raises(UserError, match="The weight gate of 'backbone' is a number without a dimension"):
-        shard(model, SimpleNamespace(is_sharded=True, tensor=None, experts=None), FSDPConfig())
-    shard(model, SimpleNamespace(is_sharded=False, tensor=None, experts=None), FSDPConfig(shard_size=1))
+        shard(model, SimpleNamespace(is_sharded=True, is_divided=False), FSDPConfig())
+    shard(model, SimpleNamespace(is_sharded=False, is_divided=False), FSDPConfig(shard_size=1))
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class DataParallelRun:
         )
         model = case.model().to(device, stored)
         model.train()
-        shard(model, mesh, fsdp, divide_whole(model, mesh))
+        shard(model, mesh, fsdp, *divide_whole(model, mesh))
         self.step = TrainStep(
             model,
             mesh,

@@ -191,7 +191,7 @@ def _drawn_whole(
     rng: np.random.Generator, num_ranks: int, mixture: dict[str, object], numbers: tuple[int, ...]
 ) -> PlannedCase:
     """A case whose ranks all run every module. In four of five that may have it, pairs of them share products; with
-    experts in two of five, and in most others ranks share these."""
+    experts in two of five, and in most of all ranks share these."""
     num_experts = NUM_EXPERTS.get(mixture["family"])
     tp = 2 if num_ranks % 2 == 0 and rng.random() < (0.4 if num_experts else 0.8) else 1
     blocks = num_blocks_with(mixture["parts"], NUM_BLOCKS)
@@ -295,10 +295,13 @@ def _in_context(rng: np.random.Generator, units: tuple[Unit, ...]) -> tuple[Unit
 
 def _in_experts(rng: np.random.Generator, unit: Unit, num_experts: int) -> Unit:
     """Ranks of most backbones share experts, in whatever degree divides both."""
-    common = gcd(unit.dp * unit.cp, num_experts)
+    common = gcd(unit.dp * unit.cp, num_experts // unit.tp)
     degrees = [ep for ep in range(2, common + 1) if common % ep == 0]
-    is_alone = "backbone" not in unit.modules or unit.tp > 1
-    return unit if is_alone or not degrees or rng.random() < 0.2 else replace(unit, ep=int(rng.choice(degrees)))
+    return (
+        unit
+        if "backbone" not in unit.modules or not degrees or rng.random() < 0.2
+        else replace(unit, ep=int(rng.choice(degrees)))
+    )
 
 
 def _with_made(rng: np.random.Generator, units: tuple[Unit, ...], made: tuple[str, ...]) -> tuple[Unit, ...]:

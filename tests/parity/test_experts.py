@@ -139,6 +139,28 @@ DIVIDED = {
 }
 
 
+SPREAD_AND_DIVIDED = {
+    4: [
+        PlannedCase(chain(ALL, tp=2, dp=2, ep=2, zero=3), family="mixtral", left_out=0.5),
+        PlannedCase(
+            chain(ALL, tp=2, dp=2, ep=2, zero=1, recompute=({"backbone": 2},)),
+            family="mixtral",
+            batch_size=8,
+            tied=True,
+            then=PlannedCase(chain(ALL, dp=4, ep=4, zero=2), family="mixtral", batch_size=8, tied=True),
+        ),
+        PlannedCase((replace(shared(2, WHOLE, zero=1, ep=2)[0], tp=2),), "zb_h1", family="mixtral", left_out=0.3),
+        data_parallel(2, 2, tp=2, recompute=({"image": 2, "backbone": 2},), left_out=0.5, batch_size=4),
+        *(data_parallel(2, 2, tp=2, zero=zero, dropout=0.2, chunks=2) for zero in (0, 1)),
+    ],
+}
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(SPREAD_AND_DIVIDED, {4: (0, 3)}))
+def test_experts_that_ranks_share_whose_products_are_shared_too(num_ranks, cases):
+    assert_planned(num_ranks, cases)
+
+
 @pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(DIVIDED, {2: (1,), 4: (1,)}))
 def test_experts_that_tensor_parallel_ranks_divide(num_ranks, cases):
     """Each has some of the experts, and the router: in stages, with ZeRO, shared sequences and split backward passes,

@@ -98,6 +98,12 @@ class Unit:
         first = (d * self.cp + c) // self.ep * self.ep
         return tuple(self.rank(p, 0, number, t) for number in range(first, first + self.ep))
 
+    def expert_parts(self, rank: int) -> tuple[int, ...]:
+        """The ranks that have one copy of all experts between them, this one included, in the order of their experts:
+        the tensor-parallel ranks of the first of `expert_ranks`, then those of the next."""
+        t = self.coordinates(rank)[-1]
+        return tuple(one - t + other for one in self.expert_ranks(rank) for other in range(self.tp))
+
     @cached_property
     def modules(self) -> tuple[str, ...]:
         """The modules that it computes, replicated ones first, then in the order of the data."""

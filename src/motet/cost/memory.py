@@ -399,12 +399,13 @@ def _state_of_layer(
     layer: with the experts of one rank. num_parameters, num_trainable: those of its tensor-parallel rank.
     """
     shard_ranks = unit.shard_size or unit.dp * unit.cp
-    of_experts = layer.num_experts * -(-layer.expert_weights // unit.tp)
+    num_experts = -(-layer.num_experts // unit.tp)
+    of_experts = num_experts * layer.expert_weights
     learning = of_experts if layer.learning_experts else 0
     sharing = expert_shard_size(shard_ranks, unit.ep)
     parts: list[tuple[int, int, float]] = [(num_parameters - of_experts, num_trainable - learning, shard_ranks)]
-    if layer.num_experts:
-        parts.append((of_experts, learning, layer.num_experts / -(-layer.num_experts // sharing)))
+    if num_experts:
+        parts.append((of_experts, learning, num_experts / -(-num_experts // sharing)))
     states = [
         state_bytes(count, trained, precision=precision, zero=unit.zero, shard_ranks=ranks)
         for count, trained, ranks in parts

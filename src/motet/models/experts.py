@@ -4,7 +4,8 @@ The parameters, their names and the arithmetic are those of transformers' layers
 their experts, so that each expert multiplies its rows at once, and back; sums are in a fixed order.
 
 Tensor-parallel ranks have whole experts, as many each: all of them route all rows, each computes what its experts make
-of these, and the sum over ranks is what one rank makes.
+of these, and the sum over ranks is what one rank makes. Where ranks share experts, too, each has a part of those of an
+expert-parallel rank, and exchanges rows with the ranks that have the same part of others'.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class RoutedExperts(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [..., width] -> the same shape. It waits for the device to know how many rows each expert has."""
-        if self.parts is None:
+        if self.parts is None or not hidden.numel():  # Without rows there is nothing to sum.
             return self._routed(hidden, self.gate.weight)
         # Each rank's gradient of the router is that of its own experts.
         gate = copied(self.gate.weight, self.parts.ranks)
@@ -97,9 +98,11 @@ class RoutedExperts(nn.Module):
         experts, order = chosen.view(-1).sort(stable=True)
         counts = torch.bincount(experts, minlength=self.num_experts)
         if self.parts is not None:
-            first, stop = self.parts.ranks.part(self.num_experts)
-            begin, end = int(counts[:first].sum()), int(counts[:stop].sum())
-            order, counts = order[begin:end], counts[first:stop]
+            # Of the experts of each expert-parallel rank, every tensor-parallel one has as many.
+            index, tp = self.parts.ranks.index, self.parts.ranks.size
+            num_here = self.num_experts // tp // (1 if self.ranks is None else self.ranks.size)
+            order = order[experts // num_here % tp == index]
+            counts = counts.view(-1, tp, num_here)[:, index].contiguous().view(-1)
         given = rows[order // self.experts_per_token]
         if self.ranks is None:
             made = self._multiplied(given, counts.tolist())

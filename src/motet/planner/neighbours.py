@@ -123,7 +123,7 @@ def _experts(plan: Plan) -> Iterator[Plan]:
     for index, unit in enumerate(plan.units):
         layers = (layer for name in unit.modules for layer in plan.model.module(name).layers)
         if numbers := {layer.num_experts for layer in layers if layer.num_experts}:
-            degrees = divisors(gcd(unit.dp * unit.cp, *numbers))
+            degrees = divisors(gcd(unit.dp * unit.cp, *(number // unit.tp for number in numbers)))
             at = degrees.index(unit.ep) if unit.ep in degrees else 0
             for ep in {*degrees[at + 1 : at + 2], *degrees[max(at - 1, 0) : at]}:
                 yield _with_unit(plan, index, replace(unit, ep=ep))

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from motet.runtime.mesh import TENSOR
@@ -103,16 +104,16 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     return tensor.reshape(-1).split(_AT_ONCE)
 
 
-def is_cut(tensor: Tensor) -> bool:
-    """Whether it is a part of a parameter, or of its gradient, that tensor- or expert-parallel ranks cut."""
-    return isinstance(tensor, DTensor) and TENSOR in (tensor.device_mesh.mesh_dim_names or ())
+def is_on(tensor: Tensor, mesh: DeviceMesh | None) -> bool:
+    """Whether a tensor is a part of one that the ranks of a mesh share; False without a mesh."""
+    return mesh is not None and isinstance(tensor, DTensor) and tensor.device_mesh == mesh
 
 
 def _local(gradient: Tensor, num_ranks: int, tensor_size: int = 1) -> tuple[Tensor, int]:
     """(the part of a gradient on this rank, the number of ranks that hold the same part)."""
     if not isinstance(gradient, DTensor):
         return gradient, num_ranks
-    copies = 1 if is_cut(gradient) else tensor_size
+    copies = 1 if TENSOR in (gradient.device_mesh.mesh_dim_names or ()) else tensor_size
     for axis, placement in enumerate(gradient.placements):
         if placement.is_partial():
             raise ValueError("a gradient that is not yet summed over ranks has no norm")

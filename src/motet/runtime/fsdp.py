@@ -11,13 +11,14 @@ ranks are in them: `runtime/step.py` divides them by the rest at the end of a st
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -152,14 +153,21 @@ class FSDPConfig(BaseModel):
         return {name: count for name, count in self.recompute.items() if count}
 
 
-def shard(model: Model, mesh: Mesh, config: FSDPConfig, cuts: Mapping[str, int] = MappingProxyType({})) -> None:
+def shard(
+    model: Model,
+    mesh: Mesh,
+    config: FSDPConfig,
+    cuts: Mapping[str, int] = MappingProxyType({}),
+    experts: Collection[str] = (),
+) -> None:
     """Prepare every module of the model, in place, for the whole copy, or the share of one, that this rank holds.
 
     Parameters must be initialised alike on all ranks, and already frozen if they are to be frozen. Raises UserError if
     config.recompute does not fit the blocks that can be recomputed, and for a parameter that cannot be shared out.
 
-    cuts: name -> the dimension in which tensor- or expert-parallel ranks cut a parameter. The model's layers are those
-          of such a rank already (`models/divided.py`, `models/experts.py`).
+    cuts:    name -> the dimension in which tensor-parallel ranks cut a parameter. The model's layers are already those
+             of such a rank (`models/divided.py`).
+    experts: names of the parameters of experts, if ranks share them. The model's layers already exchange rows.
     """
     modules = modules_by_phase(model)
     for phase, module in modules.items():
@@ -171,14 +179,21 @@ def shard(model: Model, mesh: Mesh, config: FSDPConfig, cuts: Mapping[str, int] 
     counts = config.recomputed({phase: len(_recomputable(module)) for phase, module in modules.items()})
     for phase, module in modules.items():
         recompute_first(module, counts.get(phase, 0))
-    if (ranks := mesh.tensor or mesh.experts) is not None:
+    if mesh.is_divided:
         # Whole copies, too: what FSDP2 stores, and what passes compute with, are two forms of a part of a parameter.
-        assert mesh.cuts is not None, "ranks that cut parameters have a mesh of their cuts"
         assert isinstance(model, nn.Module), "parameters are cut by name"
         _check_dimensions(modules)
-        parts, shapes = keep_cut(model, cuts, ranks)
-        wrap(model, mesh, config, () if mesh.experts is None else parts.values())
-        name_cut(model, cuts, shapes, mesh.cuts)
+        apart: dict[str, nn.Parameter] = {}
+        named = []
+        if mesh.cuts is not None:
+            named.append((cuts, keep_cut(model, cuts, mesh.cuts)[1], mesh.cuts))
+        if mesh.expert_cuts is not None:
+            rows = dict.fromkeys(experts, 0)
+            apart, shapes = keep_cut(model, rows, mesh.expert_cuts)
+            named.append((rows, shapes, mesh.expert_cuts))
+        wrap(model, mesh, config, apart.values())
+        for of_mesh in named:
+            name_cut(model, *of_mesh)
     elif mesh.is_sharded:
         _check_dimensions(modules)
         wrap(model, mesh, config)
@@ -202,7 +217,7 @@ def wrap(model: Model, mesh: Mesh, config: FSDPConfig, experts: Iterable[nn.Para
 
     experts: parameters of this rank's experts, which it shares out over the ranks that have the same ones.
     """
-    placement = _placed_apart(experts, mesh) if mesh.experts is not None else None
+    placement = None if mesh.expert_cuts is None else _placed_apart(experts, mesh.expert_cuts)
     policy = MixedPrecisionPolicy(param_dtype=config.types.compute, reduce_dtype=config.types.reduce)
     for module in modules_by_phase(model).values():
         # Without resharding, FSDP frees gathered parameters after the backward pass; a frozen module may have none.
@@ -222,11 +237,15 @@ def wrap(model: Model, mesh: Mesh, config: FSDPConfig, experts: Iterable[nn.Para
             register_fsdp_forward_method(module, "sample")
 
 
-def _placed_apart(experts: Iterable[nn.Parameter], mesh: Mesh) -> Callable[[nn.Parameter], ShardPlacementResult | None]:
-    """What tells FSDP2 over which ranks it shares a parameter out: over those of `Mesh.cuts` if it is of experts."""
-    assert mesh.cuts is not None, "ranks that share experts have a mesh of their cuts"
+def _placed_apart(
+    experts: Iterable[nn.Parameter], mesh: DeviceMesh
+) -> Callable[[nn.Parameter], ShardPlacementResult | None]:
+    """What tells FSDP2 over which ranks it shares a parameter out: of experts, over those with the same ones.
+
+    mesh: `Mesh.expert_cuts`.
+    """
     ids = {id(parameter) for parameter in experts}
-    same = mesh.cuts[(mesh.cuts.mesh_dim_names or ())[1:]]
+    same = mesh[(mesh.mesh_dim_names or ())[1:]]
     info = FSDPMeshInfo(same, shard_mesh_dim=0)
     if same.ndim == 2:
         info = HSDPMeshInfo(same, shard_mesh_dim=1, replicate_mesh_dim=0)

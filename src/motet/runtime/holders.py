@@ -48,7 +48,7 @@ class Sharing:
     zero:        the ZeRO stage; 0 where every rank holds all of the state.
     shard_size:  the number of ranks that share one copy of the sharded state: consecutive ones.
     cut:         the dimension in which `cut_ranks` cut it; None: each of them holds all of it.
-    cut_ranks:   this rank's tensor-parallel ranks, or of experts those that share experts with it.
+    cut_ranks:   this rank's tensor-parallel ranks, or of experts those that have all of them between them.
 
     Example:
         >>> sharing = Sharing("image", ranks=(4, 5, 6, 7), stages=(1,), is_of_stage=True, zero=1, shard_size=2)
@@ -89,7 +89,7 @@ class Sharing:
         ranks, cut_ranks, shard_size = place.held_by(holders.ranks, stage), place.tensor_ranks, stage.shard_size
         cut = holders.cut if len(cut_ranks) > 1 else None
         if holders.is_spread and (ep := stage.unit.ep) > 1:
-            ranks, cut, cut_ranks = ranks[ranks.index(place.rank) % ep :: ep], 0, place.expert_ranks
+            ranks, cut, cut_ranks = ranks[ranks.index(place.rank) % ep :: ep], 0, place.expert_parts
             shard_size = expert_shard_size(shard_size, ep)
         is_shared = stage.zero == 3 or (stage.zero > 0 and (parameter.requires_grad or casts))
         is_whole = parameter.ndim == 0 or not parameter.is_floating_point()
@@ -121,7 +121,8 @@ def sharing_groups(program: PlannedProgram, holders: Iterable[Holders]) -> RankG
         ep = stage.unit.ep
         held = [(tuple(rank + t for rank in stage.data_ranks), stage.shard_size) for t in range(stage.unit.tp)]
         if ep > 1:
-            held += [(stage.data_ranks[index::ep], expert_shard_size(stage.shard_size, ep)) for index in range(ep)]
+            of_copy = expert_shard_size(stage.shard_size, ep)
+            held += [(ranks[index::ep], of_copy) for ranks, _ in tuple(held) for index in range(ep)]
             sets |= {ranks for ranks, _ in held}
         for ranks, shard_size in held:
             if shard_size > 1:

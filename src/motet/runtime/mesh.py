@@ -33,9 +33,10 @@ class Mesh:
     host_group: the same ranks, on gloo; used by the prefetch thread, whose collectives must not mix with the step's.
     ranks_per_node: those of `group` on a node.
     tensor:     the tensor-parallel ranks of this one; None: it is alone.
-    experts:    the ranks that share experts with this one, which run other examples; None: it has all experts.
-    cuts:       of parameters that tensor- or expert-parallel ranks cut: the mesh of axes ("tensor",), and behind it
-                those over which a part is shared out: those of `shards`, or for experts fewer ranks.
+    cuts:       of parameters that these cut: the mesh of axes ("tensor",), and behind it those of `shards`.
+    experts:    the ranks that share experts with this one, which run other examples; None: it has those of all.
+    expert_cuts: of the experts: the mesh of axes ("tensor",), over ranks that have all of them between them, and behind
+                it those over which the ranks that have the same ones share them out.
     everyone:   all ranks of the job, for the training thread. host_everyone: for the prefetch thread.
     """
 
@@ -47,8 +48,9 @@ class Mesh:
     everyone: dist.ProcessGroup
     host_everyone: dist.ProcessGroup
     tensor: TensorRanks | None = None
-    experts: ExpertRanks | None = None
     cuts: DeviceMesh | None = None
+    experts: ExpertRanks | None = None
+    expert_cuts: DeviceMesh | None = None
 
     @property
     def rank(self) -> int:
@@ -64,6 +66,11 @@ class Mesh:
     def tensor_size(self) -> int:
         """The number of ranks that share products, and run the same examples."""
         return 1 if self.tensor is None else self.tensor.size
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks share products or experts, and so hold parts of parameters that others never gather."""
+        return self.cuts is not None or self.expert_cuts is not None
 
     @property
     def expert_size(self) -> int:
@@ -104,7 +111,7 @@ def build_mesh(
                     rank holds a whole copy, as in DDP. Of tensor-parallel ranks: of each one's parameters.
     ranks_per_node: of the job; None: all ranks are on one node.
     tensor_size:    ranks that share products: consecutive ones. tensor_pieces: `chunks` of `TensorRanks`.
-    expert_size:    ranks that share experts: consecutive ones, of which none shares products.
+    expert_size:    ranks that share experts: consecutive ones of those that run different examples.
     Raises UserError if tensor_size or expert_size does not divide the number of ranks, or shard_size what is left of
     it; RuntimeError without a process group.
     """
@@ -117,17 +124,17 @@ def build_mesh(
     shard_size = num_ranks if shard_size is None else shard_size
     if shard_size < 1 or num_ranks % shard_size:
         raise UserError(f"shard_size is {shard_size}, but must divide the number of ranks, which is {num_ranks}.")
-    if tensor_size > 1 < expert_size:
-        raise UserError(f"tp is {tensor_size} and ep is {expert_size}; one of them must be 1.")
+    if expert_size < 1 or num_ranks % expert_size:
+        raise UserError(f"ep is {expert_size}, but must divide the number of ranks, which is {num_ranks}.")
     host_everyone = new_group(backend="gloo")
     if tensor_size == 1:
         shape, names = _axes(num_ranks, shard_size)
         shards = _waiting(init_device_mesh(device.type, shape, mesh_dim_names=names))
         mesh = Mesh(device, shards, everyone, host_everyone, on_node, everyone, host_everyone)
-        return mesh if expert_size == 1 else _with_experts(mesh, expert_size, shard_size)
+        return _with_experts(mesh, expert_size, shard_size)
     cuts = _cut_mesh(device, tensor_size, shard_size)
     tensor = TensorRanks(cuts.get_group(TENSOR), everyone.rank() % tensor_size, tensor_size, chunks=tensor_pieces)
-    return Mesh(
+    mesh = Mesh(
         device,
         cuts[(cuts.mesh_dim_names or ())[1:]],
         of_other_examples(tensor_size),
@@ -138,15 +145,20 @@ def build_mesh(
         tensor=tensor,
         cuts=cuts,
     )
+    return _with_experts(mesh, expert_size, shard_size)
 
 
 def _with_experts(mesh: Mesh, expert_size: int, shard_size: int) -> Mesh:
     """The Mesh, whose ranks share experts. shard_size: of all other parameters. A collective."""
-    if expert_size < 1 or mesh.num_ranks % expert_size:
-        raise UserError(f"ep is {expert_size}, but must divide the number of ranks, which is {mesh.num_ranks}.")
-    cuts = _cut_mesh(mesh.device, expert_size, expert_shard_size(shard_size, expert_size))
-    experts = ExpertRanks(cuts.get_group(TENSOR), mesh.rank % expert_size, expert_size)
-    return replace(mesh, experts=experts, cuts=cuts)
+    if expert_size == 1:
+        return mesh
+    tp, rank, num_ranks = mesh.tensor_size, dist.get_rank(), dist.get_world_size()
+    cuts = _cut_mesh(mesh.device, expert_size * tp, expert_shard_size(shard_size, expert_size))
+    firsts = [first + t for first in range(0, num_ranks, expert_size * tp) for t in range(tp)]
+    sharing = [range(first, first + expert_size * tp, tp) for first in firsts]
+    group = next(group for ranks, group in [(ranks, new_group(ranks)) for ranks in sharing] if rank in ranks)
+    experts = ExpertRanks(group, mesh.rank % expert_size, expert_size)
+    return replace(mesh, experts=experts, expert_cuts=cuts)
 
 
 def _axes(num_ranks: int, shard_size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:

@@ -116,6 +116,11 @@ class Place:
         """The ranks that share experts with this one, in order; itself where it shares none."""
         return self.unit.expert_ranks(self.rank)
 
+    @property
+    def expert_parts(self) -> tuple[int, ...]:
+        """As of `Unit`."""
+        return self.unit.expert_parts(self.rank)
+
     def held_by(self, ranks: tuple[int, ...], stage: PlannedStage) -> tuple[int, ...]:
         """The ranks that hold the same parameters of a stage as this rank, context-parallel ones included.
 

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from motet.expert_ranks import ExpertRanks
 from motet.runtime.holders import RankGroups, Sharing
 from motet.runtime.mesh import REPLICATE, SHARD, TENSOR
-from motet.tensor_parallel import TensorRanks, part_of
+from motet.tensor_parallel import part_of
 
 
 def share_out(
@@ -43,9 +42,9 @@ def share_out(
 
 
 def keep_cut(
-    model: nn.Module, cuts: Mapping[str, int], ranks: TensorRanks | ExpertRanks
+    model: nn.Module, cuts: Mapping[str, int], mesh: DeviceMesh
 ) -> tuple[dict[str, nn.Parameter], dict[str, torch.Size]]:
-    """Reduce parameters of a model, in place, to the part of a tensor- or expert-parallel rank.
+    """Reduce parameters of a model, in place, to the part of this rank by the axis TENSOR of a mesh.
 
     Returns name -> the part, and name -> the shape of the whole.
 
@@ -54,7 +53,7 @@ def keep_cut(
     parameters, parts = dict(model.named_parameters()), {}
     for name, cut in cuts.items():
         parameter = parameters[name]
-        first, stop = ranks.part(parameter.shape[cut])
+        first, stop = cut_range(parameter.shape[cut], mesh)
         part = parameter.detach().narrow(cut, first, stop - first).clone(memory_format=torch.contiguous_format)
         parts[name] = nn.Parameter(part, parameter.requires_grad)
     _replace(model, {id(parameters[name]): part for name, part in parts.items()})

@@ -26,7 +26,7 @@ from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.dispatch.exchange import exchange_rows
 from motet.runtime.casting import compute_types_of, computing
-from motet.runtime.clip import is_cut, scale_gradients, square_sum, unscale_and_clip
+from motet.runtime.clip import is_on, scale_gradients, square_sum, unscale_and_clip
 from motet.runtime.clock import ActionClock
 from motet.runtime.exchanges import Exchanges
 from motet.runtime.executor import Executor, Handler, Hook, RankProgram
@@ -145,7 +145,7 @@ class TrainStep:
     Example:
         >>> from types import SimpleNamespace
         >>> group = SimpleNamespace(size=lambda: 1)
-        >>> mesh = SimpleNamespace(rank=0, num_ranks=1, device=torch.device("cpu"), group=group)
+        >>> mesh = SimpleNamespace(rank=0, num_ranks=1, device=torch.device("cpu"), group=group, expert_cuts=None)
         >>> step = TrainStep(SimpleNamespace(encoders={}, backbone=torch.nn.Linear(1, 1)), mesh)
         >>> text_only = SimpleNamespace(lengths=SimpleNamespace(items={}, num_examples=2))
         >>> print(*step.program([text_only, text_only]).row)
@@ -170,6 +170,7 @@ class TrainStep:
         self.clock = clock or ActionClock(mesh.rank, mesh.device)
         self.modules = modules_by_phase(model)
         self.parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
+        self.experts = [parameter for parameter in self.parameters if is_on(parameter, mesh.expert_cuts)]
         self.types = compute_types_of(model)
         self.is_wrapped = any(isinstance(module, FSDPModule) for module in self.modules.values())
         self.sent = SentBytes()
@@ -230,10 +231,10 @@ class TrainStep:
 
     def take_product_bytes(self) -> float:
         """Bytes that this rank has sent since the last call to those that share products or experts with it."""
-        if (ranks := self.mesh.tensor or self.mesh.experts) is None:
-            return 0.0
-        taken = sum(ranks.sent)
-        ranks.sent.clear()
+        lists = [ranks.sent for ranks in (self.mesh.tensor, self.mesh.experts) if ranks is not None]
+        taken = sum(map(sum, lists))
+        for sent in lists:
+            sent.clear()
         return taken
 
     def program(self, batches: Sequence[RankBatch]) -> RankProgram:
@@ -323,8 +324,8 @@ class _RunningStep:
             gradients.wait()
         size = self.step.mesh.expert_size
         if size > 1:
-            experts = [parameter for parameter in self.step.parameters if is_cut(parameter)]
-            scale_gradients(experts, torch.full((), 1 / size, dtype=torch.float64, device=self.step.mesh.device))
+            share = torch.full((), 1 / size, dtype=torch.float64, device=self.step.mesh.device)
+            scale_gradients(self.step.experts, share)
 
     def update(self, action: Action) -> None:
         """Step the optimizer, unless loss or gradient is not finite."""

@@ -18,22 +18,25 @@ class UnitGroups:
 
     context: ranks that run the same sequences, by c. tensor: ranks that share the same layers, by t.
     experts: ranks that share experts. None: it is alone.
-    sent:    gets the bytes that it sends in collectives of the latter two.
+    expert_parts: ranks that have all experts between them; None: none do, or those of `experts` alone.
+    sent:    gets the bytes that it sends in collectives of `tensor` and `experts`.
     """
 
     context: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
     experts: dist.ProcessGroup | None = None
+    expert_parts: dist.ProcessGroup | None = None
     sent: list[float] = field(default_factory=list)
 
     def by_ranks(self, place: Place) -> RankGroups:
         """The groups whose ranks cut parameters."""
-        return {place.expert_ranks: self.experts, place.tensor_ranks: self.tensor}
+        of_parts = {} if self.expert_parts is None else {place.expert_parts: self.expert_parts}
+        return {place.expert_ranks: self.experts, place.tensor_ranks: self.tensor} | of_parts
 
     @staticmethod
     def of(place: Place) -> UnitGroups:
         """Make the groups of all ranks of a Plan. A collective, which does nothing where no unit has such ranks."""
-        context = tensor = experts = None
+        context = tensor = experts = expert_parts = None
         for unit in place.program.layout.units:
             for p, d in product(range(unit.pp), range(unit.dp)):
                 for t in range(unit.tp) if unit.cp > 1 else ():
@@ -47,4 +50,8 @@ class UnitGroups:
             for ranks in sorted({unit.expert_ranks(rank) for rank in unit.ranks}) if unit.ep > 1 else ():
                 group = new_group(ranks)
                 experts = group if place.rank in ranks else experts
-        return UnitGroups(context, tensor, experts)
+            shares_both = unit.ep > 1 < unit.tp
+            for ranks in sorted({unit.expert_parts(rank) for rank in unit.ranks}) if shares_both else ():
+                group = new_group(ranks)
+                expert_parts = group if place.rank in ranks else expert_parts
+        return UnitGroups(context, tensor, experts, expert_parts)

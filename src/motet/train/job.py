@@ -215,7 +215,7 @@ def build_job(
             tensor_pieces=1 if chosen is None else chosen.plan.cluster.tensor_pieces,
             expert_size=expert_size,
         )
-        shard(model, mesh, recipe.fsdp, divide_whole(model, mesh))
+        shard(model, mesh, recipe.fsdp, *divide_whole(model, mesh))
         materialise(model, recipe.modules, recipe.run.seed, world.device)
         if recipe.run.compile:
             compile_blocks(modules_by_phase(model).values())

@@ -270,21 +270,22 @@ def divide_part(model: MLLM, place: Place, groups: UnitGroups) -> None:
         divide(model, dict.fromkeys(place.modules, ranks))
 
 
-def divide_whole(model: MLLM, mesh: Mesh) -> dict[str, int]:
+def divide_whole(model: MLLM, mesh: Mesh) -> tuple[dict[str, int], list[str]]:
     """Change the layers of a whole model, in place, to those of a rank of data parallelism that shares some.
 
-    Returns name -> the dimension in which tensor- or expert-parallel ranks cut a parameter, which is whole yet.
+    Returns name -> the dimension in which tensor-parallel ranks cut a parameter, which is whole yet, and the names of
+    parameters of experts that ranks share, as `runtime.fsdp.shard` takes both.
     """
+    cuts: dict[str, int] = {}
+    experts = [] if mesh.experts is None else _names_of_experts(model)
     if mesh.experts is not None:
         spread_experts(model.backbone.blocks, mesh.experts)
-        return dict.fromkeys(_names_of_experts(model), 0)
-    if mesh.tensor is None:
-        return {}
-    names = (BACKBONE, *model.encoders, *model.generators)
-    split_fused(model, names)
-    cuts = {name: cut for module in names for name, cut in cuts_of(model, module).items()}
-    divide(model, dict.fromkeys(names, mesh.tensor))
-    return cuts
+    if mesh.tensor is not None:
+        names = (BACKBONE, *model.encoders, *model.generators)
+        split_fused(model, names)
+        cuts = {name: cut for module in names for name, cut in cuts_of(model, module).items() if name not in experts}
+        divide(model, dict.fromkeys(names, mesh.tensor))
+    return cuts, experts
 
 
 def _names_of_experts(model: MLLM) -> list[str]:

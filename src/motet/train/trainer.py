@@ -164,7 +164,7 @@ class _Run:
                     self.log.check()
         if self.recipe.export.at_end:
             folder = self.recipe.run.dir / EXPORT
-            in_parts = isinstance(self.job.step, PlannedStep) or self.job.mesh.cuts is not None
+            in_parts = isinstance(self.job.step, PlannedStep) or self.job.mesh.is_divided
             with writing(folder):
                 export(self.job.model, self.recipe, folder, self.world, self.job.progress, in_parts=in_parts)
         self._write_trace()

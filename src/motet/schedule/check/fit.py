@@ -132,12 +132,11 @@ def _check_experts(plan: Plan) -> None:
         numbers = sorted({layer.num_experts for layer in layers if layer.num_experts})
         if not numbers:
             raise UserError(f"{where}, and {', '.join(unit.modules)} have no experts; it must be 1.")
-        if undivided := [number for number in numbers if number % unit.ep]:
-            raise UserError(f"{where}, and layers have {undivided[0]} experts; ep must divide them.")
+        if undivided := [number for number in numbers if number % (unit.tp * unit.ep)]:
+            by, what = ("", "ep") if unit.tp == 1 else (f" and tp {unit.tp}", "ep * tp")
+            raise UserError(f"{where}{by}, and layers have {undivided[0]} experts; {what} must divide them.")
         if unit.dp * unit.cp % unit.ep:
             raise UserError(f"{where}; it must divide dp * cp, {unit.dp * unit.cp}, whose ranks share experts.")
-        if unit.tp > 1:
-            raise UserError(f"{where} and tp is {unit.tp}; one of them must be 1.")
         islands = gcd(*(other.dp for other in pipelined_units(plan)))
         if unit.cp % unit.ep and unit.dp != islands:
             raise UserError(

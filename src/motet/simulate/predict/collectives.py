@@ -116,7 +116,7 @@ class Collectives:
         if ep == 1:
             return [_Shared(whole, ranks[:size], ranks[::size])]
         of_experts, of_copy = ranks[::ep], expert_shard_size(size, ep)
-        experts = [_size_of_experts(slice_, of_copy) for slice_ in slices]
+        experts = [_size_of_experts(slice_, stage.unit.tp, of_copy) for slice_ in slices]
         others = [_without(every, own, size) for every, own in zip(whole, experts)]
         return [
             _Shared(others, ranks[:size], ranks[::size]),
@@ -158,17 +158,19 @@ def _size_of(layers: Sequence[Layer], tp: int, shard_size: int) -> _Size:
     return _Size(total, trainable, trainable / shard_size, sum(layer.updated_parameters for layer in layers))
 
 
-def _size_of_experts(layers: Sequence[Layer], shard_size: int) -> _Size:
-    """Of the experts alone, which no rank divides further."""
+def _size_of_experts(layers: Sequence[Layer], tp: int, shard_size: int) -> _Size:
+    """Of the experts alone."""
     total = sum(layer.num_experts * layer.expert_weights for layer in layers)
-    learning = sum(layer.learning_experts for layer in layers)
-    return _Size(total, learning, learning / shard_size, learning)
+    undivided = sum(layer.learning_experts for layer in layers)
+    learning = undivided / tp
+    return _Size(total / tp, learning, learning / shard_size, undivided)
 
 
 def _without(every: _Size, experts: _Size, shard_size: int) -> _Size:
     """All but the experts."""
     trainable = every.trainable - experts.trainable
-    return _Size(every.total - experts.total, trainable, trainable / shard_size, trainable)
+    undivided = every.undivided - experts.undivided
+    return _Size(every.total - experts.total, trainable, trainable / shard_size, undivided)
 
 
 def fsdp_slices(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:

@@ -446,7 +446,8 @@ class Pricing:
 
         Routers are taken to choose all experts equally often, so that each rank gets as many rows as it has.
         """
-        to_each = rows * layer.experts_per_row * layer.output_width * self.precision.compute / unit.ep
+        # Each tensor-parallel rank sends rows to its own part of each one's experts.
+        to_each = rows * layer.experts_per_row * layer.output_width * self.precision.compute / (unit.ep * unit.tp)
         return 2 * self._even_exchange_s(to_each, unit.expert_ranks(unit.first_rank))
 
     def _even_exchange_s(self, to_each: Float64Array, ranks: Sequence[int]) -> Float64Array:

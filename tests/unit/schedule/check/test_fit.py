@@ -207,8 +207,8 @@ def test_experts_that_tensor_parallelism_does_not_divide_are_refused():
     [
         ({"dp": 4, "ep": 4}, "1f1b", "layers have 6 experts; ep must divide them"),
         ({"dp": 2, "cp": 2, "ep": 3}, "1f1b", "it must divide dp \\* cp, 4"),
-        ({"dp": 2, "tp": 2, "ep": 2}, "1f1b", "and tp is 2; one of them must be 1"),
-        ({"dp": 2, "ep": 2}, "data_parallel", "under 'data_parallel' it must be 1"),
+        ({"dp": 2, "tp": 2, "ep": 2}, "1f1b", "and tp 2, and layers have 6 experts; ep \\* tp must divide them"),
+        ({"dp": 4, "ep": 4}, "data_parallel", "layers have 6 experts; ep must divide them"),
     ],
 )
 def test_experts_that_ranks_cannot_share_are_refused(changes, schedule, what):
