@@ -84,7 +84,9 @@ class ChatTemplate:
         """The text, the spans [start, end) of answers with loss in it, and whether the template itself marks answers.
 
         A template with {% generation %} marks the spans, with or without the end token. Otherwise a span is the
-        answer's own text, which is found by a second rendering with a mark in place of each answer.
+        answer's own text, which is found by a second rendering with a mark in place of each answer, and what stands
+        between the prompt for an answer and that text: the empty thought that Qwen3's template writes there is asked of
+        the model, too.
         Raises UserError if the template refuses the conversation, leaves out a turn, or rewrites an answer so that it
         cannot be found.
         """
@@ -103,8 +105,29 @@ class ChatTemplate:
             )
         stand_ins = [turn.with_texts([(TEXT, opening)]) if turn.role == "assistant" else turn for turn in turns]
         between = self._render(stand_ins, parts).split(opening)
-        answer_spans = _find_answers(text, between, [turn.text for turn in answers])
-        return text, [span for span, turn in zip(answer_spans, answers) if turn.has_loss], False
+        try:
+            found = iter(_find_answers(text, between, [turn.text for turn in answers]))
+        except UserError:
+            if spans := self._rewritten_spans(turns, parts, text):
+                return text, spans, True
+            raise
+        for number, turn in enumerate(turns):
+            if turn.role == "assistant":
+                start, end = next(found)
+                asked = self.num_asked(turns, number, text, parts) if turn.has_loss else None
+                spans += [(start if asked is None else min(start, asked), end)] if turn.has_loss else []
+        return text, spans, False
+
+    def num_asked(self, turns: Sequence[Turn], number: int, text: str, parts: Set[str] = NO_PARTS) -> int | None:
+        """The characters of the prompt for the answer of a turn, with which the text of all turns begins.
+
+        None where the text begins otherwise, or the template writes nothing to ask for an answer.
+        """
+        try:
+            plain, prompt = (self._render(turns[:number], parts, generation_prompt=asks) for asks in (False, True))
+        except UserError:
+            return None
+        return len(prompt) if len(prompt) > len(plain) and text.startswith(prompt) else None
 
     def span_of(
         self,
@@ -285,6 +308,22 @@ class ChatTemplate:
                     "cannot be found; mark answers in the template by {% generation %} and {% endgeneration %}"
                 )
             spans.append((len(before), len(through)))
+        return spans
+
+    def _rewritten_spans(self, turns: Sequence[Turn], parts: Set[str], text: str) -> list[tuple[int, int]]:
+        """As `_spans_by_difference`, of answers of which a template changes white space alone; [] of others.
+
+        Qwen3's takes the thoughts apart from the answer, and puts line breaks of its own around them.
+        """
+        try:
+            spans = self._spans_by_difference(turns, parts, text)
+            learned = [number for number, turn in enumerate(turns) if turn.has_loss]
+            for number, (_, end) in zip(learned, spans, strict=True):
+                written = text[len(self._render(turns[:number], parts)) : end]
+                if "".join(turns[number].text.split()) not in "".join(written.split()):
+                    return []
+        except UserError:
+            return []
         return spans
 
     def _spans_with_loss(
