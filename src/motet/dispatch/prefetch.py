@@ -50,7 +50,8 @@ def prefetched(
                   loader's dataset is an `ExampleParts`, and each rank loads only what it will compute.
     orchestrator: what is balanced, at what cost; by default all phases, each packed, by the lengths of its items.
     group:        the ranks that share a batch; default: all.
-    accumulate:   microbatches (batches of the loader) whose gradients are added up before the optimizer steps.
+    accumulate:   microbatches (batches of the loader) whose gradients are added up before the optimizer steps; the last
+                  step of an epoch has those that are left. `batch.ends_step` says behind which the optimizer steps.
     steps_ahead:  steps that are loaded before they are asked for.
     device:       where batches are put; by default they stay on the CPU. dtype: of media; by default float32.
 
