@@ -62,7 +62,10 @@ class ChatTemplate:
         other = ChatTemplate(self.source, self.special_tokens)
         # What is found of the template holds with and without tools.
         other.__dict__ |= {"_template": self._template, "_part_roles": self._part_roles, "_tools": tools}
-        other.__dict__["_writes_argument_text"] = self._writes_argument_text
+        other.__dict__ |= {
+            "_writes_argument_text": self._writes_argument_text,
+            "_answers_at_once": self._answers_at_once,
+        }
         return other
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,7 +117,8 @@ class ChatTemplate:
         for number, turn in enumerate(turns):
             if turn.role == "assistant":
                 start, end = next(found)
-                asked = self.num_asked(turns, number, text, parts) if turn.has_loss else None
+                is_behind = turn.has_loss and not self._answers_at_once
+                asked = self.num_asked(turns, number, text, parts) if is_behind else None
                 spans += [(start if asked is None else min(start, asked), end)] if turn.has_loss else []
         return text, spans, False
 
@@ -128,6 +132,20 @@ class ChatTemplate:
         except UserError:
             return None
         return len(prompt) if len(prompt) > len(plain) and text.startswith(prompt) else None
+
+    @cached_property
+    def _answers_at_once(self) -> bool:
+        """Whether answers stand right behind the prompts for them, as with most templates; found of two rounds.
+
+        Else the prompt for each answer is rendered, which takes as long again for each.
+        """
+        marks = [chr(mark) for mark in _PRIVATE_USE[:2]]
+        turns = [turn for mark in marks for turn in (Turn("user", "a"), Turn("assistant", mark, has_loss=True))]
+        try:
+            text = self._render(turns, NO_PARTS)
+        except UserError:
+            return False
+        return all(self.num_asked(turns, turn, text) in (None, text.find(mark)) for turn, mark in zip((1, 3), marks))
 
     def span_of(
         self,
