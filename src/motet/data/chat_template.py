@@ -320,13 +320,27 @@ class ChatTemplate:
                 continue
             before = self._render(turns[:number], parts, generation_prompt=True)
             through = self._render(turns[: number + 1], parts).rstrip()
-            if len(through) <= len(before) or not (through.startswith(before) and text.startswith(through)):
+            end = len(through)
+            if not text.startswith(through):
+                end = self._end_of_same(turn, text, len(before), through) if text.startswith(before) else 0
+            if end <= len(before) or not through.startswith(before):
                 raise UserError(
                     "the tokenizer's chat template writes an answer in another way when more follows, so that it "
                     "cannot be found; mark answers in the template by {% generation %} and {% endgeneration %}"
                 )
-            spans.append((len(before), len(through)))
+            spans.append((len(before), end))
         return spans
+
+    def _end_of_same(self, turn: Turn, text: str, start: int, through: str) -> int:
+        """Where an answer ends that begins at `start`, if the template writes more before it where nothing follows.
+
+        So does Qwen3's, with a thought. through: the text up to the answer, alone. 0: the answers are not the same.
+        """
+        ends = [token for token in self.special_tokens.values() if through.endswith(token)]
+        end = max((text.find(token, start) + len(token) for token in ends if token in text[start:]), default=0)
+        written = text[start:end]
+        is_whole = "".join(turn.text.split()) in "".join(written.split())
+        return end if is_whole and through.endswith(written) else 0
 
     def _rewritten_spans(self, turns: Sequence[Turn], parts: Set[str], text: str) -> list[tuple[int, int]]:
         """As `_spans_by_difference`, of answers of which a template changes white space alone; [] of others.

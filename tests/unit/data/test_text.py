@@ -142,13 +142,13 @@ THINKING = (
 )
 
 
-@pytest.mark.parametrize("begun", ["", "<t>\n"])
 @pytest.mark.parametrize(
-    ("said", "learned"),
+    ("begun", "said", "learned"),
     [
-        (["Hi"], ["<t>\n\n</t>\n\nHi<eos>"]),
-        (["Hi", "Yes"], ["Hi<eos>", "<t>\n\n</t>\n\nYes<eos>"]),
-        (["<t>Hm</t>Hi"], ["<t>\nHm\n</t>\n\nHi<eos>"]),
+        *((begun, ["Hi"], ["<t>\n\n</t>\n\nHi<eos>"]) for begun in ("", "<t>\n")),
+        *((begun, ["Hi", "Yes"], ["Hi<eos>", "<t>\n\n</t>\n\nYes<eos>"]) for begun in ("", "<t>\n")),
+        *((begun, ["<t>Hm</t>Hi"], ["<t>\nHm\n</t>\n\nHi<eos>"]) for begun in ("", "<t>\n")),
+        ("", ["Hi", "<t>Hm</t>Yes"], ["Hi<eos>", "<t>\nHm\n</t>\n\nYes<eos>"]),
     ],
 )
 def test_what_a_template_writes_between_the_prompt_and_an_answer_is_learned_and_expected(backend, begun, said, learned):
