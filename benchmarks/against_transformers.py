@@ -273,8 +273,8 @@ def _inputs_of_frames(
     # Where there are images, too, the processor drops their pixels.
     pixels = [processor.image_processor([images], return_tensors="pt")["pixel_values"]] if images else []
     kept["pixel_values"] = torch.cat([*pixels, frames.flatten(0, 1)[None]], dim=1)
-    # Its template of videos marks no answers: what stands behind a role, and the token that ends it.
-    tokens, marks = inputs["input_ids"][0].tolist(), processor.tokenizer("Assistant: ", add_special_tokens=False)
+    # Its template of videos marks no answers: what stands behind the prompt for one, and the token that ends it.
+    tokens, marks = inputs["input_ids"][0].tolist(), processor.tokenizer("Assistant:", add_special_tokens=False)
     is_target, role = torch.zeros(1, len(tokens), dtype=torch.bool), marks["input_ids"]
     for place in range(len(tokens)):
         if tokens[place : place + len(role)] == role:

@@ -22,11 +22,11 @@ def train(wrap=DistributedDataParallel, measures=MEASURES, accumulate=1, dtype=t
     sampler = DistributedSampler(data, shuffle=False)
     loader = DataLoader(data, 4, sampler=sampler, collate_fn=list, num_workers=2)
     losses = []
-    for number, batch in enumerate(prefetched(loader, measures, accumulate=accumulate, dtype=dtype)):
+    for batch in prefetched(loader, measures, accumulate=accumulate, dtype=dtype):
         loss = batch.scale_sum(model(batch))
         loss.backward()
         losses.append(loss.detach())
-        if (number + 1) % accumulate == 0:
+        if batch.ends_step:  # behind `accumulate` batches, and behind the epoch's last
             optimizer.step()
             optimizer.zero_grad()
     losses = torch.stack(losses)

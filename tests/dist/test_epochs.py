@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from cli.on_ranks import motet_on_ranks
 from cli.tiny_job import losses, metrics, write_tiny_job
 from dist.test_resume import run
 from motet.core.errors import UserError
@@ -27,6 +28,12 @@ def test_epochs_are_steps_of_the_examples_that_can_be_used(tmp_path):
     assert (written.steps, written.epochs) == (num_steps, None)
     run(by_steps, 2, tmp_path / "b", "data.max_sequence_length=24", "data.too_long=drop", f"run.steps={num_steps}")
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    # With other batches, the steps of an epoch are others, and those so far were of these.
+    words = ["train", by_epochs, "--set", f"run.dir={tmp_path / 'a'}", "--set", "data.max_sequence_length=24"]
+    ended = motet_on_ranks(1, *words, "--set", "run.batch_size=3")
+    assert ended.returncode == 2
+    assert f"The run is behind {6 * num_steps} examples after " in ended.stderr
+    assert "so run.batch_size was not 3 as now, by which run.epochs = 0.5 is counted in steps" in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -404,6 +404,29 @@ def test_an_epoch_is_resumed(mode, is_stateful):
         assert (num_next, num_batches, num_saved) == (5, 0, 3)
 
 
+def saved_in_steps_of_three(rank: int, num_ranks: int):
+    """Of an epoch of five batches: what is said of the position behind each, and what comes behind the last."""
+
+    def batches():
+        return prefetched(loader_of(Examples(20), rank, num_ranks, "exchange")[0], MEASURES, accumulate=3)
+
+    first, said, again = batches(), [], batches()
+    for _ in first:
+        try:
+            again.load_state_dict(first.state_dict())
+            said.append("taken")
+        except UserError as error:
+            said.append(str(error))
+    return said, len(list(again)), len(list(again))
+
+
+def test_a_position_behind_the_short_last_step_of_an_epoch_is_taken():
+    for said, num_left, num_next in run_ranks(saved_in_steps_of_three, 2):
+        assert [each == "taken" for each in said] == [False, False, True, False, True]
+        assert said[3].startswith("The state was saved after 4 batches, inside a step of 3 microbatches")
+        assert (num_left, num_next) == (0, 5)
+
+
 def begun_by_number(rank: int, num_ranks: int):
     """All batches of an epoch; those from a state saved between epochs, and from one that has the number alone."""
 

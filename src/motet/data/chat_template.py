@@ -62,7 +62,10 @@ class ChatTemplate:
         other = ChatTemplate(self.source, self.special_tokens)
         # What is found of the template holds with and without tools.
         other.__dict__ |= {"_template": self._template, "_part_roles": self._part_roles, "_tools": tools}
-        other.__dict__["_writes_argument_text"] = self._writes_argument_text
+        other.__dict__ |= {
+            "_writes_argument_text": self._writes_argument_text,
+            "_answers_at_once": self._answers_at_once,
+        }
         return other
 
     def __getstate__(self) -> dict[str, Any]:
@@ -84,7 +87,9 @@ class ChatTemplate:
         """The text, the spans [start, end) of answers with loss in it, and whether the template itself marks answers.
 
         A template with {% generation %} marks the spans, with or without the end token. Otherwise a span is the
-        answer's own text, which is found by a second rendering with a mark in place of each answer.
+        answer's own text, which is found by a second rendering with a mark in place of each answer, and what stands
+        between the prompt for an answer and that text: the empty thought that Qwen3's template writes there is asked of
+        the model, too.
         Raises UserError if the template refuses the conversation, leaves out a turn, or rewrites an answer so that it
         cannot be found.
         """
@@ -103,8 +108,44 @@ class ChatTemplate:
             )
         stand_ins = [turn.with_texts([(TEXT, opening)]) if turn.role == "assistant" else turn for turn in turns]
         between = self._render(stand_ins, parts).split(opening)
-        answer_spans = _find_answers(text, between, [turn.text for turn in answers])
-        return text, [span for span, turn in zip(answer_spans, answers) if turn.has_loss], False
+        try:
+            found = iter(_find_answers(text, between, [turn.text for turn in answers]))
+        except UserError:
+            if spans := self._rewritten_spans(turns, parts, text):
+                return text, spans, True
+            raise
+        for number, turn in enumerate(turns):
+            if turn.role == "assistant":
+                start, end = next(found)
+                is_behind = turn.has_loss and not self._answers_at_once
+                asked = self.num_asked(turns, number, text, parts) if is_behind else None
+                spans += [(start if asked is None else min(start, asked), end)] if turn.has_loss else []
+        return text, spans, False
+
+    def num_asked(self, turns: Sequence[Turn], number: int, text: str, parts: Set[str] = NO_PARTS) -> int | None:
+        """The characters of the prompt for the answer of a turn, with which the text of all turns begins.
+
+        None where the text begins otherwise, or the template writes nothing to ask for an answer.
+        """
+        try:
+            plain, prompt = (self._render(turns[:number], parts, generation_prompt=asks) for asks in (False, True))
+        except UserError:
+            return None
+        return len(prompt) if len(prompt) > len(plain) and text.startswith(prompt) else None
+
+    @cached_property
+    def _answers_at_once(self) -> bool:
+        """Whether answers stand right behind the prompts for them, as with most templates; found of two rounds.
+
+        Else the prompt for each answer is rendered, which takes as long again for each.
+        """
+        marks = [chr(mark) for mark in _PRIVATE_USE[:2]]
+        turns = [turn for mark in marks for turn in (Turn("user", "a"), Turn("assistant", mark, has_loss=True))]
+        try:
+            text = self._render(turns, NO_PARTS)
+        except UserError:
+            return False
+        return all(self.num_asked(turns, turn, text) in (None, text.find(mark)) for turn, mark in zip((1, 3), marks))
 
     def span_of(
         self,
@@ -279,12 +320,42 @@ class ChatTemplate:
                 continue
             before = self._render(turns[:number], parts, generation_prompt=True)
             through = self._render(turns[: number + 1], parts).rstrip()
-            if len(through) <= len(before) or not (through.startswith(before) and text.startswith(through)):
+            end = len(through)
+            if not text.startswith(through):
+                end = self._end_of_same(turn, text, len(before), through) if text.startswith(before) else 0
+            if end <= len(before) or not through.startswith(before):
                 raise UserError(
                     "the tokenizer's chat template writes an answer in another way when more follows, so that it "
                     "cannot be found; mark answers in the template by {% generation %} and {% endgeneration %}"
                 )
-            spans.append((len(before), len(through)))
+            spans.append((len(before), end))
+        return spans
+
+    def _end_of_same(self, turn: Turn, text: str, start: int, through: str) -> int:
+        """Where an answer ends that begins at `start`, if the template writes more before it where nothing follows.
+
+        So does Qwen3's, with a thought. through: the text up to the answer, alone. 0: the answers are not the same.
+        """
+        ends = [token for token in self.special_tokens.values() if through.endswith(token)]
+        end = max((text.find(token, start) + len(token) for token in ends if token in text[start:]), default=0)
+        written = text[start:end]
+        is_whole = "".join(turn.text.split()) in "".join(written.split())
+        return end if is_whole and through.endswith(written) else 0
+
+    def _rewritten_spans(self, turns: Sequence[Turn], parts: Set[str], text: str) -> list[tuple[int, int]]:
+        """As `_spans_by_difference`, of answers of which a template changes white space alone; [] of others.
+
+        Qwen3's takes the thoughts apart from the answer, and puts line breaks of its own around them.
+        """
+        try:
+            spans = self._spans_by_difference(turns, parts, text)
+            learned = [number for number, turn in enumerate(turns) if turn.has_loss]
+            for number, (_, end) in zip(learned, spans, strict=True):
+                written = text[len(self._render(turns[:number], parts)) : end]
+                if "".join(turns[number].text.split()) not in "".join(written.split()):
+                    return []
+        except UserError:
+            return []
         return spans
 
     def _spans_with_loss(

@@ -254,7 +254,7 @@ class Dataset:
         return not any(ref.in_answer and ref.modality in self._makers for ref in in_answer)
 
     def prompt(self, example_id: int) -> tuple[TokenSequence, list[MediaRef], str]:
-        """For evaluation: the tokens before the last answer, the media among them, and the answer's text."""
+        """For evaluation: the tokens before the last answer, the media among them, and what is to be answered."""
         tokens, answer = self._text.encode_prompt(self.conversation(example_id))
         refs = self.media_refs(example_id)[: len(tokens.media)]
         return self._with_sizes(self._with_phases(tokens, refs), example_id), refs, answer

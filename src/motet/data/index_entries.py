@@ -44,7 +44,7 @@ class TextEncoder(Protocol):
         """The tokens of a conversation. Raises UserError."""
 
     def encode_prompt(self, conversation: Conversation) -> tuple[TokenSequence, str]:
-        """The tokens before the last answer, and the answer's text."""
+        """The tokens before the last answer, and what is to be answered."""
 
     def item_tokens(self, modality: str) -> frozenset[int]:
         """The ids of the tokens of an item: the one that its rows replace, and the marks around it."""

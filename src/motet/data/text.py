@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 # Part of every fingerprint: increment it when the same tokenizer and template give other tokens than before.
-_VERSION = 5
+_VERSION = 6
 _MAX_REASON_CHARACTERS = 200
 
 
@@ -189,7 +189,10 @@ class ChatTokenizer:
         return sequence
 
     def encode_prompt(self, conversation: Conversation) -> tuple[TokenSequence, str]:
-        """For evaluation: the tokens before the last answer with the prompt for it, and the answer's text."""
+        """For evaluation: the tokens before the last answer with the prompt for it, and what is to be answered.
+
+        That is the answer's text, behind what else the template writes between it and the prompt.
+        """
         if conversation.is_document:
             raise UserError("it is a document, in which nothing is asked")
         before, answer = conversation.without_last_answer()
@@ -197,8 +200,27 @@ class ChatTokenizer:
         template = self._template_of(before.placeholders).with_tools(conversation.tools)
         turns = _without_double_breaks(before.turns, forms)
         text = template.render(turns, _parts(forms), generation_prompt=True)
+        answer = self._expected(conversation, len(turns)) or answer
         of_items = _turns_before(template, before, turns, forms, text, generation_prompt=True)
         return self._tokenise(text, [], before.placeholders, forms, of_items, is_prompt=True), answer
+
+    def _expected(self, conversation: Conversation, number: int) -> str:
+        """What the answer of a turn adds to the prompt for it, but for the token that ends it; "" if unknown.
+
+        It is the answer's own text, as a rule. Qwen3's template writes a thought before it.
+        """
+        forms = self._forms(conversation)
+        template = self._template_of(conversation.placeholders).with_tools(conversation.tools)
+        turns = _without_double_breaks(conversation.turns, forms)
+        try:
+            text, spans, _ = template.render_with_answers(turns, _parts(forms))
+        except UserError:
+            return ""
+        asked = template.num_asked(turns, number, text, _parts(forms))
+        added = "" if asked is None or turns[number].calls else text[asked : spans[-1][1]].rstrip()
+        for token in (token for token, token_id in self._special.items() if token_id in self.end_tokens):
+            added = added.removesuffix(token)
+        return added
 
     def item_tokens(self, modality: str) -> frozenset[int]:
         """The ids of the tokens of an item: the one that its rows replace, and the marks around it."""

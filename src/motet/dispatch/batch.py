@@ -246,6 +246,7 @@ class RankBatch:
     num_step_targets: tokens on which loss is taken, over all ranks and all microbatches of the step; None: the step has
                this microbatch alone.
     num_microbatches: of the step.
+    ends_step: whether it is the last microbatch of its step, behind which the optimizer steps.
     item_rows: per phase, the rows of the backbone's sequences that each item here gives them, or is given of them,
                int64 [num_items].
     draws:     module -> the key of each of its sequences or items here, int64, by which dropout is drawn
@@ -272,6 +273,7 @@ class RankBatch:
     group: dist.ProcessGroup | None = None
     num_step_targets: int | None = None
     num_microbatches: int = 1
+    ends_step: bool = True
     draws: Mapping[str, Int64Array] | None = None
     shared: Mapping[str, SharedItems] = field(default_factory=dict)
     item_rows: Mapping[str, Int64Array] = field(default_factory=dict)

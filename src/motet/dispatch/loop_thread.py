@@ -138,6 +138,9 @@ class LoopThread:
 
 
 def _with_step(step: _Step) -> _Step:
-    """The same microbatches, each with the number of targets and of microbatches of the whole step."""
-    num_targets = sum(batch.num_targets for batch, _ in step)
-    return [(replace(batch, num_step_targets=num_targets, num_microbatches=len(step)), state) for batch, state in step]
+    """The same microbatches, each with the targets and the number of those of its step; the last ends it."""
+    num_targets, count = sum(batch.num_targets for batch, _ in step), len(step)
+    return [
+        (replace(batch, num_step_targets=num_targets, num_microbatches=count, ends_step=number == count), state)
+        for number, (batch, state) in enumerate(step, start=1)
+    ]

@@ -50,7 +50,8 @@ def prefetched(
                   loader's dataset is an `ExampleParts`, and each rank loads only what it will compute.
     orchestrator: what is balanced, at what cost; by default all phases, each packed, by the lengths of its items.
     group:        the ranks that share a batch; default: all.
-    accumulate:   microbatches (batches of the loader) whose gradients are added up before the optimizer steps.
+    accumulate:   microbatches (batches of the loader) whose gradients are added up before the optimizer steps; the last
+                  step of an epoch has those that are left. `batch.ends_step` says behind which the optimizer steps.
     steps_ahead:  steps that are loaded before they are asked for.
     device:       where batches are put; by default they stay on the CPU. dtype: of media; by default float32.
 
@@ -151,7 +152,7 @@ class Prefetched(IterableDataset):
         self._accumulate, self._steps_ahead = accumulate, steps_ahead
         self._device = None if device is None else torch.device(device)
         self._dtype = dtype
-        self._first_batch, self._num_taken = 0, 0
+        self._first_batch, self._num_taken, self._is_between_steps = 0, 0, True
         self._source_state: Any = None
         self._thread: LoopThread | None = None
 
@@ -172,6 +173,7 @@ class Prefetched(IterableDataset):
             while (step := thread.next_step()) is not None:
                 for batch, state in step:
                     self._num_taken, self._source_state = self._num_taken + 1, state
+                    self._is_between_steps = batch.ends_step
                     yield batch if self._device is None else batch.to(self._device, non_blocking=True)
             self._num_taken, self._source_state = 0, None
         finally:
@@ -182,8 +184,15 @@ class Prefetched(IterableDataset):
         self._source.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the last batch that the loop has taken in this epoch; 0 behind an epoch's last."""
-        return {"num_batches": self._num_taken, "loader": self._source_state}
+        """The position behind the last batch that the loop has taken in this epoch; 0 behind an epoch's last.
+
+        `is_between_steps`: whether that batch ended a step; the last step of an epoch may be a short one.
+        """
+        return {
+            "num_batches": self._num_taken,
+            "is_between_steps": self._is_between_steps,
+            "loader": self._source_state,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin the next epoch behind a saved position; a loader with `load_state_dict` is given its own state.
@@ -192,12 +201,12 @@ class Prefetched(IterableDataset):
         inside a step.
         """
         first = int(state["num_batches"])
-        if first % self._accumulate:
+        if not state.get("is_between_steps", first % self._accumulate == 0):
             raise UserError(
                 f"The state was saved after {first} batches, inside a step of {self._accumulate} microbatches; save it "
                 "after a step of the optimizer."
             )
-        self._first_batch = self._num_taken = first
+        self._first_batch, self._num_taken, self._is_between_steps = first, first, True
         self._source_state = state["loader"]
         self._source.load_state(state["loader"])
 

@@ -249,8 +249,8 @@ class Evaluator:
 
 def answer_to(dataset: Dataset, tokenizer: ChatTokenizer, example: int, tokens: Sequence[int]) -> Answer:
     """The Answer with the given tokens to an example of a dataset."""
-    conversation, expected = dataset.conversation(example).without_last_answer()
-    refs = dataset.media_refs(example)[: len(conversation.placeholders)]
+    conversation, _ = dataset.conversation(example).without_last_answer()
+    _, refs, expected = dataset.prompt(example)
     return Answer(
         example,
         str(dataset.record(example).get("task") or _NO_TASK),

@@ -82,7 +82,7 @@ from motet.train.planned_job import (
     divide_whole,
     unused_pieces,
 )
-from motet.train.recipe.recipe import Recipe
+from motet.train.recipe.recipe import Recipe, RunConfig
 from motet.train.recompute import (
     Recomputation,
     RecomputeRanks,
@@ -197,7 +197,7 @@ def build_job(
     dataset = joined_splits(opened, world, say) if recipe.data.is_split else opened[0]
     check_same_examples(world, dataset, heldout)
     check_prompts(heldout, recipe.evaluate, world)
-    recipe = _in_steps(recipe, dataset, world, say)
+    given, recipe = recipe.run, _in_steps(recipe, dataset, world, say)
     with world.together():
         check_bad_at_indexing(recipe, dataset)
         microbatches = recipe.microbatches_on(replicas.num_ranks)  # Refused before anything is sharded.
@@ -239,6 +239,7 @@ def build_job(
         )
     start = _start(recipe, dataset, order, step)
     progress, line = resume_run(recipe, world, resume, model, optimizer, start, say)
+    _check_steps_of_epochs(given, progress)
     _restore_scale(step, progress)
     return TrainingJob(
         recipe,
@@ -270,6 +271,16 @@ def _in_steps(recipe: Recipe, dataset: Examples | OwnSplits, world: World, say: 
         examples = counted_words(dataset.num_examples, "example")
         say(f"Each of the {examples} is taken {times}, in {counted_words(run.num_steps, 'step')}.")
     return recipe.model_copy(update={"run": run})
+
+
+def _check_steps_of_epochs(run: RunConfig, progress: Progress) -> None:
+    """Raise JointUserError where epochs would be counted wrong, as the steps so far had other batches. On all ranks."""
+    if run.epochs is not None and progress.position != progress.step * run.batch_size:
+        raise JointUserError(
+            f"The run is behind {counted_words(progress.position, 'example')} after "
+            f"{counted_words(progress.step, 'step')}, so run.batch_size was not {run.batch_size} as now, by which "
+            f"run.epochs = {run.epochs:g} is counted in steps: set it back, or state run.steps in place of run.epochs."
+        )
 
 
 def _orchestrator(
@@ -414,7 +425,7 @@ def _build_planned_job(
     _check_same_plan(world, plan)
     check_same_examples(world, dataset, heldout)
     check_prompts(heldout, recipe.evaluate, world)
-    recipe = _in_steps(recipe, dataset, world, say)
+    given, recipe = recipe.run, _in_steps(recipe, dataset, world, say)
     with world.together():
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
     step, optimizer = build_part(model, spec, place, PartConfig.of_recipe(recipe, world.device), mesh, world)
@@ -427,6 +438,7 @@ def _build_planned_job(
         )
     start = _start(recipe, dataset, order, step)
     progress, line = resume_run(recipe, world, resume, model, optimizer, start, say)
+    _check_steps_of_epochs(given, progress)
     _restore_scale(step, progress)
     return TrainingJob(
         recipe,

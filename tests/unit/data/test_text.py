@@ -132,6 +132,50 @@ def test_prompts_for_evaluation(tokenizer):
     assert tokenizer.decode(full.tokens[len(prompt.tokens) :]) == answer
 
 
+# As Qwen3's: a thought before the last answer, empty where the record has none; earlier ones are left out.
+THINKING = (
+    "{% for m in messages %}{{ '<user>' + m.role + '\n' }}{% set said = m.content %}"
+    "{% if m.role == 'assistant' %}{% set thought = said.split('</t>')[0].split('<t>')[-1] if '</t>' in said else '' %}"
+    "{% set said = said.split('</t>')[-1].lstrip('\n') %}"
+    "{% if loop.last %}{{ '<t>\n' + thought.strip('\n') + '\n</t>\n\n' }}{% endif %}{% endif %}"
+    "{{ said + '<eos>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<user>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("begun", "said", "learned"),
+    [
+        *((begun, ["Hi"], ["<t>\n\n</t>\n\nHi<eos>"]) for begun in ("", "<t>\n")),
+        *((begun, ["Hi", "Yes"], ["Hi<eos>", "<t>\n\n</t>\n\nYes<eos>"]) for begun in ("", "<t>\n")),
+        *((begun, ["<t>Hm</t>Hi"], ["<t>\nHm\n</t>\n\nHi<eos>"]) for begun in ("", "<t>\n")),
+        ("", ["Hi", "<t>Hm</t>Yes"], ["Hi<eos>", "<t>\nHm\n</t>\n\nYes<eos>"]),
+    ],
+)
+def test_what_a_template_writes_between_the_prompt_and_an_answer_is_learned_and_expected(backend, begun, said, learned):
+    template = THINKING.replace("<user>assistant\n", f"<user>assistant\n{begun}")
+    tokenizer = ChatTokenizer(backend, template, {"eos_token": "<eos>"})
+    turns = [each for answer in said for each in ({"from": "human", "value": "A"}, {"from": "gpt", "value": answer})]
+    conversation = parse_conversation({"conversations": turns}, "here")
+    texts = target_texts(tokenizer, conversation)
+    assert texts == [*learned[:-1], learned[-1].removeprefix(begun)]
+    prompt, expected = tokenizer.encode_prompt(conversation)
+    assert tokenizer.decode(prompt.tokens).endswith(f"assistant\n{begun}")
+    assert expected == texts[-1].removesuffix("<eos>")
+
+
+def test_answers_whose_thoughts_a_template_leaves_out_are_refused(backend):
+    tokenizer = ChatTokenizer(backend, THINKING, {"eos_token": "<eos>"})
+    left_out = ChatTokenizer(backend, THINKING.replace("thought.strip('\n')", "''"), {"eos_token": "<eos>"})
+    thoughtful = a_record("A", "<t>Hm</t>Hi")
+    twice = {"conversations": thoughtful["conversations"] * 2}
+    for made, record in ((left_out, thoughtful), (tokenizer, twice)):
+        with pytest.raises(UserError, match="rewrites answers"):
+            made.encode(parse_conversation(record, "here"))
+    twice["conversations"][1] = twice["conversations"][1] | {"loss": False}
+    twice["conversations"][3] = {"from": "gpt", "value": "<t>Hm</t>Hi"}
+    assert target_texts(tokenizer, parse_conversation(twice, "here")) == ["<t>\nHm\n</t>\n\nHi<eos>"]
+
+
 @pytest.mark.parametrize("separate", [True, False])
 def test_directories_open_as_transformers_opens_them(tmp_path, backend, separate):
     transformers = pytest.importorskip("transformers")

@@ -133,6 +133,23 @@ def test_a_call_is_no_answer_to_compare_and_may_be_out_of_the_loss(tmp_path):
     assert answer == "The answer: seven" and "7 cats" in ours.decode(prompt.tokens)
 
 
+def test_calls_are_learned_where_the_last_answer_alone_has_a_thought(tmp_path):
+    """As Qwen3's template has it."""
+    thought = "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
+    ours, _ = both(tmp_path, OBJECTS.replace(SAID, thought + SAID))
+    said = {"messages": messages({"city": "Paris"}), "tools": TOOLS}
+    learned = encode(ours, said)
+    made = "<call>" + json.dumps({"name": "weather", "arguments": {"city": "Paris"}}) + "</call>"
+    assert ours.decode(learned.tokens[learned.targets], special=True) == (
+        f"{made}{made}<|im_end|><think></think>The answer: seven<|im_end|>"
+    )
+    # What a tool answers is no part of a turn that goes on behind it.
+    end = "{% if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>{% endif %}"
+    ours, _ = both(tmp_path, OBJECTS.replace(f"{SAID}<|im_end|>", f"{thought}{SAID}{end}"))
+    with pytest.raises(UserError, match="writes an answer in another way when more follows"):
+        encode(ours, said)
+
+
 USER = {"role": "user", "content": "A cat?"}
 
 

@@ -119,7 +119,8 @@ def tables_of_phase(
     phase, given = phases[number], tables["run"]["phase"][number]
     base = tables | {"run": {key: value for key, value in tables["run"].items() if key != "phase"}}
     if number + 1 < len(phases) and isinstance(base.get("export"), dict):
-        base["export"] = base["export"] | {"at_end": False}
+        # What the recipe says of an export is of the last phase: adapters, which this one need not have.
+        base["export"] = {key: value for key, value in base["export"].items() if key != "adapter"} | {"at_end": False}
     if phase.learns is not None and isinstance(base.get("model"), dict):
         adapted = _merged(base["model"], phase.model or {}).get("lora")
         try:

@@ -81,6 +81,15 @@ def test_a_phase_outweighs_the_recipe_key_by_key_and_begins_where_the_one_before
     assert [each["export"]["at_end"] for each in (one, two, three)] == [False, False, True]
 
 
+def test_what_is_exported_of_adapters_is_said_of_the_phase_that_exports(tmp_path):
+    """A phase before it may have no adapters, beside which `adapter` has no effect and would be refused."""
+    text = RECIPE.replace("at_end = true", 'at_end = true, adapter = "merged"')
+    exports = [tables(tmp_path, name, text=text)["export"] for name in ("one", "two", "three")]
+    assert exports == [{"at_end": False}, {"at_end": False}, {"at_end": True, "adapter": "merged"}]
+    own = text.replace("learns = ", 'export = { at_end = true, adapter = "saved" }\nlearns = ', 1)
+    assert tables(tmp_path, "one", text=own)["export"] == {"at_end": True, "adapter": "saved"}
+
+
 def test_what_learns_is_said_of_every_part(tmp_path):
     def learning(name):
         model = tables(tmp_path, name)["model"]
