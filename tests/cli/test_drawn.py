@@ -53,6 +53,7 @@ def test_two_ranks_train_with_all_that_a_run_leaves(job, tmp_path):
 @pytest.mark.slow
 def test_a_profile_has_the_layers_of_the_shapes(motet, job, tmp_path, monkeypatch):
     measure_little(monkeypatch)
+    job.write_text(RECIPE + MADE)
     out = tmp_path / "profile.json"
     sets = ("--set", f"run.dir={tmp_path}", "--set", "run.steps=1", "--set", "precision=fp32")
     code, _, err = motet("profile", job, "--out", out, "--seconds", "1", *sets)
@@ -62,7 +63,8 @@ def test_a_profile_has_the_layers_of_the_shapes(motet, job, tmp_path, monkeypatc
     assert {module.name: {layer.kind for layer in module.layers} for module in measured.modules} == {
         "image": {"patches", "attention", "norm", "projector"},
         "audio": {"convolution", "strided_convolution", "attention", "norm", "projector"},
-        "backbone": {"embedding", "attention", "norm", "head"},
+        "backbone": {"embedding", "queries", "attention", "norm", "head"},
+        "picture": {"projector", "patches", "attention", "norm", "output"},
     }
 
 
@@ -130,7 +132,7 @@ def test_mllm_72b_scaled_down_trains_as_planned(motet, tmp_path):
     assert command[0] == "train" and command[-2:] == ["--plan", str(plan)]
     done = motet_on_ranks(3, *command)
     assert done.returncode == 0, done.stderr
-    assert all(step["losses"].keys() == {"tokens", "generated"} for step in metrics(tmp_path / "run"))
+    assert all(step["losses"].keys() == {"backbone", "generated"} for step in metrics(tmp_path / "run"))
     assert len(losses(tmp_path / "run")) == 2
 
 

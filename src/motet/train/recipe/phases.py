@@ -178,8 +178,10 @@ def _learning(model: dict[str, Any], learns: Sequence[str], *, is_drawn: bool) -
         halves = {half: f"{name}.{half}" in chosen for half in halves_of[name]}
         if not is_drawn:
             return table | {f"train_{half}": learns for half, learns in halves.items()}
-        whole, projector = halves.values()
-        return table | {"train": whole, "projector": table.get("projector", {}) | {"train": projector}}
+        (whole, learns), projector = halves.values(), table.get("projector", {})
+        if not isinstance(projector, dict):
+            return table  # Refused where the recipe is validated.
+        return table | {"train": whole, "projector": projector | {"train": learns}}
 
     changed = {"backbone": model["backbone"] | {"train": _BACKBONE in chosen}}
     for kind, tables in (("encoders", encoders), ("generators", generators)):
