@@ -160,6 +160,7 @@ def test_a_plan_to_train_by_needs_a_run(motet, job, tmp_path):
 
 @pytest.mark.slow
 def test_plans_with_stages_are_measured(job, tmp_path):
+    job.write_text(RECIPE + MADE)
     cluster = ("--set", 'cluster={ device = "cpu", ranks_per_node = 2, memory_gbytes = 8 }', "--set", "precision=fp32")
     out = tmp_path / "plan.json"
     done = motet_on_ranks(2, "plan", job, "--measure", "1", *CHAIN, *cluster, "--out", out)

@@ -1,6 +1,7 @@
 """Training on drawn examples: several ranks, whatever is balanced, against one process, and after a resume."""
 
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from motet.data.order import GlobalOrder
 from motet.dispatch import LoadedExample
 from motet.dropout import example_keys
 from motet.models.build import build_mllm
-from motet.models.spec import spec_of_config
+from motet.planning.planned_recipe import read_job_recipe
+from motet.planning.under_plan import recipe_under_plan
 from motet.train.input.datasets import open_dataset
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
@@ -84,34 +86,49 @@ def test_losses_are_those_of_one_process(job, alone, tmp_path, num_ranks, overri
     assert norms == pytest.approx(expected, rel=1e-10)
 
 
-def drawn_plan(job, units, **options):
-    """A Plan of the job's model whose units have these modules, [rank: blocks] of each."""
-    recipe = load_recipe(job, [*EXACT, "run.dir=run"])
-    spec = spec_of_config(recipe.modules, recipe.vocabulary().vocabulary_size, job.stem)
-    num_ranks = max(unit.ranks.stop for unit in units)
-    options = {"microbatch_size": 2, "precision": "fp64"} | options
-    return Plan(spec, cluster("cpu", 1, num_ranks), tuple(units), recipe.run.batch_size, **options)
+def train_planned_rank(rank, num_ranks, recipe, overrides, plan):
+    recipe = Path(recipe)
+    read, chosen = recipe_under_plan(load_recipe(recipe, overrides), recipe, Path(plan), overrides)
+    with redirect_stdout(StringIO()):
+        train(read, chosen=chosen)
+
+
+def run_planned(job, plan, run_dir):
+    file = run_dir.with_suffix(".json")
+    write_plan(plan, file)
+    given = [*EXACT, f"run.dir={run_dir}"]
+    run_ranks(train_planned_rank, plan.cluster.num_ranks, str(job), given, str(file))
+
+
+def drawn_plan(job, *units, **options):
+    """A Plan of the job's model on as many ranks as the units have, in float64."""
+    where = cluster("h100", 1, max(unit.ranks.stop for unit in units))
+    device = replace(where.device, peak_flops={**where.device.peak_flops, "fp64": 1e12}, overlaps=False)
+    read = read_job_recipe(job, [*EXACT, "run.dir=run"])
+    return Plan(read.model, replace(where, device=device), units, read.batch_size, precision="fp64", **options)
 
 
 READS = {"image": 2, "audio": 1}
 LLM = READS | {"backbone": 2}
+MADE_BEHIND = READS | {"backbone": 1}, {"backbone": 1, "picture": 2}
 PLANS = {
-    "a unit of its own": (Unit("llm", (LLM,)), Unit("made", ({"picture": 2},), first_rank=1)),
-    "a chain": (Unit("all", (LLM | {"picture": 1}, {"picture": 1}), pp=2),),
-    "a chain, cut in the backbone": (Unit("all", (READS | {"backbone": 1}, {"backbone": 1, "picture": 2}), pp=2),),
-    "shared sequences": (Unit("all", (LLM | {"picture": 2},), cp=2),),
-    "shared products": (Unit("all", (LLM | {"picture": 2},), tp=2, zero=0),),
+    "a unit of its own": ((Unit("llm", (LLM,)), Unit("made", ({"picture": 2},), first_rank=1)), {"microbatch_size": 2}),
+    "a chain that cuts it": ((Unit("all", (LLM | {"picture": 1}, {"picture": 1}), pp=2),), {"microbatch_size": 4}),
+    "a chain": ((Unit("all", MADE_BEHIND, pp=2),), {"schedule": "zb_h1"}),
+    "shared sequences": ((Unit("all", (LLM | {"picture": 2},), cp=2),), {"microbatch_size": 4}),
+    "shared products": ((Unit("all", (LLM | {"picture": 2},), tp=2),), {"schedule": "data_parallel"}),
 }
 
 
+QUICK = ("a unit of its own", "a chain that cuts it")
+
+
 @pytest.mark.parametrize(
-    "name",
-    [each if "own" in each or each == "a chain" else pytest.param(each, marks=pytest.mark.slow) for each in PLANS],
+    "name", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in PLANS]
 )
 def test_losses_under_a_plan_are_those_of_one_process(job, alone, tmp_path, name):
-    plan = tmp_path / "plan.json"
-    write_plan(drawn_plan(job, PLANS[name]), plan)
-    run(job, 2, tmp_path / "run", f"run.plan={plan}")
+    units, options = PLANS[name]
+    run_planned(job, drawn_plan(job, *units, **options), tmp_path / "run")
     assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=1e-10)
     norms, expected = ([step["grad_norm"] for step in metrics(folder)] for folder in (tmp_path / "run", alone))
     assert norms == pytest.approx(expected, rel=1e-10)

@@ -503,6 +503,11 @@ CUT = {
             contents=(),
         ),
         PlannedCase(
+            (LLM, Unit("made", ({"mould": 1}, {"mould": 2}), first_rank=1, pp=2, recompute=({}, {"mould": 1}))),
+            made=("mould",),
+            contents=(),
+        ),
+        PlannedCase(
             (LLM, Unit("made", ({"retell": 2}, {"retell": 1}), first_rank=1, pp=2, recompute=({"retell": 1}, {}))),
             made=("retell",),
             frozen=("retell",),
