@@ -1,4 +1,4 @@
-"""A job of seconds without files: a model of shapes, and a workload with items of two phases."""
+"""A job of seconds without files: a model of shapes, and a workload with items of two phases; perhaps a generator."""
 
 from __future__ import annotations
 
@@ -65,10 +65,42 @@ length = { median = 25, spread = 0.35, min = 4, max = 60 }
 length_per_token = 4
 """
 
+MADE = """
+[model.generators.picture]
+kind = "vit"
+num_layers = 2
+hidden = 16
+mlp = 24
+num_heads = 2
+row_dim = 6
+num_queries = 2
 
-def write_drawn_job(folder: Path) -> Path:
+[[workload.task]]
+name = "drawing"
+share = 3
+text = { median = 8, spread = 0.5, min = 2, max = 30 }
+answer = 0.5
+[workload.task.items.picture]
+count = { choices = [1, 2] }
+length = { median = 12, spread = 0.4, min = 4, max = 30 }
+num_tokens = 2
+
+[[workload.task]]
+name = "drawing anew"
+text = { value = 6 }
+[workload.task.items.image]
+length = { value = 8 }
+length_per_token = 2
+[workload.task.items.picture]
+length = { value = 9 }
+num_tokens = 2
+"""
+"""A generator, and tasks with items for it to make."""
+
+
+def write_drawn_job(folder: Path, recipe: str = RECIPE) -> Path:
     """Write the recipe; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
-    recipe = folder / "drawn.toml"
-    recipe.write_text(RECIPE)
-    return recipe
+    file = folder / "drawn.toml"
+    file.write_text(recipe)
+    return file

@@ -1,10 +1,13 @@
 """Recipes of shapes as a user types them: trained, profiled, planned, simulated, and what is wrong with them."""
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
-from cli.drawn_job import RECIPE, write_drawn_job
+from cli.drawn_job import MADE, RECIPE, write_drawn_job
 from cli.on_ranks import motet_on_ranks
 from cli.test_profile import measure_little
 from cli.tiny_job import losses, metrics
@@ -50,6 +53,7 @@ def test_two_ranks_train_with_all_that_a_run_leaves(job, tmp_path):
 @pytest.mark.slow
 def test_a_profile_has_the_layers_of_the_shapes(motet, job, tmp_path, monkeypatch):
     measure_little(monkeypatch)
+    job.write_text(RECIPE + MADE)
     out = tmp_path / "profile.json"
     sets = ("--set", f"run.dir={tmp_path}", "--set", "run.steps=1", "--set", "precision=fp32")
     code, _, err = motet("profile", job, "--out", out, "--seconds", "1", *sets)
@@ -59,7 +63,8 @@ def test_a_profile_has_the_layers_of_the_shapes(motet, job, tmp_path, monkeypatc
     assert {module.name: {layer.kind for layer in module.layers} for module in measured.modules} == {
         "image": {"patches", "attention", "norm", "projector"},
         "audio": {"convolution", "strided_convolution", "attention", "norm", "projector"},
-        "backbone": {"embedding", "attention", "norm", "head"},
+        "backbone": {"embedding", "queries", "attention", "norm", "head"},
+        "picture": {"projector", "patches", "attention", "norm", "output"},
     }
 
 
@@ -94,6 +99,43 @@ def test_it_is_planned_and_simulated_as_it_trains(motet, job, tmp_path):
     assert code == 0 and "step" in said, err
 
 
+def scaled_down(folder):
+    """`recipes/mllm_72b.toml` with lengths of a 64th."""
+    text = (Path(__file__).parents[2] / "recipes" / "mllm_72b.toml").read_text()
+    folder.mkdir()
+    recipe = folder / "mllm_72b.toml"
+    recipe.write_text(re.sub(r"value = (\d{3,})", lambda found: f"value = {int(found[1]) // 64}", text))
+    return recipe
+
+
+FEW = {"num_layers": 2, "hidden": 16, "mlp": 32, "num_heads": 2}
+LITTLE = (
+    "run.batch_size=4",
+    "run.steps=2",
+    "precision=fp32",
+    *(f"model.backbone.{key}={2 * size}" for key, size in (FEW | {"num_kv_heads": 1, "vocab_size": 32}).items()),
+    *(f"model.{part}.{key}={size}" for part in ("encoders.image", "generators.generated") for key, size in FEW.items()),
+)
+
+
+def test_mllm_72b_scaled_down_trains_as_planned(motet, tmp_path):
+    """By the command that `motet plan` prints."""
+    recipe, plan = scaled_down(tmp_path / "job"), tmp_path / "plan.json"
+    cluster = 'cluster={ device = "cpu", ranks_per_node = 3, memory_gbytes = 8 }'
+    sets = [part for each in (*LITTLE, f"run.dir={tmp_path / 'run'}", cluster) for part in ("--set", each)]
+    pins = ("--trainable", "--no-what-if", "--pin", "strategy=disaggregated")
+    code, said, err = motet("plan", recipe, *sets, *pins, "--out", plan)
+    assert code == 0, err
+    units = json.loads(plan.read_text())["units"]
+    assert [unit["stages"] for unit in units if unit["name"] == "generated"] == [[{"generated": 2}]]
+    command = shlex.split(said.partition("-m motet ")[2].split("\n")[0])
+    assert command[0] == "train" and command[-2:] == ["--plan", str(plan)]
+    done = motet_on_ranks(3, *command)
+    assert done.returncode == 0, done.stderr
+    assert all(step["losses"].keys() == {"backbone", "generated"} for step in metrics(tmp_path / "run"))
+    assert len(losses(tmp_path / "run")) == 2
+
+
 START = ("--set", "run.dir=run", "--set", "run.steps=2")
 CHAIN = ("--pin", "strategy=chain", "--pin", "pp=2", "--pin", "schedule=1f1b")
 
@@ -118,6 +160,7 @@ def test_a_plan_to_train_by_needs_a_run(motet, job, tmp_path):
 
 @pytest.mark.slow
 def test_plans_with_stages_are_measured(job, tmp_path):
+    job.write_text(RECIPE + MADE)
     cluster = ("--set", 'cluster={ device = "cpu", ranks_per_node = 2, memory_gbytes = 8 }', "--set", "precision=fp32")
     out = tmp_path / "plan.json"
     done = motet_on_ranks(2, "plan", job, "--measure", "1", *CHAIN, *cluster, "--out", out)
@@ -174,17 +217,51 @@ def test_what_is_wrong_is_one_sentence(motet, job, tmp_path, monkeypatch, overri
     assert code == 2 and said in err and err.count("\n") <= 1, err
 
 
-def test_items_and_generators_that_nothing_computes_are_refused(motet, job):
-    item = "[workload.task.items.made]\nlength = { value = 4 }\n"
-    job.write_text(RECIPE + item)
+def with_picture(*changes):
+    """The recipe with a generator; changes: (what it says, what it is to say)."""
+    recipe = RECIPE + MADE
+    for old, new in changes:
+        assert old in recipe
+        recipe = recipe.replace(old, new)
+    return recipe
+
+
+def with_generator(more):
+    return with_picture(("num_queries = 2", f"num_queries = 2\n{more}"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        (
+            RECIPE + "[workload.task.items.made]\nlength = { value = 4 }\n",
+            "workload.task.2.items.made has no effect on training, as there is no model.encoders.made",
+        ),
+        (
+            with_picture(("num_queries = 2", "num_queries = 3")),
+            "items.picture.num_tokens has an item take 2 rows of the sequence, but model.generators.picture."
+            "num_queries is 3; give num_tokens = 3 in its place",
+        ),
+        (
+            with_picture(("num_tokens = 2", "length_per_token = 6")),
+            "items.picture.length_per_token has an item take 1 to 5 rows of the sequence",
+        ),
+        (with_picture(("num_tokens = 2", "num_tokens = 2\nsegment = 3")), "items.picture.segment has no effect"),
+        (
+            with_picture(("length = { value = 8 }\nlength_per_token = 2", "length = { value = 8 }\nnum_tokens = 4")),
+            "items.image.num_tokens is for items of generators",
+        ),
+        (with_picture(("num_tokens = 2", "num_tokens = 2\nlength_per_token = 2")), "num_tokens and length_per_token"),
+        (with_generator("num_positions = 20"), "than the 20 that num_positions has room for"),
+        (with_generator("projector = { downsample = 2 }"), "model.generators.picture.projector.downsample"),
+        (with_generator("num_experts = 2\nexperts_per_token = 1"), "no mixture of experts yet"),
+        (with_picture(('picture]\nkind = "vit"', 'picture]\nkind = "audio"')), "must be 'vit'"),
+    ],
+)
+def test_items_and_generators_that_nothing_computes_are_refused(motet, job, recipe, said):
+    job.write_text(recipe)
     code, _, err = motet("train", job, "--dry-run")
-    assert (
-        code == 2 and "workload.task.2.items.made has no effect on training, as there is no model.encoders.made" in err
-    )
-    generator = '[model.generators.made]\nkind = "vit"\nnum_layers = 1\nhidden = 16\nmlp = 16\nnum_heads = 2\n'
-    job.write_text(RECIPE + item + generator)
-    code, _, err = motet("train", job, "--dry-run")
-    assert code == 2 and "model.generators.made: training computes no generators yet" in err
+    assert code == 2 and said in err and err.count("\n") <= 1, err
 
 
 def test_json_is_for_a_dry_run(motet, job, tmp_path):

@@ -1,24 +1,26 @@
 """Generators of the tiny model that Plans are tried on: "draw" makes rasters, and "say" sequences; "paint" makes
 rasters of pixels, whose latents a VAE of diffusers makes; "recall" makes rasters of what was said in a turn. "etch" and
-"retell" are as "draw" and "recall", of three blocks.
+"retell" are as "draw" and "recall", of three blocks; "mould" is a model of shapes of as many, and makes sequences.
 """
 
 from collections.abc import Sequence
 
 from torch import nn
 
+from motet.core.shapes import Transformer
 from motet.models.diffusion import Diffusion
 from motet.models.dit import DiT, DiTConfig
+from motet.models.families.shaped_denoiser import ShapedDenoiser
 from motet.models.generator import GeneratorModule, OutputProjector
 from motet.models.mllm import MLLM
 from motet.models.noise_schedule import NoiseConfig
 from motet.models.projector import Projector, ProjectorConfig
 from motet.models.vae import VAE
 
-QUERIES = {"draw": 3, "say": 2, "paint": 2, "etch": 2}
-ROW_DIMS_MADE = {"draw": 5, "say": 4, "paint": 4, "recall": 3, "etch": 5, "retell": 3}
-SIZE_DIMS_MADE = {"draw": 2, "say": 1, "paint": 2, "recall": 2, "etch": 2, "retell": 2}
-BLOCKS_MADE = {"etch": 3, "retell": 3}
+QUERIES = {"draw": 3, "say": 2, "paint": 2, "etch": 2, "mould": 2}
+ROW_DIMS_MADE = {"draw": 5, "say": 4, "paint": 4, "recall": 3, "etch": 5, "retell": 3, "mould": 4}
+SIZE_DIMS_MADE = {"draw": 2, "say": 1, "paint": 2, "recall": 2, "etch": 2, "retell": 2, "mould": 1}
+BLOCKS_MADE = {"etch": 3, "retell": 3, "mould": 3}
 """Others are of one block."""
 MAX_TURN = 300
 LATENTS = 3
@@ -56,6 +58,10 @@ def _generator(name: str, width: int, learns: bool) -> GeneratorModule:
     noise = NoiseConfig(predicts="v", min_snr=5.0) if name == "say" else NoiseConfig()
     queries, weight = QUERIES.get(name, 0), 0.5 if name == "say" else 2.0
     entrance = OutputProjector(Projector(width, 8, ProjectorConfig()), queries or 1, drop=0.3)
-    generator = Diffusion(DiT(queries or MAX_TURN, config), noise, vae)
+    denoiser: nn.Module = DiT(queries or MAX_TURN, config)
+    if name == "mould":
+        shape = Transformer(8, 12, 2, num_kv_heads=2, gated=True, norm="rms", biases=("query", "mlp"), qk_norm=True)
+        denoiser = ShapedDenoiser(queries, shape, BLOCKS_MADE[name], ROW_DIMS_MADE[name])
+    generator = Diffusion(denoiser, noise, vae)
     max_turn = 0 if queries else MAX_TURN
     return GeneratorModule(generator, entrance, queries, weight, learns, learns, max_turn=max_turn)

@@ -474,6 +474,10 @@ SHARED = {
 LLM = Unit("llm", (WHOLE,))
 CUT = {
     2: [
+        PlannedCase((Unit("all", (WHOLE | {"mould": 1}, {"mould": 2}), pp=2),), made=("mould",), left_out=0.3),
+        PlannedCase((LLM, Unit("made", ({"mould": 3},), first_rank=1, recompute=({"mould": 2},))), made=("mould",)),
+        PlannedCase((Unit("all", (WHOLE | {"mould": 3},), cp=2, zero=3),), made=("mould",)),
+        PlannedCase((Unit("all", (WHOLE, {"mould": 3}), pp=2),), "zb_h1", made=("mould",), frozen=("backbone",)),
         PlannedCase((Unit("all", (WHOLE | {"etch": 1}, {"etch": 2}), pp=2),), made=("etch",)),
         PlannedCase(
             (Unit("all", (WHOLE | {"retell": 2}, {"retell": 1}), pp=2, recompute=({"retell": 1}, {"retell": 1})),),
@@ -496,6 +500,11 @@ CUT = {
         PlannedCase(
             (LLM, Unit("made", ({"etch": 1, "say": 1}, {"etch": 2}), first_rank=1, pp=2)),
             made=("etch", "say"),
+            contents=(),
+        ),
+        PlannedCase(
+            (LLM, Unit("made", ({"mould": 1}, {"mould": 2}), first_rank=1, pp=2, recompute=({}, {"mould": 1}))),
+            made=("mould",),
             contents=(),
         ),
         PlannedCase(
@@ -556,6 +565,7 @@ def test_ranks_that_share_sequences(num_ranks: int):
 
 DIVIDED = {
     2: [
+        PlannedCase((Unit("all", (WHOLE | {"mould": 3},), tp=2, zero=0),), made=("mould",)),
         PlannedCase((Unit("all", (WHOLE | {"draw": 1, "say": 1},), tp=2, zero=0),), made=BOTH),
         PlannedCase((Unit("all", (WHOLE | {"etch": 3},), tp=2),), "data_parallel", made=("etch",)),
         PlannedCase(
@@ -591,7 +601,7 @@ DIVIDED = {
 """Ranks share products of generators: beside the backbone, in units of their own, in stages, and under FSDP2."""
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(DIVIDED, {2: (0, 1)}))
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(DIVIDED, {2: (0, 1, 2)}))
 def test_ranks_share_products_of_generators(num_ranks: int, cases: list[PlannedCase]):
     assert_planned(num_ranks, cases)
 

@@ -17,6 +17,8 @@ MAX_HEADS = 2**12
 MAX_VOCABULARY = 2**24
 MAX_JOINED = 1024
 """The most rows that a projector joins to one."""
+MAX_QUERIES = 4096
+"""The most learned query tokens of an item that is generated."""
 
 MAX_EXAMPLES = 10**6
 """The most examples of a step over all ranks; a step is decided in memory."""

@@ -11,6 +11,7 @@ A sampler's file is TOML:
     count = { choices = [1, 3, 5], weights = [1, 5, 4] }           # items in an example
     length = { value = 1025 }                                      # patches, audio frames, ... of an item
     length_per_token = 4                                           # length that makes a row of the backbone's sequence
+                                                                   # (or num_tokens, for rows that hang on no length)
     segment = 205                                                  # items are computed in segments of this length
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+from numpy.typing import ArrayLike
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from motet.core.arrays import Int64Array
@@ -77,6 +79,22 @@ class Distribution(BaseModel):
             raise ValueError("has min above max")
         return self
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The least and the largest that there may be."""
+        if self.value is not None:
+            return self.value, self.value
+        if self.choices:
+            weights = self.weights or [1.0] * len(self.choices)
+            there = [choice for choice, weight in zip(self.choices, weights) if weight]
+            return min(there), max(there)
+        return (self.min, self.max) if self.spread else (self._median, self._median)
+
+    @property
+    def _median(self) -> int:
+        """What is drawn without a spread."""
+        return int(self.sample(1, np.random.default_rng(0))[0])
+
     def sample(self, count: int, rng: np.random.Generator) -> Int64Array:
         """`count` samples, int64 [count]."""
         if self.value is not None:
@@ -92,6 +110,7 @@ class Items(BaseModel):
     """The items of one module in an example of a task.
 
     length_per_token: the length that makes a row of the backbone's sequence.
+    num_tokens:       in its place: the rows of each item there, whatever its length, as of queries of a generator.
     segment:          items are computed in segments of this length, beyond which no row attends; None: as a whole.
     """
 
@@ -100,7 +119,20 @@ class Items(BaseModel):
     length: Distribution
     count: Distribution = Distribution(value=1)
     length_per_token: float = Field(default=1.0, ge=1e-3, le=_MAX_AMOUNT)
+    num_tokens: int | None = Field(default=None, ge=1, le=_MAX_AMOUNT)
     segment: int | None = Field(default=None, ge=1, le=_MAX_AMOUNT)
+
+    @model_validator(mode="after")
+    def _tokens_said_once(self) -> Items:
+        if self.num_tokens is not None and "length_per_token" in self.model_fields_set:
+            raise ValueError("has num_tokens and length_per_token, which both say how many rows an item takes")
+        return self
+
+    def tokens_of(self, length: ArrayLike) -> Int64Array:
+        """The rows of the backbone's sequence that items of these lengths take, int64 of their shape."""
+        if self.num_tokens is not None:
+            return np.full(np.shape(length), self.num_tokens, dtype=np.int64)
+        return np.ceil(np.asarray(length) / self.length_per_token).astype(np.int64)
 
 
 class Task(BaseModel):
@@ -152,7 +184,7 @@ class Sampler(BaseModel):
                 _check_count(task.name, name, int(num_items.sum()), int(count), "items")
                 owner = start + np.repeat(np.arange(count), num_items)
                 length = items.length.sample(len(owner), rng)
-                num_tokens = np.ceil(length / items.length_per_token).astype(np.int64)
+                num_tokens = items.tokens_of(length)
                 cut = None
                 if items.segment is not None:
                     _check_count(task.name, name, int((-(-length // items.segment)).sum()), int(count), "segments")

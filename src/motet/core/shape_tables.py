@@ -1,25 +1,32 @@
 """A model described by shapes alone, as in a recipe's `[model]`: to plan for models without an HF family.
 
-    [model.backbone]
-    num_layers = 80
-    hidden = 8192
-    mlp = 29568
-    num_heads = 64
-    num_kv_heads = 8
-    gated = true
-    norm = "rms"
-    biases = ["query", "key", "value"]
-    vocab_size = 152064
+[model.backbone]
+num_layers = 80
+hidden = 8192
+mlp = 29568
+num_heads = 64
+num_kv_heads = 8
+gated = true
+norm = "rms"
+biases = ["query", "key", "value"]
+vocab_size = 152064
 
-    [model.encoders.image]                                         # the name of its column of lengths
-    kind = "vit"                                                   # or "audio": Whisper's encoder
-    num_layers = 45
-    hidden = 3200
-    mlp = 12800
-    num_heads = 25
-    projector = { kind = "mlp", downsample = 4 }
+[model.encoders.image]                                         # the name of its column of lengths
+kind = "vit"                                                   # or "audio": Whisper's encoder
+num_layers = 45
+hidden = 3200
+mlp = 12800
+num_heads = 25
+projector = { kind = "mlp", downsample = 4 }
 
-`[model.generators.NAME]` has the keys of an encoder. The backbone feeds it, so that its projector stands before it.
+[model.generators.picture]                                     # the backbone feeds it at `num_queries` tokens
+kind = "vit"
+num_layers = 24
+hidden = 1792
+mlp = 7168
+num_heads = 28
+row_dim = 16
+num_queries = 64
 """
 
 from __future__ import annotations
@@ -29,7 +36,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from motet.core.limits import MAX_HEADS, MAX_JOINED, MAX_LAYERS, MAX_MLP, MAX_VOCABULARY, MAX_WIDTH
+from motet.core.limits import MAX_HEADS, MAX_JOINED, MAX_LAYERS, MAX_MLP, MAX_QUERIES, MAX_VOCABULARY, MAX_WIDTH
 from motet.core.shapes import (
     BIASES,
     Activation,
@@ -38,11 +45,13 @@ from motet.core.shapes import (
     audio_encoder,
     condition,
     connect,
+    denoising_transformer,
     language_model,
     multimodal,
+    query_tokens,
     vit,
 )
-from motet.core.spec import ModelSpec, Module
+from motet.core.spec import Layer, ModelSpec, Module
 
 
 class _Layers(BaseModel):
@@ -108,17 +117,19 @@ class BackboneShape(_Layers):
     vocab_size: int = Field(gt=0, le=MAX_VOCABULARY)
     tied: bool = False
 
-    def module(self) -> Module:
-        """The backbone."""
+    def module(self, queries: Layer | None = None) -> Module:
+        """The backbone. queries: the tokens at which it feeds generators."""
         shape = self.transformer(causal=True)
-        return language_model(shape, self.num_layers, self.vocab_size, tied=self.tied, trainable=self.train)
+        return language_model(
+            shape, self.num_layers, self.vocab_size, tied=self.tied, trainable=self.train, queries=queries
+        )
 
 
 class ProjectorShape(BaseModel):
-    """A projector of an encoder's rows into the backbone; of a generator, of the backbone's rows into it.
+    """A projector of an encoder's rows into the backbone.
 
     kind:       one matrix, or two with GELU between them.
-    downsample: rows that are joined into one before; of a generator, the length for which the backbone gives one row.
+    downsample: rows that are joined into one before.
     train:      whether it learns.
     """
 
@@ -130,7 +141,7 @@ class ProjectorShape(BaseModel):
 
 
 class EncoderShape(_Layers):
-    """`[model.encoders.NAME]`, `[model.generators.NAME]`: transformer layers after patches or convolutions.
+    """`[model.encoders.NAME]`: transformer layers after patches or convolutions.
 
     kind:          of images, "vit"; or of audio, after Whisper's convolutions.
     row_dim:       the number of values of a patch.
@@ -168,11 +179,6 @@ class EncoderShape(_Layers):
         projector = self.projector
         return connect(self._inner(name), output_dim, projector.kind, projector.downsample, trainable=projector.train)
 
-    def generator(self, name: str, input_dim: int) -> Module:
-        """The same layers as a generator, with its projector before them. input_dim: width of the backbone's rows."""
-        projector = self.projector
-        return condition(self._inner(name), input_dim, projector.kind, projector.downsample, trainable=projector.train)
-
     def _inner(self, name: str) -> Module:
         shape, count = self.transformer(), self.num_layers
         if self.kind == "vit":
@@ -182,22 +188,77 @@ class EncoderShape(_Layers):
         return audio_encoder(name, shape, count, trainable=self.train, **sizes)
 
 
+class OutputProjectorShape(BaseModel):
+    """A projector of the backbone's rows into a generator.
+
+    kind:  one matrix, or two with GELU between them.
+    train: whether it learns, and with it the query tokens.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    kind: Literal["linear", "mlp"] = "mlp"
+    train: bool = True
+
+
+class GeneratorShape(_Layers):
+    """`[model.generators.NAME]`: transformer layers between patches and patches, which denoise the rows of an item.
+
+    The rows of the item's condition and one of the timestep stand before them in all layers.
+
+    kind:          layers are those of a vision transformer.
+    row_dim:       the number of values of a patch, of latents or pixels.
+    num_positions: the length of the position table; 0: queries and keys are turned by the position.
+    num_queries:   learned query tokens of an item in the backbone's sequence. What it has there is the condition.
+    """
+
+    kind: Literal["vit"]
+    row_dim: int = Field(588, gt=0, le=MAX_MLP)
+    num_positions: int = Field(0, ge=0, le=MAX_MLP)
+    num_queries: int = Field(1, gt=0, le=MAX_QUERIES)
+    projector: OutputProjectorShape = OutputProjectorShape()
+
+    def module(self, name: str, input_dim: int) -> Module:
+        """The generator with its projector before it. input_dim: width of the backbone's rows."""
+        inner = denoising_transformer(
+            name,
+            self.transformer(),
+            self.num_layers,
+            row_dim=self.row_dim,
+            num_conditions=self.num_queries,
+            num_positions=self.num_positions,
+            trainable=self.train,
+        )
+        return condition(inner, input_dim, self.projector.kind, self.num_queries, trainable=self.projector.train)
+
+
 class ModelShapes(BaseModel):
     """`[model]`: a model made of shapes.
 
     encoders:   by the name of the column of lengths that each computes on.
-    generators: those that the backbone feeds, named likewise; they are planned for, and not trained.
+    generators: those that the backbone feeds, named likewise.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     backbone: BackboneShape
     encoders: dict[str, EncoderShape] = Field(default_factory=dict)
-    generators: dict[str, EncoderShape] = Field(default_factory=dict)
+    generators: dict[str, GeneratorShape] = Field(default_factory=dict)
 
     def spec(self, name: str) -> ModelSpec:
         """The model. Raises ArgumentError if two modules have one name."""
         width = self.backbone.hidden
         encoders = [shape.module(each, width) for each, shape in self.encoders.items()]
-        generators = [shape.generator(each, width) for each, shape in self.generators.items()]
-        return multimodal(name, self.backbone.module(), encoders, generators)
+        generators = [shape.module(each, width) for each, shape in self.generators.items()]
+        return multimodal(name, self.backbone.module(self._queries()), encoders, generators)
+
+    def _queries(self) -> Layer | None:
+        """The query tokens of all generators; None if there are none."""
+        if not self.generators:
+            return None
+        counts = {True: 0, False: 0}
+        for shape in self.generators.values():
+            counts[shape.projector.train] += shape.num_queries * self.backbone.hidden
+        learn = counts[True] > 0
+        frozen = counts[False] if learn else 0
+        return query_tokens(sum(counts.values()), self.backbone.hidden, frozen=frozen, trainable=learn)

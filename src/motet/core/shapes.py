@@ -542,12 +542,14 @@ def language_model(
     name: str = BACKBONE,
     tied: bool = False,
     trainable: bool = True,
+    queries: Layer | None = None,
 ) -> Module:
-    """A decoder: embedding, layers, norm, output layer. It is causal if `shape` is."""
+    """A decoder: embedding, layers, norm, output layer. It is causal if `shape` is. queries: as of `query_tokens`."""
     return Module.of(
         name,
         [
             embedding(vocab_size, shape.hidden, trainable=trainable),
+            *([] if queries is None else [queries]),
             *[shape.layer(trainable=trainable)] * num_layers,
             final_norm(shape.hidden, shape.norm, trainable=trainable),
             head(vocab_size, shape.hidden, tied=tied, trainable=trainable),
@@ -570,21 +572,54 @@ def connect(
     return replace(encoder, stacks=stacks, shareable=encoder.shareable and downsample == 1)
 
 
+def denoising_transformer(
+    name: str,
+    shape: Transformer,
+    num_layers: int,
+    *,
+    row_dim: int,
+    num_conditions: int = 1,
+    num_positions: int = 0,
+    trainable: bool = True,
+) -> Module:
+    """What denoises the rows [row_dim] of an item: patches, position table, layers, norm, and a product back to rows.
+
+    num_conditions: rows of an item's condition. They stand before its own in all layers, with one of its timestep.
+    """
+    before = num_conditions + 1
+    table = num_positions + before if num_positions else 0
+    stem = patches(row_dim, shape.hidden, num_positions=table, trainable=trainable)
+    weights = shape.hidden * row_dim
+    # The product keeps its input, and the loss what is wrong of each value.
+    kept = shape.hidden + row_dim + 10
+    out = Layer("output", weights, weights + row_dim, row_dim, kept, trainable=trainable)
+    layers = [shape.layer(extra_rows=before, trainable=trainable)] * num_layers
+    norm = final_norm(shape.hidden, shape.norm, trainable=trainable)
+    return Module.of(name, [replace(stem, reads_data=True), *layers, norm, out])
+
+
 def condition(
     generator: Module,
     input_dim: int,
     kind: Literal["linear", "mlp"] = "mlp",
-    divisor: int = 1,
+    num_rows: int = 1,
     *,
     trainable: bool = True,
 ) -> Module:
     """The generator with an output projector before its first layer: at its entrance (MMScale section 2.1).
 
-    input_dim: width of the backbone's rows. divisor: length of an item for which the backbone gives one row.
+    input_dim: width of the backbone's rows. num_rows: those that the backbone gives it of each item.
     """
     width = generator.layers[0].output_width
-    added = projector(input_dim, width, kind, divisor=divisor, trainable=trainable)
+    added = replace(projector(input_dim, width, kind, trainable=trainable), item_rows=num_rows)
     return replace(generator, stacks=(*Module.of(generator.name, [added]).stacks, *generator.stacks), shareable=False)
+
+
+def query_tokens(parameters: int, hidden: int, *, frozen: int = 0, trainable: bool = True) -> Layer:
+    """The learned query tokens of all generators; like a token's, their row is looked up. frozen: parameters of
+    generators whose queries do not learn beside others that do.
+    """
+    return Layer("queries", 0, parameters, hidden, activation_width=1, trainable=trainable, frozen_parameters=frozen)
 
 
 def multimodal(

@@ -1,7 +1,8 @@
 """Examples that are drawn from a mixture of tasks (`core/sampler.py`), without files: random contents of drawn lengths.
 
 Example n is a pure function of (seed, n): of any number of ranks and after a resume it is the same. It has the items of
-its task first, in the order of the phases, and its text behind them, of which the end is the answer.
+its task first, in the order of the phases, and its text behind them, of which the end is the answer. Items of
+generators stand behind the text, so that what they are made by has seen all of it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class DrawnVocabulary:
 
 @dataclass(frozen=True)
 class DrawnTransform:
-    """Makes the rows of an item: uniform values from -1 to 1. Its `raw` is (length, number) of the item.
+    """Makes the rows of an item, or those that are to be made: uniform values from -1 to 1. Its `raw` is (length,
+    number) of the item.
 
     modality:  the name of the phase that computes the items.
     row_dim:   values of a row.
@@ -109,6 +111,7 @@ class DrawnDataset:
         Raises UserError for items that an encoder cannot take, and if nothing is left.
         """
         self._modalities, self._vocabulary_size, self._seed = dict(modalities), vocabulary_size, seed
+        self._made = [name for name, modality in modalities.items() if modality.is_made]
         self.num_in_manifests = workload.examples.num_examples
         kept = np.ones(self.num_in_manifests, dtype=bool)
         if max_sequence_length is not None:
@@ -119,13 +122,20 @@ class DrawnDataset:
                 f"{workload.examples.sequence.min():,} tokens."
             )
         examples = workload.examples.keep(kept)
-        # The first token of a sequence is never predicted.
-        num_targets = np.minimum(examples.num_targets, np.maximum(examples.sequence - 1, 0))
+        # The first token of a sequence is never predicted, nor are the queries behind the text.
+        made = sum((self._rows_of(examples, name) for name in self._made), np.zeros(examples.num_examples, np.int64))
+        num_targets = np.minimum(examples.num_targets, np.maximum(examples.sequence - made - 1, 0))
         # Also of an encoder that no task has items for.
         items = {name: examples.items.get(name, _NO_ITEMS) for name in self._modalities}
         self._take(replace(examples, num_targets=num_targets, items=items))
         self.left_out = _left_out(workload.examples.sequence, kept, max_sequence_length)
         self._check()
+
+    @staticmethod
+    def _rows_of(examples: BatchLengths, name: str) -> Int64Array:
+        """The rows that the items of a phase take in each sequence, int64 [num_examples]."""
+        items = examples.items.get(name, _NO_ITEMS)
+        return np.bincount(items.example, items.num_tokens, examples.num_examples).astype(np.int64)
 
     def _take(self, examples: BatchLengths) -> None:
         """Have these examples."""
@@ -167,22 +177,25 @@ class DrawnDataset:
         return home_ranks(len(example_ids), num_ranks)
 
     def tokens(self, example_id: int) -> TokenSequence:
-        """The tokens of an example: a placeholder for each item, then the text."""
-        items = {name: self._items_of(name, example_id) for name in self._first}
+        """The tokens of an example: a placeholder for each item, then the text, then those of items to make."""
+        items = {name: self._items_of(name, example_id) for name in self._phases}
         media = tuple(name for name, places in items.items() for _ in places)
+        num_made = sum(len(items[name]) for name in self._made)
         rows = sum(int(self._examples.items[name].num_tokens[places].sum()) for name, places in items.items())
         num_tokens = len(media) + int(self._examples.sequence[example_id]) - rows
         rng = _generator(self._seed, BACKBONE, example_id)
         tokens = rng.integers(0, self._vocabulary_size, num_tokens)
-        targets = np.arange(num_tokens) >= num_tokens - int(self._examples.num_targets[example_id])
-        return TokenSequence(tokens, targets, media, np.arange(len(media)))
+        end, num_read = num_tokens - num_made, len(media) - num_made
+        targets = np.zeros(num_tokens, dtype=bool)
+        targets[end - int(self._examples.num_targets[example_id]) : end] = True
+        return TokenSequence(tokens, targets, media, np.r_[np.arange(num_read), np.arange(end, num_tokens)])
 
     def media_refs(self, example_id: int) -> list[MediaRef]:
         """The items of an example, in the order of their placeholders."""
         where = self.where(example_id)
         return [
             MediaRef(name, where, member=f"{name} {place}", raw=(int(self._examples.items[name].length[place]), place))
-            for name in self._first
+            for name in self._phases
             for place in self._items_of(name, example_id)
         ]
 
@@ -213,6 +226,11 @@ class DrawnDataset:
         """The transform of each phase, as `Decoder` takes them."""
         return {name: modality.transform for name, modality in self._modalities.items()}
 
+    @property
+    def _phases(self) -> list[str]:
+        """Those of encoders, then those of generators, each in their order."""
+        return [*(name for name in self._modalities if name not in self._made), *self._made]
+
     def _items_of(self, name: str, example_id: int) -> range:
         """The places of an example's items among all items of a phase."""
         return range(*self._first[name][example_id : example_id + 2].tolist())
@@ -228,7 +246,7 @@ class DrawnDataset:
                 self._modalities[name].num_tokens(np.unique(column.length)[:, None])
             except UserError as error:
                 raise UserError(
-                    f"[workload] draws items of {name!r} that their encoder does not take: {error}."
+                    f"[workload] draws items of {name!r} that their module does not take: {str(error).rstrip('.')}."
                 ) from error
 
 

@@ -29,8 +29,8 @@ from motet.core.arrays import Int64Array
 from motet.core.attention_table import AttentionTable
 from motet.core.errors import UserError
 from motet.core.grid_positions import BEHIND_SIDE, NUM_AXES
-from motet.core.shapes import Transformer, crossing_layers, embedding, final_norm, head
-from motet.core.spec import Layer, Module
+from motet.core.shapes import Transformer, crossing_layers, embedding, final_norm, head, query_tokens
+from motet.core.spec import Module
 from motet.core.workload import BACKBONE
 from motet.dropout import ENTER, ItemRows, arranged
 from motet.models.attention import ATTENTION, PackedItems
@@ -222,7 +222,7 @@ class Backbone(nn.Module):
         """The query tokens; like a token's, their row is looked up."""
         count = sum(each.numel() for each in self.queries.values())
         learn = any_trainable(self.queries)
-        return LayerModules(Layer("queries", 0, count, self.dim, activation_width=1, trainable=learn), (self.queries,))
+        return LayerModules(query_tokens(count, self.dim, trainable=learn), (self.queries,))
 
     def _shape(self, block: Block) -> Transformer:
         if isinstance(self.causal_lm, ShapedCausalLM):

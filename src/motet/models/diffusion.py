@@ -93,21 +93,21 @@ class Diffusion(nn.Module):
     def enter(
         self, values: Tensor, sizes: Tensor, conditions: Tensor, keys: Int64Array, counts: Int64Array | None = None
     ) -> Tensor:
-        """What the denoiser has before its blocks: its hidden states, then a row of each item that steers them,
-        [rows + num_items, width].
+        """What the denoiser has before its blocks, [rows, width].
 
         `enter`, `through` and `leave` make up `forward` of latents; a stage of a pipeline calls those that it holds.
         """
         times, noise = self._drawn(values, sizes, keys)
         noised, _ = self._noised(values, noise, times, sizes)
-        return torch.cat(
-            self.denoiser.enter(noised.to(values.dtype), self.noise.given(times), sizes, conditions, counts)
+        hidden: Tensor = self.denoiser.enter(
+            noised.to(values.dtype), self.noise.given(times), sizes, conditions, counts
         )
+        return hidden
 
     def through(self, hidden: Tensor, sizes: Tensor, counts: Int64Array | None, first: int, stop: int) -> Tensor:
         """The same behind the blocks first ... stop - 1."""
-        rows, steering = hidden.split([len(hidden) - len(sizes), len(sizes)])
-        return torch.cat([self.denoiser.through(rows, steering, sizes, counts, first, stop), steering])
+        hidden = self.denoiser.through(hidden, sizes, counts, first, stop)
+        return hidden
 
     def leave(
         self, hidden: Tensor, values: Tensor, sizes: Tensor, keys: Int64Array, counts: Int64Array | None = None
@@ -115,8 +115,7 @@ class Diffusion(nn.Module):
         """The loss of what `through` gives behind the last block: noise and timesteps are drawn of the keys again."""
         times, noise = self._drawn(values, sizes, keys)
         _, target = self._noised(values, noise, times, sizes)
-        rows, steering = hidden.split([len(hidden) - len(sizes), len(sizes)])
-        return self._error(self.denoiser.leave(rows, steering, sizes, counts), target, times, sizes)
+        return self._error(self.denoiser.leave(hidden, sizes, counts), target, times, sizes)
 
     def _drawn(self, values: Tensor, sizes: Tensor, keys: Int64Array) -> tuple[Tensor, Tensor]:
         """Timesteps of items, and noise of their latents."""

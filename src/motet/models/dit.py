@@ -87,27 +87,42 @@ class DiT(nn.Module):
         counts: Int64Array | None = None,
     ) -> Tensor:
         """As `diffusion.Diffusion` calls it. sizes: rows and columns of rasters, or lengths of sequences."""
-        hidden, steering = self.enter(noised, times, sizes, conditions, counts)
-        hidden = self.through(hidden, steering, sizes, counts, 0, len(self.layers_of_blocks))
-        return self.leave(hidden, steering, sizes, counts)
+        hidden, steering = self._entered(noised, times, sizes, conditions, counts)
+        hidden = self._through(hidden, steering, sizes, counts, 0, len(self.layers_of_blocks))
+        return self._left(hidden, steering, sizes, counts)
 
     def enter(
         self, noised: Tensor, times: Tensor, sizes: Tensor, conditions: Tensor, counts: Int64Array | None
-    ) -> tuple[Tensor, Tensor]:
-        """What stands before the blocks: hidden states [sum(rows + rows of conditions), width], the rows of an item's
-        condition before its own; and what steers the blocks, [num_items, width].
+    ) -> Tensor:
+        """What stands before the blocks: hidden states, the rows of an item's condition before its own; then a row of
+        each item that steers the blocks, [sum(rows + rows of conditions) + num_items, width].
 
         `enter`, `through` and `leave` make up `forward`; a stage of a pipeline calls those that it holds.
         """
+        return torch.cat(self._entered(noised, times, sizes, conditions, counts))
+
+    def through(self, hidden: Tensor, sizes: Tensor, counts: Int64Array | None, first: int, stop: int) -> Tensor:
+        """The same after the blocks first ... stop - 1."""
+        rows, steering = hidden.split([len(hidden) - len(sizes), len(sizes)])
+        return torch.cat([self._through(rows, steering, sizes, counts, first, stop), steering])
+
+    def leave(self, hidden: Tensor, sizes: Tensor, counts: Int64Array | None) -> Tensor:
+        """What stands behind the blocks: what is predicted, [sum(rows), row_dim]."""
+        return self._left(*hidden.split([len(hidden) - len(sizes), len(sizes)]), sizes, counts)
+
+    def _entered(
+        self, noised: Tensor, times: Tensor, sizes: Tensor, conditions: Tensor, counts: Int64Array | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `enter`: hidden states, and what steers the blocks."""
         dtype, device, num_items = noised.dtype, noised.device, len(sizes)
-        waves = _waves(times.numpy()[:, None].astype(np.float64), self.config.hidden).to(device, dtype)
+        waves = sine_waves(times.numpy()[:, None].astype(np.float64), self.config.hidden).to(device, dtype)
         means, places = self._of_conditions(conditions, num_items, counts)
         steering = silu(self.time(waves) + means)
         rows = self.entrance(noised) + _places(sizes.numpy(), self.config.hidden).to(device, dtype)
-        order, _ = _in_turn(*self._num_rows(sizes, counts))
+        order, _ = in_turn(*self._num_rows(sizes, counts))
         return torch.cat([conditions + places, rows])[torch.from_numpy(order).to(device)], steering
 
-    def through(
+    def _through(
         self, hidden: Tensor, steering: Tensor, sizes: Tensor, counts: Int64Array | None, first: int, stop: int
     ) -> Tensor:
         """Hidden states after the blocks first ... stop - 1."""
@@ -118,10 +133,9 @@ class DiT(nn.Module):
             hidden = layer(hidden, steering, item, extents)
         return hidden
 
-    def leave(self, hidden: Tensor, steering: Tensor, sizes: Tensor, counts: Int64Array | None) -> Tensor:
-        """What stands behind the blocks: what is predicted, [sum(rows), row_dim]."""
+    def _left(self, hidden: Tensor, steering: Tensor, sizes: Tensor, counts: Int64Array | None) -> Tensor:
         num_rows, counts = self._num_rows(sizes, counts)
-        order, item = _in_turn(num_rows, counts)
+        order, item = in_turn(num_rows, counts)
         restore = np.flatnonzero(order >= counts.sum())
         of_items, own = (torch.from_numpy(each).to(hidden.device) for each in (item[restore], restore))
         shift, scale = self.last_modulation(steering)[of_items].chunk(2, dim=-1)
@@ -220,7 +234,7 @@ def _normed(hidden: Tensor) -> Tensor:
     return nn.functional.layer_norm(hidden, hidden.shape[-1:], eps=1e-6)
 
 
-def _in_turn(num_rows: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:
+def in_turn(num_rows: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Where each row of items with their conditions stands in (all conditions, all own rows), and its item.
 
     counts: the rows of each item's condition.
@@ -234,10 +248,10 @@ def _in_turn(num_rows: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int6
 def _places(sizes: Int64Array, width: int) -> Tensor:
     """Sines and cosines of the place of each row, float64 [sum(rows), width]. sizes: [num_items, 1 or 2]."""
     places = [np.stack(np.unravel_index(np.arange(size.prod()), size), axis=1) for size in sizes]
-    return _waves(np.concatenate(places).astype(np.float64), width)
+    return sine_waves(np.concatenate(places).astype(np.float64), width)
 
 
-def _waves(places: np.ndarray, width: int) -> Tensor:
+def sine_waves(places: np.ndarray, width: int) -> Tensor:
     """places [n, axes] -> [n, width], an equal part of each axis; width is a multiple of 4, and there are 1 or 2."""
     num_waves = width // (2 * places.shape[1])
     angles = places[..., None] * np.exp(-math.log(_LONGEST_WAVE) * np.arange(num_waves) / num_waves)

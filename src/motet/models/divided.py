@@ -22,7 +22,7 @@ from motet.dropout import set_divided
 from motet.models.backbone import Backbone
 from motet.models.dit import DiT
 from motet.models.experts import divide_experts, expert_parameters
-from motet.models.families.branches import DIT_BRANCHES, TensorBranch
+from motet.models.families.branches import DIT_BRANCHES, SHAPED_BRANCHES, TensorBranch
 from motet.models.families.registry import (
     BACKBONES,
     ENCODERS,
@@ -31,6 +31,7 @@ from motet.models.families.registry import (
     SHAPED_ENCODERS,
     TOWERS,
 )
+from motet.models.families.shaped_denoiser import ShapedDenoiser
 from motet.models.fused import SplitLinear
 from motet.models.generator import GeneratorModule
 from motet.models.lora import Adapted, LoraLinear, column_linear, row_linear, split_linear
@@ -239,6 +240,8 @@ def _branches_of(model: nn.Module) -> tuple[TensorBranch, ...]:
     """How a layer of a model of exactly this class is divided; () if in no way that is known."""
     if type(model) is DiT:
         return DIT_BRANCHES
+    if type(model) is ShapedDenoiser:
+        return SHAPED_BRANCHES
     encoders = (*ENCODERS.values(), *TOWERS.values(), *SHAPED_ENCODERS.values())
     known = (*BACKBONES.values(), *GRID_BACKBONES.values(), SHAPED_BACKBONE, *encoders)
     return next((family.branches for family in known if type(model) is family.model), ())

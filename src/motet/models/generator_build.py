@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 from motet.core.errors import ArgumentError, UserError
+from motet.core.shapes import Transformer
 from motet.models import diffusers_directory as stored
 from motet.models.callbacks import imported
 from motet.models.diffusion import Diffusion
 from motet.models.dit import DiT, DiTConfig
+from motet.models.families.shaped_denoiser import ShapedDenoiser
 from motet.models.generator import GeneratorModule, OutputProjector
 from motet.models.generator_config import GeneratorConfig
 from motet.models.initialise import seeded
@@ -41,7 +43,8 @@ def build_generator(
         if config.module:
             generator = _custom(where, config)
         else:
-            generator = (_own if config.family == "dit" else _of_diffusers)(where, config, dtype)
+            made_of = {"dit": _own, "shapes": _of_shapes}.get(config.family or "", _of_diffusers)
+            generator = made_of(where, config, dtype)
     with seeded(seed, f"{name} output projector"):
         projector = Projector(backbone_dim, generator.condition_dim, ProjectorConfig(kind=config.projector))
         entrance = OutputProjector(projector, config.num_queries or 1, config.drop_condition)
@@ -65,6 +68,13 @@ def _own(where: str, config: GeneratorConfig, dtype: torch.dtype) -> nn.Module:
     except (UserError, ArgumentError) as error:
         raise UserError(f"{where}.{error}") from None
     return _diffusion(where, denoiser, config.own_noise, _vae(where, config, dtype))
+
+
+def _of_shapes(where: str, config: GeneratorConfig, dtype: torch.dtype) -> nn.Module:
+    """A diffusion transformer of the shapes that `shaped_config.py` has checked."""
+    options = dict(config.config)
+    shape = Transformer(**options.pop("shape"))
+    return _diffusion(where, ShapedDenoiser(config.num_conditions, shape, **options), config.own_noise, None)
 
 
 def _of_diffusers(where: str, config: GeneratorConfig, dtype: torch.dtype) -> nn.Module:

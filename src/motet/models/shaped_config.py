@@ -6,10 +6,11 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 from motet.core.errors import UserError
-from motet.core.shape_tables import BackboneShape, EncoderShape, ModelShapes
+from motet.core.shape_tables import BackboneShape, EncoderShape, GeneratorShape, ModelShapes
 from motet.core.shapes import Transformer
 from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig
 from motet.models.families.registry import SHAPED_BACKBONE, SHAPED_ENCODERS, Family
+from motet.models.generator_config import GeneratorConfig
 from motet.models.projector import ProjectorConfig
 
 
@@ -33,15 +34,20 @@ class ShapedEncoderConfig(EncoderConfig):
         return SHAPED_ENCODERS[self.family]
 
 
+class ShapedGeneratorConfig(GeneratorConfig):
+    """A generator of shapes. config: the arguments of `ShapedDenoiser`, `shape` as the fields of `Transformer`."""
+
+    family: Literal["shapes"] = "shapes"  # type: ignore[assignment]
+
+
 def config_of_shapes(shapes: ModelShapes) -> ModelConfig:
     """The config of which `build_mllm` makes the model that `shapes.spec` describes.
 
     Raises UserError for what a spec can say and no module computes.
     """
-    for name in shapes.generators:
-        raise UserError(f"model.generators.{name}: training computes no generators yet; leave it out, or plan alone.")
     encoders = {name: _encoder(name, shape) for name, shape in shapes.encoders.items()}
-    return ModelConfig(backbone=_backbone(shapes.backbone), encoders=encoders)
+    generators = {name: _generator(name, shape) for name, shape in shapes.generators.items()}
+    return ModelConfig(backbone=_backbone(shapes.backbone), encoders=encoders, generators=generators)
 
 
 def _backbone(table: BackboneShape) -> ShapedBackboneConfig:
@@ -52,10 +58,8 @@ def _backbone(table: BackboneShape) -> ShapedBackboneConfig:
 
 
 def _encoder(name: str, table: EncoderShape) -> ShapedEncoderConfig:
-    shape, where = table.transformer(), f"model.encoders.{name}"
-    _check_computed(where, shape, rotated=table.kind == "vit" and not table.num_positions)
-    if shape.window:
-        raise UserError(f"{where}.window is {shape.window}: encoders attend to whole items; leave it out.")
+    shape = table.transformer()
+    _check_whole(f"model.encoders.{name}", shape, rotated=table.kind == "vit" and not table.num_positions)
     own: dict[str, Any] = {"num_mel_bins": table.num_mel_bins, "num_positions": table.positions}
     if table.kind == "vit":
         own = {"row_dim": table.row_dim, "class_row": table.class_row, "num_positions": table.positions}
@@ -68,9 +72,34 @@ def _encoder(name: str, table: EncoderShape) -> ShapedEncoderConfig:
     )
 
 
+def _generator(name: str, table: GeneratorShape) -> ShapedGeneratorConfig:
+    shape, where = table.transformer(), f"model.generators.{name}"
+    _check_whole(where, shape, rotated=not table.num_positions)
+    if shape.hidden % 2:
+        raise UserError(
+            f"{where}.hidden is {shape.hidden}: half of the row of a timestep are sines, the others cosines; take an "
+            "even number."
+        )
+    own = {"row_dim": table.row_dim, "num_positions": table.num_positions}
+    return ShapedGeneratorConfig(
+        config=_options(shape, table.num_layers, **own),
+        num_queries=table.num_queries,
+        projector=table.projector.kind,
+        train_generator=table.train,
+        train_projector=table.projector.train,
+    )
+
+
 def _options(shape: Transformer, num_layers: int, **own: Any) -> dict[str, Any]:
     fields = asdict(shape) | {"biases": list(shape.biases), "head_dim": shape.head_width}
     return {"shape": fields, "num_layers": num_layers, **own}
+
+
+def _check_whole(where: str, shape: Transformer, *, rotated: bool) -> None:
+    """As `_check_computed`, of a module that computes items."""
+    _check_computed(where, shape, rotated=rotated)
+    if shape.window:
+        raise UserError(f"{where}.window is {shape.window}: rows attend to whole items; leave it out.")
 
 
 def _check_computed(where: str, shape: Transformer, *, rotated: bool) -> None:

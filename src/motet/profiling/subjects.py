@@ -122,7 +122,7 @@ def one_layer_deep(config: ModelConfig) -> ModelConfig:
     generators = {
         name: part.model_copy(
             update={"train_generator": True, "train_projector": True}
-            | ({"config": part.config | {"num_layers": 1}} if part.family in ("dit", "pixart") else {})
+            | ({"config": part.config | {"num_layers": 1}} if part.family in ("dit", "pixart", "shapes") else {})
         )
         for name, part in config.generators.items()
     }
@@ -336,7 +336,7 @@ def _raw(recipe: Recipe, name: str) -> Int64Array:
     if isinstance(recipe, DrawnRecipe):
         items = recipe.drawn().examples.items.get(name)
         if items is None:
-            raise UserError(f"[workload] has no item for model.encoders.{name}, so nothing says which lengths to time.")
+            raise UserError(f"[workload] has no item of {name!r}, so nothing says which lengths to time.")
         longest, second = int(items.length.max(initial=1)), None
     elif transform.modality == "image":
         longest, second = transform.max_pixels_side, None

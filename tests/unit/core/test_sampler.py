@@ -73,6 +73,10 @@ def test_a_seed_gives_the_same_examples(path):
          "length_per_token = 1e-300", "task.0.items.image.length_per_token: "),
         ("[[task]]\nname = 'a'\ntext = { value = 1 }\n[task.items.image]\nlength = { value = 5 }\nsegment = 0",
          "task.0.items.image.segment: "),
+        ("[[task]]\nname = 'a'\ntext = { value = 1 }\n[task.items.image]\nlength = { value = 5 }\nnum_tokens = 0",
+         "task.0.items.image.num_tokens: "),
+        ("[[task]]\nname = 'a'\ntext = { value = 1 }\n[task.items.image]\nlength = { value = 5 }\nnum_tokens = 2\n"
+         "length_per_token = 4", "num_tokens and length_per_token, which both say how many rows"),
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_one_sentence(tmp_path, text, says):
@@ -102,6 +106,32 @@ def test_items_are_cut_into_segments(tmp_path):
     path.write_text(text + "length = { value = 1000000000 }\nsegment = 1\n")
     with pytest.raises(UserError, match="Task 'a' has 3,000,000,000 segments of 'image' in 3 examples"):
         read_sampler(path).workload(num_examples=3)
+
+
+def test_items_take_as_many_tokens_as_is_said_whatever_their_length(tmp_path):
+    path = tmp_path / "workload.toml"
+    path.write_text(MIXTURE.replace("length = { value = 1025 }", "length = { choices = [3, 900] }"))
+    drawn = read_sampler(path).workload(num_examples=40).examples
+    path.write_text(path.read_text().replace("length_per_token = 4", "num_tokens = 2"))
+    made = read_sampler(path).workload(num_examples=40).examples
+    assert drawn.items["image"].length.tolist() == made.items["image"].length.tolist()
+    assert set(made.items["image"].num_tokens) == {2} and set(drawn.items["image"].num_tokens) == {1, 225}
+    assert (made.sequence - drawn.sequence).sum() == (2 - drawn.items["image"].num_tokens).sum()
+
+
+@pytest.mark.parametrize(
+    ("distribution", "bounds"),
+    [
+        ({"value": 7}, (7, 7)),
+        ({"choices": (9, 2, 30), "weights": (1, 2, 0)}, (2, 9)),
+        ({"median": 8, "spread": 0.5, "min": 3, "max": 60}, (3, 60)),
+        ({"median": 80.5, "min": 3, "max": 60}, (60, 60)),
+    ],
+)
+def test_bounds_are_those_of_what_is_drawn(distribution, bounds):
+    read = Distribution(**distribution)
+    drawn = read.sample(4000, np.random.default_rng(0))
+    assert read.bounds == bounds and bounds[0] <= drawn.min() <= drawn.max() <= bounds[1]
 
 
 def test_choices_without_weights_are_equally_likely():

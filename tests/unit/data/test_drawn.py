@@ -25,12 +25,13 @@ TASKS = [
 ]
 
 
-def dataset_of(tasks=TASKS, seed=0, most=None, phases=("image", "audio", "never")):
+def dataset_of(tasks=TASKS, seed=0, most=None, phases=("image", "audio", "never"), made=()):
     modalities = {
         name: Modality(
             DrawnTransform(name, 6, is_pixels=name == "image", seed=seed),
             lambda sizes: sizes[:, 0],
             lambda sizes: sizes,
+            is_made=name in made,
         )
         for name in phases
     }
@@ -67,6 +68,33 @@ def test_contents_are_as_long_as_their_lengths_say():
             assert item.values.shape == (item.size[0], 6) and np.abs(item.values).max() <= 1
         seen.add(sequence.media)
     assert {(), ("image",), ("image", "image", "image"), ("image", "audio")} == seen
+
+
+def test_items_to_make_stand_behind_the_text():
+    """Whatever the order of phases. No target is a query, nor the first token."""
+    made = {"count": {"choices": [0, 2]}, "length": {"value": 7}, "num_tokens": 3}
+    image = {"length": {"value": 5}}
+    tasks = [
+        {"name": "drawn", "text": {"value": 4}, "items": {"draw": made}},
+        {"name": "redrawn", "text": {"value": 4}, "answer": 0.5, "items": {"draw": made, "image": image}},
+    ]
+    dataset = dataset_of(tasks, phases=("draw", "image"), made=("draw",))
+    lengths = dataset.batch_lengths(np.arange(dataset.num_examples), 1)
+    seen = {}
+    for example in range(dataset.num_examples):
+        sequence, media = contents(dataset, example)
+        seen[sequence.media] = sequence.media_positions.tolist(), np.flatnonzero(sequence.targets).tolist()
+        assert lengths.num_targets[example] == sequence.targets.sum()
+        num_made = sequence.media.count("draw")
+        assert lengths.sequence[example] == 4 + 3 * num_made + 5 * sequence.media.count("image")
+        assert [len(item.values) for item in media] == [{"draw": 7, "image": 5}[name] for name in sequence.media]
+        assert all(item.pixels is None for item, name in zip(media, sequence.media) if name == "draw")
+    assert seen == {
+        (): ([], [1, 2, 3]),
+        ("draw", "draw"): ([4, 5], [1, 2, 3]),
+        ("image",): ([0], [3, 4]),
+        ("image", "draw", "draw"): ([0, 5, 6], [3, 4]),
+    }
 
 
 def test_an_example_is_a_function_of_the_seed_and_its_number():

@@ -41,6 +41,7 @@ VARIANTS = {
     "gemma": GATED | {"num_norms": 4, "activation": "gelu_pytorch_tanh"},
     "scaled": {"layer_scale": True, "qk_norm": True, "activation": "quick_gelu"},
 }
+PICTURE = {"kind": "vit", "num_layers": 3, "hidden": 24, "mlp": 40, "num_heads": 2, "row_dim": 12, "num_queries": 3}
 SIZES = torch.tensor([[7], [40], [13], [4]])
 
 
@@ -48,8 +49,9 @@ def tables_of(recipe: Path) -> dict:
     return parse_toml(recipe.read_text(), str(recipe))
 
 
-def model_of(backbone=None, dtype=torch.float64, **encoders):
-    shapes = ModelShapes.model_validate({"backbone": DECODER | (backbone or {}), "encoders": encoders})
+def model_of(backbone=None, dtype=torch.float64, generators=None, **encoders):
+    tables = {"backbone": DECODER | (backbone or {}), "encoders": encoders, "generators": generators or {}}
+    shapes = ModelShapes.model_validate(tables)
     return shapes, build_mllm(config_of_shapes(shapes), shapes.backbone.vocab_size, dtype)
 
 
@@ -57,9 +59,7 @@ def model_of(backbone=None, dtype=torch.float64, **encoders):
     "recipe", [each for each in RECIPES if "workload" in tables_of(each)], ids=lambda each: each.stem
 )
 def test_the_model_of_every_recipe_is_what_its_shapes_say(recipe):
-    tables = tables_of(recipe)["model"]
-    tables.pop("generators", None)
-    shapes = ModelShapes.model_validate(tables)
+    shapes = ModelShapes.model_validate(tables_of(recipe)["model"])
     with torch.device("meta"):
         model = build_mllm(config_of_shapes(shapes), shapes.backbone.vocab_size)
     spec = shapes.spec("it")
@@ -81,6 +81,65 @@ def test_layers_hold_the_parameters_that_shapes_say(variant, more):
     assert model_spec(model, "it") == shapes.spec("it")
     for module in (model.backbone, *model.encoders.values()):
         check_layers(module, module.layers())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"num_positions": 64, "train": False},
+        pytest.param({"projector": {"kind": "linear", "train": False}}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_generator_is_what_its_shapes_say(variant, more):
+    """Beside another one, whose query tokens learn in any case."""
+    shapes, model = model_of(generators={"made": PICTURE | VARIANTS[variant] | more, "other": PICTURE})
+    assert model_spec(model, "it") == shapes.spec("it")
+    assert shapes.spec("it").num_parameters == num_parameters(model)
+    check_layers(model.generators["made"], model.generators["made"].layers())
+    check_layers(model.backbone, model.backbone.layers())
+
+
+def drawn_to_make(row_dim=12, sizes=SIZES, dtype=torch.float64):
+    """What a generator is given of items, three queries of each, and keys."""
+    values = torch.randn(int(sizes.sum()), row_dim, dtype=dtype)
+    rows = torch.randn(3 * len(sizes), DECODER["hidden"], dtype=dtype, requires_grad=True)
+    return values, sizes, rows, np.arange(len(sizes))
+
+
+def test_operations_of_a_generator():
+    _, model = model_of(dtype=torch.float32, generators={"made": PICTURE | VARIANTS["qwen3"]})
+    sizes = torch.tensor([[40]])
+    module, given = model.generators["made"], drawn_to_make(sizes=sizes, dtype=torch.float32)
+    _, step = counted_step(lambda: module(*given))
+    lengths = module.lengths(sizes.numpy())
+    assert step_flops(module.spec_module("made"), lengths, reached=True) == step
+
+
+@pytest.mark.parametrize("options", [{}, {"num_positions": 300}, GATED | {"qk_norm": True}])
+def test_saved_tensors_of_a_generator(options):
+    wide = {"hidden": 128, "mlp": 512, "num_heads": 4, "row_dim": 48}
+    _, model = model_of(dtype=torch.bfloat16, generators={"made": PICTURE | wide | options})
+    module, given = model.generators["made"], drawn_to_make(48, torch.tensor([[256]]), torch.bfloat16)
+    check(module, lambda: module(*given), module.lengths(given[1].numpy()))
+
+
+@pytest.mark.parametrize("more", [{}, {"num_positions": 64}])
+def test_items_that_are_made_do_not_depend_on_each_other(more):
+    """Nor on where a pipeline cuts the layers; the order of their rows matters, and so does their condition."""
+    _, model = model_of(generators={"made": PICTURE | more})
+    module, (values, sizes, rows, keys) = model.generators["made"], drawn_to_make()
+    whole = module(values, sizes, rows, keys)
+    parts = zip(values.split(sizes[:, 0].tolist()), sizes[:, None], rows.split(3), keys[:, None])
+    torch.testing.assert_close(whole, sum(module(*part) for part in parts), rtol=1e-12, atol=1e-12)
+    hidden = module.enter(values, sizes, rows, keys)
+    assert hidden.shape == (int(sizes.sum()) + 4 * len(sizes), 24)
+    for first, stop in ((0, 1), (1, 3)):
+        hidden = module.through(hidden, sizes, None, first, stop)
+    assert module.leave(hidden, values, sizes, keys) == whole and not module.uncuttable
+    assert not torch.isclose(whole, module(values.flip(0), sizes, rows, keys))
+    assert torch.autograd.grad(whole, rows)[0].abs().min() > 0
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -230,7 +289,9 @@ def test_an_audio_encoder_equals_that_of_transformers():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"generators": {"made": VISION}}, "model.generators.made: training computes no generators yet"),
+        ({"generators": {"made": PICTURE | {"window": 3}}}, "model.generators.made.window is 3"),
+        ({"generators": {"made": PICTURE | {"hidden": 25, "head_dim": 4}}}, "model.generators.made.hidden is 25"),
+        ({"generators": {"made": PICTURE | {"head_dim": 7}}}, "model.generators.made: heads of 7 channels"),
         (
             {"backbone": DECODER | {"num_experts": 4, "experts_per_token": 1}},
             "model.backbone.num_experts: training computes no mixture of experts yet; leave it out, or plan alone.",
@@ -248,7 +309,11 @@ def test_what_is_not_computed_is_refused(change, said):
 
 
 def test_an_item_longer_than_the_position_table_is_refused():
-    _, model = model_of(image=VISION | {"num_positions": 9}, audio=AUDIO | {"num_positions": 9})
+    limits = {"num_positions": 9}
+    _, model = model_of(generators={"made": PICTURE | limits}, image=VISION | limits, audio=AUDIO | limits)
+    assert model.generators["made"].num_tokens(np.array([[9]])) == [3]
+    with pytest.raises(UserError, match=r"^model.generators.made: an item of 10 patches is longer than the 9"):
+        model.generators["made"].num_tokens(np.array([[10]]))
     for name, most in (("image", 9), ("audio", 18)):
         module = model.encoders[name]
         assert module.num_tokens(np.array([[most]])) == [9]

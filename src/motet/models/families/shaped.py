@@ -123,7 +123,7 @@ class ShapedDecoder(nn.Module):
     ) -> SimpleNamespace:
         """inputs_embeds [1, rows, dim], position_ids int64 [1, rows] -> `last_hidden_state` [1, rows, dim]."""
         hidden = inputs_embeds
-        rotation = _rotation(position_ids[0], hidden, self.layers[0].shape.head_width, self.rope_base)
+        rotation = shaped_rotation(position_ids[0], hidden, self.layers[0].shape.head_width, self.rope_base)
         for layer in self.layers:
             hidden = layer(hidden, segments, rotation)
         return SimpleNamespace(last_hidden_state=self.norm(hidden))
@@ -196,7 +196,7 @@ class ShapedVisionEncoder(nn.Module):
 
     def num_outputs(self, sizes: Int64Array) -> Int64Array:
         """As many rows as patches. Raises UserError for an image with more patches than the position table."""
-        _check_positions("patches", sizes, self.model.config.num_positions)
+        check_num_positions("patches", sizes, self.model.config.num_positions)
         return sizes[:, 0]
 
     def layers(self) -> list[LayerModules]:
@@ -210,7 +210,7 @@ class ShapedVisionEncoder(nn.Module):
             class_row=config.class_row,
         )
         stem = [each for each in (model.patches, model.positions, model.class_row) if each is not None]
-        return _described(spec, [stem, *([block] for block in self.blocks), [model.norm]])
+        return described_layers(spec, [stem, *([block] for block in self.blocks), [model.norm]])
 
     @property
     def class_rows(self) -> int:
@@ -248,7 +248,7 @@ class ShapedVisionEncoder(nn.Module):
         rotation = None
         if not config.num_positions:
             positions = rows_here(_within_items(counts), shared)
-            rotation = _rotation(positions.to(hidden.device), hidden, config.head_dim)
+            rotation = shaped_rotation(positions.to(hidden.device), hidden, config.head_dim)
         hidden, segments = hidden[None], item_extents(counts, shared)
         for layer in self.blocks[first:stop]:
             hidden = layer(hidden, segments, rotation)
@@ -273,7 +273,7 @@ class ShapedAudioEncoder(AudioEncoder):
 
     def num_outputs(self, sizes: Int64Array) -> Int64Array:
         """Half the number of frames, rounded up. Raises UserError for a clip with more frames than positions."""
-        _check_positions("frames", sizes, self.max_frames)
+        check_num_positions("frames", sizes, self.max_frames)
         return super().num_outputs(sizes)
 
     def layers(self) -> list[LayerModules]:
@@ -281,10 +281,10 @@ class ShapedAudioEncoder(AudioEncoder):
         sizes = {"num_mel_bins": config.num_mel_bins, "num_positions": config.num_positions}
         spec = audio_encoder("audio", config.transformer, config.num_layers, **sizes)
         stem = [[model.conv1], [model.conv2, model.embed_positions]]
-        return _described(spec, [*stem, *([block] for block in self.blocks), [model.layer_norm]])
+        return described_layers(spec, [*stem, *([block] for block in self.blocks), [model.layer_norm]])
 
 
-def _rotation(positions: Tensor, like: Tensor, head_dim: int, base: float = _ROPE_BASE) -> Rotation:
+def shaped_rotation(positions: Tensor, like: Tensor, head_dim: int, base: float = _ROPE_BASE) -> Rotation:
     """positions int64 [rows] -> the rotation of queries and keys, in at least float32, on the device of `like`."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     channels = torch.arange(0, head_dim, 2, dtype=dtype, device=like.device)
@@ -292,7 +292,8 @@ def _rotation(positions: Tensor, like: Tensor, head_dim: int, base: float = _ROP
     return Rotation(angles.cos(), angles.sin())
 
 
-def _check_positions(what: str, sizes: Int64Array, most: int) -> None:
+def check_num_positions(what: str, sizes: Int64Array, most: int) -> None:
+    """Raise UserError for an item longer than a position table has rows. most: these rows; 0: there is no table."""
     if most and (longest := int(sizes.max(initial=0))) > most:
         raise UserError(f"an item of {longest:,} {what} is longer than the {most:,} that num_positions has room for")
 
@@ -303,7 +304,7 @@ def _within_items(counts: Int64Array) -> Tensor:
     return torch.from_numpy(np.arange(counts.sum()) - starts)
 
 
-def _described(spec: Module, modules: list[list[nn.Module]]) -> list[LayerModules]:
+def described_layers(spec: Module, modules: list[list[nn.Module]]) -> list[LayerModules]:
     """The layers of a spec with the modules of each."""
     return [
         LayerModules(replace(layer, trainable=any_trainable(*parts)), tuple(parts))

@@ -157,7 +157,7 @@ def _learning(model: dict[str, Any], learns: Sequence[str], *, is_drawn: bool) -
         isinstance(each, dict) for each in [model.get("backbone"), *encoders.values()]
     ):
         return model  # Refused where the recipe is validated.
-    generators = {} if is_drawn else model.get("generators", {})
+    generators = model.get("generators", {})
     if not isinstance(generators, dict) or not all(isinstance(each, dict) for each in generators.values()):
         return model  # Likewise.
     halves_of = dict.fromkeys(encoders, ("encoder", "projector"))
@@ -174,26 +174,21 @@ def _learning(model: dict[str, Any], learns: Sequence[str], *, is_drawn: bool) -
             raise ValueError(f"the model has no part {name!r} that could learn; it has {', '.join(sorted(groups))}")
         chosen |= groups[name]
 
-    def of_encoder(name: str, encoder: dict[str, Any]) -> dict[str, Any]:
-        halves = (f"{name}.encoder" in chosen, f"{name}.projector" in chosen)
+    def learning(name: str, table: dict[str, Any]) -> dict[str, Any]:
+        """The table of an encoder or a generator with which halves of it learn."""
+        halves = {half: f"{name}.{half}" in chosen for half in halves_of[name]}
         if not is_drawn:
-            return encoder | dict(zip(("train_encoder", "train_projector"), halves))
-        projector = encoder.get("projector", {})
-        return encoder | {"train": halves[0], "projector": projector | {"train": halves[1]}}
+            return table | {f"train_{half}": learns for half, learns in halves.items()}
+        (whole, learns), projector = halves.values(), table.get("projector", {})
+        if not isinstance(projector, dict):
+            return table  # Refused where the recipe is validated.
+        return table | {"train": whole, "projector": projector | {"train": learns}}
 
-    learning = model | {
-        "backbone": model["backbone"] | {"train": _BACKBONE in chosen},
-        "encoders": {name: of_encoder(name, encoder) for name, encoder in encoders.items()},
-    }
-    if not generators:
-        return learning
-    halves = ("generator", "projector")
-    return learning | {
-        "generators": {
-            name: table | {f"train_{half}": f"{name}.{half}" in chosen for half in halves}
-            for name, table in generators.items()
-        }
-    }
+    changed = {"backbone": model["backbone"] | {"train": _BACKBONE in chosen}}
+    for kind, tables in (("encoders", encoders), ("generators", generators)):
+        if tables or kind == "encoders":
+            changed[kind] = {name: learning(name, table) for name, table in tables.items()}
+    return model | changed
 
 
 def _check_adapted_learn(adapted: Any, model: dict[str, Any]) -> None:

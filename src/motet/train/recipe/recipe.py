@@ -41,7 +41,7 @@ from motet.core.limits import MAX_EXAMPLES, MAX_SEED, MAX_STEPS, MAX_WAIT_S
 from motet.core.modalities import AUDIO, IMAGE, VIDEO, own_modality
 from motet.core.module_degrees import ModuleDegrees
 from motet.core.own_file import NAMED_IN_FILE
-from motet.core.sampler import Sampler
+from motet.core.sampler import Items, Sampler
 from motet.core.shape_tables import ModelShapes
 from motet.core.text_files import KeyPath
 from motet.core.words import counted_words
@@ -556,10 +556,17 @@ class DrawnRecipe(Recipe):
         for number, task in enumerate(self.workload.task):
             for name, items in task.items.items():
                 key = f"workload.task.{number}.items.{name}"
-                if name in self.model.generators:
-                    continue  # Training refuses them by their own key: `modules`.
+                if made := self.model.generators.get(name):
+                    if wrong := _unmade(items, name, made.num_queries):
+                        raise ValueError(f"{key}.{wrong}")
+                    continue
                 if name not in self.model.encoders:
                     raise ValueError(f"{key} has no effect on training, as there is no model.encoders.{name}")
+                if items.num_tokens is not None:
+                    raise ValueError(
+                        f"{key}.num_tokens is for items of generators: the rows that model.encoders.{name} makes of an "
+                        "item hang on its length; say length_per_token"
+                    )
                 divisor = spec.module(name).layers[-1].divisor
                 if items.length_per_token != divisor:
                     raise ValueError(
@@ -591,9 +598,26 @@ class DrawnRecipe(Recipe):
         return encoder
 
     def transform(self, encoder: str) -> DrawnTransform:
-        """What makes the rows of an encoder."""
+        """What makes the rows of an encoder, or those that a generator learns to make."""
+        if made := self.model.generators.get(encoder):
+            return DrawnTransform(encoder, made.row_dim, is_pixels=False, seed=self.data.seed)
         shape = self.model.encoders[encoder]
         return DrawnTransform(encoder, shape.input_dim, is_pixels=shape.kind == "vit", seed=self.data.seed)
+
+
+def _unmade(items: Items, name: str, num_queries: int) -> str:
+    """What a workload says of the items of a generator that does not fit it, from its key on; "" if all fits."""
+    if items.segment is not None:
+        return f"segment has no effect on training: model.generators.{name} computes whole items; remove it"
+    least, most = (items.tokens_of(length) for length in items.length.bounds)
+    if least == most == num_queries:
+        return ""
+    key = "length_per_token" if items.num_tokens is None else "num_tokens"
+    count = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    return (
+        f"{key} has an item take {count} rows of the sequence, but model.generators.{name}.num_queries is "
+        f"{num_queries}; give num_tokens = {num_queries} in its place"
+    )
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), *, trains: bool = True) -> Recipe:

@@ -9,7 +9,7 @@ from motet.assign.plan import assign_step
 from motet.balance import island_makespans
 from motet.core.cluster import Cluster, Device, Link
 from motet.core.plan import Plan, Unit
-from motet.core.shapes import Transformer, condition, language_model, multimodal, vit
+from motet.core.shapes import Transformer, condition, denoising_transformer, language_model, multimodal
 from motet.core.workload import BatchLengths, ItemLengths
 from motet.cost.analytic import Analytic
 from motet.dispatch.edge_messages import message_parts
@@ -25,7 +25,10 @@ MODEL = multimodal(
     "toy",
     language_model(Transformer(32, 64, 2, causal=True), 2, vocab_size=1000),
     [],
-    [condition(vit(name, SHAPE, num_layers=2), 32) for name in ("draw", "say")],
+    [
+        condition(denoising_transformer(name, SHAPE, 2, row_dim=4, num_conditions=number), 32, num_rows=number)
+        for name, number in (("draw", 3), ("say", 2))
+    ],
 )
 BLOCKS = {"backbone": 2, "draw": 2, "say": 2}
 LINK = Link(1e9, 0.0)

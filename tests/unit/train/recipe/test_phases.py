@@ -47,6 +47,8 @@ batch_size = 8
 num_layers = 2
 [model.encoders.image]
 projector = { kind = "mlp" }
+[model.generators.draw]
+num_layers = 1
 [[run.phase]]
 name = "one"
 steps = 10
@@ -106,6 +108,11 @@ def test_what_learns_is_said_of_every_part(tmp_path):
     shapes = tables(tmp_path, "one", text=SHAPES)["model"]
     assert shapes["backbone"]["train"] is shapes["encoders"]["image"]["train"] is False
     assert shapes["encoders"]["image"]["projector"] == {"kind": "mlp", "train": True}
+    assert shapes["generators"] == {"draw": {"num_layers": 1, "train": False, "projector": {"train": True}}}
+    shapes = tables(tmp_path, "one", text=SHAPES.replace("projectors", "draw.generator"))["model"]
+    assert shapes["generators"]["draw"] == {"num_layers": 1, "train": True, "projector": {"train": False}}
+    broken = SHAPES.replace('{ kind = "mlp" }', '"mlp"')
+    assert tables(tmp_path, "one", text=broken)["model"]["encoders"] == {"image": {"projector": "mlp"}}
 
 
 def test_the_command_line_outweighs_phases_and_moves_them_together(tmp_path):
