@@ -12,7 +12,7 @@ the erratum that adds recomputation).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import NamedTuple
 
@@ -57,8 +57,8 @@ def propose_modality_parallel(job: Job, pins: Pins) -> Iterator[Candidate | Rule
         yield RuledOut(MODALITY_PARALLEL, "", nothing_divides(job))
     fitting, lacking = _cut_best(job, pins, options)
     for step_s, pipeline, stages in sorted(fitting, key=lambda cut: cut.rank_by)[:NUM_CANDIDATES]:
-        bound_s, facts = work_s(pipeline.graph, stages), tuple(_facts(pipeline, stages))
-        yield Candidate(MODALITY_PARALLEL, pipeline.words, pipeline.plan(stages), step_s, bound_s, facts)
+        bound_s, tell = work_s(pipeline.graph, stages), partial(_facts, pipeline, stages)
+        yield Candidate(MODALITY_PARALLEL, pipeline.words, pipeline.plan(stages), step_s, bound_s, tell)
     for shortfall_bytes, pipeline, stages in sorted(lacking, key=lambda cut: cut.rank_by)[:_MAX_RULED_OUT]:
         yield RuledOut(MODALITY_PARALLEL, pipeline.words, _lacks(pipeline, stages, pins), shortfall_bytes)
 
