@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from motet.core.module_degrees import ANY_DEGREES, ModuleDegrees
@@ -29,7 +30,7 @@ class Candidate:
     what:       the degrees, e.g. "TP 8, PP 4, DP 10, 1F1B".
     estimate_s: seconds of a step in closed form; the search simulates the least first.
     bound_s:    lower bound of the simulated step; the search does not simulate what cannot win.
-    facts:      sentences that say what makes the Plan fast.
+    tell:       gives `facts`. They are made when they are first read: of most candidates nobody reads them.
     """
 
     strategy: str
@@ -37,7 +38,16 @@ class Candidate:
     plan: Plan
     estimate_s: float
     bound_s: float = 0.0
-    facts: tuple[str, ...] = ()
+    tell: Callable[[], Iterable[str]] = tuple
+
+    @cached_property
+    def facts(self) -> tuple[str, ...]:
+        """Sentences that say what makes the Plan fast."""
+        return tuple(self.tell())
+
+    def telling(self, fact: str) -> Callable[[], Iterable[str]]:
+        """`tell` of a candidate that has a fact before those of this one."""
+        return lambda: (fact, *self.facts)
 
 
 def predict_candidate(job: Job, candidate: Candidate, number: int = 0) -> Prediction:

@@ -56,6 +56,7 @@ class CandidateEvaluation:
     """The candidates of a job so far: simulated, passed over, ruled out.
 
     max_simulated, quota, is_refined: as in `search`.
+    to_beat_s: seconds of a known step; what cannot be faster does not matter.
     """
 
     def __init__(
@@ -67,9 +68,10 @@ class CandidateEvaluation:
         progress: SearchProgress,
         *,
         is_refined: bool = True,
+        to_beat_s: float = math.inf,
     ) -> None:
         self.job, self.pins, self.max_simulated, self.quota, self.progress = job, pins, max_simulated, quota, progress
-        self.is_refined = is_refined
+        self.is_refined, self.to_beat_s = is_refined, to_beat_s
         self.candidates: list[Candidate] = []
         self.results: list[SimulatedCandidate] = []
         self.passed_over: list[PassedOver] = []
@@ -78,13 +80,18 @@ class CandidateEvaluation:
 
     @property
     def fastest_s(self) -> float:
-        """Seconds of the fastest simulated step; infinite where there is none."""
-        return min((result.prediction.step_s for result in self.results), default=math.inf)
+        """Seconds of the fastest simulated step, or of the one to beat; infinite where there is none."""
+        return min(self.to_beat_s, *(result.prediction.step_s for result in self.results), math.inf)
 
     def consider(self, strategies: Mapping[str, Strategy]) -> None:
         """Simulate the best candidate of each strategy, and of the others those that can win, as far as the limit
         allows."""
-        new = self._propose(strategies)
+        new = []
+        for candidate in self._propose(strategies):
+            if candidate.bound_s < self.to_beat_s:
+                new.append(candidate)
+            else:
+                self.passed_over.append(PassedOver(candidate, "bound"))
         leaders = _leaders(new)
         correction = self._simulate_leaders(leaders)
         others = [candidate for candidate in new if all(candidate is not leader for leader in leaders)]
@@ -156,8 +163,8 @@ class CandidateEvaluation:
 
     def vary(self, strategies: Collection[str]) -> None:
         """Give the fastest Plan of each strategy that may win, and what the best is compared with, the variant that is
-        fastest (`variants.py`); all Plans where nothing limits the simulations. Then refine the fastest
-        (`refinement.py`).
+        fastest (`variants.py`); all Plans where nothing limits the simulations. Nothing is compared where there is a
+        step to beat. Then refine the fastest (`refinement.py`).
 
         strategies: the names of those that are searched.
         """
@@ -172,7 +179,7 @@ class CandidateEvaluation:
                 done.append(self.results[index])
         if self.is_refined:
             self.progress("refining the fastest", self.num_simulated, self.num_simulated)
-            refinement = Refinement(self.job, self.pins, strategies, self.quota.suitable)
+            refinement = Refinement(self.job, self.pins, strategies, self.quota.suitable, self.to_beat_s)
             self.results = refinement.refined(self.results, done)
 
     def _to_vary(self) -> list[int]:
@@ -183,6 +190,8 @@ class CandidateEvaluation:
         first = {result.candidate.strategy: index for index, result in reversed(list(enumerate(self.results)))}
         # No variant computes less than the bound.
         can_win = [index for index in first.values() if self.results[index].candidate.bound_s < self.fastest_s]
+        if self.to_beat_s < math.inf:
+            return sorted(can_win)
         compared = [self.results.index(rival) for rival in rivals(self.results)]
         return sorted({0, *can_win, *compared})
 

@@ -39,7 +39,7 @@ def on_cluster(candidate: Candidate, job: Job, all_s: float) -> Candidate:
     num_ranks, needed = job.cluster.num_ranks, candidate.plan.cluster
     why = f"takes {all_s:.4g} s" if all_s < math.inf else "does not exist"
     fact = f"The fastest plan for all {num_ranks:,} ranks {why}; {_shape_words(needed)} are enough for this one."
-    return replace(candidate, plan=replace(candidate.plan, cluster=job.cluster), facts=(fact, *candidate.facts))
+    return replace(candidate, plan=replace(candidate.plan, cluster=job.cluster), tell=candidate.telling(fact))
 
 
 def _fewer(number: int) -> list[int]:

@@ -89,7 +89,7 @@ def with_best_order(job: Job, candidate: Candidate, given: Prediction, pins: Pin
         return candidate, given
     what = "grouping and order" if best_plan.microbatch_caps else "order"
     fact = f"By the {what} of its examples a step takes {1 - best.step_s / given.step_s:.1%} less than as they come."
-    return replace(candidate, plan=best_plan, facts=(fact, *candidate.facts)), best
+    return replace(candidate, plan=best_plan, tell=candidate.telling(fact)), best
 
 
 def caps_for(job: Job, plan: Plan) -> dict[str, int]:

@@ -9,6 +9,7 @@ they are proposed. It depends on the job alone, so the answer is the same every 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
@@ -63,10 +64,19 @@ class Refinement:
 
     strategies: the names of those that are searched.
     suitable:   a Plan for which it holds is replaced only by Plans for which it holds too.
+    to_beat_s:  seconds of a step that is known beside the results; what is too slow for it to be near is not refined.
     """
 
-    def __init__(self, job: Job, pins: Pins, strategies: Collection[str], suitable: Callable[[Plan], bool]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        pins: Pins,
+        strategies: Collection[str],
+        suitable: Callable[[Plan], bool],
+        to_beat_s: float = math.inf,
+    ) -> None:
         self.job, self.pins, self.strategies, self.suitable = job, pins, strategies, suitable
+        self.to_beat_s = to_beat_s
         budget = BUDGET * min(1.0, _FEW_RANKS / job.cluster.num_ranks) ** 2
         self.left: dict[Hashable, float] = defaultdict(lambda: budget)
         self.seen = set[str]()
@@ -86,7 +96,7 @@ class Refinement:
         if self.pins.recompute == "full" or not results:
             return list(results)
         # 1. Orders and ways of balancing.
-        fastest_s = min(result.prediction.step_s for result in results)
+        fastest_s = self._fastest_s(results)
         improved = sorted(results, key=lambda result: result.prediction.step_s)
         for index, one in enumerate(improved):
             if one.prediction.step_s > NEAR * fastest_s or one.candidate.bound_s >= fastest_s:
@@ -104,11 +114,15 @@ class Refinement:
         ranked = [*sorted(leaders.values(), key=lambda one: one.prediction.step_s), *others]
         for number, start in enumerate(ranked):
             limit = NEAR_LEADER if number < len(leaders) else NEAR
-            fastest_s = min(one.prediction.step_s for one in improved)
+            fastest_s = self._fastest_s(improved)
             if start.prediction.step_s <= limit * fastest_s:
                 improved = _ended(improved, start, self._descended(start, start.candidate.strategy))
         # 3. Neighbours of the same shape.
         return self._within_shapes(improved)
+
+    def _fastest_s(self, results: Sequence[SimulatedCandidate]) -> float:
+        """Seconds of the fastest step that is known."""
+        return min(self.to_beat_s, *(one.prediction.step_s for one in results), math.inf)
 
     def _within_shapes(self, improved: list[SimulatedCandidate]) -> list[SimulatedCandidate]:
         """The results with the fastest pipeline of each shape made faster by a descent that keeps to its shape.
@@ -116,7 +130,7 @@ class Refinement:
         One that may go anywhere spends its budget beside the shapes that it passes, so that a pinned degree would find
         more. Data parallelism has few neighbours in its shape.
         """
-        limit_s = NEAR * min(one.prediction.step_s for one in improved)
+        limit_s = NEAR * self._fastest_s(improved)
         starts = sorted([*improved, *self._as_chains(improved)], key=lambda one: one.prediction.step_s)
         for self._shape, start in {_Shape.of(one.candidate.plan): one for one in reversed(starts)}.items():
             if start.prediction.step_s <= limit_s and not self._shape.is_colocated:
@@ -131,7 +145,7 @@ class Refinement:
         No strategy proposes these beside its pipelines, whose estimates are less, or with as large microbatches.
         """
         chains = []
-        limit_s = NEAR_LEADER * min(one.prediction.step_s for one in improved)
+        limit_s = NEAR_LEADER * self._fastest_s(improved)
         for start in improved:
             is_colocated = start.candidate.plan.schedule == "data_parallel" and start.prediction.step_s <= limit_s
             for plan in as_pipelines(self.job, start.candidate.plan) if is_colocated else ():
@@ -140,7 +154,7 @@ class Refinement:
                 if (one := self._predicted(start, plan)) is None:
                     continue
                 words = _words(start.candidate, plan)
-                candidate = replace(one.candidate, what=words, bound_s=self._bound_s, facts=())
+                candidate = replace(one.candidate, what=words, bound_s=self._bound_s, tell=tuple)
                 one = SimulatedCandidate(*fastest_variant(self.job, candidate, one.prediction, self.pins))
                 if self._allows(one.candidate.plan) and self._fits(one):
                     chains.append(one)
@@ -162,7 +176,7 @@ class Refinement:
             what=_words(start.candidate, found.candidate.plan),
             estimate_s=found.prediction.step_s,
             bound_s=self._bound_s,
-            facts=(fact,),
+            tell=lambda: (fact,),
         )
         return SimulatedCandidate(candidate, found.prediction)
 

@@ -96,8 +96,8 @@ def _search_whole(evaluation: CandidateEvaluation, strategies: Mapping[str, Stra
 def _search_smaller(evaluation: CandidateEvaluation, strategies: Mapping[str, Strategy]) -> None:
     """Add the best Plan of smaller clusters, each searched for itself, if it is faster."""
     best, all_s, rows = None, evaluation.fastest_s, ExampleRows(evaluation.job)
+    to_beat_s = all_s
     for job in smaller_jobs(evaluation.job):
-        to_beat_s = best.prediction.step_s if best is not None else all_s
         if step_bound(job, rows=rows, up_to_s=to_beat_s).step_s >= to_beat_s:
             continue
         fewer = CandidateEvaluation(
@@ -107,10 +107,12 @@ def _search_smaller(evaluation: CandidateEvaluation, strategies: Mapping[str, St
             NO_QUOTA,
             evaluation.progress,
             is_refined=evaluation.is_refined,
+            to_beat_s=to_beat_s,
         )
         _search_whole(fewer, strategies)
-        best = min([*filter(None, [best]), *fewer.results], key=_step_s, default=None)
-    if best is not None and best.prediction.step_s < all_s:
+        if fewer.fastest_s < to_beat_s:
+            best, to_beat_s = min(fewer.results, key=_step_s), fewer.fastest_s
+    if best is not None:
         candidate = on_cluster(best.candidate, evaluation.job, all_s)
         evaluation.results.append(SimulatedCandidate(candidate, best.prediction))
 

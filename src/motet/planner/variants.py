@@ -51,11 +51,11 @@ def fastest_variant(job: Job, candidate: Candidate, given: Prediction, pins: Pin
     if found.plan.balance != candidate.plan.balance:
         gain = 1 - prediction.step_s / given.step_s
         fact = f'Balanced so, a step takes {gain:.1%} less than with balance = "{candidate.plan.balance}".'
-        return replace(found, facts=(fact, *found.facts)), prediction
+        return replace(found, tell=found.telling(fact)), prediction
     if found.plan.filling != candidate.plan.filling:
         gain, fact = 1 - prediction.step_s / given.step_s, "Each step fills bubbles by its own lengths"
         fact += f": it takes {gain:.1%} less." if found.plan.order == candidate.plan.order else "."
-        return replace(found, facts=(fact, *found.facts)), prediction
+        return replace(found, tell=found.telling(fact)), prediction
     return best
 
 
@@ -109,7 +109,7 @@ def _without_fills(candidate: Candidate, pins: Pins) -> Iterator[Candidate]:
     """Passes of encoders stay whole, before and after the backbone's."""
     if candidate.plan.fills and pins.fills is None:
         plan = replace(candidate.plan, fills=())
-        yield replace(candidate, plan=plan, what=f"{candidate.what}, no fills", facts=())
+        yield replace(candidate, plan=plan, what=f"{candidate.what}, no fills", tell=tuple)
 
 
 def _by_step(job: Job, candidate: Candidate, pins: Pins) -> Iterator[Candidate]:

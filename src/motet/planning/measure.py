@@ -162,7 +162,7 @@ def _measured_candidate(job: Job, simulated: SimulatedCandidate, measured: Measu
     else:
         fact = f"Measured, the fullest rank held {size_words(measured.peak_bytes)} at its peak."
     fact += f" The memory model has {size_words(float(prediction.peak_bytes.max()))}."
-    return replace(simulated, candidate=replace(candidate, facts=(fact, *candidate.facts)), prediction=prediction)
+    return replace(simulated, candidate=replace(candidate, tell=candidate.telling(fact)), prediction=prediction)
 
 
 def run_steps(meeting: Meeting, steps: Steps) -> MeasuredSteps:

@@ -7,7 +7,8 @@ import pytest
 
 from motet.core.cluster import Link
 from motet.cost.analytic import Analytic
-from motet.planner.candidate import Pins, predict_candidate
+from motet.planner.candidate import CHAIN, Candidate, Pins, predict_candidate
+from motet.planner.evaluation import NO_QUOTA, CandidateEvaluation
 from motet.planner.fewer_ranks import smaller_jobs
 from motet.planner.report import winner_in_words
 from motet.planner.search import search
@@ -84,3 +85,26 @@ def test_smaller_clusters_have_the_batches_and_the_bounds_of_jobs_of_their_own()
     assert smaller and all(fewer.batch is given_job.batch for fewer in smaller)
     for fewer in smaller:
         assert step_bound(fewer, rows=rows) == step_bound(replace(fewer, seed=fewer.seed))
+
+
+def test_what_cannot_beat_a_known_step_is_not_simulated():
+    evaluations = []
+    for to_beat_s in (math.inf, 1e-9):
+        one = CandidateEvaluation(job(), Pins(), 12, NO_QUOTA, lambda *_: None, is_refined=False, to_beat_s=to_beat_s)
+        one.consider({CHAIN: STRATEGIES[CHAIN]})
+        one.vary((CHAIN,))
+        evaluations.append(one)
+    searched, beaten = evaluations
+    assert searched.num_simulated and searched.results
+    assert not beaten.num_simulated and not beaten.results and beaten.fastest_s == 1e-9
+    assert [one.why for one in beaten.passed_over] == ["bound"] * len(searched.candidates)
+
+
+def test_facts_are_told_when_they_are_read():
+    told = []
+    plan = next(one.plan for one in STRATEGIES[CHAIN](job(), Pins()) if isinstance(one, Candidate))
+    first = Candidate(CHAIN, "", plan, 1.0, tell=lambda: told.append("read") or ("second",))
+    both = replace(first, tell=first.telling("first"))
+    assert told == []
+    assert both.facts == ("first", "second") and both.facts == ("first", "second")
+    assert told == ["read"]

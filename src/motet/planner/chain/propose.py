@@ -154,7 +154,7 @@ class ChainSearch:
             pipeline.plan(stages),
             pipeline.step_s(stages),
             work_s(pipeline.graph, stages),
-            tuple(_facts(pipeline, exact, stages, num_simulated)),
+            lambda: _facts(pipeline, exact, stages, num_simulated),
         )
 
     def _ruled_out(self, chain: _CutChain) -> RuledOut:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from motet.core.errors import UserError
 from motet.core.words import counted_words
@@ -142,8 +143,15 @@ def _candidate(placed: PlacedSharding) -> Candidate:
     # Of a perfect balance: variants are balanced otherwise, and may be faster than this one's busiest rank.
     even = search.even.load(search.dp, plan.batch_size // (search.dp * plan.microbatch_size), search.tp)
     bound_s = even.busiest_s(recompute) + search.sharded(estimate.sharding).step_s
-    facts = (*_balance_facts(placed), *_sharding_facts(search, estimate), *_recompute_facts(placed))
-    return Candidate(DATA_PARALLEL, _what(search, estimate), plan, estimate.estimate_s, bound_s, facts)
+    return Candidate(
+        DATA_PARALLEL, _what(search, estimate), plan, estimate.estimate_s, bound_s, partial(_facts, placed)
+    )
+
+
+def _facts(placed: PlacedSharding) -> Iterator[str]:
+    yield from _balance_facts(placed)
+    yield from _sharding_facts(placed.search, placed.estimate)
+    yield from _recompute_facts(placed)
 
 
 def _what(search: DataParallelSearch, estimate: ShardingEstimate) -> str:

@@ -88,8 +88,14 @@ def fastest_allocated(job: Job, pins: Pins, units: Sequence[UnitOptions], alloca
 
 
 def _candidate(one: PlacedUnits, baseline: PlacedUnits | None) -> Candidate:
-    facts = (_ranks_fact(one, baseline), _slowest_fact(one))
-    return Candidate(DISAGGREGATED, one.what, one.plan, one.estimate_s, one.bound_s, facts)
+    return Candidate(
+        DISAGGREGATED,
+        one.what,
+        one.plan,
+        one.estimate_s,
+        one.bound_s,
+        lambda: (_ranks_fact(one, baseline), _slowest_fact(one)),
+    )
 
 
 def _interleaved(one: PlacedUnits, baseline: PlacedUnits | None, pins: Pins) -> Candidate | None:
@@ -101,7 +107,7 @@ def _interleaved(one: PlacedUnits, baseline: PlacedUnits | None, pins: Pins) -> 
     gain = one.estimate_s / best.estimate_s
     fact = f"With {best.num_chunks} chunks a rank of the backbone, {gain:.2f} times as fast as with one, by estimate."
     return Candidate(
-        DISAGGREGATED, best.what, best.plan, best.estimate_s, best.bound_s, (_ranks_fact(one, baseline), fact)
+        DISAGGREGATED, best.what, best.plan, best.estimate_s, best.bound_s, lambda: (_ranks_fact(one, baseline), fact)
     )
 
 

@@ -12,8 +12,9 @@ the erratum that adds recomputation).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
-from itertools import product
+from functools import cache, partial
+from heapq import heapify, heappop, heapreplace
+from itertools import chain, islice, product
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +37,8 @@ from motet.simulate.show.drawing import shown_seconds
 NUM_CANDIDATES = 3
 _MAX_CUTS = 16
 _MAX_RULED_OUT = 2
+_ROUNDING = 1e-9
+"""By so much the factor of even microbatches may be below 1."""
 
 
 class _CutModalities(NamedTuple):
@@ -52,19 +55,21 @@ def propose_modality_parallel(job: Job, pins: Pins) -> Iterator[Candidate | Rule
     if why := not_apart(job, pins) or indivisible(job, pins, len(job.model.module(BACKBONE).blocks)):
         yield RuledOut(MODALITY_PARALLEL, "", why)
         return
-    options = list(modality_degrees(job, pins))
-    if not options:
+    options = modality_degrees(job, pins)
+    first = next(options, None)
+    if first is None:
         yield RuledOut(MODALITY_PARALLEL, "", nothing_divides(job))
-    fitting, lacking = _cut_best(job, pins, options)
+        return
+    fitting, lacking = _cut_best(job, pins, chain([first], options))
     for step_s, pipeline, stages in sorted(fitting, key=lambda cut: cut.rank_by)[:NUM_CANDIDATES]:
-        bound_s, facts = work_s(pipeline.graph, stages), tuple(_facts(pipeline, stages))
-        yield Candidate(MODALITY_PARALLEL, pipeline.words, pipeline.plan(stages), step_s, bound_s, facts)
+        bound_s, tell = work_s(pipeline.graph, stages), partial(_facts, pipeline, stages)
+        yield Candidate(MODALITY_PARALLEL, pipeline.words, pipeline.plan(stages), step_s, bound_s, tell)
     for shortfall_bytes, pipeline, stages in sorted(lacking, key=lambda cut: cut.rank_by)[:_MAX_RULED_OUT]:
         yield RuledOut(MODALITY_PARALLEL, pipeline.words, _lacks(pipeline, stages, pins), shortfall_bytes)
 
 
 def _cut_best(
-    job: Job, pins: Pins, options: list[tuple[float, ModalityDegrees]]
+    job: Job, pins: Pins, options: Iterator[tuple[float, ModalityDegrees]]
 ) -> tuple[list[_CutModalities], list[_CutModalities]]:
     """The degrees that were cut: those that fit, and those that lack memory.
 
@@ -83,14 +88,17 @@ def _cut_best(
             fitting.append(_CutModalities(pipeline.step_s(stages), pipeline, stages))
 
     # 1. The fastest at best, until no others can be among the best.
-    for at_best_s, degrees in options[:_MAX_CUTS]:
+    seen: list[ModalityDegrees] = []
+    for at_best_s, degrees in islice(options, _MAX_CUTS):
+        seen.append(degrees)
         best_s = sorted(other.rank_by for other in fitting)[:NUM_CANDIDATES]
         if len(best_s) == NUM_CANDIDATES and at_best_s >= best_s[-1]:
             break
         cut(degrees)
     # 2. If none fits, those that spread the model over the most ranks, until one does.
-    widest = sorted(options, key=lambda entry: (-entry[1].tp * sum(entry[1].num_stages), entry[1].microbatch_size))
-    for _, degrees in widest[:_MAX_CUTS]:
+    every = [] if fitting else [*seen, *(degrees for _, degrees in options)]
+    widest = sorted(every, key=lambda degrees: (-degrees.tp * sum(degrees.num_stages), degrees.microbatch_size))
+    for degrees in widest[:_MAX_CUTS]:
         if fitting:
             break
         cut(degrees)
@@ -113,16 +121,49 @@ def modality_degrees(job: Job, pins: Pins, *, aware: bool = True) -> Iterator[tu
     entries = [
         entry for tp in tensor_degrees(job) if pins.allow(tp=tp) for entry in _with_tensor_degree(job, pins, tp, aware)
     ]
-    return iter(sorted(dict.fromkeys(entries), key=lambda entry: entry[0]))
+    factor = cache(lambda size, tp, pp, dp: unevenness(job, size, tp, ("1f1b", pp, dp)))
+    # Uneven microbatches take long to count and only add seconds: they are counted of what comes up to the front.
+    queue = [(even.at_best_s(1 - _ROUNDING), index, False) for index, even in enumerate(entries)]
+    heapify(queue)
+    known = set[ModalityDegrees]()
+    while queue:
+        at_best_s, index, is_final = queue[0]
+        even = entries[index]
+        if not is_final:
+            uneven_s = even.at_best_s(factor(even.degrees.microbatch_size, even.degrees.tp, even.pp, even.degrees.dp))
+            heapreplace(queue, (uneven_s, index, True))
+            continue
+        heappop(queue)
+        if even.degrees not in known:
+            known.add(even.degrees)
+            yield at_best_s, even.degrees
 
 
-def _with_tensor_degree(job: Job, pins: Pins, tp: int, aware: bool) -> Iterator[tuple[float, ModalityDegrees]]:
+class _Even(NamedTuple):
+    """Degrees, and what they take where microbatches are alike.
+
+    period_s: the slowest stage. path_s: one microbatch there and back. pp: stages on the longest way.
+    """
+
+    degrees: ModalityDegrees
+    period_s: float
+    path_s: float
+    pp: int
+
+    def at_best_s(self, uneven: float) -> float:
+        """Seconds at best: (microbatches - 1) * slowest stage, and one microbatch there and back.
+
+        uneven: factor of the former because microbatches differ.
+        """
+        return (self.degrees.num_microbatches - 1) * self.period_s * uneven + self.path_s
+
+
+def _with_tensor_degree(job: Job, pins: Pins, tp: int, aware: bool) -> Iterator[_Even]:
     names = [module.name for module in job.model.modules]
     backbone = names.index(BACKBONE)
     others = [module for module in range(len(names)) if module != backbone]
     most, pinned = job.cluster.num_ranks // tp, [pins.of(name).pp for name in names]
     pinned[backbone] = pins.pp
-    uneven = cache(lambda size, pp, dp: unevenness(job, size, tp, ("1f1b", pp, dp)))
     for size in allowed_microbatch_sizes(job, 1, pins):
         # 1. Seconds of each module: in all, and of its slowest stage for each number of stages.
         block_s = [_block_seconds(job, name, size, tp, pins, aware) for name in names]
@@ -135,11 +176,10 @@ def _with_tensor_degree(job: Job, pins: Pins, tp: int, aware: bool) -> Iterator[
             if not dp or size not in allowed_microbatch_sizes(job, dp, pins):
                 continue
             num_microbatches = job.batch_size // (dp * size)
-            # 3. Seconds at best: (microbatches - 1) * slowest stage, and one microbatch there and back.
+            # 3. The slowest stage, and the longest way.
             period_s = max(float(column[number - 1]) for column, number in zip(slowest_s, num_stages))
             pp = num_stages[backbone] + max(num_stages[module] for module in others)
-            at_best_s = (num_microbatches - 1) * period_s * uneven(size, pp, dp) + path_s
-            yield at_best_s, ModalityDegrees(num_stages, tp, dp, size, num_microbatches)
+            yield _Even(ModalityDegrees(num_stages, tp, dp, size, num_microbatches), period_s, path_s, pp)
 
 
 def _block_seconds(job: Job, name: str, size: int, tp: int, pins: Pins, aware: bool) -> Float64Array:

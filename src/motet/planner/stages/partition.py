@@ -10,6 +10,7 @@ stages: first by the slowest device, then by the sum of squares.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -64,11 +65,11 @@ def _partition(sums: tuple[int, ...], num_stages: int, num_chunks: int, folded: 
     prefix = np.array(sums, dtype=np.int64)
     span = prefix[None, :] - prefix[:, None]
     empty = np.tril(np.ones_like(span, dtype=np.bool_))
-    slowest = _tables(np.where(empty, _NEVER, span), num_stages * num_chunks, np.maximum)[-1][-1]
+    slowest = _slowest_of_best(sums, num_stages * num_chunks)
     square = np.where(empty | (span > slowest), _NEVER, span * span)
-    bounds = _bounds(_tables(square, num_stages * num_chunks, np.add), square)
+    bounds = _bounds(_least_sums(square, num_stages * num_chunks), square)
     if num_chunks > 1:
-        bounds = _even_devices(bounds, prefix, num_stages, int(slowest), folded)
+        bounds = _even_devices(bounds, prefix, num_stages, slowest, folded)
     return tuple(stop - start for start, stop in pairwise(bounds))
 
 
@@ -84,7 +85,9 @@ def slowest_stages(layer_s: Sequence[float], most: int) -> Float64Array:
     prefix = _prefix(layer_s, 1, 1)
     span = prefix[None, :] - prefix[:, None]
     span = np.where(np.tril(np.ones_like(span, dtype=np.bool_)), _NEVER, span)
-    tables = _tables(span, min(most, len(layer_s)), np.maximum)
+    tables = [span[0]]
+    for _ in range(min(most, len(layer_s)) - 1):
+        tables.append(np.maximum(tables[-1][:, None], span).min(axis=0))
     tick_s = float(np.sum(layer_s)) / max(float(prefix[-1]), 1.0)
     return np.array([float(table[-1]) for table in tables]) * tick_s
 
@@ -106,14 +109,36 @@ def _prefix(layer_s: Sequence[float], num_stages: int, num_chunks: int) -> Int64
     return np.concatenate([np.zeros(1, dtype=np.int64), ticks.cumsum()])
 
 
-def _tables(cost: Int64Array, num_stages: int, join: np.ufunc) -> list[Int64Array]:
-    """For 1, 2, ... num_stages stages: the least joined cost of the first l layers, int64 [num_layers + 1].
+def _slowest_of_best(sums: tuple[int, ...], num_stages: int) -> int:
+    """The least limit such that num_stages stages, each filled up to it, hold all layers. sums: as of `_prefix`.
 
-    cost: at [j, l], the cost of a stage of the layers j ... l - 1. join: np.maximum or np.add.
+    Found by halving: a limit of the longest layer more than the mean always holds them.
     """
+    longest = max(stop - start for start, stop in pairwise(sums))
+    low = max(-(-sums[-1] // num_stages), longest)
+    high = low + longest
+    while low < high:
+        limit, stop = (low + high) // 2, 0
+        for _ in range(num_stages):
+            stop = bisect_right(sums, sums[stop] + limit, stop) - 1
+        low, high = (low, limit) if stop == len(sums) - 1 else (limit + 1, high)
+    return low
+
+
+def _least_sums(cost: Int64Array, num_stages: int) -> list[Int64Array]:
+    """For 1, 2, ... num_stages stages: the least sum of costs of the first l layers, int64 [num_layers + 1].
+
+    cost: at [j, l], the cost of a stage of the layers j ... l - 1; _NEVER where no stage may hold them. The last stage
+    has at most as many layers as the longest one that may be.
+    """
+    num = len(cost)
+    longest = int((cost < _NEVER).sum(axis=0).max())
+    stop = np.arange(num)[:, None]
+    start = stop - 1 - np.arange(longest)
+    own = np.where(start >= 0, cost[start, stop], _NEVER)
     tables = [cost[0]]
     for _ in range(num_stages - 1):
-        tables.append(np.minimum(join(tables[-1][:, None], cost).min(axis=0), _NEVER))
+        tables.append(np.minimum((tables[-1][start] + own).min(axis=1), _NEVER))
     return tables
 
 

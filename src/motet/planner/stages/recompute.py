@@ -83,19 +83,22 @@ def least_recompute(
     states = np.zeros((3, 1), dtype=np.int64)
     counts = np.zeros((0, 1), dtype=np.int64)
     still_savable = sum(int(table.saved[-1]) for table in tables.values())
-    for table in tables.values():
+    if still_savable < needed:
+        return None
+    *others, last = tables.values()
+    for table in others:
         still_savable -= int(table.saved[-1])
         joined = states[:, :, None] + np.stack(table)[:, None, :]
         joined[2] = np.maximum(states[2][:, None], table.grown[None, :])
         joined = joined.reshape(3, -1)
-        kept = _undominated(joined, needed, still_savable)
+        # The first table is what the next one is joined with, whole: little of it is dominated.
+        kept = _undominated(joined, needed, still_savable) if len(counts) else np.arange(joined.shape[1])
         previous, count = np.divmod(kept, len(table.cost))
         counts = np.concatenate([counts[:, previous], count[None]])
         states = joined[:, kept]
-    if not counts.shape[1]:
+    if (best := _cheapest(states, last, needed)) is None:
         return None
-    best = int(np.argmin(states[0]))
-    return {key: int(count) for key, count in zip(tables, counts[:, best], strict=True)}
+    return {key: int(count) for key, count in zip(tables, (*counts[:, best[0]], best[1]), strict=True)}
 
 
 def _tables_of(
@@ -103,26 +106,53 @@ def _tables_of(
     saved_bytes: Mapping[Key, Float64Array],
     grown_bytes: Mapping[Key, Float64Array],
 ) -> dict[Key, _BlockTables]:
-    total = 0.0
-    for key, seconds in recompute_s.items():
-        for name, column in (("recompute_s", seconds), ("saved_bytes", saved_bytes[key]), ("grown", grown_bytes[key])):
-            column = np.asarray(column)
-            is_sound = column.min(initial=0) >= 0 and column.max(initial=0) < math.inf  # False for what is no number.
-            if len(column) != len(seconds) or not is_sound:
-                raise ArgumentError(f"{name} of {key!r} must be {len(seconds)} finite numbers, none of them negative.")
-        total += float(np.sum(seconds))
-    exponent = _TOTAL_BITS - int(np.frexp(total)[1])
-    zero = np.zeros(1, dtype=np.int64)
+    columns = {key: (recompute_s[key], saved_bytes[key], grown_bytes[key]) for key in recompute_s}
+    for key, own in columns.items():
+        if not len(own[0]) == len(own[1]) == len(own[2]) or not _are_sound(np.concatenate(own)):
+            _raise_unsound(key, own)
+    total = sum(float(np.sum(seconds)) for seconds in recompute_s.values())
+    exponent = _TOTAL_BITS - math.frexp(total)[1]
     tables = {}
-    for key, seconds in recompute_s.items():
-        fixed_point = np.rint(np.ldexp(np.asarray(seconds, dtype=np.float64), exponent)).astype(np.int64)
-        cost = (fixed_point << _COUNT_BITS) + 1
-        saved = np.floor(saved_bytes[key]).astype(np.int64)
-        grown = np.maximum.accumulate(np.ceil(grown_bytes[key])).astype(np.int64)
-        tables[key] = _BlockTables(
-            *(np.concatenate([zero, column]) for column in (cost.cumsum(), saved.cumsum(), grown))
-        )
+    for key, (seconds, saved, grown) in columns.items():
+        table = np.zeros((3, len(seconds) + 1), dtype=np.int64)
+        table[0, 1:] = np.rint(np.ldexp(seconds, exponent))
+        table[0, 1:] = (table[0, 1:] << _COUNT_BITS) + 1
+        table[1, 1:] = np.floor(saved)
+        table[2, 1:] = np.ceil(grown)
+        table[:2].cumsum(axis=1, out=table[:2])
+        np.maximum.accumulate(table[2], out=table[2])
+        tables[key] = _BlockTables(*table)
     return tables
+
+
+def _are_sound(column: Float64Array) -> bool:
+    """Whether all numbers are finite and none is negative. False for what is no number."""
+    return bool(column.min(initial=0) >= 0 and column.max(initial=0) < math.inf)
+
+
+def _raise_unsound(key: Hashable, columns: Sequence[Float64Array]) -> None:
+    for name, column in zip(("recompute_s", "saved_bytes", "grown"), columns, strict=True):
+        if len(column) != len(columns[0]) or not _are_sound(np.asarray(column)):
+            raise ArgumentError(f"{name} of {key!r} must be {len(columns[0])} finite numbers, none of them negative.")
+
+
+def _cheapest(states: Int64Array, last: _BlockTables, needed: int) -> tuple[int, int] | None:
+    """The best choice for all modules: the state of the others, and the number of blocks of the last; None if no choice
+    reaches `needed`. Of equal costs, the least growth wins, then the most saved.
+
+    states: [3, num_states], as of `_undominated`.
+    """
+    cost, saved = (column[:, None] + own[None, :] for column, own in zip(states[:2], last[:2]))
+    grown = np.maximum(states[2][:, None], last.grown[None, :])
+    enough = np.flatnonzero(saved - grown >= needed)
+    if not len(enough):
+        return None
+    cost = cost.ravel()[enough]
+    best = enough[cost == cost.min()]
+    if len(best) > 1:
+        best = best[np.lexsort((-saved.ravel()[best], grown.ravel()[best]))]
+    state, count = divmod(int(best[0]), len(last.cost))
+    return state, count
 
 
 def _undominated(states: Int64Array, needed: int, still_savable: int) -> Int64Array:
