@@ -92,7 +92,7 @@ def check(rank: int, num_ranks: int, frozen: tuple[str, ...]) -> list[str]:
             values = torch.cat([torch.empty(0, ROW_DIM, dtype=torch.float64), *(items[item] for item in own)])
             given = torch.from_numpy(sizes[own]), shared
             rows, graph = in_parts(module, values[shared.own], *given)
-            gradient = torch.from_numpy(rng.standard_normal((tokens.sum(), DIM)))
+            gradient = torch.from_numpy(rng.standard_normal((tokens.sum(), module.projector.output_dim)))
             whole = reference(torch.cat(items), torch.from_numpy(sizes))
             whole.backward(gradient)
             owner = np.concatenate(

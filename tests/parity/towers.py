@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import nn
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
@@ -14,6 +15,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import PatchMerger, Qwen2VisionTransformerPretrainedModel
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from motet.core.example import Media
 from motet.dispatch import LoadedExample
@@ -21,10 +24,12 @@ from motet.models.attention import ATTENTION
 from motet.models.exact import keep_float64
 from motet.models.families.qwen2_5_vl import Qwen25VLEncoder, Qwen25VLTower
 from motet.models.families.qwen2_vl import Qwen2VLEncoder, Qwen2VLTower
+from motet.models.families.qwen3_vl import Qwen3VLEncoder, Qwen3VLTower
 from motet.models.families.registry import ENCODERS
 from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
 from motet.models.whole.merger import MergerProjector
+from motet.models.whole.qwen3_vl import StackedMerger
 from parity.tiny import DIM
 
 _OPTIONS = {
@@ -38,8 +43,13 @@ _OPTIONS = {
     "dinov3": {"num_register_tokens": 2, "pos_embed_rescale": 1.0},
 }
 """Those of a family's own in its config."""
-TOWERS = (*_OPTIONS, "qwen2_vl", "whole qwen2_vl", "qwen2_5_vl", "whole qwen2_5_vl")
-"""Of a whole Qwen2-VL or Qwen2.5-VL the merger is the projector."""
+TOWERS = (
+    *(*_OPTIONS, "qwen2_vl", "whole qwen2_vl", "qwen2_5_vl", "whole qwen2_5_vl", "qwen3_vl"),
+    "whole qwen3_vl",
+)
+"""Of whole models of Qwen's the mergers are the projector."""
+STACKED = {"whole qwen3_vl": 1}
+"""Rows of inner blocks that stand beside an image's own ones, as one wide row."""
 ROW_DIM = 12
 """Of patches of 2 x 2 pixels with 3 channels."""
 
@@ -70,6 +80,8 @@ def tower_module(family: str, frozen: Sequence[str]) -> ModalityModule:
             encoder, projector = Qwen25VLTower(model), MergerProjector(8, DIM, Qwen2_5_VLPatchMerger, merge=2)
         else:
             encoder = Qwen25VLEncoder(model)
+    elif family.endswith("qwen3_vl"):
+        encoder, projector = qwen3_vl_tower(8, DIM, inner=[0] if family.startswith("whole") else None)
     else:
         config = Qwen2VLVisionConfig(
             depth=2, embed_dim=8, hidden_size=8, num_heads=2, mlp_ratio=2, patch_size=2, temporal_patch_size=1
@@ -88,6 +100,21 @@ def tower_module(family: str, frozen: Sequence[str]) -> ModalityModule:
     module = module.to(torch.float64)
     keep_float64(module)  # What these norms round would hide what differs, or look as if something did.
     return module
+
+
+def qwen3_vl_tower(
+    width: int, dim: int, inner: list[int] | None, depth: int = 2
+) -> tuple[nn.Module, StackedMerger | None]:
+    """The tower of a whole Qwen3-VL, whose rows of inner blocks go along, and its projector; or (None) by itself.
+
+    Sides of images are of up to 24 patches, whose places lie between those of a table of 5 x 5.
+    """
+    config = Qwen3VLVisionConfig(
+        depth=depth, hidden_size=width, intermediate_size=12, num_heads=2, patch_size=2, temporal_patch_size=1,
+        out_hidden_size=dim if inner else width, num_position_embeddings=25, deepstack_visual_indexes=inner or [],
+    )  # fmt: skip
+    model = Qwen3VLVisionModel(config)
+    return (Qwen3VLTower(model), StackedMerger(config)) if inner else (Qwen3VLEncoder(model), None)
 
 
 def with_patches(example: LoadedExample, seed: int, family: str) -> LoadedExample:
