@@ -139,7 +139,8 @@ def _decided(cut: Cut, model: MLLM, mesh: Mesh) -> Iterator[tuple[Decision, Batc
             if cut.degrees != ():
                 decision = cut_at_random(decision, lengths, rng, cut.degrees, cut.idle)
             if cut.items is not None or cut.draws_items:
-                decision = cut_items_at_random(decision, lengths, "image", rng, cut.items, cut.idle)
+                tile_rows = model.encoders["image"].tile_rows
+                decision = cut_items_at_random(decision, lengths, "image", rng, cut.items, cut.idle, tile_rows)
         yield decision, lengths, chosen
 
 

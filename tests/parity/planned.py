@@ -62,7 +62,7 @@ from parity.planned_generators import QUERIES, ROW_DIMS_MADE, SIZE_DIMS_MADE, wi
 from parity.planned_parts import INNER, SECOND, again_with, has_second, read_twice, second_tower, with_parts
 from parity.random_fills import with_random_fills
 from parity.tiny import draw_example, reference_step
-from parity.towers import qwen3_vl_tower, with_patches
+from parity.towers import qwen3_vl_tower, registry_tower, with_patches
 from parity.updates import updates_on_rows
 from ranks import run_ranks
 
@@ -152,6 +152,8 @@ def build_hf_model(
     of_images: tuple[torch.nn.Module, Any] = SiglipEncoder(SiglipVisionModel(image)), ProjectorConfig()
     if "stacked" in parts:
         of_images = qwen3_vl_tower(8, DIM, list(INNER), depth=3)
+    if "tiled" in parts:
+        of_images = registry_tower("internvl", depth=3), ProjectorConfig(downsample=4)
     towers = {"image": of_images, "audio": (WhisperEncoder(HFWhisperEncoder(audio)), ProjectorConfig(downsample=2))}
     if has_second(parts):
         towers = {"image": towers["image"], SECOND: (second_tower(sizes), ProjectorConfig()), "audio": towers["audio"]}
@@ -275,8 +277,9 @@ class PlannedCase:
         media = [tuple(map(str, each)) for each in media[: self.batch_size]]
         media[0] = tuple(name for name in media[0] if name != "image")
         examples = [draw_example(rng, each, ROW_DIMS, self.has_large) for each in media]
-        if "stacked" in self.parts:
-            examples = [with_patches(example, self.seed, "whole qwen3_vl") for example in examples]
+        for part, tower in (("stacked", "whole qwen3_vl"), ("tiled", "tiled internvl")):
+            if part in self.parts:
+                examples = [with_patches(example, self.seed, tower) for example in examples]
         return [read_twice(example, self.parts) for example in examples] if has_second(self.parts) else examples
 
     def model(self) -> MLLM:

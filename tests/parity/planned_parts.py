@@ -8,6 +8,7 @@
 "ahead":        rows of images see each other in both directions. "prefix": so do those before the first target.
 "stacked":      the image's tower and mergers are a Qwen3-VL's, on videos; rows of its first two blocks go along with
                 those of the last, and enter the backbone before its second and its third block.
+"tiled":        images are of tiles with a class row each, of whose rows four become one.
 "rows", "sum":  "second" reads each image too; its rows come behind the first encoder's, or are added to them.
 """
 
@@ -30,6 +31,7 @@ from motet.models.families.dinov2 import Dinov2Encoder
 from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
 from parity.tiny import QFORMER, RESAMPLER, doubled
+from parity.towers import EVEN_TILES
 
 SECOND = "second"
 _QUERIES = {
@@ -119,6 +121,7 @@ def with_parts(
     projector = projector.to(torch.float64)
     keep_float64(projector)
     before = {"image": Tiles(row_dim).to(torch.float64), "audio": doubled}.get(phase) if "tiles" in parts else None
+    before = EVEN_TILES if "tiled" in parts and phase == "image" else before
     after = Gate(dim).to(torch.float64) if "gate" in parts and phase == "audio" else None
     return ModalityModule(tower.to(torch.float64), projector, before=before, after=after, **frozen)
 

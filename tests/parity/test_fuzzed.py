@@ -156,6 +156,7 @@ def test_cases_have_all_that_a_plan_can_say():
             "part rows",
             "part sum",
             "part stacked",
+            "part tiled",
             "random fills, static",
             "fills of halves of blocks",
         ),

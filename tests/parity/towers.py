@@ -30,6 +30,7 @@ from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
 from motet.models.whole.merger import MergerProjector
 from motet.models.whole.qwen3_vl import StackedMerger
+from motet.models.whole.tiles import Tiles
 from parity.tiny import DIM
 
 _OPTIONS = {
@@ -45,9 +46,13 @@ _OPTIONS = {
 """Those of a family's own in its config."""
 TOWERS = (
     *(*_OPTIONS, "qwen2_vl", "whole qwen2_vl", "qwen2_5_vl", "whole qwen2_5_vl", "qwen3_vl"),
-    "whole qwen3_vl",
+    *("whole qwen3_vl", "tiled siglip", "tiled internvl"),
 )
-"""Of whole models of Qwen's the mergers are the projector."""
+"""Of whole models of Qwen's the mergers are the projector. Tiled images are of TILE x TILE patches each, of which four
+become a row.
+"""
+TILE = 4
+EVEN_TILES = Tiles(TILE, lambda sizes: sizes[:, 0] // TILE)
 STACKED = {"whole qwen3_vl": 1}
 """Rows of inner blocks that stand beside an image's own ones, as one wide row."""
 ROW_DIM = 12
@@ -57,19 +62,12 @@ ROW_DIM = 12
 def tower_module(family: str, frozen: Sequence[str]) -> ModalityModule:
     """The same parameters in every call, in float64. frozen: as of `tiny.build_model`."""
     torch.manual_seed(11)
-    projector = None
-    if (options := _OPTIONS.get(family)) is not None:
-        of_family = ENCODERS[family]
-        config = of_family.config(
-            hidden_size=8,
-            intermediate_size=12,
-            num_attention_heads=2,
-            num_hidden_layers=2,
-            patch_size=2,
-            attn_implementation=ATTENTION,
-            **options,
-        )
-        encoder = of_family.adapter(of_family.model(config))
+    projector, before, name = None, None, family.removeprefix("tiled ")
+    if name != family:
+        projector = build_projector(8, DIM, ProjectorConfig(downsample=4))
+        before = EVEN_TILES
+    if name in _OPTIONS:
+        encoder = registry_tower(name)
     elif family.endswith("qwen2_5_vl"):
         config = Qwen2_5_VLVisionConfig(
             depth=3, hidden_size=8, intermediate_size=12, num_heads=2, patch_size=2, temporal_patch_size=1,
@@ -96,10 +94,26 @@ def tower_module(family: str, frozen: Sequence[str]) -> ModalityModule:
         projector or build_projector(8, DIM, ProjectorConfig()),
         train_encoder="image" not in frozen and "image encoder" not in frozen,
         train_projector="image" not in frozen,
+        before=before,
     )
     module = module.to(torch.float64)
     keep_float64(module)  # What these norms round would hide what differs, or look as if something did.
     return module
+
+
+def registry_tower(family: str, depth: int = 2) -> nn.Module:
+    """A tower of 8 values a row."""
+    of_family = ENCODERS[family]
+    config = of_family.config(
+        hidden_size=8,
+        intermediate_size=12,
+        num_attention_heads=2,
+        num_hidden_layers=depth,
+        patch_size=2,
+        attn_implementation=ATTENTION,
+        **_OPTIONS[family],
+    )
+    return of_family.adapter(of_family.model(config))
 
 
 def qwen3_vl_tower(
@@ -120,12 +134,13 @@ def qwen3_vl_tower(
 def with_patches(example: LoadedExample, seed: int, family: str) -> LoadedExample:
     """The example with images of twice as many rows and columns of patches, as blocks of 2 x 2 of them are joined.
 
-    Towers of whole models get videos: items of one to three frames.
+    Towers of whole models get videos: items of one to three frames. Others get tiles, as many as images had rows.
     """
     rng = np.random.default_rng((seed, len(example.sequence.tokens)))
     media = []
     for phase, item in zip(example.sequence.media, example.media, strict=True):
         size = np.insert(2 * item.size, 0, rng.integers(1, 4)) if family.startswith("whole") else 2 * item.size
+        size = np.array([TILE * item.size[0], TILE]) if family.startswith("tiled") else size
         values = rng.standard_normal((size.prod(), ROW_DIM)).astype(np.float32)
         media.append(Media(values, size) if phase == "image" else item)
     return replace(example, media=tuple(media))
