@@ -38,10 +38,11 @@ def cut_items_at_random(
     rng: np.random.Generator,
     degrees: Sequence[int] | None = None,
     idle: int = 0,
+    tile_rows: int = 0,
 ) -> Decision:
-    """As `cut_at_random`, of the items of an encoder."""
+    """As `cut_at_random`, of the items of an encoder. tile_rows: as of `core.spec.Module`."""
     ranks = np.arange(decision.backbone.num_ranks - idle)
-    cuts = _drawn(lengths.items[phase].num_tokens, ranks, rng, degrees)
+    cuts = _drawn(lengths.items[phase].num_tokens // max(tile_rows, 1), ranks, rng, degrees)
     placed = {phase: _on_first(decision.assignments[phase], len(ranks))}
     item_cuts = {} if cuts is None else {phase: cuts}
     return replace(decision, assignments=decision.assignments | placed, item_cuts=item_cuts)

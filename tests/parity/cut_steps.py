@@ -25,7 +25,7 @@ from parity.cut_at_random import cut_at_random, cut_items_at_random
 from parity.planned import rank_device, share_off
 from parity.test_gradients import Case, counted_exchanges, lengths_of, local, orchestrator_of, relative, whole
 from parity.tiny import PHASES, build_model, draw_examples, reference_step
-from parity.towers import TOWERS, tower_module, with_patches
+from parity.towers import STACKED, TOWERS, tower_module, with_patches
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ def errors_of_cut(cut: Cut, cuts_something: bool = False) -> dict[str, float]:
 
 def _model_of(cut: Cut) -> MLLM:
     readers = "sum" if cut.enters_again else cut.case.readers
-    model = build_model(torch.float64, cut.case.frozen, readers, cut.case.family)
+    stacked = STACKED.get(cut.tower, 0)
+    model = build_model(torch.float64, cut.case.frozen, readers, cut.case.family, stacked)
     model.backbone.bidirectional = ("image",) if "images" in cut.together else ()
     model.backbone.prefix = "prefix" in cut.together
     if cut.tower:
@@ -138,7 +139,8 @@ def _decided(cut: Cut, model: MLLM, mesh: Mesh) -> Iterator[tuple[Decision, Batc
             if cut.degrees != ():
                 decision = cut_at_random(decision, lengths, rng, cut.degrees, cut.idle)
             if cut.items is not None or cut.draws_items:
-                decision = cut_items_at_random(decision, lengths, "image", rng, cut.items, cut.idle)
+                tile_rows = model.encoders["image"].tile_rows
+                decision = cut_items_at_random(decision, lengths, "image", rng, cut.items, cut.idle, tile_rows)
         yield decision, lengths, chosen
 
 

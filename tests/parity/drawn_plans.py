@@ -134,7 +134,8 @@ def draw(seed: int, number: int) -> DrawnCase:
     if number % CUT_EVERY == FIRST_CUT:
         return DrawnCase(number, CUT_ITEMS, drawn_cut(seed, number), obstacles)
     strategy, schedule = CELLS[number % len(CELLS)]
-    mixture = _with_experts(_drawn(_MIXTURE, (seed, number // PER_MIXTURE)), (seed, number // PER_MIXTURE))
+    of_mixture = seed, number // PER_MIXTURE
+    mixture = _with_other_images(_with_experts(_drawn(_MIXTURE, of_mixture), of_mixture), of_mixture)
     if number % CUT_EVERY == FIRST_WHOLE:
         strategy, schedule = WHOLE_MODULES, "data_parallel"
     rng = np.random.default_rng((seed, number))
@@ -219,6 +220,13 @@ def _with_experts(mixture: dict[str, object], numbers: tuple[int, ...]) -> dict[
     """A fifth of the mixtures have experts in the backbone, without adapters, which its layers are not all made for."""
     rng = np.random.default_rng((*numbers, crc32(b"experts")))
     return mixture | {"family": str(rng.choice(list(NUM_EXPERTS))), "lora": ()} if rng.random() < 0.2 else mixture
+
+
+def _with_other_images(mixture: dict[str, object], numbers: tuple[int, ...]) -> dict[str, object]:
+    """Half of the mixtures whose image encoder has no further parts have wide rows, or tiles."""
+    rng, parts = np.random.default_rng((*numbers, crc32(b"stacked"))), mixture["parts"]
+    other = ("stacked", "tiled", "", "")[int(rng.integers(4))]
+    return mixture | {"parts": (other, *parts)} if other and {*parts} <= {"ahead", "prefix"} else mixture
 
 
 def _drawn(options: dict[str, Callable[[np.random.Generator], object]], numbers: tuple[int, ...]) -> dict[str, object]:

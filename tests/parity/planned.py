@@ -59,9 +59,10 @@ from motet.train.planned_job import divide_part, holders_of, split_products
 from parity.data_parallel_plans import DataParallelRun
 from parity.going_on import gone_on
 from parity.planned_generators import QUERIES, ROW_DIMS_MADE, SIZE_DIMS_MADE, with_generators
-from parity.planned_parts import SECOND, again_with, has_second, read_twice, second_tower, with_parts
+from parity.planned_parts import INNER, SECOND, again_with, has_second, read_twice, second_tower, with_parts
 from parity.random_fills import with_random_fills
 from parity.tiny import draw_example, reference_step
+from parity.towers import qwen3_vl_tower, registry_tower, with_patches
 from parity.updates import updates_on_rows
 from ranks import run_ranks
 
@@ -148,28 +149,31 @@ def build_hf_model(
     inner = {"gpt2": {"n_inner": 24}, "opt": {"ffn_dim": 24}}
     numbers |= inner.get(family, {"intermediate_size": 24, "num_key_value_heads": 2})
     backbone = of_family.config(**numbers, **OF_FAMILY.get(family, {}))
-    towers = {
-        "image": (SiglipEncoder(SiglipVisionModel(image)), 1),
-        "audio": (WhisperEncoder(HFWhisperEncoder(audio)), 2),
-    }
+    of_images: tuple[torch.nn.Module, Any] = SiglipEncoder(SiglipVisionModel(image)), ProjectorConfig()
+    if "stacked" in parts:
+        of_images = qwen3_vl_tower(8, DIM, list(INNER), depth=3)
+    if "tiled" in parts:
+        of_images = registry_tower("internvl", depth=3), ProjectorConfig(downsample=4)
+    towers = {"image": of_images, "audio": (WhisperEncoder(HFWhisperEncoder(audio)), ProjectorConfig(downsample=2))}
     if has_second(parts):
-        towers = {"image": towers["image"], SECOND: (second_tower(sizes), 1), "audio": towers["audio"]}
+        towers = {"image": towers["image"], SECOND: (second_tower(sizes), ProjectorConfig()), "audio": towers["audio"]}
     encoders = {
         phase: with_parts(
             phase,
             tower,
-            ProjectorConfig(downsample=downsample),
+            projector,
             parts,
             ROW_DIMS["image"],
             DIM,
             train_encoder=phase not in frozen and f"{phase} encoder" not in frozen,
             train_projector=phase not in frozen,
         )
-        for phase, (tower, downsample) in towers.items()
+        for phase, (tower, projector) in towers.items()
     }
     causal_lm = of_family.model(backbone).to(torch.float64)
     ahead = {"bidirectional": ("image",) if "ahead" in parts else (), "prefix": "prefix" in parts}
     ahead["queries"] = {name: QUERIES[name] for name in made if name in QUERIES}
+    ahead["stacked"] = {"image": len(INNER)} if "stacked" in parts else {}
     ahead["turns"] = [name for name in made if name not in QUERIES]
     model = MLLM(encoders, Backbone(causal_lm, train=BACKBONE not in frozen, again=again_with(parts), **ahead))
     model = with_generators(model, made, frozen)
@@ -273,6 +277,9 @@ class PlannedCase:
         media = [tuple(map(str, each)) for each in media[: self.batch_size]]
         media[0] = tuple(name for name in media[0] if name != "image")
         examples = [draw_example(rng, each, ROW_DIMS, self.has_large) for each in media]
+        for part, tower in (("stacked", "whole qwen3_vl"), ("tiled", "tiled internvl")):
+            if part in self.parts:
+                examples = [with_patches(example, self.seed, tower) for example in examples]
         return [read_twice(example, self.parts) for example in examples] if has_second(self.parts) else examples
 
     def model(self) -> MLLM:
@@ -453,7 +460,8 @@ def batches_of(
             for phase, replica in place.replicas.items()
             if needs.reads(phase, number, part.decision.program)
         }
-        sizes = {p: np.array([m.size for m in items[p]], np.int64).reshape(-1, SIZE_DIMS[p]) for p in phases}
+        dims = SIZE_DIMS | ({"image": 3} if "stacked" in case.parts else {})
+        sizes = {p: np.array([m.size for m in items[p]], np.int64).reshape(-1, dims[p]) for p in phases}
         sequences = None
         if needs.tokens:
             sequences = [chosen[i].sequence for i in decision.backbone.on_rank(place.replicas[BACKBONE])]

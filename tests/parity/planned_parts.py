@@ -6,6 +6,9 @@
 "gate":         what audio's projector makes is multiplied by a number that learns, a parameter without a dimension; a
                 frozen one of whole numbers orders its columns anew.
 "ahead":        rows of images see each other in both directions. "prefix": so do those before the first target.
+"stacked":      the image's tower and mergers are a Qwen3-VL's, on videos; rows of its first two blocks go along with
+                those of the last, and enter the backbone before its second and its third block.
+"tiled":        images are of tiles with a class row each, of whose rows four become one.
 "rows", "sum":  "second" reads each image too; its rows come behind the first encoder's, or are added to them.
 """
 
@@ -28,6 +31,7 @@ from motet.models.families.dinov2 import Dinov2Encoder
 from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
 from parity.tiny import QFORMER, RESAMPLER, doubled
+from parity.towers import EVEN_TILES
 
 SECOND = "second"
 _QUERIES = {
@@ -72,6 +76,10 @@ class WideTiles(Tiles):
         super().__init__(48)
 
 
+INNER = (0, 1)
+"""Blocks of the tower of "stacked" whose rows go along."""
+
+
 def again_with(parts: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """The blocks of the backbone before which rows enter again."""
     return {"image": (2,), "audio": (1, 2)} if "again" in parts else {}
@@ -99,12 +107,21 @@ def second_tower(sizes: dict[str, object]) -> Dinov2Encoder:
 
 
 def with_parts(
-    phase: str, tower: nn.Module, joined: ProjectorConfig, parts: Sequence[str], row_dim: int, dim: int, **frozen: bool
+    phase: str,
+    tower: nn.Module,
+    joined: ProjectorConfig | nn.Module,
+    parts: Sequence[str],
+    row_dim: int,
+    dim: int,
+    **frozen: bool,
 ) -> ModalityModule:
     """The encoder of a phase in float64. joined: its projector without queries."""
-    projector = build_projector(8, dim, _QUERIES[phase] if "queries" in parts else joined).to(torch.float64)
+    if not isinstance(projector := joined, nn.Module):
+        projector = build_projector(8, dim, _QUERIES[phase] if "queries" in parts else joined)
+    projector = projector.to(torch.float64)
     keep_float64(projector)
     before = {"image": Tiles(row_dim).to(torch.float64), "audio": doubled}.get(phase) if "tiles" in parts else None
+    before = EVEN_TILES if "tiled" in parts and phase == "image" else before
     after = Gate(dim).to(torch.float64) if "gate" in parts and phase == "audio" else None
     return ModalityModule(tower.to(torch.float64), projector, before=before, after=after, **frozen)
 

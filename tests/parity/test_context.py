@@ -131,6 +131,50 @@ LARGE = {
     ],
 }
 """Images that ranks cut, of which some have no row of a small one."""
+
+
+def wide(*units, schedule="1f1b", parts=(), of="stacked", **options):
+    return PlannedCase(units, schedule, parts=(of, *parts), has_large=True, **options)
+
+
+ON_TWO = Unit("llm", ({"backbone": 2}, {"backbone": 1}), pp=2, cp=2)
+INSIDE = chain(2, {"image": 2}, {"image": 1, "audio": 2, "backbone": 3}, recompute=({"image": 1}, {"image": 1}))
+WIDE = {
+    2: [
+        wide(*chain(2, WHOLE)),
+        wide(*chain(2, WHOLE, zero=3, recompute=({"image": 2},)), microbatch_size=2, left_out=0.3),
+        wide(*chain(2, {"backbone": 3}, replicated=("image", "audio"))),
+        wide(*chain(2, WHOLE), frozen=("image encoder",), parts=("ahead",)),
+    ],
+    3: [wide(BESIDE, Unit("llm", ({"backbone": 3},), first_rank=2), microbatch_size=2)],
+    4: [
+        # Rows of inner blocks so far go along from stage to stage; a rank without rows gets no message.
+        wide(*chain(2, {"image": 1}, {"image": 2, "audio": 2, "backbone": 3})),
+        wide(*INSIDE, schedule="zb_h1"),
+        wide(ENCODERS, *chain(2, {"backbone": 3}, first_rank=2), microbatch_size=2),
+        wide(ON_TWO, Unit("encoders", ({"image": 3, "audio": 2},), dp=2, cp=2), batch_size=4),
+    ],
+}
+"""Videos of Qwen3-VL's tower that ranks cut: rows of inner blocks go along with those of the last."""
+TILED = {
+    2: [
+        wide(*chain(2, WHOLE), of="tiled"),
+        wide(*chain(2, WHOLE, zero=3, recompute=({"image": 2},)), of="tiled", microbatch_size=2, left_out=0.3),
+        wide(*chain(2, {"backbone": 3}, replicated=("image", "audio")), of="tiled"),
+        wide(*chain(2, WHOLE), of="tiled", frozen=("image encoder",), parts=("again",)),
+    ],
+    3: [wide(BESIDE, Unit("llm", ({"backbone": 3},), first_rank=2), of="tiled", microbatch_size=2)],
+    4: [
+        # Each tile has a class row, which goes along from stage to stage; some ranks have no tile.
+        wide(*chain(2, {"image": 1}, {"image": 2, "audio": 2, "backbone": 3}), of="tiled"),
+        wide(*INSIDE, of="tiled", schedule="zb_h1"),
+        wide(ENCODERS, *chain(2, {"backbone": 3}, first_rank=2), of="tiled", microbatch_size=2),
+        wide(ON_TWO, Unit("encoders", ({"image": 3, "audio": 2},), dp=2, cp=2), of="tiled", batch_size=4),
+        wide(*chain(4, WHOLE), of="tiled"),
+        wide(*chain(2, WHOLE, tp=2), of="tiled"),
+    ],
+}
+"""Images that ranks cut between tiles."""
 IN_HEAD_GROUPS = [
     PlannedCase(
         chain(2, WHOLE, zero=3, recompute=({"image": 1, "backbone": 2},)),
@@ -161,4 +205,14 @@ def test_encoders_that_share_items_equal_one_process(num_ranks):
 
 @pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(LARGE, {2: (0,), 3: (0,), 4: (1,)}))
 def test_ranks_that_share_images_equal_one_process(num_ranks, cases):
+    assert_planned(num_ranks, cases)
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(WIDE, {2: (0,), 4: (0,)}))
+def test_ranks_that_share_videos_of_rows_for_several_blocks_equal_one_process(num_ranks, cases):
+    assert_planned(num_ranks, cases)
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(TILED, {2: (0,), 4: (0,)}))
+def test_ranks_that_share_tiles_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)

@@ -74,6 +74,12 @@ ITEMS = [
     Cut(ALL, degrees=(4, 2, 1, 2), tower="whole qwen2_5_vl", items=(4, 2, 1, 2, 4, 1)),
     Cut(replace(ALL, fsdp=FSDPConfig(recompute=True), num_microbatches=2), tower="qwen2_5_vl", draws_items=True),
     Cut(replace(IMAGES, num_examples=5), degrees=(), tower="qwen2_5_vl", items=(2,), idle=2),
+    # Rows of an inner block go along, and enter the backbone before its second.
+    Cut(ALL, degrees=(2,), tower="whole qwen3_vl", items=(4, 2, 1, 2)),
+    Cut(replace(ALL, fsdp=FSDPConfig(recompute=True), num_microbatches=2), tower="qwen3_vl", draws_items=True),
+    # Tiles, which do not see each other; the last ranks have none.
+    Cut(ALL, degrees=(2,), tower="tiled internvl", items=(2, 1, 3)),
+    Cut(replace(IMAGES, num_examples=5, fsdp=WHOLE_COPIES), degrees=(), tower="tiled siglip", items=(2,), idle=2),
     # Class rows, which the rank with an image's first row has; three of them an image, of no place.
     Cut(replace(ALL, seed=3), degrees=(2,), tower="clip", items=(4, 2, 1, 2, 4, 1)),
     Cut(replace(ALL, fsdp=FSDPConfig(recompute=True), num_microbatches=2), tower="dinov3", draws_items=True),
@@ -86,7 +92,7 @@ ITEMS = [
 ]
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: ITEMS}, {4: (1, 9, 12, 17)}))
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: ITEMS}, {4: (1, 9, 12, 14, 16, 21)}))
 def test_images_cut_over_ranks_equal_one_process(num_ranks, cases):
     assert run_ranks(check, num_ranks, cases) == [[]] * num_ranks
 

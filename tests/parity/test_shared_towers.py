@@ -19,7 +19,7 @@ from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
 from parity.planned import TOLERANCE
 from parity.tiny import DIM
-from parity.towers import ROW_DIM, TOWERS, tower_module
+from parity.towers import ROW_DIM, TILE, TOWERS, tower_module
 from ranks import run_ranks
 
 NUM_RANKS = 3
@@ -43,6 +43,8 @@ def sizes_of(tower: str, blocks: list[tuple[int, int]]) -> np.ndarray:
     sizes = np.array(blocks)
     if tower in SHAPED:
         return sizes.prod(axis=1)[:, None]
+    if tower.startswith("tiled"):
+        return np.stack([TILE * sizes.prod(axis=1), np.full(len(sizes), TILE)], axis=1)
     sizes = 2 * sizes if "qwen" in tower else sizes
     return np.insert(sizes, 0, 2, axis=1) if tower.startswith("whole") else sizes
 
@@ -73,13 +75,14 @@ def check(rank: int, num_ranks: int, frozen: tuple[str, ...]) -> list[str]:
         for blocks in IMAGES:
             module, reference = module_of(tower, frozen), module_of(tower, frozen)
             assert module.can_share, tower
+            assert bool(module.tile_rows) == tower.startswith("tiled")
             spares = (each.encoder.spare(torch.zeros(0)) for each in (module, without_weights(module)))
             assert len({(values.shape, sizes.shape) for values, sizes in spares}) == 1, tower
             sizes = sizes_of(tower, blocks)
             rng = np.random.default_rng(3)
             items = [torch.from_numpy(rng.standard_normal((rows, ROW_DIM))) for rows in sizes.prod(axis=1)]
             lengths, tokens = module.lengths(sizes), module.num_tokens(sizes)
-            shares = encoder_shares(lengths, tokens, num_ranks, can_cut=True)
+            shares = encoder_shares(lengths, tokens, num_ranks, can_cut=True, tile_rows=module.tile_rows)
             assert shares.cuts is not None, (tower, blocks)
             placed = score(shares.ranks, lengths, num_ranks, Packed())
             decision = Decision(
@@ -92,7 +95,7 @@ def check(rank: int, num_ranks: int, frozen: tuple[str, ...]) -> list[str]:
             values = torch.cat([torch.empty(0, ROW_DIM, dtype=torch.float64), *(items[item] for item in own)])
             given = torch.from_numpy(sizes[own]), shared
             rows, graph = in_parts(module, values[shared.own], *given)
-            gradient = torch.from_numpy(rng.standard_normal((tokens.sum(), DIM)))
+            gradient = torch.from_numpy(rng.standard_normal((tokens.sum(), module.projector.output_dim)))
             whole = reference(torch.cat(items), torch.from_numpy(sizes))
             whole.backward(gradient)
             owner = np.concatenate(

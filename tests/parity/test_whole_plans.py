@@ -1,12 +1,15 @@
 """Whole models under Plans: what stages and ranks share equals one process."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from benchmark import benchmark
+from motet.assign import planned_step
+from motet.assign.encoder_shares import joined_cuts
 from motet.planning.plan_first import plan_first
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
@@ -30,6 +33,27 @@ def trained(rank, num_ranks, recipe, runs):
         overrides = [*RUN, *overrides, f"run.dir={folder}"]
         read = load_recipe(Path(recipe), overrides)
         train(read, plan=partial(plan_first, read, Path(recipe), overrides) if read.parallel else None)
+
+
+def trained_by_example(rank, num_ranks, recipe, folder):
+    """Train a recipe under a Plan whose ranks share each example, with its items. Returns whether any was cut."""
+    overrides = [*RUN, "run.batch_size=4", *WAYS["shared sequences"], f"run.dir={folder}"]
+    read = load_recipe(Path(recipe), overrides)
+
+    def plan(world, say):
+        planned, chosen = plan_first(read, Path(recipe), overrides, world, say)
+        return planned, replace(chosen, plan=replace(chosen.plan, schedule="1f1b", microbatch_size=1))
+
+    found = []
+
+    def seen(parts, position):
+        found.append(joined_cuts(parts, position))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planned_step, "joined_cuts", seen)
+        train(read, plan=plan)
+    return any(cuts is not None for cuts in found)
 
 
 def figures(folder):
@@ -63,6 +87,20 @@ def test_divided_experts_beside_a_tower_on_ranks_of_its_own_are_one_process(tmp_
     """Rows for several blocks go to tensor-parallel ranks, each of which has some of the experts."""
     tower, llm = ["parallel.image.tp=1", "parallel.image.dp=2"], ["parallel.backbone.tp=2", "parallel.backbone.dp=1"]
     check("qwen3_vl_moe", 4, {"divided experts": tower + llm}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["idefics3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_vl", "smolvlm", "internvl"))],
+)
+def test_items_that_ranks_share_are_one_process(family, tmp_path):
+    """Images of several tiles; videos and images of Qwen3-VL, whose frames stand in several pieces; videos of tiles."""
+    whole_models.write_job(tmp_path / "job", family)
+    recipe = str(tmp_path / "job" / "recipe.toml")
+    run_ranks(trained, 1, recipe, {str(tmp_path / "alone"): ["run.batch_size=4"]})
+    assert run_ranks(trained_by_example, 2, recipe, str(tmp_path / "shared")) == [True] * 2
+    for found, expected in zip(figures(tmp_path / "shared"), figures(tmp_path / "alone"), strict=True):
+        assert found == pytest.approx(expected, rel=1e-10)
 
 
 def check(family, num_ranks, ways, tmp_path):

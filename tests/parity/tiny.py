@@ -168,13 +168,18 @@ BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
 
 
 def build_model(
-    dtype: torch.dtype = torch.float64, frozen: Sequence[str] = (), readers: str = "", family: str = "qwen2"
+    dtype: torch.dtype = torch.float64,
+    frozen: Sequence[str] = (),
+    readers: str = "",
+    family: str = "qwen2",
+    stacked: int = 0,
 ) -> MLLM:
     """The same parameters in every call and on every rank. frozen: of "image encoder", "image", "audio", "backbone".
 
     readers: as of `_encoders`; with "sum" rows of images enter the backbone again, too, and see each other in both
              directions.
     family:  of the backbone; of mixtures of experts with the loss of their routers.
+    stacked: rows of an image that stand beside its own ones, and enter the backbone before further blocks.
     """
     torch.manual_seed(3)
     of_family = BACKBONES[family]
@@ -195,7 +200,8 @@ def build_model(
     causal_lm = of_family.model(config).to(dtype)
     again = {"image": (1,)} if readers == "sum" else {}
     both_ways = ("image",) if readers == "sum" else ()
-    backbone = Backbone(causal_lm, train="backbone" not in frozen, merge=merge, again=again, bidirectional=both_ways)
+    entering = {"again": again, "stacked": {"image": stacked} if stacked else {}}
+    backbone = Backbone(causal_lm, train="backbone" not in frozen, merge=merge, bidirectional=both_ways, **entering)
     model = MLLM(encoders, backbone).to(dtype)
     keep_float64(model.encoders)
     return model

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import nn
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
@@ -14,6 +15,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import PatchMerger, Qwen2VisionTransformerPretrainedModel
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from motet.core.example import Media
 from motet.dispatch import LoadedExample
@@ -21,10 +24,13 @@ from motet.models.attention import ATTENTION
 from motet.models.exact import keep_float64
 from motet.models.families.qwen2_5_vl import Qwen25VLEncoder, Qwen25VLTower
 from motet.models.families.qwen2_vl import Qwen2VLEncoder, Qwen2VLTower
+from motet.models.families.qwen3_vl import Qwen3VLEncoder, Qwen3VLTower
 from motet.models.families.registry import ENCODERS
 from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
 from motet.models.whole.merger import MergerProjector
+from motet.models.whole.qwen3_vl import StackedMerger
+from motet.models.whole.tiles import Tiles
 from parity.tiny import DIM
 
 _OPTIONS = {
@@ -38,8 +44,17 @@ _OPTIONS = {
     "dinov3": {"num_register_tokens": 2, "pos_embed_rescale": 1.0},
 }
 """Those of a family's own in its config."""
-TOWERS = (*_OPTIONS, "qwen2_vl", "whole qwen2_vl", "qwen2_5_vl", "whole qwen2_5_vl")
-"""Of a whole Qwen2-VL or Qwen2.5-VL the merger is the projector."""
+TOWERS = (
+    *(*_OPTIONS, "qwen2_vl", "whole qwen2_vl", "qwen2_5_vl", "whole qwen2_5_vl", "qwen3_vl"),
+    *("whole qwen3_vl", "tiled siglip", "tiled internvl"),
+)
+"""Of whole models of Qwen's the mergers are the projector. Tiled images are of TILE x TILE patches each, of which four
+become a row.
+"""
+TILE = 4
+EVEN_TILES = Tiles(TILE, lambda sizes: sizes[:, 0] // TILE)
+STACKED = {"whole qwen3_vl": 1}
+"""Rows of inner blocks that stand beside an image's own ones, as one wide row."""
 ROW_DIM = 12
 """Of patches of 2 x 2 pixels with 3 channels."""
 
@@ -47,19 +62,12 @@ ROW_DIM = 12
 def tower_module(family: str, frozen: Sequence[str]) -> ModalityModule:
     """The same parameters in every call, in float64. frozen: as of `tiny.build_model`."""
     torch.manual_seed(11)
-    projector = None
-    if (options := _OPTIONS.get(family)) is not None:
-        of_family = ENCODERS[family]
-        config = of_family.config(
-            hidden_size=8,
-            intermediate_size=12,
-            num_attention_heads=2,
-            num_hidden_layers=2,
-            patch_size=2,
-            attn_implementation=ATTENTION,
-            **options,
-        )
-        encoder = of_family.adapter(of_family.model(config))
+    projector, before, name = None, None, family.removeprefix("tiled ")
+    if name != family:
+        projector = build_projector(8, DIM, ProjectorConfig(downsample=4))
+        before = EVEN_TILES
+    if name in _OPTIONS:
+        encoder = registry_tower(name)
     elif family.endswith("qwen2_5_vl"):
         config = Qwen2_5_VLVisionConfig(
             depth=3, hidden_size=8, intermediate_size=12, num_heads=2, patch_size=2, temporal_patch_size=1,
@@ -70,6 +78,8 @@ def tower_module(family: str, frozen: Sequence[str]) -> ModalityModule:
             encoder, projector = Qwen25VLTower(model), MergerProjector(8, DIM, Qwen2_5_VLPatchMerger, merge=2)
         else:
             encoder = Qwen25VLEncoder(model)
+    elif family.endswith("qwen3_vl"):
+        encoder, projector = qwen3_vl_tower(8, DIM, inner=[0] if family.startswith("whole") else None)
     else:
         config = Qwen2VLVisionConfig(
             depth=2, embed_dim=8, hidden_size=8, num_heads=2, mlp_ratio=2, patch_size=2, temporal_patch_size=1
@@ -84,21 +94,53 @@ def tower_module(family: str, frozen: Sequence[str]) -> ModalityModule:
         projector or build_projector(8, DIM, ProjectorConfig()),
         train_encoder="image" not in frozen and "image encoder" not in frozen,
         train_projector="image" not in frozen,
+        before=before,
     )
     module = module.to(torch.float64)
     keep_float64(module)  # What these norms round would hide what differs, or look as if something did.
     return module
 
 
+def registry_tower(family: str, depth: int = 2) -> nn.Module:
+    """A tower of 8 values a row."""
+    of_family = ENCODERS[family]
+    config = of_family.config(
+        hidden_size=8,
+        intermediate_size=12,
+        num_attention_heads=2,
+        num_hidden_layers=depth,
+        patch_size=2,
+        attn_implementation=ATTENTION,
+        **_OPTIONS[family],
+    )
+    return of_family.adapter(of_family.model(config))
+
+
+def qwen3_vl_tower(
+    width: int, dim: int, inner: list[int] | None, depth: int = 2
+) -> tuple[nn.Module, StackedMerger | None]:
+    """The tower of a whole Qwen3-VL, whose rows of inner blocks go along, and its projector; or (None) by itself.
+
+    Sides of images are of up to 24 patches, whose places lie between those of a table of 5 x 5.
+    """
+    config = Qwen3VLVisionConfig(
+        depth=depth, hidden_size=width, intermediate_size=12, num_heads=2, patch_size=2, temporal_patch_size=1,
+        out_hidden_size=dim if inner else width, num_position_embeddings=25, deepstack_visual_indexes=inner or [],
+    )  # fmt: skip
+    model = Qwen3VLVisionModel(config)
+    return (Qwen3VLTower(model), StackedMerger(config)) if inner else (Qwen3VLEncoder(model), None)
+
+
 def with_patches(example: LoadedExample, seed: int, family: str) -> LoadedExample:
     """The example with images of twice as many rows and columns of patches, as blocks of 2 x 2 of them are joined.
 
-    Towers of whole models get videos: items of one to three frames.
+    Towers of whole models get videos: items of one to three frames. Others get tiles, as many as images had rows.
     """
     rng = np.random.default_rng((seed, len(example.sequence.tokens)))
     media = []
     for phase, item in zip(example.sequence.media, example.media, strict=True):
         size = np.insert(2 * item.size, 0, rng.integers(1, 4)) if family.startswith("whole") else 2 * item.size
+        size = np.array([TILE * item.size[0], TILE]) if family.startswith("tiled") else size
         values = rng.standard_normal((size.prod(), ROW_DIM)).astype(np.float32)
         media.append(Media(values, size) if phase == "image" else item)
     return replace(example, media=tuple(media))

@@ -40,21 +40,23 @@ class EncoderShares:
     cuts: ItemCuts | None
 
 
-def encoder_shares(lengths: Int64Array, rows: Int64Array, num_ranks: int, *, can_cut: bool) -> EncoderShares:
+def encoder_shares(
+    lengths: Int64Array, rows: Int64Array, num_ranks: int, *, can_cut: bool, tile_rows: int = 0
+) -> EncoderShares:
     """Items dealt out over the ranks of a replica.
 
     lengths: int64 [num_items]. rows: int64 [num_items], which come out of the encoder, and between which it is cut.
-    can_cut: whether ranks can share an item (`Module.shareable`).
+    can_cut: whether ranks can share an item (`Module.shareable`). tile_rows: as of `Module`.
     """
     if can_cut and lengths.max(initial=0) * num_ranks > FULLEST * lengths.sum():
-        return _cut(tuple(lengths.tolist()), tuple(rows.tolist()), num_ranks)
+        return _cut(tuple(lengths.tolist()), tuple(rows.tolist()), num_ranks, tile_rows)
     return EncoderShares(assign(lengths, num_ranks).ranks.astype(np.int64), None)
 
 
 @lru_cache(maxsize=1024)
-def _cut(lengths: tuple[int, ...], rows: tuple[int, ...], num_ranks: int) -> EncoderShares:
+def _cut(lengths: tuple[int, ...], rows: tuple[int, ...], num_ranks: int, tile_rows: int) -> EncoderShares:
     of_items = np.array(lengths, dtype=np.int64)
-    units = units_of(np.array(rows, dtype=np.int64), num_ranks)
+    units = units_of(np.array(rows, dtype=np.int64), num_ranks, tile_rows)
     units[of_items * num_ranks <= of_items.sum()] = 1  # Items under a rank's share fit whole.
     found = split(of_items, num_ranks, Overhead(), divisible=units, target=FULLEST)
     return EncoderShares(largest_fragments(found).astype(np.int64), cuts_in(found))

@@ -23,6 +23,7 @@ from motet.core.arrays import Int64Array
 from motet.core.assignment import Assignment
 from motet.core.cuts import ItemCuts
 from motet.core.plan import Plan
+from motet.core.spec import Module
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.schedule import PlannedProgram
 
@@ -71,8 +72,8 @@ def _decided(
     for name, items in step.modules.items():
         if name != BACKBONE and (cp := plan.unit_of(name).cp) > 1:
             sharing[name] = cp
-        can_cut = plan.model.module(name).shareable
-        assignments[name], cuts = _assignment(items, microbatch, work[name], sharing.get(name, 1), can_cut=can_cut)
+        module, cp = plan.model.module(name), sharing.get(name, 1)
+        assignments[name], cuts = _assignment(items, microbatch, work[name], cp, module)
         if cuts is not None:
             item_cuts[name] = cuts
     method = step.methods[microbatch] if step.methods else "off"
@@ -91,17 +92,18 @@ def _decided(
 
 
 def _assignment(
-    items: ModuleAssignment, microbatch: int, work: Int64Array, cp: int, *, can_cut: bool
+    items: ModuleAssignment, microbatch: int, work: Int64Array, cp: int, module: Module
 ) -> tuple[Assignment, ItemCuts | None]:
     """Who computes the items of one microbatch, and which of them ranks share.
 
-    work: int64 [items of the microbatch]. cp, can_cut: as of `encoder_shares`.
+    work: int64 [items of the microbatch]. cp: ranks that share those of a replica. module: whose items they are.
     """
     inside = np.flatnonzero(items.microbatch == microbatch)
     ranks, parts = items.replica[inside].astype(np.int64) * cp, []
     for first in np.unique(ranks).tolist() if cp > 1 else ():
         own = np.flatnonzero(ranks == first)
-        shares = encoder_shares(work[own], items.num_tokens[inside[own]], cp, can_cut=can_cut)
+        rows, tile_rows = items.num_tokens[inside[own]], module.tile_rows
+        shares = encoder_shares(work[own], rows, cp, can_cut=module.shareable, tile_rows=tile_rows)
         ranks[own] += shares.ranks
         if shares.cuts is not None:
             parts.append((shares.cuts, own, first))

@@ -54,7 +54,7 @@ def cut_phase(
     A fragment takes its share of an item's cost: of all work but that of targets, this holds to within a unit.
     """
     assert phase.rows is not None, "a phase that can be cut"
-    costs, units = phase.cost.weights(phase.lengths), units_of(phase.rows, num_ranks)
+    costs, units = phase.cost.weights(phase.lengths), units_of(phase.rows, num_ranks, phase.tile_rows)
     cuts = [split(costs, num_ranks, Overhead(), divisible=units, target=target, backend=backend) for target in TARGETS]
     found = _distinct(cuts, phase, costs, num_ranks, network)
     lacks = [lacking_bytes([(phase.bytes, each.placed, each.fragments)], num_ranks, room_bytes) for each in found]
@@ -78,8 +78,10 @@ def _distinct(
     return found
 
 
-def units_of(rows: Int64Array, num_ranks: int) -> Int64Array:
-    """The units between which items of so many rows can be cut, int64 [num_items], >= 1."""
+def units_of(rows: Int64Array, num_ranks: int, tile_rows: int = 0) -> Int64Array:
+    """The units between which items of so many rows can be cut, int64 [num_items], >= 1. tile_rows: as of `Phase`."""
+    if tile_rows:
+        return np.maximum(rows // tile_rows, 1)
     half = -(-rows // 2)
     units: Int64Array = np.maximum(half // np.clip(half // (_UNITS_A_RANK * num_ranks), 1, _MOST_ROWS), 1)
     return units

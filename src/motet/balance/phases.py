@@ -57,6 +57,7 @@ class Phase:
     rows:             int64 [num_items], rows of items between which they can be cut over ranks: of the backbone's
                       sequences, or of an encoder's outputs; None: they stay whole. keys: what the ranks that share them
                       exchange, of such rows.
+    tile_rows:        how many of these rows stay together, as tiles that do not see each other; 0: any can be apart.
     waits:            whether ranks wait for each other in the phase, as those that shard a module gather its weights
                       layer by layer. Else they meet where rows are exchanged, and at the end.
 
@@ -79,6 +80,7 @@ class Phase:
     bytes: ItemBytes | None = None
     rows: Int64Array | None = None
     keys: tuple[KeyExchange, ...] = ()
+    tile_rows: int = 0
     waits: bool = True
 
     def compute_ns(self, assignment: Assignment) -> int:

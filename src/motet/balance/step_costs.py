@@ -137,6 +137,7 @@ class StepTimes:
     held:        by phase, elements that a unit of an item's length keeps for backward; {}: deferring needs no memory.
     keys:        what ranks that share a sequence exchange; (): sequences stay whole.
     item_keys:   encoder -> the same of its items, by rows of its output; those of other encoders stay whole.
+    tile_rows:   encoder -> as of `Phase`, of those whose items can be cut between tiles alone.
     waits:       whether ranks wait for each other in each phase, as of `Phase`.
     memory:      what items take of a rank's memory; None: it is not known, and nothing is placed by it.
 
@@ -153,6 +154,7 @@ class StepTimes:
     held: Mapping[str, int] = field(default_factory=dict)
     keys: tuple[KeyExchange, ...] = ()
     item_keys: Mapping[str, tuple[KeyExchange, ...]] = field(default_factory=dict)
+    tile_rows: Mapping[str, int] = field(default_factory=dict)
     waits: bool = True
     memory: ItemMemory | None = None
 
@@ -244,8 +246,9 @@ class StepCosts(PhaseCosts):
                 num_exchanges=1 if name in self.times.frozen else 2,
                 held=items.length * self.times.held[name] if self.times.held else None,
                 bytes=taken.get(name),
-                rows=items.num_tokens if keys.get(name) else None,
+                rows=items.num_tokens if keys.get(name) or name in self.times.tile_rows else None,
                 keys=keys.get(name, ()),
+                tile_rows=self.times.tile_rows.get(name, 0),
                 waits=self.times.waits,
             )
 

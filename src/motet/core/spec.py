@@ -244,6 +244,8 @@ class Module:
 
     padded: each item of a microbatch is computed as long as the longest.
     shareable: ranks can share an item: its rows meet in attention alone, and as many rows as any make a row behind it.
+    tile_rows: rows behind it of each tile of an item, if that is made of equal tiles, which do not see each other: then
+               ranks share an item between its tiles alone, and exchange nothing; 0: between any rows.
 
     Example:
         >>> patches, block = Layer("patches", 4, 4, 2, 2), Layer("attention", 9, 12, 2, 8, Attention(2, 2))
@@ -256,11 +258,15 @@ class Module:
     stacks: tuple[Stack, ...]
     padded: bool = False
     shareable: bool = False
+    tile_rows: Count = 0
 
     @classmethod
-    def of(cls, name: str, layers: Iterable[Layer], padded: bool = False, shareable: bool = False) -> Module:
+    def of(
+        cls, name: str, layers: Iterable[Layer], padded: bool = False, shareable: bool = False, tile_rows: int = 0
+    ) -> Module:
         """The module with these layers, in execution order. Equal neighbours become one stack."""
-        return cls(name, tuple(Stack(layer, len(list(equal))) for layer, equal in groupby(layers)), padded, shareable)
+        stacks = tuple(Stack(layer, len(list(equal))) for layer, equal in groupby(layers))
+        return cls(name, stacks, padded, shareable, tile_rows)
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:

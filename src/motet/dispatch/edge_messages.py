@@ -120,7 +120,9 @@ def _num_rows(module: Module, stop: int, layer: Layer, items: ModuleAssignment, 
     segments, of = items.segments, parts.item[computed]
     rows = layer.rows(items.length[of]) if segments is None else segments.summed(layer.rows(segments.length))[of]
     is_cut = parts.is_cut[computed]
-    if is_cut.any():
+    if is_cut.any() and module.tile_rows:
+        rows = np.where(is_cut, rows * parts.num_rows[computed] // np.maximum(items.num_tokens[of], 1), rows)
+    elif is_cut.any():
         # Of class rows, the rank has them that has the item's first row.
         each = (rows - layer.extra_rows) // np.maximum(items.num_tokens[of], 1)
         is_first = np.append(True, np.diff(parts.item) > 0)[computed]

@@ -32,6 +32,7 @@ from motet.models.layers import (
     weighted_callbacks,
 )
 from motet.models.projector import Projector
+from motet.models.whole.tiles import Tiles
 
 
 class ModalityModule(nn.Module):
@@ -264,7 +265,7 @@ class ModalityModule(nn.Module):
     def spec_module(self, name: str) -> Module:
         """The module's part of a ModelSpec."""
         layers = (each.layer for each in self.layers())
-        return Module.of(name, layers, padded=self.cost == "padded", shareable=self.can_share)
+        return Module.of(name, layers, self.cost == "padded", self.can_share, self.tile_rows)
 
     def __call__(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """As `forward`."""
@@ -294,12 +295,20 @@ class ModalityModule(nn.Module):
     def _forward_shared(self, values: Tensor, sizes: Tensor, shared: SharedItemRows) -> Tensor:
         values, sizes, shared = self._or_spare(values, sizes, shared)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
-            hidden = self.encoder(self._cast(values), sizes, shared)
+            hidden = self.encoder(self._cast(values), *self._seen_here(sizes, shared))
         return self._project_shared(hidden, shared)
 
+    def _seen_here(self, sizes: Tensor, shared: SharedItemRows) -> tuple[Tensor, SharedItemRows | None]:
+        """What the encoder is given: the items with the rows that are here, or (None) tiles that are here whole."""
+        if self._tile is None:
+            return sizes, shared
+        return torch.from_numpy(self._tile.repeat(len(shared.own) // int(self._tile.prod()), axis=0)), None
+
     def _project_shared(self, hidden: Tensor, shared: SharedItemRows) -> Tensor:
-        num_rows = shared.num_rows_out
-        rows = self.projector(hidden.to(_dtype_of(self.projector, hidden.dtype)), np.array([len(hidden)]))
+        num_rows, extents = shared.num_rows_out, np.array([len(hidden)])
+        if self._tile is not None:
+            extents = self._extents(self._seen_here(torch.empty(0), shared)[0].numpy())
+        rows = self.projector(hidden.to(_dtype_of(self.projector, hidden.dtype)), extents)
         if num_rows == 0:
             return rows[:0].clone()  # Nobody sees the spare item. FSDP refuses views as outputs.
         if len(rows) != num_rows:
@@ -309,7 +318,7 @@ class ModalityModule(nn.Module):
     def _enter_shared(self, values: Tensor, sizes: Tensor, shared: SharedItemRows) -> Tensor:
         values, sizes, rows = self._or_spare(values, sizes, shared)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
-            hidden = self.encoder.enter(self._cast(values), sizes, rows)
+            hidden = self.encoder.enter(self._cast(values), *self._seen_here(sizes, rows))
         return hidden[:0] if shared.is_idle else hidden
 
     def _or_spare(self, values: Tensor, sizes: Tensor, shared: SharedItemRows) -> tuple[Tensor, Tensor, SharedItemRows]:
@@ -317,6 +326,8 @@ class ModalityModule(nn.Module):
         if not shared.is_idle:
             return values, sizes, shared
         values, sizes = self.encoder.spare(values)
+        if self._tile is not None:
+            values = values.new_zeros(int(self._tile.prod()), values.shape[1])
         return values, sizes, shared.with_spare(len(values))
 
     def _with_spare(
@@ -331,11 +342,29 @@ class ModalityModule(nn.Module):
 
     @property
     def can_share(self) -> bool:
-        """Whether ranks can share an item: its rows meet in attention alone, and nothing is drawn for them."""
+        """Whether ranks can share an item: its rows meet in attention alone, or in its tiles, and nothing is drawn."""
         has_callback = any(callback is not None for callback in (self.before, self.between, self.after))
-        is_by_row = getattr(self.projector, "shareable", False)
+        is_by_row = getattr(self.projector, "shareable", False) and not has_callback
         can_meet = self.cost == "packed" and hasattr(self.encoder, "spare")
-        return can_meet and is_by_row and not has_callback and not drops_out(self)
+        return can_meet and (is_by_row or self._tile is not None) and not drops_out(self)
+
+    @property
+    def _tile(self) -> Int64Array | None:
+        """The size of every tile that `before` makes of items, int64 [1, size_dim], where ranks can share items between
+        these. None where they cannot: something else stands behind the tower, or not as many patches make each row.
+        """
+        if not isinstance(self.before, Tiles) or not (self.between is self.after is None) or self.projector.blocks:
+            return None
+        tile = self.before.tile
+        is_even = tile.prod() % self.projector.num_outputs(self._extents(tile))[0] == 0
+        return tile if is_even else None
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows behind the projector of each tile between which alone ranks share an item; 0: between any rows."""
+        if self._tile is None or not self.can_share:
+            return 0
+        return int(self.projector.num_outputs(self._extents(self._tile))[0])
 
     @property
     def uncuttable(self) -> str:
@@ -390,7 +419,8 @@ class ModalityModule(nn.Module):
         if shared is not None:
             hidden, sizes, rows = self._with_spare(hidden, sizes, shared)
             with self._graph_behind(hidden):
-                hidden = self.encoder.through(hidden, sizes, first, stop, rows)
+                seen, here = self._seen_here(sizes, rows)
+                hidden = self.encoder.through(hidden, seen, first, stop, here)
             return hidden[:0] if shared.is_idle else hidden
         seen_sizes, end = self._seen_sizes(sizes), self.num_encoder_blocks
         goes_on = first < end <= stop and bool(self.projector.blocks) and self._blocks[end - 1].half != 0
@@ -411,8 +441,8 @@ class ModalityModule(nn.Module):
         if shared is not None:
             hidden, sizes, rows = self._with_spare(hidden, sizes, shared)
             with self._graph_behind(hidden):
-                hidden = self.encoder.leave(hidden, sizes, rows)
-            return self._project_shared(hidden, shared)
+                hidden = self.encoder.leave(hidden, *self._seen_here(sizes, rows))
+            return self._project_shared(hidden, rows)
         if self.projector.blocks:
             return self._after(self.projector.leave(hidden), sizes)
         seen_sizes = self._seen_sizes(sizes)

@@ -130,13 +130,22 @@ class _Rows:
             share = rows / self._num_sharing(name, stage)
             return np.minimum(share, MAX_LOGITS / layer.output_width) if layer.targets_only else share
         longest = np.zeros(num_examples)
-        np.maximum.at(longest, items.example, rows)
         if not _is_together(self._plan, stage.unit):
-            return longest / self._num_sharing(name, stage)
+            np.maximum.at(longest, items.example, self._fragment(name, rows, self._num_sharing(name, stage)))
+            return longest
+        np.maximum.at(longest, items.example, self._fragment(name, rows, self._num_cutting(name, stage)))
         num_sharing = stage.unit.cp * stage.num_shares
-        return np.maximum(
-            longest / self._num_cutting(name, stage), np.bincount(items.example, rows, num_examples) / num_sharing
-        )
+        return np.maximum(longest, np.bincount(items.example, rows, num_examples) / num_sharing)
+
+    def _fragment(self, name: str, rows: Float64Array, num_ranks: int) -> Float64Array:
+        """The rows of the largest fragment of each item over so many ranks, [num_items]; of whole tiles, where it has
+        some.
+        """
+        tile_rows, tokens = self._plan.model.module(name).tile_rows, self._lengths.of(name).num_tokens
+        if not tile_rows:
+            return rows / num_ranks
+        tiles = np.maximum(tokens // tile_rows, 1)
+        return rows * np.ceil(tiles / num_ranks) / tiles
 
     def copied(self, name: str, layer: Layer, stage: PlannedStage) -> Float64Array:
         """Elements of copies of other ranks' rows in a layer's attention, [num_examples].
@@ -144,7 +153,7 @@ class _Rows:
         Of the rank with the last row, which sees all, or in a window those of one row.
         """
         unit, attention, cp = stage.unit, layer.attention, self._num_sharing(name, stage)
-        if attention is None or cp == 1:
+        if attention is None or cp == 1 or self._plan.model.module(name).tile_rows:
             return np.zeros(self._lengths.num_examples)
         rows = cp * self.of(name, layer, stage)
         others = rows * (1 - 1 / cp)

@@ -44,6 +44,7 @@ class RankMemory:
         (stages,) = on_ranks(plan)
         self._tp, self._precision = plan.unit_of(BACKBONE).tp, plan_precision(plan)
         self._layers: dict[str, Counter[StageLayer]] = {module.name: Counter() for module in plan.model.modules}
+        self._tiled = {module.name for module in plan.model.modules if module.tile_rows}  # Nothing is copied.
         for stage in stages:
             for placed in stage_layers(plan.model, stage.layers, stage.recomputed):
                 self._layers[placed.module][placed] += 1
@@ -64,7 +65,8 @@ class RankMemory:
             at_once = MAX_LOGITS / layer.output_width if layer.targets_only else np.inf
             rows = np.minimum(work.rows, at_once)
             own = layer_bytes(placed, size, rows, np.zeros(count))
-            copies = layer_bytes(placed, size, np.zeros(count), _copied(layer, rows) * self._precision.compute)
+            seen = 0.0 * rows if name in self._tiled else _copied(layer, rows)
+            copies = layer_bytes(placed, size, np.zeros(count), seen * self._precision.compute)
             kept, copied = kept + times * own[0], copied + times * copies[0]
             working.append(own[1])
             copied_working.append(copies[1])

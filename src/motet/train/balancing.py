@@ -118,12 +118,17 @@ def build_orchestrator(
                 "another policy."
             )
     costs = step_costs(config, spec, recompute, device.type, dtype.itemsize, measured, ranks_per_node)
-    shared = {
-        name: key_exchanges(spec, recompute, dtype.itemsize, name)
+    shareable = [
+        spec.module(name)
         for name, module in model.encoders.items()
         if module.can_share and isinstance(costs.costs[name], Packed)
+    ]
+    tiles = {module.name: module.tile_rows for module in shareable if module.tile_rows}
+    shared = {
+        module.name: () if module.tile_rows else key_exchanges(spec, recompute, dtype.itemsize, module.name)
+        for module in shareable
     }
-    times = replace(costs.times, item_keys=shared, waits=waits or not config.cut_by, memory=memory)
+    times = replace(costs.times, item_keys=shared, tile_rows=tiles, waits=waits or not config.cut_by, memory=memory)
     costs = replace(costs, times=times)
     return _orchestrator(config, spec, costs, num_ranks)
 

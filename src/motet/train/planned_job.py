@@ -89,7 +89,8 @@ class ChosenPlan:
             )
 
         for theirs, ours in zip(model.modules, spec.modules, strict=True):
-            if theirs.shareable and not ours.shareable and self.plan.unit_of(theirs.name).cp > 1:
+            can_be = ours.shareable and ours.tile_rows == theirs.tile_rows
+            if theirs.shareable and not can_be and self.plan.unit_of(theirs.name).cp > 1:
                 raise UserError(
                     f"{self.file} is for another model than {self.whose}: its ranks share items of {theirs.name}, "
                     f"which cannot be in the model in hand; plan anew: {self.replan}."
@@ -105,7 +106,8 @@ class ChosenPlan:
 
 def _unshared(spec: ModelSpec) -> ModelSpec:
     """The model as if ranks could share the items of no module."""
-    return replace(spec, modules=tuple(replace(module, shareable=False) for module in spec.modules))
+    whole = (replace(module, shareable=False, tile_rows=0) for module in spec.modules)
+    return replace(spec, modules=tuple(whole))
 
 
 def _counts(num_blocks: dict[str, int]) -> str:

@@ -322,6 +322,16 @@ def test_a_giant_image_is_cut_beside_whole_sequences():
     assert not whole.cut_items and "split" not in whole.predicted_s
 
 
+def test_a_giant_image_of_tiles_is_cut_between_them_without_an_exchange_of_keys():
+    """Five tiles of 200 rows among 300 rows of small images: no rank can have fewer than two of the tiles."""
+    image = replace(cuttable_image(range(31), [1000] + [10] * 30, token_bytes=0), tile_rows=200)
+    choice = choose([cuttable([10] * 40), image], 4, FAST, methods=["split"])
+    cut = choice.cut_items["image"]
+    assert cut.units[0] == 5 and (cut.end - cut.begin)[cut.item == 0].max() == 2
+    assert choice.assignments[1].loads.max() == 400
+    assert choice.exchange_s["split"] == choice.moved_bytes == 0
+
+
 def test_a_cut_image_takes_the_exchange_of_all_of_its_keys_and_of_its_outputs():
     """8 rows on two ranks, of which each sees the other's 4. Half of 8 bytes are for the other rank, there and back."""
     phases = [cuttable([2, 2], KeyExchange(0, 0, 0)), cuttable_image([0], [8], KeyExchange(0, 1, 3))]

@@ -101,6 +101,12 @@ def test_ranks_that_share_a_sequence_need_less_and_of_an_image_that_they_can_sha
     assert 0.25 < needed(image, 4) / needed(image, 1) < 0.35
     whole = replace(MODEL, modules=tuple(replace(module, shareable=False) for module in MODEL.modules))
     assert needed(image, 4, whole) > 0.9 * needed(image, 1, whole)
+    # Three tiles, of which a rank has one; it copies nothing.
+    tiled = replace(
+        MODEL, modules=tuple(replace(module, tile_rows=1000) for module in MODEL.modules[:1]) + MODEL.modules[1:]
+    )
+    three = lengths_of([10], [[12_000]])
+    assert needed(three, 4, tiled) == pytest.approx(needed(lengths_of([10], [[4000]]), 1), rel=0.02)
     many = lengths_of([10], [[25_000] * 4])
     assert needed(many, 4) == pytest.approx(needed(many, 1) / 4, rel=0.1)
 

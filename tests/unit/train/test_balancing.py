@@ -11,11 +11,11 @@ from motet.assign.whole_step import decide_step
 from motet.balance import LengthWork, PhaseCosts
 from motet.core.errors import UserError
 from motet.core.item_segments import ItemSegments
-from motet.core.workload import BACKBONE, home_ranks
+from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, home_ranks
 from motet.cost.flops import batch_flops, step_flops
 from motet.cost.profile import LayerTimes, ModuleTimes, Points, Profile
 from motet.data.text import ChatTokenizer
-from motet.dispatch import Decision
+from motet.dispatch import BalanceConfig, Decision
 from motet.models.build import build_mllm
 from motet.models.spec import model_spec
 from motet.planning.cluster import ClusterOptions
@@ -25,6 +25,7 @@ from motet.train.balancing import build_orchestrator, check_same_backend, read_m
 from motet.train.recipe.recipe import load_recipe
 from motet.train.report.metrics import balance_metrics, phase_metrics
 from motet.train.report.summary import methods_line
+from parity.planned import build_hf_model
 
 
 def test_ranks_with_different_cores_are_refused():
@@ -173,6 +174,21 @@ def layer_times(module):
         taken = [1e-9 * (r * (layer.weights + 1) + 10 * p * (layer.attention is not None)) for r, p in zip(rows, pairs)]
         points = Points(rows=rows, pairs=pairs, forward_s=taken, input_s=taken, weight_s=taken)
         yield LayerTimes(kind=kind[0], weights=kind[1], grid=points, held_out=points)
+
+
+def test_images_of_tiles_are_cut_between_them():
+    config = BalanceConfig(method="split")
+    for part, tile_rows in (("tiled", {"image": 4}), ("stacked", {})):
+        model = build_hf_model(parts=(part,))
+        costs = build_orchestrator(config, model, 2, torch.device("cpu"), torch.float32).costs
+        times = costs.times
+        assert set(times.item_keys) == {"image"} and times.tile_rows == tile_rows
+        assert bool(times.item_keys["image"]) == (not tile_rows)
+        images = ItemLengths(np.zeros(1, np.int64), np.array([64]), np.array([16]))
+        items = {"image": images, "audio": ItemLengths(*np.zeros((3, 0), np.int64))}
+        lengths = BatchLengths(np.array([30]), np.array([3]), np.zeros(1, np.int32), items)
+        (phase,) = (each for each in costs.phases(lengths) if each.name == "image")
+        assert phase.rows.tolist() == [16] and phase.tile_rows == sum(tile_rows.values())
 
 
 def test_padded_attention_of_items_with_segments_is_refused(recipe_file):

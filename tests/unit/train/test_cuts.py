@@ -126,3 +126,17 @@ def test_items_that_ranks_share_in_the_plan_alone_are_refused_where_they_would(p
         return
     with pytest.raises(UserError, match=r"ranks share items of image, which cannot be in the model in hand; .*REPLAN"):
         chosen.check_model(other)
+
+
+@pytest.mark.parametrize("tile_rows", [0, 9])
+def test_tiles_of_another_size_than_the_model_has_are_refused_where_ranks_share_them(tile_rows):
+    model = model_spec(build_hf_model(parts=("tiled",)))
+    assert (model.module("image").shareable, model.module("image").tile_rows) == (True, 4)
+    of_plan = [replace(each, tile_rows=tile_rows) if each.tile_rows else each for each in model.modules]
+    unit = Unit("all", ({"image": 3, "audio": 2, **LLM},), cp=2)
+    plan = Plan(replace(model, modules=tuple(of_plan)), cluster("h100", 1, 2), (unit,), 2)
+    with pytest.raises(UserError, match="ranks share items of image, which cannot be"):
+        ChosenPlan(plan, Path("plan.json"), lambda _: "REPLAN").check_model(model)
+    unshared = [replace(each, shareable=False, tile_rows=0) for each in model.modules]
+    plan = replace(plan, model=replace(model, modules=tuple(unshared)))
+    ChosenPlan(plan, Path("plan.json"), lambda _: "REPLAN").check_model(model)

@@ -142,6 +142,16 @@ def item_extents(lengths: Int64Array, shared: SharedAttention | None) -> PackedI
     return PackedItems.from_lengths(lengths) if shared is None else ContextItems(shared, causal=False)
 
 
+def extents_of_frames(sizes: Int64Array, shared: SharedItemRows | None) -> PackedItems | ContextItems:
+    """As `item_extents`, of patches that see those of their image, or of their frame. sizes: as of `frames_of`."""
+    grids = frames_of(sizes)
+    lengths = np.prod(grids, axis=1)
+    if shared is not None and len(grids) > len(sizes):
+        num_whole = len(frames_of(sizes[: shared.num_whole]))
+        shared = shared.in_order(np.arange(lengths.sum()), lengths, num_whole)
+    return item_extents(lengths, shared)
+
+
 def frames_of(sizes: Int64Array) -> Int64Array:
     """The grid of each frame of packed items, int64 [num_frames, 2]. sizes: int64 [num_items, 3], or 2 of images."""
     return sizes if sizes.shape[1] == 2 else np.repeat(sizes[:, 1:], sizes[:, 0], axis=0)

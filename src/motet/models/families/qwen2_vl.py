@@ -25,9 +25,9 @@ from motet.models.families.patches import (
     MergedRows,
     PatchRows,
     embed_patches,
+    extents_of_frames,
     frame_segments,
     frames_of,
-    item_extents,
     zero_image,
 )
 from motet.models.layers import LayerModules, any_trainable
@@ -125,14 +125,10 @@ class _Qwen2VLBlocks(nn.Module):
         self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedItemRows | None = None
     ) -> Tensor:
         """The blocks first ... stop - 1. shared: the rows that are here, where ranks share images."""
-        grids = frames_of(sizes.numpy())
-        coordinates = patch_coordinates(grids, self.merge)[slice(None) if shared is None else shared.own]
-        rotation = patch_rotation(self.model.rotary_pos_emb.inv_freq, coordinates, hidden)
-        lengths = np.prod(grids, axis=1)
-        if shared is not None and len(grids) > len(sizes):
-            num_whole = len(frames_of(sizes.numpy()[: shared.num_whole]))
-            shared = shared.in_order(np.arange(lengths.sum()), lengths, num_whole)
-        segments = item_extents(lengths, shared)
+        coordinates = patch_coordinates(frames_of(sizes.numpy()), self.merge)
+        here = coordinates if shared is None else coordinates[shared.own]
+        rotation = patch_rotation(self.model.rotary_pos_emb.inv_freq, here, hidden)
+        segments = extents_of_frames(sizes.numpy(), shared)
         for block in self.blocks[first:stop]:
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotation)
         return hidden

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
@@ -16,14 +15,17 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 from motet.core.arrays import Int64Array
 from motet.core.item_segments import ItemSegments
 from motet.core.shapes import Transformer, merge, patches
+from motet.models.context_items import SharedItemRows
 from motet.models.contract import ImageRows
 from motet.models.families.patches import (
     MergedRows,
     PatchRows,
     embed_patches,
+    extents_of_frames,
     frame_segments,
     frames_of,
-    item_extents,
+    rows_here,
+    zero_image,
 )
 from motet.models.families.qwen2_vl import PackedVisionAttention, patch_coordinates, patch_rotation
 from motet.models.layers import LayerModules, any_trainable, unused_layer
@@ -70,11 +72,19 @@ class _Qwen3VLBlocks(nn.Module):
             described.append(LayerModules(replace(layer, output_width=self.width * sent), (block,)))
         return described
 
-    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
-        return self.leave(self.through(self.enter(values, sizes), sizes, 0, len(self.model.blocks)), sizes)
+    def forward(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
+        hidden = self.through(self.enter(values, sizes, shared), sizes, 0, len(self.model.blocks), shared)
+        return self.leave(hidden, sizes, shared)
 
-    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
-        """The patch embedding and the positions of the table, between whose rows an image's patches stand."""
+    def spare(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The smallest image, a block of zeros."""
+        return zero_image(values, self.model.patch_embed.proj, self.merge)
+
+    def enter(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
+        """The patch embedding and the positions of the table, between whose rows an image's patches stand.
+
+        shared: as of `through`.
+        """
         model = self.model
         embedded = embed_patches(model.patch_embed.proj, values)
         grids = sizes if sizes.shape[1] == 3 else torch.cat([torch.ones_like(sizes[:, :1]), sizes], dim=1)
@@ -82,21 +92,27 @@ class _Qwen3VLBlocks(nn.Module):
         rows, weights = get_vision_interpolation_indices_and_weights(
             grids, model.num_grid_per_side, align_corners=True, spatial_merge_size=self.merge
         )
-        rows, weights = rows.to(embedded.device), weights.to(embedded.device)
+        rows, weights = (rows_here(each.to(embedded.device), shared) for each in (rows, weights))
         return embedded + (model.pos_embed(rows) * weights[:, :, None]).sum(1).to(embedded.dtype)
 
-    def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
-        """The blocks first ... stop - 1. hidden: wide rows, with those of inner blocks so far."""
-        grids = frames_of(sizes.numpy())
+    def through(
+        self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedItemRows | None = None
+    ) -> Tensor:
+        """The blocks first ... stop - 1. hidden: wide rows, with those of inner blocks so far.
+
+        shared: the rows that are here, where ranks share images.
+        """
+        coordinates = patch_coordinates(frames_of(sizes.numpy()), self.merge)
+        here = coordinates if shared is None else coordinates[shared.own]
         hidden, *inner = hidden.split(self.width, dim=1)
-        rotation = patch_rotation(self.model.rotary_pos_emb.inv_freq, patch_coordinates(grids, self.merge), hidden)
-        segments = item_extents(np.prod(grids, axis=1), None)
+        rotation = patch_rotation(self.model.rotary_pos_emb.inv_freq, here, hidden)
+        segments = extents_of_frames(sizes.numpy(), shared)
         for number, block in enumerate(self.blocks[first:stop], first):
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotation)
             inner += [hidden] * self.inner.count(number)
         return torch.cat([hidden, *inner], dim=1)
 
-    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+    def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """The wide rows behind the last block."""
         return hidden
 
@@ -130,6 +146,6 @@ class Qwen3VLEncoder(MergedRows, _Qwen3VLBlocks):
             LayerModules(merger, (model.merger,)),
         ]
 
-    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+    def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """The merger: a row a merge x merge block."""
         return self.model.merger(hidden)

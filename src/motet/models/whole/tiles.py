@@ -18,7 +18,7 @@ _LEAST_SHRINK = 1.1
 class Tiles:
     """A callback before a tower: the patches of an image's tiles, one tile after the other, are items of their own.
 
-    side:   patches of a tile's side.
+    side:   patches of a tile's side. tile: the size of every tile, int64 [1, 2].
     counts: sizes of images -> tiles of each, int64 [num_images].
 
     Example:
@@ -30,11 +30,12 @@ class Tiles:
 
     def __init__(self, side: int, counts: Callable[[Int64Array], Int64Array]) -> None:
         self.side, self.counts = side, counts
+        self.tile = np.full((1, 2), side, dtype=np.int64)
 
     def items(self, sizes: Int64Array) -> tuple[Int64Array, Int64Array]:
         """The size of every tile, int64 [num_tiles, 2], and the tiles of each image, int64 [num_images]."""
         counts = self.counts(sizes)
-        return np.full((int(counts.sum()), 2), self.side, dtype=np.int64), counts
+        return self.tile.repeat(int(counts.sum()), axis=0), counts
 
     def num_values(self, sizes: Int64Array) -> Int64Array:
         """Patch rows of each image, int64 [num_images]."""

@@ -463,12 +463,13 @@ class Pricing:
         """Which of the ranks that share a replica's items has what of each item of an encoder, as training deals it."""
         if name not in self._known_shares:
             items, cp = self.assignment.modules[name], self.plan.unit_of(name).cp
-            can_cut = self.plan.model.module(name).shareable
+            module = self.plan.model.module(name)
             cell = items.batch_index(self.assignment.num_microbatches)
             rank, columns = cell * cp, []
             in_order = np.argsort(cell, kind="stable")
             for own in np.split(in_order, np.flatnonzero(np.diff(cell[in_order])) + 1) if len(cell) else ():
-                shares = encoder_shares(items.length[own], items.num_tokens[own], cp, can_cut=can_cut)
+                rows, can_cut = items.num_tokens[own], module.shareable
+                shares = encoder_shares(items.length[own], rows, cp, can_cut=can_cut, tile_rows=module.tile_rows)
                 if (cuts := shares.cuts) is not None:
                     share = cuts.share_of(items.num_tokens[own]) / items.num_tokens[own][cuts.item]
                     columns.append((own[cuts.item], rank[own][cuts.item] + cuts.rank, share, cuts.begin == 0))
@@ -487,9 +488,13 @@ class Pricing:
         return self._known_items[name, like]
 
     def _fragments(self, name: str, layer: Layer) -> tuple[Float64Array, Float64Array]:
-        """(rows of each fragment of a cut item in a layer, rows of the whole item). The first one has class rows."""
+        """(rows of each fragment of a cut item in a layer, rows of the whole item). The first one has class rows; tiles
+        have some each.
+        """
         shares, rows = self._shares(name), self._of_each(name, like_layer(layer)).rows
         whole = rows[shares.item]
+        if self.plan.model.module(name).tile_rows:
+            return whole * shares.share, whole
         return (whole - layer.extra_rows) * shares.share + layer.extra_rows * shares.is_first, whole
 
     def _dealt(self, name: str, layer: Layer) -> Work:
@@ -540,6 +545,8 @@ class Pricing:
         # Where the description has no heads, all keys of a row count as one.
         heads, kv_heads = attention.num_heads // unit.tp, max(attention.num_kv_heads // unit.tp, 1)
         head_bytes = attention.kv_width / unit.tp / kv_heads * self.precision.compute
+        if self.plan.model.module(name).tile_rows:
+            return ContextPrice(seconds, copied)
         if name != BACKBONE:
             of_keys = self._moved_of_items(name, layer)
             return self._exchanged(2.0 * kv_heads * of_keys, 2.0 * kv_heads * of_keys, head_bytes, ranks)

@@ -1,5 +1,7 @@
 """What context-parallel ranks of an encoder are priced for, against the rows that training gives them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -23,8 +25,10 @@ WIDTH, KV_BYTES = 16, 2 * 16 * 2
 """Of rows, and of a row's keys and values in 16 bits."""
 
 
-def plan_of(cp: int, *, downsample: int = 1, own_ranks: bool = True) -> Plan:
+def plan_of(cp: int, *, downsample: int = 1, own_ranks: bool = True, tile_rows: int = 0) -> Plan:
     image = connect(vit("image", Transformer(WIDTH, 32, 2), 3, class_row=True), WIDTH, downsample=downsample)
+    if tile_rows:
+        image = replace(image, shareable=True, tile_rows=tile_rows)
     model = multimodal("tiny", language_model(Transformer(WIDTH, 32, 2, causal=True), 2, 100), [image])
     units = (Unit("image", ({"image": 3},), cp=cp), Unit("llm", ({"backbone": 2},), first_rank=cp))
     if not own_ranks:
@@ -32,10 +36,12 @@ def plan_of(cp: int, *, downsample: int = 1, own_ranks: bool = True) -> Plan:
     return Plan(model, cluster("h100", num_nodes=1), units, BATCH, 2)
 
 
-def lengths_of(segment: int = 0) -> BatchLengths:
-    images = np.array(IMAGES)
-    segments = ItemSegments.cut(images, segment) if segment else None
-    items = ItemLengths(np.array([0, 0, 0, 1, 1, 2, 3, 4, 4, 5]), images, images, segments)
+def lengths_of(segment: int = 0, tile: int = 1) -> BatchLengths:
+    """tile: patches of each tile, of which images have as many as others patches; four patches make a row."""
+    images = tile * np.array(IMAGES)
+    segments = ItemSegments.cut(images, max(segment, tile)) if segment or tile > 1 else None
+    rows = images if tile == 1 else images // 4
+    items = ItemLengths(np.array([0, 0, 0, 1, 1, 2, 3, 4, 4, 5]), images, rows, segments)
     sequence = np.full(BATCH, 10) + np.bincount(items.example, images, BATCH).astype(np.int64)
     return BatchLengths(sequence, np.full(BATCH, 3), np.zeros(BATCH, np.int32), {"image": items})
 
@@ -83,6 +89,33 @@ def test_layers_that_see_segments_alone_move_what_two_of_them_have():
     plan, lengths = plan_of(2), lengths_of(segment=4)
     pricing = Pricing(plan, planned(plan), assign_step(plan, lengths), Linear(plan.cluster))
     assert pricing.largest_copies("image", plan.model.module("image").layers[1]) == 8 * KV_BYTES
+
+
+@pytest.mark.parametrize(("cp", "own_ranks"), [(2, True), (3, False)])
+def test_shared_tiles_are_priced_as_they_are_executed(cp, own_ranks):
+    """Each tile of 8 patches has a class row, and becomes two rows; nothing is exchanged."""
+    plan, lengths = plan_of(cp, downsample=4, own_ranks=own_ranks, tile_rows=2), lengths_of(tile=8)
+    program, step = planned(plan), assign_step(plan, lengths)
+    pricing = Pricing(plan, program, step, Linear(plan.cluster))
+    layer, cut = plan.model.module("image").layers[1], 0
+    found = pricing.rows("image", layer, program.stages[0], [0])[0]
+    for number, part in enumerate(decide_planned_step(plan, lengths).microbatches):
+        items = part.lengths.items["image"]
+        of_ranks = [shared_items(part.decision, "image", items, rank) for rank in range(cp)]
+        if of_ranks[0] is None:
+            continue
+        cut += 1
+        assert not any(len(each.own) % 8 or 4 * each.num_rows_out != len(each.own) for each in of_ranks)
+        assert found[number] == pytest.approx(max(len(each.own) for each in of_ranks) * 9 / 8)
+    assert cut > 1
+    assert pricing.largest_copies("image", layer) == 0
+
+
+def test_tiles_stay_together():
+    lengths, rows = np.array([48, 8]), np.array([12, 2])
+    shares = encoder_shares(lengths, rows, 4, can_cut=True, tile_rows=4)
+    assert (shares.cuts.units == 3).all() and shares.cuts.degrees == {0: 3}
+    assert np.bincount(shares.cuts.run_owner(0, 12)).tolist().count(4) == 3
 
 
 def test_items_stay_whole_where_none_is_more_than_its_share():
