@@ -36,12 +36,13 @@ def counted(rank, num_ranks, cases):
     found = []
     for case in cases:
         run, model = run_of(case, torch.float64, SAME_TYPES), build_hf_model(case.frozen, case.tied)
-        batches, steps, tensor = run.batches(0, model), [], run.step.mesh.tensor and run.step.mesh.tensor.group
+        batches, steps, mesh = run.batches(0, model), [], run.step.mesh
+        sharing = mesh.tensor and mesh.tensor.group, mesh.experts and mesh.experts.group
         if isinstance(run, StagesRun):
             run.step.evaluate(batches)
-            tensor = run.step.groups.tensor
+            sharing = run.step.groups.tensor, run.step.groups.experts
         for number in range(2):
-            with counted_collectives(tensor) as sent:
+            with counted_collectives(*sharing) as sent:
                 result = run.step.run(batches, number)
             steps.append((result.sent_bytes, on_all_ranks(sent)))
             assert result.moved_bytes == result.sent_bytes["p2p"]

@@ -62,6 +62,7 @@ OF_FOUR = {
     "tp under data parallelism": test_divided_data_parallel.CASES[4],
     "cp that cuts images": test_context.LARGE[4],
     "ep": [*test_experts.SPREAD[4], *test_experts.SPREAD_IN_DATA_PARALLEL[4]],
+    "ep and tp": test_experts.SPREAD_AND_DIVIDED[4],
 }
 
 

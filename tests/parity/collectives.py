@@ -15,10 +15,12 @@ SUMS = 7
 
 
 @contextmanager
-def counted_collectives(tensor: dist.ProcessGroup | None = None) -> Iterator[Counter[str]]:
+def counted_collectives(
+    tensor: dist.ProcessGroup | None = None, experts: dist.ProcessGroup | None = None
+) -> Iterator[Counter[str]]:
     """Bytes that this rank sends in the block, by kind; of collectives, as rings send them.
 
-    tensor: the group of tensor-parallel ranks.
+    tensor: the group of tensor-parallel ranks. experts: of ranks that share experts; exchanges of others do not count.
     """
     sent: Counter[str] = Counter()
     isend, gather, scatter, reduce = dist.isend, dist.all_gather_single, dist.reduce_scatter_single, dist.all_reduce
@@ -49,11 +51,11 @@ def counted_collectives(tensor: dist.ProcessGroup | None = None) -> Iterator[Cou
             sent[kind] += 2 * whole.nbytes * passed_on(group)
         return reduce(whole, *given, group=group, **more)
 
-    def count_exchange(arrived, given, received=None, sizes=None, *, group):
-        if sizes is not None:  # Else numbers of rows.
+    def count_exchange(arrived, given, received=None, sizes=None, *, group, **more):
+        if experts is not None and group is experts and sizes is not None:  # Else numbers of rows.
             own = sizes[dist.get_rank(group)]
             sent["exchange"] += (len(given) - own) * given[:1].nbytes if len(given) else 0
-        return exchange(arrived, given, received, sizes, group=group)
+        return exchange(arrived, given, received, sizes, group=group, **more)
 
     with (
         mock.patch.object(dist, "isend", count_message),
