@@ -11,19 +11,12 @@ other (goal: 10 %).
 
 from __future__ import annotations
 
-import statistics
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from in_turns import predicted_step_s, steps_in_turns
-from rows import Row, finish, options, show
+from in_turns import compare_ways, medians_in_turns, predicted_step_s
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import motet
@@ -40,10 +33,8 @@ from motet.train.balancing import build_orchestrator
 from motet.train.input.loading import exchanged
 from motet.train.planned_job import divide_whole
 
-NUM_RANKS, FIRST, VOCABULARY, LAYERS = 2, 1, 512, 4
-"""FIRST steps are not counted."""
+NUM_RANKS, VOCABULARY, LAYERS = 2, 512, 4
 TOKENS = {"8 sequences of 128 tokens": (8, 128), "8 of 1,024": (8, 1024)}
-OFF = 0.1
 CPU = torch.device("cpu")
 
 
@@ -94,49 +85,14 @@ def plan_with(ep: int, batch: list[LoadedExample]) -> Plan:
     )  # fmt: skip
 
 
-def run_rank(rank: int, folder: str, seed: int, num_steps: int) -> None:
-    """Measure all batches on one rank; rank 0 stores (measured, simulated) ratios."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=NUM_RANKS)
-    found = {
-        name: ratios([examples(seed, step, *size) for step in range(FIRST + num_steps)])
-        for name, size in TOKENS.items()
-    }
-    if rank == 0:
-        torch.save(found, Path(folder) / "found")
-    dist.destroy_process_group()
-
-
-def ratios(batches: list[list[LoadedExample]]) -> tuple[float, float]:
+def ratios(size: tuple[int, int], seed: int, num_steps: int) -> tuple[float, float]:
     """The step with gathered experts over that with shared ones: (measured, simulated)."""
-    taken = steps_in_turns([Way(ep) for ep in (1, NUM_RANKS)], batches)
-    gathered_s, shared_s = (statistics.median(seconds[FIRST:]) for seconds in taken)
+    batches = [examples(seed, step, *size) for step in range(num_steps)]
+    gathered_s, shared_s = medians_in_turns([Way(ep) for ep in (1, NUM_RANKS)], batches)
     plans = [plan_with(ep, batches[-1]) for ep in (1, NUM_RANKS)]
     expected = [predicted_step_s(plan, batches[-1], build()) for plan in plans]
     return gathered_s / shared_s, expected[0] / expected[1]
 
 
-def rows(seed: int, num_steps: int) -> Iterator[Row]:
-    """Of each batch the measured gain, the simulated one, and how far they are from each other."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (folder, seed, num_steps), NUM_RANKS)
-        found: dict[str, tuple[float, float]] = torch.load(Path(folder) / "found", weights_only=False)
-    for name, (gain, expected) in found.items():
-        yield Row(f"{name}: gathered over shared, measured", gain)
-        yield Row(f"{name}: gathered over shared, simulated", expected)
-        yield Row(f"{name}: error of the simulated ratio", abs(expected / gain - 1), OFF)
-
-
-def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("--steps", type=int, default=5)
-    asked = parser.parse_args()
-    measured = []
-    for row in rows(asked.seed, asked.steps):
-        show(row)
-        measured.append(row)
-    finish(measured, asked.json, seed=asked.seed, steps=asked.steps)
-
-
 if __name__ == "__main__":
-    main()
+    compare_ways(__doc__, "gathered over shared", NUM_RANKS, TOKENS, ratios)

@@ -10,19 +10,12 @@ images over that with cut ones, medians over steps, and how far the simulated ra
 
 from __future__ import annotations
 
-import statistics
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from in_turns import predicted_step_s, steps_in_turns
-from rows import Row, finish, options, show
+from in_turns import compare_ways, medians_in_turns, predicted_step_s
 from transformers import Qwen2Config, Qwen2ForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
 import motet
@@ -32,8 +25,7 @@ from motet.core.workload import BACKBONE
 from motet.dispatch import LoadedExample
 from motet.models.mllm import MLLM
 
-NUM_RANKS, BATCH_SIZE, FIRST = 2, 4, 1
-"""FIRST steps are not counted."""
+NUM_RANKS, BATCH_SIZE = 2, 4
 VOCABULARY, PATCH = 512, 4
 BLOCKS = {"image": 6, BACKBONE: 2}
 SIDES = {
@@ -43,7 +35,6 @@ SIDES = {
 }
 """The sides of the images of each example, in patches."""
 SHARED = Unit("all", (BLOCKS,), cp=NUM_RANKS, zero=0)
-OFF = 0.1
 
 
 def build() -> MLLM:
@@ -77,21 +68,9 @@ def _example(rng: np.random.Generator, sides: tuple[int, ...]) -> LoadedExample:
     return LoadedExample(TokenSequence(rng.integers(0, VOCABULARY, num_tokens), is_answer, names, places), tuple(items))
 
 
-def run_rank(rank: int, folder: str, seed: int, num_steps: int) -> None:
-    """Measure all mixtures on one rank; rank 0 stores (measured, simulated) ratios by mixture."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=NUM_RANKS)
-    found = {
-        name: ratios([examples(seed, step, sides) for step in range(FIRST + num_steps)])
-        for name, sides in SIDES.items()
-    }
-    if rank == 0:
-        torch.save(found, Path(folder) / "found")
-    dist.destroy_process_group()
-
-
-def ratios(batches: list[list[LoadedExample]]) -> tuple[float, float]:
+def ratios(sides: tuple[int, ...], seed: int, num_steps: int) -> tuple[float, float]:
     """The step with whole images over that with cut ones: (measured, simulated)."""
+    batches = [examples(seed, step, sides) for step in range(num_steps)]
     optimizer = partial(torch.optim.SGD, lr=1e-3)
     any_plan = motet.apply(build(), {}, optimizer, batch=batches[0]).plan
     cut = replace(
@@ -99,33 +78,10 @@ def ratios(batches: list[list[LoadedExample]]) -> tuple[float, float]:
     )
     model = replace(cut.model, modules=tuple(replace(module, shareable=False) for module in cut.model.modules))
     plans = replace(cut, model=model), cut
-    ways = [motet.apply(build(), plan, optimizer) for plan in plans]
-    whole_s, cut_s = (statistics.median(seconds[FIRST:]) for seconds in steps_in_turns(ways, batches))
+    whole_s, cut_s = medians_in_turns([motet.apply(build(), plan, optimizer) for plan in plans], batches)
     expected = [predicted_step_s(plan, batches[-1], build()) for plan in plans]
     return whole_s / cut_s, expected[0] / expected[1]
 
 
-def rows(seed: int, num_steps: int) -> Iterator[Row]:
-    """Of each mixture the measured gain, the simulated one, and how far they are from each other."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (folder, seed, num_steps), NUM_RANKS)
-        found: dict[str, tuple[float, float]] = torch.load(Path(folder) / "found", weights_only=False)
-    for name, (gain, expected) in found.items():
-        yield Row(f"{name}: whole over cut, measured", gain)
-        yield Row(f"{name}: whole over cut, simulated", expected)
-        yield Row(f"{name}: error of the simulated ratio", abs(expected / gain - 1), OFF)
-
-
-def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("--steps", type=int, default=5)
-    asked = parser.parse_args()
-    measured = []
-    for row in rows(asked.seed, asked.steps):
-        show(row)
-        measured.append(row)
-    finish(measured, asked.json, seed=asked.seed, steps=asked.steps)
-
-
 if __name__ == "__main__":
-    main()
+    compare_ways(__doc__, "whole over cut", NUM_RANKS, SIDES, ratios)

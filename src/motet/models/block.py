@@ -60,16 +60,17 @@ class Block(nn.Module):
             hidden = take_part(hidden, self.inner.parameters())
             if self.without_rows is None:
                 return hidden
-            if self.recompute and torch.is_grad_enabled():
-                # Ranks with rows exchange them once more in the backward pass, and wait for this one.
-                return hidden + checkpoint(self.without_rows, hidden, use_reentrant=False)
-            return hidden + self.without_rows(hidden)
+            # Recomputed, too: ranks with rows exchange them once more in the backward pass, and wait for this one.
+            return hidden + self._kept_or_not(self.without_rows, hidden)
         if self.entering is not None:
             hidden = self.entering(hidden)
-        run = self._running()
+        return self._kept_or_not(self._running(), hidden, *args, **kwargs)
+
+    def _kept_or_not(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a function returns, whose activations are kept, or freed and computed again in backward."""
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(run, hidden, *args, use_reentrant=False, **kwargs)
-        return run(hidden, *args, **kwargs)
+            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        return run(*args, **kwargs)
 
     def _running(self) -> Callable[..., Any]:
         """The layer, or the half of it that runs.

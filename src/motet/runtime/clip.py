@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from motet.runtime.mesh import TENSOR
@@ -102,11 +101,6 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     if tensor.device.type != "cpu" or tensor.numel() <= _AT_ONCE:
         return (tensor,)
     return tensor.reshape(-1).split(_AT_ONCE)
-
-
-def is_on(tensor: Tensor, mesh: DeviceMesh | None) -> bool:
-    """Whether a tensor is a part of one that the ranks of a mesh share; False without a mesh."""
-    return mesh is not None and isinstance(tensor, DTensor) and tensor.device_mesh == mesh
 
 
 def _local(gradient: Tensor, num_ranks: int, tensor_size: int = 1) -> tuple[Tensor, int]:

@@ -32,7 +32,7 @@ from motet.core.limits import MAX_RANKS, MAX_STEPS, NumLayers
 from motet.core.words import counted_words
 from motet.runtime.casting import set_compute_types
 from motet.runtime.loss_scale import LossScale
-from motet.runtime.mesh import Mesh
+from motet.runtime.mesh import Mesh, of_parts
 from motet.runtime.sharded_state import ComputeTypes
 from motet.runtime.shards import keep_cut, name_cut
 from motet.runtime.stage import Model, is_trainable, modules_by_phase
@@ -183,17 +183,13 @@ def shard(
         # Whole copies, too: what FSDP2 stores, and what passes compute with, are two forms of a part of a parameter.
         assert isinstance(model, nn.Module), "parameters are cut by name"
         _check_dimensions(modules)
-        apart: dict[str, nn.Parameter] = {}
-        named = []
-        if mesh.cuts is not None:
-            named.append((cuts, keep_cut(model, cuts, mesh.cuts)[1], mesh.cuts))
-        if mesh.expert_cuts is not None:
-            rows = dict.fromkeys(experts, 0)
-            apart, shapes = keep_cut(model, rows, mesh.expert_cuts)
-            named.append((rows, shapes, mesh.expert_cuts))
-        wrap(model, mesh, config, apart.values())
-        for of_mesh in named:
-            name_cut(model, *of_mesh)
+        both = (cuts, mesh.cuts), (dict.fromkeys(experts, 0), mesh.expert_cuts)
+        divided = [(names, ranks) for names, ranks in both if ranks is not None]
+        shapes = [keep_cut(model, names, ranks) for names, ranks in divided]
+        parts = dict(model.named_parameters())
+        wrap(model, mesh, config, [parts[name] for name in experts])
+        for (names, ranks), of_whole in zip(divided, shapes, strict=True):
+            name_cut(model, names, of_whole, ranks)
     elif mesh.is_sharded:
         _check_dimensions(modules)
         wrap(model, mesh, config)
@@ -245,7 +241,7 @@ def _placed_apart(
     mesh: `Mesh.expert_cuts`.
     """
     ids = {id(parameter) for parameter in experts}
-    same = mesh[(mesh.mesh_dim_names or ())[1:]]
+    same = of_parts(mesh)
     info = FSDPMeshInfo(same, shard_mesh_dim=0)
     if same.ndim == 2:
         info = HSDPMeshInfo(same, shard_mesh_dim=1, replicate_mesh_dim=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -23,3 +23,12 @@ def new_group(ranks: Sequence[int] | None = None, *, backend: str | None = None)
     """`torch.distributed.new_group`, whose limit is its own otherwise: half an hour, or ten minutes. A collective."""
     device = torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
     return dist.new_group(ranks, backend=backend, timeout=wait_limit(device))
+
+
+def own_group(sets: Iterable[Sequence[int]], *, backend: str | None = None) -> dist.ProcessGroup | None:
+    """A `new_group` of each set of ranks; returns the one that this rank is in, the last of several. A collective."""
+    rank, own = dist.get_rank(), None
+    for ranks in sets:
+        group = new_group(ranks, backend=backend)
+        own = group if rank in ranks else own
+    return own

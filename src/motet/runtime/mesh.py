@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from motet.core.errors import UserError
 from motet.core.plan import expert_shard_size
 from motet.expert_ranks import ExpertRanks
-from motet.runtime.groups import new_group, wait_limit
+from motet.runtime.groups import new_group, own_group, wait_limit
 from motet.tensor_parallel import TensorRanks
 
 SHARD, REPLICATE = "shard", "replicate"
@@ -136,7 +136,7 @@ def build_mesh(
     tensor = TensorRanks(cuts.get_group(TENSOR), everyone.rank() % tensor_size, tensor_size, chunks=tensor_pieces)
     mesh = Mesh(
         device,
-        cuts[(cuts.mesh_dim_names or ())[1:]],
+        of_parts(cuts),
         of_other_examples(tensor_size),
         of_other_examples(tensor_size, backend="gloo"),
         max(on_node // tensor_size, 1),
@@ -152,11 +152,10 @@ def _with_experts(mesh: Mesh, expert_size: int, shard_size: int) -> Mesh:
     """The Mesh, whose ranks share experts. shard_size: of all other parameters. A collective."""
     if expert_size == 1:
         return mesh
-    tp, rank, num_ranks = mesh.tensor_size, dist.get_rank(), dist.get_world_size()
+    tp, num_ranks = mesh.tensor_size, dist.get_world_size()
     cuts = _cut_mesh(mesh.device, expert_size * tp, expert_shard_size(shard_size, expert_size))
     firsts = [first + t for first in range(0, num_ranks, expert_size * tp) for t in range(tp)]
-    sharing = [range(first, first + expert_size * tp, tp) for first in firsts]
-    group = next(group for ranks, group in [(ranks, new_group(ranks)) for ranks in sharing] if rank in ranks)
+    group = own_group(range(first, first + expert_size * tp, tp) for first in firsts)
     experts = ExpertRanks(group, mesh.rank % expert_size, expert_size)
     return replace(mesh, experts=experts, expert_cuts=cuts)
 
@@ -186,9 +185,15 @@ def of_other_examples(tensor_size: int, *, backend: str | None = None) -> dist.P
     """
     if tensor_size == 1:
         return new_group(backend=backend)
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    groups = [new_group(range(first, num_ranks, tensor_size), backend=backend) for first in range(tensor_size)]
-    return groups[rank % tensor_size]
+    sets = (range(first, dist.get_world_size(), tensor_size) for first in range(tensor_size))
+    group = own_group(sets, backend=backend)
+    assert group is not None, "every rank is in one"
+    return group
+
+
+def of_parts(cuts: DeviceMesh) -> DeviceMesh:
+    """The ranks that share out the same part of what the axis TENSOR of a mesh cuts."""
+    return cuts[(cuts.mesh_dim_names or ())[1:]]
 
 
 def _waiting(mesh: DeviceMesh) -> DeviceMesh:

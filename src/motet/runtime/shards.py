@@ -41,23 +41,20 @@ def share_out(
     _replace(model, shards)
 
 
-def keep_cut(
-    model: nn.Module, cuts: Mapping[str, int], mesh: DeviceMesh
-) -> tuple[dict[str, nn.Parameter], dict[str, torch.Size]]:
-    """Reduce parameters of a model, in place, to the part of this rank by the axis TENSOR of a mesh.
-
-    Returns name -> the part, and name -> the shape of the whole.
+def keep_cut(model: nn.Module, cuts: Mapping[str, int], mesh: DeviceMesh) -> dict[str, torch.Size]:
+    """Reduce parameters of a model, in place, to the part of this rank by the axis TENSOR of a mesh; returns the shapes
+    of the whole.
 
     cuts: name -> the dimension that is cut. Values of a parameter that is not on meta must be the same on all ranks.
     """
-    parameters, parts = dict(model.named_parameters()), {}
+    parameters, parts, shapes = dict(model.named_parameters()), {}, {}
     for name, cut in cuts.items():
         parameter = parameters[name]
         first, stop = cut_range(parameter.shape[cut], mesh)
         part = parameter.detach().narrow(cut, first, stop - first).clone(memory_format=torch.contiguous_format)
-        parts[name] = nn.Parameter(part, parameter.requires_grad)
-    _replace(model, {id(parameters[name]): part for name, part in parts.items()})
-    return parts, {name: parameters[name].shape for name in cuts}
+        parts[id(parameter)], shapes[name] = nn.Parameter(part, parameter.requires_grad), parameter.shape
+    _replace(model, parts)
+    return shapes
 
 
 def name_cut(model: nn.Module, cuts: Mapping[str, int], shapes: Mapping[str, torch.Size], mesh: DeviceMesh) -> None:

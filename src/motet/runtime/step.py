@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from motet.core.timeline import Timeline
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.dispatch.exchange import exchange_rows
 from motet.runtime.casting import compute_types_of, computing
-from motet.runtime.clip import is_on, scale_gradients, square_sum, unscale_and_clip
+from motet.runtime.clip import scale_gradients, square_sum, unscale_and_clip
 from motet.runtime.clock import ActionClock
 from motet.runtime.exchanges import Exchanges
 from motet.runtime.executor import Executor, Handler, Hook, RankProgram
@@ -170,7 +171,7 @@ class TrainStep:
         self.clock = clock or ActionClock(mesh.rank, mesh.device)
         self.modules = modules_by_phase(model)
         self.parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
-        self.experts = [parameter for parameter in self.parameters if is_on(parameter, mesh.expert_cuts)]
+        self.experts = [p for p in self.parameters if isinstance(p, DTensor) and p.device_mesh == mesh.expert_cuts]
         self.types = compute_types_of(model)
         self.is_wrapped = any(isinstance(module, FSDPModule) for module in self.modules.values())
         self.sent = SentBytes()

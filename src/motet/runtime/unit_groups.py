@@ -7,7 +7,7 @@ from itertools import product
 
 import torch.distributed as dist
 
-from motet.runtime.groups import new_group
+from motet.runtime.groups import own_group
 from motet.runtime.holders import RankGroups
 from motet.runtime.place import Place
 
@@ -18,7 +18,7 @@ class UnitGroups:
 
     context: ranks that run the same sequences, by c. tensor: ranks that share the same layers, by t.
     experts: ranks that share experts. None: it is alone.
-    expert_parts: ranks that have all experts between them; None: none do, or those of `experts` alone.
+    expert_parts: ranks that have all experts between them; None: it has them alone.
     sent:    gets the bytes that it sends in collectives of `tensor` and `experts`.
     """
 
@@ -30,28 +30,31 @@ class UnitGroups:
 
     def by_ranks(self, place: Place) -> RankGroups:
         """The groups whose ranks cut parameters."""
-        of_parts = {} if self.expert_parts is None else {place.expert_parts: self.expert_parts}
-        return {place.expert_ranks: self.experts, place.tensor_ranks: self.tensor} | of_parts
+        # Without `ep`, those that have all experts are the tensor-parallel ranks.
+        return {place.expert_parts: self.expert_parts, place.tensor_ranks: self.tensor}
 
     @staticmethod
     def of(place: Place) -> UnitGroups:
         """Make the groups of all ranks of a Plan. A collective, which does nothing where no unit has such ranks."""
-        context = tensor = experts = expert_parts = None
-        for unit in place.program.layout.units:
-            for p, d in product(range(unit.pp), range(unit.dp)):
-                for t in range(unit.tp) if unit.cp > 1 else ():
-                    ranks = [unit.rank(p, d, c, t) for c in range(unit.cp)]
-                    group = new_group(ranks)
-                    context = group if place.rank in ranks else context
-                for c in range(unit.cp) if unit.tp > 1 else ():
-                    ranks = [unit.rank(p, d, c, t) for t in range(unit.tp)]
-                    group = new_group(ranks)
-                    tensor = group if place.rank in ranks else tensor
-            for ranks in sorted({unit.expert_ranks(rank) for rank in unit.ranks}) if unit.ep > 1 else ():
-                group = new_group(ranks)
-                experts = group if place.rank in ranks else experts
-            shares_both = unit.ep > 1 < unit.tp
-            for ranks in sorted({unit.expert_parts(rank) for rank in unit.ranks}) if shares_both else ():
-                group = new_group(ranks)
-                expert_parts = group if place.rank in ranks else expert_parts
-        return UnitGroups(context, tensor, experts, expert_parts)
+        units = place.program.layout.units
+        replicas = [(unit, p, d) for unit in units for p, d in product(range(unit.pp), range(unit.dp))]
+        context = own_group(
+            [unit.rank(p, d, c, t) for c in range(unit.cp)]
+            for unit, p, d in replicas
+            for t in range(unit.tp)
+            if unit.cp > 1
+        )
+        tensor = own_group(
+            [unit.rank(p, d, c, t) for t in range(unit.tp)]
+            for unit, p, d in replicas
+            for c in range(unit.cp)
+            if unit.tp > 1
+        )
+        spread = [unit for unit in units if unit.ep > 1]
+        experts = own_group(
+            ranks for unit in spread for ranks in sorted({unit.expert_ranks(one) for one in unit.ranks})
+        )
+        parts = own_group(
+            ranks for unit in spread for ranks in sorted({unit.expert_parts(one) for one in unit.ranks}) if unit.tp > 1
+        )
+        return UnitGroups(context, tensor, experts, experts if parts is None else parts)
