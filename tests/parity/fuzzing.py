@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from motet.runtime import groups, holders, mesh, p2p, unit_groups
+from motet.runtime import groups, holders, mesh, p2p
 from parity import planned
 from parity.cut_steps import Cut, errors_of_cut
 from parity.planned import TOLERANCE, PlannedCase, differences, errors_of, tolerance_of
@@ -77,15 +77,16 @@ def _expected_in(folder: str) -> Iterator[None]:
 def _groups_of_before() -> Iterator[None]:
     """Let a case have the groups of cases before it: thousands would be left, and DTensor remembers its first ones."""
     asked: Counter[object] = Counter()
+    new = groups.new_group
 
     def again(ranks: Sequence[int] | None = None, *, backend: str | None = None) -> dist.ProcessGroup:
         key = None if ranks is None else tuple(ranks), backend
         asked[key] += 1
         if (key, asked[key]) not in _made:
-            _made[key, asked[key]] = groups.new_group(ranks, backend=backend)
+            _made[key, asked[key]] = new(ranks, backend=backend)
         return _made[key, asked[key]]
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (p2p, holders, mesh, unit_groups):
+        for module in (groups, p2p, holders, mesh):
             patch.setattr(module, "new_group", again)
         yield
