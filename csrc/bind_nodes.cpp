@@ -5,11 +5,12 @@
 namespace motet {
 namespace {
 
-Output<std::int64_t> bound_place_on_nodes(const Input<std::int64_t, 2>& volume, int ranks_per_node) {
+Output<std::int64_t> bound_place_on_nodes(const Input<std::int32_t>& sources, const Input<std::int32_t>& batches,
+                                          const Input<std::int64_t>& sizes, int num_ranks, int ranks_per_node) {
     std::vector<std::int64_t> ranks;
     {
         nb::gil_scoped_release released;
-        ranks = place_on_nodes(volume.data(), static_cast<int>(volume.shape(0)), ranks_per_node);
+        ranks = place_on_nodes(view(sources), view(batches), view(sizes), num_ranks, ranks_per_node);
     }
     return to_numpy(std::move(ranks));
 }
@@ -17,7 +18,8 @@ Output<std::int64_t> bound_place_on_nodes(const Input<std::int64_t, 2>& volume, 
 }  // namespace
 
 void bind_nodes(nb::module_& m) {
-    m.def("place_on_nodes", &bound_place_on_nodes, nb::arg("volume").noconvert(), nb::arg("ranks_per_node"));
+    m.def("place_on_nodes", &bound_place_on_nodes, nb::arg("sources").noconvert(), nb::arg("batches").noconvert(),
+          nb::arg("sizes").noconvert(), nb::arg("num_ranks"), nb::arg("ranks_per_node"));
 }
 
 }  // namespace motet

@@ -10,6 +10,8 @@
 namespace motet {
 namespace {
 
+constexpr std::int64_t kMaxPeaks = std::int64_t{1} << 29;  // with more, ranks for each example, step 2 is left out
+
 JointProblem problem_of(JointCosts costs, int num_ranks) {
     JointProblem problem{costs, num_ranks, {}, {}, {}};
     std::vector<std::int32_t> examples(costs.num_examples());
@@ -101,8 +103,10 @@ JointState place_by_sum(const JointProblem& problem) {
 JointState best_state(const JointProblem& problem, std::int64_t max_pairs) {
     JointState best = place_phase_by_phase(problem);
     search_swaps(problem, best, max_pairs / 2);
+    const bool is_large = std::int64_t{problem.costs.num_examples()} * problem.num_ranks > kMaxPeaks;
     for (const auto place : {place_by_peak, place_by_sum}) {
         if (best.objective() <= problem.goal(kNearBits)) break;
+        if (place == place_by_peak && is_large) continue;
         JointState other = place(problem);
         if (place == place_by_peak) search_swaps(problem, other, max_pairs / 2);
         if (other.objective() < best.objective()) best = std::move(other);

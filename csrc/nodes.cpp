@@ -28,14 +28,15 @@ public:
     const int num_ranks, ranks_per_node, num_nodes;
     std::vector<std::vector<Entry>> of_source;  // most first, then by batch
 
-    Volumes(const std::int64_t* volume, int num_ranks, int ranks_per_node)
+    Volumes(std::span<const std::int32_t> sources, std::span<const std::int32_t> batches,
+            std::span<const std::int64_t> sizes, int num_ranks, int ranks_per_node)
         : num_ranks(num_ranks), ranks_per_node(ranks_per_node),
           num_nodes((num_ranks + ranks_per_node - 1) / ranks_per_node), of_source(num_ranks),
-          start_(static_cast<std::size_t>(num_ranks) * num_nodes + 1, 0) {
-        for (auto& held : of_source) {
-            held = without_zeros(volume);
-            volume += num_ranks;
+          start_(static_cast<std::size_t>(num_ranks) + 1, 0) {
+        for (std::size_t item = 0; item < sizes.size(); ++item) {
+            of_source[sources[item]].push_back({batches[item], sizes[item]});
         }
+        for (auto& held : of_source) add_up(held);
         cut();
         group_by_batch();
         for (auto& held : of_source) {
@@ -46,25 +47,31 @@ public:
     int size_of(int node) const { return std::min(ranks_per_node, num_ranks - node * ranks_per_node); }
     // What the sources of a node hold of a batch.
     std::span<const Entry> in_node(int batch, int node) const {
-        const auto* start = &start_[place_of(batch, node)];
-        return {of_batch_.data() + start[0], of_batch_.data() + start[1]};
+        const std::size_t end = start_[batch + 1];
+        std::size_t first = start_[batch];
+        for (std::size_t count = end - first; count > 0;) {  // where the node begins, without branches to guess
+            const std::size_t half = (count + 1) / 2;
+            first += node_of_entry_[first + half - 1] < node ? half : 0;
+            count -= half;
+        }
+        std::size_t last = first;
+        while (last < end && node_of_entry_[last] == node) ++last;
+        return {of_batch_.data() + first, of_batch_.data() + last};
     }
 
 private:
-    std::size_t place_of(int batch, int node) const { return static_cast<std::size_t>(batch) * num_nodes + node; }
-    std::vector<Entry> without_zeros(const std::int64_t* row) const {
-        constexpr int kStride = 16;  // most of thousands of ranks hold nothing of a batch: many zeros at once
-        std::vector<Entry> held;
-        for (int first = 0; first < num_ranks; first += kStride) {
-            const int last = std::min(first + kStride, num_ranks);
-            std::int64_t any = 0;
-            for (int batch = first; batch < last; ++batch) any |= row[batch];
-            if (any == 0) continue;
-            for (int batch = first; batch < last; ++batch) {
-                if (row[batch] != 0) held.push_back({batch, row[batch]});
+    // One entry for each batch, in batch order.
+    static void add_up(std::vector<Entry>& held) {
+        std::ranges::sort(held, {}, &Entry::other);
+        std::size_t count = 0;
+        for (const Entry& entry : held) {
+            if (count > 0 && held[count - 1].other == entry.other) {
+                held[count - 1].volume += entry.volume;
+            } else {
+                held[count++] = entry;
             }
         }
-        return held;
+        held.resize(count);
     }
     void cut() {
         std::int64_t most = 0;
@@ -81,27 +88,24 @@ private:
         }
     }
     void group_by_batch() {
-        std::vector<std::int32_t> next(num_ranks + 1, 0);
         for (const auto& held : of_source) {
-            for (const Entry& entry : held) ++next[entry.other + 1];
+            for (const Entry& entry : held) ++start_[entry.other + 1];
         }
-        std::partial_sum(next.begin(), next.end(), next.begin());
-        of_batch_.resize(next.back());
+        std::partial_sum(start_.begin(), start_.end(), start_.begin());
+        of_batch_.resize(start_.back());
+        node_of_entry_.resize(start_.back());
+        auto next = start_;
         for (int source = 0; source < num_ranks; ++source) {
-            for (const Entry& entry : of_source[source]) of_batch_[next[entry.other]++] = {source, entry.volume};
-        }
-        std::int32_t place = 0;  // next[batch] is by now the end of the batch
-        for (int batch = 0; batch < num_ranks; ++batch) {
-            for (int node = 0; node < num_nodes; ++node) {
-                start_[place_of(batch, node)] = place;
-                const int end = (node + 1) * ranks_per_node;
-                while (place < next[batch] && of_batch_[place].other < end) ++place;
+            for (const Entry& entry : of_source[source]) {
+                const std::size_t place = next[entry.other]++;
+                of_batch_[place] = {source, entry.volume};
+                node_of_entry_[place] = node_of(source);
             }
         }
-        start_.back() = place;
     }
     std::vector<Entry> of_batch_;      // by batch, then by source
-    std::vector<std::int32_t> start_;  // where the sources of a node begin in of_batch_, by batch, then by node
+    std::vector<int> node_of_entry_;   // the nodes of these sources
+    std::vector<std::size_t> start_;   // where each batch begins in of_batch_
 };
 
 struct Swap {
@@ -152,6 +156,7 @@ public:
         auto least = lower_threshold();
         for (int step = 1; step <= num_steps; ++step) {
             const int source = heaviest();
+            if (sent_[source] == 0) break;  // nothing can be less
             const Swap swap = best_swap(source, step);
             if (swap.out < 0) continue;
             apply(swap);
@@ -259,8 +264,9 @@ private:
 
 }  // namespace
 
-std::vector<std::int64_t> place_on_nodes(const std::int64_t* volume, int num_ranks, int ranks_per_node) {
-    const Volumes volumes(volume, num_ranks, ranks_per_node);
+std::vector<std::int64_t> place_on_nodes(std::span<const std::int32_t> sources, std::span<const std::int32_t> batches,
+                                         std::span<const std::int64_t> sizes, int num_ranks, int ranks_per_node) {
+    const Volumes volumes(sources, batches, sizes, num_ranks, ranks_per_node);
     Renaming renaming(volumes);
     renaming.start();
     renaming.swap_batches();

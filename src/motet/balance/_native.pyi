@@ -83,4 +83,10 @@ def joint_home(
     sizes: NDArray[np.int64],
     ranks_per_node: int,
 ) -> _JointPlacement: ...
-def place_on_nodes(volume: NDArray[np.int64], ranks_per_node: int) -> NDArray[np.int64]: ...
+def place_on_nodes(
+    sources: NDArray[np.int32],
+    batches: NDArray[np.int32],
+    sizes: NDArray[np.int64],
+    num_ranks: int,
+    ranks_per_node: int,
+) -> NDArray[np.int64]: ...

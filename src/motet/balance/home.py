@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 from motet.balance.backend import Backend, algorithms
 from motet.balance.checks import check_sum, checked_integers, checked_ranks, checked_ranks_per_node
 from motet.balance.costs import Cost, Packed
+from motet.balance.nodes import named_by_nodes
 from motet.core.arrays import Int32Array, Int64Array
 from motet.core.assignment import Assignment, csr_from_ranks, max_sum
 from motet.core.errors import ArgumentError
@@ -90,23 +91,14 @@ def _near_or_unconstrained(
     return renamed(lowest, home, sizes, ranks_per_node, backend)
 
 
-MAX_RENAMED_RANKS = 1 << 14
-"""On more ranks, placements keep their ranks: what each holds of each batch would take 2 GB and more."""
-
-
 def renamed(
     placed: Assignment, home: Int32Array, sizes: Int64Array, ranks_per_node: int, backend: Backend = "native"
 ) -> Assignment:
-    """The same placement with ranks renamed by `place_on_nodes`, so that little leaves its node; unchanged on more than
-    MAX_RENAMED_RANKS.
+    """The same placement with ranks renamed by `place_on_nodes`, so that little leaves its node.
 
     home: int32 [num_items], the home rank of each item. sizes: int64 [num_items], what moves with it.
     """
-    if placed.num_ranks > MAX_RENAMED_RANKS:
-        return placed
-    volume = np.zeros((placed.num_ranks, placed.num_ranks), dtype=np.int64)
-    np.add.at(volume, (home, placed.ranks), sizes)
-    new_rank = algorithms(backend).place_on_nodes(volume, ranks_per_node)
+    new_rank = named_by_nodes(home, placed.ranks, sizes, placed.num_ranks, ranks_per_node, backend)
     ranks = new_rank[placed.ranks].astype(np.int32)
     loads = np.empty_like(placed.loads)
     loads[new_rank] = placed.loads

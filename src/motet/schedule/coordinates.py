@@ -7,6 +7,7 @@ data (d), context (c) and tensor parallelism (t).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -131,9 +132,22 @@ def replica_of(layout: Layout, stage: PlannedStage, island: int) -> int:
     It is a replica of the stage's own unit. For a stage in bubbles it is the replica of the backbone on whose ranks the
     stage runs.
     """
+    num_replicas, replica = _replicas_of(layout, stage)
+    return island * num_replicas + replica
+
+
+def replicas_of(layout: Layout, stage: PlannedStage, islands: Sequence[int]) -> Int64Array:
+    """`replica_of` in each of some islands, int64 [len(islands)]."""
+    num_replicas, replica = _replicas_of(layout, stage)
+    replicas: Int64Array = np.asarray(islands, dtype=np.int64) * num_replicas + replica
+    return replicas
+
+
+def _replicas_of(layout: Layout, stage: PlannedStage) -> tuple[int, int]:
+    """How many replicas an island has of the unit on whose ranks a stage runs, and which of them the stage is of."""
     host = host_of(layout, stage.unit)
     pipelines = 1 if host is stage.unit else host.pp // stage.unit.pp
-    return island * layout.num_replicas(host) + stage.replica // pipelines
+    return layout.num_replicas(host), stage.replica // pipelines
 
 
 def share_of(layout: Layout, module: str, stage: PlannedStage, island: int, c: int | None) -> int:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from motet.analyze.mixture import MFLOP_PER_LENGTH, Caps
 from motet.balance import Packed, Padded, assign, assign_jointly, crossing
-from motet.balance.home import MAX_RENAMED_RANKS, renamed
+from motet.balance.home import renamed
 from motet.core.errors import ArgumentError
 from unit.balance.contract import BACKENDS, check_equal, check_structure
 
@@ -243,13 +243,10 @@ def test_joint_costs_that_do_not_fit():
         assign_jointly([[2**62, 0], [0, 2**62]], 2, home=[0, 1])
 
 
-def test_on_very_many_ranks_placements_keep_their_ranks():
-    num_ranks = MAX_RENAMED_RANKS + 1
+@pytest.mark.parametrize("num_ranks", [16, 1 << 17])
+def test_a_placement_gets_the_ranks_where_its_items_are(num_ranks):
     lengths = np.arange(1, num_ranks + 1)
     placed = assign(lengths, num_ranks)
-    home = placed.ranks[::-1].copy()
-    assert renamed(placed, home, lengths, 8) is placed  # The volumes would be 2 GB.
-    fewer = assign(lengths[:16], 16)
-    home = fewer.ranks[::-1].copy()
-    assert crossing(renamed(fewer, home, lengths[:16], 8), home, ranks_per_node=8) == 0
-    assert crossing(fewer, home, ranks_per_node=8) > 0
+    home = placed.ranks[::-1].copy()  # A matrix of 2^17 ranks by ranks would take 137 GB.
+    assert crossing(placed, home, ranks_per_node=8) > 0
+    assert crossing(renamed(placed, home, lengths, 8), home, ranks_per_node=8) == 0

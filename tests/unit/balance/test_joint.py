@@ -121,6 +121,14 @@ def test_mixed_batches_are_balanced_in_all_phases(mixture, num_ranks, unit, exam
         assert (placed.loads.max(axis=0) / ideal).max() <= 1.005
 
 
+def test_very_many_ranks(mixture):
+    num_ranks = 5_000  # Examples times ranks are above reference/joint.py: MAX_PEAKS.
+    costs = mixture.draw(num_ranks * 32, np.random.default_rng(0), Caps()) * np.array(MFLOP_PER_LENGTH)
+    placed = assign_jointly(costs, num_ranks)
+    assert (np.bincount(placed.ranks, minlength=num_ranks) > 0).all()
+    assert objective(placed) / (costs.sum() / num_ranks) <= 1.02
+
+
 def test_sixteen_examples_a_rank(mixture):
     costs = mixture.draw(128 * 16, np.random.default_rng(0), Caps()) * np.array(MFLOP_PER_LENGTH)
     placed = assign_jointly(costs, 128)

@@ -6,11 +6,13 @@ the outputs of encoders.
 
 1. Place phase by phase (joint_phases.py), then search (joint_search.py). This works because most examples lack most
    phases, and those with the backbone alone balance it last.
-2. If the objective is above the goal: place longest first by the worst phase, then search.
+2. If the objective is above the goal: place longest first by the worst phase, then search. It looks at each rank for
+   each example, so it is left out where examples times ranks are more than 2^29. For OrchMLLM-84B on 10,240 ranks, with
+   30 examples each, it took two thirds of the time, and ended 4 % above step 1, which is 0.8 % above the bound.
 3. If it still is: place longest first by the sum over phases, without a search.
 
 The goal is 2^-11 (0.05 %) above the sum of the bounds. The result is the best of these placements. So it is never worse
-than LPT over vectors or LPT over sums, unless it reaches the goal.
+than LPT over sums, nor than LPT over vectors where step 2 is taken, unless it reaches the goal.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ from motet.core.arrays import Int64Array
 
 SHARE_UNIT = 2**30
 """A phase's sum in shares, the integers that _place_by_peak compares; sums of shares fit int32."""
+
+MAX_PEAKS = 2**29
+"""The most examples times ranks of step 2."""
 
 
 def joint(costs: Int64Array, num_ranks: int, max_pairs: int) -> AssignmentFields:
@@ -56,12 +61,13 @@ def _best_state(problem: JointProblem, max_pairs: int) -> JointState:
     search_swaps(problem, best, max_pairs // 2)
     if best.objective <= problem.goal:
         return best
-    by_peak = _place_by_peak(problem)
-    search_swaps(problem, by_peak, max_pairs // 2)
-    if by_peak.objective < best.objective:
-        best = by_peak
-    if best.objective <= problem.goal:
-        return best
+    if len(problem.costs) * problem.num_ranks <= MAX_PEAKS:
+        by_peak = _place_by_peak(problem)
+        search_swaps(problem, by_peak, max_pairs // 2)
+        if by_peak.objective < best.objective:
+            best = by_peak
+        if best.objective <= problem.goal:
+            return best
     by_sum = _place_by_sum(problem)
     return by_sum if by_sum.objective < best.objective else best
 

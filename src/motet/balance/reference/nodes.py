@@ -20,7 +20,7 @@ import heapq
 
 import numpy as np
 
-from motet.core.arrays import Float64Array, Int64Array
+from motet.core.arrays import Float64Array, Int32Array, Int64Array
 
 VOLUME_BITS = 24
 """The volume of a source is cut to so many bits, so that sums of squares fit 64 bits in the native core."""
@@ -28,12 +28,16 @@ VOLUME_BITS = 24
 MAX_SWAPS = 1000
 
 
-def place_on_nodes(volume: Int64Array, ranks_per_node: int) -> Int64Array:
-    """The rank of each batch, int64 [num_ranks], a permutation, from volume [num_ranks (source), num_ranks (batch)].
+def place_on_nodes(
+    sources: Int32Array, batches: Int32Array, sizes: Int64Array, num_ranks: int, ranks_per_node: int
+) -> Int64Array:
+    """The rank of each batch, int64 [num_ranks], a permutation, from the source, the batch and the size of each item.
 
-    The sum of a row must fit int64. O(num_ranks^2), then up to 1000 swaps of O(ranks_per_node * batches of a source *
-    sources of a batch on a node). This is for readers; it is slow for thousands of ranks.
+    What a source holds must fit int64. O(num_ranks^2), then up to 1000 swaps of O(ranks_per_node * batches of a source
+    * sources of a batch on a node). This is for readers; it is slow for thousands of ranks.
     """
+    volume = np.zeros((num_ranks, num_ranks), dtype=np.int64)  # [source, batch]
+    np.add.at(volume, (sources, batches), sizes)
     renaming = _Renaming(volume, ranks_per_node)
     renaming.start()
     renaming.swap_batches()

@@ -32,7 +32,7 @@ from motet.cost.memory import (
 )
 from motet.cost.model import Beyond, CostModel, LayerSeconds, Work
 from motet.schedule import PlannedProgram, PlannedStage, parts_of, pieces_of
-from motet.schedule.coordinates import host_of, replica_of
+from motet.schedule.coordinates import host_of, replica_of, replicas_of
 from motet.schedule.from_plan import StageKind
 from motet.schedule.layout import LAYER_PARTS
 from motet.simulate.engine.stage_times import Part
@@ -147,7 +147,7 @@ class Pricing:
 
     def islands(self, stage: PlannedStage) -> StagePrices:
         """The prices of a stage in all islands, [num_islands, num_microbatches] each."""
-        replicas = [replica_of(self.layout, stage, island) for island in range(self.num_islands)]
+        replicas = replicas_of(self.layout, stage, range(self.num_islands))
         return StagePrices(*(table[replicas] for table in self._seconds(stage.key)))
 
     def in_islands(self, islands: Sequence[int]) -> StagePrices:
@@ -194,7 +194,7 @@ class Pricing:
         """
         rows = self._priced(name, layer, stage.num_shares).work.rows
         by_replica = rows.reshape(-1, self.assignment.num_microbatches)
-        replica_rows: Float64Array = by_replica[[replica_of(self.layout, stage, island) for island in islands]]
+        replica_rows: Float64Array = by_replica[replicas_of(self.layout, stage, islands)]
         return replica_rows
 
     def largest_rows(self, name: str, layer: Layer) -> float:
@@ -370,9 +370,10 @@ class Pricing:
 
     def _sum(self, stage: PlannedStage, layers: Mapping[StageLayer, int]) -> StagePrices:
         shape = len(StagePrices._fields), *self._shape(stage)
-        total = np.zeros(shape)
+        total, scratch = np.zeros(shape), np.empty(shape)
         for placed, count in layers.items():
-            total += count * self._columns(placed, stage.num_shares, stage.unit.tp).reshape(shape)
+            columns = self._columns(placed, stage.num_shares, stage.unit.tp).reshape(shape)
+            total += np.multiply(count, columns, out=scratch)  # pages that are new cost more than the products
         return StagePrices(*total)
 
     def _columns(self, placed: StageLayer, num_shares: int, tp: int) -> Float64Array:

@@ -10,7 +10,7 @@ from motet.assign.rows import num_given_rows, sent_shares
 from motet.core.arrays import Float64Array
 from motet.core.workload import BACKBONE
 from motet.schedule import PlannedProgram, PlannedStage
-from motet.schedule.coordinates import replica_of
+from motet.schedule.coordinates import replica_of, replicas_of
 from motet.schedule.edges import consumers_in
 from motet.simulate.predict.collectives import Collectives
 from motet.simulate.predict.stage_pricing import Pricing
@@ -79,7 +79,7 @@ class Traffic:
             layer, has_gradient = model.sent(name, stop)
             if gradient and not has_gradient:
                 continue
-            senders = [replica_of(layout, source, island) for island in islands]
+            senders = replicas_of(layout, source, islands)
             if stop == 0:
                 rows = self._given_rows(name, source, sink)[senders]
             else:
