@@ -130,11 +130,10 @@ class EncoderPlans:
         pricing = self.pricing_of(backbone)
         busy_s, passing_s = np.zeros((2, self.shape.pp, pricing.num_islands))
         for kind in pricing.planned.kinds:
-            prices = pricing.islands(kind.stage)
-            all_s, forward_s = np.sum(prices[:-1], axis=0), prices.forward + prices.forward_tensor
-            busy_s[kind.ranks] += all_s.sum(axis=1)
+            passes = pricing.passes(kind.stage, range(pricing.num_islands))
+            busy_s[kind.ranks] += np.sum(passes, axis=(0, 2))
             first_chunk = kind.ranks[kind.numbers < self.shape.pp]
-            passing_s[first_chunk] = forward_s[:, 0] + (all_s - forward_s)[:, -1]
+            passing_s[first_chunk] = passes.forward[:, 0] + passes.backward[:, -1]
         waited_s = passing_s.cumsum(axis=0) - passing_s
         return float((waited_s + busy_s).max()) * (1 - 1e-9)
 

@@ -58,6 +58,13 @@ class StagePrices(NamedTuple):
     held: Float64Array
 
 
+class StagePasses(NamedTuple):
+    """Seconds of the passes of one stage, [len(islands), num_microbatches]. backward: recomputation included."""
+
+    forward: Float64Array
+    backward: Float64Array
+
+
 class ContextPrice(NamedTuple):
     """Seconds of one exchange of rows in a layer's attention, and bytes of the copies that backward reads again."""
 
@@ -127,6 +134,7 @@ class Pricing:
         self._known_work: dict[tuple[str, Layer], Work] = {}
         self._known_stages: dict[object, StagePrices] = {}
         self._known_columns: dict[tuple[StageLayer, int, int], Float64Array] = {}
+        self._known_passes: dict[tuple[StageLayer, int, int], Float64Array] = {}
         self._known_parts: dict[object, tuple[Part, ...]] = {}
         self._known_shares: dict[str, _Shares] = {}
         self._known_items: dict[tuple[str, Layer], Work] = {}
@@ -149,6 +157,15 @@ class Pricing:
         """The prices of a stage in all islands, [num_islands, num_microbatches] each."""
         replicas = replicas_of(self.layout, stage, range(self.num_islands))
         return StagePrices(*(table[replicas] for table in self._seconds(stage.key)))
+
+    def passes(self, stage: PlannedStage, islands: Sequence[int]) -> StagePasses:
+        """What the passes of a stage of a pipeline take, [len(islands), num_microbatches] each. It is not kept."""
+        ((layers, _),) = self._cases(stage)
+        (entered, again), (given, back) = self._entries(stage), self._given(stage)
+        passes = np.stack([entered + given, again + back])
+        for placed, count in layers.items():
+            passes += count * self._layer_passes(placed, stage)
+        return StagePasses(*passes[:, replicas_of(self.layout, stage, islands)])
 
     def in_islands(self, islands: Sequence[int]) -> StagePrices:
         """The prices of all stages in some islands, [len(islands), num_stages, num_microbatches] each."""
@@ -386,6 +403,15 @@ class Pricing:
                 columns[StagePrices._fields.index(name)] = prices
             self._known_columns[key] = columns
         return self._known_columns[key]
+
+    def _layer_passes(self, placed: StageLayer, stage: PlannedStage) -> Float64Array:
+        """`StagePasses` of a layer of a stage, [2, num_replicas, num_microbatches]."""
+        key = placed, stage.num_shares, stage.unit.tp
+        if key not in self._known_passes:
+            prices = StagePrices(*self._columns(*key).reshape(-1, *self._shape(stage)))
+            forward = prices.forward + prices.forward_tensor
+            self._known_passes[key] = np.stack([forward, np.sum(prices[:-1], axis=0) - forward])
+        return self._known_passes[key]
 
     def _passes(self, placed: StageLayer, priced: _Priced, tp: int) -> dict[str, Float64Array]:
         """The prices of a layer by field of StagePrices, flat. Gradients are as in `cost.model.backward_seconds`."""

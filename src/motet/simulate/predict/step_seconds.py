@@ -22,6 +22,9 @@ from motet.schedule.layout import Layout
 from motet.simulate.predict.stage_pricing import Pricing
 from motet.simulate.predict.step_operations import StepOperations
 
+_MAX_PRICED = 1 << 15
+"""Examples that are priced at once: prices of all layers are kept meanwhile."""
+
 
 class PricedSteps:
     """The steps of a Plan that fits, priced as they are simulated. What does not depend on lengths is computed once.
@@ -59,7 +62,9 @@ class PricedSteps:
         Those of the last batch are kept: several orders of a batch are tried.
         """
         if self._last is None or self._last[0] is not batch:
-            self._last = batch, self._example_ns(batch)
+            starts = range(0, max(batch.num_examples, 1), _MAX_PRICED)
+            parts = (np.arange(start, min(start + _MAX_PRICED, batch.num_examples)) for start in starts)
+            self._last = batch, np.concatenate([self._example_ns(batch.take(part)) for part in parts], axis=1)
         return self._last[1]
 
     def _example_ns(self, batch: BatchLengths) -> Int64Array:
@@ -84,7 +89,7 @@ class PricedSteps:
         taken_s = np.zeros((len(lane), batch.num_examples))
         for stage in self.layout.stages:
             if stage.replica == 0:
-                taken_s[lane[stage.rank]] += np.sum(pricing.stage(stage, 0)[:-1], axis=0)
+                taken_s[lane[stage.rank]] += np.sum(pricing.passes(stage, [0]), axis=0)[0]
         return np.rint(taken_s * NS_PER_S).astype(np.int64)
 
     def of_operations(self, assignment: StepAssignment) -> Int64Array:
