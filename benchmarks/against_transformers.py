@@ -7,7 +7,8 @@ The second is of encoders, backbones and projectors by parts (`parts.py`). The f
 side there: its own class, processor and chat template; one example at a time, without padding or packing; the loss on
 what its template marks as the assistant's. Motet's side: the recipe of six keys, all examples packed into one sequence,
 and again one at a time. Norms of both keep float64, and so do routers of experts, weights of attention with soft caps,
-and what turns patches with their places: transformers' round to float32, which is 1e-7 by itself.
+and what turns patches with their places: transformers' round to float32, which is 1e-7 by itself. Logits of a Granite
+are divided as its own class does, which LLaVA-NeXT of transformers leaves out.
 
 A row a family is printed, as docs/models.md has it, and stored as a row a figure. What is more than 1e-9 is missed.
 """
@@ -59,8 +60,10 @@ def theirs(folder: Path, adapter: Path | None = None) -> Step:
     """transformers' step on a job of `whole_models.write_job`. adapter: a directory that peft puts on top, to learn."""
     model = their_model(folder, adapter)
     total, num_targets = torch.zeros((), dtype=torch.float64), 0
+    # Granite's own class divides its logits by it, and transformers' LLaVA-NeXT around a Granite does not.
+    scaling = getattr(model.config.get_text_config(), "logits_scaling", 1.0)
     for inputs, is_target in their_inputs(folder):
-        logits = model(**inputs).logits[0]
+        logits = model(**inputs).logits[0] / scaling
         labels = inputs["input_ids"][0, 1:][is_target[1:]]
         total = total + cross_entropy(logits[:-1][is_target[1:]], labels, reduction="sum")
         num_targets += len(labels)

@@ -440,6 +440,39 @@ def write_llava_next(folder: Path) -> None:
     processor.save_pretrained(folder)
 
 
+def write_granite_vision(folder: Path) -> None:
+    """Granite Vision: LLaVA-NeXT on four layers of a Siglip tower side by side, and a Granite."""
+    special = {"eos_token": "</s>", "pad_token": "<pad>", "image_token": "<image>"}
+    tokenizer = tokenizer_with(special)
+    tile, canvases = {"height": 26, "width": 26}, [[side * 26 // 24 for side in canvas] for canvas in CANVASES]
+    processor = transformers.LlavaNextProcessor(
+        transformers.LlavaNextImageProcessorPil(size=tile, crop_size=tile, image_grid_pinpoints=canvases),
+        tokenizer,
+        patch_size=6,
+        vision_feature_select_strategy="full",
+        chat_template=LLAVA_TEMPLATE,
+    )
+    tower = TOWER | {"num_hidden_layers": 5}
+    config = transformers.LlavaNextConfig(
+        vision_config=transformers.SiglipVisionConfig(**tower, image_size=26, patch_size=6, vision_use_head=False),
+        text_config=transformers.GraniteConfig(
+            vocab_size=len(tokenizer) + 3,
+            **BACKBONE,
+            embedding_multiplier=3.0,
+            attention_multiplier=0.2,
+            residual_multiplier=0.4,
+            logits_scaling=2.0,
+        ),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_grid_pinpoints=canvases,
+        image_seq_length=16,
+        vision_feature_layer=[-5, -4, -2, -1],
+        vision_feature_select_strategy="full",
+    )
+    like_trained(transformers.LlavaNextForConditionalGeneration(config)).save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
 def write_llava_onevision(folder: Path) -> None:
     """LLaVA-OneVision: Siglip's last layer without its norm on tiles, rasters shrunk to two tiles' rows; a Qwen2.
 
@@ -975,6 +1008,7 @@ GENERIC: dict[str, Callable[[Path], None]] = {
 FAMILIES: dict[str, Callable[[Path], None]] = {
     "llava": write_llava,
     "llava_next": write_llava_next,
+    "granite_vision": write_granite_vision,
     "llava_onevision": write_llava_onevision,
     "gemma3": write_gemma3,
     "paligemma": write_paligemma,
@@ -993,7 +1027,7 @@ FAMILIES: dict[str, Callable[[Path], None]] = {
 }
 """Family -> what writes the directory of a tiny model of it."""
 
-TYPES = {"paligemma2": "paligemma"}
+TYPES = {"paligemma2": "paligemma", "granite_vision": "llava_next"}
 """Families whose `model_type` is that of another."""
 
 ONE_QUESTION = ("paligemma", "paligemma2")

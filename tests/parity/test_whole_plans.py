@@ -70,6 +70,7 @@ def figures(folder):
         pytest.param("qwen2_5_omni", ["stages", "divided towers"], marks=pytest.mark.slow),
         ("idefics3", ["shared sequences"]),
         pytest.param("mllama", ["stages", "shared sequences"], marks=pytest.mark.slow),
+        pytest.param("granite_vision", ["stages", "shared sequences"], marks=pytest.mark.slow),
         ("vipllava", ["stages"]),
     ],
 )
@@ -80,6 +81,12 @@ def test_what_ranks_share_is_one_process(family, ways, tmp_path):
     The latter two have one head of keys, which two ranks cannot divide, and of Qwen3-VL the tower is not divided.
     """
     check(family, 2, {name: WAYS[name] for name in ways}, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_cut_tower_of_whose_layers_several_are_taken_is_one_process(tmp_path):
+    """Rows of the layers so far go from stage to stage."""
+    check("granite_vision", 3, {"cut tower": ["parallel.image.pp=2", "parallel.backbone.dp=1"]}, tmp_path)
 
 
 @pytest.mark.slow

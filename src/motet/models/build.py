@@ -28,6 +28,7 @@ from motet.models.callbacks import imported, named_callback
 from motet.models.config_file import check_feature_layer, hf_options, one_line, read_config
 from motet.models.exact import keep_float64
 from motet.models.families.bounds import check_bounds
+from motet.models.families.patches import FeatureLayer
 from motet.models.families.registry import BACKBONES, ENCODERS, Family
 from motet.models.families.supported import check_windows
 from motet.models.generator_build import build_generator
@@ -65,8 +66,8 @@ class EncoderConfig(BaseModel):
                     "package.module:function" or "file.py:function" (`models/callbacks.py`).
     train_encoder, train_projector: whether each learns; callbacks with weights learn with the projector.
     feature_layer:  the layer of a vision tower whose output is used, counted as transformers counts hidden states: -1
-                    is the last layer, -2 the one before it (LLaVA), without the norm behind the layers. Default: the
-                    tower's own output.
+                    is the last layer, -2 the one before it (LLaVA), without the norm behind the layers. Of a list of
+                    layers, rows stand side by side (Granite Vision). Default: the tower's own output.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -81,7 +82,7 @@ class EncoderConfig(BaseModel):
     ) = None  # fmt: skip
     config: dict[str, Any] = Field(default_factory=dict)
     path: Path | None = None
-    feature_layer: int | None = None
+    feature_layer: FeatureLayer = None
     module: str | None = Field(default=None, min_length=1)
     args: dict[str, Any] = Field(default_factory=dict)
     projector: ProjectorConfig = Field(default_factory=ProjectorConfig)

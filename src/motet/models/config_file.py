@@ -127,10 +127,10 @@ def read_config(where: str, family: Family, path: Path, options: dict[str, Any])
     return config
 
 
-def check_feature_layer(where: str, family: Family, path: Path, feature_layer: int | None) -> None:
+def check_feature_layer(where: str, family: Family, path: Path, feature_layer: int | tuple[int, ...] | None) -> None:
     """Raise UserError if a larger model in `path` uses other rows of its tower than the encoder would return.
 
-    feature_layer: the layer that the recipe names; then that layer is used, whatever the larger model uses.
+    feature_layer: what the recipe names; then that is used, whatever the larger model uses.
     """
     larger = _larger_model(*_stored(where, path), family)
     if larger is not None and not family.feature_layers:
@@ -139,19 +139,18 @@ def check_feature_layer(where: str, family: Family, path: Path, feature_layer: i
     if larger is None or (larger.model_type in _USE_OUTPUT and feature_layer is None):
         return
     layer = getattr(larger, "vision_feature_layer", None)
-    layer = layer[0] if isinstance(layer, list | tuple) and len(layer) == 1 else layer
     model = f"the {larger.model_type} model in {path}"
-    if feature_layer is None and not isinstance(layer, int):
-        layers = (
-            "it is not known here which layer of its tower" if layer is None else f"the layers {list(layer)} are what"
-        )
+    if feature_layer is None and layer is None:
         raise UserError(
-            f"model.{where}: {layers} {model} takes; set model.{where}.feature_layer to the one that you want."
+            f"model.{where}: it is not known here which layer of its tower {model} takes; set "
+            f"model.{where}.feature_layer to the one that you want."
         )
     if feature_layer is None:
+        what = f"layer {layer}" if isinstance(layer, int) else f"the layers {list(layer)}"
         raise UserError(
-            f"model.{where}: {model} takes layer {layer} of its tower, not the tower's own output; set "
-            f"model.{where}.feature_layer = {layer}, or to another one that you want."
+            f"model.{where}: {model} takes {what} of its tower, not the tower's own output; set "
+            f"model.{where}.feature_layer = {layer if isinstance(layer, int) else list(layer)}, or to another one that "
+            "you want."
         )
     strategy = getattr(larger, "vision_feature_select_strategy", None)
     computed = "default" if family.class_row else "full"

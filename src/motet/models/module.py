@@ -120,11 +120,6 @@ class ModalityModule(nn.Module):
         """How the work of its items adds up: "packed" or "padded"."""
         return getattr(self.encoder, "cost", "packed")
 
-    def num_inputs(self, sizes: Int64Array) -> Int64Array:
-        """The rows that each item itself has, before `before`, int64 [num_items]."""
-        said = getattr(self.encoder, "num_inputs", None) if self.before is None else None
-        return np.prod(sizes, axis=1) if said is None else said(sizes)
-
     def lengths(self, sizes: Int64Array) -> Int64Array:
         """The length of each item for balancing, int64 [num_items]: patches, mel frames, over all that it becomes."""
         segments = self.segments(sizes)
@@ -177,7 +172,10 @@ class ModalityModule(nn.Module):
 
     def num_values(self, sizes: Int64Array) -> Int64Array:
         """Rows of values of each item as the module is given them, int64 [num_items]."""
-        said = getattr(self.before, "num_values", None)
+        if self.before is None:
+            said = getattr(self.encoder, "num_inputs", None)
+        else:
+            said = getattr(self.before, "num_values", None)
         return said(sizes) if said else np.prod(sizes, axis=1)
 
     def _seen(self, sizes: Int64Array) -> tuple[Int64Array, Int64Array]:

@@ -19,6 +19,7 @@ from motet.models.backbone import Backbone
 from motet.models.build import ModelConfig, build_mllm
 from motet.models.config_file import one_line, parse_config, read_config_json
 from motet.models.contract import AudioRows
+from motet.models.families.patches import FeatureLayer
 from motet.models.families.registry import BACKBONES, ENCODERS, Family
 from motet.models.mllm import MLLM
 from motet.models.projector import ProjectorConfig
@@ -75,7 +76,8 @@ def spec_of_directory(path: Path) -> ModelSpec:
                 f"{', '.join(_ENCODER_TYPES)}."
             )
         layer = getattr(config, "vision_feature_layer", None)
-        encoder = _encoder(file, _ENCODER_TYPES[part_type], part_config, layer if isinstance(layer, int) else None)
+        layer = layer if layer is None or isinstance(layer, int) else tuple(layer)
+        encoder = _encoder(file, _ENCODER_TYPES[part_type], part_config, layer)
         if projector:
             encoder = connect(encoder, text.hidden_size, projector.kind, projector.downsample)
         encoders.append(encoder)
@@ -93,7 +95,7 @@ def _read(file: Path) -> PreTrainedConfig:
     return parse_config(file, kind, stored)
 
 
-def _encoder(file: Path, family: Family, config: PreTrainedConfig, feature_layer: int | None = None) -> Module:
+def _encoder(file: Path, family: Family, config: PreTrainedConfig, feature_layer: FeatureLayer = None) -> Module:
     options = {} if feature_layer is None else {"feature_layer": feature_layer}
     encoder = family.adapter(_on_meta(file, family, config), **options)
     name = "audio" if isinstance(encoder.takes, AudioRows) else "image"

@@ -150,8 +150,8 @@ def _truncated(where: str, part: EncoderConfig | BackboneConfig) -> dict[str, An
         indexes = [number for number, is_whole in enumerate(has_whole) if is_whole]
         options |= {family.depth: max(len(has_whole), 1), "fullatt_block_indexes": indexes}
     truncated: dict[str, Any] = {"config": options}
-    if getattr(part, "feature_layer", None) is not None:
-        truncated["feature_layer"] = -1  # The only layer.
+    if (layer := getattr(part, "feature_layer", None)) is not None:
+        truncated["feature_layer"] = -1 if isinstance(layer, int) else (-1,) * len(layer)  # The only layer.
     if getattr(part, "stacked", None):
         truncated["stacked"] = {}  # No layer is left before which further rows enter.
     return truncated
@@ -262,7 +262,7 @@ def _encoder(recipe: Recipe, name: str, module: ModalityModule, sharded: nn.Modu
 
     def drawn(batch: Batch) -> tuple[Tensor, Tensor]:
         chosen = np.stack([sizes[length] for length in items(batch).tolist()])
-        return torch.randn(int(module.num_inputs(chosen).sum()), row_dim, device=device), torch.from_numpy(chosen)
+        return torch.randn(int(module.num_values(chosen).sum()), row_dim, device=device), torch.from_numpy(chosen)
 
     def prepare(batch: Batch, called: nn.Module) -> Callable[[], Tensor]:
         values, on_host = drawn(batch)

@@ -50,13 +50,15 @@ def pixels(rows, height, width):
     return rows.view(height, width, 3, 4, 4).permute(2, 0, 3, 1, 4).reshape(1, 3, 4 * height, 4 * width)
 
 
-@pytest.mark.parametrize("name", ["llava", "llava_onevision"])
-def test_rows_are_those_that_the_larger_model_projects(tiny, tmp_path, name):
-    model, (*_, family, layer) = larger(tiny, name), LARGER[name]
+@pytest.mark.parametrize(
+    ("name", "layers"), [("llava", -2), ("llava_onevision", -1), ("llava", [-1, 1]), ("llava_onevision", [-3, -2, -1])]
+)
+def test_rows_are_those_that_the_larger_model_projects(tiny, tmp_path, name, layers):
+    model, family = larger(tiny, name, vision_feature_layer=layers), LARGER[name][2]
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(tmp_path)
-    module = from_directory(tiny, family, tmp_path, feature_layer=layer)
+    module = from_directory(tiny, family, tmp_path, feature_layer=layers)
     sizes = torch.tensor([[4, 4]])
     values = tiny.values(family, sizes).double()
     taken = []
@@ -106,7 +108,8 @@ def test_a_tower_that_returns_its_output_alone_is_read_of_models_that_take_it(ti
 
 def test_layers_that_are_joined_are_not_guessed(tiny, tmp_path):
     larger(tiny, "llava", vision_feature_layer=[-2, -1]).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"layers \[-2, -1\] are what the llava model"):
+    said = r"takes the layers \[-2, -1\] of its tower.*set model.encoders.image.feature_layer = \[-2, -1\],"
+    with pytest.raises(UserError, match=said):
         from_directory(tiny, "clip", tmp_path)
 
 
@@ -130,6 +133,26 @@ def test_layers_are_counted_as_transformers_counts_hidden_states(tiny, family, l
     torch.testing.assert_close(module.encoder(values, sizes), hidden[-16:], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("family", ["siglip", "clip", "eva_clip", "dinov2", "siglip2", "dinov3", "pixtral"])
+def test_rows_of_several_layers_stand_side_by_side(tiny, family):
+    module = of_family(tiny, family, [-1, 1, -2, 1]).eval()
+    encoder, sizes = module.encoder, tiny.sizes(family)
+    values = tiny.values(family, sizes).double()
+    singles = [of_family(tiny, family, layer).eval().encoder(values, sizes) for layer in (-1, 1, -2)]
+    expected = torch.cat([*singles, singles[1]], dim=1)
+    torch.testing.assert_close(encoder(values, sizes), expected, rtol=1e-12, atol=1e-12)
+    # In stages, and in halves of a layer, messages have the widths that the layers say.
+    hidden, widths = encoder.enter(values, sizes), [layer.output_width for layer in module.spec_module("image").layers]
+    for number, block in enumerate(module.blocks[:3]):
+        hidden = encoder.through(hidden, sizes, number, number)
+        for block.half in (0, 1) if hasattr(encoder, "halves") else (-1,):
+            hidden = encoder.through(hidden, sizes, number, number + 1)
+        block.half = -1
+        assert hidden.shape[1] == widths[1 + number]
+    torch.testing.assert_close(encoder.leave(hidden, sizes), expected, rtol=1e-12, atol=1e-12)
+    assert module(values, sizes).shape == (module.num_tokens(sizes.numpy()).sum(), tiny.dim)
+
+
 @pytest.mark.parametrize("family", ["siglip", "clip", "eva_clip", "dinov2"])
 def test_layers_behind_are_neither_computed_nor_trained(tiny, family):
     module = of_family(tiny, family, -2)
@@ -150,6 +173,10 @@ def test_a_layer_that_there_is_not_is_named(tiny):
     for layer in (0, 4, -4):
         with pytest.raises(UserError, match=rf"model.encoders.image: feature_layer is {layer}, but the tower has 3"):
             of_family(tiny, "clip", layer)
+        with pytest.raises(UserError, match=rf"model.encoders.image: feature_layer is {layer}, but the tower has 3"):
+            of_family(tiny, "clip", [-1, layer])
+    with pytest.raises(UserError, match=r"model\.encoders\.image: feature_layer names no layer"):
+        of_family(tiny, "clip", [])
     with pytest.raises(ValidationError, match="is for siglip, clip, eva_clip, dinov2, siglip2, pixtral, dinov3 only"):
         EncoderConfig(family="whisper", feature_layer=-1)
 

@@ -137,7 +137,9 @@ def test_items_that_are_made_do_not_depend_on_each_other(more):
     assert hidden.shape == (int(sizes.sum()) + 4 * len(sizes), 24)
     for first, stop in ((0, 1), (1, 3)):
         hidden = module.through(hidden, sizes, None, first, stop)
-    assert module.leave(hidden, values, sizes, keys) == whole and not module.uncuttable
+    # Products may round otherwise where their rows begin elsewhere in memory.
+    torch.testing.assert_close(module.leave(hidden, values, sizes, keys), whole, rtol=1e-12, atol=0)
+    assert not module.uncuttable
     assert not torch.isclose(whole, module(values.flip(0), sizes, rows, keys))
     assert torch.autograd.grad(whole, rows)[0].abs().min() > 0
 

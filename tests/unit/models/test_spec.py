@@ -170,10 +170,12 @@ def test_a_directory_with_qwen2_vl(tiny, tmp_path, tied):
     assert spec.num_parameters == num_parameters(on_meta(transformers.Qwen2VLForConditionalGeneration, config))
 
 
-def test_a_directory_with_llava(tiny, tmp_path):
+@pytest.mark.parametrize("layers", [-2, [-2, -1]])
+def test_a_directory_with_llava(tiny, tmp_path, layers):
     config = transformers.LlavaConfig(
         text_config=tiny.backbone_options | {"model_type": "llama", "vocab_size": 50},
         vision_config=tiny.encoders["clip"] | {"model_type": "clip_vision_model"},
+        vision_feature_layer=layers,
     )
     spec = spec_of_directory(saved(tmp_path, config) / "config.json")
     model = on_meta(transformers.LlavaForConditionalGeneration, config)

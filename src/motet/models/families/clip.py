@@ -11,6 +11,7 @@ from transformers import CLIPVisionModel
 from motet.core.shapes import Transformer, patches
 from motet.models.context_items import SharedItemRows
 from motet.models.families.patches import (
+    FeatureLayer,
     PatchEncoder,
     add_class_rows,
     attention_half,
@@ -25,12 +26,12 @@ from motet.models.layers import LayerModules, any_trainable, unused_layer
 
 
 class ClipEncoder(PatchEncoder):
-    """feature_layer: as in `patches.num_computed`; LLaVA takes -2."""
+    """feature_layer: as in `patches.taken_layers`; LLaVA takes -2."""
 
     class_rows = 1
     halves = (attention_half, mlp_half)
 
-    def __init__(self, model: CLIPVisionModel, feature_layer: int | None = None) -> None:
+    def __init__(self, model: CLIPVisionModel, feature_layer: FeatureLayer = None) -> None:
         super().__init__(model, model.post_layernorm, feature_layer)
         # This norm is for the pooled class row, which an MLLM does not use: it would never get a gradient.
         model.post_layernorm.requires_grad_(False)
@@ -51,7 +52,7 @@ class ClipEncoder(PatchEncoder):
         return [
             LayerModules(stem, before),
             *self.block_layers(shape),
-            unused_layer(model.post_layernorm, hidden),
+            unused_layer(model.post_layernorm, self.output_dim),
         ]
 
     def spare(self, values: Tensor) -> tuple[Tensor, Tensor]:

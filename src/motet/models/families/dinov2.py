@@ -10,6 +10,7 @@ from motet.core.shapes import BIASES, Transformer, final_norm, patches
 from motet.models.attention import PackedItems
 from motet.models.context_items import SharedItemRows
 from motet.models.families.patches import (
+    FeatureLayer,
     PatchEncoder,
     add_class_rows,
     embed_patches,
@@ -31,13 +32,13 @@ def _mlp(layer: nn.Module, hidden: Tensor, segments: PackedItems) -> Tensor:
 
 
 class Dinov2Encoder(PatchEncoder):
-    """feature_layer: as in `patches.num_computed`."""
+    """feature_layer: as in `patches.taken_layers`."""
 
     stack = "encoder.layer"
     class_rows = 1
     halves = (_attention, _mlp)
 
-    def __init__(self, model: Dinov2Model, feature_layer: int | None = None) -> None:
+    def __init__(self, model: Dinov2Model, feature_layer: FeatureLayer = None) -> None:
         super().__init__(model, model.layernorm, feature_layer)
         if model.config.drop_path_rate:
             raise UserError(
@@ -73,7 +74,7 @@ class Dinov2Encoder(PatchEncoder):
             *self.block_layers(shape),
             LayerModules(final_norm(hidden, extra_rows=1, trainable=any_trainable(norm)), (norm,))
             if self.normalised
-            else unused_layer(norm, hidden),
+            else unused_layer(norm, self.output_dim),
         ]
 
     def spare(self, values: Tensor) -> tuple[Tensor, Tensor]:

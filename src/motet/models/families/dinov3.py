@@ -18,6 +18,7 @@ from motet.core.shapes import Transformer, final_norm, patches
 from motet.models.attention import PackedItems
 from motet.models.context_items import SharedItemRows
 from motet.models.families.patches import (
+    FeatureLayer,
     PatchEncoder,
     add_class_rows,
     embed_patches,
@@ -43,7 +44,7 @@ def _mlp(layer: nn.Module, hidden: Tensor, segments: PackedItems, **turns: Any) 
 
 
 class Dinov3Encoder(PatchEncoder):
-    """feature_layer: as in `patches.num_computed`.
+    """feature_layer: as in `patches.taken_layers`.
 
     Raises UserError for options by which transformers draws the places of a whole batch in training.
     """
@@ -51,7 +52,7 @@ class Dinov3Encoder(PatchEncoder):
     stack = "model.layer"
     halves = (_attention, _mlp)
 
-    def __init__(self, model: DINOv3ViTModel, feature_layer: int | None = None) -> None:
+    def __init__(self, model: DINOv3ViTModel, feature_layer: FeatureLayer = None) -> None:
         config = model.config
         for key, none in _NOTHING_DRAWN.items():
             if getattr(config, key) not in (None, none):
@@ -90,7 +91,7 @@ class Dinov3Encoder(PatchEncoder):
             *self.block_layers(shape),
             LayerModules(final_norm(hidden, extra_rows=more, trainable=any_trainable(norm)), (norm,))
             if self.normalised
-            else unused_layer(norm, hidden),
+            else unused_layer(norm, self.output_dim),
         ]
 
     def spare(self, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from motet.core.shapes import Transformer, patches
 from motet.models.attention import PackedItems
 from motet.models.exact import keep_float64
 from motet.models.families.clip import ClipEncoder
+from motet.models.families.patches import FeatureLayer
 from motet.models.layers import LayerModules, any_trainable, unused_layer
 
 _PUBLISHED_TYPE = "clip_vision_model"
@@ -136,7 +137,7 @@ class EvaClipEncoder(ClipEncoder):
 
     halves = (_attention, _mlp)
 
-    def __init__(self, model: EvaCLIPVisionModel, feature_layer: int | None = None) -> None:
+    def __init__(self, model: EvaCLIPVisionModel, feature_layer: FeatureLayer = None) -> None:
         keep_float64(model)
         super().__init__(model, feature_layer)
 
@@ -162,7 +163,7 @@ class EvaClipEncoder(ClipEncoder):
         return [
             LayerModules(stem, (embeddings,)),
             *self.block_layers(shape),
-            unused_layer(model.post_layernorm, hidden),
+            unused_layer(model.post_layernorm, self.output_dim),
         ]
 
 

@@ -6,17 +6,18 @@ import torch
 from torch import Tensor
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionTransformer
 
+from motet.models.families.patches import FeatureLayer
 from motet.models.families.siglip import SiglipEncoder
 
 
 class Idefics3Tower(SiglipEncoder):
-    """feature_layer: as in `patches.num_computed`.
+    """feature_layer: as in `patches.taken_layers`.
 
     A patch has the row of the position table that lies at the same fraction of the sides (NaViT, Dehghani et al. 2023,
     section 3.1), as transformers rounds it.
     """
 
-    def __init__(self, model: Idefics3VisionTransformer, feature_layer: int | None = None) -> None:
+    def __init__(self, model: Idefics3VisionTransformer, feature_layer: FeatureLayer = None) -> None:
         super().__init__(model, feature_layer)
         self.side = model.embeddings.num_patches_per_side
 

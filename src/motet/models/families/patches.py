@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,12 +22,15 @@ from motet.models.context_items import ContextItems, SharedAttention, SharedItem
 from motet.models.contract import ImageRows
 from motet.models.layers import LayerModules, any_trainable, unused_layer
 
+FeatureLayer = int | tuple[int, ...] | None
+"""The layer, or layers, whose outputs are a tower's rows (`taken_layers`)."""
+
 
 class PatchEncoder(nn.Module):
     """A vision tower on packed patches; subclasses compute it.
 
     Rows are patches (channel, y, x), row-major; sizes are (patch rows, patch columns).
-    norm, feature_layer: as in `num_computed`. stack: the path of the list of layers in the tower.
+    norm, feature_layer: as in `taken_layers`. stack: the path of the list of layers in the tower.
     class_rows: rows that `enter` puts before those of each image, and `leave` takes out. Of an image that ranks share,
                 the rank with its first row has them.
     shared, in `enter` and `leave`: the rows that are here, without class rows, where ranks share images; for towers
@@ -36,13 +40,20 @@ class PatchEncoder(nn.Module):
     stack: ClassVar[str] = "encoder.layers"
     class_rows: int = 0
 
-    def __init__(self, model: PreTrainedModel, norm: nn.Module, feature_layer: int | None) -> None:
+    def __init__(self, model: PreTrainedModel, norm: nn.Module, feature_layer: FeatureLayer) -> None:
         super().__init__()
         self.model = model
-        self.output_dim = model.config.hidden_size
         self.takes = raster_rows(model.config)
         self.normalised = feature_layer is None
-        self.num_computed = num_computed(self.all_layers, norm, feature_layer)
+        self.taken = taken_layers(self.all_layers, norm, feature_layer)
+        self.num_computed = max(self.taken)
+        self.width = model.config.hidden_size
+        self.output_dim = self.width * len(self.taken)
+
+    @property
+    def inner(self) -> list[int]:
+        """The layers before the last one whose outputs are taken, counted from 1, ascending."""
+        return sorted(set(self.taken) - {self.num_computed})
 
     @property
     def all_layers(self) -> nn.ModuleList:
@@ -57,10 +68,13 @@ class PatchEncoder(nn.Module):
 
     def block_layers(self, shape: Transformer) -> list[LayerModules]:
         """The tower's layers of this shape, also those that are not computed, as `layers` has them."""
-        computed, left = self.blocks, self.all_layers[self.num_computed :]
-        made = [shape.layer(extra_rows=self.class_rows, trainable=any_trainable(block)) for block in computed]
-        layers = [LayerModules(layer, (block,)) for layer, block in zip(made, computed, strict=True)]
-        return layers + [unused_layer(block, shape.hidden) for block in left]
+        layers = []
+        for number, block in enumerate(self.blocks, 1):
+            layer = shape.layer(extra_rows=self.class_rows, trainable=any_trainable(block))
+            sent = self.width * (1 + sum(inner <= number for inner in self.inner))
+            width = self.output_dim if number == self.num_computed else sent
+            layers.append(LayerModules(replace(layer, output_width=width), (block,)))
+        return layers + [unused_layer(block, self.output_dim) for block in self.all_layers[self.num_computed :]]
 
     def grid(self, sizes: Int64Array) -> Int64Array:
         """Patch rows and columns of each image, int64 [num_images, 2]."""
@@ -81,16 +95,29 @@ class PatchEncoder(nn.Module):
     def through(
         self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedItemRows | None = None
     ) -> Tensor:
-        """The layers first ... stop - 1. shared: as of `enter`."""
+        """The layers first ... stop - 1. shared: as of `enter`.
+
+        hidden: rows with those of inner layers so far beside them; behind the last layer, those of the layers that are
+        taken, in their order.
+        """
+        if first == stop:
+            return hidden
         segments = item_extents(
             self.num_outputs(sizes.numpy()) + self.class_rows,
             None if shared is None else shared.with_class_rows(self.class_rows),
         )
         turns = self.turns(sizes, hidden, shared)
-        hidden = hidden[None]
-        for layer in self.blocks[first:stop]:
-            hidden = layer(hidden, segments, **turns)
-        return hidden[0]
+        hidden, *inner = hidden.split(self.width, dim=1)
+        hidden, half = hidden[None], -1
+        for number, layer in enumerate(self.blocks[first:stop], first + 1):
+            hidden, half = layer(hidden, segments, **turns), getattr(layer, "half", -1)
+            if number in self.inner and half != 0:
+                inner.append(hidden[0])
+        parts = [hidden[0], *inner]
+        if stop == self.num_computed and half != 0:
+            layers = [self.num_computed, *self.inner]
+            parts = [parts[layers.index(number)] for number in self.taken]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def turns(self, sizes: Tensor, hidden: Tensor, shared: SharedItemRows | None) -> dict[str, Any]:
         """What layers are given of the places of rows, besides; nothing where places are added before them."""
@@ -117,24 +144,31 @@ def raster_rows(config: PreTrainedConfig) -> ImageRows:
     return ImageRows(config.patch_size, channels=config.num_channels)
 
 
-def num_computed(layers: nn.ModuleList, norm: nn.Module, feature_layer: int | None) -> int:
-    """The number of layers that an encoder computes. It freezes the other layers, and the norm if a layer is named.
+def taken_layers(layers: nn.ModuleList, norm: nn.Module, feature_layer: FeatureLayer) -> tuple[int, ...]:
+    """The layers whose outputs are an encoder's rows, counted from 1. It freezes the layers behind the last of them,
+    and the norm if a layer is named.
 
     feature_layer: None is the output of the tower, behind all layers and the norm. A number counts hidden states as
     transformers does, without the norm: 1 is the output of the first layer, -1 of the last, -2 of the one before it.
+    Of several, rows stand side by side.
     Raises UserError for a layer that the tower does not have.
     """
     if feature_layer is None:
-        return len(layers)
-    count = feature_layer if feature_layer > 0 else len(layers) + 1 + feature_layer
-    if not 1 <= count <= len(layers) or feature_layer == 0:
-        raise UserError(
-            f"feature_layer is {feature_layer}, but the tower has {counted_words(len(layers), 'layer')}: it must be 1 "
-            f"to {len(layers)}, or -1 (the last) to {-len(layers)}."
-        )
-    for unused in (*layers[count:], norm):
+        return (len(layers),)
+    if feature_layer == ():
+        raise UserError("feature_layer names no layer; it must be one, or a list of some.")
+    taken = []
+    for number in (feature_layer,) if isinstance(feature_layer, int) else feature_layer:
+        count = number if number > 0 else len(layers) + 1 + number
+        if not 1 <= count <= len(layers) or number == 0:
+            raise UserError(
+                f"feature_layer is {number}, but the tower has {counted_words(len(layers), 'layer')}: it must be 1 "
+                f"to {len(layers)}, or -1 (the last) to {-len(layers)}."
+            )
+        taken.append(count)
+    for unused in (*layers[max(taken) :], norm):
         unused.requires_grad_(False)
-    return count
+    return tuple(taken)
 
 
 def item_extents(lengths: Int64Array, shared: SharedAttention | None) -> PackedItems | ContextItems:

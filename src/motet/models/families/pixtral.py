@@ -12,7 +12,7 @@ from motet.core.shapes import Transformer, patches
 from motet.models.attention import PackedItems
 from motet.models.context_items import SharedItemRows
 from motet.models.exact import keep_float64
-from motet.models.families.patches import PatchEncoder, embed_patches, zero_image
+from motet.models.families.patches import FeatureLayer, PatchEncoder, embed_patches, zero_image
 from motet.models.families.qwen2_vl import patch_coordinates
 from motet.models.layers import LayerModules, any_trainable
 
@@ -27,12 +27,12 @@ def _mlp(layer: nn.Module, hidden: Tensor, segments: PackedItems, **turns: Any) 
 
 
 class PixtralEncoder(PatchEncoder):
-    """feature_layer: as in `patches.num_computed`; no norm stands behind the layers."""
+    """feature_layer: as in `patches.taken_layers`; no norm stands behind the layers."""
 
     stack = "transformer.layers"
     halves = (_attention, _mlp)
 
-    def __init__(self, model: PixtralVisionModel, feature_layer: int | None = None) -> None:
+    def __init__(self, model: PixtralVisionModel, feature_layer: FeatureLayer = None) -> None:
         super().__init__(model, nn.Identity(), feature_layer)
         keep_float64(model)
 

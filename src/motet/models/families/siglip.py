@@ -8,6 +8,7 @@ from transformers import SiglipVisionModel
 from motet.core.shapes import Transformer, final_norm, patches
 from motet.models.context_items import SharedItemRows
 from motet.models.families.patches import (
+    FeatureLayer,
     PatchEncoder,
     attention_half,
     embed_patches,
@@ -20,11 +21,11 @@ from motet.models.layers import LayerModules, any_trainable, unused_layer
 
 
 class SiglipEncoder(PatchEncoder):
-    """feature_layer: as in `patches.num_computed`; LLaVA-OneVision takes -1."""
+    """feature_layer: as in `patches.taken_layers`; LLaVA-OneVision takes -1."""
 
     halves = (attention_half, mlp_half)
 
-    def __init__(self, model: SiglipVisionModel, feature_layer: int | None = None) -> None:
+    def __init__(self, model: SiglipVisionModel, feature_layer: FeatureLayer = None) -> None:
         super().__init__(model, model.post_layernorm, feature_layer)
         self.has_head = getattr(model, "use_head", False)  # Idefics3's tower has none.
         if self.has_head:
@@ -47,8 +48,8 @@ class SiglipEncoder(PatchEncoder):
             *self.block_layers(shape),
             LayerModules(final_norm(hidden, trainable=any_trainable(norm)), (norm,))
             if self.normalised
-            else unused_layer(norm, hidden),
-            *([unused_layer(model.head, hidden)] if self.has_head else []),
+            else unused_layer(norm, self.output_dim),
+            *([unused_layer(model.head, self.output_dim)] if self.has_head else []),
         ]
 
     def spare(self, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,13 +12,14 @@ from torch.nn.functional import interpolate, linear
 from transformers import Siglip2VisionModel
 
 from motet.core.errors import UserError
+from motet.models.families.patches import FeatureLayer
 from motet.models.families.siglip import SiglipEncoder
 
 
 class Siglip2Encoder(SiglipEncoder):
-    """feature_layer: as in `patches.num_computed`. Raises UserError for a position table that is no square."""
+    """feature_layer: as in `patches.taken_layers`. Raises UserError for a position table that is no square."""
 
-    def __init__(self, model: Siglip2VisionModel, feature_layer: int | None = None) -> None:
+    def __init__(self, model: Siglip2VisionModel, feature_layer: FeatureLayer = None) -> None:
         super().__init__(model, feature_layer)
         self.side = model.embeddings.position_embedding_size
         if self.side**2 != model.config.num_patches:

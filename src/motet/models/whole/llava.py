@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedConfig
 
-from motet.core.errors import UserError
 from motet.models.families.registry import ENCODERS
 from motet.models.whole.family import (
     VISION_TOWER,
@@ -57,13 +56,13 @@ def llava_parts(
     encoder = WholeEncoderConfig(
         family=family,
         path=directory.path,
-        feature_layer=_feature_layer(config, where),
+        feature_layer=_feature_layer(config),
         projector=StoredProjectorConfig(tensors=directory.tensors_at(weights)),
         made=made or {},
     )
     return one_tower(
         WholeBackboneConfig(
-            family=language_family(config, where, "llama", "mistral", "qwen2", "qwen3"),
+            family=language_family(config, where, "llama", "mistral", "qwen2", "qwen3", "granite"),
             path=directory.path,
             config={"tie_word_embeddings": config.tie_word_embeddings},
         ),
@@ -76,14 +75,9 @@ def llava_parts(
     )
 
 
-def _feature_layer(config: PreTrainedConfig, where: str) -> int:
+def _feature_layer(config: PreTrainedConfig) -> int | tuple[int, ...]:
     layers = config.vision_feature_layer
-    layers = [layers] if isinstance(layers, int) else list(layers)
-    if len(layers) != 1:
-        raise UserError(
-            f"{where}: vision_feature_layer is {layers}, and rows of several layers are not joined; it must be one."
-        )
-    return layers[0]
+    return layers if isinstance(layers, int) else tuple(layers)
 
 
 LLAVA = WholeFamily(LlavaForConditionalGeneration, _parts)

@@ -155,7 +155,7 @@ def _run(name: str, key: str, transform: Transform, module: ModalityModule) -> N
     Raises UserError if it cannot take the rows.
     """
     sizes = transform.sizes(np.array([[1, 1]], dtype=np.int64))
-    values = torch.zeros(int(module.num_inputs(sizes).sum()), transform.row_dim)
+    values = torch.zeros(int(module.num_values(sizes).sum()), transform.row_dim)
     state = dict(module.named_parameters()) | dict(module.named_buffers())
     if any(tensor.is_meta for tensor in state.values()):
         if module.before or module.between or module.after:

@@ -30,7 +30,7 @@ from motet.models.build import build_mllm
 from motet.models.lora_read import SavedAdapter
 from motet.models.spec import model_spec
 from motet.models.whole.export import export_whole
-from motet.profiling.subjects import one_layer_deep
+from motet.profiling.subjects import one_layer_deep, subjects
 from motet.schedule import planned
 from motet.simulate.predict.predict import assign_batch
 from motet.simulate.predict.stage_pricing import Pricing
@@ -204,12 +204,12 @@ def test_adapters_that_do_not_fit_the_directory(job):
         ({"model_type": "blip"}, "holds a model of type 'blip', and whole models are llava, "),
         ({"model_type": ["llava"]}, "it must be a name"),
         ({"vision_feature_select_strategy": "full"}, "is 'full', which Motet does not compute; it must be 'default'"),
-        ({"vision_feature_layer": [-2, -1]}, "rows of several layers are not joined"),
+        ({"vision_feature_layer": [-2, -1]}, "has shape [24, 16], where the config asks for [24, 32]"),
         ({"projector_hidden_act": "silu"}, "projector_hidden_act is 'silu'"),
         ({"quantization_config": {}}, None),
         (
-            {"text_config": {"model_type": "granite"}},
-            "text_config is of type 'granite', which is not held to transformers in such a model",
+            {"text_config": {"model_type": "helium"}},
+            "text_config is of type 'helium', which is not held to transformers in such a model",
         ),
         (
             {"vision_config": {"model_type": "pixtral"}},
@@ -284,6 +284,14 @@ def test_canvases_that_are_not_made_of_tiles(tiled, tmp_path):
     assert "has [24, 50] among its image_grid_pinpoints; each must be of whole tiles of 26 pixels" in complaint(job)
     changed(job / "model" / "config.json", vision_aspect_ratio="pad")
     assert "vision_aspect_ratio is 'pad', which Motet does not compute" in complaint(job)
+
+
+def test_a_profile_makes_the_rows_of_all_tiles(tiled):
+    recipe = load_recipe(tiled / "recipe.toml")
+    model = build_mllm(one_layer_deep(recipe.modules), recipe.vocabulary().vocabulary_size)
+    image = next(each for each in subjects(recipe, model, model, torch.device("cpu")) if each.name == "image")
+    rows = image.prepare(((2, int(image.lengths[-1])),), model.encoders["image"])()
+    assert rows.shape[1] == model.backbone.dim
 
 
 def test_several_images_of_an_example_are_squares_of_one_tile(tiled, tmp_path):
@@ -469,7 +477,7 @@ def test_images_that_are_keys_take_one_token_whatever_their_tiles(mllama):
     sizes = np.array([[1, 1], [2, 2], [1, 3]])
     assert image.num_tokens(sizes).tolist() == [1, 1, 1]
     assert image.lengths(sizes).tolist() == [4 * (10 + 6)] * 3  # Padding is computed, too.
-    assert image.num_inputs(sizes).tolist() == [9, 36, 27]
+    assert image.num_values(sizes).tolist() == [9, 36, 27]
     assert image.grids(sizes).tolist() == [[10, 1, 1], [40, 1, 1], [30, 1, 1]]
     spec = model_spec(model)
     assert spec.moved("image")[0].output_width == 4 * 10 * model.backbone.dim
