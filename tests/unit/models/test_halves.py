@@ -22,6 +22,7 @@ DROPOUTS = {
     "dinov2": {"attention_probs_dropout_prob": 0.2, "hidden_dropout_prob": 0.2},
     "qwen2_vl": {},
     "qwen2_5_vl": {},
+    "qwen3_vl": {},
     "siglip2": {"attention_dropout": 0.2},
     "pixtral": {"attention_dropout": 0.2},
     "dinov3": {"attention_dropout": 0.2},

@@ -108,13 +108,13 @@ class PatchEncoder(nn.Module):
         )
         turns = self.turns(sizes, hidden, shared)
         hidden, *inner = hidden.split(self.width, dim=1)
-        hidden, half = hidden[None], -1
+        hidden, is_output = hidden[None], False
         for number, layer in enumerate(self.blocks[first:stop], first + 1):
-            hidden, half = layer(hidden, segments, **turns), getattr(layer, "half", -1)
-            if number in self.inner and half != 0:
+            hidden, is_output = layer(hidden, segments, **turns), gives_output(layer)
+            if is_output and number in self.inner:
                 inner.append(hidden[0])
         parts = [hidden[0], *inner]
-        if stop == self.num_computed and half != 0:
+        if is_output and stop == self.num_computed:
             layers = [self.num_computed, *self.inner]
             parts = [parts[layers.index(number)] for number in self.taken]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -126,6 +126,11 @@ class PatchEncoder(nn.Module):
     def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """The images' own rows behind the layers, [sum(rows), dim]."""
         raise NotImplementedError
+
+
+def gives_output(layer: nn.Module) -> bool:
+    """Whether a layer is called whole, or the last half of it: what it returns is its output."""
+    return getattr(layer, "half", -1) != 0
 
 
 def attention_half(layer: nn.Module, hidden: Tensor, segments: PackedItems) -> Tensor:

@@ -24,10 +24,17 @@ from motet.models.families.patches import (
     extents_of_frames,
     frame_segments,
     frames_of,
+    gives_output,
     rows_here,
     zero_image,
 )
-from motet.models.families.qwen2_vl import PackedVisionAttention, patch_coordinates, patch_rotation
+from motet.models.families.qwen2_vl import (
+    PackedVisionAttention,
+    patch_coordinates,
+    patch_rotation,
+    qwen_attention_half,
+    qwen_mlp_half,
+)
 from motet.models.layers import LayerModules, any_trainable, unused_layer
 
 
@@ -39,6 +46,8 @@ class _Qwen3VLBlocks(nn.Module):
     those of the inner ones, in their order.
     inner: numbers of these blocks, ascending.
     """
+
+    halves = (qwen_attention_half, qwen_mlp_half)
 
     def __init__(self, model: Qwen3VLVisionModel, inner: Sequence[int]) -> None:
         super().__init__()
@@ -109,7 +118,7 @@ class _Qwen3VLBlocks(nn.Module):
         segments = extents_of_frames(sizes.numpy(), shared)
         for number, block in enumerate(self.blocks[first:stop], first):
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotation)
-            inner += [hidden] * self.inner.count(number)
+            inner += [hidden] * (self.inner.count(number) if gives_output(block) else 0)
         return torch.cat([hidden, *inner], dim=1)
 
     def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
