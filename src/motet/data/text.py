@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 # Part of every fingerprint: increment it when the same tokenizer and template give other tokens than before.
-_VERSION = 6
+_VERSION = 7
 _MAX_REASON_CHARACTERS = 200
 
 

@@ -163,6 +163,24 @@ def test_what_a_template_writes_between_the_prompt_and_an_answer_is_learned_and_
     assert expected == texts[-1].removesuffix("<eos>")
 
 
+def test_a_blank_before_an_answer_is_learned_where_a_template_writes_no_prompt_for_answers(backend):
+    # As Llama 2's and Mistral's. A digit is a token of its own, and so is the blank before it then.
+    template = (
+        "{% for m in messages %}{{ '[Q] ' + m.content + ' [/Q]' if m.role == 'user' else ' ' + m.content + eos_token }}"
+        "{% endfor %}"
+    )
+    tokenizer = ChatTokenizer(backend, template, {"eos_token": "<eos>"})
+    turns = [{"from": "human", "value": "4 + 3"}, {"from": "gpt", "value": "7"}] * 2
+    conversation = parse_conversation({"conversations": turns}, "here")
+    assert target_texts(tokenizer, conversation) == [" 7<eos>", " 7<eos>"]
+    prompt, expected = tokenizer.encode_prompt(conversation)
+    assert tokenizer.decode(prompt.tokens).endswith("[/Q]")
+    assert expected == " 7"
+    # Words before an answer are a part of it nowhere.
+    named = ChatTokenizer(backend, template.replace("' ' + m", "' A: ' + m"), {"eos_token": "<eos>"})
+    assert target_texts(named, conversation) == ["7<eos>", "7<eos>"]
+
+
 def test_answers_whose_thoughts_a_template_leaves_out_are_refused(backend):
     tokenizer = ChatTokenizer(backend, THINKING, {"eos_token": "<eos>"})
     left_out = ChatTokenizer(backend, THINKING.replace("thought.strip('\n')", "''"), {"eos_token": "<eos>"})
