@@ -181,6 +181,17 @@ def test_a_blank_before_an_answer_is_learned_where_a_template_writes_no_prompt_f
     assert target_texts(named, conversation) == ["7<eos>", "7<eos>"]
 
 
+def test_a_mark_that_takes_the_white_space_behind_it_is_not_learned(backend):
+    # As those of Phi-3's tokenizer.
+    raw = json.loads(backend)
+    for token in raw["added_tokens"]:
+        token["rstrip"] = token["content"] == "<user>"
+    template = "{% for m in messages %}{{ '<user>\n' + m.content + '<eos>\n' }}{% endfor %}"
+    tokenizer = ChatTokenizer(json.dumps(raw), template, {"eos_token": "<eos>"})
+    for answer in ("Hi", "\n Hi"):
+        assert target_texts(tokenizer, parse_conversation(a_record("A", answer), "here")) == ["Hi<eos>"]
+
+
 def test_answers_whose_thoughts_a_template_leaves_out_are_refused(backend):
     tokenizer = ChatTokenizer(backend, THINKING, {"eos_token": "<eos>"})
     left_out = ChatTokenizer(backend, THINKING.replace("thought.strip('\n')", "''"), {"eos_token": "<eos>"})
