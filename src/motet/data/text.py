@@ -153,19 +153,29 @@ class ChatTokenizer:
         A chat template may end turns by a token of its own, `<end_of_turn>`, and the tokenizer name another one.
         """
         ends = set() if self.end_token is None else {self.end_token}
+        return frozenset(ends.union(*self._learned_ends))
+
+    @property
+    def ends_answers(self) -> bool:
+        """Whether a special token is learned behind the last answer; True if no conversation could be tried."""
+        return not self._learned_ends or bool(self._learned_ends[-1])
+
+    @cached_property
+    def _learned_ends(self) -> list[set[int]]:
+        """The special token that is learned behind each of two answers, if there is one; [] if none can be tried."""
         turns = (Turn("user", "a"), Turn("assistant", "a", has_loss=True)) * 2
         try:
             sequence = self.encode(Conversation(turns, ()))
         except UserError:  # Another form of conversation may do.
-            return frozenset(ends)
-        special = set(self._special.values())
+            return []
+        special, ends = set(self._special.values()), []
         for run in np.split(np.arange(len(sequence.tokens)), np.flatnonzero(np.diff(sequence.targets)) + 1):
             tokens = sequence.tokens[run].tolist() if sequence.targets[run[0]] else []
             # A line break may stand behind the token that ends a turn.
             while tokens and not self._tokenizer.decode(tokens[-1:], skip_special_tokens=False).strip():
                 del tokens[-1]
-            ends |= special.intersection(tokens[-1:])
-        return frozenset(ends)
+            ends += [special.intersection(tokens[-1:])] if tokens else []
+        return ends
 
     def encode(self, conversation: Conversation) -> TokenSequence:
         """All tokens of a conversation, those of the answers (end token included) as targets. Raises UserError.

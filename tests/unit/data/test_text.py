@@ -73,6 +73,17 @@ def test_tokens_that_end_an_answer(backend):
     assert ends("{{ raise_exception('no') }}") == ["<eos>"]
 
 
+def test_whether_an_end_is_learned_behind_the_last_answer(backend):
+    def ends_answers(template):
+        return ChatTokenizer(backend, template, {"eos_token": "<eos>"}).ends_answers
+
+    assert ends_answers(None)
+    assert ends_answers("{{ raise_exception('no') }}"), "unknown"
+    # As in llava-hf's template, and as in GLM's, where the next turn begins by the token that ends this one.
+    assert not ends_answers("{% for m in messages %}{{ m.role + ': ' + m.content + ' ' }}{% endfor %}")
+    assert not ends_answers("{% for m in messages %}{{ '<user>' + m.content }}{% endfor %}")
+
+
 def test_the_default_template(backend):
     tokenizer = ChatTokenizer(backend, None, {"eos_token": "<eos>"})
     assert target_texts(tokenizer) == ["A cat.<eos>", "Ünïcode € dog<eos>"]
