@@ -9,6 +9,7 @@ import pytest
 
 from cli.meddling import PROGRAM, Meddling, motet
 from cli.tiny_job import losses, write_tiny_job
+from motet.train.report.step_lines import heldout_steps
 from motet.train.stop import GRACE_S, StopSignal
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -95,6 +96,7 @@ def test_in_an_evaluation_what_was_trained_is_saved(job, tmp_path):
     assert "Asked to stop: step 2 is saved" in done.stdout
     assert run(job, tmp_path, *options).returncode == 0
     assert len(losses(tmp_path)) == 4
+    assert heldout_steps(tmp_path) == [2, 4]
 
 
 def test_after_training_a_signal_ends_the_run_and_the_rest_is_done_by_the_next(job, tmp_path):

@@ -1,5 +1,6 @@
 """What cannot be used is left out on all ranks alike, and named with the reason; a run of nothing else ends."""
 
+import base64
 import json
 
 import numpy as np
@@ -37,6 +38,22 @@ def test_clips_that_are_not_finite_are_left_out_on_all_ranks_alike(tmp_path, mod
     left_out = [entry for step in steps for entry in step["left_out"]]
     assert {entry["file"].rpartition("/")[2] for entry in left_out} == set(names)
     assert all("not finite" in entry["why"] and "train.jsonl, line " in entry["line"] for entry in left_out)
+
+
+@pytest.mark.slow
+def test_each_item_that_a_record_holds_is_named_by_its_line(tmp_path):
+    job = write_tiny_job(tmp_path / "data")
+    spoil_clips(job.parent, "train-*.wav")
+    records = [json.loads(line) for line in (job.parent / "train.jsonl").read_text().splitlines()]
+    for record in (record for record in records if "audio" in record):
+        clip = base64.b64encode((job.parent / record["audio"]).read_bytes()).decode()
+        record["audio"] = f"data:audio/wav;base64,{clip}"
+    (job.parent / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (said,) = run(job, 1, tmp_path / "a", "run.steps=1", "run.batch_size=40", "data.max_bad_fraction=1")
+    held = [number for number, record in enumerate(records, start=1) if "audio" in record]
+    named = [line for line in said.splitlines() if line.startswith("Left out")]
+    assert len(named) == len(held) > 3
+    assert all(any(f"line {number}: audio " in line for line in named) for number in held)
 
 
 def only(job, task: str) -> str:

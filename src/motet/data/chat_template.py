@@ -125,13 +125,16 @@ class ChatTemplate:
     def num_asked(self, turns: Sequence[Turn], number: int, text: str, parts: Set[str] = NO_PARTS) -> int | None:
         """The characters of the prompt for the answer of a turn, with which the text of all turns begins.
 
-        None where the text begins otherwise, or the template writes nothing to ask for an answer.
+        None where the text begins otherwise; and where the template writes nothing to ask for an answer, unless no more
+        than white space stands before the answer then (Llama 2, Mistral).
         """
         try:
             plain, prompt = (self._render(turns[:number], parts, generation_prompt=asks) for asks in (False, True))
         except UserError:
             return None
-        return len(prompt) if len(prompt) > len(plain) and text.startswith(prompt) else None
+        answer, behind = turns[number].text.strip(), text[len(prompt) :].lstrip()
+        is_asked = len(prompt) > len(plain) or (answer and behind.startswith(answer))
+        return len(prompt) if is_asked and text.startswith(prompt) else None
 
     @cached_property
     def _answers_at_once(self) -> bool:

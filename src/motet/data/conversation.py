@@ -167,11 +167,12 @@ def check_is_object(record: object, where: str) -> dict[str, Any]:
 def parse_conversation(record: dict[str, Any], where: str) -> Conversation:
     """The turns of a record. Raises UserError naming `where`, what is wrong and what would be right."""
     check_fields(record, where)
-    fields = [field for field in TURN_FIELDS if record.get(field) is not None]
+    fields = [field for field in TURN_FIELDS if is_given(record.get(field))]
     if not fields and is_instruction(record):
         record, fields = record | {TURN_FIELDS[0]: instruction_turns(record, where)}, [TURN_FIELDS[0]]
     if not fields and any(is_given(record.get(name)) for name in (TEXTS_FIELD, PARTS_FIELD, TEXT_FIELD)):
         return _document(record, where)
+    fields = fields or [field for field in TURN_FIELDS if record.get(field) is not None][:1]
     if not fields:
         raise UserError(
             f'{where}: has no field \'conversations\'; it must be a list of {{"from": ..., "value": ...}}; or, for a '

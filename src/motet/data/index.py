@@ -287,7 +287,8 @@ def checksum(about: dict[str, Any], table: pa.Table | pa.RecordBatch) -> int:
     bad, items = columns.pop("bad"), columns.pop("items")
     bad.validate(full=True)
     total = zlib.crc32(json.dumps([about, _bad_rows(bad)], sort_keys=True).encode())
-    for column in (*columns.values(), items.offsets, *(items.values.field(i) for i in range(3))):
+    of_items = [items.values.field(i) for i in range(items.type.value_type.num_fields)]
+    for column in (*columns.values(), items.offsets, *of_items):
         total = zlib.crc32(column.to_numpy(zero_copy_only=True), total)
     return total
 

@@ -14,9 +14,10 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,8 @@ class Manifest:
         if (path / _STATE).is_file() or (path / _SPLITS).is_file():
             return cls(path.name, "arrow", _saved_files(path), path.parent, copies)
         shards = expand_shards(path)
+        if not shards and path.is_dir():
+            raise UserError(f"manifest {spec}: is a folder without tar shards; name its files, as {path}/*.parquet")
         if not shards:
             raise UserError(f"manifest {spec}: there is no such file; it must be a {_FORMATS} file, or tar shards")
         name = path.name if path.is_dir() else re.sub(r"[^\w.-]+", "_", path.name)
@@ -234,17 +237,30 @@ def _read_jsonl(path: Path | RemoteFile) -> Iterator[Entry]:
 
 
 def _read_json(path: Path | RemoteFile) -> Iterator[Entry]:
-    if isinstance(path, RemoteFile):
-        with path.open_copy() as file:
-            records = parse_json(file.read(), str(path))
-    else:
-        records = read_json(path, "the manifest")
+    try:
+        if isinstance(path, RemoteFile):
+            with path.open_copy() as file:
+                records = parse_json(file.read(), str(path))
+        else:
+            records = read_json(path, "the manifest")
+    except UserError:
+        if _holds_lines(path):
+            raise UserError(f"{path}: holds a record a line; give its name the ending .jsonl") from None
+        raise
     if not isinstance(records, list):
         raise UserError(f"{path}: must hold a list of records; one record a line is a .jsonl file")
     for number, record in enumerate(records, start=1):
         where = f"{path}, record {number}"
         text = json.dumps(check_is_object(record, where), ensure_ascii=False)
         yield Entry(where, text.encode(), None, number / len(records))
+
+
+def _holds_lines(path: Path | RemoteFile) -> bool:
+    """Whether a file that is no JSON has a record a line, as its first lines have it."""
+    with suppress(OSError, ValueError, RecursionError), open_file(path) as file:
+        first = [json.loads(line) for line in islice(file, 2)]
+        return len(first) > 1 and all(isinstance(record, dict) for record in first)
+    return False
 
 
 def _read_table(path: Path | RemoteFile) -> Iterator[Entry]:

@@ -116,6 +116,8 @@ def _refusal(name: str, read: tuple[str, ...]) -> str | None:
     """Why a field that is not read is refused; None for metadata."""
     if reason := _REFUSED.get(name):
         return f"{reason}; remove the field, or leave such records out"
-    if close := difflib.get_close_matches(name.lower(), (*read, *_REFUSED), n=1, cutoff=_MIN_SIMILARITY):
-        return f"is it meant to be '{close[0]}'? Rename or remove it"
-    return None
+    close = difflib.get_close_matches(name.lower(), (*read, *_REFUSED), n=1, cutoff=_MIN_SIMILARITY)
+    # Many records have a `conversation_id`.
+    if not close or (close[0] in read and name.lower().endswith("_id")):
+        return None
+    return f"is it meant to be '{close[0]}'? Rename or remove it"

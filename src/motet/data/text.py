@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 # Part of every fingerprint: increment it when the same tokenizer and template give other tokens than before.
-_VERSION = 6
+_VERSION = 7
 _MAX_REASON_CHARACTERS = 200
 
 
@@ -153,19 +153,29 @@ class ChatTokenizer:
         A chat template may end turns by a token of its own, `<end_of_turn>`, and the tokenizer name another one.
         """
         ends = set() if self.end_token is None else {self.end_token}
+        return frozenset(ends.union(*self._learned_ends))
+
+    @property
+    def ends_answers(self) -> bool:
+        """Whether a special token is learned behind the last answer; True if no conversation could be tried."""
+        return not self._learned_ends or bool(self._learned_ends[-1])
+
+    @cached_property
+    def _learned_ends(self) -> list[set[int]]:
+        """The special token that is learned behind each of two answers, if there is one; [] if none can be tried."""
         turns = (Turn("user", "a"), Turn("assistant", "a", has_loss=True)) * 2
         try:
             sequence = self.encode(Conversation(turns, ()))
         except UserError:  # Another form of conversation may do.
-            return frozenset(ends)
-        special = set(self._special.values())
+            return []
+        special, ends = set(self._special.values()), []
         for run in np.split(np.arange(len(sequence.tokens)), np.flatnonzero(np.diff(sequence.targets)) + 1):
             tokens = sequence.tokens[run].tolist() if sequence.targets[run[0]] else []
             # A line break may stand behind the token that ends a turn.
             while tokens and not self._tokenizer.decode(tokens[-1:], skip_special_tokens=False).strip():
                 del tokens[-1]
-            ends |= special.intersection(tokens[-1:])
-        return frozenset(ends)
+            ends += [special.intersection(tokens[-1:])] if tokens else []
+        return ends
 
     def encode(self, conversation: Conversation) -> TokenSequence:
         """All tokens of a conversation, those of the answers (end token included) as targets. Raises UserError.
@@ -429,13 +439,18 @@ class ChatTokenizer:
             pieces += [text[copied : match.start()], forms[modality_of[match.group()]].put]
             copied = match.end()
         # 2. Tokenise.
-        tokens, offsets = self._encode("".join([*pieces, text[copied:]]), is_prompt=is_prompt)
+        whole = "".join([*pieces, text[copied:]])
+        tokens, offsets = self._encode(whole, is_prompt=is_prompt)
         # 3. Targets: move the spans as the replacements moved the text. shifts[i]: characters added by i items.
         shifts = [0, *accumulate(len(put) - len(match.group()) for match, put in zip(matches, pieces[1::2]))]
 
         def holds(span: tuple[int, int]) -> BoolArray:
             start, end = (bound + shifts[sum(match.end() <= bound for match in matches)] for bound in span)
             held: BoolArray = (offsets[:, 0] < end) & (offsets[:, 1] > start)
+            # A mark that takes the white space behind it (Phi-3's) reaches into an answer that begins with some.
+            for place in np.flatnonzero(held & (offsets[:, 0] < start)).tolist():
+                token = self._tokenizer.id_to_token(int(tokens[place]))
+                held[place] = token not in self._special or whole.find(token, int(offsets[place, 0])) >= start
             return held
 
         targets = np.zeros(len(tokens), dtype=bool)

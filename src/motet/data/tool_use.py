@@ -18,9 +18,9 @@ Call = dict[str, Any]
 
 
 def parse_tools(value: object, where: str) -> tuple[dict[str, Any], ...]:
-    """The tools of a record, as they are passed to the template. Raises UserError naming `where`."""
+    """The tools of a record, as the template is given them; none of the text "[]". Raises UserError naming `where`."""
     tools = motet.core.text_files.parse_json(value.encode(), f"{where}: 'tools'") if isinstance(value, str) else value
-    if not isinstance(tools, list) or not tools or any(not isinstance(tool, dict) for tool in tools):
+    if not isinstance(tools, list) or any(not isinstance(tool, dict) for tool in tools):
         raise UserError(f"{where}: 'tools' is {kind_of(tools)}, but must be a list of JSON schemas, or the JSON of one")
     for number, tool in enumerate(tools, start=1):
         function = tool.get("function", tool)

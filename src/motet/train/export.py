@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,6 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from motet.core.errors import UserError
 from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
+from motet.data.drawn import DrawnVocabulary
+from motet.data.text import ChatTokenizer
 from motet.models.build import build_mllm
 from motet.models.export import AdapterForm, export_hf
 from motet.models.fused import stored_names, with_whole
@@ -97,8 +100,19 @@ def _card(recipe: Recipe, num_steps: int) -> str:
         f"{steps} of {examples}, with a learning rate of {recipe.optimizer.lr:g} at its peak. "
         f"{'All parts learned' if not frozen else 'All parts learned but ' + ' and '.join(frozen)}"
         f"{', and of them not ' + ', '.join(model.freeze) if model.freeze else ''}"
-        f"{', ' + ' and '.join(adapters) if adapters else ''}."
+        f"{', ' + ' and '.join(adapters) if adapters else ''}.{ends_of_answers(recipe.vocabulary())}"
     )
+
+
+def ends_of_answers(vocabulary: ChatTokenizer | DrawnVocabulary) -> str:
+    """By which tokens answers end, as a sentence; "" if by none.
+
+    A model that had no turns before stops at another token by its generation_config.json.
+    """
+    if not isinstance(vocabulary, ChatTokenizer) or not (numbers := sorted(vocabulary.end_tokens)):
+        return ""
+    tokens = " or ".join(f"`{vocabulary.decode(np.array([number]), special=True)}`" for number in numbers)
+    return f" Answers end by {tokens}: `generate(..., eos_token_id={numbers})` stops there."
 
 
 def check_export(recipe: Recipe) -> None:

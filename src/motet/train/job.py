@@ -62,6 +62,7 @@ from motet.train.input.datasets import (
     check_same_examples,
     open_dataset,
     open_heldout,
+    say_no_end,
 )
 from motet.train.input.feed import StepInput
 from motet.train.input.loading import ExchangeLoading, IndexLoading, Loading
@@ -179,6 +180,7 @@ def build_job(
         opened = {
             number: open_dataset(recipe, manifests, vocabulary, model, say) for number, manifests in splits.items()
         }
+        say_no_end(vocabulary, opened[min(opened)], say)
         heldout = open_heldout(recipe, vocabulary, model, say)
         if rank_bytes:
             alone, shared = plan_alone(recipe, spec, ranks), _shared_by(recipe, orchestrator)
@@ -409,6 +411,7 @@ def _build_planned_job(
         _check_compiles(recipe, model, world)
         check_groups(model, recipe.optimizer)
         dataset = open_dataset(recipe, recipe.data.train, vocabulary, model, say)
+        say_no_end(vocabulary, dataset, say)
         heldout = open_heldout(recipe, vocabulary, model, say)
         check_bad_at_indexing(recipe, dataset)
         leave_out_too_long(dataset, plan, recipe.data.max_bad_fraction, say, exchange=recipe.context.exchange)

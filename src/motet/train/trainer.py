@@ -53,7 +53,7 @@ from motet.train.report.metrics_log import MetricsLog, Terminal
 from motet.train.report.page import write_report
 from motet.train.report.peak import peak_of
 from motet.train.report.rank_time import RankTime
-from motet.train.report.step_lines import to_json
+from motet.train.report.step_lines import heldout_steps, to_json
 from motet.train.report.summary import summarise, summary_lines
 from motet.train.run_folder import locked_run_folder, writing
 from motet.train.stop import StopSignal
@@ -195,6 +195,8 @@ class _Run:
         """Take all steps that are left, with the checkpoints and evaluations that are due."""
         recipe = self.recipe
         self.job.model.train()
+        if self._owes_evaluation() and not self._evaluate():
+            self._leave(_STOP)
         with self._open_feed() as feed:
             ended = StepEnd.now()
             for step in range(self.first_step, recipe.run.num_steps):
@@ -390,6 +392,18 @@ class _Run:
                 }
             )
         return request
+
+    def _owes_evaluation(self) -> bool:
+        """Whether it goes on behind a step that was to be evaluated, and was not: a signal came before the end of that.
+
+        The last step is evaluated in any case. A collective.
+        """
+        is_due = _is_due(self.first_step, self.recipe.evaluate.every_steps)
+        if self.job.evaluator is None or not is_due or self.first_step in (0, self.recipe.run.num_steps):
+            return False
+        with self._on_first_rank():
+            evaluated = heldout_steps(self.recipe.run.dir) if self.world.is_first else []
+        return self.first_step not in self.world.gather(evaluated)[0]
 
     def _evaluate(self) -> bool:
         """Evaluate, if the recipe does; False if a signal to stop any rank ended it early. A collective."""

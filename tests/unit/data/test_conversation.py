@@ -147,11 +147,27 @@ def test_empty_fields_of_media_are_as_good_as_absent():
     assert media_names(record, "here") == {"image": ["a.png"], "audio": None, "video": None}
 
 
+def test_empty_turns_of_another_kind_are_as_good_as_absent():
+    # As a table has them in which records of several kinds were joined.
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
+    told = [turn.text for turn in parse_conversation({"conversations": [], "messages": messages}, "here").turns]
+    assert told == ["Hi", "Yes."]
+    asked = {"messages": [], "instruction": "Hi", "output": "Yes."}
+    assert [turn.text for turn in parse_conversation(asked, "here").turns] == told
+    assert parse_conversation({"messages": [], "text": "A document."}, "here").is_document
+    assert complaint({"messages": [], "caption": "A cat."}).startswith("'messages' is an empty list")
+
+
+def test_no_tools_may_be_the_text_of_an_empty_list():
+    assert parse_conversation(a_record(tools="[]"), "here").tools == ()
+
+
 def test_metadata_is_kept():
     parse_conversation(
         a_record(
             id=3, task="vqa", source="web", model="x", score=0.5, split="train", category="a", language="en",
             image_id=7, width=3, height=4, meta={"a": [1]}, prompt="Hello", prompt_id="x", license="mit",
+            conversation_id="8f",
         ),
         "here",
     )  # fmt: skip

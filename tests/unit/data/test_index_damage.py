@@ -42,6 +42,7 @@ def manifest(folder):
 def contents(index: Index) -> tuple:
     lengths = index.lengths
     columns = [lengths.num_tokens, lengths.num_targets, lengths.item_offsets, lengths.modality, *lengths.raw]
+    columns += lengths.turn
     rows = [(index.where(n), index.record(n), index.media_refs(n), index.tokens(n).tokens.tolist()) for n in range(3)]
     return [column.tolist() for column in columns], list(index.bad_examples()), rows, index.identity
 

@@ -187,6 +187,11 @@ def test_wrong_files(tmp_path, tokenizer):
     assert "must hold a list of records" in message("a.json", b"{}")
     assert "a.json, record 1: is the number 1" in message("a.json", b"[1]")
     assert "line 2: is no JSON" in message("a.json", b"[\n{]")
+    assert "a.json: holds a record a line; give its name the ending .jsonl" in message(
+        "a.json", b'{"a": 1}\n{"a": 2}\n'
+    )
+    (tmp_path / "parts").mkdir()
+    assert "is a folder without tar shards; name its files, as " in message("parts", None)
     assert "is no Parquet file" in message("a.parquet", b"PAR")
     assert "is no whole, uncompressed tar file" in message("a.tar", b"x" * 2000)
 

@@ -73,6 +73,17 @@ def test_tokens_that_end_an_answer(backend):
     assert ends("{{ raise_exception('no') }}") == ["<eos>"]
 
 
+def test_whether_an_end_is_learned_behind_the_last_answer(backend):
+    def ends_answers(template):
+        return ChatTokenizer(backend, template, {"eos_token": "<eos>"}).ends_answers
+
+    assert ends_answers(None)
+    assert ends_answers("{{ raise_exception('no') }}"), "unknown"
+    # As in llava-hf's template, and as in GLM's, where the next turn begins by the token that ends this one.
+    assert not ends_answers("{% for m in messages %}{{ m.role + ': ' + m.content + ' ' }}{% endfor %}")
+    assert not ends_answers("{% for m in messages %}{{ '<user>' + m.content }}{% endfor %}")
+
+
 def test_the_default_template(backend):
     tokenizer = ChatTokenizer(backend, None, {"eos_token": "<eos>"})
     assert target_texts(tokenizer) == ["A cat.<eos>", "Ünïcode € dog<eos>"]
@@ -161,6 +172,35 @@ def test_what_a_template_writes_between_the_prompt_and_an_answer_is_learned_and_
     prompt, expected = tokenizer.encode_prompt(conversation)
     assert tokenizer.decode(prompt.tokens).endswith(f"assistant\n{begun}")
     assert expected == texts[-1].removesuffix("<eos>")
+
+
+def test_a_blank_before_an_answer_is_learned_where_a_template_writes_no_prompt_for_answers(backend):
+    # As Llama 2's and Mistral's. A digit is a token of its own, and so is the blank before it then.
+    template = (
+        "{% for m in messages %}{{ '[Q] ' + m.content + ' [/Q]' if m.role == 'user' else ' ' + m.content + eos_token }}"
+        "{% endfor %}"
+    )
+    tokenizer = ChatTokenizer(backend, template, {"eos_token": "<eos>"})
+    turns = [{"from": "human", "value": "4 + 3"}, {"from": "gpt", "value": "7"}] * 2
+    conversation = parse_conversation({"conversations": turns}, "here")
+    assert target_texts(tokenizer, conversation) == [" 7<eos>", " 7<eos>"]
+    prompt, expected = tokenizer.encode_prompt(conversation)
+    assert tokenizer.decode(prompt.tokens).endswith("[/Q]")
+    assert expected == " 7"
+    # Words before an answer are a part of it nowhere.
+    named = ChatTokenizer(backend, template.replace("' ' + m", "' A: ' + m"), {"eos_token": "<eos>"})
+    assert target_texts(named, conversation) == ["7<eos>", "7<eos>"]
+
+
+def test_a_mark_that_takes_the_white_space_behind_it_is_not_learned(backend):
+    # As those of Phi-3's tokenizer.
+    raw = json.loads(backend)
+    for token in raw["added_tokens"]:
+        token["rstrip"] = token["content"] == "<user>"
+    template = "{% for m in messages %}{{ '<user>\n' + m.content + '<eos>\n' }}{% endfor %}"
+    tokenizer = ChatTokenizer(json.dumps(raw), template, {"eos_token": "<eos>"})
+    for answer in ("Hi", "\n Hi"):
+        assert target_texts(tokenizer, parse_conversation(a_record("A", answer), "here")) == ["Hi<eos>"]
 
 
 def test_answers_whose_thoughts_a_template_leaves_out_are_refused(backend):

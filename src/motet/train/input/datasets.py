@@ -91,6 +91,17 @@ def open_heldout(recipe: Recipe, vocabulary: ChatTokenizer | DrawnVocabulary, mo
     return heldout
 
 
+def say_no_end(vocabulary: ChatTokenizer | DrawnVocabulary, dataset: Examples, say: Say) -> None:
+    """Say so if the chat template lets no end of an answer be learned, where the first example is a conversation."""
+    if not isinstance(vocabulary, ChatTokenizer) or vocabulary.ends_answers or not isinstance(dataset, Dataset):
+        return
+    if not dataset.conversation(0).is_document:
+        say(
+            "The tokenizer's chat template writes no special token behind the last answer, so no end of it is learned, "
+            "and a model may go on writing; let the template write eos_token there if it is to stop."
+        )
+
+
 def check_same_examples(world: World, dataset: Examples | OwnSplits, heldout: Dataset | None) -> None:
     """Raise JointUserError if ranks see different examples, and are to see the same."""
     parts = {"train": dataset, "heldout": heldout}

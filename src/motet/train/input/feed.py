@@ -121,7 +121,7 @@ class Feed:
     config:  of which the feed reads prefetch_steps, prefetch_bytes, service and max_bad_fraction.
     ahead:   as of the last call of `next_step`.
     prepare: applied to each RankBatch in the thread, e.g. to pin its memory.
-    report:  called in the thread, on all ranks alike, once for every bad file.
+    report:  called in the thread, on all ranks alike, once for every bad file of an example.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Feed:
         self._order, self._loading, self._group = order, loading, group
         self._prepare, self._report = prepare, report
         self._steps, self._config = steps, config
-        self._reported: dict[str, UnreadableExample] = {}
+        self._reported: dict[tuple[str, str], UnreadableExample] = {}
         self._left_out: list[UnreadableExample] = []
         self._num_bad = steps.num_bad
         self._queue: queue.Queue[StepInput | BaseException] = queue.Queue(maxsize=config.prefetch_steps)
@@ -284,8 +284,10 @@ class Feed:
         everywhere = {example for of_rank in gather(bad, self._group) for example in of_rank}
         for example in sorted(everywhere, key=lambda example: (example.index, example.file)):
             self._left_out.append(example)
-            if example.file not in self._reported:
-                self._reported[example.file] = example
+            # Items that records hold have the same names in all of them.
+            place = example.where, example.file
+            if place not in self._reported:
+                self._reported[place] = example
                 self._report(example)
 
     def _check_bad_fraction(self, position: int, *, is_last: bool) -> None:

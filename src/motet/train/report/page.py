@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.core.words import counted_words
+from motet.data.media import AUDIO, IMAGE, VIDEO, modality_of
 from motet.train.report.beside import beside_sections
 from motet.train.report.charts import NARROW, grouped_bars, horizontal_bars, line_chart
 from motet.train.report.step_lines import read_lines
@@ -261,13 +262,14 @@ def _card(answer: dict[str, Any]) -> str:
 
 
 def _player(path: Path) -> str:
-    if not path.exists() or path.stat().st_size > _MAX_MEDIA_BYTES:
+    modality = modality_of(path.name)
+    if modality not in (IMAGE, AUDIO, VIDEO) or not path.exists() or path.stat().st_size > _MAX_MEDIA_BYTES:
         return f"<p>{html.escape(path.name)}</p>"
-    kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    kind = mimetypes.guess_type(path.name)[0] or f"{modality}/{path.suffix.lower().removeprefix('.')}"
     uri = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
-    if kind.startswith("audio/"):
-        return f'<audio controls preload="metadata" src="{uri}"></audio>'
-    return f'<img alt="{html.escape(path.name)}" src="{uri}">'
+    if modality == IMAGE:
+        return f'<img alt="{html.escape(path.name)}" src="{uri}">'
+    return f'<{modality} controls preload="metadata" src="{uri}"></{modality}>'
 
 
 def _smoothed(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

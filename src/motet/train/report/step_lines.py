@@ -68,6 +68,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
+def heldout_steps(run_dir: Path) -> list[int]:
+    """The steps behind which this run has been evaluated."""
+    path = run_dir / HELDOUT_FILE
+    return [line["step"] for line in read_lines(path)] if path.exists() else []
+
+
 def cut_lines(path: Path, first_step: int, keys: frozenset[str]) -> None:
     """Remove the lines of steps after `first_step`, and a last line that a crash left unfinished.
 

@@ -54,6 +54,7 @@ th:first-child, td:first-child { text-align: left; }
 .card img { max-width: 100%; max-height: 160px; display: block; margin: 8px 0; background: #fff; image-rendering:
   pixelated; min-height: 40px; }
 .card .made { display: flex; gap: 18px; color: var(--soft); font-size: 13px; }
+.card video { max-width: 100%; max-height: 160px; display: block; margin: 8px 0; }
 .card .made img { min-height: 96px; }
 .card audio { width: 100%; margin: 6px 0; height: 36px; }
 .card dl { margin: 6px 0 0; display: grid; grid-template-columns: auto 1fr; gap: 2px 10px; }

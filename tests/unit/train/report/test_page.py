@@ -72,6 +72,22 @@ def test_a_report_is_self_contained_and_escapes_what_it_shows(tmp_path):
     assert not re.search(r"(src|href)=\"(?!data:)", page)
 
 
+def test_media_are_shown_by_what_they_are(tmp_path):
+    names = ["scan.tif", "speech.flac", "clip.mkv", "points.ply", "image 1, held by the record"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"bytes")
+    answer = {"task": "all", "prompt": "?", "answer": "a", "expected": "a", "is_exact": True}
+    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(step(1)) + "\n")
+    media = [str(tmp_path / name) for name in names]
+    (tmp_path / "answers.json").write_text(json.dumps([answer | {"media": media}]))
+    page = write_report(tmp_path).read_text()
+    assert page.count('<img alt="scan.tif" src="data:image/tiff;') == page.count("<img") == 1
+    assert '<audio controls preload="metadata" src="data:audio/' in page
+    assert '<video controls preload="metadata" src="data:video/' in page
+    assert all(f"<p>{name}</p>" in page for name in names[3:])
+
+
 @pytest.mark.parametrize(
     ("num_steps", "num_bad", "said"),
     [(1, 0, "loss of its one step"), (2, 1, "loss of its one step"), (2, 0, "loss, first to last step")],
