@@ -40,6 +40,9 @@ from motet.simulate.engine.stage_times import Part
 _MAX_DEALT = 32
 """Packs of a step whose rows are dealt out to be priced, where context-parallel ranks share them."""
 
+_FEW = 8
+"""Prices of so many times fewer replicas than there are count as few."""
+
 Recomputed = Mapping[str, Int64Array]
 """Module -> recomputed blocks, int64 [num_replicas, num_microbatches]; for Plans of data parallelism."""
 Recomputes = Callable[[StepAssignment], Recomputed]
@@ -172,8 +175,8 @@ class Pricing:
         shape = len(islands), len(self.planned.stages), self.assignment.num_microbatches
         tables = StagePrices(*(np.zeros(shape) for _ in StagePrices._fields))
         for kind, replicas in self._replicas(islands):
-            for table, of_kind in zip(tables, self._seconds(kind.stage.key)):
-                table[:, kind.numbers] = of_kind[replicas]
+            for table, of_kind in zip(tables, self._seconds_of(kind.stage.key, replicas)):
+                table[:, kind.numbers] = of_kind
         return tables
 
     def held(self) -> Float64Array:
@@ -238,6 +241,16 @@ class Pricing:
         if key not in self._known_stages:
             self._known_stages[key] = self._of_stage(self._first[key])
         return self._known_stages[key]
+
+    def _seconds_of(self, key: tuple[object, ...], replicas: Int64Array) -> StagePrices:
+        """The prices of a stage for some replicas, [*replicas.shape, num_microbatches] each.
+
+        Of few replicas no table of all is made, and so nothing is kept: of each kind of stage it would be as long as
+        the batch.
+        """
+        if key in self._known_stages or _FEW * replicas.size > self._shape(self._first[key])[0]:
+            return StagePrices(*(table[replicas] for table in self._seconds(key)))
+        return self._of_stage(self._first[key], replicas)
 
     def _priced(self, name: str, layer: Layer, num_shares: int) -> _Priced:
         key = name, layer, num_shares
@@ -320,18 +333,18 @@ class Pricing:
         for number in np.unique(numbers).tolist():
             yield Counter(stage_layers(self.plan.model, stage.layers, {name: number})), numbers == number
 
-    def _of_stage(self, stage: PlannedStage) -> StagePrices:
-        cases = [(self._sum(stage, layers), chosen) for layers, chosen in self._cases(stage)]
+    def _of_stage(self, stage: PlannedStage, replicas: Int64Array | slice = slice(None)) -> StagePrices:
+        cases = [(self._sum(stage, layers, replicas), chosen) for layers, chosen in self._cases(stage)]
         if len(cases) == 1:
             prices, (entered, again), (given, back) = cases[0][0], self._entries(stage), self._given(stage)
             return prices._replace(
-                forward=prices.forward + entered,
-                recompute=prices.recompute + again,
-                forward_tensor=prices.forward_tensor + given,
-                backward_tensor=prices.backward_tensor + back,
-                held=prices.held + self._held_inside(stage),
+                forward=prices.forward + entered[replicas],
+                recompute=prices.recompute + again[replicas],
+                forward_tensor=prices.forward_tensor + given[replicas],
+                backward_tensor=prices.backward_tensor + back[replicas],
+                held=prices.held + self._held_inside(stage)[replicas],
             )
-        which = [chosen for _, chosen in cases]
+        which = [chosen[replicas] for _, chosen in cases]
         return StagePrices(*(np.select(which, columns) for columns in zip(*(prices for prices, _ in cases))))
 
     def _entries(self, stage: PlannedStage) -> tuple[Float64Array, Float64Array]:
@@ -385,11 +398,15 @@ class Pricing:
         """Whether the passes of a stage are in parts that are finer than halves of blocks."""
         return stage.num_parts > len(pieces_of(stage, self.plan.model))
 
-    def _sum(self, stage: PlannedStage, layers: Mapping[StageLayer, int]) -> StagePrices:
-        shape = len(StagePrices._fields), *self._shape(stage)
-        total, scratch = np.zeros(shape), np.empty(shape)
+    def _sum(
+        self, stage: PlannedStage, layers: Mapping[StageLayer, int], replicas: Int64Array | slice = slice(None)
+    ) -> StagePrices:
+        num_replicas, num_microbatches = self._shape(stage)
+        shape = len(StagePrices._fields), num_replicas, num_microbatches
+        taken = (num_replicas,) if isinstance(replicas, slice) else replicas.shape
+        total, scratch = (make((shape[0], *taken, num_microbatches)) for make in (np.zeros, np.empty))
         for placed, count in layers.items():
-            columns = self._columns(placed, stage.num_shares, stage.unit.tp).reshape(shape)
+            columns = self._columns(placed, stage.num_shares, stage.unit.tp).reshape(shape)[:, replicas]
             total += np.multiply(count, columns, out=scratch)  # pages that are new cost more than the products
         return StagePrices(*total)
 
