@@ -27,7 +27,7 @@ from motet.planner.infeasible import possible_tensor_degrees
 from motet.planner.job import Job
 from motet.planner.order import with_pinned_deal
 from motet.planner.refinement import Refinement
-from motet.planner.search_result import PassedOver, SearchResult, SimulatedCandidate
+from motet.planner.search_result import PassedOver, SearchResult, SimulatedCandidate, ranked_by_step
 from motet.planner.variants import fastest_variant
 from motet.simulate.predict.beyond_profile import guesses
 from motet.simulate.predict.prediction import Prediction
@@ -197,9 +197,7 @@ class CandidateEvaluation:
 
     def result(self, strategies: Sequence[str]) -> SearchResult:
         """All that was evaluated. Equally fast Plans are in the order of `strategies`."""
-        rank = {name: number for number, name in enumerate(strategies)}
-        last = len(rank)
-        self.results.sort(key=lambda result: (result.prediction.step_s, rank.get(result.candidate.strategy, last)))
+        self.results = ranked_by_step(self.results, strategies)
         return SearchResult(self.job, self.pins, tuple(self.results), tuple(self.passed_over), tuple(self.ruled_out))
 
 

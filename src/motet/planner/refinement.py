@@ -28,6 +28,7 @@ from motet.planner.candidate import (
     MODALITY_PARALLEL,
     Candidate,
     Pins,
+    is_faster,
     predict_candidate,
 )
 from motet.planner.degrees import SCHEDULE_NAMES
@@ -166,7 +167,7 @@ class Refinement:
         stop_at, self._slower = (1 - _SHARE) * self.left[purse], []
         while after := self._faster_neighbour(here, purse, stop_at) or self._least_slower(found, purse, stop_at):
             here = after
-            found = min(found, here, key=lambda one: one.prediction.step_s)
+            found = here if is_faster(here.prediction.step_s, found.prediction.step_s) else found
         if found is start:
             return start
         gain = 1 - found.prediction.step_s / start.prediction.step_s
@@ -207,7 +208,7 @@ class Refinement:
             neighbour = self._predicted(found, other)
             if neighbour is None:
                 continue
-            if neighbour.prediction.step_s >= limit_s:
+            if not is_faster(neighbour.prediction.step_s, limit_s):
                 self._slower.append(neighbour)
                 continue
             if not self._fits(neighbour):
@@ -216,7 +217,7 @@ class Refinement:
                     continue
                 self.seen.add(_key(full))
                 neighbour = self._predicted(found, full)
-            if neighbour is not None and neighbour.prediction.step_s < limit_s and self._fits(neighbour):
+            if neighbour is not None and is_faster(neighbour.prediction.step_s, limit_s) and self._fits(neighbour):
                 return neighbour
         return None
 

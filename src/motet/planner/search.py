@@ -17,7 +17,7 @@ from dataclasses import replace
 from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
-from motet.planner.candidate import Candidate, Pins, PruningStrategy, Strategy
+from motet.planner.candidate import Candidate, Pins, PruningStrategy, Strategy, is_faster
 from motet.planner.evaluation import NO_QUOTA, CandidateEvaluation, Quota, SearchProgress
 from motet.planner.fewer_ranks import on_cluster, smaller_jobs
 from motet.planner.field_pins import pinned_plan
@@ -110,7 +110,7 @@ def _search_smaller(evaluation: CandidateEvaluation, strategies: Mapping[str, St
             to_beat_s=to_beat_s,
         )
         _search_whole(fewer, strategies)
-        if fewer.fastest_s < to_beat_s:
+        if is_faster(fewer.fastest_s, to_beat_s):
             best, to_beat_s = min(fewer.results, key=_step_s), fewer.fastest_s
     if best is not None:
         candidate = on_cluster(best.candidate, evaluation.job, all_s)

@@ -101,6 +101,10 @@ def _never(job: Job, pins: Pins) -> str:
 def _no_shape(job: Job, pins: Pins) -> str:
     if pins.pp == 1:
         return "PP is pinned to 1; a pipeline has bubbles from PP 2 on."
+    if job.cluster.num_ranks == 1:
+        return "a pipeline has bubbles from 2 ranks on; the cluster has one."
+    if len(job.model.module(BACKBONE).blocks) == 1:
+        return "a pipeline has bubbles from 2 stages on; the backbone has one layer."
     return indivisible(job, pins, len(job.model.module(BACKBONE).blocks), modules=(BACKBONE,)) or nothing_divides(job)
 
 
