@@ -104,7 +104,10 @@ def rows_in_words(plan: Plan) -> str:
     if layout.num_islands == 1 and not units:
         return ""
     alike = f", of the slowest of {layout.num_islands:,} parts that work alike" if layout.num_islands > 1 else ""
-    of = [f"{unit.name} in {unit.first_rank:,} to {unit.first_rank + unit.num_ranks - 1:,}" for unit in units]
+    of = [
+        f"{unit.name} in {unit.first_rank:,}" + (f" to {unit.first_rank + unit.num_ranks - 1:,}" * (unit.num_ranks > 1))
+        for unit in units
+    ]
     return f"Rows are ranks of the cluster{alike}{': ' if of else ''}{'; '.join(of)}."
 
 

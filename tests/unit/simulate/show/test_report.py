@@ -137,9 +137,9 @@ def test_ranks_of_a_picture_are_told_in_words():
     def told(plan):
         return rows_in_words(plan).removeprefix("Rows are ranks of the cluster")
 
-    assert told(PLANS["disaggregated"]) == ": image in 0 to 1; audio in 2 to 2; llm in 3 to 14; generator in 15 to 15."
+    assert told(PLANS["disaggregated"]) == ": image in 0 to 1; audio in 2; llm in 3 to 14; generator in 15."
     assert told(PLANS["filled"]) == ", of the slowest of 2 parts that work alike."
-    assert told(PLANS["modality parallel"]) == ": image in 0 to 1; audio in 2 to 2; llm in 3 to 4."
+    assert told(PLANS["modality parallel"]) == ": image in 0 to 1; audio in 2; llm in 3 to 4."
     assert told(PLANS["zb_h1"]) == told(PLANS["fsdp"]) == ""
 
 
