@@ -29,9 +29,15 @@ _ALONE = ("zero", "shard_size", "first_rank")
 def pins_of(plan: Plan) -> Pins:
     """Every decision of a Plan as a pin; units, and modules in a unit, in the order of the Plan.
 
-    Not pinned are what the job decides (model, cluster, batch, precision, policy) and the names of units.
+    Not pinned are what the job decides (model, cluster, batch, precision, policy) and the names of units. The `ep` of a
+    unit is pinned by those of its modules that have experts.
     """
     backbone, names = plan.unit_of(BACKBONE), [name for unit in plan.units for name in unit.modules]
+
+    def degrees(name: str) -> ModuleDegrees:
+        has_experts = any(layer.num_experts for layer in plan.model.module(name).layers)
+        return degrees_of(plan, name) if has_experts else replace(degrees_of(plan, name), ep=None)
+
     return Pins(
         tp=backbone.tp,
         pp=backbone.pp,
@@ -41,7 +47,7 @@ def pins_of(plan: Plan) -> Pins:
         balance=plan.balance,
         order=plan.order,
         filling=plan.filling,
-        modules={name: degrees_of(plan, name) for name in names},
+        modules={name: degrees(name) for name in names},
         fields={name: fields_of(plan, name) for name in names},
         deferred_warmup=plan.deferred_warmup,
         fills=plan.fills,
@@ -122,12 +128,19 @@ def before_context(pins: Pins) -> Pins:
 
 def pinned_plan(job: Job, pins: Pins) -> Plan | None:
     """The Plan whose every unit is pinned, with defaults for what is not; None where some module's unit, blocks or dp
-    is open, or the schedule or the microbatch. Raises UserError where it does not fit."""
+    is open, or the schedule, the microbatch or what is recomputed. Raises UserError where it does not fit, and for pins
+    that contradict each other."""
     names = list(pins.fields)
     parts = [(pins.fields[name], pins.of(name)) for name in names]
     is_open = any(None in (stated.unit, stated.blocks, degrees.dp) for stated, degrees in parts)
     if is_open or set(names) != set(job.model.num_blocks) or not (pins.schedule and pins.microbatch_size):
         return None
+    if pins.recompute in ("least", "full"):
+        if any(stated.recompute is None for stated, _ in parts):
+            return None
+        raise UserError(
+            f"recompute is pinned to {pins.recompute!r}, and of each module which blocks are; leave one of them out."
+        )
     by_unit: dict[str, list[str]] = {}
     for name, (stated, _) in zip(names, parts):
         by_unit.setdefault(stated.unit or "", []).append(name)
@@ -152,12 +165,28 @@ def pinned_plan(job: Job, pins: Pins) -> Plan | None:
     )
     if any(stated.first_rank is None for stated, _ in parts):
         plan = on_first_ranks(plan)
+    if why := unmet(plan, pins) or _unmet_whole(plan, pins):
+        raise UserError(f"{why}, as is pinned.")
     check_fit(plan)
     return plan
 
 
+def _unmet_whole(plan: Plan, pins: Pins) -> str:
+    """The first pin of the whole Plan that contradicts one of a module, in words; "" if none does."""
+    unit = plan.unit_of(BACKBONE)
+    for degree in ("tp", "dp"):
+        if not pins.allow(**{degree: getattr(unit, degree)}):
+            return f"{BACKBONE} has {degree} = {getattr(unit, degree)}, not {getattr(pins, degree)}"
+    is_recomputed = any(unit.recompute for unit in plan.units)
+    return "blocks are recomputed, and not none" if pins.recompute == "none" and is_recomputed else ""
+
+
 def _pinned_unit(model: ModelSpec, name: str, modules: Sequence[str], pins: Pins) -> Unit:
-    stated, degrees = pins.fields[modules[0]], pins.of(modules[0])
+    stated = [{**pins.fields[module].stated, **pins.of(module).stated} for module in modules]
+    if BACKBONE in modules:
+        stated.append({"tp": pins.tp} if pins.tp else {})
+    # What one of them states is the unit's; where two differ, the Plan lacks a pin (`unmet`).
+    of_unit: dict[str, Any] = {key: value for one in reversed(stated) for key, value in one.items()}
     blocks = {module: pins.fields[module].blocks or () for module in modules}
     num_stages = max(map(len, blocks.values()))
     for module, counts in blocks.items():
@@ -173,16 +202,16 @@ def _pinned_unit(model: ModelSpec, name: str, modules: Sequence[str], pins: Pins
     return Unit(
         name,
         tuple({module: count for module, count in stage.items() if count} for stage in stages),
-        stated.first_rank or 0,
-        degrees.dp or 1,
+        of_unit.get("first_rank", 0),
+        of_unit.get("dp", 1),
         (pins.pp or num_stages) if BACKBONE in modules else num_stages,
-        degrees.tp or 1,
-        degrees.cp or 1,
+        of_unit.get("tp", 1),
+        of_unit.get("cp", 1),
         tuple(module for module in modules if pins.fields[module].replicated),
         _recomputed(recompute, num_stages),
-        1 if stated.zero is None else stated.zero,
-        stated.shard_size or 0,
-        degrees.ep or 1,
+        of_unit.get("zero", 1),
+        of_unit.get("shard_size", 0),
+        of_unit.get("ep", 1),
     )
 
 
