@@ -22,7 +22,7 @@ from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy, predict_candidate
 from motet.planner.comparison import rivals
-from motet.planner.field_pins import before_context, with_pinned_fields
+from motet.planner.field_pins import proposals_for, with_pinned_fields
 from motet.planner.infeasible import possible_tensor_degrees
 from motet.planner.job import Job
 from motet.planner.order import with_pinned_deal
@@ -209,7 +209,7 @@ def _leaders(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def _proposals(name: str, strategy: Strategy, job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     try:
-        for proposal in strategy(job, before_context(pins)):
+        for proposal in proposals_for(strategy, job, pins):
             if isinstance(proposal, RuledOut):
                 yield proposal
             else:

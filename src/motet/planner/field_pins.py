@@ -8,6 +8,7 @@ every module are pinned there is one Plan (`pinned_plan`). `pins_of` has every f
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,8 @@ from motet.core.module_degrees import ModuleDegrees
 from motet.core.plan import Fill, Plan, Unit
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
-from motet.planner.candidate import Candidate, FieldPins, Pins, RuledOut
+from motet.planner.candidate import Candidate, FieldPins, Pins, PruningStrategy, RuledOut, Strategy
+from motet.planner.degrees import plan_degrees, plan_words
 from motet.planner.job import Job
 from motet.planner.module_pins import degrees_of, unmet_pin
 from motet.planner.neighbours import on_first_ranks
@@ -89,7 +91,7 @@ def _unmet_fields(plan: Plan, pins: Pins) -> Iterator[str]:
         yield f"modules that are pinned to the units {' and '.join(map(repr, units))} share one"
     for field in ("deferred_warmup", "fills"):
         if (value := getattr(pins, field)) is not None and getattr(plan, field) != value:
-            yield f"{field} is not what is pinned"
+            yield f"{field} is {pin_text(getattr(plan, field))}, not {pin_text(value)}"
 
 
 def with_pinned_fields(candidate: Candidate, pins: Pins) -> Candidate | RuledOut:
@@ -112,10 +114,39 @@ def with_pinned_fields(candidate: Candidate, pins: Pins) -> Candidate | RuledOut
         check_fit(plan)
     except UserError as error:
         return RuledOut(candidate.strategy, candidate.what, str(error))
-    return replace(candidate, plan=plan, bound_s=0.0)
+    what = candidate.what if plan_degrees(plan) == plan_degrees(candidate.plan) else plan_words(plan)
+    return replace(candidate, plan=plan, what=what, bound_s=0.0)
 
 
-def before_context(pins: Pins) -> Pins:
+def proposals_for(strategy: Strategy, job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
+    """What a strategy proposes for pins; it is given those that strategies know. Raises UserError as it does."""
+    yield from strategy(job, _before_context(pins))
+    if not isinstance(strategy, PruningStrategy):
+        with suppress(UserError):  # There are not enough ranks, or no times of so few.
+            yield from _sharing_sequences(strategy, job, pins)
+
+
+def _sharing_sequences(strategy: Strategy, job: Job, pins: Pins) -> Iterator[Candidate]:
+    """Plans for one rank in `cp`, where the backbone's is pinned, with as many ranks in place of each of its unit: the
+    batch may have too few examples for replicas that CP could take its ranks from.
+    """
+    backbone, cluster = pins.of(BACKBONE), job.cluster
+    if (cp := backbone.cp or 1) == 1 or cluster.num_ranks < cp:
+        return
+    per_node = cluster.ranks_per_node // cp
+    nodes = cluster.num_nodes if per_node else cluster.num_ranks // cp
+    fewer = job.on(replace(cluster, num_nodes=nodes, ranks_per_node=per_node or 1))
+    whole = _before_context(pins)
+    whole = replace(whole, dp=pins.dp, modules={**whole.modules, BACKBONE: replace(backbone, cp=None, ep=None)})
+    for one in strategy(fewer, whole):
+        if isinstance(one, Candidate) and one.plan.schedule != "data_parallel":
+            unit = one.plan.unit_of(BACKBONE)
+            plan = _with_unit(replace(one.plan, cluster=cluster), unit, replace(unit, cp=cp))
+            estimate_s, what = one.estimate_s / cp, plan_words(plan)
+            yield replace(one, plan=on_first_ranks(plan), what=what, estimate_s=estimate_s, bound_s=0.0)
+
+
+def _before_context(pins: Pins) -> Pins:
     """The pins that strategies are given, which propose no context parallelism, as it takes its ranks from replicas,
     and no expert parallelism, which has no ranks of its own."""
 

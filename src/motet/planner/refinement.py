@@ -18,7 +18,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from motet.core.errors import UserError
-from motet.core.plan import Plan, Unit
+from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import (
     BUBBLE_FILLING,
@@ -31,7 +31,7 @@ from motet.planner.candidate import (
     is_faster,
     predict_candidate,
 )
-from motet.planner.degrees import SCHEDULE_NAMES
+from motet.planner.degrees import plan_degrees, plan_words
 from motet.planner.field_pins import unmet
 from motet.planner.job import Job
 from motet.planner.neighbours import all_recomputed, as_pipelines, neighbours
@@ -319,20 +319,4 @@ def _key(plan: Plan) -> str:
 
 def _words(start: Candidate, plan: Plan) -> str:
     """The degrees of a refined Plan: those of the Plan that it began with, if they are the same."""
-    if _degrees(start.plan) == _degrees(plan):
-        return start.what
-    schedule = SCHEDULE_NAMES.get(plan.schedule, "")
-    parts = [*map(_unit_words, plan.units), schedule, f"microbatches of {plan.microbatch_size}"]
-    return "; ".join(part for part in parts if part)
-
-
-def _degrees(plan: Plan) -> tuple[object, ...]:
-    units = [(unit.tp, unit.cp, unit.pp, unit.dp, unit.ep, unit.zero, unit.shard_size) for unit in plan.units]
-    return plan.schedule, plan.microbatch_size, *units
-
-
-def _unit_words(unit: Unit) -> str:
-    sizes = {"TP": unit.tp, "CP": unit.cp, "PP": unit.pp, "DP": unit.dp, "EP": unit.ep}
-    words = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name not in ("CP", "EP"))
-    groups = f" in groups of {unit.shard_size}" if unit.shard_size else ""
-    return f"{unit.name} {words}, ZeRO {unit.zero}{groups}"
+    return start.what if plan_degrees(start.plan) == plan_degrees(plan) else plan_words(plan)

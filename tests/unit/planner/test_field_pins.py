@@ -161,3 +161,20 @@ def test_experts_that_ranks_share_are_pinned_by_the_modules_that_have_them():
     plan = Plan(spec, planned.cluster, (unit,), 4, 1, "1f1b")
     check_module_pins(planned, pins_of(plan))
     assert pinned_plan(planned, pins_of(plan)) == plan
+
+
+def test_ranks_share_the_sequences_of_a_batch_with_too_few_examples_for_replicas():
+    tiny = job(num_nodes=1, batch_size=1)
+    chain = {"chain": STRATEGIES["chain"]}
+    result = search(tiny, chain, parse_pins(["cp=4"], STRATEGIES), is_refined=False)
+    assert result.best.candidate.plan.unit_of("backbone").cp == 4
+    assert "CP 4" in result.best.candidate.what
+
+
+def test_degrees_in_words_are_those_that_are_pinned():
+    tiny = job(num_nodes=1, batch_size=4)
+    colocated = {"data parallel": STRATEGIES["data parallel"]}
+    result = search(tiny, colocated, parse_pins(["backbone.zero=3"], STRATEGIES), is_refined=False)
+    assert all("ZeRO 3" in one.candidate.what for one in result.results) and result.results
+    lacking = search(tiny, colocated, parse_pins(["deferred_warmup=yes"], STRATEGIES), is_refined=False)
+    assert "deferred_warmup is no, not yes, as is pinned." in [ruled.why for ruled in lacking.ruled_out]
