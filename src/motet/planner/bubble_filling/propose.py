@@ -147,7 +147,8 @@ def _bounded_backbone(job: Job, pins: Pins, shape: PipelineShape, faster_than_s:
     fitting, nearest = _fitting(memory, plans, pins)
     ruled_out = [nearest] if nearest is not None else []
     if not fitting:
-        why = "no encoder plan leaves each stage a block and each pipeline a microbatch, and is as pinned."
+        pinned = ", and is as pinned" if pins.modules or pins.fields else ""
+        why = f"no encoder plan leaves each stage a block and each pipeline a microbatch{pinned}."
         return _Outcome(False, ruled_out or [RuledOut(BUBBLE_FILLING, str(shape), why)])
     # 4. What its busiest rank computes.
     least = min(fitting, key=_num_recomputed)
