@@ -49,7 +49,7 @@ BUDGET, SIMULATION = 120_000, 1_500
 costs as many spans as its Timeline has, and SIMULATION more: what does not depend on spans takes about as long."""
 _AS_CHAINS = "as chains"
 """The purse of `Refinement._as_chains`, so that it leaves descents theirs."""
-FEW_RANKS = 8
+REFINED_RANKS = 8
 """On more ranks than this, the budget falls with the square of their number: closed forms are the better, and a search
 takes the longer."""
 NEAR, NEAR_LEADER = 1.15, 1.6
@@ -78,7 +78,7 @@ class Refinement:
     ) -> None:
         self.job, self.pins, self.strategies, self.suitable = job, pins, strategies, suitable
         self.to_beat_s = to_beat_s
-        budget = BUDGET * min(1.0, FEW_RANKS / job.cluster.num_ranks) ** 2
+        budget = BUDGET * min(1.0, REFINED_RANKS / job.cluster.num_ranks) ** 2
         self.left: dict[Hashable, float] = defaultdict(lambda: budget)
         self.seen = set[str]()
         self._known: dict[str, SimulatedCandidate | None] = {}

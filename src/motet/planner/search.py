@@ -24,7 +24,7 @@ from motet.planner.field_pins import pinned_plan
 from motet.planner.job import Job
 from motet.planner.module_pins import check_module_pins
 from motet.planner.nearest_miss import nearest_miss, would_fit
-from motet.planner.refinement import FEW_RANKS, strategy_of
+from motet.planner.refinement import REFINED_RANKS, strategy_of
 from motet.planner.search_result import SearchResult, SimulatedCandidate
 from motet.planner.step_bound import ExampleRows, step_bound
 
@@ -115,7 +115,7 @@ def _search_smaller(evaluation: CandidateEvaluation, strategies: Mapping[str, St
             quota,
             evaluation.progress,
             is_refined=evaluation.is_refined,
-            to_beat_s=math.inf if job.cluster.num_ranks <= FEW_RANKS else slowest_s,
+            to_beat_s=math.inf if job.cluster.num_ranks <= REFINED_RANKS else slowest_s,
         )
         _search_whole(fewer, strategies)
         for number, kind in enumerate(kinds):
