@@ -45,6 +45,12 @@ def line_of(text, part):
         ("warmup_steps = 4", 'schedule = "cosin"', "schedule", "'cosine', 'linear', 'constant' or 'wsd', not 'cosin'."),
         ("batch_size = 6", "batch_size = 6\nmicrobatches = 4", "[run]", "microbatches = 4 must divide batch_size = 6"),
         ("seed = 3", "num_workers = 3", "num_workers", "'num_workers' belongs into [data]"),
+        (
+            "[model.backbone]",
+            "[model]\ntrain = { backbone = false }\n\n[model.backbone]",
+            "train = {",
+            "model.backbone.train, ",
+        ),
         ("[transforms.image]\npatch_size", "[transforms.image]\npatchsize", "patchsize", "did you mean 'patch_size'?"),
         ("[optimizer]", "[optimiser]", "[optimiser]", "unknown key 'optimiser'; did you mean 'optimizer'?"),
         (

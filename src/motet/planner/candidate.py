@@ -20,6 +20,8 @@ MODALITY_PARALLEL = "modality parallel"
 DISAGGREGATED = "disaggregated"
 BUBBLE_FILLING = "bubble filling"
 """These are the names of the strategies, as `motet plan --pin strategy=...` takes them."""
+_ROUNDING = 1e-9
+"""Steps that differ by a smaller share are equally long: seconds are sums, in an order of each Plan's own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +50,11 @@ class Candidate:
     def telling(self, fact: str) -> Callable[[], Iterable[str]]:
         """`tell` of a candidate that has a fact before those of this one."""
         return lambda: (fact, *self.facts)
+
+
+def is_faster(step_s: float, than_s: float) -> bool:
+    """Whether a step is shorter than another by more than rounding."""
+    return step_s < (1 - _ROUNDING) * than_s
 
 
 def predict_candidate(job: Job, candidate: Candidate, number: int = 0) -> Prediction:

@@ -1,4 +1,4 @@
-"""The degrees of parallelism of a chain, and the replicas and microbatch sizes that divide a batch."""
+"""The degrees of parallelism of a chain and of any Plan, and the replicas and microbatch sizes that divide a batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import isqrt
 
-from motet.core.plan import ScheduleKind
+from motet.core.plan import Plan, ScheduleKind, Unit
 from motet.planner.candidate import Pins
 from motet.planner.job import Job
 
@@ -73,3 +73,23 @@ def allowed_microbatch_sizes(job: Job, dp: int, pins: Pins) -> list[int]:
     """The microbatch sizes that divide the batch over dp replicas."""
     sizes = MICROBATCH_SIZES if pins.microbatch_size is None else (pins.microbatch_size,)
     return [size for size in sizes if job.batch_size % (dp * size) == 0]
+
+
+def plan_words(plan: Plan) -> str:
+    """The degrees of a Plan of any kind in words: those of each unit, the schedule and the microbatch."""
+    schedule = SCHEDULE_NAMES.get(plan.schedule, "")
+    parts = [*map(_unit_words, plan.units), schedule, f"microbatches of {plan.microbatch_size}"]
+    return "; ".join(part for part in parts if part)
+
+
+def plan_degrees(plan: Plan) -> tuple[object, ...]:
+    """What `plan_words` says of a Plan."""
+    units = [(unit.tp, unit.cp, unit.pp, unit.dp, unit.ep, unit.zero, unit.shard_size) for unit in plan.units]
+    return plan.schedule, plan.microbatch_size, *units
+
+
+def _unit_words(unit: Unit) -> str:
+    sizes = {"TP": unit.tp, "CP": unit.cp, "PP": unit.pp, "DP": unit.dp, "EP": unit.ep}
+    words = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name not in ("CP", "EP"))
+    groups = f" in groups of {unit.shard_size}" if unit.shard_size else ""
+    return f"{unit.name} {words}, ZeRO {unit.zero}{groups}"

@@ -22,12 +22,12 @@ from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy, predict_candidate
 from motet.planner.comparison import rivals
-from motet.planner.field_pins import before_context, with_pinned_fields
+from motet.planner.field_pins import proposals_for, with_pinned_fields
 from motet.planner.infeasible import possible_tensor_degrees
 from motet.planner.job import Job
 from motet.planner.order import with_pinned_deal
 from motet.planner.refinement import Refinement
-from motet.planner.search_result import PassedOver, SearchResult, SimulatedCandidate
+from motet.planner.search_result import PassedOver, SearchResult, SimulatedCandidate, ranked_by_step
 from motet.planner.variants import fastest_variant
 from motet.simulate.predict.beyond_profile import guesses
 from motet.simulate.predict.prediction import Prediction
@@ -197,9 +197,7 @@ class CandidateEvaluation:
 
     def result(self, strategies: Sequence[str]) -> SearchResult:
         """All that was evaluated. Equally fast Plans are in the order of `strategies`."""
-        rank = {name: number for number, name in enumerate(strategies)}
-        last = len(rank)
-        self.results.sort(key=lambda result: (result.prediction.step_s, rank.get(result.candidate.strategy, last)))
+        self.results = ranked_by_step(self.results, strategies)
         return SearchResult(self.job, self.pins, tuple(self.results), tuple(self.passed_over), tuple(self.ruled_out))
 
 
@@ -211,7 +209,7 @@ def _leaders(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def _proposals(name: str, strategy: Strategy, job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     try:
-        for proposal in strategy(job, before_context(pins)):
+        for proposal in proposals_for(strategy, job, pins):
             if isinstance(proposal, RuledOut):
                 yield proposal
             else:

@@ -8,6 +8,7 @@ every module are pinned there is one Plan (`pinned_plan`). `pins_of` has every f
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,8 @@ from motet.core.module_degrees import ModuleDegrees
 from motet.core.plan import Fill, Plan, Unit
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
-from motet.planner.candidate import Candidate, FieldPins, Pins, RuledOut
+from motet.planner.candidate import Candidate, FieldPins, Pins, PruningStrategy, RuledOut, Strategy
+from motet.planner.degrees import plan_degrees, plan_words
 from motet.planner.job import Job
 from motet.planner.module_pins import degrees_of, unmet_pin
 from motet.planner.neighbours import on_first_ranks
@@ -29,9 +31,15 @@ _ALONE = ("zero", "shard_size", "first_rank")
 def pins_of(plan: Plan) -> Pins:
     """Every decision of a Plan as a pin; units, and modules in a unit, in the order of the Plan.
 
-    Not pinned are what the job decides (model, cluster, batch, precision, policy) and the names of units.
+    Not pinned are what the job decides (model, cluster, batch, precision, policy) and the names of units. The `ep` of a
+    unit is pinned by those of its modules that have experts.
     """
     backbone, names = plan.unit_of(BACKBONE), [name for unit in plan.units for name in unit.modules]
+
+    def degrees(name: str) -> ModuleDegrees:
+        has_experts = any(layer.num_experts for layer in plan.model.module(name).layers)
+        return degrees_of(plan, name) if has_experts else replace(degrees_of(plan, name), ep=None)
+
     return Pins(
         tp=backbone.tp,
         pp=backbone.pp,
@@ -41,7 +49,7 @@ def pins_of(plan: Plan) -> Pins:
         balance=plan.balance,
         order=plan.order,
         filling=plan.filling,
-        modules={name: degrees_of(plan, name) for name in names},
+        modules={name: degrees(name) for name in names},
         fields={name: fields_of(plan, name) for name in names},
         deferred_warmup=plan.deferred_warmup,
         fills=plan.fills,
@@ -83,7 +91,7 @@ def _unmet_fields(plan: Plan, pins: Pins) -> Iterator[str]:
         yield f"modules that are pinned to the units {' and '.join(map(repr, units))} share one"
     for field in ("deferred_warmup", "fills"):
         if (value := getattr(pins, field)) is not None and getattr(plan, field) != value:
-            yield f"{field} is not what is pinned"
+            yield f"{field} is {pin_text(getattr(plan, field))}, not {pin_text(value)}"
 
 
 def with_pinned_fields(candidate: Candidate, pins: Pins) -> Candidate | RuledOut:
@@ -106,10 +114,39 @@ def with_pinned_fields(candidate: Candidate, pins: Pins) -> Candidate | RuledOut
         check_fit(plan)
     except UserError as error:
         return RuledOut(candidate.strategy, candidate.what, str(error))
-    return replace(candidate, plan=plan, bound_s=0.0)
+    what = candidate.what if plan_degrees(plan) == plan_degrees(candidate.plan) else plan_words(plan)
+    return replace(candidate, plan=plan, what=what, bound_s=0.0)
 
 
-def before_context(pins: Pins) -> Pins:
+def proposals_for(strategy: Strategy, job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
+    """What a strategy proposes for pins; it is given those that strategies know. Raises UserError as it does."""
+    yield from strategy(job, _before_context(pins))
+    if not isinstance(strategy, PruningStrategy):
+        with suppress(UserError):  # There are not enough ranks, or no times of so few.
+            yield from _sharing_sequences(strategy, job, pins)
+
+
+def _sharing_sequences(strategy: Strategy, job: Job, pins: Pins) -> Iterator[Candidate]:
+    """Plans for one rank in `cp`, where the backbone's is pinned, with as many ranks in place of each of its unit: the
+    batch may have too few examples for replicas that CP could take its ranks from.
+    """
+    backbone, cluster = pins.of(BACKBONE), job.cluster
+    if (cp := backbone.cp or 1) == 1 or cluster.num_ranks < cp:
+        return
+    per_node = cluster.ranks_per_node // cp
+    nodes = cluster.num_nodes if per_node else cluster.num_ranks // cp
+    fewer = job.on(replace(cluster, num_nodes=nodes, ranks_per_node=per_node or 1))
+    whole = _before_context(pins)
+    whole = replace(whole, dp=pins.dp, modules={**whole.modules, BACKBONE: replace(backbone, cp=None, ep=None)})
+    for one in strategy(fewer, whole):
+        if isinstance(one, Candidate) and one.plan.schedule != "data_parallel":
+            unit = one.plan.unit_of(BACKBONE)
+            plan = _with_unit(replace(one.plan, cluster=cluster), unit, replace(unit, cp=cp))
+            estimate_s, what = one.estimate_s / cp, plan_words(plan)
+            yield replace(one, plan=on_first_ranks(plan), what=what, estimate_s=estimate_s, bound_s=0.0)
+
+
+def _before_context(pins: Pins) -> Pins:
     """The pins that strategies are given, which propose no context parallelism, as it takes its ranks from replicas,
     and no expert parallelism, which has no ranks of its own."""
 
@@ -122,12 +159,19 @@ def before_context(pins: Pins) -> Pins:
 
 def pinned_plan(job: Job, pins: Pins) -> Plan | None:
     """The Plan whose every unit is pinned, with defaults for what is not; None where some module's unit, blocks or dp
-    is open, or the schedule or the microbatch. Raises UserError where it does not fit."""
+    is open, or the schedule, the microbatch or what is recomputed. Raises UserError where it does not fit, and for pins
+    that contradict each other."""
     names = list(pins.fields)
     parts = [(pins.fields[name], pins.of(name)) for name in names]
     is_open = any(None in (stated.unit, stated.blocks, degrees.dp) for stated, degrees in parts)
     if is_open or set(names) != set(job.model.num_blocks) or not (pins.schedule and pins.microbatch_size):
         return None
+    if pins.recompute in ("least", "full"):
+        if any(stated.recompute is None for stated, _ in parts):
+            return None
+        raise UserError(
+            f"recompute is pinned to {pins.recompute!r}, and of each module which blocks are; leave one of them out."
+        )
     by_unit: dict[str, list[str]] = {}
     for name, (stated, _) in zip(names, parts):
         by_unit.setdefault(stated.unit or "", []).append(name)
@@ -152,12 +196,28 @@ def pinned_plan(job: Job, pins: Pins) -> Plan | None:
     )
     if any(stated.first_rank is None for stated, _ in parts):
         plan = on_first_ranks(plan)
+    if why := unmet(plan, pins) or _unmet_whole(plan, pins):
+        raise UserError(f"{why}, as is pinned.")
     check_fit(plan)
     return plan
 
 
+def _unmet_whole(plan: Plan, pins: Pins) -> str:
+    """The first pin of the whole Plan that contradicts one of a module, in words; "" if none does."""
+    unit = plan.unit_of(BACKBONE)
+    for degree in ("tp", "dp"):
+        if not pins.allow(**{degree: getattr(unit, degree)}):
+            return f"{BACKBONE} has {degree} = {getattr(unit, degree)}, not {getattr(pins, degree)}"
+    is_recomputed = any(unit.recompute for unit in plan.units)
+    return "blocks are recomputed, and not none" if pins.recompute == "none" and is_recomputed else ""
+
+
 def _pinned_unit(model: ModelSpec, name: str, modules: Sequence[str], pins: Pins) -> Unit:
-    stated, degrees = pins.fields[modules[0]], pins.of(modules[0])
+    stated = [{**pins.fields[module].stated, **pins.of(module).stated} for module in modules]
+    if BACKBONE in modules:
+        stated.append({"tp": pins.tp} if pins.tp else {})
+    # What one of them states is the unit's; where two differ, the Plan lacks a pin (`unmet`).
+    of_unit: dict[str, Any] = {key: value for one in reversed(stated) for key, value in one.items()}
     blocks = {module: pins.fields[module].blocks or () for module in modules}
     num_stages = max(map(len, blocks.values()))
     for module, counts in blocks.items():
@@ -173,16 +233,16 @@ def _pinned_unit(model: ModelSpec, name: str, modules: Sequence[str], pins: Pins
     return Unit(
         name,
         tuple({module: count for module, count in stage.items() if count} for stage in stages),
-        stated.first_rank or 0,
-        degrees.dp or 1,
+        of_unit.get("first_rank", 0),
+        of_unit.get("dp", 1),
         (pins.pp or num_stages) if BACKBONE in modules else num_stages,
-        degrees.tp or 1,
-        degrees.cp or 1,
+        of_unit.get("tp", 1),
+        of_unit.get("cp", 1),
         tuple(module for module in modules if pins.fields[module].replicated),
         _recomputed(recompute, num_stages),
-        1 if stated.zero is None else stated.zero,
-        stated.shard_size or 0,
-        degrees.ep or 1,
+        of_unit.get("zero", 1),
+        of_unit.get("shard_size", 0),
+        of_unit.get("ep", 1),
     )
 
 

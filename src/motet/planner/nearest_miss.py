@@ -17,7 +17,7 @@ from motet.core.plan import Plan
 from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy
-from motet.planner.field_pins import before_context, with_pinned_fields
+from motet.planner.field_pins import proposals_for, with_pinned_fields
 from motet.planner.job import Job
 from motet.planner.step_bound import step_bound
 
@@ -51,7 +51,7 @@ def would_fit(job: Job, strategies: Mapping[str, Strategy], pins: Pins, nearest:
     # 2. No pins.
     no_pins = Pins(strategies=pins.strategies)
     if strategy is not None and not remedies and pins != no_pins and (free := _proposed(strategy, job, no_pins)):
-        remedies.append(f"other degrees than those pinned ({free.what})")
+        remedies.append(f"other values than those pinned ({free.what})")
     # 3. Another strategy.
     if not remedies:
         others = [name for name in pins.strategies and strategies if name not in pins.strategies]
@@ -107,7 +107,7 @@ def _more_nodes(num_nodes: int) -> list[int]:
 def _proposed(strategy: Strategy, job: Job, pins: Pins) -> Candidate | None:
     """The candidate with the least estimate; None if there is none."""
     try:
-        proposals = (each for each in strategy(job, before_context(pins)) if isinstance(each, Candidate))
+        proposals = (each for each in proposals_for(strategy, job, pins) if isinstance(each, Candidate))
         adapted = (with_pinned_fields(each, pins) for each in proposals)
         return next((each for each in adapted if isinstance(each, Candidate)), None)
     except UserError:  # A profile may lack what the strategy needs.

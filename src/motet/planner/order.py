@@ -22,7 +22,7 @@ from motet.assign.groups import groups_under
 from motet.assign.step import StepAssignment
 from motet.core.plan import Order, Plan
 from motet.core.workload import BACKBONE, BatchLengths, total_lengths
-from motet.planner.candidate import Candidate, Pins, RuledOut
+from motet.planner.candidate import Candidate, Pins, RuledOut, is_faster
 from motet.planner.job import Job
 from motet.schedule.plan_units import pipelined_units, units_in_bubbles
 from motet.simulate.predict.predict import predict_assigned
@@ -83,7 +83,7 @@ def with_best_order(job: Job, candidate: Candidate, given: Prediction, pins: Pin
         assignment = job.assignment(plan)
         if not _are_alike(assignment, assignment_given):
             prediction = predict_assigned(plan, stages, assignment, job.cost, exchange=job.exchange)
-            if prediction.step_s < best.step_s and prediction.peak_bytes.max() <= job.capacity_bytes:
+            if is_faster(prediction.step_s, best.step_s) and prediction.peak_bytes.max() <= job.capacity_bytes:
                 best, best_plan = prediction, plan
     if best_plan is candidate.plan:
         return candidate, given

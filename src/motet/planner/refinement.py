@@ -18,7 +18,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from motet.core.errors import UserError
-from motet.core.plan import Plan, Unit
+from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import (
     BUBBLE_FILLING,
@@ -28,9 +28,10 @@ from motet.planner.candidate import (
     MODALITY_PARALLEL,
     Candidate,
     Pins,
+    is_faster,
     predict_candidate,
 )
-from motet.planner.degrees import SCHEDULE_NAMES
+from motet.planner.degrees import plan_degrees, plan_words
 from motet.planner.field_pins import unmet
 from motet.planner.job import Job
 from motet.planner.neighbours import all_recomputed, as_pipelines, neighbours
@@ -48,7 +49,7 @@ BUDGET, SIMULATION = 120_000, 1_500
 costs as many spans as its Timeline has, and SIMULATION more: what does not depend on spans takes about as long."""
 _AS_CHAINS = "as chains"
 """The purse of `Refinement._as_chains`, so that it leaves descents theirs."""
-_FEW_RANKS = 8
+REFINED_RANKS = 8
 """On more ranks than this, the budget falls with the square of their number: closed forms are the better, and a search
 takes the longer."""
 NEAR, NEAR_LEADER = 1.15, 1.6
@@ -77,7 +78,7 @@ class Refinement:
     ) -> None:
         self.job, self.pins, self.strategies, self.suitable = job, pins, strategies, suitable
         self.to_beat_s = to_beat_s
-        budget = BUDGET * min(1.0, _FEW_RANKS / job.cluster.num_ranks) ** 2
+        budget = BUDGET * min(1.0, REFINED_RANKS / job.cluster.num_ranks) ** 2
         self.left: dict[Hashable, float] = defaultdict(lambda: budget)
         self.seen = set[str]()
         self._known: dict[str, SimulatedCandidate | None] = {}
@@ -166,7 +167,7 @@ class Refinement:
         stop_at, self._slower = (1 - _SHARE) * self.left[purse], []
         while after := self._faster_neighbour(here, purse, stop_at) or self._least_slower(found, purse, stop_at):
             here = after
-            found = min(found, here, key=lambda one: one.prediction.step_s)
+            found = here if is_faster(here.prediction.step_s, found.prediction.step_s) else found
         if found is start:
             return start
         gain = 1 - found.prediction.step_s / start.prediction.step_s
@@ -207,7 +208,7 @@ class Refinement:
             neighbour = self._predicted(found, other)
             if neighbour is None:
                 continue
-            if neighbour.prediction.step_s >= limit_s:
+            if not is_faster(neighbour.prediction.step_s, limit_s):
                 self._slower.append(neighbour)
                 continue
             if not self._fits(neighbour):
@@ -216,7 +217,7 @@ class Refinement:
                     continue
                 self.seen.add(_key(full))
                 neighbour = self._predicted(found, full)
-            if neighbour is not None and neighbour.prediction.step_s < limit_s and self._fits(neighbour):
+            if neighbour is not None and is_faster(neighbour.prediction.step_s, limit_s) and self._fits(neighbour):
                 return neighbour
         return None
 
@@ -318,20 +319,4 @@ def _key(plan: Plan) -> str:
 
 def _words(start: Candidate, plan: Plan) -> str:
     """The degrees of a refined Plan: those of the Plan that it began with, if they are the same."""
-    if _degrees(start.plan) == _degrees(plan):
-        return start.what
-    schedule = SCHEDULE_NAMES.get(plan.schedule, "")
-    parts = [*map(_unit_words, plan.units), schedule, f"microbatches of {plan.microbatch_size}"]
-    return "; ".join(part for part in parts if part)
-
-
-def _degrees(plan: Plan) -> tuple[object, ...]:
-    units = [(unit.tp, unit.cp, unit.pp, unit.dp, unit.ep, unit.zero, unit.shard_size) for unit in plan.units]
-    return plan.schedule, plan.microbatch_size, *units
-
-
-def _unit_words(unit: Unit) -> str:
-    sizes = {"TP": unit.tp, "CP": unit.cp, "PP": unit.pp, "DP": unit.dp, "EP": unit.ep}
-    words = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name not in ("CP", "EP"))
-    groups = f" in groups of {unit.shard_size}" if unit.shard_size else ""
-    return f"{unit.name} {words}, ZeRO {unit.zero}{groups}"
+    return start.what if plan_degrees(start.plan) == plan_degrees(plan) else plan_words(plan)

@@ -11,20 +11,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
-from motet.planner.candidate import Candidate, Pins, PruningStrategy, Strategy
+from motet.planner.candidate import Candidate, Pins, PruningStrategy, Strategy, is_faster
 from motet.planner.evaluation import NO_QUOTA, CandidateEvaluation, Quota, SearchProgress
 from motet.planner.fewer_ranks import on_cluster, smaller_jobs
 from motet.planner.field_pins import pinned_plan
 from motet.planner.job import Job
 from motet.planner.module_pins import check_module_pins
 from motet.planner.nearest_miss import nearest_miss, would_fit
-from motet.planner.refinement import strategy_of
+from motet.planner.refinement import REFINED_RANKS, strategy_of
 from motet.planner.search_result import SearchResult, SimulatedCandidate
 from motet.planner.step_bound import ExampleRows, step_bound
 
@@ -94,36 +94,54 @@ def _search_whole(evaluation: CandidateEvaluation, strategies: Mapping[str, Stra
 
 
 def _search_smaller(evaluation: CandidateEvaluation, strategies: Mapping[str, Strategy]) -> None:
-    """Add the best Plan of smaller clusters, each searched for itself, if it is faster."""
-    best, all_s, rows = None, evaluation.fastest_s, ExampleRows(evaluation.job)
-    to_beat_s = all_s
+    """Add the best Plan of smaller clusters, and the best that the quota counts, each searched for itself, if it is
+    faster.
+
+    On few ranks that search is the very one which a job of that size has. On more, what cannot be faster by its own
+    bound is left out of it, and so is no place from which refinement goes on.
+    """
+    quota, rows = evaluation.quota, ExampleRows(evaluation.job)
+    kinds = [_is_any, *([quota.suitable] if quota.num_plans else [])]
+    all_s = [_fastest_s(evaluation, kind) for kind in kinds]
+    to_beat_s, best = list(all_s), dict[int, SimulatedCandidate]()
     for job in smaller_jobs(evaluation.job):
-        if step_bound(job, rows=rows, up_to_s=to_beat_s).step_s >= to_beat_s:
+        slowest_s = max(to_beat_s)
+        if step_bound(job, rows=rows, up_to_s=slowest_s).step_s >= slowest_s:
             continue
         fewer = CandidateEvaluation(
             job,
             evaluation.pins,
             evaluation.max_simulated,
-            NO_QUOTA,
+            quota,
             evaluation.progress,
             is_refined=evaluation.is_refined,
-            to_beat_s=to_beat_s,
+            to_beat_s=math.inf if job.cluster.num_ranks <= REFINED_RANKS else slowest_s,
         )
         _search_whole(fewer, strategies)
-        if fewer.fastest_s < to_beat_s:
-            best, to_beat_s = min(fewer.results, key=_step_s), fewer.fastest_s
-    if best is not None:
-        candidate = on_cluster(best.candidate, evaluation.job, all_s)
-        evaluation.results.append(SimulatedCandidate(candidate, best.prediction))
+        for number, kind in enumerate(kinds):
+            if is_faster(_fastest_s(fewer, kind), to_beat_s[number]):
+                of_kind = (one for one in fewer.results if kind(one.candidate.plan))
+                best[number] = min(of_kind, key=lambda one: one.prediction.step_s)
+                to_beat_s[number] = best[number].prediction.step_s
+    for number, one in best.items():
+        if number == 0 or one is not best.get(0):
+            candidate = on_cluster(one.candidate, evaluation.job, all_s[number])
+            evaluation.results.append(SimulatedCandidate(candidate, one.prediction))
+
+
+def _is_any(plan: Plan) -> bool:
+    return True
+
+
+def _fastest_s(evaluation: CandidateEvaluation, kind: Callable[[Plan], bool]) -> float:
+    """Seconds of the fastest simulated step of a Plan of some kind; infinite where there is none."""
+    steps = (one.prediction.step_s for one in evaluation.results if kind(one.candidate.plan))
+    return min(steps, default=math.inf)
 
 
 def _as_pinned(job: Job, plan: Plan) -> Candidate:
     """The candidate of a Plan that is pinned whole."""
     return Candidate(strategy_of(plan), "as pinned", plan, step_bound(job).step_s or 1.0)
-
-
-def _step_s(result: SimulatedCandidate) -> float:
-    return result.prediction.step_s
 
 
 def _check_lengths(job: Job) -> None:

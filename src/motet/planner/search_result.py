@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 from motet.core.errors import UserError
 from motet.core.plan import Plan
-from motet.planner.candidate import Candidate, Pins, RuledOut
+from motet.planner.candidate import Candidate, Pins, RuledOut, is_faster
 from motet.planner.job import Job
 from motet.planner.nearest_miss import nearest_miss
 from motet.planner.pins import pins_in_words
@@ -34,6 +34,19 @@ class SimulatedCandidate:
     def step_s(self) -> float:
         """Seconds of a step: measured, or else predicted."""
         return self.prediction.step_s if self.measured_s is None else self.measured_s
+
+
+def ranked_by_step(results: Sequence[SimulatedCandidate], strategies: Sequence[str]) -> list[SimulatedCandidate]:
+    """The results, fastest first. Those that differ from the first of them by rounding alone are in the order of
+    `strategies`, and then as they come.
+    """
+    rank = {name: number for number, name in enumerate(strategies)}
+    left, ranked = sorted(results, key=lambda one: one.step_s), list[SimulatedCandidate]()
+    while left:
+        alike = [one for one in left if not is_faster(left[0].step_s, one.step_s)]
+        ranked += sorted(alike, key=lambda one: rank.get(one.candidate.strategy, len(rank)))
+        left = left[len(alike) :]
+    return ranked
 
 
 class PassedOver(NamedTuple):

@@ -13,7 +13,7 @@ from typing import get_args
 import numpy as np
 
 from motet.core.plan import MOVES_ITEMS, BalancingMethod, Plan
-from motet.planner.candidate import Candidate, Pins, predict_candidate
+from motet.planner.candidate import Candidate, Pins, is_faster, predict_candidate
 from motet.planner.data_parallel.search import sampled_s
 from motet.planner.job import Job
 from motet.planner.order import can_fill_by_step, is_even, with_best_order
@@ -45,7 +45,7 @@ def fastest_variant(job: Job, candidate: Candidate, given: Prediction, pins: Pin
     )
     for variant in others:
         variant, prediction = with_best_order(job, variant, predict_candidate(job, variant), pins)
-        if prediction.step_s < best[1].step_s and prediction.peak_bytes.max() <= job.capacity_bytes:
+        if is_faster(prediction.step_s, best[1].step_s) and prediction.peak_bytes.max() <= job.capacity_bytes:
             best = variant, prediction
     found, prediction = best
     if found.plan.balance != candidate.plan.balance:
@@ -67,7 +67,7 @@ def _otherwise_balanced(job: Job, candidate: Candidate, pins: Pins) -> Iterator[
     if plan.schedule == "data_parallel":
         for method in get_args(BalancingMethod) if plan.units[0].dp > 1 else ():
             variant = replace(candidate, plan=replace(plan, balance=method, policy=job.policy_under(method)))
-            if method != plan.balance and not _is_alike(job, plan, method) and _is_faster(job, variant, candidate):
+            if method != plan.balance and not _is_alike(job, plan, method) and _may_be_faster(job, variant, candidate):
                 yield variant
     elif plan.order == "given":
         for method in _in_pipelines(plan):
@@ -84,7 +84,7 @@ def _is_alike(job: Job, plan: Plan, method: BalancingMethod) -> bool:
     return as_it_comes and set(assignment.methods) == {method}
 
 
-def _is_faster(job: Job, variant: Candidate, candidate: Candidate) -> bool:
+def _may_be_faster(job: Job, variant: Candidate, candidate: Candidate) -> bool:
     """Whether a variant of colocated phases may be faster, by a sample of the batch; True where the batch is small."""
     if candidate.plan.batch_size <= _MAX_ALL_SIMULATED:
         return True

@@ -25,7 +25,7 @@ def against(best: SimulatedCandidate, comparison: Comparison) -> Iterator[str]:
         yield f"{name} is slower in the batch that plans are ranked by, and {-gain:.1%} faster{_range(comparison, 1)}."
         return
     if gain < MIN_DIFFERENCE:
-        yield f"{name} is as fast, but for {gain:.1%}{_range(comparison, 1)}."
+        yield f"{name} is as fast, but for {gain:z.1%}{_range(comparison, 1)}."
         return
     figures = list(_figures(best.prediction, rival.prediction))
     reasons = [figure.words for figure in figures if figure.advantage > MIN_DIFFERENCE and figure.can_win]
@@ -73,7 +73,7 @@ def _range(comparison: Comparison, digits: int) -> str:
     gains = comparison.gains if comparison.gain > -MIN_DIFFERENCE else -comparison.gains
     if len(gains) == 1:
         return ""
-    return f", the median of {len(gains)} batches with {gains.min():.{digits}%} to {gains.max():.{digits}%}"
+    return f", the median of {len(gains)} batches with {gains.min():z.{digits}%} to {gains.max():z.{digits}%}"
 
 
 def in_bubbles(plan: Plan, prediction: Prediction) -> Iterator[str]:
@@ -95,7 +95,10 @@ def device_hours(best: SimulatedCandidate) -> str:
     hours = best.step_s / prediction.num_tokens * 1e9 / 3600
     idle = num_hired - prediction.num_ranks
     kept = f", of which {idle:,} {'is' if idle == 1 else 'are'} idle" if idle else ""
-    return (
-        f"A billion tokens take {hours:,.4g} hours: {num_hired * hours:,.4g} hours of one {name}, as {num_hired:,} are "
-        f"hired{kept}."
-    )
+    of_all = f"{_digits(num_hired * hours)} hours of one {name}, as {num_hired:,} are hired{kept}"
+    return f"A billion tokens take {_digits(hours)} hours: {of_all}."
+
+
+def _digits(number: float) -> str:
+    """Four digits, or as many as stand before the point."""
+    return f"{number:,.0f}" if number >= 1e4 else f"{number:,.4g}"

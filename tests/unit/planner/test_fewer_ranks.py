@@ -6,10 +6,14 @@ from dataclasses import replace
 import pytest
 
 from motet.core.cluster import Link
+from motet.core.sampler import Sampler
+from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
+from motet.cost import catalogue
 from motet.cost.analytic import Analytic
 from motet.planner.candidate import CHAIN, Candidate, Pins, predict_candidate
 from motet.planner.evaluation import NO_QUOTA, CandidateEvaluation
 from motet.planner.fewer_ranks import smaller_jobs
+from motet.planner.job import Job
 from motet.planner.report import winner_in_words
 from motet.planner.search import search
 from motet.planner.step_bound import ExampleRows, step_bound
@@ -108,3 +112,29 @@ def test_facts_are_told_when_they_are_read():
     assert told == []
     assert both.facts == ("first", "second") and both.facts == ("first", "second")
     assert told == ["read"]
+
+
+@pytest.mark.slow
+def test_the_search_of_a_few_ranks_goes_on_from_what_is_slower_than_all_ranks():
+    """On two ranks, refinement begins at a Plan whose bound is above the step of three ranks, and ends below that."""
+
+    def layer(width, heads, kv_heads=None, **changed):
+        return Transformer(width, 4 * width, heads, kv_heads, **changed)
+
+    llm = language_model(layer(256, 4, 2, gated=True, norm="rms", biases=(), causal=True), 7, 1000)
+    model = multimodal("m", llm, [connect(vit("image", layer(512, 8), 6), 256, "linear")])
+    text = {"text": {"value": 1000}}
+    large = {"image": {"length": {"value": 256}, "count": {"value": 2}}}
+    small = {"image": {"length": {"value": 64}}}
+    tasks = [
+        {"name": "t0", "share": 5, **text},
+        {"name": "t1", "share": 1, **text, "items": small},
+        {"name": "t2", "share": 5, **text, "items": large},
+    ]
+    workload = Sampler.model_validate({"task": tasks}).workload(num_examples=512)
+    best_s = []
+    for num_ranks in (2, 3):
+        devices = catalogue.cluster("a800", num_nodes=1, ranks_per_node=num_ranks)
+        planned = Job(model, devices, workload, 7, Analytic(devices))
+        best_s.append(search(planned, STRATEGIES).best.prediction.step_s)
+    assert best_s[1] <= best_s[0]

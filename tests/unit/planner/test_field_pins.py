@@ -6,13 +6,14 @@ import pytest
 
 from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
+from motet.core.shapes import connect, language_model, multimodal, vit
 from motet.planner.candidate import FieldPins, Pins
 from motet.planner.field_pins import fields_of, pinned_plan, pins_of
 from motet.planner.module_pins import check_module_pins
 from motet.planner.pins import parse_pins, pin_texts
 from motet.planner.search import search
 from motet.planner.strategies import STRATEGIES
-from unit.planner.jobs import job
+from unit.planner.jobs import ENCODER, LLM, job
 
 OF_THE_JOB = {"model", "cluster", "batch_size", "precision", "policy", "moments"}
 OTHERWISE = {
@@ -117,3 +118,63 @@ def test_blocks_that_are_not_those_of_the_model_are_refused(found):
         pinned_plan(planned, replace(pins, fields={**pins.fields, "image": stated}))
     with pytest.raises(UserError, match="the model has no module 'video'"):
         check_module_pins(planned, Pins(fields={"video": FieldPins(zero=1)}))
+
+
+def one_unit(*texts):
+    """A chain of one pipeline rank on two ranks, every decision pinned but what the texts say."""
+    tiny = job(num_nodes=1, batch_size=4)
+    unit = ["unit=all", "dp=2"]
+    blocks = {"image": 6, "audio": 4, "backbone": 8}
+    pins = [f"{name}.{text}" for name, count in blocks.items() for text in (*unit, f"blocks={count}")]
+    return pinned_plan(tiny, parse_pins([*pins, "microbatch_size=1", "schedule=1f1b", *texts], STRATEGIES))
+
+
+def test_what_one_module_says_of_its_unit_is_the_units():
+    assert one_unit("backbone.zero=3", "tp=2").units[0].zero == 3
+    assert one_unit("backbone.zero=3", "tp=2").units[0].tp == 2
+    assert one_unit("recompute=full") is None, "it is searched with all blocks recomputed"
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (["image.zero=1", "backbone.zero=3"], "backbone has zero = 1, not 3, as is pinned"),
+        (["dp=4"], "backbone has dp = 2, not 4, as is pinned"),
+        (["tp=2", "backbone.tp=1"], "backbone has tp = 1, not 2, as is pinned"),
+        (["image.recompute=6", "recompute=none"], "blocks are recomputed, and not none, as is pinned"),
+        (
+            ["recompute=full", *(f"{name}.recompute=0" for name in ("image", "audio", "backbone"))],
+            "recompute is pinned to 'full', and of each module which blocks are",
+        ),
+    ],
+)
+def test_pins_of_one_plan_that_contradict_each_other_are_refused(texts, said):
+    with pytest.raises(UserError, match=said):
+        one_unit(*texts)
+
+
+def test_experts_that_ranks_share_are_pinned_by_the_modules_that_have_them():
+    mixture = replace(LLM, num_experts=4, experts_per_token=2)
+    spec = multimodal("small", language_model(mixture, 2, 4000), [connect(vit("image", ENCODER, 2), 512, "linear")])
+    planned = job(spec, num_nodes=1, batch_size=4)
+    unit = Unit("all", ({"image": 2, "backbone": 2},), dp=2, ep=2)
+    plan = Plan(spec, planned.cluster, (unit,), 4, 1, "1f1b")
+    check_module_pins(planned, pins_of(plan))
+    assert pinned_plan(planned, pins_of(plan)) == plan
+
+
+def test_ranks_share_the_sequences_of_a_batch_with_too_few_examples_for_replicas():
+    tiny = job(num_nodes=1, batch_size=1)
+    chain = {"chain": STRATEGIES["chain"]}
+    result = search(tiny, chain, parse_pins(["cp=4"], STRATEGIES), is_refined=False)
+    assert result.best.candidate.plan.unit_of("backbone").cp == 4
+    assert "CP 4" in result.best.candidate.what
+
+
+def test_degrees_in_words_are_those_that_are_pinned():
+    tiny = job(num_nodes=1, batch_size=4)
+    colocated = {"data parallel": STRATEGIES["data parallel"]}
+    result = search(tiny, colocated, parse_pins(["backbone.zero=3"], STRATEGIES), is_refined=False)
+    assert all("ZeRO 3" in one.candidate.what for one in result.results) and result.results
+    lacking = search(tiny, colocated, parse_pins(["deferred_warmup=yes"], STRATEGIES), is_refined=False)
+    assert "deferred_warmup is no, not yes, as is pinned." in [ruled.why for ruled in lacking.ruled_out]

@@ -107,7 +107,7 @@ def test_a_degree_that_does_not_divide_is_let_go():
 def test_where_no_pin_alone_is_to_blame_all_are_let_go():
     pins = Pins(strategies=("chain",), tp=1, pp=1, dp=2, microbatch_size=16, recompute="none")
     (remedy, *_) = searched(pins, 400).remedies
-    what = re.fullmatch(r"other degrees than those pinned \((.*)\)", remedy)
+    what = re.fullmatch(r"other values than those pinned \((.*)\)", remedy)
     assert what and what[1] in {one.what for one in STRATEGIES["chain"](job(memory_mbytes=400), Pins())
                                 if isinstance(one, Candidate)}  # fmt: skip
 

@@ -7,8 +7,9 @@ import pytest
 from motet.core.cluster import Cluster, Device, Link
 from motet.core.sampler import Sampler
 from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
+from motet.core.spec import ModelSpec
 from motet.cost.analytic import Analytic
-from motet.planner.candidate import CHAIN, Pins, predict_candidate
+from motet.planner.candidate import BUBBLE_FILLING, CHAIN, DATA_PARALLEL, MODALITY_PARALLEL, Pins, predict_candidate
 from motet.planner.evaluation import Quota
 from motet.planner.infeasible import possible_tensor_degrees
 from motet.planner.job import Job
@@ -16,7 +17,7 @@ from motet.planner.refinement import Refinement, strategy_of
 from motet.planner.search import search
 from motet.planner.strategies import STRATEGIES
 from motet.schedule import program_of, validate
-from unit.planner.jobs import job
+from unit.planner.jobs import LLM, job
 
 SMALL = job(batch_size=8, num_nodes=1, spread=0.7)
 
@@ -120,6 +121,25 @@ def test_a_suitable_plan_becomes_only_a_suitable_one():
         min(one.prediction.step_s for one in each.results if suitable(one.candidate.plan)) for each in (result, plain)
     )
     assert best <= before
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_one_rank_needs_no_pipeline(learns):
+    """Its chunks take as long as the whole, but for the order in which seconds are added up. A step without backward
+    passes is one action.
+    """
+    one = on_ranks(1, batch_size=1)
+    text = Sampler.model_validate({"task": [{"name": "all", "text": {"median": 300, "spread": 0.5, "max": 999}}]})
+    spec = ModelSpec("small", (language_model(LLM, 5, 4000, trainable=learns),), ())
+    result = search(replace(one, model=spec, workload=text.workload(num_examples=64)), STRATEGIES)
+    assert [one.candidate.strategy for one in result.results][:2] == [DATA_PARALLEL, CHAIN]
+
+
+def test_what_one_rank_lacks():
+    pins = Pins(strategies=(MODALITY_PARALLEL, BUBBLE_FILLING))
+    why = {ruled.strategy: ruled.why for ruled in search(on_ranks(1, batch_size=1), STRATEGIES, pins).ruled_out}
+    assert why[MODALITY_PARALLEL] == "image, audio, backbone need 3 ranks, one each; the cluster has 1."
+    assert why[BUBBLE_FILLING] == "a pipeline has bubbles from 2 ranks on; the cluster has one."
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(4, 1), (1, 4), (2, 2)])

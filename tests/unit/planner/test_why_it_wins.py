@@ -52,7 +52,7 @@ def test_nothing_is_paid_where_nothing_is_worse():
 def test_hours_are_of_all_devices_that_are_hired():
     """8 of 32 ranks compute; 3,600 tokens take 10 s."""
     assert device_hours(simulated(10.0, 9.0, ranks=8)) == (
-        "A billion tokens take 771.6 hours: 2.469e+04 hours of one test, as 32 are hired, of which 24 are idle."
+        "A billion tokens take 771.6 hours: 24,691 hours of one test, as 32 are hired, of which 24 are idle."
     )
     assert device_hours(simulated(10.0, 9.0, ranks=32)).endswith(", as 32 are hired.")
 

@@ -101,6 +101,10 @@ def _never(job: Job, pins: Pins) -> str:
 def _no_shape(job: Job, pins: Pins) -> str:
     if pins.pp == 1:
         return "PP is pinned to 1; a pipeline has bubbles from PP 2 on."
+    if job.cluster.num_ranks == 1:
+        return "a pipeline has bubbles from 2 ranks on; the cluster has one."
+    if len(job.model.module(BACKBONE).blocks) == 1:
+        return "a pipeline has bubbles from 2 stages on; the backbone has one layer."
     return indivisible(job, pins, len(job.model.module(BACKBONE).blocks), modules=(BACKBONE,)) or nothing_divides(job)
 
 
@@ -143,7 +147,8 @@ def _bounded_backbone(job: Job, pins: Pins, shape: PipelineShape, faster_than_s:
     fitting, nearest = _fitting(memory, plans, pins)
     ruled_out = [nearest] if nearest is not None else []
     if not fitting:
-        why = "no encoder plan leaves each stage a block and each pipeline a microbatch, and is as pinned."
+        pinned = ", and is as pinned" if pins.modules or pins.fields else ""
+        why = f"no encoder plan leaves each stage a block and each pipeline a microbatch{pinned}."
         return _Outcome(False, ruled_out or [RuledOut(BUBBLE_FILLING, str(shape), why)])
     # 4. What its busiest rank computes.
     least = min(fitting, key=_num_recomputed)

@@ -58,7 +58,7 @@ def propose_modality_parallel(job: Job, pins: Pins) -> Iterator[Candidate | Rule
     options = modality_degrees(job, pins)
     first = next(options, None)
     if first is None:
-        yield RuledOut(MODALITY_PARALLEL, "", nothing_divides(job))
+        yield RuledOut(MODALITY_PARALLEL, "", _too_few_ranks(job) or nothing_divides(job))
         return
     fitting, lacking = _cut_best(job, pins, chain([first], options))
     for step_s, pipeline, stages in sorted(fitting, key=lambda cut: cut.rank_by)[:NUM_CANDIDATES]:
@@ -66,6 +66,14 @@ def propose_modality_parallel(job: Job, pins: Pins) -> Iterator[Candidate | Rule
         yield Candidate(MODALITY_PARALLEL, pipeline.words, pipeline.plan(stages), step_s, bound_s, tell)
     for shortfall_bytes, pipeline, stages in sorted(lacking, key=lambda cut: cut.rank_by)[:_MAX_RULED_OUT]:
         yield RuledOut(MODALITY_PARALLEL, pipeline.words, _lacks(pipeline, stages, pins), shortfall_bytes)
+
+
+def _too_few_ranks(job: Job) -> str:
+    """Why modules cannot each have a rank, as a sentence; "" if they can."""
+    names, num_ranks = [module.name for module in job.model.modules], job.cluster.num_ranks
+    if len(names) <= num_ranks:
+        return ""
+    return f"{', '.join(names)} need {len(names)} ranks, one each; the cluster has {num_ranks:,}."
 
 
 def _cut_best(

@@ -162,6 +162,8 @@ class StepOperations:
         """Whether an operation that is waited for is the last one of its streams that its dependent waits for: those
         before it have ended when it has.
         """
+        if not len(dependency):
+            return np.empty(0, dtype=np.bool_)
         actions = np.argsort(self._index, kind="stable")
         first = np.searchsorted(self._index[actions], dependency)
         num = np.searchsorted(self._index[actions], dependency, side="right") - first

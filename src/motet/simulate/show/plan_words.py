@@ -70,8 +70,9 @@ def plan_in_words(plan: Plan) -> list[str]:
         step += " Items are not balanced."
     if plan.microbatch_caps:
         caps = _listed([f"{cap:,} of {name}" for name, cap in plan.microbatch_caps.items()])
-        step += f" That is the mean: a microbatch is a group of examples of at most {caps}, in tokens."
-    step += _ORDERS[plan.order]
+        step += f" That is the mean: a microbatch is a group of examples whose lengths sum up to at most {caps}."
+    if num_microbatches * backbone.dp > 1:  # Otherwise there is nothing to deal out.
+        step += _ORDERS[plan.order]
     if plan.fills:
         step += f" Encoders run beside the backbone, in {_number(len(plan.fills), 'slice')} placed among its passes."
     if plan.filling == "by_step":
@@ -104,7 +105,10 @@ def rows_in_words(plan: Plan) -> str:
     if layout.num_islands == 1 and not units:
         return ""
     alike = f", of the slowest of {layout.num_islands:,} parts that work alike" if layout.num_islands > 1 else ""
-    of = [f"{unit.name} in {unit.first_rank:,} to {unit.first_rank + unit.num_ranks - 1:,}" for unit in units]
+    of = [
+        f"{unit.name} in {unit.first_rank:,}" + (f" to {unit.first_rank + unit.num_ranks - 1:,}" * (unit.num_ranks > 1))
+        for unit in units
+    ]
     return f"Rows are ranks of the cluster{alike}{': ' if of else ''}{'; '.join(of)}."
 
 

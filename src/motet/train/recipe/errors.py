@@ -180,6 +180,11 @@ def _tags(model: type) -> set[Any]:
 def _suggestion(key: KeyPath, models: list[type], schema: type[BaseModel]) -> str:
     known = sorted({str(name) for model in models for name in _fields(model) if _is_key(model, str(name))})
     unknown = str(key[-1])
+    if tuple(key) == ("model", "train"):
+        return (
+            "; it is of a model of model.path; of parts there are model.backbone.train, "
+            "model.encoders.NAME.train_encoder and .train_projector"
+        )
     close = difflib.get_close_matches(unknown, known, n=1, cutoff=0.6)
     if close:
         return f"; did you mean '{close[0]}'?"

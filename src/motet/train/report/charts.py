@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 ChartPoints = Sequence[tuple[float, float]]
 
 WIDE, NARROW = 1000, 520
+_NAME_WIDTH = 7
+"""Of a character of a bar's name."""
 _HEIGHT = 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 14, 36
 _PLOT_HEIGHT = _HEIGHT - _TOP - _BOTTOM
@@ -73,7 +75,7 @@ def grouped_bars(
 
 def horizontal_bars(values: Mapping[str, float], *, unit: str) -> str:
     """A bar a name, in proportion to its value, with the value at its end."""
-    left, right, row = 190, 90, 24
+    left, right, row = max(190, 16 + _NAME_WIDTH * max(map(len, values), default=0)), 90, 24
     length = _scale(0, max([*values.values(), 1e-12]), 0, WIDE - left - right)
     parts = []
     for i, (name, value) in enumerate(values.items()):

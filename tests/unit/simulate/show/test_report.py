@@ -104,6 +104,15 @@ def test_a_rank_without_the_memory_is_named(prediction):
     assert out_of_memory(PLAN, prediction) == ""
 
 
+def test_one_microbatch_has_no_order():
+    made = replace(PLANS["interleaved"], order="both")
+    (unit,) = made.units
+    one = replace(made, units=(replace(unit, dp=1),), batch_size=4, microbatch_size=4)
+    assert "dealt out" in plan_in_words(made)[1]
+    assert "dealt out" not in plan_in_words(one)[1]
+    assert "whose lengths sum up to at most 9 of llm." in plan_in_words(replace(one, microbatch_caps={"llm": 9}))[1]
+
+
 def test_a_plan_in_words():
     assert plan_in_words(PLAN) == [
         "small, 6.64 B parameters, of which 6.4 B learn (image frozen), on 4 nodes of 8 h100, in bf16.",
@@ -137,9 +146,9 @@ def test_ranks_of_a_picture_are_told_in_words():
     def told(plan):
         return rows_in_words(plan).removeprefix("Rows are ranks of the cluster")
 
-    assert told(PLANS["disaggregated"]) == ": image in 0 to 1; audio in 2 to 2; llm in 3 to 14; generator in 15 to 15."
+    assert told(PLANS["disaggregated"]) == ": image in 0 to 1; audio in 2; llm in 3 to 14; generator in 15."
     assert told(PLANS["filled"]) == ", of the slowest of 2 parts that work alike."
-    assert told(PLANS["modality parallel"]) == ": image in 0 to 1; audio in 2 to 2; llm in 3 to 4."
+    assert told(PLANS["modality parallel"]) == ": image in 0 to 1; audio in 2; llm in 3 to 4."
     assert told(PLANS["zb_h1"]) == told(PLANS["fsdp"]) == ""
 
 

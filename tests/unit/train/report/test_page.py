@@ -6,7 +6,7 @@ import re
 import pytest
 from PIL import Image
 
-from motet.train.report.charts import line_chart
+from motet.train.report.charts import WIDE, horizontal_bars, line_chart
 from motet.train.report.page import write_report
 
 RATIOS = {"unit": "MFLOP", "max_over_bound": 1.0, "max_over_bound_before": 1.5}
@@ -113,3 +113,14 @@ def test_ticks_are_round_and_cover_the_range():
         assert ticks[0] <= low
         assert ticks[-1] >= high * (1 - 1e-9)
         assert 3 <= len(ticks) <= 8
+
+
+def test_names_of_bars_have_room():
+    """An action of a stage with parts of two modules has a name of 37 characters, about 7 wide each."""
+    names = ["optimizer", "backward for the weights image+audio"]
+    svg = horizontal_bars(dict.fromkeys(names, 1.0), unit="ms")
+    ends = [float(x) for x in re.findall(r'class="name" x="([\d.]+)"', svg)]
+    assert min(ends) > 6.5 * max(map(len, names))
+    assert all(
+        float(x) + float(width) <= WIDE for x, width in re.findall(r'rect .* x="([\d.]+)" .*?width="([\d.]+)"', svg)
+    )
