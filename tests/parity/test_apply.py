@@ -176,6 +176,42 @@ def test_a_model_with_a_generator_trains_as_one_process_does():
     assert names == weights.keys() and "backbone.queries.draw" in names
 
 
+def optimizers_made(rank, num_ranks, plan):
+    """The kinds of parameters given, what the group says then, and the sentence on one that updates all at once."""
+    given = []
+
+    def adamw(parameters, **options):
+        given.extend(parameter.ndim for parameter in parameters)
+        matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+        others = [parameter for parameter in parameters if parameter.ndim < 2]
+        return torch.optim.AdamW([{"params": matrices}, {"params": others}], 1e-2, **options)
+
+    model = build()
+    model.backbone.requires_grad_(False)
+    parallel, sentence = motet.apply(model, plan, adamw), ""
+    parallel.step(example_module("hf_parts").batches()[0])
+    try:
+        model = build()
+        model.backbone.requires_grad_(False)
+        motet.apply(model, plan, lambda part: adamw(part, foreach=True))
+    except JointUserError as error:
+        sentence = str(error)
+    return given, [group["foreach"] for group in parallel.optimizer.param_groups], sentence
+
+
+def test_an_optimizer_of_shared_and_whole_weights_updates_one_by_one():
+    """torch updates no DTensor and other tensors at once, as it does on GPUs by default. A rank may be frozen."""
+    model = build()
+    model.backbone.requires_grad_(False)
+    units = (Unit("image", ({"image": 2},), tp=2, zero=0), Unit("backbone", ({"backbone": 2},), first_rank=2))
+    plan = plan_of(units, model_spec(model), schedule="gpipe")
+    plan = replace(plan, cluster=cluster("h100", 1, 3))
+    *sharing, (given, frozen, said) = run_ranks(optimizers_made, 3, plan)
+    for _, foreach, sentence in sharing:
+        assert False in foreach and sentence.startswith("motet.apply: the optimizer has foreach = True, and under")
+    assert given[0] == 1 and frozen == [None, None] and said == sharing[0][2]
+
+
 MISTAKES = {
     "weights": "has other weights than rank",
     "examples": "step: rank 1 was given other examples than rank 0",

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from motet.assign.whole_step import DecidedMicrobatch
 from motet.core.cluster import Cluster
@@ -235,9 +236,28 @@ def _precision(dtype: torch.dtype) -> str:
 def _optimizer_of(make: Callable[[list[Any]], torch.optim.Optimizer]) -> Callable[[nn.Module], torch.optim.Optimizer]:
     def made(model: nn.Module) -> torch.optim.Optimizer:
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return make(trainable or [{"params": []}])  # All that a rank holds may be frozen.
+        # All that a rank holds may be frozen, and torch makes no optimizer of nothing.
+        optimizer = make(trainable or [nn.Parameter(torch.empty(0))])
+        for group in optimizer.param_groups:
+            if len({isinstance(parameter, DTensor) for parameter in group["params"]}) > 1:
+                _update_one_by_one(group)
+        return optimizer
 
     return made
+
+
+def _update_one_by_one(group: dict[str, Any]) -> None:
+    """Have torch update the parameters of a group, of which ranks share some, one by one, as GPUs do not by default.
+
+    Raises UserError if the group asks for all at once, which torch cannot do.
+    """
+    if asked := next((name for name in ("fused", "foreach") if group.get(name)), ""):
+        raise UserError(
+            f"motet.apply: the optimizer has {asked} = True, and under this plan weights that ranks share (DTensor) "
+            f"stand beside whole ones, which torch updates one by one alone: leave {asked} out."
+        )
+    if "foreach" in group:
+        group["foreach"] = False
 
 
 def _check_same_weights(mllm: MLLM, world: World) -> None:
