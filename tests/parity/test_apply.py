@@ -226,6 +226,8 @@ MISTAKES = {
     "no degrees": "whole numbers from 1; NoneType is not.",
     "no plan": "image is pinned to pp = 3; it must be 1 to 2, its blocks.",
     "no batch": "give batch=",
+    "unfrozen": "step: encoders.image.encoder.model.embeddings.patch_embedding.weight no longer learns, and the plan's",
+    "checkpointing": "draw other masks where transformers' gradient checkpointing runs them again",
     "phase": "step: example 1 has an item of 'video'; the model's encoders and generators are image",
 }
 PLANS = {
@@ -239,6 +241,14 @@ DEGREES = {
     "no plan": {"image": {"pp": 3}},
     "no batch": {"image": {"pp": 1}},
 }
+
+
+def stepped(model, plan, batch, planned_for, learns):
+    """One step. learns: False freezes the weights of rank 0 before it."""
+    parallel = motet.apply(model, plan, sgd, batch=planned_for)
+    if not learns and dist.get_rank() == 0:
+        parallel.model.requires_grad_(False)
+    parallel.step(batch)
 
 
 def refused(rank, num_ranks):
@@ -264,8 +274,12 @@ def refused(rank, num_ranks):
         elif what == "phase":
             text = replace(batch[1].sequence, media=("video",) * len(batch[1].media))
             batch = [batch[0], replace(batch[1], sequence=text), *batch[2:]]
+        elif what == "checkpointing":
+            layers = model.backbone.causal_lm.model.layers
+            for layer in layers:
+                layer.gradient_checkpointing, layer.self_attn.attention_dropout = True, 0.1
         with pytest.raises(JointUserError) as error:
-            motet.apply(model, plan, sgd, batch=None if what == "no batch" else batch).step(batch)
+            stepped(model, plan, batch, planned_for=None if what == "no batch" else batch, learns=what != "unfrozen")
         sentences[what] = str(error.value)
         dist.barrier()
     return sentences

@@ -71,6 +71,7 @@ class ParallelMLLM:
         self._decide = StepDecider(place)
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
         self._step, self.optimizer = build_part(model, plan.model, place, part, mesh, world)
+        self._learns = _learning(model)
 
     def step(self, batch: Sequence[LoadedExample]) -> StepResult:
         """Forward, backward and optimizer of one step in the Plan's schedule. A collective.
@@ -85,6 +86,7 @@ class ParallelMLLM:
         """
         failure, digest, batches = "", b"", []
         try:
+            self._check_learns()
             lengths = _lengths_of(batch, self._measured)
             digest = _digest(lengths, batch)
             batches = self._batches(batch, lengths)
@@ -101,6 +103,14 @@ class ParallelMLLM:
         result = self._step.run(batches, self._num_steps)
         self._num_steps += 1
         return result
+
+    def _check_learns(self) -> None:
+        """Raise UserError if weights were frozen, or let learn, since passes and optimizer were made."""
+        if name := next((name for name, learns in _learning(self.model).items() if learns != self._learns[name]), ""):
+            raise UserError(
+                f"{name} {'no longer learns' if self._learns[name] else 'learns now'}, and the plan's passes are made "
+                "for what learned when motet.apply was called: freeze before it, and apply a whole model anew to change"
+            )
 
     def _batches(self, batch: Sequence[LoadedExample], lengths: BatchLengths) -> list[RankBatch]:
         if len(batch) != self.plan.batch_size:
@@ -214,6 +224,11 @@ def _check(plan: Plan, mllm: MLLM, spec: Any, dtype: torch.dtype, world: World) 
     chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
     if plan.precision != _precision(dtype):
         raise UserError(f"motet.apply: the plan computes in {plan.precision}, and the model is in {_precision(dtype)}.")
+    if drops_out(mllm) and any(getattr(module, "gradient_checkpointing", False) for module in mllm.modules()):
+        raise UserError(
+            "motet.apply: layers that drop out would draw other masks where transformers' gradient checkpointing runs "
+            "them again: leave gradient_checkpointing_enable out; a plan says itself what is recomputed."
+        )
     if what := _obstacle(plan, mllm):
         raise UserError(f"motet.apply: the plan has {what}, which training cannot run yet.")
 
@@ -231,6 +246,11 @@ def _precision(dtype: torch.dtype) -> str:
     if name not in known:
         raise UserError(f"motet.apply: the model is in {name}; it must be in {' or '.join(known)}.")
     return PRECISION_OF_DTYPE[name]
+
+
+def _learning(model: nn.Module) -> dict[str, bool]:
+    """Name of each parameter -> whether it learns."""
+    return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
 
 def _optimizer_of(make: Callable[[list[Any]], torch.optim.Optimizer]) -> Callable[[nn.Module], torch.optim.Optimizer]:
