@@ -17,6 +17,7 @@ from motet.dropout import example_keys
 from motet.models.generator_build import build_generator
 from motet.models.projector import ProjectorConfig
 from motet.models.spec import model_spec
+from motet.train import world
 from parity.planned import PlannedCase
 from parity.test_loops import example_module
 from parity.tiny import QFORMER, reference_step
@@ -217,6 +218,7 @@ MISTAKES = {
     "examples": "step: rank 1 was given other examples than rank 0",
     "targets": "step: rank 1 was given other examples than rank 0",
     "types": "weights are of several types (encoders.image.",
+    "device": "is on 'meta', and the process group sends from 'cpu': make the group by",
     "fewer examples": "step: a step of the plan takes 8 examples, not 7",
     "ranks": "The plan is for 3 ranks, and 2 run",
     "precision": "the plan computes in fp64, and the model is in fp32.",
@@ -269,6 +271,8 @@ def refused(rank, num_ranks):
             batch = [replace(each, sequence=replace(each.sequence, targets=~each.sequence.targets)) for each in batch]
         elif what == "types":
             model.encoders.float()
+        elif what == "device":
+            model.encoders.to("meta")
         elif what == "fewer examples" and rank:
             batch = batch[:-1]
         elif what == "phase":
@@ -289,6 +293,19 @@ def test_mistakes_are_one_sentence_on_all_ranks():
     for sentences in run_ranks(refused, 2):
         for what, said in MISTAKES.items():
             assert said in sentences[what] and "\n" not in sentences[what]
+
+
+@pytest.mark.parametrize("backends", ["cuda:nccl", "cpu:gloo,cuda:nccl"])
+def test_a_group_that_sends_from_gpus_by_any_name_trains_there(monkeypatch, backends):
+    """`init_process_group()` without a name has both, and "undefined" as the name of its backend."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(world, "new_group", lambda backend: None)
+    monkeypatch.setattr(world, "_on_even_nodes", lambda found: found)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    assert world.borrowed_world().device == torch.device("cuda", 3)
 
 
 def test_it_needs_a_process_group():

@@ -150,6 +150,7 @@ def apply(
         raise UserError("motet.apply needs torch.distributed.init_process_group to have been called, on every rank.")
     world = borrowed_world()
     with world.together():
+        _check_device(mllm, world.device)
         dtype = _dtype_of(mllm)
         spec = model_spec(mllm)
     _check_same_weights(mllm, world)
@@ -163,6 +164,16 @@ def apply(
     with world.together():
         _check(chosen, mllm, spec, dtype, world)
     return ParallelMLLM(mllm, chosen, _optimizer_of(optimizer), max_grad_norm, world)
+
+
+def _check_device(mllm: MLLM, device: torch.device) -> None:
+    """Raise UserError for weights on another kind of device than that of the ranks' messages, but for the CPU."""
+    for name, weight in mllm.named_parameters():
+        if weight.device.type not in ("cpu", device.type):
+            raise UserError(
+                f"motet.apply: {name} is on {weight.device.type!r}, and the process group sends from {device.type!r}: "
+                'make the group by init_process_group("nccl") to train on GPUs, or load the model on the CPU.'
+            )
 
 
 def _dtype_of(mllm: MLLM) -> torch.dtype:
