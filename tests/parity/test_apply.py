@@ -93,6 +93,24 @@ def test_a_step_trains_models_that_were_read_or_evaluated_in_eval_mode(frozen):
     assert left == trained
 
 
+def steps_in_autocast(rank, num_ranks, plan, enabled):
+    parallel = motet.apply(build().float(), plan, sgd)
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        return [(step.loss, step.grad_norm) for step in map(parallel.step, example_module("hf_parts").batches()[:3])]
+
+
+def test_messages_have_the_type_of_weights_under_autocast():
+    """Rows of an encoder are in bfloat16 there. An autocast around all steps keeps no weights of the first."""
+    plan = replace(plan_of(BESIDE, model_spec(build()), schedule="gpipe"), precision="fp32")
+    beside, chain, exact = (
+        run_ranks(steps_in_autocast, 2, replace(plan, units=units), enabled)[0]
+        for units, enabled in ((BESIDE, True), (CHAIN, True), (BESIDE, False))
+    )
+    for step, (found, alike, expected) in enumerate(zip(beside, chain, exact)):
+        assert found == pytest.approx(alike, rel=1e-5), step
+        assert found == pytest.approx(expected, rel=0.03) and found != expected
+
+
 @pytest.mark.parametrize("plan", ["degrees", "beside", "chain"])
 def test_the_example_trains_as_one_process_does(plan, alone):
     given = {"beside": plan_of(BESIDE), "chain": plan_of(CHAIN, schedule="gpipe")}.get(

@@ -100,7 +100,13 @@ class ParallelMLLM:
                 f"step: rank {other} was given other examples than rank 0; each rank takes the whole step's batch."
             )
         self.model.train()  # `from_pretrained` gives models in eval mode, and a loop may evaluate between steps.
-        result = self._step.run(batches, self._num_steps)
+        kind = self._world.device.type
+        # The optimizer changes weights inside of the loop's autocast, whose cache would still have the former ones.
+        autocast = torch.autocast(
+            kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
+        )
+        with autocast:
+            result = self._step.run(batches, self._num_steps)
         self._num_steps += 1
         return result
 
