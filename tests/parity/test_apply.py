@@ -17,6 +17,7 @@ from motet.dropout import example_keys
 from motet.models.generator_build import build_generator
 from motet.models.projector import ProjectorConfig
 from motet.models.spec import model_spec
+from motet.train import world
 from parity.planned import PlannedCase
 from parity.test_loops import example_module
 from parity.tiny import QFORMER, reference_step
@@ -90,6 +91,24 @@ def test_a_step_trains_models_that_were_read_or_evaluated_in_eval_mode(frozen):
     plan = plan_of(BESIDE, model_spec(model), schedule="gpipe")
     trained, left = (run_ranks(losses_with_dropout, 2, plan, in_eval, frozen)[0] for in_eval in (False, True))
     assert left == trained
+
+
+def steps_in_autocast(rank, num_ranks, plan, enabled):
+    parallel = motet.apply(build().float(), plan, sgd)
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        return [(step.loss, step.grad_norm) for step in map(parallel.step, example_module("hf_parts").batches()[:3])]
+
+
+def test_messages_have_the_type_of_weights_under_autocast():
+    """Rows of an encoder are in bfloat16 there. An autocast around all steps keeps no weights of the first."""
+    plan = replace(plan_of(BESIDE, model_spec(build()), schedule="gpipe"), precision="fp32")
+    beside, chain, exact = (
+        run_ranks(steps_in_autocast, 2, replace(plan, units=units), enabled)[0]
+        for units, enabled in ((BESIDE, True), (CHAIN, True), (BESIDE, False))
+    )
+    for step, (found, alike, expected) in enumerate(zip(beside, chain, exact)):
+        assert found == pytest.approx(alike, rel=1e-5), step
+        assert found == pytest.approx(expected, rel=0.03) and found != expected
 
 
 @pytest.mark.parametrize("plan", ["degrees", "beside", "chain"])
@@ -176,11 +195,48 @@ def test_a_model_with_a_generator_trains_as_one_process_does():
     assert names == weights.keys() and "backbone.queries.draw" in names
 
 
+def optimizers_made(rank, num_ranks, plan):
+    """The kinds of parameters given, what the group says then, and the sentence on one that updates all at once."""
+    given = []
+
+    def adamw(parameters, **options):
+        given.extend(parameter.ndim for parameter in parameters)
+        matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+        others = [parameter for parameter in parameters if parameter.ndim < 2]
+        return torch.optim.AdamW([{"params": matrices}, {"params": others}], 1e-2, **options)
+
+    model = build()
+    model.backbone.requires_grad_(False)
+    parallel, sentence = motet.apply(model, plan, adamw), ""
+    parallel.step(example_module("hf_parts").batches()[0])
+    try:
+        model = build()
+        model.backbone.requires_grad_(False)
+        motet.apply(model, plan, lambda part: adamw(part, foreach=True))
+    except JointUserError as error:
+        sentence = str(error)
+    return given, [group["foreach"] for group in parallel.optimizer.param_groups], sentence
+
+
+def test_an_optimizer_of_shared_and_whole_weights_updates_one_by_one():
+    """torch updates no DTensor and other tensors at once, as it does on GPUs by default. A rank may be frozen."""
+    model = build()
+    model.backbone.requires_grad_(False)
+    units = (Unit("image", ({"image": 2},), tp=2, zero=0), Unit("backbone", ({"backbone": 2},), first_rank=2))
+    plan = plan_of(units, model_spec(model), schedule="gpipe")
+    plan = replace(plan, cluster=cluster("h100", 1, 3))
+    *sharing, (given, frozen, said) = run_ranks(optimizers_made, 3, plan)
+    for _, foreach, sentence in sharing:
+        assert False in foreach and sentence.startswith("motet.apply: the optimizer has foreach = True, and under")
+    assert given[0] == 1 and frozen == [None, None] and said == sharing[0][2]
+
+
 MISTAKES = {
     "weights": "has other weights than rank",
     "examples": "step: rank 1 was given other examples than rank 0",
     "targets": "step: rank 1 was given other examples than rank 0",
     "types": "weights are of several types (encoders.image.",
+    "device": "is on 'meta', and the process group sends from 'cpu': make the group by",
     "fewer examples": "step: a step of the plan takes 8 examples, not 7",
     "ranks": "The plan is for 3 ranks, and 2 run",
     "precision": "the plan computes in fp64, and the model is in fp32.",
@@ -190,6 +246,8 @@ MISTAKES = {
     "no degrees": "whole numbers from 1; NoneType is not.",
     "no plan": "image is pinned to pp = 3; it must be 1 to 2, its blocks.",
     "no batch": "give batch=",
+    "unfrozen": "step: encoders.image.encoder.model.embeddings.patch_embedding.weight no longer learns, and the plan's",
+    "checkpointing": "draw other masks where transformers' gradient checkpointing runs them again",
     "phase": "step: example 1 has an item of 'video'; the model's encoders and generators are image",
 }
 PLANS = {
@@ -203,6 +261,14 @@ DEGREES = {
     "no plan": {"image": {"pp": 3}},
     "no batch": {"image": {"pp": 1}},
 }
+
+
+def stepped(model, plan, batch, planned_for, learns):
+    """One step. learns: False freezes the weights of rank 0 before it."""
+    parallel = motet.apply(model, plan, sgd, batch=planned_for)
+    if not learns and dist.get_rank() == 0:
+        parallel.model.requires_grad_(False)
+    parallel.step(batch)
 
 
 def refused(rank, num_ranks):
@@ -223,13 +289,19 @@ def refused(rank, num_ranks):
             batch = [replace(each, sequence=replace(each.sequence, targets=~each.sequence.targets)) for each in batch]
         elif what == "types":
             model.encoders.float()
+        elif what == "device":
+            model.encoders.to("meta")
         elif what == "fewer examples" and rank:
             batch = batch[:-1]
         elif what == "phase":
             text = replace(batch[1].sequence, media=("video",) * len(batch[1].media))
             batch = [batch[0], replace(batch[1], sequence=text), *batch[2:]]
+        elif what == "checkpointing":
+            layers = model.backbone.causal_lm.model.layers
+            for layer in layers:
+                layer.gradient_checkpointing, layer.self_attn.attention_dropout = True, 0.1
         with pytest.raises(JointUserError) as error:
-            motet.apply(model, plan, sgd, batch=None if what == "no batch" else batch).step(batch)
+            stepped(model, plan, batch, planned_for=None if what == "no batch" else batch, learns=what != "unfrozen")
         sentences[what] = str(error.value)
         dist.barrier()
     return sentences
@@ -239,6 +311,19 @@ def test_mistakes_are_one_sentence_on_all_ranks():
     for sentences in run_ranks(refused, 2):
         for what, said in MISTAKES.items():
             assert said in sentences[what] and "\n" not in sentences[what]
+
+
+@pytest.mark.parametrize("backends", ["cuda:nccl", "cpu:gloo,cuda:nccl"])
+def test_a_group_that_sends_from_gpus_by_any_name_trains_there(monkeypatch, backends):
+    """`init_process_group()` without a name has both, and "undefined" as the name of its backend."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(world, "new_group", lambda backend: None)
+    monkeypatch.setattr(world, "_on_even_nodes", lambda found: found)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    assert world.borrowed_world().device == torch.device("cuda", 3)
 
 
 def test_it_needs_a_process_group():

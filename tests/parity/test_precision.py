@@ -6,6 +6,8 @@ The limits are those of docs/numerics.md; running this file prints what it measu
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -53,6 +55,29 @@ def test_error_is_within_the_stated_limits(num_ranks):
     for (name, phases), (total, _, _) in found.items():
         assert total < LIMITS[name], (name, phases, total)
         assert total < 2 * found[name, "off"][0], f"balancing {phases} doubles the error of {name}"
+
+
+def difference(rank: int, num_ranks: int, fsdp: FSDPConfig) -> float:
+    """The largest between gradients of several microbatches without a `reduce_dtype`, and with float32."""
+    case = Case(phases="off", num_examples=24, num_microbatches=3)
+    found = [
+        run_case(replace(case, fsdp=fsdp.model_copy(update={"reduce_dtype": dtype})), torch.float32)[1]
+        for dtype in (None, "float32")
+    ]
+    return max((found[0][name] - found[1][name]).abs().max().item() for name in found[0]) if rank == 0 else 0.0
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "sharing"),
+    [
+        (2, {"once_a_step": True, "reshard_after_forward": False}),
+        pytest.param(4, {"shard_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["once a step", "hybrid"],
+)
+def test_microbatches_are_added_up_in_the_type_of_the_parameters(num_ranks, sharing):
+    """Also of parameters that the first microbatches of a rank do not use, beside others that they do."""
+    assert run_ranks(difference, num_ranks, FSDPConfig(param_dtype="bfloat16", **sharing))[0] == 0
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -450,8 +451,12 @@ class ModalityModule(nn.Module):
 
     def _cast(self, values: Tensor) -> Tensor:
         """The items' rows in the dtype in which the encoder computes."""
-        parameters = [*outside_blocks(self.encoder), *self.projector.parameters()]
-        return values.to(next(p.dtype for p in parameters if p.is_floating_point()))
+        return values.to(self._dtype(values.dtype))
+
+    def _dtype(self, otherwise: torch.dtype) -> torch.dtype:
+        """That of the weights, those first that FSDP has gathered here. otherwise: that of a module without any."""
+        parameters = chain(outside_blocks(self.encoder), self.projector.parameters(), self.parameters())
+        return next((p.dtype for p in parameters if p.is_floating_point()), otherwise)
 
     def _encoder_rows(self, sizes: Tensor) -> list[Int64Array]:
         """Rows of each item in tensors of the encoder, in each way in which they may be, for `arranged`."""
@@ -492,6 +497,7 @@ class ModalityModule(nn.Module):
                 rows = self.after(rows.to(_dtype_of(self.after, rows.dtype)), sizes)
             expected = self.num_tokens(sizes.numpy())
             _check_rows(f"after ({callback_name(self.after)})", rows, expected, len(sizes), "num_rows beside it")
+        rows = rows.to(self._dtype(rows.dtype))  # As on a rank without items: ranks exchange both.
         # FSDP gathers for backward in hooks of outputs. If the output of the projector's Block were that of the module
         # as well, its parameters would be gathered before those outside of Blocks, and after them on a rank without
         # items. FSDP refuses views as outputs.
@@ -529,13 +535,14 @@ class ModalityModule(nn.Module):
     def _forward_empty(self) -> Tensor:
         weight = next(iter(outside_blocks(self.projector) or outside_blocks(self)), None)
         weight = next(self.parameters()) if weight is None else weight
-        x = weight.new_zeros(0, self.projector.output_dim)
+        # One in a block may be a DTensor here, whose `new_zeros` would be one, too.
+        x = torch.zeros(0, self.projector.output_dim, dtype=weight.dtype, device=weight.device)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
             for block in self._blocks[: self.num_encoder_blocks]:
                 x = block(x)
         for block in self._blocks[self.num_encoder_blocks :]:
             x = block(x)
-        return take_part(x, outside_blocks(self))
+        return take_part(x.to(self._dtype(x.dtype)), outside_blocks(self))
 
 
 def _sums(values: Int64Array, counts: Int64Array) -> Int64Array:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from motet.assign.whole_step import DecidedMicrobatch
 from motet.core.cluster import Cluster
@@ -70,6 +71,7 @@ class ParallelMLLM:
         self._decide = StepDecider(place)
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
         self._step, self.optimizer = build_part(model, plan.model, place, part, mesh, world)
+        self._learns = _learning(model)
 
     def step(self, batch: Sequence[LoadedExample]) -> StepResult:
         """Forward, backward and optimizer of one step in the Plan's schedule. A collective.
@@ -84,6 +86,7 @@ class ParallelMLLM:
         """
         failure, digest, batches = "", b"", []
         try:
+            self._check_learns()
             lengths = _lengths_of(batch, self._measured)
             digest = _digest(lengths, batch)
             batches = self._batches(batch, lengths)
@@ -97,9 +100,23 @@ class ParallelMLLM:
                 f"step: rank {other} was given other examples than rank 0; each rank takes the whole step's batch."
             )
         self.model.train()  # `from_pretrained` gives models in eval mode, and a loop may evaluate between steps.
-        result = self._step.run(batches, self._num_steps)
+        kind = self._world.device.type
+        # The optimizer changes weights inside of the loop's autocast, whose cache would still have the former ones.
+        autocast = torch.autocast(
+            kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
+        )
+        with autocast:
+            result = self._step.run(batches, self._num_steps)
         self._num_steps += 1
         return result
+
+    def _check_learns(self) -> None:
+        """Raise UserError if weights were frozen, or let learn, since passes and optimizer were made."""
+        if name := next((name for name, learns in _learning(self.model).items() if learns != self._learns[name]), ""):
+            raise UserError(
+                f"{name} {'no longer learns' if self._learns[name] else 'learns now'}, and the plan's passes are made "
+                "for what learned when motet.apply was called: freeze before it, and apply a whole model anew to change"
+            )
 
     def _batches(self, batch: Sequence[LoadedExample], lengths: BatchLengths) -> list[RankBatch]:
         if len(batch) != self.plan.batch_size:
@@ -139,6 +156,7 @@ def apply(
         raise UserError("motet.apply needs torch.distributed.init_process_group to have been called, on every rank.")
     world = borrowed_world()
     with world.together():
+        _check_device(mllm, world.device)
         dtype = _dtype_of(mllm)
         spec = model_spec(mllm)
     _check_same_weights(mllm, world)
@@ -152,6 +170,16 @@ def apply(
     with world.together():
         _check(chosen, mllm, spec, dtype, world)
     return ParallelMLLM(mllm, chosen, _optimizer_of(optimizer), max_grad_norm, world)
+
+
+def _check_device(mllm: MLLM, device: torch.device) -> None:
+    """Raise UserError for weights on another kind of device than that of the ranks' messages, but for the CPU."""
+    for name, weight in mllm.named_parameters():
+        if weight.device.type not in ("cpu", device.type):
+            raise UserError(
+                f"motet.apply: {name} is on {weight.device.type!r}, and the process group sends from {device.type!r}: "
+                'make the group by init_process_group("nccl") to train on GPUs, or load the model on the CPU.'
+            )
 
 
 def _dtype_of(mllm: MLLM) -> torch.dtype:
@@ -213,6 +241,11 @@ def _check(plan: Plan, mllm: MLLM, spec: Any, dtype: torch.dtype, world: World) 
     chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
     if plan.precision != _precision(dtype):
         raise UserError(f"motet.apply: the plan computes in {plan.precision}, and the model is in {_precision(dtype)}.")
+    if drops_out(mllm) and any(getattr(module, "gradient_checkpointing", False) for module in mllm.modules()):
+        raise UserError(
+            "motet.apply: layers that drop out would draw other masks where transformers' gradient checkpointing runs "
+            "them again: leave gradient_checkpointing_enable out; a plan says itself what is recomputed."
+        )
     if what := _obstacle(plan, mllm):
         raise UserError(f"motet.apply: the plan has {what}, which training cannot run yet.")
 
@@ -232,12 +265,36 @@ def _precision(dtype: torch.dtype) -> str:
     return PRECISION_OF_DTYPE[name]
 
 
+def _learning(model: nn.Module) -> dict[str, bool]:
+    """Name of each parameter -> whether it learns."""
+    return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+
+
 def _optimizer_of(make: Callable[[list[Any]], torch.optim.Optimizer]) -> Callable[[nn.Module], torch.optim.Optimizer]:
     def made(model: nn.Module) -> torch.optim.Optimizer:
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return make(trainable or [{"params": []}])  # All that a rank holds may be frozen.
+        # All that a rank holds may be frozen, and torch makes no optimizer of nothing.
+        optimizer = make(trainable or [nn.Parameter(torch.empty(0))])
+        for group in optimizer.param_groups:
+            if len({isinstance(parameter, DTensor) for parameter in group["params"]}) > 1:
+                _update_one_by_one(group)
+        return optimizer
 
     return made
+
+
+def _update_one_by_one(group: dict[str, Any]) -> None:
+    """Have torch update the parameters of a group, of which ranks share some, one by one, as GPUs do not by default.
+
+    Raises UserError if the group asks for all at once, which torch cannot do.
+    """
+    if asked := next((name for name in ("fused", "foreach") if group.get(name)), ""):
+        raise UserError(
+            f"motet.apply: the optimizer has {asked} = True, and under this plan weights that ranks share (DTensor) "
+            f"stand beside whole ones, which torch updates one by one alone: leave {asked} out."
+        )
+    if "foreach" in group:
+        group["foreach"] = False
 
 
 def _check_same_weights(mllm: MLLM, world: World) -> None:

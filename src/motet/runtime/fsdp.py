@@ -52,7 +52,8 @@ class FSDPConfig(BaseModel):
                   like DDP.
     param_dtype:  dtype in which modules compute; None: that of the parameters. Parameters and optimizer state keep
                   their dtype.
-    reduce_dtype: dtype in which gradients are summed over ranks; None: that in which modules compute.
+    reduce_dtype: dtype in which gradients are summed over ranks; None: that in which modules compute, or that of the
+                  parameters where FSDP2 adds microbatches up in it (once_a_step, hybrid sharding).
     loss_scale:   with param_dtype = "float16", what the loss is multiplied by in the first step, a power of two. It is
                   halved after a step whose gradients overflow, which changes nothing.
     loss_scale_steps: finite steps in a row after which the loss scale is doubled.
@@ -214,7 +215,12 @@ def wrap(model: Model, mesh: Mesh, config: FSDPConfig, experts: Iterable[nn.Para
     experts: parameters of this rank's experts, which it shares out over the ranks that have the same ones.
     """
     placement = None if mesh.expert_cuts is None else _placed_apart(experts, mesh.expert_cuts)
-    policy = MixedPrecisionPolicy(param_dtype=config.types.compute, reduce_dtype=config.types.reduce)
+    types = config.types
+    reduce_dtype = types.reduce
+    if types.compute is not None and reduce_dtype is None and (config.once_a_step or mesh.is_hybrid):
+        # FSDP2 adds up in it what it does not reduce yet, and the last of many microbatches would be rounded away.
+        reduce_dtype = next(model.backbone.parameters()).dtype
+    policy = MixedPrecisionPolicy(param_dtype=types.compute, reduce_dtype=reduce_dtype)
     for module in modules_by_phase(model).values():
         # Without resharding, FSDP frees gathered parameters after the backward pass; a frozen module may have none.
         reshard = config.reshard_after_forward or not is_trainable(module)
@@ -274,8 +280,24 @@ def end_of_step(module: nn.Module, is_last: bool) -> None:
     Before the last one of a step neither is done with `FSDPConfig.once_a_step`.
     """
     if isinstance(module, FSDPModule):
+        if is_last:
+            _add_up_alike(module)
         module.set_requires_gradient_sync(is_last)
         module.set_reshard_after_backward(is_last)
+
+
+def _add_up_alike(module: nn.Module) -> None:
+    """Give parameters without a gradient so far zeros to add to, beside those that have one in another type.
+
+    FSDP2 casts what it adds up, reduces all parameters of a unit at once, and refuses to reduce two types at once.
+    """
+    parts = (part for part in module.modules() if isinstance(part, FSDPModule))
+    for group in (group for part in parts for group in part._get_fsdp_state()._fsdp_param_groups):
+        if all(each.unsharded_accumulated_grad is None for each in group.fsdp_params):
+            continue
+        for each in group.fsdp_params:
+            if each.unsharded_accumulated_grad is None and each.sharded_param.requires_grad:
+                each.unsharded_accumulated_grad = torch.zeros_like(each._unsharded_param, dtype=each.reduce_dtype)
 
 
 def sum_over_shard_groups(module: nn.Module, enabled: bool) -> None:

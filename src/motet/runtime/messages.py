@@ -131,8 +131,10 @@ class Messages:
             self._take_gradients(action.stage, action.microbatch, self._received(message))
 
     def _rows_of(self, part: MessagePart, outputs: Mapping[str, Tensor], action: Action) -> Tensor:
-        """What goes of an output, [num_rows, width]."""
-        rows = outputs[part.module]
+        """What goes of an output, [num_rows, width], in the type of all messages: autocast, and modules of one's own,
+        may make another one, whose bytes the other end would take for its own.
+        """
+        rows = outputs[part.module].to(self._like.dtype)
         if len(rows) != part.num_sent:
             raise RuntimeError(f"{action} has {len(rows)} rows of {part.module!r}; lengths say {part.num_sent}")
         if rows.shape[1] != part.width:
@@ -144,6 +146,7 @@ class Messages:
         gradient = gradients.get(part.module)
         if gradient is None:
             gradient = self._like.new_zeros(part.num_taken, part.width)
+        gradient = gradient.to(self._like.dtype)
         return gradient if part.rows is None else gradient[self._index(part.rows.sink)]
 
     def _take_outputs(self, stage: int, microbatch: int, received: Iterable[tuple[MessagePart, Tensor]]) -> None:

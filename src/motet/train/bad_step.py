@@ -70,7 +70,7 @@ def examine(
     """Find the cause of a bad step by running it again. A collective.
 
     Random number generators must be as they were before the step. Under a Plan with stages the step is not run again,
-    and the cause is no more than the first parameter whose gradient, which the step has left, is not finite.
+    and the cause is no more than a parameter whose gradient, which the step has left, is not finite.
     """
     # 1. Weights that are not finite explain everything.
     if weights := [name for name in world.gather(weight_not_finite(step)) if name]:

@@ -121,7 +121,9 @@ class World:
 
 def borrowed_world() -> World:
     """The World of a process group that the caller has initialised, and destroys. A collective."""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    # Of the group's backends; without a name in init_process_group, `get_backend` says none.
+    is_on_gpu = "nccl" in dist.get_backend_config() and torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
     num_ranks = dist.get_world_size()
     ranks_per_node = _number("LOCAL_WORLD_SIZE", num_ranks)
     groups = new_group(backend="gloo"), new_group(backend="gloo")

@@ -398,3 +398,22 @@ def test_gradients_of_a_batch_are_the_sum_over_its_documents(tiny, present):
     torch.testing.assert_close(together, alone, rtol=1e-13, atol=0)
     got, expected = (torch.autograd.grad(x, params) for x in (together, alone))
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-13)
+
+
+class Wide(Custom):
+    """An encoder whose rows are in float32 whatever its weights are. in_blocks: whether these are all in blocks."""
+
+    def __init__(self, in_blocks: bool) -> None:
+        super().__init__()
+        self.blocks = [self.linear] if in_blocks else []
+
+    def forward(self, values, sizes):
+        return super().forward(values, sizes).float()
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_rows_have_the_type_of_weights_with_items_and_without(in_blocks):
+    """Ranks exchange both."""
+    module = ModalityModule(Wide(in_blocks), Projector(6, 6, ProjectorConfig(kind="none"))).bfloat16()
+    rows = module(torch.randn(7, 4), torch.tensor([[2, 3], [1, 1]]))
+    assert rows.dtype == module(torch.zeros(0, 4), torch.zeros(0, 2, dtype=torch.int64)).dtype == torch.bfloat16
