@@ -61,7 +61,7 @@ class StagePrices(NamedTuple):
     held: Float64Array
 
 
-class StagePasses(NamedTuple):
+class PassPrices(NamedTuple):
     """Seconds of the passes of one stage, [len(islands), num_microbatches]. backward: recomputation included."""
 
     forward: Float64Array
@@ -161,14 +161,14 @@ class Pricing:
         replicas = replicas_of(self.layout, stage, range(self.num_islands))
         return StagePrices(*(table[replicas] for table in self._seconds(stage.key)))
 
-    def passes(self, stage: PlannedStage, islands: Sequence[int]) -> StagePasses:
+    def passes(self, stage: PlannedStage, islands: Sequence[int]) -> PassPrices:
         """What the passes of a stage of a pipeline take, [len(islands), num_microbatches] each. It is not kept."""
         ((layers, _),) = self._cases(stage)
         (entered, again), (given, back) = self._entries(stage), self._given(stage)
         passes = np.stack([entered + given, again + back])
         for placed, count in layers.items():
             passes += count * self._layer_passes(placed, stage)
-        return StagePasses(*passes[:, replicas_of(self.layout, stage, islands)])
+        return PassPrices(*passes[:, replicas_of(self.layout, stage, islands)])
 
     def in_islands(self, islands: Sequence[int]) -> StagePrices:
         """The prices of all stages in some islands, [len(islands), num_stages, num_microbatches] each."""
@@ -422,7 +422,7 @@ class Pricing:
         return self._known_columns[key]
 
     def _layer_passes(self, placed: StageLayer, stage: PlannedStage) -> Float64Array:
-        """`StagePasses` of a layer of a stage, [2, num_replicas, num_microbatches]."""
+        """`PassPrices` of a layer of a stage, [2, num_replicas, num_microbatches]."""
         key = placed, stage.num_shares, stage.unit.tp
         if key not in self._known_passes:
             prices = StagePrices(*self._columns(*key).reshape(-1, *self._shape(stage)))
