@@ -118,6 +118,7 @@ LITTLE = (
 )
 
 
+@pytest.mark.slow
 def test_mllm_72b_scaled_down_trains_as_planned(motet, tmp_path):
     """By the command that `motet plan` prints."""
     recipe, plan = scaled_down(tmp_path / "job"), tmp_path / "plan.json"

@@ -110,6 +110,7 @@ def test_killed_in_mid_step_and_restarted_by_torchrun(job, tmp_path):
     assert [step["loss"] for step in metrics(tmp_path / "killed")] == losses(tmp_path / "whole")[first:]
 
 
+@pytest.mark.slow
 def test_killed_in_the_second_phase_and_restarted_by_torchrun(job, tmp_path):
     phases = [f'[[run.phase]]\nname = "{name}"\nsteps = {steps}\n' for name, steps in (("align", 2), ("tune", 9))]
     phased = job.with_name("phased.toml")

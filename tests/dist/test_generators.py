@@ -374,9 +374,7 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize(
-    "way", ["products", *(pytest.param(way, marks=pytest.mark.slow) for way in SHARED if way != "products")]
-)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.slow) for way in SHARED])
 def test_ranks_that_share_work_train_and_make_what_one_process_does(job, alone, tmp_path, way):
     """Items are dealt out over the ranks, so that a microbatch with one has it on some of them alone."""
     units, options = SHARED[way]

@@ -48,6 +48,7 @@ def train_with_a_full_disk(rank, num_ranks, recipe, overrides):
         profile.export_chrome_trace = whole
 
 
+@pytest.mark.slow
 def test_a_trace_that_cannot_be_written_loses_no_step(tmp_path):
     """The step has changed the weights, so what is saved then has it, and the run does not take it twice."""
     job, overrides = write_tiny_job(tmp_path / "data"), ["run.steps=4", "optimizer.warmup_steps=0"]

@@ -230,6 +230,7 @@ def test_a_ray_that_ends_is_a_sentence(job, tmp_path):
     assert f"Ray's head at {server.address} has ended, and with it what decodes; start it again" in said[0]
 
 
+@pytest.mark.slow
 def test_under_a_plan_with_stages_too(job, server, tmp_path):
     exact = ("run.dtype=float64", "run.steps=4")
     stages = {"image": 1, "audio": 1, "backbone": 1}, {"backbone": 1}
