@@ -412,6 +412,9 @@ def write_gemma3(folder: Path) -> None:
 
 CANVASES = [[24, 48], [48, 24], [48, 48], [24, 72], [72, 24]]
 """Height and width of what AnyRes cuts into tiles of 24 pixels."""
+LARGE_TILE = {"height": 26, "width": 26}
+LARGE_CANVASES = [[side * 26 // 24 for side in canvas] for canvas in CANVASES]
+"""The same of tiles that have two pixels more than their patches, as published ones have six (384 pixels by 14)."""
 
 
 def write_llava_next(folder: Path) -> None:
@@ -444,9 +447,10 @@ def write_granite_vision(folder: Path) -> None:
     """Granite Vision: LLaVA-NeXT on four layers of a Siglip tower side by side, and a Granite."""
     special = {"eos_token": "</s>", "pad_token": "<pad>", "image_token": "<image>"}
     tokenizer = tokenizer_with(special)
-    tile, canvases = {"height": 26, "width": 26}, [[side * 26 // 24 for side in canvas] for canvas in CANVASES]
     processor = transformers.LlavaNextProcessor(
-        transformers.LlavaNextImageProcessorPil(size=tile, crop_size=tile, image_grid_pinpoints=canvases),
+        transformers.LlavaNextImageProcessorPil(
+            size=LARGE_TILE, crop_size=LARGE_TILE, image_grid_pinpoints=LARGE_CANVASES
+        ),
         tokenizer,
         patch_size=6,
         vision_feature_select_strategy="full",
@@ -464,7 +468,7 @@ def write_granite_vision(folder: Path) -> None:
             logits_scaling=2.0,
         ),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-        image_grid_pinpoints=canvases,
+        image_grid_pinpoints=LARGE_CANVASES,
         image_seq_length=16,
         vision_feature_layer=[-5, -4, -2, -1],
         vision_feature_select_strategy="full",
@@ -480,8 +484,7 @@ def write_llava_onevision(folder: Path) -> None:
     """
     special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "image_token": "<image>"}
     tokenizer = tokenizer_with(special | {"video_token": "<video>"})
-    tile, canvases = {"height": 26, "width": 26}, [[side * 26 // 24 for side in canvas] for canvas in CANVASES]
-    images = transformers.LlavaOnevisionImageProcessorPil(size=tile, image_grid_pinpoints=canvases)
+    images = transformers.LlavaOnevisionImageProcessorPil(size=LARGE_TILE, image_grid_pinpoints=LARGE_CANVASES)
     processor = without_video(transformers.LlavaOnevisionProcessor)(
         images,
         tokenizer,
@@ -495,14 +498,14 @@ def write_llava_onevision(folder: Path) -> None:
         text_config=transformers.Qwen2Config(vocab_size=len(tokenizer) + 3, **BACKBONE),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
-        image_grid_pinpoints=canvases,
+        image_grid_pinpoints=LARGE_CANVASES,
         vision_feature_select_strategy="full",
         vision_aspect_ratio="anyres_max_2",
     )
     like_trained(transformers.LlavaOnevisionForConditionalGeneration(config)).save_pretrained(folder)
     processor.save_pretrained(folder)
     kind = "LlavaOnevisionVideoProcessor"
-    videos = {"size": tile, "do_sample_frames": True, "num_frames": 5}
+    videos = {"size": LARGE_TILE, "do_sample_frames": True, "num_frames": 5}
     (folder / "video_preprocessor_config.json").write_text(json.dumps(videos | {"video_processor_type": kind}))
 
 

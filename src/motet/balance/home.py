@@ -14,7 +14,6 @@ from numpy.typing import ArrayLike
 from motet.balance.backend import Backend, algorithms
 from motet.balance.checks import check_sum, checked_integers, checked_ranks, checked_ranks_per_node
 from motet.balance.costs import Cost, Packed
-from motet.balance.nodes import named_by_nodes
 from motet.core.arrays import Int32Array, Int64Array
 from motet.core.assignment import Assignment, csr_from_ranks, max_sum
 from motet.core.errors import ArgumentError
@@ -98,7 +97,8 @@ def renamed(
 
     home: int32 [num_items], the home rank of each item. sizes: int64 [num_items], what moves with it.
     """
-    new_rank = named_by_nodes(home, placed.ranks, sizes, placed.num_ranks, ranks_per_node, backend)
+    # From the items alone: of many ranks, a matrix of what each holds of each batch would take gigabytes.
+    new_rank = algorithms(backend).place_on_nodes(home, placed.ranks, sizes, placed.num_ranks, ranks_per_node)
     ranks = new_rank[placed.ranks].astype(np.int32)
     loads = np.empty_like(placed.loads)
     loads[new_rank] = placed.loads

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend, algorithms
 from motet.balance.checks import checked_integers, checked_ranks_per_node
-from motet.core.arrays import Int32Array, Int64Array
+from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError
 from motet.core.limits import INT64_MAX
 
@@ -49,23 +49,7 @@ def place_on_nodes(
 
         return exactly_on_nodes(checked, size)
     sources, batches = np.nonzero(checked)
-    return named_by_nodes(
-        sources.astype(np.int32), batches.astype(np.int32), checked[sources, batches], num_ranks, size, backend
+    ranks: Int64Array = algorithms(backend).place_on_nodes(
+        sources.astype(np.int32), batches.astype(np.int32), checked[sources, batches], num_ranks, size
     )
-
-
-def named_by_nodes(
-    sources: Int32Array,
-    batches: Int32Array,
-    sizes: Int64Array,
-    num_ranks: int,
-    ranks_per_node: int,
-    backend: Backend = "native",
-) -> Int64Array:
-    """As `place_on_nodes`, from items: the source that holds each, its batch and its size, each [num_items].
-
-    O(num_items log num_items + num_ranks), and the same swaps: no matrix of ranks by ranks, which many ranks have no
-    memory for. What sources hold is checked by the caller.
-    """
-    ranks: Int64Array = algorithms(backend).place_on_nodes(sources, batches, sizes, num_ranks, ranks_per_node)
     return ranks

@@ -20,6 +20,7 @@ from motet.core.errors import UserError
 from motet.core.text_files import read_json
 from motet.models.families.bounds import check_bounds
 from motet.models.families.eva_clip import tower_options
+from motet.models.families.patches import FeatureLayer, feature_layer_of
 from motet.models.families.registry import Family
 
 _USE_OUTPUT = (
@@ -127,7 +128,7 @@ def read_config(where: str, family: Family, path: Path, options: dict[str, Any])
     return config
 
 
-def check_feature_layer(where: str, family: Family, path: Path, feature_layer: int | tuple[int, ...] | None) -> None:
+def check_feature_layer(where: str, family: Family, path: Path, feature_layer: FeatureLayer) -> None:
     """Raise UserError if a larger model in `path` uses other rows of its tower than the encoder would return.
 
     feature_layer: what the recipe names; then that is used, whatever the larger model uses.
@@ -138,19 +139,18 @@ def check_feature_layer(where: str, family: Family, path: Path, feature_layer: i
         return
     if larger is None or (larger.model_type in _USE_OUTPUT and feature_layer is None):
         return
-    layer = getattr(larger, "vision_feature_layer", None)
+    layer = feature_layer_of(larger)
     model = f"the {larger.model_type} model in {path}"
-    if feature_layer is None and layer is None:
-        raise UserError(
-            f"model.{where}: it is not known here which layer of its tower {model} takes; set "
-            f"model.{where}.feature_layer to the one that you want."
-        )
     if feature_layer is None:
-        what = f"layer {layer}" if isinstance(layer, int) else f"the layers {list(layer)}"
+        if layer is None:
+            raise UserError(
+                f"model.{where}: it is not known here which layer of its tower {model} takes; set "
+                f"model.{where}.feature_layer to the one that you want."
+            )
+        layers, said = ("layer", layer) if isinstance(layer, int) else ("the layers", list(layer))
         raise UserError(
-            f"model.{where}: {model} takes {what} of its tower, not the tower's own output; set "
-            f"model.{where}.feature_layer = {layer if isinstance(layer, int) else list(layer)}, or to another one that "
-            "you want."
+            f"model.{where}: {model} takes {layers} {said} of its tower, not the tower's own output; set "
+            f"model.{where}.feature_layer = {said}, or to another one that you want."
         )
     strategy = getattr(larger, "vision_feature_select_strategy", None)
     computed = "default" if family.class_row else "full"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -455,8 +455,9 @@ class ModalityModule(nn.Module):
 
     def _dtype(self, otherwise: torch.dtype) -> torch.dtype:
         """That of the weights, those first that FSDP has gathered here. otherwise: that of a module without any."""
-        parameters = chain(outside_blocks(self.encoder), self.projector.parameters(), self.parameters())
-        return next((p.dtype for p in parameters if p.is_floating_point()), otherwise)
+        return _first_dtype(
+            chain(outside_blocks(self.encoder), self.projector.parameters(), self.parameters()), otherwise
+        )
 
     def _encoder_rows(self, sizes: Tensor) -> list[Int64Array]:
         """Rows of each item in tensors of the encoder, in each way in which they may be, for `arranged`."""
@@ -576,5 +577,8 @@ def _check_rows(who: str, rows: Tensor, extents: Int64Array, num_items: int, sai
 
 def _dtype_of(callback: Any, otherwise: torch.dtype) -> torch.dtype:
     """The dtype of a callback's weights, if it has any."""
-    parameters = callback.parameters() if isinstance(callback, nn.Module) else ()
+    return _first_dtype(callback.parameters() if isinstance(callback, nn.Module) else (), otherwise)
+
+
+def _first_dtype(parameters: Iterable[nn.Parameter], otherwise: torch.dtype) -> torch.dtype:
     return next((p.dtype for p in parameters if p.is_floating_point()), otherwise)

@@ -19,7 +19,7 @@ from motet.models.backbone import Backbone
 from motet.models.build import ModelConfig, build_mllm
 from motet.models.config_file import one_line, parse_config, read_config_json
 from motet.models.contract import AudioRows
-from motet.models.families.patches import FeatureLayer
+from motet.models.families.patches import FeatureLayer, feature_layer_of
 from motet.models.families.registry import BACKBONES, ENCODERS, Family
 from motet.models.mllm import MLLM
 from motet.models.projector import ProjectorConfig
@@ -75,9 +75,7 @@ def spec_of_directory(path: Path) -> ModelSpec:
                 f"{file}: its {part} is of type {part_type!r}, which no family of encoders stands for; there are "
                 f"{', '.join(_ENCODER_TYPES)}."
             )
-        layer = getattr(config, "vision_feature_layer", None)
-        layer = layer if layer is None or isinstance(layer, int) else tuple(layer)
-        encoder = _encoder(file, _ENCODER_TYPES[part_type], part_config, layer)
+        encoder = _encoder(file, _ENCODER_TYPES[part_type], part_config, feature_layer_of(config))
         if projector:
             encoder = connect(encoder, text.hidden_size, projector.kind, projector.downsample)
         encoders.append(encoder)

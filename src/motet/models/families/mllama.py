@@ -22,7 +22,7 @@ from motet.core.attention_table import AttentionTable
 from motet.core.shapes import Transformer, final_norm, patches
 from motet.core.spec import Layer
 from motet.models.contract import ImageRows
-from motet.models.families.patches import embed_patches
+from motet.models.families.patches import embed_patches, sent_width
 from motet.models.families.text import TextModel
 from motet.models.key_items import KeyItems
 from motet.models.layers import LayerModules, any_trainable
@@ -93,7 +93,7 @@ class MllamaTower(nn.Module):
         )
         described = [LayerModules(stem, (model.patch_embedding, model.layernorm_pre, *tables))]
         for number, block in enumerate(self.blocks):
-            sent = self.width * (1 + sum(inner <= number for inner in self.inner))
+            sent = sent_width(self.width, self.inner, number)
             layer = shape.layer(trainable=any_trainable(block))
             if block.is_gated:  # Each gate keeps what it multiplies.
                 layer = replace(

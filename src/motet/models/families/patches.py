@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -47,13 +48,10 @@ class PatchEncoder(nn.Module):
         self.normalised = feature_layer is None
         self.taken = taken_layers(self.all_layers, norm, feature_layer)
         self.num_computed = max(self.taken)
+        # Those before the last one, ascending: their rows go along.
+        self.inner = sorted(set(self.taken) - {self.num_computed})
         self.width = model.config.hidden_size
         self.output_dim = self.width * len(self.taken)
-
-    @property
-    def inner(self) -> list[int]:
-        """The layers before the last one whose outputs are taken, counted from 1, ascending."""
-        return sorted(set(self.taken) - {self.num_computed})
 
     @property
     def all_layers(self) -> nn.ModuleList:
@@ -71,8 +69,7 @@ class PatchEncoder(nn.Module):
         layers = []
         for number, block in enumerate(self.blocks, 1):
             layer = shape.layer(extra_rows=self.class_rows, trainable=any_trainable(block))
-            sent = self.width * (1 + sum(inner <= number for inner in self.inner))
-            width = self.output_dim if number == self.num_computed else sent
+            width = self.output_dim if number == self.num_computed else sent_width(self.width, self.inner, number)
             layers.append(LayerModules(replace(layer, output_width=width), (block,)))
         return layers + [unused_layer(block, self.output_dim) for block in self.all_layers[self.num_computed :]]
 
@@ -128,6 +125,14 @@ class PatchEncoder(nn.Module):
         raise NotImplementedError
 
 
+def sent_width(width: int, inner: Sequence[int], number: int) -> int:
+    """The width of what a layer sends on: its rows, of this width, and those of the inner layers up to it.
+
+    inner, number: of layers, from the same first number. With `gives_output`, for towers whose inner rows go along.
+    """
+    return width * (1 + sum(each <= number for each in inner))
+
+
 def gives_output(layer: nn.Module) -> bool:
     """Whether a layer is called whole, or the last half of it: what it returns is its output."""
     return getattr(layer, "half", -1) != 0
@@ -147,6 +152,12 @@ def mlp_half(layer: nn.Module, hidden: Tensor, segments: PackedItems) -> Tensor:
 def raster_rows(config: PreTrainedConfig) -> ImageRows:
     """The input rows of a tower whose position table is a raster of patches."""
     return ImageRows(config.patch_size, channels=config.num_channels)
+
+
+def feature_layer_of(config: PreTrainedConfig) -> FeatureLayer:
+    """The layers of its tower that a larger model takes, by its config; None if that does not say."""
+    said = getattr(config, "vision_feature_layer", None)
+    return said if said is None or isinstance(said, int) else tuple(said)
 
 
 def taken_layers(layers: nn.ModuleList, norm: nn.Module, feature_layer: FeatureLayer) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from motet.models.families.patches import (
     frames_of,
     gives_output,
     rows_here,
+    sent_width,
     zero_image,
 )
 from motet.models.families.qwen2_vl import (
@@ -77,8 +78,8 @@ class _Qwen3VLBlocks(nn.Module):
         shape = Transformer(self.width, config.intermediate_size, config.num_heads, activation=config.hidden_act)
         described = [LayerModules(stem, (model.patch_embed, model.pos_embed))]
         for number, block in enumerate(self.blocks):
-            layer, sent = shape.layer(trainable=any_trainable(block)), 1 + sum(inner <= number for inner in self.inner)
-            described.append(LayerModules(replace(layer, output_width=self.width * sent), (block,)))
+            layer, sent = shape.layer(trainable=any_trainable(block)), sent_width(self.width, self.inner, number)
+            described.append(LayerModules(replace(layer, output_width=sent), (block,)))
         return described
 
     def forward(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedConfig
 
+from motet.models.families.patches import feature_layer_of
 from motet.models.families.registry import ENCODERS
 from motet.models.whole.family import (
     VISION_TOWER,
@@ -56,7 +57,7 @@ def llava_parts(
     encoder = WholeEncoderConfig(
         family=family,
         path=directory.path,
-        feature_layer=_feature_layer(config),
+        feature_layer=feature_layer_of(config),
         projector=StoredProjectorConfig(tensors=directory.tensors_at(weights)),
         made=made or {},
     )
@@ -73,11 +74,6 @@ def llava_parts(
         weights,
         names,
     )
-
-
-def _feature_layer(config: PreTrainedConfig) -> int | tuple[int, ...]:
-    layers = config.vision_feature_layer
-    return layers if isinstance(layers, int) else tuple(layers)
 
 
 LLAVA = WholeFamily(LlavaForConditionalGeneration, _parts)

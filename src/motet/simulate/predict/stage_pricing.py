@@ -401,13 +401,10 @@ class Pricing:
     def _sum(
         self, stage: PlannedStage, layers: Mapping[StageLayer, int], replicas: Int64Array | slice = slice(None)
     ) -> StagePrices:
-        num_replicas, num_microbatches = self._shape(stage)
-        shape = len(StagePrices._fields), num_replicas, num_microbatches
-        taken = (num_replicas,) if isinstance(replicas, slice) else replicas.shape
-        total, scratch = (make((shape[0], *taken, num_microbatches)) for make in (np.zeros, np.empty))
+        shape = len(StagePrices._fields), *self._shape(stage)
+        total = np.zeros(shape)[:, replicas]
         for placed, count in layers.items():
-            columns = self._columns(placed, stage.num_shares, stage.unit.tp).reshape(shape)[:, replicas]
-            total += np.multiply(count, columns, out=scratch)  # pages that are new cost more than the products
+            total += count * self._columns(placed, stage.num_shares, stage.unit.tp).reshape(shape)[:, replicas]
         return StagePrices(*total)
 
     def _columns(self, placed: StageLayer, num_shares: int, tp: int) -> Float64Array:
