@@ -174,6 +174,7 @@ def _drawn_case(
     units = tuple(_units(rng, numbers, strategy, num_ranks, schedule, mixture["parts"]))
     units = _in_tensors(np.random.default_rng((*numbers, crc32(b"tp"))), units, is_shared=strategy == "bubbles")
     if strategy == "bubbles":
+        units = _with_own_degrees(np.random.default_rng((*numbers, crc32(b"own degrees in bubbles"))), units)
         units = _in_context(np.random.default_rng((*numbers, crc32(b"cp in bubbles"))), units)
     if num_experts := NUM_EXPERTS.get(mixture["family"]):
         of_experts = np.random.default_rng((*numbers, crc32(b"ep")))
@@ -299,6 +300,16 @@ def _in_context(rng: np.random.Generator, units: tuple[Unit, ...]) -> tuple[Unit
     if rng.random() < 0.7 or any(unit.dp % 2 for unit in units):
         return units
     return tuple(replace(unit, cp=2, dp=unit.dp // 2, shard_size=0) for unit in units)
+
+
+def _with_own_degrees(rng: np.random.Generator, units: tuple[Unit, ...]) -> tuple[Unit, ...]:
+    """Half of the encoders beside a backbone whose products two ranks share deal out their items to these, or share
+    their rows."""
+    own: list[dict[str, int]] = [{} if rng.random() < 0.5 else {"tp": 1, "cp": int(rng.integers(1, 3))} for _ in units]
+    return tuple(
+        unit if unit is units[0] or unit.tp == 1 or not of else replace(unit, dp=unit.dp * 2 // of["cp"], **of)
+        for unit, of in zip(units, own)
+    )
 
 
 def _in_experts(rng: np.random.Generator, unit: Unit, num_experts: int) -> Unit:

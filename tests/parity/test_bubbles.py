@@ -184,6 +184,34 @@ SHARED = [
 """Ranks that share sequences, or experts, with encoders in their bubbles."""
 
 
+def with_own(*encoders, pp=1, tp=2, cp=1, **options):
+    """Encoders with degrees of their own on the ranks of a backbone. encoders: (stages, tp, cp)."""
+    units = [Unit("llm", LLM if pp == 2 else cut("backbone", 3), pp=pp, tp=tp, cp=cp, zero=0)]
+    for stages, own_tp, own_cp in encoders:
+        name, size = "+".join(stages[0]), {"pp": len(stages), "tp": own_tp, "cp": own_cp}
+        units.append(Unit(name, stages, **size, dp=pp * tp * cp // (len(stages) * own_tp * own_cp), zero=1))
+    return PlannedCase(tuple(units), **options)
+
+
+OWN = {
+    2: [
+        with_own((IMAGE, 1, 2), (AUDIO, 1, 1), dropout=0.2, microbatch_size=2),
+        with_own((IMAGE, 1, 1), (AUDIO, 2, 1), frozen=("image block",), tied=True),
+        with_own((BOTH, 1, 1), frozen=("image", "audio"), contents=("image",)),
+        with_own((cut("image", 4), 1, 1), (cut("audio", 3), 1, 1), parts=("queries",)),
+        with_own((IMAGE, 1, 1), (AUDIO, 1, 2), tp=1, cp=2, microbatch_size=2),
+    ],
+    4: [
+        with_own((cut("image", 1, 2), 1, 2), (cut("audio", 1, 1), 1, 1), pp=2, microbatch_size=2, blocking=True),
+        with_own((({"image": 2}, {"image": 1, "audio": 2}), 1, 1), pp=2),
+        by_step(with_own((IMAGE, 1, 1), (AUDIO, 1, 2), pp=2), fill_seed=1),
+        with_own((cut("image", 1, 2), 1, 1), (AUDIO, 1, 2), pp=2, tp=1, cp=2),
+        with_own((IMAGE, 2, 1), (AUDIO, 2, 2), cp=2),
+    ],
+}
+"""Fewer ranks share products of an encoder than of the backbone, or its sequences, and deal out its items."""
+
+
 def programs_of(case):
     """The Programs of the steps of a case."""
     encoders, place = build_hf_model().encoders, Place.of(case.plan(), 0)
@@ -219,6 +247,11 @@ def test_encoders_in_bubbles_equal_one_process(num_ranks, cases):
 
 @pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: [*SHARED, shared(cases_in_halves()[0])]}, {4: (0, 4)}))
 def test_encoders_beside_ranks_that_share_sequences_or_experts_equal_one_process(num_ranks, cases):
+    assert_planned(num_ranks, cases)
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(OWN, {2: (0, 1), 4: (0,)}))
+def test_encoders_with_degrees_of_their_own_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)
 
 

@@ -1,6 +1,7 @@
-"""Which context-parallel rank of a unit computes which items of an encoder, and which rows of items that are cut.
+"""Which rank of those that share a replica's items of an encoder computes which, and which rows of items that are cut.
 
-Items stay whole, dealt out by their lengths, unless one alone is more than a rank's share of all of them. Such items
+Items are dealt out over groups of context-parallel ranks, of which there are several in bubbles alone. In a group they
+stay whole, dealt out by their lengths, unless one alone is more than a rank's share of all of them. Such items
 are cut, each over as many ranks as bring it under that share, and the whole ones fill up the others. The same on all
 ranks that know the lengths, and in predictions.
 """
@@ -24,7 +25,7 @@ FULLEST = TARGETS[0]
 
 @dataclass(frozen=True, eq=False)
 class EncoderShares:
-    """Items of an encoder on the context-parallel ranks of a replica.
+    """Items of an encoder on the ranks that share those of a replica.
 
     ranks: int64 [num_items], of each item, or of the largest fragment of one that is cut.
     cuts:  the items that are cut; None: all are whole.
@@ -41,13 +42,27 @@ class EncoderShares:
 
 
 def encoder_shares(
-    lengths: Int64Array, rows: Int64Array, num_ranks: int, *, can_cut: bool, tile_rows: int = 0
+    lengths: Int64Array, rows: Int64Array, num_ranks: int, *, can_cut: bool, tile_rows: int = 0, num_groups: int = 1
 ) -> EncoderShares:
     """Items dealt out over the ranks of a replica.
 
     lengths: int64 [num_items]. rows: int64 [num_items], which come out of the encoder, and between which it is cut.
-    can_cut: whether ranks can share an item (`Module.shareable`). tile_rows: as of `Module`.
+    num_ranks: the ranks of a group (`Unit.cp`). num_groups: groups, whose ranks follow each other.
+    can_cut: whether ranks of a group can share an item (`Module.shareable`). tile_rows: as of `Module`.
     """
+    if num_groups == 1:
+        return _in_group(lengths, rows, num_ranks, can_cut, tile_rows)
+    ranks, parts = assign(lengths, num_groups).ranks.astype(np.int64) * num_ranks, []
+    for first in np.unique(ranks).tolist() if num_ranks > 1 else ():
+        own = np.flatnonzero(ranks == first)
+        shares = _in_group(lengths[own], rows[own], num_ranks, can_cut, tile_rows)
+        ranks[own] += shares.ranks
+        if shares.cuts is not None:
+            parts.append((shares.cuts, own, first))
+    return EncoderShares(ranks, joined_cuts(parts, np.arange(len(lengths))))
+
+
+def _in_group(lengths: Int64Array, rows: Int64Array, num_ranks: int, can_cut: bool, tile_rows: int) -> EncoderShares:
     if can_cut and lengths.max(initial=0) * num_ranks > FULLEST * lengths.sum():
         return _cut(tuple(lengths.tolist()), tuple(rows.tolist()), num_ranks, tile_rows)
     return EncoderShares(assign(lengths, num_ranks).ranks.astype(np.int64), None)

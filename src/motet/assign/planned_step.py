@@ -1,7 +1,7 @@
 """A step of a pipeline decided by its Plan, microbatch by microbatch, in the form in which training loads a step.
 
-Ranks of the assignments are replicas of each module's unit. Of an encoder whose unit has context-parallel ranks, they
-are these ranks, replica by replica (`coordinates.share_of`), which share long items (`encoder_shares.py`).
+Ranks of the assignments are replicas of each module's unit. Of an encoder whose items several ranks deal out
+(`plan_units.sharing_ranks`), they are these ranks, replica by replica (`coordinates.share_of`; `encoder_shares.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from motet.core.plan import Plan
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.schedule import PlannedProgram
+from motet.schedule.plan_units import sharing_ranks
 
 
 def decide_planned_step(
@@ -52,12 +53,10 @@ def decide_planned_step(
 
 def by_replica(plan: Plan, step: StepAssignment) -> StepAssignment:
     """The StepAssignment of a decided step, put together again, by replicas of units alone."""
-    modules = dict(step.modules)
-    for name, items in modules.items():
-        if name != BACKBONE and (cp := plan.unit_of(name).cp) > 1:
-            modules[name] = replace(
-                items, replica=items.replica // cp, num_replicas=items.num_replicas // cp, cuts=None
-            )
+    modules = {
+        name: items if name == BACKBONE else items.by_replica(sharing_ranks(plan, plan.unit_of(name)))
+        for name, items in step.modules.items()
+    }
     return replace(step, modules=modules)
 
 
@@ -70,10 +69,10 @@ def _decided(
     work = costs.work(lengths)
     assignments, item_cuts, sharing = {}, {}, {}
     for name, items in step.modules.items():
-        if name != BACKBONE and (cp := plan.unit_of(name).cp) > 1:
-            sharing[name] = cp
-        module, cp = plan.model.module(name), sharing.get(name, 1)
-        assignments[name], cuts = _assignment(items, microbatch, work[name], cp, module)
+        num_ranks, cp, module = 1, 1, plan.model.module(name)
+        if name != BACKBONE and (num_ranks := sharing_ranks(plan, unit := plan.unit_of(name))) > 1:
+            sharing[name] = cp = unit.cp
+        assignments[name], cuts = _assignment(items, microbatch, work[name], num_ranks, cp, module)
         if cuts is not None:
             item_cuts[name] = cuts
     method = step.methods[microbatch] if step.methods else "off"
@@ -92,22 +91,25 @@ def _decided(
 
 
 def _assignment(
-    items: ModuleAssignment, microbatch: int, work: Int64Array, cp: int, module: Module
+    items: ModuleAssignment, microbatch: int, work: Int64Array, num_ranks: int, cp: int, module: Module
 ) -> tuple[Assignment, ItemCuts | None]:
     """Who computes the items of one microbatch, and which of them ranks share.
 
-    work: int64 [items of the microbatch]. cp: ranks that share those of a replica. module: whose items they are.
+    work: int64 [items of the microbatch]. num_ranks: ranks that deal out those of a replica, in groups of cp. module:
+    whose items they are.
     """
     inside = np.flatnonzero(items.microbatch == microbatch)
-    ranks, parts = items.replica[inside].astype(np.int64) * cp, []
-    for first in np.unique(ranks).tolist() if cp > 1 else ():
+    ranks, parts = items.replica[inside].astype(np.int64) * num_ranks, []
+    for first in np.unique(ranks).tolist() if num_ranks > 1 else ():
         own = np.flatnonzero(ranks == first)
-        rows, tile_rows = items.num_tokens[inside[own]], module.tile_rows
-        shares = encoder_shares(work[own], rows, cp, can_cut=module.shareable, tile_rows=tile_rows)
+        rows, tile_rows, num_groups = items.num_tokens[inside[own]], module.tile_rows, num_ranks // cp
+        shares = encoder_shares(
+            work[own], rows, cp, can_cut=module.shareable, tile_rows=tile_rows, num_groups=num_groups
+        )
         ranks[own] += shares.ranks
         if shares.cuts is not None:
             parts.append((shares.cuts, own, first))
-    placed = score(ranks, work, items.num_replicas * cp, Packed())
+    placed = score(ranks, work, items.num_replicas * num_ranks, Packed())
     placed = replace(placed, items=np.lexsort((items.position[inside], ranks)))
     cuts = joined_cuts(parts, items.position[inside])
     return placed if cuts is None else with_cut_loads(placed, cuts, work), cuts

@@ -16,7 +16,7 @@ from motet.assign.step import ModuleAssignment, StepAssignment
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
-from motet.schedule.coordinates import share_of
+from motet.schedule.coordinates import Shares, share_of
 from motet.schedule.edges import consumers_in
 from motet.schedule.from_plan import PlannedProgram
 from motet.schedule.plan_units import on_backbone_ranks
@@ -102,12 +102,13 @@ def edge_rows(
     edge: int,
     island: int,
     microbatch: int,
-    shares: tuple[int, int] | None = None,
+    shares: Shares | None = None,
 ) -> dict[tuple[str, str], SentRows | None]:
     """The rows that go along an edge of a Program, by (module whose output they are, module that takes them in).
 
-    edge: index into `planned.program.edges`. shares: as of `coordinates.RankLink`, where items are numbered
-    as in training (`coordinates.share_of`); None: rows go from replica to replica, whatever ranks share them.
+    edge:   index into `planned.program.edges`.
+    shares: those of its ends, where items are numbered as in training (`coordinates.share_of`); None: rows go from
+            replica to replica, whatever ranks share them.
     A module that continues in the sink stage, or only passes through it, has the key (module, module) and the value
     None: all of its rows go, in their order. So they do to a later stage of the module that has taken them in.
     (generator, generator) is what the backbone gives it.

@@ -90,6 +90,12 @@ class ModuleAssignment:
         of_fragments = [np.flatnonzero((self.parts.item == item) & (self.parts.replica == replica)) for item in own]
         return np.concatenate([np.searchsorted(self.parts.item, whole), *of_fragments])
 
+    def by_replica(self, num_ranks: int) -> ModuleAssignment:
+        """The same items, all whole, by replicas, of which each deals its items out over so many ranks."""
+        if num_ranks == 1:
+            return self
+        return replace(self, replica=self.replica // num_ranks, num_replicas=self.num_replicas // num_ranks, cuts=None)
+
     def batch_index(self, num_microbatches: int) -> Int64Array:
         """replica * num_microbatches + microbatch of each item, int64 [num_items]."""
         return self.replica.astype(np.int64) * num_microbatches + self.microbatch

@@ -297,12 +297,15 @@ class RankBatch:
         of_sequences = {BACKBONE: keys[self.decision.sequences_on(replicas[BACKBONE])]} if BACKBONE in replicas else {}
         return replace(self, draws=of_items | of_sequences)
 
-    def sharing(self, group: dist.ProcessGroup | None) -> RankBatch:
-        """The same batch, whose sequences and items the ranks of a group share, where other ranks share any."""
+    def sharing(self, group_of: Callable[[str], dist.ProcessGroup | None]) -> RankBatch:
+        """The same batch, whose sequences and items the ranks of a group share, where other ranks share any.
+
+        group_of: phase -> the ranks that share its items, and of the backbone sequences.
+        """
         context, sequences = self.sequences.context, self.sequences
         if context is not None:
-            sequences = replace(sequences, context=replace(context, group=group))
-        shared = {phase: replace(items, group=group) for phase, items in self.shared.items()}
+            sequences = replace(sequences, context=replace(context, group=group_of(BACKBONE)))
+        shared = {phase: replace(items, group=group_of(phase)) for phase, items in self.shared.items()}
         return replace(self, sequences=sequences, shared=shared)
 
     @property

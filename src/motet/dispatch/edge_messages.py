@@ -18,7 +18,7 @@ from motet.core.spec import Layer, Module
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.schedule import PlannedProgram
-from motet.schedule.coordinates import share_of
+from motet.schedule.coordinates import Shares, share_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ def message_parts(
     edge: int,
     island: int,
     microbatch: int,
-    shares: tuple[int, int] | None = None,
+    shares: Shares | None = None,
 ) -> tuple[MessagePart, ...]:
     """The parts of a message along an edge, those without rows left out. edge, shares: as of `assign.rows.edge_rows`.
 
@@ -90,8 +90,9 @@ def message_parts(
             num_sent = num_given_here(assignment, name, replica, microbatch, dealing)
         is_kept = name == BACKBONE and num_sent > 0
         if name == BACKBONE and source.unit.cp > 1 and shares is not None:
-            sequences = items.length[items.items_of(replica, microbatch)]
-            num_sent = len(context_rows(sequences, source.unit.cp).rows[shares[0]])
+            (c, _), sequences = shares, items.length[items.items_of(replica, microbatch)]
+            assert c is not None, "sequences are shared, and never gathered"
+            num_sent = len(context_rows(sequences, source.unit.cp).rows[c])
         for (source_module, _), sent in rows.items():
             if source_module == name:
                 num_taken = num_sent if sent is None else sent.num_taken

@@ -21,6 +21,7 @@ from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.flops import work_of_items
 from motet.cost.memory import LayerBytes, StageLayer, plan_precision, stage_layers, stage_memory
 from motet.schedule import PlannedStage, planned
+from motet.schedule.plan_units import sharing_ranks
 from motet.simulate.predict.memory import MAX_LOGITS
 
 _WHOLE: Mapping[str, int] = MappingProxyType({})
@@ -134,7 +135,7 @@ class _Rows:
             np.maximum.at(longest, items.example, self._fragment(name, rows, self._num_sharing(name, stage)))
             return longest
         np.maximum.at(longest, items.example, self._fragment(name, rows, self._num_cutting(name, stage)))
-        num_sharing = stage.unit.cp * stage.num_shares
+        num_sharing = sharing_ranks(self._plan, stage.unit)
         return np.maximum(longest, np.bincount(items.example, rows, num_examples) / num_sharing)
 
     def _fragment(self, name: str, rows: Float64Array, num_ranks: int) -> Float64Array:

@@ -48,13 +48,11 @@ def _uncompiled(plan: Plan) -> str:
 
 def untrained(plan: Plan) -> str:
     """What a Plan has that training can run of no recipe yet; "" if it has nothing such."""
+    backbone = plan.unit_of(BACKBONE)
     obstacles = {
         "ranks left over before others, or on some of its nodes": needed_cluster(plan) is None,
-        "another tp of what runs in bubbles than the backbone's": any(
-            unit.tp != plan.unit_of(BACKBONE).tp for unit in units_in_bubbles(plan)
-        ),
-        "another cp of what runs in bubbles than the backbone's": any(
-            unit.cp != plan.unit_of(BACKBONE).cp for unit in units_in_bubbles(plan)
+        "another tp of what runs in bubbles than the backbone's, beside one with cp": any(
+            unit.tp != backbone.tp and backbone.cp > 1 for unit in units_in_bubbles(plan)
         ),
         # Replicas would meet in the exchange of experts' rows, in orders of their own, each waiting for another.
         "expert parallelism (ep > 1) beside bubbles that each step fills by itself": (

@@ -86,7 +86,11 @@ class Sharing:
         number, *others = (number for number in holders.stages if number in place.stages)
         stage = place.stages[number]
         is_of_stage = not others and stage.data_ranks == holders.ranks
-        ranks, cut_ranks, shard_size = place.held_by(holders.ranks, stage), place.tensor_ranks, stage.shard_size
+        ranks, cut_ranks, shard_size = (
+            place.held_by(holders.ranks, stage),
+            place.tensor_ranks(stage.unit),
+            stage.shard_size,
+        )
         cut = holders.cut if len(cut_ranks) > 1 else None
         if holders.is_spread and (ep := stage.unit.ep) > 1:
             ranks, cut, cut_ranks = ranks[ranks.index(place.rank) % ep :: ep], 0, place.expert_parts

@@ -20,14 +20,14 @@ from motet.runtime.executor import Handler
 from motet.runtime.p2p import Inbox, Lanes
 from motet.runtime.place import Place
 from motet.runtime.tensors import PassKey, StageTensors
-from motet.schedule.coordinates import RankLink
+from motet.schedule.coordinates import RankLink, Shares
 from motet.schedule.program import Action, Kind
 
 _SENDS = (Kind.SEND_F, Kind.SEND_B)
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 _FORWARD = (Kind.SEND_F, Kind.RECV_F)
 
-Parts = Callable[[int, int, tuple[int, int]], Sequence[MessagePart]]
+Parts = Callable[[int, int, Shares], Sequence[MessagePart]]
 """(number of an edge, microbatch, `RankLink.shares`) -> the parts of its message forward."""
 
 
@@ -55,7 +55,7 @@ class Messages:
     def __init__(self, place: Place, lanes: Lanes, parts: Parts, tensors: StageTensors, like: Tensor) -> None:
         """like: a tensor of the dtype and on the device of all messages."""
         self._place, self._lanes, self._tensors, self._like = place, lanes, tensors, like
-        self._parts, self._own_shares = cache(parts), (place.c, place.c)
+        self._parts = cache(parts)
         self.sent_bytes = 0
         self._messages: dict[Action, list[_Message]] = {}
         self._last_send: dict[tuple[Kind, PassKey], Action] = {}
@@ -98,7 +98,7 @@ class Messages:
         if (Kind.SEND_F, (stage, microbatch)) in self._last_send:
             self._tensors.outputs[stage, microbatch] = outputs
         for sink, edge in self._place.local_edges.get(stage, {}).items():
-            parts, action = self._parts(edge, microbatch, self._own_shares), Action(stage, Kind.F, microbatch)
+            parts, action = self._own_parts(edge, microbatch), Action(stage, Kind.F, microbatch)
             self._take_outputs(sink, microbatch, [(part, self._rows_of(part, outputs, action)) for part in parts])
 
     def made_gradients(self, stage: int, microbatch: int, gradients: dict[str, Tensor]) -> None:
@@ -107,10 +107,14 @@ class Messages:
             self._tensors.input_gradients[stage, microbatch] = gradients
         for source, sinks in self._place.local_edges.items():
             if stage in sinks and self._place.stages[source].takes(microbatch):
-                parts = self._parts(sinks[stage], microbatch, self._own_shares)
+                parts = self._own_parts(sinks[stage], microbatch)
                 pieces = [(part, self._gradient_of(part, gradients)) for part in parts if part.has_gradient]
                 own = [(part, piece.clone() if part.rows is None else piece) for part, piece in pieces]
                 self._take_gradients(source, microbatch, own)
+
+    def _own_parts(self, edge: int, microbatch: int) -> Sequence[MessagePart]:
+        """What goes along an edge between two stages of this rank."""
+        return self._parts(edge, microbatch, self._place.own_shares(edge))
 
     def _send_outputs(self, action: Action) -> None:
         outputs = self._made(action, self._tensors.outputs)

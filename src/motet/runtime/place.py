@@ -11,7 +11,7 @@ from itertools import product
 from motet.core.plan import Plan, Unit
 from motet.runtime.executor import RankProgram
 from motet.schedule import PlannedProgram, PlannedStage, planned
-from motet.schedule.coordinates import RankLink, coordinates, edge_links, share_of
+from motet.schedule.coordinates import RankLink, Shares, coordinates, edge_links, share_of, shares_here
 from motet.schedule.dependencies import PARTNERS, partner
 from motet.schedule.program import WHOLE_RANK, Action, Kind, Program, action_words
 
@@ -88,6 +88,14 @@ class Place:
         """The modules that the rank holds blocks of, each once."""
         return tuple(dict.fromkeys(name for stage in self.stages.values() for name in stage.layers))
 
+    @cached_property
+    def units(self) -> tuple[tuple[Unit, tuple[str, ...]], ...]:
+        """The units of its stages, with the modules that it holds blocks of."""
+        of_units: dict[str, tuple[Unit, dict[str, None]]] = {}
+        for stage in self.stages.values():
+            of_units.setdefault(stage.unit.name, (stage.unit, {}))[1].update(dict.fromkeys(stage.layers))
+        return tuple((unit, tuple(modules)) for unit, modules in of_units.values())
+
     @property
     def recomputed(self) -> dict[str, int]:
         """Module -> the number of its blocks here that are recomputed; modules without any are left out."""
@@ -101,15 +109,28 @@ class Place:
         """Module -> whose items the rank computes, for the modules of its stages (`coordinates.share_of`)."""
         layout = self.program.layout
         return {
-            name: share_of(layout, name, stage, self.island, self.c)
+            name: share_of(layout, name, stage, self.island, self.c_of(stage.unit))
             for stage in self.stages.values()
             for name in stage.layers
         }
 
     @property
-    def tensor_ranks(self) -> tuple[int, ...]:
-        """The ranks that share products with this one, by t; itself where it shares none."""
-        return tuple(range(self.rank - self.t, self.rank - self.t + self.unit.tp))
+    def index(self) -> int:
+        """Its number among the ranks that its program rank stands for."""
+        return self.c * self.unit.tp + self.t
+
+    def c_of(self, unit: Unit) -> int:
+        """Its number among the ranks that share items of a unit that it computes, which may run in bubbles."""
+        return self.index // unit.tp
+
+    def t_of(self, unit: Unit) -> int:
+        """Its number among the ranks that share products of a unit that it computes."""
+        return self.index % unit.tp
+
+    def tensor_ranks(self, unit: Unit) -> tuple[int, ...]:
+        """The ranks that share products of a unit with this one, by t; itself where it shares none."""
+        first = self.rank - self.t_of(unit)
+        return tuple(range(first, first + unit.tp))
 
     @property
     def expert_ranks(self) -> tuple[int, ...]:
@@ -126,7 +147,7 @@ class Place:
 
         ranks: the first of each tensor-parallel group, such as `PlannedStage.data_ranks`.
         """
-        t = self.t % stage.unit.tp
+        t = self.t_of(stage.unit)
         return tuple(rank + t for rank in ranks) if t else ranks
 
     @cached_property
@@ -143,6 +164,11 @@ class Place:
             if source in self.stages and sink in self.stages:
                 local.setdefault(source, {})[sink] = number
         return local
+
+    def own_shares(self, edge: int) -> Shares:
+        """The shares at the ends of an edge that joins two stages of this rank, or of ranks like it."""
+        ends = (self.program.stages[stage] for stage in self.program.program.edges[edge])
+        return shares_here(self.program.layout, *ends, self.index)
 
     def program_rank_of(self, stage: int) -> int:
         """The rank of the Program that computes a stage."""

@@ -24,11 +24,13 @@ from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.dispatch.edge_messages import assignment_of, message_parts
+from motet.dispatch.gathered_rows import GatheredRows, gathered
 from motet.runtime.clip import unscale_and_clip
 from motet.runtime.clock import ActionClock
 from motet.runtime.deferred import DeferredWeights
 from motet.runtime.executor import Executor, Handler
 from motet.runtime.fsdp import recompute_first
+from motet.runtime.gathering import Gathering
 from motet.runtime.held import HeldParameters
 from motet.runtime.loss_scale import LossScale
 from motet.runtime.mesh import Mesh
@@ -166,13 +168,22 @@ class _RunningPlan:
         mesh, model = step.mesh, model or step.model
         compute = step.held.types.compute
         self.step, self.place = step, place
-        batches = [batch.sharing(step.groups.context) for batch in batches]
+        groups = {name: step.groups.context.get(unit.name) for unit, names in place.units for name in names}
+        batches = [batch.sharing(groups.get) for batch in batches]
         self.batches = [batch.to(mesh.device, dtype=compute) for batch in batches] if compute else batches
         for _, parameter in step.parameters.values():
             parameter.grad = None
         if trains:
             step.held.begin(batches)
         assignment = assignment_of(batches)
+        self.gathering = Gathering(
+            place,
+            step.groups.gathered,
+            lambda name, *where: GatheredRows.of(assignment.modules[name], *where),
+            step.like,
+            step.groups.sent,
+        )
+        of_replicas = gathered(place.program.layout.plan, assignment)
         self.lengths = assignment.batch
         self.num_targets = int(self.lengths.num_targets.sum())
         self.made = {
@@ -193,7 +204,12 @@ class _RunningPlan:
             place,
             step.lanes,
             lambda edge, microbatch, shares: message_parts(
-                place.program, assignment, edge, place.island, microbatch, shares
+                place.program,
+                of_replicas if shares[0] is None else assignment,
+                edge,
+                place.island,
+                microbatch,
+                shares,
             ),
             self.tensors,
             step.like,
@@ -239,7 +255,7 @@ class _RunningPlan:
             self.tensors.inputs[key] = outputs
             return
         self.step.held.release(*key)
-        self.messages.made_outputs(*key, outputs)
+        self.messages.made_outputs(*key, self.gathering.outputs(*key, outputs))
 
     def recompute(self, action: Action) -> None:
         """Run what forward did not keep again."""
@@ -267,6 +283,8 @@ class _RunningPlan:
         """From the gradients that arrived, or from the loss."""
         key = action.stage, action.microbatch
         runs, gradients = self._taken_runs(action), self.tensors.output_gradients.pop(key, {})
+        if action.part <= 0:
+            gradients = self.gathering.gradients(*key, gradients)
         for run in runs:
             if run.section.takes_loss:
                 assert run.output is not None, "what takes a loss is not recomputed"

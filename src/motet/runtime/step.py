@@ -259,7 +259,7 @@ class _RunningStep:
         if step.types.compute is not None:
             batches = [batch.to(step.mesh.device, dtype=step.types.compute) for batch in batches]
         if any(batch.decision.shares_items for batch in batches):
-            batches = [batch.sharing(step.mesh.shared_rows) for batch in batches]
+            batches = [batch.sharing(lambda _: step.mesh.shared_rows) for batch in batches]
         self.batches = batches
         for stage in self.program.last_backward:
             if gradients := step.replicated.get(self.program.modules[stage]):

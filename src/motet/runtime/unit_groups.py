@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
 import torch.distributed as dist
 
+from motet.core.plan import Unit
 from motet.runtime.groups import own_group
 from motet.runtime.holders import RankGroups
 from motet.runtime.place import Place
+from motet.schedule.layout import Layout
+from motet.schedule.plan_units import gathers_rows, sharing_ranks
+
+_Groups = Mapping[str, dist.ProcessGroup]
 
 
 @dataclass(frozen=True)
 class UnitGroups:
-    """The groups of one rank inside its unit. They have communicators of their own, apart from those of gradients.
+    """The groups of one rank by unit: that of its own, and those in its bubbles. They have communicators of their own,
+    apart from those of gradients. A unit is left out where the rank is alone.
 
-    context: ranks that run the same sequences, by c. tensor: ranks that share the same layers, by t.
-    experts: ranks that share experts. None: it is alone.
+    context:  ranks that run the same sequences, or share items, by c. tensor: ranks that share the same layers, by t.
+    gathered: ranks that deal out the items of a unit whose rows come together (`plan_units.gathers_rows`).
+    experts:  ranks that share experts. None: it is alone.
     expert_parts: ranks that have all experts between them; None: it has them alone.
-    sent:    gets the bytes that it sends in collectives of `tensor` and `experts`.
+    sent:     gets the bytes that it sends in collectives of all but `context`.
     """
 
-    context: dist.ProcessGroup | None = None
-    tensor: dist.ProcessGroup | None = None
+    context: _Groups = field(default_factory=dict)
+    tensor: _Groups = field(default_factory=dict)
+    gathered: _Groups = field(default_factory=dict)
     experts: dist.ProcessGroup | None = None
     expert_parts: dist.ProcessGroup | None = None
     sent: list[float] = field(default_factory=list)
@@ -31,30 +40,60 @@ class UnitGroups:
     def by_ranks(self, place: Place) -> RankGroups:
         """The groups whose ranks cut parameters."""
         # Without `ep`, those that have all experts are the tensor-parallel ranks.
-        return {place.expert_parts: self.expert_parts, place.tensor_ranks: self.tensor}
+        tensor = {place.tensor_ranks(unit): self.tensor.get(unit.name) for unit, _ in place.units}
+        return {place.expert_parts: self.expert_parts} | tensor
 
     @staticmethod
     def of(place: Place) -> UnitGroups:
         """Make the groups of all ranks of a Plan. A collective, which does nothing where no unit has such ranks."""
-        units = place.program.layout.units
-        replicas = [(unit, p, d) for unit in units for p, d in product(range(unit.pp), range(unit.dp))]
-        context = own_group(
-            [unit.rank(p, d, c, t) for c in range(unit.cp)]
-            for unit, p, d in replicas
-            for t in range(unit.tp)
-            if unit.cp > 1
+        layout, made = place.program.layout, _Made()
+        plan = layout.plan
+        context, tensor = (
+            made.of_units({unit.name: tuple(sets(unit)) for unit in plan.units}) for sets in (_context, _tensor)
         )
-        tensor = own_group(
-            [unit.rank(p, d, c, t) for t in range(unit.tp)]
-            for unit, p, d in replicas
-            for c in range(unit.cp)
-            if unit.tp > 1
+        gathered = made.of_units(
+            {unit.name: tuple(_gathered(layout, unit)) for unit in plan.units if gathers_rows(plan, unit)}
         )
-        spread = [unit for unit in units if unit.ep > 1]
+        spread = [unit for unit in layout.units if unit.ep > 1]
         experts = own_group(
             ranks for unit in spread for ranks in sorted({unit.expert_ranks(one) for one in unit.ranks})
         )
         parts = own_group(
             ranks for unit in spread for ranks in sorted({unit.expert_parts(one) for one in unit.ranks}) if unit.tp > 1
         )
-        return UnitGroups(context, tensor, experts, experts if parts is None else parts)
+        return UnitGroups(context, tensor, gathered, experts, experts if parts is None else parts)
+
+
+class _Made:
+    """Groups that are made, once for each of several units whose ranks are divided alike."""
+
+    def __init__(self) -> None:
+        self._own: dict[tuple[Sequence[int], ...], dist.ProcessGroup | None] = {}
+
+    def of_units(self, sets: Mapping[str, tuple[Sequence[int], ...]]) -> dict[str, dist.ProcessGroup]:
+        """The group of this rank in each unit, of those where it has one."""
+        groups = {}
+        for name, of_unit in sets.items():
+            if of_unit not in self._own:
+                self._own[of_unit] = own_group(of_unit)
+            if (group := self._own[of_unit]) is not None:
+                groups[name] = group
+        return groups
+
+
+def _context(unit: Unit) -> Iterable[Sequence[int]]:
+    for p, d, t in product(range(unit.pp), range(unit.dp), range(unit.tp)):
+        if unit.cp > 1:
+            yield tuple(unit.rank(p, d, c, t) for c in range(unit.cp))
+
+
+def _tensor(unit: Unit) -> Iterable[Sequence[int]]:
+    for p, d, c in product(range(unit.pp), range(unit.dp), range(unit.cp)):
+        if unit.tp > 1:
+            yield tuple(unit.rank(p, d, c, t) for t in range(unit.tp))
+
+
+def _gathered(layout: Layout, unit: Unit) -> Iterable[Sequence[int]]:
+    host, num_ranks = layout.backbone, sharing_ranks(layout.plan, unit)
+    for p, d, t in product(range(host.pp), range(host.dp), range(unit.tp)):
+        yield tuple(host.rank(p, d) + c * unit.tp + t for c in range(num_ranks))

@@ -17,17 +17,22 @@ from motet.core.errors import ArgumentError
 from motet.core.plan import Unit
 from motet.core.workload import BACKBONE
 from motet.schedule.layout import Layout, PlannedStage
+from motet.schedule.plan_units import gathers_rows, sharing_ranks
+
+Shares = tuple[int | None, int]
+"""Which of the ranks that share items, or sequences, has an edge's source, and which its sink: each has a share of the
+rows. None: the rows of all of them have come together (`plan_units.gathers_rows`)."""
 
 
 class RankLink(NamedTuple):
     """Two ranks of the cluster, of which one sends to the other along an edge.
 
-    shares: the context-parallel coordinates of the edge's source and of its sink; each has a share of the rows.
+    shares: as of `Shares`.
     """
 
     sender: int
     receiver: int
-    shares: tuple[int, int]
+    shares: Shares
 
 
 class Coordinates(NamedTuple):
@@ -105,20 +110,31 @@ def edge_links(
 ) -> tuple[RankLink, ...]:
     """Who sends to whom along an edge of the Program in an island, by receiver. backward: gradients, to the source.
 
-    Inside a unit, each rank sends to the one with its own coordinates. Between units, each context-parallel rank sends
-    to all of the other unit what they take of its rows. Tensor-parallel ranks have the same rows, so that a receiver
-    takes them from one of these. Two stages of one rank send nothing.
+    On the ranks of one unit, each rank sends to the one with its own coordinates. Between units, each context-parallel
+    rank sends to all of the other unit what they take of its rows. Tensor-parallel ranks have the same rows, so that a
+    receiver takes them from one of these. Two stages of one rank send nothing.
     """
     ends = [(host_of(layout, stage.unit), ranks_of(layout, stage.rank, island)) for stage in (source, sink)]
     (unit, senders), (taker, receivers) = reversed(ends) if backward else ends
+    if taker == unit:
+        pairs = enumerate(zip(senders, receivers, strict=True))
+        return tuple(RankLink(*pair, shares_here(layout, source, sink, i)) for i, pair in pairs if pair[0] != pair[1])
     links = []
     for index, receiver in enumerate(receivers):
         c, t = divmod(index, taker.tp)
-        for from_c in (c,) if taker == unit else range(unit.cp):
+        for from_c in range(unit.cp):
             sender = senders[from_c * unit.tp + t % unit.tp]
-            if sender != receiver:
-                links.append(RankLink(sender, receiver, (c, from_c) if backward else (from_c, c)))
+            links.append(RankLink(sender, receiver, (c, from_c) if backward else (from_c, c)))
     return tuple(links)
+
+
+def shares_here(layout: Layout, source: PlannedStage, sink: PlannedStage, index: int) -> Shares:
+    """The shares at the ends of an edge that joins two stages on ranks of one unit, of the ranks with a number.
+
+    index: the number of each, among those that a program rank stands for.
+    """
+    is_gathered = source.unit is not sink.unit and gathers_rows(layout.plan, source.unit)
+    return None if is_gathered else index // source.unit.tp, index // sink.unit.tp
 
 
 def host_of(layout: Layout, unit: Unit) -> Unit:
@@ -151,10 +167,11 @@ def _replicas_of(layout: Layout, stage: PlannedStage) -> tuple[int, int]:
 
 
 def share_of(layout: Layout, module: str, stage: PlannedStage, island: int, c: int | None) -> int:
-    """Whose items of a module a context-parallel rank of a stage computes, as training numbers them.
+    """Whose items of a module a rank of a stage computes, as training numbers them.
 
     The ranks of a replica run the same sequences of the backbone, each some of their rows: it is the replica
-    (`replica_of`). Items of encoders are dealt out whole: it is replica * cp + c. c: None numbers replicas alone.
+    (`replica_of`). Items of encoders are dealt out whole: it is replica * `plan_units.sharing_ranks` + c, where c is
+    the number among these. c: None numbers replicas alone.
     """
     replica = replica_of(layout, stage, island)
-    return replica if module == BACKBONE or c is None else replica * stage.unit.cp + c
+    return replica if module == BACKBONE or c is None else replica * sharing_ranks(layout.plan, stage.unit) + c

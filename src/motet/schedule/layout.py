@@ -45,8 +45,8 @@ class PlannedStage:
     recomputed:   per module, how many of these blocks have their activations recomputed.
     replica:      the replica of the unit, in the first island.
     rank:         the program rank.
-    ranks:        the ranks of the cluster, in that replica, that share the stage's work. Groups of tp * cp of them
-                  share an example; several groups share the examples (`num_shares`).
+    ranks:        the ranks of the cluster, in that replica, that share the stage's work. In bubbles there may be
+                  several groups of tp * cp of them, which deal out items (`plan_units.sharing_ranks`).
     data_ranks:   ranks of the cluster that hold the same parameters, over all islands: one of each tensor-parallel
                   group.
     examples:     (first, stop): the examples that the stage takes of the `num_examples` in an island's microbatch. Of
@@ -104,11 +104,6 @@ class PlannedStage:
     def num_layers(self) -> int:
         """Number of blocks that the stage runs, over all its modules."""
         return sum(stop - first for first, stop in self.layers.values())
-
-    @property
-    def num_shares(self) -> int:
-        """Number of groups of ranks that share the stage's examples."""
-        return len(self.ranks) // (self.unit.tp * self.unit.cp)
 
     def takes(self, microbatch: int) -> bool:
         """Whether the stage computes a microbatch."""

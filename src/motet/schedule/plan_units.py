@@ -30,6 +30,23 @@ def pipelined_units(plan: Plan) -> tuple[Unit, ...]:
     return tuple(unit for unit in plan.units if unit not in in_bubbles)
 
 
+def sharing_ranks(plan: Plan, unit: Unit) -> int:
+    """Over how many ranks a replica's items of an encoder are dealt out: its context-parallel ranks.
+
+    In bubbles a rank of the backbone's pipeline stands for as many as have the products of a layer between them, of
+    which there may be several groups; tensor-parallel ranks of one count once.
+    """
+    host = backbone_unit(plan) if unit in units_in_bubbles(plan) else unit
+    return host.cp * host.tp // unit.tp
+
+
+def gathers_rows(plan: Plan, unit: Unit) -> bool:
+    """Whether an encoder's rows come together on all ranks behind it: it runs in bubbles, where more ranks deal out its
+    items than share sequences, and all of these need the rows.
+    """
+    return unit in units_in_bubbles(plan) and sharing_ranks(plan, unit) != backbone_unit(plan).cp
+
+
 def rank_of_stage(plan: Plan, unit: Unit, stage: int) -> int:
     """The pipeline rank that runs a stage of a unit of the Plan. stage: its index in the unit."""
     if plan.schedule == "zb_v" and stage >= unit.pp:

@@ -266,10 +266,11 @@ def divide_part(model: MLLM, place: Place, groups: UnitGroups) -> None:
     if groups.experts is not None and BACKBONE in place.modules:
         index, size = place.expert_ranks.index(place.rank), len(place.expert_ranks)
         spread_experts(model.backbone.blocks, ExpertRanks(groups.experts, index, size, groups.sent))
-    if groups.tensor is not None:
-        chunks = place.program.layout.plan.cluster.tensor_pieces
-        ranks = TensorRanks(groups.tensor, place.t, len(place.tensor_ranks), groups.sent, chunks)
-        divide(model, dict.fromkeys(place.modules, ranks))
+    chunks = place.program.layout.plan.cluster.tensor_pieces
+    for unit, modules in place.units:
+        if (group := groups.tensor.get(unit.name)) is not None:
+            ranks = TensorRanks(group, place.t_of(unit), unit.tp, groups.sent, chunks)
+            divide(model, dict.fromkeys(modules, ranks))
 
 
 def divide_whole(model: MLLM, mesh: Mesh) -> tuple[dict[str, int], list[str]]:

@@ -10,6 +10,7 @@ from motet.core.errors import UserError
 from motet.core.plan import Fill, Unit
 from motet.schedule import Kind, coarse_fills, dumps, fillable, loads, planned, program_of, validate
 from motet.schedule.generators.bubble_filling import EncoderPipeline
+from motet.schedule.plan_units import sharing_ranks
 from motet.schedule.program import COMPUTE_KINDS
 from unit.schedule.plans import PLANS, VLM, model, plan
 
@@ -114,7 +115,7 @@ def test_stages_of_a_unit_share_its_ranks_and_examples(any_plan):
         own = [stage for stage in stages if stage.unit.name == unit.name]
         inside = set(range(unit.first_rank, unit.first_rank + unit.num_ranks))
         assert all(set(stage.ranks) <= inside and set(stage.data_ranks) <= inside for stage in own)
-        assert all(len(stage.ranks) == unit.tp * unit.cp * stage.num_shares for stage in own)
+        assert all(len(stage.ranks) == unit.tp * sharing_ranks(any_plan, unit) for stage in own)
         ranks = [rank for stage in {(s.replica, s.rank): s for s in own}.values() for rank in stage.ranks]
         assert len(ranks) == len(set(ranks))
     ends = {stage.examples[1] for stage in stages}
@@ -189,7 +190,7 @@ def test_encoders_in_bubbles_are_laid_over_the_backbones_ranks():
     assert [stage.microbatches for stage in image] == [(0, 2), (1, 3)]
     assert [stage.ranks for stage in image] == [(0, 1), (4, 5)]
     assert [stage.rank for stage in audio] == [0, 1]
-    assert [stage.num_shares for stage in audio] == [2, 2]
+    assert [sharing_ranks(PLANS["filled"], stage.unit) for stage in audio] == [2, 2]
     assert next(action for action in found.program.actions[0] if action.kind in COMPUTE).stage == 4
 
 

@@ -213,19 +213,23 @@ def items_of(made, batch, module, stage, island, microbatch, islands):
 def mean_rows_of(made, batch, module, layer, stage, island, microbatch, islands):
     """Rows that the ranks that share the stage's work compute, each on average."""
     found, num_targets = items_of(made, batch, module, stage, island, microbatch, islands)
-    shared = made.unit_of(module).cp * stage.num_shares
+    shared = len(stage.ranks) // stage.unit.tp
     return (num_targets if layer.targets_only else _rows(made, module, layer, found)) / shared
 
 
 def rows_of(made, batch, module, layer, stage, island, microbatch, islands):
     """Rows that the busiest of the ranks that share the stage's work computes: items of encoders are whole."""
-    cp = made.unit_of(module).cp
-    if module == "backbone" or cp == 1:
+    cp, num = stage.unit.cp, len(stage.ranks) // stage.unit.tp
+    if module == "backbone" or num == 1:
         return mean_rows_of(made, batch, module, layer, stage, island, microbatch, islands)
     found, _ = items_of(made, batch, module, stage, island, microbatch, islands)
-    dealt = assign(np.array(found, dtype=np.int64), cp).ranks
-    shares = [[length for length, rank in zip(found, dealt, strict=True) if rank == c] for c in range(cp)]
-    return max(_rows(made, module, layer, share) for share in shares) / stage.num_shares
+    shares = [share for group in _dealt(found, num // cp) for share in _dealt(group, cp)]
+    return max(_rows(made, module, layer, share) for share in shares)
+
+
+def _dealt(lengths, num):
+    ranks = assign(np.array(lengths, dtype=np.int64), num).ranks
+    return [[length for length, rank in zip(lengths, ranks, strict=True) if rank == c] for c in range(num)]
 
 
 def _rows(made, module, layer, lengths):

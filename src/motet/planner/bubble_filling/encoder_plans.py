@@ -1,12 +1,15 @@
 """The parallelism that encoders may have beside a backbone's pipeline (Optimus sections 3.1 and 4.1).
 
 PP_enc divides PP_llm and TP_enc divides TP_llm, which gives m = DP_enc / DP_llm pipelines of encoders to each of the
-backbone's. A microbatch is not cut below an example, so TP_llm / TP_enc is at most the examples of a microbatch. The
-encoders of one plan have the same PP, and TPs of their own.
+backbone's. In the paper each takes microbatches of its own. Here PP_llm / PP_enc pipelines do, and TP_llm / TP_enc
+groups of ranks deal out the items of a microbatch (`assign/encoder_shares.py`), so that one pass is of all of them. An
+item stays whole, so there are at most as many groups as a microbatch has examples. The encoders of one plan have the
+same PP, and TPs of their own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +19,7 @@ from typing import Literal
 import numpy as np
 
 from motet.assign.step import StepAssignment
+from motet.balance import assign
 from motet.core.plan import Fill, Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.planner.bubble_filling.backbone_shapes import PipelineShape, encoder_degrees, encoders_of
@@ -27,6 +31,9 @@ from motet.schedule.from_plan import unscheduled
 from motet.schedule.layout import Layout
 from motet.simulate.predict.predict import assign_batch
 from motet.simulate.predict.stage_pricing import Pricing
+
+_MAX_DEALT = 64
+"""Microbatches whose items are dealt out to see how evenly that can be done."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class EncoderPlans:
         stages = tuple({BACKBONE: count} for count in counts)
         self.backbone = Unit(BACKBONE, stages, dp=shape.dp, pp=shape.pp, tp=shape.tp)
         self._has_backward: dict[int, Mapping[str, tuple[bool, ...]]] = {}
+        self._shares: dict[tuple[str, int], float] = {}
 
     def __iter__(self) -> Iterator[EncoderPlan]:
         """The plans that divide the backbone's degrees, and leave a block to each stage, a microbatch to each pipeline,
@@ -94,12 +102,27 @@ class EncoderPlans:
         )
 
     def costs(self, unit: Unit) -> BlockCosts:
-        """Costs of the blocks of a unit, for the part of a microbatch that one of its replicas computes."""
+        """Costs of the blocks of a unit, for the part of a microbatch that its busiest group of ranks computes."""
         (name,) = unit.modules
         return self._block_costs(name, unit.tp)
 
     def _block_costs(self, name: str, tp: int) -> BlockCosts:
-        return self.job.block_costs(name, self.shape.microbatch_size * tp / self.shape.tp, tp)
+        return self.job.block_costs(name, self.shape.microbatch_size * self._busiest_share(name, tp), tp)
+
+    def _busiest_share(self, name: str, tp: int) -> float:
+        """What the busiest group of ranks has of an encoder's items of a microbatch, mean of some microbatches."""
+        num_groups = self.shape.tp // tp
+        if num_groups == 1:
+            return 1.0
+        if (name, num_groups) not in self._shares:
+            items = self.job.batch.items[name]
+            microbatch = items.example // self.shape.microbatch_size
+            chosen = np.unique(microbatch)
+            chosen = chosen[:: math.ceil(len(chosen) / _MAX_DEALT) or 1]
+            dealt = (assign(items.length[microbatch == number], num_groups).loads for number in chosen)
+            busiest, total = np.sum([(loads.max(), loads.sum()) for loads in dealt] or [(1, 1)], axis=0)
+            self._shares[name, num_groups] = float(busiest / total)
+        return self._shares[name, num_groups]
 
     @cached_property
     def example(self) -> Plan:

@@ -72,7 +72,7 @@ def memory_of(pricing: Pricing) -> dict[str, Int64Array]:
 
 def _stage_memory(pricing: Pricing, stage: PlannedStage) -> StageMemory:
     def rows(module: str, layer: Layer) -> float:
-        found = pricing.largest_rows(module, layer) / stage.num_shares
+        found = pricing.largest_rows(module, layer)
         return min(found, MAX_LOGITS / layer.output_width) if layer.targets_only else found
 
     unit = replace(stage.unit, zero=stage.zero, shard_size=stage.shard_size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ from motet.schedule import PlannedProgram, PlannedStage, parts_of, pieces_of
 from motet.schedule.coordinates import host_of, replica_of, replicas_of
 from motet.schedule.from_plan import StageKind
 from motet.schedule.layout import LAYER_PARTS
+from motet.schedule.plan_units import gathers_rows, sharing_ranks
 from motet.simulate.engine.stage_times import Part
 
 _MAX_DEALT = 32
@@ -133,11 +135,11 @@ class Pricing:
         self.backbone = plan.unit_of(BACKBONE)
         self.layout = planned.layout
         # Not `functools.cache` of own methods: what holds itself, and large arrays, waits for the garbage collector.
-        self._known_layers: dict[tuple[str, Layer, int], _Priced] = {}
+        self._known_layers: dict[tuple[str, Layer], _Priced] = {}
         self._known_work: dict[tuple[str, Layer], Work] = {}
         self._known_stages: dict[object, StagePrices] = {}
-        self._known_columns: dict[tuple[StageLayer, int, int], Float64Array] = {}
-        self._known_passes: dict[tuple[StageLayer, int, int], Float64Array] = {}
+        self._known_columns: dict[tuple[StageLayer, int], Float64Array] = {}
+        self._known_passes: dict[tuple[StageLayer, int], Float64Array] = {}
         self._known_parts: dict[object, tuple[Part, ...]] = {}
         self._known_shares: dict[str, _Shares] = {}
         self._known_items: dict[tuple[str, Layer], Work] = {}
@@ -212,18 +214,29 @@ class Pricing:
 
         [len(islands), num_microbatches].
         """
-        rows = self._priced(name, layer, stage.num_shares).work.rows
+        rows = self._priced(name, layer).work.rows
         by_replica = rows.reshape(-1, self.assignment.num_microbatches)
+        replica_rows: Float64Array = by_replica[replicas_of(self.layout, stage, islands)]
+        return replica_rows
+
+    def sent_rows(self, name: str, layer: Layer, stage: PlannedStage, islands: Sequence[int]) -> Float64Array:
+        """As `rows`, behind the last block of an encoder that sends them to another unit: they may have come together.
+
+        layer: the last one.
+        """
+        if not gathers_rows(self.plan, stage.unit):
+            return self.rows(name, layer, stage, islands)
+        by_replica = self._priced(name, layer).whole.rows.reshape(-1, self.assignment.num_microbatches)
         replica_rows: Float64Array = by_replica[replicas_of(self.layout, stage, islands)]
         return replica_rows
 
     def largest_rows(self, name: str, layer: Layer) -> float:
         """The most rows of a layer on any rank in any microbatch, times the context-parallel ranks of its unit."""
-        return float(self._priced(name, layer, 1).work.rows.max(initial=0.0)) * self.plan.unit_of(name).cp
+        return float(self._priced(name, layer).work.rows.max(initial=0.0)) * self.plan.unit_of(name).cp
 
     def largest_copies(self, name: str, layer: Layer) -> float:
         """The most bytes of copies of other ranks' rows that attention takes in a layer on any rank."""
-        return float(self._priced(name, layer, 1).context.copied_bytes.max(initial=0.0))
+        return float(self._priced(name, layer).context.copied_bytes.max(initial=0.0))
 
     def parts(self, stage: PlannedStage, *, backward: bool = False) -> tuple[Part, ...]:
         """The parts of a stage's pass, in execution order.
@@ -252,10 +265,10 @@ class Pricing:
             return StagePrices(*(table[replicas] for table in self._seconds(key)))
         return self._of_stage(self._first[key], replicas)
 
-    def _priced(self, name: str, layer: Layer, num_shares: int) -> _Priced:
-        key = name, layer, num_shares
+    def _priced(self, name: str, layer: Layer) -> _Priced:
+        key = name, layer
         if key not in self._known_layers:
-            self._known_layers[key] = self._price(name, layer, num_shares)
+            self._known_layers[key] = self._price(name, layer)
         return self._known_layers[key]
 
     def _slices(self, stage: PlannedStage, backward: bool) -> tuple[Part, ...]:
@@ -296,7 +309,7 @@ class Pricing:
 
     def _attention_s(self, stage: PlannedStage, placed: StageLayer, backward: bool) -> float:
         """What the attention of a layer takes of its pass."""
-        shares = attention_shares(placed.layer, self._priced(placed.module, placed.layer, stage.num_shares).work)
+        shares = attention_shares(placed.layer, self._priced(placed.module, placed.layer).work)
         of_passes = (shares.input, shares.weight, shares.forward) if backward else (shares.forward,)
         return sum(share * s for share, s in zip(of_passes, self._pass_s(stage, {placed: 1}, backward), strict=True))
 
@@ -311,7 +324,7 @@ class Pricing:
         for layers, chosen in self._cases(stage):
             for placed, count in layers.items():
                 layer = placed.layer
-                flops = layer_flops(layer, self._priced(placed.module, layer, 1).whole)
+                flops = layer_flops(layer, self._priced(placed.module, layer).whole)
                 layer_total = flops.forward * (1 + placed.recomputed) + flops.weight * layer.trainable
                 if placed.needs_input or (layer.trainable and layer.in_block):
                     layer_total = layer_total + flops.input
@@ -358,15 +371,16 @@ class Pricing:
             entry_s, number = self.cost.entry_seconds(name), stage.recomputed.get(name, 0)
             if entry_s and first < stop:
                 module = self.plan.model.module(name)
-                priced = self._priced(name, module.layers[module.blocks[first].start], stage.num_shares)
+                priced = self._priced(name, module.layers[module.blocks[first].start])
                 has_rows = priced.work.rows.reshape(forward.shape) > 0
                 forward += entry_s * ((first > 0) + (0 < number < stop - first)) * has_rows
                 recompute += entry_s * (number > 0) * has_rows
         return forward, recompute
 
     def _given(self, stage: PlannedStage) -> tuple[Float64Array, Float64Array]:
-        """Seconds in which ranks that share sequences give each other what generators are given of them, in forward and
-        in backward. Rows are taken to lie evenly on the ranks, and so are those of the items that each of them gives.
+        """Seconds in which ranks give rows to each other behind a stage, in forward and in backward: those that share
+        sequences what generators are given of them, and those that share items of encoders in bubbles what they made.
+        Rows of sequences are taken to lie evenly on the ranks, and so are those of the items that each of them gives.
         """
         forward, backward = np.zeros(self._shape(stage)), np.zeros(self._shape(stage))
         unit, model = stage.unit, self.plan.model
@@ -378,7 +392,22 @@ class Pricing:
             seconds = self._even_exchange_s(to_each, [unit.rank(0, 0, c) for c in range(unit.cp)])
             forward += seconds.reshape(forward.shape)
             backward += seconds.reshape(forward.shape) * has_gradient
+        if gathers_rows(self.plan, unit) and stage.index == len(unit.stages) - 1:
+            for name in unit.modules:
+                forward += self._gathered_s(name, unit).reshape(forward.shape)
         return forward, backward
+
+    def _gathered_s(self, name: str, unit: Unit) -> Float64Array:
+        """Seconds in which the rows of an encoder in bubbles come together, by replica and microbatch.
+
+        Ranks give as many rows as the one with the most of them (`dispatch/gathered_rows.py`). Gradients do not move.
+        """
+        layer, _ = self.plan.model.moved(name)
+        first, num_ranks = unit.first_rank, self._num_ranks(name)
+        ranks = range(first, first + num_ranks * unit.tp, unit.tp)
+        rows = self._priced(name, layer).work.rows
+        gathered_bytes = rows * num_ranks * layer.output_width * self.precision.compute
+        return np.array([self.cost.gather_seconds(each, ranks) if each else 0.0 for each in gathered_bytes.tolist()])
 
     def _held_inside(self, stage: PlannedStage) -> Float64Array:
         """Bytes that a part keeps which begins inside a recomputed block: its input, which the block would not keep."""
@@ -390,7 +419,7 @@ class Pricing:
                 module = self.plan.model.module(part.modules[0])
                 begin = part.layers[module.name][0]
                 placed = self.layers(part)[module.halved_layer(begin) - module.blocks[begin].start]
-                priced = self._priced(placed.module, placed.layer, stage.num_shares)
+                priced = self._priced(placed.module, placed.layer)
                 held += self._passes(placed, priced, stage.unit.tp).get("held", 0.0 * held.ravel()).reshape(held.shape)
         return held
 
@@ -404,14 +433,14 @@ class Pricing:
         shape = len(StagePrices._fields), *self._shape(stage)
         total = np.zeros(shape)[:, replicas]
         for placed, count in layers.items():
-            total += count * self._columns(placed, stage.num_shares, stage.unit.tp).reshape(shape)[:, replicas]
+            total += count * self._columns(placed, stage.unit.tp).reshape(shape)[:, replicas]
         return StagePrices(*total)
 
-    def _columns(self, placed: StageLayer, num_shares: int, tp: int) -> Float64Array:
+    def _columns(self, placed: StageLayer, tp: int) -> Float64Array:
         """`_passes` of a layer in the order of StagePrices, 0 where it has none: stages consist of the same few."""
-        key = placed, num_shares, tp
+        key = placed, tp
         if key not in self._known_columns:
-            priced = self._priced(placed.module, placed.layer, num_shares)
+            priced = self._priced(placed.module, placed.layer)
             columns = np.zeros((len(StagePrices._fields), len(priced.work.rows)))
             for name, prices in self._passes(placed, priced, tp).items():
                 columns[StagePrices._fields.index(name)] = prices
@@ -420,7 +449,7 @@ class Pricing:
 
     def _layer_passes(self, placed: StageLayer, stage: PlannedStage) -> Float64Array:
         """`PassPrices` of a layer of a stage, [2, num_replicas, num_microbatches]."""
-        key = placed, stage.num_shares, stage.unit.tp
+        key = placed, stage.unit.tp
         if key not in self._known_passes:
             prices = StagePrices(*self._columns(*key).reshape(-1, *self._shape(stage)))
             forward = prices.forward + prices.forward_tensor
@@ -447,18 +476,16 @@ class Pricing:
             passes["held"] = priced.work.rows * row_bytes[placed.recomputed] + copied_bytes
         return passes
 
-    def _price(self, name: str, layer: Layer, num_shares: int) -> _Priced:
+    def _price(self, name: str, layer: Layer) -> _Priced:
         unit, num = self.plan.unit_of(name), self.assignment.num_microbatches
         items = self.assignment.modules[name]
         size = items.num_replicas * num
         whole = self._whole(name, like_layer(layer))
-        work = Work(whole.rows / (unit.cp * num_shares), whole.pairs / (unit.cp * num_shares))
-        if name != BACKBONE and unit.cp > 1:
+        num_ranks = self._num_ranks(name)
+        work = Work(whole.rows / num_ranks, whole.pairs / num_ranks)
+        if name != BACKBONE and num_ranks > 1:
             dealt = self._dealt(name, layer)
-            rows, pairs = (
-                column.reshape(size, unit.cp).max(axis=1) / num_shares for column in (dealt.rows, dealt.pairs)
-            )
-            work = Work(rows, pairs)
+            work = Work(*(column.reshape(size, num_ranks).max(axis=1) for column in (dealt.rows, dealt.pairs)))
         tensor_s = np.zeros(size)
         if unit.tp > 1:
             tensor_s = self.cost.tensor_seconds(layer, work, range(unit.first_rank, unit.first_rank + unit.tp))
@@ -469,6 +496,10 @@ class Pricing:
         self.beyond[name] = self.beyond.get(name, Beyond()).or_further(beyond)
         seconds = self.cost.layer_seconds(name, layer.with_experts_of(unit.ep), work, unit.tp)
         return _Priced(whole, work, seconds, tensor_s, context)
+
+    def _num_ranks(self, name: str) -> int:
+        """The ranks that share a replica's items of a module, or its sequences."""
+        return sharing_ranks(self.plan, self.plan.unit_of(name))
 
     def _whole(self, name: str, like: Layer) -> Work:
         """`_Priced.whole` of all layers of a module that are like this one (`like_layer`)."""
@@ -503,14 +534,14 @@ class Pricing:
     def _shares(self, name: str) -> _Shares:
         """Which of the ranks that share a replica's items has what of each item of an encoder, as training deals it."""
         if name not in self._known_shares:
-            items, cp = self.assignment.modules[name], self.plan.unit_of(name).cp
-            module = self.plan.model.module(name)
+            items, module = self.assignment.modules[name], self.plan.model.module(name)
+            num_ranks, cp = self._num_ranks(name), self.plan.unit_of(name).cp
+            deal = partial(encoder_shares, num_ranks=cp, can_cut=module.shareable, tile_rows=module.tile_rows)
             cell = items.batch_index(self.assignment.num_microbatches)
-            rank, columns = cell * cp, []
+            rank, columns = cell * num_ranks, []
             in_order = np.argsort(cell, kind="stable")
             for own in np.split(in_order, np.flatnonzero(np.diff(cell[in_order])) + 1) if len(cell) else ():
-                rows, can_cut = items.num_tokens[own], module.shareable
-                shares = encoder_shares(items.length[own], rows, cp, can_cut=can_cut, tile_rows=module.tile_rows)
+                shares = deal(items.length[own], items.num_tokens[own], num_groups=num_ranks // cp)
                 if (cuts := shares.cuts) is not None:
                     share = cuts.share_of(items.num_tokens[own]) / items.num_tokens[own][cuts.item]
                     columns.append((own[cuts.item], rank[own][cuts.item] + cuts.rank, share, cuts.begin == 0))
@@ -540,8 +571,8 @@ class Pricing:
 
     def _dealt(self, name: str, layer: Layer) -> Work:
         """Work of the ranks that share items of an encoder, by replica, microbatch and rank."""
-        unit, items, shares = self.plan.unit_of(name), self.assignment.modules[name], self._shares(name)
-        size = items.num_replicas * self.assignment.num_microbatches * unit.cp
+        items, shares = self.assignment.modules[name], self._shares(name)
+        size = items.num_replicas * self.assignment.num_microbatches * self._num_ranks(name)
         if not len(shares.item):
             padded = self.plan.model.module(name).padded
             return work_of_items(layer, items, shares.rank, size, padded=padded)
@@ -556,7 +587,7 @@ class Pricing:
         """The most rows that a rank gives or gets in a layer's attention over items that ranks share, by replica and
         microbatch. Where rows attend within segments or windows, about: those of two of them, at the fragment's ends.
         """
-        unit, items, shares = self.plan.unit_of(name), self.assignment.modules[name], self._shares(name)
+        items, shares, num_ranks = self.assignment.modules[name], self._shares(name), self._num_ranks(name)
         own, whole = self._fragments(name, layer)
         others = np.bincount(shares.item, minlength=len(items.example))[shares.item] - 1
         got, given = whole - own, own * others
@@ -566,9 +597,9 @@ class Pricing:
             within = min(filter(None, (attention.window, longest)), default=0)
         if within:
             got, given = (np.minimum(rows, 2 * within) for rows in (got, given))
-        size = items.num_replicas * self.assignment.num_microbatches * unit.cp
+        size = items.num_replicas * self.assignment.num_microbatches * num_ranks
         moved = np.maximum(*(np.bincount(shares.cut_rank, rows, size) for rows in (got, given)))
-        most: Float64Array = moved.reshape(-1, unit.cp).max(axis=1)
+        most: Float64Array = moved.reshape(-1, num_ranks).max(axis=1)
         return most
 
     def _context(self, name: str, unit: Unit, layer: Layer) -> ContextPrice:

@@ -82,10 +82,11 @@ class Traffic:
             senders = replicas_of(layout, source, islands)
             if stop == 0:
                 rows = self._given_rows(name, source, sink)[senders]
-            else:
+            elif sink.unit is source.unit:
                 rows = self.pricing.rows(name, layer, source, islands)
-            if stop and sink.unit is not source.unit:
+            else:
                 (taker, *_) = consumers_in(layout, name, sink)
+                rows = self.pricing.sent_rows(name, layer, source, islands)
                 rows = rows * self._sent_shares(name, taker, replica_of(layout, sink, 0))[senders]
             total += rows * layer.output_width * self.precision.compute
         return total
@@ -108,7 +109,7 @@ def sent_key(planned: PlannedProgram, edge: int) -> tuple[object, ...]:
     source, sink = (planned.stages[end] for end in planned.program.edges[edge])
     layout, plan = planned.layout, planned.layout.plan
     outputs = [(name, stop == 0, *plan.model.sent(name, stop)) for name, stop in planned.outputs(edge)]
-    ends = [(end.unit.name, replica_of(layout, end, 0), end.num_shares) for end in (source, sink)]
+    ends = [(end.unit.name, replica_of(layout, end, 0)) for end in (source, sink)]
     consumers = [consumers_in(layout, name, sink) for name, *_ in outputs] if source.unit is not sink.unit else []
     ranks, node_of = (source.ranks[0], sink.ranks[0]), plan.cluster.node_of
     link = (ranks[0] == ranks[1], node_of(ranks[0]) == node_of(ranks[1]))

@@ -11,6 +11,7 @@ from motet.core.shapes import Transformer, connect, language_model, multimodal, 
 from motet.cost.catalogue import cluster
 from motet.cost.flops import batch_flops
 from motet.schedule import coarse_fills, fillable, planned
+from motet.schedule.plan_units import gathers_rows
 from motet.simulate.engine.stage_times import Part
 from motet.simulate.predict.predict import assign_batch
 from motet.simulate.predict.stage_pricing import Pricing
@@ -80,6 +81,11 @@ def test_every_stage_costs_what_its_layers_and_examples_do(any_plan, learns):
                     if before or layer.trainable:
                         expected["backward_tensor"] += (sent + keys) * (1 + again)
                         expected["held"] += rows * kept + (not again) * copied
+                if gathers_rows(made, stage.unit) and stage.index == len(stage.unit.stages) - 1:
+                    for name in stage.unit.modules:
+                        layer, num = made.model.moved(name)[0], len(stage.ranks) // tp
+                        rows = rows_of(made, batch, name, layer, stage, island, i, islands)
+                        expected["forward_tensor"] += rows * num * layer.output_width * 2 * GATHER_S
                 got = {name: float(table[i]) for name, table in found._asdict().items()}
                 assert got == pytest.approx(expected, rel=1e-9), (stage.modules, stage.replica, island, i)
 
@@ -126,7 +132,7 @@ def test_hardware_does_the_work_of_all_stages(any_plan):
                 for i in stage.microbatches:
                     total += sum(
                         _flops(made, batch, stage, island, i, islands, one) for one in layers_of(made, stage)
-                    ) * (stage.unit.cp * stage.num_shares)
+                    ) * (len(stage.ranks) // stage.unit.tp)
         assert pricing.hardware_flops() == pytest.approx(total, rel=1e-12)
 
 
@@ -147,7 +153,7 @@ def _pairs(made, batch, name, layer, stage, island, microbatch, islands):
     if made.model.module(name).padded and rows:
         rows = [max(rows)] * len(rows)
     pairs = sum(r * (r + 1) // 2 if layer.attention.causal else r * r for r in rows)
-    return pairs / (made.unit_of(name).cp * stage.num_shares)
+    return pairs / (len(stage.ranks) // stage.unit.tp)
 
 
 def test_without_padding_recomputation_or_repetition_hardware_does_what_the_model_needs():

@@ -1,0 +1,79 @@
+"""The rows of an encoder in bubbles, which come together on all ranks that its items were dealt out over.
+
+A rank of the backbone's pipeline stands for several ranks of the job. Where fewer of these share products of an encoder
+than of the backbone, they deal out the encoder's items (`plan_units.sharing_ranks`), and all of them need all rows.
+Behind its last block each gives its rows to the others; of gradients, which all of them have, each takes its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from motet.assign.rows import rows_at
+from motet.assign.step import ModuleAssignment, StepAssignment
+from motet.core.plan import Plan
+from motet.core.workload import BACKBONE
+from motet.schedule.plan_units import gathers_rows, sharing_ranks
+
+
+@dataclass(frozen=True, eq=False)
+class GatheredRows:
+    """One rank's part in the gathering of an encoder's rows in a microbatch.
+
+    share_rows: rows of the rank with the most of them.
+    index:      LongTensor [rows of all ranks], where each lies if all ranks have as many.
+    own:        LongTensor [rows of this rank], where they stand among all.
+
+    Example:
+        Rank 1 has computed the second of three items, which have 2, 1 and 1 rows:
+        >>> columns = [0, 1, 2], [4, 2, 2], [2, 1, 1], [0, 1, 0], [0, 0, 0], [0, 0, 1]
+        >>> items = ModuleAssignment(*map(np.array, columns), num_replicas=2)
+        >>> rows = GatheredRows.of(items, replica=0, c=1, num_ranks=2, microbatch=0)
+        >>> rows.share_rows, rows.index.tolist(), rows.own.tolist()
+        (3, [0, 1, 3, 2], [2])
+    """
+
+    share_rows: int
+    index: Tensor
+    own: Tensor
+
+    @staticmethod
+    def of(items: ModuleAssignment, replica: int, c: int, num_ranks: int, microbatch: int) -> GatheredRows:
+        """Of the rank with number c of the `num_ranks` that share a replica's items.
+
+        items: by these ranks, as `coordinates.share_of` numbers them. Behind the gathering, they follow each other as
+               of `ModuleAssignment.by_replica`. O(items log items).
+        """
+        parts, whole = items.parts, items.by_replica(num_ranks).items_of(replica, microbatch)
+        # 1. Where each item begins among the replica's rows, and each part.
+        start = np.zeros(len(items.example), dtype=np.int64)
+        start[whole] = np.cumsum(items.num_tokens[whole]) - items.num_tokens[whole]
+        before = np.cumsum(parts.num_rows) - parts.num_rows
+        start_of_part = start[parts.item] + before - before[np.searchsorted(parts.item, parts.item)]
+        # 2. Where the rows of each rank stand, and where they lie when they have come.
+        of_ranks = (items.parts_of(replica * num_ranks + number, microbatch) for number in range(num_ranks))
+        places = [rows_at(start_of_part, of_rank, parts.num_rows) for of_rank in of_ranks]
+        share_rows = max(map(len, places))
+        index = np.zeros(sum(map(len, places)), dtype=np.int64)
+        for number, rows in enumerate(places):
+            index[rows] = number * share_rows + np.arange(len(rows))
+        return GatheredRows(share_rows, torch.from_numpy(index), torch.from_numpy(places[c]))
+
+    def to(self, device: torch.device) -> GatheredRows:
+        """The same with its indices on a device."""
+        return GatheredRows(self.share_rows, self.index.to(device), self.own.to(device))
+
+
+def gathered(plan: Plan, step: StepAssignment) -> StepAssignment:
+    """The assignment of a step behind encoders whose rows come together (`plan_units.gathers_rows`): by replicas."""
+    units = {name: plan.unit_of(name) for name in step.modules if name != BACKBONE}
+    modules = {
+        name: step.modules[name].by_replica(sharing_ranks(plan, unit))
+        for name, unit in units.items()
+        if gathers_rows(plan, unit)
+    }
+    return replace(step, modules=step.modules | modules)
