@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM, SiglipVisionModel
 
 import motet
 from motet.core.errors import JointUserError, UserError
@@ -25,6 +26,8 @@ from ranks import run_ranks
 
 BESIDE = (Unit("image", ({"image": 2},)), Unit("backbone", ({"backbone": 2},), first_rank=1))
 CHAIN = (Unit("all", ({"image": 1}, {"image": 1, "backbone": 2}), pp=2),)
+
+TOGETHER = (Unit("all", ({"image": 2, "backbone": 2},), dp=2, zero=3),)
 
 
 def build(seed=0):
@@ -125,6 +128,72 @@ def test_the_example_trains_as_one_process_does(plan, alone):
             if "k_proj.bias" not in name:  # Its gradient is zero but for rounding, of which AdamW makes a step.
                 assert weight == pytest.approx(alone[1][name], rel=0, abs=1e-10), name
     assert names == alone[1].keys() and not set(results[0][1]) & set(results[1][1])
+
+
+def steps_from_checkpoint(rank, num_ranks, plan, folder, first, stop):
+    """Steps of the example's loop behind the newest checkpoint of a folder: (losses, loss of the first batch in eval
+    mode, whole weights, where they were saved)."""
+    batches = example_module("hf_parts").batches()
+    parallel = motet.apply(build(seed=first), plan, lambda part: torch.optim.AdamW(part, 1e-2))
+    assert parallel.load(folder) == parallel.num_steps == first
+    losses = [parallel.step(batch).loss for batch in batches[first:stop]]
+    held = parallel.evaluate(batches[0])
+    path = parallel.save(folder)
+    parallel.export(path / "export")
+    weights = {name: weight.numpy() for name, weight in parallel.state_dict().items()}
+    return losses, held, weights, path
+
+
+@pytest.mark.parametrize("plans", [(BESIDE, CHAIN), pytest.param((TOGETHER, BESIDE, TOGETHER), marks=pytest.mark.slow)])
+def test_a_loop_goes_on_under_another_plan_and_gives_its_weights_back(plans, alone, tmp_path):
+    """From a checkpoint to the same losses as of one process; the weights are those that the whole model takes."""
+    losses, per_plan = [], 6 // len(plans)
+    for number, units in enumerate(plans):
+        first, stop = number * per_plan, (number + 1) * per_plan
+        results = run_ranks(steps_from_checkpoint, 2, plan_of(units), str(tmp_path), first, stop)
+        losses += results[0][0]
+        assert results[0][:2] == results[1][:2] and not results[1][2]
+        assert results[0][3].name == f"step-{stop:08d}" and results[0][3].is_dir()
+    assert losses == pytest.approx(alone[0], rel=1e-10)
+    model, weights = build(), {name: torch.from_numpy(weight) for name, weight in results[0][2].items()}
+    model.load_state_dict(weights)
+    for name, weight in model.named_parameters():
+        if "k_proj.bias" not in name:  # As above.
+            assert weight.detach().numpy() == pytest.approx(alone[1][name], rel=0, abs=1e-10), name
+    held = reference_step(model, example_module("hf_parts").batches()[0])
+    assert results[0][1] == pytest.approx(held, rel=1e-10)
+    export = results[0][3] / "export"
+    llm = AutoModelForCausalLM.from_pretrained(export / "backbone")
+    tower = SiglipVisionModel.from_pretrained(export / "encoders" / "image")
+    read = motet.compose(llm, {"image": tower}).state_dict()
+    parts = {name for name in weights if not name.startswith("encoders.image.projector.")}
+    assert all(torch.equal(read[name], weights[name]) for name in parts) and parts < weights.keys()
+
+
+def not_saved(rank, num_ranks, folder):
+    """The sentences on states that no checkpoint has, or another optimizer wrote, and on an export in the way."""
+    plan, sentences = plan_of(BESIDE), []
+    for make, does in (
+        (torch.optim.Rprop, lambda parallel: parallel.save(folder)),
+        (torch.optim.SGD, lambda parallel: [parallel.save(folder)]),
+        (torch.optim.AdamW, lambda parallel: parallel.load(folder)),
+        (torch.optim.SGD, lambda parallel: parallel.load(f"{folder}/nothing") or parallel.export(folder)),
+    ):
+        try:
+            does(motet.apply(build(), plan, make))
+        except JointUserError as error:
+            sentences.append(str(error))
+    return sentences
+
+
+@pytest.mark.slow
+def test_what_cannot_be_saved_or_loaded_is_one_sentence_on_all_ranks(tmp_path):
+    for unknown, other, in_the_way in run_ranks(not_saved, 2, str(tmp_path)):
+        assert unknown.startswith(
+            "save: the state of Rprop is not known; checkpoints have that of torch's AdamW, Adam,"
+        )
+        assert other == f"load: {tmp_path}/step-00000000 has the state of 'sgd', and the optimizer is 'adamw'."
+        assert in_the_way.startswith(f"{tmp_path} exists and is no export")
 
 
 def test_a_file_of_a_plan_and_a_frozen_encoder_train(tmp_path):

@@ -6,131 +6,40 @@ batch that all ranks are given alike.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from motet.assign.whole_step import DecidedMicrobatch
 from motet.core.cluster import Cluster
 from motet.core.errors import JointUserError, UserError
 from motet.core.module_degrees import ModuleDegrees
 from motet.core.plan import Plan
-from motet.core.words import counted_words
-from motet.core.workload import BatchLengths, Workload
+from motet.core.workload import Workload
 from motet.cost.catalogue import cluster
 from motet.cost.memory import PRECISION_OF_DTYPE
 from motet.cost.source import cost_model
-from motet.dispatch import LoadedExample, RankBatch
-from motet.dispatch.loaded import LoadedTables, Measure, tables_of
-from motet.dropout import drops_out, example_keys
+from motet.dispatch import LoadedExample
+from motet.dropout import drops_out
 from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
 from motet.planner.job import Job
+from motet.planning.parallel_mllm import ParallelMLLM, lengths_of_batch
 from motet.planning.plan_first import fastest_plan
 from motet.planning.sources import plan_at
 from motet.planning.trainable import cut_obstacle, untrained
-from motet.runtime.mesh import build_mesh
-from motet.runtime.place import Place
-from motet.runtime.step import StepResult
 from motet.train.device import device_name
-from motet.train.input.planned import StageNeeds, StepDecider, stages_of_examples
-from motet.train.planned_job import ChosenPlan, PartConfig, build_part
+from motet.train.planned_job import ChosenPlan
 from motet.train.world import World, borrowed_world
 
 StatedDegrees = Mapping[str, ModuleDegrees | Mapping[str, int]]
 """Module -> its degrees of parallelism, e.g. {"image": {"pp": 1}, "backbone": {"pp": 2}}."""
 _DEGREES = TypeAdapter(dict[str, ModuleDegrees], config=ConfigDict(extra="forbid"))
-
-
-class ParallelMLLM:
-    """The part of a model that this rank holds under a Plan, and the steps that it takes; made by `apply`.
-
-    plan:      the Plan.
-    model:     this rank's part; every parameter has its name in the whole model.
-    optimizer: of this rank's trainable parameters. Its learning rate may be changed between steps, on all ranks alike.
-    """
-
-    def __init__(self, model: MLLM, plan: Plan, make_optimizer: Any, max_grad_norm: float | None, world: World) -> None:
-        self.plan, self.model, self._world = plan, model, world
-        self._measured, self._num_steps = model.measured, 0
-        # Noise of generators is drawn by item, as dropout is.
-        self._draws_by_item = drops_out(model) or bool(model.generators)
-        self._seed = world.gather(torch.initial_seed())[0]
-        with world.together():
-            place = Place.of(plan, world.rank)
-        part = PartConfig(lambda held: held.to(world.device), make_optimizer, max_grad_norm)
-        self._needs = StageNeeds.of(place, needs_places=model.backbone.needs_places)
-        self._decide = StepDecider(place)
-        mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
-        self._step, self.optimizer = build_part(model, plan.model, place, part, mesh, world)
-        self._learns = _learning(model)
-
-    def step(self, batch: Sequence[LoadedExample]) -> StepResult:
-        """Forward, backward and optimizer of one step in the Plan's schedule. A collective.
-
-        batch: all examples of the step, `plan.batch_size` of them, the same on all ranks in the same order. A rank
-               computes on what its stages need of them.
-        The model is put in train mode, as `motet train` and HF Trainer do; parts in which nothing learns stay in eval
-        mode. Dropout and noise are drawn by the example's place in the batch, the number of the step, and torch's seed
-        on rank 0. The result has the loss of the whole step, the mean over its targets and, of each generator, `weight`
-        times the mean over the rows of its items (`losses` has them apart), and the gradient norm before clipping.
-        Raises JointUserError on all ranks for a batch that is not as it must be on any of them.
-        """
-        failure, digest, batches = "", b"", []
-        try:
-            self._check_learns()
-            lengths = _lengths_of(batch, self._measured)
-            digest = _digest(lengths, batch)
-            batches = self._batches(batch, lengths)
-        except (UserError, ValueError) as error:
-            failure = f"step: {error}"
-        of_ranks = self._world.gather((failure, digest))
-        if failures := [each for each, _ in of_ranks if each]:
-            raise JointUserError(failures[0])
-        if other := next((rank for rank, (_, each) in enumerate(of_ranks) if each != of_ranks[0][1]), 0):
-            raise JointUserError(
-                f"step: rank {other} was given other examples than rank 0; each rank takes the whole step's batch."
-            )
-        self.model.train()  # `from_pretrained` gives models in eval mode, and a loop may evaluate between steps.
-        kind = self._world.device.type
-        # The optimizer changes weights inside of the loop's autocast, whose cache would still have the former ones.
-        autocast = torch.autocast(
-            kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
-        )
-        with autocast:
-            result = self._step.run(batches, self._num_steps)
-        self._num_steps += 1
-        return result
-
-    def _check_learns(self) -> None:
-        """Raise UserError if weights were frozen, or let learn, since passes and optimizer were made."""
-        if name := next((name for name, learns in _learning(self.model).items() if learns != self._learns[name]), ""):
-            raise UserError(
-                f"{name} {'no longer learns' if self._learns[name] else 'learns now'}, and the plan's passes are made "
-                "for what learned when motet.apply was called: freeze before it, and apply a whole model anew to change"
-            )
-
-    def _batches(self, batch: Sequence[LoadedExample], lengths: BatchLengths) -> list[RankBatch]:
-        if len(batch) != self.plan.batch_size:
-            raise UserError(
-                f"a step of the plan takes {counted_words(self.plan.batch_size, 'example')}, not {len(batch)}"
-            )
-        return [self._microbatch(number, part, batch) for number, part in enumerate(self._decide(lengths).microbatches)]
-
-    def _microbatch(self, number: int, part: DecidedMicrobatch, batch: Sequence[LoadedExample]) -> RankBatch:
-        made = stages_of_examples(number, part, batch, self._needs).to(self._world.device)
-        if not self._draws_by_item:
-            return made
-        keys = example_keys(self._seed, self._num_steps, part.examples)
-        return made.with_draws(keys, self._needs.replicas)
 
 
 def apply(
@@ -221,7 +130,7 @@ def _planned(
         raise UserError("motet.apply: no figures of this GPU are known; give a plan of `motet plan`, not degrees.")
     where = cluster(name, world.num_ranks // world.ranks_per_node, world.ranks_per_node)
     precision = _precision(dtype)
-    workload = Workload("the batch", _lengths_of(batch, mllm.measured))
+    workload = Workload("the batch", lengths_of_batch(batch, mllm.measured))
     cost = cost_model(where, precision, None)
     job = Job(spec, where, workload, len(batch), cost, precision, degrees=stated)
 
@@ -265,11 +174,6 @@ def _precision(dtype: torch.dtype) -> str:
     return PRECISION_OF_DTYPE[name]
 
 
-def _learning(model: nn.Module) -> dict[str, bool]:
-    """Name of each parameter -> whether it learns."""
-    return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-
-
 def _optimizer_of(make: Callable[[list[Any]], torch.optim.Optimizer]) -> Callable[[nn.Module], torch.optim.Optimizer]:
     def made(model: nn.Module) -> torch.optim.Optimizer:
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -308,28 +212,3 @@ def _check_same_weights(mllm: MLLM, world: World) -> None:
                 f"motet.apply: rank {rank} has other weights than rank {world.rank}, first {name}: seed torch alike on "
                 "all ranks before the model is built, or load the same weights."
             )
-
-
-def _lengths_of(batch: Sequence[LoadedExample], measured: Mapping[str, Measure]) -> BatchLengths:
-    """Lengths of a batch. measured: the model's encoders and generators. Raises UserError for an item of no module."""
-    phases = tuple(measured)
-    for number, example in enumerate(batch):
-        if unknown := set(example.sequence.media) - set(phases):
-            raise UserError(
-                f"example {number} has an item of {min(unknown)!r}; the model's encoders and generators are "
-                f"{', '.join(phases)}"
-            )
-    return LoadedTables.read([tables_of(batch, phases, measured)], phases).lengths
-
-
-def _digest(lengths: BatchLengths, batch: Sequence[LoadedExample]) -> bytes:
-    """Of texts and sizes of all examples: what tells batches apart without reading the media."""
-    digest = hashlib.blake2b(lengths.sequence.tobytes(), digest_size=16)
-    for example in batch:
-        text = example.sequence
-        digest.update(repr(text.media).encode())
-        for column in (text.tokens, text.targets, text.media_positions, text.grids, text.pieces, text.turns):
-            digest.update(b"" if column is None else np.asarray(column, np.int64).tobytes())
-        for item in example.media:
-            digest.update(np.asarray(item.size, np.int64).tobytes())
-    return digest.digest()

@@ -60,7 +60,7 @@ def export(
 
     in_parts: `model` is this rank's part; each weight is sent by the first rank that holds it.
     """
-    state = _gathered(model, world)
+    state = gathered_weights(model, world)
     with world.together():
         if world.is_first:
             write_export(_layout(recipe) if in_parts else model, recipe, folder, state, progress)
@@ -156,8 +156,11 @@ def check_adapters(recipe: Recipe) -> None:
                 )
 
 
-def _gathered(model: MLLM, world: World) -> dict[str, Tensor]:
-    """The whole weights by name on rank 0, on the CPU; nothing on the others. A collective."""
+def gathered_weights(model: MLLM, world: World) -> dict[str, Tensor]:
+    """The whole weights by name on rank 0, on the CPU; nothing on the others. A collective.
+
+    model: this rank's part, or all of it. What a family fuses is whole, as in a model that nobody has divided.
+    """
     keys = stored_names(model)
     own, state = {keys[name]: each for name, each in model.state_dict().items()}, dict[str, Tensor]()
     holders: dict[str, tuple[int, torch.Size, torch.dtype]] = {}

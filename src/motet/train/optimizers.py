@@ -78,6 +78,12 @@ def num_moments(name: str, momentum: float | None) -> int:
     return count
 
 
+def name_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """By which name a recipe has an optimizer; "" if recipes know none of its class."""
+    kinds = (name for name, kind in OPTIMIZERS.items() if kind.make is type(optimizer))
+    return next(kinds, "")
+
+
 def slots_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, momentum: float) -> dict[str, Any]:
     """The state of a weight: what the optimizer would begin with, if the weight has taken no step yet.
 

@@ -138,6 +138,11 @@ class Checkpointer:
         self._is_to_copy = self._remote is not None
 
     @property
+    def line(self) -> list[str]:
+        """Names of the checkpoints that led to this run, and that are kept; on the first rank with its own ones."""
+        return list(self._line)
+
+    @property
     def _is_first(self) -> bool:
         return self._group is None or dist.get_rank(self._group) == 0
 

@@ -1,0 +1,264 @@
+"""The part of a model that a rank holds under a Plan, in a loop of the user's own: steps, checkpoints, weights."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from motet.assign.whole_step import DecidedMicrobatch
+from motet.core.errors import JointUserError, UserError
+from motet.core.plan import Plan
+from motet.core.words import counted_words
+from motet.core.workload import BatchLengths
+from motet.dispatch import LoadedExample, RankBatch
+from motet.dispatch.loaded import LoadedTables, Measure, tables_of
+from motet.dropout import drops_out, example_keys
+from motet.models.export import export_hf
+from motet.models.mllm import MLLM
+from motet.runtime.mesh import build_mesh
+from motet.runtime.place import Place
+from motet.runtime.step import StepResult
+from motet.train.checkpoint.choice import choose_checkpoint
+from motet.train.checkpoint.contents import Progress, is_checkpoint, name_of
+from motet.train.checkpoint.restoring import load
+from motet.train.checkpoint.saving import CheckpointConfig, Checkpointer
+from motet.train.export import gathered_weights
+from motet.train.input.planned import StageNeeds, StepDecider, stages_of_examples
+from motet.train.optimizers import OPTIMIZERS, name_of_optimizer
+from motet.train.planned_job import PartConfig, build_part
+from motet.train.world import World
+
+
+class ParallelMLLM:
+    """The part of a model that this rank holds under a Plan, and the steps that it takes; made by `apply`.
+
+    plan:      the Plan.
+    model:     this rank's part; every parameter has its name in the whole model.
+    optimizer: of this rank's trainable parameters. Its learning rate may be changed between steps, on all ranks alike.
+    num_steps: steps taken so far, those before a checkpoint that was loaded included.
+
+    Example, in a program that torchrun starts::
+
+        parallel = motet.apply(mllm, "plan.json", lambda part: torch.optim.AdamW(part, 1e-4))
+        parallel.load("checkpoints")  # goes on behind the newest one there, if there is any
+        for batch in batches[parallel.num_steps :]:
+            print(parallel.step(batch).loss)
+        parallel.save("checkpoints")
+        parallel.export("trained")  # trained/backbone and trained/encoders/image, as transformers reads them
+    """
+
+    def __init__(self, model: MLLM, plan: Plan, make_optimizer: Any, max_grad_norm: float | None, world: World) -> None:
+        self.plan, self.model, self._world = plan, model, world
+        self._layout = _without_weights(model)
+        self._measured, self.num_steps = model.measured, 0
+        # Noise of generators is drawn by item, as dropout is.
+        self._draws_by_item = drops_out(model) or bool(model.generators)
+        self._seed = world.gather(torch.initial_seed())[0]
+        with world.together():
+            place = Place.of(plan, world.rank)
+        part = PartConfig(lambda held: held.to(world.device), make_optimizer, max_grad_norm)
+        self._needs = StageNeeds.of(place, needs_places=model.backbone.needs_places)
+        self._decide, self._decide_held = StepDecider(place), StepDecider(place, own_fills=True)
+        mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
+        self._step, self.optimizer = build_part(model, plan.model, place, part, mesh, world)
+        self._learns = _learning(model)
+        self._lines: dict[Path, list[str]] = {}  # Of each folder the checkpoints that led here.
+
+    def step(self, batch: Sequence[LoadedExample]) -> StepResult:
+        """Forward, backward and optimizer of one step in the Plan's schedule. A collective.
+
+        batch: all examples of the step, `plan.batch_size` of them, the same on all ranks in the same order. A rank
+               computes on what its stages need of them.
+        The model is put in train mode, as `motet train` and HF Trainer do; parts in which nothing learns stay in eval
+        mode. Dropout and noise are drawn by the example's place in the batch, the number of the step, and torch's seed
+        on rank 0. The result has the loss of the whole step, the mean over its targets and, of each generator, `weight`
+        times the mean over the rows of its items (`losses` has them apart), and the gradient norm before clipping.
+        Raises JointUserError on all ranks for a batch that is not as it must be on any of them.
+        """
+        batches = self._dealt(batch, self._decide)
+        self.model.train()  # `from_pretrained` gives models in eval mode, and a loop may evaluate between steps.
+        with self._autocast():
+            result = self._step.run(batches, self.num_steps)
+        self.num_steps += 1
+        return result
+
+    def evaluate(self, batch: Sequence[LoadedExample]) -> float:
+        """The loss of a batch in eval mode, as of `StepResult.loss`, on every rank; nothing learns. A collective.
+
+        batch: as of `step`, and so are errors.
+        """
+        batches = self._dealt(batch, self._decide_held)
+        self.model.eval()
+        with self._autocast(), torch.no_grad():
+            loss_sum, num_targets, *made = self._step.evaluate(batches).tolist()
+        loss = loss_sum / max(num_targets, 1)
+        for (name, weight), of_items in zip(self._step.weights.items(), made, strict=True):
+            num_rows = sum(int(part.lengths.items[name].length.sum()) for part in batches)
+            loss += weight * of_items / max(num_rows, 1)
+        return float(loss)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights of the whole model by their names in it, on rank 0 and its CPU; {} on the others. A collective.
+
+        A model that `motet.compose` makes anew takes them by `load_state_dict`. Files for transformers: `export`.
+        """
+        return gathered_weights(self.model, self._world)
+
+    def export(self, directory: Path | str) -> None:
+        """Write the whole model as directories that transformers reads (`models/export.py`). A collective.
+
+        Raises UserError as `export_hf` does.
+        """
+        weights = self.state_dict()
+        with self._world.together():
+            if self._world.is_first:
+                export_hf(self._layout, Path(directory), weights, card=f"{counted_words(self.num_steps, 'step')}.")
+
+    def save(self, folder: Path | str, keep: int = 2) -> Path:
+        """Write a checkpoint of weights and optimizer, by names and shapes of the whole model. A collective.
+
+        folder: of the loop's checkpoints, on a disk that all ranks share. `motet checkpoints` lists it.
+        keep:   how many of the latest stay. The path of the new one is returned.
+        Raises UserError if it cannot be written, or for an optimizer that is none of torch's in `[optimizer]`.
+        """
+        folder, step = Path(folder), self.num_steps
+        with self._world.together():
+            name = self._optimizer_name("save")
+        world, line = self._world, self._lines.get(folder, [])
+        saver = Checkpointer(folder, CheckpointConfig(keep=keep), world.saving, line, world.launch)
+        progress = Progress(step, step * self.plan.batch_size, 0, self._seed, "", optimizer=name)
+        saver.save(self.model, self.optimizer, progress)
+        saver.wait()
+        self._lines[folder] = saver.line
+        return folder / name_of(step)
+
+    def load(self, path: Path | str) -> int:
+        """Go on from a checkpoint that `save` wrote, perhaps under another Plan or on other ranks. A collective.
+
+        path: of a checkpoint; or a folder of them, of which the newest whole one is taken, if there is any.
+        Returns the number of steps that were taken before. Raises UserError for a checkpoint that is damaged, or of
+        another model or optimizer.
+        """
+        path = Path(path)
+        with self._world.together():
+            own, is_one = self._optimizer_name("load"), is_checkpoint(path)
+        folder = path.parent if is_one else path
+        start = choose_checkpoint(str(path) if is_one else "auto", folder, self._world, _say)
+        if start is None:
+            return self.num_steps
+        if (other := start.state.optimizer) != own:
+            raise JointUserError(f"load: {start.path} has the state of {other!r}, and the optimizer is {own!r}.")
+        progress = load(start.path, self.model, self.optimizer, self._world.control, self._world.together)
+        self._step.held.updated()
+        self.num_steps, self._seed, self._lines[folder] = progress.step, progress.seed, start.line
+        return self.num_steps
+
+    def _optimizer_name(self, what: str) -> str:
+        if name := name_of_optimizer(self.optimizer):
+            return name
+        raise UserError(
+            f"{what}: the state of {type(self.optimizer).__name__} is not known; checkpoints have that of torch's "
+            f"{', '.join(kind.make.__name__ for kind in OPTIMIZERS.values())}. `state_dict` has the weights."
+        )
+
+    def _autocast(self) -> torch.autocast:
+        """The loop's autocast, without its cache: the optimizer changes weights inside of it."""
+        kind = self._world.device.type
+        return torch.autocast(
+            kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
+        )
+
+    def _dealt(self, batch: Sequence[LoadedExample], decide: StepDecider) -> list[RankBatch]:
+        """This rank's part of a batch, by microbatch. Raises as `step`. A collective."""
+        failure, digest, batches = "", b"", []
+        try:
+            self._check_learns()
+            lengths = lengths_of_batch(batch, self._measured)
+            digest = _digest(lengths, batch)
+            batches = self._batches(batch, lengths, decide)
+        except (UserError, ValueError) as error:
+            failure = f"step: {error}"
+        of_ranks = self._world.gather((failure, digest))
+        if failures := [each for each, _ in of_ranks if each]:
+            raise JointUserError(failures[0])
+        if other := next((rank for rank, (_, each) in enumerate(of_ranks) if each != of_ranks[0][1]), 0):
+            raise JointUserError(
+                f"step: rank {other} was given other examples than rank 0; each rank takes the whole step's batch."
+            )
+        return batches
+
+    def _check_learns(self) -> None:
+        """Raise UserError if weights were frozen, or let learn, since passes and optimizer were made."""
+        if name := next((name for name, learns in _learning(self.model).items() if learns != self._learns[name]), ""):
+            raise UserError(
+                f"{name} {'no longer learns' if self._learns[name] else 'learns now'}, and the plan's passes are made "
+                "for what learned when motet.apply was called: freeze before it, and apply a whole model anew to change"
+            )
+
+    def _batches(self, batch: Sequence[LoadedExample], lengths: BatchLengths, decide: StepDecider) -> list[RankBatch]:
+        if len(batch) != self.plan.batch_size:
+            raise UserError(
+                f"a step of the plan takes {counted_words(self.plan.batch_size, 'example')}, not {len(batch)}"
+            )
+        return [self._microbatch(number, part, batch) for number, part in enumerate(decide(lengths).microbatches)]
+
+    def _microbatch(self, number: int, part: DecidedMicrobatch, batch: Sequence[LoadedExample]) -> RankBatch:
+        made = stages_of_examples(number, part, batch, self._needs).to(self._world.device)
+        if not self._draws_by_item:
+            return made
+        keys = example_keys(self._seed, self.num_steps, part.examples)
+        return made.with_draws(keys, self._needs.replicas)
+
+
+def _without_weights(model: MLLM) -> MLLM:
+    """A copy of a whole model without memory for its weights, which are on meta."""
+    tensors = [*model.parameters(), *model.buffers()]
+    layout: MLLM = deepcopy(model, {id(tensor): _on_meta(tensor) for tensor in tensors})
+    return layout
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    on_meta = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(on_meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else on_meta
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr)
+
+
+def _learning(model: nn.Module) -> dict[str, bool]:
+    """Name of each parameter -> whether it learns."""
+    return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+
+
+def lengths_of_batch(batch: Sequence[LoadedExample], measured: Mapping[str, Measure]) -> BatchLengths:
+    """Lengths of a batch. measured: the model's encoders and generators. Raises UserError for an item of no module."""
+    phases = tuple(measured)
+    for number, example in enumerate(batch):
+        if unknown := set(example.sequence.media) - set(phases):
+            raise UserError(
+                f"example {number} has an item of {min(unknown)!r}; the model's encoders and generators are "
+                f"{', '.join(phases)}"
+            )
+    return LoadedTables.read([tables_of(batch, phases, measured)], phases).lengths
+
+
+def _digest(lengths: BatchLengths, batch: Sequence[LoadedExample]) -> bytes:
+    """Of texts and sizes of all examples: what tells batches apart without reading the media."""
+    digest = hashlib.blake2b(lengths.sequence.tobytes(), digest_size=16)
+    for example in batch:
+        text = example.sequence
+        digest.update(repr(text.media).encode())
+        for column in (text.tokens, text.targets, text.media_positions, text.grids, text.pieces, text.turns):
+            digest.update(b"" if column is None else np.asarray(column, np.int64).tobytes())
+        for item in example.media:
+            digest.update(np.asarray(item.size, np.int64).tobytes())
+    return digest.digest()
