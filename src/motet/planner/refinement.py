@@ -31,6 +31,7 @@ from motet.planner.candidate import (
     is_faster,
     predict_candidate,
 )
+from motet.planner.data_parallel.recomputation import least_recomputed
 from motet.planner.degrees import plan_degrees, plan_words
 from motet.planner.field_pins import unmet
 from motet.planner.job import Job
@@ -211,14 +212,27 @@ class Refinement:
             if not is_faster(neighbour.prediction.step_s, limit_s):
                 self._slower.append(neighbour)
                 continue
-            if not self._fits(neighbour):
-                full = all_recomputed(other)
-                if _key(full) in self.seen or not self._allows(full) or not self._spend(purse, found.prediction):
-                    continue
-                self.seen.add(_key(full))
-                neighbour = self._predicted(found, full)
-            if neighbour is not None and is_faster(neighbour.prediction.step_s, limit_s) and self._fits(neighbour):
+            if not self._fits(neighbour) and (fitting := self._recomputed(neighbour, purse)) is not None:
+                neighbour = fitting
+            if is_faster(neighbour.prediction.step_s, limit_s) and self._fits(neighbour):
                 return neighbour
+        return None
+
+    def _recomputed(self, lacking: SimulatedCandidate, purse: Hashable) -> SimulatedCandidate | None:
+        """A Plan that lacks memory with recomputation by which it fits: the least that is known, or all. None if that
+        was seen, is not allowed, or the budget is spent."""
+        plan = lacking.candidate.plan
+        least = least_recomputed(self.job, plan) if plan.schedule == "data_parallel" else None
+        if least is None and plan.schedule == "data_parallel":
+            return None
+        for more in (least, all_recomputed(plan)):
+            if more is None or _key(more) in self.seen:
+                continue
+            if not self._allows(more) or not self._spend(purse, lacking.prediction):
+                return None
+            self.seen.add(_key(more))
+            if (found := self._predicted(lacking, more)) is not None and self._fits(found):
+                return found
         return None
 
     def _predicted(self, found: SimulatedCandidate, plan: Plan) -> SimulatedCandidate | None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from motet.core.arrays import Float64Array
-from motet.planner.data_parallel.loads import Load, ModuleLoad, ModuleState
+from motet.core.plan import Plan
+from motet.planner.data_parallel.loads import Load, ModuleLoad, ModuleState, assigned_load, state_of
+from motet.planner.job import Job
 from motet.planner.stages.recompute import Fit, RecomputeMode, least_recompute
 
 _MAX_ROUNDS = 32
@@ -32,6 +35,16 @@ def fit_recomputation(load: Load, state: Mapping[str, ModuleState], capacity_byt
         chosen = _trimmed(load, _least(load, state, over, every), over)
     lacking = over(chosen)
     return Fit((chosen,), lacking + capacity_bytes, max(lacking, 0.0))
+
+
+def least_recomputed(job: Job, plan: Plan) -> Plan | None:
+    """A Plan of data parallelism with the least recomputation under which its batch fits, as it is assigned to ranks
+    without any; None if it does not fit with all of it."""
+    (unit,) = plan.units
+    load = assigned_load(job, replace(plan, units=(replace(unit, recompute=()),)))
+    fit = fit_recomputation(load, state_of(job, unit), job.capacity_bytes, "least")
+    recompute = {name: count for name, count in fit.recompute[0].items() if count}
+    return None if fit.shortfall_bytes else replace(plan, units=(replace(unit, recompute=(recompute,)),))
 
 
 def _num_recomputable(saved_bytes: Float64Array) -> int:
