@@ -48,7 +48,7 @@ import ranks
 from parity.cut_steps import Cut
 from parity.drawn_plans import DrawnCase, draw, plan_of, smaller
 from parity.fuzzing import run_cases
-from parity.planned import TOLERANCE, PlannedCase
+from parity.planned import MIXED_TOLERANCE, TOLERANCE, PlannedCase
 from ranks import RankFailed, RanksHung, run_ranks
 
 FEWEST, MOST, WINDOW_S = 20, 160, 60.0
@@ -394,7 +394,7 @@ class Record:
         self.largest.append(row)
         if found.wrong:
             self.failures.append({"number": drawn.number, "wrong": found.wrong[:4]})
-        elif not drawn.case.is_mixed and found.tolerance > TOLERANCE:
+        elif found.tolerance > (MIXED_TOLERANCE if drawn.case.is_mixed else TOLERANCE):
             self.amplified.append(row)
         self.largest = sorted(self.largest, key=lambda row: -row["error"] / row["tolerance"])[:NUM_LARGEST]
 
