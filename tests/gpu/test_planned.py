@@ -39,7 +39,7 @@ CASES = {
     "deferred": test_schedules.cases_of("interleaved_1f1b", 2, deferred_warmup=True),
     "zb_h1": test_schedules.cases_of("zb_h1", 2),
     "zb_v": [*test_schedules.cases_of("zb_v", 2), *test_schedules.ENDS_TOGETHER],
-    "bubbles": test_bubbles.CASES_OF_2,
+    "bubbles": [*test_bubbles.CASES_OF_2, *test_bubbles.OWN[2]],
     "replicated": test_pairs.CASES[2],
     "cp": test_context.OF_BACKBONES[2],
     "cp in groups of heads": test_context.IN_HEAD_GROUPS,
