@@ -129,10 +129,11 @@ class EncoderMemory:
         spans = unit_spans(self._job.model, unit, stage)
         key = unit.name, unit.tp, unit.dp, *(self._layers(name, *span) for name, span in spans.items())
         if key not in self._bytes:
-            share = unit.tp / self._shape.tp
+            plans = self._plans
 
             def rows(name: str, layer: Layer) -> float:
-                return share * self._plans.unscheduled_pricing.largest_rows(name, layer)
+                share = 1.0 if name == BACKBONE else plans.busiest_share(name, unit.tp)
+                return share * plans.unscheduled_pricing.largest_of_replica(name, layer)
 
             precision = self._job.mixed_precision(pipeline=True)
             self._bytes[key] = stage_bytes(self._job.model, unit, spans, rows, 1, precision)

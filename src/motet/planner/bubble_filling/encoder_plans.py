@@ -107,9 +107,9 @@ class EncoderPlans:
         return self._block_costs(name, unit.tp)
 
     def _block_costs(self, name: str, tp: int) -> BlockCosts:
-        return self.job.block_costs(name, self.shape.microbatch_size * self._busiest_share(name, tp), tp)
+        return self.job.block_costs(name, self.shape.microbatch_size * self.busiest_share(name, tp), tp)
 
-    def _busiest_share(self, name: str, tp: int) -> float:
+    def busiest_share(self, name: str, tp: int) -> float:
         """What the busiest group of ranks has of an encoder's items of a microbatch, mean of some microbatches."""
         num_groups = self.shape.tp // tp
         if num_groups == 1:
