@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
-from math import gcd
+from itertools import accumulate, combinations, pairwise
+from math import comb, gcd
 from typing import get_args
 
 import numpy as np
@@ -33,6 +33,8 @@ _SAME_STAGES: Mapping[ScheduleKind, ScheduleKind] = {
     "interleaved_1f1b": "zb_v",
     "zb_v": "interleaved_1f1b",
 }
+_MAX_CUTS = 40
+"""All cuts of a unit into its stages are tried up to this number."""
 _NEAREST = 2
 """So many microbatch sizes on either side of a Plan's are tried."""
 
@@ -85,7 +87,8 @@ def _schedules(job: Job, plan: Plan) -> Iterator[Plan]:
         if not is_whole:
             yield replace(changed, schedule="1f1b")
         elif is_alone and unit.pp > 1:
-            yield replace(changed, schedule="zb_v")
+            in_a_v = replace(changed, schedule="zb_v")
+            yield from [in_a_v, *_cuts(in_a_v)]
         else:
             yield replace(changed, schedule="interleaved_1f1b")
 
@@ -153,10 +156,16 @@ def as_pipelines(job: Job, plan: Plan) -> Iterator[Plan]:
 
 
 def _cuts(plan: Plan) -> Iterator[Plan]:
-    """One block moves from a stage to the one before or after it."""
+    """One block moves from a stage to the one before or after it. A unit whose ranks have several stages is cut anew in
+    every way, if these are few: what is even for its ranks may take several moves that are not.
+    """
     for index, unit in enumerate(plan.units):
         blocks = [name for stage in unit.stages for name, count in stage.items() for _ in range(count)]
         bounds = list(accumulate((sum(stage.values()) for stage in unit.stages), initial=0))
+        if len(unit.stages) > unit.pp > 1 and comb(len(blocks) - 1, len(unit.stages) - 1) <= _MAX_CUTS:
+            for inner in combinations(range(1, len(blocks)), len(unit.stages) - 1):
+                yield _with_unit(plan, index, _recut(unit, blocks, [0, *inner, len(blocks)]))
+            continue
         for edge in range(1, len(bounds) - 1):
             for shift in (-1, 1):
                 moved = [*bounds[:edge], bounds[edge] + shift, *bounds[edge + 1 :]]

@@ -7,12 +7,13 @@ import pytest
 
 from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
+from motet.core.shapes import connect, language_model, multimodal, vit
 from motet.planner.neighbours import neighbours
 from motet.planner.quick_estimate import quick_estimate
 from motet.planner.regrouping import regrouped
 from motet.schedule import check_fit, planned
 from motet.simulate.predict.predict import predict
-from unit.planner.jobs import job
+from unit.planner.jobs import ENCODER, LLM, job
 
 JOB = job(spread=0.5, batch_size=8)
 ALL = ({"image": 6, "audio": 2}, {"audio": 2, "backbone": 8})
@@ -106,6 +107,23 @@ def test_cuts_move_by_one_block_and_what_recomputes_all_still_does():
     found = [other.units[0] for other in fitting(PLANS["recomputed"])]
     moved = [unit for unit in found if unit.pp == unit.dp == 2 and unit.stages[0] == {"image": 6, "audio": 1}]
     assert {repr(unit.recompute) for unit in moved} >= {repr(({"image": 6, "audio": 0}, {"audio": 1, "backbone": 3}))}
+
+
+def test_few_blocks_are_cut_anew_in_every_way_where_ranks_have_several_stages():
+    """From 3 images, one with a layer of the backbone, ... no single block moves to what is even for both ranks."""
+    small = multimodal("small", language_model(LLM, 3, 1000), [connect(vit("image", ENCODER, 4), 512, "linear")])
+    folded = Unit("all", ({"image": 3}, {"image": 1, "backbone": 1}, {"backbone": 1}, {"backbone": 1}), pp=2)
+    made = Plan(small, JOB.cluster, (folded,), 8, 2, "zb_v")
+    given = replace(JOB, model=small)
+
+    def cuts(of):
+        found = [other for other in neighbours(given, of) if other.schedule == "zb_v" and other.units[0].pp == 2]
+        return {repr(other.units[0].stages) for other in found if other.units[0].dp == 1}
+
+    assert len(cuts(made)) == 20  # The ways to cut seven blocks into four.
+    assert repr(({"image": 1}, {"image": 3}, {"backbone": 1}, {"backbone": 2})) in cuts(made)
+    unfolded = replace(made, units=(replace(folded, stages=({"image": 4}, {"backbone": 3})),), schedule="zb_h1")
+    assert cuts(unfolded) == cuts(made)
 
 
 def test_chunks_become_fewer_and_more():
