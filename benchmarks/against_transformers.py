@@ -151,11 +151,17 @@ def inputs_of(processor: Any, record: dict[str, Any], images: list[Image.Image],
         return_dict=True,
         return_tensors="pt",
         return_assistant_tokens_mask=True,
-        processor_kwargs={"images": images} if images else {},
+        processor_kwargs={"images": images, **_crops_of(processor)} if images else {},
     )
     if "input_features" in inputs:
         _take_features(inputs, record, folder)
     return _with_videos(dict(inputs), processor, record, folder) if "video" in record else dict(inputs)
+
+
+def _crops_of(processor: Any) -> dict[str, Any]:
+    """What asks a processor for the crops that its image processor's file names: Gemma 3's makes none else."""
+    own = vars(getattr(processor, "image_processor", processor))
+    return {name: each for name, each in own.items() if "pan_and_scan" in name and own["do_pan_and_scan"]}
 
 
 def _turn_patches_in_float64(model: torch.nn.Module) -> None:

@@ -360,8 +360,17 @@ def _name_as_published(folder: Path) -> None:
     save_file(renamed, folder / "model.safetensors", {"format": "pt"})
 
 
-def write_gemma3(folder: Path) -> None:
-    """Gemma 3: Siglip, four rows of sixteen patches, windows in half of the layers, tied embeddings."""
+def write_gemma3_crops(folder: Path) -> None:
+    """Gemma 3 with pan and scan: up to three crops behind an image."""
+    crops = {"min_crop_size": 8, "max_num_crops": 3, "min_ratio_to_activate": 1.3}
+    write_gemma3(folder, do_pan_and_scan=True, **{f"pan_and_scan_{name}": each for name, each in crops.items()})
+
+
+def write_gemma3(folder: Path, **options: Any) -> None:
+    """Gemma 3: Siglip, four rows of sixteen patches, windows in half of the layers, tied embeddings.
+
+    options: of its image processor.
+    """
     special = {
         "bos_token": "<bos>",
         "eos_token": "<end_of_turn>",
@@ -372,7 +381,7 @@ def write_gemma3(folder: Path) -> None:
         "image_token": "<image_soft_token>",
     }
     tokenizer = tokenizer_with(special, add_bos_token=True)
-    images = transformers.Gemma3ImageProcessorPil(size={"height": 24, "width": 24})
+    images = transformers.Gemma3ImageProcessorPil(size={"height": 24, "width": 24}, **options)
     processor = transformers.Gemma3Processor(images, tokenizer, chat_template=GEMMA3_TEMPLATE, image_seq_length=4)
     tower = transformers.SiglipVisionConfig(
         hidden_size=16,
@@ -1014,6 +1023,7 @@ FAMILIES: dict[str, Callable[[Path], None]] = {
     "granite_vision": write_granite_vision,
     "llava_onevision": write_llava_onevision,
     "gemma3": write_gemma3,
+    "gemma3_crops": write_gemma3_crops,
     "paligemma": write_paligemma,
     "paligemma2": write_paligemma2,
     "internvl": write_internvl,
@@ -1030,7 +1040,7 @@ FAMILIES: dict[str, Callable[[Path], None]] = {
 }
 """Family -> what writes the directory of a tiny model of it."""
 
-TYPES = {"paligemma2": "paligemma", "granite_vision": "llava_next"}
+TYPES = {"gemma3_crops": "gemma3", "paligemma2": "paligemma", "granite_vision": "llava_next"}
 """Families whose `model_type` is that of another."""
 
 ONE_QUESTION = ("paligemma", "paligemma2")

@@ -147,6 +147,20 @@ def _arranged(draws: _Draws, place: int, counts: Callable[[], Iterable[Int64Arra
         draws.counts = before
 
 
+@contextmanager
+def some_rows(rows: ItemRows) -> Iterator[None]:
+    """In the block, tensors have these rows of the items, and no others. The place and its draws go on."""
+    draws = _active.draws
+    before = () if draws is None else draws.counts
+    if draws is not None:
+        draws.counts = (rows,)
+    try:
+        yield
+    finally:
+        if draws is not None:
+            draws.counts = before
+
+
 def draws_by_item() -> bool:
     """Whether masks are drawn by item here, and not by torch's generators."""
     return _active.draws is not None

@@ -125,12 +125,14 @@ class RowParts:
 
     @contextmanager
     def of(self, num_rows: int) -> Iterator[None]:
-        """In the block, each rank has a part of so many rows, equally many each; the last ones may be padding."""
-        self.num_rows = num_rows
+        """In the block, each rank has a part of so many rows, equally many each; the last ones may be padding. 0: each
+        has all rows.
+        """
+        before, self.num_rows = self.num_rows, num_rows
         try:
             yield
         finally:
-            self.num_rows = 0
+            self.num_rows = before
 
     def numbers_of(self, num_rows: int) -> Int64Array:
         """The numbers of this rank's rows of so many, int64 [rows of a part]; padding has that of the last."""
@@ -144,6 +146,18 @@ class RowParts:
     def whole(self, part: Tensor) -> Tensor:
         """All rows [num_rows, width] of the parts, on all ranks, whose gradients are the same."""
         return _Transposed.apply(part, self._gathering(), self._part)
+
+    def on_all_rows(self, forward: Callable[..., Tensor], hidden: Tensor, **arguments: Any) -> Tensor:
+        """What a layer that picks among all rows makes of hidden states [1, rows, width], as they are between branches.
+
+        Parts are gathered for it, and taken of what it returns. Inside, all ranks have all rows.
+        """
+        if not self.num_rows:
+            return forward(hidden, **arguments)
+        rows = self.whole(hidden[0])
+        with self.of(0):
+            passed = forward(rows[None], **arguments)
+        return self.own(passed[0])[None]
 
     def into_products(self, hidden: Tensor) -> Tensor:
         """What the first products of a branch multiply, [..., all rows, width], from what its norm has made."""

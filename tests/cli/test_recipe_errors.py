@@ -120,10 +120,6 @@ def test_wrong_keys_and_values(job, capsys, monkeypatch, old, new, key, said):
             "run.microbatches = 2 has no effect with data.group: a microbatch",
         ),
         (("balance.mode=exchange",), 'data.group beside balance.mode = "exchange", whose lengths are not known before'),
-        (
-            ("run={ dir = 'run', batch_size = 8, epochs = 1 }",),
-            "run.epochs = 1 has no meaning, as with data.group a step",
-        ),
         (("balance.policy=packed",), "data.group keeps a rank's microbatch below caps by what it computes, and"),
         (("data.group={ image = 99 }",), "data.group has caps of image; it must have one of each phase of the model: "),
         (

@@ -1,5 +1,7 @@
 """Layers whose products tensor-parallel ranks share equal whole ones: loss, gradients, next tokens, dropout."""
 
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmark import benchmark
 from motet.core.shape_tables import ModelShapes
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import PackedSequences
@@ -17,12 +20,17 @@ from motet.models.build import ModelConfig, build_mllm
 from motet.models.divided import cuts_of, divide, split_fused, why_undivided
 from motet.models.fused import NamedRows, stored_names
 from motet.models.generator import GeneratorModule, OutputProjector
+from motet.models.materialise import materialise
 from motet.models.projector import Projector, ProjectorConfig
 from motet.models.shaped_config import config_of_shapes
 from motet.runtime.deferred import DeferredWeights
 from motet.tensor_parallel import TensorRanks, likeliest_entry, part_of, vocabulary_cross_entropy
+from motet.train.input.datasets import open_dataset
+from motet.train.recipe.recipe import load_recipe
 from ranks import run_ranks
 
+with benchmark("whole_models") as whole_models, benchmark("against_transformers") as against:
+    pass
 VOCABULARY = 51  # No multiple of the ranks: the last one has fewer entries.
 BACKBONE_SIZES = {
     "hidden_size": 32,
@@ -140,17 +148,19 @@ def run(model, encoder, deferred=None, recomputes=True):
 
 def divided(model, ranks):
     """The model, in place, with this rank's part of what is cut. Returns name -> dimension."""
-    split_fused(model, ["item", BACKBONE])
-    cuts = cuts_of(model, "item") | cuts_of(model, BACKBONE)
+    modules = [*model.encoders, BACKBONE]
+    split_fused(model, modules)
+    cuts = {name: cut for module in modules for name, cut in cuts_of(model, module).items()}
     named, own = dict(model.named_parameters()), {}
     for name, dimension in cuts.items():
         first, stop = ranks.part(named[name].shape[dimension])
-        own[id(named[name])] = nn.Parameter(named[name].detach().narrow(dimension, first, stop - first).clone())
+        part = named[name].detach().narrow(dimension, first, stop - first).clone()
+        own[id(named[name])] = nn.Parameter(part, requires_grad=named[name].requires_grad)
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if id(parameter) in own:
                 module._parameters[key] = own[id(parameter)]
-    divide(model, {"item": ranks, BACKBONE: ranks})
+    divide(model, dict.fromkeys(modules, ranks))
     return cuts
 
 
@@ -207,6 +217,62 @@ def test_divided_models_equal_whole_ones(case):
 @pytest.mark.slow
 def test_four_ranks_have_a_head_of_keys_each():
     run_ranks(compare, 4, [("qwen3", {"num_key_value_heads": 4}, "siglip")])
+
+
+LORA = ['model.lora.backbone={ rank = 3, targets = ["cross_attn.*", "up_proj"] }', "model.lora.image={ rank = 2 }"]
+
+
+def _with_keys(rank, num_ranks, folder):
+    """Layers that attend to rows of images, and a tower: whole, in parts, in chunks, recomputed, deferred, adapted."""
+
+    def model_of(overrides):
+        recipe = load_recipe(Path(folder) / "recipe.toml", ["run.dtype=float64", *overrides])
+        vocabulary = recipe.vocabulary()
+        model = build_mllm(recipe.modules, vocabulary.vocabulary_size, torch.float64, deferred=True)
+        materialise(model, recipe.modules, 0, torch.device("cpu"))
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for name, parameter in sorted(model.named_parameters()):
+                if "lora_B" in name:
+                    parameter += torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        return model, open_dataset(recipe, recipe.data.train, vocabulary, model, lambda sentence: None)
+
+    def gradients_of(model, dataset, deferred=None):
+        loss, _ = against._loss_of(model, dataset, range(dataset.num_examples))
+        products = []
+        with nullcontext() if deferred is None else deferred.into(products):
+            loss.backward()
+        for product in products:
+            product.add()
+        return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    for overrides in ([], LORA):
+        loss, gradients = gradients_of(*model_of(overrides))
+        for chunks, recomputes, defers in ((1, False, False), (1, True, False), (1, False, True), (2, False, True)):
+            case = f"{overrides}, {chunks}, {recomputes}, {defers}"
+            model, dataset = model_of(overrides)
+            ranks = TensorRanks(dist.group.WORLD, rank, num_ranks, chunks=chunks)
+            cuts = divided(model, ranks)
+            for block in (*model.backbone.blocks, *model.encoders["image"].blocks):
+                block.recompute = recomputes
+            own_loss, own = gradients_of(model, dataset, DeferredWeights([model]) if defers else None)
+            assert abs(own_loss - loss) < 1e-10 * abs(loss), case
+            assert own.keys() == gradients.keys()
+            for name, gradient in gradients.items():
+                if gradient is None:
+                    assert own[name] is None, f"{case}: {name}"
+                    continue
+                if name in cuts:
+                    first, stop = ranks.part(gradient.shape[cuts[name]])
+                    gradient = gradient.narrow(cuts[name], first, stop - first)
+                error = (own[name] - gradient).abs().max() / max(gradient.abs().max(), 1e-3)
+                assert error < 1e-10, f"{case}: {name} is off by {error}"
+
+
+@pytest.mark.slow
+def test_layers_that_attend_to_rows_of_images_are_divided(tmp_path):
+    whole_models.write_job(tmp_path, "mllama")
+    run_ranks(_with_keys, 2, str(tmp_path))
 
 
 def _rows_of_norms(rank, num_ranks):

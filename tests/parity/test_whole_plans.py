@@ -23,6 +23,7 @@ WAYS = {
     "shared sequences": ["parallel.backbone.cp=2"],
     "shared experts": ["parallel.backbone.ep=2"],
     "divided layers": ["parallel.backbone.tp=2"],
+    "divided tower": [f"parallel.{name}.tp=2" for name in ("backbone", "image")],
     "divided towers": [f"parallel.{name}.tp=2" for name in ("backbone", "image", "audio")],
 }
 
@@ -69,7 +70,9 @@ def figures(folder):
         pytest.param("qwen3_vl_moe", ["stages", "shared experts"], marks=pytest.mark.slow),
         pytest.param("qwen2_5_omni", ["stages", "divided towers"], marks=pytest.mark.slow),
         ("idefics3", ["shared sequences"]),
-        pytest.param("mllama", ["stages", "shared sequences"], marks=pytest.mark.slow),
+        pytest.param(
+            "mllama", ["stages", "shared sequences", "divided layers", "divided tower"], marks=pytest.mark.slow
+        ),
         pytest.param("granite_vision", ["stages", "shared sequences"], marks=pytest.mark.slow),
         ("vipllava", ["stages"]),
     ],
@@ -98,7 +101,10 @@ def test_divided_experts_beside_a_tower_on_ranks_of_its_own_are_one_process(tmp_
 
 @pytest.mark.parametrize(
     "family",
-    ["idefics3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_vl", "smolvlm", "internvl"))],
+    [
+        "idefics3",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_vl", "smolvlm", "internvl", "gemma3_crops")),
+    ],
 )
 def test_items_that_ranks_share_are_one_process(family, tmp_path):
     """Images of several tiles; videos and images of Qwen3-VL, whose frames stand in several pieces; videos of tiles."""
@@ -110,10 +116,51 @@ def test_items_that_ranks_share_are_one_process(family, tmp_path):
         assert found == pytest.approx(expected, rel=1e-10)
 
 
-def check(family, num_ranks, ways, tmp_path):
-    """Train a whole model in each way, and hold it to one process."""
-    whole_models.write_job(tmp_path / "job", family)
-    recipe = str(tmp_path / "job" / "recipe.toml")
+@pytest.mark.slow
+def test_cut_sequences_that_attend_to_images_are_one_process(tmp_path):
+    """Three ranks share some sequences, beside whole ones; images are copied to those that see them."""
+    split = "balance.method=split"
+    ways = {
+        "one": ["run.steps=3", "run.batch_size=1"],
+        "recomputed": ["run.steps=3", "run.batch_size=2", "fsdp.recompute=true"],
+        "copies": ["run.steps=3", "run.batch_size=3", "fsdp.shard_size=1"],
+    }
+
+    def drop(stored):
+        stored["text_config"]["dropout"] = 0.2
+
+    recipe = written(tmp_path / "job", "mllama", drop)
+    run_ranks(trained, 1, recipe, {str(tmp_path / f"{name} alone"): overrides for name, overrides in ways.items()})
+    run_ranks(trained, 3, recipe, {str(tmp_path / name): [*overrides, split] for name, overrides in ways.items()})
+    for name in ways:
+        for found, expected in zip(figures(tmp_path / name), figures(tmp_path / f"{name} alone"), strict=True):
+            assert found == pytest.approx(expected, rel=1e-10), name
+        steps = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        assert any(step["balance"]["cut"]["microbatches"] for step in steps), name
+
+
+@pytest.mark.slow
+def test_dropout_beside_rows_of_images_is_that_of_one_process(tmp_path):
+    """Of layers that attend to images each rank has some rows, or some heads of all rows."""
+
+    def drop(stored):
+        stored["text_config"]["dropout"] = 0.3
+
+    check("mllama", 2, {name: WAYS[name] for name in ("stages", "shared sequences", "divided layers")}, tmp_path, drop)
+
+
+def written(folder, family, change=lambda stored: None):
+    """The recipe of a tiny whole model. change: of its config."""
+    whole_models.write_job(folder, family)
+    config = folder / "model" / "config.json"
+    change(stored := json.loads(config.read_text()))
+    config.write_text(json.dumps(stored))
+    return str(folder / "recipe.toml")
+
+
+def check(family, num_ranks, ways, tmp_path, change=lambda stored: None):
+    """Train a whole model in each way, and hold it to one process. change: of its config."""
+    recipe = written(tmp_path / "job", family, change)
     run_ranks(trained, 1, recipe, {str(tmp_path / "alone"): []})
     run_ranks(trained, num_ranks, recipe, {str(tmp_path / name): overrides for name, overrides in ways.items()})
     alone = figures(tmp_path / "alone")

@@ -206,7 +206,7 @@ class _EstimatedText:
 
     fingerprint = f"estimated-{_BYTES_A_TOKEN}-bytes-a-token"
 
-    def encode(self, conversation: Conversation) -> TokenSequence:
+    def encode(self, conversation: Conversation, raws: Sequence[tuple[int, int]] = ()) -> TokenSequence:
         said = [turn.text + (json.dumps(turn.calls) if turn.calls else "") for turn in conversation.turns]
         lengths = [math.ceil(len(text.encode()) / _BYTES_A_TOKEN) for text in said]
         is_target = [turn.has_loss for turn in conversation.turns]
@@ -216,7 +216,9 @@ class _EstimatedText:
             np.zeros(len(targets), dtype=np.int64), targets, conversation.placeholders, np.arange(num_items)
         )
 
-    def encode_prompt(self, conversation: Conversation) -> tuple[TokenSequence, str]:
+    def encode_prompt(
+        self, conversation: Conversation, raws: Sequence[tuple[int, int]] = ()
+    ) -> tuple[TokenSequence, str]:
         before, answer = conversation.without_last_answer()
         return self.encode(before), answer
 

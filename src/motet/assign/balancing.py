@@ -52,10 +52,14 @@ def operation_costs(
     balanced_as = policies_of(model, policies)
     work = Operations(model, recompute)
     unit_s = dict.fromkeys((module.name for module in model.modules), work.unit_flops / speed.flops_per_s)
+    row_bytes = {name: model.moved(name)[0].output_width * element_bytes for name in model.sources(BACKBONE)}
+    with_keys = [name for name in row_bytes if 0 not in model.entries(name, BACKBONE)]
     times = StepTimes(
         lambda _: unit_s,
         speed.network(ranks_per_node),
         token_bytes=model.module(BACKBONE).layers[0].output_width * element_bytes,
+        row_bytes=row_bytes,
+        media_bytes=max((row_bytes[name] for name in with_keys), default=0),
         frozen=frozenset(
             module.name for module in model.modules if module.name != BACKBONE and not model.moved(module.name)[1]
         ),
@@ -70,13 +74,14 @@ def key_exchanges(
 ) -> tuple[KeyExchange, ...]:
     """What ranks that share items of a module exchange in a microbatch, by kinds of layers.
 
-    By rows of the module's output, of which one may be several in a layer. Others: as of `operation_costs`.
+    By rows of the module's output, of which one may be several in a layer. Layers that attend to what is beside an item
+    exchange none. Others: as of `operation_costs`.
     """
     counts: Counter[tuple[int, int]] = Counter()
     module = model.module(name)
     joined = module.layers[-1].divisor if name != BACKBONE else 1
     for each in stage_layers(model, {name: (0, len(module.blocks))}, recompute):
-        if (attention := each.layer.attention) is not None:
+        if (attention := each.layer.attention) is not None and not attention.keys:
             row_bytes = 2 * attention.kv_width * element_bytes * joined // each.layer.divisor
             counts[attention.window, row_bytes] += 1 + each.has_backward + each.recomputed
     return tuple(KeyExchange(window, row_bytes, count) for (window, row_bytes), count in counts.items())

@@ -179,6 +179,13 @@ def _keys(cut: Split, phase: Phase, num_ranks: int, network: Network) -> tuple[f
         moving = np.rint(amount * share).astype(np.int64) * layer.row_bytes
         seconds += layer.count * float(network.exchange_s(moved(source, sink, moving, node))[0])
         size_bytes += layer.count * int(moving.sum())
+    if phase.beside is not None and phase.beside.any():
+        further = np.flatnonzero(cut.part > 0)  # The first fragments have what is beside, or about.
+        first = np.zeros(len(phase.beside), dtype=np.int32)
+        first[cut.item[cut.part == 0]] = cut.assignment.ranks[cut.part == 0]
+        item, sink = cut.item[further], cut.assignment.ranks[further]
+        seconds += 2 * float(network.exchange_s(moved(first[item], sink, phase.beside[item], node))[0])
+        size_bytes += 2 * int(phase.beside[item].sum())
     return seconds, size_bytes
 
 

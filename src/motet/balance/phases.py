@@ -57,6 +57,8 @@ class Phase:
     rows:             int64 [num_items], rows of items between which they can be cut over ranks: of the backbone's
                       sequences, or of an encoder's outputs; None: they stay whole. keys: what the ranks that share them
                       exchange, of such rows.
+    beside:           int64 [num_items], bytes of what rows of a sequence attend to beside it. Each further rank that
+                      shares the sequence gets a copy, and sends back a gradient; None: nothing.
     tile_rows:        how many of these rows stay together, as tiles that do not see each other; 0: any can be apart.
     waits:            whether ranks wait for each other in the phase, as those that shard a module gather its weights
                       layer by layer. Else they meet where rows are exchanged, and at the end.
@@ -80,6 +82,7 @@ class Phase:
     bytes: ItemBytes | None = None
     rows: Int64Array | None = None
     keys: tuple[KeyExchange, ...] = ()
+    beside: Int64Array | None = None
     tile_rows: int = 0
     waits: bool = True
 

@@ -133,9 +133,11 @@ class StepTimes:
     unit_s:      from lengths to seconds of a rank, forward and backward, for one unit of each phase's cost.
     link:        the link of exchanges; a Link alone means that all ranks share a node.
     token_bytes: bytes of one row that moves between a phase and the backbone.
+    row_bytes:   by phase, the same where it is not `token_bytes`.
     frozen:      phases between which and the backbone no gradient of these rows moves.
     held:        by phase, elements that a unit of an item's length keeps for backward; {}: deferring needs no memory.
-    keys:        what ranks that share a sequence exchange; (): sequences stay whole.
+    keys:        what ranks that share a sequence exchange; (): sequences stay whole. media_bytes: of the rows of an
+                 image that a sequence attends to beside itself; 0: of none.
     item_keys:   encoder -> the same of its items, by rows of its output; those of other encoders stay whole.
     tile_rows:   encoder -> as of `Phase`, of those whose items can be cut between tiles alone.
     waits:       whether ranks wait for each other in each phase, as of `Phase`.
@@ -153,6 +155,8 @@ class StepTimes:
     frozen: frozenset[str] = frozenset()
     held: Mapping[str, int] = field(default_factory=dict)
     keys: tuple[KeyExchange, ...] = ()
+    media_bytes: int = 0
+    row_bytes: Mapping[str, int] = field(default_factory=dict)
     item_keys: Mapping[str, tuple[KeyExchange, ...]] = field(default_factory=dict)
     tile_rows: Mapping[str, int] = field(default_factory=dict)
     waits: bool = True
@@ -242,12 +246,13 @@ class StepCosts(PhaseCosts):
                 self.costs[name],
                 items.example,
                 unit_s[name],
-                None if name == BACKBONE else items.num_tokens * self.times.token_bytes,
+                None if name == BACKBONE else items.num_tokens * self.times.row_bytes.get(name, self.times.token_bytes),
                 num_exchanges=1 if name in self.times.frozen else 2,
                 held=items.length * self.times.held[name] if self.times.held else None,
                 bytes=taken.get(name),
                 rows=items.num_tokens if keys.get(name) or name in self.times.tile_rows else None,
                 keys=keys.get(name, ()),
+                beside=None if items.num_media is None else items.num_media * self.times.media_bytes,
                 tile_rows=self.times.tile_rows.get(name, 0),
                 waits=self.times.waits,
             )

@@ -219,7 +219,7 @@ def crossing_layers(shape: Transformer, num_keys: int, *, trainable: bool = True
         of_media=True,
     )
     keys = Layer("keys", weights, 0, shape.hidden, kept, item_rows=num_keys, trainable=trainable, continues=True)
-    return [rows, replace(keys, of_media=True)]
+    return [rows, replace(keys, of_media=True, divided_width=kept)]
 
 
 def _norm_parameters(norm: Norm, width: int) -> int:

@@ -235,7 +235,7 @@ class StageLayer(NamedTuple):
 
     needs_input:  backward needs the gradient of its input (`input_gradients`).
     in_parts:     tensor-parallel ranks have a part of the rows between its branches each (`models/backbone.py`): in a
-                  backbone into which no rows enter again.
+                  backbone into which no rows enter again; not in layers that attend to rows of images.
     and_whole:    beside its part it keeps whole rows as wide as its output: the first of these layers those that
                   came, to whichever layer of the stage that is not recomputed; the last norm those that it hands on.
     """
@@ -308,13 +308,17 @@ def _layers_of_blocks(model: ModelSpec, name: str) -> list[_BlockLayers]:
 def _block_layers(
     model: ModelSpec, name: str, block: range, is_recomputed: bool, is_first: bool
 ) -> Iterator[StageLayer]:
-    layers, needs = model.module(name).layers, model.input_gradients[name]
-    has_parts = name == BACKBONE and not any(sink == name for _, sink, _ in model.reentries)
+    module, needs = model.module(name), model.input_gradients[name]
+    layers = module.layers
+    has_parts = name == BACKBONE and module.key_blocks.issuperset(
+        entered for _, sink, entered in model.reentries if sink == name
+    )
     whole = not any(layers[index].in_block for index in block)
     for index in block:
         layer, needs_input = layers[index], needs[index]
         recomputed = is_recomputed and (whole or layer.in_block) and (needs_input or layer.trainable)
-        in_parts = has_parts and (layer.attention is not None or layer.kind == "norm")
+        has_branches = layer.attention is not None and not layer.of_media
+        in_parts = has_parts and (has_branches or layer.kind == "norm")
         and_whole = in_parts and (not layer.in_block or is_first)
         yield StageLayer(name, layer, needs_input, recomputed, in_parts, and_whole)
 

@@ -32,6 +32,8 @@ class PhaseTimes:
     linear_ps:    for each length of an item; in a padded phase, the length of the longest item.
     quadratic_ps: for each length^2 of an item, or of each of its segments; in a padded phase, that of the longest item.
     target_ps:    for each token on which loss is taken.
+    media_row_ps: for each length of a sequence with images that some layers attend to, and
+    media_ps:     for each of its images.
     held_out:     the error of the fit on batches that it has not seen.
     """
 
@@ -40,6 +42,8 @@ class PhaseTimes:
     quadratic_ps: int
     target_ps: int
     held_out: RelativeError
+    media_row_ps: int = 0
+    media_ps: int = 0
 
     def of_items(self, items: ItemLengths, num_targets: Int64Array) -> Int64Array:
         """Picoseconds that each item adds, int64 [num_items], without the constant.
@@ -47,10 +51,14 @@ class PhaseTimes:
         num_targets: int64 [num_items]. Raises UserError if an item could take 2^63 picoseconds or more.
         """
         longest, most_targets = int(items.length.max(initial=0)), int(num_targets.max(initial=0))
-        if longest * (self.linear_ps + longest * self.quadratic_ps) + most_targets * self.target_ps > INT64_MAX:
+        num_media = np.zeros_like(items.length) if items.num_media is None else items.num_media
+        a_row_ps = self.linear_ps + self.media_row_ps + longest * self.quadratic_ps
+        most_media_ps = int(num_media.max(initial=0)) * self.media_ps
+        if longest * a_row_ps + most_targets * self.target_ps + most_media_ps > INT64_MAX:
             raise UserError(f"By the profile, an item of length {longest:,} takes more than 100 days.")
         of_rows = items.summed(lambda lengths: lengths * (self.linear_ps + self.quadratic_ps * lengths))
-        return of_rows + self.target_ps * num_targets
+        of_media = items.length * (num_media > 0) * self.media_row_ps + num_media * self.media_ps
+        return of_rows + self.target_ps * num_targets + of_media
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,12 @@ def phase_times(profile: Profile, model: ModelSpec, name: str, num_recomputed: i
         )
     seconds = _Seconds(profile, model, module, times, _of_first_blocks(module, num_recomputed))
     body = seconds.fit(times)
-    targets = [seconds.target_fit(layer, number) for number, layer in enumerate(module.layers) if layer.targets_only]
+    targets = [seconds.rows_fit(layer, number) for number, layer in enumerate(module.layers) if layer.targets_only]
+    media = [
+        (layer.item_rows, seconds.rows_fit(layer, number))
+        for number, layer in enumerate(module.layers)
+        if layer.of_media
+    ]
     predicted = body.seconds(*times.amounts(held_out=True, padded=module.padded))
     return PhaseTimes(
         round(body.constant_ns * PS_PER_NS),
@@ -94,6 +107,8 @@ def phase_times(profile: Profile, model: ModelSpec, name: str, num_recomputed: i
         round(body.quadratic_ns * PS_PER_NS),
         round(sum(line.linear_ns for line in targets) * PS_PER_NS),
         relative_error(predicted, seconds.total(lambda layer: layer.held_out, len(times.held_out))),
+        round(sum(line.linear_ns for item_rows, line in media if not item_rows) * PS_PER_NS),
+        round(sum(item_rows * line.linear_ns for item_rows, line in media) * PS_PER_NS),
     )
 
 
@@ -114,20 +129,23 @@ class _Seconds:
     recomputed: frozenset[int]
 
     def fit(self, times: ModuleTimes) -> Curve:
-        """The fit to the batches of the grid, without layers that see targets alone."""
+        """The fit to the batches of the grid, without the layers of `rows_fit`."""
         seconds = self.total(lambda layer: layer.grid, len(times.grid))
         return fit_curve(seconds, *times.amounts(padded=self.module.padded))
 
-    def target_fit(self, layer: Layer, number: int) -> Curve:
-        """The fit of a layer that sees targets alone, to its number of rows. number: the layer's index."""
+    def rows_fit(self, layer: Layer, number: int) -> Curve:
+        """The fit of a layer to its number of rows: of one that sees targets alone, or that images of a sequence have.
+
+        number: the layer's index.
+        """
         points = self._measured(layer).grid
         return fit_curve(self._of_layer(layer, number, points), points.rows)
 
     def total(self, points: Callable[[LayerTimes], Points], num_batches: int) -> Float64Array:
-        """Seconds of all layers but those that see targets alone, float64 [num_batches]."""
+        """Seconds of all layers but those of `rows_fit`, float64 [num_batches]."""
         total = np.zeros(num_batches)
         for number, layer in enumerate(self.module.layers):
-            if not layer.targets_only:
+            if not layer.targets_only and not layer.of_media:
                 total += self._of_layer(layer, number, points(self._measured(layer)))
         return total
 

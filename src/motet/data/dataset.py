@@ -255,8 +255,9 @@ class Dataset:
 
     def prompt(self, example_id: int) -> tuple[TokenSequence, list[MediaRef], str]:
         """For evaluation: the tokens before the last answer, the media among them, and what is to be answered."""
-        tokens, answer = self._text.encode_prompt(self.conversation(example_id))
-        refs = self.media_refs(example_id)[: len(tokens.media)]
+        refs = self.media_refs(example_id)
+        tokens, answer = self._text.encode_prompt(self.conversation(example_id), [ref.raw or (0, 0) for ref in refs])
+        refs = refs[: len(tokens.media)]
         return self._with_sizes(self._with_phases(tokens, refs), example_id), refs, answer
 
     def _told(self, refs: list[MediaRef]) -> list[MediaRef]:

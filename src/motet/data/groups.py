@@ -8,8 +8,10 @@ step are alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -96,6 +98,18 @@ class GroupedOrder:
             counts.append(np.diff(groups.offsets[first : last + 1]))
             num_taken, position = num_taken + last - first, position + len(ids[-1])
         return StepExamples(np.concatenate(ids), np.repeat(np.arange(batch_size), np.concatenate(counts)))
+
+    def taken_in(self, epochs: Fraction) -> int:
+        """As of `order.EpochOrder`, in groups. O(num_examples) for each epoch."""
+        whole, share = divmod(epochs, 1)
+        last = math.ceil(share * self.num_examples)
+        in_last = int(np.searchsorted(self.epoch(whole).offsets, last)) if last else 0
+        return sum(self.epoch(number).num_groups for number in range(whole)) + in_last
+
+    def taken_before(self, position: int) -> int:
+        """As of `order.EpochOrder`, in groups. O(num_examples) for each epoch."""
+        epoch, within = divmod(position, self.num_examples)
+        return self.taken_in(Fraction(epoch)) + int(np.searchsorted(self.epoch(epoch).offsets, within))
 
     def epoch(self, number: int) -> EpochGroups:
         """The groups of an epoch, counted from 0. The last two are kept."""

@@ -40,10 +40,12 @@ class TextEncoder(Protocol):
     def fingerprint(self) -> str:
         """Equal for two encoders only if they give the same tokens."""
 
-    def encode(self, conversation: Conversation) -> TokenSequence:
-        """The tokens of a conversation. Raises UserError."""
+    def encode(self, conversation: Conversation, raws: Sequence[tuple[int, int]] = ()) -> TokenSequence:
+        """The tokens of a conversation. raws: what the header of each of its items says. Raises UserError."""
 
-    def encode_prompt(self, conversation: Conversation) -> tuple[TokenSequence, str]:
+    def encode_prompt(
+        self, conversation: Conversation, raws: Sequence[tuple[int, int]] = ()
+    ) -> tuple[TokenSequence, str]:
         """The tokens before the last answer, and what is to be answered."""
 
     def item_tokens(self, modality: str) -> frozenset[int]:
@@ -132,11 +134,11 @@ class EntryReader:
         record = parse_record(entry.text, entry.where)
         conversation = parse_conversation(record, entry.where)
         refs = find_media(entry, record, conversation, self._folder, self._copies)
+        raws, bad = _skip_headers(refs, death, entry.where) if death else _read_headers(refs)
         try:
-            text = self._text.encode(conversation)
+            text = self._text.encode(conversation, raws)
         except UserError as error:
             raise UserError(f"{entry.where}: {error}") from None
-        raws, bad = _skip_headers(refs, death, entry.where) if death else _read_headers(refs)
         if bad:
             columns.bad.append((len(columns.num_tokens), self._below_folder(bad.path), bad.reason))
         held = [ref.data for ref in refs if ref.data is not None]

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from motet.core.crops import CropRule
 from motet.core.errors import UserError
 from motet.core.example import FrameTexts
 from motet.core.modalities import modalities
@@ -90,12 +91,14 @@ class TokenNames:
     forms:     modality -> the token that the template writes for an item, and what the processor puts in its place,
                with one such token; where it is known, `processor` is not asked.
     frames:    what the processor writes of a video, where its frames stand as images; None: they do not.
+    crops:     which images have crops behind them, with text around them; None: none has.
     """
 
     special: dict[str, str]
     processor: str | None = None
     forms: dict[str, tuple[str, str]] = field(default_factory=dict)
     frames: FrameTexts | None = None
+    crops: CropRule | None = None
 
 
 def media_form(modality: str, template: ChatTemplate, tokens: Iterable[str], names: TokenNames) -> MediaForm:
@@ -252,6 +255,21 @@ def tiled_text(form: MediaForm, names: TokenNames, rows: int, columns: int) -> s
     )
     tiles = "".join(f"{line}\n" for line in lines)
     return f"{tiles}\n{mark}{whole}{form.token}".removeprefix(mark)
+
+
+CROPPED = "Here is the original image "
+"""What Gemma3Processor writes before an image that has crops behind it."""
+
+
+def cropped_text(form: MediaForm, num_crops: int) -> str:
+    """What stands between the first mark of an image with crops and the last one; rows of each are one token.
+
+    As Gemma3Processor writes it.
+    """
+    crops = " ".join([form.put] * num_crops)
+    text = f"{form.put} and here are some crops to help you see better {crops}"
+    before, behind = form.put.split(form.token)
+    return text.removeprefix(before).removesuffix(behind)
 
 
 def timed_frames(form: MediaForm, names: TokenNames, times: Sequence[float]) -> list[tuple[str, str]]:

@@ -37,6 +37,19 @@ class ExampleOrder(Protocol):
         """The step that begins at a position, which counts examples. batch_size: its examples, or its groups."""
 
 
+class EpochOrder(ExampleOrder, Protocol):
+    """An order of the examples of all epochs: each of the above but `ListedOrder`."""
+
+    def taken_in(self, epochs: Fraction) -> int:
+        """How many examples, or groups, a run takes until it has taken each example so often.
+
+        Of a part of an epoch it is that share of its examples.
+        """
+
+    def taken_before(self, position: int) -> int:
+        """The examples, or the groups, before a position, which is where one of them begins."""
+
+
 @dataclass(frozen=True)
 class GlobalOrder:
     """The examples of all epochs, a pure function of (num_examples, seed, shuffle).
@@ -78,6 +91,14 @@ class GlobalOrder:
     def epoch(self, position: int) -> int:
         """The epoch of the example at `position`, counted from 0."""
         return position // self.num_examples
+
+    def taken_in(self, epochs: Fraction) -> int:
+        """As of `EpochOrder`."""
+        return math.ceil(epochs * self.num_examples)
+
+    def taken_before(self, position: int) -> int:
+        """As of `EpochOrder`."""
+        return position
 
 
 @dataclass(frozen=True)
@@ -134,6 +155,25 @@ class MixedOrder:
     def step(self, position: int, batch_size: int) -> StepExamples:
         """The step of batch_size examples that begins at a position."""
         return StepExamples(self.take(position, batch_size))
+
+    def taken_in(self, epochs: Fraction) -> int:
+        """As of `EpochOrder`: until the manifest that takes longest has had its turns; others have more epochs.
+
+        Example:
+            >>> MixedOrder((2, 9), weights=(1, 3)).taken_in(Fraction(1))  # The ninth example of the second manifest.
+            12
+        """
+        manifests, numbers = self._turns
+        taken = 0
+        for manifest, (weight, size) in enumerate(zip(self.weights, self.num_examples, strict=True)):
+            rounds, number = divmod(math.ceil(epochs * size) - 1, weight)
+            turn = int(np.flatnonzero((manifests == manifest) & (numbers == number))[0])
+            taken = max(taken, rounds * sum(self.weights) + turn + 1)
+        return taken
+
+    def taken_before(self, position: int) -> int:
+        """As of `EpochOrder`."""
+        return position
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:

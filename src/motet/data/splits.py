@@ -7,8 +7,10 @@ the splits are the same, their order is the same on any number of ranks.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
@@ -63,6 +65,14 @@ class SplitOrder:
     def step(self, position: int, batch_size: int) -> StepExamples:
         """The step of batch_size examples that begins at a position."""
         return StepExamples(self.take(position, batch_size))
+
+    def taken_in(self, epochs: Fraction) -> int:
+        """As of `EpochOrder`."""
+        return math.ceil(epochs * sum(self.sizes))
+
+    def taken_before(self, position: int) -> int:
+        """As of `EpochOrder`."""
+        return position
 
     def _in_epoch(self, epoch: int, start: int, stop: int) -> Int64Array:
         """Example ids at [start, stop) of an epoch."""

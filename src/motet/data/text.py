@@ -28,17 +28,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from motet.core.arrays import BoolArray, Int64Array
+from motet.core.crops import CropRule
 from motet.core.errors import UserError
 from motet.core.example import FrameTexts, ItemText, TokenSequence
 from motet.data.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from motet.data.conversation import TEXT, Conversation, Turn, placeholder
-from motet.data.media import VIDEO
+from motet.data.media import IMAGE, VIDEO
 from motet.data.media_tokens import (
     BARE,
     BEGUN,
+    CROPPED,
     TILED,
     MediaForm,
     TokenNames,
+    cropped_text,
     document_text,
     first_words,
     frames_text,
@@ -89,6 +92,7 @@ class ChatTokenizer:
         template: str | None = None,
         forms: Mapping[str, tuple[str, str]] = MappingProxyType({}),
         frames: FrameTexts | None = None,
+        crops: CropRule | None = None,
     ) -> ChatTokenizer:
         """The tokenizer of a directory with tokenizer.json and tokenizer_config.json, as transformers writes it.
 
@@ -96,6 +100,7 @@ class ChatTokenizer:
         forms: modality -> the token that the template writes for an item, and what its processor puts in its place,
                with one such token.
         frames: what its processor writes of a video, where frames stand as images.
+        crops: which images its processor puts crops behind.
         transformers opens a directory of an older format (vocab.json and merges.txt, sentencepiece).
         Raises UserError if there is no tokenizer, or one of its files is damaged.
         """
@@ -108,7 +113,7 @@ class ChatTokenizer:
         try:
             source = files.template or template
             tokenizer = cls(files.backend, source, files.names.special, processor=files.names.processor)
-            tokenizer._names = replace(tokenizer._names, forms=dict(forms), frames=frames)
+            tokenizer._names = replace(tokenizer._names, forms=dict(forms), frames=frames, crops=crops)
             tokenizer._template.check()
         except UserError as error:
             raise UserError(f"tokenizer {directory}: {error}") from None
@@ -128,7 +133,7 @@ class ChatTokenizer:
         """Equal for two tokenizers only if they give the same tokens."""
         digest = hashlib.blake2b(digest_size=16)
         forms: list[Any] = [self._names.forms] if self._names.forms else []
-        forms += [astuple(self._names.frames)] if self._names.frames else []
+        forms += [astuple(each) for each in (self._names.frames, self._names.crops) if each]
         names = json.dumps([self._names.special, self._names.processor, *forms], sort_keys=True)
         for part in (str(_VERSION), self._template.source, names):
             digest.update(part.encode() + b"\0")
@@ -177,14 +182,15 @@ class ChatTokenizer:
             ends += [special.intersection(tokens[-1:])] if tokens else []
         return ends
 
-    def encode(self, conversation: Conversation) -> TokenSequence:
+    def encode(self, conversation: Conversation, raws: Sequence[tuple[int, int]] = ()) -> TokenSequence:
         """All tokens of a conversation, those of the answers (end token included) as targets. Raises UserError.
 
         Of a document all text has loss, with the end token, and without the marks of items.
+        raws: what the header of each item says; () if no text follows from it.
         """
-        forms = self._forms(conversation)
+        forms, leads = self._forms(conversation), self._leads(conversation.placeholders, raws)
         if conversation.is_document:
-            return self._encode_document(conversation, forms)
+            return self._encode_document(conversation, forms, leads)
         template, turns = (
             self._template_of(conversation.placeholders).with_tools(conversation.tools),
             _without_double_breaks(conversation.turns, forms),
@@ -193,14 +199,17 @@ class ChatTokenizer:
         behind = self._past_end_of_sequence if is_marked else self._past_end_token
         spans = [(start, behind(text, end)) for start, end in spans]
         before = _turns_before(template, conversation, turns, forms, text)
-        sequence = self._tokenise(text, spans, conversation.placeholders, forms, before)
+        sequence = self._tokenise(text, spans, conversation.placeholders, forms, leads, before)
         if not sequence.targets.any():
             raise UserError("the answers come to no token that could be learned; leave the record out")
         return sequence
 
-    def encode_prompt(self, conversation: Conversation) -> tuple[TokenSequence, str]:
+    def encode_prompt(
+        self, conversation: Conversation, raws: Sequence[tuple[int, int]] = ()
+    ) -> tuple[TokenSequence, str]:
         """For evaluation: the tokens before the last answer with the prompt for it, and what is to be answered.
 
+        raws: as of `encode`, of all items of the conversation.
         That is the answer's text, behind what else the template writes between it and the prompt.
         """
         if conversation.is_document:
@@ -212,7 +221,8 @@ class ChatTokenizer:
         text = template.render(turns, _parts(forms), generation_prompt=True)
         answer = self._expected(conversation, len(turns)) or answer
         of_items = _turns_before(template, before, turns, forms, text, generation_prompt=True)
-        return self._tokenise(text, [], before.placeholders, forms, of_items, is_prompt=True), answer
+        leads = self._leads(before.placeholders, raws)
+        return self._tokenise(text, [], before.placeholders, forms, leads, of_items, is_prompt=True), answer
 
     def _expected(self, conversation: Conversation, number: int) -> str:
         """What the answer of a turn adds to the prompt for it, but for the token that ends it; "" if unknown.
@@ -238,11 +248,14 @@ class ChatTokenizer:
         tokens = item_tokens(self._form(modality, template), modality, template, self._added)
         return frozenset(self._added[token] for token in tokens if token in self._added)
 
-    def item_text(self, modality: str) -> Callable[[tuple[int, ...]], ItemText] | None:
-        """Size of an item -> what stands in its place, where its rows come in several pieces; None: they are one run.
+    def item_text(self, modality: str) -> Callable[[tuple[int, ...]], ItemText | None] | None:
+        """Size of an item -> what stands in its place, where its rows come in several pieces; None: they are one run,
+        those of this item or of all.
 
-        Sizes are rows and columns of tiles.
+        Sizes are rows and columns of tiles, or of squares of an image and its crops.
         """
+        if modality == IMAGE and self._names.crops is not None:
+            return cache(partial(self._text_of_crops, self._form(modality, self._template)))
         if modality not in TILED.get(self._names.processor or "", {}):
             return None
         return cache(partial(self._text_of_tiles, self._form(modality, self._template)))
@@ -290,6 +303,22 @@ class ChatTokenizer:
     def _between(self, token: str, text: str) -> Int64Array:
         """The tokens of a text that stands between two special tokens, without these."""
         return self._encode_bare(f"{token}{text}{token}")[0][1:-1]
+
+    def _text_of_crops(self, form: MediaForm, size: tuple[int, ...]) -> ItemText | None:
+        """What stands between the marks of an image and those of its last crop; None: it has none."""
+        if size[0] == 1:
+            return None
+        tokens = self._between(form.token, cropped_text(form, size[0] - 1))
+        return ItemText(tokens, np.flatnonzero(tokens == self._added[form.token]))
+
+    def _leads(self, placeholders: Sequence[str], raws: Sequence[tuple[int, int]]) -> list[str]:
+        """What the processor writes before each item, because of its size."""
+        rule = self._names.crops
+        if rule is None:
+            return [""] * len(placeholders)
+        has_crops = rule.sides(np.array(raws[: len(placeholders)], dtype=np.int64).reshape(-1, 2)).any(axis=1)
+        kinds = zip(placeholders, has_crops.tolist(), strict=True)
+        return [CROPPED if kind == IMAGE and is_cropped else "" for kind, is_cropped in kinds]
 
     def _text_of_tiles(self, form: MediaForm, size: tuple[int, ...]) -> ItemText:
         """All tokens of the item but the first and the last, which stand around it in every sequence."""
@@ -420,14 +449,16 @@ class ChatTokenizer:
         spans: list[tuple[int, int]],
         placeholders: tuple[str, ...],
         forms: dict[str, MediaForm],
+        leads: Sequence[str],
         before: list[tuple[int, int]],
         *,
         is_prompt: bool = False,
     ) -> TokenSequence:
         """Tokens of a rendered text.
 
-        spans: characters [start, end) of the answers in it. before: of each item those of the turn before that of the
-        item, or (0, 0); [] if it is (0, 0) of all. is_prompt: as of `_encode`.
+        leads: what is put before each item. spans: characters [start, end) of the answers in the text. before: of each
+        item those of the turn before that of the item, or (0, 0); [] if it is (0, 0) of all. is_prompt: as of
+        `_encode`.
         """
         # 1. Find the items, and replace what the template wrote for them by what is tokenised.
         modality_of = {form.written: modality for modality, form in forms.items()}
@@ -435,8 +466,8 @@ class ChatTokenizer:
         if tuple(modality_of[match.group()] for match in matches) != placeholders:
             raise UserError("the tokenizer's chat template drops, repeats or reorders placeholders such as <image>")
         pieces, copied = list[str](), 0
-        for match in matches:
-            pieces += [text[copied : match.start()], forms[modality_of[match.group()]].put]
+        for match, lead in zip(matches, leads, strict=True):
+            pieces += [text[copied : match.start()], lead + forms[modality_of[match.group()]].put]
             copied = match.end()
         # 2. Tokenise.
         whole = "".join([*pieces, text[copied:]])
@@ -463,17 +494,23 @@ class ChatTokenizer:
         # 4. The token of each item; it is an input, even in an answer.
         markers = [forms[name] for name in placeholders]
         starts = [
-            match.start() + shift + form.put.index(form.token) for match, shift, form in zip(matches, shifts, markers)
+            match.start() + shift + len(lead) + form.put.index(form.token)
+            for match, shift, lead, form in zip(matches, shifts, leads, markers)
         ]
         positions = self._find_markers(tokens, offsets, starts, [form.token for form in markers])
         targets[positions] = False
         return TokenSequence(tokens, targets, placeholders, positions, turns=turns if turns.any() else None)
 
-    def _encode_document(self, document: Conversation, forms: dict[str, MediaForm]) -> TokenSequence:
-        """Tokens of text without turns."""
+    def _encode_document(
+        self, document: Conversation, forms: dict[str, MediaForm], leads: Sequence[str]
+    ) -> TokenSequence:
+        """Tokens of text without turns. leads: what is put before each item."""
         template = self._template_of(document.placeholders)
         alone = {name: document_text(form, name, template, self._added) for name, form in forms.items()}
-        pieces = [(kind, alone.get(kind, text)) for kind, text in document.turns[0].pieces]
+        lead = iter(leads)
+        pieces = [
+            (kind, next(lead) + alone[kind] if kind in alone else text) for kind, text in document.turns[0].pieces
+        ]
         starts = [0, *accumulate(len(text) for _, text in pieces)]
         tokens, offsets = self._encode_bare("".join(text for _, text in pieces))
         items = [(kind, start, text) for start, (kind, text) in zip(starts, pieces) if kind != TEXT]

@@ -216,7 +216,9 @@ class Backbone(nn.Module):
         if block.number not in self._text.crossing:
             return [LayerModules(shape.layer(trainable=trainable), (block,))]
         layer, keys = crossing_layers(shape, sum(self.keys.values()), trainable=trainable)
-        return [LayerModules(layer, (block,)), LayerModules(keys, ())]
+        attention = block.cross_attn
+        makes_keys = attention.k_proj, attention.v_proj, attention.k_norm
+        return [LayerModules(layer, (block,)), LayerModules(keys, ()).timed_as(*makes_keys)]
 
     def _queries_layer(self) -> LayerModules:
         """The query tokens; like a token's, their row is looked up."""
@@ -557,7 +559,7 @@ class Backbone(nn.Module):
             places = places.cpu().numpy()
             num_seen = whole.key_rows[places].numpy() if len(places) else places  # None where there is no item.
             items = KeyItems.packed(whole.offsets.numpy().astype(np.int64), places, num_seen, num_rows)
-            if context is not None and len(places):
+            if context is not None:
                 rows, items = keys_here(rows, items, places, context)
             arguments |= {"cross_attention_states": rows.reshape(1, -1, self.dim), "cross_attention_mask": items}
         return arguments

@@ -147,10 +147,16 @@ def keys_here(rows: Tensor, items: KeyItems, places: Int64Array, context: Shared
 
     rows: those of the items whose places are on this rank. items: of whole documents. places: int64 [num_items].
     """
-    of_items = ContextRows(np.array([len(places)]), context.rows.owner[places], context.rows.num_ranks)
-    wanted = [items.items_of(own) for own in context.rows.rows]
-    copies = RowCopies(of_items.moves(context.rank, wanted), context, rows.device)
-    return copies.of(rows), items.of(context.own, wanted[context.rank])
+    # No other rank sees the items of documents that this rank has whole, nor knows of them.
+    num_whole = int(np.searchsorted(places, context.rows.lengths[: context.num_whole].sum()))
+    of_shared = ContextRows(
+        np.array([len(places) - num_whole]), context.rows.owner[places[num_whole:]], context.rows.num_ranks
+    )
+    seen = [items.items_of(own) for own in context.rows.rows]
+    wanted = [each[each >= num_whole] - num_whole for each in seen]
+    copies = RowCopies(of_shared.moves(context.rank, wanted), context, rows.device).of(rows[num_whole:])
+    here = torch.cat([rows[:num_whole], copies]) if num_whole else copies
+    return here, items.of(context.own, seen[context.rank])
 
 
 class ContextItems:

@@ -25,6 +25,7 @@ from motet.models.experts import divide_experts, expert_parameters
 from motet.models.families.branches import DIT_BRANCHES, SHAPED_BRANCHES, TensorBranch
 from motet.models.families.registry import (
     BACKBONES,
+    CROSS_BACKBONES,
     ENCODERS,
     GRID_BACKBONES,
     SHAPED_BACKBONE,
@@ -138,7 +139,8 @@ def _share_norms(layer: nn.Module, branches: Sequence[TensorBranch], parts: RowP
 def _divide_branch(root: nn.Module, branch: TensorBranch, parts: RowParts) -> None:
     ranks = parts.ranks
     columns = _columns(root, branch, is_chunked=ranks.chunks > 1)
-    into_products = ColumnProducts(parts, columns).of if ranks.chunks > 1 else parts.into_products
+    of_rows = columns[:1] if branch.keys else columns
+    into_products = ColumnProducts(parts, of_rows).of if ranks.chunks > 1 else parts.into_products
     owner, name = _owner(root, branch.row)
     if branch.norm:
         _at(root, branch.norm).register_forward_hook(lambda module, args, output: into_products(output))
@@ -150,6 +152,9 @@ def _divide_branch(root: nn.Module, branch: TensorBranch, parts: RowParts) -> No
         divide_norm(norm, column.out_features, ranks)
     first_column = ranks.part(columns[0].out_features)[0]
     first_head = first_column // _head_dim(owner) if branch.has_heads else 0
+    if branch.keys:
+        owner.register_forward_pre_hook(partial(_with_keys, branch.keys, ranks), with_kwargs=True)
+        root.forward = partial(parts.on_all_rows, root.forward)
     for adapted in (*columns, _at(root, branch.fused) if branch.fused else None):
         if isinstance(adapted, Adapted):
             adapted.lora_A = SharedLinear(adapted.lora_A, ranks)
@@ -174,6 +179,13 @@ def _with_products(
     if args:
         return (into_products(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": into_products(kwargs["hidden_states"])}
+
+
+def _with_keys(
+    name: str, ranks: TensorRanks, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a module is called with, its keys as this rank's products multiply them."""
+    return args, {**kwargs, name: copied(kwargs[name], ranks)}
 
 
 def _count_heads(attention: Any, num_ranks: int, reads_config: bool) -> None:
@@ -209,7 +221,7 @@ def _branches(module: _DividedModule) -> Iterator[tuple[nn.Module, TensorBranch]
     """(the module in which a branch is, the branch)."""
     branches = _branches_of(_tower(module))
     for layer in _layers(module) if branches else ():
-        yield from ((layer, branch) for branch in branches if hasattr(*_owner(layer, branch.row)))
+        yield from ((layer, branch) for branch in branches if _at(layer, branch.row) is not None)
     if (
         isinstance(module, ModalityModule)
         and isinstance(module.projector, Projector)
@@ -243,7 +255,8 @@ def _branches_of(model: nn.Module) -> tuple[TensorBranch, ...]:
     if type(model) is ShapedDenoiser:
         return SHAPED_BRANCHES
     encoders = (*ENCODERS.values(), *TOWERS.values(), *SHAPED_ENCODERS.values())
-    known = (*BACKBONES.values(), *GRID_BACKBONES.values(), SHAPED_BACKBONE, *encoders)
+    backbones = (*BACKBONES.values(), *GRID_BACKBONES.values(), *CROSS_BACKBONES.values(), SHAPED_BACKBONE)
+    known = (*backbones, *encoders)
     return next((family.branches for family in known if type(model) is family.model), ())
 
 
@@ -263,5 +276,5 @@ def _at(root: nn.Module, path: str) -> Any:
     """The submodule at a path; None where a layer of this shape has none."""
     found: Any = root
     for name in path.split("."):
-        found = getattr(found, name)
+        found = getattr(found, name, None)
     return found

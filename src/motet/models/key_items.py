@@ -17,6 +17,7 @@ from torch import Tensor
 
 from motet.core.arrays import BoolArray, Int64Array
 from motet.core.attention_table import AttentionTable
+from motet.dropout import ItemRows
 from motet.models.table_items import TableItems
 
 
@@ -24,7 +25,8 @@ class KeyItems:
     """The rows of packed documents that see an encoder's rows, and which of them. One object serves all layers.
 
     rows:     int64 [n], those that see any, ascending. sees: bool [n], which of them stand behind an item.
-    table:    who sees which keys: n rows against `num_rows` keys of each item.
+    table:    who sees which keys: n rows against `num_rows` keys of each item. A row's document begins with its keys.
+    numbers:  the document of each of these rows, and the row's number in it.
 
     Example:
         A document of a token, an image of 4 rows of which 3 are real, and a token; then a document without an image:
@@ -33,8 +35,10 @@ class KeyItems:
         ([0, 1, 2], [[0, 0, 0]], [[4, 3, 3]], [False, True, True])
     """
 
-    def __init__(self, rows: Int64Array, sees: BoolArray, table: AttentionTable, num_rows: int) -> None:
-        self.rows, self.sees, self.table, self._num_rows = rows, sees, table, num_rows
+    def __init__(
+        self, rows: Int64Array, sees: BoolArray, table: AttentionTable, numbers: ItemRows, num_rows: int
+    ) -> None:
+        self.rows, self.sees, self.table, self.numbers, self._num_rows = rows, sees, table, numbers, num_rows
         self._on: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @classmethod
@@ -63,10 +67,9 @@ class KeyItems:
         # 2. Text before all items of its document: all rows, in one interval.
         end = np.where(sees, end, stop[document] * num_rows)
         start = np.where(sees, start, np.where(steps > 0, end, first[document] * num_rows))
-        _, first_row, which = np.unique(document, return_index=True, return_inverse=True)
         keys = np.arange(len(places) * num_rows)
-        table = AttentionTable(start, end, np.arange(len(rows)), keys, first_row[which].astype(np.int64))
-        return cls(rows, sees, table, num_rows)
+        table = AttentionTable(start, end, np.arange(len(rows)), keys, first[document] * num_rows)
+        return cls(rows, sees, table, ItemRows(document, rows - offsets[document]), num_rows)
 
     def items_of(self, own: Int64Array) -> Int64Array:
         """The items of which some rows of documents see any, int64 [n], ascending. own: these rows."""
@@ -81,7 +84,8 @@ class KeyItems:
         is_here = np.isin(self.rows, own)
         keys = (items[:, None] * self._num_rows + np.arange(self._num_rows)).reshape(-1)
         table = self.table.of(np.flatnonzero(is_here), keys)
-        return KeyItems(np.searchsorted(own, self.rows[is_here]), self.sees[is_here], table, self._num_rows)
+        numbers = ItemRows(self.numbers.item[is_here], self.numbers.row[is_here])
+        return KeyItems(np.searchsorted(own, self.rows[is_here]), self.sees[is_here], table, numbers, self._num_rows)
 
     @cached_property
     def extents(self) -> TableItems:

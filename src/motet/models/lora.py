@@ -213,7 +213,8 @@ def add_lora(mllm: MLLM, configs: Mapping[str, LoraConfig], seed: int) -> None:
         getattr(module, module.beside_adapters).requires_grad_(False)
         if isinstance(module, ModalityModule):
             module.train_encoder = True
-        for path, layer in _chosen(root, module.blocks, config, where).items():
+        adapts_all = isinstance(module, ModalityModule) and getattr(module.encoder, "adapts_all", False)
+        for path, layer in _chosen(root, None if adapts_all else module.blocks, config, where).items():
             owner, _, key = path.rpartition(".")
             setattr(root.get_submodule(owner), key, LoraLinear(layer, config))
         plain = plain_names(root)
@@ -257,13 +258,17 @@ def lora_layers(root: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
             yield plain[f"{name}.weight"].removesuffix(".weight"), layer
 
 
-def _chosen(root: nn.Module, blocks: Sequence[Block], config: LoraConfig, where: str) -> dict[str, nn.Linear]:
-    """Name in the model, Blocks included -> layer, of the layers that targets name. Raises UserError."""
-    inside, plain = {id(child) for block in blocks for child in block.modules()}, plain_names(root)
+def _chosen(root: nn.Module, blocks: Sequence[Block] | None, config: LoraConfig, where: str) -> dict[str, nn.Linear]:
+    """Name in the model, Blocks included -> layer, of the layers that targets name. Raises UserError.
+
+    blocks: whose layers may have adapters; None: all layers that could learn.
+    """
+    of_blocks = [root] if blocks is None else blocks
+    inside, plain = {id(child) for block in of_blocks for child in block.modules()}, plain_names(root)
     linear = {
         name: (plain[f"{name}.weight"].removesuffix(".weight"), layer)
         for name, layer in root.named_modules()
-        if type(layer) is nn.Linear and id(layer) in inside
+        if type(layer) is nn.Linear and id(layer) in inside and "weight" in layer._parameters
     }
     if not linear:
         raise UserError(

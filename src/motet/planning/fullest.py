@@ -12,6 +12,7 @@ from motet.core.plan import Plan
 from motet.core.words import counted_words
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.memory import held_elements
+from motet.data.order import ListedOrder
 from motet.planner.job import Job
 from motet.planning.sources import training_order
 from motet.schedule.plan_units import recomputed_in
@@ -39,8 +40,9 @@ def fullest_steps(plan: Plan, job: Job, recipe: Recipe) -> FullestSteps:
         held = _held(plan, examples, examples.group)
         most = np.argsort(-held, kind="stable")[: plan.batch_size // plan.microbatch_size]
         return FullestSteps([job.workload.groups(most)], f"the {counted_words(len(held), 'group')} of the first epoch")
-    count = max(min(recipe.run.over(examples.num_examples).num_steps, examples.num_examples // plan.batch_size), 1)
     order = training_order(recipe, job.workload, is_own=True)
+    assert not isinstance(order, ListedOrder), "groups are above"
+    count = max(min(recipe.run.over(order).num_steps, examples.num_examples // plan.batch_size), 1)
     ids = np.concatenate([order.step(number * plan.batch_size, plan.batch_size).ids for number in range(count)])
     fullest = np.argsort(
         -_held_by_step(plan, _held(plan, examples, np.arange(examples.num_examples))[ids]), kind="stable"

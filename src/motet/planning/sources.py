@@ -22,7 +22,7 @@ from motet.core.spec import ModelSpec
 from motet.core.text_files import parse_toml, read_text
 from motet.core.workload import Workload
 from motet.cost.catalogue import cluster
-from motet.data.order import ExampleOrder, GlobalOrder, ListedOrder
+from motet.data.order import GlobalOrder, ListedOrder, MixedOrder
 from motet.planning.planned_recipe import read_job_recipe
 from motet.schedule import check_fit
 
@@ -118,7 +118,7 @@ def example_weights(recipe: Recipe, dataset: Examples) -> Float64Array | None:
     return np.repeat(np.array(recipe.data.weights) / np.maximum(counts, 1), counts)
 
 
-def training_order(recipe: Recipe, workload: Workload, *, is_own: bool) -> ExampleOrder:
+def training_order(recipe: Recipe, workload: Workload, *, is_own: bool) -> GlobalOrder | MixedOrder | ListedOrder:
     """The order in which training takes the examples of a workload, which may be in groups.
 
     is_own: whether they are those of the recipe's own data, of which alone the manifests are known.

@@ -140,6 +140,8 @@ def measure_once(subject: Subject, batch: Batch, watch: Stopwatch) -> Float64Arr
                     call = partial(blocks[module], args[0].detach(), *args[1:], **kwargs)
                     alone[[FORWARD, BOTH]] = _time_trained(subject.sharded, call, watch, None)[[FORWARD, BOTH]]
                 seconds[number] += alone
+        if subject.is_inside(number - 1):
+            seconds[number - 1] -= seconds[number]
     return seconds
 
 
@@ -181,7 +183,8 @@ def entry_once(subject: Subject, batch: Batch, watch: Stopwatch) -> float:
     call = subject.through(batch)
     with torch.enable_grad():
         seconds, _ = watch(call, ())
-    with kept_calls([module for layer in subject.layers for module in layer.modules]) as calls, torch.no_grad():
+    layers = [layer for number, layer in enumerate(subject.layers) if not subject.is_inside(number)]
+    with kept_calls([module for layer in layers for module in layer.modules]) as calls, torch.no_grad():
         call()
     for module, of_module in calls.items():
         for args, kwargs in of_module:
@@ -301,8 +304,14 @@ class MeasuredSubject:
             lengths = items(batch)
             # A feature row begins each sequence, and no loss is taken on it.
             num_targets = int(lengths.sum()) - len(lengths) if layer.targets_only else None
-            segments = self.subject.segments(batch)
-            work = work_of(layer, lengths, padded=self.subject.spec.padded, num_targets=num_targets, segments=segments)
+            work = work_of(
+                layer,
+                lengths,
+                padded=self.subject.spec.padded,
+                num_targets=num_targets,
+                segments=self.subject.segments(batch),
+                num_media=self.subject.media(batch),
+            )
             rows.append(float(work.rows[0]))
             pairs.append(float(work.pairs[0]))
         columns = [rows, pairs, *seconds.T.tolist()]

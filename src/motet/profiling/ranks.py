@@ -182,7 +182,8 @@ def measure_shared(
         module = next(iter(modules), None)
         if layer.attention is None or not isinstance(module, Block):
             continue
-        reason = _obstacle(module, layer.attention.kv_width, layer.attention.width, world.num_ranks)
+        reason = "some of its layers attend to rows of images" if subject.spec.key_blocks else ""
+        reason = reason or _obstacle(module, layer.attention.kv_width, layer.attention.width, world.num_ranks)
         if reason:
             return [], [f"{subject.name}: tensor parallelism over {world.num_ranks} ranks: {reason}"]
         shared = _shared(module, world)

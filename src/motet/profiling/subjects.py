@@ -79,6 +79,8 @@ class Subject:
     lengths: int64 [n], ascending: the lengths that its items can have and, where the job's are known, those about them.
     job_rows: of the job's large microbatches; 0 where they are not known.
     segments: those of a batch's items, or None if the module computes items whole.
+    media:   of a batch's sequences, how many images stand in each, whose rows some layers attend to; None of a module
+             without such layers.
     sharded: the same module again, under FSDP as the recipe has it, on this rank alone: with all of FSDP's hooks and
              copies, and without messages.
     prepare: makes a call of either module on a batch, with random contents.
@@ -97,21 +99,25 @@ class Subject:
     head: Callable[[Tensor], Tensor] | None = None
     job_rows: int = 0
     segments: Callable[[Batch], ItemSegments | None] = lambda batch: None
+    media: Callable[[Batch], Int64Array | None] = lambda batch: None
     through: Callable[[Batch], Callable[[], Tensor]] | None = None
     rest: int = 0
+
+    def is_inside(self, number: int) -> bool:
+        """Whether a layer's modules are parts of those of the layer before, whose time is then without theirs."""
+        if not number or not (modules := self.layers[number].modules):
+            return False
+        parts = {part for module in self.layers[number - 1].modules for part in module.modules()}
+        return parts.issuperset(modules)
 
 
 def one_layer_deep(config: ModelConfig) -> ModelConfig:
     """The same model with a single transformer layer of each reach of attention in a module, and everything trainable.
 
-    Of the models of diffusers only PixArt's is made shallow: blocks of the others differ, and are timed each.
-    Raises UserError for a backbone with layers that attend to rows of images, and for a config that HF refuses.
+    Of the models of diffusers only PixArt's is made shallow: blocks of the others differ, and are timed each. A
+    backbone with layers that attend to rows of images has one of them behind one that does not.
+    Raises UserError for a config that HF refuses.
     """
-    if config.backbone.key_rows:
-        raise UserError(
-            "model.backbone has layers that attend to rows of images, which are not timed beside the others; motet "
-            "plan, simulate and --dry-run predict it by its operations without a profile."
-        )
     encoders = {
         name: part.model_copy(
             update={"train_encoder": True, "train_projector": True} | _truncated(f"encoders.{name}", part)
@@ -149,6 +155,10 @@ def _truncated(where: str, part: EncoderConfig | BackboneConfig) -> dict[str, An
         has_whole = list(dict.fromkeys(number in whole.fullatt_block_indexes for number in range(depth)))
         indexes = [number for number, is_whole in enumerate(has_whole) if is_whole]
         options |= {family.depth: max(len(has_whole), 1), "fullatt_block_indexes": indexes}
+    if "cross_attention_layers" in known:
+        options |= {family.depth: 2, "cross_attention_layers": [1]}
+    if "num_global_layers" in known:
+        options["num_global_layers"] = 0  # They are layers as the others, behind gates.
     truncated: dict[str, Any] = {"config": options}
     if (layer := getattr(part, "feature_layer", None)) is not None:
         truncated["feature_layer"] = -1 if isinstance(layer, int) else (-1,) * len(layer)  # The only layer.
@@ -362,24 +372,35 @@ def _backbone(recipe: Recipe, backbone: Backbone, sharded: nn.Module, device: to
     shortest = min(_SHORTEST, longest)
     lengths = np.unique(np.geomspace(shortest, longest, _NUM_CANDIDATES).astype(np.int64))
 
+    name, num_keys = next(iter(backbone.keys.items()), ("feature", 0))
+
+    def media(batch: Batch) -> Int64Array | None:
+        """An image in each sequence, but not more rows of images than rows: the last sequences have one then."""
+        lengths = items(batch)
+        most = max(int(lengths.sum()) // max(num_keys, 1), 1)
+        return (np.arange(len(lengths), 0, -1) <= most).astype(np.int64) if num_keys else None
+
     def drawn(batch: Batch) -> tuple[Any, dict[str, Tensor]]:
         """Each sequence begins with a row of features, as from an encoder; all other tokens are targets."""
-        each = items(batch)
+        each, has_item = items(batch), media(batch)
         offsets = np.concatenate([[0], np.cumsum(each)])
         starts = torch.from_numpy(offsets[:-1]).to(device)
         targets = torch.ones(int(offsets[-1]), dtype=torch.bool, device=device)
         targets[starts] = False
+        places = starts if has_item is None else torch.from_numpy(offsets[:-1][has_item > 0]).to(device)
         sequences = SimpleNamespace(
             tokens=torch.randint(config.vocab_size, (int(offsets[-1]),), device=device),
             targets=targets,
             offsets=torch.from_numpy(offsets.astype(np.int32)),
-            feature_positions={"feature": starts},
+            feature_positions={name: places},
             # Read where positions are those of a grid: as of text.
             grid_positions=torch.from_numpy(np.tile(np.concatenate([np.arange(n) for n in each]), (NUM_AXES, 1))),
+            # Read where rows of items are keys: text sees all of them.
+            key_rows=torch.full((int(offsets[-1]),), num_keys),
         )
         dtype = next(backbone.parameters()).dtype
-        rows = torch.randn(len(each), backbone.dim, dtype=dtype, device=device, requires_grad=True)
-        return sequences, {"feature": rows}
+        rows = torch.randn(len(places), backbone.row_width(name), dtype=dtype, device=device, requires_grad=True)
+        return sequences, {name: rows}
 
     def prepare(batch: Batch, called: nn.Module) -> Callable[[], Tensor]:
         sequences, features = drawn(batch)
@@ -395,4 +416,4 @@ def _backbone(recipe: Recipe, backbone: Backbone, sharded: nn.Module, device: to
         return backbone.loss(hidden, torch.zeros(len(hidden), dtype=torch.int64, device=device))
 
     spec, layers = backbone.spec_module(), _timed(backbone.layers())
-    return Subject(BACKBONE, backbone, spec, layers, lengths, sharded, prepare, head, through=through)
+    return Subject(BACKBONE, backbone, spec, layers, lengths, sharded, prepare, head, media=media, through=through)

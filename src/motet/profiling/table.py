@@ -125,15 +125,20 @@ def _label(times: LayerTimes) -> str:
 
 
 def _phases(profile: Profile, spec: ModelSpec, recomputed: Mapping[str, int]) -> Table:
+    found = {
+        module.name: phase_times(profile, spec, module.name, recomputed.get(module.name, 0)) for module in spec.modules
+    }
+    # Of layers that attend to rows of images.
+    of_media = ("ns a length with images", "ns an image") if any(times.media_ps for times in found.values()) else ()
     table = _table(
         "Forward and backward of whole modules",
         ("module",),
-        ("us a microbatch", "ns a length", "ns a length²", "ns a target", "fitted"),
+        ("us a microbatch", "ns a length", "ns a length²", "ns a target", *of_media, "fitted"),
     )
-    for module in spec.modules:
-        times = phase_times(profile, spec, module.name, recomputed.get(module.name, 0))
+    for name, times in found.items():
         columns = (times.constant_ps / PS_PER_NS, times.linear_ps, times.quadratic_ps, times.target_ps)
-        table.add_row(module.name, *(f"{value / PS_PER_NS:.4g}" for value in columns), _error(times.held_out))
+        columns += (times.media_row_ps, times.media_ps) if of_media else ()
+        table.add_row(name, *(f"{value / PS_PER_NS:.4g}" for value in columns), _error(times.held_out))
     return table
 
 

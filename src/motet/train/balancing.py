@@ -285,12 +285,6 @@ def check_shared(config: BalanceConfig, model: MLLM) -> None:
         )
     if config.cut_by and model.backbone.merge is not None:
         raise UserError(f"balance.{config.cut_by} cannot cut sequences that model.merge takes whole; remove it.")
-    if config.cut_by and model.backbone.keys:
-        beside = next(iter(model.backbone.keys))
-        raise UserError(
-            f"balance.{config.cut_by} cannot cut sequences whose rows attend to those of {beside} beside them, of "
-            "which ranks know their own alone; remove it."
-        )
 
 
 def check_same_backend(world: World) -> None:

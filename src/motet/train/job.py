@@ -20,7 +20,7 @@ from motet.core.workload import BACKBONE
 from motet.data.decode import Decoder
 from motet.data.examples import Examples
 from motet.data.groups import GroupedOrder
-from motet.data.order import ExampleOrder
+from motet.data.order import EpochOrder, ExampleOrder
 from motet.data.splits import OwnSplits
 from motet.dispatch import Carrier, ItemExchange, Orchestrator, RankBatch
 from motet.dropout import drops_out, example_keys
@@ -199,11 +199,12 @@ def build_job(
     dataset = joined_splits(opened, world, say) if recipe.data.is_split else opened[0]
     check_same_examples(world, dataset, heldout)
     check_prompts(heldout, recipe.evaluate, world)
-    given, recipe = recipe.run, _in_steps(recipe, dataset, world, say)
     with world.together():
         check_bad_at_indexing(recipe, dataset)
         microbatches = recipe.microbatches_on(replicas.num_ranks)  # Refused before anything is sharded.
         order = build_order(recipe, dataset, say)
+    given, recipe = recipe.run, _in_steps(recipe, dataset, order, world, say)
+    with world.together():
         recomputation = _recomputation(recipe, world, (ranks, before_bytes), spec, dataset, order, say)
         if recomputation.auto is not None:
             # Now it is known what is recomputed, and so what weighs how much.
@@ -241,7 +242,7 @@ def build_job(
         )
     start = _start(recipe, dataset, order, step)
     progress, line = resume_run(recipe, world, resume, model, optimizer, start, say)
-    _check_steps_of_epochs(given, progress)
+    _check_steps_of_epochs(given, progress, order)
     _restore_scale(step, progress)
     return TrainingJob(
         recipe,
@@ -264,20 +265,21 @@ def build_job(
     )
 
 
-def _in_steps(recipe: Recipe, dataset: Examples | OwnSplits, world: World, say: Say) -> Recipe:
+def _in_steps(recipe: Recipe, dataset: Examples | OwnSplits, order: EpochOrder, world: World, say: Say) -> Recipe:
     """The recipe with steps in place of epochs. A collective."""
     with world.together():
-        run = recipe.run.over(dataset.num_examples)
+        run = recipe.run.over(order)
     if recipe.run.epochs is not None:
         times = "once" if recipe.run.epochs == 1 else f"{recipe.run.epochs:g} times"
+        times = f"at least {times}" if recipe.data.weights else times
         examples = counted_words(dataset.num_examples, "example")
         say(f"Each of the {examples} is taken {times}, in {counted_words(run.num_steps, 'step')}.")
     return recipe.model_copy(update={"run": run})
 
 
-def _check_steps_of_epochs(run: RunConfig, progress: Progress) -> None:
+def _check_steps_of_epochs(run: RunConfig, progress: Progress, order: EpochOrder) -> None:
     """Raise JointUserError where epochs would be counted wrong, as the steps so far had other batches. On all ranks."""
-    if run.epochs is not None and progress.position != progress.step * run.batch_size:
+    if run.epochs is not None and order.taken_before(progress.position) != progress.step * run.batch_size:
         raise JointUserError(
             f"The run is behind {counted_words(progress.position, 'example')} after "
             f"{counted_words(progress.step, 'step')}, so run.batch_size was not {run.batch_size} as now, by which "
@@ -428,7 +430,7 @@ def _build_planned_job(
     _check_same_plan(world, plan)
     check_same_examples(world, dataset, heldout)
     check_prompts(heldout, recipe.evaluate, world)
-    given, recipe = recipe.run, _in_steps(recipe, dataset, world, say)
+    given, recipe = recipe.run, _in_steps(recipe, dataset, order, world, say)
     with world.together():
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
     step, optimizer = build_part(model, spec, place, PartConfig.of_recipe(recipe, world.device), mesh, world)
@@ -441,7 +443,7 @@ def _build_planned_job(
         )
     start = _start(recipe, dataset, order, step)
     progress, line = resume_run(recipe, world, resume, model, optimizer, start, say)
-    _check_steps_of_epochs(given, progress)
+    _check_steps_of_epochs(given, progress, order)
     _restore_scale(step, progress)
     return TrainingJob(
         recipe,

@@ -19,6 +19,8 @@ class TensorBranch:
     has_heads:  whether its columns are those of heads.
     fused:      the one product that the family computes for all `columns`, which are named after it ("0", "1", ...)
                 once it is split. The first has as many rows as `row` has columns; the others share the rest equally.
+    keys:       the argument by which what holds the row layer is given keys beside the rows, which all columns but the
+                first multiply; "": they multiply what the first does. All ranks have the keys, and all rows.
 
     Example:
         >>> attention, mlp = LLAMA_BRANCHES
@@ -33,6 +35,7 @@ class TensorBranch:
     row_norms: tuple[str, ...] = ()
     has_heads: bool = False
     fused: str = ""
+    keys: str = ""
 
 
 def _numbered(path: str, count: int) -> tuple[str, ...]:
@@ -68,6 +71,14 @@ PHI3_BRANCHES = (
         "post_attention_layernorm", _numbered("mlp.gate_up_proj", 2), "mlp.down_proj", fused="mlp.gate_up_proj"
     ),
 )  # fmt: skip
+MLLAMA_BRANCHES = (
+    *LLAMA_BRANCHES,
+    TensorBranch(
+        "input_layernorm", tuple(f"cross_attn.{name}_proj" for name in "qkv"), "cross_attn.o_proj",
+        ("cross_attn.q_norm", "cross_attn.k_norm"), has_heads=True, keys="cross_attention_states",
+    ),
+)  # fmt: skip
+"""A layer attends to its sequence, or to rows of images beside it."""
 VISION_BRANCHES = (
     TensorBranch("layer_norm1", _QKV, "self_attn.out_proj", has_heads=True),
     TensorBranch("layer_norm2", ("mlp.fc1",), "mlp.fc2"),
@@ -98,6 +109,10 @@ AUDIO_BRANCHES = (
     TensorBranch("final_layer_norm", ("fc1",), "fc2"),
 )
 """Whisper's and Qwen2-Audio's."""
+MLLAMA_TOWER_BRANCHES = (
+    TensorBranch("input_layernorm", _QKV, "self_attn.o_proj", has_heads=True),
+    TensorBranch("post_attention_layernorm", ("mlp.fc1",), "mlp.fc2"),
+)
 DIT_BRANCHES = (
     TensorBranch("", _numbered("attention.input", 3), "attention.output", has_heads=True, fused="attention.input"),
     TensorBranch("", ("mlp.0",), "mlp.2"),

@@ -21,6 +21,7 @@ from motet.core.arrays import Int64Array
 from motet.core.attention_table import AttentionTable
 from motet.core.shapes import Transformer, final_norm, patches
 from motet.core.spec import Layer
+from motet.dropout import some_rows
 from motet.models.contract import ImageRows
 from motet.models.families.patches import embed_patches, sent_width
 from motet.models.families.text import TextModel
@@ -188,11 +189,12 @@ class _PackedCrossLayer(MllamaCrossAttentionDecoderLayer):
             absent = take_part(hidden_states[:, :0], [*self.parameters(), cross_attention_states])
             return hidden_states.index_add(1, rows, absent)
         own = hidden_states.index_select(1, rows)
-        attended, _ = self.cross_attn(
-            hidden_states=self.input_layernorm(own),
-            attention_mask=cross_attention_mask.extents,
-            cross_attention_states=cross_attention_states,
-        )
+        with some_rows(cross_attention_mask.numbers):
+            attended, _ = self.cross_attn(
+                hidden_states=self.input_layernorm(own),
+                attention_mask=cross_attention_mask.extents,
+                cross_attention_states=cross_attention_states,
+            )
         own = own + self.cross_attn_attn_gate.tanh() * attended
         inner = self.mlp(self.post_attention_layernorm(own)) * sees
         return hidden_states.index_copy(1, rows, own + self.cross_attn_mlp_gate.tanh() * inner)

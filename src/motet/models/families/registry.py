@@ -53,6 +53,8 @@ from motet.models.families.branches import (
     GEMMA2_BRANCHES,
     GEMMA3_BRANCHES,
     LLAMA_BRANCHES,
+    MLLAMA_BRANCHES,
+    MLLAMA_TOWER_BRANCHES,
     OLMO2_BRANCHES,
     PHI3_BRANCHES,
     QWEN2_5_OMNI_BRANCHES,
@@ -314,7 +316,9 @@ GRID_BACKBONES = {
 }
 """Backbones of whole models alone: transformers has them as parts of these."""
 
-CROSS_BACKBONES = {"mllama": Family(MllamaTextConfig, MllamaForCausalLM, behind_grids=KEYS, text=MllamaText)}
+CROSS_BACKBONES = {
+    "mllama": Family(MllamaTextConfig, MllamaForCausalLM, branches=MLLAMA_BRANCHES, behind_grids=KEYS, text=MllamaText)
+}
 """Backbones of whole models some of whose layers attend to rows of encoders, which are no rows of the sequence."""
 
 TOWERS = {
@@ -355,6 +359,7 @@ TOWERS = {
         MllamaTower,
         "vision_config",
         r"^(model\.)?vision_model\.",
+        branches=MLLAMA_TOWER_BRANCHES,
     ),
 }
 """Towers as whole models have them: the last layers of some are the model's projector."""

@@ -206,12 +206,6 @@ class WholeDirectory:
             self._check_parts(lora)
             adapters |= with_saved(self, lora)
         for name in adapters:
-            if name != BACKBONE and self.parts.forms:
-                key = "path" if isinstance(lora, Path) else name
-                raise UserError(
-                    f"model.lora.{key} gives adapters to {name}, and of {self.family.model.__name__}, which Motet does "
-                    "not know, only the backbone has any; give it model.lora.backbone alone."
-                )
             if not train.get(name, True):
                 key = "path" if isinstance(lora, Path) else name
                 raise UserError(

@@ -1,16 +1,21 @@
-"""Gemma 3 (Gemma Team 2025, section 2): Siglip, pooled to a fixed number of rows, which see each other."""
+"""Gemma 3 (Gemma Team 2025, section 2): Siglip, pooled to a fixed number of rows, which see each other.
+
+With pan and scan, crops of an image stand behind it, each with rows of its own, and text between them.
+"""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-from motet.models.build import EncoderConfig
+from motet.core.arrays import Int64Array
 from motet.models.whole.family import (
     VISION_TOWER,
     WholeBackboneConfig,
+    WholeEncoderConfig,
     WholeFamily,
     WholeParts,
     check_option,
@@ -18,8 +23,9 @@ from motet.models.whole.family import (
     one_tower,
     vision_family,
 )
-from motet.models.whole.processor import Images
+from motet.models.whole.processor import Images, PannedSquares, pans_and_scans
 from motet.models.whole.projector import PooledProjectorConfig
+from motet.models.whole.tiles import Tiles
 
 if TYPE_CHECKING:
     from motet.models.whole.directory import WholeDirectory
@@ -34,9 +40,11 @@ def _parts(config: Gemma3Config, directory: WholeDirectory) -> WholeParts:
     sides = [count * count for count in range(1, side + 1) if side % count == 0]
     check_option(where, "mm_tokens_per_image", rows, *sides)
     names = {own: _PROJECTOR + theirs for own, theirs in _WEIGHTS.items()}
-    encoder = EncoderConfig(
+    has_crops = pans_and_scans(directory.path)
+    encoder = WholeEncoderConfig(
         family=vision_family(config, where, "siglip"),
         path=directory.path,
+        made={"before": partial(Tiles, side, _squares)} if has_crops else {},
         projector=PooledProjectorConfig(
             tensors=directory.tensors_at(names), pool=side // math.isqrt(rows), eps=tower.layer_norm_eps
         ),
@@ -50,10 +58,15 @@ def _parts(config: Gemma3Config, directory: WholeDirectory) -> WholeParts:
         ),
         "image",
         encoder,
-        Images.of(config.vision_config),
+        PannedSquares(tower.patch_size, tower.image_size) if has_crops else Images.of(tower),
         VISION_TOWER,
         names,
     )
+
+
+def _squares(sizes: Int64Array) -> Int64Array:
+    """An image and its crops, of each size of `PannedImages`, int64 [num_images]."""
+    return sizes[:, 0]
 
 
 GEMMA3 = WholeFamily(Gemma3ForConditionalGeneration, _parts)

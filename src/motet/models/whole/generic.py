@@ -100,7 +100,10 @@ class ImageFeatures(nn.Module):
 
     shape: (channels, height, width) of an image. num_rows: that it becomes, and that its values lie in.
     options: what the class's forward gives its `get_image_features` beside the pixels.
+    Adapters may be beside any of its linear layers on which its rows depend, as none of them is known to be of a block.
     """
+
+    adapts_all = True
 
     def __init__(
         self, model: nn.Module, shape: tuple[int, int, int], num_rows: int, width: int, options: Mapping[str, Any]

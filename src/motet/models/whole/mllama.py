@@ -86,7 +86,6 @@ class KeyProjector(nn.Module):
 
 def _parts(config: MllamaConfig, directory: WholeDirectory) -> WholeParts:
     where, tower, text = str(directory.file), config.vision_config, config.text_config
-    check_option(where, "text_config.dropout", text.dropout, 0)
     if not isinstance(tower.image_size, int) or not isinstance(tower.patch_size, int):
         raise UserError(
             f"{where}: image_size is {tower.image_size} and patch_size {tower.patch_size}; each must be one number."

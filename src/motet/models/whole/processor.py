@@ -9,9 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedConfig, WhisperFeatureExtractor
+from transformers import (
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    Gemma3Processor,
+    PreTrainedConfig,
+    WhisperFeatureExtractor,
+)
 from transformers.models.mllama.image_processing_pil_mllama import get_all_supported_aspect_ratios
 
+from motet.core.crops import CropRule
 from motet.core.errors import UserError
 from motet.models.config_file import one_line, quiet_transformers
 
@@ -56,6 +63,41 @@ class Images:
             )
         own = {"patch_size": self.patch_size, "size": self.size, "shortest_edge": shortest_edge}
         return own | values_of_pixels(processor)
+
+
+@dataclass(frozen=True)
+class PannedSquares:
+    """Images that are squeezed into squares, crops of them behind them (`PannedImages`): Gemma 3's pan and scan.
+
+    What the directory does not say of crops is as transformers' Gemma3Processor has it.
+
+    tile: side of a square in pixels; what is less than a patch at its edges is left out.
+    """
+
+    patch_size: int
+    tile: int
+
+    def options(self, path: Path) -> dict[str, Any]:
+        """As of `Images`. Raises UserError also for crops of which some could be empty."""
+        processor, where = opened_processor(path)
+        check_processor(where, processor)
+        check_made(where, (processor.size.get("height"), processor.size.get("width")), (self.tile, self.tile))
+        known = Gemma3Processor.images_kwargs
+        names = [f"pan_and_scan_{name}" for name in ("min_crop_size", "max_num_crops", "min_ratio_to_activate")]
+        stored = [getattr(processor, name, None) for name in names]
+        least, most, ratio = (known[name] if each is None else each for name, each in zip(names, stored))
+        if not 1 <= most <= least:
+            raise UserError(
+                f"{where} has {names[1]} = {most} and {names[0]} = {least}; a crop could be empty: they must be at "
+                "least 1, and in order."
+            )
+        own = {"patch_size": self.patch_size, "tile": self.tile, "crops": CropRule(int(least), int(most), ratio)}
+        return own | values_of_pixels(processor)
+
+
+def pans_and_scans(path: Path) -> bool:
+    """Whether the image processor of a directory puts crops behind images. Raises UserError if it cannot be opened."""
+    return bool(getattr(opened_processor(path)[0], "do_pan_and_scan", False))
 
 
 @dataclass(frozen=True)

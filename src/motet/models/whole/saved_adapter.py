@@ -97,7 +97,9 @@ class WholeSaved:
                     f"{self.where}: {self.path} has an adapter of {layer}, which is no linear layer of {self._kind}; "
                     "it is an adapter of another model, or of another kind."
                 )
-            if part == PROJECTOR or not _IN_BLOCK.search(name):
+            # Of an encoder that Motet does not know it is not known which layers are of blocks.
+            adapts_all = part != BACKBONE and bool(self.directory.parts.forms)
+            if part == PROJECTOR or not (adapts_all or _IN_BLOCK.search(name)):
                 raise UserError(
                     f"{self.where}: {self.path} has an adapter of {layer}, and adapters are those of linear layers in "
                     "the blocks of encoders and the backbone; train one without it."

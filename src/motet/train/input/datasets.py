@@ -14,6 +14,7 @@ from motet.core.words import counted_words
 from motet.data.dataset import Dataset, Modality
 from motet.data.drawn import DrawnDataset, DrawnVocabulary
 from motet.data.examples import Examples
+from motet.data.panned_images import PannedImages
 from motet.data.split_images import SplitImages
 from motet.data.split_videos import SplitVideos
 from motet.data.splits import OwnSplits
@@ -200,7 +201,7 @@ def _item_text(
     text = vocabulary.item_text(transform.modality)
     if isinstance(transform, SplitVideos):
         return partial(_text_of_tiles, vocabulary, transform, text)
-    if text is not None and not isinstance(transform, SplitImages):
+    if text is not None and not isinstance(transform, SplitImages | PannedImages):
         raise UserError(
             "data.tokenizer is of a model that cuts images into tiles and marks each of them, which the transform here "
             "does not; take the tokenizer of another model, or the whole model (model.path)."

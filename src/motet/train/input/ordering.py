@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from motet.core.words import counted_words
 from motet.data.examples import Examples
 from motet.data.groups import GroupedOrder, group_caps, phase_totals
-from motet.data.order import ExampleOrder
+from motet.data.order import EpochOrder
 from motet.data.splits import OwnSplits
 from motet.train.input.own_splits import order_of
 from motet.train.recipe.recipe import Recipe
@@ -16,7 +16,7 @@ _MAX_NAMED = 3
 """Examples above a cap that are named."""
 
 
-def build_order(recipe: Recipe, dataset: Examples | OwnSplits, say: Callable[[str], None]) -> ExampleOrder:
+def build_order(recipe: Recipe, dataset: Examples | OwnSplits, say: Callable[[str], None]) -> EpochOrder:
     """The order in which a recipe takes its examples. Raises UserError for caps that do not fit the model or the data.
 
     With groups, those of the first epoch are made here, and the caps, the groups and the largest microbatch are said.

@@ -52,6 +52,7 @@ from motet.data.audio import AudioTransform
 from motet.data.config import DataConfig, DrawnDataConfig
 from motet.data.drawn import DrawnTransform, DrawnVocabulary
 from motet.data.images import ImageTransform
+from motet.data.order import EpochOrder
 from motet.data.own_items import OwnTransform
 from motet.data.record_fields import taken_fields
 from motet.data.remote import LOCAL_URL, is_url
@@ -96,7 +97,8 @@ class RunConfig(BaseModel):
         None,
         gt=0,
         le=MAX_STEPS,
-        description="in place of steps: how often the run takes each example of data.train; 0.5 takes half of them",
+        description="in place of steps: how often the run takes each example of data.train, with data.mixture at "
+        "least; 0.5 takes half of them",
     )
     batch_size: int = Field(
         gt=0,
@@ -179,15 +181,15 @@ class RunConfig(BaseModel):
         assert self.steps is not None, "epochs of unknown length"
         return self.steps
 
-    def over(self, num_examples: int) -> RunConfig:
-        """The same with `steps` in place of `epochs`. num_examples: of an epoch.
+    def over(self, order: EpochOrder) -> RunConfig:
+        """The same with `steps` in place of `epochs`. order: of the examples.
 
         The last step is whole: it takes what it lacks from the next epoch.
         Raises UserError for more steps than a run may have, and for a step of profile_steps that does not come.
         """
         if self.epochs is None:
             return self
-        steps = math.ceil(Fraction(str(self.epochs)) * num_examples / self.batch_size)
+        steps = -(-order.taken_in(Fraction(str(self.epochs))) // self.batch_size)
         if steps > MAX_STEPS:
             raise UserError(f"run.epochs = {self.epochs:g} are {steps:,} steps; a run may have {MAX_STEPS:,}.")
         over = self.model_copy(update={"steps": steps, "epochs": None})
@@ -404,11 +406,7 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _epochs_have_a_length(self) -> Recipe:
-        for is_there, why in (
-            (self.is_drawn, "with [workload] examples are drawn, without an end"),
-            (bool(self.data.weights), "with data.mixture each manifest has its own"),
-            (self.data.group is not None, "with data.group a step takes groups, and epochs have some more or fewer"),
-        ):
+        for is_there, why in ((self.is_drawn, "with [workload] examples are drawn, without an end"),):
             if self.run.epochs is not None and is_there:
                 raise ValueError(f"run.epochs = {self.run.epochs:g} has no meaning, as {why}; give run.steps")
         return self

@@ -26,6 +26,7 @@ from motet.data.chunked_clips import ChunkedClips
 from motet.data.config import FilesConfig
 from motet.data.cropped_images import CroppedImages
 from motet.data.omni_videos import OmniVideos
+from motet.data.panned_images import PannedImages
 from motet.data.processed_images import ProcessedImages
 from motet.data.split_images import SplitImages
 from motet.data.split_videos import SplitVideos
@@ -44,6 +45,7 @@ from motet.models.whole.processor import (
     Clips,
     CroppedTiles,
     Images,
+    PannedSquares,
     SplitTiles,
 )
 from motet.models.whole.video_processor import FrameTiles, OmniAreas, TiledVideos, TimedAreas, VideoAreas
@@ -51,6 +53,7 @@ from motet.train.recipe.recipe import Recipe
 
 _TRANSFORMS: dict[type, Callable[..., Transform]] = {
     Images: ProcessedImages,
+    PannedSquares: PannedImages,
     AnyResTiles: AnyResImages,
     CroppedTiles: CroppedImages,
     SplitTiles: SplitImages,
@@ -218,8 +221,13 @@ class WholeRecipe(Recipe):
                 f"model.path: {self.model.path} has a chat template, where the processor of "
                 f"{self.directory.family.model.__name__} writes texts by itself; remove it."
             )
+        crops = [each.crops for each in self._transforms.values() if isinstance(each, PannedImages)]
         return ChatTokenizer.from_directory(
-            self.model.path, template, forms=self.directory.parts.forms, frames=self.directory.family.frames
+            self.model.path,
+            template,
+            forms=self.directory.parts.forms,
+            frames=self.directory.family.frames,
+            crops=crops[0] if crops else None,
         )
 
     def table_of(self, encoder: str) -> str:

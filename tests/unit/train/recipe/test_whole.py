@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import peft
@@ -16,13 +15,20 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlavaForConditionalGeneration
 
 from benchmark import benchmark
+from motet.assign.balancing import operation_costs
+from motet.balance.cutting import cut_phase
+from motet.balance.step_costs import ASSUMED_SPEEDS
+from motet.core.cluster import Link
 from motet.core.errors import UserError
+from motet.core.exchange import Network
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.cost.catalogue import cluster
 from motet.cost.flops import batch_flops, step_flops, work_of
 from motet.cost.operations import Operations
+from motet.cost.phases import phase_times
+from motet.cost.profile import LayerTimes, ModuleTimes, Points, Profile
 from motet.cost.source import cost_model
 from motet.data.conversation import parse_conversation
 from motet.data.images import ImageTransform
@@ -30,13 +36,12 @@ from motet.models.build import build_mllm
 from motet.models.lora_read import SavedAdapter
 from motet.models.spec import model_spec
 from motet.models.whole.export import export_whole
+from motet.profiling.measure import MeasuredSubject, entry_once, measure_once
 from motet.profiling.subjects import one_layer_deep, subjects
 from motet.schedule import planned
 from motet.simulate.predict.predict import assign_batch
 from motet.simulate.predict.stage_pricing import Pricing
-from motet.train.balancing import check_shared
 from motet.train.input.datasets import open_dataset
-from motet.train.planned_job import impossible_cut
 from motet.train.recipe.recipe import dump_recipe, load_recipe
 from unit.models.conftest import Packed
 
@@ -429,7 +434,6 @@ def mllama(tmp_path_factory):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"text_config": {"dropout": 0.1}}, "text_config.dropout is 0.1, which Motet does not compute; it must be 0"),
         ({"text_config": {"cross_attention_layers": [0, 3]}}, "is [0, 3]; it must name layers 1 to 4 in order, one at"),
         ({"text_config": {"cross_attention_layers": []}}, "cross_attention_layers is []; it must name layers 1 to 4"),
         (
@@ -561,24 +565,72 @@ def test_steps_are_predicted_by_the_images_of_each_sequence(mllama):
         assert uneven[0] > even[0] == even[1] > uneven[1]
 
 
-def test_what_sequences_with_keys_cannot_do(mllama):
-    recipe = load_recipe(mllama / "recipe.toml", ["balance.split=auto"])
+def test_what_ranks_that_share_a_sequence_exchange_beside_images(mllama):
+    """Each further rank gets the rows of the images, and sends gradients back; its rows see no others of them."""
+    recipe = load_recipe(mllama / "recipe.toml")
     with torch.device("meta"):
-        model = build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size)
-    with pytest.raises(
-        UserError, match=r"balance.split = \"auto\" cannot cut sequences whose rows attend to those of image"
-    ):
-        check_shared(recipe.balance, model)
-    units = {name: Unit(name, ({name: blocks},)) for name, blocks in model_spec(model).num_blocks.items()}
-    backbone, spec = units["backbone"], model_spec(model)
-    plan = SimpleNamespace(units=tuple(units.values()), model=spec, fills=(), schedule="1f1b")
-    plan.units = (units["image"], replace(backbone, tp=2))
-    assert "unit 'backbone' has tp 2, and 'backbone' cannot be divided" in impossible_cut(model, plan)
+        spec = model_spec(build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size))
+    phases = operation_costs(spec, {}, ASSUMED_SPEEDS["cpu"], 4).phases(sequences_with(0, 1, 3))
+    [image, backbone] = phases if phases[0].name == "image" else reversed(phases)
+    assert backbone.beside.tolist() == [0, 40 * 24 * 4, 3 * 40 * 24 * 4]
+    assert image.output_bytes.tolist() == [40 * 24 * 4] * 4
+    assert [each.count for each in backbone.keys] == [3 * 2]  # Of the three layers that attend to text.
+    network, cut = Link(1e9, 0.0), {}
+    for name, beside in (("with", backbone.beside), ("without", None)):
+        phase = replace(backbone, lengths=backbone.lengths[2:], rows=backbone.rows[2:], owner=np.zeros(1, np.int64))
+        phase = replace(phase, bytes=None, beside=beside if beside is None else beside[2:])
+        cut[name] = cut_phase(phase, 2, Network.of(network))[0]
+    assert cut["with"].fragments.num_cut == 1
+    assert cut["with"].keys_bytes - cut["without"].keys_bytes == 2 * 3 * 40 * 24 * 4
 
 
-def test_layers_of_two_kinds_are_not_profiled(mllama):
-    with pytest.raises(UserError, match="has layers that attend to rows of images, which are not timed"):
-        one_layer_deep(load_recipe(mllama / "recipe.toml").modules)
+def test_layers_that_see_images_are_profiled_apart_from_what_makes_their_keys(mllama):
+    """A call is a second: of the block's call two products and a norm are the keys', which take them off it."""
+    recipe = load_recipe(mllama / "recipe.toml")
+    vocabulary_size = recipe.vocabulary().vocabulary_size
+    model, twin = (build_mllm(one_layer_deep(recipe.modules), vocabulary_size) for _ in range(2))
+    assert [len(module.blocks) for module in (model.encoders["image"], model.backbone)] == [1, 2]
+    found = {each.name: each for each in subjects(recipe, model, twin, torch.device("cpu"))}
+    subject = found[BACKBONE]
+    batch = ((2, 30), (3, 16))  # Of the 40 rows of an image no more than of text: two sequences have one.
+    assert subject.media(batch).tolist() == [0, 0, 0, 1, 1]
+    watch = lambda work, near=None: (1.0, work())  # noqa: E731
+    seconds = measure_once(subject, batch, watch)
+    crossing = next(number for number, (layer, _) in enumerate(subject.layers) if layer.of_media)
+    assert [layer.kind for layer, _ in subject.layers[crossing : crossing + 2]] == ["attention", "keys"]
+    assert seconds[crossing + 1 : crossing + 3, 0].tolist() == [1 - 3, 3]
+    assert entry_once(subject, batch, watch) <= 1
+    measured = MeasuredSubject(subject, [batch], [batch])
+    points = [measured.points(number, np.ones((2, 3)))[0] for number in (crossing, crossing + 1)]
+    assert [(each.rows, each.pairs) for each in points] == [((32.0,), (32.0 * 40,)), ((80.0,), (0.0,))]
+    assert measure_once(found["image"], ((3, int(found["image"].lengths[0])),), watch)[:, 0].sum() > 0
+
+
+def test_a_measured_sequence_costs_by_its_images(mllama):
+    recipe = load_recipe(mllama / "recipe.toml")
+    with torch.device("meta"):
+        spec = model_spec(build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size))
+    batches, layers = [((1, 20),), ((4, 20),)], {}
+    for layer in spec.module(BACKBONE).layers:
+        each_s = {"keys": 1e-3}.get(layer.kind, 2e-3 if layer.of_media else 0.0)  # A row, in each of three passes.
+        rows = [20.0 * (40 / 20 if layer.item_rows else 1) * count for count in (1, 4)]
+        points = Points(
+            rows=rows,
+            pairs=[40 * each for each in rows] if layer.attention else [0, 0],
+            **{f"{name}_s": [each_s * each for each in rows] for name in ("forward", "input", "weight")},
+        )
+        reach = layer.attention.reach if layer.attention else None
+        layers[layer.kind, layer.weights, reach] = LayerTimes(
+            kind=layer.kind, weights=layer.weights, reach=reach, grid=points, held_out=points
+        )
+    module = ModuleTimes(name=BACKBONE, grid=batches, held_out=batches, layers=list(layers.values()))
+    profile = Profile(
+        recipe="r.toml", device="cpu", precision="float32", torch="2", measured_at="now", num_ranks=1, modules=[module]
+    )
+    items = sequences_with(0, 1, 3).of(BACKBONE)
+    found = phase_times(profile, spec, BACKBONE).of_items(items, np.zeros(3, np.int64))
+    seen, made = 2 * 3 * 2 * 10**9 * items.length, 2 * 3 * 40 * 10**9  # Of two layers: of a row, and of an image.
+    assert found.tolist() == pytest.approx([0, seen[1] + made, seen[2] + 3 * made], rel=1e-6)
 
 
 def test_a_template_that_leaves_the_begin_to_the_processor(mllama, tmp_path):
