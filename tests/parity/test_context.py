@@ -133,6 +133,41 @@ LARGE = {
 """Images that ranks cut, of which some have no row of a small one."""
 
 
+SOUND = Unit("encoders", ({"audio": 1}, {"audio": 1, "image": 3}), pp=2, cp=2, zero=0, recompute=({"audio": 1}, {}))
+IN_AUDIO = chain(2, {"audio": 1}, {"audio": 1, "image": 3, "backbone": 3})
+
+
+def sound(*units, schedule="1f1b", contents=("audio",), **options):
+    return PlannedCase(units, schedule, contents=contents, has_large=True, **options)
+
+
+CLIPS = {
+    2: [
+        sound(*chain(2, WHOLE), dropout=0.2),
+        sound(*chain(2, WHOLE, zero=3, recompute=({"audio": 1},)), microbatch_size=2, left_out=0.3),
+        sound(*chain(2, {"backbone": 3}, replicated=("image", "audio"))),
+        sound(*chain(2, WHOLE), frozen=("audio encoder",)),
+        # Images drop out, too, as do their towers.
+        sound(*chain(2, WHOLE), contents=("image", "audio"), dropout=0.2, microbatch_size=2, seed=3),
+        sound(*chain(2, WHOLE), contents=("image", "audio"), dropout=0.2, parts=("tiled",)),
+    ],
+    3: [
+        sound(BESIDE, Unit("llm", ({"backbone": 3},), first_rank=2), microbatch_size=2),
+        sound(*chain(3, WHOLE), microbatch_size=2, dropout=0.2),
+    ],
+    4: [
+        # From stage to stage go rows of fragments, and of whole clips that are not padded beside them.
+        sound(*IN_AUDIO, microbatch_size=2, dropout=0.2),
+        sound(replace(IN_AUDIO[0], recompute=({}, {"audio": 1})), schedule="zb_h1", microbatch_size=3),
+        sound(ENCODERS, *chain(2, {"backbone": 3}, first_rank=2), microbatch_size=2),
+        sound(*chain(2, WHOLE, tp=2), microbatch_size=2, dropout=0.2),
+        sound(*chain(4, WHOLE)),
+    ],
+    5: [sound(SOUND, Unit("llm", ({"backbone": 3},), first_rank=4), microbatch_size=3, schedule="gpipe")],
+}
+"""Clips that ranks cut: convolutions see frames of other ranks, and the projector joins rows of two."""
+
+
 def wide(*units, schedule="1f1b", parts=(), of="stacked", **options):
     return PlannedCase(units, schedule, parts=(of, *parts), has_large=True, **options)
 
@@ -205,6 +240,11 @@ def test_encoders_that_share_items_equal_one_process(num_ranks):
 
 @pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(LARGE, {2: (0,), 3: (0,), 4: (1,)}))
 def test_ranks_that_share_images_equal_one_process(num_ranks, cases):
+    assert_planned(num_ranks, cases)
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(CLIPS, {2: (0,), 4: (0,)}))
+def test_ranks_that_share_clips_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)
 
 
