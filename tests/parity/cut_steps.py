@@ -25,7 +25,7 @@ from parity.cut_at_random import cut_at_random, cut_items_at_random
 from parity.planned import rank_device, share_off
 from parity.test_gradients import Case, counted_exchanges, lengths_of, local, orchestrator_of, relative, whole
 from parity.tiny import PHASES, build_model, draw_examples, reference_step
-from parity.towers import JOINED, SOUNDS, STACKED, TOWERS, phase_of, tower_module, with_patches
+from parity.towers import JOINED, RASTERS, SOUNDS, STACKED, TOWERS, phase_of, tower_module, with_patches
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def drawn_cut(seed: int, number: int) -> Cut:
         contents=tuple(name for name in PHASES if rng.random() < 0.8),
         family=str(rng.choice(["qwen2", "qwen2", "llama", "qwen3", "mixtral", "qwen3_moe"])),
     )
-    tower = str(rng.choice(["", "", *TOWERS, *JOINED, *SOUNDS]))
+    tower = str(rng.choice(["", "", *TOWERS, *JOINED, *RASTERS, *SOUNDS]))
     return Cut(
         case,
         degrees=() if tower and rng.random() < 0.2 else None,

@@ -210,6 +210,21 @@ TILED = {
     ],
 }
 """Images that ranks cut between tiles."""
+LINES = {
+    2: [
+        wide(*chain(2, WHOLE), of="lines"),
+        wide(*chain(2, WHOLE, zero=3, recompute=({"image": 2},)), of="lines", microbatch_size=2, left_out=0.3),
+        wide(*chain(2, {"backbone": 3}, replicated=("image", "audio")), of="lines", dropout=0.2),
+    ],
+    3: [wide(BESIDE, Unit("llm", ({"backbone": 3},), first_rank=2), of="lines", microbatch_size=2)],
+    4: [
+        # The class row of a tile goes along with its first row.
+        wide(*chain(2, {"image": 1}, {"image": 2, "audio": 2, "backbone": 3}), of="lines", microbatch_size=2),
+        wide(*INSIDE, of="lines", schedule="zb_h1"),
+        wide(*chain(4, WHOLE), of="lines"),
+    ],
+}
+"""Images of tiles that ranks cut, also within a tile, and whose rows become one raster."""
 IN_HEAD_GROUPS = [
     PlannedCase(
         chain(2, WHOLE, zero=3, recompute=({"image": 1, "backbone": 2},)),
@@ -255,4 +270,9 @@ def test_ranks_that_share_videos_of_rows_for_several_blocks_equal_one_process(nu
 
 @pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(TILED, {2: (0,), 4: (0,)}))
 def test_ranks_that_share_tiles_equal_one_process(num_ranks, cases):
+    assert_planned(num_ranks, cases)
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(LINES, {4: (0,)}))
+def test_ranks_that_share_tiles_of_one_raster_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)

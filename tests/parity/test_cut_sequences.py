@@ -98,13 +98,17 @@ ITEMS = [
     Cut(ALL, degrees=(2,), tower="siglip", items=(4, 2, 1, 2), dropout=True),
     Cut(replace(ALL, seed=4), degrees=(), tower="internvl", items=(3, 2), dropout=True, idle=1),
     Cut(ALL, degrees=(2,), tower="tiled internvl", items=(2, 1, 3), dropout=True),
+    # Tiles of which ranks have rows, and whose rows become one raster.
+    Cut(ALL, degrees=(2,), tower="raster clip", items=(4, 2, 1, 2)),
+    Cut(replace(IMAGES, num_examples=5), degrees=(), tower="raster siglip", items=(2, 3), idle=1, dropout=True),
+    Cut(replace(ALL, fsdp=FSDPConfig(recompute=True), num_microbatches=2), tower="raster siglip", draws_items=True),
     # Ranks that have no image, and meet the others in each layer.
     Cut(replace(IMAGES, num_examples=5), degrees=(), tower="siglip", items=(2,), idle=2),
     Cut(replace(IMAGES, num_examples=1, seed=1, fsdp=HYBRID), degrees=(2,), tower="qwen2_vl", items=(2,), idle=2),
 ]
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: ITEMS}, {4: (1, 9, 12, 14, 16, 21, 23, 28, 30)}))
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: ITEMS}, {4: (1, 9, 12, 14, 16, 21, 23, 28, 31)}))
 def test_images_cut_over_ranks_equal_one_process(num_ranks, cases):
     assert run_ranks(check, num_ranks, cases) == [[]] * num_ranks
 

@@ -19,7 +19,7 @@ from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
 from parity.planned import TOLERANCE
 from parity.tiny import DIM
-from parity.towers import JOINED, ROW_DIM, SOUNDS, TILE, TOWERS, tower_module
+from parity.towers import JOINED, RASTERS, ROW_DIM, SOUNDS, TILE, TOWERS, raster_sizes, tower_module
 from ranks import run_ranks
 
 NUM_RANKS = 3
@@ -45,6 +45,8 @@ def sizes_of(tower: str, blocks: list[tuple[int, int]]) -> np.ndarray:
         return 9 * sizes.prod(axis=1)[:, None]
     if tower in JOINED:
         return 2 * sizes + 1
+    if tower in RASTERS:
+        return raster_sizes(sizes)
     if tower in SHAPED:
         return sizes.prod(axis=1)[:, None]
     if tower.startswith("tiled"):
@@ -75,7 +77,7 @@ def without_weights(module: ModalityModule) -> ModalityModule:
 
 def check(rank: int, num_ranks: int, frozen: tuple[str, ...]) -> list[str]:
     wrong = []
-    for tower in (*TOWERS, *JOINED, *SOUNDS, *SHAPED):
+    for tower in (*TOWERS, *JOINED, *RASTERS, *SOUNDS, *SHAPED):
         for blocks in IMAGES:
             module, reference = module_of(tower, frozen), module_of(tower, frozen)
             assert module.can_share, tower

@@ -98,7 +98,21 @@ def test_divided_experts_beside_a_tower_on_ranks_of_its_own_are_one_process(tmp_
 
 @pytest.mark.parametrize(
     "family",
-    ["idefics3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_vl", "smolvlm", "internvl"))],
+    [
+        "idefics3",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                "qwen3_vl",
+                "smolvlm",
+                "internvl",
+                "llava_next",
+                "llava_onevision",
+                "qwen2_audio",
+                "qwen2_5_omni",
+            )
+        ),
+    ],
 )
 def test_items_that_ranks_share_are_one_process(family, tmp_path):
     """Images of several tiles; videos and images of Qwen3-VL, whose frames stand in several pieces; videos of tiles."""

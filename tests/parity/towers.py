@@ -31,7 +31,7 @@ from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
 from motet.models.whole.merger import MergerProjector
 from motet.models.whole.qwen3_vl import StackedMerger
-from motet.models.whole.tiles import Tiles
+from motet.models.whole.tiles import Newlines, Tiles, anyres_counts
 from parity.tiny import DIM
 
 _OPTIONS = {
@@ -57,6 +57,8 @@ become a row.
 TILE = 4
 JOINED = {"joined siglip": {"downsample": 4}, "pooled clip": {"pool": 4}}
 """Towers of images without tiles, four of whose patches become a row."""
+RASTERS = {"raster clip": None, "raster siglip": 2}
+"""Towers whose tiles become one raster with newlines, in as many tiles' rows as said."""
 SOUNDS = ("whisper", "joined whisper", "qwen2_audio", "whole qwen2_audio", "joined qwen2_5_omni_audio")
 """Towers of sound; three rows of joined ones become one."""
 EVEN_TILES = Tiles(TILE, lambda sizes: sizes[:, 0] // TILE)
@@ -78,6 +80,9 @@ def tower_module(family: str, frozen: Sequence[str], dropout: float = 0.0) -> Mo
         before = EVEN_TILES
     if family in JOINED:
         projector, name = build_projector(8, DIM, ProjectorConfig(**JOINED[family])), family.split()[1]
+    after = None
+    if family in RASTERS:
+        name, (before, after) = family.split()[1], raster_callbacks(RASTERS[family])
     if family in SOUNDS:
         encoder = sound_tower(family, dropout)
         projector = build_projector(8, DIM, ProjectorConfig(downsample=3 if "joined" in family else 1))
@@ -110,10 +115,29 @@ def tower_module(family: str, frozen: Sequence[str], dropout: float = 0.0) -> Mo
         train_encoder=phase not in frozen and f"{phase} encoder" not in frozen,
         train_projector=phase not in frozen,
         before=before,
+        after=after,
     )
     module = module.to(torch.float64)
     keep_float64(module)  # What these norms round would hide what differs, or look as if something did.
     return module
+
+
+def raster_callbacks(most: int | None) -> tuple[Tiles, Newlines]:
+    """Before a tower and behind its projector. most: as of `Newlines`."""
+    newlines = Newlines(DIM, TILE, most)
+    nn.init.normal_(newlines.image_newline)
+    return Tiles(TILE, anyres_counts), newlines
+
+
+def raster_sizes(tiles: np.ndarray) -> np.ndarray:
+    """Sizes of images of so many rows and columns of tiles, int64 [n, 2], with margins: of RASTERS, int64 [n, 4].
+
+    One of one tile is on a square, and one of one row of two is a video of as many frames.
+    """
+    sizes = np.concatenate([tiles, TILE * tiles - 1], axis=1)
+    sizes[tiles.prod(axis=1) == 1] = 0
+    sizes[(tiles == (1, 2)).all(axis=1)] = 2, 0, 0, 0
+    return sizes
 
 
 def phase_of(family: str) -> str:
@@ -183,9 +207,13 @@ def with_patches(example: LoadedExample, seed: int, family: str) -> LoadedExampl
             size = 9 * item.size
         elif family.startswith("whole"):
             size = np.insert(2 * item.size, 0, rng.integers(1, 4))
+        elif family in RASTERS and phase == "image":
+            size = raster_sizes(item.size[None])[0]
         elif family.startswith("tiled"):
             size = np.array([TILE * item.size[0], TILE])
         num_rows = size.prod() + (Qwen2AudioTower.margin if family == "whole qwen2_audio" else 0)
+        if family in RASTERS and phase == "image":
+            num_rows = int(anyres_counts(size[None])[0]) * TILE**2
         values = rng.standard_normal((num_rows, ROW_DIM)).astype(np.float32)
         media.append(Media(values, size) if phase == phase_of(family) else item)
     return replace(example, media=tuple(media))

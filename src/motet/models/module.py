@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from motet.absent import take_part
 from motet.core.arrays import Int64Array
-from motet.core.context_rows import ContextRows
+from motet.core.context_rows import ContextRows, rows_of_runs
 from motet.core.errors import ArgumentError, UserError
 from motet.core.grid_positions import NUM_AXES
 from motet.core.item_segments import ItemSegments
@@ -37,7 +37,7 @@ from motet.models.layers import (
 )
 from motet.models.projector import Projector
 from motet.models.row_copies import rows_wanted
-from motet.models.whole.tiles import Tiles
+from motet.models.whole.tiles import Newlines, Tiles
 
 
 class ModalityModule(nn.Module):
@@ -299,7 +299,7 @@ class ModalityModule(nn.Module):
         here = self._here(values, sizes, shared)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph), here.arranged(ENTER):
             hidden = self.encoder(self._cast(here.values), here.sizes, here.given)
-        return self._project_shared(hidden, sizes, here)
+        return self._project_shared(hidden, sizes, shared, here)
 
     def _enter_shared(self, values: Tensor, sizes: Tensor, shared: SharedItemRows) -> Tensor:
         here = self._here(values, sizes, shared)
@@ -332,27 +332,51 @@ class ModalityModule(nn.Module):
         tiles = torch.from_numpy(self._tile.repeat(len(rows.own) // int(self._tile.prod()), axis=0))
         return replace(here, sizes=tiles, given=None)
 
-    def _project_shared(self, rows: Tensor, sizes: Tensor, here: _ItemsHere) -> Tensor:
-        """The encoder's rows that are here -> those of the sequence that are. sizes: of the items themselves."""
-        projector, shared = self.projector, here.shared
-        extents, counts = self._extents(here.sizes.numpy()), here.counts
+    def _project_shared(self, rows: Tensor, sizes: Tensor, shared: SharedItemRows, here: _ItemsHere) -> Tensor:
+        """The encoder's rows that are here -> those of the sequence that are. sizes, shared: as of `forward`."""
+        projector = self.projector
+        extents = self._extents(here.sizes.numpy())
         rows = rows.to(_dtype_of(projector, rows.dtype))
         if self._tile is not None:
             rows = projector(rows, extents)
         elif getattr(projector, "joins", False):
-            encoded = shared.with_rows(_sums(item_rows(extents), counts))
-            made = shared.with_rows(_sums(projector.num_outputs(extents), counts)).rows.rows
+            encoded = here.shared.with_rows(_sums(item_rows(extents), here.counts))
+            made = here.shared.with_rows(_sums(projector.num_outputs(extents), here.counts)).rows.rows
             # Of rows that become one, ranks may have some each.
             rows = rows_wanted(rows, encoded, lambda rank: projector.rows_for(extents, made[rank]))
             rows = projector(rows, extents, made[shared.rank])
         else:
             rows = projector(rows, np.array([len(rows)]))
-        if shared.num_rows_out == 0:
-            return rows[:0].clone()  # Nobody sees the spare item. FSDP refuses views as outputs.
+        rows = rows[:0] if shared.is_idle else rows  # Nobody sees the spare item.
+        if self.after is not None:
+            rows = self._after_shared(rows, sizes, shared)
         if len(rows) != shared.num_rows_out:
             name = type(self.encoder).__name__
             raise ValueError(f"{name} gave {len(rows)} rows of shared items, not {shared.num_rows_out}")
-        return rows
+        return rows if len(rows) else rows.clone()  # FSDP refuses views as outputs.
+
+    def _after_shared(self, rows: Tensor, sizes: Tensor, shared: SharedItemRows) -> Tensor:
+        """The projected rows that are here, [n, backbone_dim] -> the own ones of what `after` makes of whole items.
+
+        It sees rows of whole items, so that each rank with a part of one gets all of them. Little is computed twice.
+        """
+        after, counts = self.after, np.zeros(0, dtype=np.int64)
+        if len(sizes):
+            seen, num_seen = self._seen(sizes.numpy())
+            counts = _sums(self.projector.num_outputs(self._extents(seen)), num_seen)
+        projected = shared.with_rows(counts)
+
+        def wanted(rank: int) -> Int64Array:
+            has = shared.outputs.num_rows_of(rank) > 0
+            return rows_of_runs(projected.rows.starts[has], counts[has])
+
+        rows = rows_wanted(rows, projected, wanted)
+        assert isinstance(after, Newlines), "a callback by which `can_share` holds"
+        if not shared.num_rows_out:
+            return take_part(rows[:0], after.parameters())
+        rows = after(rows.to(_dtype_of(after, rows.dtype)), sizes)
+        own = torch.from_numpy(shared.outputs.rows[shared.rank]).to(rows.device)
+        return rows.index_select(0, own).to(self._dtype(rows.dtype))
 
     def _hidden_here(self, hidden: Tensor, here: _ItemsHere) -> Tensor:
         """Hidden states of some rows: on a rank without any, zeros of a spare item, with the graph of none."""
@@ -362,16 +386,20 @@ class ModalityModule(nn.Module):
     @property
     def can_share(self) -> bool:
         """Whether ranks can share an item: where its rows meet, they get those of each other."""
-        has_callback = any(callback is not None for callback in (self.before, self.between, self.after))
-        is_by_row = getattr(self.projector, "shareable", False) and not has_callback
-        return hasattr(self.encoder, "spare") and (is_by_row or self._tile is not None)
+        own_callbacks = (
+            *(() if isinstance(self.before, Tiles) else (self.before,)),
+            *(() if isinstance(self.after, Newlines) else (self.after,)),
+            self.between,
+        )
+        can_meet = hasattr(self.encoder, "spare") and getattr(self.projector, "shareable", False)
+        return can_meet and all(callback is None for callback in own_callbacks)
 
     @property
     def _tile(self) -> Int64Array | None:
         """The size of every tile that `before` makes of items, int64 [1, size_dim], where ranks can share items between
         these. None where they cannot: something else stands behind the tower, or not as many patches make each row.
         """
-        if not isinstance(self.before, Tiles) or not (self.between is self.after is None) or self.projector.blocks:
+        if not isinstance(self.before, Tiles) or self.after is not None:
             return None
         tile = self.before.tile
         is_even = tile.prod() % self.projector.num_outputs(self._extents(tile))[0] == 0
@@ -380,7 +408,7 @@ class ModalityModule(nn.Module):
     @property
     def tile_rows(self) -> int:
         """Rows behind the projector of each tile between which alone ranks share an item; 0: between any rows."""
-        if self._tile is None or not self.can_share:
+        if not self.can_share or self._tile is None:
             return 0
         return int(self.projector.num_outputs(self._extents(self._tile))[0])
 
@@ -461,7 +489,7 @@ class ModalityModule(nn.Module):
             hidden = self._hidden_here(hidden, here)
             with self._graph_behind(hidden), here.arranged(2 * self.num_encoder_blocks):
                 hidden = self.encoder.leave(hidden, here.sizes, here.given)
-            return self._project_shared(hidden, sizes, here)
+            return self._project_shared(hidden, sizes, shared, here)
         if self.projector.blocks:
             return self._after(self.projector.leave(hidden), sizes)
         seen_sizes = self._seen_sizes(sizes)
