@@ -124,7 +124,8 @@ def drawing(module: str, draws: Mapping[str, Int64Array] | None) -> Iterator[Non
     if draws is None:
         yield
         return
-    with _in(_Draws(module, draws[module])), _Mode():
+    # A rank without items may run a spare one, which needs some key.
+    with _in(_Draws(module, draws[module] if len(draws[module]) else np.zeros(1, dtype=np.int64))), _Mode():
         yield
 
 

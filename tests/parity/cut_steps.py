@@ -25,7 +25,7 @@ from parity.cut_at_random import cut_at_random, cut_items_at_random
 from parity.planned import rank_device, share_off
 from parity.test_gradients import Case, counted_exchanges, lengths_of, local, orchestrator_of, relative, whole
 from parity.tiny import PHASES, build_model, draw_examples, reference_step
-from parity.towers import STACKED, TOWERS, tower_module, with_patches
+from parity.towers import JOINED, RASTERS, SOUNDS, STACKED, TOWERS, phase_of, tower_module, with_patches
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Cut:
     idle: ranks that get no row. dropout: of attention, and of the rows that go in. enters_again: rows of images enter
     the backbone a second time.
     together: "images", whose rows see each other in both directions, and "prefix", rows before the first target.
-    tower: a family of vision encoders in place of the toy's. items: degrees of its first images; None: whole or, with
-    `draws_items`, drawn.
+    tower: a family of encoders, of images or sound, in place of the toy's, which drop out too. items: degrees of its
+    first items; None: whole or, with `draws_items`, drawn.
     """
 
     case: Case
@@ -75,7 +75,7 @@ def errors_of_cut(cut: Cut, cuts_something: bool = False) -> dict[str, float]:
     if cuts_something:
         decisions = [decision for decision, _, _ in decided]
         assert any(decision.shares_items for decision in decisions), f"{cut}: nothing is cut"
-        for degrees, phase in ((cut.degrees, "backbone"), (cut.items, "image")):
+        for degrees, phase in ((cut.degrees, "backbone"), (cut.items, phase_of(cut.tower))):
             if degrees:
                 assert set(degrees) - {1} <= set(decisions[0].cuts_of(phase).degrees.values()), cut
     batches = [_assembled(decision, lengths, of, mesh).to(mesh.device) for decision, lengths, of in decided]
@@ -113,7 +113,8 @@ def _model_of(cut: Cut) -> MLLM:
     model.backbone.bidirectional = ("image",) if "images" in cut.together else ()
     model.backbone.prefix = "prefix" in cut.together
     if cut.tower:
-        model.encoders["image"] = tower_module(cut.tower, cut.case.frozen)
+        dropout = 0.2 if cut.dropout else 0.0
+        model.encoders[phase_of(cut.tower)] = tower_module(cut.tower, cut.case.frozen, dropout)
     if cut.dropout:
         for layer in model.backbone.causal_lm.model.layers:
             layer.self_attn.attention_dropout = 0.3
@@ -139,8 +140,9 @@ def _decided(cut: Cut, model: MLLM, mesh: Mesh) -> Iterator[tuple[Decision, Batc
             if cut.degrees != ():
                 decision = cut_at_random(decision, lengths, rng, cut.degrees, cut.idle)
             if cut.items is not None or cut.draws_items:
-                tile_rows = model.encoders["image"].tile_rows
-                decision = cut_items_at_random(decision, lengths, "image", rng, cut.items, cut.idle, tile_rows)
+                phase = phase_of(cut.tower)
+                tile_rows = model.encoders[phase].tile_rows
+                decision = cut_items_at_random(decision, lengths, phase, rng, cut.items, cut.idle, tile_rows)
         yield decision, lengths, chosen
 
 
@@ -179,7 +181,7 @@ def drawn_cut(seed: int, number: int) -> Cut:
         contents=tuple(name for name in PHASES if rng.random() < 0.8),
         family=str(rng.choice(["qwen2", "qwen2", "llama", "qwen3", "mixtral", "qwen3_moe"])),
     )
-    tower = str(rng.choice(["", "", *TOWERS]))
+    tower = str(rng.choice(["", "", *TOWERS, *JOINED, *RASTERS, *SOUNDS]))
     return Cut(
         case,
         degrees=() if tower and rng.random() < 0.2 else None,

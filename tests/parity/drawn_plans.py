@@ -224,9 +224,9 @@ def _with_experts(mixture: dict[str, object], numbers: tuple[int, ...]) -> dict[
 
 
 def _with_other_images(mixture: dict[str, object], numbers: tuple[int, ...]) -> dict[str, object]:
-    """Half of the mixtures whose image encoder has no further parts have wide rows, or tiles."""
+    """Half of the mixtures whose image encoder has no further parts have wide rows, tiles, or tiles of one raster."""
     rng, parts = np.random.default_rng((*numbers, crc32(b"stacked"))), mixture["parts"]
-    other = ("stacked", "tiled", "", "")[int(rng.integers(4))]
+    other = ("stacked", "tiled", "lines", "")[int(rng.integers(4))]
     return mixture | {"parts": (other, *parts)} if other and {*parts} <= {"ahead", "prefix"} else mixture
 
 

@@ -152,6 +152,8 @@ def build_hf_model(
     of_images: tuple[torch.nn.Module, Any] = SiglipEncoder(SiglipVisionModel(image)), ProjectorConfig()
     if "stacked" in parts:
         of_images = qwen3_vl_tower(8, DIM, list(INNER), depth=3)
+    if "lines" in parts:
+        of_images = registry_tower("clip", depth=3), ProjectorConfig()
     if "tiled" in parts:
         of_images = registry_tower("internvl", depth=3), ProjectorConfig(downsample=4)
     towers = {"image": of_images, "audio": (WhisperEncoder(HFWhisperEncoder(audio)), ProjectorConfig(downsample=2))}
@@ -277,7 +279,7 @@ class PlannedCase:
         media = [tuple(map(str, each)) for each in media[: self.batch_size]]
         media[0] = tuple(name for name in media[0] if name != "image")
         examples = [draw_example(rng, each, ROW_DIMS, self.has_large) for each in media]
-        for part, tower in (("stacked", "whole qwen3_vl"), ("tiled", "tiled internvl")):
+        for part, tower in (("stacked", "whole qwen3_vl"), ("tiled", "tiled internvl"), ("lines", "raster clip")):
             if part in self.parts:
                 examples = [with_patches(example, self.seed, tower) for example in examples]
         return [read_twice(example, self.parts) for example in examples] if has_second(self.parts) else examples
@@ -460,7 +462,8 @@ def batches_of(
             for phase, replica in place.replicas.items()
             if needs.reads(phase, number, part.decision.program)
         }
-        dims = SIZE_DIMS | ({"image": 3} if "stacked" in case.parts else {})
+        wide = next((dims for part, dims in (("stacked", 3), ("lines", 4)) if part in case.parts), SIZE_DIMS["image"])
+        dims = SIZE_DIMS | {"image": wide}
         sizes = {p: np.array([m.size for m in items[p]], np.int64).reshape(-1, dims[p]) for p in phases}
         sequences = None
         if needs.tokens:

@@ -9,6 +9,7 @@
 "stacked":      the image's tower and mergers are a Qwen3-VL's, on videos; rows of its first two blocks go along with
                 those of the last, and enter the backbone before its second and its third block.
 "tiled":        images are of tiles with a class row each, of whose rows four become one.
+"lines":        images are of tiles with a class row each, whose rows become one raster with newlines.
 "rows", "sum":  "second" reads each image too; its rows come behind the first encoder's, or are added to them.
 """
 
@@ -31,7 +32,7 @@ from motet.models.families.dinov2 import Dinov2Encoder
 from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
 from parity.tiny import QFORMER, RESAMPLER, doubled
-from parity.towers import EVEN_TILES
+from parity.towers import EVEN_TILES, raster_callbacks
 
 SECOND = "second"
 _QUERIES = {
@@ -123,6 +124,9 @@ def with_parts(
     before = {"image": Tiles(row_dim).to(torch.float64), "audio": doubled}.get(phase) if "tiles" in parts else None
     before = EVEN_TILES if "tiled" in parts and phase == "image" else before
     after = Gate(dim).to(torch.float64) if "gate" in parts and phase == "audio" else None
+    if "lines" in parts and phase == "image":
+        before, after = raster_callbacks(most=2)
+        after = after.to(torch.float64)
     return ModalityModule(tower.to(torch.float64), projector, before=before, after=after, **frozen)
 
 

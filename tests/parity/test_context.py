@@ -133,6 +133,41 @@ LARGE = {
 """Images that ranks cut, of which some have no row of a small one."""
 
 
+SOUND = Unit("encoders", ({"audio": 1}, {"audio": 1, "image": 3}), pp=2, cp=2, zero=0, recompute=({"audio": 1}, {}))
+IN_AUDIO = chain(2, {"audio": 1}, {"audio": 1, "image": 3, "backbone": 3})
+
+
+def sound(*units, schedule="1f1b", contents=("audio",), **options):
+    return PlannedCase(units, schedule, contents=contents, has_large=True, **options)
+
+
+CLIPS = {
+    2: [
+        sound(*chain(2, WHOLE), dropout=0.2),
+        sound(*chain(2, WHOLE, zero=3, recompute=({"audio": 1},)), microbatch_size=2, left_out=0.3),
+        sound(*chain(2, {"backbone": 3}, replicated=("image", "audio"))),
+        sound(*chain(2, WHOLE), frozen=("audio encoder",)),
+        # Images drop out, too, as do their towers.
+        sound(*chain(2, WHOLE), contents=("image", "audio"), dropout=0.2, microbatch_size=2, seed=3),
+        sound(*chain(2, WHOLE), contents=("image", "audio"), dropout=0.2, parts=("tiled",)),
+    ],
+    3: [
+        sound(BESIDE, Unit("llm", ({"backbone": 3},), first_rank=2), microbatch_size=2),
+        sound(*chain(3, WHOLE), microbatch_size=2, dropout=0.2),
+    ],
+    4: [
+        # From stage to stage go rows of fragments, and of whole clips that are not padded beside them.
+        sound(*IN_AUDIO, microbatch_size=2, dropout=0.2),
+        sound(replace(IN_AUDIO[0], recompute=({}, {"audio": 1})), schedule="zb_h1", microbatch_size=3),
+        sound(ENCODERS, *chain(2, {"backbone": 3}, first_rank=2), microbatch_size=2),
+        sound(*chain(2, WHOLE, tp=2), microbatch_size=2, dropout=0.2),
+        sound(*chain(4, WHOLE)),
+    ],
+    5: [sound(SOUND, Unit("llm", ({"backbone": 3},), first_rank=4), microbatch_size=3, schedule="gpipe")],
+}
+"""Clips that ranks cut: convolutions see frames of other ranks, and the projector joins rows of two."""
+
+
 def wide(*units, schedule="1f1b", parts=(), of="stacked", **options):
     return PlannedCase(units, schedule, parts=(of, *parts), has_large=True, **options)
 
@@ -175,6 +210,21 @@ TILED = {
     ],
 }
 """Images that ranks cut between tiles."""
+LINES = {
+    2: [
+        wide(*chain(2, WHOLE), of="lines"),
+        wide(*chain(2, WHOLE, zero=3, recompute=({"image": 2},)), of="lines", microbatch_size=2, left_out=0.3),
+        wide(*chain(2, {"backbone": 3}, replicated=("image", "audio")), of="lines", dropout=0.2),
+    ],
+    3: [wide(BESIDE, Unit("llm", ({"backbone": 3},), first_rank=2), of="lines", microbatch_size=2)],
+    4: [
+        # The class row of a tile goes along with its first row.
+        wide(*chain(2, {"image": 1}, {"image": 2, "audio": 2, "backbone": 3}), of="lines", microbatch_size=2),
+        wide(*INSIDE, of="lines", schedule="zb_h1"),
+        wide(*chain(4, WHOLE), of="lines"),
+    ],
+}
+"""Images of tiles that ranks cut, also within a tile, and whose rows become one raster."""
 IN_HEAD_GROUPS = [
     PlannedCase(
         chain(2, WHOLE, zero=3, recompute=({"image": 1, "backbone": 2},)),
@@ -208,6 +258,11 @@ def test_ranks_that_share_images_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)
 
 
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(CLIPS, {2: (0,), 4: (0,)}))
+def test_ranks_that_share_clips_equal_one_process(num_ranks, cases):
+    assert_planned(num_ranks, cases)
+
+
 @pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(WIDE, {2: (0,), 4: (0,)}))
 def test_ranks_that_share_videos_of_rows_for_several_blocks_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)
@@ -215,4 +270,9 @@ def test_ranks_that_share_videos_of_rows_for_several_blocks_equal_one_process(nu
 
 @pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(TILED, {2: (0,), 4: (0,)}))
 def test_ranks_that_share_tiles_equal_one_process(num_ranks, cases):
+    assert_planned(num_ranks, cases)
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(LINES, {4: (0,)}))
+def test_ranks_that_share_tiles_of_one_raster_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)

@@ -86,13 +86,29 @@ ITEMS = [
     Cut(replace(IMAGES, num_examples=5), degrees=(), tower="dinov2", items=(2, 3), idle=1),
     Cut(replace(ALL, seed=4), degrees=(), tower="internvl", items=(3, 2)),
     Cut(replace(ALL, seed=6), degrees=(2,), tower="eva_clip", items=(4, 2, 1)),
+    # Projectors that join or average rows of ranks that share an image, or a clip.
+    Cut(replace(ALL, seed=3), degrees=(2,), tower="joined siglip", items=(4, 2, 1, 2, 4, 1)),
+    Cut(replace(ALL, fsdp=FSDPConfig(recompute=True), num_microbatches=2), tower="pooled clip", draws_items=True),
+    # Sound, whose convolutions see frames of other ranks; some ranks have no clip.
+    Cut(replace(ALL, seed=1), degrees=(2,), tower="joined whisper", items=(4, 2, 1, 2), dropout=True),
+    Cut(replace(ALL, fsdp=FSDPConfig(recompute=True), num_microbatches=2), tower="whole qwen2_audio", draws_items=True),
+    Cut(replace(ALL, contents=("audio",), num_examples=5), degrees=(), tower="qwen2_audio", items=(2,), idle=2),
+    Cut(replace(ALL, seed=2, frozen=("audio encoder",)), tower="joined qwen2_5_omni_audio", items=(3, 2), degrees=()),
+    # Towers that drop out: in attention, and with class rows.
+    Cut(ALL, degrees=(2,), tower="siglip", items=(4, 2, 1, 2), dropout=True),
+    Cut(replace(ALL, seed=4), degrees=(), tower="internvl", items=(3, 2), dropout=True, idle=1),
+    Cut(ALL, degrees=(2,), tower="tiled internvl", items=(2, 1, 3), dropout=True),
+    # Tiles of which ranks have rows, and whose rows become one raster.
+    Cut(ALL, degrees=(2,), tower="raster clip", items=(4, 2, 1, 2)),
+    Cut(replace(IMAGES, num_examples=5), degrees=(), tower="raster siglip", items=(2, 3), idle=1, dropout=True),
+    Cut(replace(ALL, fsdp=FSDPConfig(recompute=True), num_microbatches=2), tower="raster siglip", draws_items=True),
     # Ranks that have no image, and meet the others in each layer.
     Cut(replace(IMAGES, num_examples=5), degrees=(), tower="siglip", items=(2,), idle=2),
     Cut(replace(IMAGES, num_examples=1, seed=1, fsdp=HYBRID), degrees=(2,), tower="qwen2_vl", items=(2,), idle=2),
 ]
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: ITEMS}, {4: (1, 9, 12, 14, 16, 21)}))
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: ITEMS}, {4: (1, 9, 12, 14, 16, 21, 23, 28, 31)}))
 def test_images_cut_over_ranks_equal_one_process(num_ranks, cases):
     assert run_ranks(check, num_ranks, cases) == [[]] * num_ranks
 

@@ -19,7 +19,7 @@ from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
 from parity.planned import TOLERANCE
 from parity.tiny import DIM
-from parity.towers import ROW_DIM, TILE, TOWERS, tower_module
+from parity.towers import JOINED, RASTERS, ROW_DIM, SOUNDS, TILE, TOWERS, raster_sizes, tower_module
 from ranks import run_ranks
 
 NUM_RANKS = 3
@@ -41,6 +41,12 @@ def module_of(tower: str, frozen: tuple[str, ...]) -> ModalityModule:
 
 def sizes_of(tower: str, blocks: list[tuple[int, int]]) -> np.ndarray:
     sizes = np.array(blocks)
+    if tower in SOUNDS:
+        return 9 * sizes.prod(axis=1)[:, None]
+    if tower in JOINED:
+        return 2 * sizes + 1
+    if tower in RASTERS:
+        return raster_sizes(sizes)
     if tower in SHAPED:
         return sizes.prod(axis=1)[:, None]
     if tower.startswith("tiled"):
@@ -71,7 +77,7 @@ def without_weights(module: ModalityModule) -> ModalityModule:
 
 def check(rank: int, num_ranks: int, frozen: tuple[str, ...]) -> list[str]:
     wrong = []
-    for tower in (*TOWERS, *SHAPED):
+    for tower in (*TOWERS, *JOINED, *RASTERS, *SOUNDS, *SHAPED):
         for blocks in IMAGES:
             module, reference = module_of(tower, frozen), module_of(tower, frozen)
             assert module.can_share, tower
@@ -80,7 +86,7 @@ def check(rank: int, num_ranks: int, frozen: tuple[str, ...]) -> list[str]:
             assert len({(values.shape, sizes.shape) for values, sizes in spares}) == 1, tower
             sizes = sizes_of(tower, blocks)
             rng = np.random.default_rng(3)
-            items = [torch.from_numpy(rng.standard_normal((rows, ROW_DIM))) for rows in sizes.prod(axis=1)]
+            items = [torch.from_numpy(rng.standard_normal((rows, ROW_DIM))) for rows in module.num_values(sizes)]
             lengths, tokens = module.lengths(sizes), module.num_tokens(sizes)
             shares = encoder_shares(lengths, tokens, num_ranks, can_cut=True, tile_rows=module.tile_rows)
             assert shares.cuts is not None, (tower, blocks)
@@ -94,7 +100,7 @@ def check(rank: int, num_ranks: int, frozen: tuple[str, ...]) -> list[str]:
             own = decision.items_on("image", rank)
             values = torch.cat([torch.empty(0, ROW_DIM, dtype=torch.float64), *(items[item] for item in own)])
             given = torch.from_numpy(sizes[own]), shared
-            rows, graph = in_parts(module, values[shared.own], *given)
+            rows, graph = in_parts(module, values[shared.with_rows(module.num_values(sizes[own])).own], *given)
             gradient = torch.from_numpy(rng.standard_normal((tokens.sum(), module.projector.output_dim)))
             whole = reference(torch.cat(items), torch.from_numpy(sizes))
             whole.backward(gradient)

@@ -103,7 +103,19 @@ def test_divided_experts_beside_a_tower_on_ranks_of_its_own_are_one_process(tmp_
     "family",
     [
         "idefics3",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_vl", "smolvlm", "internvl", "gemma3_crops")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                "qwen3_vl",
+                "smolvlm",
+                "internvl",
+                "gemma3_crops",
+                "llava_next",
+                "llava_onevision",
+                "qwen2_audio",
+                "qwen2_5_omni",
+            )
+        ),
     ],
 )
 def test_items_that_ranks_share_are_one_process(family, tmp_path):

@@ -250,7 +250,7 @@ def draw_example(
     row_dims: dict[str, int] | None = None,
     has_large: bool = False,
 ) -> LoadedExample:
-    """has_large: a third of the images have nine times as many rows."""
+    """has_large: a third of the images have nine times as many rows, and of the clips twice as many frames."""
     row_dims = row_dims or ROW_DIMS
     num_tokens = len(media) + int(rng.integers(3, 12))
     answer = int(rng.integers(1, 3))
@@ -262,7 +262,10 @@ def draw_example(
         size = rng.integers(1, 5, 2) if phase in _RASTERS else rng.integers(1, 20, 1)
         if has_large and phase == "image" and rng.random() < 1 / 3:
             size *= 3
-        items.append(Media(rng.standard_normal((size.prod(), row_dims[phase])).astype(np.float32), size))
+        values = rng.standard_normal((size.prod(), row_dims[phase])).astype(np.float32)
+        if has_large and phase == "audio" and size > 13:
+            size, values = 2 * size, np.concatenate([values, values[::-1] / 2])
+        items.append(Media(values, size))
     sequence = TokenSequence(tokens, targets, tuple(map(str, media)), places)
     return LoadedExample(with_turns(sequence, ("recall", "retell"), rng), tuple(items))
 

@@ -23,6 +23,7 @@ from motet.dispatch import LoadedExample
 from motet.models.attention import ATTENTION
 from motet.models.exact import keep_float64
 from motet.models.families.qwen2_5_vl import Qwen25VLEncoder, Qwen25VLTower
+from motet.models.families.qwen2_audio import Qwen2AudioTower
 from motet.models.families.qwen2_vl import Qwen2VLEncoder, Qwen2VLTower
 from motet.models.families.qwen3_vl import Qwen3VLEncoder, Qwen3VLTower
 from motet.models.families.registry import ENCODERS
@@ -30,7 +31,7 @@ from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
 from motet.models.whole.merger import MergerProjector
 from motet.models.whole.qwen3_vl import StackedMerger
-from motet.models.whole.tiles import Tiles
+from motet.models.whole.tiles import Newlines, Tiles, anyres_counts
 from parity.tiny import DIM
 
 _OPTIONS = {
@@ -44,6 +45,8 @@ _OPTIONS = {
     "dinov3": {"num_register_tokens": 2, "pos_embed_rescale": 1.0},
 }
 """Those of a family's own in its config."""
+_DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "hidden_dropout_prob", "projection_dropout")
+"""What the rates are called, of which each family has some."""
 TOWERS = (
     *(*_OPTIONS, "qwen2_vl", "whole qwen2_vl", "qwen2_5_vl", "whole qwen2_5_vl", "qwen3_vl"),
     *("whole qwen3_vl", "tiled siglip", "tiled internvl"),
@@ -52,6 +55,12 @@ TOWERS = (
 become a row.
 """
 TILE = 4
+JOINED = {"joined siglip": {"downsample": 4}, "pooled clip": {"pool": 4}}
+"""Towers of images without tiles, four of whose patches become a row."""
+RASTERS = {"raster clip": None, "raster siglip": 2}
+"""Towers whose tiles become one raster with newlines, in as many tiles' rows as said."""
+SOUNDS = ("whisper", "joined whisper", "qwen2_audio", "whole qwen2_audio", "joined qwen2_5_omni_audio")
+"""Towers of sound; three rows of joined ones become one."""
 EVEN_TILES = Tiles(TILE, lambda sizes: sizes[:, 0] // TILE)
 STACKED = {"whole qwen3_vl": 1}
 """Rows of inner blocks that stand beside an image's own ones, as one wide row."""
@@ -59,15 +68,26 @@ ROW_DIM = 12
 """Of patches of 2 x 2 pixels with 3 channels."""
 
 
-def tower_module(family: str, frozen: Sequence[str]) -> ModalityModule:
-    """The same parameters in every call, in float64. frozen: as of `tiny.build_model`."""
+def tower_module(family: str, frozen: Sequence[str], dropout: float = 0.0) -> ModalityModule:
+    """The same parameters in every call, in float64. frozen: as of `tiny.build_model`. dropout: of all of the registry
+    that HF drops out.
+    """
+    phase = phase_of(family)
     torch.manual_seed(11)
     projector, before, name = None, None, family.removeprefix("tiled ")
     if name != family:
         projector = build_projector(8, DIM, ProjectorConfig(downsample=4))
         before = EVEN_TILES
-    if name in _OPTIONS:
-        encoder = registry_tower(name)
+    if family in JOINED:
+        projector, name = build_projector(8, DIM, ProjectorConfig(**JOINED[family])), family.split()[1]
+    after = None
+    if family in RASTERS:
+        name, (before, after) = family.split()[1], raster_callbacks(RASTERS[family])
+    if family in SOUNDS:
+        encoder = sound_tower(family, dropout)
+        projector = build_projector(8, DIM, ProjectorConfig(downsample=3 if "joined" in family else 1))
+    elif name in _OPTIONS:
+        encoder = registry_tower(name, dropout=dropout)
     elif family.endswith("qwen2_5_vl"):
         config = Qwen2_5_VLVisionConfig(
             depth=3, hidden_size=8, intermediate_size=12, num_heads=2, patch_size=2, temporal_patch_size=1,
@@ -92,16 +112,57 @@ def tower_module(family: str, frozen: Sequence[str]) -> ModalityModule:
     module = ModalityModule(
         encoder,
         projector or build_projector(8, DIM, ProjectorConfig()),
-        train_encoder="image" not in frozen and "image encoder" not in frozen,
-        train_projector="image" not in frozen,
+        train_encoder=phase not in frozen and f"{phase} encoder" not in frozen,
+        train_projector=phase not in frozen,
         before=before,
+        after=after,
     )
     module = module.to(torch.float64)
     keep_float64(module)  # What these norms round would hide what differs, or look as if something did.
     return module
 
 
-def registry_tower(family: str, depth: int = 2) -> nn.Module:
+def raster_callbacks(most: int | None) -> tuple[Tiles, Newlines]:
+    """Before a tower and behind its projector. most: as of `Newlines`."""
+    newlines = Newlines(DIM, TILE, most)
+    nn.init.normal_(newlines.image_newline)
+    return Tiles(TILE, anyres_counts), newlines
+
+
+def raster_sizes(tiles: np.ndarray) -> np.ndarray:
+    """Sizes of images of so many rows and columns of tiles, int64 [n, 2], with margins: of RASTERS, int64 [n, 4].
+
+    One of one tile is on a square, and one of one row of two is a video of as many frames.
+    """
+    sizes = np.concatenate([tiles, TILE * tiles - 1], axis=1)
+    sizes[tiles.prod(axis=1) == 1] = 0
+    sizes[(tiles == (1, 2)).all(axis=1)] = 2, 0, 0, 0
+    return sizes
+
+
+def phase_of(family: str) -> str:
+    """What items a tower takes."""
+    return "audio" if family in SOUNDS else "image"
+
+
+def sound_tower(family: str, dropout: float) -> nn.Module:
+    """One of SOUNDS, of 8 values a row, for frames of ROW_DIM."""
+    of_family = ENCODERS[family.rsplit(maxsplit=1)[-1]]
+    sizes = {"d_model": 8, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 12}
+    options = {"n_window": 4, "output_dim": 8} if "omni" in family else {}
+    config = of_family.config(
+        num_mel_bins=ROW_DIM,
+        max_source_positions=200,
+        attn_implementation=ATTENTION,
+        **dict.fromkeys(_DROPOUTS, dropout),
+        **sizes,
+        **options,
+    )
+    adapter = Qwen2AudioTower if family.startswith("whole") else of_family.adapter
+    return adapter(of_family.model(config))
+
+
+def registry_tower(family: str, depth: int = 2, dropout: float = 0.0) -> nn.Module:
     """A tower of 8 values a row."""
     of_family = ENCODERS[family]
     config = of_family.config(
@@ -111,6 +172,7 @@ def registry_tower(family: str, depth: int = 2) -> nn.Module:
         num_hidden_layers=depth,
         patch_size=2,
         attn_implementation=ATTENTION,
+        **dict.fromkeys(_DROPOUTS, dropout),
         **_OPTIONS[family],
     )
     return of_family.adapter(of_family.model(config))
@@ -135,12 +197,23 @@ def with_patches(example: LoadedExample, seed: int, family: str) -> LoadedExampl
     """The example with images of twice as many rows and columns of patches, as blocks of 2 x 2 of them are joined.
 
     Towers of whole models get videos: items of one to three frames. Others get tiles, as many as images had rows.
+    Those of sound get clips of nine times as many frames.
     """
     rng = np.random.default_rng((seed, len(example.sequence.tokens)))
     media = []
     for phase, item in zip(example.sequence.media, example.media, strict=True):
-        size = np.insert(2 * item.size, 0, rng.integers(1, 4)) if family.startswith("whole") else 2 * item.size
-        size = np.array([TILE * item.size[0], TILE]) if family.startswith("tiled") else size
-        values = rng.standard_normal((size.prod(), ROW_DIM)).astype(np.float32)
-        media.append(Media(values, size) if phase == "image" else item)
+        size = 2 * item.size
+        if family in SOUNDS:
+            size = 9 * item.size
+        elif family.startswith("whole"):
+            size = np.insert(2 * item.size, 0, rng.integers(1, 4))
+        elif family in RASTERS and phase == "image":
+            size = raster_sizes(item.size[None])[0]
+        elif family.startswith("tiled"):
+            size = np.array([TILE * item.size[0], TILE])
+        num_rows = size.prod() + (Qwen2AudioTower.margin if family == "whole qwen2_audio" else 0)
+        if family in RASTERS and phase == "image":
+            num_rows = int(anyres_counts(size[None])[0]) * TILE**2
+        values = rng.standard_normal((num_rows, ROW_DIM)).astype(np.float32)
+        media.append(Media(values, size) if phase == phase_of(family) else item)
     return replace(example, media=tuple(media))

@@ -154,7 +154,7 @@ class Decision:
 
         assignments = {phase: remaining(phase, assignment) for phase, assignment in self.assignments.items()}
         for phase, own in cuts.items():
-            assignments[phase] = with_cut_loads(assignments[phase], own, self.costs.costs[phase].weights(work[phase]))
+            assignments[phase] = with_cut_loads(assignments[phase], own, self.costs.costs[phase].alone(work[phase]))
         return replace(
             self,
             assignments=assignments,

@@ -25,14 +25,26 @@ class ItemParts:
 
     item:     int64, of which it has rows.
     replica:  int, that computes it.
-    num_rows: int64, of the item's rows in the backbone's sequence.
+    first_row, num_rows: int64, of the item's rows in the backbone's sequence. num_tokens: int64, all of these.
     is_cut:   bool, whether it is a fragment.
     """
 
     item: Int64Array
     replica: NDArray[np.integer]
+    first_row: Int64Array
     num_rows: Int64Array
+    num_tokens: Int64Array
     is_cut: BoolArray
+
+    def rows_before(self, chosen: Int64Array, num_before: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The rows that some parts have of a tensor before those of the sequence, as of `cuts.rows_behind`: the first,
+        and behind the last, int64 [n] each. chosen: parts, int64 [n]. num_before: rows of their whole items, int64 [n].
+        """
+        first, num_rows = self.first_row[chosen], self.num_rows[chosen]
+        whole = np.maximum(self.num_tokens[chosen], 1)
+        is_cut = self.is_cut[chosen]
+        begin = np.where(is_cut, first * num_before // whole, 0)
+        return begin, np.where(is_cut, (first + num_rows) * num_before // whole, num_before)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,15 +79,20 @@ class ModuleAssignment:
         """Its items, those that are cut in fragments."""
         whole = np.arange(len(self.example))
         if self.cuts is None:
-            return ItemParts(whole, self.replica, self.num_tokens, np.zeros(len(whole), np.bool_))
+            none = np.zeros(len(whole), np.int64)
+            return ItemParts(whole, self.replica, none, self.num_tokens, self.num_tokens, none.astype(np.bool_))
         cuts = self.cuts
         whole = whole[~np.isin(whole, cuts.items)]
         item, first = np.concatenate([whole, cuts.item]), np.concatenate([np.zeros(len(whole), np.int64), cuts.begin])
         order = np.lexsort((first, item))
+        num_rows = np.concatenate([self.num_tokens[whole], cuts.share_of(self.num_tokens)])[order]
+        before = np.cumsum(num_rows) - num_rows
         return ItemParts(
             item[order],
             np.concatenate([self.replica[whole], cuts.rank])[order],
-            np.concatenate([self.num_tokens[whole], cuts.share_of(self.num_tokens)])[order],
+            before - before[np.searchsorted(item[order], item[order])],
+            num_rows,
+            self.num_tokens[item[order]],
             np.repeat([False, True], [len(whole), len(cuts.item)])[order],
         )
 
@@ -95,6 +112,16 @@ class ModuleAssignment:
         if num_ranks == 1:
             return self
         return replace(self, replica=self.replica // num_ranks, num_replicas=self.num_replicas // num_ranks, cuts=None)
+
+    def is_shared(self, replica: int, microbatch: int, num_sharing: int) -> bool:
+        """Whether a replica shares an item of a microbatch, or one of those does that share items with it.
+
+        num_sharing: how many replicas, one after the other, share items.
+        """
+        if self.cuts is None:
+            return False
+        is_near = self.cuts.rank // num_sharing == replica // num_sharing
+        return bool((is_near & (self.microbatch[self.cuts.item] == microbatch)).any())
 
     def batch_index(self, num_microbatches: int) -> Int64Array:
         """replica * num_microbatches + microbatch of each item, int64 [num_items]."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from motet.balance.backend import Backend
+from motet.balance.costs import Packed
 from motet.balance.fragments import Overhead, Split, fragment_costs
 from motet.balance.item_bytes import ItemBytes, lacking_bytes
 from motet.balance.phases import Phase
@@ -47,21 +48,23 @@ class CutPhase:
 def cut_phase(
     phase: Phase, num_ranks: int, network: Network, room_bytes: int | None = None, backend: Backend = "native"
 ) -> list[CutPhase]:
-    """The items of a phase, which has rows and a packed cost, cut for each of TARGETS.
+    """The items of a phase, which has rows, cut for each of TARGETS. Where ranks share any, none is padded; so of a
+    phase with another cost than a packed one there is no way in which nothing is cut.
 
     room_bytes: what items may take of a rank's memory. Where all of these lack some, items are cut by memory too: as
                 few as fit, and for ranks that are as full as each other.
     A fragment takes its share of an item's cost: of all work but that of targets, this holds to within a unit.
     """
     assert phase.rows is not None, "a phase that can be cut"
-    costs, units = phase.cost.weights(phase.lengths), units_of(phase.rows, num_ranks, phase.tile_rows)
+    phase.cost.weights(phase.lengths)  # It checks that costs fit int64.
+    costs, units = phase.cost.alone(phase.lengths), units_of(phase.rows, num_ranks, phase.tile_rows)
     cuts = [split(costs, num_ranks, Overhead(), divisible=units, target=target, backend=backend) for target in TARGETS]
     found = _distinct(cuts, phase, costs, num_ranks, network)
     lacks = [lacking_bytes([(phase.bytes, each.placed, each.fragments)], num_ranks, room_bytes) for each in found]
     if room_bytes is not None and phase.bytes is not None and all(lacks):
         cuts += _cut_by_memory(phase.bytes, costs, units, num_ranks, room_bytes, backend)
         found = _distinct(cuts, phase, costs, num_ranks, network)
-    return found
+    return [each for each in found if each.fragments is not None or isinstance(phase.cost, Packed)]
 
 
 def _distinct(

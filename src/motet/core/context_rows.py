@@ -17,6 +17,17 @@ Rows = TypeVar("Rows", float, Float64Array)
 """A number of rows, or numbers of several."""
 
 
+def rows_of_runs(first: Int64Array, counts: Int64Array) -> Int64Array:
+    """The numbers of rows in runs, one after the other: counts[i] from first[i] on, int64 [sum(counts)].
+
+    Example:
+        >>> rows_of_runs(np.array([7, 0]), np.array([2, 3])).tolist()
+        [7, 8, 0, 1, 2]
+    """
+    rows: Int64Array = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    return rows
+
+
 @dataclass(frozen=True, eq=False)
 class ContextRows:
     """Rows of packed sequences on ranks that share them.
@@ -44,10 +55,33 @@ class ContextRows:
         return tuple(np.flatnonzero(self.owner == rank) for rank in range(self.num_ranks))
 
     @cached_property
+    def starts(self) -> Int64Array:
+        """The first row of each sequence, int64 [num_sequences]."""
+        starts: Int64Array = np.cumsum(self.lengths) - self.lengths
+        return starts
+
+    @cached_property
     def positions(self) -> Int64Array:
         """The position of each row in its sequence, from 0, int64 [num_rows]."""
-        starts: Int64Array = np.cumsum(self.lengths) - self.lengths
-        return np.arange(self.num_rows) - np.repeat(starts, self.lengths)
+        return np.arange(self.num_rows) - np.repeat(self.starts, self.lengths)
+
+    def num_rows_of(self, rank: int) -> Int64Array:
+        """How many rows a rank has of each sequence, int64 [num_sequences]."""
+        of_row = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        return np.bincount(of_row[self.rows[rank]], minlength=len(self.lengths))
+
+    def runs_of(self, rank: int) -> tuple[Int64Array, Int64Array]:
+        """The rows that a rank has of each sequence where these are a run: the first, and how many; int64
+        [num_sequences] each. The first of none is 0.
+
+        Example:
+            >>> ContextRows(np.array([3, 2]), np.array([0, 1, 1, 0, 0]), num_ranks=2).runs_of(1)
+            (array([1, 0]), array([2, 0]))
+        """
+        counts, own = self.num_rows_of(rank), self.positions[self.rows[rank]]
+        first = np.zeros_like(counts)
+        first[counts > 0] = own[(np.cumsum(counts) - counts)[counts > 0]]
+        return first, counts
 
     def after(self, num_sequences: int) -> ContextRows:
         """The rows of the sequences behind the first `num_sequences`, numbered anew."""

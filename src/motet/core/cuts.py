@@ -18,6 +18,20 @@ from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.errors import ArgumentError
 
 
+def rows_behind(num_rows: int, num_before: int) -> Int64Array:
+    """How many rows of a tensor before them go with each row that an item becomes, int64 [num_rows]: equally many, or
+    about, in their order.
+
+    num_rows: that the item becomes. num_before: of the tensor.
+
+    Example:
+        >>> rows_behind(3, 6).tolist(), rows_behind(3, 7).tolist()
+        ([2, 2, 2], [2, 2, 3])
+    """
+    stops: Int64Array = np.arange(num_rows + 1) * num_before // max(num_rows, 1)
+    return np.diff(stops)
+
+
 @dataclass(frozen=True, eq=False)
 class ItemCuts:
     """The fragments of those items of a phase that several ranks share; all others are whole.

@@ -518,6 +518,8 @@ def audio_encoder(
 ) -> Module:
     """Whisper's encoder: two convolutions, the second with stride 2, layers, norm. Clips are padded to the longest.
 
+    Ranks can share a clip (`Module.shareable`); where they do, none is padded.
+
     num_positions: length of the position table. pooled: rows that are averaged to one before the norm (Qwen2-Audio: 2).
     """
     return Module.of(
@@ -531,6 +533,7 @@ def audio_encoder(
             final_norm(shape.hidden, shape.norm, divisor=2 * pooled, trainable=trainable),
         ],
         padded=True,
+        shareable=True,
     )
 
 
@@ -565,11 +568,11 @@ def connect(
     *,
     trainable: bool = True,
 ) -> Module:
-    """The encoder with a projector after its last layer. If it joins rows, ranks can share no item."""
+    """The encoder with a projector after its last layer."""
     last = encoder.layers[-1]
     added = projector(last.output_width, output_dim, kind, downsample, divisor=last.divisor, trainable=trainable)
     stacks = *encoder.stacks, *Module.of(encoder.name, [added]).stacks
-    return replace(encoder, stacks=stacks, shareable=encoder.shareable and downsample == 1)
+    return replace(encoder, stacks=stacks)
 
 
 def denoising_transformer(

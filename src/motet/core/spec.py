@@ -242,8 +242,8 @@ class Stack:
 class Module:
     """An encoder with its projector, the backbone, or a generator with its projector.
 
-    padded: each item of a microbatch is computed as long as the longest.
-    shareable: ranks can share an item: its rows meet in attention alone, and as many rows as any make a row behind it.
+    padded: each item of a microbatch is computed as long as the longest, unless ranks share one.
+    shareable: ranks can share an item: where its rows meet, in attention or elsewhere, they get those of each other.
     tile_rows: rows behind it of each tile of an item, if that is made of equal tiles, which do not see each other: then
                ranks share an item between its tiles alone, and exchange nothing; 0: between any rows.
 

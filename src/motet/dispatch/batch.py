@@ -445,8 +445,7 @@ def assemble(
             raise ValueError(f"rank {rank} encodes {len(own)} items of phase {phase!r}, not {len(media[phase])}")
         values[phase], item_rows[phase] = stacked_media(media.get(phase, ())), items.num_tokens[own]
         if (of_rank := shared_items(decision, phase, items, rank)) is not None:
-            rows, sizes = values[phase]
-            shared_rows[phase], values[phase] = of_rank, (rows[torch.from_numpy(of_rank.own)], sizes)
+            shared_rows[phase], values[phase] = of_rank, rows_of_rank(*values[phase], of_rank, media[phase])
     packed = pack(sequences, num_tokens)
     check_lengths(packed, lengths, examples)
     if decision.cuts is not None:
@@ -466,6 +465,12 @@ def stacked_media(media: Sequence[Media]) -> tuple[Tensor, Tensor]:
         return torch.empty(0, 0), torch.empty(0, 0, dtype=torch.int64)
     values = torch.from_numpy(np.concatenate([item.values for item in media]))
     return values, torch.from_numpy(np.stack([item.size for item in media]).astype(np.int64))
+
+
+def rows_of_rank(values: Tensor, sizes: Tensor, shared: SharedItems, media: Sequence[Media]) -> tuple[Tensor, Tensor]:
+    """The rows of whole items that are a rank's, where ranks share some. Others: as of `stacked_media`."""
+    counts = np.array([len(item.values) for item in media], dtype=np.int64)
+    return values[torch.from_numpy(shared.with_rows(counts).own)], sizes
 
 
 def check_lengths(packed: PackedSequences, lengths: BatchLengths, examples: Int64Array) -> None:

@@ -6,7 +6,7 @@ Both ends know it from lengths alone, so a message has no header, and one withou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from motet.assign.context_rows import context_rows
 from motet.assign.rows import Dealing, SentRows, edge_rows, num_given_here
 from motet.assign.step import ModuleAssignment, StepAssignment, joined
 from motet.core.arrays import Int64Array
+from motet.core.item_segments import ItemSegments
 from motet.core.spec import Layer, Module
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
@@ -84,7 +85,8 @@ def message_parts(
             if name in model.generators:  # Its conditions are of as many rows as the backbone gives of each item.
                 num_sent = int((items.length + items.num_tokens)[computed].sum()) + len(computed)
             else:
-                num_sent = _num_rows(module, stop, layer, items, computed)
+                is_shared = items.is_shared(replica, microbatch, layout.plan.unit_of(name).cp)
+                num_sent = _num_rows(module, stop, layer, items, computed, is_shared)
         else:  # What the backbone gives a generator, whose replicas are not the backbone's.
             dealing = Dealing.of(layout.plan, name, shares and shares[0])
             num_sent = num_given_here(assignment, name, replica, microbatch, dealing)
@@ -113,20 +115,34 @@ def _are_all(sent: SentRows, num_sent: int, num_taken: int) -> bool:
     )
 
 
-def _num_rows(module: Module, stop: int, layer: Layer, items: ModuleAssignment, computed: Int64Array) -> int:
-    """Rows of a module's output behind its block stop - 1, which `layer` makes. computed: the parts, int64 [n]."""
+def _num_rows(
+    module: Module, stop: int, layer: Layer, items: ModuleAssignment, computed: Int64Array, is_shared: bool
+) -> int:
+    """Rows of a module's output behind its block stop - 1, which `layer` makes. computed: the parts, int64 [n].
+
+    is_shared: whether ranks share any of the items, of which none is padded then.
+    """
     parts = items.parts
     if stop == len(module.blocks) and module.name != BACKBONE:
         return int(parts.num_rows[computed].sum())
     segments, of = items.segments, parts.item[computed]
     rows = layer.rows(items.length[of]) if segments is None else segments.summed(layer.rows(segments.length))[of]
-    is_cut = parts.is_cut[computed]
-    if is_cut.any() and module.tile_rows:
-        rows = np.where(is_cut, rows * parts.num_rows[computed] // np.maximum(items.num_tokens[of], 1), rows)
-    elif is_cut.any():
-        # Of class rows, the rank has them that has the item's first row.
-        each = (rows - layer.extra_rows) // np.maximum(items.num_tokens[of], 1)
-        is_first = np.append(True, np.diff(parts.item) > 0)[computed]
-        rows = np.where(is_cut, each * parts.num_rows[computed] + layer.extra_rows * is_first, rows)
-    is_padded = module.padded and module.keys_of(stop) is None
+    if items.cuts is not None and not module.tile_rows:
+        rows = _rows_of_parts(layer, items, computed)
+    elif items.cuts is not None:
+        rows = rows * parts.num_rows[computed] // np.maximum(items.num_tokens[of], 1)
+    is_padded = module.padded and module.keys_of(stop) is None and not is_shared
     return int(rows.max(initial=0)) * len(rows) if is_padded else int(rows.sum())
+
+
+def _rows_of_parts(layer: Layer, items: ModuleAssignment, computed: Int64Array) -> Int64Array:
+    """Rows of parts of items in a layer, int64 [n]. Of class rows, the rank has them that has the first row behind."""
+    plain, of = replace(layer, extra_rows=0), items.parts.item[computed]
+    segments = items.segments or ItemSegments.whole(items.length)
+    lengths = plain.rows(segments.length)
+    begin, stop = items.parts.rows_before(computed, segments.summed(lengths)[of])
+    firsts = np.cumsum(lengths) - lengths
+    before = np.cumsum(segments.counts) - segments.counts  # Segments of the items before.
+    starts = np.append(firsts, 0)[before[of]]  # Of each part's item.
+    num_firsts = np.searchsorted(firsts, starts + stop) - np.searchsorted(firsts, starts + begin)
+    return stop - begin + layer.extra_rows * num_firsts

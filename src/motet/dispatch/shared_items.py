@@ -1,7 +1,9 @@
 """The rows that a rank computes of an encoder's items, some of which several ranks share.
 
-A fragment is a run of the item's output rows, with the input rows that each is made of. All else of an encoder works on
-rows by themselves but attention, in which the ranks that share an item get each other's keys and values.
+A fragment is a run of the rows that an item becomes. Of any other tensor of the item, such as its patches, frames or
+hidden states, a fragment has the same share of rows, in their order (`core/cuts.py: rows_behind`), so that lengths say
+who has what. Where a layer needs rows of other fragments, ranks get them: keys and values of attention, frames beside
+those of a convolution, rows that a projector joins.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from motet.assign.orchestrator import Decision
 from motet.core.arrays import Int64Array
 from motet.core.context_rows import ContextRows
+from motet.core.cuts import rows_behind
 from motet.core.workload import ItemLengths
 
 
@@ -22,18 +25,22 @@ from motet.core.workload import ItemLengths
 class SharedItems:
     """The rows of one rank, of items of an encoder that it has whole, and then of those that it shares.
 
-    rows:      which rank of the group has which rows in the encoder's layers. rank: which of them this one is.
+    outputs:   which rank of the group has which of the rows that the items become. rows: the same in a tensor before
+               these; at first, of as many rows as the items are long.
+    rank:      which of the ranks this one is.
     num_whole: the first items, of which this rank has all rows.
     num_rows_out: rows that come out of the encoder and its projector for this rank.
     group:     the ranks that share items. sent: what `count_bytes` has been told.
 
     Example:
-        Of a whole item of two rows and one of four, rank 1 has the latter's second half:
-        >>> shared = SharedItems(ContextRows(np.array([2, 4]), np.array([1, 1, 0, 0, 1, 1]), 2), 1, 1, num_rows_out=4)
+        Of a whole item of one row and one of two, rank 1 has the latter's second half; two patches make a row:
+        >>> outputs = ContextRows(np.array([1, 2]), np.array([1, 0, 1]), 2)
+        >>> shared = SharedItems(outputs, outputs, 1, 1, num_rows_out=2).with_rows(np.array([2, 4]))
         >>> shared.own.tolist(), shared.is_idle
         ([0, 1, 4, 5], False)
     """
 
+    outputs: ContextRows
     rows: ContextRows
     rank: int
     num_whole: int
@@ -52,17 +59,27 @@ class SharedItems:
         """Whether this rank has no row, and only meets the others."""
         return len(self.own) == 0
 
+    def with_rows(self, counts: Int64Array) -> SharedItems:
+        """The same in a tensor of so many rows of each item, int64 [num_items]."""
+        lengths, whole = self.outputs.lengths, np.full(counts[: self.num_whole].sum(), self.rank)
+        owners, stops = [whole], np.cumsum(lengths)
+        for item in range(self.num_whole, len(lengths)):
+            of_item = self.outputs.owner[stops[item] - lengths[item] : stops[item]]
+            owners.append(np.repeat(of_item, rows_behind(int(lengths[item]), int(counts[item]))))
+        return replace(self, rows=ContextRows(counts, np.concatenate(owners), self.outputs.num_ranks))
+
     def with_spare(self, num_rows: int) -> SharedItems:
         """The same, for a rank without rows: with a whole item of so many rows, of which nothing is kept."""
         rows = ContextRows(np.array([num_rows]), np.full(num_rows, self.rank), self.rows.num_ranks)
-        return replace(self, rows=rows, num_whole=1)
+        return replace(self, outputs=rows, rows=rows, num_whole=1)
 
     def with_class_rows(self, num_before: int) -> SharedItems:
         """The same with so many rows more before each item, which the rank has that has the item's first.
 
         Example:
             Ranks 1 and 0 share an item; rank 1 has its first row, and so the one before it:
-            >>> shared = SharedItems(ContextRows(np.array([3]), np.array([1, 0, 0]), 2), 1, 0, num_rows_out=1)
+            >>> rows = ContextRows(np.array([3]), np.array([1, 0, 0]), 2)
+            >>> shared = SharedItems(rows, rows, 1, 0, num_rows_out=1)
             >>> shared.with_class_rows(1).own.tolist(), shared.with_class_rows(2).rows.rows[0].tolist()
             ([0, 1], [3, 4])
         """
@@ -88,18 +105,15 @@ class SharedItems:
 def shared_items(decision: Decision, phase: str, items: ItemLengths, rank: int) -> SharedItems | None:
     """The rows of one rank of a phase; None if it shares no item of the phase, nor do those that share with it.
 
-    items: all of the phase. Those that are shared have equally many input rows for each row that they become.
+    items: all of the phase.
     """
     cuts, num_ranks = decision.cuts_of(phase), decision.sharing.get(phase, decision.backbone.num_ranks)
     first = rank // num_ranks * num_ranks
     if cuts is None or not (cuts.rank // num_ranks * num_ranks == first).any():
         return None
     own, num_whole = decision.items_on(phase, rank), len(decision.whole_items_on(phase, rank))
-    owners = [np.full(items.length[own[:num_whole]].sum(), rank, dtype=np.int32)]
-    num_rows_out = int(items.num_tokens[own[:num_whole]].sum())
-    for item in own[num_whole:].tolist():
-        of_output = cuts.run_owner(item, int(items.num_tokens[item]))
-        num_rows_out += int((of_output == rank).sum())
-        owners.append(np.repeat(of_output, items.length[item] // items.num_tokens[item]))
-    rows = ContextRows(items.length[own], np.concatenate(owners) - first, num_ranks)
-    return SharedItems(rows, rank - first, num_whole, num_rows_out)
+    owners = [np.full(items.num_tokens[own[:num_whole]].sum(), rank, dtype=np.int32)]
+    owners += [cuts.run_owner(item, int(items.num_tokens[item])) for item in own[num_whole:].tolist()]
+    outputs = ContextRows(items.num_tokens[own], np.concatenate(owners) - first, num_ranks)
+    num_rows_out = len(outputs.rows[rank - first])
+    return SharedItems(outputs, outputs, rank - first, num_whole, num_rows_out).with_rows(items.length[own])

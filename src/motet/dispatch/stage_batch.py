@@ -16,7 +16,7 @@ from motet.core.assignment import Assignment
 from motet.core.cuts import ItemCuts
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BACKBONE, BatchLengths
-from motet.dispatch.batch import PackedSequences, RankBatch, check_lengths, pack, stacked_media
+from motet.dispatch.batch import PackedSequences, RankBatch, check_lengths, pack, rows_of_rank, stacked_media
 from motet.dispatch.context import ContextPlace, route_to_places, share_sequences
 from motet.dispatch.route import Route
 from motet.dispatch.shared_items import shared_items
@@ -54,9 +54,9 @@ def assemble_stages(
                 else (torch.empty(0, 0), torch.from_numpy(np.ascontiguousarray(sizes[phase][of_replica])))
             )
             if (of_rank := shared_items(decision, phase, lengths.items[phase], replicas[phase])) is not None:
-                rows, of_items = values[phase]
-                rows = rows[torch.from_numpy(of_rank.own)] if phase in media else rows
-                shared[phase], values[phase] = of_rank, (rows, of_items)
+                shared[phase] = of_rank
+                if phase in media:
+                    values[phase] = rows_of_rank(*values[phase], of_rank, media[phase])
     examples = decision.backbone.on_rank(replicas[BACKBONE]) if BACKBONE in replicas else np.zeros(0, np.int64)
     if sequences is None:
         packed = _extents(lengths.sequence[examples])

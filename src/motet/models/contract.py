@@ -23,9 +23,11 @@ Any `torch.nn.Module` with the members of `Encoder` can be an encoder. Further m
                      them a pipeline can cut the encoder between its blocks, as many as layers() describe. Default: it
                      runs whole on one stage.
     spare(values):   (values, sizes) of the smallest item, all zeros, on the device of `values`. With it, `forward` also
-                     takes `shared` (`context_items.SharedAttention`), so that ranks can share an item: its rows meet
-                     in attention alone, and each output row is made of equally many consecutive input rows. Default:
-                     items are computed whole.
+                     takes `shared` (`context_items.SharedItemRows`), the rows that are here, so that ranks can share an
+                     item: its rows meet in attention alone, or where the encoder gets those of others
+                     (`row_copies.rows_wanted`). Default: items are computed whole.
+    num_hidden(sizes): int64 [num_items], rows of each item in blocks, without class rows, where ranks share items.
+                     Default: as `lengths`.
     halves:          two functions (layer, hidden, ...) of a block's layer and of what the block is called with: its
                      attention, then its MLP, each with its norm and residual. Together they compute what the layer
                      does. With them, halves of blocks can fill bubbles of a pipeline. Default: a block runs whole.

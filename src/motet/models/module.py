@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -13,12 +15,13 @@ from torch import Tensor, nn
 
 from motet.absent import take_part
 from motet.core.arrays import Int64Array
+from motet.core.context_rows import ContextRows, rows_of_runs
 from motet.core.errors import ArgumentError, UserError
 from motet.core.grid_positions import NUM_AXES
 from motet.core.item_segments import ItemSegments
 from motet.core.spec import Module
 from motet.core.words import counted_words
-from motet.dropout import AFTER, BEFORE, BETWEEN, ENTER, PROJECTOR, arranged, drops_out
+from motet.dropout import AFTER, BEFORE, BETWEEN, ENTER, PROJECTOR, ItemRows, arranged
 from motet.models.block import Block, outside_blocks, wrap_blocks
 from motet.models.callbacks import callback_name, check_callback
 from motet.models.context_items import SharedItemRows
@@ -33,7 +36,8 @@ from motet.models.layers import (
     weighted_callbacks,
 )
 from motet.models.projector import Projector
-from motet.models.whole.tiles import Tiles
+from motet.models.row_copies import rows_wanted
+from motet.models.whole.tiles import Newlines, Tiles
 
 
 class ModalityModule(nn.Module):
@@ -292,67 +296,110 @@ class ModalityModule(nn.Module):
         return self._after(self._project(self._between(rows, seen_sizes, sizes), seen_sizes, sizes), sizes)
 
     def _forward_shared(self, values: Tensor, sizes: Tensor, shared: SharedItemRows) -> Tensor:
-        values, sizes, shared = self._or_spare(values, sizes, shared)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
-            hidden = self.encoder(self._cast(values), *self._seen_here(sizes, shared))
-        return self._project_shared(hidden, shared)
-
-    def _seen_here(self, sizes: Tensor, shared: SharedItemRows) -> tuple[Tensor, SharedItemRows | None]:
-        """What the encoder is given: the items with the rows that are here, or (None) tiles that are here whole."""
-        if self._tile is None:
-            return sizes, shared
-        return torch.from_numpy(self._tile.repeat(len(shared.own) // int(self._tile.prod()), axis=0)), None
-
-    def _project_shared(self, hidden: Tensor, shared: SharedItemRows) -> Tensor:
-        num_rows, extents = shared.num_rows_out, np.array([len(hidden)])
-        if self._tile is not None:
-            extents = self._extents(self._seen_here(torch.empty(0), shared)[0].numpy())
-        rows = self.projector(hidden.to(_dtype_of(self.projector, hidden.dtype)), extents)
-        if num_rows == 0:
-            return rows[:0].clone()  # Nobody sees the spare item. FSDP refuses views as outputs.
-        if len(rows) != num_rows:
-            raise ValueError(f"{type(self.encoder).__name__} gave {len(rows)} rows of shared items, not {num_rows}")
-        return rows
+        here = self._here(values, sizes, shared)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph), here.arranged(ENTER):
+            hidden = self.encoder(self._cast(here.values), here.sizes, here.given)
+        return self._project_shared(hidden, sizes, shared, here)
 
     def _enter_shared(self, values: Tensor, sizes: Tensor, shared: SharedItemRows) -> Tensor:
-        values, sizes, rows = self._or_spare(values, sizes, shared)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
-            hidden = self.encoder.enter(self._cast(values), *self._seen_here(sizes, rows))
+        here = self._here(values, sizes, shared)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph), here.arranged(ENTER):
+            hidden = self.encoder.enter(self._cast(here.values), here.sizes, here.given)
         return hidden[:0] if shared.is_idle else hidden
 
-    def _or_spare(self, values: Tensor, sizes: Tensor, shared: SharedItemRows) -> tuple[Tensor, Tensor, SharedItemRows]:
-        """The same, or a spare item: layers cannot run without rows, and all ranks meet in attention."""
-        if not shared.is_idle:
-            return values, sizes, shared
-        values, sizes = self.encoder.spare(values)
-        if self._tile is not None:
-            values = values.new_zeros(int(self._tile.prod()), values.shape[1])
-        return values, sizes, shared.with_spare(len(values))
+    def _here(self, values: Tensor, sizes: Tensor, shared: SharedItemRows) -> _ItemsHere:
+        """What the encoder is given of items some of which ranks share. values: [n, ...], as far as a rank has any.
 
-    def _with_spare(
-        self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows
-    ) -> tuple[Tensor, Tensor, SharedItemRows]:
+        A rank without rows gets a spare item: layers cannot run without rows, and all ranks meet in attention.
+        """
+        if shared.is_idle:
+            values, seen = self.encoder.spare(values)
+            if self._tile is not None:
+                values, seen = values.new_zeros(int(self._tile.prod()), values.shape[1]), torch.from_numpy(self._tile)
+            shared, counts = shared.with_spare(len(values)), np.ones(1, dtype=np.int64)
+        else:
+            of_items, counts = self._seen(sizes.numpy())
+            seen = torch.from_numpy(of_items)
+        said = getattr(self.encoder, "num_hidden", None)
+        lengths = said(seen.numpy()) if said else self._seen_lengths(seen.numpy())
+        rows = shared.with_rows(_sums(lengths, counts))
+        if len(lengths) > len(counts):
+            rows = rows.in_order(np.arange(lengths.sum()), lengths, int(counts[: shared.num_whole].sum()))
+        num_before = getattr(self.encoder, "class_rows", 0)
+        here = _ItemsHere(values, seen, counts, shared, rows, rows.with_class_rows(num_before), rows)
+        if self._tile is None:
+            return here
+        tiles = torch.from_numpy(self._tile.repeat(len(rows.own) // int(self._tile.prod()), axis=0))
+        return replace(here, sizes=tiles, given=None)
+
+    def _project_shared(self, rows: Tensor, sizes: Tensor, shared: SharedItemRows, here: _ItemsHere) -> Tensor:
+        """The encoder's rows that are here -> those of the sequence that are. sizes, shared: as of `forward`."""
+        projector = self.projector
+        extents = self._extents(here.sizes.numpy())
+        rows = rows.to(_dtype_of(projector, rows.dtype))
+        if self._tile is not None:
+            rows = projector(rows, extents)
+        elif getattr(projector, "joins", False):
+            encoded = here.shared.with_rows(_sums(item_rows(extents), here.counts))
+            made = here.shared.with_rows(_sums(projector.num_outputs(extents), here.counts)).rows.rows
+            # Of rows that become one, ranks may have some each.
+            rows = rows_wanted(rows, encoded, lambda rank: projector.rows_for(extents, made[rank]))
+            rows = projector(rows, extents, made[shared.rank])
+        else:
+            rows = projector(rows, np.array([len(rows)]))
+        rows = rows[:0] if shared.is_idle else rows  # Nobody sees the spare item.
+        if self.after is not None:
+            rows = self._after_shared(rows, sizes, shared)
+        if len(rows) != shared.num_rows_out:
+            name = type(self.encoder).__name__
+            raise ValueError(f"{name} gave {len(rows)} rows of shared items, not {shared.num_rows_out}")
+        return rows if len(rows) else rows.clone()  # FSDP refuses views as outputs.
+
+    def _after_shared(self, rows: Tensor, sizes: Tensor, shared: SharedItemRows) -> Tensor:
+        """The projected rows that are here, [n, backbone_dim] -> the own ones of what `after` makes of whole items.
+
+        It sees rows of whole items, so that each rank with a part of one gets all of them. Little is computed twice.
+        """
+        after, counts = self.after, np.zeros(0, dtype=np.int64)
+        if len(sizes):
+            seen, num_seen = self._seen(sizes.numpy())
+            counts = _sums(self.projector.num_outputs(self._extents(seen)), num_seen)
+        projected = shared.with_rows(counts)
+
+        def wanted(rank: int) -> Int64Array:
+            has = shared.outputs.num_rows_of(rank) > 0
+            return rows_of_runs(projected.rows.starts[has], counts[has])
+
+        rows = rows_wanted(rows, projected, wanted)
+        assert isinstance(after, Newlines), "a callback by which `can_share` holds"
+        if not shared.num_rows_out:
+            return take_part(rows[:0], after.parameters())
+        rows = after(rows.to(_dtype_of(after, rows.dtype)), sizes)
+        own = torch.from_numpy(shared.outputs.rows[shared.rank]).to(rows.device)
+        return rows.index_select(0, own).to(self._dtype(rows.dtype))
+
+    def _hidden_here(self, hidden: Tensor, here: _ItemsHere) -> Tensor:
         """Hidden states of some rows: on a rank without any, zeros of a spare item, with the graph of none."""
-        if not shared.is_idle:
-            return hidden, sizes, shared
-        _, sizes, shared = self._or_spare(hidden, sizes, shared)
-        num_rows = len(shared.with_class_rows(getattr(self.encoder, "class_rows", 0)).own)
-        return torch.cat([hidden, hidden.new_zeros(num_rows, hidden.shape[1])]), sizes, shared
+        missing = len(here.hidden.own) - len(hidden)
+        return torch.cat([hidden, hidden.new_zeros(missing, hidden.shape[1])]) if missing else hidden
 
     @property
     def can_share(self) -> bool:
-        """Whether ranks can share an item: its rows meet in attention alone, or in its tiles, and nothing is drawn."""
-        has_callback = any(callback is not None for callback in (self.before, self.between, self.after))
-        is_by_row = getattr(self.projector, "shareable", False) and not has_callback
-        can_meet = self.cost == "packed" and hasattr(self.encoder, "spare")
-        return can_meet and (is_by_row or self._tile is not None) and not drops_out(self)
+        """Whether ranks can share an item: where its rows meet, they get those of each other."""
+        own_callbacks = (
+            *(() if isinstance(self.before, Tiles) else (self.before,)),
+            *(() if isinstance(self.after, Newlines) else (self.after,)),
+            self.between,
+        )
+        can_meet = hasattr(self.encoder, "spare") and getattr(self.projector, "shareable", False)
+        return can_meet and all(callback is None for callback in own_callbacks)
 
     @property
     def _tile(self) -> Int64Array | None:
         """The size of every tile that `before` makes of items, int64 [1, size_dim], where ranks can share items between
         these. None where they cannot: something else stands behind the tower, or not as many patches make each row.
         """
-        if not isinstance(self.before, Tiles) or not (self.between is self.after is None) or self.projector.blocks:
+        if not isinstance(self.before, Tiles) or self.after is not None:
             return None
         tile = self.before.tile
         is_even = tile.prod() % self.projector.num_outputs(self._extents(tile))[0] == 0
@@ -361,7 +408,7 @@ class ModalityModule(nn.Module):
     @property
     def tile_rows(self) -> int:
         """Rows behind the projector of each tile between which alone ranks share an item; 0: between any rows."""
-        if self._tile is None or not self.can_share:
+        if not self.can_share or self._tile is None:
             return 0
         return int(self.projector.num_outputs(self._extents(self._tile))[0])
 
@@ -416,10 +463,10 @@ class ModalityModule(nn.Module):
         What stands between the two belongs to the encoder's last block. With `shared` it is a collective.
         """
         if shared is not None:
-            hidden, sizes, rows = self._with_spare(hidden, sizes, shared)
-            with self._graph_behind(hidden):
-                seen, here = self._seen_here(sizes, rows)
-                hidden = self.encoder.through(hidden, seen, first, stop, here)
+            here = self._here(hidden, sizes, shared)
+            hidden = self._hidden_here(hidden, here)
+            with self._graph_behind(hidden), here.arranged(2 * first):
+                hidden = self.encoder.through(hidden, here.sizes, first, stop, here.given)
             return hidden[:0] if shared.is_idle else hidden
         seen_sizes, end = self._seen_sizes(sizes), self.num_encoder_blocks
         goes_on = first < end <= stop and bool(self.projector.blocks) and self._blocks[end - 1].half != 0
@@ -438,10 +485,11 @@ class ModalityModule(nn.Module):
     def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """What stands behind the blocks, up to what `forward` returns."""
         if shared is not None:
-            hidden, sizes, rows = self._with_spare(hidden, sizes, shared)
-            with self._graph_behind(hidden):
-                hidden = self.encoder.leave(hidden, *self._seen_here(sizes, rows))
-            return self._project_shared(hidden, rows)
+            here = self._here(hidden, sizes, shared)
+            hidden = self._hidden_here(hidden, here)
+            with self._graph_behind(hidden), here.arranged(2 * self.num_encoder_blocks):
+                hidden = self.encoder.leave(hidden, here.sizes, here.given)
+            return self._project_shared(hidden, sizes, shared, here)
         if self.projector.blocks:
             return self._after(self.projector.leave(hidden), sizes)
         seen_sizes = self._seen_sizes(sizes)
@@ -544,6 +592,34 @@ class ModalityModule(nn.Module):
         for block in self._blocks[self.num_encoder_blocks :]:
             x = block(x)
         return take_part(x.to(self._dtype(x.dtype)), outside_blocks(self))
+
+
+@dataclass(frozen=True, eq=False)
+class _ItemsHere:
+    """What an encoder is given of items some of which ranks share.
+
+    values: rows of the items, or some tensor like it on stages behind the first. sizes: of items as the encoder sees
+            them, of whole ones. counts: int64 [num_items], how many of these each item is.
+    shared: rows of the items, or of a spare one. rows: those of layers. hidden: with class rows.
+    given:  `rows`, or None: the encoder is given what is here as whole items.
+    """
+
+    values: Tensor
+    sizes: Tensor
+    counts: Int64Array
+    shared: SharedItemRows
+    rows: SharedItemRows
+    hidden: SharedItemRows
+    given: SharedItemRows | None
+
+    def arranged(self, place: int) -> AbstractContextManager[None]:
+        """As `dropout.arranged`: rows have the numbers that they have in whole items."""
+        return arranged(place, lambda: [self._numbered(each.rows) for each in (self.hidden, self.rows)])
+
+    def _numbered(self, rows: ContextRows) -> ItemRows:
+        whole = ContextRows(_sums(rows.lengths, self.counts), rows.owner, rows.num_ranks)
+        own = whole.rows[self.shared.rank]
+        return ItemRows(np.repeat(np.arange(len(whole.lengths)), whole.lengths)[own], whole.positions[own])
 
 
 def _sums(values: Int64Array, counts: Int64Array) -> Int64Array:

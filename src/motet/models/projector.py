@@ -124,10 +124,17 @@ class Projector(nn.Module):
         """The option that says how many rows become one."""
         return "pool" if self.pools else "downsample"
 
+    shareable = True
+    """Whether ranks can project parts of an item, with `rows_for` and `forward(..., own)` where `joins`."""
+
     @property
-    def shareable(self) -> bool:
-        """Whether ranks can project parts of an item: an output row is made of consecutive rows, as many as any."""
-        return self.downsample == 1
+    def joins(self) -> bool:
+        """Whether several rows become one."""
+        return self.downsample > 1
+
+    def rows_for(self, extents: Int64Array, own: Int64Array) -> Int64Array:
+        """The rows, among all of the items, of which some output rows are made, ascending, int64. own: these, int64."""
+        return np.flatnonzero(np.isin(self._places(extents) // self.downsample, own))
 
     def described(self, divisor: int) -> list[LayerModules]:
         """Its layer. divisor: length of an item that makes one row of the encoder's output."""
@@ -150,22 +157,24 @@ class Projector(nn.Module):
         """Output rows of each item, int64 [num_items]."""
         return np.prod(self._blocks(extents)[2], axis=1)
 
-    def forward(self, rows: Tensor, extents: Int64Array) -> Tensor:
+    def forward(self, rows: Tensor, extents: Int64Array, own: Int64Array | None = None) -> Tensor:
+        """own: which of the output rows are made, ascending, of the rows that `rows_for` says; None: all."""
         if self.pools:
-            rows = self._pool(rows, extents)
-        elif self.downsample > 1:
-            rows = self._join(rows, extents)
+            rows = self._pool(rows, extents, own)
+        elif self.joins:
+            rows = self._join(rows, extents, own)
         if self.norm is not None:
             rows = self.norm(rows)
         return self.layers(rows)
 
-    def _pool(self, rows: Tensor, extents: Int64Array) -> Tensor:
+    def _pool(self, rows: Tensor, extents: Int64Array, own: Int64Array | None) -> Tensor:
         """rows [n, input_dim] -> [sum(num_outputs), input_dim]: the mean of each block's rows."""
         grids, block, _ = self._blocks(extents)
-        total = self._join(rows, extents).view(-1, self.downsample, self.input_dim).sum(1)
+        joined = self._join(rows, extents, own)
+        total = joined.view(len(joined), self.downsample, self.input_dim).sum(1)
         if not (grids % block).any():
             return total / self.downsample
-        return total / self._join(rows.new_ones(len(rows), 1), extents).sum(1, keepdim=True)
+        return total / self._join(rows.new_ones(len(rows), 1), extents, own).sum(1, keepdim=True)
 
     def _blocks(self, extents: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Rows and columns of each item [num_items, 2] and of a block [2]; blocks of each item down and across."""
@@ -175,14 +184,22 @@ class Projector(nn.Module):
             grids, block = extents, np.full(2, math.isqrt(self.downsample))
         return grids, block, -(-grids // block)
 
-    def _join(self, rows: Tensor, extents: Int64Array) -> Tensor:
+    def _join(self, rows: Tensor, extents: Int64Array, own: Int64Array | None) -> Tensor:
         """rows [n, input_dim] -> [sum(num_outputs), input_dim * downsample]; a block's rows in raster order."""
         grids, block, blocks = self._blocks(extents)
-        if extents.ndim > 1 or (grids % block).any():
-            positions = torch.from_numpy(_block_positions(grids, block, blocks)).to(rows.device)
-            num_rows = int(blocks.prod(axis=1).sum()) * self.downsample
-            rows = rows.new_zeros(num_rows, rows.shape[1]).index_copy(0, positions, rows)
-        return rows.reshape(-1, rows.shape[1] * self.downsample)
+        num_blocks, width = int(blocks.prod(axis=1).sum()) if own is None else len(own), rows.shape[1]
+        if own is not None or extents.ndim > 1 or (grids % block).any():
+            places = self._places(extents)
+            if own is not None:
+                number, place = np.divmod(places[self.rows_for(extents, own)], self.downsample)
+                places = np.searchsorted(own, number) * self.downsample + place
+            positions = torch.from_numpy(places).to(rows.device)
+            rows = rows.new_zeros(num_blocks * self.downsample, width).index_copy(0, positions, rows)
+        return rows.reshape(num_blocks, width * self.downsample)
+
+    def _places(self, extents: Int64Array) -> Int64Array:
+        """The place of each row in the sequence of all blocks, int64 [n]."""
+        return _block_positions(*self._blocks(extents))
 
 
 def _norm(kind: Literal["layer", "rms"], width: int) -> nn.Module:

@@ -8,7 +8,7 @@ the way back, and ranks that make nodes in one order call collectives in one ord
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from motet.core.arrays import Int64Array
 from motet.core.context_rows import RowMoves
 
 if TYPE_CHECKING:
-    from motet.models.context_items import SharedAttention, SharedRows
+    from motet.models.context_items import SharedAttention, SharedItemRows, SharedRows
 
 
 class RowCopies:
@@ -48,6 +49,24 @@ class RowCopies:
             now, under_way = under_way, self.started(part)
             yield now.arrived()
         yield under_way.arrived()
+
+
+def rows_wanted(rows: Tensor, shared: SharedItemRows, wanted: Callable[[int], Int64Array]) -> Tensor:
+    """Of rows of items some of which ranks share, those that this rank wants, which others may have: [num_wanted, ...].
+
+    rows:   [len(shared.own), ...], those that it has. wanted: rank -> rows of the items here, ascending, int64.
+    A collective, in backward too. Nothing of items that this rank has whole goes out.
+    """
+    of_shared, own = shared.rows.after(shared.num_whole), wanted(shared.rank)
+    num_whole = shared.rows.num_rows - of_shared.num_rows
+    of_whole = torch.from_numpy(own[own < num_whole]).to(rows.device)
+    beyond = [_from(wanted(rank), num_whole) for rank in range(of_shared.num_ranks)]
+    copies = RowCopies(of_shared.moves(shared.rank, beyond), shared, rows.device)
+    return torch.cat([rows[:num_whole].index_select(0, of_whole), copies.of(rows[num_whole:])])
+
+
+def _from(rows: Int64Array, first: int) -> Int64Array:
+    return rows[rows >= first] - first
 
 
 class RowsUnderWay:

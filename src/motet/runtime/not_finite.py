@@ -168,9 +168,8 @@ def _examples_and_rows(batch: RankBatch, phase: str, rank: int) -> tuple[Int64Ar
     computed = batch.decision.items_on(phase, rank)
     items, sizes = batch.lengths.items[phase], batch.media[phase][1].numpy()
     if (shared := batch.shared.get(phase)) is not None:
-        of_row = np.repeat(np.arange(len(computed)), shared.rows.lengths)[shared.own]
-        counts = np.bincount(of_row, minlength=len(computed))
-        return items.example[computed], [counts * items.num_tokens[computed] // items.length[computed], counts]
+        counts = (each.num_rows_of(shared.rank) for each in (shared.outputs, shared.rows))
+        return items.example[computed], [*counts]
     one_row_each = np.ones(len(computed), dtype=np.int64)
     num_tokens, num_rows = items.num_tokens[computed], sizes.prod(axis=1)
     # Blocks of a generator have the rows of conditions and of latents together.

@@ -19,7 +19,7 @@ from motet.assign.balancing import (
     replicas_per_node,
 )
 from motet.balance import ACTIVE_BACKEND, Cost, ItemMemory, LengthWork, StepCosts
-from motet.balance.costs import Packed, cost_of
+from motet.balance.costs import cost_of
 from motet.core.cluster import Link
 from motet.core.errors import JointUserError, UserError
 from motet.core.exchange import NS_PER_S, Network
@@ -118,11 +118,7 @@ def build_orchestrator(
                 "another policy."
             )
     costs = step_costs(config, spec, recompute, device.type, dtype.itemsize, measured, ranks_per_node)
-    shareable = [
-        spec.module(name)
-        for name, module in model.encoders.items()
-        if module.can_share and isinstance(costs.costs[name], Packed)
-    ]
+    shareable = [spec.module(name) for name, module in model.encoders.items() if module.can_share]
     tiles = {module.name: module.tile_rows for module in shareable if module.tile_rows}
     shared = {
         module.name: () if module.tile_rows else key_exchanges(spec, recompute, dtype.itemsize, module.name)

@@ -76,8 +76,8 @@ class ChosenPlan:
     def check_model(self, spec: ModelSpec) -> None:
         """Raise UserError if the Plan is for another model than `spec`.
 
-        Items that ranks could share, and have whole in the Plan, stay whole. A model in hand may have dropout that the
-        Plan's has not, with which none can be shared.
+        Items that ranks could share, and have whole in the Plan, stay whole. A model in hand may have an encoder or
+        callbacks with which none can be shared.
         """
         model = replace(self.plan.model, name=spec.name)
         if model == spec:

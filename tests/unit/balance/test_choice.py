@@ -322,6 +322,16 @@ def test_a_giant_image_is_cut_beside_whole_sequences():
     assert not whole.cut_items and "split" not in whole.predicted_s
 
 
+def test_a_giant_clip_of_a_padded_encoder_is_cut_beside_clips_that_are_padded_no_more():
+    """Where ranks share any, all clips of the microbatch run packed."""
+    clips = replace(cuttable_image(range(31), [1000] + [10] * 30, KeyExchange(0, 1, 3)), cost=Padded())
+    choice = choose([cuttable([10] * 40), clips], 4, FAST, methods=(*METHODS, "split"))
+    assert choice.method == "split" and choice.cut_items["image"].num_cut == 1
+    assert choice.assignments[1].loads.sum() == 1300 and choice.assignments[1].loads.max() < 1.03 * 1300 / 4
+    even = replace(cuttable_image(range(32), [10] * 32), cost=Padded())
+    assert not choose([cuttable([10] * 40), even], 4, FAST, methods=["split"]).cut_items
+
+
 def test_a_giant_image_of_tiles_is_cut_between_them_without_an_exchange_of_keys():
     """Five tiles of 200 rows among 300 rows of small images: no rank can have fewer than two of the tiles."""
     image = replace(cuttable_image(range(31), [1000] + [10] * 30, token_bytes=0), tile_rows=200)

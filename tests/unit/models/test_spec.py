@@ -433,7 +433,8 @@ def test_shapes_alone_describe_the_same_modules(tiny):
         built = tiny.encoder(family, projector={"kind": "linear", "downsample": 2}).spec_module("audio")
         # HF's classes freeze the table of positions, which shapes alone let learn.
         assert [layer.frozen_parameters for layer in built.layers] == [0, 20 * 16, *[0] * (len(built.layers) - 2)]
-        learns = Module.of("audio", (replace(layer, frozen_parameters=0) for layer in built.layers), padded=True)
+        layers = (replace(layer, frozen_parameters=0) for layer in built.layers)
+        learns = Module.of("audio", layers, padded=True, shareable=True)
         assert connected == learns
     shape = Transformer(
         32, 48, 4, num_kv_heads=2, gated=True, activation="silu", norm="rms", biases=(), causal=True, qk_norm=True

@@ -182,7 +182,7 @@ def test_images_of_tiles_are_cut_between_them():
         model = build_hf_model(parts=(part,))
         costs = build_orchestrator(config, model, 2, torch.device("cpu"), torch.float32).costs
         times = costs.times
-        assert set(times.item_keys) == {"image"} and times.tile_rows == tile_rows
+        assert set(times.item_keys) == {"image", "audio"} and times.tile_rows == tile_rows
         assert bool(times.item_keys["image"]) == (not tile_rows)
         images = ItemLengths(np.zeros(1, np.int64), np.array([64]), np.array([16]))
         items = {"image": images, "audio": ItemLengths(*np.zeros((3, 0), np.int64))}

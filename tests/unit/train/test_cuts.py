@@ -114,14 +114,17 @@ def test_an_encoder_that_is_not_cut_needs_no_parts():
     assert not said_of(ToyEncoder(4, "packed"), ({"it": 1}, LLM))
 
 
-@pytest.mark.parametrize(("planned", "in_hand", "cp"), [(0.0, 0.2, 1), (0.2, 0.0, 2), (0.0, 0.2, 2)])
+@pytest.mark.parametrize(("planned", "in_hand", "cp"), [(True, False, 1), (False, True, 2), (True, False, 2)])
 def test_items_that_ranks_share_in_the_plan_alone_are_refused_where_they_would(planned, in_hand, cp):
-    """Dropout is drawn for whole items: with it, ranks cannot share them."""
-    model, other = (model_spec(build_hf_model(dropout=dropout)) for dropout in (planned, in_hand))
-    assert model.module("image").shareable == (not planned)
+    spec = model_spec(build_hf_model(dropout=0.2))
+    assert all(module.shareable for module in spec.modules if module.name != "backbone")
+    model, other = (
+        replace(spec, modules=tuple(replace(each, shareable=each.shareable and can) for each in spec.modules))
+        for can in (planned, in_hand)
+    )
     unit = Unit("all", ({"image": 3, "audio": 2, **LLM},), cp=cp)
     chosen = ChosenPlan(Plan(model, cluster("h100", 1, cp), (unit,), 2), Path("plan.json"), lambda _: "REPLAN")
-    if planned or cp == 1:
+    if not planned or cp == 1:
         chosen.check_model(other)
         return
     with pytest.raises(UserError, match=r"ranks share items of image, which cannot be in the model in hand; .*REPLAN"):

@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu
 
 from motet.core.arrays import Int64Array
+from motet.core.context_rows import rows_of_runs
 from motet.core.errors import UserError
 from motet.core.shapes import Transformer, convolution, final_norm
 from motet.models.attention import PaddedClips
+from motet.models.context_items import ContextItems, SharedItemRows
 from motet.models.contract import AudioRows
 from motet.models.layers import LayerModules, any_trainable
+from motet.models.row_copies import rows_wanted
 
 
 def _attention(layer: nn.Module, hidden: Tensor, extents: PaddedClips) -> Tensor:
@@ -98,37 +101,113 @@ class AudioEncoder(nn.Module):
             LayerModules(norm, (model.layer_norm,)),
         ]
 
-    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
-        return self.leave(self.through(self.enter(values, sizes), sizes, 0, len(self.model.layers)), sizes)
+    def spare(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The shortest clip that becomes a row, of zeros."""
+        sizes = torch.full((1, 1), 2 * self.pooled)
+        return values.new_zeros(int(self.num_inputs(sizes.numpy())[0]), self.model.conv1.in_channels), sizes
 
-    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
-        """The convolutions: rows of all clips, each padded to the longest, [num_clips * longest, dim]."""
+    def forward(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
+        hidden = self.through(self.enter(values, sizes, shared), sizes, 0, len(self.model.layers), shared)
+        return self.leave(hidden, sizes, shared)
+
+    def enter(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
+        """The convolutions: rows of all clips, each padded to the longest, [num_clips * longest, dim].
+
+        shared: the rows that are here, of layers, where ranks share clips: of these alone then, [len(shared.own), dim].
+        """
         model, frames = self.model, self.num_inputs(sizes.numpy())
-        num_clips, longest = len(frames), int(frames.max())
-        positions = real_rows(frames, values.new_empty(num_clips, longest))
-        clips = values.new_zeros(num_clips * longest, values.shape[1]).index_copy(0, positions, values)
-        is_real = values.new_zeros(num_clips * longest).index_fill(0, positions, 1).view(num_clips, 1, longest)
-        hidden = gelu(model.conv1(clips.view(num_clips, longest, -1).transpose(1, 2))) * is_real
-        hidden = gelu(model.conv2(hidden)).transpose(1, 2)[:, : self._real_counts(sizes).max()]
+        if shared is not None:
+            hidden = convolved_here(model, values, shared.with_rows(frames), shared)
+            positions = torch.from_numpy(shared.rows.positions[shared.own]).to(hidden.device)
+            hidden = hidden + model.embed_positions.weight[positions]
+            return dropout(hidden, p=model.dropout, training=model.training)
+        padded = values.new_empty(len(frames), int(frames.max()))
+        hidden = convolved(model, values, real_rows(frames, padded), *padded.shape)[:, : self._real_counts(sizes).max()]
         hidden = hidden + model.embed_positions.weight[: hidden.shape[1]]
         return dropout(hidden, p=model.dropout, training=model.training).flatten(0, 1)
 
-    def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
-        """The layers first ... stop - 1."""
-        padded = hidden.unflatten(0, (len(sizes), -1))
-        extents = PaddedClips(self._real_counts(sizes), padded.shape[1], hidden.device)
+    def through(
+        self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedItemRows | None = None
+    ) -> Tensor:
+        """The layers first ... stop - 1. shared: as of `enter`."""
+        padded = hidden.unflatten(0, (len(sizes), -1)) if shared is None else hidden[None]
+        extents: PaddedClips | ContextItems
+        if shared is None:
+            extents = PaddedClips(self._real_counts(sizes), padded.shape[1], hidden.device)
+        else:
+            extents = ContextItems(shared, causal=False)
         for layer in self.blocks[first:stop]:
             padded = layer(padded, extents)
         return padded.flatten(0, 1)
 
-    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+    def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """The last norm, and the clips' own rows."""
+        if shared is not None:
+            return self.model.layer_norm(hidden)
         normed = self.model.layer_norm(hidden.unflatten(0, (len(sizes), -1)))
         return normed.flatten(0, 1).index_select(0, real_rows(self._real_counts(sizes), normed))
 
+    def num_hidden(self, sizes: Int64Array) -> Int64Array:
+        """Rows of each clip in the layers, int64 [num_clips]."""
+        return AudioEncoder.num_outputs(self, sizes)
+
     def _real_counts(self, sizes: Tensor) -> Int64Array:
         """Rows of each clip behind the convolutions, int64 [num_clips]."""
-        return AudioEncoder.num_outputs(self, sizes.numpy())
+        return self.num_hidden(sizes.numpy())
+
+
+def convolved(model: nn.Module, values: Tensor, places: Tensor, num_clips: int, longest: int) -> Tensor:
+    """Frames [n, mels] through Whisper's convolutions -> [num_clips, (longest + 1) // 2, dim].
+
+    places: int64 [n], where each stands among those of clips of `longest` frames. All else affects nothing.
+    """
+    clips = values.new_zeros(num_clips * longest, values.shape[1]).index_copy(0, places, values)
+    is_real = values.new_zeros(num_clips * longest).index_fill(0, places, 1).view(num_clips, 1, longest)
+    hidden = gelu(model.conv1(clips.view(num_clips, longest, -1).transpose(1, 2))) * is_real
+    return gelu(model.conv2(hidden)).transpose(1, 2)
+
+
+def convolved_here(model: nn.Module, values: Tensor, frames: SharedItemRows, hidden: SharedItemRows) -> Tensor:
+    """As `convolved`, where ranks share clips: the rows behind the convolutions that are here, [len(hidden.own), dim].
+
+    values: the frames that are here. frames, hidden: who has which frames, and which rows behind. A collective: a row
+    sees five frames, of which other ranks may have some.
+    """
+    lengths, starts = frames.rows.lengths, frames.rows.starts
+
+    def seen(rank: int) -> tuple[Int64Array, Int64Array]:
+        first, counts = hidden.rows.runs_of(rank)
+        begin = np.maximum(2 * first - 2, 0)
+        return begin, np.where(counts > 0, np.minimum(2 * (first + counts) + 1, lengths) - begin, 0)
+
+    def wanted(rank: int) -> Int64Array:
+        begin, counts = seen(rank)
+        return rows_of_runs(starts + begin, counts)
+
+    values = rows_wanted(values, frames, wanted)
+    first, counts = hidden.rows.runs_of(hidden.rank)
+    begin, num_frames = seen(hidden.rank)
+    # Each run is a clip that begins two frames before the one in the middle of what its first row sees.
+    longest, clips = 2 * int(counts.max()) + 3, np.arange(len(counts))
+    places = rows_of_runs(clips * longest + begin - (2 * first - 2), num_frames)
+    rows = convolved(model, values, torch.from_numpy(places).to(values.device), len(clips), longest)
+    own = rows_of_runs(clips * rows.shape[1] + 1, counts)
+    return rows.flatten(0, 1).index_select(0, torch.from_numpy(own).to(rows.device))
+
+
+def averaged_here(hidden: Tensor, shared: SharedItemRows, pairs: Int64Array) -> Tensor:
+    """Means of two rows each, where ranks share clips: those that are here. A collective.
+
+    hidden: [len(shared.own), dim]. pairs: of each whole clip, int64 [num_clips].
+    """
+    means = shared.with_rows(pairs)
+
+    def wanted(rank: int) -> Int64Array:
+        first, counts = means.rows.runs_of(rank)
+        return rows_of_runs(shared.rows.starts + 2 * first, 2 * counts)
+
+    rows = rows_wanted(hidden, shared, wanted)
+    return rows.view(len(rows) // 2, 2, rows.shape[1]).mean(1)
 
 
 def real_rows(counts: Int64Array, padded: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     Qwen2_5OmniAudioAttention,
     Qwen2_5OmniAudioEncoder,
@@ -21,8 +20,10 @@ from motet.core.errors import UserError
 from motet.core.item_segments import ItemSegments
 from motet.core.shapes import Transformer, convolution, final_norm, projector
 from motet.models.attention import PackedItems
+from motet.models.context_items import SharedItemRows
 from motet.models.contract import AudioRows
-from motet.models.families.audio import real_rows
+from motet.models.families.audio import averaged_here, convolved, convolved_here, real_rows
+from motet.models.families.patches import item_extents
 from motet.models.layers import LayerModules, any_trainable, unused_layer
 
 
@@ -123,35 +124,58 @@ class _ChunkedAudio(nn.Module):
             LayerModules(norm, (model.ln_post,)),
         ]
 
-    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
-        return self.leave(self.through(self.enter(values, sizes), sizes, 0, len(self.model.layers)), sizes)
+    def spare(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The shortest clip that becomes a row, of zeros."""
+        return values.new_zeros(4, self.model.conv1.in_channels), torch.full((1, 1), 4)
 
-    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
-        """The convolutions: rows of all chunks, [sum, dim]. What stands behind a chunk's end affects nothing."""
-        model, frames = self.model, self.segments(sizes.numpy()).length
-        num_chunks, longest = len(frames), int(frames.max())
-        places = real_rows(frames, values.new_empty(num_chunks, longest))
-        chunks = values.new_zeros(num_chunks * longest, values.shape[1]).index_copy(0, places, values)
-        is_real = values.new_zeros(num_chunks * longest).index_fill(0, places, 1).view(num_chunks, 1, longest)
-        hidden = gelu(model.conv1(chunks.view(num_chunks, longest, -1).transpose(1, 2))) * is_real
-        hidden = gelu(model.conv2(hidden)).transpose(1, 2)
-        hidden = hidden + model.positional_embedding.positional_embedding[: hidden.shape[1]].to(hidden.dtype)
+    def num_hidden(self, sizes: Int64Array) -> Int64Array:
+        """Rows of each clip in the layers, int64 [num_clips]."""
+        return (sizes[:, 0] + 1) // 2
+
+    def forward(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
+        hidden = self.through(self.enter(values, sizes, shared), sizes, 0, len(self.model.layers), shared)
+        return self.leave(hidden, sizes, shared)
+
+    def enter(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
+        """The convolutions: rows of all chunks, [sum, dim]. shared: as of `AudioEncoder`."""
+        model, chunks = self.model, self.segments(sizes.numpy())
+        table, frames = model.positional_embedding.positional_embedding, chunks.length
+        if shared is not None:
+            of_chunks = _of_chunks(shared, chunks, (frames + 1) // 2)
+            of_frames = _of_chunks(shared.with_rows(sizes.numpy()[:, 0]), chunks, frames)
+            hidden = convolved_here(model, values, of_frames, of_chunks)
+            positions = torch.from_numpy(of_chunks.rows.positions[of_chunks.own])
+            return hidden + table.to(hidden.dtype)[positions.to(hidden.device)]
+        padded = values.new_empty(len(frames), int(frames.max()))
+        hidden = convolved(model, values, real_rows(frames, padded), *padded.shape)
+        hidden = hidden + table[: hidden.shape[1]].to(hidden.dtype)
         return hidden.flatten(0, 1).index_select(0, real_rows((frames + 1) // 2, hidden))
 
-    def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
-        """The layers first ... stop - 1."""
-        extents = PackedItems.from_lengths((self.segments(sizes.numpy()).length + 1) // 2)
+    def through(
+        self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedItemRows | None = None
+    ) -> Tensor:
+        """The layers first ... stop - 1. shared: as of `enter`."""
+        chunks = self.segments(sizes.numpy())
+        lengths = (chunks.length + 1) // 2
+        extents = item_extents(lengths, None if shared is None else _of_chunks(shared, chunks, lengths))
         for layer in self.blocks[first:stop]:
             hidden = layer(hidden, extents)
         return hidden
 
-    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+    def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """The mean of two rows, and the last norm."""
-        rows = (sizes.numpy()[:, 0] + 1) // 2
+        rows = self.num_hidden(sizes.numpy())
         pairs = rows // 2
+        if shared is not None:
+            return self.model.ln_post(averaged_here(hidden, shared, pairs))
         starts = np.repeat(np.cumsum(rows) - rows - 2 * (np.cumsum(pairs) - pairs), pairs)
         first = torch.from_numpy(starts + 2 * np.arange(pairs.sum())).to(hidden.device)
         return self.model.ln_post((hidden[first] + hidden[first + 1]) / 2)
+
+
+def _of_chunks(shared: SharedItemRows, chunks: ItemSegments, lengths: Int64Array) -> SharedItemRows:
+    """The same rows as those of chunks, so many of each, int64 [num_chunks]. chunks: of the clips."""
+    return shared.in_order(np.arange(lengths.sum()), lengths, int(chunks.offsets[shared.num_whole]))
 
 
 class Qwen25OmniAudioTower(_ChunkedAudio):
@@ -174,6 +198,6 @@ class Qwen25OmniAudioEncoder(_ChunkedAudio):
         last = projector(proj.in_features, proj.out_features, kind="linear", divisor=4, trainable=any_trainable(proj))
         return [*super().layers(), LayerModules(last, (proj,))]
 
-    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+    def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """The mean of two rows, the last norm and the last matrix."""
-        return self.model.proj(super().leave(hidden, sizes))
+        return self.model.proj(super().leave(hidden, sizes, shared))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from motet.core.arrays import Int64Array
-from motet.models.families.audio import AudioEncoder, real_rows
+from motet.models.context_items import SharedItemRows
+from motet.models.families.audio import AudioEncoder, averaged_here, real_rows
 
 
 class Qwen2AudioEncoder(AudioEncoder):
@@ -17,8 +18,10 @@ class Qwen2AudioEncoder(AudioEncoder):
         """Rows of each clip. As in HF an odd last row is dropped, so a clip of one or two frames has no row."""
         return super().num_outputs(sizes) // self.pooled
 
-    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+    def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """The mean of two rows, the last norm, and the clips' own rows."""
+        if shared is not None:
+            return self.model.layer_norm(averaged_here(hidden, shared, self.num_outputs(sizes.numpy())))
         padded = hidden.unflatten(0, (len(sizes), -1))
         # No pair joins a clip's last row with padding: an odd last row is dropped.
         pooled = padded[:, : padded.shape[1] // 2 * 2].unflatten(1, (-1, 2)).mean(2)

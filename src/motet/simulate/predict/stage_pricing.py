@@ -564,12 +564,13 @@ class Pricing:
         return self._known_items[name, like]
 
     def _fragments(self, name: str, layer: Layer) -> tuple[Float64Array, Float64Array]:
-        """(rows of each fragment of a cut item in a layer, rows of the whole item). The first one has class rows; tiles
-        have some each.
+        """(rows of each fragment of a cut item in a layer, rows of the whole item), about.
+
+        The first one has class rows; segments, such as tiles, have some each.
         """
         shares, rows = self._shares(name), self._of_each(name, like_layer(layer)).rows
         whole = rows[shares.item]
-        if self.plan.model.module(name).tile_rows:
+        if self.assignment.modules[name].segments is not None:
             return whole * shares.share, whole
         return (whole - layer.extra_rows) * shares.share + layer.extra_rows * shares.is_first, whole
 

@@ -81,8 +81,7 @@ def test_the_largest_image_takes_its_share_of_time():
         return pricing.rows("image", plan.model.module("image").layers[1], program.stages[0], [0])[0]
 
     whole, shared, joined = (rows(plan) for plan in (plan_of(1), plan_of(2), plan_of(2, downsample=4)))
-    assert (shared <= 0.6 * whole).all()
-    assert joined.max() == max(IMAGES) + 1  # Projectors that join rows keep images whole.
+    assert (shared <= 0.6 * whole).all() and (joined <= 0.6 * whole).all()
 
 
 def test_layers_that_see_segments_alone_move_what_two_of_them_have():
