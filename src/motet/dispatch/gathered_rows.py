@@ -52,8 +52,7 @@ class GatheredRows:
         # 1. Where each item begins among the replica's rows, and each part.
         start = np.zeros(len(items.example), dtype=np.int64)
         start[whole] = np.cumsum(items.num_tokens[whole]) - items.num_tokens[whole]
-        before = np.cumsum(parts.num_rows) - parts.num_rows
-        start_of_part = start[parts.item] + before - before[np.searchsorted(parts.item, parts.item)]
+        start_of_part = start[parts.item] + parts.first_row
         # 2. Where the rows of each rank stand, and where they lie when they have come.
         of_ranks = (items.parts_of(replica * num_ranks + number, microbatch) for number in range(num_ranks))
         places = [rows_at(start_of_part, of_rank, parts.num_rows) for of_rank in of_ranks]
