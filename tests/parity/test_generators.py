@@ -635,6 +635,34 @@ DIVIDED = {
 }
 """Ranks share products of generators: beside the backbone, in units of their own, in stages, and under FSDP2."""
 
+OF_DIFFUSERS_DIVIDED = {
+    2: [
+        PlannedCase((Unit("all", (WHOLE | {"carve": 3, "weave": 3},), tp=2, zero=0),), made=("carve", "weave")),
+        PlannedCase(
+            (Unit("all", (WHOLE | {"carve": 3},), tp=2, zero=0),), made=("carve",), frozen=("carve",), chunks=2
+        ),
+        PlannedCase((Unit("all", (WHOLE | {"weave": 3},), tp=2),), "data_parallel", made=("weave",), left_out=0.3),
+    ],
+    3: [
+        PlannedCase(
+            (LLM, Unit("made", ({"carve": 3, "weave": 3},), first_rank=1, tp=2, recompute=({"carve": 1},))),
+            made=("carve", "weave"),
+            chunks=2,
+        ),
+    ],
+    4: [
+        PlannedCase((Unit("all", (WHOLE | {"carve": 1}, {"carve": 2}), pp=2, tp=2, zero=0),), "zb_h1", made=("carve",)),
+        PlannedCase((Unit("all", (WHOLE | {"weave": 3},), dp=2, tp=2, zero=3),), "data_parallel", made=("weave",)),
+    ],
+}
+"""As DIVIDED, of transformers of diffusers."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_ranks_share_products_of_transformers_of_diffusers(num_ranks: int):
+    assert_planned(num_ranks, OF_DIFFUSERS_DIVIDED[num_ranks])
+
 
 @pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(DIVIDED, {2: (0,)}))
 def test_ranks_share_products_of_generators(num_ranks: int, cases: list[PlannedCase]):

@@ -155,10 +155,11 @@ class Layer:
     @property
     def divided_parameters(self) -> int:
         """The parameters of which each tensor-parallel rank has a part: of transformer layers and of MLPs the matrices,
-        and all of embedding and output layer. Queries, and what steers blocks by item, are whole on each."""
+        and all of embedding and output layer. Queries, and what steers blocks by item, are whole on each; products of
+        conditions in blocks (`context`) are not."""
         if self.targets_only or self.kind == "embedding":
             return self.parameters
-        if self.item_rows:
+        if self.item_rows and not (self.continues and self.kind == "context"):
             return 0
         return self.weights + self.idle_weights if self.in_block or self.divided_width else 0
 

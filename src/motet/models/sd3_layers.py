@@ -41,40 +41,45 @@ def _layers(transformer: Any, num: int) -> Iterator[LayerModules]:
     yield layer_of("time", steering, kept, width, item_rows=1, continues=False)
     yield layer_of("context", (transformer.context_embedder,), 0, width, item_rows=num, continues=False)
     for block in transformer.transformer_blocks:
-        yield from _block(block, num, area, width)
+        yield from _block(block, config.num_attention_heads, num, area, width)
     yield layer_of("modulation", (transformer.norm_out.linear,), 3 * width, 2 * width, item_rows=1, continues=False)
     # Behind it stands the loss, of each value of a patch: what is wrong of it, its weight, and the order of rows.
     kept = 3 * width + area * (channels + 10)
     yield layer_of("output", (transformer.proj_out,), kept, area * channels, divisor=area, continues=False)
 
 
-def _block(block: Any, num: int, area: int, width: int) -> Iterator[LayerModules]:
+def _block(block: Any, heads: int, num: int, area: int, width: int) -> Iterator[LayerModules]:
     """A JointTransformerBlock of `num` rows of conditions and patches of `area` latents."""
-    attn, heads, ends = block.attn, block.attn.heads, block.ff_context is None
+    attn, ends = block.attn, block.ff_context is None
     # The kind tells apart what takes different times: a layer of a profile is known by it, and this one has no weights.
     kind = "_".join(["last"] * ends + ["dual"] * (block.attn2 is not None) + ["joint_attention"])
     # Queries, keys, values and what attention gives, of both; its parts are copied before the next product.
-    joined = Attention(width, width)
-    yield layer_of(kind, (), 5 * width + heads, width, joined, divisor=area, extra_rows=num, continues=False)
+    attends, kept = Attention(width, width, num_heads=heads, num_kv_heads=heads), 5 * width + heads
+    size = {"divisor": area, "extra_rows": num, "continues": False, "divided_width": kept}
+    yield layer_of(kind, (), kept, width, attends, **size)
     modulations = (block.norm1.linear, block.norm1_context.linear)
     factors = sum(each.out_features for each in modulations)
     yield layer_of("modulation", modulations, width + factors, factors, item_rows=1)
     added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k)
     of_context = (*added, attn.to_add_out, block.ff_context)
-    kept = 3 * width + _STATISTICS if ends else _kept(attn.norm_added_q, width)
-    yield layer_of("context", of_context, kept, width, item_rows=num)
+    kept, inner = 3 * width + _STATISTICS, 0
+    if not ends:
+        kept, inner = _kept(attn.norm_added_q, width)
+    yield layer_of("context", of_context, kept, width, item_rows=num, divided_width=inner)
     if block.attn2 is not None:
-        second, kept = block.attn2, 6 * width + heads + _kept_of_norms(block.attn2.norm_q, width)
-        yield layer_of("attention", (second,), kept, width, Attention(width, width), divisor=area)
+        inner = 5 * width + heads + _kept_of_norms(block.attn2.norm_q, width)
+        yield layer_of("attention", (block.attn2,), width + inner, width, attends, divisor=area, divided_width=inner)
     own = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k, attn.to_out, block.ff)
-    yield layer_of("products", own, _kept(attn.norm_q, width), width, divisor=area)
+    kept, inner = _kept(attn.norm_q, width)
+    yield layer_of("products", own, kept, width, divisor=area, divided_width=inner)
 
 
-def _kept(norm: nn.Module | None, width: int) -> int:
+def _kept(norm: nn.Module | None, width: int) -> tuple[int, int]:
     """What a row of a stream keeps beside attention: its input, both norms' outputs, and what gates multiply; the MLP
-    both ends of its activation. norm: of queries and keys.
+    both ends of its activation. And what of it is of heads and inner columns. norm: of queries and keys.
     """
-    return 16 * width + _STATISTICS + _kept_of_norms(norm, width)
+    inner = 8 * width + _kept_of_norms(norm, width)
+    return 8 * width + _STATISTICS + inner, inner
 
 
 def _kept_of_norms(norm: nn.Module | None, width: int) -> int:
