@@ -11,6 +11,7 @@ import torch
 from motet.core.errors import UserError
 from motet.models.diffusion import Diffusion
 from motet.models.dit import DiT, DiTConfig
+from motet.models.divided import cuts_of, why_undivided
 from motet.models.generator import GeneratorModule, OutputProjector
 from motet.models.generator_build import build_generator
 from motet.models.generator_config import GeneratorConfig
@@ -101,6 +102,20 @@ def test_parts_do_what_the_whole_does_and_send_what_a_spec_says(of_diffusers, co
     for first in range(2):
         hidden = denoiser.through(hidden, SIZES, counts, first, first + 1)
     assert torch.equal(denoiser.leave(hidden, SIZES, counts), whole)
+
+
+@pytest.mark.parametrize("of_diffusers", [sd3, pixart])
+def test_tensor_parallel_ranks_cut_the_matrices_that_a_spec_says(of_diffusers):
+    kind, model, _ = of_diffusers()
+    denoiser = kind(9, model)
+    entrance = OutputProjector(Projector(6, denoiser.condition_dim, ProjectorConfig()), 9, drop=0.0)
+    module = GeneratorModule(Diffusion(denoiser, NoiseConfig()), entrance, 9)
+    holder = torch.nn.Module()
+    holder.generators = torch.nn.ModuleDict({"draw": module})
+    parameters = dict(holder.named_parameters())
+    cut = sum(parameters[name].numel() for name in cuts_of(holder, "draw") if parameters[name].ndim == 2)
+    assert cut == sum(layer.divided_parameters for layer in module.spec_module("draw").layers)
+    assert why_undivided(holder, "draw") == ""
 
 
 def test_rows_of_a_diffusion_transformer_equal_those_of_each_item_alone():
