@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from cli.tiny_job import metrics
-from dist.test_generators import EXACT, planned, run, run_planned
+from dist.test_generators import EXACT, planned, run, run_planned, shown
 from dist.test_unet import check_profiled, job  # noqa: F401
 from motet.core.plan import Unit
 from motet.planning.planned_recipe import read_job_recipe
@@ -13,7 +13,7 @@ from motet.planning.planned_recipe import read_job_recipe
 SD3 = {
     "in_channels": 4,
     "out_channels": 4,
-    "num_layers": 1,
+    "num_layers": 2,
     "num_attention_heads": 2,
     "attention_head_dim": 4,
     "joint_attention_dim": 6,
@@ -25,7 +25,7 @@ SD3 = {
 PIXART = {
     "in_channels": 4,
     "out_channels": 8,
-    "num_layers": 1,
+    "num_layers": 2,
     "num_attention_heads": 2,
     "attention_head_dim": 4,
     "cross_attention_dim": 8,
@@ -34,7 +34,16 @@ PIXART = {
 }
 
 PROFILED = {
-    "SD3": {"projector", "patches", "time", "context", "modulation", "joint_attention", "products", "output"},
+    "SD3": {
+        "projector",
+        "patches",
+        "time",
+        "context",
+        "modulation",
+        "joint_attention",
+        "last_joint_attention",
+        "output",
+    },
     "PixArt": {"projector", "patches", "time", "context", "attention", "output"},
 }
 
@@ -53,7 +62,7 @@ PROFILED = {
     ],
     ids=["SD3", "PixArt"],
 )
-def test_stages_train_as_one_process_does_and_an_export_is_read_by_diffusers(
+def test_stages_train_and_make_what_one_process_does_and_an_export_is_read_by_diffusers(
     job,  # noqa: F811
     tmp_path,
     kind,
@@ -68,15 +77,16 @@ def test_stages_train_as_one_process_does_and_an_export_is_read_by_diffusers(
     recipe = job.with_name(f"{kind}.toml")
     table = job.read_text().replace('"pipeline"', f'"{kind}"').replace("min_snr = 5.0", noise)
     recipe.write_text(table.replace('sampler = "ddpm", ', ""))
-    few = ("run.steps=2", "data.heldout=[]")
+    few = ("run.steps=2", "evaluate.num_made=2", "evaluate.batch_size=2")
     check_profiled(recipe, PROFILED[kind])
     run(recipe, 1, tmp_path / "alone", *few, "fsdp.shard_size=1", "export.at_end=true")
-    whole = {"draw": read_job_recipe(recipe, EXACT).model.num_blocks["draw"]}
-    stages = {"image": 1, "audio": 1, "backbone": 1}, {"backbone": 1} | whole
+    stages = {"image": 1, "audio": 1, "backbone": 2, "draw": 1}, {"draw": 1}
+    assert read_job_recipe(recipe, EXACT).model.num_blocks["draw"] == 2
     run_planned(recipe, planned(recipe, Unit("all", stages, pp=2, zero=0)), tmp_path / "stages", *few)
     for a, b in zip(metrics(tmp_path / "alone"), metrics(tmp_path / "stages"), strict=True):
         assert b["losses"] == pytest.approx(a["losses"], rel=1e-9)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-8)
+    assert shown(tmp_path / "stages") == shown(tmp_path / "alone") != []
     exported = tmp_path / "alone" / "export" / "generators" / "draw"
     config = model_class.from_pretrained(exported / "transformer").config
     assert {name: config[name] for name in options} == options

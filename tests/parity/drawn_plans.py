@@ -136,6 +136,7 @@ def draw(seed: int, number: int) -> DrawnCase:
     strategy, schedule = CELLS[number % len(CELLS)]
     of_mixture = seed, number // PER_MIXTURE
     mixture = _with_other_images(_with_experts(_drawn(_MIXTURE, of_mixture), of_mixture), of_mixture)
+    mixture = _with_diffusers(mixture, of_mixture)
     if number % CUT_EVERY == FIRST_WHOLE:
         strategy, schedule = WHOLE_MODULES, "data_parallel"
     rng = np.random.default_rng((seed, number))
@@ -228,6 +229,16 @@ def _with_other_images(mixture: dict[str, object], numbers: tuple[int, ...]) -> 
     rng, parts = np.random.default_rng((*numbers, crc32(b"stacked"))), mixture["parts"]
     other = ("stacked", "tiled", "lines", "")[int(rng.integers(4))]
     return mixture | {"parts": (other, *parts)} if other and {*parts} <= {"ahead", "prefix"} else mixture
+
+
+def _with_diffusers(mixture: dict[str, object], numbers: tuple[int, ...]) -> dict[str, object]:
+    """A third of the mixtures with a generator of several blocks have one of diffusers in its place."""
+    rng, instead = np.random.default_rng((*numbers, crc32(b"diffusers"))), {"etch": "carve", "retell": "weave"}
+    return (
+        mixture | {"made": tuple(instead.get(name, name) for name in mixture["made"])}
+        if rng.random() < 1 / 3
+        else mixture
+    )
 
 
 def _drawn(options: dict[str, Callable[[np.random.Generator], object]], numbers: tuple[int, ...]) -> dict[str, object]:

@@ -1,6 +1,9 @@
 """Generators of the tiny model that Plans are tried on: "draw" makes rasters, and "say" sequences; "paint" makes
-rasters of pixels, whose latents a VAE of diffusers makes; "recall" makes rasters of what was said in a turn. "etch" and
-"retell" are as "draw" and "recall", of three blocks; "mould" is a model of shapes of as many, and makes sequences.
+rasters of pixels, whose latents a VAE of diffusers makes, in two blocks; "recall" makes rasters of what was said in a
+turn. "etch" and "retell" are as "draw" and "recall", of three blocks; "mould" is a model of shapes of as many, and
+makes sequences.
+"carve" and "weave" are transformers of diffusers of as many: one of SD3, and one of PixArt that is given turns. Both
+make rasters whose sides can be halved.
 """
 
 from collections.abc import Sequence
@@ -14,14 +17,20 @@ from motet.models.families.shaped_denoiser import ShapedDenoiser
 from motet.models.generator import GeneratorModule, OutputProjector
 from motet.models.mllm import MLLM
 from motet.models.noise_schedule import NoiseConfig
+from motet.models.pixart import PixArt
 from motet.models.projector import Projector, ProjectorConfig
+from motet.models.sd3 import SD3
 from motet.models.vae import VAE
 
-QUERIES = {"draw": 3, "say": 2, "paint": 2, "etch": 2, "mould": 2}
-ROW_DIMS_MADE = {"draw": 5, "say": 4, "paint": 4, "recall": 3, "etch": 5, "retell": 3, "mould": 4}
-SIZE_DIMS_MADE = {"draw": 2, "say": 1, "paint": 2, "recall": 2, "etch": 2, "retell": 2, "mould": 1}
-BLOCKS_MADE = {"etch": 3, "retell": 3, "mould": 3}
+QUERIES = {"draw": 3, "say": 2, "paint": 2, "etch": 2, "mould": 2, "carve": 3}
+ROW_DIMS_MADE = {"draw": 5, "say": 4, "paint": 4, "recall": 3, "etch": 5, "retell": 3, "mould": 4} | {
+    "carve": 3,
+    "weave": 2,
+}
+SIZE_DIMS_MADE = dict.fromkeys(ROW_DIMS_MADE, 2) | {"say": 1, "mould": 1}
+BLOCKS_MADE = {"etch": 3, "retell": 3, "mould": 3, "carve": 3, "weave": 3, "paint": 2}
 """Others are of one block."""
+_HEADS = {"num_layers": 3, "num_attention_heads": 2, "attention_head_dim": 4}
 MAX_TURN = 300
 LATENTS = 3
 
@@ -33,6 +42,26 @@ def tiny_vae() -> VAE:
     blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
     channels = {"in_channels": 1, "out_channels": 1, "latent_channels": LATENTS, "block_out_channels": (4, 8)}
     return VAE(AutoencoderKL(**blocks, **channels, norm_num_groups=2, scaling_factor=0.7, shift_factor=0.1))
+
+
+def tiny_sd3(num_conditions: int, channels: int) -> SD3:
+    """Its first block has a second attention. diffusers is imported as in `tiny_vae`."""
+    from diffusers import SD3Transformer2DModel
+
+    rows = {"joint_attention_dim": 6, "caption_projection_dim": 8, "pooled_projection_dim": 5, "pos_embed_max_size": 4}
+    kinds = {"qk_norm": "rms_norm", "dual_attention_layers": (0,)}
+    model = SD3Transformer2DModel(in_channels=channels, out_channels=channels, sample_size=4, **_HEADS, **rows, **kinds)
+    return SD3(num_conditions, model)
+
+
+def tiny_pixart(num_conditions: int, channels: int) -> PixArt:
+    """It has learned the variance, too. diffusers is imported as in `tiny_vae`."""
+    from diffusers import PixArtTransformer2DModel
+
+    sizes = {"in_channels": channels, "out_channels": 2 * channels, "sample_size": 4, "norm_num_groups": 1}
+    return PixArt(
+        num_conditions, PixArtTransformer2DModel(cross_attention_dim=8, caption_channels=6, **_HEADS, **sizes)
+    )
 
 
 def with_generators(model: MLLM, made: Sequence[str], frozen: Sequence[str]) -> MLLM:
@@ -57,11 +86,15 @@ def _generator(name: str, width: int, learns: bool) -> GeneratorModule:
     )
     noise = NoiseConfig(predicts="v", min_snr=5.0) if name == "say" else NoiseConfig()
     queries, weight = QUERIES.get(name, 0), 0.5 if name == "say" else 2.0
-    entrance = OutputProjector(Projector(width, 8, ProjectorConfig()), queries or 1, drop=0.3)
     denoiser: nn.Module = DiT(queries or MAX_TURN, config)
     if name == "mould":
         shape = Transformer(8, 12, 2, num_kv_heads=2, gated=True, norm="rms", biases=("query", "mlp"), qk_norm=True)
         denoiser = ShapedDenoiser(queries, shape, BLOCKS_MADE[name], ROW_DIMS_MADE[name])
+    if name == "carve":
+        denoiser, noise = tiny_sd3(queries, ROW_DIMS_MADE[name]), NoiseConfig(schedule="flow", shift=3.0)
+    if name == "weave":
+        denoiser = tiny_pixart(MAX_TURN, ROW_DIMS_MADE[name])
+    entrance = OutputProjector(Projector(width, denoiser.condition_dim, ProjectorConfig()), queries or 1, drop=0.3)
     generator = Diffusion(denoiser, noise, vae)
     max_turn = 0 if queries else MAX_TURN
     return GeneratorModule(generator, entrance, queries, weight, learns, learns, max_turn=max_turn)

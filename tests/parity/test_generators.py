@@ -80,7 +80,7 @@ class Case:
     """One way to run the same step. drawn: the generators that have anything to make, a set a microbatch.
 
     denoiser: what draws, of `DENOISERS`; those of diffusers make items whose sides can be halved. vae: on latents of
-    its pixels. turns: what draws is given turns.
+    its pixels. turns: what draws is given turns. recomputed: blocks of it.
     """
 
     method: str = "per_phase"
@@ -92,6 +92,7 @@ class Case:
     denoiser: str = "dit"
     vae: bool = False
     turns: bool = False
+    recomputed: int = 0
 
     @property
     def model(self) -> tuple[tuple[str, ...], str, bool, bool]:
@@ -258,7 +259,7 @@ def take_step(rank: int, num_ranks: int, case: Case):
         moves += sum(not batch.routes[name].is_local for name in QUERIES)
         batch = batch.with_draws(keys_of(number, len(examples)))
         batches.append(batch.to(mesh.device, dtype=torch.float64))
-    shard(model, mesh, case.fsdp)
+    shard(model, mesh, case.fsdp.model_copy(update={"recompute": {"draw": case.recomputed}}))
     result = TrainStep(model, mesh, once_a_step=case.fsdp.once_a_step).run(batches)
     gradients = {
         name.replace(".inner.", "."): p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
@@ -281,6 +282,8 @@ CASES = {
     "a UNet on latents of a VAE": Case(denoiser="unet", vae=True),
     "a transformer of SD3": Case(denoiser="sd3"),
     "a transformer of PixArt": Case(denoiser="pixart"),
+    "a transformer of SD3, recomputed": Case(denoiser="sd3", recomputed=2),
+    "a transformer of PixArt, recomputed in part": Case(denoiser="pixart", recomputed=1),
     "a frozen UNet in whole copies": Case(denoiser="unet", frozen=("draw",), fsdp=FSDPConfig(shard_size=1)),
     "turns": Case(turns=True),
     "turns, joint": Case(turns=True, method="joint", communicator="all_gather"),
@@ -388,7 +391,7 @@ PLANNED = {
         PlannedCase(
             (
                 Unit("llm", ({"image": 3, "audio": 2, "backbone": 3},)),
-                Unit("made", ({"paint": 1},), first_rank=1, dp=2, zero=3, recompute=({"paint": 1},)),
+                Unit("made", ({"paint": 2},), first_rank=1, dp=2, zero=3, recompute=({"paint": 1},)),
             ),
             made=("paint",),
             left_out=0.3,
@@ -555,6 +558,36 @@ def test_generators_that_are_cut(num_ranks: int):
         assert_planned(number, cases)
 
 
+OF_DIFFUSERS_CUT = {
+    2: [
+        PlannedCase(
+            (Unit("all", (WHOLE | {"carve": 2}, {"carve": 1}), pp=2, zero=3, recompute=({"carve": 1}, {"carve": 1})),),
+            "zb_h1",
+            made=("carve",),
+            left_out=0.3,
+        ),
+        PlannedCase((Unit("all", (WHOLE | {"weave": 1}, {"weave": 2}), pp=2),), made=("weave",), frozen=("weave",)),
+    ],
+    3: [
+        PlannedCase((Unit("all", (WHOLE, {"carve": 1}, {"carve": 2}), pp=3),), made=("carve",)),
+        PlannedCase(
+            (LLM, Unit("made", ({"paint": 1}, {"paint": 1}), first_rank=1, pp=2, zero=1)), made=("paint",), left_out=0.3
+        ),
+        PlannedCase(
+            (LLM, Unit("made", ({"weave": 2}, {"weave": 1}), first_rank=1, pp=2, recompute=({"weave": 1}, {}))),
+            made=("weave",),
+        ),
+    ],
+}
+"""As CUT, of transformers of diffusers."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_transformers_of_diffusers_that_are_cut(num_ranks: int):
+    assert_planned(num_ranks, OF_DIFFUSERS_CUT[num_ranks])
+
+
 @pytest.mark.parametrize("num_ranks", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (3, 4))])
 def test_ranks_that_share_sequences(num_ranks: int):
     """In the backbone's stage, in a later one, in a unit of its own; frozen, absent, of turns, balanced, sharded."""
@@ -601,6 +634,34 @@ DIVIDED = {
     ],
 }
 """Ranks share products of generators: beside the backbone, in units of their own, in stages, and under FSDP2."""
+
+OF_DIFFUSERS_DIVIDED = {
+    2: [
+        PlannedCase((Unit("all", (WHOLE | {"carve": 3, "weave": 3},), tp=2, zero=0),), made=("carve", "weave")),
+        PlannedCase(
+            (Unit("all", (WHOLE | {"carve": 3},), tp=2, zero=0),), made=("carve",), frozen=("carve",), chunks=2
+        ),
+        PlannedCase((Unit("all", (WHOLE | {"weave": 3},), tp=2),), "data_parallel", made=("weave",), left_out=0.3),
+    ],
+    3: [
+        PlannedCase(
+            (LLM, Unit("made", ({"carve": 3, "weave": 3},), first_rank=1, tp=2, recompute=({"carve": 1},))),
+            made=("carve", "weave"),
+            chunks=2,
+        ),
+    ],
+    4: [
+        PlannedCase((Unit("all", (WHOLE | {"carve": 1}, {"carve": 2}), pp=2, tp=2, zero=0),), "zb_h1", made=("carve",)),
+        PlannedCase((Unit("all", (WHOLE | {"weave": 3},), dp=2, tp=2, zero=3),), "data_parallel", made=("weave",)),
+    ],
+}
+"""As DIVIDED, of transformers of diffusers."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_ranks_share_products_of_transformers_of_diffusers(num_ranks: int):
+    assert_planned(num_ranks, OF_DIFFUSERS_DIVIDED[num_ranks])
 
 
 @pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(DIVIDED, {2: (0,)}))

@@ -242,6 +242,8 @@ def _read_twice(example: LoadedExample, rng: np.random.Generator, readers: str) 
 
 
 _RASTERS = ("image", "draw", "paint", "recall", "etch", "retell")
+_HALVED = ("carve", "weave")
+"""Rasters of patches of 2 x 2."""
 
 
 def draw_example(
@@ -260,6 +262,7 @@ def draw_example(
     items = []
     for phase in media:
         size = rng.integers(1, 5, 2) if phase in _RASTERS else rng.integers(1, 20, 1)
+        size = 2 * rng.integers(1, 3, 2) if phase in _HALVED else size
         if has_large and phase == "image" and rng.random() < 1 / 3:
             size *= 3
         values = rng.standard_normal((size.prod(), row_dims[phase])).astype(np.float32)
@@ -267,7 +270,7 @@ def draw_example(
             size, values = 2 * size, np.concatenate([values, values[::-1] / 2])
         items.append(Media(values, size))
     sequence = TokenSequence(tokens, targets, tuple(map(str, media)), places)
-    return LoadedExample(with_turns(sequence, ("recall", "retell"), rng), tuple(items))
+    return LoadedExample(with_turns(sequence, ("recall", "retell", "weave"), rng), tuple(items))
 
 
 def with_turns(sequence: TokenSequence, names: Sequence[str], rng: np.random.Generator) -> TokenSequence:

@@ -93,6 +93,7 @@ class Layer:
                       pass it.
     divided_width:    elements of activation_width of which each tensor-parallel rank has a part: those of heads and of
                       inner columns. The others are of rows that all of these ranks have.
+    along:            if not 0, an item of length l has ceil(l / along) rows more: of a layer that `Module.sent` gives.
     Raises ArgumentError if divided_width is more than activation_width, or more is frozen than there is.
     """
 
@@ -117,6 +118,7 @@ class Layer:
     multiple: Annotated[Count, Field(ge=1)] = 1
     reads_data: bool = False
     of_media: bool = False
+    along: Count = 0
 
     def __post_init__(self) -> None:
         for frozen in ("weights", "parameters"):
@@ -153,10 +155,11 @@ class Layer:
     @property
     def divided_parameters(self) -> int:
         """The parameters of which each tensor-parallel rank has a part: of transformer layers and of MLPs the matrices,
-        and all of embedding and output layer. Queries, and what steers blocks by item, are whole on each."""
+        and all of embedding and output layer. Queries, and what steers blocks by item, are whole on each; products of
+        conditions in blocks (`context`) are not."""
         if self.targets_only or self.kind == "embedding":
             return self.parameters
-        if self.item_rows:
+        if self.item_rows and not (self.continues and self.kind == "context"):
             return 0
         return self.weights + self.idle_weights if self.in_block or self.divided_width else 0
 
@@ -227,6 +230,7 @@ class Layer:
             return np.full(len(lengths), self.item_rows, dtype=np.int64)
         rows = lengths if self.divisor == 1 else -(-lengths // self.divisor)
         rows = rows if self.multiple == 1 else self.multiple * rows
+        rows = rows - (-lengths // self.along) if self.along else rows
         return rows + self.extra_rows if self.extra_rows else rows
 
 
@@ -246,6 +250,10 @@ class Module:
     shareable: ranks can share an item: where its rows meet, in attention or elsewhere, they get those of each other.
     tile_rows: rows behind it of each tile of an item, if that is made of equal tiles, which do not see each other: then
                ranks share an item between its tiles alone, and exchange nothing; 0: between any rows.
+    carried_rows: of a generator, rows of each item that go from stage to stage beside those of the layer behind which
+               it is cut: of its condition where the layer has none of these, and of what steers blocks.
+    carried_divisor: of a generator, a row goes along for so many of an item's length: latents, of which the last stage
+               takes the loss; 0: none do.
 
     Example:
         >>> patches, block = Layer("patches", 4, 4, 2, 2), Layer("attention", 9, 12, 2, 8, Attention(2, 2))
@@ -259,6 +267,8 @@ class Module:
     padded: bool = False
     shareable: bool = False
     tile_rows: Count = 0
+    carried_rows: Count = 0
+    carried_divisor: Count = 0
 
     @classmethod
     def of(
@@ -336,13 +346,22 @@ class Module:
         return next((index for index in rows if not self.layers[index].targets_only), block[-1])
 
     def sent(self, stop: int) -> Layer:
-        """The layer of `sent_index`. A block of queries is given the rows of the items alone, without class rows. With
-        the rows of blocks that are steered goes one row more of each item, which steers those to come.
+        """The layer of `sent_index`, with what goes along. A block of queries is given the rows of the items alone,
+        without class rows.
         """
         last, keys = self.layers[self.sent_index(stop)], self.keys_of(stop)
-        if any(self.layers[index].kind == "modulation" for index in self.blocks[stop - 1]):
-            return replace(last, extra_rows=last.extra_rows + 1)
+        if self.carried_rows or self.carried_divisor:
+            return replace(last, extra_rows=last.extra_rows + self.carried_rows, along=self.carried_divisor)
         return last if keys is None else replace(last, divisor=keys.divisor, extra_rows=0)
+
+    def num_carried(self, stop: int, lengths: Int64Array, conditions: Int64Array) -> int:
+        """The rows of items of a generator that go on behind its block stop - 1.
+
+        lengths, conditions: of each item, and the rows of its condition, of which the layer counts the most,
+        int64 [num_items].
+        """
+        rows = self.sent(stop).rows(lengths) + conditions - self.layers[0].item_rows
+        return int(rows.sum())
 
     @property
     def num_parameters(self) -> int:

@@ -149,9 +149,12 @@ def activation_bytes(
 ) -> int:
     """Bytes that one microbatch's forward pass of a layer keeps for backward, on one of `tp` tensor-parallel ranks.
 
-    A recomputed layer keeps its input, which counts as wide as its output, and is whole on all ranks.
+    A recomputed layer keeps its input, which counts as wide as its output, and is whole on all ranks. One that
+    continues a block keeps nothing, as the input of the block is kept.
     in_parts, and_whole: as in `StageLayer`.
     """
+    if recomputed and layer.continues:
+        return 0
     width: float = min(layer.output_width, layer.activation_width) if recomputed else layer.activation_width
     if tp > 1 and not recomputed:
         whole = layer.activation_width - layer.divided_width

@@ -83,7 +83,7 @@ def message_parts(
         if stop:
             computed = items.parts_of(replica, microbatch)
             if name in model.generators:  # Its conditions are of as many rows as the backbone gives of each item.
-                num_sent = int((items.length + items.num_tokens)[computed].sum()) + len(computed)
+                num_sent = module.num_carried(stop, items.length[computed], items.num_tokens[computed])
             else:
                 is_shared = items.is_shared(replica, microbatch, layout.plan.unit_of(name).cp)
                 num_sent = _num_rows(module, stop, layer, items, computed, is_shared)

@@ -29,6 +29,7 @@ class Block(nn.Module):
     skipped:   return the hidden states as they are: another stage, or another part of this one, runs the layer.
     entering:  changes hidden states that are not empty before the layer, such as by rows that are added to them.
     without_rows: what a rank without rows takes part in, a function of the hidden states: experts that ranks share.
+    run:       computes the layer, a function of it and of what it is called with; None: the layer itself.
     number:    of the block in its module.
     halves:    of the layer, as in `contract`; () if it has none.
     half:      which half runs: the first (0), the second (1), or both (-1).
@@ -41,6 +42,7 @@ class Block(nn.Module):
         self.skipped = False
         self.entering: Callable[[Tensor], Tensor] | None = None
         self.without_rows: Callable[[Tensor], Tensor] | None = None
+        self.run: Callable[..., Any] | None = None
         self.number = 0
         self.halves: Halves = ()
         self.half = -1
@@ -78,7 +80,7 @@ class Block(nn.Module):
         Where masks are drawn by item, a layer with halves runs as them, which draw the same together and apart.
         """
         if not self.halves or (self.half < 0 and not draws_by_item()):
-            return in_block(self.number, self.inner)
+            return in_block(self.number, partial(self.run, self.inner) if self.run else self.inner)
         first, second = (in_block(self.number, partial(run, self.inner), half) for half, run in enumerate(self.halves))
         if self.half >= 0:
             return second if self.half else first

@@ -1,6 +1,7 @@
-"""What the models of diffusers that denoise share: packed items in dense batches of one size, and what is refused.
+"""What the models of diffusers that denoise share: which items they make, and what is refused.
 
-Of an item nothing depends on the others. The rows of its condition are its alone.
+Items are computed in dense batches of one size. Of an item nothing depends on the others. The rows of its condition are
+its alone.
 """
 
 from __future__ import annotations
@@ -9,14 +10,12 @@ import inspect
 from collections.abc import Collection
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
-from motet.models.rasters import check_rasters, in_batches
+from motet.models.rasters import check_rasters
 
 
 class Denoiser(nn.Module):
@@ -24,7 +23,6 @@ class Denoiser(nn.Module):
 
     what, part:     what messages call it; its folder in a pipeline, and the name under which it holds the model.
     most:           the most rows and the most columns of an item; None: any number.
-    masks:          whether `predict` takes which rows of conditions are there; else a batch is of one length, too.
     num_conditions: the rows of each item's condition, of condition_dim values each; or the most of any.
     row_dim:        the values of a row of what it makes.
     divisor:        what both sizes of an item must be multiples of.
@@ -33,7 +31,6 @@ class Denoiser(nn.Module):
     what: ClassVar[str]
     part: ClassVar[str]
     most: int | None = None
-    masks: ClassVar[bool] = True
 
     def __init__(self, num_conditions: int, model: nn.Module, condition_dim: int, divisor: int) -> None:
         super().__init__()
@@ -49,43 +46,6 @@ class Denoiser(nn.Module):
     def check_sizes(self, sizes: Int64Array) -> None:
         """Raise UserError for sizes, int64 [num_items, 2], that it cannot make."""
         check_rasters(sizes, self.what, self.divisor, self.most)
-
-    def forward(
-        self,
-        noised: Tensor,
-        times: Tensor,
-        sizes: Tensor,
-        conditions: Tensor,
-        counts: Int64Array | None = None,
-    ) -> Tensor:
-        """As `diffusion.Diffusion` calls it. Raises UserError as `check_sizes` does."""
-        self.check_sizes(sizes.numpy())
-        if counts is None:
-            counts = np.full(len(sizes), self.num_conditions, dtype=np.int64)
-        of_items, num_rows = conditions.split(counts.tolist()), torch.from_numpy(counts)
-
-        def predicted(images: Tensor, items: Tensor) -> Tensor:
-            own = num_rows[items]
-            if not self.masks and len(lengths := own.unique()) > 1:
-                made = torch.zeros_like(images)
-                for length in lengths:
-                    chosen = (own == length).nonzero()[:, 0]
-                    place = chosen.to(images.device)
-                    made = made.index_copy(0, place, predicted(images[place], items[chosen]))
-                return made
-            given = pad_sequence([of_items[item] for item in items.tolist()], batch_first=True)
-            there = (torch.arange(given.shape[1]) < own[:, None]).to(images.device)
-            mask = {} if (own == own[0]).all() else {"there": there}
-            return self.predict(images, times[items].to(images.device), given, **mask)
-
-        return in_batches(noised, sizes, predicted)
-
-    def predict(self, images: Tensor, times: Tensor, conditions: Tensor, there: Tensor | None = None) -> Tensor:
-        """Of a batch of one size, [num, row_dim, height, width], times [num], conditions [num, rows, condition_dim].
-
-        there: which rows of conditions are, bool [num, rows], and no padding; None: all.
-        """
-        raise NotImplementedError
 
 
 def check_defaults(model: nn.Module, free: Collection[str]) -> None:

@@ -5,13 +5,17 @@ Guidance is by what is predicted without a condition (Ho & Salimans 2022, eq. 6;
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import UserError
+from motet.models.conditions import numbers_in
 from motet.models.layers import LayerModules
 from motet.models.noise_schedule import NoiseConfig, SamplingConfig
 from motet.models.vae import VAE
@@ -54,6 +58,30 @@ class Diffusion(nn.Module):
         """What each size of an item must be a multiple of."""
         return getattr(self.denoiser, "divisor", 1)
 
+    @property
+    def uncuttable(self) -> str:
+        """Why a pipeline cannot cut it between its blocks, in words; "" if it can."""
+        if self.vae is not None and self.vae.encodes and self.vae.channels > self._width:
+            return f"latents of its VAE are {self.vae.channels} wide, and its rows {self._width}"
+        return getattr(self.denoiser, "uncuttable", "")
+
+    @property
+    def carried_rows(self) -> int:
+        """As `core.spec.Module.carried_rows`; 0 of a denoiser that cannot be cut."""
+        return getattr(self.denoiser, "carried_rows", 0)
+
+    @property
+    def carried_divisor(self) -> int:
+        """As `core.spec.Module.carried_divisor`: latents that the first stage has made of pixels go along, as the last
+        one has no VAE. Those that workers have made a part of are drawn again.
+        """
+        return 0 if self.vae is None or not self.vae.encodes else self._width // self.vae.channels
+
+    @property
+    def _width(self) -> int:
+        """Of the denoiser's hidden states."""
+        return getattr(self.denoiser, "width", self.denoiser.condition_dim)
+
     def check_sizes(self, sizes: Int64Array) -> None:
         """Raise UserError for sizes of items that the denoiser cannot make."""
         for part in (self.vae, self.denoiser):
@@ -93,29 +121,72 @@ class Diffusion(nn.Module):
     def enter(
         self, values: Tensor, sizes: Tensor, conditions: Tensor, keys: Int64Array, counts: Int64Array | None = None
     ) -> Tensor:
-        """What the denoiser has before its blocks, [rows, width].
+        """What the denoiser has before its blocks, [rows, width], and rows of latents, if these go along.
 
-        `enter`, `through` and `leave` make up `forward` of latents; a stage of a pipeline calls those that it holds.
+        `enter`, `through` and `leave` make up `forward`; a stage of a pipeline calls those that it holds.
         """
+        if self.vae is not None:
+            values = self.vae.encode(values, sizes, keys)
         times, noise = self._drawn(values, sizes, keys)
         noised, _ = self._noised(values, noise, times, sizes)
-        hidden: Tensor = self.denoiser.enter(
-            noised.to(values.dtype), self.noise.given(times), sizes, conditions, counts
-        )
-        return hidden
+        return self.entered(noised.to(values.dtype), self.noise.given(times), sizes, conditions, counts, values)
+
+    def entered(
+        self,
+        noised: Tensor,
+        times: Tensor,
+        sizes: Tensor,
+        conditions: Tensor,
+        counts: Int64Array | None,
+        latents: Tensor,
+    ) -> Tensor:
+        """As `enter`, of what the denoiser is called with. latents: those that go along."""
+        hidden: Tensor = self.denoiser.enter(noised, times, sizes, conditions, counts)
+        if not self.carried_divisor:
+            return hidden
+        slots, num_rows = self._slots(sizes)
+        packed = hidden.new_zeros(num_rows * self.carried_divisor, latents.shape[1])
+        packed[slots.to(hidden.device)] = latents.to(hidden.dtype)
+        rows = packed.view(num_rows, -1)
+        return torch.cat([hidden, pad(rows, (0, self._width - rows.shape[1]))])
 
     def through(self, hidden: Tensor, sizes: Tensor, counts: Int64Array | None, first: int, stop: int) -> Tensor:
         """The same behind the blocks first ... stop - 1."""
-        hidden = self.denoiser.through(hidden, sizes, counts, first, stop)
-        return hidden
+        hidden, along = self._parted(hidden, sizes)
+        made: Tensor = self.denoiser.through(hidden, sizes, counts, first, stop)
+        return torch.cat([made, along]) if self.carried_divisor else made
+
+    def left(self, hidden: Tensor, sizes: Tensor, counts: Int64Array | None) -> Tensor:
+        """What is predicted, [sum(rows), row_dim], of what `through` gives behind the last block."""
+        predicted: Tensor = self.denoiser.leave(self._parted(hidden, sizes)[0], sizes, counts)
+        return predicted
 
     def leave(
         self, hidden: Tensor, values: Tensor, sizes: Tensor, keys: Int64Array, counts: Int64Array | None = None
     ) -> Tensor:
         """The loss of what `through` gives behind the last block: noise and timesteps are drawn of the keys again."""
+        if self.carried_divisor:
+            slots, along = self._slots(sizes)[0], self._parted(hidden, sizes)[1]
+            channels = self.denoiser.row_dim
+            values = along[:, : self.carried_divisor * channels].reshape(-1, channels)[slots.to(hidden.device)].detach()
+        elif self.vae is not None:
+            values = self.vae.encode(values, sizes, keys)
         times, noise = self._drawn(values, sizes, keys)
         _, target = self._noised(values, noise, times, sizes)
-        return self._error(self.denoiser.leave(hidden, sizes, counts), target, times, sizes)
+        return self._error(self.left(hidden, sizes, counts), target, times, sizes)
+
+    def _parted(self, hidden: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states of the denoiser, and rows of latents that go along; none if they do not."""
+        num = self._slots(sizes)[1] if self.carried_divisor else 0
+        own, along = hidden.split([len(hidden) - num, num])
+        return own, along
+
+    def _slots(self, sizes: Tensor) -> tuple[Tensor, int]:
+        """Where each latent stands in the rows that go along, of carried_divisor latents each; and their number."""
+        lengths = sizes.prod(dim=1).numpy()
+        num_rows = -(-lengths // self.carried_divisor)
+        starts = self.carried_divisor * (np.cumsum(num_rows) - num_rows)
+        return torch.from_numpy(np.repeat(starts, lengths) + numbers_in(lengths)), int(num_rows.sum())
 
     def _drawn(self, values: Tensor, sizes: Tensor, keys: Int64Array) -> tuple[Tensor, Tensor]:
         """Timesteps of items, and noise of their latents."""
@@ -153,23 +224,42 @@ class Diffusion(nn.Module):
         keys: of items, by which noise is drawn. guided: makes one prediction of predictions by conditions.
         counts: as of `forward`.
         """
-        num_rows, device = sizes.prod(dim=1), conditions.device
         wide = torch.promote_types(conditions.dtype, torch.float32)
-        latents = normal_of_rows(keys, num_rows.numpy(), self.denoiser.row_dim, "noise", device).to(wide)
-        for visit in self.noise.visits(sampling):
-            times = torch.full((len(sizes),), visit.time, dtype=torch.float64 if self.noise.is_flow else torch.int64)
+        steps = self.steps(sizes, keys, sampling, conditions)
+        noised, times = next(steps)
+        while True:
 
-            def predict(given: Tensor, noised: Tensor = latents, times: Tensor = times) -> Tensor:
+            def predict(given: Tensor, noised: Tensor = noised, times: Tensor = times) -> Tensor:
                 return self.denoiser(noised.to(given.dtype), times, sizes, given, *_if_ragged(counts)).to(wide)
 
-            def own(name: str = f"noise before {visit.time}") -> Tensor:
-                return normal_of_rows(keys, num_rows.numpy(), self.denoiser.row_dim, name, device).to(wide)
+            try:
+                noised, times = steps.send(predict(conditions) if guided is None else guided(predict))
+            except StopIteration as ended:
+                made: Tensor = ended.value
+                return made
 
-            predicted = predict(conditions) if guided is None else guided(predict)
+    def steps(
+        self, sizes: Tensor, keys: Int64Array, sampling: SamplingConfig, like: Tensor
+    ) -> Generator[tuple[Tensor, Tensor], Tensor, Tensor]:
+        """The steps of a sample: yields latents with noise, and timesteps of items; is sent what is predicted of them.
+
+        Returns what is made, as of `sample`. like: a tensor of the type and on the device in which the model computes.
+        No gradients may be on.
+        """
+        num_rows, wide = sizes.prod(dim=1).numpy(), torch.promote_types(like.dtype, torch.float32)
+
+        def drawn(name: str) -> Tensor:
+            return normal_of_rows(keys, num_rows, self.denoiser.row_dim, name, like.device).to(wide)
+
+        latents = drawn("noise")
+        for visit in self.noise.visits(sampling):
+            times = torch.full((len(sizes),), visit.time, dtype=torch.float64 if self.noise.is_flow else torch.int64)
+            predicted = yield latents, times
+            own = partial(drawn, f"noise before {visit.time}")
             latents = self.noise.step(latents, predicted, visit, sampling.sampler, own)
         if self.vae is None:
             return latents
-        return self.vae.decode(latents.to(conditions.dtype), sizes).to(wide)
+        return self.vae.decode(latents.to(like.dtype), sizes).to(wide)
 
     @staticmethod
     def _of_rows(of_items: Float64Array, num_rows: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -49,9 +49,12 @@ class DiT(nn.Module):
     """Predicts what `diffusion.Diffusion` asks for.
 
     num_conditions: the rows of each item's condition, or the most of any.
+    carried_rows:   as `core.spec.Module.carried_rows`: what steers the blocks.
     Raises UserError for a width that heads do not divide, or that is no multiple of 4, as two sines and two cosines of
     a place are.
     """
+
+    carried_rows = 1
 
     def __init__(self, num_conditions: int, config: DiTConfig) -> None:
         super().__init__()

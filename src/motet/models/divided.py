@@ -22,7 +22,13 @@ from motet.dropout import set_divided
 from motet.models.backbone import Backbone
 from motet.models.dit import DiT
 from motet.models.experts import divide_experts, expert_parameters
-from motet.models.families.branches import DIT_BRANCHES, SHAPED_BRANCHES, TensorBranch
+from motet.models.families.branches import (
+    DIT_BRANCHES,
+    PIXART_BRANCHES,
+    SD3_BRANCHES,
+    SHAPED_BRANCHES,
+    TensorBranch,
+)
 from motet.models.families.registry import (
     BACKBONES,
     CROSS_BACKBONES,
@@ -38,7 +44,9 @@ from motet.models.generator import GeneratorModule
 from motet.models.lora import Adapted, LoraLinear, column_linear, row_linear, split_linear
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
+from motet.models.pixart import PixArt
 from motet.models.projector import Projector
+from motet.models.sd3 import SD3
 from motet.tensor_parallel import (
     RowParts,
     SharedLinear,
@@ -64,7 +72,8 @@ def why_undivided(mllm: MLLM, name: str) -> str:
         if shape is not None and shape.qk_norm_rows and shape.norm == "layer":
             return f"{type(model).__name__} centres queries and keys over all heads"
     for root, branch in _branches(module):
-        for path in ((branch.fused,) if branch.fused else branch.columns) + (branch.row,):
+        first = (branch.fused,) if branch.fused else branch.columns
+        for path in (*first, *branch.beside, *branch.rows):
             if not isinstance(product := _at(root, path), nn.Linear | SplitLinear | None):
                 return f"{path} is a {type(product).__name__}, as another package puts it there, and not torch's"
     return ""
@@ -89,17 +98,17 @@ def cuts_of(mllm: MLLM, name: str) -> dict[str, int]:
     """Name in the model -> the dimension in which tensor-parallel ranks cut a parameter, of those of a module."""
     cuts: dict[int, int] = {}
     for root, branch in _branches(_module(mllm, name)):
-        for path in branch.columns:
+        for path in (*branch.columns, *branch.beside):
             if (column := _at(root, path)) is not None:
                 # A of an adapter is whole on all ranks.
                 named = column.named_parameters()
                 cuts |= {id(parameter): 0 for name, parameter in named if not name.startswith("lora_A.")}
         for norm in _row_norms(root, branch):
             cuts |= {id(parameter): 0 for parameter in norm.parameters()}
-        row = _at(root, branch.row)
-        cuts[id(row.weight)] = 1
-        if isinstance(row, LoraLinear):
-            cuts[id(row.lora_A.weight)] = 1
+        for row in filter(None, (_at(root, path) for path in branch.rows)):
+            cuts[id(row.weight)] = 1
+            if isinstance(row, LoraLinear):
+                cuts[id(row.lora_A.weight)] = 1
     cuts |= {id(parameter): 0 for parameter in expert_parameters(_layers(_module(mllm, name)))}
     if name == BACKBONE:
         for part in _vocabulary(mllm.backbone):
@@ -138,14 +147,16 @@ def _share_norms(layer: nn.Module, branches: Sequence[TensorBranch], parts: RowP
 
 def _divide_branch(root: nn.Module, branch: TensorBranch, parts: RowParts) -> None:
     ranks = parts.ranks
-    columns = _columns(root, branch, is_chunked=ranks.chunks > 1)
-    of_rows = columns[:1] if branch.keys else columns
-    into_products = ColumnProducts(parts, of_rows).of if ranks.chunks > 1 else parts.into_products
-    owner, name = _owner(root, branch.row)
+    columns, beside = (_columns(root, paths, is_chunked=ranks.chunks > 1) for paths in (branch.columns, branch.beside))
+    into_products, into_beside = (
+        ColumnProducts(parts, products).of if ranks.chunks > 1 and products else parts.into_products
+        for products in (columns[:1] if branch.keys else columns, beside)
+    )
+    owner = _at(root, branch.inputs) if branch.inputs else _owner(root, branch.row)[0]
     if branch.norm:
         _at(root, branch.norm).register_forward_hook(lambda module, args, output: into_products(output))
     else:
-        owner.register_forward_pre_hook(partial(_with_products, into_products), with_kwargs=True)
+        owner.register_forward_pre_hook(partial(_with_products, into_products, into_beside), with_kwargs=True)
     for norm in _head_norms(root, branch):
         sum_gradients(norm, partial(copied, ranks=ranks))
     for norm, column in zip(_row_norms(root, branch), columns):
@@ -161,21 +172,29 @@ def _divide_branch(root: nn.Module, branch: TensorBranch, parts: RowParts) -> No
     columns[0].register_forward_hook(lambda module, args, output: set_divided(first_head, first_column))
     if branch.has_heads:
         _count_heads(owner, ranks.size, reads_config=bool(branch.fused))
-    setattr(owner, name, row_linear(getattr(owner, name), parts))
+    for path in branch.rows:
+        if (row := _at(root, path)) is not None:
+            setattr(*_owner(root, path), row_linear(row, parts))
 
 
-def _columns(root: nn.Module, branch: TensorBranch, is_chunked: bool) -> list[Any]:
-    """The first products that a branch has. is_chunked: they are replaced by those which are made in chunks."""
-    paths = [path for path in branch.columns if _at(root, path) is not None]
+def _columns(root: nn.Module, paths: Sequence[str], is_chunked: bool) -> list[Any]:
+    """The first products at these paths that there are. is_chunked: they are replaced by those made in chunks."""
+    paths = [path for path in paths if _at(root, path) is not None]
     for path in paths if is_chunked else ():
         setattr(*_owner(root, path), column_linear(_at(root, path)))
     return [_at(root, path) for path in paths]
 
 
 def _with_products(
-    into_products: Callable[[Tensor], Tensor], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    into_products: Callable[[Tensor], Tensor],
+    into_beside: Callable[[Tensor], Tensor],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a module is called with, its first argument as its first products multiply it."""
+    """What a module is called with, its first argument, and what is given beside, as its first products multiply it."""
+    if (given := kwargs.get("encoder_hidden_states")) is not None:
+        kwargs = {**kwargs, "encoder_hidden_states": into_beside(given)}
     if args:
         return (into_products(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": into_products(kwargs["hidden_states"])}
@@ -190,7 +209,7 @@ def _with_keys(
 
 def _count_heads(attention: Any, num_ranks: int, reads_config: bool) -> None:
     """Let an attention know how many heads it has here. reads_config: from its config, of which it gets its own."""
-    for name in ("num_heads", "num_attention_heads", "num_key_value_heads"):
+    for name in ("num_heads", "num_attention_heads", "num_key_value_heads", "heads"):
         if hasattr(attention, name):
             setattr(attention, name, getattr(attention, name) // num_ranks)
     if reads_config and hasattr(attention, "config"):
@@ -214,6 +233,8 @@ def _norms_rows(root: nn.Module) -> bool:
 
 
 def _head_dim(attention: Any) -> int:
+    if hasattr(attention, "inner_dim"):  # Of diffusers.
+        return attention.inner_dim // attention.heads
     return attention.shape.head_width if hasattr(attention, "shape") else attention.head_dim
 
 
@@ -250,10 +271,9 @@ def _vocabulary(backbone: Backbone) -> tuple[nn.Module, nn.Module]:
 
 def _branches_of(model: nn.Module) -> tuple[TensorBranch, ...]:
     """How a layer of a model of exactly this class is divided; () if in no way that is known."""
-    if type(model) is DiT:
-        return DIT_BRANCHES
-    if type(model) is ShapedDenoiser:
-        return SHAPED_BRANCHES
+    denoisers = {DiT: DIT_BRANCHES, ShapedDenoiser: SHAPED_BRANCHES, SD3: SD3_BRANCHES, PixArt: PIXART_BRANCHES}
+    if type(model) in denoisers:
+        return denoisers[type(model)]
     encoders = (*ENCODERS.values(), *TOWERS.values(), *SHAPED_ENCODERS.values())
     backbones = (*BACKBONES.values(), *GRID_BACKBONES.values(), *CROSS_BACKBONES.values(), SHAPED_BACKBONE)
     known = (*backbones, *encoders)

@@ -10,6 +10,7 @@ of the turn before the item's. Then the item takes no row of the sequence, and c
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -150,7 +151,8 @@ class GeneratorModule(nn.Module):
 
     def spec_module(self, name: str) -> Module:
         """The module's part of a ModelSpec."""
-        return Module.of(name, (each.layer for each in self.layers()))
+        carried = {key: getattr(self.generator, key, 0) for key in ("carried_rows", "carried_divisor")}
+        return replace(Module.of(name, (each.layer for each in self.layers())), **carried)
 
     def __call__(
         self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array, counts: Int64Array | None = None
@@ -197,11 +199,10 @@ class GeneratorModule(nn.Module):
     def uncuttable(self) -> str:
         """Why a pipeline cannot cut the module between its blocks, in words; "" if it can."""
         inner = getattr(self.generator, "denoiser", self.generator)
-        if any(not hasattr(part, name) for part in (self.generator, inner) for name in ("enter", "through", "leave")):
+        parts = {self.generator: ("enter", "through", "leave", "steps"), inner: ("enter", "through", "leave")}
+        if not all(hasattr(part, name) for part, names in parts.items() for name in names):
             return f"{type(inner).__name__} is computed in one stage"
-        if getattr(self.generator, "vae", None) is not None:
-            return "its first and its last stage would each need the latents of its VAE"
-        return ""
+        return getattr(self.generator, "uncuttable", "")
 
     def enter(
         self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array, counts: Int64Array | None = None
@@ -255,23 +256,62 @@ class GeneratorModule(nn.Module):
         Raises UserError for guidance where the model has not learned to go without a condition.
         """
         sampling = sampling or self.sampling
-        guidance = sampling.guidance
-        if guidance != 1 and self.entrance.nothing is None:
-            raise UserError(f"guidance = {guidance:g} takes a generator with drop_condition above 0; set it to 1.")
         # FSDP2 has moved sizes to the device, as it enters this as it does `forward`.
-        sizes, rows, num_items = sizes.cpu(), rows.to(self._dtype), len(sizes)
-        turns = self._turns(counts)
-        conditions = self.entrance(rows, None, *turns)
+        sizes, turns = sizes.cpu(), self._turns(counts)
+        conditions = self._sampled_conditions(sizes, rows, sampling, turns)
+        given = {"counts": turns[0]} if turns else {}
 
         def guided(predict: Any) -> Tensor:
-            if guidance == 1:
-                return predict(conditions)
-            dropped = torch.ones(num_items, dtype=torch.bool, device=rows.device)
-            without = predict(self.entrance(rows, dropped, *turns))
-            return without + guidance * (predict(conditions) - without)
+            return _guided([predict(each) for each in conditions], sampling)
 
-        given = {"counts": turns[0]} if turns else {}
-        return self.generator.sample(sizes, conditions, keys, sampling, guided, **given)
+        return self.generator.sample(sizes, conditions[-1], keys, sampling, guided, **given)
+
+    def sample_in_stages(
+        self, sizes: Tensor, rows: Tensor, keys: Int64Array, counts: Int64Array | None = None
+    ) -> Generator[Tensor, Tensor, Tensor]:
+        """As `sample`, where other stages have further blocks: yields what stands before the blocks, and is sent what
+        they predict of it (`predicted`), `num_passes` times. Returns what is made. No gradients may be on.
+        """
+        turns = self._turns(counts)
+        conditions = self._sampled_conditions(sizes, rows, self.sampling, turns)
+        steps = self.generator.steps(sizes, keys, self.sampling, conditions[0])
+        noised, times = next(steps)
+        while True:
+            predictions = []
+            for given in conditions:
+                latents = noised.to(given.dtype)
+                hidden = self.generator.entered(latents, times, sizes, given, turns[0] if turns else None, latents)
+                predictions.append((yield hidden))
+            try:
+                noised, times = steps.send(_guided(predictions, self.sampling))
+            except StopIteration as ended:
+                made: Tensor = ended.value
+                return made
+
+    def predicted(self, hidden: Tensor, sizes: Tensor, counts: Int64Array | None) -> Tensor:
+        """What is predicted, [sum(rows), row_dim], of hidden states behind the last block; of at least float32."""
+        found: Tensor = self.generator.left(hidden, sizes, counts if self.max_turn else None)
+        return found.to(torch.promote_types(found.dtype, torch.float32))
+
+    @property
+    def num_passes(self) -> int:
+        """The passes through all blocks that a sample takes."""
+        return len(self.generator.noise.visits(self.sampling)) * (1 if self.sampling.guidance == 1 else 2)
+
+    def _sampled_conditions(
+        self, sizes: Tensor, rows: Tensor, sampling: SamplingConfig, turns: tuple[Int64Array, ...]
+    ) -> list[Tensor]:
+        """Those of which each step of a sample predicts: with guidance what stands for no condition, then the items'.
+
+        Raises UserError for guidance where the model has not learned to go without a condition.
+        """
+        guidance, rows = sampling.guidance, rows.to(self._dtype)
+        if guidance == 1:
+            return [self.entrance(rows, None, *turns)]
+        if self.entrance.nothing is None:
+            raise UserError(f"guidance = {guidance:g} takes a generator with drop_condition above 0; set it to 1.")
+        dropped = torch.ones(len(sizes), dtype=torch.bool, device=rows.device)
+        return [self.entrance(rows, each, *turns) for each in (dropped, None)]
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -283,3 +323,11 @@ class GeneratorModule(nn.Module):
         for block in self._blocks:
             x = block(x)
         return take_part(x, outside_blocks(self)).sum(dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _guided(predictions: Sequence[Tensor], sampling: SamplingConfig) -> Tensor:
+    """One prediction of those of `_sampled_conditions`."""
+    if len(predictions) == 1:
+        return predictions[0]
+    without, found = predictions
+    return without + sampling.guidance * (found - without)

@@ -88,7 +88,8 @@ def layer_of(
     """A layer of a block that began before it: linear layers, convolutions, norms and tables of numbers.
 
     modules: None: is not there. kept: elements of a row that forward keeps for backward. output: of an output row.
-    rows: divisor, multiple, extra_rows or item_rows of the layer.
+    rows: divisor, multiple, extra_rows or item_rows of the layer; continues = False: it begins a block with its
+          attention, or stands before or behind the blocks.
     """
     there = tuple(module for module in modules if module is not None)
     products = [each.weight for module in there for each in module.modules() if isinstance(each, _PRODUCTS)]

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from motet.core.errors import UserError
-from motet.models.denoiser import Alone, Denoiser, check_defaults
+from motet.models.denoiser import Alone, check_defaults
 from motet.models.layers import LayerModules
 from motet.models.pixart_layers import pixart_layers
+from motet.models.stacked_denoiser import StackedDenoiser
 
 _ANY = frozenset(
     {
@@ -25,14 +27,18 @@ _ANY = frozenset(
 )  # fmt: skip
 """Options that may have any value, or are looked at below. Others change what is computed and keep their default."""
 
+_FACTORS, _MASKED = 6, -10_000.0
+"""Factors and shifts of a block; what is added to scores of padding."""
 
-class PixArt(Denoiser):
+
+class PixArt(StackedDenoiser):
     """A PixArtTransformer2DModel. Sizes are of whole patches; positions are computed for any.
 
     Raises UserError for options that are not computed here; the key is named, without the recipe's before it.
     """
 
-    what, part = "a PixArt transformer", "transformer"
+    what = "a PixArt transformer"
+    num_steering = _FACTORS + 1
 
     def __init__(self, num_conditions: int, transformer: nn.Module) -> None:
         config: Any = transformer.config
@@ -58,15 +64,34 @@ class PixArt(Denoiser):
                 f"num_attention_heads * attention_head_dim, which is {width}"
             )
         given = config.caption_channels or config.cross_attention_dim
-        super().__init__(num_conditions, transformer, given, config.patch_size)
+        super().__init__(num_conditions, transformer, given)
+        if config.caption_channels is None and given != width:
+            self.uncuttable = f"the rows of its conditions are {given} wide, and those of its patches {width}"
         steering = self.model.adaln_single.emb
         steering.time_proj = Alone(steering.time_proj)
 
-    def predict(self, images: Tensor, times: Tensor, conditions: Tensor, there: Tensor | None = None) -> Tensor:
-        """As `Denoiser.predict`."""
-        given = {"encoder_attention_mask": there, "return_dict": False}
-        predicted: Tensor = self.model(images, conditions, timestep=times, **given)[0]
-        return predicted[:, : self.row_dim]
+    def embedded(self, images: Tensor, times: Tensor, conditions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `StackedDenoiser.embedded`: what all blocks add to their tables, and what is added behind the last."""
+        patches, projection = self.model.pos_embed(images), self.model.caption_projection
+        factors, last = self.model.adaln_single(times, None, batch_size=len(images), hidden_dtype=patches.dtype)
+        steering = torch.cat([factors.unflatten(1, (_FACTORS, -1)), last[:, None]], dim=1)
+        return patches, conditions if projection is None else projection(conditions), steering
+
+    @staticmethod
+    def steered(
+        block: nn.Module, patches: Tensor, conditions: Tensor, steering: Tensor, there: Tensor | None
+    ) -> Tensor:
+        """As `StackedDenoiser.steered`; conditions stay."""
+        masked = None if there is None else (_MASKED * (~there).to(patches.dtype))[:, None]
+        given = {"encoder_hidden_states": conditions, "encoder_attention_mask": masked}
+        found: Tensor = block(patches, timestep=steering[:, :_FACTORS].flatten(1), **given)
+        return found
+
+    def projected(self, patches: Tensor, steering: Tensor) -> Tensor:
+        """As `StackedDenoiser.projected`."""
+        shift, scale = (self.model.scale_shift_table + steering[:, _FACTORS:]).chunk(2, dim=1)
+        found: Tensor = self.model.proj_out(self.model.norm_out(patches) * (1 + scale) + shift)
+        return found
 
     def layers(self) -> list[LayerModules]:
         """The layers in execution order, on items of their numbers of rows."""

@@ -11,18 +11,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from motet.core.errors import UserError
-from motet.models.denoiser import Alone, Denoiser
+from motet.models.denoiser import Alone
 from motet.models.layers import LayerModules
 from motet.models.sd3_layers import sd3_layers
+from motet.models.stacked_denoiser import StackedDenoiser
 
 
-class SD3(Denoiser):
+class SD3(StackedDenoiser):
     """An SD3Transformer2DModel. Sizes are of whole patches, within its table of positions.
 
     Raises UserError for options that are not computed here; the key is named, without the recipe's before it.
     """
 
-    what, part = "an SD3 transformer", "transformer"
+    what = "an SD3 transformer"
     masks = False  # Joint attention of diffusers takes no mask.
 
     def __init__(self, num_conditions: int, transformer: nn.Module) -> None:
@@ -41,18 +42,32 @@ class SD3(Denoiser):
         if not config.pos_embed_max_size:
             raise UserError("pos_embed_max_size is not set; positions of latents are cut of so many rows and columns")
         given = config.joint_attention_dim + config.pooled_projection_dim
-        super().__init__(num_conditions, transformer, given, config.patch_size)
+        super().__init__(num_conditions, transformer, given)
         self.most = config.patch_size * config.pos_embed_max_size
         steering = self.model.time_text_embed
         steering.time_proj = Alone(steering.time_proj)
 
-    def predict(self, images: Tensor, times: Tensor, conditions: Tensor, there: Tensor | None = None) -> Tensor:
-        """As `Denoiser.predict`."""
-        width = self.model.config.joint_attention_dim
-        text, pooled = conditions[..., :width], conditions[..., width:].mean(dim=1)
-        given = {"encoder_hidden_states": text, "pooled_projections": pooled}
-        predicted: Tensor = self.model(images, timestep=times, **given, return_dict=False)[0]
-        return predicted
+    def embedded(self, images: Tensor, times: Tensor, conditions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `StackedDenoiser.embedded`; no condition is padded."""
+        text, pooled = conditions.split(
+            [self.model.config.joint_attention_dim, self.model.config.pooled_projection_dim], -1
+        )
+        steering = self.model.time_text_embed(times, pooled.mean(dim=1))
+        return self.model.pos_embed(images), self.model.context_embedder(text), steering[:, None]
+
+    @staticmethod
+    def steered(
+        block: nn.Module, patches: Tensor, conditions: Tensor, steering: Tensor, there: Tensor | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """As `StackedDenoiser.steered`. The last block gives patches alone."""
+        given = {"hidden_states": patches, "encoder_hidden_states": conditions, "temb": steering[:, 0]}
+        conditions, patches = block(**given)
+        return patches if conditions is None else (patches, conditions)
+
+    def projected(self, patches: Tensor, steering: Tensor) -> Tensor:
+        """As `StackedDenoiser.projected`."""
+        found: Tensor = self.model.proj_out(self.model.norm_out(patches, steering[:, 0]))
+        return found
 
     def layers(self) -> list[LayerModules]:
         """The layers in execution order, on items of their numbers of rows."""

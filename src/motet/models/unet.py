@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
+from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.models.denoiser import Alone, Denoiser, check_defaults
 from motet.models.layers import LayerModules
+from motet.models.rasters import in_batches
 from motet.models.unet_layers import unet_layers
 
 _BLOCKS = {
@@ -47,11 +52,24 @@ class UNet(Denoiser):
         super().__init__(num_conditions, unet, config.cross_attention_dim, 2 ** (len(config.block_out_channels) - 1))
         self.model.time_proj = Alone(self.model.time_proj)
 
-    def predict(self, images: Tensor, times: Tensor, conditions: Tensor, there: Tensor | None = None) -> Tensor:
-        """As `Denoiser.predict`."""
-        given = {"encoder_attention_mask": there, "return_dict": False}
-        predicted: Tensor = self.model(images, times, conditions, **given)[0]
-        return predicted
+    def forward(
+        self, noised: Tensor, times: Tensor, sizes: Tensor, conditions: Tensor, counts: Int64Array | None = None
+    ) -> Tensor:
+        """As `diffusion.Diffusion` calls it. Raises UserError as `check_sizes` does."""
+        self.check_sizes(sizes.numpy())
+        if counts is None:
+            counts = np.full(len(sizes), self.num_conditions, dtype=np.int64)
+        of_items, num_rows = conditions.split(counts.tolist()), torch.from_numpy(counts)
+
+        def predicted(images: Tensor, items: Tensor) -> Tensor:
+            own = num_rows[items]
+            given = pad_sequence([of_items[item] for item in items.tolist()], batch_first=True)
+            there = None if (own == own[0]).all() else (torch.arange(given.shape[1]) < own[:, None]).to(images.device)
+            masked = {"encoder_attention_mask": there, "return_dict": False}
+            found: Tensor = self.model(images, times[items].to(images.device), given, **masked)[0]
+            return found
+
+        return in_batches(noised, sizes, predicted)
 
     def layers(self) -> list[LayerModules]:
         """The layers in execution order, on items of their numbers of rows."""

@@ -103,9 +103,7 @@ def obstacle_in(recipe: Recipe) -> Callable[[Plan], str]:
         if recipe.context.model_dump(exclude_defaults=True) and (what := _context_obstacle(plan, model(), recipe)):
             return what
         asks = may_refuse or any(unit.tp > 1 for unit in plan.units)
-        if asks and (what := cut_obstacle(plan, model())):
-            return what
-        return _made_obstacle(plan, model(), recipe) if recipe.modules.generators else ""
+        return cut_obstacle(plan, model()) if asks else ""
 
     return found
 
@@ -123,17 +121,6 @@ def cut_obstacle(plan: Plan, model: MLLM) -> str:
 
     what = impossible_cut(model, plan)
     return f"a cut that cannot be ({what})" if what else ""
-
-
-def _made_obstacle(plan: Plan, model: MLLM, recipe: Recipe) -> str:
-    """Why generators cannot make items of held-out prompts, in words; "" if they can, or need not."""
-    from motet.train.planned_job import check_makes_whole
-
-    try:
-        check_makes_whole(model, plan, recipe)
-    except UserError as error:
-        return f"pictures of held-out prompts ({str(error).rstrip('.')})"
-    return ""
 
 
 def _context_obstacle(plan: Plan, model: MLLM, recipe: Recipe) -> str:

@@ -195,16 +195,20 @@ def entry_once(subject: Subject, batch: Batch, watch: Stopwatch) -> float:
 
 
 def _time_trained(
-    root: nn.Module, call: Callable[[], Tensor], watch: Stopwatch, near: Sequence[Tensor] | None = ()
+    root: nn.Module,
+    call: Callable[[], Tensor | tuple[Tensor, ...]],
+    watch: Stopwatch,
+    near: Sequence[Tensor] | None = (),
 ) -> Float64Array:
     """Seconds [3] of a call to a module of `root`, or to itself, whose parameters get their gradients as in training.
 
     FSDP reduces then. Without FSDP gradients are added to those of an earlier pass, so they stay from call to call.
     """
     with torch.enable_grad():
-        forward_s, output = watch(call, near)
-    gradient = torch.ones_like(output)
-    backward_s, _ = watch(lambda: output.backward(gradient), [gradient])
+        forward_s, made = watch(call, near)
+    outputs = made if isinstance(made, tuple) else (made,)
+    gradients = [torch.ones_like(output) for output in outputs]
+    backward_s, _ = watch(lambda: torch.autograd.backward(outputs, gradients), gradients)
     if isinstance(root, FSDPModule):
         for parameter in root.parameters():
             parameter.grad = None

@@ -10,7 +10,7 @@ ranks at its STEP, or behind its row if nothing of its stages is trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -126,15 +126,18 @@ class PlannedStep:
             self.loss_scale and self.loss_scale.value,
         )
 
-    def evaluate(self, batches: Sequence[RankBatch], model: Model | None = None) -> Tensor:
+    def evaluate(
+        self, batches: Sequence[RankBatch], model: Model | None = None, alone: Collection[str] | None = None
+    ) -> Tensor:
         """(sum of the loss, number of targets, sum of each generator's loss) of a step's microbatches over all ranks,
         float64 [2 + generators]. A collective.
 
         Forward passes alone; the model's train or eval mode stays. model: has the modules to run, by default its own.
+        alone: generators over several stages, which alone run, and to which nothing is given; None: all modules run.
         """
         with self.held.whole():
             place = self._place_of(batches).forward
-            running = _RunningPlan(self, place, batches, model=model, trains=False)
+            running = _RunningPlan(self, place, batches, model=model, trains=False, alone=alone)
             Executor(place.row, running.handlers, self.clock, in_parts=_IN_PARTS).run(0)
         self.clock.take()  # Of no step.
         running.count_losses_once()
@@ -154,6 +157,7 @@ class _RunningPlan:
             (_SENT), and the sum of each generator's loss; of this rank, after `end` of all.
     place: in the Program of the step.
     model: has the modules to run, by default those of the step. trains: False runs forward passes alone.
+    alone: as of `PlannedStep.evaluate`.
     """
 
     def __init__(
@@ -164,6 +168,7 @@ class _RunningPlan:
         *,
         model: Model | None = None,
         trains: bool = True,
+        alone: Collection[str] | None = None,
     ) -> None:
         mesh, model = step.mesh, model or step.model
         compute = step.held.types.compute
@@ -193,24 +198,37 @@ class _RunningPlan:
         self.totals = torch.zeros(_SENT.stop + len(self.made), dtype=torch.float64, device=mesh.device)
         self.stages = {
             number: SectionedStage(
-                [self._section(span, model, stage.unit) for span in step.spans[number]],
+                [
+                    self._section(span, model, stage.unit)
+                    for span in step.spans[number]
+                    if alone is None or (span.makes and span.module in alone)
+                ],
                 trains and stage.has_backward,
                 mesh.device,
             )
             for number, stage in place.stages.items()
         }
         self.tensors = StageTensors()
+
+        def alone_from(edge: int) -> set[str]:
+            """Those of `alone` with blocks in the stage from which an edge goes."""
+            return set(alone or ()) & place.program.stages[place.program.program.edges[edge][0]].layers.keys()
+
         self.messages = Messages(
             place,
             step.lanes,
-            lambda edge, microbatch, shares: message_parts(
-                place.program,
-                of_replicas if shares[0] is None else assignment,
-                edge,
-                place.island,
-                microbatch,
-                shares,
-            ),
+            lambda edge, microbatch, shares: [
+                part
+                for part in message_parts(
+                    place.program,
+                    of_replicas if shares[0] is None else assignment,
+                    edge,
+                    place.island,
+                    microbatch,
+                    shares,
+                )
+                if alone is None or part.module in alone_from(edge)
+            ],
             self.tensors,
             step.like,
         )

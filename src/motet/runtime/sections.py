@@ -276,7 +276,9 @@ class Section:
         if span.is_whole:
             made = module(values, sizes, taken[name], keys, counts)
         else:
-            hidden = module.enter(values, sizes, taken[name], keys, counts) if span.enters else taken[name]
+            # Of a sample (`train/evaluate_planned.py`) the first pass alone is given rows.
+            rows = taken.get(name, values[:0]) if span.enters else taken[name]
+            hidden = module.enter(values, sizes, rows, keys, counts) if span.enters else rows
             hidden = module.through(hidden, sizes, counts, span.first, span.stop)
             made = module.leave(hidden, values, sizes, keys, counts) if span.leaves else hidden
         if span.leaves:

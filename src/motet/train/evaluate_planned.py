@@ -8,7 +8,7 @@ between passes, so that ranks need no other state than in training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import chain
@@ -21,6 +21,7 @@ from torch import Tensor
 from motet.core.arrays import BoolArray, Int64Array
 from motet.core.example import Media, TokenSequence
 from motet.core.plan import Plan
+from motet.core.spec import Module
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.data.dataset import Dataset
 from motet.data.decode import Decoder
@@ -106,18 +107,39 @@ class PlannedEvaluator:
         for start in range(0, len(asked), size):
             batches, examples = self._loaded(self._dataset, self._decoder, asked[start : start + size])
             samplers = {name: _Sampling(model.generators[name]) for name in makers(model)}
-            generators = {name: _Silent(module) for name, module in model.generators.items()} | samplers
-            self._step.evaluate(
-                batches, SimpleNamespace(encoders=model.encoders, backbone=model.backbone, generators=generators)
-            )
+            self._sample(model, batches, samplers)
             for name, sampler in samplers.items():
-                with_items = [number for number in self._passed(name) if len(batches[number].media[name][1])]
-                for number, values in zip(with_items, sampler.made, strict=True):
-                    replica = self._needs.replicas[name]
-                    if self._step.place.t:
-                        continue  # All ranks that share its products have made the same.
-                    made += named_items(self._dataset, batches[number], examples[number], name, replica, values)
+                if self._step.place.t:
+                    continue  # All ranks that share its products have made the same.
+                for batch, ids in zip(batches, examples, strict=True):
+                    assert batch.draws is not None, "generators draw"
+                    if (values := sampler.made.get(batch.draws[name].tobytes())) is not None:
+                        made += named_items(self._dataset, batch, ids, name, self._needs.replicas[name], values)
         return of_all_ranks(made, self._world)
+
+    def _sample(self, model: MLLM, batches: Sequence[RankBatch], samplers: Mapping[str, _Sampling]) -> None:
+        """Let generators make their items. A collective.
+
+        Of one that is cut over stages, each pass through these is a pass of the Program, of the generator alone after
+        the first. What the last stage predicts goes to the first one through all ranks: no lane joins the two.
+        """
+        silent = {name: _Silent(self._step.spec.module(name)) for name in model.generators}
+        parts = SimpleNamespace(encoders=model.encoders, backbone=model.backbone, generators=silent | dict(samplers))
+        passes: dict[str, int] = {}
+        for of_rank in self._world.gather({name: each.num_passes for name, each in samplers.items()}):
+            passes |= {name: number for name, number in of_rank.items() if self._is_cut(name)}
+        self._step.evaluate(batches, parts)
+        for number in range(max(passes.values(), default=0)):
+            own = {name: each.take_predicted() for name, each in samplers.items() if not self._step.place.t}
+            for of_rank in self._world.gather(own):
+                for name, predicted in of_rank.items():
+                    if name in samplers:
+                        samplers[name].arrived |= predicted
+            self._step.evaluate(batches, parts, {name for name, most in passes.items() if number < most})
+
+    def _is_cut(self, generator: str) -> bool:
+        """Whether several stages have blocks of a generator."""
+        return sum(generator in stage for stage in self._plan.unit_of(generator).stages) > 1
 
     def _loaded(
         self, dataset: Examples, decoder: Decodes, examples: Int64Array
@@ -177,7 +199,7 @@ class PlannedEvaluator:
         """Example -> its likeliest next token, of all ranks. A collective."""
         batches, examples = self._loaded(growing, media, active)
         predicting = _Predicting(model.backbone)
-        silent = {name: _Silent(module) for name, module in model.generators.items()}
+        silent = {name: _Silent(self._step.spec.module(name)) for name in model.generators}
         self._step.evaluate(batches, SimpleNamespace(encoders=model.encoders, backbone=predicting, generators=silent))
         own: dict[int, int] = {}
         for microbatch, tokens in zip(self._predicted_microbatches(batches), predicting.found, strict=True):
@@ -241,8 +263,9 @@ class _Silent:
     cut send zeros, as many as they would.
     """
 
-    def __init__(self, generator: GeneratorModule) -> None:
-        self._width: int = generator.generator.condition_dim
+    def __init__(self, module: Module) -> None:
+        """module: the generator in the spec of the model."""
+        self._module = module
 
     def __call__(self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array, counts: Int64Array) -> Tensor:
         """No loss."""
@@ -250,7 +273,8 @@ class _Silent:
 
     def enter(self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array, counts: Int64Array) -> Tensor:
         """As `GeneratorModule.enter`."""
-        return rows.new_zeros(int(sizes.prod(dim=1).sum() + counts.sum()) + len(sizes), self._width)
+        lengths, width = sizes.prod(dim=1).numpy(), self._module.sent(1).output_width
+        return rows.new_zeros(self._module.num_carried(1, lengths, counts), width)
 
     def through(self, hidden: Tensor, sizes: Tensor, counts: Int64Array, first: int, stop: int) -> Tensor:
         """As `GeneratorModule.through`."""
@@ -262,16 +286,57 @@ class _Silent:
 
 
 class _Sampling:
-    """A generator that makes its items in place of their loss. made: of each pass that has any, [num_rows, row_dim]."""
+    """A generator that makes its items in place of their loss. Of a pass, items are known by the bytes of their keys.
+
+    made:    what has been made, [num_rows, row_dim].
+    arrived: what the last stage has predicted in the pass before, [num_rows, row_dim on it].
+    """
 
     def __init__(self, generator: GeneratorModule) -> None:
-        self._generator, self.made = generator, list[Tensor]()
+        self._generator = generator
+        self.made: dict[bytes, Tensor] = {}
+        self.arrived: dict[bytes, Tensor] = {}
+        self._predicted: dict[bytes, Tensor] = {}
+        self._running: dict[bytes, Generator[Tensor, Tensor, Tensor]] = {}
+        self._entered: dict[bytes, Tensor] = {}
+
+    @property
+    def num_passes(self) -> int:
+        """Passes of the Program behind the first one, if it is cut; 0 if it cannot be."""
+        return 0 if self._generator.uncuttable else self._generator.num_passes
+
+    def take_predicted(self) -> dict[bytes, Tensor]:
+        """What the last pass has predicted here, on the host."""
+        predicted, self._predicted = self._predicted, {}
+        return {key: each.cpu() for key, each in predicted.items()}
 
     def __call__(self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array, counts: Int64Array) -> Tensor:
-        """Make the items of a pass. Returns no loss."""
+        """Make the items of a pass, of a generator that is whole here. Returns no loss."""
         if len(sizes):
-            self.made.append(self._generator.sample(sizes, rows, keys, counts=counts))
+            self.made[keys.tobytes()] = self._generator.sample(sizes, rows, keys, counts=counts)
         return rows.new_zeros(())
+
+    def enter(self, values: Tensor, sizes: Tensor, rows: Tensor, keys: Int64Array, counts: Int64Array) -> Tensor:
+        """As `GeneratorModule.enter`, of what is sampled. rows: of the first pass; others go on from `arrived`."""
+        key = keys.tobytes()
+        if key not in self._entered:
+            self._running[key] = self._generator.sample_in_stages(sizes, rows, keys, counts)
+            self._entered[key] = next(self._running[key])
+        elif key in self.arrived:
+            try:
+                self._entered[key] = self._running[key].send(self.arrived.pop(key).to(self._entered[key].device))
+            except StopIteration as ended:
+                self.made[key] = ended.value
+        return self._entered[key]
+
+    def through(self, hidden: Tensor, sizes: Tensor, counts: Int64Array, first: int, stop: int) -> Tensor:
+        """As `GeneratorModule.through`."""
+        return self._generator.through(hidden, sizes, counts, first, stop)
+
+    def leave(self, hidden: Tensor, values: Tensor, sizes: Tensor, keys: Int64Array, counts: Int64Array) -> Tensor:
+        """Predict. Returns no loss."""
+        self._predicted[keys.tobytes()] = self._generator.predicted(hidden, sizes, counts)
+        return hidden.new_zeros(())
 
 
 class _DecodedOnce:

@@ -79,7 +79,6 @@ from motet.train.planned_job import (
     check_context,
     check_context_unused,
     check_cuts,
-    check_makes_whole,
     divide_whole,
     unused_pieces,
 )
@@ -405,7 +404,6 @@ def _build_planned_job(
         spec = model_spec(model)
         chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
         check_cuts(model, plan)
-        check_makes_whole(model, plan, recipe)
         check_context(model, plan, recipe.context)
         check_rows(recipe, model)
         check_learns(model)

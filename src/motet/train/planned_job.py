@@ -157,21 +157,6 @@ def impossible_cut(model: MLLM, plan: Plan) -> str:
     return ""
 
 
-def check_makes_whole(model: MLLM, plan: Plan, recipe: Recipe) -> None:
-    """Raise UserError for a generator that the Plan cuts where items of held-out prompts are to be made.
-
-    Each step of a sample is a pass through all stages, of which none has what the last one made.
-    """
-    is_asked = recipe.data.heldout and recipe.evaluate.num_made
-    for name, module in model.generators.items() if is_asked else ():
-        num_stages = sum(name in stage for stage in plan.unit_of(name).stages)
-        if num_stages > 1 and hasattr(module.generator, "sample"):
-            raise UserError(
-                f"The plan cuts the generator {name!r} into {num_stages} stages, none of which can make items of "
-                f"held-out prompts, and evaluate.num_made is {recipe.evaluate.num_made}; set it to 0."
-            )
-
-
 def check_context(model: MLLM, plan: Plan, context: ContextConfig) -> None:
     """Raise UserError for a way in which ranks that share sequences exchange rows, and cannot or need not."""
     unit, config = plan.unit_of(BACKBONE), model.backbone.causal_lm.config

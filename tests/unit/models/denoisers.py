@@ -13,6 +13,7 @@ from motet.core.errors import UserError
 from motet.core.shapes import Transformer, language_model, multimodal
 from motet.cost.flops import layer_flops, step_flops, work_of
 from motet.cost.memory import FSDP_FP32, LayerBytes, stage_layers
+from motet.models.block import plain_names
 from motet.models.diffusion import Diffusion
 from motet.models.generator import GeneratorModule, OutputProjector
 from motet.models.generator_build import build_generator
@@ -70,17 +71,17 @@ def check_size(denoiser, parameters):
     assert sum(each.layer.parameters for each in denoiser.layers()) == parameters
 
 
-def check_work_and_memory(denoiser, noise_of, sizes):
+def check_work_and_memory(denoiser, noise_of, sizes, num_blocks=1):
     """A generator of it keeps and computes what is predicted."""
     entrance = OutputProjector(Projector(DIM, denoiser.condition_dim, ProjectorConfig()), QUERIES, drop=0.1)
     module = GeneratorModule(Diffusion(denoiser, noise_of), entrance, QUERIES)
     spec = multimodal("tiny", language_model(Transformer(DIM, 64, 2), 1, 10), [], [module.spec_module("draw")])
     made, lengths = spec.module("draw"), module.lengths(sizes.numpy())
     assert made.num_parameters == sum(p.numel() for p in module.parameters())
-    assert len(made.blocks) == 1
+    assert len(made.blocks) == num_blocks
     kept = sum(
         LayerBytes.of(placed, float(work_of(placed.layer, lengths).rows[0]), 1, FSDP_FP32).saved
-        for placed in stage_layers(spec, {"draw": (0, 1)}, {})
+        for placed in stage_layers(spec, {"draw": (0, num_blocks)}, {})
     )
     assert kept == pytest.approx(kept_bytes(module, sizes, 3), rel=0.02)
 
@@ -108,6 +109,7 @@ def check_directory_is_read(kind, folder, noise, inside=""):
     module = built(path=folder / inside, noise={"schedule": "path"} | noise)
     stored = kind.from_pretrained(folder / module.generator.denoiser.part).state_dict()
     read = module.generator.denoiser.model.state_dict()
+    read = {plain: read[name] for name, plain in plain_names(module.generator.denoiser.model).items()}
     assert read.keys() == stored.keys()
     assert all(torch.equal(read[name], value) for name, value in stored.items())
     with torch.device("meta"):

@@ -1,5 +1,6 @@
 """Conditions of different lengths: each item is what diffusers makes of it by itself, without padding."""
 
+from copy import deepcopy
 from itertools import pairwise
 
 import diffusers
@@ -8,10 +9,13 @@ import pytest
 import torch
 
 from motet.core.errors import UserError
+from motet.models.diffusion import Diffusion
 from motet.models.dit import DiT, DiTConfig
-from motet.models.generator import OutputProjector
+from motet.models.divided import cuts_of, why_undivided
+from motet.models.generator import GeneratorModule, OutputProjector
 from motet.models.generator_build import build_generator
 from motet.models.generator_config import GeneratorConfig
+from motet.models.noise_schedule import NoiseConfig
 from motet.models.pixart import PixArt
 from motet.models.projector import Projector, ProjectorConfig
 from motet.models.sd3 import SD3
@@ -64,11 +68,10 @@ def test_items_equal_a_plain_loop_over_diffusers(of_diffusers):
     model.double()
     rows = SIZES.prod(1).tolist()
     noised, weights = torch.randn(2, sum(rows), 3, dtype=torch.float64)
-    denoiser = kind(int(COUNTS.max()), model)
+    denoiser = kind(int(COUNTS.max()), deepcopy(model))
     conditions = torch.randn(int(COUNTS.sum()), denoiser.condition_dim, dtype=torch.float64, requires_grad=True)
     (denoiser(noised, TIMES, SIZES, conditions, COUNTS) * weights).sum().backward()
-    together = [conditions.grad, *(p.grad for p in model.parameters())]
-    model.zero_grad()
+    together = [conditions.grad, *(p.grad for p in denoiser.parameters())]
     conditions.grad = None
 
     starts, ends = np.cumsum([0, *rows]).tolist(), np.cumsum([0, *COUNTS]).tolist()
@@ -80,6 +83,39 @@ def test_items_equal_a_plain_loop_over_diffusers(of_diffusers):
     total.backward()
     for found, parameter in zip(together, [conditions, *model.parameters()], strict=True):
         assert torch.allclose(found, parameter.grad, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("counts", [COUNTS, None], ids=["turns", "queries"])
+@pytest.mark.parametrize("of_diffusers", [sd3, pixart])
+def test_parts_do_what_the_whole_does_and_send_what_a_spec_says(of_diffusers, counts):
+    torch.manual_seed(0)
+    kind, model, _ = of_diffusers()
+    denoiser = kind(9, model.double())
+    given = np.full(len(SIZES), 9) if counts is None else counts
+    noised = torch.randn(int(SIZES.prod(1).sum()), 3, dtype=torch.float64)
+    conditions = torch.randn(int(given.sum()), denoiser.condition_dim, dtype=torch.float64)
+    whole = denoiser(noised, TIMES, SIZES, conditions, counts)
+    hidden = denoiser.enter(noised, TIMES, SIZES, conditions, counts)
+    entrance = OutputProjector(Projector(6, denoiser.condition_dim, ProjectorConfig()), 9, drop=0.0)
+    spec = GeneratorModule(Diffusion(denoiser, NoiseConfig()), entrance, 9).spec_module("draw")
+    assert hidden.shape == (spec.num_carried(1, SIZES.prod(1).numpy(), given), spec.sent(1).output_width)
+    for first in range(2):
+        hidden = denoiser.through(hidden, SIZES, counts, first, first + 1)
+    assert torch.equal(denoiser.leave(hidden, SIZES, counts), whole)
+
+
+@pytest.mark.parametrize("of_diffusers", [sd3, pixart])
+def test_tensor_parallel_ranks_cut_the_matrices_that_a_spec_says(of_diffusers):
+    kind, model, _ = of_diffusers()
+    denoiser = kind(9, model)
+    entrance = OutputProjector(Projector(6, denoiser.condition_dim, ProjectorConfig()), 9, drop=0.0)
+    module = GeneratorModule(Diffusion(denoiser, NoiseConfig()), entrance, 9)
+    holder = torch.nn.Module()
+    holder.generators = torch.nn.ModuleDict({"draw": module})
+    parameters = dict(holder.named_parameters())
+    cut = sum(parameters[name].numel() for name in cuts_of(holder, "draw") if parameters[name].ndim == 2)
+    assert cut == sum(layer.divided_parameters for layer in module.spec_module("draw").layers)
+    assert why_undivided(holder, "draw") == ""
 
 
 def test_rows_of_a_diffusion_transformer_equal_those_of_each_item_alone():

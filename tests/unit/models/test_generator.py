@@ -1,5 +1,7 @@
 """What is predicted of a generator's memory is what its forward pass keeps; one without a loss is refused."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from motet.models.dit import DiT, DiTConfig
 from motet.models.generator import GeneratorModule, OutputProjector
 from motet.models.generator_build import build_generator
 from motet.models.generator_config import GeneratorConfig
-from motet.models.noise_schedule import NoiseConfig
+from motet.models.noise_schedule import NoiseConfig, SamplingConfig
 from motet.models.projector import Projector, ProjectorConfig
 
 QUERIES, DIM = 4, 32
@@ -78,8 +80,35 @@ def test_what_cannot_be_cut_says_why():
     own = GeneratorModule(WithoutGradient(), entrance, QUERIES)
     assert own.uncuttable == "WithoutGradient is computed in one stage"
     latents = module_of(64, 48, 2)
-    latents.generator.vae = torch.nn.Identity()
-    assert "the latents of its VAE" in latents.uncuttable
+    latents.generator.vae = SimpleNamespace(encodes=True, channels=65)
+    assert latents.uncuttable == "latents of its VAE are 65 wide, and its rows 64"
+    latents.generator.vae.channels = 4
+    assert latents.uncuttable == ""
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.5])
+@pytest.mark.parametrize("max_turn", [0, 9])
+def test_samples_in_stages_are_those_of_the_whole(guidance, max_turn):
+    torch.manual_seed(3)
+    sizes, keys, counts = torch.tensor([[3, 2], [1, 4]]), np.arange(2), np.array([5, 2]) if max_turn else np.full(2, 4)
+    entrance = OutputProjector(Projector(DIM, 8, ProjectorConfig()), 1 if max_turn else QUERIES, drop=0.5)
+    denoiser = DiT(max_turn or QUERIES, DiTConfig(row_dim=6, hidden=8, num_layers=2, num_heads=2))
+    sampling = SamplingConfig(sampler="ddpm", steps=3, guidance=guidance)
+    module = GeneratorModule(
+        Diffusion(denoiser, NoiseConfig()), entrance, QUERIES, sampling=sampling, max_turn=max_turn
+    ).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    rows = torch.randn(counts.sum(), DIM, dtype=torch.float64)
+    with torch.no_grad():
+        whole = module.sample(sizes, rows, keys, counts=counts)
+        running, sent = module.sample_in_stages(sizes, rows, keys, counts), None
+        for _ in range(module.num_passes):
+            hidden = module.through(running.send(sent), sizes, counts, 0, 2)
+            sent = module.predicted(hidden, sizes, counts)
+        with pytest.raises(StopIteration) as ended:
+            running.send(sent)
+    assert torch.equal(ended.value.value, whole)
 
 
 def test_sizes_are_no_tensor_where_fsdp_moves_tensors_to_the_device():

@@ -1,5 +1,7 @@
 """Transformers of PixArt as generators: their loss and samples are those of diffusers, their work what is said."""
 
+from copy import deepcopy
+
 import diffusers
 import numpy as np
 import pytest
@@ -61,7 +63,7 @@ def test_the_loss_is_that_of_a_script_of_diffusers(options):
 
     expected = loss_of_a_script(loss_of_item, 7)
     for noise in (SchedulerNoise.of(scheduler()), SchedulerNoise.of(noised_by)):
-        assert loss_of(PixArt(QUERIES, model), noise) == pytest.approx(expected, rel=1e-8)
+        assert loss_of(PixArt(QUERIES, deepcopy(model)), noise) == pytest.approx(expected, rel=1e-8)
 
 
 def test_items_of_several_sizes_are_computed_as_if_alone():
@@ -108,7 +110,7 @@ def test_work_and_memory_are_what_is_predicted(options):
     config = {"attention_head_dim": 16, "num_attention_heads": 4, "cross_attention_dim": 64, "num_layers": 3}
     config |= {"caption_channels": 24, "sample_size": 16}
     transformer = PixArt(QUERIES, diffusers.PixArtTransformer2DModel(**TINY | config | options))
-    check_work_and_memory(transformer, NOISE, torch.tensor([[32, 32], [24, 32], [32, 32], [16, 16]]))
+    check_work_and_memory(transformer, NOISE, torch.tensor([[32, 32], [24, 32], [32, 32], [16, 16]]), 3)
 
 
 @pytest.fixture

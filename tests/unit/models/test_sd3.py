@@ -1,5 +1,7 @@
 """Transformers of SD3 as generators: their loss and samples are those of diffusers, their work what is said."""
 
+from copy import deepcopy
+
 import diffusers
 import numpy as np
 import pytest
@@ -72,7 +74,7 @@ def test_the_loss_is_that_of_a_script_of_diffusers(options):
         predicted = model((1 - sigma) * latents + sigma * added, timestep=time, **given_of(conditions)).sample
         return torch.nn.functional.mse_loss(predicted, added - latents)
 
-    found = loss_of(SD3(QUERIES, model), SchedulerNoise.of(noised_by))
+    found = loss_of(SD3(QUERIES, deepcopy(model)), SchedulerNoise.of(noised_by))
     assert found == pytest.approx(loss_of_a_script(loss_of_item, 11), rel=1e-8)
 
 
@@ -118,7 +120,7 @@ def test_work_and_memory_are_what_is_predicted(options):
     config |= {"joint_attention_dim": 24, "pooled_projection_dim": 8, "pos_embed_max_size": 16}
     transformer = SD3(QUERIES, diffusers.SD3Transformer2DModel(**TINY | config | options))
     sizes = torch.tensor([[32, 32], [24, 32], [32, 32], [16, 16]])
-    check_work_and_memory(transformer, NoiseConfig(schedule="flow"), sizes)
+    check_work_and_memory(transformer, NoiseConfig(schedule="flow"), sizes, 3)
 
 
 @pytest.fixture

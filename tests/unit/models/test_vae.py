@@ -241,3 +241,33 @@ def test_sizes_are_latents_and_clips_are_refused(pipeline):
     with pytest.raises(UserError, match="a VAE makes rasters"):
         module.num_tokens(np.array([[8]]))
     assert json.loads((pipeline / "vae" / "config.json").read_text())["scaling_factor"] == 0.6
+
+
+@pytest.mark.parametrize(("posterior", "encode_in"), [("sample", "step"), ("mode", "step"), ("sample", "workers")])
+def test_parts_do_what_the_whole_does_with_latents_that_go_along(posterior, encode_in):
+    """Five latents of 3 values go along in a row of 16: loss, and what is sampled. Those of workers are drawn again."""
+    vae, (values, _) = VAE(tiny_vae(), posterior, encode_in), drawn()
+    values = values if encode_in == "step" else values[:, : vae.moments_dim].abs()
+    denoiser = DiT(QUERIES, DiTConfig(row_dim=3, hidden=16, num_layers=2, num_heads=2))
+    entrance = OutputProjector(Projector(DIM, 16, ProjectorConfig()), QUERIES, drop=0.1)
+    module = GeneratorModule(
+        Diffusion(denoiser, NoiseConfig(), vae), entrance, QUERIES, sampling=SamplingConfig(steps=2, guidance=2.0)
+    ).double()
+    for parameter in (*denoiser.parameters(), *entrance.parameters()):
+        torch.nn.init.normal_(parameter, std=0.3)
+    counts, rows = np.full(len(SIZES), QUERIES), torch.randn(len(SIZES) * QUERIES, DIM, dtype=torch.float64)
+    spec, lengths = module.spec_module("draw"), SIZES.prod(1).numpy()
+    assert module.uncuttable == ""
+    hidden = module.enter(values, SIZES, rows, KEYS, counts)
+    assert len(hidden) == spec.num_carried(1, lengths, counts)
+    assert spec.carried_divisor == (5 if encode_in == "step" else 0)
+    hidden = module.through(hidden, SIZES, counts, 0, 2)
+    assert module.leave(hidden, values, SIZES, KEYS, counts) == module(values, SIZES, rows, KEYS, counts)
+    with torch.no_grad():
+        running, sent = module.sample_in_stages(SIZES, rows, KEYS), None
+        for _ in range(module.num_passes):
+            hidden = module.through(running.send(sent), SIZES, counts, 0, 2)
+            sent = module.predicted(hidden, SIZES, counts)
+        with pytest.raises(StopIteration) as ended:
+            running.send(sent)
+        assert torch.equal(ended.value.value, module.sample(SIZES, rows, KEYS))

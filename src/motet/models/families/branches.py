@@ -21,6 +21,9 @@ class TensorBranch:
                 once it is split. The first has as many rows as `row` has columns; the others share the rest equally.
     keys:       the argument by which what holds the row layer is given keys beside the rows, which all columns but the
                 first multiply; "": they multiply what the first does. All ranks have the keys, and all rows.
+    inputs:     the module whose input `columns` multiply; "": as `norm` says.
+    beside:     further first products, of `encoder_hidden_states` that this module is given.
+    beside_row: the last product of what these become. A layer may lack it (None).
 
     Example:
         >>> attention, mlp = LLAMA_BRANCHES
@@ -36,6 +39,14 @@ class TensorBranch:
     has_heads: bool = False
     fused: str = ""
     keys: str = ""
+    inputs: str = ""
+    beside: tuple[str, ...] = ()
+    beside_row: str = ""
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The last products."""
+        return (self.row, self.beside_row) if self.beside_row else (self.row,)
 
 
 def _numbered(path: str, count: int) -> tuple[str, ...]:
@@ -118,6 +129,38 @@ DIT_BRANCHES = (
     TensorBranch("", ("mlp.0",), "mlp.2"),
 )
 """What scales and shifts the rows of a branch, and its outcome, is whole on every rank."""
+
+
+def _of_diffusers(
+    path: str, beside: tuple[str, ...] = (), beside_row: str = "", queries_alone: bool = False
+) -> TensorBranch:
+    """An Attention of diffusers. queries_alone: keys and values are of what is given beside."""
+    names = ("to_q",) if queries_alone else ("to_q", "to_k", "to_v")
+    columns, others = (tuple(f"{path}.{name}" for name in each) for each in (names, beside))
+    norms = tuple(f"{path}.norm_{name}" for name in (("q", "k", "added_q", "added_k") if beside_row else ("q", "k")))
+    row = f"{path}.{beside_row}" if beside_row else ""
+    return TensorBranch(
+        "", columns, f"{path}.to_out.0", norms, has_heads=True, inputs=path, beside=others, beside_row=row
+    )
+
+
+def _feed_forward(path: str) -> TensorBranch:
+    """A FeedForward of diffusers."""
+    return TensorBranch("", (f"{path}.net.0.proj",), f"{path}.net.2", inputs=path)
+
+
+SD3_BRANCHES = (
+    _of_diffusers("attn", ("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out"),
+    _of_diffusers("attn2"),
+    _feed_forward("ff"),
+    _feed_forward("ff_context"),
+)
+"""Some blocks have a second attention; the last one gives no rows of conditions, and has no MLP for them."""
+PIXART_BRANCHES = (
+    _of_diffusers("attn1"),
+    _of_diffusers("attn2", ("to_k", "to_v"), queries_alone=True),
+    _feed_forward("ff"),
+)
 SHAPED_BRANCHES = (
     TensorBranch("attention_norm", ("q_proj", "k_proj", "v_proj"), "o_proj", ("q_norm", "k_norm"), has_heads=True),
     TensorBranch("mlp_norm", ("gate_proj", "up_proj"), "down_proj"),
