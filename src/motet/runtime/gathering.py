@@ -12,7 +12,7 @@ from motet.dispatch.exchange import all_gathered
 from motet.dispatch.gathered_rows import GatheredRows
 from motet.runtime.place import Place
 from motet.schedule.coordinates import replica_of
-from motet.schedule.plan_units import gathers_rows, sharing_ranks
+from motet.schedule.plan_units import sharing_ranks
 
 
 class Gathering:
@@ -33,11 +33,10 @@ class Gathering:
         sent: list[float],
     ) -> None:
         self._place, self._groups, self._rows_of, self._like, self._sent = place, groups, rows_of, like, sent
-        plan = place.program.layout.plan
         self._stages = {
             number: stage
             for number, stage in place.stages.items()
-            if gathers_rows(plan, stage.unit) and stage.index == len(stage.unit.stages) - 1
+            if stage.unit.name in groups and stage.index == len(stage.unit.stages) - 1
         }
         self._gathered = cache(self._rows)  # Backward asks for what forward has made.
 

@@ -10,7 +10,7 @@ ranks at its STEP, or behind its row if nothing of its stages is trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from motet.core.plan import Unit
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
-from motet.dispatch.edge_messages import assignment_of, message_parts
+from motet.dispatch.edge_messages import MessagePart, assignment_of, message_parts
 from motet.dispatch.gathered_rows import GatheredRows, gathered
 from motet.runtime.clip import unscale_and_clip
 from motet.runtime.clock import ActionClock
@@ -43,6 +43,7 @@ from motet.runtime.stage import Model, modules_by_phase
 from motet.runtime.step import MadeRows, StepResult, update_if_finite
 from motet.runtime.tensors import StageTensors
 from motet.runtime.unit_groups import UnitGroups
+from motet.schedule.coordinates import Shares
 from motet.schedule.program import Action, Kind
 
 _IN_PARTS = (Kind.F, Kind.B)
@@ -127,7 +128,7 @@ class PlannedStep:
         )
 
     def evaluate(
-        self, batches: Sequence[RankBatch], model: Model | None = None, alone: Collection[str] | None = None
+        self, batches: Sequence[RankBatch], model: Model | None = None, alone: Set[str] | None = None
     ) -> Tensor:
         """(sum of the loss, number of targets, sum of each generator's loss) of a step's microbatches over all ranks,
         float64 [2 + generators]. A collective.
@@ -168,7 +169,7 @@ class _RunningPlan:
         *,
         model: Model | None = None,
         trains: bool = True,
-        alone: Collection[str] | None = None,
+        alone: Set[str] | None = None,
     ) -> None:
         mesh, model = step.mesh, model or step.model
         compute = step.held.types.compute
@@ -183,7 +184,7 @@ class _RunningPlan:
         assignment = assignment_of(batches)
         self.gathering = Gathering(
             place,
-            step.groups.gathered,
+            step.groups.gathered if alone is None else {},
             lambda name, *where: GatheredRows.of(assignment.modules[name], *where),
             step.like,
             step.groups.sent,
@@ -210,28 +211,13 @@ class _RunningPlan:
         }
         self.tensors = StageTensors()
 
-        def alone_from(edge: int) -> set[str]:
-            """Those of `alone` with blocks in the stage from which an edge goes."""
-            return set(alone or ()) & place.program.stages[place.program.program.edges[edge][0]].layers.keys()
+        def parts(edge: int, microbatch: int, shares: Shares) -> list[MessagePart]:
+            of_edge = of_replicas if shares[0] is None else assignment
+            every = message_parts(place.program, of_edge, edge, place.island, microbatch, shares)
+            source = place.program.stages[place.program.program.edges[edge][0]]
+            return [part for part in every if alone is None or part.module in alone & source.layers.keys()]
 
-        self.messages = Messages(
-            place,
-            step.lanes,
-            lambda edge, microbatch, shares: [
-                part
-                for part in message_parts(
-                    place.program,
-                    of_replicas if shares[0] is None else assignment,
-                    edge,
-                    place.island,
-                    microbatch,
-                    shares,
-                )
-                if alone is None or part.module in alone_from(edge)
-            ],
-            self.tensors,
-            step.like,
-        )
+        self.messages = Messages(place, step.lanes, parts, self.tensors, step.like)
         self.reduced: set[int] = set()
         self.has_ended = False
 
