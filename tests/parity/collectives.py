@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
 
@@ -16,11 +16,12 @@ SUMS = 7
 
 @contextmanager
 def counted_collectives(
-    tensor: dist.ProcessGroup | None = None, experts: dist.ProcessGroup | None = None
+    sharing: Sequence[dist.ProcessGroup] = (), experts: dist.ProcessGroup | None = None
 ) -> Iterator[Counter[str]]:
     """Bytes that this rank sends in the block, by kind; of collectives, as rings send them.
 
-    tensor: the group of tensor-parallel ranks. experts: of ranks that share experts; exchanges of others do not count.
+    sharing: groups of ranks that share products, or whose rows of encoders come together. experts: of ranks that share
+    experts; exchanges of others do not count.
     """
     sent: Counter[str] = Counter()
     isend, gather, scatter, reduce = dist.isend, dist.all_gather_single, dist.reduce_scatter_single, dist.all_reduce
@@ -30,7 +31,7 @@ def counted_collectives(
         return (group.size() - 1) / group.size()
 
     def kind_of(group, kind):
-        return "exchange" if group is tensor else kind
+        return "exchange" if group in sharing else kind
 
     def count_message(message, *given, **more):
         sent["p2p"] += message.nbytes
@@ -46,7 +47,7 @@ def counted_collectives(
 
     def count_reduce(whole, *given, group, **more):
         is_of_experts = whole.dtype == torch.int64  # How often they were chosen.
-        if whole.numel() > SUMS or group is tensor or is_of_experts:
+        if whole.numel() > SUMS or group in sharing or is_of_experts:
             kind = "exchange" if is_of_experts else kind_of(group, "reduce")
             sent[kind] += 2 * whole.nbytes * passed_on(group)
         return reduce(whole, *given, group=group, **more)
