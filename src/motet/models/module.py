@@ -391,8 +391,10 @@ class ModalityModule(nn.Module):
             *(() if isinstance(self.after, Newlines) else (self.after,)),
             self.between,
         )
-        can_meet = hasattr(self.encoder, "spare") and getattr(self.projector, "shareable", False)
-        return can_meet and all(callback is None for callback in own_callbacks)
+        # Tiles are whole on each rank, so that any projector joins their rows, but for queries over all of an item.
+        is_by_tile = self._tile is not None and not self.projector.blocks
+        can_join = is_by_tile or getattr(self.projector, "shareable", False)
+        return hasattr(self.encoder, "spare") and can_join and all(callback is None for callback in own_callbacks)
 
     @property
     def _tile(self) -> Int64Array | None:
