@@ -32,7 +32,7 @@ class GatheredRows:
         Rank 1 has computed the second of three items, which have 2, 1 and 1 rows:
         >>> columns = [0, 1, 2], [4, 2, 2], [2, 1, 1], [0, 1, 0], [0, 0, 0], [0, 0, 1]
         >>> items = ModuleAssignment(*map(np.array, columns), num_replicas=2)
-        >>> rows = GatheredRows.of(items, replica=0, c=1, num_ranks=2, microbatch=0)
+        >>> rows = GatheredRows.of(items, items.by_replica(2), replica=0, c=1, microbatch=0)
         >>> rows.share_rows, rows.index.tolist(), rows.own.tolist()
         (3, [0, 1, 3, 2], [2])
     """
@@ -42,16 +42,17 @@ class GatheredRows:
     own: Tensor
 
     @staticmethod
-    def of(items: ModuleAssignment, replica: int, c: int, num_ranks: int, microbatch: int) -> GatheredRows:
-        """Of the rank with number c of the `num_ranks` that share a replica's items.
+    def of(items: ModuleAssignment, whole: ModuleAssignment, replica: int, c: int, microbatch: int) -> GatheredRows:
+        """Of the rank with number c of those that share a replica's items.
 
-        items: by these ranks, as `coordinates.share_of` numbers them. Behind the gathering, they follow each other as
-               of `ModuleAssignment.by_replica`. O(items log items).
+        items: by these ranks, as `coordinates.share_of` numbers them. whole: by replicas (`gathered`), as they follow
+               each other behind the gathering. O(items).
         """
-        parts, whole = items.parts, items.by_replica(num_ranks).items_of(replica, microbatch)
+        num_ranks, parts = items.num_replicas // whole.num_replicas, items.parts
+        in_order = whole.items_of(replica, microbatch)
         # 1. Where each item begins among the replica's rows, and each part.
         start = np.zeros(len(items.example), dtype=np.int64)
-        start[whole] = np.cumsum(items.num_tokens[whole]) - items.num_tokens[whole]
+        start[in_order] = np.cumsum(items.num_tokens[in_order]) - items.num_tokens[in_order]
         start_of_part = start[parts.item] + parts.first_row
         # 2. Where the rows of each rank stand, and where they lie when they have come.
         of_ranks = (items.parts_of(replica * num_ranks + number, microbatch) for number in range(num_ranks))

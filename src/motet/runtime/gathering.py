@@ -12,14 +12,13 @@ from motet.dispatch.exchange import all_gathered
 from motet.dispatch.gathered_rows import GatheredRows
 from motet.runtime.place import Place
 from motet.schedule.coordinates import replica_of
-from motet.schedule.plan_units import sharing_ranks
 
 
 class Gathering:
     """What one rank gathers in a step: of each stage in bubbles that sends to the backbone, the rows of all ranks.
 
     groups:  unit -> the ranks that share its items, of those whose rows are gathered.
-    rows_of: (module, replica, number of the rank, of how many, microbatch) -> what the rank gathers.
+    rows_of: (module, replica, number of the rank among those that share its items, microbatch) -> what it gathers.
     like:    a tensor of the type and on the device of what goes to other stages.
     sent:    gets the bytes that this rank sends.
     """
@@ -28,7 +27,7 @@ class Gathering:
         self,
         place: Place,
         groups: Mapping[str, dist.ProcessGroup],
-        rows_of: Callable[[str, int, int, int, int], GatheredRows],
+        rows_of: Callable[[str, int, int, int], GatheredRows],
         like: Tensor,
         sent: list[float],
     ) -> None:
@@ -66,7 +65,6 @@ class Gathering:
         return {name: rows[self._gathered(number, name, microbatch).own] for name, rows in gradients.items()}
 
     def _rows(self, number: int, name: str, microbatch: int) -> GatheredRows:
-        stage, layout = self._stages[number], self._place.program.layout
-        replica, c = replica_of(layout, stage, self._place.island), self._place.c_of(stage.unit)
-        num_ranks = sharing_ranks(layout.plan, stage.unit)
-        return self._rows_of(name, replica, c, num_ranks, microbatch).to(self._like.device)
+        stage, place = self._stages[number], self._place
+        replica = replica_of(place.program.layout, stage, place.island)
+        return self._rows_of(name, replica, place.c_of(stage.unit), microbatch).to(self._like.device)

@@ -182,14 +182,14 @@ class _RunningPlan:
         if trains:
             step.held.begin(batches)
         assignment = assignment_of(batches)
+        of_replicas = gathered(place.program.layout.plan, assignment)
         self.gathering = Gathering(
             place,
             step.groups.gathered if alone is None else {},
-            lambda name, *where: GatheredRows.of(assignment.modules[name], *where),
+            lambda name, *where: GatheredRows.of(assignment.modules[name], of_replicas.modules[name], *where),
             step.like,
             step.groups.sent,
         )
-        of_replicas = gathered(place.program.layout.plan, assignment)
         self.lengths = assignment.batch
         self.num_targets = int(self.lengths.num_targets.sum())
         self.made = {

@@ -34,7 +34,8 @@ def test_all_rows_arrive_in_the_order_of_the_replica(lengths, groups):
     items, num_ranks = dealt(lengths, *groups), groups[0] * groups[1]
     of_rows = torch.from_numpy(np.repeat(np.arange(len(items.example)), items.length))
     number_in_item = torch.cat([torch.arange(length) for length in items.length.tolist()])
-    whole = items.by_replica(num_ranks).items_of(1, 0)
+    by_replica = items.by_replica(num_ranks)
+    whole = by_replica.items_of(1, 0)
     expected = torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.where(of_rows == item)[0] for item in whole)])
     parts = items.parts
     held = []  # What each rank has made: numbers of rows among those of all items.
@@ -45,7 +46,7 @@ def test_all_rows_arrive_in_the_order_of_the_replica(lengths, groups):
             is_own = (of_rows == parts.item[part]) & (number_in_item >= before)
             rows.append(torch.where(is_own & (number_in_item < before + parts.num_rows[part]))[0])
         held.append(torch.cat(rows))
-    each = [GatheredRows.of(items, 1, number, num_ranks, microbatch=0) for number in range(num_ranks)]
+    each = [GatheredRows.of(items, by_replica, 1, number, microbatch=0) for number in range(num_ranks)]
     share = max(map(len, held))
     gathered = torch.cat([torch.nn.functional.pad(rows, (0, share - len(rows)), value=-1) for rows in held])
     for rows, own in zip(each, held, strict=True):
