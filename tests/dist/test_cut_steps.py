@@ -48,8 +48,8 @@ def test_losses_are_those_of_whole_sequences(tmp_path, bad, options):
     for step in told:
         assert sum(step["degrees"].values()) == step["sequences"] and step["microbatches"] == 1
         assert set(step["degrees"]) <= {"2", "3"} and bool(step["rows"]) == bool(step["sequences"])
-    images = [step["items"]["image"] for step in told if step["items"]]
-    assert len(images) >= 3 and all(of["cut"] == sum(of["degrees"].values()) and of["length"] > 0 for of in images)
+    images = [step["items"]["image"] for step in told if "image" in step["items"]]
+    assert len(images) >= 2 and all(of["cut"] == sum(of["degrees"].values()) and of["length"] > 0 for of in images)
 
 
 @pytest.mark.slow

@@ -142,7 +142,7 @@ def test_a_case_is_made_again_from_its_number():
 def test_cases_have_all_that_a_plan_can_say():
     with benchmark("fuzz_plans") as fuzz:
         # There are many towers whose items can be cut.
-        drawn = [draw(4, number) for number in (*range(370), *range(370 + FIRST_CUT, 700, CUT_EVERY))]
+        drawn = [draw(4, number) for number in (*range(370), *range(370 + FIRST_CUT, 1000, CUT_EVERY))]
         seen = {word for each in drawn for word in fuzz.features(each.case)}
     assert {(each.strategy, each.case.schedule) for each in drawn} == {
         *CELLS,
