@@ -63,7 +63,8 @@ class MetricsLog:
             self._file.write(to_json(metrics))
         scalars = _scalars(metrics)
         self._to_trackers(lambda tracker: tracker.add(scalars, step))
-        self._show(step, f"loss {metrics['loss']:.4f}  {metrics['tokens_per_s']:,.0f} tokens/s")
+        loss = "no targets" if metrics["loss"] is None else f"loss {metrics['loss']:.4f}"
+        self._show(step, f"{loss}  {metrics['tokens_per_s']:,.0f} tokens/s")
 
     def write_heldout(self, step: int, loss: float, exact_match: dict[str, float], made: dict[str, float]) -> None:
         """Log an evaluation after a step. exact_match: by task, the share of answers that match.
@@ -186,7 +187,7 @@ def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
             "core_wait_s",
             "bad_examples",
         )
-        if math.isfinite(metrics[name])
+        if metrics[name] is not None and math.isfinite(metrics[name])
     }
     if metrics["loss_scale"] is not None:
         scalars["train/loss_scale"] = metrics["loss_scale"]
