@@ -83,7 +83,7 @@ class ParallelMLLM:
         times the mean over the rows of its items (`losses` has them apart), and the gradient norm before clipping.
         Raises JointUserError on all ranks for a batch that is not as it must be on any of them.
         """
-        batches = self._dealt(batch, self._decide)
+        batches = self._dealt("step", batch, self._decide)
         self.model.train()  # `from_pretrained` gives models in eval mode, and a loop may evaluate between steps.
         with self._autocast():
             result = self._step.run(batches, self.num_steps)
@@ -95,7 +95,7 @@ class ParallelMLLM:
 
         batch: as of `step`, and so are errors.
         """
-        batches = self._dealt(batch, self._decide_held)
+        batches = self._dealt("evaluate", batch, self._decide_held)
         self.model.eval()
         with self._autocast(), torch.no_grad():
             loss_sum, num_targets, *made = self._step.evaluate(batches).tolist()
@@ -176,8 +176,8 @@ class ParallelMLLM:
             kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
         )
 
-    def _dealt(self, batch: Sequence[LoadedExample], decide: StepDecider) -> list[RankBatch]:
-        """This rank's part of a batch, by microbatch. Raises as `step`. A collective."""
+    def _dealt(self, what: str, batch: Sequence[LoadedExample], decide: StepDecider) -> list[RankBatch]:
+        """This rank's part of a batch, by microbatch. what: the method, for errors, as of `step`. A collective."""
         failure, digest, batches = "", b"", []
         try:
             self._check_learns()
@@ -185,13 +185,13 @@ class ParallelMLLM:
             digest = _digest(lengths, batch)
             batches = self._batches(batch, lengths, decide)
         except (UserError, ValueError) as error:
-            failure = f"step: {error}"
+            failure = f"{what}: {error}"
         of_ranks = self._world.gather((failure, digest))
         if failures := [each for each, _ in of_ranks if each]:
             raise JointUserError(failures[0])
         if other := next((rank for rank, (_, each) in enumerate(of_ranks) if each != of_ranks[0][1]), 0):
             raise JointUserError(
-                f"step: rank {other} was given other examples than rank 0; each rank takes the whole step's batch."
+                f"{what}: rank {other} was given other examples than rank 0; each rank takes the whole step's batch."
             )
         return batches
 

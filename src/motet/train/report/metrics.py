@@ -171,9 +171,13 @@ def gather_measured(measured: MeasuredStep, world: World, request: int) -> tuple
 
 
 def exchange_metrics(actions: Mapping[str, Mapping[str, float]], result: StepResult, fed: StepInput) -> dict[str, Any]:
-    """Seconds of the step's exchanges on the slowest rank, and bytes moved in them and in loading its inputs."""
+    """Seconds of the step's exchanges on the slowest rank, and bytes moved in them and in loading its inputs.
+
+    Where bytes moved in messages between stages, seconds are None: a rank that receives one waits for its sender, too.
+    """
+    found = [seconds["max_s"] for name, seconds in actions.items() if name.startswith("exchange")]
     return {
-        "seconds": sum(seconds["max_s"] for name, seconds in actions.items() if name.startswith("exchange")),
+        "seconds": sum(found) if found or not result.moved_bytes else None,
         "bytes": result.moved_bytes,
         "crossing_bytes": result.crossing_bytes,
         "input_bytes": fed.moved_bytes,
