@@ -368,7 +368,7 @@ data = { seed = 7 }
     [
         ("steps = 40", "stepz = 40", "stepz", "unknown key 'run.phase.0.stepz'; did you mean 'steps'?"),
         ("steps = 40", 'steps = "4"', 'steps = "4"', "'run.phase.0.steps' must be a whole number, not '4'."),
-        ("steps = 40\n", "", "[[run.phase]]", "'run.phase.0.steps' is missing"),
+        ("steps = 40\n", "", "[[run.phase]]", "phase align has neither steps nor epochs; give one of them."),
         ('"projectors"', '"projector"', "learns", "the model has no part 'projector' that could learn; it has all,"),
         ("seed = 7", "sed = 7", "data = {", "unknown key 'data.sed'; did you mean 'seed'?"),
         ('"tune"', '"align"', 'name = "align"', "two phases are named 'align'; each needs a name of its own."),
@@ -377,7 +377,7 @@ data = { seed = 7 }
             "batch_size = 6",
             "batch_size = 6\nsteps = 8",
             "steps = 8",
-            "run.steps has no effect, as each phase has steps of its own.",
+            "run.steps has no effect, as each phase has its own.",
         ),
     ],
 )

@@ -118,8 +118,8 @@ class RunConfig(BaseModel):
     start: str | None = Field(
         None,
         min_length=1,
-        description="a checkpoint whose weights the run begins with, a folder or a URL; its optimizer and its position "
-        "are not taken",
+        description="a checkpoint whose weights the run begins with, a folder or a URL, or the folder of a run, which "
+        "stands for the checkpoint of its last step; its optimizer and its position are not taken",
     )
     phase: tuple[TrainingPhase, ...] = Field(
         (), description="training phases, one after the other: [[run.phase]]; run.steps is theirs then"
@@ -180,6 +180,13 @@ class RunConfig(BaseModel):
         """The steps of the run. Epochs are steps once the examples are known (`over`)."""
         assert self.steps is not None, "epochs of unknown length"
         return self.steps
+
+    @property
+    def length(self) -> str:
+        """How long the run is, in words."""
+        if self.epochs is None:
+            return counted_words(self.num_steps, "step")
+        return f"{self.epochs:g} epoch{'' if self.epochs == 1 else 's'}"
 
     def over(self, order: EpochOrder) -> RunConfig:
         """The same with `steps` in place of `epochs`. order: of the examples.
