@@ -393,6 +393,25 @@ def test_what_is_wrong_with_a_phase(job, tmp_path, capsys, monkeypatch, old, new
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("said_of_it", "said"),
+    [
+        ('data = { train = ["nothing.jsonl"] }', "nothing.jsonl: there is no such file"),
+        ('model = { freeze = ["*"] }', "Nothing learns: every weight of the model is frozen"),
+        ("model = { encoders = { image = { config = { patch_size = 8 } } } }", "transforms.image.patch_size"),
+    ],
+)
+def test_what_is_wrong_with_a_later_phase_is_said_before_the_first_one_trains(
+    job, tmp_path, capsys, monkeypatch, said_of_it, said
+):
+    phased = job.with_name("phased.toml")
+    text = RECIPE.replace("steps = 8\n", "").replace("[data]\n", PHASES, 1)
+    phased.write_text(text.replace("data = { seed = 7 }", said_of_it))
+    found = run(capsys, monkeypatch, "train", phased, "--set", f"run.dir={tmp_path / 'run'}")
+    assert found.startswith("Phase tune: ") and said in found
+    assert not (tmp_path / "run").exists()
+
+
 def test_commands_on_a_recipe_in_phases_ask_for_one(job, tmp_path, capsys, monkeypatch):
     phased = job.with_name("phased.toml")
     phased.write_text(RECIPE.replace("steps = 8\n", "").replace("[data]\n", PHASES, 1))
