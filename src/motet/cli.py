@@ -159,11 +159,19 @@ def _one_plan(plans: list[Path] | None, recipe: Path) -> Path | None:
 
 def _train_phases(recipe: Path, phases: dict[str, list[str]], resume: str, trace: bool, plans: Sequence[Path]) -> None:
     """Train one phase after the other. phases: name -> the overrides that choose it, too. plans: of each, or none."""
+    from motet.train.checkpoint.resuming import has_ended
+    from motet.train.job import check_ahead
     from motet.train.recipe.recipe import load_recipe
     from motet.train.trainer import PhaseOfRun
 
     # What is wrong with a later phase is said before the first one trains.
     jobs = {name: load_recipe(recipe, overrides) for name, overrides in phases.items()}
+    for name, job in list(jobs.items())[1:]:
+        if not has_ended(job):
+            try:
+                check_ahead(job)
+            except UserError as error:
+                raise UserError(f"Phase {name}: {error}") from error
     for plan, (name, overrides) in zip(plans, phases.items()):
         from motet.planning.under_plan import recipe_under_plan
 

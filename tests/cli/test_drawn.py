@@ -160,6 +160,27 @@ def test_a_plan_to_train_by_needs_a_run(motet, job, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_generator_that_is_given_turns_trains_alike_under_a_plan(motet, job, tmp_path):
+    job.write_text(with_turns(("text = { value = 6 }", "text = { value = 6 }\nanswer = 0.5")))
+    sets = [
+        "run.steps=3",
+        "precision=fp32",
+        "run.report_to=[]",
+        'cluster={ device = "cpu", ranks_per_node = 2, memory_gbytes = 8 }',
+    ]
+    sets = [part for each in sets for part in ("--set", each)]
+    alone, planned = (("--set", f"run.dir={tmp_path / name}") for name in ("alone", "planned"))
+    assert motet("train", job, *sets, *alone)[0] == 0
+    out = tmp_path / "plan.json"
+    code, _, err = motet("plan", job, "--trainable", "--no-what-if", *CHAIN, "--out", out, *sets, *planned)
+    assert code == 0, err
+    done = motet_on_ranks(2, "train", job, *sets, *planned, "--plan", out)
+    assert done.returncode == 0, done.stderr
+    steps = zip(metrics(tmp_path / "alone"), metrics(tmp_path / "planned"), strict=True)
+    assert all(one["losses"] == pytest.approx(two["losses"], rel=1e-5) for one, two in steps)
+
+
+@pytest.mark.slow
 def test_plans_with_stages_are_measured(job, tmp_path):
     job.write_text(RECIPE + MADE)
     cluster = ("--set", 'cluster={ device = "cpu", ranks_per_node = 2, memory_gbytes = 8 }', "--set", "precision=fp32")
@@ -227,6 +248,15 @@ def with_picture(*changes):
     return recipe
 
 
+def with_turns(*changes):
+    """As `with_picture`, of a generator that is given turns."""
+    recipe = with_picture(("num_queries = 2", 'condition = "turn"\nmax_turn = 15'), ("num_tokens = 2", "turn = true"))
+    for old, new in changes:
+        assert old in recipe
+        recipe = recipe.replace(old, new)
+    return recipe
+
+
 def with_generator(more):
     return with_picture(("num_queries = 2", f"num_queries = 2\n{more}"))
 
@@ -254,6 +284,27 @@ def with_generator(more):
         ),
         (with_picture(("num_tokens = 2", "num_tokens = 2\nlength_per_token = 2")), "num_tokens and length_per_token"),
         (with_generator("num_positions = 20"), "than the 20 that num_positions has room for"),
+        (
+            with_picture(("num_tokens = 2", "turn = true")),
+            "picture.turn is true, but model.generators.picture is given qu",
+        ),
+        (
+            with_turns(),
+            "picture.turn: of the text of the task 0 to 0 tokens stand before the answer, but model.generat",
+        ),
+        (
+            with_turns(("answer = 0.5", "answer = 0.2")),
+            "picture.turn: of the text of the task 2 to 24 tokens stand befo",
+        ),
+        (
+            with_turns(("turn = true", "num_tokens = 2")),
+            "picture.turn is false, but model.generators.picture is given a",
+        ),
+        (with_turns(("turn = true", "turn = true\nnum_tokens = 2")), "has turn and num_tokens, which both say what"),
+        (with_picture(("length_per_token = 2", "turn = true")), "items.image.turn is for items of generators"),
+        (with_generator("max_turn = 4"), '`condition` = "queries" excludes `max_turn`'),
+        (with_picture(("num_queries = 2", 'condition = "turn"')), '`condition` = "turn" needs `max_turn`'),
+        (with_generator('condition = "turn"\nmax_turn = 4'), '`condition` = "turn" excludes `num_queries`'),
         (with_generator("projector = { downsample = 2 }"), "model.generators.picture.projector.downsample"),
         (with_generator("num_experts = 2\nexperts_per_token = 1"), "no mixture of experts yet"),
         (with_picture(('picture]\nkind = "vit"', 'picture]\nkind = "audio"')), "must be 'vit'"),

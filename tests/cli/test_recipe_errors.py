@@ -368,7 +368,7 @@ data = { seed = 7 }
     [
         ("steps = 40", "stepz = 40", "stepz", "unknown key 'run.phase.0.stepz'; did you mean 'steps'?"),
         ("steps = 40", 'steps = "4"', 'steps = "4"', "'run.phase.0.steps' must be a whole number, not '4'."),
-        ("steps = 40\n", "", "[[run.phase]]", "'run.phase.0.steps' is missing"),
+        ("steps = 40\n", "", "[[run.phase]]", "phase align has neither steps nor epochs; give one of them."),
         ('"projectors"', '"projector"', "learns", "the model has no part 'projector' that could learn; it has all,"),
         ("seed = 7", "sed = 7", "data = {", "unknown key 'data.sed'; did you mean 'seed'?"),
         ('"tune"', '"align"', 'name = "align"', "two phases are named 'align'; each needs a name of its own."),
@@ -377,7 +377,7 @@ data = { seed = 7 }
             "batch_size = 6",
             "batch_size = 6\nsteps = 8",
             "steps = 8",
-            "run.steps has no effect, as each phase has steps of its own.",
+            "run.steps has no effect, as each phase has its own.",
         ),
     ],
 )
@@ -390,6 +390,25 @@ def test_what_is_wrong_with_a_phase(job, tmp_path, capsys, monkeypatch, old, new
     assert said in found
     lines = [number for number, line in enumerate(wrong.read_text().splitlines(), 1) if key in line]
     assert any(found.startswith(f"{wrong}, line {number}: ") for number in lines)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("said_of_it", "said"),
+    [
+        ('data = { train = ["nothing.jsonl"] }', "nothing.jsonl: there is no such file"),
+        ('model = { freeze = ["*"] }', "Nothing learns: every weight of the model is frozen"),
+        ("model = { encoders = { image = { config = { patch_size = 8 } } } }", "transforms.image.patch_size"),
+    ],
+)
+def test_what_is_wrong_with_a_later_phase_is_said_before_the_first_one_trains(
+    job, tmp_path, capsys, monkeypatch, said_of_it, said
+):
+    phased = job.with_name("phased.toml")
+    text = RECIPE.replace("steps = 8\n", "").replace("[data]\n", PHASES, 1)
+    phased.write_text(text.replace("data = { seed = 7 }", said_of_it))
+    found = run(capsys, monkeypatch, "train", phased, "--set", f"run.dir={tmp_path / 'run'}")
+    assert found.startswith("Phase tune: ") and said in found
     assert not (tmp_path / "run").exists()
 
 

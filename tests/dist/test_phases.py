@@ -102,6 +102,24 @@ def test_phases_are_runs_by_hand_and_what_does_not_learn_stays(jobs, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_phase_of_epochs_hands_on_its_last_step_as_the_folder_of_a_run_does(jobs, tmp_path):
+    phased, plain = jobs
+    recipe = phased.with_name("epochs.toml")
+    recipe.write_text(phased.read_text().replace("\nsteps = 4", "\nepochs = 0.55"))  # 22 of 40 examples, 6 a step
+    early = run(recipe, 1, tmp_path, "run.phase=tune")
+    assert early == f"run.start: {tmp_path}/align is no complete Motet checkpoint: there is no such folder."
+    said = run(recipe, 1, tmp_path)
+    assert f"Phase align (1 of 2): 0.55 epochs, in {tmp_path}/align." in said
+    assert f"Beginning with the weights of {tmp_path}/align/checkpoints/step-00000004." in said
+    audio = ["model.encoders.audio.train_encoder=false", "model.encoders.audio.train_projector=false"]
+    run(plain, 1, tmp_path / "then", *audio, f"run.start={tmp_path}/align", "run.steps=3", "data.seed=7")
+    assert losses(tmp_path / "tune") == losses(tmp_path / "then")
+    recipe.write_text(recipe.read_text().replace("epochs = 0.55", "epochs = 0.65"))
+    assert "began with the weights of another checkpoint" in run(recipe, 1, tmp_path)
+    assert len(losses(tmp_path / "align")) == 5
+
+
+@pytest.mark.slow
 def test_adapters_go_on_in_the_next_phase_also_where_they_do_not_learn(jobs, tmp_path):
     phased, _ = jobs
     lora = "model = { lora = { backbone = { rank = 2 } } }"

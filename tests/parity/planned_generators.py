@@ -1,7 +1,7 @@
 """Generators of the tiny model that Plans are tried on: "draw" makes rasters, and "say" sequences; "paint" makes
 rasters of pixels, whose latents a VAE of diffusers makes, in two blocks; "recall" makes rasters of what was said in a
 turn. "etch" and "retell" are as "draw" and "recall", of three blocks; "mould" is a model of shapes of as many, and
-makes sequences.
+makes sequences; "recast" is another, of turns.
 "carve" and "weave" are transformers of diffusers of as many: one of SD3, and one of PixArt that is given turns. Both
 make rasters whose sides can be halved.
 """
@@ -24,11 +24,12 @@ from motet.models.vae import VAE
 
 QUERIES = {"draw": 3, "say": 2, "paint": 2, "etch": 2, "mould": 2, "carve": 3}
 ROW_DIMS_MADE = {"draw": 5, "say": 4, "paint": 4, "recall": 3, "etch": 5, "retell": 3, "mould": 4} | {
+    "recast": 4,
     "carve": 3,
     "weave": 2,
 }
-SIZE_DIMS_MADE = dict.fromkeys(ROW_DIMS_MADE, 2) | {"say": 1, "mould": 1}
-BLOCKS_MADE = {"etch": 3, "retell": 3, "mould": 3, "carve": 3, "weave": 3, "paint": 2}
+SIZE_DIMS_MADE = dict.fromkeys(ROW_DIMS_MADE, 2) | {"say": 1, "mould": 1, "recast": 1}
+BLOCKS_MADE = {"etch": 3, "retell": 3, "mould": 3, "recast": 3, "carve": 3, "weave": 3, "paint": 2}
 """Others are of one block."""
 _HEADS = {"num_layers": 3, "num_attention_heads": 2, "attention_head_dim": 4}
 MAX_TURN = 300
@@ -87,9 +88,9 @@ def _generator(name: str, width: int, learns: bool) -> GeneratorModule:
     noise = NoiseConfig(predicts="v", min_snr=5.0) if name == "say" else NoiseConfig()
     queries, weight = QUERIES.get(name, 0), 0.5 if name == "say" else 2.0
     denoiser: nn.Module = DiT(queries or MAX_TURN, config)
-    if name == "mould":
+    if name in ("mould", "recast"):
         shape = Transformer(8, 12, 2, num_kv_heads=2, gated=True, norm="rms", biases=("query", "mlp"), qk_norm=True)
-        denoiser = ShapedDenoiser(queries, shape, BLOCKS_MADE[name], ROW_DIMS_MADE[name])
+        denoiser = ShapedDenoiser(queries or MAX_TURN, shape, BLOCKS_MADE[name], ROW_DIMS_MADE[name])
     if name == "carve":
         denoiser, noise = tiny_sd3(queries, ROW_DIMS_MADE[name]), NoiseConfig(schedule="flow", shift=3.0)
     if name == "weave":

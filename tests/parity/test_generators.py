@@ -478,6 +478,8 @@ LLM = Unit("llm", (WHOLE,))
 CUT = {
     2: [
         PlannedCase((Unit("all", (WHOLE | {"mould": 1}, {"mould": 2}), pp=2),), made=("mould",), left_out=0.3),
+        PlannedCase((Unit("all", (WHOLE | {"recast": 2}, {"recast": 1}), pp=2),), made=("recast",), left_out=0.3),
+        PlannedCase((Unit("all", (WHOLE | {"recast": 3},), cp=2, zero=3),), made=("recast",)),
         PlannedCase((LLM, Unit("made", ({"mould": 3},), first_rank=1, recompute=({"mould": 2},))), made=("mould",)),
         PlannedCase((Unit("all", (WHOLE | {"mould": 3},), cp=2, zero=3),), made=("mould",)),
         PlannedCase((Unit("all", (WHOLE, {"mould": 3}), pp=2),), "zb_h1", made=("mould",), frozen=("backbone",)),
@@ -600,7 +602,7 @@ def test_ranks_that_share_sequences(num_ranks: int):
 
 DIVIDED = {
     2: [
-        PlannedCase((Unit("all", (WHOLE | {"mould": 3},), tp=2, zero=0),), made=("mould",)),
+        PlannedCase((Unit("all", (WHOLE | {"mould": 3, "recast": 3},), tp=2, zero=0),), made=("mould", "recast")),
         PlannedCase((Unit("all", (WHOLE | {"draw": 1, "say": 1},), tp=2, zero=0),), made=BOTH),
         PlannedCase((Unit("all", (WHOLE | {"etch": 3},), tp=2),), "data_parallel", made=("etch",)),
         PlannedCase(

@@ -270,7 +270,7 @@ def draw_example(
             size, values = 2 * size, np.concatenate([values, values[::-1] / 2])
         items.append(Media(values, size))
     sequence = TokenSequence(tokens, targets, tuple(map(str, media)), places)
-    return LoadedExample(with_turns(sequence, ("recall", "retell", "weave"), rng), tuple(items))
+    return LoadedExample(with_turns(sequence, ("recall", "retell", "weave", "recast"), rng), tuple(items))
 
 
 def with_turns(sequence: TokenSequence, names: Sequence[str], rng: np.random.Generator) -> TokenSequence:

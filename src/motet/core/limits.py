@@ -19,6 +19,8 @@ MAX_JOINED = 1024
 """The most rows that a projector joins to one."""
 MAX_QUERIES = 4096
 """The most learned query tokens of an item that is generated."""
+MAX_TURN = 2**16
+"""The most rows of a turn that is the condition of an item that is generated."""
 
 MAX_EXAMPLES = 10**6
 """The most examples of a step over all ranks; a step is decided in memory."""

@@ -11,7 +11,8 @@ A sampler's file is TOML:
     count = { choices = [1, 3, 5], weights = [1, 5, 4] }           # items in an example
     length = { value = 1025 }                                      # patches, audio frames, ... of an item
     length_per_token = 4                                           # length that makes a row of the backbone's sequence
-                                                                   # (or num_tokens, for rows that hang on no length)
+                                                                   # (or num_tokens, for rows that hang on no length,
+                                                                   # or turn = true, for none: a generator reads text)
     segment = 205                                                  # items are computed in segments of this length
 """
 
@@ -111,6 +112,8 @@ class Items(BaseModel):
 
     length_per_token: the length that makes a row of the backbone's sequence.
     num_tokens:       in its place: the rows of each item there, whatever its length, as of queries of a generator.
+    turn:             in its place: items have no row there, and a generator is given those of the text before the
+                      answer, which is the turn before.
     segment:          items are computed in segments of this length, beyond which no row attends; None: as a whole.
     """
 
@@ -120,10 +123,13 @@ class Items(BaseModel):
     count: Distribution = Distribution(value=1)
     length_per_token: float = Field(default=1.0, ge=1e-3, le=_MAX_AMOUNT)
     num_tokens: int | None = Field(default=None, ge=1, le=_MAX_AMOUNT)
+    turn: bool = False
     segment: int | None = Field(default=None, ge=1, le=_MAX_AMOUNT)
 
     @model_validator(mode="after")
     def _tokens_said_once(self) -> Items:
+        if self.turn and (said := {"num_tokens", "length_per_token"} & self.model_fields_set):
+            raise ValueError(f"has turn and {min(said)}, which both say what stands in the sequence of an item")
         if self.num_tokens is not None and "length_per_token" in self.model_fields_set:
             raise ValueError("has num_tokens and length_per_token, which both say how many rows an item takes")
         return self
@@ -152,6 +158,10 @@ class Task(BaseModel):
     answer: float = Field(default=1.0, ge=0, le=1)
     items: dict[str, Items] = Field(default_factory=dict)
 
+    def num_targets(self, text: ArrayLike) -> Int64Array:
+        """The tokens of the answer in texts of these lengths, int64 of their shape."""
+        return np.rint(np.asarray(text) * self.answer).astype(np.int64)
+
 
 class Sampler(BaseModel):
     """A mixture of tasks.
@@ -178,21 +188,22 @@ class Sampler(BaseModel):
         for task, start, count in zip(self.task, ends - counts, counts):
             text = task.text.sample(int(count), rng)
             sequence[start : start + count] = text
-            num_targets[start : start + count] = np.rint(text * task.answer)
+            num_targets[start : start + count] = task.num_targets(text)
+            turn = text - task.num_targets(text)
             for name, items in task.items.items():
                 num_items = items.count.sample(int(count), rng)
                 _check_count(task.name, name, int(num_items.sum()), int(count), "items")
                 owner = start + np.repeat(np.arange(count), num_items)
                 length = items.length.sample(len(owner), rng)
-                num_tokens = items.tokens_of(length)
+                num_tokens = turn[owner - start] if items.turn else items.tokens_of(length)
+                if not items.turn:
+                    sequence += np.bincount(owner, num_tokens, num_examples).astype(np.int64)
                 cut = None
                 if items.segment is not None:
                     _check_count(task.name, name, int((-(-length // items.segment)).sum()), int(count), "segments")
                     cut = ItemSegments.cut(length, items.segment)
                 columns[name].append(ItemLengths(owner, length, num_tokens, cut))
         items_of = {name: ItemLengths.joined(parts) for name, parts in columns.items()}
-        for column in items_of.values():
-            sequence += np.bincount(column.example, column.num_tokens, num_examples).astype(np.int64)
         batch = BatchLengths(sequence, num_targets, np.zeros(num_examples, np.int32), items_of)
         return Workload("sampled: " + ", ".join(task.name for task in self.task), batch)
 

@@ -36,7 +36,16 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from motet.core.limits import MAX_HEADS, MAX_JOINED, MAX_LAYERS, MAX_MLP, MAX_QUERIES, MAX_VOCABULARY, MAX_WIDTH
+from motet.core.limits import (
+    MAX_HEADS,
+    MAX_JOINED,
+    MAX_LAYERS,
+    MAX_MLP,
+    MAX_QUERIES,
+    MAX_TURN,
+    MAX_VOCABULARY,
+    MAX_WIDTH,
+)
 from motet.core.shapes import (
     BIASES,
     Activation,
@@ -209,14 +218,33 @@ class GeneratorShape(_Layers):
     kind:          layers are those of a vision transformer.
     row_dim:       the number of values of a patch, of latents or pixels.
     num_positions: the length of the position table; 0: queries and keys are turned by the position.
-    num_queries:   learned query tokens of an item in the backbone's sequence. What it has there is the condition.
+    condition:     what the backbone's rows are read at: "queries", or "turn", the text before the answer, of which an
+                   item takes no row of the sequence.
+    num_queries:   learned query tokens of an item in the backbone's sequence.
+    max_turn:      the most rows of a turn, as of which items are priced.
     """
 
     kind: Literal["vit"]
     row_dim: int = Field(588, gt=0, le=MAX_MLP)
     num_positions: int = Field(0, ge=0, le=MAX_MLP)
+    condition: Literal["queries", "turn"] = "queries"
     num_queries: int = Field(1, gt=0, le=MAX_QUERIES)
+    max_turn: int | None = Field(None, gt=0, le=MAX_TURN)
     projector: OutputProjectorShape = OutputProjectorShape()
+
+    @model_validator(mode="after")
+    def _one_condition(self) -> GeneratorShape:
+        is_turn = self.condition == "turn"
+        if is_turn and self.max_turn is None:
+            raise ValueError('`condition` = "turn" needs `max_turn`')
+        if (other := "num_queries" if is_turn else "max_turn") in self.model_fields_set:
+            raise ValueError(f'`condition` = "{self.condition}" excludes `{other}`')
+        return self
+
+    @property
+    def num_conditions(self) -> int:
+        """The rows of an item's condition; of turns the most."""
+        return self.max_turn or self.num_queries
 
     def module(self, name: str, input_dim: int) -> Module:
         """The generator with its projector before it. input_dim: width of the backbone's rows."""
@@ -225,11 +253,11 @@ class GeneratorShape(_Layers):
             self.transformer(),
             self.num_layers,
             row_dim=self.row_dim,
-            num_conditions=self.num_queries,
+            num_conditions=self.num_conditions,
             num_positions=self.num_positions,
             trainable=self.train,
         )
-        return condition(inner, input_dim, self.projector.kind, self.num_queries, trainable=self.projector.train)
+        return condition(inner, input_dim, self.projector.kind, self.num_conditions, trainable=self.projector.train)
 
 
 class ModelShapes(BaseModel):
@@ -254,10 +282,11 @@ class ModelShapes(BaseModel):
 
     def _queries(self) -> Layer | None:
         """The query tokens of all generators; None if there are none."""
-        if not self.generators:
+        queried = [shape for shape in self.generators.values() if shape.condition == "queries"]
+        if not queried:
             return None
         counts = {True: 0, False: 0}
-        for shape in self.generators.values():
+        for shape in queried:
             counts[shape.projector.train] += shape.num_queries * self.backbone.hidden
         learn = counts[True] > 0
         frozen = counts[False] if learn else 0

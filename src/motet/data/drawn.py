@@ -112,6 +112,7 @@ class DrawnDataset:
         """
         self._modalities, self._vocabulary_size, self._seed = dict(modalities), vocabulary_size, seed
         self._made = [name for name, modality in modalities.items() if modality.is_made]
+        self._of_turns = {name for name, modality in modalities.items() if modality.max_turn}
         self.num_in_manifests = workload.examples.num_examples
         kept = np.ones(self.num_in_manifests, dtype=bool)
         if max_sequence_length is not None:
@@ -123,7 +124,8 @@ class DrawnDataset:
             )
         examples = workload.examples.keep(kept)
         # The first token of a sequence is never predicted, nor are the queries behind the text.
-        made = sum((self._rows_of(examples, name) for name in self._made), np.zeros(examples.num_examples, np.int64))
+        queries = [name for name in self._made if name not in self._of_turns]
+        made = sum((self._rows_of(examples, name) for name in queries), np.zeros(examples.num_examples, np.int64))
         num_targets = np.minimum(examples.num_targets, np.maximum(examples.sequence - made - 1, 0))
         # Also of an encoder that no task has items for.
         items = {name: examples.items.get(name, _NO_ITEMS) for name in self._modalities}
@@ -133,7 +135,7 @@ class DrawnDataset:
 
     @staticmethod
     def _rows_of(examples: BatchLengths, name: str) -> Int64Array:
-        """The rows that the items of a phase take in each sequence, int64 [num_examples]."""
+        """The rows of the items of a phase in each example, int64 [num_examples]."""
         items = examples.items.get(name, _NO_ITEMS)
         return np.bincount(items.example, items.num_tokens, examples.num_examples).astype(np.int64)
 
@@ -177,18 +179,31 @@ class DrawnDataset:
         return home_ranks(len(example_ids), num_ranks)
 
     def tokens(self, example_id: int) -> TokenSequence:
-        """The tokens of an example: a placeholder for each item, then the text, then those of items to make."""
+        """The tokens of an example: a placeholder for each item, then the text, then those of items to make.
+
+        Those that are made of a turn are given the text before the answer.
+        """
         items = {name: self._items_of(name, example_id) for name in self._phases}
         media = tuple(name for name, places in items.items() for _ in places)
         num_made = sum(len(items[name]) for name in self._made)
-        rows = sum(int(self._examples.items[name].num_tokens[places].sum()) for name, places in items.items())
+        rows = sum(
+            int(self._examples.items[name].num_tokens[places].sum())
+            for name, places in items.items()
+            if name not in self._of_turns
+        )
         num_tokens = len(media) + int(self._examples.sequence[example_id]) - rows
         rng = _generator(self._seed, BACKBONE, example_id)
         tokens = rng.integers(0, self._vocabulary_size, num_tokens)
         end, num_read = num_tokens - num_made, len(media) - num_made
         targets = np.zeros(num_tokens, dtype=bool)
-        targets[end - int(self._examples.num_targets[example_id]) : end] = True
-        return TokenSequence(tokens, targets, media, np.r_[np.arange(num_read), np.arange(end, num_tokens)])
+        answer = end - int(self._examples.num_targets[example_id])
+        targets[answer:end] = True
+        turns = None
+        if self._of_turns:
+            turns = np.array([(num_read, answer) if name in self._of_turns else (0, 0) for name in media], np.int64)
+            turns = turns.reshape(-1, 2)
+        positions = np.r_[np.arange(num_read), np.arange(end, num_tokens)]
+        return TokenSequence(tokens, targets, media, positions, turns=turns)
 
     def media_refs(self, example_id: int) -> list[MediaRef]:
         """The items of an example, in the order of their placeholders."""
@@ -218,8 +233,8 @@ class DrawnDataset:
         return (ref.modality,)
 
     def takes_rows(self, phase: str) -> bool:
-        """True: each item has one reader."""
-        return True
+        """Whether items take rows of the sequence: each has one reader."""
+        return phase not in self._of_turns
 
     @property
     def transforms(self) -> dict[str, Transform]:

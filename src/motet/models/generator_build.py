@@ -166,4 +166,11 @@ def _custom(where: str, config: GeneratorConfig) -> nn.Module:
                     f'{named}: its {method} does not take `counts`, the rows of each item, which condition = "turn" '
                     "gives; see motet.models.contract.Generator"
                 )
+    given = ["values", "sizes", "conditions", "keys", *(["counts"] if config.condition == "turn" else [])]
+    try:
+        inspect.signature(generator.forward).bind(*given)
+    except TypeError as error:
+        raise UserError(
+            f"{named}: its forward does not take ({', '.join(given)}): {error}; see motet.models.contract.Generator"
+        ) from None
     return generator

@@ -7,12 +7,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from motet.core.limits import MAX_QUERIES
+from motet.core.limits import MAX_QUERIES, MAX_TURN
 from motet.models.dit import DiTConfig
 from motet.models.noise_schedule import NoiseConfig, SamplingConfig
 from motet.models.vae import VAEConfig
-
-MAX_TURN = 65_536
 
 
 class GeneratorConfig(BaseModel):

@@ -83,7 +83,9 @@ def _generator(name: str, table: GeneratorShape) -> ShapedGeneratorConfig:
     own = {"row_dim": table.row_dim, "num_positions": table.num_positions}
     return ShapedGeneratorConfig(
         config=_options(shape, table.num_layers, **own),
-        num_queries=table.num_queries,
+        condition=table.condition,
+        num_queries=table.num_queries if table.max_turn is None else None,
+        max_turn=table.max_turn,
         projector=table.projector.kind,
         train_generator=table.train,
         train_projector=table.projector.train,

@@ -18,10 +18,14 @@ from motet.core.spec import ModelSpec
 from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
 from motet.data.decode import Decoder
+from motet.data.drawn import DrawnVocabulary
 from motet.data.examples import Examples
 from motet.data.groups import GroupedOrder
+from motet.data.manifest import Manifest
 from motet.data.order import EpochOrder, ExampleOrder
+from motet.data.remote import is_url
 from motet.data.splits import OwnSplits
+from motet.data.text import ChatTokenizer
 from motet.dispatch import Carrier, ItemExchange, Orchestrator, RankBatch
 from motet.dropout import drops_out, example_keys
 from motet.models.build import build_mllm
@@ -159,14 +163,8 @@ def build_job(
     )
     with world.together():
         _check_transport(recipe, world)
-        dtype = _DTYPES[recipe.run.dtype]
-        vocabulary = recipe.vocabulary()
-        model = build_mllm(recipe.modules, vocabulary.vocabulary_size, dtype, recipe.run.seed, deferred=True)
-        check_rows(recipe, model)
-        check_learns(model)
-        check_export(recipe)
+        vocabulary, model = _deferred_model(recipe)
         _check_compiles(recipe, model, world)
-        check_groups(model, recipe.optimizer)
         check_shared(recipe.balance, model)
         spec = model_spec(model)
         if chosen is not None:
@@ -262,6 +260,25 @@ def build_job(
         microbatches,
         None if chosen is None else chosen.plan,
     )
+
+
+def check_ahead(recipe: Recipe) -> None:
+    """Raise UserError for what is wrong with a run that begins later and shows before any example is read."""
+    _deferred_model(recipe)
+    for manifest in (*recipe.data.train, *recipe.data.heldout):
+        if not (recipe.data.is_split or is_url(manifest)):
+            Manifest.find(manifest)
+
+
+def _deferred_model(recipe: Recipe) -> tuple[ChatTokenizer | DrawnVocabulary, MLLM]:
+    """The vocabulary, and the whole model without weights. Raises UserError for what does not fit it."""
+    vocabulary, run = recipe.vocabulary(), recipe.run
+    model = build_mllm(recipe.modules, vocabulary.vocabulary_size, _DTYPES[run.dtype], run.seed, deferred=True)
+    check_rows(recipe, model)
+    check_learns(model)
+    check_export(recipe)
+    check_groups(model, recipe.optimizer)
+    return vocabulary, model
 
 
 def _in_steps(recipe: Recipe, dataset: Examples | OwnSplits, order: EpochOrder, world: World, say: Say) -> Recipe:
@@ -399,17 +416,12 @@ def _build_planned_job(
     plan = chosen.plan
     check_same_backend(world)
     with world.together():
-        dtype, vocabulary = _DTYPES[recipe.run.dtype], recipe.vocabulary()
-        model = build_mllm(recipe.modules, vocabulary.vocabulary_size, dtype, recipe.run.seed, deferred=True)
+        vocabulary, model = _deferred_model(recipe)
         spec = model_spec(model)
         chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
         check_cuts(model, plan)
         check_context(model, plan, recipe.context)
-        check_rows(recipe, model)
-        check_learns(model)
-        check_export(recipe)
         _check_compiles(recipe, model, world)
-        check_groups(model, recipe.optimizer)
         dataset = open_dataset(recipe, recipe.data.train, vocabulary, model, say)
         say_no_end(vocabulary, dataset, say)
         heldout = open_heldout(recipe, vocabulary, model, say)

@@ -13,7 +13,6 @@ import torch
 from motet.core.errors import JointUserError, originating
 from motet.core.plan_file import plan_digest
 from motet.core.timeline import Span, Timeline
-from motet.core.words import counted_words
 from motet.dispatch import RankBatch
 from motet.models.compiling import uncompiled
 from motet.runtime.planned_step import PlannedStep
@@ -107,7 +106,7 @@ def train(
             if phase.number < phase.count and resume == "auto" and world.gather(has_ended(recipe))[0]:
                 say(f"{name} has ended, with step {recipe.run.num_steps}.")
                 return
-            say(f"{name}: {counted_words(recipe.run.num_steps, 'step')}, in {recipe.run.dir}.")
+            say(f"{name}: {recipe.run.length}, in {recipe.run.dir}.")
         if plan is not None:
             recipe, chosen = plan(world, say)
         job = build_job(recipe, world, resume, say, cleanup, chosen)

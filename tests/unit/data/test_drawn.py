@@ -25,13 +25,14 @@ TASKS = [
 ]
 
 
-def dataset_of(tasks=TASKS, seed=0, most=None, phases=("image", "audio", "never"), made=()):
+def dataset_of(tasks=TASKS, seed=0, most=None, phases=("image", "audio", "never"), made=(), max_turn=0):
     modalities = {
         name: Modality(
             DrawnTransform(name, 6, is_pixels=name == "image", seed=seed),
             lambda sizes: sizes[:, 0],
             lambda sizes: sizes,
             is_made=name in made,
+            max_turn=max_turn if name in made else 0,
         )
         for name in phases
     }
@@ -95,6 +96,33 @@ def test_items_to_make_stand_behind_the_text():
         ("image",): ([0], [3, 4]),
         ("image", "draw", "draw"): ([0, 5, 6], [3, 4]),
     }
+
+
+def test_items_that_are_made_of_a_turn_take_no_row_and_read_the_text_before_the_answer():
+    made = {"count": {"value": 2}, "length": {"value": 7}, "turn": True}
+    tasks = [
+        {"name": "drawn", "text": {"choices": [4, 9]}, "answer": 0.3, "items": {"draw": made}},
+        {
+            "name": "redrawn",
+            "text": {"value": 4},
+            "answer": 0,
+            "items": {"draw": made, "image": TASKS[1]["items"]["image"]},
+        },
+    ]
+    dataset = dataset_of(tasks, phases=("draw", "image"), made=("draw",), max_turn=9)
+    lengths = dataset.batch_lengths(np.arange(dataset.num_examples), 1)
+    assert not dataset.takes_rows("draw") and dataset.takes_rows("image")
+    for example in range(dataset.num_examples):
+        sequence, of_example = dataset.tokens(example), lengths.take(np.array([example]))
+        rows = np.array([5 if name == "image" else 0 for name in sequence.media])
+        assert sequence.token_rows(rows).sum() == of_example.sequence[0]
+        is_made = np.array(sequence.media) == "draw"
+        assert (sequence.reads_turn == is_made).all()
+        text = np.setdiff1d(np.arange(len(sequence.tokens)), sequence.media_positions)
+        for turn in sequence.turns[is_made].tolist():
+            assert np.arange(*turn).tolist() == text[~sequence.targets[text]].tolist()
+        assert sequence.turn_rows(rows)[is_made].tolist() == of_example.items["draw"].num_tokens.tolist()
+    assert set(lengths.items["draw"].num_tokens) == {3, 4, 6}
 
 
 def test_an_example_is_a_function_of_the_seed_and_its_number():

@@ -131,6 +131,11 @@ class WithoutGradient(WithoutLoss):
         return (self.weight * conditions.sum()).detach()
 
 
+class WithoutTarget(WithoutGradient):
+    def forward(self, conditions):
+        return (self.weight * conditions).sum()
+
+
 def test_a_generator_without_a_loss_is_refused():
     entrance = OutputProjector(Projector(DIM, 6, ProjectorConfig()), QUERIES, drop=0.0)
     module = GeneratorModule(WithoutGradient(), entrance, QUERIES)
@@ -141,4 +146,7 @@ def test_a_generator_without_a_loss_is_refused():
         assert float(module(*given)) == float(module(*given))
     config = GeneratorConfig(num_queries=QUERIES, module=f"{__name__}:WithoutLoss")
     with pytest.raises(UserError, match="has no forward, and so no loss"):
+        build_generator("draw", config, DIM, torch.float32, 0)
+    config = GeneratorConfig(num_queries=QUERIES, module=f"{__name__}:WithoutTarget")
+    with pytest.raises(UserError, match=r"forward does not take \(values, sizes, conditions, keys\): too many"):
         build_generator("draw", config, DIM, torch.float32, 0)

@@ -89,12 +89,16 @@ def test_layers_hold_the_parameters_that_shapes_say(variant, more):
     [
         {},
         {"num_positions": 64, "train": False},
+        {"condition": "turn", "max_turn": 9, "num_positions": 64},
         pytest.param({"projector": {"kind": "linear", "train": False}}, marks=pytest.mark.slow),
     ],
 )
 def test_a_generator_is_what_its_shapes_say(variant, more):
     """Beside another one, whose query tokens learn in any case."""
-    shapes, model = model_of(generators={"made": PICTURE | VARIANTS[variant] | more, "other": PICTURE})
+    made = PICTURE | VARIANTS[variant] | more
+    if "max_turn" in made:
+        made = {key: value for key, value in made.items() if key != "num_queries"}
+    shapes, model = model_of(generators={"made": made, "other": PICTURE})
     assert model_spec(model, "it") == shapes.spec("it")
     assert shapes.spec("it").num_parameters == num_parameters(model)
     check_layers(model.generators["made"], model.generators["made"].layers())
@@ -141,6 +145,23 @@ def test_items_that_are_made_do_not_depend_on_each_other(more):
     torch.testing.assert_close(module.leave(hidden, values, sizes, keys), whole, rtol=1e-12, atol=0)
     assert not module.uncuttable
     assert not torch.isclose(whole, module(values.flip(0), sizes, rows, keys))
+    assert torch.autograd.grad(whole, rows)[0].abs().min() > 0
+
+
+@pytest.mark.parametrize("more", [{}, {"num_positions": 64}])
+def test_turns_of_other_lengths_are_read_one_by_one(more):
+    """As the only generator: the backbone has no query tokens then."""
+    turned = {key: value for key, value in PICTURE.items() if key != "num_queries"}
+    shapes, model = model_of(generators={"made": turned | {"condition": "turn", "max_turn": 6} | more})
+    assert model_spec(model, "it") == shapes.spec("it")
+    module, counts = model.generators["made"], np.array([1, 6, 3, 2])
+    values, sizes, _, keys = drawn_to_make()
+    rows = torch.randn(counts.sum(), DECODER["hidden"], dtype=torch.float64, requires_grad=True)
+    whole = module(values, sizes, rows, keys, counts)
+    parts = zip(
+        values.split(sizes[:, 0].tolist()), sizes[:, None], rows.split(counts.tolist()), keys[:, None], counts[:, None]
+    )
+    torch.testing.assert_close(whole, sum(module(*part) for part in parts), rtol=1e-12, atol=1e-12)
     assert torch.autograd.grad(whole, rows)[0].abs().min() > 0
 
 

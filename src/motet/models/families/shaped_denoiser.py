@@ -24,7 +24,7 @@ from motet.models.layers import LayerModules
 class ShapedDenoiser(nn.Module):
     """Predicts what `diffusion.Diffusion` asks for. Rows are those of a sequence, sizes are (rows,).
 
-    num_conditions: the rows of each item's condition.
+    num_conditions: the rows of each item's condition; the most, where items have their own.
     num_positions:  the rows that the position table has for an item's own; 0: queries and keys are turned by position.
     The width of a row must be even: half of a timestep's are sines, the others cosines.
     """

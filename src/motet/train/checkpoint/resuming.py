@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from motet.core.errors import UserError
+from motet.core.text_files import parse_toml, read_text
 from motet.models.mllm import MLLM
 from motet.train.checkpoint.choice import Say, Start, choose_checkpoint, remove_all, verified_start
 from motet.train.checkpoint.contents import (
@@ -52,7 +53,7 @@ def resume_run(
             if recipe.data.is_split and chosen.state.dataset != start.dataset:
                 check_same_splits(chosen, recipe, world)
             _check_same_run(chosen, start, recipe.run.num_steps)
-            _check_same_start(chosen, recipe.run.start)
+            _check_same_start(chosen, _start_of(recipe))
         elif resume == "never":
             _check_start_stays(recipe)
     if chosen is None:
@@ -69,8 +70,11 @@ def resume_run(
 
 
 def has_ended(recipe: Recipe) -> bool:
-    """Whether the checkpoint of the last step is there. Its bytes are verified when something begins with it."""
-    return is_checkpoint(recipe.run.dir / CHECKPOINTS / name_of(recipe.run.num_steps))
+    """Whether the checkpoint of the last step is there. Its bytes are verified when something begins with it.
+
+    False of epochs, as the examples alone say which step that is.
+    """
+    return recipe.run.epochs is None and is_checkpoint(recipe.run.dir / CHECKPOINTS / name_of(recipe.run.num_steps))
 
 
 def check_beside(checkpoint: Path, then: RunState, now: Progress, or_else: str = "") -> None:
@@ -113,26 +117,38 @@ def _fetched(resume: str, recipe: Recipe, world: World, say: Say) -> str:
 
 def _begun(recipe: Recipe, world: World, model: MLLM, start: Progress, say: Say) -> Progress:
     """The Progress of a run that begins, with the weights of `run.start` if there is one. A collective."""
-    path = _start_here(recipe, world, say)
-    if path is None:
+    with world.together():
+        named = _start_of(recipe)
+    if named is None:
         return start
+    path = _start_here(named, recipe.run.dir, world, say)
     digest = verified_start(path, world)
     with world.together():
         then = read_state(path)
         check_beside(path, then, start)
     store_frozen(model, (start.beside or {}).keys() - (then.beside or {}).keys())
     load_weights(path, model, world.control, world.together, may_lack_adapters=True)
-    say(f"Beginning with the weights of {recipe.run.start}.")
+    say(f"Beginning with the weights of {named}.")
     beside = {name: weights for name, weights in (start.beside or {}).items() if name in (then.beside or {})}
     return replace(start, start=digest, beside=beside or None)
 
 
-def _start_here(recipe: Recipe, world: World, say: Say) -> Path | None:
-    """The checkpoint of `run.start`, once it is here: one that is named by URL is copied. A collective."""
+def _start_of(recipe: Recipe) -> str | None:
+    """The checkpoint of `run.start`: of the folder of a run that of its last step, as the run has counted it."""
     named = recipe.run.start
-    if named is None or not is_stored(named):
-        return None if named is None else Path(named)
-    folder = recipe.run.dir / _START
+    if named is None or is_stored(named) or not (stated := Path(named, "recipe.toml")).is_file():
+        return named
+    steps = parse_toml(read_text(stated, "the recipe"), str(stated)).get("run", {}).get("steps")
+    if not isinstance(steps, int):
+        raise UserError(f"run.start = {named} is the folder of a run, but {stated} states no steps; name a checkpoint.")
+    return str(Path(named, CHECKPOINTS, name_of(steps)))
+
+
+def _start_here(named: str, run_dir: Path, world: World, say: Say) -> Path:
+    """The checkpoint that a run begins with, once it is here: one that is named by URL is copied. A collective."""
+    if not is_stored(named):
+        return Path(named)
+    folder = run_dir / _START
     with world.together():
         remote, name = checkpoint_at(named)
         if world.is_first:
@@ -143,7 +159,7 @@ def _start_here(recipe: Recipe, world: World, say: Say) -> Path | None:
 
 def _check_start_stays(recipe: Recipe) -> None:
     """Raise UserError for a `run.start` that is one of the checkpoints which a run that starts anew removes."""
-    named, url = recipe.run.start, recipe.checkpoint.url
+    named, url = _start_of(recipe), recipe.checkpoint.url
     if named is None:
         return
     is_own = named.rstrip("/").rpartition("/")[0] == url

@@ -12,7 +12,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from motet.core.errors import UserError
 from motet.core.limits import MAX_EXAMPLES, MAX_STEPS
@@ -40,7 +40,10 @@ class TrainingPhase(BaseModel):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$",
         description="of the phase, and of its folder in run.dir: letters, digits, - and _",
     )
-    steps: int = Field(gt=0, le=MAX_STEPS, description="optimizer steps of the phase")
+    steps: int | None = Field(
+        None, gt=0, le=MAX_STEPS, description="optimizer steps of the phase; it, or epochs, must be given"
+    )
+    epochs: float | None = Field(None, gt=0, le=MAX_STEPS, allow_inf_nan=False, description="as run.epochs")
     learns: tuple[str, ...] | None = Field(
         None,
         min_length=1,
@@ -68,6 +71,14 @@ class TrainingPhase(BaseModel):
     @classmethod
     def _one_or_several(cls, given: Any) -> Any:
         return (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else given
+
+    @model_validator(mode="after")
+    def _has_an_end(self) -> TrainingPhase:
+        if self.steps is None and self.epochs is None:
+            raise ValueError(f"phase {self.name} has neither steps nor epochs; give one of them")
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"phase {self.name} has steps and epochs, which both say how long it runs; remove one")
+        return self
 
 
 class _Run(BaseModel):
@@ -101,7 +112,7 @@ def phases_in(path: Path, text: str, tables: dict[str, Any]) -> tuple[TrainingPh
     for key in ("steps", "epochs"):
         if key in run:
             place = place_of(("run", key), str(path), text)
-            raise UserError(f"{place}: run.{key} has no effect, as each phase has steps of its own.")
+            raise UserError(f"{place}: run.{key} has no effect, as each phase has its own.")
     return phases
 
 

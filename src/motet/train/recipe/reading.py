@@ -79,9 +79,14 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeText:
             set_key(before, override)
         check_handed_on(path, text, phases, number, (before.get("model"), own.get("model")))
         # A start that [run] states is that of the first phase.
-        if isinstance(folder, str) and isinstance(steps := before["run"]["steps"], int):
-            own["run"]["start"] = str(Path(folder, phases[number - 1].name, CHECKPOINTS, name_of(steps)))
+        if isinstance(folder, str):
+            own["run"]["start"] = _end_of(Path(folder, phases[number - 1].name), before["run"].get("steps"))
     return RecipeText(text, own, set_keys, number)
+
+
+def _end_of(folder: Path, steps: Any) -> str:
+    """The last checkpoint of a phase; where epochs say when it ends, its folder, which stands for that one."""
+    return str(folder / CHECKPOINTS / name_of(steps) if isinstance(steps, int) else folder)
 
 
 def _chosen(overrides: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -41,8 +41,8 @@ from motet.core.limits import MAX_EXAMPLES, MAX_SEED, MAX_STEPS, MAX_WAIT_S
 from motet.core.modalities import AUDIO, IMAGE, VIDEO, own_modality
 from motet.core.module_degrees import ModuleDegrees
 from motet.core.own_file import NAMED_IN_FILE
-from motet.core.sampler import Items, Sampler
-from motet.core.shape_tables import ModelShapes
+from motet.core.sampler import Sampler, Task
+from motet.core.shape_tables import GeneratorShape, ModelShapes
 from motet.core.text_files import KeyPath
 from motet.core.words import counted_words
 from motet.core.workload import BACKBONE, Workload
@@ -118,8 +118,8 @@ class RunConfig(BaseModel):
     start: str | None = Field(
         None,
         min_length=1,
-        description="a checkpoint whose weights the run begins with, a folder or a URL; its optimizer and its position "
-        "are not taken",
+        description="a checkpoint whose weights the run begins with, a folder or a URL, or the folder of a run, which "
+        "stands for the checkpoint of its last step; its optimizer and its position are not taken",
     )
     phase: tuple[TrainingPhase, ...] = Field(
         (), description="training phases, one after the other: [[run.phase]]; run.steps is theirs then"
@@ -180,6 +180,13 @@ class RunConfig(BaseModel):
         """The steps of the run. Epochs are steps once the examples are known (`over`)."""
         assert self.steps is not None, "epochs of unknown length"
         return self.steps
+
+    @property
+    def length(self) -> str:
+        """How long the run is, in words."""
+        if self.epochs is None:
+            return counted_words(self.num_steps, "step")
+        return f"{self.epochs:g} epoch{'' if self.epochs == 1 else 's'}"
 
     def over(self, order: EpochOrder) -> RunConfig:
         """The same with `steps` in place of `epochs`. order: of the examples.
@@ -555,14 +562,15 @@ class DrawnRecipe(Recipe):
             for name, items in task.items.items():
                 key = f"workload.task.{number}.items.{name}"
                 if made := self.model.generators.get(name):
-                    if wrong := _unmade(items, name, made.num_queries):
+                    if wrong := _unmade(task, name, made):
                         raise ValueError(f"{key}.{wrong}")
                     continue
                 if name not in self.model.encoders:
                     raise ValueError(f"{key} has no effect on training, as there is no model.encoders.{name}")
-                if items.num_tokens is not None:
+                of_made = {"num_tokens": items.num_tokens is not None, "turn": items.turn}
+                if stray := [said for said, is_there in of_made.items() if is_there]:
                     raise ValueError(
-                        f"{key}.num_tokens is for items of generators: the rows that model.encoders.{name} makes of an "
+                        f"{key}.{stray[0]} is for items of generators: the rows that model.encoders.{name} makes of an "
                         "item hang on its length; say length_per_token"
                     )
                 divisor = spec.module(name).layers[-1].divisor
@@ -603,10 +611,22 @@ class DrawnRecipe(Recipe):
         return DrawnTransform(encoder, shape.input_dim, is_pixels=shape.kind == "vit", seed=self.data.seed)
 
 
-def _unmade(items: Items, name: str, num_queries: int) -> str:
-    """What a workload says of the items of a generator that does not fit it, from its key on; "" if all fits."""
+def _unmade(task: Task, name: str, made: GeneratorShape) -> str:
+    """What a task says of the items of a generator that does not fit it, from its key on; "" if all fits."""
+    items, num_queries = task.items[name], made.num_queries
     if items.segment is not None:
         return f"segment has no effect on training: model.generators.{name} computes whole items; remove it"
+    if items.turn != (made.max_turn is not None):
+        given = "query tokens" if items.turn else "a turn"
+        return f"turn is {str(items.turn).lower()}, but model.generators.{name} is given {given}; change one of them"
+    if made.max_turn is not None:
+        first, last = (text - int(task.num_targets(text)) for text in task.text.bounds)
+        if first >= 1 and last <= made.max_turn:
+            return ""
+        return (
+            f"turn: of the text of the task {first:,} to {last:,} tokens stand before the answer, but "
+            f"model.generators.{name} is given 1 to {made.max_turn:,} (max_turn); change text, answer or max_turn"
+        )
     least, most = (items.tokens_of(length) for length in items.length.bounds)
     if least == most == num_queries:
         return ""

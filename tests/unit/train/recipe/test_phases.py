@@ -154,6 +154,15 @@ def test_a_start_that_the_recipe_states_is_that_of_the_first_phase(tmp_path):
     }
 
 
+def test_a_phase_has_steps_or_epochs(tmp_path):
+    text = RECIPE.replace("steps = 10\n", "epochs = 1.5\n")
+    one, two = (tables(tmp_path, name, text=text)["run"] for name in ("one", "two"))
+    assert (one["epochs"], "steps" in one, two["start"]) == (1.5, False, "run/one")
+    for said, wrong in (("", "has neither steps nor epochs"), ("steps = 10\nepochs = 1.5", "has steps and epochs")):
+        with pytest.raises(UserError, match=rf"recipe\.toml, line \d+: .*phase one {wrong}"):
+            tables(tmp_path, "one", text=RECIPE.replace("steps = 10", said))
+
+
 def adapters(*phases):
     """A recipe of phases, each with the adapters of the backbone that it states."""
     text = RECIPE[: RECIPE.index("[[run.phase]]")]
