@@ -69,6 +69,7 @@ def figures(folder):
         pytest.param("qwen3_vl", ["stages", "shared sequences"], marks=pytest.mark.slow),
         pytest.param("qwen3_vl_moe", ["stages", "shared experts"], marks=pytest.mark.slow),
         pytest.param("qwen2_5_omni", ["stages", "divided towers"], marks=pytest.mark.slow),
+        pytest.param("qwen2_5_omni_sound", ["stages", "shared sequences", "divided towers"], marks=pytest.mark.slow),
         ("idefics3", ["shared sequences"]),
         pytest.param(
             "mllama", ["stages", "shared sequences", "divided layers", "divided tower"], marks=pytest.mark.slow
@@ -114,12 +115,16 @@ def test_divided_experts_beside_a_tower_on_ranks_of_its_own_are_one_process(tmp_
                 "llava_onevision",
                 "qwen2_audio",
                 "qwen2_5_omni",
+                "qwen2_5_omni_sound",
             )
         ),
     ],
 )
 def test_items_that_ranks_share_are_one_process(family, tmp_path):
-    """Images of several tiles; videos and images of Qwen3-VL, whose frames stand in several pieces; videos of tiles."""
+    """Images of several tiles; videos and images of Qwen3-VL, whose frames stand in several pieces; videos of tiles.
+
+    Of the last family videos and their sound alternate, and ranks share both.
+    """
     whole_models.write_job(tmp_path / "job", family)
     recipe = str(tmp_path / "job" / "recipe.toml")
     run_ranks(trained, 1, recipe, {str(tmp_path / "alone"): ["run.batch_size=4"]})
