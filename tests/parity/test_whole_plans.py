@@ -157,6 +157,19 @@ def test_cut_sequences_that_attend_to_images_are_one_process(tmp_path):
 
 
 @pytest.mark.slow
+def test_cut_sequences_in_which_videos_and_their_sound_alternate_are_one_process(tmp_path):
+    """Two ranks share each step's one example, and its longest videos."""
+    recipe = str(whole_models.write_job(tmp_path / "job", "qwen2_5_omni_sound", num_examples=3))
+    overrides = ["run.batch_size=1", "run.steps=3", "data.shuffle=false"]
+    run_ranks(trained, 1, recipe, {str(tmp_path / "alone"): overrides})
+    run_ranks(trained, 2, recipe, {str(tmp_path / "cut"): [*overrides, "balance.method=split"]})
+    for found, expected in zip(figures(tmp_path / "cut"), figures(tmp_path / "alone"), strict=True):
+        assert found == pytest.approx(expected, rel=1e-10)
+    steps = map(json.loads, (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines())
+    assert all(step["balance"]["cut"]["sequences"] for step in steps)
+
+
+@pytest.mark.slow
 def test_dropout_beside_rows_of_images_is_that_of_one_process(tmp_path):
     """Of layers that attend to images each rank has some rows, or some heads of all rows."""
 
