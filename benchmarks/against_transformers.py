@@ -26,6 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import av
 import numpy as np
 import soundfile
 import torch
@@ -105,13 +106,22 @@ def their_inputs(folder: Path) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
         if kind in GENERIC:
             images = [convert_to_rgb(image) for image in images]  # Some of these processors take nothing else.
         inputs = inputs_of(processor, record, images, folder)
+        if "video" in record and reads_sound(folder):
+            inputs["use_audio_in_video"] = True
         is_target = torch.as_tensor(inputs.pop("assistant_masks")).bool()[0]
         # Positions of frames are rounded as their seconds are, in float32.
         inputs = {
-            name: each.double() if each.is_floating_point() and name != "second_per_grid_ts" else each
+            name: each.double()
+            if torch.is_tensor(each) and each.is_floating_point() and name != "second_per_grid_ts"
+            else each
             for name, each in inputs.items()
         }
         yield inputs, is_target
+
+
+def reads_sound(folder: Path) -> bool:
+    """Whether the recipe of a job reads the sound of videos with their frames."""
+    return "sound = true" in (folder / "recipe.toml").read_text()
 
 
 def class_of(config: Any) -> Any:
@@ -153,6 +163,8 @@ def inputs_of(processor: Any, record: dict[str, Any], images: list[Image.Image],
         return_assistant_tokens_mask=True,
         processor_kwargs={"images": images, **_crops_of(processor)} if images else {},
     )
+    if "video" in record and reads_sound(folder):
+        _hear_videos(inputs, processor, record, folder)
     if "input_features" in inputs:
         _take_features(inputs, record, folder)
     return _with_videos(dict(inputs), processor, record, folder) if "video" in record else dict(inputs)
@@ -223,15 +235,32 @@ def _take_features(inputs: dict[str, Any], record: dict[str, Any], folder: Path)
     Frames behind those that Motet computes stay as they are, as nothing may depend on them.
     """
     recipe = load_recipe(folder / "recipe.toml", [])
-    for name, theirs, mask in zip(record["audio"], inputs["input_features"], inputs["feature_attention_mask"]):
+    heard = {name: _sound_of(folder / name) for name in record.get("video", []) if reads_sound(folder)}
+    clips = {name: soundfile.read(folder / name, dtype="float32")[0] for name in record.get("audio", [])}
+    sounds = heard | clips
+    for name, theirs, mask in zip(sounds, inputs["input_features"], inputs["feature_attention_mask"], strict=True):
         transform: Any = recipe.transform("audio")
-        media = transform(soundfile.read(folder / name, dtype="float32")[0], 16_000)
+        media = transform(sounds[name], 16_000)
         if (
             int(mask.sum()) != media.size[0]
             or np.abs(theirs[:, : len(media.values)].numpy().T - media.values).max() > 1e-5
         ):
             raise ValueError(f"{name} has other frames")
         theirs[:, : len(media.values)] = torch.from_numpy(media.values.T)
+
+
+def _sound_of(file: Path) -> Any:
+    """The samples of a video's sound, which are as they are in its file, float32 [num_samples]."""
+    with av.open(file) as container:
+        return np.concatenate([frame.to_ndarray()[0] for frame in container.decode(audio=0)]) / np.float32(2**15)
+
+
+def _hear_videos(inputs: dict[str, Any], processor: Any, record: dict[str, Any], folder: Path) -> None:
+    """Put the frames of videos' sound before those of clips, which stand behind all videos."""
+    sounds = [_sound_of(folder / name) for name in record["video"]]
+    made, _ = processor._process_audio(sounds, sampling_rate=16_000, return_attention_mask=True, return_tensors="pt")
+    for name in ("input_features", "feature_attention_mask"):
+        inputs[name] = torch.cat([made[name], *([inputs[name]] if name in inputs else [])])
 
 
 def _without_videos(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -246,7 +275,9 @@ def _with_videos(inputs: dict[str, Any], processor: Any, record: dict[str, Any],
     made = [their_video(folder / "model", folder / name, **own) for name in record["video"]]
     values = torch.cat([each.values for each in made])
     is_video = torch.as_tensor(inputs["input_ids"])[0] == processor.video_token_id
-    texts = [_video_text(processor, each) for each in made]
+    num_heard = len(made) if reads_sound(folder) else 0
+    rows = _rows_of_sound(inputs["feature_attention_mask"][:num_heard]) if num_heard else [None] * len(made)
+    texts = [_video_text(processor, each, sound) for each, sound in zip(made, rows, strict=True)]
     for name in inputs.keys() & {"assistant_masks", "mm_token_type_ids", "attention_mask", "input_ids"}:
         parts = list(torch.as_tensor(inputs[name])[0][:, None])
         for place, text in zip(is_video.nonzero()[:, 0].tolist(), texts, strict=True):
@@ -304,11 +335,25 @@ class _VideosAsMade:
         return dict(self.made)
 
 
-def _video_text(processor: Any, video: TheirVideo) -> torch.Tensor:
-    """The tokens of a video, as transformers' processor writes them."""
+def _rows_of_sound(mask: torch.Tensor) -> list[int]:
+    """Rows of each sound, as transformers' processor counts them."""
+    from transformers.models.qwen2_5_omni import processing_qwen2_5_omni as processing
+
+    return processing._get_feat_extract_output_lengths(mask.sum(-1)).tolist()
+
+
+def _video_text(processor: Any, video: TheirVideo, sound: int | None) -> torch.Tensor:
+    """The tokens of a video, as transformers' processor writes them. sound: the rows of its sound; None: not read."""
     processor.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
     made = {"video_grid_thw": video.grid, "video_metadata": [video.metadata], "pixel_values_videos": video.values}
-    text = processor.replace_video_token(made, 0, load_audio_from_video=False)
+    heard: dict[str, Any] = {"load_audio_from_video": sound is not None}
+    if sound is not None:
+        made["video_second_per_grid"] = [1.0]
+        for mark in ("audio_bos_token", "audio_eos_token"):
+            setattr(processor, mark, getattr(processor.tokenizer, mark))
+        heard |= {"processed_audio": {"num_audio_tokens": [sound]}, "video_to_audio_indices": [0]}
+        heard |= {name: getattr(processor, name) for name in ("seconds_per_chunk", "position_id_per_seconds")}
+    text = processor.replace_video_token(made, 0, **heard)
     return torch.tensor(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -139,6 +139,9 @@ def write_job(folder: Path, family: str, num_examples: int = 8) -> Path:
         write_examples(
             folder, num_examples, [1, 0, 1, 0], num_videos=[0, 0, 1, 1, 0], num_clips=[1, 1, 0, 0, 2], num_frames=5
         )
+    elif family in HEARD_FAMILIES:
+        counts: dict[str, Any] = {"num_videos": [1, 2, 1, 0], "num_clips": [0, 0, 1, 1], "num_frames": 7}
+        write_examples(folder, num_examples, [1, 0, 0], **counts, with_sound=True)
     elif family in VIDEO_FAMILIES:
         images = [1, 0, 2, 0, 1, 0, 0, 1]
         write_examples(folder, num_examples, images, num_videos=[0, 0, 1, 1, 0, 0, 2, 0])
@@ -146,7 +149,8 @@ def write_job(folder: Path, family: str, num_examples: int = 8) -> Path:
         write_examples(folder, num_examples, [1, 2], rounds=1)
     else:
         write_examples(folder, num_examples, [1, 0, 2, 1])
-    (folder / "recipe.toml").write_text(RECIPE)
+    heard = "\n[model.video]\nsound = true\n" if family in HEARD_FAMILIES else ""
+    (folder / "recipe.toml").write_text(RECIPE + heard)
     return folder / "recipe.toml"
 
 
@@ -159,12 +163,13 @@ def write_examples(
     num_videos: Sequence[int] = (0,),
     num_clips: Sequence[int] = (0,),
     num_frames: int | None = None,
+    with_sound: bool = False,
 ) -> None:
     """train.jsonl: examples with items of many sizes and kinds, of one round or, each third one, several.
 
     num_items: of one example after the other, again and again; and so num_videos and num_clips (beside images). rounds:
     at most.
-    modality: image or audio. num_frames: of videos; by default 5 to 14.
+    modality: image or audio. num_frames: of videos; by default 5 to 14. with_sound: of videos, as of `write_video`.
     """
     rng = np.random.default_rng(5)
     (folder / "media").mkdir(parents=True)
@@ -180,7 +185,10 @@ def write_examples(
                 soundfile.write(folder / files[-1], _sound(rng, CLIP_SAMPLES[number // 2 % 4] - place), 16_000)
         words = "".join(rng.choice(list("abcde fgh"), rng.integers(4, 30)))
         videos = [f"media/{number}-{place}" for place in range(num_videos[number % len(num_videos)])]
-        videos = [write_video(folder, name, number + place, num_frames) for place, name in enumerate(videos)]
+        videos = [
+            write_video(folder, name, number + place, num_frames, with_sound=with_sound)
+            for place, name in enumerate(videos)
+        ]
         clips = [f"media/{number}-{place}.wav" for place in range(num_clips[number % len(num_clips)])]
         for place, name in enumerate(clips):
             soundfile.write(folder / name, _sound(rng, CLIP_SAMPLES[(number + place) % 4]), 16_000)
@@ -204,16 +212,27 @@ VIDEOS = (
 """Ending, codec, format of pixels and frames a second. The second container does not say how many frames it has."""
 
 
-def write_video(folder: Path, name: str, number: int, num_frames: int | None = None) -> str:
-    """A moving picture with noise, in one of `VIDEOS`. Returns its file's name. num_frames: by default 5 to 14."""
+SOUND_SAMPLES = (41_600, 9_001, 47_990)
+"""Of the sound of a video that lasts longer than the frames stand apart, of one that ends before, and of a long one."""
+
+
+def write_video(
+    folder: Path, name: str, number: int, num_frames: int | None = None, *, with_sound: bool = False
+) -> str:
+    """A moving picture with noise, in one of `VIDEOS`. Returns its file's name.
+
+    num_frames: by default 5 to 14. with_sound: one of SOUND_SAMPLES, as it is, in a MOV in the place of an MP4.
+    """
     import av
 
     rng = np.random.default_rng(number)
     suffix, codec, pixels, rate = VIDEOS[number % len(VIDEOS)]
     height, width = (2 * rng.integers(8, 30, 2)).tolist()
     y, x = np.mgrid[:height, :width]
+    suffix = suffix.replace("mp4", "mov") if with_sound else suffix
     with av.open(folder / f"{name}{suffix}", "w") as container:
         stream = container.add_stream(codec, rate=rate)
+        heard = container.add_stream("pcm_s16le", rate=16_000, layout="mono") if with_sound else None
         stream.width, stream.height, stream.pix_fmt = width, height, pixels
         for time in range(num_frames or int(rng.integers(5, 15))):
             waves = [128 + 90 * np.sin(x / 5 + y / (3 + channel) + time) for channel in range(3)]
@@ -221,6 +240,11 @@ def write_video(folder: Path, name: str, number: int, num_frames: int | None = N
             picture = av.VideoFrame.from_ndarray(frame.clip(0, 255).astype(np.uint8), format="rgb24")
             container.mux(stream.encode(picture))
         container.mux(stream.encode(None))
+        if heard is not None:
+            samples = (_sound(rng, SOUND_SAMPLES[number % len(SOUND_SAMPLES)]) * 2**15).clip(-(2**15), 2**15 - 1)
+            sound = av.AudioFrame.from_ndarray(samples[None].astype(np.int16), format="s16", layout="mono")
+            sound.sample_rate, sound.pts = 16_000, 0
+            container.mux([*heard.encode(sound), *heard.encode(None)])
     return f"{name}{suffix}"
 
 
@@ -919,6 +943,13 @@ def write_qwen2_5_omni_thinker(folder: Path) -> None:
     save_omni_processor(folder, tokenizer)
 
 
+def write_qwen2_5_omni_sound(folder: Path) -> None:
+    """That thinker, whose chunk of silence takes the sound of videos of more than one chunk of seconds."""
+    config, tokenizer = omni_thinker()
+    like_trained(transformers.Qwen2_5OmniThinkerForConditionalGeneration(config)).save_pretrained(folder)
+    save_omni_processor(folder, tokenizer, seconds=3)
+
+
 def write_qwen2_5_omni(folder: Path) -> None:
     """All of Qwen2.5-Omni: that thinker, and weights that stand for those of the talker and the vocoder."""
     write_qwen2_5_omni_thinker(folder)
@@ -931,12 +962,12 @@ def write_qwen2_5_omni(folder: Path) -> None:
     torch.save({"Chelsie": {}}, folder / "spk_dict.pt")
 
 
-def save_omni_processor(folder: Path, tokenizer: transformers.PreTrainedTokenizerFast) -> None:
-    """Its files, by parts, as published directories have them: one file for images and sound."""
+def save_omni_processor(folder: Path, tokenizer: transformers.PreTrainedTokenizerFast, seconds: int = 2) -> None:
+    """Its files, by parts, as published directories have them: one file for images and sound. seconds: of a clip."""
     tokenizer.chat_template = OMNI_TEMPLATE
     tokenizer.save_pretrained(folder)
     images = transformers.Qwen2VLImageProcessorPil(size={"shortest_edge": 6 * 784, "longest_edge": 30 * 784})
-    extractor = transformers.WhisperFeatureExtractor(feature_size=20, chunk_length=2, return_attention_mask=True)
+    extractor = transformers.WhisperFeatureExtractor(feature_size=20, chunk_length=seconds, return_attention_mask=True)
     stored = {**images.to_dict(), **extractor.to_dict(), "image_processor_type": "Qwen2VLImageProcessor"}
     (folder / "preprocessor_config.json").write_text(json.dumps(stored))
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen2_5OmniProcessor"}))
@@ -946,6 +977,8 @@ VIDEO_FAMILIES = ("llava_onevision", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3
 """Families whose examples have videos, too."""
 OMNI_FAMILIES = ("qwen2_5_omni", "qwen2_5_omni_thinker")
 """Families whose examples have images, videos and clips."""
+HEARD_FAMILIES = ("qwen2_5_omni_sound",)
+"""The same, whose videos are read with their sound."""
 AUDIO_FAMILIES = ("qwen2_audio",)
 """Families whose examples have clips in place of images."""
 
@@ -1037,10 +1070,16 @@ FAMILIES: dict[str, Callable[[Path], None]] = {
     "qwen2_audio": write_qwen2_audio,
     "qwen2_5_omni_thinker": write_qwen2_5_omni_thinker,
     "qwen2_5_omni": write_qwen2_5_omni,
+    "qwen2_5_omni_sound": write_qwen2_5_omni_sound,
 }
 """Family -> what writes the directory of a tiny model of it."""
 
-TYPES = {"gemma3_crops": "gemma3", "paligemma2": "paligemma", "granite_vision": "llava_next"}
+TYPES = {
+    "gemma3_crops": "gemma3",
+    "paligemma2": "paligemma",
+    "granite_vision": "llava_next",
+    "qwen2_5_omni_sound": "qwen2_5_omni_thinker",
+}
 """Families whose `model_type` is that of another."""
 
 ONE_QUESTION = ("paligemma", "paligemma2")

@@ -69,6 +69,7 @@ def figures(folder):
         pytest.param("qwen3_vl", ["stages", "shared sequences"], marks=pytest.mark.slow),
         pytest.param("qwen3_vl_moe", ["stages", "shared experts"], marks=pytest.mark.slow),
         pytest.param("qwen2_5_omni", ["stages", "divided towers"], marks=pytest.mark.slow),
+        pytest.param("qwen2_5_omni_sound", ["stages", "shared sequences", "divided towers"], marks=pytest.mark.slow),
         ("idefics3", ["shared sequences"]),
         pytest.param(
             "mllama", ["stages", "shared sequences", "divided layers", "divided tower"], marks=pytest.mark.slow
@@ -114,12 +115,16 @@ def test_divided_experts_beside_a_tower_on_ranks_of_its_own_are_one_process(tmp_
                 "llava_onevision",
                 "qwen2_audio",
                 "qwen2_5_omni",
+                "qwen2_5_omni_sound",
             )
         ),
     ],
 )
 def test_items_that_ranks_share_are_one_process(family, tmp_path):
-    """Images of several tiles; videos and images of Qwen3-VL, whose frames stand in several pieces; videos of tiles."""
+    """Images of several tiles; videos and images of Qwen3-VL, whose frames stand in several pieces; videos of tiles.
+
+    Of the last family videos and their sound alternate, and ranks share both.
+    """
     whole_models.write_job(tmp_path / "job", family)
     recipe = str(tmp_path / "job" / "recipe.toml")
     run_ranks(trained, 1, recipe, {str(tmp_path / "alone"): ["run.batch_size=4"]})
@@ -149,6 +154,19 @@ def test_cut_sequences_that_attend_to_images_are_one_process(tmp_path):
             assert found == pytest.approx(expected, rel=1e-10), name
         steps = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         assert any(step["balance"]["cut"]["microbatches"] for step in steps), name
+
+
+@pytest.mark.slow
+def test_cut_sequences_in_which_videos_and_their_sound_alternate_are_one_process(tmp_path):
+    """Two ranks share each step's one example, and its longest videos."""
+    recipe = str(whole_models.write_job(tmp_path / "job", "qwen2_5_omni_sound", num_examples=3))
+    overrides = ["run.batch_size=1", "run.steps=3", "data.shuffle=false"]
+    run_ranks(trained, 1, recipe, {str(tmp_path / "alone"): overrides})
+    run_ranks(trained, 2, recipe, {str(tmp_path / "cut"): [*overrides, "balance.method=split"]})
+    for found, expected in zip(figures(tmp_path / "cut"), figures(tmp_path / "alone"), strict=True):
+        assert found == pytest.approx(expected, rel=1e-10)
+    steps = map(json.loads, (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines())
+    assert all(step["balance"]["cut"]["sequences"] for step in steps)
 
 
 @pytest.mark.slow

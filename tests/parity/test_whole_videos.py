@@ -25,8 +25,10 @@ WAYS = {
     "llava_onevision": (),
     "smolvlm": ("balance.mode=exchange",),
     "qwen2_5_omni": ("balance.mode=exchange",),
+    "qwen2_5_omni_sound": ("balance.mode=exchange",),
 }
-"""Family -> how two ranks train it. Videos of Qwen3-VL and SmolVLM stand in pieces; Qwen2.5-Omni has clips, too."""
+"""Family -> how two ranks train it. Videos of Qwen3-VL and SmolVLM stand in pieces; Qwen2.5-Omni has clips, too, and
+the last family reads videos with their sound."""
 
 
 @pytest.fixture(
@@ -43,9 +45,10 @@ def job(request, tmp_path_factory):
             kind, media = "audio", {"audio": str(clips[number % len(clips)])}
         elif kind == "video":
             # The first is an AVI, whose header counts frames that the file lacks.
-            media = {
-                "video": whole_models.write_video(folder, f"media/of-{number}", 3 * number + 2, 12 if number > 4 else 8)
-            }
+            num_frames, with_sound = 12 if number > 4 else 8, request.param in whole_models.HEARD_FAMILIES
+            name = f"media/of-{number}"
+            video = whole_models.write_video(folder, name, 3 * number + 2, num_frames, with_sound=with_sound)
+            media = {"video": video}
             bad = folder / media["video"]
             if number == 4:
                 bad.write_bytes(bad.read_bytes()[: bad.stat().st_size // 2])

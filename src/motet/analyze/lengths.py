@@ -28,10 +28,10 @@ from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.core.workload import BatchLengths, ItemLengths, Workload
 from motet.data.audio import AudioTransform
+from motet.data.clip_bounds import MAX_SECONDS
 from motet.data.conversation import Conversation
 from motet.data.copies import Copies
 from motet.data.dataset import Dataset, Modality
-from motet.data.headers import MAX_SECONDS
 from motet.data.images import ImageTransform
 from motet.data.index_lock import IndexProgress
 from motet.data.left_out import describe_left_out
@@ -221,6 +221,9 @@ class _EstimatedText:
     ) -> tuple[TokenSequence, str]:
         before, answer = conversation.without_last_answer()
         return self.encode(before), answer
+
+    def items_of(self, modality: str) -> tuple[str, ...]:
+        return (modality,)
 
     def item_tokens(self, modality: str) -> frozenset[int]:
         """None: an item has no marks around it."""

@@ -18,8 +18,10 @@ import numpy as np
 from motet.core.arrays import BoolArray, Float32Array, Float64Array, Int64Array
 from motet.core.example import Media
 from motet.data.bounds import check_attributes
-from motet.data.headers import MAX_RATE, MAX_SECONDS, MIN_RATE, open_clip
+from motet.data.clip_bounds import MAX_RATE, MAX_SECONDS, MIN_RATE
+from motet.data.headers import open_clip
 from motet.data.media import AUDIO, MediaRef, Unusable
+from motet.data.video_sound import read_video_sound
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -129,6 +131,8 @@ class AudioTransform:
 
     def decode(self, ref: MediaRef) -> tuple[Float32Array, int]:
         """Mono samples [n] of at most max_seconds, and their rate. Raises as `load` does."""
+        if ref.is_sound_of_video:
+            return read_video_sound(ref, lambda rate: int(self._max_samples(np.array([rate]))[0]))
         with open_clip(ref) as (clip, num_samples):
             max_samples = int(self._max_samples(np.array([clip.samplerate]))[0])
             return _read_mono(clip, min(num_samples, max_samples)), clip.samplerate

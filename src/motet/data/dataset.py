@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from motet.core.alternating import alternating
 from motet.core.arrays import BoolArray, IndexArray, Int32Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import ItemText, TokenSequence, in_pieces, moved_turns
@@ -326,8 +327,8 @@ class Dataset:
         phases = [self._modalities[phase] for phase in tokens.media]
         if not any(modality.grids or modality.item_text for modality in phases):
             return tokens
-        raws = [ref.raw for ref in self.media_refs(example_id) for _ in self.readers_of(ref)]
-        headers = [np.array([raw], dtype=np.int64) for raw in raws]
+        refs = [ref for ref in self.media_refs(example_id) for _ in self.readers_of(ref)]
+        headers = [np.array([ref.raw], dtype=np.int64) for ref in refs]
         texts = [modality.texts(header)[0][0] for modality, header in zip(phases, headers)]
         if any(texts):
             tokens = in_pieces(tokens, texts)
@@ -339,6 +340,11 @@ class Dataset:
             steps = getattr(modality.transform, "time_steps", None)
             grids[number, :NUM_AXES] = modality.grids(modality.transform.sizes(header))[0]
             grids[number, NUM_AXES:] = 0 if steps is None else steps(header)[0], modality.behind
+        sounds = [number for number, ref in enumerate(refs[: len(phases)]) if ref.is_sound_of_video]
+        if sounds:
+            chunk = getattr(phases[sounds[0] - 1].transform, "sound_chunk", None)
+            assert chunk is not None, "the sound of a video is read, and how it alternates with frames is not said"
+            return alternating(replace(tokens, grids=grids), [number - 1 for number in sounds], chunk)
         # Of an item in several pieces each has as many of its frames.
         grids[:, 0] //= tokens.num_pieces
         return replace(tokens, grids=np.repeat(grids, tokens.num_pieces, axis=0))

@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
 
 from motet.core.modalities import VIDEO, find_own
+from motet.data.clip_bounds import check_clip
 from motet.data.media import IMAGE, MediaRef, Unusable, raise_bad_media
 from motet.data.mp3 import count_samples
 from motet.data.own_items import read_own_header
+from motet.data.video_sound import read_sound_header
 from motet.data.videos import read_video_header
 
 if TYPE_CHECKING:
@@ -28,12 +30,6 @@ MAX_PIXELS = (1 << 30) // 12
 """The most pixels of an image: 89 million, 256 MiB as RGB. From here Pillow warns of a decompression bomb."""
 MAX_ASPECT = 200
 """The largest ratio of an image's longer side to its shorter one, as in Qwen2-VL's `smart_resize`."""
-MIN_RATE, MAX_RATE = 1_000, 768_000
-"""The bounds of a clip's sampling rate in Hz. Below there is no speech; above, no converter records."""
-MAX_CHANNELS = 64
-"""The most channels of a clip, as in seventh-order ambisonics."""
-MAX_SECONDS = 86_400
-"""The longest clip: a day. A header with more is damaged, or the file is no example."""
 
 # Formats by the contents of a file, whatever its name: none that runs another program (EPS), none without a length.
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF")
@@ -50,7 +46,7 @@ _OGG_LAST_PAGE = 4
 
 def read_header(ref: MediaRef) -> tuple[int, int]:
     """(width, height) of an image after its EXIF turn, (samples, sampling rate) of a clip, (rows, 0) of an own item;
-    `VideoHeader.raw` of a video.
+    `VideoHeader.raw` of a video. The sound of a video is a clip.
 
     Raises BadMedia.
     """
@@ -59,6 +55,8 @@ def read_header(ref: MediaRef) -> tuple[int, int]:
             return read_own_header(own, ref)
         if ref.modality == VIDEO:
             return read_video_header(ref)
+        if ref.is_sound_of_video:
+            return read_sound_header(ref)
         if ref.modality == IMAGE:
             with open_image(ref) as image:
                 return turned_size(image)
@@ -90,7 +88,7 @@ def open_clip(ref: MediaRef) -> Iterator[tuple[SoundFile, int]]:
     with ref.open() as file:
         _check_whole(file)
         with soundfile.SoundFile(file) as clip:
-            _check_clip(clip)
+            _check_format(clip)
             num_samples = _num_samples(clip, ref)
             _check_unchanged(ref, (num_samples, clip.samplerate), "{:,} samples at {:,} Hz")
             yield clip, num_samples
@@ -123,17 +121,10 @@ def _check_image(image: Image.Image) -> None:
         raise Unusable("holds 32-bit values, of which nobody knows what is white; save it with 8 or 16 bits")
 
 
-def _check_clip(clip: SoundFile) -> None:
+def _check_format(clip: SoundFile) -> None:
     if clip.format not in _CLIP_FORMATS:
         raise Unusable(f"is {clip.format_info} inside; save it as WAV, FLAC, OGG or MP3")
-    if not MIN_RATE <= clip.samplerate <= MAX_RATE:
-        raise Unusable(f"has a sampling rate of {clip.samplerate:,} Hz, not from {MIN_RATE:,} to {MAX_RATE:,}")
-    if not 1 <= clip.channels <= MAX_CHANNELS:
-        raise Unusable(f"has {clip.channels:,} channels, more than {MAX_CHANNELS}")
-    if clip.frames < 1:
-        raise Unusable("is empty: no samples")
-    if clip.frames > MAX_SECONDS * clip.samplerate:
-        raise Unusable(f"lasts {clip.frames / clip.samplerate:,.0f} s by its header, more than {MAX_SECONDS:,}")
+    check_clip(clip.frames, clip.samplerate, clip.channels)
 
 
 def _num_samples(clip: SoundFile, ref: MediaRef) -> int:

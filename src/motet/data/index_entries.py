@@ -48,6 +48,9 @@ class TextEncoder(Protocol):
     ) -> tuple[TokenSequence, str]:
         """The tokens before the last answer, and what is to be answered."""
 
+    def items_of(self, modality: str) -> tuple[str, ...]:
+        """The modalities of the items that one file of a record becomes: (modality,), or with the sound of a video."""
+
     def item_tokens(self, modality: str) -> frozenset[int]:
         """The ids of the tokens of an item: the one that its rows replace, and the marks around it."""
 
@@ -133,7 +136,9 @@ class EntryReader:
     def _add(self, entry: Entry, death: str, columns: Columns) -> None:
         record = parse_record(entry.text, entry.where)
         conversation = parse_conversation(record, entry.where)
-        refs = find_media(entry, record, conversation, self._folder, self._copies)
+        files = find_media(entry, record, conversation, self._folder, self._copies)
+        num_items = [len(self._text.items_of(file.modality)) for file in files]
+        refs = [ref for file, count in zip(files, num_items) for ref in (file, file.sound)[:count]]
         raws, bad = _skip_headers(refs, death, entry.where) if death else _read_headers(refs)
         try:
             text = self._text.encode(conversation, raws)
@@ -141,7 +146,7 @@ class EntryReader:
             raise UserError(f"{entry.where}: {error}") from None
         if bad:
             columns.bad.append((len(columns.num_tokens), self._below_folder(bad.path), bad.reason))
-        held = [ref.data for ref in refs if ref.data is not None]
+        held = [file.data for file in files if file.data is not None]
         num_held = sum(map(len, held))
         if num_held > _MAX_HELD_BYTES:
             raise UserError(f"{entry.where}: holds {num_held:,} bytes of media, more than {_MAX_HELD_BYTES:,}")
@@ -154,9 +159,10 @@ class EntryReader:
         # Nothing predicts the first token.
         columns.num_targets.append(int(text.targets[1:].sum()))
         columns.num_items.append(len(refs))
+        in_answers = np.repeat(conversation.in_answers, num_items).tolist()
         columns.modality += [
             modalities().index(ref.modality) + IN_ANSWER * in_answer
-            for ref, in_answer in zip(refs, conversation.in_answers, strict=True)
+            for ref, in_answer in zip(refs, in_answers, strict=True)
         ]
         columns.raw += raws
         columns.turn += _turns(text)
@@ -174,7 +180,11 @@ class EntryReader:
         """The locations of an `IndexRow`. num_held: bytes before the row."""
         locations, offset = [], -num_held
         for ref in refs:
-            if ref.data is None:
+            if ref.is_sound_of_video:
+                # It lies where its video does, which stands before it.
+                path, _, *place = locations[-1]
+                locations.append((path, ref.member, *place))
+            elif ref.data is None:
                 own = is_url(ref.path)
                 path = relative(ref.path, self._folder) if own else self._below_folder(ref.path)
                 locations.append((path, ref.member, ref.offset, ref.num_bytes))

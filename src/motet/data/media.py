@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -33,6 +33,8 @@ IN_RECORD = ", held by the record"
 """The end of the name of an item whose bytes its record holds: "image 1, held by the record"."""
 LISTED = ", listed by the record"
 """The end of the name of a video whose frames its record lists: "video 1, listed by the record"."""
+OF_VIDEO = ", the sound of it"
+"""The end of the member's name of a clip that is the sound of a video, in the same file."""
 
 
 class BadMedia(Exception):
@@ -55,7 +57,7 @@ class MediaRef:
     """One item of one example, with all that another process needs to load it.
 
     path:   the item's own file, or the tar shard that holds it; a path, or a URL.
-    member: the name inside the shard; empty for an own file.
+    member: the name inside the shard; empty for an own file. Of the sound of a video it ends with OF_VIDEO.
     offset, num_bytes: the slice of the shard; num_bytes is -1 for an own file.
     data:   the bytes of an item that its record holds, until they are in the index.
     copies: where the local copy of a URL is; None for a path.
@@ -79,16 +81,27 @@ class MediaRef:
     @property
     def is_held_list(self) -> bool:
         """Whether its bytes list the frames of a video (`data/listed_frames.py`)."""
-        return self.member.endswith(LISTED)
+        return self._own_member.endswith(LISTED)
+
+    @property
+    def is_sound_of_video(self) -> bool:
+        """Whether it is a clip that lies in the file of a video (`data/video_sound.py`)."""
+        return self.member.endswith(OF_VIDEO)
+
+    @property
+    def sound(self) -> MediaRef:
+        """The sound of this video, an item beside it."""
+        return replace(self, modality=AUDIO, member=f"{self.member}{OF_VIDEO}")
 
     @property
     def name(self) -> str:
         """The file for messages: "a.png", "shard.tar:a.png", or "image 1, held by the record"."""
-        return (
-            f"{self.path}:{self.member}"
-            if self.member and not self.member.endswith((IN_RECORD, LISTED))
-            else self.member or self.path
-        )
+        member = self._own_member
+        return f"{self.path}:{member}" if member and not member.endswith((IN_RECORD, LISTED)) else member or self.path
+
+    @property
+    def _own_member(self) -> str:
+        return self.member.removesuffix(OF_VIDEO)
 
     def open(self) -> IO[bytes]:
         """The bytes of this item as a file. Raises OSError, and as `Copies.open`."""
@@ -115,7 +128,7 @@ def modality_of(name: str) -> str | None:
 
 def codec_of(ref: MediaRef) -> str:
     """What decodes an item, by the ending of its name: ".jpg"."""
-    name = ref.member or ref.path
+    name = ref.member.removesuffix(OF_VIDEO) or ref.path
     suffix = (path_of(name) if is_url(name) else Path(name)).suffix.lower()
     return ".jpg" if suffix == ".jpeg" else suffix
 

@@ -90,6 +90,7 @@ class TokenNames:
     processor: the class that prepares texts and media for the tokenizer's model; None for a text model.
     forms:     modality -> the token that the template writes for an item, and what the processor puts in its place,
                with one such token; where it is known, `processor` is not asked.
+    beside:    modality -> that of a second item of the same file, whose token is put right behind the first one's.
     frames:    what the processor writes of a video, where its frames stand as images; None: they do not.
     crops:     which images have crops behind them, with text around them; None: none has.
     """
@@ -97,6 +98,7 @@ class TokenNames:
     special: dict[str, str]
     processor: str | None = None
     forms: dict[str, tuple[str, str]] = field(default_factory=dict)
+    beside: dict[str, str] = field(default_factory=dict)
     frames: FrameTexts | None = None
     crops: CropRule | None = None
 
@@ -109,6 +111,8 @@ def media_form(modality: str, template: ChatTemplate, tokens: Iterable[str], nam
     tokens = list(tokens)
     written = _written_tokens(modality, template, tokens)
     named = names.special.get(f"{modality}_token") or _AS_WRITTEN.get(names.processor or "", {}).get(modality)
+    if modality in names.beside:
+        return _with_item_beside(modality, named, names, template)
     if modality in names.forms:
         return _as_put(modality, written, names, template)
     if modality == VIDEO and names.frames is not None:
@@ -158,11 +162,11 @@ def document_text(form: MediaForm, modality: str, template: ChatTemplate, tokens
     """What stands for an item in a text without turns: its token, with the model's marks that touch it."""
     tokens = list(tokens)
     text = template.try_messages(_one_turn(template, {"type": modality})) if form.is_part else None
-    if text is None or form.put != form.token:
+    if text is None:
         return form.put
-    mark = "|".join(map(re.escape, sorted(item_tokens(form, modality, template, tokens), key=len, reverse=True)))
-    found = re.search(f"(?:{mark})*{re.escape(form.token)}(?:{mark})*", text)
-    return found.group() if found else form.put
+    mark = "|".join(map(re.escape, sorted(_written_tokens(modality, template, tokens), key=len, reverse=True)))
+    found = re.search(f"(?:{mark})*{re.escape(form.written)}(?:{mark})*", text)
+    return found.group().replace(form.written, form.put) if found else form.put
 
 
 def _written_tokens(modality: str, template: ChatTemplate, tokens: list[str]) -> Counter[str]:
@@ -219,6 +223,32 @@ def _as_put(modality: str, written: Counter[str], names: TokenNames, template: C
     if written[token] != 1:
         raise UserError(f"the tokenizer's chat template does not write one {token} for an item of {modality}")
     return MediaForm(True, token, put, token, *_breaks(modality, token, written, template))
+
+
+def _with_item_beside(modality: str, token: str | None, names: TokenNames, template: ChatTemplate) -> MediaForm:
+    """The form of a video that is read with its sound: between the marks of both, its token and that of the sound.
+
+    As Qwen2_5OmniProcessor writes it, before it lets them alternate.
+    """
+    beside = names.beside[modality]
+    other = names.special.get(f"{beside}_token") or _AS_WRITTEN.get(names.processor or "", {}).get(beside)
+    marks = [f"{kind}_{side}_token" for kind in ("vision", beside) for side in ("bos", "eos")]
+    begin, end, begin_beside, end_beside = (names.special.get(name) for name in marks)
+    text = template.try_messages(_one_turn(template, {"type": modality})) or ""
+    if (
+        token is None
+        or other is None
+        or begin_beside is None
+        or end_beside is None
+        or f"{begin}{token}{end}" not in text
+    ):
+        raise UserError(
+            f"the tokenizer does not name the tokens of {modality} and {beside}, or the marks around them "
+            f"({', '.join(marks)}), or its chat template does not write a {modality} between two of these; take its "
+            "files as they were published, or remove model.video.sound"
+        )
+    put = f"{begin_beside}{token}{other}{end_beside}"
+    return MediaForm(True, token, put, token, *_breaks(modality, token, (), template))
 
 
 def _enclosed(modality: str, written: Counter[str], names: TokenNames, template: ChatTemplate) -> MediaForm:

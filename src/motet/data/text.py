@@ -91,6 +91,7 @@ class ChatTokenizer:
         directory: str | Path,
         template: str | None = None,
         forms: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+        beside: Mapping[str, str] = MappingProxyType({}),
         frames: FrameTexts | None = None,
         crops: CropRule | None = None,
     ) -> ChatTokenizer:
@@ -99,6 +100,7 @@ class ChatTokenizer:
         template: in place of the default template, for a directory without one.
         forms: modality -> the token that the template writes for an item, and what its processor puts in its place,
                with one such token.
+        beside: modality -> that of a second item of the same file, whose token is put right behind the first one's.
         frames: what its processor writes of a video, where frames stand as images.
         crops: which images its processor puts crops behind.
         transformers opens a directory of an older format (vocab.json and merges.txt, sentencepiece).
@@ -113,7 +115,8 @@ class ChatTokenizer:
         try:
             source = files.template or template
             tokenizer = cls(files.backend, source, files.names.special, processor=files.names.processor)
-            tokenizer._names = replace(tokenizer._names, forms=dict(forms), frames=frames, crops=crops)
+            names = replace(tokenizer._names, forms=dict(forms), beside=dict(beside), frames=frames, crops=crops)
+            tokenizer._names = names
             tokenizer._template.check()
         except UserError as error:
             raise UserError(f"tokenizer {directory}: {error}") from None
@@ -132,7 +135,7 @@ class ChatTokenizer:
     def fingerprint(self) -> str:
         """Equal for two tokenizers only if they give the same tokens."""
         digest = hashlib.blake2b(digest_size=16)
-        forms: list[Any] = [self._names.forms] if self._names.forms else []
+        forms: list[Any] = [each for each in (self._names.forms, self._names.beside) if each]
         forms += [astuple(each) for each in (self._names.frames, self._names.crops) if each]
         names = json.dumps([self._names.special, self._names.processor, *forms], sort_keys=True)
         for part in (str(_VERSION), self._template.source, names):
@@ -190,7 +193,7 @@ class ChatTokenizer:
         """
         forms, leads = self._forms(conversation), self._leads(conversation.placeholders, raws)
         if conversation.is_document:
-            return self._encode_document(conversation, forms, leads)
+            return self._with_items_beside(self._encode_document(conversation, forms, leads))
         template, turns = (
             self._template_of(conversation.placeholders).with_tools(conversation.tools),
             _without_double_breaks(conversation.turns, forms),
@@ -199,7 +202,7 @@ class ChatTokenizer:
         behind = self._past_end_of_sequence if is_marked else self._past_end_token
         spans = [(start, behind(text, end)) for start, end in spans]
         before = _turns_before(template, conversation, turns, forms, text)
-        sequence = self._tokenise(text, spans, conversation.placeholders, forms, leads, before)
+        sequence = self._with_items_beside(self._tokenise(text, spans, conversation.placeholders, forms, leads, before))
         if not sequence.targets.any():
             raise UserError("the answers come to no token that could be learned; leave the record out")
         return sequence
@@ -222,7 +225,8 @@ class ChatTokenizer:
         answer = self._expected(conversation, len(turns)) or answer
         of_items = _turns_before(template, before, turns, forms, text, generation_prompt=True)
         leads = self._leads(before.placeholders, raws)
-        return self._tokenise(text, [], before.placeholders, forms, leads, of_items, is_prompt=True), answer
+        tokens = self._tokenise(text, [], before.placeholders, forms, leads, of_items, is_prompt=True)
+        return self._with_items_beside(tokens), answer
 
     def _expected(self, conversation: Conversation, number: int) -> str:
         """What the answer of a turn adds to the prompt for it, but for the token that ends it; "" if unknown.
@@ -241,6 +245,11 @@ class ChatTokenizer:
         for token in (token for token, token_id in self._special.items() if token_id in self.end_tokens):
             added = added.removesuffix(token)
         return added
+
+    def items_of(self, modality: str) -> tuple[str, ...]:
+        """The modalities of the items that the file of one becomes: its own, and of those beside it."""
+        beside = self._names.beside.get(modality)
+        return (modality,) if beside is None else (modality, beside)
 
     def item_tokens(self, modality: str) -> frozenset[int]:
         """The ids of the tokens of an item: the one that its rows replace, and the marks around it."""
@@ -500,6 +509,24 @@ class ChatTokenizer:
         positions = self._find_markers(tokens, offsets, starts, [form.token for form in markers])
         targets[positions] = False
         return TokenSequence(tokens, targets, placeholders, positions, turns=turns if turns.any() else None)
+
+    def _with_items_beside(self, sequence: TokenSequence) -> TokenSequence:
+        """The same tokens, where the next one behind that of an item is that of an item beside it."""
+        if not self._names.beside:
+            return sequence
+        of_items = [self.items_of(modality) for modality in sequence.media]
+        counts = np.array([len(each) for each in of_items], dtype=np.int64)
+        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        positions = np.repeat(sequence.media_positions, counts) + number
+        targets = sequence.targets.copy()
+        targets[positions] = False
+        return replace(
+            sequence,
+            targets=targets,
+            media=tuple(modality for each in of_items for modality in each),
+            media_positions=positions,
+            turns=None if sequence.turns is None else np.repeat(sequence.turns, counts, axis=0),
+        )
 
     def _encode_document(
         self, document: Conversation, forms: dict[str, MediaForm], leads: Sequence[str]

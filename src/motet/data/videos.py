@@ -123,8 +123,7 @@ def open_video(ref: MediaRef) -> Iterator[tuple[Any, Any, VideoHeader]]:
 
     Raises Unusable, and UserError without PyAV.
     """
-    av = _pyav()
-    with ref.open() as file, _opened(av, file) as container:
+    with open_container(ref) as (_, container):
         if not container.streams.video:
             raise Unusable("holds no video")
         stream = container.streams.video[0]
@@ -132,6 +131,14 @@ def open_video(ref: MediaRef) -> Iterator[tuple[Any, Any, VideoHeader]]:
         stream.codec_context.thread_count = 1
         header = _checked_header(container, stream, None if ref.raw is None else VideoHeader.of(ref.raw))
         yield container, stream, header
+
+
+@contextmanager
+def open_container(ref: MediaRef) -> Iterator[tuple[ModuleType, Any]]:
+    """PyAV, and a container at its begin. Raises Unusable, and UserError without PyAV."""
+    av = _pyav()
+    with ref.open() as file, _opened(av, file) as container:
+        yield av, container
 
 
 def frames_at(ref: MediaRef, numbers: Int64Array) -> Iterator[Image.Image]:

@@ -1,8 +1,9 @@
 """The thinker of Qwen2.5-Omni (Xu et al. 2025): images and videos as in Qwen2.5-VL, sound beside them, and text.
 
 Frames of a video stand at their time, 25 positions a second, and rows of a clip at 25 a second, too (TMRoPE, section
-2.2). The sound of a video is not read along with it (`use_audio_in_video`). A directory may be that of the whole
-model, whose talker and vocoder stay as they are.
+2.2). Where a recipe asks for the sound of videos (`use_audio_in_video`), it is a second item of a video's file, and
+frames and rows of sound alternate in chunks of time. A directory may be that of the whole model, whose talker and
+vocoder stay as they are.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def _parts(config: Qwen2_5OmniThinkerConfig, directory: WholeDirectory) -> Whole
         tower.spatial_merge_size,
         tower.temporal_patch_size,
         tokens_per_second=config.position_id_per_seconds,
+        seconds_per_chunk=config.seconds_per_chunk,
     )
     return WholeParts(
         WholeBackboneConfig(

@@ -62,6 +62,8 @@ _FRAME_DEFAULTS = _DEFAULTS | {
 _FRAME_KINDS = ("SmolVLMVideoProcessor", *(f"SmolVLMImageProcessor{backend}" for backend in ("", "Fast", "Pil")))
 _LONGEST_FRAME = 4096
 """No frame is resized to a longer side than this."""
+_SOUND_PER_SECOND, _SECONDS_PER_CHUNK = 25, 2.0
+"""Of Qwen2_5OmniProcessor: the positions of a second, and the seconds of a chunk of frames or of sound."""
 _KINDS = ("Qwen2VLVideoProcessor", "Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 """Types that a file may name: directories without a file for videos have that for images for both."""
 
@@ -105,8 +107,25 @@ class VideoAreas(Areas):
         return FrameSampling(fps, stored["min_frames"], stored["max_frames"], num_frames)
 
 
+@dataclass(frozen=True)
 class OmniAreas(VideoAreas):
-    """The same of Qwen2.5-Omni (`OmniVideos`), whose processor bounds areas of frames by itself, whatever files say."""
+    """The same of Qwen2.5-Omni (`OmniVideos`), whose processor bounds areas of frames by itself, whatever files say.
+
+    seconds_per_chunk: in which frames alternate with rows of the video's sound, where it is read.
+    """
+
+    seconds_per_chunk: float = _SECONDS_PER_CHUNK
+
+    @property
+    def sound_chunk(self) -> int:
+        """Positions of a chunk. Raises UserError for others than those of transformers' processor."""
+        if (self.tokens_per_second, self.seconds_per_chunk) != (_SOUND_PER_SECOND, _SECONDS_PER_CHUNK):
+            raise UserError(
+                f"model.path: config.json has position_id_per_seconds = {self.tokens_per_second} and seconds_per_chunk "
+                f"= {self.seconds_per_chunk}; for model.video.sound they must be {_SOUND_PER_SECOND} and "
+                f"{_SECONDS_PER_CHUNK:g}, which transformers' processor has."
+            )
+        return int(_SOUND_PER_SECOND * _SECONDS_PER_CHUNK)
 
     def options(self, path: Path) -> dict[str, Any]:
         """As of `VideoAreas`."""

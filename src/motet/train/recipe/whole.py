@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from motet.core.errors import UserError
 from motet.core.frame_sampling import FrameSampling, SkippingSampling
+from motet.core.modalities import AUDIO, VIDEO
 from motet.core.workload import BACKBONE
 from motet.data.anyres_images import AnyResImages
 from motet.data.anyres_videos import AnyResVideos
@@ -78,6 +79,8 @@ class VideoConfig(BaseModel):
     fps:        so many frames a second, between `min_frames` and `max_frames`, which are the directory's by default.
     num_frames: so many of each video.
     min_frames, max_frames: bounds of `fps`.
+    sound:      whether the sound of a video is read with its frames (Qwen2.5-Omni's `use_audio_in_video`); each must
+                have some then.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -85,9 +88,12 @@ class VideoConfig(BaseModel):
     num_frames: int | None = Field(default=None, ge=1, le=2**16)
     min_frames: int | None = Field(default=None, ge=1, le=2**16)
     max_frames: int | None = Field(default=None, ge=1, le=2**16)
+    sound: bool = False
 
     @model_validator(mode="after")
     def _one_way(self) -> VideoConfig:
+        if self.sound and not (self.fps or self.num_frames or self.min_frames or self.max_frames):
+            return self
         if (self.fps is None) == (self.num_frames is None):
             raise ValueError("it must have one of `fps` and `num_frames`")
         if self.num_frames is not None and (self.min_frames or self.max_frames):
@@ -96,6 +102,8 @@ class VideoConfig(BaseModel):
 
     def over(self, stored: FrameSampling) -> FrameSampling:
         """The frames that are taken. stored: what the directory's processor says. Raises UserError for bounds."""
+        if self.fps is None and self.num_frames is None:
+            return stored
         if isinstance(stored, SkippingSampling):
             for name in ("num_frames", "min_frames"):
                 if getattr(self, name) is not None:
@@ -221,11 +229,13 @@ class WholeRecipe(Recipe):
                 f"model.path: {self.model.path} has a chat template, where the processor of "
                 f"{self.directory.family.model.__name__} writes texts by itself; remove it."
             )
+        heard = any(getattr(each, "sound_chunk", None) is not None for each in self._transforms.values())
         crops = [each.crops for each in self._transforms.values() if isinstance(each, PannedImages)]
         return ChatTokenizer.from_directory(
             self.model.path,
             template,
             forms=self.directory.parts.forms,
+            beside={VIDEO: AUDIO} if heard else {},
             frames=self.directory.family.frames,
             crops=crops[0] if crops else None,
         )
@@ -247,9 +257,16 @@ class WholeRecipe(Recipe):
         reads = {name: each for name, each in made.items() if isinstance(each, AreaVideos | AnyResVideos | SplitVideos)}
         if not reads:
             raise UserError("model.video has no effect, as the model reads no videos; remove it.")
-        return made | {
-            name: replace(each, sampling=self.model.video.over(each.sampling)) for name, each in reads.items()
-        }
+        made |= {name: replace(each, sampling=self.model.video.over(each.sampling)) for name, each in reads.items()}
+        if not self.model.video.sound:
+            return made
+        heard = {name: each.sound_chunk for name, each in images.items() if isinstance(each, OmniAreas)}
+        if not heard:
+            raise UserError(
+                "model.video.sound has no effect, as this model does not read the sound of a video with its frames; "
+                "remove it."
+            )
+        return made | {name: replace(made[name], sound_chunk=chunk) for name, chunk in heard.items()}
 
 
 def check_whole_tables(path: Path, tables: dict[str, Any]) -> None:
