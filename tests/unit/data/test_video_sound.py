@@ -184,3 +184,25 @@ def test_what_model_video_sound_asks_of_a_model(job, tmp_path):
     whole_models.write_job(tmp_path / "other", "smolvlm", num_examples=1)
     with pytest.raises(UserError, match=r"model.video.sound has no effect, as this model does not read the sound"):
         load_recipe(tmp_path / "other" / "recipe.toml", ["model.video.sound=true"]).transform("image")
+
+
+def test_a_document_has_the_marks_of_both(job):
+    video = json.loads((job / "train.jsonl").read_text().splitlines()[0])["video"]
+    (job / "document.jsonl").write_text(json.dumps({"text": "See <video> and hear.", "video": video}) + "\n")
+    sequence = opened(job, manifest="document.jsonl").tokens(0)
+    first, last = sequence.media_positions.min(), sequence.media_positions.max()
+    around = sequence.tokens[[first - 2, first - 1, last + 1, last + 2]].tolist()
+    vocabulary = load_recipe(job / "recipe.toml").vocabulary()
+    marks = ["<|vision_bos|>", "<|audio_bos|>", "<|audio_eos|>", "<|vision_eos|>"]
+    assert [vocabulary.decode(np.array([token]), special=True) for token in around] == marks
+    assert not sequence.targets[first - 2 : last + 3].any() and sequence.targets[last + 3]
+
+
+def test_a_template_that_writes_no_marks_around_a_video(job, tmp_path):
+    copy = shutil.copytree(job, tmp_path / "job", ignore=shutil.ignore_patterns("*.motet-index"))
+    template = copy / "model" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|vision_bos|><|VIDEO|>", "<|VIDEO|>"))
+    with pytest.raises(
+        UserError, match="its chat template does not write a video between two of these; take its files"
+    ):
+        opened(copy)
