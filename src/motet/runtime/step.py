@@ -93,20 +93,24 @@ class StepResult:
         return square_norm, loss_sum, num_targets, dict(zip(self.made, loss_sums, strict=True))
 
     @property
+    def has_loss(self) -> bool:
+        """Whether the step has a target, or anything to make."""
+        return self.num_targets > 0 or any(each.num_rows for each in self.made.values())
+
+    @property
     def loss(self) -> float:
-        """What the step lowers: the loss of tokens, and those of generators times their weights; 0 of nothing."""
-        weights = {BACKBONE: 1.0} | {name: each.weight for name, each in self.made.items()}
-        return sum((loss * weights[name] for name, loss in self.losses.items()), 0.0)
+        """What the step lowers: the loss of tokens, and those of generators times their weights."""
+        return self.losses[BACKBONE] + sum(self.losses[name] * each.weight for name, each in self.made.items())
 
     @property
     def losses(self) -> dict[str, float]:
         """The loss of tokens ("backbone"), mean over all targets; of each generator, mean over the rows of its items.
 
-        Those of which the step has nothing are left out.
+        One of which the step has nothing is 0.
         """
-        sums, numbers = self._read[3], {name: each.num_rows for name, each in self.made.items()}
-        of_tokens = {BACKBONE: self._read[1] / self.num_targets} if self.num_targets else {}
-        return of_tokens | {name: sums[name] / number for name, number in numbers.items() if number}
+        sums = self._read[3]
+        made = {name: sums[name] / max(each.num_rows, 1) for name, each in self.made.items()}
+        return {BACKBONE: self._read[1] / max(self.num_targets, 1)} | made
 
     @property
     def grad_norm(self) -> float:

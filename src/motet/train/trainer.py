@@ -362,7 +362,7 @@ class _Run:
             self.log.write(
                 {
                     "step": result.step + 1,
-                    "loss": result.loss if result.losses else None,
+                    "loss": result.loss if result.has_loss else None,
                     "losses": result.losses,
                     "grad_norm": result.grad_norm,
                     "lr": learning_rate(self.recipe.optimizer, result.step, self.recipe.run.num_steps),

@@ -24,11 +24,12 @@ def result(totals, num_targets, made):
     ("totals", "num_targets", "rows", "losses", "loss"),
     [
         ([1.0, 6.0, 3.0, 8.0], 3, 4, {"backbone": 2.0, "draw": 2.0}, 3.0),
-        ([1.0, 6.0, 3.0, 0.0], 3, 0, {"backbone": 2.0}, 2.0),
-        ([1.0, 0.0, 0.0, 8.0], 0, 4, {"draw": 2.0}, 1.0),
-        ([0.0, 0.0, 0.0, 0.0], 0, 0, {}, 0.0),
+        ([1.0, 6.0, 3.0, 0.0], 3, 0, {"backbone": 2.0, "draw": 0.0}, 2.0),
+        ([1.0, 0.0, 0.0, 8.0], 0, 4, {"backbone": 0.0, "draw": 2.0}, 1.0),
+        ([0.0, 0.0, 0.0, 0.0], 0, 0, {"backbone": 0.0, "draw": 0.0}, 0.0),
     ],
 )
-def test_losses_are_of_what_the_step_has(totals, num_targets, rows, losses, loss):
+def test_a_step_says_whether_it_has_a_loss(totals, num_targets, rows, losses, loss):
     of_step = result(totals, num_targets, {"draw": (rows, 0.5)})
     assert (of_step.losses, of_step.loss, of_step.is_finite) == (losses, loss, True)
+    assert of_step.has_loss == (num_targets + rows > 0)
