@@ -223,6 +223,7 @@ class _EstimatedText:
         return self.encode(before), answer
 
     def items_of(self, modality: str) -> tuple[str, ...]:
+        """Its own alone: without a model, the sound of videos is not read."""
         return (modality,)
 
     def item_tokens(self, modality: str) -> frozenset[int]:

@@ -188,21 +188,21 @@ class Sampler(BaseModel):
         for task, start, count in zip(self.task, ends - counts, counts):
             text = task.text.sample(int(count), rng)
             sequence[start : start + count] = text
-            num_targets[start : start + count] = task.num_targets(text)
-            turn = text - task.num_targets(text)
+            answer = task.num_targets(text)
+            num_targets[start : start + count] = answer
             for name, items in task.items.items():
                 num_items = items.count.sample(int(count), rng)
                 _check_count(task.name, name, int(num_items.sum()), int(count), "items")
-                owner = start + np.repeat(np.arange(count), num_items)
+                owner = np.repeat(np.arange(count), num_items)
                 length = items.length.sample(len(owner), rng)
-                num_tokens = turn[owner - start] if items.turn else items.tokens_of(length)
+                num_tokens = (text - answer)[owner] if items.turn else items.tokens_of(length)
                 if not items.turn:
-                    sequence += np.bincount(owner, num_tokens, num_examples).astype(np.int64)
+                    sequence[start : start + count] += np.bincount(owner, num_tokens, count).astype(np.int64)
                 cut = None
                 if items.segment is not None:
                     _check_count(task.name, name, int((-(-length // items.segment)).sum()), int(count), "segments")
                     cut = ItemSegments.cut(length, items.segment)
-                columns[name].append(ItemLengths(owner, length, num_tokens, cut))
+                columns[name].append(ItemLengths(start + owner, length, num_tokens, cut))
         items_of = {name: ItemLengths.joined(parts) for name, parts in columns.items()}
         batch = BatchLengths(sequence, num_targets, np.zeros(num_examples, np.int32), items_of)
         return Workload("sampled: " + ", ".join(task.name for task in self.task), batch)

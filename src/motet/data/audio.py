@@ -18,7 +18,7 @@ import numpy as np
 from motet.core.arrays import BoolArray, Float32Array, Float64Array, Int64Array
 from motet.core.example import Media
 from motet.data.bounds import check_attributes
-from motet.data.clip_bounds import MAX_RATE, MAX_SECONDS, MIN_RATE
+from motet.data.clip_bounds import MAX_RATE, MAX_SECONDS, MIN_RATE, check_finite
 from motet.data.headers import open_clip
 from motet.data.media import AUDIO, MediaRef, Unusable
 from motet.data.video_sound import read_video_sound
@@ -211,9 +211,7 @@ def _read_mono(clip: SoundFile, num_samples: int) -> Float32Array:
         block = clip.read(min(num_samples - done, _SAMPLES_AT_ONCE), dtype="float32", always_2d=True).mean(axis=1)
         if not len(block):
             raise Unusable(f"is cut off: it holds {done:,} of {clip.frames:,} samples")
-        if not np.isfinite(block).all():
-            at = done + int(np.flatnonzero(~np.isfinite(block))[0])
-            raise Unusable(f"holds samples that are not finite, the first at {at / clip.samplerate:.3f} s")
+        check_finite(block, done, clip.samplerate)
         blocks.append(block)
         done += len(block)
     return np.concatenate(blocks)

@@ -1,7 +1,10 @@
-"""What sound may be, by its header, whatever file it lies in."""
+"""What sound may be, by its header and its samples, whatever file it lies in."""
 
 from __future__ import annotations
 
+import numpy as np
+
+from motet.core.arrays import Float32Array
 from motet.data.media import Unusable
 
 MIN_RATE, MAX_RATE = 1_000, 768_000
@@ -22,3 +25,10 @@ def check_clip(num_samples: int, rate: int, channels: int) -> None:
         raise Unusable("is empty: no samples")
     if num_samples > MAX_SECONDS * rate:
         raise Unusable(f"lasts {num_samples / rate:,.0f} s by its header, more than {MAX_SECONDS:,}")
+
+
+def check_finite(block: Float32Array, done: int, rate: int) -> None:
+    """Raise Unusable for a block with a sample that is not finite. done: samples before it."""
+    if not np.isfinite(block).all():
+        at = done + int(np.flatnonzero(~np.isfinite(block))[0])
+        raise Unusable(f"holds samples that are not finite, the first at {at / rate:.3f} s")

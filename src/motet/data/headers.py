@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING
 
 from motet.core.modalities import VIDEO, find_own
 from motet.data.clip_bounds import check_clip
-from motet.data.media import IMAGE, MediaRef, Unusable, raise_bad_media
+from motet.data.media import IMAGE, MediaRef, Unusable, check_unchanged, raise_bad_media
 from motet.data.mp3 import count_samples
 from motet.data.own_items import read_own_header
 from motet.data.video_sound import read_sound_header
@@ -76,7 +76,7 @@ def open_image(ref: MediaRef) -> Iterator[Image.Image]:
             raise Unusable(f"has more than {MAX_PIXELS:,} pixels; scale it down") from None
         with image:
             _check_image(image)
-            _check_unchanged(ref, turned_size(image), "{:,} x {:,} pixels")
+            check_unchanged(ref, turned_size(image), "{:,} x {:,} pixels")
             yield image
 
 
@@ -90,7 +90,7 @@ def open_clip(ref: MediaRef) -> Iterator[tuple[SoundFile, int]]:
         with soundfile.SoundFile(file) as clip:
             _check_format(clip)
             num_samples = _num_samples(clip, ref)
-            _check_unchanged(ref, (num_samples, clip.samplerate), "{:,} samples at {:,} Hz")
+            check_unchanged(ref, (num_samples, clip.samplerate), "{:,} samples at {:,} Hz")
             yield clip, num_samples
 
 
@@ -140,15 +140,6 @@ def _num_samples(clip: SoundFile, ref: MediaRef) -> int:
             "its length; convert it to WAV or FLAC"
         )
     return counted
-
-
-def _check_unchanged(ref: MediaRef, raw: tuple[int, int], form: str) -> None:
-    """Raise Unusable if a file's header differs from its header at indexing."""
-    if ref.raw is not None and raw != ref.raw:
-        raise Unusable(
-            f"has {form.format(*raw)}, but its header at indexing promised {form.format(*ref.raw)}; put the former "
-            "file back, or delete the index"
-        )
 
 
 def _check_whole(file: IO[bytes]) -> None:

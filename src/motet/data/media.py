@@ -126,9 +126,18 @@ def modality_of(name: str) -> str | None:
     return next((own.name for own in own_modalities() if suffix in own.suffixes), None)
 
 
+def check_unchanged(ref: MediaRef, raw: tuple[int, int], form: str) -> None:
+    """Raise Unusable if a file's header differs from its header at indexing. form: of both, in words."""
+    if ref.raw is not None and raw != ref.raw:
+        raise Unusable(
+            f"has {form.format(*raw)}, but its header at indexing promised {form.format(*ref.raw)}; put the former "
+            "file back, or delete the index"
+        )
+
+
 def codec_of(ref: MediaRef) -> str:
     """What decodes an item, by the ending of its name: ".jpg"."""
-    name = ref.member.removesuffix(OF_VIDEO) or ref.path
+    name = ref._own_member or ref.path
     suffix = (path_of(name) if is_url(name) else Path(name)).suffix.lower()
     return ".jpg" if suffix == ".jpeg" else suffix
 

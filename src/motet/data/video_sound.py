@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from motet.core.arrays import Float32Array
-from motet.data.clip_bounds import check_clip
-from motet.data.media import MediaRef, Unusable
+from motet.data.clip_bounds import check_clip, check_finite
+from motet.data.media import MediaRef, Unusable, check_unchanged
 from motet.data.videos import open_container
 
 _STORED_BITS = re.compile(r"pcm_[fsu](\d+)")
@@ -42,9 +42,7 @@ def read_video_sound(ref: MediaRef, max_samples: Callable[[int], int]) -> tuple[
         wanted, blocks, done = min(num_samples, max_samples(rate)), list[Float32Array](), 0
         try:
             for block in _blocks(av, container, stream):
-                if not np.isfinite(block).all():
-                    at = done + int(np.flatnonzero(~np.isfinite(block))[0])
-                    raise Unusable(f"holds samples that are not finite, the first at {at / rate:.3f} s")
+                check_finite(block, done, rate)
                 blocks.append(block)
                 done += len(block)
                 if done >= wanted:
@@ -79,11 +77,7 @@ def _opened_sound(ref: MediaRef) -> Iterator[tuple[Any, Any, Any, tuple[int, int
         check_clip(num_samples, rate, stream.channels)
         if num_samples < _MIN_SECONDS * rate:
             raise Unusable(f"has {num_samples / rate:.3g} s of sound, less than {_MIN_SECONDS:g} s")
-        if ref.raw is not None and (num_samples, rate) != ref.raw:
-            raise Unusable(
-                f"has {num_samples:,} samples of sound at {rate:,} Hz, but its header at indexing promised "
-                f"{ref.raw[0]:,} at {ref.raw[1]:,} Hz; put the former file back, or delete the index"
-            )
+        check_unchanged(ref, (num_samples, rate), "{:,} samples of sound at {:,} Hz")
         yield av, container, stream, (num_samples, rate)
 
 
