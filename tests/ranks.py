@@ -14,6 +14,7 @@ import multiprocessing.resource_tracker
 import os
 import pickle
 import signal
+import socket
 import tempfile
 import time
 import traceback
@@ -88,6 +89,13 @@ def run_ranks(
                 process.join()
             for receiver in receivers:
                 receiver.close()
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
 
 
 def start_server() -> Any:

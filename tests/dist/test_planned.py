@@ -2,6 +2,7 @@
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.meddling import motet
 from cli.tiny_job import losses, metrics, write_tiny_job
 from dist.test_bad_media import spoil_clips
 from dist.test_executed import traced
@@ -23,7 +25,7 @@ from motet.train.checkpoint.contents import name_of
 from motet.train.recipe.recipe import load_recipe
 from motet.train.report.beside import MeasuredBeside
 from motet.train.trainer import train
-from ranks import run_ranks
+from ranks import free_port, run_ranks
 
 DEEPER = (
     "data.heldout=[]",
@@ -241,6 +243,30 @@ def test_a_plan_of_data_parallelism_trains_too(job, alone, tmp_path, degrees):
     check_reloads(run_dir, tmp_path / "plan.json")
     run_ranks(train_under, 1, str(job), [*DEEPER, f"run.dir={back}"], None, str(run_dir / "checkpoints" / name_of(4)))
     assert [step["loss"] for step in metrics(back)] == pytest.approx(losses(alone)[4:], rel=1e-10)
+
+
+@pytest.mark.parametrize("in_stages", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_ranks_of_the_last_node_that_a_plan_leaves_over_end_at_once(job, alone, tmp_path, in_stages):
+    """Two nodes of two ranks, as torchrun starts them, under a Plan for three ranks."""
+    plan = plan_of(job, ({"image": 2}, {"audio": 2, "backbone": 1}, {"backbone": 2}))
+    plan = replace(plan, cluster=replace(plan.cluster, num_nodes=2, ranks_per_node=2))
+    if not in_stages:
+        whole = Unit("all", (plan.model.num_blocks,), dp=3, zero=2)
+        plan = replace(plan, units=(whole,), microbatch_size=1, schedule="data_parallel", balance="joint")
+    file, run_dir = tmp_path / "plan.json", tmp_path / "run"
+    write_plan(plan, file)
+    given = [word for override in (*DEEPER, f"run.dir={run_dir}") for word in ("--set", override)]
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+
+    def run(rank):
+        environment = where | {"RANK": str(rank), "LOCAL_RANK": str(rank % 2)}
+        return motet("train", str(job), *given, "--plan", str(file), environment=environment)
+
+    with ThreadPoolExecutor(4) as pool:
+        ranks = list(pool.map(run, range(4)))
+    assert [done.returncode for done in ranks] == [0] * 4, ranks
+    assert "The plan uses 3 of 4 ranks; the others have ended." in ranks[0].stdout
+    assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-10)
 
 
 @pytest.mark.slow

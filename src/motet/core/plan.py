@@ -11,7 +11,7 @@ section 4.1; schedule/generators/disaggregated.py). Under "data_parallel" the wh
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -197,3 +197,20 @@ class Plan:
     def unit_of(self, module: str) -> Unit:
         """The unit that runs a module."""
         return next(unit for unit in self.units if module in unit.modules)
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The ranks of its units, without those that it leaves over."""
+        return frozenset(rank for unit in self.units for rank in unit.ranks)
+
+    @property
+    def needed_cluster(self) -> Cluster | None:
+        """The part of its cluster that is started to train it: its first nodes, or the first ranks of one.
+
+        Some ranks of the last node may be left over: they end at once. None where ranks before others are left over.
+        """
+        ranks, per_node = self.ranks, self.cluster.ranks_per_node
+        if ranks != set(range(len(ranks))):
+            return None
+        num_nodes = -(-len(ranks) // per_node)
+        return replace(self.cluster, num_nodes=num_nodes, ranks_per_node=min(len(ranks), per_node))

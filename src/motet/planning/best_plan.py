@@ -15,7 +15,6 @@ from motet.planner.command import PlanOutputs, plan_command
 from motet.planner.search_result import SimulatedCandidate
 from motet.planning.job import JobOptions, job_of_recipe
 from motet.planning.trainable import (
-    needed_cluster,
     on_all_ranks,
     torchrun_words,
     train_words,
@@ -59,8 +58,9 @@ class Planned:
 
     @property
     def cluster(self) -> Cluster:
-        """What trains the Plan: its cluster, without ranks that it leaves over."""
-        return needed_cluster(self.best.candidate.plan) or self.best.candidate.plan.cluster
+        """What is started to train the Plan: its cluster, without nodes that it leaves over."""
+        plan = self.best.candidate.plan
+        return plan.needed_cluster or plan.cluster
 
 
 def plan_recipe_file(request: PlanRequest) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,7 +49,7 @@ def untrained(plan: Plan) -> str:
     """What a Plan has that training can run of no recipe yet; "" if it has nothing such."""
     backbone = plan.unit_of(BACKBONE)
     obstacles = {
-        "ranks left over before others, or on some of its nodes": needed_cluster(plan) is None,
+        "ranks left over before others": plan.needed_cluster is None,
         "another tp of what runs in bubbles than the backbone's, beside one with cp": any(
             unit.tp != backbone.tp and backbone.cp > 1 for unit in units_in_bubbles(plan)
         ),
@@ -63,18 +62,9 @@ def untrained(plan: Plan) -> str:
     return next((what for what, is_there in (obstacles | own).items() if is_there), "")
 
 
-def needed_cluster(plan: Plan) -> Cluster | None:
-    """The part of a Plan's cluster that trains it: its first nodes, or the first ranks of one; None: there is none."""
-    ranks, cluster = {rank for unit in plan.units for rank in unit.ranks}, plan.cluster
-    num_nodes, num_more = divmod(len(ranks), cluster.ranks_per_node)
-    if ranks != set(range(len(ranks))) or (num_nodes and num_more):
-        return None
-    return replace(cluster, num_nodes=num_nodes or 1, ranks_per_node=num_more or cluster.ranks_per_node)
-
-
 def on_all_ranks(obstacle: Callable[[Plan], str]) -> Callable[[Plan], str]:
     """As `obstacle`, where all ranks of a Plan's cluster have begun: none may be left over."""
-    return lambda plan: obstacle(plan) or ("" if needed_cluster(plan) == plan.cluster else "ranks left over")
+    return lambda plan: obstacle(plan) or ("" if len(plan.ranks) == plan.cluster.num_ranks else "ranks left over")
 
 
 def obstacle_in(recipe: Recipe) -> Callable[[Plan], str]:

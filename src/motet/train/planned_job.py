@@ -40,7 +40,7 @@ from motet.schedule import PlannedProgram, parts_of, planned, validate
 from motet.tensor_parallel import TensorRanks
 from motet.train.optimizer import build_optimizer
 from motet.train.recipe.recipe import Recipe
-from motet.train.world import World
+from motet.train.world import StartedRanks, World
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,24 @@ class ChosenPlan:
     def check_fits(self, spec: ModelSpec, num_ranks: int, ranks_per_node: int) -> None:
         """Raise UserError if the Plan is for another model than `spec`, or for other ranks than there are."""
         self.check_model(spec)
-        ranks = {rank for unit in self.plan.units for rank in unit.ranks}
+        ranks = self.plan.ranks
         if ranks != set(range(num_ranks)):
-            here = replace(self.plan.cluster, num_nodes=num_ranks // ranks_per_node, ranks_per_node=ranks_per_node)
+            num_nodes = -(-num_ranks // ranks_per_node)
+            here = replace(self.plan.cluster, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
             raise UserError(
                 f"{self.file} is for {counted_words(len(ranks), 'rank')}, and {num_ranks} run; start torchrun with "
                 f"{counted_words(len(ranks), 'rank')}, or plan anew: {self.replan_on(here)}."
             )
+
+    def num_used(self, started: StartedRanks) -> int | None:
+        """How many of the ranks that torchrun has started the Plan uses, where it leaves over some of the last node's.
+
+        None: all must be the Plan's (`check_fits`).
+        """
+        needed = self.plan.needed_cluster
+        if needed is None or (needed.num_nodes, needed.ranks_per_node) != (started.num_nodes, started.ranks_per_node):
+            return None
+        return None if len(self.plan.ranks) == started.num_ranks else len(self.plan.ranks)
 
     def check_model(self, spec: ModelSpec) -> None:
         """Raise UserError if the Plan is for another model than `spec`.

@@ -56,7 +56,7 @@ from motet.train.report.step_lines import heldout_steps, to_json
 from motet.train.report.summary import summarise, summary_lines
 from motet.train.run_folder import locked_run_folder, writing
 from motet.train.stop import StopSignal
-from motet.train.world import World, join_world
+from motet.train.world import StartedRanks, World, join_world
 
 _GO_ON, _STOP, _CANNOT_LOG = range(3)
 """What a rank requests at the end of a step; all ranks do the largest request of any."""
@@ -92,26 +92,33 @@ def train(
     Raises UserError if the input is wrong, and SystemExit(128 + signal) after a signal to stop.
     """
     start_s = time.perf_counter()
-    with (
-        originating(folder=recipe.run.dir, memory_advice=_MEMORY_ADVICE),
-        join_world(recipe.run.device, wait_limit_s=recipe.run.wait_limit_s) as world,
-        ExitStack() as cleanup,
-    ):
-        say = _say_plainly if world.is_first else _say_nothing
-        with world.together():
-            if world.is_first:
-                cleanup.enter_context(locked_run_folder(recipe.run.dir, say))
-        if phase is not None:
-            name = f"Phase {phase.name} ({phase.number} of {phase.count})"
-            if phase.number < phase.count and resume == "auto" and world.gather(has_ended(recipe))[0]:
-                say(f"{name} has ended, with step {recipe.run.num_steps}.")
-                return
-            say(f"{name}: {recipe.run.length}, in {recipe.run.dir}.")
-        if plan is not None:
-            recipe, chosen = plan(world, say)
-        job = build_job(recipe, world, resume, say, cleanup, chosen)
-        predicted = None if chosen is None else cleanup.enter_context(PredictedRun(recipe, chosen, world, say))
-        _Run(job, trace, start_s, predicted).run()
+    with originating(folder=recipe.run.dir, memory_advice=_MEMORY_ADVICE):
+        started, num_used = StartedRanks.at_hand(), None
+        if chosen is not None and phase is None:  # Later phases may use more ranks.
+            num_used = chosen.num_used(started)
+        if num_used is not None and started.rank >= num_used:
+            return
+        with (
+            join_world(recipe.run.device, wait_limit_s=recipe.run.wait_limit_s, num_used=num_used) as world,
+            ExitStack() as cleanup,
+        ):
+            say = _say_plainly if world.is_first else _say_nothing
+            if num_used is not None:
+                say(f"The plan uses {num_used:,} of {started.num_ranks:,} ranks; the others have ended.")
+            with world.together():
+                if world.is_first:
+                    cleanup.enter_context(locked_run_folder(recipe.run.dir, say))
+            if phase is not None:
+                name = f"Phase {phase.name} ({phase.number} of {phase.count})"
+                if phase.number < phase.count and resume == "auto" and world.gather(has_ended(recipe))[0]:
+                    say(f"{name} has ended, with step {recipe.run.num_steps}.")
+                    return
+                say(f"{name}: {recipe.run.length}, in {recipe.run.dir}.")
+            if plan is not None:
+                recipe, chosen = plan(world, say)
+            job = build_job(recipe, world, resume, say, cleanup, chosen)
+            predicted = None if chosen is None else cleanup.enter_context(PredictedRun(recipe, chosen, world, say))
+            _Run(job, trace, start_s, predicted).run()
 
 
 class _Run:

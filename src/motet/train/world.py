@@ -154,13 +154,44 @@ class Meeting(NamedTuple):
     launch: str = ""
 
 
+class StartedRanks(NamedTuple):
+    """What torchrun's environment says: this rank, and how many are started, in all and on this machine.
+
+    Example: six ranks on machines of three.
+        >>> StartedRanks(rank=5, num_ranks=6, ranks_per_node=3).num_nodes
+        2
+    """
+
+    rank: int
+    num_ranks: int
+    ranks_per_node: int
+
+    @property
+    def num_nodes(self) -> int:
+        """Of machines."""
+        return -(-self.num_ranks // self.ranks_per_node)
+
+    @staticmethod
+    def at_hand() -> StartedRanks:
+        """One rank, where there is no such environment. Raises UserError for what is no number there."""
+        num_ranks = _number("WORLD_SIZE", 1)
+        return StartedRanks(_number("RANK", 0), num_ranks, max(_number("LOCAL_WORLD_SIZE", num_ranks), 1))
+
+
 @contextmanager
-def join_world(device: str, meeting: Meeting | None = None, *, wait_limit_s: float = WAIT_LIMIT_S) -> Iterator[World]:
+def join_world(
+    device: str,
+    meeting: Meeting | None = None,
+    *,
+    wait_limit_s: float = WAIT_LIMIT_S,
+    num_used: int | None = None,
+) -> Iterator[World]:
     """The World of torchrun's environment if there is one, else of one rank; destroyed when the block ends.
 
     device:  "auto", "cpu" or "cuda".
     meeting: used instead of torchrun's.
     wait_limit_s: how long a rank waits for another that is alive.
+    num_used: the first so many ranks of torchrun's environment are the World; the others must not come. None: all.
     Raises UserError if "cuda" is set and there is no CUDA device, if the environment is incomplete, and if ranks cannot
     connect; JointUserError if machines have different numbers of ranks. An exception that leaves the block gets an
     Origin: its rank, and whether another rank has failed before.
@@ -171,7 +202,7 @@ def join_world(device: str, meeting: Meeting | None = None, *, wait_limit_s: flo
     is_watched = not borrowed and meeting is None  # Trials, which have a Meeting, are watched by their parents.
     if not borrowed:
         with _print_if_ranks_are_late():
-            meeting = meeting or _meeting(wait_limit_s)
+            meeting = meeting or _meeting(wait_limit_s, num_used)
             _init_process_group(chosen_device, meeting, timedelta(seconds=wait_limit_s))
         launch = meeting.launch
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -304,8 +335,11 @@ def open_store(host: str, port: int, *, serves: bool) -> dist.TCPStore:
     return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _meeting(wait_limit_s: float) -> Meeting:
-    """The Meeting that torchrun's environment describes, or of this rank alone. Raises UserError."""
+def _meeting(wait_limit_s: float, num_used: int | None) -> Meeting:
+    """The Meeting that torchrun's environment describes, or of this rank alone. Raises UserError.
+
+    num_used: as of `join_world`.
+    """
     if "RANK" not in os.environ:
         if (num_ranks := _number("WORLD_SIZE", 1)) > 1:
             raise UserError(
@@ -321,8 +355,9 @@ def _meeting(wait_limit_s: float) -> Meeting:
     rank, num_ranks = _number("RANK"), _number("WORLD_SIZE")
     if not rank < num_ranks:
         raise UserError(f"The environment has RANK = {rank} and WORLD_SIZE = {num_ranks}; ranks count from 0.")
+    num_ranks = num_used or num_ranks
     try:
-        store = _launch_store(rank, _number("MASTER_PORT"), wait_limit_s)
+        store = _launch_store(rank, num_ranks, _number("MASTER_PORT"), wait_limit_s)
     except (dist.DistError, OSError) as error:
         raise UserError(
             f"Rank {rank} cannot meet the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} "
@@ -339,10 +374,10 @@ def _meeting(wait_limit_s: float) -> Meeting:
 
 
 @cache
-def _launch_store(rank: int, port: int, wait_limit_s: float) -> dist.Store:
+def _launch_store(rank: int, num_ranks: int, port: int, wait_limit_s: float) -> dist.Store:
     """The store of all ranks of a launch, which stays for their next Meeting."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not is_on_one_machine():
-        return next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=wait_limit_s))))[0]
+        return next(iter(dist.rendezvous("env://", rank, num_ranks, timeout=timedelta(seconds=wait_limit_s))))[0]
     return open_store(LOOPBACK, port, serves=rank == 0)
 
 

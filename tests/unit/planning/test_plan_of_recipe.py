@@ -28,7 +28,7 @@ from motet.planning.cluster import ClusterOptions, cluster_of
 from motet.planning.job import JobOptions
 from motet.planning.plan_of_recipe import plan_of_recipe, read_recipe_as_plan, recipe_of_plan
 from motet.planning.sources import training_data
-from motet.planning.trainable import needed_cluster, obstacle, on_all_ranks
+from motet.planning.trainable import obstacle, on_all_ranks
 from motet.schedule import coarse_fills, fillable, planned
 from motet.schedule.program import Kind
 from motet.simulate.predict.batch import draw_batch
@@ -272,17 +272,17 @@ def test_chains_are_run_under_their_plan(recipe_file):
 
 @pytest.mark.parametrize(
     ("ranks", "needed"),
-    [((1, 4, 3), (1, 3)), ((1, 4, 4), (1, 4)), ((3, 2, 4), (2, 2)), ((3, 2, 1), (1, 1)), ((3, 2, 3), None)],
+    [((1, 4, 3), (1, 3)), ((1, 4, 4), (1, 4)), ((3, 2, 4), (2, 2)), ((3, 2, 1), (1, 1)), ((3, 2, 3), (2, 2))],
     ids=["some of a node", "all", "some nodes", "one", "some of a node beside a whole one"],
 )
-def test_ranks_that_are_left_over_are_not_started(recipe_file, ranks, needed):
+def test_nodes_that_are_left_over_are_not_started(recipe_file, ranks, needed):
     """ranks: nodes, ranks of a node, and those that the Plan has. needed: nodes and ranks of a node that train it."""
     recipe, plan = load_recipe(recipe_file), planned_recipe(recipe_file, 1)
     num_nodes, ranks_per_node, dp = ranks
     plan = replace(plan, cluster=hardware(ranks_per_node, num_nodes), units=(replace(plan.units[0], dp=dp),))
-    found = needed_cluster(plan)
-    assert (found and (found.num_nodes, found.ranks_per_node)) == needed
-    assert bool(obstacle(plan, recipe)) == (needed is None)
+    found = plan.needed_cluster
+    assert (found.num_nodes, found.ranks_per_node) == needed
+    assert not obstacle(plan, recipe)
     what = on_all_ranks(lambda plan: "")(plan)
     assert what == ("" if dp == num_nodes * ranks_per_node else "ranks left over")
 
@@ -335,7 +335,7 @@ def test_what_a_recipe_is_simulated_to_take_is_what_it_is_planned_with(recipe_fi
     results = [result for result in found if not obstacle(result.candidate.plan, recipe)]
     assert len(results) > 1
     for result in results:
-        settings, where = recipe_of_plan(result.candidate.plan, recipe), needed_cluster(result.candidate.plan)
+        settings, where = recipe_of_plan(result.candidate.plan, recipe), result.candidate.plan.needed_cluster
         plan = plan_of_recipe(settings, job.model, where)
         assert predict(plan, job.workload, job.cost).step_s == result.prediction.step_s
 

@@ -13,7 +13,7 @@ from cli.tiny_job import losses, write_tiny_job
 from motet.core.errors import JointUserError, RankFailure, UserError, origin_of
 from motet.train.watch import come
 from motet.train.world import Meeting, _explain, borrowed_world, join_world, open_store
-from ranks import run_ranks
+from ranks import free_port, run_ranks
 
 LOOPBACK = "0100007F"
 OTHERS = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
@@ -23,11 +23,6 @@ OTHERS = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def test_ranks_of_one_machine_cannot_be_reached_from_others(job, tmp_path):

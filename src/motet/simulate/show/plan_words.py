@@ -88,9 +88,8 @@ def _learning(model: ModelSpec) -> str:
 
 def _idle(plan: Plan) -> str:
     """` 16 of its 1,296 ranks are idle.`; "" if the units use all ranks of the cluster."""
-    used = {rank for unit in plan.units for rank in range(unit.first_rank, unit.first_rank + unit.num_ranks)}
     num_ranks = plan.cluster.num_ranks
-    if not (num_idle := num_ranks - len(used)):
+    if not (num_idle := num_ranks - len(plan.ranks)):
         return ""
     return f" {num_idle:,} of its {num_ranks:,} ranks {'is' if num_idle == 1 else 'are'} idle."
 
