@@ -243,7 +243,7 @@ def test_what_is_measured_or_stated_for_balancing_goes_where_nothing_is_balanced
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"dp": 1, "first_rank": 1}, "ranks left over before others, or on some of its nodes"),
+        ({"dp": 1, "first_rank": 1}, "ranks left over before others"),
         ({"precision": "bf16"}, "another precision than the recipe"),
         ({"units": 2}, "modules on ranks of their own"),
     ],
