@@ -199,7 +199,7 @@ def decisions(num_microbatches: int) -> list[Row]:
     for seed in range(9):
         step = assign_step(plan, workload.draw(num_microbatches, np.random.default_rng(seed)))
         start_s = time.process_time()
-        filler.runs(Pricing(plan, filler.own, step, cost_model(plan.cluster, plan.precision)), 0)
+        filler.runs(Pricing(plan, filler.own, step, cost_model(plan.cluster, plan.precision)), [0])
         decide_ms.append(1e3 * (time.process_time() - start_s))
         start_s = time.process_time()
         filler.program(step, 0)

@@ -180,6 +180,7 @@ SHARED = [
     by_step(shared(beside(LLM, IMAGE, AUDIO, tied=True)), fill_seed=1),
     shared(beside(LLM, BOTH, contents=("audio",)), ep=2),
     with_experts(beside(LLM, IMAGE, AUDIO, dp=2, tied=True), ep=2),
+    by_step(with_experts(beside(LLM, IMAGE, AUDIO, dp=2, zero=1), ep=2), fill_seed=1),
 ]
 """Ranks that share sequences, or experts, with encoders in their bubbles."""
 
@@ -212,9 +213,14 @@ OWN = {
 """Fewer ranks share products of an encoder than of the backbone, or its sequences, and deal out its items."""
 
 
-def programs_of(case):
-    """The Programs of the steps of a case."""
-    encoders, place = build_hf_model().encoders, Place.of(case.plan(), 0)
+def of_one(case):
+    """The units of a case, whose experts no replicas share."""
+    return tuple(replace(unit, ep=1) for unit in case.units)
+
+
+def programs_of(case, rank=0):
+    """The Programs of the steps of a case, for the island of a rank."""
+    encoders, place = build_hf_model().encoders, Place.of(case.plan(), rank)
     decide = StepDecider(place)
     for number in range(NUM_STEPS):
         tables = tables_of(case.examples(number), PHASES, encoders)
@@ -230,6 +236,17 @@ def test_fills_differ_from_step_to_step():
         taken.append(len({tuple(stage.microbatches for stage in program.stages) for program in programs}))
     assert rows.count(NUM_STEPS) >= len(rows) / 2
     assert taken.count(NUM_STEPS) >= 3
+
+
+def test_replicas_that_share_experts_have_one_program_in_each_step():
+    """They meet in each pass, and would wait for each other in orders of their own, as those without experts have."""
+    for case, are_alike in ((SHARED[-1], True), (replace(SHARED[-1], family="qwen2", units=of_one(SHARED[-1])), False)):
+        plan = case.plan()
+        islands = [list(programs_of(case, rank)) for rank in (0, 1)]
+        assert [Place.of(plan, rank).island for rank in (0, 1)] == [0, 1]
+        first, second = ([program.program.actions for program in programs] for programs in islands)
+        assert (first == second) == are_alike
+        assert len(set(first)) > 1
 
 
 @pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(BY_STEP, {2: (0, 1), 3: (0,)}))

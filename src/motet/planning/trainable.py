@@ -53,10 +53,6 @@ def untrained(plan: Plan) -> str:
         "another tp of what runs in bubbles than the backbone's, beside one with cp": any(
             unit.tp != backbone.tp and backbone.cp > 1 for unit in units_in_bubbles(plan)
         ),
-        # Replicas would meet in the exchange of experts' rows, in orders of their own, each waiting for another.
-        "expert parallelism (ep > 1) beside bubbles that each step fills by itself": (
-            any(unit.ep > 1 for unit in plan.units) and plan.filling == "by_step"
-        ),
     }
     own = _data_parallel(plan) if plan.schedule == "data_parallel" else _in_stages(plan)
     return next((what for what, is_there in (obstacles | own).items() if is_there), "")

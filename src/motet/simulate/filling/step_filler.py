@@ -8,7 +8,7 @@ with them before its fills are taken.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -79,21 +79,37 @@ class StepFiller:
                 self._num_parts[stage, kind] = max(self._num_parts[stage, kind], part + 1, 1)
         self._encoders = tuple(self._found_encoders())
         self._parts_of_pass = cache(self._all_parts)
+        self._shares_experts = any(unit.ep > 1 for unit in plan.units)
+        self._last: tuple[StepAssignment, PlannedProgram] | None = None
 
     def program(self, assignment: StepAssignment, island: int) -> PlannedProgram:
-        """The Program of an island in a step; `own` if nothing is predicted to be faster. Deterministic."""
+        """The Program of an island in a step; `own` if nothing is predicted to be faster. Deterministic.
+
+        Replicas that share experts meet in each pass, so that all islands have one Program then, made for the longest
+        pass of any. The last step's is kept.
+        """
+        if not self._shares_experts:
+            return self._decided(assignment, (island,))
+        if self._last is None or self._last[0] is not assignment:
+            self._last = assignment, self._decided(assignment, range(self.own.layout.num_islands))
+        return self._last[1]
+
+    def _decided(self, assignment: StepAssignment, islands: Sequence[int]) -> PlannedProgram:
         pricing = Pricing(self.own.layout.plan, self._joined, assignment, self._cost)
-        runs = self.runs(pricing, island)
+        runs = self.runs(pricing, islands)
         if not runs:
             return self.own
         filled = self._bubbles.refilled(self.own, runs)
-        if not fits(filled, pricing, island) or not self._is_shorter(filled, pricing, island):
+        if not all(fits(filled, pricing, island) for island in islands):
             return self.own
-        return filled
+        return filled if self._is_shorter(filled, pricing, islands) else self.own
 
-    def runs(self, pricing: Pricing, island: int) -> list[list[PartRun]]:
-        """Per program rank, where encoders run; [] if the Plan's own fills are predicted to be as fast."""
-        ticks = self._ticks(pricing, island)
+    def runs(self, pricing: Pricing, islands: Sequence[int]) -> list[list[PartRun]]:
+        """Per program rank, where encoders run; [] if the Plan's own fills are predicted to be as fast.
+
+        islands: those of one Program.
+        """
+        ticks = self._ticks(pricing, islands)
         placement = self._placement(ticks)
         pipelines, taken = shortest(placement, [encoder.own for encoder in self._encoders])
         if taken >= max(self._static.ends(ticks)[1]):
@@ -103,11 +119,12 @@ class StepFiller:
             for rank, of_rank in enumerate(placement.runs(pipelines))
         ]
 
-    def _is_shorter(self, filled: PlannedProgram, pricing: Pricing, island: int) -> bool:
-        """Whether a step is shorter with its messages and collectives too."""
-        times = stage_times_of(pricing, Traffic(pricing), island)
+    def _is_shorter(self, filled: PlannedProgram, pricing: Pricing, islands: Sequence[int]) -> bool:
+        """Whether a step is shorter with its messages and collectives too, on the slowest island."""
+        traffic = Traffic(pricing)
+        times = [stage_times_of(pricing, traffic, island) for island in islands]
         programs, overlap = (Prepared(filled.program), self._simulated), self.own.layout.plan.cluster.device.overlaps
-        takes_s = [simulate(program, times, overlap=overlap).makespan_s for program in programs]
+        takes_s = [max(simulate(program, each, overlap=overlap).makespan_s for each in times) for program in programs]
         return round(takes_s[0] * NS_PER_S) < round(takes_s[1] * NS_PER_S)
 
     def _found_encoders(self) -> Iterator[_PlannedEncoder]:
@@ -127,10 +144,12 @@ class StepFiller:
                     own[microbatch] = pipeline
             yield _PlannedEncoder(stages, sinks[stages[0][-1]], own)
 
-    def _ticks(self, pricing: Pricing, island: int) -> Int64Array:
-        """Ticks of passes, int64 [len(PASSES), num_stages, num_microbatches], each at least 1."""
-        passes = [self._passes_s(pricing, island, number) for number in range(len(self.own.stages))]
-        seconds = np.stack(passes, axis=1)
+    def _ticks(self, pricing: Pricing, islands: Sequence[int]) -> Int64Array:
+        """Ticks of passes, int64 [len(PASSES), num_stages, num_microbatches], at least 1: the most of any island."""
+        passes = [
+            [self._passes_s(pricing, island, number) for number in range(len(self.own.stages))] for island in islands
+        ]
+        seconds = np.stack(passes).max(axis=0).swapaxes(0, 1)
         longest = float(seconds.max())
         scale = 2.0 ** (_TICK_BITS - int(np.frexp(longest)[1])) if longest > 0 else 1.0
         ticks: Int64Array = np.maximum(np.rint(seconds * scale), 1).astype(np.int64)
