@@ -283,6 +283,11 @@ def test_what_is_missing(recipe, monkeypatch, capsys):
     assert "has neither [data] nor [workload]" in fails(monkeypatch, capsys, "plan", recipe)
     recipe.write_text(RECIPE.replace('[cluster]\ndevice = "h100"\nranks_per_node = 2\n', ""))
     assert "has no [cluster], so --cluster must name" in fails(monkeypatch, capsys, "plan", recipe)
+    recipe.write_text(RECIPE)
+    image = "model.encoders.image"
+    frozen = ("model.backbone.train=false", f"{image}.train=false", f"{image}.projector.train=false")
+    options = [word for key in frozen for word in ("--set", key)]
+    assert "job.toml: Nothing learns: every weight" in fails(monkeypatch, capsys, "plan", recipe, *options)
 
 
 def test_a_training_recipe(tmp_path, monkeypatch, capsys):

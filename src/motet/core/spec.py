@@ -61,6 +61,10 @@ class Attention:
         return self.causal, self.window, self.whole
 
 
+NOTHING_LEARNS = (
+    "Nothing learns: every weight of the model is frozen; let a part learn (`train`, `train_encoder`, "
+    "`train_projector`, or `learns` of a phase), or take patterns out of model.freeze."
+)
 _CONVOLUTIONS = frozenset({"patches", "convolution", "strided_convolution"})
 """Kinds of layers that are, or hold, convolutions."""
 

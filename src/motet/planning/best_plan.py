@@ -10,6 +10,7 @@ from typing import Literal
 
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
+from motet.core.spec import NOTHING_LEARNS
 from motet.planner.candidate import Pins
 from motet.planner.command import PlanOutputs, plan_command
 from motet.planner.search_result import SimulatedCandidate
@@ -109,6 +110,8 @@ def _planned(request: PlanRequest, *, is_on_all: bool = False) -> Planned:
     recipe, overrides, outputs = request.recipe, request.overrides, request.outputs
     asks = request.is_trainable or request.launch is not None
     job = job_of_recipe(recipe, request.options, overrides)
+    if not any(module.trainable for module in job.model.modules):
+        raise UserError(f"{recipe}: {NOTHING_LEARNS}")
     obstacle = trainable_in(recipe, overrides, is_asked=asks)
     if obstacle is not None and is_on_all:
         obstacle = on_all_ranks(obstacle)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from motet.core.errors import UserError
 from motet.core.limits import MAX_STEPS
+from motet.core.spec import NOTHING_LEARNS
 from motet.models.fused import whole_names
 from motet.models.named_weights import is_named, weights_named
 from motet.train.optimizers import OPTIMIZERS, WHOLE_MATRICES, num_moments
@@ -168,10 +169,7 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
 def check_learns(model: nn.Module) -> None:
     """Raise UserError if all weights of a model are frozen. model: whole; it may be on meta."""
     if not any(weight.requires_grad for weight in model.parameters()):
-        raise UserError(
-            "Nothing learns: every weight of the model is frozen; let a part learn (`train`, `train_encoder`, "
-            "`train_projector`, or `learns` of a phase), or take patterns out of model.freeze."
-        )
+        raise UserError(NOTHING_LEARNS)
 
 
 def check_groups(model: nn.Module, config: OptimizerConfig) -> None:
