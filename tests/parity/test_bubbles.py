@@ -208,7 +208,10 @@ OWN = {
         by_step(with_own((IMAGE, 1, 1), (AUDIO, 1, 2), pp=2), fill_seed=1),
         with_own((cut("image", 1, 2), 1, 1), (AUDIO, 1, 2), pp=2, tp=1, cp=2),
         with_own((IMAGE, 2, 1), (AUDIO, 2, 2), cp=2),
+        with_own((IMAGE, 1, 2), (AUDIO, 2, 1), cp=2, microbatch_size=2, dropout=0.2),
+        by_step(with_own((IMAGE, 1, 1), (AUDIO, 1, 2), cp=2, frozen=("image block",), tied=True)),
     ],
+    8: [with_own((IMAGE, 1, 2), (AUDIO, 1, 1), pp=2, cp=2)],
 }
 """Fewer ranks share products of an encoder than of the backbone, or its sequences, and deal out its items."""
 

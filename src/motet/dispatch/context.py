@@ -25,7 +25,7 @@ from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.dispatch.exchange import exchange, exchange_rows
 from motet.dispatch.route import Route
-from motet.schedule.plan_units import on_backbone_ranks
+from motet.schedule.plan_units import gathering_ranks, on_backbone_ranks
 
 if TYPE_CHECKING:
     from motet.dispatch.batch import PackedSequences
@@ -75,6 +75,7 @@ class ContextPlace:
     here:    modules on the ranks of the backbone's unit: each rank has encoded some items of those that are encoders.
     sources: encoders that feed the backbone. sinks: generators that it feeds.
     trained: encoders to which gradients go back, and generators from which they come.
+    gathered: encoder -> on how many ranks its rows come together before, where they do (`plan_units.gathering_ranks`).
     config:  as of the recipe.
     """
 
@@ -84,6 +85,7 @@ class ContextPlace:
     sources: frozenset[str]
     sinks: frozenset[str]
     trained: frozenset[str]
+    gathered: Mapping[str, int]
     config: ContextConfig = DEFAULT_CONTEXT
 
     @staticmethod
@@ -96,7 +98,8 @@ class ContextPlace:
         trained = frozenset(
             name for name in sources if model.module(name).layers[-1].trainable or model.input_gradients[name][-1]
         ) | frozenset(name for name in sinks if model.moved(name)[1])
-        return ContextPlace(c, unit.cp, on_backbone_ranks(plan), sources, sinks, trained, config)
+        gathered = {name: num for name in sources if (num := gathering_ranks(plan, plan.unit_of(name))) > 1}
+        return ContextPlace(c, unit.cp, on_backbone_ranks(plan), sources, sinks, trained, gathered, config)
 
 
 @dataclass(frozen=True, eq=False)

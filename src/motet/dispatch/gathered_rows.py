@@ -1,8 +1,9 @@
 """The rows of an encoder in bubbles, which come together on all ranks that its items were dealt out over.
 
 A rank of the backbone's pipeline stands for several ranks of the job. Where fewer of these share products of an encoder
-than of the backbone, they deal out the encoder's items (`plan_units.sharing_ranks`), and all of them need all rows.
-Behind its last block each gives its rows to the others; of gradients, which all of them have, each takes its own.
+than of the backbone, they deal out the encoder's items (`plan_units.sharing_ranks`). Of the ranks that share products
+of the backbone, which are one of its context-parallel ranks, all need the rows that any of them has made. Behind its
+last block each gives its rows to the others; of gradients, which all of them have, each takes its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from motet.assign.rows import rows_at
 from motet.assign.step import ModuleAssignment, StepAssignment
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
-from motet.schedule.plan_units import gathers_rows, sharing_ranks
+from motet.schedule.plan_units import gathering_ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +44,11 @@ class GatheredRows:
 
     @staticmethod
     def of(items: ModuleAssignment, whole: ModuleAssignment, replica: int, c: int, microbatch: int) -> GatheredRows:
-        """Of the rank with number c of those that share a replica's items.
+        """Of the rank with number c of those whose rows come together.
 
-        items: by these ranks, as `coordinates.share_of` numbers them. whole: by replicas (`gathered`), as they follow
-               each other behind the gathering. O(items).
+        items:   by these ranks, as `coordinates.share_of` numbers them. whole: as they follow each other behind the
+                 gathering (`gathered`). O(items).
+        replica: of `whole`.
         """
         num_ranks, parts = items.num_replicas // whole.num_replicas, items.parts
         in_order = whole.items_of(replica, microbatch)
@@ -69,11 +71,12 @@ class GatheredRows:
 
 
 def gathered(plan: Plan, step: StepAssignment) -> StepAssignment:
-    """The assignment of a step behind encoders whose rows come together (`plan_units.gathers_rows`): by replicas."""
+    """The assignment of a step behind encoders whose rows come together (`plan_units.gathering_ranks`): by the
+    context-parallel ranks of the backbone."""
     units = {name: plan.unit_of(name) for name in step.modules if name != BACKBONE}
     modules = {
-        name: step.modules[name].by_replica(sharing_ranks(plan, unit))
+        name: step.modules[name].by_replica(num_ranks)
         for name, unit in units.items()
-        if gathers_rows(plan, unit)
+        if (num_ranks := gathering_ranks(plan, unit)) > 1
     }
     return replace(step, modules=step.modules | modules)

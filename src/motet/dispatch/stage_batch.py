@@ -95,12 +95,13 @@ def _shared_out(
         if len(places) and phase in place.sources | place.sinks:
             items = _items(decision, lengths, phase, replica)
             num_tokens, is_here = lengths.items[phase].num_tokens[items], phase in place.here
-            assignment, is_last = decision.assignments[phase], None
-            if is_here and (cuts := decision.cuts_of(phase)) is not None:
+            assignment, is_last, num_together = decision.assignments[phase], None, place.gathered.get(phase, 1)
+            if is_here and num_together == 1 and (cuts := decision.cuts_of(phase)) is not None:
                 taken_in, is_last = _encoded_on(assignment, cuts, items, num_tokens)
                 taken_in = taken_in % place.cp
             else:
-                taken_in = np.repeat(takers(assignment.ranks[items], num_tokens, place.cp, is_here=is_here), num_tokens)
+                encoded_on = assignment.ranks[items] // num_together
+                taken_in = np.repeat(takers(encoded_on, num_tokens, place.cp, is_here=is_here), num_tokens)
             route = route_to_places(owner, taken_in, place.c, place.cp, is_last)
             if phase in place.sinks:
                 given[phase] = route.transpose

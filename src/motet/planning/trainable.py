@@ -14,7 +14,7 @@ from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.cost.catalogue import DEVICES
 from motet.schedule import parse_action, pieces_of, planned
-from motet.schedule.plan_units import units_in_bubbles
+from motet.schedule.plan_units import gathering_ranks, units_in_bubbles
 
 if TYPE_CHECKING:
     from motet.models.mllm import MLLM
@@ -50,8 +50,10 @@ def untrained(plan: Plan) -> str:
     backbone = plan.unit_of(BACKBONE)
     obstacles = {
         "ranks left over before others": plan.needed_cluster is None,
-        "another tp of what runs in bubbles than the backbone's, beside one with cp": any(
-            unit.tp != backbone.tp and backbone.cp > 1 for unit in units_in_bubbles(plan)
+        # Fragments of an item would come together on several context-parallel ranks of the backbone.
+        "in bubbles beside a backbone with cp, another tp than its own and a cp over several of its cp ranks": any(
+            unit.tp != backbone.tp and backbone.cp > 1 and gathering_ranks(plan, unit) % unit.cp
+            for unit in units_in_bubbles(plan)
         ),
     }
     own = _data_parallel(plan) if plan.schedule == "data_parallel" else _in_stages(plan)

@@ -17,8 +17,9 @@ from motet.schedule.coordinates import replica_of
 class Gathering:
     """What one rank gathers in a step: of each stage in bubbles that sends to the backbone, the rows of all ranks.
 
-    groups:  unit -> the ranks that share its items, of those whose rows are gathered.
-    rows_of: (module, replica, number of the rank among those that share its items, microbatch) -> what it gathers.
+    groups:  unit -> the ranks on which its rows come together, of those whose rows do.
+    rows_of: (module, replica, number of the rank among these, microbatch) -> what it gathers. Of replicas, each of the
+             backbone's context-parallel ranks counts.
     like:    a tensor of the type and on the device of what goes to other stages.
     sent:    gets the bytes that this rank sends.
     """
@@ -66,5 +67,7 @@ class Gathering:
 
     def _rows(self, number: int, name: str, microbatch: int) -> GatheredRows:
         stage, place = self._stages[number], self._place
-        replica = replica_of(place.program.layout, stage, place.island)
-        return self._rows_of(name, replica, place.c_of(stage.unit), microbatch).to(self._like.device)
+        layout = place.program.layout
+        c, t = divmod(place.index, layout.backbone.tp)
+        replica = replica_of(layout, stage, place.island) * layout.backbone.cp + c
+        return self._rows_of(name, replica, t // stage.unit.tp, microbatch).to(self._like.device)

@@ -43,7 +43,7 @@ from motet.runtime.stage import Model, modules_by_phase
 from motet.runtime.step import MadeRows, StepResult, update_if_finite
 from motet.runtime.tensors import StageTensors
 from motet.runtime.unit_groups import UnitGroups
-from motet.schedule.coordinates import Shares
+from motet.schedule.coordinates import Shares, comes_together
 from motet.schedule.program import Action, Kind
 
 _IN_PARTS = (Kind.F, Kind.B)
@@ -182,11 +182,11 @@ class _RunningPlan:
         if trains:
             step.held.begin(batches)
         assignment = assignment_of(batches)
-        of_replicas = gathered(place.program.layout.plan, assignment)
+        together = gathered(place.program.layout.plan, assignment)
         self.gathering = Gathering(
             place,
             step.groups.gathered if alone is None else {},
-            lambda name, *where: GatheredRows.of(assignment.modules[name], of_replicas.modules[name], *where),
+            lambda name, *where: GatheredRows.of(assignment.modules[name], together.modules[name], *where),
             step.like,
             step.groups.sent,
         )
@@ -212,9 +212,9 @@ class _RunningPlan:
         self.tensors = StageTensors()
 
         def parts(edge: int, microbatch: int, shares: Shares) -> list[MessagePart]:
-            of_edge = of_replicas if shares[0] is None else assignment
+            source, sink = (place.program.stages[stage] for stage in place.program.program.edges[edge])
+            of_edge = together if comes_together(place.program.layout, source, sink) else assignment
             every = message_parts(place.program, of_edge, edge, place.island, microbatch, shares)
-            source = place.program.stages[place.program.program.edges[edge][0]]
             return [part for part in every if alone is None or part.module in alone & source.layers.keys()]
 
         self.messages = Messages(place, step.lanes, parts, self.tensors, step.like)

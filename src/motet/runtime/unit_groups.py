@@ -13,7 +13,7 @@ from motet.runtime.groups import own_group
 from motet.runtime.holders import RankGroups
 from motet.runtime.place import Place
 from motet.schedule.layout import Layout
-from motet.schedule.plan_units import gathers_rows, sharing_ranks
+from motet.schedule.plan_units import gathering_ranks
 
 _Groups = Mapping[str, dist.ProcessGroup]
 
@@ -24,7 +24,7 @@ class UnitGroups:
     apart from those of gradients. A unit is left out where the rank is alone.
 
     context:  ranks that run the same sequences, or share items, by c. tensor: ranks that share the same layers, by t.
-    gathered: ranks that deal out the items of a unit whose rows come together (`plan_units.gathers_rows`).
+    gathered: ranks on which the rows of a unit come together (`plan_units.gathering_ranks`).
     experts:  ranks that share experts. None: it is alone.
     expert_parts: ranks that have all experts between them; None: it has them alone.
     sent:     gets the bytes that it sends in collectives of all but `context`.
@@ -52,7 +52,7 @@ class UnitGroups:
             made.of_units({unit.name: tuple(sets(unit)) for unit in plan.units}) for sets in (_context, _tensor)
         )
         gathered = made.of_units(
-            {unit.name: tuple(_gathered(layout, unit)) for unit in plan.units if gathers_rows(plan, unit)}
+            {unit.name: tuple(_gathered(layout, unit)) for unit in plan.units if gathering_ranks(plan, unit) > 1}
         )
         spread = [unit for unit in layout.units if unit.ep > 1]
         experts = own_group(
@@ -94,6 +94,6 @@ def _tensor(unit: Unit) -> Iterable[Sequence[int]]:
 
 
 def _gathered(layout: Layout, unit: Unit) -> Iterable[Sequence[int]]:
-    host, num_ranks = layout.backbone, sharing_ranks(layout.plan, unit)
-    for p, d, t in product(range(host.pp), range(host.dp), range(unit.tp)):
-        yield tuple(host.rank(p, d) + c * unit.tp + t for c in range(num_ranks))
+    host, num_ranks = layout.backbone, gathering_ranks(layout.plan, unit)
+    for p, d, c, t in product(range(host.pp), range(host.dp), range(host.cp), range(unit.tp)):
+        yield tuple(host.rank(p, d, c) + number * unit.tp + t for number in range(num_ranks))

@@ -17,11 +17,11 @@ from motet.core.errors import ArgumentError
 from motet.core.plan import Unit
 from motet.core.workload import BACKBONE
 from motet.schedule.layout import Layout, PlannedStage
-from motet.schedule.plan_units import gathers_rows, sharing_ranks
+from motet.schedule.plan_units import gathering_ranks, sharing_ranks
 
-Shares = tuple[int | None, int]
+Shares = tuple[int, int]
 """Which of the ranks that share items, or sequences, has an edge's source, and which its sink: each has a share of the
-rows. None: the rows of all of them have come together (`plan_units.gathers_rows`)."""
+rows. Of a source whose rows come together, which of the backbone's context-parallel ranks."""
 
 
 class RankLink(NamedTuple):
@@ -133,8 +133,13 @@ def shares_here(layout: Layout, source: PlannedStage, sink: PlannedStage, index:
 
     index: the number of each, among those that a program rank stands for.
     """
-    is_gathered = source.unit is not sink.unit and gathers_rows(layout.plan, source.unit)
-    return None if is_gathered else index // source.unit.tp, index // sink.unit.tp
+    tp = layout.backbone.tp if comes_together(layout, source, sink) else source.unit.tp
+    return index // tp, index // sink.unit.tp
+
+
+def comes_together(layout: Layout, source: PlannedStage, sink: PlannedStage) -> bool:
+    """Whether what goes along an edge has come together on several ranks (`plan_units.gathering_ranks`)."""
+    return source.unit is not sink.unit and gathering_ranks(layout.plan, source.unit) > 1
 
 
 def host_of(layout: Layout, unit: Unit) -> Unit:
@@ -166,12 +171,17 @@ def _replicas_of(layout: Layout, stage: PlannedStage) -> tuple[int, int]:
     return layout.num_replicas(host), stage.replica // pipelines
 
 
-def share_of(layout: Layout, module: str, stage: PlannedStage, island: int, c: int | None) -> int:
+def share_of(
+    layout: Layout, module: str, stage: PlannedStage, island: int, c: int | None, *, together: bool = False
+) -> int:
     """Whose items of a module a rank of a stage computes, as training numbers them.
 
     The ranks of a replica run the same sequences of the backbone, each some of their rows: it is the replica
     (`replica_of`). Items of encoders are dealt out whole: it is replica * `plan_units.sharing_ranks` + c, where c is
-    the number among these. c: None numbers replicas alone.
+    the number among these. c: None numbers replicas alone. together: as of `comes_together`; c is the number among the
+    backbone's context-parallel ranks then.
     """
     replica = replica_of(layout, stage, island)
-    return replica if module == BACKBONE or c is None else replica * sharing_ranks(layout.plan, stage.unit) + c
+    if module == BACKBONE or c is None:
+        return replica
+    return replica * (layout.backbone.cp if together else sharing_ranks(layout.plan, stage.unit)) + c

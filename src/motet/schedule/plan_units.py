@@ -40,11 +40,11 @@ def sharing_ranks(plan: Plan, unit: Unit) -> int:
     return host.cp * host.tp // unit.tp
 
 
-def gathers_rows(plan: Plan, unit: Unit) -> bool:
-    """Whether an encoder's rows come together on all ranks behind it: it runs in bubbles, where more ranks deal out its
-    items than share sequences, and all of these need the rows.
+def gathering_ranks(plan: Plan, unit: Unit) -> int:
+    """On how many ranks an encoder's rows come together behind it: it runs in bubbles, where several groups of ranks
+    deal out its items for one context-parallel rank of the backbone, and all of its ranks need the rows. Else 1.
     """
-    return unit in units_in_bubbles(plan) and sharing_ranks(plan, unit) != backbone_unit(plan).cp
+    return backbone_unit(plan).tp // unit.tp if unit in units_in_bubbles(plan) else 1
 
 
 def rank_of_stage(plan: Plan, unit: Unit, stage: int) -> int:

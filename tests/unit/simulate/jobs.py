@@ -158,6 +158,11 @@ PLANS = {
         Unit("audio", ({"audio": 1}, {"audio": 2}), dp=4, pp=2),
         schedule="interleaved_1f1b",
     ),
+    "in bubbles of shared sequences": plan(
+        Unit("llm", BACKBONE, pp=2, tp=2, cp=2),
+        Unit("image", ({"image": 4},), dp=4, cp=2),
+        Unit("audio", ({"audio": 1}, {"audio": 2}), dp=2, pp=2, tp=2),
+    ),
     "encoders together in bubbles": plan(
         Unit("llm", BACKBONE, pp=2, dp=2), Unit("encoders", ({"image": 4}, {"audio": 3}), dp=2, pp=2)
     ),

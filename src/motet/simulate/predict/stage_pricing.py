@@ -36,7 +36,7 @@ from motet.schedule import PlannedProgram, PlannedStage, parts_of, pieces_of
 from motet.schedule.coordinates import host_of, replica_of, replicas_of
 from motet.schedule.from_plan import StageKind
 from motet.schedule.layout import LAYER_PARTS
-from motet.schedule.plan_units import gathers_rows, sharing_ranks
+from motet.schedule.plan_units import gathering_ranks, sharing_ranks
 from motet.simulate.engine.stage_times import Part
 
 _MAX_DEALT = 32
@@ -224,11 +224,12 @@ class Pricing:
 
         layer: the last one.
         """
-        if not gathers_rows(self.plan, stage.unit):
-            return self.rows(name, layer, stage, islands)
+        rows = self.rows(name, layer, stage, islands)
+        if (num_ranks := gathering_ranks(self.plan, stage.unit)) == 1:
+            return rows
         by_replica = self._priced(name, layer).whole.rows.reshape(-1, self.assignment.num_microbatches)
-        replica_rows: Float64Array = by_replica[replicas_of(self.layout, stage, islands)]
-        return replica_rows
+        # The fullest rank has the most rows, and no context-parallel rank of the backbone more than all.
+        return np.minimum(by_replica[replicas_of(self.layout, stage, islands)], num_ranks * rows)
 
     def largest_rows(self, name: str, layer: Layer) -> float:
         """The most rows of a layer on any rank in any microbatch, times the context-parallel ranks of its unit."""
@@ -396,7 +397,7 @@ class Pricing:
             seconds = self._even_exchange_s(to_each, [unit.rank(0, 0, c) for c in range(unit.cp)])
             forward += seconds.reshape(forward.shape)
             backward += seconds.reshape(forward.shape) * has_gradient
-        if gathers_rows(self.plan, unit) and stage.index == len(unit.stages) - 1:
+        if gathering_ranks(self.plan, unit) > 1 and stage.index == len(unit.stages) - 1:
             for name in unit.modules:
                 forward += self._gathered_s(name, unit).reshape(forward.shape)
         return forward, backward
@@ -407,7 +408,7 @@ class Pricing:
         Ranks give as many rows as the one with the most of them (`dispatch/gathered_rows.py`). Gradients do not move.
         """
         layer, _ = self.plan.model.moved(name)
-        first, num_ranks = unit.first_rank, self._num_ranks(name)
+        first, num_ranks = unit.first_rank, gathering_ranks(self.plan, unit)
         ranks = range(first, first + num_ranks * unit.tp, unit.tp)
         rows = self._priced(name, layer).work.rows
         gathered_bytes = rows * num_ranks * layer.output_width * self.precision.compute

@@ -11,7 +11,7 @@ from motet.core.shapes import Transformer, connect, language_model, multimodal, 
 from motet.cost.catalogue import cluster
 from motet.cost.flops import batch_flops
 from motet.schedule import coarse_fills, fillable, planned
-from motet.schedule.plan_units import gathers_rows
+from motet.schedule.plan_units import units_in_bubbles
 from motet.simulate.engine.stage_times import Part
 from motet.simulate.predict.predict import assign_batch
 from motet.simulate.predict.stage_pricing import Pricing
@@ -81,9 +81,10 @@ def test_every_stage_costs_what_its_layers_and_examples_do(any_plan, learns):
                     if before or layer.trainable:
                         expected["backward_tensor"] += (sent + keys) * (1 + again)
                         expected["held"] += rows * kept + (not again) * copied
-                if gathers_rows(made, stage.unit) and stage.index == len(stage.unit.stages) - 1:
+                num = made.unit_of("backbone").tp // tp if stage.unit in units_in_bubbles(made) else 1
+                if num > 1 and stage.index == len(stage.unit.stages) - 1:
                     for name in stage.unit.modules:
-                        layer, num = made.model.moved(name)[0], len(stage.ranks) // tp
+                        layer = made.model.moved(name)[0]
                         rows = rows_of(made, batch, name, layer, stage, island, i, islands)
                         expected["forward_tensor"] += rows * num * layer.output_width * 2 * GATHER_S
                 got = {name: float(table[i]) for name, table in found._asdict().items()}
