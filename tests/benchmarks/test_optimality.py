@@ -4,6 +4,7 @@ import pytest
 
 from benchmark import benchmark
 from motet.core.errors import UserError
+from motet.planning.trainable import untrained
 from motet.schedule import check_fit
 from motet.simulate.predict.predict import assign_batch, predict_assigned
 
@@ -27,6 +28,15 @@ def outcome(programs, request):
 def test_the_answer_is_within_one_per_cent_of_the_best_that_is_enumerated(programs, outcome):
     _, one = outcome
     assert 1 <= one.loss <= programs[0].WITHIN
+
+
+@pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (5, 12))])
+def test_every_plan_that_is_found_trains(programs, number):
+    """Job 5 has two nodes of three ranks, and Plans that leave some of the last node over."""
+    optimality, _, workload = programs
+    plans = [one.candidate.plan for one in optimality.answered(optimality.random_job(number, 0, workload)).results]
+    assert not [(untrained(plan), optimality.words_of_plan(plan)) for plan in plans if untrained(plan)]
+    assert number != 5 or any(len(plan.ranks) == 4 for plan in plans)
 
 
 @pytest.mark.parametrize("number", NUMBERS)
