@@ -174,13 +174,15 @@ def with_experts(case, ep):
     return replace(case, units=(replace(case.units[0], ep=ep), *case.units[1:]), family="qwen3_moe")
 
 
+REPLICAS = by_step(beside(LLM, IMAGE, AUDIO, dp=2, zero=1), fill_seed=1)
+"""Two replicas of the backbone, whose bubbles each step fills by itself."""
 SHARED = [
     shared(beside(LLM, cut("image", 1, 2), AUDIO, microbatch_size=2, zero=1, frozen=("image encoder",))),
     shared(beside(({"audio": 2, "backbone": 1}, {"backbone": 2}), IMAGE, zero=3, schedule="gpipe", blocking=True)),
     by_step(shared(beside(LLM, IMAGE, AUDIO, tied=True)), fill_seed=1),
     shared(beside(LLM, BOTH, contents=("audio",)), ep=2),
     with_experts(beside(LLM, IMAGE, AUDIO, dp=2, tied=True), ep=2),
-    by_step(with_experts(beside(LLM, IMAGE, AUDIO, dp=2, zero=1), ep=2), fill_seed=1),
+    with_experts(REPLICAS, ep=2),
 ]
 """Ranks that share sequences, or experts, with encoders in their bubbles."""
 
@@ -216,11 +218,6 @@ OWN = {
 """Fewer ranks share products of an encoder than of the backbone, or its sequences, and deal out its items."""
 
 
-def of_one(case):
-    """The units of a case, whose experts no replicas share."""
-    return tuple(replace(unit, ep=1) for unit in case.units)
-
-
 def programs_of(case, rank=0):
     """The Programs of the steps of a case, for the island of a rank."""
     encoders, place = build_hf_model().encoders, Place.of(case.plan(), rank)
@@ -243,7 +240,7 @@ def test_fills_differ_from_step_to_step():
 
 def test_replicas_that_share_experts_have_one_program_in_each_step():
     """They meet in each pass, and would wait for each other in orders of their own, as those without experts have."""
-    for case, are_alike in ((SHARED[-1], True), (replace(SHARED[-1], family="qwen2", units=of_one(SHARED[-1])), False)):
+    for case, are_alike in ((with_experts(REPLICAS, ep=2), True), (REPLICAS, False)):
         plan = case.plan()
         islands = [list(programs_of(case, rank)) for rank in (0, 1)]
         assert [Place.of(plan, rank).island for rank in (0, 1)] == [0, 1]

@@ -16,7 +16,7 @@ from motet.assign.step import ModuleAssignment, StepAssignment
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
-from motet.schedule.coordinates import Shares, comes_together, share_of
+from motet.schedule.coordinates import Shares, sender_of, share_of
 from motet.schedule.edges import consumers_in
 from motet.schedule.from_plan import PlannedProgram
 from motet.schedule.plan_units import on_backbone_ranks
@@ -114,8 +114,7 @@ def edge_rows(
     (generator, generator) is what the backbone gives it.
     """
     layout = planned.layout
-    source, sink = (planned.stages[stage] for stage in planned.program.edges[edge])
-    together = comes_together(layout, source, sink)
+    source, sink = planned.ends(edge)
     rows: dict[tuple[str, str], SentRows | None] = {}
     for name, stop in planned.outputs(edge):
         if stop == 0:
@@ -126,7 +125,7 @@ def edge_rows(
                 dealing = Dealing.of(layout.plan, name, shares and shares[0])
                 rows[name, name] = given_rows(assignment, sender[1], receiver, microbatch, dealing)
             continue
-        sender = name, share_of(layout, name, source, island, shares and shares[0], together=together)
+        sender = name, sender_of(layout, name, source, sink, island, shares and shares[0])
         has_ended = stop == len(layout.plan.model.module(name).blocks)
         consumers = consumers_in(layout, name, sink) if has_ended else []
         consumers = [consumer for consumer in consumers if consumer not in source.layers]

@@ -19,7 +19,7 @@ from motet.core.spec import Layer, Module
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.schedule import PlannedProgram
-from motet.schedule.coordinates import Shares, comes_together, share_of
+from motet.schedule.coordinates import Shares, sender_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,14 +73,13 @@ def message_parts(
     Where other context-parallel ranks have rows of the backbone, a part without any stays: all run its blocks.
     """
     layout, model = planned.layout, planned.layout.plan.model
-    source, sink = (planned.stages[stage] for stage in planned.program.edges[edge])
-    together = comes_together(layout, source, sink)
+    source, sink = planned.ends(edge)
     rows, parts = edge_rows(planned, assignment, edge, island, microbatch, shares), []
     for name, stop in planned.outputs(edge):
         module, items = model.module(name), assignment.modules[name]
         layer, has_gradient = model.sent(name, stop)
         whose = name if stop else BACKBONE
-        replica = share_of(layout, whose, source, island, shares and shares[0], together=together)
+        replica = sender_of(layout, whose, source, sink, island, shares and shares[0])
         if stop:
             computed = items.parts_of(replica, microbatch)
             if name in model.generators:  # Its conditions are of as many rows as the backbone gives of each item.

@@ -1,4 +1,4 @@
-"""The rows of an encoder in bubbles, which come together on all ranks that its items were dealt out over.
+"""The rows of an encoder in bubbles, which come together where several groups of ranks have dealt out its items.
 
 A rank of the backbone's pipeline stands for several ranks of the job. Where fewer of these share products of an encoder
 than of the backbone, they deal out the encoder's items (`plan_units.sharing_ranks`). Of the ranks that share products

@@ -167,8 +167,7 @@ class Place:
 
     def own_shares(self, edge: int) -> Shares:
         """The shares at the ends of an edge that joins two stages of this rank, or of ranks like it."""
-        ends = (self.program.stages[stage] for stage in self.program.program.edges[edge])
-        return shares_here(self.program.layout, *ends, self.index)
+        return shares_here(self.program.layout, *self.program.ends(edge), self.index)
 
     def program_rank_of(self, stage: int) -> int:
         """The rank of the Program that computes a stage."""

@@ -212,7 +212,7 @@ class _RunningPlan:
         self.tensors = StageTensors()
 
         def parts(edge: int, microbatch: int, shares: Shares) -> list[MessagePart]:
-            source, sink = (place.program.stages[stage] for stage in place.program.program.edges[edge])
+            source, sink = place.program.ends(edge)
             of_edge = together if comes_together(place.program.layout, source, sink) else assignment
             every = message_parts(place.program, of_edge, edge, place.island, microbatch, shares)
             return [part for part in every if alone is None or part.module in alone & source.layers.keys()]

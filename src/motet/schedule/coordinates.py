@@ -171,17 +171,22 @@ def _replicas_of(layout: Layout, stage: PlannedStage) -> tuple[int, int]:
     return layout.num_replicas(host), stage.replica // pipelines
 
 
-def share_of(
-    layout: Layout, module: str, stage: PlannedStage, island: int, c: int | None, *, together: bool = False
-) -> int:
+def share_of(layout: Layout, module: str, stage: PlannedStage, island: int, c: int | None) -> int:
     """Whose items of a module a rank of a stage computes, as training numbers them.
 
     The ranks of a replica run the same sequences of the backbone, each some of their rows: it is the replica
     (`replica_of`). Items of encoders are dealt out whole: it is replica * `plan_units.sharing_ranks` + c, where c is
-    the number among these. c: None numbers replicas alone. together: as of `comes_together`; c is the number among the
-    backbone's context-parallel ranks then.
+    the number among these. c: None numbers replicas alone.
     """
     replica = replica_of(layout, stage, island)
-    if module == BACKBONE or c is None:
-        return replica
-    return replica * (layout.backbone.cp if together else sharing_ranks(layout.plan, stage.unit)) + c
+    return replica if module == BACKBONE or c is None else replica * sharing_ranks(layout.plan, stage.unit) + c
+
+
+def sender_of(layout: Layout, module: str, source: PlannedStage, sink: PlannedStage, island: int, c: int | None) -> int:
+    """Whose items of a module go along an edge: as `share_of` of the source, by the source's number of `Shares`.
+
+    Where rows have come together (`comes_together`), it is replica * cp + c, of the backbone's cp.
+    """
+    if c is not None and comes_together(layout, source, sink):
+        return replica_of(layout, source, island) * layout.backbone.cp + c
+    return share_of(layout, module, source, island, c)

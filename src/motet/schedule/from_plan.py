@@ -99,11 +99,15 @@ class PlannedProgram:
             kinds.append(StageKind(stages[0], *(np.array(column) for column in (alike, replicas, ranks))))
         return tuple(kinds)
 
+    def ends(self, edge: int) -> tuple[PlannedStage, PlannedStage]:
+        """The stages that an edge of the Program joins: its source and its sink. edge: its number."""
+        source, sink = self.program.edges[edge]
+        return self.stages[source], self.stages[sink]
+
     def outputs(self, edge: int) -> tuple[tuple[str, int], ...]:
         """What goes along an edge of the Program, as `edge_outputs` says. edge: its number."""
         if edge not in self._outputs:
-            source, sink = (self.stages[stage] for stage in self.program.edges[edge])
-            self._outputs[edge] = tuple(edge_outputs(self.layout, source, sink))
+            self._outputs[edge] = tuple(edge_outputs(self.layout, *self.ends(edge)))
         return self._outputs[edge]
 
     @cached_property

@@ -79,10 +79,11 @@ class ChosenPlan:
 
         None: all must be the Plan's (`check_fits`).
         """
-        needed = self.plan.needed_cluster
-        if needed is None or (needed.num_nodes, needed.ranks_per_node) != (started.num_nodes, started.ranks_per_node):
+        needed, used = self.plan.needed_cluster, len(self.plan.ranks)
+        shape = started.num_nodes, started.ranks_per_node
+        if needed is None or shape != (needed.num_nodes, needed.ranks_per_node) or used == started.num_ranks:
             return None
-        return None if len(self.plan.ranks) == started.num_ranks else len(self.plan.ranks)
+        return used
 
     def check_model(self, spec: ModelSpec) -> None:
         """Raise UserError if the Plan is for another model than `spec`.

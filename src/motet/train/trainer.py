@@ -92,33 +92,33 @@ def train(
     Raises UserError if the input is wrong, and SystemExit(128 + signal) after a signal to stop.
     """
     start_s = time.perf_counter()
-    with originating(folder=recipe.run.dir, memory_advice=_MEMORY_ADVICE):
-        started, num_used = StartedRanks.at_hand(), None
-        if chosen is not None and phase is None:  # Later phases may use more ranks.
-            num_used = chosen.num_used(started)
-        if num_used is not None and started.rank >= num_used:
-            return
-        with (
-            join_world(recipe.run.device, wait_limit_s=recipe.run.wait_limit_s, num_used=num_used) as world,
-            ExitStack() as cleanup,
-        ):
-            say = _say_plainly if world.is_first else _say_nothing
-            if num_used is not None:
-                say(f"The plan uses {num_used:,} of {started.num_ranks:,} ranks; the others have ended.")
-            with world.together():
-                if world.is_first:
-                    cleanup.enter_context(locked_run_folder(recipe.run.dir, say))
-            if phase is not None:
-                name = f"Phase {phase.name} ({phase.number} of {phase.count})"
-                if phase.number < phase.count and resume == "auto" and world.gather(has_ended(recipe))[0]:
-                    say(f"{name} has ended, with step {recipe.run.num_steps}.")
-                    return
-                say(f"{name}: {recipe.run.length}, in {recipe.run.dir}.")
-            if plan is not None:
-                recipe, chosen = plan(world, say)
-            job = build_job(recipe, world, resume, say, cleanup, chosen)
-            predicted = None if chosen is None else cleanup.enter_context(PredictedRun(recipe, chosen, world, say))
-            _Run(job, trace, start_s, predicted).run()
+    started = StartedRanks.at_hand()
+    # Later phases may use more ranks.
+    num_used = None if chosen is None or phase is not None else chosen.num_used(started)
+    if num_used is not None and started.rank >= num_used:
+        return
+    with (
+        originating(folder=recipe.run.dir, memory_advice=_MEMORY_ADVICE),
+        join_world(recipe.run.device, wait_limit_s=recipe.run.wait_limit_s, num_used=num_used) as world,
+        ExitStack() as cleanup,
+    ):
+        say = _say_plainly if world.is_first else _say_nothing
+        if num_used is not None:
+            say(f"The plan uses {num_used:,} of {started.num_ranks:,} ranks; the others have ended.")
+        with world.together():
+            if world.is_first:
+                cleanup.enter_context(locked_run_folder(recipe.run.dir, say))
+        if phase is not None:
+            name = f"Phase {phase.name} ({phase.number} of {phase.count})"
+            if phase.number < phase.count and resume == "auto" and world.gather(has_ended(recipe))[0]:
+                say(f"{name} has ended, with step {recipe.run.num_steps}.")
+                return
+            say(f"{name}: {recipe.run.length}, in {recipe.run.dir}.")
+        if plan is not None:
+            recipe, chosen = plan(world, say)
+        job = build_job(recipe, world, resume, say, cleanup, chosen)
+        predicted = None if chosen is None else cleanup.enter_context(PredictedRun(recipe, chosen, world, say))
+        _Run(job, trace, start_s, predicted).run()
 
 
 class _Run:

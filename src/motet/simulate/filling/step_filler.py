@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -80,7 +80,7 @@ class StepFiller:
         self._encoders = tuple(self._found_encoders())
         self._parts_of_pass = cache(self._all_parts)
         self._shares_experts = any(unit.ep > 1 for unit in plan.units)
-        self._last: tuple[StepAssignment, PlannedProgram] | None = None
+        self._joint = lru_cache(maxsize=1)(self._decided)
 
     def program(self, assignment: StepAssignment, island: int) -> PlannedProgram:
         """The Program of an island in a step; `own` if nothing is predicted to be faster. Deterministic.
@@ -88,11 +88,9 @@ class StepFiller:
         Replicas that share experts meet in each pass, so that all islands have one Program then, made for the longest
         pass of any. The last step's is kept.
         """
-        if not self._shares_experts:
-            return self._decided(assignment, (island,))
-        if self._last is None or self._last[0] is not assignment:
-            self._last = assignment, self._decided(assignment, range(self.own.layout.num_islands))
-        return self._last[1]
+        if self._shares_experts:
+            return self._joint(assignment, range(self.own.layout.num_islands))
+        return self._decided(assignment, (island,))
 
     def _decided(self, assignment: StepAssignment, islands: Sequence[int]) -> PlannedProgram:
         pricing = Pricing(self.own.layout.plan, self._joined, assignment, self._cost)

@@ -43,7 +43,7 @@ class Traffic:
 
     def edge_s(self, edge: int, islands: Sequence[int], *, gradient: bool = False) -> Float64Array | float:
         """The seconds of `send_s` on one edge, [len(islands), num_microbatches]; 0.0 if both ends are on one rank."""
-        source, sink = (self.planned.stages[end] for end in self.planned.program.edges[edge])
+        source, sink = self.planned.ends(edge)
         ends = source.ranks[0], sink.ranks[0]
         if ends[0] == ends[1]:
             return 0.0
@@ -72,7 +72,7 @@ class Traffic:
 
         [len(islands), num_microbatches].
         """
-        source, sink = (self.planned.stages[end] for end in self.planned.program.edges[edge])
+        source, sink = self.planned.ends(edge)
         total, model = np.zeros((len(islands), self.assignment.num_microbatches)), self.plan.model
         layout = self.planned.layout
         for name, stop in self.planned.outputs(edge):
@@ -106,7 +106,7 @@ class Traffic:
 
 def sent_key(planned: PlannedProgram, edge: int) -> tuple[object, ...]:
     """Equal for edges of a pipeline whose messages take the same seconds in both directions. edge: its number."""
-    source, sink = (planned.stages[end] for end in planned.program.edges[edge])
+    source, sink = planned.ends(edge)
     layout, plan = planned.layout, planned.layout.plan
     outputs = [(name, stop == 0, *plan.model.sent(name, stop)) for name, stop in planned.outputs(edge)]
     ends = [(end.unit.name, replica_of(layout, end, 0)) for end in (source, sink)]
