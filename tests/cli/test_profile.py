@@ -143,7 +143,8 @@ def test_ranks_measure_messages_and_shared_layers(measured):
     path, printed = measured
     found = read_profile(path)
     assert printed[1] == "" and "all-reduce" in printed[0]
-    assert {times.kind for times in found.messages} == {"gather", "reduce_scatter", "all_reduce", "exchange", "send"}
+    kinds = {"gather", "reduce_scatter", "all_reduce", "exchange", "send", "call"}
+    assert {times.kind for times in found.messages} == kinds
     assert {(times.num_ranks, times.num_nodes) for times in found.messages} == {(2, 1)}
     shared = {(module.name, layer.kind) for module in found.modules for layer in module.layers if layer.tp == 2}
     assert shared == {("backbone", "attention"), ("audio", "attention")}

@@ -103,8 +103,11 @@ class CostModel(Protocol):
     def on(self, cluster: Cluster) -> CostModel:
         """The cost model of the same devices in another cluster."""
 
-    def unwrapped(self) -> CostModel:
-        """The cost model of layers around which FSDP has no hooks, as in pipelines."""
+    def unwrapped(self, *, waits: bool = False) -> CostModel:
+        """The cost model of layers around which FSDP has no hooks, as in pipelines.
+
+        waits: gradients of weights wait, where backward is split into I and W.
+        """
 
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
         """Seconds of a layer's passes on one of `tp` tensor-parallel ranks, without communication."""
@@ -123,6 +126,9 @@ class CostModel(Protocol):
 
     def send_seconds(self, size_bytes: Float64Array, ranks: Sequence[int]) -> Float64Array:
         """Seconds of a message from one of two ranks to the other."""
+
+    def call_seconds(self, size_bytes: Float64Array, ranks: Sequence[int]) -> Float64Array:
+        """Of `send_seconds`, what each of the two ranks computes: 0 if the device does not, or it is not known."""
 
     def gather_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
         """Seconds of an all-gather after which every rank has `size_bytes`."""

@@ -21,10 +21,12 @@ from motet.core.text_files import read_json
 PROFILE_FILE = "profile.json"
 """The default name of a profile in a run's folder."""
 _Seconds = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
+_Difference = Annotated[float, Field(ge=-1e18, le=1e18, allow_inf_nan=False)]
 Column = tuple[_Seconds, ...]
 Batch = tuple[tuple[Annotated[Count, Field(gt=0)], Annotated[Count, Field(gt=0)]], ...]
 """The items of a measured batch as (number of items, length of each)."""
-MessageKind = Literal["gather", "reduce_scatter", "all_reduce", "exchange", "send"]
+MessageKind = Literal["gather", "reduce_scatter", "all_reduce", "exchange", "send", "call"]
+"""call: what a message takes of the thread that computes, at either end, as the mean of both; only of a CPU."""
 
 
 class _Stored(BaseModel):
@@ -58,6 +60,8 @@ class LayerTimes(_Stored):
     reach:   `core.spec.Attention.reach` tell layers of one kind apart. None of a layer without attention; of one with
              attention, if the file is older than the field.
     hooks_s: the part of forward_s and of weight_s that FSDP's hooks take in any batch; 0 if it was profiled without.
+    waits_s: what forward, input and weight seconds become more, in any batch, where gradients of weights wait
+             (`core.spec.Layer.defers_weights`); 0 if it was not measured.
     grid, held_out: the points of the module's batches of that name.
     """
 
@@ -66,6 +70,7 @@ class LayerTimes(_Stored):
     reach: tuple[bool, Count, bool] | None = None
     tp: NumRanks = 1
     hooks_s: tuple[_Seconds, _Seconds] = (0.0, 0.0)
+    waits_s: tuple[_Difference, _Difference, _Difference] = (0.0, 0.0, 0.0)
     grid: Points
     held_out: Points
 

@@ -28,29 +28,31 @@ _REDUCES_A_PASS = 2
 
 
 class Profiled:
-    """The `cost.model.CostModel` of a profile. cluster: says which ranks share a node. hooks: see `unwrapped`.
+    """The `cost.model.CostModel` of a profile. cluster: says which ranks share a node. hooks, waits: see `unwrapped`.
 
     Every method raises UserError for a layer or message that was not measured, and says what to profile.
     """
 
-    def __init__(self, profile: Profile, cluster: Cluster, *, hooks: bool = True) -> None:
+    def __init__(self, profile: Profile, cluster: Cluster, *, hooks: bool = True, waits: bool = False) -> None:
         self.profile = profile
         self.cluster = cluster
-        self._hooks = hooks
+        self._hooks, self._waits = hooks, waits
+        self._unwrapped: dict[bool, Profiled] = {}
         self._surfaces: dict[tuple[object, ...], tuple[Surface, Surface, Surface]] = {}
 
     def on(self, cluster: Cluster) -> Profiled:
         """The model of the same profile in another cluster."""
-        return Profiled(self.profile, cluster, hooks=self._hooks)
+        return Profiled(self.profile, cluster, hooks=self._hooks, waits=self._waits)
 
-    def unwrapped(self) -> Profiled:
-        """The model of the same profile, without the seconds of FSDP's hooks."""
-        return self._unwrapped
-
-    @cached_property
-    def _unwrapped(self) -> Profiled:
-        has_hooks = any(any(layer.hooks_s) for module in self.profile.modules for layer in module.layers)
-        return Profiled(self.profile, self.cluster, hooks=False) if self._hooks and has_hooks else self
+    def unwrapped(self, *, waits: bool = False) -> Profiled:
+        """The model of the same profile, without the seconds of FSDP's hooks. waits: as of `cost.model.CostModel`."""
+        if waits not in self._unwrapped:
+            layers = [layer for module in self.profile.modules for layer in module.layers]
+            hooks = self._hooks and not any(any(layer.hooks_s) for layer in layers)
+            wait = waits and any(any(layer.waits_s) for layer in layers)
+            is_own = (hooks, wait) == (self._hooks, self._waits)
+            self._unwrapped[waits] = self if is_own else Profiled(self.profile, self.cluster, hooks=hooks, waits=wait)
+        return self._unwrapped[waits]
 
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
         """Interpolated seconds, and bounded by operations beyond what was measured.
@@ -58,9 +60,10 @@ class Profiled:
         A layer without attention is not split over ranks, so it takes as long as on one.
         """
         tp = tp if layer.attention is not None else 1
-        key = (module, layer.kind, layer.weights, layer.attention and layer.attention.reach, tp)
+        waits = self._waits and layer.trainable
+        key = (module, layer.kind, layer.weights, layer.attention and layer.attention.reach, tp, waits)
         if key not in self._surfaces:
-            self._surfaces[key] = _surfaces(self._times(module, layer, tp), layer, self._hooks)
+            self._surfaces[key] = _surfaces(self._times(module, layer, tp), layer, hooks=self._hooks, waits=waits)
         forward, of_input, of_weights = (surface(work.rows, work.pairs) for surface in self._surfaces[key])
         return LayerSeconds(forward, of_input, of_weights)
 
@@ -92,6 +95,10 @@ class Profiled:
 
     def send_seconds(self, size_bytes: Float64Array, ranks: Sequence[int]) -> Float64Array:
         return self._seconds("send", size_bytes, ranks)
+
+    def call_seconds(self, size_bytes: Float64Array, ranks: Sequence[int]) -> Float64Array:
+        times = next((times for times in self.profile.messages if times.kind == "call"), None)
+        return np.zeros(np.shape(size_bytes)) if times is None else _message_seconds(times, size_bytes, len(ranks))
 
     def gather_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
         return float(self._seconds("gather", np.array([size_bytes]), ranks)[0])
@@ -142,12 +149,16 @@ class Profiled:
                 f"The profile of {self.profile.recipe} has no times of {kind.replace('_', '-')} between ranks {where}: "
                 f"run `motet profile` under torchrun on ranks {where}."
             )
-        latency_scale, bytes_scale = _ring_scales(kind, times.num_ranks, len(ranks))
-        sizes = np.asarray(size_bytes, dtype=np.float64) * bytes_scale
-        no_pairs = np.zeros(len(sizes))
-        measured_s = Surface(times.size_bytes, [0.0] * len(times.size_bytes), times.seconds)(sizes, no_pairs)
-        latency_s = min(float(message_fit(times).seconds(0.0)), *times.seconds)
-        return np.where(sizes > 0, np.maximum(measured_s, latency_s) + (latency_scale - 1) * latency_s, 0.0)
+        return _message_seconds(times, size_bytes, len(ranks))
+
+
+def _message_seconds(times: MessageTimes, size_bytes: Float64Array, num_ranks: int) -> Float64Array:
+    """Seconds among `num_ranks` ranks, by what was measured among others; of any shape."""
+    latency_scale, bytes_scale = _ring_scales(times.kind, times.num_ranks, num_ranks)
+    sizes = np.asarray(size_bytes, dtype=np.float64) * bytes_scale
+    measured_s = Surface(times.size_bytes, [0.0] * len(times.size_bytes), times.seconds)(sizes, np.zeros_like(sizes))
+    latency_s = min(float(message_fit(times).seconds(0.0)), *times.seconds)
+    return np.where(sizes > 0, np.maximum(measured_s, latency_s) + (latency_scale - 1) * latency_s, 0.0)
 
 
 def message_fit(*measured: MessageTimes) -> Curve:
@@ -159,7 +170,7 @@ def message_fit(*measured: MessageTimes) -> Curve:
 
 def _ring_scales(kind: MessageKind, num_measured: int, num_ranks: int) -> tuple[float, float]:
     """The factors of the latency and of the bytes from `num_measured` ranks to `num_ranks`."""
-    if kind == "send":
+    if kind in ("send", "call"):
         return 1.0, 1.0
     steps = (num_ranks - 1) / (num_measured - 1)
     # The size of an exchange is what one rank sends; the size of another collective is shared by the ring.
@@ -173,14 +184,15 @@ def _operations(layer: Layer) -> PassOperations:
     )
 
 
-def _surfaces(times: LayerTimes, layer: Layer, hooks: bool) -> tuple[Surface, Surface, Surface]:
+def _surfaces(times: LayerTimes, layer: Layer, *, hooks: bool, waits: bool) -> tuple[Surface, Surface, Surface]:
     """Seconds of forward, of backward for the input, and of backward for the weights."""
     points, (forward_s, weight_s) = times.grid, (0.0, 0.0) if hooks else times.hooks_s
+    more_s = times.waits_s if waits else (0.0, 0.0, 0.0)
     row, pair = _operations(layer)
     columns = (
-        (points.forward_s, forward_s, PassOperations(row, pair)),
-        (points.input_s, 0.0, PassOperations(row, 2 * pair)),
-        (points.weight_s, weight_s, PassOperations(row)),
+        (points.forward_s, forward_s - more_s[0], PassOperations(row, pair)),
+        (points.input_s, -more_s[1], PassOperations(row, 2 * pair)),
+        (points.weight_s, weight_s - more_s[2], PassOperations(row)),
     )
     forward, of_input, of_weights = (
         Surface(points.rows, points.pairs, [max(one - less_s, 0.0) for one in seconds], operations)

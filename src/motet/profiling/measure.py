@@ -9,6 +9,7 @@ layers add up to the module.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,9 +27,11 @@ from motet.core.spec import Layer
 from motet.cost.flops import work_of
 from motet.cost.profile import Batch, LayerTimes, ModuleTimes, Points
 from motet.profiling.subjects import MAX_BATCH_ROWS, Subject, grid_of, items
+from motet.runtime.deferred import DeferredWeights, WeightProduct
 from motet.train.world import World
 
 _Result = TypeVar("_Result")
+_Call = Callable[[], Tensor | tuple[Tensor, ...]]
 Calls = dict[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any]]]]
 """The positional and keyword arguments of each module's calls."""
 
@@ -41,6 +44,8 @@ _PASSES_A_ROUND = 20
 """Time of a round of a module, in passes of its largest batch: the whole and each layer, on some 20 batches."""
 _SETTLED = 0.02
 """A median has settled if its standard error is below this share of it."""
+_WAITS_REPEATS = 3
+"""Repeats of a layer in `waits_once`, of which the quickest counts."""
 _CACHED_BYTES = 2**26
 """More than the caches of a core or a device hold."""
 _LEAST_S = 0.02
@@ -173,6 +178,66 @@ def hooks_once(subject: Subject, batch: Batch, watch: Stopwatch) -> Float64Array
     return added[1:]
 
 
+def waits_once(subject: Subject, batch: Batch, watch: Stopwatch) -> Float64Array:
+    """What forward, backward for the input and backward for the weights of each layer take more where gradients of
+    weights wait, [num_layers, 3]; 0 of a layer whose do not.
+
+    It takes about as long in any batch, but that biases and norms get their gradients in backward for the input. Of
+    some repeats in turns the quickest count: what is told is a small difference, of calls that have become warm.
+    """
+    added = np.zeros((len(subject.layers), 3))
+    deferring = [(row, each) for row, each in enumerate(subject.layers) if each.layer.defers_weights]
+    with kept_calls([module for _, each in deferring for module in each.modules]) as calls, torch.no_grad():
+        subject.prepare(batch, subject.module)()
+    for row, (_, modules) in deferring:
+        for module in modules:
+            waiting = copy.deepcopy(module)
+            for parameter in waiting.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            deferred = DeferredWeights([waiting])
+            for args, kwargs in calls.get(module, ()):
+                least = np.full((2, 3), np.inf)
+                for _ in range(_WAITS_REPEATS):
+                    plain = _time_halves(*_again(module, args, kwargs), watch)
+                    least = np.minimum(least, [plain, _time_halves(*_again(waiting, args, kwargs), watch, deferred)])
+                added[row] += least[1] - least[0]
+        if subject.is_inside(row):
+            added[row - 1] -= added[row]
+    return added
+
+
+def _time_halves(call: _Call, first: Tensor, watch: Stopwatch, deferred: DeferredWeights | None = None) -> Float64Array:
+    """Seconds [3] of forward, of backward for the input, and of the rest of backward. first: the input of `call`.
+
+    deferred: what makes the products of weights wait.
+    """
+    with torch.enable_grad():
+        forward_s, made = watch(call)
+    outputs = made if isinstance(made, tuple) else (made,)
+    gradients = [torch.ones_like(output) for output in outputs]
+    if deferred is None:
+        inputs = [first] if first.requires_grad else []
+        of_input = partial(torch.autograd.grad, outputs, inputs, gradients, retain_graph=True, allow_unused=True)
+        input_s = watch(of_input)[0] if inputs else 0.0
+        return np.array([forward_s, input_s, watch(lambda: torch.autograd.backward(outputs, gradients))[0] - input_s])
+    products: list[WeightProduct] = []
+    with deferred.into(products):
+        input_s = watch(lambda: torch.autograd.backward(outputs, gradients))[0]
+    return np.array([forward_s, input_s, watch(lambda: [product.add() for product in products])[0]])
+
+
+def _again(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, Tensor]:
+    """A call of a layer with the arguments that it had, and the first tensor of these, which needs a gradient where it
+    can have one.
+    """
+    given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    name = next(name for name, value in given.items() if isinstance(value, Tensor))
+    first = given[name] = given[name].detach()
+    places = [given[place] for place in range(len(args))]
+    named = {key: given[key] for key in kwargs}
+    return partial(module, *places, **named), first.requires_grad_(first.is_floating_point())
+
+
 def entry_once(subject: Subject, batch: Batch, watch: Stopwatch) -> float:
     """What a forward pass through the blocks alone takes beside its layers; 0 of a module that cannot be cut.
 
@@ -194,12 +259,7 @@ def entry_once(subject: Subject, batch: Batch, watch: Stopwatch) -> float:
     return seconds
 
 
-def _time_trained(
-    root: nn.Module,
-    call: Callable[[], Tensor | tuple[Tensor, ...]],
-    watch: Stopwatch,
-    near: Sequence[Tensor] | None = (),
-) -> Float64Array:
+def _time_trained(root: nn.Module, call: _Call, watch: Stopwatch, near: Sequence[Tensor] | None = ()) -> Float64Array:
     """Seconds [3] of a call to a module of `root`, or to itself, whose parameters get their gradients as in training.
 
     FSDP reduces then. Without FSDP gradients are added to those of an earlier pass, so they stay from call to call.
@@ -219,17 +279,11 @@ def _alone(
     subject: Subject, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], watch: Stopwatch
 ) -> Float64Array:
     """Seconds [3] of a layer on the arguments of one call, of which the first tensor is the layer's input."""
-    given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
-    name = next(name for name, value in given.items() if isinstance(value, Tensor))
-    first = given[name] = given[name].detach()
-    inputs = [first.requires_grad_()] if first.is_floating_point() and not layer.reads_data else []
+    call, first = _again(module, args, kwargs)
+    inputs = [first] if first.requires_grad and not layer.reads_data else []
     if layer.targets_only and subject.head is not None:
-        head = subject.head
-        return time_passes(watch, lambda: head(first), inputs, _trainable(module))
-    places = [given[place] for place in range(len(args))]
-    return time_passes(
-        watch, lambda: module(*places, **{key: given[key] for key in kwargs}), inputs, _trainable(module)
-    )
+        call = partial(subject.head, first)
+    return time_passes(watch, call, inputs, _trainable(module))
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
@@ -242,7 +296,7 @@ class MeasuredSubject:
 
     grid: the batches to interpolate between. held_out: those that predictions are compared with.
     samples: per batch, what `measure_once` returned in each round.
-    hooks, entries: what `hooks_once` and `entry_once` returned in each round.
+    hooks, waits, entries: what `hooks_once`, `waits_once` and `entry_once` returned in each round.
     """
 
     subject: Subject
@@ -250,6 +304,7 @@ class MeasuredSubject:
     held_out: list[Batch]
     samples: list[list[Float64Array]] = field(default_factory=list)
     hooks: list[Float64Array] = field(default_factory=list)
+    waits: list[Float64Array] = field(default_factory=list)
     entries: list[float] = field(default_factory=list)
 
     @property
@@ -266,7 +321,10 @@ class MeasuredSubject:
         passes = [_passes(np.stack(samples), self.subject.rest) for samples in self.samples]
         medians = np.stack([np.median(each, axis=0) for each in passes])
         seconds = np.maximum(np.median(np.stack(world.gather(medians)), axis=0), 0)
-        hooks = np.median(np.stack(world.gather(np.median(self.hooks, axis=0))), axis=0) if self.hooks else None
+        hooks, waits = (
+            np.median(np.stack(world.gather(np.median(each, axis=0))), axis=0) if each else None
+            for each in (self.hooks, self.waits)
+        )
         layers: list[LayerTimes] = []
         for number, (layer, _) in enumerate(self.subject.layers):
             reach = None if layer.attention is None else layer.attention.reach
@@ -280,6 +338,7 @@ class MeasuredSubject:
                         weights=layer.weights,
                         reach=reach,
                         hooks_s=hooks_s,
+                        waits_s=(0.0, 0.0, 0.0) if waits is None else tuple(waits[number].tolist()),
                         grid=points[0],
                         held_out=points[1],
                     )
@@ -379,6 +438,7 @@ def measure(
         for each in measured:
             by_rows = sorted(each.batches, key=lambda batch: items(batch).sum())
             each.hooks.append(hooks_once(each.subject, by_rows[0], watch))
+            each.waits.append(waits_once(each.subject, by_rows[0], watch))
             each.entries.append(entry_once(each.subject, by_rows[len(by_rows) // 2], watch))
         num_rounds += 1
         spent_s = time.perf_counter() - start_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -25,6 +26,7 @@ from motet.cost.profile import LayerTimes, MessageKind, MessageTimes
 from motet.cost.profiled import message_fit
 from motet.models.block import Block
 from motet.profiling.measure import BOTH, FORWARD, INPUT, WEIGHTS, MeasuredSubject, Stopwatch, kept_calls, time_passes
+from motet.runtime.p2p import Inbox, Lanes
 from motet.train.world import World
 
 _SIZES_BYTES = {"cpu": tuple(2**n for n in range(12, 25, 2)), "cuda": tuple(2**n for n in range(12, 29, 2))}
@@ -69,7 +71,36 @@ def measure_messages(world: World, watch: Stopwatch) -> list[MessageTimes]:
                 seconds=tuple(seconds),
             )
         )
+    if device == "cpu":
+        calls_s = tuple([_call_s(size_bytes // 4, world) for size_bytes in _SIZES_BYTES[device]])
+        times.append(
+            MessageTimes(
+                kind="call",
+                num_ranks=world.num_ranks,
+                num_nodes=num_nodes,
+                size_bytes=_SIZES_BYTES[device],
+                seconds=calls_s,
+            )
+        )
     return times
+
+
+def _call_s(count: int, world: World) -> float:
+    """Seconds of the processor that a message of `count` elements between the first rank and the last takes of the
+    thread that computes, in the mean of both ends: to start it, and to take it out when it is there. A collective.
+    """
+    ends, watch = (0, world.num_ranks - 1), Stopwatch(world.device, waits=False)
+    lanes = Lanes([ends, ends[::-1]], world.rank, world.device)
+    taken: list[float] = []
+    if world.rank in ends:
+        peer, message = ends[world.rank == 0], torch.zeros(count, device=world.device)
+        inbox = Inbox(lanes, peer, [count] * (_REPEATS + 1), message)
+        calls: list[Callable[[], object]] = [partial(lanes.send, message, peer), inbox.take]
+        for _ in range(_REPEATS + 1):
+            taken.append(sum(watch(call)[0] for call in (calls if world.rank == 0 else reversed(calls))))
+        lanes.wait_for_sends()
+    of_ends = world.gather(float(np.median(taken[1:])) if taken else 0.0)
+    return (of_ends[ends[0]] + of_ends[ends[1]]) / 4
 
 
 def _chain_s(world: World, watch: Stopwatch, square: Tensor, send: Callable[[], object]) -> float:

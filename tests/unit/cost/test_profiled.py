@@ -271,6 +271,29 @@ def test_without_fsdp_a_layer_takes_no_hooks(profile):
     assert Profiled(profile, cluster()).unwrapped().layer_seconds("backbone", layer, work) == found
 
 
+def test_where_weights_wait_what_learns_takes_what_that_adds(profile):
+    (module,) = profile.modules
+    waiting = [layer.model_copy(update={"waits_s": (1.0, 2.0, -CONSTANT)}) for layer in module.layers]
+    waits = profile.model_copy(update={"modules": (module.model_copy(update={"layers": tuple(waiting)}),)})
+    cost, layer = Profiled(waits, cluster()), Layer("attention", 100, 100, 8, 8, Attention(8, 8))
+    work = Work(np.array([64.0]), np.array([64.0 * 16]))
+    plain, more = (cost.unwrapped(waits=split).layer_seconds("backbone", layer, work) for split in (False, True))
+    assert plain == Profiled(profile, cluster()).layer_seconds("backbone", layer, work)
+    added = [float(one[0] - other[0]) for one, other in zip(more, plain, strict=True)]
+    assert added == pytest.approx([1.0, 2.0, -CONSTANT])
+    assert cost.unwrapped(waits=True).layer_seconds("backbone", replace(layer, trainable=False), work) == plain
+
+
+def test_a_message_takes_of_the_ranks_what_was_measured(profile):
+    """Whichever node they are of; nothing, if it was not measured, as on GPUs."""
+    computing = profile.model_copy(update={"messages": (*profile.messages, message("call"))})
+    sizes = np.array([[1e6, 0.0]])
+    assert not Profiled(profile, cluster()).call_seconds(sizes, (0, 1)).any()
+    for ranks in ((0, 1), (0, 8)):
+        found = Profiled(computing, cluster()).call_seconds(sizes, ranks)
+        assert found.tolist() == [[pytest.approx(1e-4 + 1e-3), 0.0]]
+
+
 def test_a_rank_with_some_of_the_tensors_takes_their_share_of_what_a_tensor_costs(profile):
     cost = Profiled(profile, cluster())
     whole_s = cost.step_seconds(10**6)

@@ -33,9 +33,11 @@ from motet.profiling.measure import (
     measure,
     measure_once,
     time_passes,
+    waits_once,
 )
 from motet.profiling.subjects import grid_of, items, one_layer_deep, subjects
 from motet.profiling.table import HeldOut, print_tables
+from motet.runtime.deferred import WeightProduct, _DeferredLinear
 from motet.train.recipe.recipe import load_recipe
 
 ALONE = SimpleNamespace(gather=lambda own: [own], num_ranks=1)
@@ -335,6 +337,31 @@ def test_what_hooks_add_is_told_by_layer(chosen, monkeypatch, name):
     assert sum(layer.hooks_s[0] for layer in measured.times(ALONE).layers) == 2
 
 
+@pytest.mark.parametrize("name", ["image", "audio", BACKBONE])
+def test_what_waiting_adds_is_told_by_layer(chosen, monkeypatch, name):
+    """By a watch on which a linear layer whose product waits takes 1 s, each product 10 s, and all else nothing."""
+    subject, called = chosen[name], []
+    forward, add = _DeferredLinear.forward, WeightProduct.add
+    monkeypatch.setattr(_DeferredLinear, "forward", lambda *given: (called.append(1.0), forward(*given))[1])
+    monkeypatch.setattr(WeightProduct, "add", lambda product: (called.append(10.0), add(product))[1])
+
+    def watch(work, near=None):
+        before, result = sum(called), work()
+        return sum(called) - before, result
+
+    kept = {key: value.clone() for key, value in subject.module.state_dict().items()}
+    added = waits_once(subject, ((1, int(subject.lengths[0])),), watch)
+    defers = [layer.defers_weights for layer, _ in subject.layers]
+    assert any(defers) and [bool(each) for each in added[:, 0] > 0] == defers
+    np.testing.assert_array_equal(added[:, 2], 10 * added[:, 0])  # A layer multiplies once, and its weight waits once.
+    assert not added[:, 1].any()
+    assert all(torch.equal(kept[key], value) for key, value in subject.module.state_dict().items())
+    measured = MeasuredSubject(subject, [((1, int(subject.lengths[0])),)], [], waits=[added])
+    measured.samples = [[measure_once(subject, measured.grid[0], counting_watch)]]
+    told = measured.times(ALONE).layers
+    assert sum(layer.waits_s[0] for layer in told) == added[:, 0].sum() and told[0].waits_s[1] == 0
+
+
 def test_points_say_what_each_layer_saw(chosen):
     subject, batch = chosen[BACKBONE], ((2, 8), (1, 20))
     measured = MeasuredSubject(subject, [batch], [], [[measure_once(subject, batch, counting_watch)]])
@@ -354,6 +381,8 @@ def test_rounds_go_on_until_times_have_settled_or_the_time_is_up(chosen, monkeyp
     """By a clock on which a row takes 0.1 s, and so does what has none; each call up to `noise` longer."""
     now_s, shares, longer = [0.0], [], cycle(np.linspace(0, noise, 7))
     monkeypatch.setattr("time.perf_counter", lambda: now_s[0])
+    # By that clock, in which rows of forward passes are all that counts, it would be most of a round of one batch.
+    monkeypatch.setattr(measuring, "waits_once", lambda subject, batch, watch: np.zeros((len(subject.layers), 3)))
 
     def watch(work, near=None):
         result = work()

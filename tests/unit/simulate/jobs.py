@@ -24,15 +24,19 @@ BIG_FREE = Link(1e15, 0.0)
 
 @dataclass
 class Linear:
-    """A CostModel: seconds in proportion to rows, bytes, parameters. asked: of each message, what and which ranks."""
+    """A CostModel: seconds in proportion to rows, bytes, parameters. asked: of each message, what and which ranks.
+
+    call_s: what each end of a message computes for a byte.
+    """
 
     cluster: Cluster
+    call_s: float = 0.0
     asked: list = field(default_factory=list)
 
     def beyond(self, *asked):
         return Beyond()
 
-    def unwrapped(self):
+    def unwrapped(self, *, waits=False):
         return self
 
     def entry_seconds(self, module):
@@ -47,6 +51,9 @@ class Linear:
 
     def send_seconds(self, size_bytes, ranks):
         return size_bytes * SEND_S
+
+    def call_seconds(self, size_bytes, ranks):
+        return size_bytes * self.call_s
 
     def gather_seconds(self, size_bytes, ranks):
         self.asked.append(("gather", size_bytes, tuple(ranks)))

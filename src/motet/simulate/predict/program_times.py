@@ -27,6 +27,9 @@ def times_in_islands(pricing: Pricing, traffic: Traffic, islands: Sequence[int])
     tables = (table.reshape(-1, num_microbatches) for table in pricing.in_islands(islands)[:-1])
     forward, backward_input, weight, recompute, forward_tensor, backward_tensor = tables
     colocated, none = pricing.plan.schedule == "data_parallel", np.zeros((1, 1))
+    if not colocated and traffic.has_calls:
+        forward = forward + traffic.calls_s(islands).reshape(forward.shape)
+        backward_input = backward_input + traffic.calls_s(islands, gradient=True).reshape(forward.shape)
     forward_parts, backward_parts = parts_of_passes(pricing)
     return replace(
         constant_times(traffic.collectives, len(islands)),

@@ -130,7 +130,8 @@ class Pricing:
         exchange: str = "auto",
     ) -> None:
         self.plan, self.planned, self.assignment, self.exchange = plan, planned, assignment, exchange
-        self.cost = cost if plan.schedule == "data_parallel" else cost.unwrapped()
+        waits = plan.schedule in ("zb_h1", "zb_v")
+        self.cost = cost if plan.schedule == "data_parallel" else cost.unwrapped(waits=waits)
         self.precision = plan_precision(plan)
         self.backbone = plan.unit_of(BACKBONE)
         self.layout = planned.layout

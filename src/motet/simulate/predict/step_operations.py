@@ -108,11 +108,22 @@ class StepOperations:
         """The first stage that takes the same seconds as each stage, and the first edge as each edge."""
         stages, layout = self.planned.stages, self.planned.layout
         layers = [Counter(stage_layers(self.plan.model, one.layers, one.recomputed)) for one in stages]
-        of_stage = [
-            (one.unit.name, replica_of(layout, one, 0), one.num_parts, frozenset(counts.items()))
-            for one, counts in zip(stages, layers)
-        ]
         of_edge = [sent_key(self.planned, edge) for edge in range(len(self.planned.program.edges))]
+        messages = [Counter[tuple[object, ...]]() for _ in stages]  # For these the rank of a stage may compute.
+        for edge, ends in enumerate(self.planned.program.edges):
+            if stages[ends[0]].ranks[0] != stages[ends[1]].ranks[0]:
+                for end in ends:
+                    messages[end][of_edge[edge]] += 1
+        of_stage = [
+            (
+                one.unit.name,
+                replica_of(layout, one, 0),
+                one.num_parts,
+                frozenset(counts.items()),
+                frozenset(sent.items()),
+            )
+            for one, counts, sent in zip(stages, layers, messages)
+        ]
         return _first_alike(of_stage), _first_alike(of_edge)
 
     @cached_property
@@ -214,6 +225,12 @@ class StepOperations:
         islands = range(self.planned.layout.num_islands)
         traffic, stages = Traffic(pricing), self.planned.stages
         prices = {number: pricing.islands(stages[number]) for number in set(stage[stage >= 0].tolist())}
+        if traffic.has_calls:
+            forward, backward = traffic.calls_s(islands), traffic.calls_s(islands, gradient=True)
+            prices = {
+                number: one._replace(forward=one.forward + forward[:, number], input=one.input + backward[:, number])
+                for number, one in prices.items()
+            }
         seconds = np.zeros((len(constant), len(islands), assignment.num_microbatches))
         seconds += constant[:, None, None]
         for name, share in shares.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -42,12 +43,38 @@ class Traffic:
         return seconds
 
     def edge_s(self, edge: int, islands: Sequence[int], *, gradient: bool = False) -> Float64Array | float:
-        """The seconds of `send_s` on one edge, [len(islands), num_microbatches]; 0.0 if both ends are on one rank."""
+        """The seconds of `send_s` on one edge, [len(islands), num_microbatches]; 0.0 if both ends are on one rank.
+
+        What the ends compute (`calls_s`) is not among them.
+        """
         source, sink = self.planned.ends(edge)
         ends = source.ranks[0], sink.ranks[0]
         if ends[0] == ends[1]:
             return 0.0
-        return self.cost.send_seconds(self._sent_bytes(edge, islands, gradient=gradient), ends)
+        sent_bytes = self._sent_bytes(edge, islands, gradient=gradient)
+        seconds = self.cost.send_seconds(sent_bytes, ends)
+        return np.maximum(seconds - 2 * self.cost.call_seconds(sent_bytes, ends), 0) if self.has_calls else seconds
+
+    @cached_property
+    def has_calls(self) -> bool:
+        """Whether ranks compute for messages, as on CPUs."""
+        return bool(self.cost.call_seconds(np.ones(1), range(2)).any())
+
+    def calls_s(self, islands: Sequence[int], *, gradient: bool = False) -> Float64Array:
+        """Seconds that ranks compute for the messages before and behind forward passes of stages, or backward passes.
+
+        [len(islands), num_stages, num_microbatches].
+        """
+        shape = len(islands), len(self.planned.stages), self.assignment.num_microbatches
+        seconds, known = np.zeros(shape), dict[tuple[object, ...], Float64Array]()
+        for edge, (source, sink) in enumerate(self.planned.program.edges) if self.has_calls else ():
+            ends = [self.planned.stages[end].ranks[0] for end in (source, sink)]
+            if ends[0] != ends[1]:
+                key = sent_key(self.planned, edge)
+                if key not in known:
+                    known[key] = self.cost.call_seconds(self._sent_bytes(edge, islands, gradient=gradient), ends)
+                seconds[:, [source, sink]] += known[key][:, None]
+        return seconds
 
     def exchange_s(self) -> Float64Array:
         """Seconds of exchanges, [num_edges, num_microbatches]: rows of encoders go to the ranks of their sequences, and

@@ -10,7 +10,7 @@ from motet.balance import island_makespans, order_islands
 from motet.simulate.predict.predict import predict_assigned
 from motet.simulate.predict.step_seconds import PricedSteps
 from parity.random_fills import with_random_fills
-from unit.simulate.jobs import PLANS, Linear, lengths
+from unit.simulate.jobs import PLANS, SEND_S, Linear, lengths
 
 PIPELINES = [name for name in PLANS if name != "data parallel"]
 
@@ -31,7 +31,8 @@ def test_a_step_takes_as_long_as_it_is_simulated(name, zero, overlaps):
     device = replace(made.cluster.device, overlaps=overlaps)
     units = tuple(replace(unit, zero=zero) for unit in made.units)
     made = replace(made, units=units, cluster=replace(made.cluster, device=device))
-    steps, rng = PricedSteps(made, Linear(made.cluster)), np.random.default_rng(0)
+    cost = Linear(made.cluster, call_s=SEND_S / 4 if overlaps else 0.0)
+    steps, rng = PricedSteps(made, cost), np.random.default_rng(0)
     for seed in range(2):
         assignment = assign_batching(made, lengths(48, seed), permuted(batching_as_given(made), rng))
         expected_s = predict_assigned(made, steps.planned, assignment, steps.cost).step_s

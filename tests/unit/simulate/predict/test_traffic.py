@@ -126,6 +126,22 @@ def test_edges_that_are_priced_as_one_take_as_long_as_each_by_itself(name, gradi
         assert np.array_equal(seconds, np.zeros_like(seconds) + found.edge_s(edge, islands, gradient=gradient))
 
 
+def test_ranks_compute_for_messages_that_leave_them():
+    """Both ends, before their passes and behind; what they compute is no part of the message any more."""
+    made = plan(Unit("all", ({"image": 4, "audio": 3}, {"backbone": 2}, {"backbone": 2}, {"backbone": 4}), pp=2),
+                schedule="zb_v")  # fmt: skip
+    assert [stage.rank for stage in planned(made).program.stages] == [0, 1, 1, 0]
+    cost, batch = Linear(made.cluster, call_s=SEND_S / 4), lengths(made.batch_size)
+    alone, found = (Traffic(Pricing(made, planned(made), assign_batch(made, batch, cost), one))
+                    for one in (Linear(made.cluster), cost))  # fmt: skip
+    assert not alone.has_calls and found.has_calls
+    for gradient in (False, True):
+        whole, calls = (each([0], gradient=gradient)[0] for each in (alone.send_s, found.calls_s))
+        np.testing.assert_allclose(found.send_s([0], gradient=gradient)[0], whole / 2)
+        np.testing.assert_allclose(calls, np.stack([whole[0], whole[0], whole[2], whole[2]]) / 4)
+        assert whole[0].any() and not whole[1].any()
+
+
 @pytest.mark.parametrize("name", ["dp 2 and 1 to 4", "dp 2 to 4", "dp 4 to 2"])
 def test_brokers_divide_a_microbatchs_output(name):
     """Each source's output goes out once, by the rows of its sinks' examples."""
