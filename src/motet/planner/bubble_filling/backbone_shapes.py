@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import NamedTuple
 
 from motet.core.plan import ScheduleKind
 from motet.core.workload import BACKBONE
@@ -82,10 +83,27 @@ def encoders_of(job: Job) -> list[str]:
     return [module.name for module in job.model.modules if module.name != BACKBONE]
 
 
-def encoder_degrees(job: Job, shape: PipelineShape, name: str) -> list[int]:
-    """Tensor parallelism of an encoder that leaves whole heads, and whole examples, to each rank."""
-    module, degrees = job.model.module(name), divisors(shape.tp)
-    return [tp for tp in degrees if shape.microbatch_size % (shape.tp // tp) == 0 and not undivided_parts(module, tp)]
+class EncoderDegrees(NamedTuple):
+    """Ranks of a group that share products, and groups that share items."""
+
+    tp: int
+    cp: int
+
+
+def encoder_degrees(job: Job, shape: PipelineShape, name: str) -> list[EncoderDegrees]:
+    """The degrees of an encoder on the tensor-parallel ranks of a backbone, with whole heads on each rank.
+
+    Where its items can be cut, groups share them by `cp`: they deal them out, and cut those that dominate. Groups may
+    be replicas too (cp 1), with whole examples for each.
+    """
+    module, found = job.model.module(name), []
+    for tp in (tp for tp in divisors(shape.tp) if not undivided_parts(module, tp)):
+        num_groups = shape.tp // tp
+        if module.shareable and num_groups > 1:
+            found.append(EncoderDegrees(tp, num_groups))
+        if shape.microbatch_size % num_groups == 0:
+            found.append(EncoderDegrees(tp, 1))
+    return found
 
 
 def _estimated(job: Job, shape: PipelineShape) -> PipelineShape:
@@ -111,7 +129,7 @@ def _estimated(job: Job, shape: PipelineShape) -> PipelineShape:
     least_s = costs.passes_s + sum(
         min(
             job.block_costs(name, shape.microbatch_size * tp / shape.tp, tp).passes_s
-            for tp in encoder_degrees(job, shape, name)
+            for tp, _ in encoder_degrees(job, shape, name)
         )
         for name in encoders_of(job)
     )

@@ -17,7 +17,8 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
-from motet.cost.memory import unit_spans
+from motet.cost.memory import Spans, unit_spans
+from motet.planner.bubble_filling.backbone_shapes import EncoderDegrees
 from motet.planner.bubble_filling.encoder_plans import EncoderPlan, EncoderPlans
 from motet.planner.candidate import BUBBLE_FILLING, RuledOut, size_words
 from motet.planner.stages.recompute import Fit, StageBytes, fit_rank, stage_bytes
@@ -127,17 +128,28 @@ class EncoderMemory:
     def _stage_bytes(self, unit: Unit, stage: int) -> StageBytes:
         """Bytes of a stage that holds one microbatch. Cached, for stages of the same layers."""
         spans = unit_spans(self._job.model, unit, stage)
-        key = unit.name, unit.tp, unit.dp, *(self._layers(name, *span) for name, span in spans.items())
+        key = unit.name, unit.tp, unit.cp, unit.dp, *(self._layers(name, *span) for name, span in spans.items())
         if key not in self._bytes:
             plans = self._plans
 
             def rows(name: str, layer: Layer) -> float:
-                share = 1.0 if name == BACKBONE else plans.busiest_share(name, unit.tp)
-                return share * plans.unscheduled_pricing.largest_of_replica(name, layer)
+                share = 1.0 if name == BACKBONE else plans.busiest_share(name, EncoderDegrees(unit.tp, unit.cp))
+                # Of all ranks that share a replica's items, if each had as many as the fullest.
+                return share * unit.cp * plans.unscheduled_pricing.largest_of_replica(name, layer)
 
             precision = self._job.mixed_precision(pipeline=True)
-            self._bytes[key] = stage_bytes(self._job.model, unit, spans, rows, 1, precision)
+            found = stage_bytes(self._job.model, unit, spans, rows, 1, precision)
+            self._bytes[key] = self._with_copies(found, unit, spans)
         return self._bytes[key]
+
+    def _with_copies(self, found: StageBytes, unit: Unit, spans: Spans) -> StageBytes:
+        """With what ranks keep of items that they share: keys and values of each other's rows."""
+        if unit.cp == 1:
+            return found
+        ((name, span),) = spans.items()
+        copies = self._plans.copied_bytes(unit)[slice(*span)] * (found.saved_bytes[name] > 0)
+        saved = {name: found.saved_bytes[name] + copies}
+        return replace(found, kept_bytes=found.kept_bytes + ceil(copies.sum()), saved_bytes=saved)
 
     def _layers(self, name: str, first: int, stop: int) -> tuple[object, ...]:
         """What tells apart the layers of some blocks of a module; layers that are one object are the same."""

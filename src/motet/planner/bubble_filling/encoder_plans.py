@@ -2,8 +2,9 @@
 
 PP_enc divides PP_llm and TP_enc divides TP_llm, which gives m = DP_enc / DP_llm pipelines of encoders to each of the
 backbone's. In the paper each takes microbatches of its own. Here PP_llm / PP_enc pipelines do, and TP_llm / TP_enc
-groups of ranks deal out the items of a microbatch (`assign/encoder_shares.py`), so that one pass is of all of them. An
-item stays whole, so there are at most as many groups as a microbatch has examples. The encoders of one plan have the
+groups of ranks deal out the items of a microbatch (`assign/encoder_shares.py`), so that one pass is of all of them.
+Where groups can share items (`Module.shareable`) they do, by a `cp` of the encoder, and cut those that dominate; else
+items stay whole, and there are at most as many groups as a microbatch has examples. The encoders of one plan have the
 same PP, and TPs of their own.
 """
 
@@ -11,18 +12,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Literal
 
 import numpy as np
 
+from motet.assign.encoder_shares import FULLEST
 from motet.assign.step import StepAssignment
 from motet.balance import assign
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Fill, Plan, Unit
 from motet.core.workload import BACKBONE
-from motet.planner.bubble_filling.backbone_shapes import PipelineShape, encoder_degrees, encoders_of
+from motet.planner.bubble_filling.backbone_shapes import (
+    EncoderDegrees,
+    PipelineShape,
+    encoder_degrees,
+    encoders_of,
+)
 from motet.planner.degrees import divisors
 from motet.planner.job import BlockCosts, Job
 from motet.planner.stages.partition import partition
@@ -38,13 +46,14 @@ _MAX_DEALT = 64
 
 @dataclass(frozen=True)
 class EncoderPlan:
-    """Degrees of the encoders. pp: of all of them. tp: of each, by name."""
+    """Degrees of the encoders. pp: of all of them. groups: the ranks that share a pass of each, by name."""
 
     pp: int
-    tp: Mapping[str, int]
+    groups: Mapping[str, EncoderDegrees]
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} TP {tp}" for name, tp in self.tp.items()) + f", encoders PP {self.pp}"
+        own = [f"{name} TP {tp}" + (f" CP {cp}" if cp > 1 else "") for name, (tp, cp) in self.groups.items()]
+        return ", ".join(own) + f", encoders PP {self.pp}"
 
 
 class EncoderPlans:
@@ -58,7 +67,8 @@ class EncoderPlans:
         stages = tuple({BACKBONE: count} for count in counts)
         self.backbone = Unit(BACKBONE, stages, dp=shape.dp, pp=shape.pp, tp=shape.tp)
         self._has_backward: dict[int, Mapping[str, tuple[bool, ...]]] = {}
-        self._shares: dict[tuple[str, int], float] = {}
+        self._shares: dict[tuple[str, EncoderDegrees], float] = {}
+        self._costs: dict[tuple[str, EncoderDegrees], BlockCosts] = {}
 
     def __iter__(self) -> Iterator[EncoderPlan]:
         """The plans that divide the backbone's degrees, and leave a block to each stage, a microbatch to each pipeline,
@@ -72,17 +82,19 @@ class EncoderPlans:
     def degrees(self, plan: EncoderPlan) -> dict[str, dict[str, int]]:
         """Encoder -> its degrees by name."""
         num_ranks = self.backbone.num_ranks // plan.pp
-        return {name: {"tp": tp, "pp": plan.pp, "dp": num_ranks // tp} for name, tp in plan.tp.items()}
+        return {
+            name: {"tp": tp, "cp": cp, "pp": plan.pp, "dp": num_ranks // (tp * cp)}
+            for name, (tp, cp) in plan.groups.items()
+        }
 
     def units(self, plan: EncoderPlan) -> tuple[Unit, ...]:
         """The backbone's unit and those of the encoders beside it; nothing is recomputed."""
         units = [self.backbone]
-        for name, tp in plan.tp.items():
-            costs = self._block_costs(name, tp)
+        for name, degrees in self.degrees(plan).items():
+            costs = self._block_costs(name, plan.groups[name])
             counts = partition((costs.forward_s + costs.backward_s).tolist(), plan.pp)
             stages = tuple({name: count} for count in counts)
-            degrees = self.degrees(plan)[name]
-            units.append(Unit(name, stages, dp=degrees["dp"], pp=plan.pp, tp=tp))
+            units.append(Unit(name, stages, dp=degrees["dp"], pp=plan.pp, tp=degrees["tp"], cp=degrees["cp"]))
         return tuple(units)
 
     def plan(self, units: tuple[Unit, ...], fills: tuple[Fill, ...] = ()) -> Plan:
@@ -104,25 +116,90 @@ class EncoderPlans:
     def costs(self, unit: Unit) -> BlockCosts:
         """Costs of the blocks of a unit, for the part of a microbatch that its busiest group of ranks computes."""
         (name,) = unit.modules
-        return self._block_costs(name, unit.tp)
+        return self._block_costs(name, EncoderDegrees(unit.tp, unit.cp))
 
-    def _block_costs(self, name: str, tp: int) -> BlockCosts:
-        return self.job.block_costs(name, self.shape.microbatch_size * self.busiest_share(name, tp), tp)
+    def _block_costs(self, name: str, degrees: EncoderDegrees) -> BlockCosts:
+        key = name, degrees
+        if key not in self._costs:
+            num_examples = self.shape.microbatch_size * self.busiest_share(name, degrees)
+            costs = self.job.block_costs(name, num_examples, degrees.tp)
+            if degrees.cp > 1:
+                exchange_s = self._exchange_s(name, degrees)
+                costs = replace(
+                    costs,
+                    forward_s=costs.forward_s + exchange_s,
+                    backward_s=costs.backward_s + exchange_s * (costs.backward_s > 0),
+                    recompute_s=costs.recompute_s + exchange_s * (costs.recompute_s > 0),
+                )
+            self._costs[key] = costs
+        return self._costs[key]
 
-    def busiest_share(self, name: str, tp: int) -> float:
-        """What the busiest group of ranks has of an encoder's items of a microbatch, mean of some microbatches."""
-        num_groups = self.shape.tp // tp
+    def _exchange_s(self, name: str, degrees: EncoderDegrees) -> Float64Array:
+        """Seconds in which ranks get keys and values of items that they share, of each block, [num_blocks]."""
+        (tp, cp), (mean_bytes, _) = degrees, self._got_bytes(name, degrees)
+        sizes = mean_bytes * cp / (cp - 1)  # As of an all-gather in which each rank gets as much.
+        return np.array([self.job.cost.gather_seconds(size, range(0, cp * tp, tp)) for size in sizes.tolist()])
+
+    def copied_bytes(self, unit: Unit) -> Float64Array:
+        """Bytes of keys and values that backward finds, of items that ranks of a unit share, [num_blocks]: of the
+        microbatch with the most.
+        """
+        (name,) = unit.modules
+        return self._got_bytes(name, EncoderDegrees(unit.tp, unit.cp))[1]
+
+    def _got_bytes(self, name: str, degrees: EncoderDegrees) -> tuple[Float64Array, Float64Array]:
+        """Bytes of keys and values that a rank gets in each block: mean, and most of a microbatch; [num_blocks]."""
+        module, (tp, cp) = self.job.model.module(name), degrees
+        found, got_rows = np.zeros((2, len(module.blocks))), self._got_rows(name, cp)
+        for block, layers in enumerate(module.blocks if any(got_rows) and not module.tile_rows else ()):
+            for attention in (module.layers[index].attention for index in layers):
+                if attention is not None:
+                    reach = 2 * attention.window or math.inf
+                    row_bytes = 2 * attention.kv_width / tp * self.job.mixed_precision(pipeline=True).compute
+                    found[:, block] += row_bytes * np.minimum(got_rows, reach)
+        return found[0], found[1]
+
+    def _dealt(self, name: str) -> Iterator[Int64Array]:
+        """Lengths of an encoder's items in some microbatches that have any."""
+        items = self.job.batch.items[name]
+        microbatch = items.example // self.shape.microbatch_size
+        chosen = np.unique(microbatch)
+        for number in chosen[:: math.ceil(len(chosen) / _MAX_DEALT) or 1]:
+            yield items.length[microbatch == number]
+
+    def _got_rows(self, name: str, cp: int) -> tuple[float, float]:
+        """Rows that a rank gets of an item that it shares, mean of all microbatches and most: each such item is cut
+        over as many ranks as bring it under a rank's share.
+        """
+        got, batch = [], self.job.batch
+        for lengths in self._dealt(name):
+            over = lengths[lengths * cp > FULLEST * lengths.sum()]
+            num_ranks = np.ceil(over * cp / lengths.sum())
+            got.append(float((over * (1 - 1 / num_ranks)).max(initial=0.0)))
+        size = self.shape.microbatch_size
+        with_items = len(np.unique(batch.items[name].example // size)) / math.ceil(batch.num_examples / size)
+        return (float(np.mean(got)) * with_items, max(got)) if got else (0.0, 0.0)
+
+    def busiest_share(self, name: str, degrees: EncoderDegrees) -> float:
+        """What the busiest group of ranks has of an encoder's items of a microbatch, mean of some microbatches.
+
+        Items that are more than a group's share are cut, if groups share them.
+        """
+        num_groups = self.shape.tp // degrees.tp
         if num_groups == 1:
             return 1.0
-        if (name, num_groups) not in self._shares:
-            items = self.job.batch.items[name]
-            microbatch = items.example // self.shape.microbatch_size
-            chosen = np.unique(microbatch)
-            chosen = chosen[:: math.ceil(len(chosen) / _MAX_DEALT) or 1]
-            dealt = (assign(items.length[microbatch == number], num_groups).loads for number in chosen)
-            busiest, total = np.sum([(loads.max(), loads.sum()) for loads in dealt] or [(1, 1)], axis=0)
-            self._shares[name, num_groups] = float(busiest / total)
-        return self._shares[name, num_groups]
+        if (name, degrees) not in self._shares:
+            dealt = [assign(lengths, num_groups).loads for lengths in self._dealt(name)]
+            total = np.sum([loads.sum() for loads in dealt] or [1])
+            busiest = np.sum([self._busiest(loads, degrees) for loads in dealt] or [1])
+            self._shares[name, degrees] = float(busiest / total)
+        return self._shares[name, degrees]
+
+    @staticmethod
+    def _busiest(loads: Int64Array, degrees: EncoderDegrees) -> float:
+        """What the busiest group has. loads: int64 [num_groups], of whole items."""
+        most = FULLEST * float(loads.mean())
+        return min(float(loads.max()), most) if degrees.cp > 1 else float(loads.max())
 
     @cached_property
     def example(self) -> Plan:

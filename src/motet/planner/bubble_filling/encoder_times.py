@@ -73,10 +73,11 @@ def _collectives_s(plans: EncoderPlans, fitted: FittedPlan) -> tuple[float, tupl
     updated = by_rank.max(axis=1) / plans.shape.dp
     gather_s, finish_s = 0.0, np.zeros(pp)
     for unit in encoders:
-        ranks = range(0, unit.dp * unit.tp, unit.tp)
+        num_copies = unit.dp * unit.cp
+        ranks = range(0, num_copies * unit.tp, unit.tp)
         trainable = _trainable(plans, unit)
-        updated += trainable / unit.dp
-        if unit.dp > 1:
+        updated += trainable / num_copies
+        if num_copies > 1:
             gather_s += cost.gather_seconds(float(trainable.max()) * precision.compute, ranks)
             sizes = (trainable * precision.gradient).tolist()
             finish_s += [cost.reduce_scatter_seconds(size, ranks) for size in sizes]

@@ -28,7 +28,7 @@ from motet.planner.bubble_filling.backbone_alone import MAX_TIMED_ISLANDS, Backb
 from motet.planner.bubble_filling.backbone_bubbles import BackbonePipeline
 from motet.planner.bubble_filling.backbone_shapes import PipelineShape, backbone_shapes, encoders_of
 from motet.planner.bubble_filling.encoder_memory import EncoderMemory, FittedPlan
-from motet.planner.bubble_filling.encoder_plans import EncoderPlans
+from motet.planner.bubble_filling.encoder_plans import EncoderPlan, EncoderPlans
 from motet.planner.bubble_filling.encoder_times import encoders_beside
 from motet.planner.bubble_filling.fills import Filling, PlacedFills, before_whole_passes, fill, is_inside_pass
 from motet.planner.bubble_filling.one_f_one_b_bound import one_f_one_b_s
@@ -42,7 +42,7 @@ _MAX_TRIED, _MIN_FITTING, _MAX_PASSES = 12, 3, 6_000
 with all before, are no more than this."""
 _MAX_FILLED, _NUM_PROPOSED = 5, 2
 """Encoders are placed beside so many backbones, the least bound first; and so many are proposed."""
-_MAX_PLACED = 3
+_MAX_PLACED = 8
 """So many encoder plans of a backbone are placed."""
 _HALVES, _WHOLE = 2, 1
 """Slices of an encoder's layer and pass: attention and MLP, or both as one. Training runs no finer ones; Optimus
@@ -109,9 +109,10 @@ def _no_shape(job: Job, pins: Pins) -> str:
 
 
 class _BoundedPlan(NamedTuple):
-    """An encoder plan, and the least that a step takes with it."""
+    """An encoder plan, the least that a step takes with it, and what its encoders take of a microbatch."""
 
     bound_s: float
+    encoders_s: float
     fitted: FittedPlan
 
 
@@ -186,15 +187,26 @@ def _fitting(memory: EncoderMemory, plans: EncoderPlans, pins: Pins) -> tuple[li
     """The encoder plans as pinned that fit memory, and the one that lacks least of those that do not."""
     fitting: list[FittedPlan] = []
     nearest: RuledOut | None = None
+    allowed: dict[object, EncoderPlan] = {}
     for plan in plans:
-        if not all(pins.of(name).allow(**degrees) for name, degrees in plans.degrees(plan).items()):
-            continue
+        if all(pins.of(name).allow(**degrees) for name, degrees in plans.degrees(plan).items()):
+            # Groups that share items deal them out as replicas would, and cut those that dominate: these come first.
+            allowed.setdefault((plan.pp, *(one.tp for one in plan.groups.values())), plan)
+    for plan in allowed.values():
         outcome = memory.fit(plan, math.inf if nearest is None else nearest.shortfall_bytes)
         if isinstance(outcome, FittedPlan):
             fitting.append(outcome)
         elif outcome is not None:
             nearest = outcome
     return fitting, nearest
+
+
+def _filled_s(backbone: BackbonePipeline, encoders_s: float) -> float:
+    """The step, if all bubbles could be filled to the last, and encoders waited for no collective. encoders_s: what
+    these take of a microbatch.
+    """
+    idle_s = sum(backbone.end_s - row.computing_s for row in backbone.rows)
+    return backbone.end_s + max(0.0, encoders_s * backbone.num_microbatches - idle_s) / backbone.num_ranks
 
 
 def _num_recomputed(fitted: FittedPlan) -> int:
@@ -223,13 +235,16 @@ class _Filler:
         units = by_recomputed[0].units
         backbone = self.alone.pipeline(units, parted=True)
         backbone_s = backbone.end_s * self.alone.slowdown(units)
-        bounded = [_BoundedPlan(max(self._filled_s(backbone, fitted), backbone_s), fitted) for fitted in by_recomputed]
-        return sorted(bounded, key=lambda one: one.bound_s)
+        bounded = []
+        for fitted in by_recomputed:
+            encoders_s = encoders_beside(self.plans, fitted, 0).microbatch_s
+            bounded.append(_BoundedPlan(max(_filled_s(backbone, encoders_s), backbone_s), encoders_s, fitted))
+        return sorted(bounded, key=lambda one: one[:2])
 
     def best(self, bounded: list[_BoundedPlan]) -> tuple[FittedPlan, Filling]:
         """The plan whose fine placement ends first, of the few that could be best."""
         best, filling = bounded[0].fitted, self._fill(bounded[0].fitted, _HALVES)
-        for bound_s, fitted in bounded[1:_MAX_PLACED]:
+        for bound_s, _, fitted in bounded[1:_MAX_PLACED]:
             if bound_s < filling.fine_s:
                 other = self._fill(fitted, _HALVES)
                 if other.fine_s < filling.fine_s:
@@ -249,12 +264,6 @@ class _Filler:
             if is_other and placed.step_s * self.alone.slowdown(fitted.units) < limit_s:
                 candidates.append(self._candidate(fitted, placed, how))
         return candidates
-
-    def _filled_s(self, backbone: BackbonePipeline, fitted: FittedPlan) -> float:
-        """The step, if all bubbles could be filled to the last, and encoders waited for no collective."""
-        encoders_s = encoders_beside(self.plans, fitted, 0).microbatch_s * backbone.num_microbatches
-        idle_s = sum(backbone.end_s - row.computing_s for row in backbone.rows)
-        return backbone.end_s + max(0.0, encoders_s - idle_s) / backbone.num_ranks
 
     def _fill(self, fitted: FittedPlan, num_slices: int, *, is_inside: bool = True) -> Filling:
         """num_slices: of a layer's pass; 0: passes stay whole. is_inside: slices may run inside the backbone's."""

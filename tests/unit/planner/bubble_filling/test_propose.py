@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from motet.core.cluster import Cluster, Device, Link
@@ -12,7 +11,7 @@ from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
 from motet.cost.analytic import Analytic
 from motet.planner.bubble_filling.backbone_alone import MAX_TIMED_ISLANDS, BackboneAlone
-from motet.planner.bubble_filling.backbone_shapes import backbone_shapes
+from motet.planner.bubble_filling.backbone_shapes import EncoderDegrees, PipelineShape, backbone_shapes
 from motet.planner.bubble_filling.encoder_plans import EncoderPlans
 from motet.planner.bubble_filling.fills import is_inside_pass
 from motet.planner.bubble_filling.one_f_one_b_bound import one_f_one_b_s
@@ -175,12 +174,25 @@ def test_what_cannot_be_is_said():
         assert [words in one.why for one in ruled_out] == [True]
 
 
-def test_shares_of_a_microbatch_are_whole_examples():
-    found, _ = proposals(job(), Pins(tp=8, microbatch_size=2))
-    for one in found:
-        for unit in one.plan.units:
-            assert 2 % (8 // unit.tp) == 0
-    assert np.all([one.plan.unit_of("image").pp in (1, 2) for one in found])
+@pytest.mark.parametrize("shareable", [True, False])
+def test_groups_share_items_or_have_whole_examples(shareable):
+    spec = model()
+    spec = replace(spec, modules=tuple(replace(module, shareable=shareable) for module in spec.modules))
+    found, _ = proposals(job(spec), Pins(tp=8, microbatch_size=2))
+    images = [one.plan.unit_of("image") for one in found]
+    assert images and all(unit.pp in (1, 2) for unit in images)
+    for unit in images:
+        assert unit.tp * unit.cp == 8 if shareable else unit.cp == 1 and 2 % (8 // unit.tp) == 0
+    assert not shareable or any(unit.cp > 1 for unit in images)
+
+
+def test_items_that_dominate_are_shared_evenly():
+    """A video beside small images: dealt out whole, one rank would have it alone."""
+    lengths = {"image": {"count": {"value": 4}, "length": {"median": 500, "spread": 1.5, "max": 20_000}}}
+    mixed = {"task": [{"name": "all", "text": {"value": 512}, "items": lengths}]}
+    plans = EncoderPlans(job(lengths=mixed), PipelineShape(8, 2, 1, 1, 4, 16))
+    shared, whole = (plans.busiest_share("image", EncoderDegrees(1, cp)) for cp in (8, 1))
+    assert 1 / 8 <= shared <= 1.1 / 8 < 0.3 < whole
 
 
 def test_what_cannot_be_faster_is_left_out_in_words():
