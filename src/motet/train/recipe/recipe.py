@@ -405,6 +405,11 @@ class Recipe(BaseModel):
             raise ValueError(
                 "[evaluate] has no effect without data.heldout; name held-out manifests, or remove [evaluate]"
             )
+        is_default = self.evaluate.num_made == EvaluateConfig.model_fields["num_made"].default
+        if not is_default and not getattr(self.model, "generators", None):
+            raise ValueError(
+                f"evaluate.num_made = {self.evaluate.num_made} has no effect without [model.generators]; remove it"
+            )
         return self
 
     @model_validator(mode="after")

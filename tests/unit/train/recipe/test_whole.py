@@ -99,6 +99,9 @@ def test_keys_that_have_no_place_beside_it(job):
         "recipe.toml: model.train.audio has no effect: model has no such part; it has image, projector, backbone."
     )
     assert "parallel.audio has no effect" in complaint(job, "parallel.audio.tp=2")
+    held = 'data.heldout=["train.jsonl"]'
+    assert "evaluate.num_made = 4 has no effect without" in complaint(job, held, "evaluate.num_made=4")
+    load_recipe(job / "recipe.toml", [held, "evaluate.num_made=12"])  # As in the recipe that a run writes.
 
 
 @pytest.mark.parametrize("key", ["run.dir", "data.index_folder", "data.cache_folder"])
