@@ -173,23 +173,32 @@ def check_learns(model: nn.Module) -> None:
 
 
 def check_groups(model: nn.Module, config: OptimizerConfig) -> None:
-    """Raise UserError for a pattern of a group that names no weight, or frozen ones alone; for a decay that none has.
+    """Raise UserError for a pattern of a group that names no weight, or frozen ones alone.
 
-    model: whole; it may be on meta.
+    Also for a rate or a decay that none of a group's weights gets. model: whole; it may be on meta.
     """
-    decaying = _decaying(model)
+    decaying, learned = _decaying(model), list[set[int]]()
     for number, group in enumerate(config.groups):
         where = f"optimizer.groups[{number}].weights"
         named = {pattern: weights_named(model, pattern, where) for pattern in group.weights}
         for pattern, weights in named.items():
             if not any(weight.requires_grad for weight in weights):
                 raise UserError(f"{where}: all weights that match {pattern!r} are frozen; let them learn, or remove it")
-        learned = {id(weight) for weights in named.values() for weight in weights if weight.requires_grad}
-        if group.weight_decay and not decaying & learned:
+        learned.append({id(weight) for weights in named.values() for weight in weights if weight.requires_grad})
+        if group.weight_decay and not decaying & learned[-1]:
             raise UserError(
                 f"optimizer.groups[{number}].weight_decay has no effect, as norms, biases and tables of embeddings do "
                 "not decay, and it names no other weights that learn; remove it"
             )
+    for option in ("lr", "weight_decay"):
+        later = set[int]()
+        for number in reversed([n for n, group in enumerate(config.groups) if getattr(group, option) is not None]):
+            if learned[number] <= later:
+                raise UserError(
+                    f"optimizer.groups[{number}].{option} has no effect, as groups behind it name the same weights, "
+                    "and the last one counts; put it behind them, or remove it"
+                )
+            later |= learned[number]
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:

@@ -162,6 +162,16 @@ def test_a_decay_of_weights_that_do_not_decay_is_refused(pattern):
     check_groups(model, OptimizerConfig(lr=1e-2, groups=[{"weights": [pattern, "1.weight"], "weight_decay": 0.3}]))
 
 
+def test_a_group_that_later_ones_overrule_is_refused():
+    first, rest = {"weights": "0.*", "lr": 1e-3}, {"weights": "*", "lr": 4e-2}
+    check_groups(*two_layers(rest, first))
+    check_groups(*two_layers(first | {"weight_decay": 0.2}, {"weights": "*.bias", "lr": 4e-2}))
+    with pytest.raises(UserError, match=r"groups\[0\]\.lr has no effect, as groups behind it name the same weights"):
+        check_groups(*two_layers(first, rest))
+    with pytest.raises(UserError, match=r"groups\[0\]\.weight_decay has no effect"):
+        check_groups(*two_layers(first | {"weight_decay": 0.2}, {"weights": "0.*", "weight_decay": 0.3}))
+
+
 def test_parts_of_a_product_have_the_options_of_the_whole():
     model, config = two_layers({"weights": "1.weight", "lr": 5e-2})
     model[1] = SplitLinear(model[1], [1, 3])
