@@ -36,7 +36,7 @@ from motet.core.modalities import modalities
 from motet.core.words import counted_words
 from motet.data.alpaca import instruction_turns, is_instruction
 from motet.data.media import IMAGE, VIDEO
-from motet.data.media_names import DATA_URL_HEAD, media_name, video_names
+from motet.data.media_names import DATA_URL_HEAD, FrameNames, media_name, video_names
 from motet.data.parts import TEXTS_FIELD, TypedPart, interleaved, typed_parts
 from motet.data.record_fields import (
     PARTS_FIELD,
@@ -46,6 +46,7 @@ from motet.data.record_fields import (
     TURN_FIELDS,
     check_fields,
     check_names_no_media,
+    check_videos_are_whole,
     is_given,
     kind_of,
     media_fields,
@@ -193,10 +194,7 @@ def parse_conversation(record: dict[str, Any], where: str) -> Conversation:
         raise UserError(f"{where}: has no answer to learn; all its answers are out of the loss; leave the record out")
     names = (*(None for _ in _placeholders(system)), *(name for _, of_turn in parsed for name in of_turn))
     tools = parse_tools(record[TOOLS_FIELD], where) if is_given(record.get(TOOLS_FIELD)) else ()
-    conversation = Conversation(turns, _placeholders(turns), names, tools)
-    if not conversation.placeholders:
-        check_names_no_media(record, where)
-    return conversation
+    return _checked_media(Conversation(turns, _placeholders(turns), names, tools), record, where)
 
 
 def media_names(record: dict[str, Any], where: str) -> dict[str, list[str] | None]:
@@ -248,10 +246,23 @@ def _document(record: dict[str, Any], where: str) -> Conversation:
         if not isinstance(text := record[TEXT_FIELD], str):
             raise UserError(f"{where}: 'text' is {kind_of(text)}, but must be the text of a document")
         turn = Turn(DOCUMENT, _checked_text(text, where), True)
-    document = Conversation((turn,), _placeholders((turn,)), names)
-    if not document.placeholders:
+    return _checked_media(Conversation((turn,), _placeholders((turn,)), names), record, where)
+
+
+def _checked_media(conversation: Conversation, record: dict[str, Any], where: str) -> Conversation:
+    """The same. Raises UserError for fields of its record that would say of its media what nothing heeds."""
+    if not conversation.placeholders:
         check_names_no_media(record, where)
-    return document
+    if VIDEO in conversation.placeholders:
+        check_videos_are_whole(record, where)
+        videos = media_names(record, where)[VIDEO] or () if is_given(record.get("fps")) else None
+        if videos is not None and not any(isinstance(name, FrameNames) for name in videos):
+            raise UserError(
+                f"{where}: has a field 'fps', but lists no frames of a video, of which it says how many come a second; "
+                "a part that lists frames has an 'fps' of its own, and which frames of a file are taken, [model.video] "
+                "says; remove or rename the field"
+            )
+    return conversation
 
 
 def _of_parts(role: str, parts: Sequence[TypedPart], has_loss: bool, where: str) -> tuple[Turn, tuple[str | None, ...]]:

@@ -48,6 +48,8 @@ _REFUSED = {
     for name in names.split()
 }
 _OTHER_MEDIA = re.compile(r"(?:image|img|picture|audio|video)s?_(?:path|url|uri|file|filename|bytes|base64)s?")
+_PART_OF_VIDEO = ("start", "end", "video_start", "video_end", "clip", "nframes")
+"""What says in other programs that a part of a video is taken, or how many of its frames."""
 _MIN_SIMILARITY = 0.85
 
 
@@ -108,6 +110,16 @@ def check_names_no_media(record: dict[str, Any], where: str) -> None:
             raise UserError(
                 f"{where}: has a field '{name}', but no <image>, <audio> or <video> in its text; name media in "
                 "'image', 'audio' or 'video' and put a placeholder where each stands, or remove the field"
+            )
+
+
+def check_videos_are_whole(record: dict[str, Any], where: str) -> None:
+    """Raise UserError if a record with a video asks for a part of it: all of it would be taken."""
+    for name in _PART_OF_VIDEO:
+        if is_given(record.get(name)):
+            raise UserError(
+                f"{where}: has a field '{name}', but a video is read from its begin to its end, and [model.video] says "
+                "which frames are taken; cut the file, or rename the field if it says something else"
             )
 
 

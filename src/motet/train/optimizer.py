@@ -175,13 +175,30 @@ def check_learns(model: nn.Module) -> None:
 def check_groups(model: nn.Module, config: OptimizerConfig) -> None:
     """Raise UserError for a pattern of a group that names no weight, or frozen ones alone.
 
-    model: whole; it may be on meta.
+    Also for a rate or a decay that none of a group's weights gets. model: whole; it may be on meta.
     """
+    decaying, learned = _decaying(model), list[set[int]]()
     for number, group in enumerate(config.groups):
         where = f"optimizer.groups[{number}].weights"
-        for pattern in group.weights:
-            if not any(weight.requires_grad for weight in weights_named(model, pattern, where)):
+        named = {pattern: weights_named(model, pattern, where) for pattern in group.weights}
+        for pattern, weights in named.items():
+            if not any(weight.requires_grad for weight in weights):
                 raise UserError(f"{where}: all weights that match {pattern!r} are frozen; let them learn, or remove it")
+        learned.append({id(weight) for weights in named.values() for weight in weights if weight.requires_grad})
+        if group.weight_decay and not decaying & learned[-1]:
+            raise UserError(
+                f"optimizer.groups[{number}].weight_decay has no effect, as norms, biases and tables of embeddings do "
+                "not decay, and it names no other weights that learn; remove it"
+            )
+    for option in ("lr", "weight_decay"):
+        later = set[int]()
+        for number in reversed([n for n, group in enumerate(config.groups) if getattr(group, option) is not None]):
+            if learned[number] <= later:
+                raise UserError(
+                    f"optimizer.groups[{number}].{option} has no effect, as groups behind it name the same weights, "
+                    "and the last one counts; put it behind them, or remove it"
+                )
+            later |= learned[number]
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -189,19 +206,25 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
 
     model: whole, or a rank's part. `lr_ratio` of a group is its peak rate over `config.lr`.
     """
-    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    decaying = _decaying(model)
     groups: dict[tuple[object, float, float], list[nn.Parameter]] = {}
     names = whole_names(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             lr, decay = _own_options(names[name], config)
-            decays = parameter.ndim >= 2 and id(parameter) not in embeddings
-            groups.setdefault((mesh, lr / config.lr, decay if decays else 0.0), []).append(parameter)
+            decay = decay if id(parameter) in decaying else 0.0
+            groups.setdefault((mesh, lr / config.lr, decay), []).append(parameter)
     return [
         {"params": parameters, "weight_decay": decay, "lr": config.lr * lr_ratio, "lr_ratio": lr_ratio}
         for (_, lr_ratio, decay), parameters in groups.items()
     ]
+
+
+def _decaying(model: nn.Module) -> set[int]:
+    """The ids of the weights that decay, if any decay is asked for."""
+    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    return {id(parameter) for parameter in model.parameters() if parameter.ndim >= 2} - embeddings
 
 
 def _own_options(name: str, config: OptimizerConfig) -> tuple[float, float]:

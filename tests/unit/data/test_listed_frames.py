@@ -10,7 +10,7 @@ from transformers.image_utils import load_image
 from benchmark import benchmark
 from motet.core.errors import UserError
 from motet.data.area_videos import AreaVideos
-from motet.data.conversation import media_names
+from motet.data.conversation import media_names, parse_conversation
 from motet.data.dataset import Dataset, Modality
 from motet.data.headers import read_header
 from motet.data.index_build import open_index
@@ -120,6 +120,15 @@ def test_every_spelling_is_the_same_video(folder, tokenizer):
     assert [getattr(name, "frames", name) for name in two] == [("0.png", "1.png"), "a.mp4", ("b.webp",)]
 
 
+def test_a_rate_of_the_record_is_not_ignored_where_a_part_lists_the_frames():
+    part = {"type": "video", "video": frames()}
+    turns = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "A"}]
+    with pytest.raises(UserError, match="a part that lists frames has an 'fps' of its own"):
+        parse_conversation({"messages": turns, "fps": 2}, "here")
+    image = {"messages": [{"role": "user", "content": "<image>"}, turns[1]], "image": "a.png", "fps": 2, "end": 3}
+    assert parse_conversation(image, "here").placeholders == ("image",), "metadata, as there is no video"
+
+
 def test_two_rates_of_one_video_are_refused():
     part = {"type": "video", "video": frames(), "fps": 2, "sample_fps": 1}
     with pytest.raises(UserError, match="here: part 1: has both 'fps' and 'sample_fps'; give one of them"):
@@ -195,6 +204,8 @@ def test_frames_that_cannot_be_used_are_named(folder, tokenizer, tmp_path):
         ({"video": ["a.png"], "fps": "fast"}, "'fps' is the text 'fast', but must be the frames a second, from 0.01"),
         ({"video": [["data:image/png;base64,aaaa"]]}, "'video' lists frames as bytes; save them as files"),
         ({"video": [["https://x.org/a.png"]]}, "video 1 lists frames, and 'https://x.org/a.png' is a URL"),
+        ({"video": "a.mp4", "fps": 2}, "has a field 'fps', but lists no frames of a video"),
+        ({"video": "a.mp4", "start": 1.5}, "has a field 'start', but a video is read from its begin to its end"),
     ],
 )
 def test_lists_that_are_not_understood_are_refused_by_their_line(tmp_path, tokenizer, record, said):

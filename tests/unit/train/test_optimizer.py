@@ -1,5 +1,7 @@
 """The schedule as a function of the step, and which parameters decay."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -148,6 +150,26 @@ def test_groups_without_weights_that_learn_are_refused():
         check_groups(model, config)
     with pytest.raises(ValueError, match="a group needs `lr` or `weight_decay`"):
         two_layers({"weights": "0.*"})
+
+
+@pytest.mark.parametrize("pattern", ["*.bias", "0.*"])
+def test_a_decay_of_weights_that_do_not_decay_is_refused(pattern):
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+    for options, is_wrong in (({"weight_decay": 0.3, "lr": 1e-3}, True), ({"weight_decay": 0.0}, False)):
+        config = OptimizerConfig(lr=1e-2, groups=[{"weights": [pattern], **options}])
+        with pytest.raises(UserError, match=r"groups\[0\]\.weight_decay has no effect") if is_wrong else nullcontext():
+            check_groups(model, config)
+    check_groups(model, OptimizerConfig(lr=1e-2, groups=[{"weights": [pattern, "1.weight"], "weight_decay": 0.3}]))
+
+
+def test_a_group_that_later_ones_overrule_is_refused():
+    first, rest = {"weights": "0.*", "lr": 1e-3}, {"weights": "*", "lr": 4e-2}
+    check_groups(*two_layers(rest, first))
+    check_groups(*two_layers(first | {"weight_decay": 0.2}, {"weights": "*.bias", "lr": 4e-2}))
+    with pytest.raises(UserError, match=r"groups\[0\]\.lr has no effect, as groups behind it name the same weights"):
+        check_groups(*two_layers(first, rest))
+    with pytest.raises(UserError, match=r"groups\[0\]\.weight_decay has no effect"):
+        check_groups(*two_layers(first | {"weight_decay": 0.2}, {"weights": "0.*", "weight_decay": 0.3}))
 
 
 def test_parts_of_a_product_have_the_options_of_the_whole():

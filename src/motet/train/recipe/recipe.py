@@ -81,6 +81,8 @@ _DRAWN_LR = 1e-4
 Service = Literal["tensorboard", "wandb", "trackio"]
 _DTYPE_OF = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _OWN_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
+"""A variable of the shell in a path."""
 _PRECISION = {"param_dtype", "reduce_dtype", "loss_scale", "loss_scale_steps"}
 
 
@@ -403,6 +405,11 @@ class Recipe(BaseModel):
             raise ValueError(
                 "[evaluate] has no effect without data.heldout; name held-out manifests, or remove [evaluate]"
             )
+        is_default = self.evaluate.num_made == EvaluateConfig.model_fields["num_made"].default
+        if not is_default and not getattr(self.model, "generators", None):
+            raise ValueError(
+                f"evaluate.num_made = {self.evaluate.num_made} has no effect without [model.generators]; remove it"
+            )
         return self
 
     @model_validator(mode="after")
@@ -663,6 +670,14 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, trains: bool = Tru
         in_phase = None if read.phase is None else partial(key_in_phase, number=read.phase)
         told = recipe_error(error.errors(), schema, str(path), read.text, read.set_keys, in_phase)
         raise UserError(told) from error
+    for key in (("run", "dir"), ("data", "index_folder"), ("data", "cache_folder")):
+        folder = getattr(getattr(recipe, key[0]), key[1], None)
+        if found := _VARIABLE.search(str(folder)):
+            raise UserError(
+                f"{place_of(key, str(path), read.text, read.set_keys)}: '{'.'.join(key)}' has {found[0]} in it, and a "
+                "folder of that very name would be made, as recipes know no variables; write the path, or let the "
+                f"shell write it: --set {'.'.join(key)}=..."
+            )
     resolved = schema.model_validate(absolute(recipe.model_dump(exclude_unset=True), path.resolve().parent))
     try:
         _ = resolved.modules

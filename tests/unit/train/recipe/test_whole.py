@@ -99,6 +99,16 @@ def test_keys_that_have_no_place_beside_it(job):
         "recipe.toml: model.train.audio has no effect: model has no such part; it has image, projector, backbone."
     )
     assert "parallel.audio has no effect" in complaint(job, "parallel.audio.tp=2")
+    held = 'data.heldout=["train.jsonl"]'
+    assert "evaluate.num_made = 4 has no effect without" in complaint(job, held, "evaluate.num_made=4")
+    load_recipe(job / "recipe.toml", [held, "evaluate.num_made=12"])  # As in the recipe that a run writes.
+
+
+@pytest.mark.parametrize("key", ["run.dir", "data.index_folder", "data.cache_folder"])
+def test_a_variable_of_the_shell_makes_no_folder_of_its_name(job, key):
+    assert complaint(job, f'{key}="$HOME/a"').startswith(f"--set {key}: '{key}' has $HOME in it, and a folder")
+    assert "has ${SCRATCH} in it" in complaint(job, f'{key}="/work/${{SCRATCH}}"')
+    load_recipe(job / "recipe.toml", [f'{key}="~/5$"'])
 
 
 LAST = r".*language_model.*\.(q_proj|v_proj)"
