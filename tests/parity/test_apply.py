@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -168,6 +169,42 @@ def test_a_loop_goes_on_under_another_plan_and_gives_its_weights_back(plans, alo
     read = motet.compose(llm, {"image": tower}).state_dict()
     parts = {name for name in weights if not name.startswith("encoders.image.projector.")}
     assert all(torch.equal(read[name], weights[name]) for name in parts) and parts < weights.keys()
+
+
+def scheduled(make, learns):
+    """An optimizer of two groups, and a scheduler that multiplies what the rates are at the time."""
+    matrices, others = ([weight for weight in learns if (weight.ndim > 1) == is_matrix] for is_matrix in (True, False))
+    return make([{"params": matrices, "weight_decay": 0.3}, {"params": others, "lr": 5e-2}], 1e-2)
+
+
+def steps_on_schedule(rank, num_ranks, plan, folder, state, stop):
+    """(losses up to step `stop`, the scheduler's state) behind the newest checkpoint of a folder; saves another."""
+    parallel = motet.apply(build(), plan, partial(scheduled, torch.optim.AdamW))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(parallel.optimizer, 0.5)
+    if parallel.load(folder):
+        scheduler.load_state_dict(state)
+    losses = []
+    for batch in example_module("hf_parts").batches()[parallel.num_steps : stop]:
+        losses.append(parallel.step(batch).loss)
+        scheduler.step()
+    parallel.save(folder)
+    return losses, scheduler.state_dict()
+
+
+def test_rates_go_on_from_a_checkpoint_under_another_plan(tmp_path):
+    """As torch's optimizers restore them: most schedulers of torch multiply the rate that they find."""
+    model, expected, losses, state = build(), [], [], None
+    optimizer = scheduled(torch.optim.AdamW, list(model.parameters()))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for batch in example_module("hf_parts").batches()[:4]:
+        optimizer.zero_grad()
+        expected.append(reference_step(model, batch))
+        optimizer.step()
+        scheduler.step()
+    for units, stop in ((TOGETHER, 2), (BESIDE, 4)):
+        ((found, state), _) = run_ranks(steps_on_schedule, 2, plan_of(units), str(tmp_path), state, stop)
+        losses += found
+    assert losses == pytest.approx(expected, rel=1e-10)
 
 
 def not_saved(rank, num_ranks, folder):

@@ -28,6 +28,7 @@ from motet.runtime.place import Place
 from motet.runtime.step import StepResult
 from motet.train.checkpoint.choice import choose_checkpoint
 from motet.train.checkpoint.contents import Progress, is_checkpoint, name_of
+from motet.train.checkpoint.options import options_of, over_ranks, restore_options
 from motet.train.checkpoint.restoring import load
 from motet.train.checkpoint.saving import CheckpointConfig, Checkpointer
 from motet.train.export import gathered_weights
@@ -134,7 +135,8 @@ class ParallelMLLM:
             name = self._optimizer_name("save")
         world, line = self._world, self._lines.get(folder, [])
         saver = Checkpointer(folder, CheckpointConfig(keep=keep), world.saving, line, world.launch)
-        progress = Progress(step, step * self.plan.batch_size, 0, self._seed, "", optimizer=name)
+        options = over_ranks(world.gather(options_of(self.model, self.optimizer)))
+        progress = Progress(step, step * self.plan.batch_size, 0, self._seed, "", optimizer=name, options=options)
         saver.save(self.model, self.optimizer, progress)
         saver.wait()
         self._lines[folder] = saver.line
@@ -144,8 +146,9 @@ class ParallelMLLM:
         """Go on from a checkpoint that `save` wrote, perhaps under another Plan or on other ranks. A collective.
 
         path: of a checkpoint; or a folder of them, of which the newest whole one is taken, if there is any.
-        Returns the number of steps that were taken before. Raises UserError for a checkpoint that is damaged, or of
-        another model or optimizer.
+        Groups of the optimizer get the rates and other numbers that their weights had, as torch restores them: a
+        scheduler goes on with its own `load_state_dict`. Returns the number of steps that were taken before. Raises
+        UserError for a checkpoint that is damaged, or of another model, optimizer or grouping.
         """
         path = Path(path)
         with self._world.together():
@@ -157,6 +160,8 @@ class ParallelMLLM:
         if (other := start.state.optimizer) != own:
             raise JointUserError(f"load: {start.path} has the state of {other!r}, and the optimizer is {own!r}.")
         progress = load(start.path, self.model, self.optimizer, self._world.control, self._world.together)
+        with self._world.together():
+            restore_options(self.model, self.optimizer, progress.options)
         self._step.held.updated()
         self.num_steps, self._seed, self._lines[folder] = progress.step, progress.seed, start.line
         return self.num_steps
