@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
 from transformers import AutoModelForCausalLM, SiglipVisionModel
 
 import motet
@@ -354,6 +356,15 @@ MISTAKES = {
     "no batch": "give batch=",
     "unfrozen": "step: encoders.image.encoder.model.embeddings.patch_embedding.weight no longer learns, and the plan's",
     "checkpointing": "draw other masks where transformers' gradient checkpointing runs them again",
+    "wrapped": "motet.apply: the model is DataParallel; give what motet.compose makes",
+    "clipped below 0": "motet.apply: max_grad_norm is -1.0; it must be above 0",
+    "other weights": "the optimizer has a weight that is none of this rank's: make it of the list",
+    "closure": "motet.apply: LBFGS takes several losses in a step",
+    "hook": "motet.apply: backbone.causal_lm.lm_head.weight has a hook on its gradient",
+    "adapter": "model.layers.0.inner.self_attn.q_proj is an adapter of peft",
+    "float16": "step: autocast is in float16, in which small gradients become 0",
+    "part": "motet.apply: the model is a part already",
+    "whole matrices": "motet.apply: Adafactor keeps means over rows and columns of whole matrices, and under this plan",
     "phase": "step: example 1 has an item of 'video'; the model's encoders and generators are image",
 }
 PLANS = {
@@ -369,9 +380,16 @@ DEGREES = {
 }
 
 
-def stepped(model, plan, batch, planned_for, learns):
+OPTIMIZERS = {
+    "other weights": lambda part: sgd([nn.Parameter(weight.detach().clone()) for weight in part]),
+    "closure": torch.optim.LBFGS,
+    "whole matrices": torch.optim.Adafactor,
+}
+
+
+def stepped(model, plan, batch, planned_for, learns, make=sgd, max_grad_norm=None):
     """One step. learns: False freezes the weights of rank 0 before it."""
-    parallel = motet.apply(model, plan, sgd, batch=planned_for)
+    parallel = motet.apply(model, plan, make, batch=planned_for, max_grad_norm=max_grad_norm)
     if not learns and dist.get_rank() == 0:
         parallel.model.requires_grad_(False)
     parallel.step(batch)
@@ -406,8 +424,25 @@ def refused(rank, num_ranks):
             layers = model.backbone.causal_lm.model.layers
             for layer in layers:
                 layer.gradient_checkpointing, layer.self_attn.attention_dropout = True, 0.1
-        with pytest.raises(JointUserError) as error:
-            stepped(model, plan, batch, planned_for=None if what == "no batch" else batch, learns=what != "unfrozen")
+        elif what == "wrapped":
+            model = nn.DataParallel(model)
+        elif what == "hook":
+            model.backbone.causal_lm.lm_head.weight.register_hook(lambda gradient: gradient * 0)
+        elif what == "adapter":
+            inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), model.backbone.causal_lm)
+        elif what == "float16":
+            model, plan = model.float(), replace(plan, precision="fp32")
+        elif what in ("part", "whole matrices"):
+            plan = replace(plan, units=TOGETHER)
+        if what == "part":
+            motet.apply(model, plan, sgd)
+        planned_for, learns = None if what == "no batch" else batch, what != "unfrozen"
+        options = OPTIMIZERS.get(what, sgd), -1.0 if what == "clipped below 0" else None
+        with (
+            pytest.raises(JointUserError) as error,
+            torch.autocast("cpu", torch.float16, enabled=what == "float16"),
+        ):
+            stepped(model, plan, batch, planned_for, learns, *options)
         sentences[what] = str(error.value)
         dist.barrier()
     return sentences

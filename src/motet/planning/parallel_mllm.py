@@ -186,6 +186,8 @@ class ParallelMLLM:
         failure, digest, batches = "", b"", []
         try:
             self._check_learns()
+            if what == "step":
+                self._check_autocast()
             lengths = lengths_of_batch(batch, self._measured)
             digest = _digest(lengths, batch)
             batches = self._batches(batch, lengths, decide)
@@ -206,6 +208,15 @@ class ParallelMLLM:
             raise UserError(
                 f"{name} {'no longer learns' if self._learns[name] else 'learns now'}, and the plan's passes are made "
                 "for what learned when motet.apply was called: freeze before it, and apply a whole model anew to change"
+            )
+
+    def _check_autocast(self) -> None:
+        """Raise UserError for autocast in float16, the default on CUDA."""
+        kind = self._world.device.type
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
+            raise UserError(
+                "autocast is in float16, in which small gradients become 0 without a scale of the loss, and steps of a "
+                f'plan have none: take torch.autocast("{kind}", torch.bfloat16)'
             )
 
     def _batches(self, batch: Sequence[LoadedExample], lengths: BatchLengths, decide: StepDecider) -> list[RankBatch]:
