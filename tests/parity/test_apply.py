@@ -14,12 +14,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, SiglipVisionModel
 
 import motet
+from dist.test_changing_buffers import Normed
 from motet.core.errors import JointUserError, UserError
 from motet.core.plan import Plan, Unit
 from motet.cost.catalogue import cluster
 from motet.dropout import example_keys
 from motet.models.generator_build import build_generator
-from motet.models.projector import ProjectorConfig
+from motet.models.module import ModalityModule
+from motet.models.projector import ProjectorConfig, build_projector
 from motet.models.spec import model_spec
 from motet.train import world
 from parity.planned import PlannedCase
@@ -446,6 +448,29 @@ def refused(rank, num_ranks):
         sentences[what] = str(error.value)
         dist.barrier()
     return sentences
+
+
+def normed():
+    """The example's model with an encoder that has statistics of what it was given."""
+    parts = example_module("hf_parts")
+    torch.manual_seed(0)
+    projector = build_projector(8, 32, ProjectorConfig(kind="linear"))
+    image = ModalityModule(Normed(3 * parts.PATCH**2), projector)
+    return motet.compose(parts.language_model().double(), {"image": image.double()})
+
+
+def sentence_on_statistics(rank, num_ranks, plan):
+    with pytest.raises(JointUserError) as error:
+        motet.apply(normed(), plan, sgd).step(example_module("hf_parts").batches()[0])
+    return str(error.value)
+
+
+def test_statistics_that_follow_what_a_rank_computes_are_refused():
+    """A step of one process has those of all items; ranks would differ in them, and save those of one."""
+    model = model_spec(normed())
+    units = (Unit("all", (dict(model.num_blocks),), dp=2, zero=3),)
+    for said in run_ranks(sentence_on_statistics, 2, plan_of(units, model)):
+        assert said.startswith("The buffer encoders.image.encoder.batch_norm.running_mean changes as the model trains")
 
 
 def test_mistakes_are_one_sentence_on_all_ranks():

@@ -26,6 +26,7 @@ from motet.models.mllm import MLLM
 from motet.runtime.mesh import build_mesh
 from motet.runtime.place import Place
 from motet.runtime.step import StepResult
+from motet.train.changing_buffers import Buffers
 from motet.train.checkpoint.choice import choose_checkpoint
 from motet.train.checkpoint.contents import Progress, is_checkpoint, name_of
 from motet.train.checkpoint.options import options_of, over_ranks, restore_options
@@ -71,6 +72,7 @@ class ParallelMLLM:
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
         self._step, self.optimizer = build_part(model, plan.model, place, part, mesh, world)
         self._learns = _learning(model)
+        self._buffers, self._are_checked = Buffers(model), False
         self._lines: dict[Path, list[str]] = {}  # Of each folder the checkpoints that led here.
 
     def step(self, batch: Sequence[LoadedExample]) -> StepResult:
@@ -82,13 +84,17 @@ class ParallelMLLM:
         mode. Dropout and noise are drawn by the example's place in the batch, the number of the step, and torch's seed
         on rank 0. The result has the loss of the whole step, the mean over its targets and, of each generator, `weight`
         times the mean over the rows of its items (`losses` has them apart), and the gradient norm before clipping.
-        Raises JointUserError on all ranks for a batch that is not as it must be on any of them.
+        Raises JointUserError on all ranks for a batch that is not as it must be on any of them, and, behind the first
+        step, for a buffer that it has changed (`train/changing_buffers.py`).
         """
         batches = self._dealt("step", batch, self._decide)
         self.model.train()  # `from_pretrained` gives models in eval mode, and a loop may evaluate between steps.
         with self._autocast():
             result = self._step.run(batches, self.num_steps)
         self.num_steps += 1
+        if not self._are_checked:
+            self._are_checked = True
+            self._buffers.check(self._world)
         return result
 
     def evaluate(self, batch: Sequence[LoadedExample]) -> float:
@@ -111,6 +117,7 @@ class ParallelMLLM:
 
         A model that `motet.compose` makes anew takes them by `load_state_dict`. Files for transformers: `export`.
         """
+        self._buffers.check(self._world)  # Not all modules have input in the first step.
         return gathered_weights(self.model, self._world)
 
     def export(self, directory: Path | str) -> None:
@@ -131,6 +138,7 @@ class ParallelMLLM:
         Raises UserError if it cannot be written, or for an optimizer that is none of torch's in `[optimizer]`.
         """
         folder, step = Path(folder), self.num_steps
+        self._buffers.check(self._world)
         with self._world.together():
             name = self._optimizer_name("save")
         world, line = self._world, self._lines.get(folder, [])
@@ -163,6 +171,7 @@ class ParallelMLLM:
         with self._world.together():
             restore_options(self.model, self.optimizer, progress.options)
         self._step.held.updated()
+        self._buffers = Buffers(self.model)
         self.num_steps, self._seed, self._lines[folder] = progress.step, progress.seed, start.line
         return self.num_steps
 
