@@ -450,6 +450,30 @@ def refused(rank, num_ranks):
     return sentences
 
 
+def losses_beside_other_weights(rank, num_ranks, plan):
+    """(held-out loss of half the weights, of the weights, loss of a step), with others than the step's in between."""
+    batches, parallel = example_module("hf_parts").batches(), motet.apply(build(), plan, sgd)
+    kept = [weight.detach().clone() for weight in parallel.model.parameters()]
+    with torch.no_grad():
+        for weight in parallel.model.parameters():
+            weight.mul_(0.5)
+        halved = parallel.evaluate(batches[0])
+        for weight, own in zip(parallel.model.parameters(), kept):
+            weight.copy_(own)
+    return halved, parallel.evaluate(batches[0]), parallel.step(batches[1]).loss
+
+
+def test_a_loop_may_change_weights_as_where_it_evaluates_their_averages():
+    model, batches = build(), example_module("hf_parts").batches()
+    kept, step = (reference_step(model, batch) for batch in batches[:2])
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(0.5)
+    expected = pytest.approx((reference_step(model, batches[0]), kept, step), rel=1e-10)
+    sharing = (replace(TOGETHER[0], zero=1),)
+    assert run_ranks(losses_beside_other_weights, 2, plan_of(sharing)) == [expected] * 2
+
+
 def normed():
     """The example's model with an encoder that has statistics of what it was given."""
     parts = example_module("hf_parts")

@@ -88,6 +88,7 @@ class ParallelMLLM:
         step, for a buffer that it has changed (`train/changing_buffers.py`).
         """
         batches = self._dealt("step", batch, self._decide)
+        self._step.held.updated()  # The loop may have changed weights, as one that evaluates their averages does.
         self.model.train()  # `from_pretrained` gives models in eval mode, and a loop may evaluate between steps.
         with self._autocast():
             result = self._step.run(batches, self.num_steps)
@@ -103,6 +104,7 @@ class ParallelMLLM:
         batch: as of `step`, and so are errors.
         """
         batches = self._dealt("evaluate", batch, self._decide_held)
+        self._step.held.updated()
         self.model.eval()
         with self._autocast(), torch.no_grad():
             loss_sum, num_targets, *made = self._step.evaluate(batches).tolist()
