@@ -474,6 +474,27 @@ def test_a_loop_may_change_weights_as_where_it_evaluates_their_averages():
     assert run_ranks(losses_beside_other_weights, 2, plan_of(sharing)) == [expected] * 2
 
 
+def step_on_own_noise(rank, num_ranks, plan):
+    """The loss of a step on items to which each rank adds what it draws, or the sentence on them."""
+    batch = [
+        replace(example, media=tuple(replace(item, values=item.values + rank) for item in example.media))
+        for example in example_module("hf_parts").batches()[0]
+    ]
+    try:
+        return motet.apply(build(), plan, sgd).step(batch).loss
+    except JointUserError as error:
+        return str(error)
+
+
+def test_ranks_that_share_an_item_must_have_it_alike():
+    """Others may draw crops and noise of their own: each item is read by one of them."""
+    sharing = (Unit("all", ({"image": 2, "backbone": 2},), cp=2, zero=0),)
+    for said in run_ranks(step_on_own_noise, 2, plan_of(sharing)):
+        assert said.startswith("step: rank 1 was given items with other values than rank 0, which share their work")
+    first, second = run_ranks(step_on_own_noise, 2, plan_of(BESIDE))
+    assert first == second > 0
+
+
 def normed():
     """The example's model with an encoder that has statistics of what it was given."""
     parts = example_module("hf_parts")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,9 @@ from motet.train.optimizers import OPTIMIZERS, name_of_optimizer
 from motet.train.planned_job import PartConfig, build_part
 from motet.train.world import World
 
+_NUM_SAMPLED = 4096
+"""The most values of an item by which ranks compare it."""
+
 
 class ParallelMLLM:
     """The part of a model that this rank holds under a Plan, and the steps that it takes; made by `apply`.
@@ -68,6 +71,7 @@ class ParallelMLLM:
             place = Place.of(plan, world.rank)
         part = PartConfig(lambda held: held.to(world.device), make_optimizer, max_grad_norm)
         self._needs = StageNeeds.of(place, needs_places=model.backbone.needs_places)
+        self._shares_with = place.island, place.program_rank  # What the ranks have in common that share its work.
         self._decide, self._decide_held = StepDecider(place), StepDecider(place, own_fills=True)
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
         self._step, self.optimizer = build_part(model, plan.model, place, part, mesh, world)
@@ -194,23 +198,31 @@ class ParallelMLLM:
 
     def _dealt(self, what: str, batch: Sequence[LoadedExample], decide: StepDecider) -> list[RankBatch]:
         """This rank's part of a batch, by microbatch. what: the method, for errors, as of `step`. A collective."""
-        failure, digest, batches = "", b"", []
+        failure, digest, values, batches = "", b"", b"", []
         try:
             self._check_learns()
             if what == "step":
                 self._check_autocast()
             lengths = lengths_of_batch(batch, self._measured)
-            digest = _digest(lengths, batch)
+            digest, values = _digest(lengths, batch), _digest_of_values(batch, self._needs.readers)
             batches = self._batches(batch, lengths, decide)
         except (UserError, ValueError) as error:
             failure = f"{what}: {error}"
-        of_ranks = self._world.gather((failure, digest))
-        if failures := [each for each, _ in of_ranks if each]:
+        of_ranks = self._world.gather((failure, digest, self._shares_with, values))
+        if failures := [each for each, *_ in of_ranks if each]:
             raise JointUserError(failures[0])
-        if other := next((rank for rank, (_, each) in enumerate(of_ranks) if each != of_ranks[0][1]), 0):
+        if other := next((rank for rank, (_, each, *_) in enumerate(of_ranks) if each != of_ranks[0][1]), 0):
             raise JointUserError(
                 f"{what}: rank {other} was given other examples than rank 0; each rank takes the whole step's batch."
             )
+        first: dict[tuple[int, int], tuple[int, bytes]] = {}
+        for rank, (*_, sharing, read) in enumerate(of_ranks):
+            partner, expected = first.setdefault(sharing, (rank, read))
+            if read != expected:
+                raise JointUserError(
+                    f"{what}: rank {rank} was given items with other values than rank {partner}, which share their "
+                    "work under the plan: whatever is drawn of an item (a crop, noise) must be drawn alike."
+                )
         return batches
 
     def _check_learns(self) -> None:
@@ -279,7 +291,10 @@ def lengths_of_batch(batch: Sequence[LoadedExample], measured: Mapping[str, Meas
 
 
 def _digest(lengths: BatchLengths, batch: Sequence[LoadedExample]) -> bytes:
-    """Of texts and sizes of all examples: what tells batches apart without reading the media."""
+    """Of texts and sizes of all examples: what tells batches apart without reading the media.
+
+    Their values may differ: each is read by the ranks alone that compute its first block.
+    """
     digest = hashlib.blake2b(lengths.sequence.tobytes(), digest_size=16)
     for example in batch:
         text = example.sequence
@@ -288,4 +303,15 @@ def _digest(lengths: BatchLengths, batch: Sequence[LoadedExample]) -> bytes:
             digest.update(b"" if column is None else np.asarray(column, np.int64).tobytes())
         for item in example.media:
             digest.update(np.asarray(item.size, np.int64).tobytes())
+    return digest.digest()
+
+
+def _digest_of_values(batch: Sequence[LoadedExample], phases: Collection[str]) -> bytes:
+    """Of a sample of the values of each item that a rank may read. phases: whose items those are."""
+    digest = hashlib.blake2b(digest_size=16)
+    for example in batch if phases else ():
+        for phase, item in zip(example.sequence.media, example.media, strict=True):
+            if phase in phases:
+                values = np.asarray(item.values).reshape(-1)
+                digest.update(np.ascontiguousarray(values[:: len(values) // _NUM_SAMPLED + 1]).tobytes())
     return digest.digest()
