@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from motet.models.generator_build import build_generator
 from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
 from motet.models.spec import model_spec
+from motet.planning import apply
 from motet.train import world
 from parity.planned import PlannedCase
 from parity.test_loops import example_module
@@ -540,6 +543,14 @@ def test_a_group_that_sends_from_gpus_by_any_name_trains_there(monkeypatch, back
 def test_it_needs_a_process_group():
     with pytest.raises(UserError, match="init_process_group"):
         motet.apply(build(), plan_of(BESIDE), sgd)
+
+
+def test_weights_of_nan_are_not_others_on_the_same_rank():
+    model = build()
+    with torch.no_grad():
+        model.backbone.causal_lm.lm_head.weight[0] = torch.nan
+    alike = SimpleNamespace(rank=0, gather=lambda sums: [pickle.loads(pickle.dumps(sums))] * 2)
+    apply._check_same_weights(model, alike)
 
 
 def test_a_projector_of_any_kind_is_composed():

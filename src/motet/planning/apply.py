@@ -255,7 +255,8 @@ def _update_one_by_one(group: dict[str, Any]) -> None:
 def _check_same_weights(mllm: MLLM, world: World) -> None:
     """Raise JointUserError if ranks have built different models. A collective."""
     with torch.no_grad():
-        sums = {name: float(parameter.double().sum()) for name, parameter in mllm.named_parameters()}
+        # As text, in which nan is equal to nan.
+        sums = {name: float(each.sum(dtype=torch.float64)).hex() for name, each in mllm.named_parameters()}
     for rank, others in enumerate(world.gather(sums)):
         if others != sums:
             name = next((name for name in sums if others.get(name) != sums[name]), "its modules")
