@@ -219,6 +219,7 @@ def not_saved(rank, num_ranks, folder):
     plan, sentences = plan_of(BESIDE), []
     for make, does in (
         (torch.optim.Rprop, lambda parallel: parallel.save(folder)),
+        (torch.optim.SGD, lambda parallel: parallel.save(folder, keep=0)),
         (torch.optim.SGD, lambda parallel: [parallel.save(folder)]),
         (torch.optim.AdamW, lambda parallel: parallel.load(folder)),
         (torch.optim.SGD, lambda parallel: parallel.load(f"{folder}/nothing") or parallel.export(folder)),
@@ -232,7 +233,8 @@ def not_saved(rank, num_ranks, folder):
 
 @pytest.mark.slow
 def test_what_cannot_be_saved_or_loaded_is_one_sentence_on_all_ranks(tmp_path):
-    for unknown, other, in_the_way in run_ranks(not_saved, 2, str(tmp_path)):
+    for unknown, none_kept, other, in_the_way in run_ranks(not_saved, 2, str(tmp_path)):
+        assert none_kept == "save: keep is 0; it must be at least 1."
         assert unknown.startswith(
             "save: the state of Rprop is not known; checkpoints have that of torch's AdamW, Adam,"
         )

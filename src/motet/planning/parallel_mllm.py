@@ -147,6 +147,8 @@ class ParallelMLLM:
         self._buffers.check(self._world)
         with self._world.together():
             name = self._optimizer_name("save")
+            if keep < 1:
+                raise UserError(f"save: keep is {keep}; it must be at least 1.")
         world, line = self._world, self._lines.get(folder, [])
         saver = Checkpointer(folder, CheckpointConfig(keep=keep), world.saving, line, world.launch)
         options = over_ranks(world.gather(options_of(self.model, self.optimizer)))
