@@ -11,9 +11,9 @@ from parity.tiny import ToyEncoder
 class Normed(ToyEncoder):
     """With statistics of the rows that it was given."""
 
-    def __init__(self) -> None:
-        super().__init__(row_dim=20, cost="packed")
-        self.batch_norm = nn.BatchNorm1d(20)
+    def __init__(self, row_dim: int = 20) -> None:
+        super().__init__(row_dim, cost="packed")
+        self.batch_norm = nn.BatchNorm1d(row_dim)
 
     def forward(self, values, sizes):
         return super().forward(self.batch_norm(values), sizes)

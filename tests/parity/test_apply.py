@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
 from transformers import AutoModelForCausalLM, SiglipVisionModel
 
 import motet
+from dist.test_changing_buffers import Normed
 from motet.core.errors import JointUserError, UserError
 from motet.core.plan import Plan, Unit
 from motet.cost.catalogue import cluster
 from motet.dropout import example_keys
 from motet.models.generator_build import build_generator
-from motet.models.projector import ProjectorConfig
+from motet.models.module import ModalityModule
+from motet.models.projector import ProjectorConfig, build_projector
 from motet.models.spec import model_spec
+from motet.planning import apply
 from motet.train import world
 from parity.planned import PlannedCase
 from parity.test_loops import example_module
@@ -170,11 +178,48 @@ def test_a_loop_goes_on_under_another_plan_and_gives_its_weights_back(plans, alo
     assert all(torch.equal(read[name], weights[name]) for name in parts) and parts < weights.keys()
 
 
+def scheduled(make, learns):
+    """An optimizer of two groups, and a scheduler that multiplies what the rates are at the time."""
+    matrices, others = ([weight for weight in learns if (weight.ndim > 1) == is_matrix] for is_matrix in (True, False))
+    return make([{"params": matrices, "weight_decay": 0.3}, {"params": others, "lr": 5e-2}], 1e-2)
+
+
+def steps_on_schedule(rank, num_ranks, plan, folder, state, stop):
+    """(losses up to step `stop`, the scheduler's state) behind the newest checkpoint of a folder; saves another."""
+    parallel = motet.apply(build(), plan, partial(scheduled, torch.optim.AdamW))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(parallel.optimizer, 0.5)
+    if parallel.load(folder):
+        scheduler.load_state_dict(state)
+    losses = []
+    for batch in example_module("hf_parts").batches()[parallel.num_steps : stop]:
+        losses.append(parallel.step(batch).loss)
+        scheduler.step()
+    parallel.save(folder)
+    return losses, scheduler.state_dict()
+
+
+def test_rates_go_on_from_a_checkpoint_under_another_plan(tmp_path):
+    """As torch's optimizers restore them: most schedulers of torch multiply the rate that they find."""
+    model, expected, losses, state = build(), [], [], None
+    optimizer = scheduled(torch.optim.AdamW, list(model.parameters()))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for batch in example_module("hf_parts").batches()[:4]:
+        optimizer.zero_grad()
+        expected.append(reference_step(model, batch))
+        optimizer.step()
+        scheduler.step()
+    for units, stop in ((TOGETHER, 2), (BESIDE, 4)):
+        ((found, state), _) = run_ranks(steps_on_schedule, 2, plan_of(units), str(tmp_path), state, stop)
+        losses += found
+    assert losses == pytest.approx(expected, rel=1e-10)
+
+
 def not_saved(rank, num_ranks, folder):
     """The sentences on states that no checkpoint has, or another optimizer wrote, and on an export in the way."""
     plan, sentences = plan_of(BESIDE), []
     for make, does in (
         (torch.optim.Rprop, lambda parallel: parallel.save(folder)),
+        (torch.optim.SGD, lambda parallel: parallel.save(folder, keep=0)),
         (torch.optim.SGD, lambda parallel: [parallel.save(folder)]),
         (torch.optim.AdamW, lambda parallel: parallel.load(folder)),
         (torch.optim.SGD, lambda parallel: parallel.load(f"{folder}/nothing") or parallel.export(folder)),
@@ -188,7 +233,8 @@ def not_saved(rank, num_ranks, folder):
 
 @pytest.mark.slow
 def test_what_cannot_be_saved_or_loaded_is_one_sentence_on_all_ranks(tmp_path):
-    for unknown, other, in_the_way in run_ranks(not_saved, 2, str(tmp_path)):
+    for unknown, none_kept, other, in_the_way in run_ranks(not_saved, 2, str(tmp_path)):
+        assert none_kept == "save: keep is 0; it must be at least 1."
         assert unknown.startswith(
             "save: the state of Rprop is not known; checkpoints have that of torch's AdamW, Adam,"
         )
@@ -317,6 +363,15 @@ MISTAKES = {
     "no batch": "give batch=",
     "unfrozen": "step: encoders.image.encoder.model.embeddings.patch_embedding.weight no longer learns, and the plan's",
     "checkpointing": "draw other masks where transformers' gradient checkpointing runs them again",
+    "wrapped": "motet.apply: the model is DataParallel; give what motet.compose makes",
+    "clipped below 0": "motet.apply: max_grad_norm is -1.0; it must be above 0",
+    "other weights": "the optimizer has a weight that is none of this rank's: make it of the list",
+    "closure": "motet.apply: LBFGS takes several losses in a step",
+    "hook": "motet.apply: backbone.causal_lm.lm_head.weight has a hook on its gradient",
+    "adapter": "model.layers.0.inner.self_attn.q_proj is an adapter of peft",
+    "float16": "step: autocast is in float16, in which small gradients become 0",
+    "part": "motet.apply: the model is a part already",
+    "whole matrices": "motet.apply: Adafactor keeps means over rows and columns of whole matrices, and under this plan",
     "phase": "step: example 1 has an item of 'video'; the model's encoders and generators are image",
 }
 PLANS = {
@@ -332,9 +387,16 @@ DEGREES = {
 }
 
 
-def stepped(model, plan, batch, planned_for, learns):
+OPTIMIZERS = {
+    "other weights": lambda part: sgd([nn.Parameter(weight.detach().clone()) for weight in part]),
+    "closure": torch.optim.LBFGS,
+    "whole matrices": torch.optim.Adafactor,
+}
+
+
+def stepped(model, plan, batch, planned_for, learns, make=sgd, max_grad_norm=None):
     """One step. learns: False freezes the weights of rank 0 before it."""
-    parallel = motet.apply(model, plan, sgd, batch=planned_for)
+    parallel = motet.apply(model, plan, make, batch=planned_for, max_grad_norm=max_grad_norm)
     if not learns and dist.get_rank() == 0:
         parallel.model.requires_grad_(False)
     parallel.step(batch)
@@ -369,11 +431,96 @@ def refused(rank, num_ranks):
             layers = model.backbone.causal_lm.model.layers
             for layer in layers:
                 layer.gradient_checkpointing, layer.self_attn.attention_dropout = True, 0.1
-        with pytest.raises(JointUserError) as error:
-            stepped(model, plan, batch, planned_for=None if what == "no batch" else batch, learns=what != "unfrozen")
+        elif what == "wrapped":
+            model = nn.DataParallel(model)
+        elif what == "hook":
+            model.backbone.causal_lm.lm_head.weight.register_hook(lambda gradient: gradient * 0)
+        elif what == "adapter":
+            inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), model.backbone.causal_lm)
+        elif what == "float16":
+            model, plan = model.float(), replace(plan, precision="fp32")
+        elif what in ("part", "whole matrices"):
+            plan = replace(plan, units=TOGETHER)
+        if what == "part":
+            motet.apply(model, plan, sgd)
+        planned_for, learns = None if what == "no batch" else batch, what != "unfrozen"
+        options = OPTIMIZERS.get(what, sgd), -1.0 if what == "clipped below 0" else None
+        with (
+            pytest.raises(JointUserError) as error,
+            torch.autocast("cpu", torch.float16, enabled=what == "float16"),
+        ):
+            stepped(model, plan, batch, planned_for, learns, *options)
         sentences[what] = str(error.value)
         dist.barrier()
     return sentences
+
+
+def losses_beside_other_weights(rank, num_ranks, plan):
+    """(held-out loss of half the weights, of the weights, loss of a step), with others than the step's in between."""
+    batches, parallel = example_module("hf_parts").batches(), motet.apply(build(), plan, sgd)
+    kept = [weight.detach().clone() for weight in parallel.model.parameters()]
+    with torch.no_grad():
+        for weight in parallel.model.parameters():
+            weight.mul_(0.5)
+        halved = parallel.evaluate(batches[0])
+        for weight, own in zip(parallel.model.parameters(), kept):
+            weight.copy_(own)
+    return halved, parallel.evaluate(batches[0]), parallel.step(batches[1]).loss
+
+
+def test_a_loop_may_change_weights_as_where_it_evaluates_their_averages():
+    model, batches = build(), example_module("hf_parts").batches()
+    kept, step = (reference_step(model, batch) for batch in batches[:2])
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(0.5)
+    expected = pytest.approx((reference_step(model, batches[0]), kept, step), rel=1e-10)
+    sharing = (replace(TOGETHER[0], zero=1),)
+    assert run_ranks(losses_beside_other_weights, 2, plan_of(sharing)) == [expected] * 2
+
+
+def step_on_own_noise(rank, num_ranks, plan):
+    """The loss of a step on items to which each rank adds what it draws, or the sentence on them."""
+    batch = [
+        replace(example, media=tuple(replace(item, values=item.values + rank) for item in example.media))
+        for example in example_module("hf_parts").batches()[0]
+    ]
+    try:
+        return motet.apply(build(), plan, sgd).step(batch).loss
+    except JointUserError as error:
+        return str(error)
+
+
+def test_ranks_that_share_an_item_must_have_it_alike():
+    """Others may draw crops and noise of their own: each item is read by one of them."""
+    sharing = (Unit("all", ({"image": 2, "backbone": 2},), cp=2, zero=0),)
+    for said in run_ranks(step_on_own_noise, 2, plan_of(sharing)):
+        assert said.startswith("step: rank 1 was given items with other values than rank 0, which share their work")
+    first, second = run_ranks(step_on_own_noise, 2, plan_of(BESIDE))
+    assert first == second > 0
+
+
+def normed():
+    """The example's model with an encoder that has statistics of what it was given."""
+    parts = example_module("hf_parts")
+    torch.manual_seed(0)
+    projector = build_projector(8, 32, ProjectorConfig(kind="linear"))
+    image = ModalityModule(Normed(3 * parts.PATCH**2), projector)
+    return motet.compose(parts.language_model().double(), {"image": image.double()})
+
+
+def sentence_on_statistics(rank, num_ranks, plan):
+    with pytest.raises(JointUserError) as error:
+        motet.apply(normed(), plan, sgd).step(example_module("hf_parts").batches()[0])
+    return str(error.value)
+
+
+def test_statistics_that_follow_what_a_rank_computes_are_refused():
+    """A step of one process has those of all items; ranks would differ in them, and save those of one."""
+    model = model_spec(normed())
+    units = (Unit("all", (dict(model.num_blocks),), dp=2, zero=3),)
+    for said in run_ranks(sentence_on_statistics, 2, plan_of(units, model)):
+        assert said.startswith("The buffer encoders.image.encoder.batch_norm.running_mean changes as the model trains")
 
 
 def test_mistakes_are_one_sentence_on_all_ranks():
@@ -398,6 +545,14 @@ def test_a_group_that_sends_from_gpus_by_any_name_trains_there(monkeypatch, back
 def test_it_needs_a_process_group():
     with pytest.raises(UserError, match="init_process_group"):
         motet.apply(build(), plan_of(BESIDE), sgd)
+
+
+def test_weights_of_nan_are_not_others_on_the_same_rank():
+    model = build()
+    with torch.no_grad():
+        model.backbone.causal_lm.lm_head.weight[0] = torch.nan
+    alike = SimpleNamespace(rank=0, gather=lambda sums: [pickle.loads(pickle.dumps(sums))] * 2)
+    apply._check_same_weights(model, alike)
 
 
 def test_a_projector_of_any_kind_is_composed():

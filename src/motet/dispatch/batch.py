@@ -350,6 +350,9 @@ class RankBatch:
     def scale_mean(self, loss: Tensor) -> Tensor:
         """As `scale_sum`, from the mean over this rank's targets; such a mean is nan on a rank without targets."""
         if self.num_targets_of_rank == 0:
+            if loss.grad_fn is not None:
+                # Where a loop divides by its 0 targets itself, the zero that goes back would become nan there.
+                loss.grad_fn.register_hook(_zeros)
             return loss.nan_to_num() * 0
         return self.scale_sum(loss * self.num_targets_of_rank)
 
@@ -400,6 +403,10 @@ class RankBatch:
             media={phase: (values.pin_memory(), sizes) for phase, (values, sizes) in self.media.items()},
             routes={phase: route.pin_memory() for phase, route in self.routes.items()},
         )
+
+
+def _zeros(gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
+    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
 
 
 def assemble(

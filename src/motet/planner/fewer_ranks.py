@@ -17,6 +17,7 @@ from dataclasses import replace
 from motet.core.cluster import Cluster
 from motet.planner.candidate import Candidate
 from motet.planner.job import Job
+from motet.simulate.show.drawing import shown_seconds
 
 MAX_COUNTED = 16
 """Of up to so many nodes, or ranks of one node, every smaller number is a smaller cluster."""
@@ -37,7 +38,7 @@ def on_cluster(candidate: Candidate, job: Job, all_s: float) -> Candidate:
     all_s: the fastest step on all of its ranks; infinite for none.
     """
     num_ranks, needed = job.cluster.num_ranks, candidate.plan.cluster
-    why = f"takes {all_s:.4g} s" if all_s < math.inf else "does not exist"
+    why = f"takes {shown_seconds(all_s)}" if all_s < math.inf else "does not exist"
     fact = f"The fastest plan for all {num_ranks:,} ranks {why}; {_shape_words(needed)} are enough for this one."
     return replace(candidate, plan=replace(candidate.plan, cluster=job.cluster), tell=candidate.telling(fact))
 

@@ -95,7 +95,8 @@ def device_hours(best: SimulatedCandidate) -> str:
     hours = best.step_s / prediction.num_tokens * 1e9 / 3600
     idle = num_hired - prediction.num_ranks
     kept = f", of which {idle:,} {'is' if idle == 1 else 'are'} idle" if idle else ""
-    of_all = f"{_digits(num_hired * hours)} hours of one {name}, as {num_hired:,} are hired{kept}"
+    hired = f"{num_hired:,} {'is' if num_hired == 1 else 'are'} hired"
+    of_all = f"{_digits(num_hired * hours)} hours of one {name}, as {hired}{kept}"
     return f"A billion tokens take {_digits(hours)} hours: {of_all}."
 
 

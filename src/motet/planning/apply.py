@@ -34,6 +34,7 @@ from motet.planning.plan_first import fastest_plan
 from motet.planning.sources import plan_at
 from motet.planning.trainable import cut_obstacle, untrained
 from motet.train.device import device_name
+from motet.train.optimizers import WHOLE_MATRICES
 from motet.train.planned_job import ChosenPlan
 from motet.train.world import World, borrowed_world
 
@@ -65,6 +66,9 @@ def apply(
         raise UserError("motet.apply needs torch.distributed.init_process_group to have been called, on every rank.")
     world = borrowed_world()
     with world.together():
+        _check_model(mllm)
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise UserError(f"motet.apply: max_grad_norm is {max_grad_norm}; it must be above 0, or None.")
         _check_device(mllm, world.device)
         dtype = _dtype_of(mllm)
         spec = model_spec(mllm)
@@ -79,6 +83,34 @@ def apply(
     with world.together():
         _check(chosen, mllm, spec, dtype, world)
     return ParallelMLLM(mllm, chosen, _optimizer_of(optimizer), max_grad_norm, world)
+
+
+def _check_model(mllm: nn.Module) -> None:
+    """Raise UserError for what `compose` has not made, or what was changed since in a way that a part cannot keep."""
+    if not isinstance(mllm, MLLM):
+        raise UserError(
+            f"motet.apply: the model is {type(mllm).__name__}; give what motet.compose makes, neither wrapped nor "
+            "compiled as a whole."
+        )
+    weights, modules = dict(mllm.named_parameters()), dict(mllm.named_modules())
+    if mllm.backbone is None or any(isinstance(weight, DTensor) for weight in weights.values()):
+        raise UserError(
+            "motet.apply: the model is a part already, or its weights are shared by ranks (DTensor); build it anew."
+        )
+    if hooked := next((name for name, weight in weights.items() if _has_hooks(weight)), ""):
+        raise UserError(
+            f"motet.apply: {hooked} has a hook on its gradient, which a plan may compute elsewhere, in parts and by "
+            "microbatches: remove it."
+        )
+    if foreign := next((name for name, each in modules.items() if type(each).__module__.startswith("peft.")), ""):
+        raise UserError(
+            f"motet.apply: {foreign} is an adapter of peft, whose weights have no place in a plan: merge it before "
+            "motet.compose, or train it by [model.lora] of a recipe."
+        )
+
+
+def _has_hooks(weight: nn.Parameter) -> bool:
+    return any(getattr(weight, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
 def _check_device(mllm: MLLM, device: torch.device) -> None:
@@ -178,13 +210,32 @@ def _optimizer_of(make: Callable[[list[Any]], torch.optim.Optimizer]) -> Callabl
     def made(model: nn.Module) -> torch.optim.Optimizer:
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # All that a rank holds may be frozen, and torch makes no optimizer of nothing.
-        optimizer = make(trainable or [nn.Parameter(torch.empty(0))])
+        nothing = nn.Parameter(torch.empty(0))
+        optimizer = make(trainable or [nothing])
+        _check_optimizer(optimizer, [*model.parameters(), nothing])
         for group in optimizer.param_groups:
             if len({isinstance(parameter, DTensor) for parameter in group["params"]}) > 1:
                 _update_one_by_one(group)
         return optimizer
 
     return made
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, known: Sequence[nn.Parameter]) -> None:
+    """Raise UserError for an optimizer of other weights than this rank's, or that cannot step under the plan.
+
+    known: the weights of this rank.
+    """
+    kind, given = type(optimizer).__name__, [each for group in optimizer.param_groups for each in group["params"]]
+    if not {id(each) for each in given} <= {id(each) for each in known}:
+        raise UserError(
+            "motet.apply: the optimizer has a weight that is none of this rank's: make it of the list that it is "
+            "given, as lambda part: torch.optim.AdamW(part, 1e-4)."
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UserError("motet.apply: LBFGS takes several losses in a step, and a step of a plan has one.")
+    if (why := WHOLE_MATRICES.get(kind.lower())) and any(isinstance(each, DTensor) for each in given):
+        raise UserError(f"motet.apply: {kind} {why}, and under this plan ranks share weights (DTensor).")
 
 
 def _update_one_by_one(group: dict[str, Any]) -> None:
@@ -204,7 +255,8 @@ def _update_one_by_one(group: dict[str, Any]) -> None:
 def _check_same_weights(mllm: MLLM, world: World) -> None:
     """Raise JointUserError if ranks have built different models. A collective."""
     with torch.no_grad():
-        sums = {name: float(parameter.double().sum()) for name, parameter in mllm.named_parameters()}
+        # As text, in which nan is equal to nan.
+        sums = {name: float(each.sum(dtype=torch.float64)).hex() for name, each in mllm.named_parameters()}
     for rank, others in enumerate(world.gather(sums)):
         if others != sums:
             name = next((name for name in sums if others.get(name) != sums[name]), "its modules")

@@ -156,7 +156,8 @@ def _measured_candidate(job: Job, simulated: SimulatedCandidate, measured: Measu
     if measured.refitted is not None:
         (unit,) = candidate.plan.units
         numbers = {name: count for name, count in measured.refitted.recompute.items() if count}
-        candidate = replace(candidate, plan=replace(candidate.plan, units=(replace(unit, recompute=(numbers,)),)))
+        plan = replace(candidate.plan, units=(replace(unit, recompute=(numbers,)),))
+        candidate = replace(candidate, plan=plan, tell=tuple)  # What was told is of the recomputation that was planned.
         prediction = predict_candidate(job, candidate)
         fact = str(measured.refitted)
     else:

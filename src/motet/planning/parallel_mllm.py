@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,10 @@ from motet.models.mllm import MLLM
 from motet.runtime.mesh import build_mesh
 from motet.runtime.place import Place
 from motet.runtime.step import StepResult
+from motet.train.changing_buffers import Buffers
 from motet.train.checkpoint.choice import choose_checkpoint
 from motet.train.checkpoint.contents import Progress, is_checkpoint, name_of
+from motet.train.checkpoint.options import options_of, over_ranks, restore_options
 from motet.train.checkpoint.restoring import load
 from motet.train.checkpoint.saving import CheckpointConfig, Checkpointer
 from motet.train.export import gathered_weights
@@ -35,6 +37,9 @@ from motet.train.input.planned import StageNeeds, StepDecider, stages_of_example
 from motet.train.optimizers import OPTIMIZERS, name_of_optimizer
 from motet.train.planned_job import PartConfig, build_part
 from motet.train.world import World
+
+_NUM_SAMPLED = 4096
+"""The most values of an item by which ranks compare it."""
 
 
 class ParallelMLLM:
@@ -66,10 +71,12 @@ class ParallelMLLM:
             place = Place.of(plan, world.rank)
         part = PartConfig(lambda held: held.to(world.device), make_optimizer, max_grad_norm)
         self._needs = StageNeeds.of(place, needs_places=model.backbone.needs_places)
+        self._shares_with = place.island, place.program_rank  # What the ranks have in common that share its work.
         self._decide, self._decide_held = StepDecider(place), StepDecider(place, own_fills=True)
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
         self._step, self.optimizer = build_part(model, plan.model, place, part, mesh, world)
         self._learns = _learning(model)
+        self._buffers, self._are_checked = Buffers(model), False
         self._lines: dict[Path, list[str]] = {}  # Of each folder the checkpoints that led here.
 
     def step(self, batch: Sequence[LoadedExample]) -> StepResult:
@@ -81,13 +88,18 @@ class ParallelMLLM:
         mode. Dropout and noise are drawn by the example's place in the batch, the number of the step, and torch's seed
         on rank 0. The result has the loss of the whole step, the mean over its targets and, of each generator, `weight`
         times the mean over the rows of its items (`losses` has them apart), and the gradient norm before clipping.
-        Raises JointUserError on all ranks for a batch that is not as it must be on any of them.
+        Raises JointUserError on all ranks for a batch that is not as it must be on any of them, and, behind the first
+        step, for a buffer that it has changed (`train/changing_buffers.py`).
         """
         batches = self._dealt("step", batch, self._decide)
+        self._step.held.updated()  # The loop may have changed weights, as one that evaluates their averages does.
         self.model.train()  # `from_pretrained` gives models in eval mode, and a loop may evaluate between steps.
         with self._autocast():
             result = self._step.run(batches, self.num_steps)
         self.num_steps += 1
+        if not self._are_checked:
+            self._are_checked = True
+            self._buffers.check(self._world)
         return result
 
     def evaluate(self, batch: Sequence[LoadedExample]) -> float:
@@ -96,6 +108,7 @@ class ParallelMLLM:
         batch: as of `step`, and so are errors.
         """
         batches = self._dealt("evaluate", batch, self._decide_held)
+        self._step.held.updated()
         self.model.eval()
         with self._autocast(), torch.no_grad():
             loss_sum, num_targets, *made = self._step.evaluate(batches).tolist()
@@ -110,6 +123,7 @@ class ParallelMLLM:
 
         A model that `motet.compose` makes anew takes them by `load_state_dict`. Files for transformers: `export`.
         """
+        self._buffers.check(self._world)  # Not all modules have input in the first step.
         return gathered_weights(self.model, self._world)
 
     def export(self, directory: Path | str) -> None:
@@ -130,11 +144,15 @@ class ParallelMLLM:
         Raises UserError if it cannot be written, or for an optimizer that is none of torch's in `[optimizer]`.
         """
         folder, step = Path(folder), self.num_steps
+        self._buffers.check(self._world)
         with self._world.together():
             name = self._optimizer_name("save")
+            if keep < 1:
+                raise UserError(f"save: keep is {keep}; it must be at least 1.")
         world, line = self._world, self._lines.get(folder, [])
         saver = Checkpointer(folder, CheckpointConfig(keep=keep), world.saving, line, world.launch)
-        progress = Progress(step, step * self.plan.batch_size, 0, self._seed, "", optimizer=name)
+        options = over_ranks(world.gather(options_of(self.model, self.optimizer)))
+        progress = Progress(step, step * self.plan.batch_size, 0, self._seed, "", optimizer=name, options=options)
         saver.save(self.model, self.optimizer, progress)
         saver.wait()
         self._lines[folder] = saver.line
@@ -144,8 +162,9 @@ class ParallelMLLM:
         """Go on from a checkpoint that `save` wrote, perhaps under another Plan or on other ranks. A collective.
 
         path: of a checkpoint; or a folder of them, of which the newest whole one is taken, if there is any.
-        Returns the number of steps that were taken before. Raises UserError for a checkpoint that is damaged, or of
-        another model or optimizer.
+        Groups of the optimizer get the rates and other numbers that their weights had, as torch restores them: a
+        scheduler goes on with its own `load_state_dict`. Returns the number of steps that were taken before. Raises
+        UserError for a checkpoint that is damaged, or of another model, optimizer or grouping.
         """
         path = Path(path)
         with self._world.together():
@@ -157,7 +176,10 @@ class ParallelMLLM:
         if (other := start.state.optimizer) != own:
             raise JointUserError(f"load: {start.path} has the state of {other!r}, and the optimizer is {own!r}.")
         progress = load(start.path, self.model, self.optimizer, self._world.control, self._world.together)
+        with self._world.together():
+            restore_options(self.model, self.optimizer, progress.options)
         self._step.held.updated()
+        self._buffers = Buffers(self.model)
         self.num_steps, self._seed, self._lines[folder] = progress.step, progress.seed, start.line
         return self.num_steps
 
@@ -178,21 +200,31 @@ class ParallelMLLM:
 
     def _dealt(self, what: str, batch: Sequence[LoadedExample], decide: StepDecider) -> list[RankBatch]:
         """This rank's part of a batch, by microbatch. what: the method, for errors, as of `step`. A collective."""
-        failure, digest, batches = "", b"", []
+        failure, digest, values, batches = "", b"", b"", []
         try:
             self._check_learns()
+            if what == "step":
+                self._check_autocast()
             lengths = lengths_of_batch(batch, self._measured)
-            digest = _digest(lengths, batch)
+            digest, values = _digest(lengths, batch), _digest_of_values(batch, self._needs.readers)
             batches = self._batches(batch, lengths, decide)
         except (UserError, ValueError) as error:
             failure = f"{what}: {error}"
-        of_ranks = self._world.gather((failure, digest))
-        if failures := [each for each, _ in of_ranks if each]:
+        of_ranks = self._world.gather((failure, digest, self._shares_with, values))
+        if failures := [each for each, *_ in of_ranks if each]:
             raise JointUserError(failures[0])
-        if other := next((rank for rank, (_, each) in enumerate(of_ranks) if each != of_ranks[0][1]), 0):
+        if other := next((rank for rank, (_, each, *_) in enumerate(of_ranks) if each != of_ranks[0][1]), 0):
             raise JointUserError(
                 f"{what}: rank {other} was given other examples than rank 0; each rank takes the whole step's batch."
             )
+        first: dict[tuple[int, int], tuple[int, bytes]] = {}
+        for rank, (*_, sharing, read) in enumerate(of_ranks):
+            partner, expected = first.setdefault(sharing, (rank, read))
+            if read != expected:
+                raise JointUserError(
+                    f"{what}: rank {rank} was given items with other values than rank {partner}, which share their "
+                    "work under the plan: whatever is drawn of an item (a crop, noise) must be drawn alike."
+                )
         return batches
 
     def _check_learns(self) -> None:
@@ -201,6 +233,15 @@ class ParallelMLLM:
             raise UserError(
                 f"{name} {'no longer learns' if self._learns[name] else 'learns now'}, and the plan's passes are made "
                 "for what learned when motet.apply was called: freeze before it, and apply a whole model anew to change"
+            )
+
+    def _check_autocast(self) -> None:
+        """Raise UserError for autocast in float16, the default on CUDA."""
+        kind = self._world.device.type
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
+            raise UserError(
+                "autocast is in float16, in which small gradients become 0 without a scale of the loss, and steps of a "
+                f'plan have none: take torch.autocast("{kind}", torch.bfloat16)'
             )
 
     def _batches(self, batch: Sequence[LoadedExample], lengths: BatchLengths, decide: StepDecider) -> list[RankBatch]:
@@ -252,7 +293,10 @@ def lengths_of_batch(batch: Sequence[LoadedExample], measured: Mapping[str, Meas
 
 
 def _digest(lengths: BatchLengths, batch: Sequence[LoadedExample]) -> bytes:
-    """Of texts and sizes of all examples: what tells batches apart without reading the media."""
+    """Of texts and sizes of all examples: what tells batches apart without reading the media.
+
+    Their values may differ: each is read by the ranks alone that compute its first block.
+    """
     digest = hashlib.blake2b(lengths.sequence.tobytes(), digest_size=16)
     for example in batch:
         text = example.sequence
@@ -261,4 +305,15 @@ def _digest(lengths: BatchLengths, batch: Sequence[LoadedExample]) -> bytes:
             digest.update(b"" if column is None else np.asarray(column, np.int64).tobytes())
         for item in example.media:
             digest.update(np.asarray(item.size, np.int64).tobytes())
+    return digest.digest()
+
+
+def _digest_of_values(batch: Sequence[LoadedExample], phases: Collection[str]) -> bytes:
+    """Of a sample of the values of each item that a rank may read. phases: whose items those are."""
+    digest = hashlib.blake2b(digest_size=16)
+    for example in batch if phases else ():
+        for phase, item in zip(example.sequence.media, example.media, strict=True):
+            if phase in phases:
+                values = np.asarray(item.values).reshape(-1)
+                digest.update(np.ascontiguousarray(values[:: len(values) // _NUM_SAMPLED + 1]).tobytes())
     return digest.digest()

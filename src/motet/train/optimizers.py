@@ -64,6 +64,8 @@ WHOLE_MATRICES = {
     "muon": "multiplies whole matrices, in bfloat16",
 }
 """Optimizers that are refused, and why: no rank has a whole matrix where ranks share weights."""
+_SWITCHED = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
+"""Options that a recipe has not, and a loop of one's own may: each adds a moment."""
 COUNTERS = frozenset(name for kind in OPTIMIZERS.values() for name in kind.counters)
 _BY_CLASS = {kind.make: kind for kind in OPTIMIZERS.values()}
 
@@ -84,10 +86,10 @@ def name_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
     return next(kinds, "")
 
 
-def slots_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, momentum: float) -> dict[str, Any]:
+def slots_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a weight: what the optimizer would begin with, if the weight has taken no step yet.
 
-    momentum: of the group that has it.
+    group: the options of the group that has it, as of `optimizer.param_groups`.
     """
     state: dict[str, Any] = optimizer.state[parameter]
     kind = _BY_CLASS[type(optimizer)]
@@ -97,5 +99,7 @@ def slots_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, momentum
         state |= {
             name: torch.tensor(first, dtype=torch.float32, device=device) for name, first in kind.counters.items()
         }
-        state |= {name: torch.zeros_like(parameter).detach() for name in kind.fields(momentum)}
+        switched = [field for switch, field in _SWITCHED.items() if group.get(switch)]
+        fields = (*kind.fields(group.get("momentum", 0.0)), *switched)
+        state |= {name: torch.zeros_like(parameter).detach() for name in fields}
     return state

@@ -137,6 +137,12 @@ def test_losses_are_scaled_so_that_their_average_over_ranks_is_the_mean_over_tar
     means = [loss / batch.num_targets_of_rank for batch, loss in zip(batches, sums)]
     assert means[1].isnan()
     assert [batch.scale_mean(mean).item() for batch, mean in zip(batches, means)] == pytest.approx(scaled)
-    logits = torch.zeros(3, 4, requires_grad=True)
-    batches[1].scale_mean(torch.nn.functional.cross_entropy(logits, torch.full((3,), -100))).backward()
-    assert not logits.grad.any()
+    logits, mask = torch.zeros(3, 4, requires_grad=True), torch.zeros(3)
+    for mean in (
+        torch.nn.functional.cross_entropy(logits, torch.full((3,), -100)),
+        (logits.logsumexp(1) * mask).sum() / mask.sum(),
+        logits.sum() / batches[1].num_targets_of_rank,
+    ):
+        logits.grad = None
+        batches[1].scale_mean(mean).backward()
+        assert not logits.grad.any()

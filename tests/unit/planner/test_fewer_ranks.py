@@ -18,6 +18,7 @@ from motet.planner.report import winner_in_words
 from motet.planner.search import search
 from motet.planner.step_bound import ExampleRows, step_bound
 from motet.planner.strategies import STRATEGIES
+from motet.simulate.show.drawing import shown_seconds
 from unit.planner.jobs import job
 
 
@@ -72,7 +73,7 @@ def test_idle_ranks_are_said_and_what_all_of_them_would_take(far_apart):
     assert "12 of its 16 ranks are idle." in words[0]
     second_s = found.results[1].prediction.step_s
     (idle,) = [sentence for sentence in words if sentence.startswith("The fastest plan for all 16 ranks")]
-    assert f"takes {second_s:.4g} s; --nodes 1 --ranks-per-node" in idle
+    assert f"takes {shown_seconds(second_s)}; --nodes 1 --ranks-per-node" in idle
 
 
 def test_what_is_pinned_holds_on_fewer_devices(far_apart):

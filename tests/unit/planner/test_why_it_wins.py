@@ -55,6 +55,9 @@ def test_hours_are_of_all_devices_that_are_hired():
         "A billion tokens take 771.6 hours: 24,691 hours of one test, as 32 are hired, of which 24 are idle."
     )
     assert device_hours(simulated(10.0, 9.0, ranks=32)).endswith(", as 32 are hired.")
+    alone = simulated(10.0, 9.0, ranks=1)
+    plan = replace(alone.candidate.plan, cluster=replace(alone.candidate.plan.cluster, num_nodes=1, ranks_per_node=1))
+    assert device_hours(replace(alone, candidate=replace(alone.candidate, plan=plan))).endswith(", as 1 is hired.")
 
 
 def test_in_bubbles_is_between_the_first_and_the_last_pass_of_the_backbone():

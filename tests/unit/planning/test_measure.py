@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from cli.tiny_job import write_tiny_job
+from motet.planner.candidate import Candidate, predict_candidate
+from motet.planner.search_result import SimulatedCandidate
 from motet.planning import measure
 from motet.planning.cluster import ClusterOptions
 from motet.planning.job import JobOptions
-from motet.planning.measure import Steps, measure_plan, run_steps
-from motet.planning.measured_memory import BlockFigures, recompute_more
+from motet.planning.measure import MeasuredPlan, Steps, measure_plan, run_steps
+from motet.planning.measured_memory import BlockFigures, Refitted, recompute_more
 from motet.planning.plan_of_recipe import read_recipe_as_plan
 from motet.planning.trial import open_trials
 from motet.train.recipe.recipe import load_recipe
@@ -77,6 +79,15 @@ def test_out_of_memory_in_real_steps_is_met_with_more_recomputation(recipe_file)
     assert 0.5 < refitted.corrections["backbone"] < 2
     said = str(refitted)
     assert said.startswith("It ran out of memory") and f"{refitted.recompute['backbone']} of backbone" in said
+
+
+def test_what_was_planned_is_not_told_of_a_plan_that_recomputes_more(recipe_file):
+    plan, job = read_recipe_as_plan(recipe_file, LARGER, JobOptions(ClusterOptions()))
+    candidate = Candidate("data parallel", "DP 1", plan, 1.0, tell=lambda: ("Recomputes 1 of 12 layers of backbone.",))
+    ran = MeasuredPlan(1.0, 10**9, Refitted({"backbone": 4}, 10**9, {"backbone": 1.0}, num_failed=1))
+    found = measure._measured_candidate(job, SimulatedCandidate(candidate, predict_candidate(job, candidate)), ran)
+    (fact,) = found.candidate.facts
+    assert fact.startswith("It ran out of memory") and found.candidate.plan.units[0].recompute == ({"backbone": 4},)
 
 
 def figures_of(rng, num_blocks):

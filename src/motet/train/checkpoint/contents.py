@@ -62,6 +62,7 @@ class Progress:
     scales:      by what the LoRA adapters of each part are multiplied; None in checkpoints that do not say it.
     optimizer:   its name; "" in checkpoints that do not say it.
     loss_scale, num_finite: the `LossScale` of the next step; None where modules do not compute in float16.
+    options:     of the optimizer's groups and the weights in them, as a loop of one's own has set them; () otherwise.
 
     Example:
         >>> from dataclasses import replace
@@ -86,6 +87,7 @@ class Progress:
     num_finite: int = 0
     shuffle: bool | None = None
     optimizer: str = ""
+    options: tuple[tuple[dict[str, float | tuple[float, ...]], tuple[str, ...]], ...] = ()
 
 
 class _Stored(BaseModel):
@@ -113,6 +115,7 @@ class RunState(_Stored):
     num_finite: int = Field(0, ge=0, lt=2**53)
     shuffle: bool | None = None
     optimizer: str = ""
+    options: tuple[tuple[dict[str, float | tuple[float, ...]], tuple[str, ...]], ...] = ()
     num_ranks: int = Field(gt=0)
     launch: str
     written: AwareDatetime

@@ -35,12 +35,12 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Name -> tensor to save or to load in place. Creates the optimizer's state if it has taken no step yet."""
     keys, tensors = stored_names(model), weights_of(model)
-    momentum = {id(each): group.get("momentum", 0.0) for group in optimizer.param_groups for each in group["params"]}
+    groups = {id(each): group for group in optimizer.param_groups for each in group["params"]}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             rows = NamedRows.of(keys[name])
             whole, of_rows = (keys[name], "") if rows is None else (rows.name, rows._replace(name="").key)
-            for field, tensor in slots_of(optimizer, parameter, momentum.get(id(parameter), 0.0)).items():
+            for field, tensor in slots_of(optimizer, parameter, groups.get(id(parameter), {})).items():
                 if field not in COUNTERS:
                     tensors[f"{_OPTIMIZER}{whole}.{field}{of_rows}"] = tensor
                 elif rows is None or rows.first == 0:

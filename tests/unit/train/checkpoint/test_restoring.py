@@ -49,6 +49,20 @@ def test_the_state_of_each_optimizer_comes_back_to_the_bit(tmp_path, name):
 
 
 @pytest.mark.parametrize(
+    ("make", "switch"),
+    [(torch.optim.AdamW, "amsgrad"), (torch.optim.Adam, "amsgrad"), (torch.optim.RMSprop, "centered")],
+)
+def test_moments_of_options_that_recipes_have_not_come_back(tmp_path, make, switch):
+    """A loop of one's own may have them."""
+    (model, _), (other_model, _) = build(), build()
+    optimizer, other = (make(each.parameters(), 0.1, **{switch: True}) for each in (model, other_model))
+    write(tmp_path, *stepped(model, optimizer, 3), Progress(3, 0, 0, 7, ""))
+    load(tmp_path / "step-00000003", other_model, other, None)
+    stepped(model, optimizer, 2), stepped(other_model, other, 2)
+    assert all(map(torch.equal, model.state_dict().values(), other_model.state_dict().values()))
+
+
+@pytest.mark.parametrize(
     ("saved", "asked", "said"),
     [
         ("adamw", "sgd", "it has no optimizer state momentum_buffer of"),
