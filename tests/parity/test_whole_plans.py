@@ -9,7 +9,7 @@ import pytest
 
 from benchmark import benchmark
 from motet.assign import planned_step
-from motet.assign.encoder_shares import joined_cuts
+from motet.assign.item_shares import joined_cuts
 from motet.planning.plan_first import plan_first
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train

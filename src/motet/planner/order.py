@@ -20,10 +20,12 @@ import numpy as np
 
 from motet.assign.groups import groups_under
 from motet.assign.step import StepAssignment
+from motet.core.errors import UserError
 from motet.core.plan import Order, Plan
 from motet.core.workload import BACKBONE, BatchLengths, total_lengths
 from motet.planner.candidate import Candidate, Pins, RuledOut, is_faster
 from motet.planner.job import Job
+from motet.schedule import check_fit
 from motet.schedule.plan_units import pipelined_units, units_in_bubbles
 from motet.simulate.predict.predict import predict_assigned
 from motet.simulate.predict.prediction import Prediction
@@ -51,6 +53,11 @@ def with_pinned_deal(candidate: Candidate, pins: Pins) -> Candidate | RuledOut:
         if dealt.order != "given" and dealt.balance != "off":
             why = f"order {dealt.order!r} and balance {dealt.balance!r} are pinned, and both deal out microbatches."
             return RuledOut(candidate.strategy, candidate.what, why)
+        if dealt.balance == "split":
+            try:
+                check_fit(dealt)
+            except UserError as error:
+                return RuledOut(candidate.strategy, candidate.what, str(error))
         return candidate if dealt == plan else replace(candidate, plan=dealt)
     if pins.filling == "by_step":
         why = "filling is pinned to 'by_step', and data parallelism has no bubbles of a pipeline to fill."

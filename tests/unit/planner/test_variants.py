@@ -1,11 +1,10 @@
 """What a leader gets beside its degrees: bubbles that are filled by step."""
 
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 
-from motet.core.plan import BalancingMethod
+from motet.core.plan import PROPOSED_BALANCES
 from motet.core.plan_file import read_plan, write_plan
 from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
 from motet.planner import variants
@@ -80,7 +79,7 @@ def test_a_way_of_balancing_that_auto_takes_in_every_microbatch_is_not_simulated
     assert candidate.plan.balance == "auto" and given.assignment(candidate.plan).methods == ("per_phase",)
     step_s = {
         method: predict_candidate(given, replace(candidate, plan=replace(candidate.plan, balance=method))).step_s
-        for method in get_args(BalancingMethod)
+        for method in PROPOSED_BALANCES
     }
     assert step_s["per_phase"] == step_s["auto"] != step_s["joint"]
     simulated = []
