@@ -47,17 +47,17 @@ def with_pinned_deal(candidate: Candidate, pins: Pins) -> Candidate | RuledOut:
             balance=pins.balance or plan.balance,
             filling=pins.filling or plan.filling,
         )
+        if dealt.balance == "split":
+            try:
+                check_fit(dealt)
+            except UserError as error:
+                return RuledOut(candidate.strategy, candidate.what, str(error))
         if dealt.filling == "by_step" and not can_fill_by_step(dealt):
             why = "filling is pinned to 'by_step', and no encoder runs in bubbles, or some run beside parts of passes."
             return RuledOut(candidate.strategy, candidate.what, why)
         if dealt.order != "given" and dealt.balance != "off":
             why = f"order {dealt.order!r} and balance {dealt.balance!r} are pinned, and both deal out microbatches."
             return RuledOut(candidate.strategy, candidate.what, why)
-        if dealt.balance == "split":
-            try:
-                check_fit(dealt)
-            except UserError as error:
-                return RuledOut(candidate.strategy, candidate.what, str(error))
         return candidate if dealt == plan else replace(candidate, plan=dealt)
     if pins.filling == "by_step":
         why = "filling is pinned to 'by_step', and data parallelism has no bubbles of a pipeline to fill."
@@ -69,8 +69,13 @@ def with_pinned_deal(candidate: Candidate, pins: Pins) -> Candidate | RuledOut:
 
 
 def can_fill_by_step(plan: Plan) -> bool:
-    """Whether a Plan's bubbles can be filled anew in each step: by encoders, between whole passes of the backbone."""
-    return bool(units_in_bubbles(plan)) and not any("." in fill.before for fill in plan.fills)
+    """Whether a Plan's bubbles can be filled anew in each step: by encoders, between whole passes of the backbone.
+
+    Replicas that share sequences run passes in one order.
+    """
+    if plan.balance == "split" or not units_in_bubbles(plan):
+        return False
+    return not any("." in fill.before for fill in plan.fills)
 
 
 def with_best_order(job: Job, candidate: Candidate, given: Prediction, pins: Pins) -> tuple[Candidate, Prediction]:

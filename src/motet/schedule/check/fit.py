@@ -293,7 +293,7 @@ def _check_schedule(plan: Plan) -> None:
 
 
 def _check_split(plan: Plan) -> None:
-    """Replicas can share sequences: all of them run the same passes in one order, and none needs whole sequences."""
+    """Replicas can share sequences: all of them run the same passes in one order, and no module needs whole ones."""
     unit, model = backbone_unit(plan), plan.model
     cuts = "balance is 'split', which cuts sequences over replicas of the backbone"
     if plan.schedule == "data_parallel":
@@ -310,9 +310,6 @@ def _check_split(plan: Plan) -> None:
         raise UserError(f"{cuts}, which other units feed in common; dp must divide that of each other unit.")
     if model.generators:
         raise UserError(f"{cuts}, and {', '.join(model.generators)} read these whole; set another balance.")
-    for name in model.sources(BACKBONE):
-        if 0 not in model.entries(name, BACKBONE):
-            raise UserError(f"{cuts}, and blocks attend to rows of {name!r} beside these; set another balance.")
 
 
 def _check_filling(plan: Plan) -> None:
