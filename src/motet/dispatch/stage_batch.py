@@ -118,27 +118,23 @@ def _shared_out(
         positions[phase] = torch.from_numpy(np.searchsorted(own, places[owner == rank]))
         if phase not in place.sources | place.sinks:
             continue
-        listed, items, replicas = _items(decision, lengths, phase, replica), lengths.items[phase], [replica]
-        has_moved = len(places) > 0
-        if cuts is not None and fragments is not None:
-            is_cut = np.isin(items.example, cuts.items)
-            has_moved = bool(items.num_tokens[is_cut | (cp > 1)].any())  # The same on all ranks.
-            listed, of_whole = listed[~is_cut[listed]], num_whole and int(packed.offsets[num_whole])
-            owners = [
-                fragments.owner(example, layout.num_rows)[layout.feature_positions[phase].numpy()]
-                for example, layout in layouts.items()
-            ]
-            owner = np.concatenate([owner[places < of_whole], *owners]).astype(np.int64)
-            listed = np.concatenate([listed, np.flatnonzero(is_cut)])
-            replicas = np.unique(decision.backbone.ranks[items.example[listed]]).tolist()
+        listed, rows_of = _items(decision, lengths, phase, replica), lengths.items[phase].num_tokens
+        if fragments is None:
+            has_moved = len(places) > 0
+        else:
+            is_cut = np.isin(lengths.items[phase].example, fragments.items)
+            has_moved = bool(rows_of[is_cut | (cp > 1)].any())  # The same on all ranks.
+            # Items of whole sequences come first, then those of all that are cut, on any ranks.
+            listed = np.concatenate([listed[~is_cut[listed]], np.flatnonzero(is_cut)])
+            of_whole = owner[places < np.append(0, np.cumsum(of_sequences))[num_whole]]
+            owner = np.concatenate([of_whole, *_owners_of_cut(fragments, phase, layouts)])
         if not has_moved:
             continue
-        taken_in, turn = _taken_in(decision, lengths, phase, place, replicas)
-        starts = np.cumsum(items.num_tokens) - items.num_tokens
-        at = rows_of_runs(starts[listed], items.num_tokens[listed])
+        taken_in, turn = _taken_in(decision, lengths, phase, place, listed)
+        at = rows_of_runs((np.cumsum(rows_of) - rows_of)[listed], rows_of[listed])
         route = route_to_places(owner, taken_in[at], rank, num_ranks, turn[at])
         if cuts is not None and cp > 1:  # What moves inside a replica, others do not see.
-            route = replace(route, moved_rows=int(items.num_tokens.sum()))
+            route = replace(route, moved_rows=int(rows_of.sum()))
         if phase in place.sinks:
             given[phase] = route.transpose
         else:
@@ -160,19 +156,28 @@ def _shared_out(
     return PackedSequences(tokens, targets, packed.offsets, positions, share)
 
 
+def _owners_of_cut(fragments: ItemCuts, phase: str, layouts: Mapping[int, PackedSequences]) -> list[Int64Array]:
+    """The rank of each row of a phase in each sequence that is cut, int64 [rows of the phase]."""
+    found = []
+    for example, layout in layouts.items():
+        owner = fragments.owner(example, layout.num_rows)
+        found.append(owner[layout.feature_positions[phase].numpy()].astype(np.int64))
+    return found
+
+
 def _taken_in(
-    decision: Decision, lengths: BatchLengths, phase: str, place: ContextPlace, replicas: Sequence[int]
+    decision: Decision, lengths: BatchLengths, phase: str, place: ContextPlace, listed: Int64Array
 ) -> tuple[Int64Array, Int64Array]:
     """Of each row of the items of a phase: the rank that takes it in, and when among those that this rank takes in,
-    int64 [num_rows] each; -1 but for items whose sequences are on one of these replicas.
+    int64 [num_rows] each; -1 but for items on the replicas that have the listed ones.
 
-    Where no sequence is cut, ranks are those of one replica.
+    Where no sequence is cut, ranks are those of one replica. listed: int64 [n].
     """
     assignment, num_together = decision.assignments[phase], place.gathered.get(phase, 1)
     is_here, rows, cp = phase in place.here, lengths.items[phase].num_tokens, place.cp
     starts = np.cumsum(rows) - rows
     taken, turn = np.full((2, rows.sum()), -1, dtype=np.int64)
-    for replica in replicas:
+    for replica in np.unique(decision.backbone.ranks[lengths.items[phase].example[listed]]).tolist():
         items = _items(decision, lengths, phase, replica)
         num_tokens = rows[items]
         at = rows_of_runs(starts[items], num_tokens)
