@@ -52,8 +52,12 @@ def refused(job, tmp_path, monkeypatch, capsys):
         (["run.microbatches=3"], {}, "sets run.microbatches, which the plan /plan.json decides; remove it."),
         (["fsdp.recompute=true"], {}, "sets fsdp.recompute, which the plan"),
         (["balance.method=joint"], {}, "sets balance.method, which the plan"),
-        (["balance.split=auto"], {}, "decides; remove it; ranks of a unit with cp share long items, as in a plan that"),
-        (["balance.method=split"], {}, "sets balance.method, which the plan /plan.json decides; remove it; ranks of a"),
+        (
+            ["balance.split=auto"],
+            {},
+            "decides; remove it; a plan with stages cuts long sequences over replicas by balance 'split', as",
+        ),
+        (["balance.method=split"], {}, "sets balance.method, which the plan /plan.json decides; remove it; a plan"),
         (["run.batch_size=12"], {}, "is for run.batch_size = 6, and the recipe has 12; plan anew: motet plan RECIPE"),
         (["run.dtype=float32"], {}, "is for precision = fp64, and the recipe has fp32; plan anew: motet plan RECIPE"),
         (

@@ -66,6 +66,37 @@ def test_ranks_that_share_sequences_train_as_one_process_does(
         assert all([name for name, _, _ in found[rank, step]] == expected for step in range(8))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "cp"), [(WHOLE, 1), (FEW_CUTS, 1), (WHOLE, 2)])
+def test_replicas_that_share_sequences_train_as_one_process_does(job, alone, tmp_path, monkeypatch, capsys, stages, cp):
+    plan = shared(job, stages, dp=2)
+    plan = replace(plan, units=(replace(plan.units[0], cp=cp),), balance="split")
+    plan = replace(plan, cluster=replace(plan.cluster, ranks_per_node=plan.units[0].num_ranks))
+    run_dir = run_planned(job, tmp_path, plan)
+    assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-10)
+    steps = metrics(run_dir)
+    cuts = [step["balance"]["cut"] for step in steps if step["balance"]["cut"] is not None]
+    assert sum(cut["sequences"] for cut in cuts) > 4 and all(set(cut["degrees"]) == {"2"} for cut in cuts)
+    found = traced(run_dir)
+    for rank in range(plan.cluster.num_ranks):
+        expected = row_of(tmp_path / "plan.json", job, rank, monkeypatch, capsys)
+        assert all([name for name, _, _ in found[rank, step]] == expected for step in range(8))
+
+
+def test_what_replicas_that_share_sequences_cannot_do_is_refused(job):
+    model, plan = build_hf_model(), replace(shared(job, dp=2), balance="split")
+    plan = replace(plan, units=(replace(plan.units[0], cp=1),))
+    assert obstacle(plan, load_recipe(job, DEEPER)) == impossible_cut(model, plan) == ""
+    check_context(model, plan, ContextConfig(exchange="group_cast", head_groups=2))
+    with pytest.raises(UserError, match=r"exchange is 'all_gather', and replicas that share .* by 'group_cast'; set"):
+        check_context(model, plan, ContextConfig(exchange="all_gather"))
+    model.backbone.merge = merge_rows
+    assert (
+        impossible_cut(model, plan)
+        == "unit 'all' has balance 'split', which cannot be: model.merge takes whole sequences"
+    )
+
+
 @pytest.mark.parametrize("has_plan", [False, True])
 def test_an_exchange_without_ranks_that_share_sequences_is_refused(job, tmp_path, has_plan):
     file = tmp_path / "plan.json"

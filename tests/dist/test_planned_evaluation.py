@@ -74,6 +74,7 @@ PLANS = {
     "two replicas": lambda job: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, zero=0)),
     "ZeRO 1": lambda job: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, zero=1)),
     "shared sequences": lambda job: beside(job, Unit("all", FEW_CUTS, pp=2, cp=2, zero=0)),
+    "cut sequences": lambda job: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, cp=1, zero=0), balance="split"),
     "ZeRO 3": lambda job: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, zero=3)),
     "shared products": lambda job: beside(
         job, Unit("all", (WHOLE,), tp=2, dp=2, zero=3), schedule="data_parallel", balance="per_phase"

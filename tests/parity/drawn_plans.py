@@ -187,7 +187,16 @@ def _drawn_case(
     options = _drawn(_OPTIONS, numbers) | ({} if strategy == "bubbles" else {"filling": "static"})
     if backbone.tp > 1 or options["exchange"] not in ("group_cast", "all_gather"):
         options["head_groups"] = 1  # Two tensor-parallel ranks have one head of keys each.
-    return PlannedCase(units, schedule, microbatch_size=size, **mixture, **options)
+    case = PlannedCase(units, schedule, microbatch_size=size, **mixture, **options)
+    return _with_cut_sequences(np.random.default_rng((*numbers, crc32(b"split"))), case)
+
+
+def _with_cut_sequences(rng: np.random.Generator, case: PlannedCase) -> PlannedCase:
+    """A third of the cases that may cut sequences over replicas of the backbone do."""
+    cut = replace(case, balance="split", example_order="given", filling="static", caps={})
+    backbone = next(unit for unit in case.units if "backbone" in unit.modules)
+    is_drawn = backbone.dp > 1 and rng.random() < 1 / 3
+    return cut if is_drawn and not obstacle_of(cut) else case
 
 
 def _drawn_whole(

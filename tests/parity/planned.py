@@ -467,8 +467,9 @@ def batches_of(
         sizes = {p: np.array([m.size for m in items[p]], np.int64).reshape(-1, dims[p]) for p in phases}
         sequences = None
         if needs.tokens:
-            sequences = [chosen[i].sequence for i in decision.backbone.on_rank(place.replicas[BACKBONE])]
-        batch = assemble_stages(decision, lengths, place.replicas, sequences, taken, sizes, needs.context)
+            sequences = [chosen[i].sequence for i in decision.sequences_on(place.replicas[BACKBONE])]
+        every = {number: example.sequence for number, example in enumerate(chosen)}
+        batch = assemble_stages(decision, lengths, place.replicas, sequences, taken, sizes, needs.context, every)
         if case.dropout or case.made:
             batch = batch.with_draws(example_keys(case.seed, step, part.examples[kept]), place.replicas)
         batches.append(batch.to(rank_device(), dtype=torch.float64))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from motet.assign.encoder_shares import encoder_shares
+from motet.assign.item_shares import item_shares
 from motet.assign.orchestrator import Decision
 from motet.balance import LengthWork, Packed, PhaseCosts, score
 from motet.core.workload import BACKBONE, ItemLengths
@@ -88,7 +88,7 @@ def check(rank: int, num_ranks: int, frozen: tuple[str, ...]) -> list[str]:
             rng = np.random.default_rng(3)
             items = [torch.from_numpy(rng.standard_normal((rows, ROW_DIM))) for rows in module.num_values(sizes)]
             lengths, tokens = module.lengths(sizes), module.num_tokens(sizes)
-            shares = encoder_shares(lengths, tokens, num_ranks, can_cut=True, tile_rows=module.tile_rows)
+            shares = item_shares(lengths, tokens, num_ranks, can_cut=True, tile_rows=module.tile_rows)
             assert shares.cuts is not None, (tower, blocks)
             placed = score(shares.ranks, lengths, num_ranks, Packed())
             decision = Decision(

@@ -9,7 +9,7 @@ import pytest
 
 from benchmark import benchmark
 from motet.assign import planned_step
-from motet.assign.encoder_shares import joined_cuts
+from motet.assign.item_shares import joined_cuts
 from motet.planning.plan_first import plan_first
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
@@ -55,6 +55,22 @@ def trained_by_example(rank, num_ranks, recipe, folder):
         patch.setattr(planned_step, "joined_cuts", seen)
         train(read, plan=plan)
     return any(cuts is not None for cuts in found)
+
+
+def trained_in_replicas(rank, num_ranks, recipe, folder):
+    """Train a recipe under a Plan whose replicas share long sequences. Returns how many were cut."""
+    overrides = [*RUN, *WAYS["shared sequences"], f"run.dir={folder}"]
+    read = load_recipe(Path(recipe), overrides)
+
+    def plan(world, say):
+        planned, chosen = plan_first(read, Path(recipe), overrides, world, say)
+        units = tuple(replace(unit, cp=1, dp=unit.dp * unit.cp) for unit in chosen.plan.units)
+        options = {"schedule": "1f1b", "microbatch_size": 1, "balance": "split"}
+        return planned, replace(chosen, plan=replace(chosen.plan, units=units, **options))
+
+    train(read, plan=plan)
+    lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+    return sum(line["balance"]["cut"]["sequences"] for line in lines if line["balance"]["cut"])
 
 
 def figures(folder):
@@ -129,6 +145,18 @@ def test_items_that_ranks_share_are_one_process(family, tmp_path):
     recipe = str(tmp_path / "job" / "recipe.toml")
     run_ranks(trained, 1, recipe, {str(tmp_path / "alone"): ["run.batch_size=4"]})
     assert run_ranks(trained_by_example, 2, recipe, str(tmp_path / "shared")) == [True] * 2
+    for found, expected in zip(figures(tmp_path / "shared"), figures(tmp_path / "alone"), strict=True):
+        assert found == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mllama", "qwen3_vl", "gemma3_crops", "qwen2_5_omni_sound"])
+def test_sequences_that_replicas_share_are_one_process(family, tmp_path):
+    """Images that rows attend to; grids, and rows that enter again; rows that see each other; sound between frames."""
+    whole_models.write_job(tmp_path / "job", family)
+    recipe = str(tmp_path / "job" / "recipe.toml")
+    run_ranks(trained, 1, recipe, {str(tmp_path / "alone"): []})
+    assert run_ranks(trained_in_replicas, 2, recipe, str(tmp_path / "shared"))[0] > 0
     for found, expected in zip(figures(tmp_path / "shared"), figures(tmp_path / "alone"), strict=True):
         assert found == pytest.approx(expected, rel=1e-10)
 

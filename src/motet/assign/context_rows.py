@@ -1,4 +1,8 @@
-"""Which context-parallel rank has which rows of packed sequences, decided from their lengths alone."""
+"""Which rank has which rows of packed sequences, decided from their lengths alone.
+
+Context-parallel ranks share the sequences of a replica. Replicas share those that are cut (`core/cuts.py`), and then
+the context-parallel ranks of a replica share its fragments.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,12 @@ from functools import lru_cache
 
 import numpy as np
 
+from motet.assign.step import ModuleAssignment
 from motet.balance import Segments, distribute_tokens
 from motet.core.arrays import Int64Array
 from motet.core.attention_table import AttentionTable
 from motet.core.context_rows import ContextRows
+from motet.core.cuts import ItemCuts
 
 BLOCK = 128
 """The most rows of a block: what an attention kernel works on at once (Cornstarch section 4.3.2)."""
@@ -23,7 +29,54 @@ def context_rows(lengths: Int64Array, num_ranks: int) -> ContextRows:
     Ranks get equally many blocks, by one, with about as many pairs of (query, key): memory and all work outside of
     attention goes with rows. The same on all ranks that know the lengths.
     """
+    if num_ranks == 1:
+        return ContextRows(lengths, np.zeros(lengths.sum(), dtype=np.int32), 1)
     return _dealt(tuple(lengths.tolist()), num_ranks)
+
+
+def rows_of_replica(
+    whole: Int64Array, cut: Int64Array, items: Int64Array, cuts: ItemCuts, replica: int, num_replicas: int, cp: int
+) -> ContextRows:
+    """Rows of the sequences of one replica on all ranks of the replicas, where these share some; a rank is its replica
+    * cp + c.
+
+    whole: int64 [n], lengths of those that the replica has whole. cut: int64 [m], of those behind them, of which it has
+    rows. items: int64 [m], their numbers in `cuts`, whose ranks are replicas.
+    """
+    fragments = cuts.over(cp)
+    owners = [fragments.owner(item, length) for item, length in zip(items.tolist(), cut.tolist(), strict=True)]
+    of_whole = replica * cp + context_rows(whole, cp).owner.astype(np.int32)
+    return ContextRows(np.concatenate([whole, cut]), np.concatenate([of_whole, *owners]), num_replicas * cp)
+
+
+def rows_of_replicas(sequences: ModuleAssignment, microbatch: int, cp: int) -> ContextRows:
+    """Rows of all sequences of a microbatch on all ranks of all replicas, as of `rows_of_replica`: of each replica the
+    whole ones, then those that replicas share."""
+    cuts = sequences.cuts
+    assert cuts is not None, "replicas share sequences"
+    cut = cuts.items[sequences.microbatch[cuts.items] == microbatch]
+    none, whole = np.zeros(0, np.int64), []
+    for replica in range(sequences.num_replicas):
+        items = sequences.items_of(replica, microbatch)
+        lengths = sequences.length[items[~np.isin(items, cuts.items)]]
+        whole.append(rows_of_replica(lengths, none, none, cuts, replica, sequences.num_replicas, cp))
+    shared = rows_of_replica(none, sequences.length[cut], cut, cuts, 0, sequences.num_replicas, cp)
+    every = (*whole, shared)
+    lengths, owner = (np.concatenate([getattr(rows, name) for rows in every]) for name in ("lengths", "owner"))
+    return ContextRows(lengths, owner, shared.num_ranks)
+
+
+def num_rows_here(sequences: ModuleAssignment, replica: int, microbatch: int, c: int, cp: int) -> int:
+    """How many rows of its sequences one of the ranks of a replica of the backbone runs in a microbatch."""
+    items, cuts = sequences.items_of(replica, microbatch), sequences.cuts
+    if cuts is None or not sequences.is_shared(replica, microbatch, sequences.num_replicas):
+        lengths = sequences.length[items]
+        return int(lengths.sum()) if cp == 1 else len(context_rows(lengths, cp).rows[c])
+    whole, cut = items[~np.isin(items, cuts.items)], cuts.on_rank(replica)
+    cut = cut[sequences.microbatch[cut] == microbatch]
+    of_both = sequences.length[whole], sequences.length[cut]
+    rows = rows_of_replica(*of_both, cut, cuts, replica, sequences.num_replicas, cp)
+    return len(rows.rows[replica * cp + c])
 
 
 def moved_rows(lengths: Int64Array, num_ranks: int, window: int = 0) -> tuple[int, int]:

@@ -5,6 +5,9 @@ differ by which rows may go where:
 
 - "joint": the microbatches that replicas of the backbone take are dealt out by the work of all modules. Items follow
   their examples, as without balancing, and islands stay apart.
+- "split": as "joint", but for the microbatches in which a sequence alone is more work than a replica's share of the
+  backbone. Such sequences are cut over several replicas, and the whole ones of the microbatch fill up the others
+  (`item_shares.py`). Encoders' items stay whole, and follow the largest fragment of their sequence.
 - "per_phase", and "auto", which is the same as it is never slower: items of an encoder with ranks of its own go to any
   replica of its unit. They are even in each microbatch (OrchMLLM section 5). Microbatches are dealt out by the work of
   the modules on the backbone's ranks.
@@ -19,13 +22,15 @@ from dataclasses import replace
 import numpy as np
 
 from motet.assign.balancing import policies_of
+from motet.assign.item_shares import item_shares, joined_cuts
 from motet.assign.pipeline import Batching, assign_batching, positions_in
 from motet.assign.step import ModuleAssignment, StepAssignment
 from motet.balance import Cost, assign
 from motet.balance.costs import cost_of
 from motet.core.arrays import Int64Array
+from motet.core.cuts import ItemCuts
 from motet.core.plan import Plan
-from motet.core.workload import BatchLengths
+from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.operations import Operations
 from motet.schedule.plan_units import backbone_unit, joins_all_replicas, on_backbone_ranks, recomputed_in, shares_items
 
@@ -41,11 +46,15 @@ def assign_balanced(plan: Plan, batch: BatchLengths, given: Batching) -> StepAss
     shared = [name for name in names if joins_all_replicas(plan) and shares_items(plan, name)]
     here = on_backbone_ranks(plan)
     dealt_by = names if not shared else [name for name in names if name in here]
-    step = assign_batching(plan, batch, _dealt(plan, batch, given, {name: work[name] for name in dealt_by}))
+    dealt, cuts = _dealt(plan, batch, given, {name: work[name] for name in dealt_by}), None
+    if plan.balance == "split":
+        dealt, cuts = _cut(plan, batch, dealt, work[BACKBONE])
+    step = assign_batching(plan, batch, dealt)
     balanced = {
         name: _balanced(step.modules[name], step.num_microbatches, work[name], cost_of(policies[name]))
         for name in shared
     }
+    balanced[BACKBONE] = replace(step.modules[BACKBONE], cuts=cuts)
     methods = (plan.balance,) * step.num_microbatches
     return replace(step, modules={name: balanced.get(name, step.modules[name]) for name in names}, methods=methods)
 
@@ -67,6 +76,23 @@ def _dealt(plan: Plan, batch: BatchLengths, given: Batching, work: dict[str, Int
     slots = assign(loads, dp, equal_counts=True).slots[given.microbatch * dp + replica]
     replica, microbatch = np.divmod(slots.astype(np.int64), num_microbatches)
     return Batching(microbatch, replica * size + index)
+
+
+def _cut(plan: Plan, batch: BatchLengths, dealt: Batching, work: Int64Array) -> tuple[Batching, ItemCuts | None]:
+    """The batching with other replicas in the microbatches of which sequences are cut, and these; None: none is.
+
+    work: of the sequences, int64 [num_examples].
+    """
+    dp, size, parts, index = backbone_unit(plan).dp, plan.microbatch_size, [], dealt.index.copy()
+    for microbatch in range(plan.batch_size // (dp * size)):
+        inside = np.flatnonzero(dealt.microbatch == microbatch)
+        shares = item_shares(work[inside], batch.sequence[inside], dp, can_cut=True)
+        if shares.cuts is not None:
+            # Any number of examples may be on a replica, which has `size` indexes.
+            num_here = np.bincount(shares.ranks, minlength=dp)[shares.ranks]
+            index[inside] = shares.ranks * size + positions_in(shares.ranks, index[inside]) * size // num_here
+            parts.append((shares.cuts, inside, 0))
+    return Batching(dealt.microbatch, index), joined_cuts(parts, np.arange(batch.num_examples))
 
 
 def _balanced(items: ModuleAssignment, num_microbatches: int, work: Int64Array, cost: Cost) -> ModuleAssignment:

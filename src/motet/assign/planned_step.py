@@ -1,7 +1,7 @@
 """A step of a pipeline decided by its Plan, microbatch by microbatch, in the form in which training loads a step.
 
 Ranks of the assignments are replicas of each module's unit. Of an encoder whose items several ranks deal out
-(`plan_units.sharing_ranks`), they are these ranks, replica by replica (`coordinates.share_of`; `encoder_shares.py`).
+(`plan_units.sharing_ranks`), they are these ranks, replica by replica (`coordinates.share_of`; `item_shares.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from motet.assign.encoder_shares import encoder_shares, joined_cuts
+from motet.assign.item_shares import item_shares, joined_cuts
 from motet.assign.orchestrator import Decision, with_cut_loads
 from motet.assign.ordering import StepSeconds
 from motet.assign.plan import assign_step
@@ -67,7 +67,8 @@ def _decided(
     lengths = step.batch.take(examples)
     costs = PhaseCosts(dict.fromkeys(step.modules, Packed()), LengthWork())
     work = costs.work(lengths)
-    assignments, item_cuts, sharing = {}, {}, {}
+    assignments, sharing = {}, {}
+    item_cuts: dict[str, ItemCuts] = {}
     for name, items in step.modules.items():
         num_ranks, cp, module = 1, 1, plan.model.module(name)
         if name != BACKBONE and (num_ranks := sharing_ranks(plan, unit := plan.unit_of(name))) > 1:
@@ -84,6 +85,7 @@ def _decided(
         0.0,
         method,
         program=program,
+        cuts=item_cuts.pop(BACKBONE, None),
         item_cuts=item_cuts,
         sharing=sharing,
     )
@@ -103,13 +105,14 @@ def _assignment(
     for first in np.unique(ranks).tolist() if num_ranks > 1 else ():
         own = np.flatnonzero(ranks == first)
         rows, tile_rows, num_groups = items.num_tokens[inside[own]], module.tile_rows, num_ranks // cp
-        shares = encoder_shares(
-            work[own], rows, cp, can_cut=module.shareable, tile_rows=tile_rows, num_groups=num_groups
-        )
+        shares = item_shares(work[own], rows, cp, can_cut=module.shareable, tile_rows=tile_rows, num_groups=num_groups)
         ranks[own] += shares.ranks
         if shares.cuts is not None:
             parts.append((shares.cuts, own, first))
     placed = score(ranks, work, items.num_replicas * num_ranks, Packed())
     placed = replace(placed, items=np.lexsort((items.position[inside], ranks)))
-    cuts = joined_cuts(parts, items.position[inside])
+    if items.cuts is not None:  # Of sequences, which the step has cut.
+        cuts = items.cuts.keep(items.microbatch == microbatch)
+    else:
+        cuts = joined_cuts(parts, items.position[inside])
     return placed if cuts is None else with_cut_loads(placed, cuts, work), cuts

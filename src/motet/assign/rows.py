@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.assign.encoder_shares import encoder_shares
+from motet.assign.item_shares import item_shares
 from motet.assign.step import ModuleAssignment, StepAssignment
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Plan
@@ -83,7 +83,7 @@ def takers(computed_on: NDArray[np.integer], num_tokens: Int64Array, cp: int, *,
     if is_here:
         here: Int64Array = computed_on.astype(np.int64) % cp
         return here
-    return encoder_shares(num_tokens, num_tokens, cp, can_cut=False).ranks
+    return item_shares(num_tokens, num_tokens, cp, can_cut=False).ranks
 
 
 def parts_in(items: ModuleAssignment, chosen: Int64Array) -> Int64Array:

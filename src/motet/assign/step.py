@@ -217,6 +217,12 @@ class StepAssignment:
                 columns.append(items.segments.pattern[in_island])
             if items.num_media is not None:
                 columns.append(items.num_media[in_island])
+            if items.cuts is not None:
+                in_island = items.cuts.rank // num_replicas == island
+                cut = items.cuts.item[in_island]
+                ranges = (getattr(items.cuts, name)[in_island] for name in ("begin", "end", "units"))
+                place = items.cuts.rank[in_island] % num_replicas, items.microbatch[cut], items.length[cut]
+                parts.append(np.stack([*place, *ranges]).astype(np.int64).tobytes())
             rows = np.stack(columns)
             parts.append(rows[:, np.lexsort(rows[::-1])].tobytes())
         return b"|".join(parts)
@@ -226,12 +232,12 @@ def joined(
     microbatches: Sequence[BatchLengths],
     assignments: Sequence[Mapping[str, Assignment]],
     methods: tuple[str, ...] = (),
-    cuts: Sequence[Mapping[str, ItemCuts]] = (),
+    cuts: Sequence[Mapping[str, ItemCuts | None]] = (),
 ) -> StepAssignment:
     """The assignment of a step whose microbatches an `Orchestrator` decided one by one.
 
     microbatches: the lengths of each. assignments: per microbatch, the Assignment of each module. Modules keep the
-    order of the first microbatch's assignments. cuts: per microbatch, encoder -> its items that are cut. Raises
+    order of the first microbatch's assignments. cuts: per microbatch, module -> its items that are cut. Raises
     ArgumentError unless both have the same length, at least 1.
     """
     if len(microbatches) != len(assignments) or not microbatches:

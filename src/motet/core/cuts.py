@@ -92,6 +92,21 @@ class ItemCuts:
         owner: Int32Array = np.concatenate([front, front[: num_rows - half][::-1]])
         return owner
 
+    def over(self, num_ranks: int) -> ItemCuts:
+        """The same where each rank stands for so many, rank * num_ranks + number, which share its fragments evenly.
+
+        Example:
+            >>> cuts = ItemCuts(*(np.array(x) for x in ([4, 4], [2, 0], [0, 1], [1, 4], [4, 4])))
+            >>> cuts.over(2).rank.tolist(), cuts.over(2).begin.tolist()
+            ([4, 5, 0, 1], [0, 1, 2, 5])
+        """
+        number = np.tile(np.arange(num_ranks), len(self.item))
+        item, rank, begin, end, units = (np.repeat(getattr(self, name), num_ranks) for name in self.columns)
+        first = begin * num_ranks + number * (end - begin)
+        return ItemCuts(
+            item, (rank * num_ranks + number).astype(np.int32), first, first + end - begin, units * num_ranks
+        )
+
     def share_of(self, amounts: Int64Array) -> Int64Array:
         """What each fragment has of amounts of whole items, int64 [num_fragments]. amounts: int64 [num_items].
 

@@ -25,9 +25,11 @@ Policy = Literal["packed", "padded", "padded_attention"]
 """How the work of a rank's items adds up to its load (balance/costs.py; OrchMLLM section 5.1 and appendix A)."""
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "data_parallel"]
 Order = Literal["given", "intra", "inter", "both"]
-BalancingMethod = Literal["off", "joint", "per_phase", "auto"]
+BalancingMethod = Literal["off", "joint", "per_phase", "auto", "split"]
 MOVES_ITEMS: tuple[BalancingMethod, ...] = ("per_phase", "auto")
 """The ways of balancing under which items may be computed apart from their examples."""
+PROPOSED_BALANCES: tuple[BalancingMethod, ...] = ("off", "joint", "per_phase", "auto")
+"""The ways that a planner tries. "split" must be asked for, as ranks that share sequences must be (`cp`)."""
 FillingMethod = Literal["static", "by_step"]
 Zero = Literal[0, 1, 2, 3]
 Rank = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
@@ -151,7 +153,8 @@ class Plan:
                      (Optimus Figure 12).
     balance:         the balancing method: "off", "joint", "per_phase" or "auto". Under "data_parallel" it is of
                      colocated phases; in a pipeline of whole microbatches, and of items of encoders with ranks of their
-                     own (assign/pipeline_balance.py).
+                     own (assign/pipeline_balance.py). "split", of pipelines alone, also cuts sequences that are too
+                     long for a replica of the backbone over several.
     policy:          phases that are balanced as if they were computed otherwise than they are, and how: an ablation
                      (OrchMLLM section 8.3). What is computed stays the same.
     fills:           the encoders' work in bubbles. A fill names a microbatch by its number in the step.

@@ -297,14 +297,19 @@ class RankBatch:
         of_sequences = {BACKBONE: keys[self.decision.sequences_on(replicas[BACKBONE])]} if BACKBONE in replicas else {}
         return replace(self, draws=of_items | of_sequences)
 
-    def sharing(self, group_of: Callable[[str], dist.ProcessGroup | None]) -> RankBatch:
+    def sharing(
+        self, group_of: Callable[[str], dist.ProcessGroup | None], of_cuts: dist.ProcessGroup | None = None
+    ) -> RankBatch:
         """The same batch, whose sequences and items the ranks of a group share, where other ranks share any.
 
         group_of: phase -> the ranks that share its items, and of the backbone sequences.
+        of_cuts:  those that share sequences where some are cut, if these are others.
         """
         context, sequences = self.sequences.context, self.sequences
         if context is not None:
-            sequences = replace(sequences, context=replace(context, group=group_of(BACKBONE)))
+            is_cut = of_cuts is not None and self.decision.cuts is not None
+            group = of_cuts if is_cut else group_of(BACKBONE)
+            sequences = replace(sequences, context=replace(context, group=group))
         shared = {phase: replace(items, group=group_of(phase)) for phase, items in self.shared.items()}
         return replace(self, sequences=sequences, shared=shared)
 
@@ -429,7 +434,7 @@ def assemble(
     routes, num_tokens, values, shared_rows, item_rows = {}, {}, {}, {}, {}
     examples = decision.sequences_on(rank)
     layouts = {
-        int(example): _alone(shared[int(example)], int(example), lengths)
+        int(example): packed_alone(shared[int(example)], int(example), lengths)
         for example in examples_to_lay_out(decision.cuts, lengths)
     }
     for phase, items in lengths.items.items():
@@ -460,7 +465,7 @@ def assemble(
     return RankBatch(packed, values, routes, lengths, decision, rank=rank, shared=shared_rows, item_rows=item_rows)
 
 
-def _alone(sequence: TokenSequence, example: int, lengths: BatchLengths) -> PackedSequences:
+def packed_alone(sequence: TokenSequence, example: int, lengths: BatchLengths) -> PackedSequences:
     """A sequence packed by itself. example: its number in the microbatch."""
     one = np.array([example])
     return pack([sequence], {phase: items.take(one).num_tokens for phase, items in lengths.items.items()})

@@ -1,7 +1,8 @@
-"""What a context-parallel rank runs of packed sequences: some of their rows, of all of them.
+"""What a rank runs of packed sequences that it shares with others: some of their rows.
 
-The ranks that share sequences read the tokens of all of them, which are few bytes, and know from lengths alone who has
-which rows (`assign/context_rows.py`). The rows of encoders come to these ranks by items, as senders do not know where
+They are the context-parallel ranks of a replica, and those of all replicas in microbatches of which sequences are cut.
+They read the tokens of all that they share, which are few bytes, and know from lengths alone who has which rows
+(`assign/context_rows.py`). The rows of encoders come to these ranks by items, as senders do not know where
 they stand (`assign.rows.Dealing`), or stay where their fragments are encoded; a Route brings them to their places. What
 generators are given goes the other way.
 """
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from motet.core.arrays import BoolArray, Int64Array
+from motet.core.arrays import Int64Array
 from motet.core.context_rows import ContextRows
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
@@ -71,7 +72,7 @@ DEFAULT_CONTEXT = ContextConfig()
 class ContextPlace:
     """Where a rank stands among the ranks that share sequences of the backbone.
 
-    c, cp:   its number, and how many there are.
+    c, cp:   its number in its replica, and how many ranks there are.
     here:    modules on the ranks of the backbone's unit: each rank has encoded some items of those that are encoders.
     sources: encoders that feed the backbone. sinks: generators that it feeds.
     trained: encoders to which gradients go back, and generators from which they come.
@@ -90,9 +91,9 @@ class ContextPlace:
 
     @staticmethod
     def of(plan: Plan, c: int, config: ContextConfig = DEFAULT_CONTEXT) -> ContextPlace | None:
-        """The place of a rank of the backbone's unit; None if no other rank shares its sequences."""
+        """The place of a rank of the backbone's unit; None if no other rank shares its sequences in any step."""
         unit, model = plan.unit_of(BACKBONE), plan.model
-        if unit.cp == 1:
+        if unit.cp == 1 and plan.balance != "split":
             return None
         sources, sinks = frozenset(model.sources(BACKBONE)), frozenset(model.generators)
         trained = frozenset(
@@ -206,19 +207,19 @@ def share_sequences(rows: ContextRows, rank: int, whole: PackedSequences) -> Con
 
 
 def route_to_places(
-    owner: Int64Array, taken_in: Int64Array, rank: int, num_ranks: int, is_last: BoolArray | None = None
+    owner: Int64Array, taken_in: Int64Array, rank: int, num_ranks: int, turn: Int64Array | None = None
 ) -> Route:
     """The Route of one rank for the rows of a phase.
 
     owner:    int64 [num_rows], the rank that has the place of each row. taken_in: int64 [num_rows], the rank that has
               the row before. All rows are those of the ranks that share sequences, in the order of their places.
-    is_last:  bool [num_rows], the rows that a rank has behind all others; None: all are in the order of their places.
+    turn:     int64 [num_rows], by which a rank has its rows, then by their places; None: they are in this order.
     """
     here, wanted = np.flatnonzero(taken_in == rank), np.flatnonzero(owner == rank)
     send, received = (np.argsort(ranks, kind="stable") for ranks in (owner[here], taken_in[wanted]))
-    if is_last is not None:
+    if turn is not None:
         stands_at = np.empty_like(here)
-        stands_at[np.argsort(is_last[here], kind="stable")] = np.arange(len(here))
+        stands_at[np.argsort(turn[here], kind="stable")] = np.arange(len(here))
         send = stands_at[send]
     return Route(
         send_index=torch.from_numpy(send),

@@ -35,6 +35,15 @@ def examples_to_lay_out(cuts: ItemCuts | None, lengths: BatchLengths) -> Int64Ar
     return cuts.items[np.any(has_items, axis=0)] if has_items else cuts.items[:0]
 
 
+def examples_to_read(decision: Decision, rank: int) -> list[int]:
+    """The examples whose tokens a rank reads, ascending: those of its sequences, and all that are shared.
+
+    Once some have been left out, it may meet the others in any of these.
+    """
+    cuts = decision.cuts
+    return sorted({*decision.sequences_on(rank).tolist(), *([] if cuts is None else cuts.items.tolist())})
+
+
 def shared_out(packed: PackedSequences, decision: Decision, rank: int) -> PackedSequences:
     """The rows of one rank. packed: all rows of the sequences `decision.sequences_on(rank)`."""
     cuts, num_ranks, num_whole = decision.cuts, decision.backbone.num_ranks, len(decision.whole_on(rank))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from motet.assign.context_rows import context_rows
+from motet.assign.context_rows import num_rows_here
 from motet.assign.rows import Dealing, SentRows, edge_rows, num_given_here
 from motet.assign.step import ModuleAssignment, StepAssignment, joined
 from motet.core.arrays import Int64Array
@@ -56,7 +56,7 @@ def assignment_of(batches: Sequence[RankBatch]) -> StepAssignment:
     return joined(
         [batch.lengths for batch in batches],
         [decision.assignments for decision in decisions],
-        cuts=[decision.item_cuts for decision in decisions],
+        cuts=[{BACKBONE: decision.cuts, **decision.item_cuts} for decision in decisions],
     )
 
 
@@ -70,7 +70,7 @@ def message_parts(
 ) -> tuple[MessagePart, ...]:
     """The parts of a message along an edge, those without rows left out. edge, shares: as of `assign.rows.edge_rows`.
 
-    Where other context-parallel ranks have rows of the backbone, a part without any stays: all run its blocks.
+    Where other ranks share sequences of the backbone with this one, a part without rows stays: all run its blocks.
     """
     layout, model = planned.layout, planned.layout.plan.model
     source, sink = planned.ends(edge)
@@ -80,7 +80,13 @@ def message_parts(
         layer, has_gradient = model.sent(name, stop)
         whose = name if stop else BACKBONE
         replica = sender_of(layout, whose, source, sink, island, shares and shares[0])
-        if stop:
+        is_kept = False
+        if stop and name == BACKBONE:
+            c, cp = (shares[0], source.unit.cp) if shares is not None else (0, 1)
+            num_sent = num_rows_here(items, replica, microbatch, c, cp)
+            is_kept = items.is_shared(replica, microbatch, items.num_replicas)
+            is_kept |= bool(items.length[items.items_of(replica, microbatch)].any())
+        elif stop:
             computed = items.parts_of(replica, microbatch)
             if name in model.generators:  # Its conditions are of as many rows as the backbone gives of each item.
                 num_sent = module.num_carried(stop, items.length[computed], items.num_tokens[computed])
@@ -90,10 +96,6 @@ def message_parts(
         else:  # What the backbone gives a generator, whose replicas are not the backbone's.
             dealing = Dealing.of(layout.plan, name, shares and shares[0])
             num_sent = num_given_here(assignment, name, replica, microbatch, dealing)
-        is_kept = name == BACKBONE and num_sent > 0
-        if name == BACKBONE and source.unit.cp > 1 and shares is not None:
-            (c, _), sequences = shares, items.length[items.items_of(replica, microbatch)]
-            num_sent = len(context_rows(sequences, source.unit.cp).rows[c])
         for (source_module, _), sent in rows.items():
             if source_module == name:
                 num_taken = num_sent if sent is None else sent.num_taken

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
 
-from motet.assign.context_rows import context_rows
+from motet.assign.context_rows import context_rows, rows_of_replica
 from motet.assign.orchestrator import Decision
 from motet.assign.rows import takers
 from motet.core.arrays import BoolArray, Int64Array
 from motet.core.assignment import Assignment
+from motet.core.context_rows import rows_of_runs
 from motet.core.cuts import ItemCuts
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BACKBONE, BatchLengths
-from motet.dispatch.batch import PackedSequences, RankBatch, check_lengths, pack, rows_of_rank, stacked_media
+from motet.dispatch.batch import (
+    PackedSequences,
+    RankBatch,
+    check_lengths,
+    pack,
+    packed_alone,
+    rows_of_rank,
+    stacked_media,
+)
 from motet.dispatch.context import ContextPlace, route_to_places, share_sequences
+from motet.dispatch.cut_batch import examples_to_lay_out
 from motet.dispatch.route import Route
 from motet.dispatch.shared_items import shared_items
 
@@ -30,6 +41,7 @@ def assemble_stages(
     media: Mapping[str, Sequence[Media]],
     sizes: Mapping[str, Int64Array],
     context: ContextPlace | None = None,
+    laid_out: Mapping[int, TokenSequence] = MappingProxyType({}),
 ) -> RankBatch:
     """The RankBatch of a rank whose stages run parts of modules. It has no routes: the Program's messages move rows.
 
@@ -39,6 +51,7 @@ def assemble_stages(
     media:     items `decision.items_on(phase, replicas[phase])` of the encoders whose first block the rank has.
     sizes:     phase -> sizes of all items of the microbatch, int64 [num_items, size_dim].
     context:   where the rank stands among those that share the replica's sequences; None: it shares them with none.
+    laid_out:  the sequences that `examples_to_lay_out` names, by example, if `sequences` are given.
     Raises ValueError where what was loaded differs from what `lengths` says.
     """
     values, item_rows, shared = {}, {}, {}
@@ -57,60 +70,128 @@ def assemble_stages(
                 shared[phase] = of_rank
                 if phase in media:
                     values[phase] = rows_of_rank(*values[phase], of_rank, media[phase])
-    examples = decision.backbone.on_rank(replicas[BACKBONE]) if BACKBONE in replicas else np.zeros(0, np.int64)
+    examples = decision.sequences_on(replicas[BACKBONE]) if BACKBONE in replicas else np.zeros(0, np.int64)
     if sequences is None:
         packed = _extents(lengths.sequence[examples])
     else:
-        packed = pack(
-            sequences, {phase: _rows(decision, lengths, phase, replicas[BACKBONE]) for phase in lengths.items}
-        )
+        of_sequences = lengths.take(examples)
+        packed = pack(sequences, {phase: items.num_tokens for phase, items in of_sequences.items.items()})
         check_lengths(packed, lengths, examples)
     packed = replace(packed, num_targets=torch.from_numpy(lengths.num_targets[examples].astype(np.int64)))
-    if context is not None and BACKBONE in replicas:
-        packed = _shared_out(packed, decision, lengths, replicas[BACKBONE], context)
+    if context is not None and BACKBONE in replicas and (context.cp > 1 or decision.cuts is not None):
+        to_lay_out = examples_to_lay_out(decision.cuts, lengths).tolist() if sequences is not None else []
+        layouts = {example: packed_alone(laid_out[example], example, lengths) for example in to_lay_out}
+        packed = _shared_out(packed, decision, lengths, replicas[BACKBONE], context, layouts)
     return RankBatch(packed, values, {}, lengths, decision, item_rows=item_rows, shared=shared)
 
 
-def _rows(decision: Decision, lengths: BatchLengths, phase: str, replica: int) -> Int64Array:
-    """Rows of each item of a phase in the sequences of a replica, in their order."""
-    return lengths.items[phase].num_tokens[_items(decision, lengths, phase, replica)]
-
-
 def _items(decision: Decision, lengths: BatchLengths, phase: str, replica: int) -> Int64Array:
-    """The items of a phase in the sequences of a replica, in their order, int64 [n]."""
+    """The items of a phase whose sequences are on a replica, in the order in which it takes them in, int64 [n]."""
     ranks, order = decision.backbone.follow(lengths.items[phase].example)
     return order[ranks[order] == replica]
 
 
 def _shared_out(
-    packed: PackedSequences, decision: Decision, lengths: BatchLengths, replica: int, place: ContextPlace
+    packed: PackedSequences,
+    decision: Decision,
+    lengths: BatchLengths,
+    replica: int,
+    place: ContextPlace,
+    layouts: Mapping[int, PackedSequences],
 ) -> PackedSequences:
-    """The rows of one rank in sequences of its replica. packed: all rows."""
-    rows = context_rows(np.diff(packed.offsets.numpy()).astype(np.int64), place.cp)
-    share = share_sequences(rows, place.c, packed)
+    """The rows of one rank in sequences of its replica. packed: all rows. layouts: as of `route_to_fragments`."""
+    cuts, cp, rank, num_ranks = decision.cuts, place.cp, place.c, place.cp
+    of_sequences, num_whole = np.diff(packed.offsets.numpy()).astype(np.int64), 0
+    if cuts is None:
+        rows, fragments = context_rows(of_sequences, cp), None
+        numbers = np.arange(len(of_sequences))
+    else:
+        numbers, num_whole = decision.sequences_on(replica), len(decision.whole_on(replica))
+        by_whole = of_sequences[:num_whole], of_sequences[num_whole:], numbers[num_whole:]
+        rows, fragments = rows_of_replica(*by_whole, cuts, replica, decision.backbone.num_ranks, cp), cuts.over(cp)
+        rank, num_ranks = rank + replica * cp, rows.num_ranks
+    share = share_sequences(rows, rank, packed)
     own, routes, given, positions = share.own, dict[str, Route](), dict[str, Route](), {}
     for phase in packed.feature_positions:
-        owner = rows.owner[places := packed.feature_positions[phase].numpy()].astype(np.int64)
-        positions[phase] = torch.from_numpy(np.searchsorted(own, places[owner == place.c]))
-        if len(places) and phase in place.sources | place.sinks:
-            items = _items(decision, lengths, phase, replica)
-            num_tokens, is_here = lengths.items[phase].num_tokens[items], phase in place.here
-            assignment, is_last, num_together = decision.assignments[phase], None, place.gathered.get(phase, 1)
-            if is_here and num_together == 1 and (cuts := decision.cuts_of(phase)) is not None:
-                taken_in, is_last = _encoded_on(assignment, cuts, items, num_tokens)
-                taken_in = taken_in % place.cp
-            else:
-                encoded_on = assignment.ranks[items] // num_together
-                taken_in = np.repeat(takers(encoded_on, num_tokens, place.cp, is_here=is_here), num_tokens)
-            route = route_to_places(owner, taken_in, place.c, place.cp, is_last)
-            if phase in place.sinks:
-                given[phase] = route.transpose
-            else:
-                routes[phase] = route
+        places = packed.feature_positions[phase].numpy()
+        owner = rows.owner[places].astype(np.int64)
+        positions[phase] = torch.from_numpy(np.searchsorted(own, places[owner == rank]))
+        if phase not in place.sources | place.sinks:
+            continue
+        listed, rows_of = _items(decision, lengths, phase, replica), lengths.items[phase].num_tokens
+        if fragments is None:
+            has_moved = len(places) > 0
+        else:
+            is_cut = np.isin(lengths.items[phase].example, fragments.items)
+            has_moved = bool(rows_of[is_cut | (cp > 1)].any())  # The same on all ranks.
+            # Items of whole sequences come first, then those of all that are cut, on any ranks.
+            listed = np.concatenate([listed[~is_cut[listed]], np.flatnonzero(is_cut)])
+            of_whole = owner[places < np.append(0, np.cumsum(of_sequences))[num_whole]]
+            owner = np.concatenate([of_whole, *_owners_of_cut(fragments, phase, layouts)])
+        if not has_moved:
+            continue
+        taken_in, turn = _taken_in(decision, lengths, phase, place, listed)
+        at = rows_of_runs((np.cumsum(rows_of) - rows_of)[listed], rows_of[listed])
+        route = route_to_places(owner, taken_in[at], rank, num_ranks, turn[at])
+        if cuts is not None and cp > 1:  # What moves inside a replica, others do not see.
+            route = replace(route, moved_rows=int(rows_of.sum()))
+        if phase in place.sinks:
+            given[phase] = route.transpose
+        else:
+            routes[phase] = route
     tokens, targets = (each[own] if len(each) else each for each in (packed.tokens, packed.targets))
-    how = {"method": place.config.exchange, "head_groups": place.config.head_groups}
-    share = replace(share, routes=routes, given=given, trained=place.trained, **how)
+    num_alone = num_whole if cp == 1 else 0
+    share = replace(
+        share,
+        num_whole=num_alone,
+        numbers=numbers[num_alone:],
+        num_shared=len(numbers) if cuts is None else lengths.num_examples,
+        routes=routes,
+        given=given,
+        trained=place.trained,
+        # A rank knows no sequence that it has no row of, so that ranks could not compare ways of exchange alike.
+        method=place.config.exchange if cuts is None else "group_cast",
+        head_groups=place.config.head_groups,
+    )
     return PackedSequences(tokens, targets, packed.offsets, positions, share)
+
+
+def _owners_of_cut(fragments: ItemCuts, phase: str, layouts: Mapping[int, PackedSequences]) -> list[Int64Array]:
+    """The rank of each row of a phase in each sequence that is cut, int64 [rows of the phase]."""
+    found = []
+    for example, layout in layouts.items():
+        owner = fragments.owner(example, layout.num_rows)
+        found.append(owner[layout.feature_positions[phase].numpy()].astype(np.int64))
+    return found
+
+
+def _taken_in(
+    decision: Decision, lengths: BatchLengths, phase: str, place: ContextPlace, listed: Int64Array
+) -> tuple[Int64Array, Int64Array]:
+    """Of each row of the items of a phase: the rank that takes it in, and when among those that this rank takes in,
+    int64 [num_rows] each; -1 but for items on the replicas that have the listed ones.
+
+    Where no sequence is cut, ranks are those of one replica. listed: int64 [n].
+    """
+    assignment, num_together = decision.assignments[phase], place.gathered.get(phase, 1)
+    is_here, rows, cp = phase in place.here, lengths.items[phase].num_tokens, place.cp
+    starts = np.cumsum(rows) - rows
+    taken, turn = np.full((2, rows.sum()), -1, dtype=np.int64)
+    for replica in np.unique(decision.backbone.ranks[lengths.items[phase].example[listed]]).tolist():
+        items = _items(decision, lengths, phase, replica)
+        num_tokens = rows[items]
+        at = rows_of_runs(starts[items], num_tokens)
+        turn[at] = np.arange(len(at))
+        if is_here and num_together == 1 and (cuts := decision.cuts_of(phase)) is not None:
+            taken_in, is_last = _encoded_on(assignment, cuts, items, num_tokens)
+            taken[at] = taken_in % cp
+            turn[at] += is_last * len(at)
+        else:
+            encoded_on = assignment.ranks[items] // num_together
+            taken[at] = np.repeat(takers(encoded_on, num_tokens, cp, is_here=is_here), num_tokens)
+        if decision.cuts is not None:
+            taken[at] += replica * cp
+    return taken, turn
 
 
 def _encoded_on(

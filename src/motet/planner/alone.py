@@ -12,10 +12,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from motet.assign.encoder_shares import FULLEST
+from motet.assign.item_shares import FULLEST
 from motet.core.arrays import BoolArray, Float64Array
 from motet.core.context_rows import exchanged_heads
-from motet.core.plan import Plan, Unit
+from motet.core.plan import MOVES_ITEMS, Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.flops import work_of_items
@@ -109,7 +109,7 @@ def on_ranks(plan: Plan) -> Iterator[list[PlannedStage]]:
 
 def _is_together(plan: Plan, unit: Unit) -> bool:
     """Whether all items of an example are on one rank, or on the ranks of one replica."""
-    return plan.balance in ("off", "joint") and unit.dp <= plan.unit_of(BACKBONE).dp
+    return plan.balance not in MOVES_ITEMS and unit.dp <= plan.unit_of(BACKBONE).dp
 
 
 class _Rows:

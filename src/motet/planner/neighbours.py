@@ -19,7 +19,7 @@ from typing import get_args
 
 import numpy as np
 
-from motet.core.plan import BalancingMethod, Order, Plan, ScheduleKind, Unit, Zero
+from motet.core.plan import PROPOSED_BALANCES, Order, Plan, ScheduleKind, Unit, Zero
 from motet.planner.degrees import divisors
 from motet.planner.infeasible import tensor_degrees
 from motet.planner.job import Job
@@ -188,7 +188,7 @@ def _dealt(job: Job, plan: Plan) -> Iterator[Plan]:
     """Other orders of examples and ways of balancing."""
     if is_even(job.batch) or plan.microbatch_caps:
         return
-    for balance in get_args(BalancingMethod):
+    for balance in PROPOSED_BALANCES:
         if plan.schedule == "data_parallel":
             yield replace(plan, balance=balance, policy=job.policy_under(balance))
         elif balance != "auto":  # In pipelines, "per_phase" is the same.

@@ -20,10 +20,12 @@ import numpy as np
 
 from motet.assign.groups import groups_under
 from motet.assign.step import StepAssignment
+from motet.core.errors import UserError
 from motet.core.plan import Order, Plan
 from motet.core.workload import BACKBONE, BatchLengths, total_lengths
 from motet.planner.candidate import Candidate, Pins, RuledOut, is_faster
 from motet.planner.job import Job
+from motet.schedule import check_fit
 from motet.schedule.plan_units import pipelined_units, units_in_bubbles
 from motet.simulate.predict.predict import predict_assigned
 from motet.simulate.predict.prediction import Prediction
@@ -45,6 +47,11 @@ def with_pinned_deal(candidate: Candidate, pins: Pins) -> Candidate | RuledOut:
             balance=pins.balance or plan.balance,
             filling=pins.filling or plan.filling,
         )
+        if dealt.balance == "split":
+            try:
+                check_fit(dealt)
+            except UserError as error:
+                return RuledOut(candidate.strategy, candidate.what, str(error))
         if dealt.filling == "by_step" and not can_fill_by_step(dealt):
             why = "filling is pinned to 'by_step', and no encoder runs in bubbles, or some run beside parts of passes."
             return RuledOut(candidate.strategy, candidate.what, why)
@@ -62,8 +69,13 @@ def with_pinned_deal(candidate: Candidate, pins: Pins) -> Candidate | RuledOut:
 
 
 def can_fill_by_step(plan: Plan) -> bool:
-    """Whether a Plan's bubbles can be filled anew in each step: by encoders, between whole passes of the backbone."""
-    return bool(units_in_bubbles(plan)) and not any("." in fill.before for fill in plan.fills)
+    """Whether a Plan's bubbles can be filled anew in each step: by encoders, between whole passes of the backbone.
+
+    Replicas that share sequences run passes in one order.
+    """
+    if plan.balance == "split" or not units_in_bubbles(plan):
+        return False
+    return not any("." in fill.before for fill in plan.fills)
 
 
 def with_best_order(job: Job, candidate: Candidate, given: Prediction, pins: Pins) -> tuple[Candidate, Prediction]:

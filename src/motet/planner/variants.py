@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import get_args
 
 import numpy as np
 
-from motet.core.plan import MOVES_ITEMS, BalancingMethod, Plan
+from motet.core.plan import MOVES_ITEMS, PROPOSED_BALANCES, BalancingMethod, Plan
 from motet.planner.candidate import Candidate, Pins, is_faster, predict_candidate
 from motet.planner.data_parallel.search import sampled_s
 from motet.planner.job import Job
@@ -65,7 +64,7 @@ def _otherwise_balanced(job: Job, candidate: Candidate, pins: Pins) -> Iterator[
     if pins.balance is not None or is_even(job.batch):
         return
     if plan.schedule == "data_parallel":
-        for method in get_args(BalancingMethod) if plan.units[0].dp > 1 else ():
+        for method in PROPOSED_BALANCES if plan.units[0].dp > 1 else ():
             variant = replace(candidate, plan=replace(plan, balance=method, policy=job.policy_under(method)))
             if method != plan.balance and not _is_alike(job, plan, method) and _may_be_faster(job, variant, candidate):
                 yield variant

@@ -199,8 +199,8 @@ def _balance(recipe: Recipe, spec: ModelSpec) -> BalancingMethod:
         )
     if recipe.balance.method == "split" or recipe.balance.cut_by:
         raise UserError(
-            f"balance.{recipe.balance.cut_by} cuts sequences, which a plan cannot say yet; remove it to simulate the "
-            "recipe, or plan with --pin cp=2, under which ranks share all of them."
+            f"balance.{recipe.balance.cut_by} cuts sequences, which no data-parallel plan says; remove it to simulate "
+            "the recipe, or plan stages with --pin balance=split, under which replicas share long ones."
         )
     return recipe.balance.method if balanced else "off"
 

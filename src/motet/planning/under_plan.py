@@ -114,7 +114,10 @@ def _instead(key: str, recipe: Recipe, plan: Plan) -> str:
         return ""
     if plan.schedule == "data_parallel":
         return '; balance.split = "auto" cuts long items under a plan of data parallelism that balances by "auto"'
-    return "; ranks of a unit with cp share long items, as in a plan that --pin cp=2 makes"
+    return (
+        "; a plan with stages cuts long sequences over replicas by balance 'split', as one that --pin balance=split "
+        "makes, and ranks of a unit with cp share long items, as in a plan that --pin cp=2 makes"
+    )
 
 
 def _decided_twice(recipe: Recipe, plan: Plan) -> Iterator[str]:

@@ -175,7 +175,7 @@ class _RunningPlan:
         compute = step.held.types.compute
         self.step, self.place = step, place
         groups = {name: step.groups.context.get(unit.name) for unit, names in place.units for name in names}
-        batches = [batch.sharing(groups.get) for batch in batches]
+        batches = [batch.sharing(groups.get, step.groups.replicas) for batch in batches]
         self.batches = [batch.to(mesh.device, dtype=compute) for batch in batches] if compute else batches
         for _, parameter in step.parameters.values():
             parameter.grad = None

@@ -27,7 +27,8 @@ class UnitGroups:
     gathered: ranks on which the rows of a unit come together (`plan_units.gathering_ranks`).
     experts:  ranks that share experts. None: it is alone.
     expert_parts: ranks that have all experts between them; None: it has them alone.
-    sent:     gets the bytes that it sends in collectives of all but `context`.
+    replicas: ranks that share sequences where replicas of the backbone do, by replica, then by c. None: they do not.
+    sent:     gets the bytes that it sends in collectives of all but `context` and `replicas`.
     """
 
     context: _Groups = field(default_factory=dict)
@@ -35,6 +36,7 @@ class UnitGroups:
     gathered: _Groups = field(default_factory=dict)
     experts: dist.ProcessGroup | None = None
     expert_parts: dist.ProcessGroup | None = None
+    replicas: dist.ProcessGroup | None = None
     sent: list[float] = field(default_factory=list)
 
     def by_ranks(self, place: Place) -> RankGroups:
@@ -61,7 +63,8 @@ class UnitGroups:
         parts = own_group(
             ranks for unit in spread for ranks in sorted({unit.expert_parts(one) for one in unit.ranks}) if unit.tp > 1
         )
-        return UnitGroups(context, tensor, gathered, experts, experts if parts is None else parts)
+        replicas = own_group(_replicas(layout.backbone) if plan.balance == "split" else ())
+        return UnitGroups(context, tensor, gathered, experts, experts if parts is None else parts, replicas)
 
 
 class _Made:
@@ -85,6 +88,11 @@ def _context(unit: Unit) -> Iterable[Sequence[int]]:
     for p, d, t in product(range(unit.pp), range(unit.dp), range(unit.tp)):
         if unit.cp > 1:
             yield tuple(unit.rank(p, d, c, t) for c in range(unit.cp))
+
+
+def _replicas(unit: Unit) -> Iterable[Sequence[int]]:
+    for p, t in product(range(unit.pp), range(unit.tp)):
+        yield tuple(unit.rank(p, d, c, t) for d, c in product(range(unit.dp), range(unit.cp)))
 
 
 def _tensor(unit: Unit) -> Iterable[Sequence[int]]:

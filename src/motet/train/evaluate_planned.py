@@ -203,7 +203,7 @@ class PlannedEvaluator:
         self._step.evaluate(batches, SimpleNamespace(encoders=model.encoders, backbone=predicting, generators=silent))
         own: dict[int, int] = {}
         for microbatch, tokens in zip(self._predicted_microbatches(batches), predicting.found, strict=True):
-            sequences = batches[microbatch].decision.backbone.on_rank(self._needs.replicas[BACKBONE])
+            sequences = batches[microbatch].decision.sequences_on(self._needs.replicas[BACKBONE])
             if (context := batches[microbatch].sequences.context) is not None:
                 sequences = sequences[context.ended]
             own |= dict(zip(examples[microbatch][sequences].tolist(), tokens.tolist(), strict=True))

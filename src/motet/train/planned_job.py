@@ -143,8 +143,9 @@ def impossible_cut(model: MLLM, plan: Plan) -> str:
             if plan.schedule == "data_parallel":
                 continue
             if name == BACKBONE:
-                if model.backbone.merge is not None and unit.cp > 1:
-                    return f"unit {unit.name!r} has cp {unit.cp}, which cannot be: model.merge takes whole sequences"
+                shares = f"cp {unit.cp}" if unit.cp > 1 else "balance 'split'" if plan.balance == "split" else ""
+                if model.backbone.merge is not None and shares:
+                    return f"unit {unit.name!r} has {shares}, which cannot be: model.merge takes whole sequences"
                 continue
             if name in model.generators:
                 if sum(name in stage for stage in unit.stages) > 1 and (why := model.generators[name].uncuttable):
@@ -172,7 +173,14 @@ def impossible_cut(model: MLLM, plan: Plan) -> str:
 def check_context(model: MLLM, plan: Plan, context: ContextConfig) -> None:
     """Raise UserError for a way in which ranks that share sequences exchange rows, and cannot or need not."""
     unit, config = plan.unit_of(BACKBONE), model.backbone.causal_lm.config
-    if unit.cp == 1:
+    if unit.cp == 1 and plan.balance == "split":
+        # Ranks that share a sequence do not know the others', so that one way is left.
+        if context.exchange not in ("auto", GROUP_CAST):
+            raise UserError(
+                f"context.exchange is {context.exchange!r}, and replicas that share sequences, by the plan's balance "
+                f"'split', exchange keys by {GROUP_CAST!r}; set that, or leave it out."
+            )
+    elif unit.cp == 1:
         check_context_unused(context)
     heads = config.num_attention_heads // unit.tp
     if context.exchange == ULYSSES and heads % unit.cp:

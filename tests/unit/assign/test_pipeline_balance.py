@@ -108,3 +108,41 @@ def test_a_chain_deals_out_whole_microbatches():
 def test_a_policy_that_operations_cannot_count_is_refused():
     with pytest.raises(UserError, match="takes a linear and a quadratic part of lengths"):
         assign_step(beside(balance="joint", policy={"image": "padded_attention"}), lengths(32))
+
+
+def test_sequences_that_are_too_long_for_a_replica_are_cut_and_others_fill_up():
+    chain = plan(*(Unit("llm", ({"image": 4, "audio": 3, **HALVES[0]}, HALVES[1]), dp=4, pp=2),), batch_size=16)
+    made, batch = replace(chain, balance="split", microbatch_size=2), lengths(16)
+    batch.sequence[3] = 20 * batch.sequence.max()
+    step, work = assign_step(made, batch), Operations(made.model)(batch)[BACKBONE]
+    items = step.modules[BACKBONE]
+    assert items.cuts.degrees == {3: 4}
+    inside = items.microbatch == items.microbatch[3]
+    of_replicas = np.bincount(items.cuts.rank, items.cuts.share_of(work), 4)
+    of_replicas += np.bincount(items.replica, work * (inside & (np.arange(16) != 3)), 4)
+    assert of_replicas.max() <= 1.05 * work[inside].sum() / 4
+    for name in ("image", "audio"):
+        assert np.array_equal(step.modules[name].replica, items.replica[step.modules[name].example])
+    whole = assign_step(replace(made, balance="joint"), batch).modules[BACKBONE]
+    assert np.array_equal(whole.microbatch, items.microbatch)
+    assert np.array_equal(whole.replica[~inside], items.replica[~inside])
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"llm": 1, "image": 1}, "has one; dp must be 2 or more"),
+        ({"image": 3}, "which other units feed in common; dp must divide that of each other unit"),
+        ({"order": "intra"}, "both deal out the microbatches"),
+        ({"microbatch_caps": {"image": 100, "backbone": 100}}, "have whole sequences in groups"),
+    ],
+)
+def test_what_replicas_cannot_share_is_refused(options, why):
+    with pytest.raises(UserError, match=why):
+        planned(beside(**{"image": 2, "audio": 2, "balance": "split", **options}))
+
+
+def test_data_parallel_plans_leave_cutting_to_the_recipe():
+    whole = Unit("all", ({"image": 4, "audio": 3, "backbone": sum(stage["backbone"] for stage in HALVES)},), dp=4)
+    with pytest.raises(UserError, match=r"a recipe's balance\.split"):
+        planned(plan(whole, batch_size=16, schedule="data_parallel", balance="split"))

@@ -5,14 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.assign.encoder_shares import encoder_shares
+from motet.assign.item_shares import item_shares
 from motet.assign.step import ModuleAssignment
 from motet.dispatch.gathered_rows import GatheredRows
 
 
 def dealt(lengths, num_groups, cp):
     """Items of the second of two replicas, dealt out, with one of the first before them."""
-    shares = encoder_shares(lengths, lengths, cp, can_cut=True, num_groups=num_groups)
+    shares = item_shares(lengths, lengths, cp, can_cut=True, num_groups=num_groups)
     num_ranks, first = num_groups * cp, np.zeros(1, np.int64)
     ranks = np.concatenate([first, num_ranks + shares.ranks])
     position = np.array([int((ranks[:number] == rank).sum()) for number, rank in enumerate(ranks)])

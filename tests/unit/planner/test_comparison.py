@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from motet.core.plan import BalancingMethod, Order
+from motet.core.plan import PROPOSED_BALANCES, Order
 from motet.planner import comparison as comparing
 from motet.planner.candidate import Pins, candidate_step_s, predict_candidate
 from motet.planner.comparison import NUM_COMPARED, compare, fewer_replicas, rivals
@@ -31,7 +31,7 @@ def test_no_way_of_balancing_makes_the_answer_faster(given_job):
     found = search(given_job, {DATA: STRATEGIES[DATA]})
     if found.results:
         best = found.best
-        for method in get_args(BalancingMethod):
+        for method in PROPOSED_BALANCES:
             other = replace(best.candidate, plan=replace(best.candidate.plan, balance=method))
             prediction = predict_candidate(given_job, other)
             fits = prediction.peak_bytes.max() <= given_job.capacity_bytes

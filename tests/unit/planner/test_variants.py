@@ -1,16 +1,15 @@
 """What a leader gets beside its degrees: bubbles that are filled by step."""
 
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 
-from motet.core.plan import BalancingMethod
+from motet.core.plan import PROPOSED_BALANCES
 from motet.core.plan_file import read_plan, write_plan
 from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
 from motet.planner import variants
 from motet.planner.candidate import Pins, RuledOut, predict_candidate
-from motet.planner.order import with_pinned_deal
+from motet.planner.order import can_fill_by_step, with_pinned_deal
 from motet.planner.pins import parse_pins, pins_in_words
 from motet.planner.strategies import STRATEGIES
 from motet.planner.variants import fastest_variant
@@ -72,6 +71,16 @@ def test_fills_by_step_are_of_encoders_in_bubbles(leader):
         assert found.why.startswith("filling is pinned to 'by_step', and ")
 
 
+def test_sequences_are_cut_where_replicas_walk_one_row(leader):
+    """And a Plan that cuts them fills no bubbles by step."""
+    _, candidate = leader
+    pins = parse_pins(["balance=split"], [])
+    alone = replace(candidate, plan=replace(candidate.plan, order="given"))
+    found = with_pinned_deal(alone, pins)
+    assert isinstance(found, RuledOut) and "has one; dp must be 2 or more" in found.why
+    assert can_fill_by_step(alone.plan) and not can_fill_by_step(replace(alone.plan, balance="split"))
+
+
 def test_a_way_of_balancing_that_auto_takes_in_every_microbatch_is_not_simulated_again(monkeypatch):
     image = connect(vit("image", Transformer(512, 2048, 8), 8), 512, "linear")
     given = small_job(multimodal("small", language_model(LLM, 8, 4000), [image]), batch_size=24, spread=1.0)
@@ -80,7 +89,7 @@ def test_a_way_of_balancing_that_auto_takes_in_every_microbatch_is_not_simulated
     assert candidate.plan.balance == "auto" and given.assignment(candidate.plan).methods == ("per_phase",)
     step_s = {
         method: predict_candidate(given, replace(candidate, plan=replace(candidate.plan, balance=method))).step_s
-        for method in get_args(BalancingMethod)
+        for method in PROPOSED_BALANCES
     }
     assert step_s["per_phase"] == step_s["auto"] != step_s["joint"]
     simulated = []

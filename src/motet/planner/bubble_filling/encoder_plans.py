@@ -2,7 +2,7 @@
 
 PP_enc divides PP_llm and TP_enc divides TP_llm, which gives m = DP_enc / DP_llm pipelines of encoders to each of the
 backbone's. In the paper each takes microbatches of its own. Here PP_llm / PP_enc pipelines do, and TP_llm / TP_enc
-groups of ranks deal out the items of a microbatch (`assign/encoder_shares.py`), so that one pass is of all of them.
+groups of ranks deal out the items of a microbatch (`assign/item_shares.py`), so that one pass is of all of them.
 Where groups can share items (`Module.shareable`) they do, by a `cp` of the encoder, and cut those that dominate; else
 items stay whole, and there are at most as many groups as a microbatch has examples. The encoders of one plan have the
 same PP, and TPs of their own.
@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from motet.assign.encoder_shares import FULLEST
+from motet.assign.item_shares import FULLEST
 from motet.assign.step import StepAssignment
 from motet.balance import assign
 from motet.core.arrays import Float64Array, Int64Array

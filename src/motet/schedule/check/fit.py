@@ -282,12 +282,34 @@ def _check_schedule(plan: Plan) -> None:
         raise UserError("there are fills, but no unit shares the backbone's ranks; fills place the work of such units.")
     if plan.filling == "by_step":
         _check_filling(plan)
+    if plan.balance == "split":
+        _check_split(plan)
     if kind == "data_parallel":
         _check_data_parallel(plan, backbone)
     elif plan.balance != "off" and plan.order != "given":
         raise UserError(
             f"balance {plan.balance!r} and order {plan.order!r} both deal out the microbatches of a pipeline; set one."
         )
+
+
+def _check_split(plan: Plan) -> None:
+    """Replicas can share sequences: all of them run the same passes in one order, and no module needs whole ones."""
+    unit, model = backbone_unit(plan), plan.model
+    cuts = "balance is 'split', which cuts sequences over replicas of the backbone"
+    if plan.schedule == "data_parallel":
+        raise UserError(
+            f"{cuts} in stages; under 'data_parallel' a recipe's balance.split = \"auto\" cuts beside 'auto'."
+        )
+    if unit.dp == 1:
+        raise UserError(f"{cuts}, and unit {unit.name!r} has one; dp must be 2 or more.")
+    if plan.filling == "by_step":
+        raise UserError(f"{cuts}, and filling is 'by_step', in which these run passes in orders of their own; set one.")
+    if plan.microbatch_caps:
+        raise UserError(f"{cuts}, and microbatch_caps have whole sequences in groups; set one.")
+    if unit.dp != gcd(*(other.dp for other in pipelined_units(plan))):
+        raise UserError(f"{cuts}, which other units feed in common; dp must divide that of each other unit.")
+    if model.generators:
+        raise UserError(f"{cuts}, and {', '.join(model.generators)} read these whole; set another balance.")
 
 
 def _check_filling(plan: Plan) -> None:

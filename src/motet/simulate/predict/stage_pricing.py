@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from motet.assign.context_rows import moved_rows
-from motet.assign.encoder_shares import encoder_shares
+from motet.assign.context_rows import moved_rows, rows_of_replicas
+from motet.assign.item_shares import item_shares
 from motet.assign.rows import num_given_rows
-from motet.assign.step import StepAssignment
+from motet.assign.step import ModuleAssignment, StepAssignment
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
+from motet.core.attention_table import AttentionTable
 from motet.core.context_rows import exchanged_heads
 from motet.core.exchange import Moved
 from motet.core.plan import Plan, Unit
@@ -501,6 +502,8 @@ class Pricing:
         beyond = self.cost.beyond(name, layer, work, unit.tp)
         self.beyond[name] = self.beyond.get(name, Beyond()).or_further(beyond)
         seconds = self.cost.layer_seconds(name, layer.with_experts_of(unit.ep), work, unit.tp)
+        if layer.attention is not None and items.cuts is not None:
+            seconds = self._met(seconds, items)
         return _Priced(whole, work, seconds, tensor_s, context)
 
     def _num_ranks(self, name: str) -> int:
@@ -514,10 +517,37 @@ class Pricing:
             size, batch_index, targets = items.num_replicas * num, items.batch_index(num), None
             if name == BACKBONE:
                 targets = np.bincount(batch_index, self.assignment.batch.num_targets, size).astype(np.int64)
-            self._known_work[name, like] = work_of_items(
-                like, items, batch_index, size, padded=self.plan.model.module(name).padded, num_targets=targets
+            self._known_work[name, like] = (
+                work_of_items(
+                    like, items, batch_index, size, padded=self.plan.model.module(name).padded, num_targets=targets
+                )
+                if items.cuts is None
+                else self._of_fragments(name, like)
             )
         return self._known_work[name, like]
+
+    def _of_fragments(self, name: str, like: Layer) -> Work:
+        """`_whole` where replicas share some sequences: a fragment has its share of the rows and pairs of all."""
+        items, num = self.assignment.modules[name], self.assignment.num_microbatches
+        cuts, of_each = items.cuts, self._of_each(name, like)
+        assert cuts is not None, "replicas share sequences"
+        whole = np.flatnonzero(~np.isin(np.arange(len(items.example)), cuts.items))
+        cell = np.concatenate([items.batch_index(num)[whole], cuts.rank * num + items.microbatch[cuts.item]])
+        item = np.concatenate([whole, cuts.item])
+        share = np.concatenate([np.ones(len(whole)), (cuts.end - cuts.begin) / cuts.units])
+        columns = (column[item] * share for column in (of_each.rows, of_each.pairs))
+        size = items.num_replicas * num
+        return Work(*(np.bincount(cell, column, size).astype(np.float64) for column in columns))
+
+    def _met(self, seconds: LayerSeconds, items: ModuleAssignment) -> LayerSeconds:
+        """Seconds of a layer in whose attention all replicas wait for each other where they share sequences."""
+        shape = items.num_replicas, self.assignment.num_microbatches
+        is_met = np.isin(np.arange(shape[1]), items.microbatch[items.cuts.items] if items.cuts is not None else ())
+        forward, backward = (
+            np.where(is_met, column.reshape(shape).max(axis=0), column.reshape(shape)).ravel()
+            for column in (seconds.forward_s, seconds.input_s)
+        )
+        return seconds._replace(forward_s=forward, input_s=backward)
 
     def _experts_s(self, unit: Unit, layer: Layer, rows: Float64Array) -> Float64Array:
         """Seconds in which rows go to the ranks of their experts and back, in one pass of a layer, [len(rows)].
@@ -542,7 +572,7 @@ class Pricing:
         if name not in self._known_shares:
             items, module = self.assignment.modules[name], self.plan.model.module(name)
             num_ranks, cp = self._num_ranks(name), self.plan.unit_of(name).cp
-            deal = partial(encoder_shares, num_ranks=cp, can_cut=module.shareable, tile_rows=module.tile_rows)
+            deal = partial(item_shares, num_ranks=cp, can_cut=module.shareable, tile_rows=module.tile_rows)
             cell = items.batch_index(self.assignment.num_microbatches)
             rank, columns = cell * num_ranks, []
             in_order = np.argsort(cell, kind="stable")
@@ -561,8 +591,8 @@ class Pricing:
         """Work of each item of a module in layers that are like this one, [num_items] each."""
         if (name, like) not in self._known_items:
             items = self.assignment.modules[name]
-            count = len(items.example)
-            self._known_items[name, like] = work_of_items(like, items, np.arange(count), count)
+            count, targets = len(items.example), self.assignment.batch.num_targets if name == BACKBONE else None
+            self._known_items[name, like] = work_of_items(like, items, np.arange(count), count, num_targets=targets)
         return self._known_items[name, like]
 
     def _fragments(self, name: str, layer: Layer) -> tuple[Float64Array, Float64Array]:
@@ -610,15 +640,15 @@ class Pricing:
         return most
 
     def _context(self, name: str, unit: Unit, layer: Layer) -> ContextPrice:
-        """The exchange of rows between context-parallel ranks in a layer's attention, [replicas * microbatches] each.
+        """The exchange of rows between ranks in a layer's attention, [replicas * microbatches] each.
 
         As executed (`models/context_items.py`): the busiest rank moves what `exchanged_heads` says, of an encoder for
-        the items that ranks share.
+        the items that ranks share, and by group-cast where replicas share sequences.
         """
         items, attention, cp = self.assignment.modules[name], layer.attention, unit.cp
         num = self.assignment.num_microbatches
         seconds, copied = np.zeros((2, items.num_replicas * num))
-        if cp == 1 or attention is None:
+        if attention is None or (cp == 1 and items.cuts is None):
             return ContextPrice(seconds, copied)
         ranks = [unit.rank(0, 0, c) for c in range(cp)]
         # Where the description has no heads, all keys of a row count as one.
@@ -629,11 +659,36 @@ class Pricing:
         if name != BACKBONE:
             of_keys = self._moved_of_items(name, layer)
             return self._exchanged(2.0 * kv_heads * of_keys, 2.0 * kv_heads * of_keys, head_bytes, ranks)
-        cells = [items.length[items.items_of(*divmod(index, num))] for index in range(len(seconds))]
+        if cp > 1:
+            seconds, copied = self._context_of_replicas(items, attention.window, ranks, heads, kv_heads, head_bytes)
+        if items.cuts is None:
+            return ContextPrice(seconds, copied)
+        together = [unit.rank(0, d, c) for d in range(unit.dp) for c in range(cp)]
+        for microbatch in np.unique(items.microbatch[items.cuts.items]).tolist():
+            rows = rows_of_replicas(items, microbatch, cp)
+            table = AttentionTable.packed(rows.lengths).windowed(attention.window or None)
+            sent = np.array([2.0 * kv_heads * rows.most_moved(rows.wanted(table))])
+            price = self._exchanged(sent, sent, head_bytes, together)
+            for prices, of_all in zip((seconds, copied), price, strict=True):
+                prices.reshape(items.num_replicas, num)[:, microbatch] = of_all[0]
+        return ContextPrice(seconds, copied)
+
+    def _context_of_replicas(
+        self,
+        items: ModuleAssignment,
+        window: int,
+        ranks: Sequence[int],
+        heads: int,
+        kv_heads: int,
+        head_bytes: float,
+    ) -> ContextPrice:
+        """`_context` of the backbone, of sequences that the ranks of a replica share. ranks: of one replica."""
+        num, cp = self.assignment.num_microbatches, len(ranks)
+        cells = [items.length[items.items_of(*divmod(index, num))] for index in range(items.num_replicas * num)]
         rows = np.array([lengths.sum() for lengths in cells])
         # Dealing out a pack takes 2 ms; beyond some, packs move the same share of their rows.
         dealt = cells[:: -(-len(cells) // _MAX_DEALT)]
-        moved = np.array([moved_rows(lengths, cp, attention.window) for lengths in dealt])
+        moved = np.array([moved_rows(lengths, cp, window) for lengths in dealt])
         if len(dealt) < len(cells):
             moved = np.outer(rows, moved.sum(axis=0) / max(sum(lengths.sum() for lengths in dealt), 1))
         of_keys, of_all = moved.T.astype(np.float64)

@@ -61,7 +61,8 @@ def plan_in_words(plan: Plan) -> list[str]:
     )
     if plan.balance != "off" and plan.schedule != "data_parallel":
         step += " Whole microbatches are balanced over the backbone's replicas"
-        step += ", and items of encoders over theirs." if joins_all_replicas(plan) else "."
+        step += ", and items of encoders over theirs" if joins_all_replicas(plan) else ""
+        step += "; sequences that are too long for one are cut over several." if plan.balance == "split" else "."
     elif plan.balance != "off":
         step += f" Items are balanced over ranks: {_BALANCES[plan.balance]}."
     if plan.balance != "off":

@@ -26,7 +26,7 @@ from motet.data.media import BadMedia, MediaRef
 from motet.data.order import StepExamples
 from motet.data.splits import OwnSplits
 from motet.dispatch import Decision, ItemExchange, LoadedExample, Orchestrator, RankBatch, assemble
-from motet.dispatch.cut_batch import examples_to_lay_out
+from motet.dispatch.cut_batch import examples_to_read
 
 MediaPlace: TypeAlias = tuple[int, int]
 """Index of an example in the microbatch, and number of an item among all of the example's."""
@@ -158,8 +158,7 @@ class IndexLoading:
         items = {phase: decision.items_on(phase, self._rank) for phase in self._orchestrator.encoders}
         # Media are submitted first: workers decode them while this thread reads the tokens.
         pending.items = submitted(self._dataset, self._decoder, ids, lengths, items)
-        read = {*decision.sequences_on(self._rank).tolist(), *examples_to_lay_out(decision.cuts, lengths).tolist()}
-        for index in sorted(read):
+        for index in examples_to_read(decision, self._rank):
             pending.sequences[index] = self._dataset.tokens(int(ids[index]))
         return pending
 

@@ -16,13 +16,14 @@ from motet.assign.planned_step import decide_planned_step
 from motet.assign.step import StepAssignment
 from motet.assign.whole_step import DecidedMicrobatch, DecidedStep
 from motet.core.arrays import BoolArray
-from motet.core.example import Media
+from motet.core.example import Media, TokenSequence
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.source import cost_model
 from motet.data.examples import Examples
 from motet.data.order import StepExamples
 from motet.dispatch import LoadedExample, RankBatch
 from motet.dispatch.context import DEFAULT_CONTEXT, ContextConfig, ContextPlace
+from motet.dispatch.cut_batch import examples_to_lay_out, examples_to_read
 from motet.dispatch.stage_batch import assemble_stages
 from motet.runtime.place import Place
 from motet.schedule import PlannedProgram, PlannedStage
@@ -123,11 +124,15 @@ def stages_of_examples(
         for phase in items
         if needs.reads(phase, microbatch, decided.decision.program)
     }
-    sequences = None
+    sequences, laid_out = None, dict[int, TokenSequence]()
     if needs.tokens:
-        sequences = [chosen[index].sequence for index in decided.decision.backbone.on_rank(needs.replicas[BACKBONE])]
+        sequences = [chosen[index].sequence for index in decided.decision.sequences_on(needs.replicas[BACKBONE])]
+        to_lay_out = examples_to_lay_out(decided.decision.cuts, decided.lengths).tolist()
+        laid_out = {index: chosen[index].sequence for index in to_lay_out}
     sizes = {phase: np.stack([m.size for m in each]) if each else _NO_SIZES for phase, each in items.items()}
-    return assemble_stages(decided.decision, decided.lengths, needs.replicas, sequences, media, sizes, needs.context)
+    return assemble_stages(
+        decided.decision, decided.lengths, needs.replicas, sequences, media, sizes, needs.context, laid_out
+    )
 
 
 class PlannedLoading:
@@ -153,7 +158,7 @@ class PlannedLoading:
         items = {phase: decided.decision.items_on(phase, needs.replicas[phase]) for phase in pending.phases}
         pending.items = submitted(self._dataset, self._decoder, ids, decided.lengths, items)
         if needs.tokens:
-            for index in decided.decision.backbone.on_rank(needs.replicas[BACKBONE]).tolist():
+            for index in examples_to_read(decided.decision, needs.replicas[BACKBONE]):
                 pending.sequences[index] = self._dataset.tokens(int(ids[index]))
         return pending
 
@@ -166,14 +171,13 @@ class PlannedLoading:
         for phase in pending.phases:
             of_phase = [next(loaded) for _ in decision.items_on(phase, needs.replicas[phase])]
             media[phase] = [usable_media(future) for index, future in of_phase if kept[index]]
-        sizes = self._dataset.item_sizes(pending.ids[kept])
+        sizes, number = self._dataset.item_sizes(pending.ids[kept]), np.cumsum(kept) - 1
+        left = decision.keep(kept, lengths)
+        read = {int(number[index]): tokens for index, tokens in pending.sequences.items() if kept[index]}
+        sequences = None
+        if needs.tokens:
+            sequences = [read[index] for index in left.sequences_on(needs.replicas[BACKBONE]).tolist()]
         batch = assemble_stages(
-            decision.keep(kept, lengths),
-            lengths.keep(kept),
-            needs.replicas,
-            [tokens for index, tokens in pending.sequences.items() if kept[index]] if needs.tokens else None,
-            media,
-            sizes,
-            needs.context,
+            left, lengths.keep(kept), needs.replicas, sequences, media, sizes, needs.context, laid_out=read
         )
         return Loaded(batch)

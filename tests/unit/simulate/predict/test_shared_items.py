@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from motet.assign.encoder_shares import encoder_shares
+from motet.assign.item_shares import item_shares
 from motet.assign.plan import assign_step
 from motet.assign.planned_step import decide_planned_step
 from motet.core.attention_table import AttentionTable
@@ -112,21 +112,21 @@ def test_shared_tiles_are_priced_as_they_are_executed(cp, own_ranks):
 
 def test_tiles_stay_together():
     lengths, rows = np.array([48, 8]), np.array([12, 2])
-    shares = encoder_shares(lengths, rows, 4, can_cut=True, tile_rows=4)
+    shares = item_shares(lengths, rows, 4, can_cut=True, tile_rows=4)
     assert (shares.cuts.units == 3).all() and shares.cuts.degrees == {0: 3}
     assert np.bincount(shares.cuts.run_owner(0, 12)).tolist().count(4) == 3
 
 
 def test_items_stay_whole_where_none_is_more_than_its_share():
     lengths = np.array([6, 5, 5, 4])
-    assert encoder_shares(lengths, lengths, 2, can_cut=True).cuts is None
+    assert item_shares(lengths, lengths, 2, can_cut=True).cuts is None
     long = np.array([40, 5, 5, 4])
-    assert encoder_shares(long, long, 2, can_cut=False).cuts is None
-    shares = encoder_shares(long, long, 2, can_cut=True)
+    assert item_shares(long, long, 2, can_cut=False).cuts is None
+    shares = item_shares(long, long, 2, can_cut=True)
     loads = np.bincount(shares.ranks[1:], long[1:], 2)
     np.add.at(loads, shares.cuts.rank, shares.cuts.share_of(long))
     assert shares.cuts.degrees == {0: 2}
     assert loads.max() <= 1.1 * long.sum() / 2
     # Three rows that no unit divides stay on one rank.
-    assert encoder_shares(long, np.ones(4, np.int64), 2, can_cut=True).cuts is None
-    assert encoder_shares(np.zeros(0, np.int64), np.zeros(0, np.int64), 2, can_cut=True).cuts is None
+    assert item_shares(long, np.ones(4, np.int64), 2, can_cut=True).cuts is None
+    assert item_shares(np.zeros(0, np.int64), np.zeros(0, np.int64), 2, can_cut=True).cuts is None

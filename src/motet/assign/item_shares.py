@@ -1,9 +1,10 @@
-"""Which rank of those that share a replica's items of an encoder computes which, and which rows of items that are cut.
+"""Which rank of those that share items of a microbatch computes which, and which rows of items that are cut.
 
-Items are dealt out over groups of context-parallel ranks, of which there are several in bubbles alone. In a group they
-stay whole, dealt out by their lengths, unless one alone is more than a rank's share of all of them. Such items
-are cut, each over as many ranks as bring it under that share, and the whole ones fill up the others. The same on all
-ranks that know the lengths, and in predictions.
+They are items of an encoder on the ranks of a replica, or sequences on the replicas of the backbone. Items are dealt
+out over groups of context-parallel ranks, of which there are several in bubbles alone. In a group they stay whole, and
+are dealt out by their lengths, unless one alone is more than a rank's share of all of them. Such items are cut, each
+over as many ranks as bring it under that share, and the whole ones fill up the others. The same on all ranks that know
+the lengths, and in predictions.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ FULLEST = TARGETS[0]
 
 
 @dataclass(frozen=True, eq=False)
-class EncoderShares:
-    """Items of an encoder on the ranks that share those of a replica.
+class ItemShares:
+    """Items on the ranks that share those of a microbatch.
 
     ranks: int64 [num_items], of each item, or of the largest fragment of one that is cut.
     cuts:  the items that are cut; None: all are whole.
 
     Example:
         An item of 12 rows is more than the 8 of a rank's share:
-        >>> shares = encoder_shares(np.array([2, 12, 2]), np.array([2, 12, 2]), num_ranks=2, can_cut=True)
+        >>> shares = item_shares(np.array([2, 12, 2]), np.array([2, 12, 2]), num_ranks=2, can_cut=True)
         >>> shares.cuts.degrees, shares.ranks.tolist()
         ({1: 2}, [0, 0, 1])
     """
@@ -41,13 +42,13 @@ class EncoderShares:
     cuts: ItemCuts | None
 
 
-def encoder_shares(
+def item_shares(
     lengths: Int64Array, rows: Int64Array, num_ranks: int, *, can_cut: bool, tile_rows: int = 0, num_groups: int = 1
-) -> EncoderShares:
-    """Items dealt out over the ranks of a replica.
+) -> ItemShares:
+    """Items dealt out over the ranks that share them.
 
-    lengths: int64 [num_items]. rows: int64 [num_items], which come out of the encoder, and between which it is cut.
-    num_ranks: the ranks of a group (`Unit.cp`). num_groups: groups, whose ranks follow each other.
+    lengths: int64 [num_items], or any cost of them. rows: int64 [num_items], between which an item is cut.
+    num_ranks: the ranks of a group (`Unit.cp`; of sequences `Unit.dp`). num_groups: groups, one after the other.
     can_cut: whether ranks of a group can share an item (`Module.shareable`). tile_rows: as of `Module`.
     """
     if num_groups == 1:
@@ -59,22 +60,22 @@ def encoder_shares(
         ranks[own] += shares.ranks
         if shares.cuts is not None:
             parts.append((shares.cuts, own, first))
-    return EncoderShares(ranks, joined_cuts(parts, np.arange(len(lengths))))
+    return ItemShares(ranks, joined_cuts(parts, np.arange(len(lengths))))
 
 
-def _in_group(lengths: Int64Array, rows: Int64Array, num_ranks: int, can_cut: bool, tile_rows: int) -> EncoderShares:
+def _in_group(lengths: Int64Array, rows: Int64Array, num_ranks: int, can_cut: bool, tile_rows: int) -> ItemShares:
     if can_cut and lengths.max(initial=0) * num_ranks > FULLEST * lengths.sum():
         return _cut(tuple(lengths.tolist()), tuple(rows.tolist()), num_ranks, tile_rows)
-    return EncoderShares(assign(lengths, num_ranks).ranks.astype(np.int64), None)
+    return ItemShares(assign(lengths, num_ranks).ranks.astype(np.int64), None)
 
 
 @lru_cache(maxsize=1024)
-def _cut(lengths: tuple[int, ...], rows: tuple[int, ...], num_ranks: int, tile_rows: int) -> EncoderShares:
+def _cut(lengths: tuple[int, ...], rows: tuple[int, ...], num_ranks: int, tile_rows: int) -> ItemShares:
     of_items = np.array(lengths, dtype=np.int64)
     units = units_of(np.array(rows, dtype=np.int64), num_ranks, tile_rows)
     units[of_items * num_ranks <= of_items.sum()] = 1  # Items under a rank's share fit whole.
     found = split(of_items, num_ranks, Overhead(), divisible=units, target=FULLEST)
-    return EncoderShares(largest_fragments(found).astype(np.int64), cuts_in(found))
+    return ItemShares(largest_fragments(found).astype(np.int64), cuts_in(found))
 
 
 def joined_cuts(parts: list[tuple[ItemCuts, Int64Array, int]], position: Int64Array) -> ItemCuts | None:

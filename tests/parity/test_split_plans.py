@@ -1,0 +1,67 @@
+"""Plans with stages that cut sequences over replicas of the backbone equal one process.
+
+More of what they combine with: benchmarks/fuzz_plans.py.
+"""
+
+import pytest
+
+from motet.core.plan import Unit
+from parity.planned import PlannedCase, assert_planned
+from tiers import in_tiers
+
+WHOLE = {"image": 3, "audio": 2, "backbone": 3}
+FEW_CUTS = {"image": 3, "audio": 2, "backbone": 1}, {"backbone": 2}
+IN_A_V = {"image": 2}, {"image": 1, "audio": 2}, {"backbone": 2}, {"backbone": 1}
+LLM = {"backbone": 2}, {"backbone": 1}
+BESIDE = Unit("encoders", ({"image": 3, "audio": 2},), dp=2, first_rank=2)
+MORE_BESIDE = Unit("encoders", ({"image": 3, "audio": 2},), dp=4, first_rank=2)
+IN_BUBBLES = (
+    Unit("image", ({"image": 2}, {"image": 1}), dp=2, pp=2),
+    Unit("audio", ({"audio": 2},), dp=4),
+)
+APART_IN_BUBBLES = Unit("image", ({"image": 3},), dp=4), Unit("audio", ({"audio": 2},), dp=2, tp=2)
+OF_UNIT = ("pp", "tp", "cp", "ep", "zero", "recompute", "replicated")
+
+
+def split(*stages, schedule="1f1b", units=(), dp=2, batch_size=4, **options):
+    of_unit = {"pp": len(stages)} | {name: options.pop(name) for name in OF_UNIT if name in options}
+    chain = Unit("all", stages, dp=dp, **of_unit)
+    return PlannedCase((chain, *units), schedule, balance="split", batch_size=batch_size, has_large=True, **options)
+
+
+CASES = {
+    2: [
+        split(WHOLE, microbatch_size=2, left_out=0.4, dropout=0.2),
+        split(WHOLE, zero=2, parts=("prefix",), tied=True, family="gemma2", seed=3),
+        split(
+            WHOLE, zero=3, parts=("ahead", "again"), dropout=0.2, batch_size=8, recompute=({"image": 1, "backbone": 2},)
+        ),
+        split({"backbone": 3}, replicated=("image", "audio"), seed=4),
+        split(WHOLE, family="qwen3_moe", ep=2, seed=6, microbatch_size=2, batch_size=8),
+        split(WHOLE, frozen=("image", "backbone"), parts=("again",), seed=7),
+        split(WHOLE, parts=("stacked",), seed=8),
+        split({"image": 2}, {"image": 1, "audio": 2, "backbone": 3}, pp=1, schedule="zb_v", seed=10),
+    ],
+    3: [split(WHOLE, dp=3, batch_size=12, left_out=0.3), split(WHOLE, dp=3, batch_size=6, contents=(), seed=5)],
+    4: [
+        split(*FEW_CUTS),
+        split(WHOLE, tp=2, dropout=0.2),
+        # Ranks of a replica share its whole sequences in the same exchange.
+        split(WHOLE, cp=2, microbatch_size=2, batch_size=8),
+        split(WHOLE, cp=2, parts=("ahead", "again"), dropout=0.2, seed=1),
+        split(WHOLE, cp=2, family="mixtral", seed=12, ep=4),
+        split({"backbone": 3}, units=(BESIDE,), seed=4, microbatch_size=2, batch_size=8, left_out=0.3),
+        split(*FEW_CUTS, schedule="zb_h1", seed=5, batch_size=8),
+        split(*FEW_CUTS, schedule="gpipe", seed=6, recompute=({"image": 1, "backbone": 1}, {"backbone": 1})),
+        split(*IN_A_V, schedule="interleaved_1f1b", pp=2, seed=8, batch_size=8),
+        split(*LLM, units=IN_BUBBLES, seed=10, batch_size=8, fill_seed=3),
+        split({"backbone": 3}, tp=2, units=APART_IN_BUBBLES, seed=11, batch_size=8),
+        split(*LLM, replicated=("image", "audio"), seed=13, is_mixed=True, blocking=True),
+    ],
+    6: [split({"backbone": 3}, units=(MORE_BESIDE,), seed=3, batch_size=8, microbatch_size=2)],
+}
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(CASES, {2: [0]}))
+def test_sequences_that_replicas_share_train_as_in_one_process(num_ranks, cases):
+    assert_planned(num_ranks, cases)

@@ -1,0 +1,75 @@
+"""What replicas of a backbone that share sequences are priced for, against the rows that training gives their ranks."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from motet.assign.plan import assign_step
+from motet.assign.planned_step import decide_planned_step
+from motet.core.attention_table import AttentionTable
+from motet.core.plan import Plan, Unit
+from motet.core.shapes import Transformer, language_model, multimodal
+from motet.core.workload import BACKBONE, BatchLengths
+from motet.cost.catalogue import cluster
+from motet.dispatch.context import ContextPlace
+from motet.dispatch.stage_batch import assemble_stages
+from motet.runtime.place import Place
+from motet.schedule import planned
+from motet.simulate.predict.predict import predict_assigned
+from motet.simulate.predict.stage_pricing import Pricing
+from unit.simulate.jobs import Linear
+
+WIDTH, KV_BYTES = 16, 2 * 16 * 2
+"""Of rows, and of a row's keys and values in 16 bits."""
+LENGTHS = np.array([900, 100, 60, 40, 50, 60, 70, 20, 300, 10, 290, 20])
+
+
+def plan_of(dp: int = 4, cp: int = 1, **options) -> Plan:
+    model = multimodal("tiny", language_model(Transformer(WIDTH, 32, 2, causal=True), 2, 100), [])
+    unit = Unit("llm", ({"backbone": 1}, {"backbone": 1}), dp=dp, pp=2, cp=cp)
+    return Plan(model, cluster("h100", num_nodes=2), (unit,), len(LENGTHS), balance="split", **options)
+
+
+def lengths_of() -> BatchLengths:
+    return BatchLengths(LENGTHS, np.full(len(LENGTHS), 3), np.zeros(len(LENGTHS), np.int32), {})
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_shared_sequences_are_priced_as_they_are_executed(cp):
+    plan, lengths = plan_of(cp=cp), lengths_of()
+    program, step = planned(plan), assign_step(plan, lengths)
+    pricing = Pricing(plan, program, step, Linear(plan.cluster))
+    layer, cut, copies = plan.model.module(BACKBONE).layers[1], 0, 0
+    found = pricing.rows(BACKBONE, layer, program.stages[0], range(4))
+    priced_s = pricing.islands(program.stages[0]).forward
+    for number, part in enumerate(decide_planned_step(plan, lengths).microbatches):
+        batches = []
+        for rank in range(4 * cp):
+            place = Place.of(plan, rank)
+            context = ContextPlace.of(plan, place.c)
+            batches.append(assemble_stages(part.decision, part.lengths, place.replicas, None, {}, {}, context))
+        cut += part.decision.cuts is not None
+        shares = [batch.sequences.context for batch in batches]
+        rows = np.array([len(share.own) for share in shares])
+        assert rows.sum() == part.lengths.sequence.sum() and (rows > 0).all()
+        assert found[:, number] == pytest.approx(rows.reshape(4, cp).mean(axis=1), abs=2)
+        assert len(set(priced_s[:, number])) == 1  # Replicas wait for each other in each layer.
+        moved = np.zeros((len(shares), len(shares)), dtype=np.int64)
+        for rank, share in enumerate(shares):
+            shared = share.rows.after(share.num_whole)
+            wanted = shared.wanted(AttentionTable.packed(shared.lengths))
+            moved[rank] = shared.moves(rank, wanted).num_received
+        np.fill_diagonal(moved, 0)
+        copies = max(copies, moved.sum(axis=0).max(), moved.sum(axis=1).max())
+    assert cut == 3
+    assert pricing.largest_copies(BACKBONE, layer) == pytest.approx(copies * KV_BYTES)
+
+
+def test_a_step_with_a_long_sequence_is_shorter_if_replicas_share_it():
+    split, whole = plan_of(), replace(plan_of(), balance="joint")
+    step_s = [
+        predict_assigned(plan, planned(plan), assign_step(plan, lengths_of()), Linear(plan.cluster)).step_s
+        for plan in (split, whole)
+    ]
+    assert step_s[0] < 0.6 * step_s[1]
