@@ -43,7 +43,7 @@ def test_the_answer_in_bubbles_is_not_faster_without_its_fills_in_any_order(spre
     given_job = job(batch_size=32, spread=spread)
     best = search(given_job, STRATEGIES, pinned(BUBBLES)).best
     for order in get_args(Order):
-        plan = replace(best.candidate.plan, fills=(), order=order, microbatch_caps={}, balance="off")
+        plan = replace(best.candidate.plan, fills=(), filling="static", order=order, microbatch_caps={}, balance="off")
         prediction = predict_candidate(given_job, replace(best.candidate, plan=plan))
         assert prediction.step_s >= best.prediction.step_s
 
