@@ -16,6 +16,7 @@ from trials import Baseline, Case, Outcome, Subject, job_of
 
 from motet.core.module_degrees import ModuleDegrees
 from motet.core.plan import Plan
+from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
 from motet.planner.degrees import Degrees
 
@@ -96,14 +97,19 @@ def cases() -> Iterator[Case]:
                     row.over(row.balanced_s, 1.18),
                     row.balanced_s,
                 ),
+                Baseline("encoders share items (cp), not the paper's", partial(optimus, subject, row, {})),
             ),
             row.optimus_s,
         )
 
 
 def optimus(subject: Subject, row: Published, modules: Mapping[str, ModuleDegrees] | None = None) -> Outcome:
-    """The backbone in the paper's degrees, encoders in its bubbles. modules: degrees of encoders that are pinned."""
-    fixed = {"schedule": "interleaved_1f1b", "recompute": "full", "modules": modules or {}}
+    """The backbone in the paper's degrees, encoders in its bubbles. modules: degrees of encoders that are pinned; None:
+    a `cp` of 1, as the paper's have.
+    """
+    names = [module.name for module in subject.job.model.modules if module.name != BACKBONE]
+    pinned = dict.fromkeys(names, ModuleDegrees(cp=1)) if modules is None else modules
+    fixed = {"schedule": "interleaved_1f1b", "recompute": "full", "modules": pinned}
     return subject.searched(Pins(("bubble filling",), 8, row.pp, microbatch_size=2, **fixed))
 
 

@@ -148,10 +148,10 @@ def _sharing_sequences(strategy: Strategy, job: Job, pins: Pins) -> Iterator[Can
 
 def _before_context(pins: Pins) -> Pins:
     """The pins that strategies are given, which propose no context parallelism, as it takes its ranks from replicas,
-    and no expert parallelism, which has no ranks of its own."""
+    but for encoders in bubbles, and no expert parallelism, which has no ranks of its own."""
 
     def whole(degrees: ModuleDegrees) -> ModuleDegrees:
-        return replace(degrees, cp=None, ep=None, dp=degrees.dp and degrees.dp * (degrees.cp or 1))
+        return replace(degrees, ep=None, dp=degrees.dp and degrees.dp * (degrees.cp or 1))
 
     dp = pins.dp and pins.dp * (pins.of(BACKBONE).cp or 1)
     return replace(pins, dp=dp, modules={name: whole(degrees) for name, degrees in pins.modules.items()})

@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from motet.core.module_degrees import ModuleDegrees
 from motet.core.workload import BACKBONE
 from motet.planner.bubble_filling.backbone_alone import MAX_TIMED_ISLANDS, BackboneAlone
 from motet.planner.bubble_filling.backbone_bubbles import BackbonePipeline
@@ -189,7 +190,7 @@ def _fitting(memory: EncoderMemory, plans: EncoderPlans, pins: Pins) -> tuple[li
     nearest: RuledOut | None = None
     allowed: dict[object, EncoderPlan] = {}
     for plan in plans:
-        if all(pins.of(name).allow(**degrees) for name, degrees in plans.degrees(plan).items()):
+        if all(_is_allowed(pins.of(name), **degrees) for name, degrees in plans.degrees(plan).items()):
             # Groups that share items deal them out as replicas would, and cut those that dominate: these come first.
             allowed.setdefault((plan.pp, *(one.tp for one in plan.groups.values())), plan)
     for plan in allowed.values():
@@ -199,6 +200,13 @@ def _fitting(memory: EncoderMemory, plans: EncoderPlans, pins: Pins) -> tuple[li
         elif outcome is not None:
             nearest = outcome
     return fitting, nearest
+
+
+def _is_allowed(pinned: ModuleDegrees, tp: int, cp: int, pp: int, dp: int) -> bool:
+    """Whether an encoder may have these degrees. pinned: a dp of all its replicas, before `cp` takes ranks of them, as
+    it may from groups that are replicas (`field_pins.py`).
+    """
+    return pinned.allow(tp=tp, pp=pp, dp=dp * cp) and (cp == 1 or pinned.cp in (None, cp))
 
 
 def _filled_s(backbone: BackbonePipeline, encoders_s: float) -> float:

@@ -69,6 +69,8 @@ class ChainSearch:
 
     def __init__(self, job: Job, pins: Pins) -> None:
         self.job, self.pins = job, pins
+        # Ranks of chains share no items by themselves: `field_pins.py` takes those of a pinned cp from replicas.
+        self.pinned = {name: replace(degrees, cp=None) for name, degrees in pins.modules.items()}
         self.names = tuple(module.name for module in job.model.modules)
         self.feasible = FeasibleDegrees(job, pins, self.names)
         self.best: dict[tuple[int, ScheduleKind], _CutChain] = {}
@@ -109,7 +111,7 @@ class ChainSearch:
     def _cut(self, degrees: Degrees) -> None:
         pipeline = self.pipeline(degrees)
         stages = pipeline.settled()
-        if why := unmet_pin(pipeline.plan(stages), self.pins.modules):
+        if why := unmet_pin(pipeline.plan(stages), self.pinned):
             self.unpinned.append(RuledOut(CHAIN, degrees.words, f"cut evenly, {why}, as is pinned."))
             return
         chain = _CutChain(stages.shortfall_bytes or pipeline.step_s(stages), degrees, stages)
@@ -146,7 +148,7 @@ class ChainSearch:
         pipeline = self.pipeline(degrees)
         has_one_stage = 1 < degrees.num_stages == degrees.pp
         stages, num_simulated = pipeline.fastest_beside(exact) if has_one_stage else (exact, 1)
-        if unmet_pin(pipeline.plan(stages), self.pins.modules):
+        if unmet_pin(pipeline.plan(stages), self.pinned):
             stages = exact
         return Candidate(
             CHAIN,
