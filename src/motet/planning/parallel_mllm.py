@@ -72,6 +72,8 @@ class ParallelMLLM:
         part = PartConfig(lambda held: held.to(world.device), make_optimizer, max_grad_norm)
         self._needs = StageNeeds.of(place, needs_places=model.backbone.needs_places)
         self._shares_with = place.island, place.program_rank  # What the ranks have in common that share its work.
+        is_shared = any(unit.tp * unit.cp > 1 for unit in plan.units)
+        self._compared = self._needs.readers if is_shared else ()  # Encoders whose items' values must be the same.
         self._decide, self._decide_held = StepDecider(place), StepDecider(place, own_fills=True)
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
         self._step, self.optimizer = build_part(model, plan.model, place, part, mesh, world)
@@ -206,7 +208,7 @@ class ParallelMLLM:
             if what == "step":
                 self._check_autocast()
             lengths = lengths_of_batch(batch, self._measured)
-            digest, values = _digest(lengths, batch), _digest_of_values(batch, self._needs.readers)
+            digest, values = _digest(lengths, batch), _digest_of_values(batch, self._compared)
             batches = self._batches(batch, lengths, decide)
         except (UserError, ValueError) as error:
             failure = f"{what}: {error}"
