@@ -24,6 +24,8 @@ from motet.core.spec import ModelSpec
 Policy = Literal["packed", "padded", "padded_attention"]
 """How the work of a rank's items adds up to its load (balance/costs.py; OrchMLLM section 5.1 and appendix A)."""
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "data_parallel"]
+SPLITS_BACKWARD: tuple[ScheduleKind, ...] = ("zb_h1", "zb_v")
+"""The schedules in which gradients of weights wait: backward is in two passes, I and W."""
 Order = Literal["given", "intra", "inter", "both"]
 BalancingMethod = Literal["off", "joint", "per_phase", "auto", "split"]
 MOVES_ITEMS: tuple[BalancingMethod, ...] = ("per_phase", "auto")

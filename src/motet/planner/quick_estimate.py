@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from motet.core.arrays import Float64Array
-from motet.core.plan import Plan, Unit
+from motet.core.plan import SPLITS_BACKWARD, Plan, Unit
 from motet.planner.job import Job
 from motet.schedule.layout import num_microbatches
 from motet.schedule.plan_units import backbone_unit, rank_of_stage
@@ -47,7 +47,7 @@ def quick_estimate(job: Job, plan: Plan) -> QuickEstimate:
 
 
 def _exposed(plan: Plan, unit: Unit) -> float:
-    if plan.schedule in ("zb_h1", "zb_v"):
+    if plan.schedule in SPLITS_BACKWARD:
         return _ZERO_BUBBLE
     return unit.pp / len(unit.stages)
 

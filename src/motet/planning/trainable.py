@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
-from motet.core.plan import Plan
+from motet.core.plan import SPLITS_BACKWARD, Plan
 from motet.core.workload import BACKBONE
 from motet.cost.catalogue import DEVICES
 from motet.schedule import parse_action, pieces_of, planned
@@ -34,7 +34,7 @@ def obstacle(plan: Plan, recipe: Recipe) -> str:
 
 def _uncompiled(plan: Plan) -> str:
     """What a Plan has that `torch.compile` cannot have beside it; "" if blocks can be compiled."""
-    if plan.schedule in ("zb_h1", "zb_v"):
+    if plan.schedule in SPLITS_BACKWARD:
         # A compiled backward pass is one graph, which computes gradients of weights with all others.
         return f"schedule {plan.schedule!r} beside run.compile, whose backward passes are not split; remove one of them"
     for unit in plan.units:

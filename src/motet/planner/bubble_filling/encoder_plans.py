@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -56,6 +56,15 @@ class EncoderPlan:
         return ", ".join(own) + f", encoders PP {self.pp}"
 
 
+class _Dealt(NamedTuple):
+    """Items of an encoder by microbatch. lengths: int64 [num_items] of each of some microbatches that have any.
+    share: of the microbatches, those that have any.
+    """
+
+    lengths: tuple[Int64Array, ...]
+    share: float
+
+
 class EncoderPlans:
     """All plans of encoders beside one backbone, their units and their costs. mode: what is recomputed."""
 
@@ -69,10 +78,11 @@ class EncoderPlans:
         self._has_backward: dict[int, Mapping[str, tuple[bool, ...]]] = {}
         self._shares: dict[tuple[str, EncoderDegrees], float] = {}
         self._costs: dict[tuple[str, EncoderDegrees], BlockCosts] = {}
+        self._known_dealt: dict[str, _Dealt] = {}
 
     def __iter__(self) -> Iterator[EncoderPlan]:
-        """The plans that divide the backbone's degrees, and leave a block to each stage, a microbatch to each pipeline,
-        and whole examples to each rank."""
+        """The plans that divide the backbone's degrees, and leave a block to each stage and a microbatch to each
+        pipeline; groups share items, or have whole examples each (`encoder_degrees`)."""
         shape, num_blocks = self.shape, [len(self.job.model.module(name).blocks) for name in self.encoders]
         for pp in divisors(shape.pp):
             if pp <= min(num_blocks) and shape.pp // pp <= shape.num_microbatches:
@@ -159,26 +169,28 @@ class EncoderPlans:
                     found[:, block] += row_bytes * np.minimum(got_rows, reach)
         return found[0], found[1]
 
-    def _dealt(self, name: str) -> Iterator[Int64Array]:
+    def _dealt(self, name: str) -> _Dealt:
         """Lengths of an encoder's items in some microbatches that have any."""
-        items = self.job.batch.items[name]
-        microbatch = items.example // self.shape.microbatch_size
-        chosen = np.unique(microbatch)
-        for number in chosen[:: math.ceil(len(chosen) / _MAX_DEALT) or 1]:
-            yield items.length[microbatch == number]
+        if name not in self._known_dealt:
+            batch, size = self.job.batch, self.shape.microbatch_size
+            items = batch.items[name]
+            microbatch = items.example // size
+            numbers = np.unique(microbatch)
+            chosen = numbers[:: math.ceil(len(numbers) / _MAX_DEALT) or 1]
+            lengths = tuple([items.length[microbatch == number] for number in chosen])
+            self._known_dealt[name] = _Dealt(lengths, len(numbers) / math.ceil(batch.num_examples / size))
+        return self._known_dealt[name]
 
     def _got_rows(self, name: str, cp: int) -> tuple[float, float]:
         """Rows that a rank gets of an item that it shares, mean of all microbatches and most: each such item is cut
         over as many ranks as bring it under a rank's share.
         """
-        got, batch = [], self.job.batch
-        for lengths in self._dealt(name):
+        got, dealt = [], self._dealt(name)
+        for lengths in dealt.lengths:
             over = lengths[lengths * cp > FULLEST * lengths.sum()]
             num_ranks = np.ceil(over * cp / lengths.sum())
             got.append(float((over * (1 - 1 / num_ranks)).max(initial=0.0)))
-        size = self.shape.microbatch_size
-        with_items = len(np.unique(batch.items[name].example // size)) / math.ceil(batch.num_examples / size)
-        return (float(np.mean(got)) * with_items, max(got)) if got else (0.0, 0.0)
+        return (float(np.mean(got)) * dealt.share, max(got)) if got else (0.0, 0.0)
 
     def busiest_share(self, name: str, degrees: EncoderDegrees) -> float:
         """What the busiest group of ranks has of an encoder's items of a microbatch, mean of some microbatches.
@@ -189,7 +201,7 @@ class EncoderPlans:
         if num_groups == 1:
             return 1.0
         if (name, degrees) not in self._shares:
-            dealt = [assign(lengths, num_groups).loads for lengths in self._dealt(name)]
+            dealt = [assign(lengths, num_groups).loads for lengths in self._dealt(name).lengths]
             total = np.sum([loads.sum() for loads in dealt] or [1])
             busiest = np.sum([self._busiest(loads, degrees) for loads in dealt] or [1])
             self._shares[name, degrees] = float(busiest / total)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from motet.core.arrays import Float64Array, Int64Array
-from motet.core.plan import ScheduleKind
+from motet.core.plan import SPLITS_BACKWARD, ScheduleKind
 from motet.planner.job import Job
 from motet.planner.stages.stage_costs import Stages
 from motet.schedule.generators.dag import distances
@@ -54,7 +54,7 @@ def pipeline_s(graph: StageGraph, stages: Stages, send_s: Float64Array) -> float
     sent_s = 2 * float(send_s[: len(rank_s)].sum())
     if graph.schedule == "interleaved_1f1b":
         return _interleaved_s(graph, stages, rank_s) + sent_s
-    if graph.schedule in ("zb_h1", "zb_v"):
+    if graph.schedule in SPLITS_BACKWARD:
         return _zero_bubble_s(graph, stages, rank_s) + sent_s
     return _one_f_one_b_s(graph, stages, rank_s, send_s)
 

@@ -22,7 +22,7 @@ from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.attention_table import AttentionTable
 from motet.core.context_rows import exchanged_heads
 from motet.core.exchange import Moved
-from motet.core.plan import Plan, Unit
+from motet.core.plan import SPLITS_BACKWARD, Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
 from motet.cost.flops import attention_shares, layer_flops, like_layer, work_of_items
@@ -131,8 +131,8 @@ class Pricing:
         exchange: str = "auto",
     ) -> None:
         self.plan, self.planned, self.assignment, self.exchange = plan, planned, assignment, exchange
-        waits = plan.schedule in ("zb_h1", "zb_v")
-        self.cost = cost if plan.schedule == "data_parallel" else cost.unwrapped(waits=waits)
+        splits = plan.schedule in SPLITS_BACKWARD
+        self.cost = cost if plan.schedule == "data_parallel" else cost.unwrapped(waits=splits)
         self.precision = plan_precision(plan)
         self.backbone = plan.unit_of(BACKBONE)
         self.layout = planned.layout
