@@ -210,12 +210,23 @@ def num_islands(made, stages):
     return unit.dp // len({stage.replica for stage in stages if "backbone" in stage.modules})
 
 
-def items_of(made, batch, module, stage, island, microbatch, islands):
-    """Lengths of a module's items in one microbatch of a stage, and targets: by the examples that the stage takes."""
+def examples_of(made, stage, island, microbatch, islands):
+    """The examples that a stage takes of one microbatch."""
     size = made.unit_of("backbone").dp * made.microbatch_size
     in_island = size // islands
     first = microbatch * size + island * in_island
-    examples = range(first + stage.examples[0], first + stage.examples[1])
+    return range(first + stage.examples[0], first + stage.examples[1])
+
+
+def tokens_of(made, batch, module, stage, island, microbatch, islands):
+    """Rows that the items of an encoder are in the sequences that a stage takes of one microbatch."""
+    examples, items = examples_of(made, stage, island, microbatch, islands), batch.items[module]
+    return sum(int(n) for e, n in zip(items.example, items.num_tokens, strict=True) if e in examples)
+
+
+def items_of(made, batch, module, stage, island, microbatch, islands):
+    """Lengths of a module's items in one microbatch of a stage, and targets: by the examples that the stage takes."""
+    examples = examples_of(made, stage, island, microbatch, islands)
     if module == "backbone":
         return [int(batch.sequence[e]) for e in examples], sum(int(batch.num_targets[e]) for e in examples)
     items = batch.items[module]

@@ -385,24 +385,43 @@ class Pricing:
         return forward, recompute
 
     def _given(self, stage: PlannedStage) -> tuple[Float64Array, Float64Array]:
-        """Seconds in which ranks give rows to each other behind a stage, in forward and in backward: those that share
-        sequences what generators are given of them, and those that share items of encoders in bubbles what they made.
-        Rows of sequences are taken to lie evenly on the ranks, and so are those of the items that each of them gives.
+        """Seconds in which ranks give rows to each other at a stage, in forward and in backward: those that share
+        sequences the rows of encoders, before blocks that take them in, and what generators are given, behind the last;
+        and those that share items of encoders in bubbles what they made. Rows are taken to lie evenly on the ranks.
         """
         forward, backward = np.zeros(self._shape(stage)), np.zeros(self._shape(stage))
         unit, model = stage.unit, self.plan.model
-        is_last = stage.layers.get(BACKBONE, (0, 0))[1] == model.num_blocks[BACKBONE]
-        for name in model.generators if is_last and unit.cp > 1 else ():
-            layer, has_gradient = model.moved(name)
-            row_bytes = layer.output_width * self.precision.compute
-            to_each = num_given_rows(self.assignment, name, None).ravel() * row_bytes / unit.cp**2
-            seconds = self._even_exchange_s(to_each, [unit.rank(0, 0, c) for c in range(unit.cp)])
-            forward += seconds.reshape(forward.shape)
-            backward += seconds.reshape(forward.shape) * has_gradient
+        if BACKBONE in stage.layers and (unit.cp > 1 or self.assignment.modules[BACKBONE].cuts is not None):
+            first, stop = stage.layers[BACKBONE]
+            times = {
+                name: sum(first <= block < stop for block in model.entries(name, BACKBONE))
+                for name in model.sources(BACKBONE)
+            }
+            times |= dict.fromkeys(model.generators, int(stop == model.num_blocks[BACKBONE]))
+            for name in (name for name, number in times.items() if number):
+                seconds = times[name] * self._moved_s(name, unit).reshape(forward.shape)
+                forward += seconds
+                backward += seconds * model.moved(name)[1]
         if gathering_ranks(self.plan, unit) > 1 and stage.index == len(unit.stages) - 1:
             for name in unit.modules:
                 forward += self._gathered_s(name, unit).reshape(forward.shape)
         return forward, backward
+
+    def _moved_s(self, name: str, unit: Unit) -> Float64Array:
+        """Seconds in which the ranks that share sequences exchange rows between items of a module and their places, by
+        replica of the backbone and microbatch. Replicas that share some of a microbatch exchange those of all.
+        """
+        layer, _ = self.plan.model.moved(name)
+        moved_bytes = num_given_rows(self.assignment, name, None) * layer.output_width * self.precision.compute
+        seconds, cp = np.zeros(moved_bytes.shape), unit.cp
+        if cp > 1:
+            ranks = [unit.rank(0, 0, c) for c in range(cp)]
+            seconds += self._even_exchange_s(moved_bytes.ravel() / cp**2, ranks).reshape(seconds.shape)
+        if (cuts := self.assignment.modules[BACKBONE].cuts) is not None:
+            together = [unit.rank(0, d, c) for d in range(unit.dp) for c in range(cp)]
+            shared = np.unique(self.assignment.modules[BACKBONE].microbatch[cuts.items])
+            seconds[:, shared] = self._even_exchange_s(moved_bytes.sum(axis=0)[shared] / len(together) ** 2, together)
+        return seconds
 
     def _gathered_s(self, name: str, unit: Unit) -> Float64Array:
         """Seconds in which the rows of an encoder in bubbles come together, by replica and microbatch.

@@ -9,8 +9,8 @@ from motet.assign.plan import assign_step
 from motet.assign.planned_step import decide_planned_step
 from motet.core.attention_table import AttentionTable
 from motet.core.plan import Plan, Unit
-from motet.core.shapes import Transformer, language_model, multimodal
-from motet.core.workload import BACKBONE, BatchLengths
+from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
+from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.cost.catalogue import cluster
 from motet.dispatch.context import ContextPlace
 from motet.dispatch.stage_batch import assemble_stages
@@ -18,16 +18,20 @@ from motet.runtime.place import Place
 from motet.schedule import planned
 from motet.simulate.predict.predict import predict_assigned
 from motet.simulate.predict.stage_pricing import Pricing
-from unit.simulate.jobs import Linear
+from unit.simulate.jobs import EXCHANGE_S, Linear
 
 WIDTH, KV_BYTES = 16, 2 * 16 * 2
 """Of rows, and of a row's keys and values in 16 bits."""
 LENGTHS = np.array([900, 100, 60, 40, 50, 60, 70, 20, 300, 10, 290, 20])
 
 
-def plan_of(dp: int = 4, cp: int = 1, **options) -> Plan:
-    model = multimodal("tiny", language_model(Transformer(WIDTH, 32, 2, causal=True), 2, 100), [])
-    unit = Unit("llm", ({"backbone": 1}, {"backbone": 1}), dp=dp, pp=2, cp=cp)
+def plan_of(dp: int = 4, cp: int = 1, num_images: int = 0, **options) -> Plan:
+    image = connect(vit("image", Transformer(8, 16, 2), num_layers=1), output_dim=WIDTH)
+    model = multimodal(
+        "tiny", language_model(Transformer(WIDTH, 32, 2, causal=True), 2, 100), [image] if num_images else []
+    )
+    first = {"image": 1, "backbone": 1} if num_images else {"backbone": 1}
+    unit = Unit("llm", (first, {"backbone": 1}), dp=dp, pp=2, cp=cp)
     return Plan(model, cluster("h100", num_nodes=2), (unit,), len(LENGTHS), balance="split", **options)
 
 
@@ -73,3 +77,37 @@ def test_a_step_with_a_long_sequence_is_shorter_if_replicas_share_it():
         for plan in (split, whole)
     ]
     assert step_s[0] < 0.6 * step_s[1]
+
+
+class WithoutExchanges(Linear):
+    """Exchanges take no time."""
+
+    def exchange_seconds(self, moved_bytes, ranks):
+        return 0.0 * moved_bytes.busiest
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_rows_of_encoders_go_to_their_places_where_sequences_are_shared(cp):
+    """In microbatches with a cut, among the ranks of all replicas; in others, among those of a replica."""
+    plan, each = plan_of(cp=cp, num_images=len(LENGTHS)), np.arange(len(LENGTHS))
+    images = ItemLengths(each, 16 + each, 4 + each)
+    lengths = replace(lengths_of(), sequence=np.where(LENGTHS > 500, LENGTHS, 50), items={"image": images})
+    step, (with_s, without_s) = assign_step(plan, lengths), ([], [])
+    for cost, found in ((Linear, with_s), (WithoutExchanges, without_s)):
+        pricing = Pricing(plan, planned(plan), step, cost(plan.cluster))
+        for stage in pricing.planned.stages:
+            prices = pricing.islands(stage)
+            found.append(np.stack([prices.forward_tensor, prices.backward_tensor]))
+    taken = np.stack(with_s) - np.stack(without_s)
+    sequences, images = step.modules[BACKBONE], step.modules["image"]
+    cut = set(sequences.microbatch[sequences.cuts.items].tolist())
+    assert 0 < len(cut) < step.num_microbatches
+    for microbatch in range(step.num_microbatches):
+        for replica in range(4):
+            inside = images.microbatch == microbatch
+            if microbatch not in cut:
+                inside &= images.replica == replica
+            num_ranks = 4 * cp if microbatch in cut else cp
+            moved_bytes = images.num_tokens[inside].sum() * WIDTH * 2 * (num_ranks - 1) / num_ranks**2
+            assert taken[0, :, replica, microbatch] == pytest.approx([moved_bytes * EXCHANGE_S] * 2)
+    assert (taken[1] == 0).all()

@@ -17,6 +17,7 @@ from motet.simulate.predict.predict import assign_batch
 from motet.simulate.predict.stage_pricing import Pricing
 from unit.simulate.jobs import (
     BACKBONE,
+    EXCHANGE_S,
     FORWARD_S,
     GATHER_S,
     INPUT_S,
@@ -37,6 +38,7 @@ from unit.simulate.jobs import (
     of,
     plan,
     rows_of,
+    tokens_of,
 )
 
 
@@ -81,6 +83,12 @@ def test_every_stage_costs_what_its_layers_and_examples_do(any_plan, learns):
                     if before or layer.trainable:
                         expected["backward_tensor"] += (sent + keys) * (1 + again)
                         expected["held"] += rows * kept + (not again) * copied
+                if stage.layers.get("backbone", (1,))[0] == 0:  # Rows of encoders go to the ranks of their places.
+                    for name in made.model.sources("backbone"):
+                        (layer, is_back), cp = made.model.moved(name), stage.unit.cp
+                        entering = tokens_of(made, batch, name, stage, island, i, islands) * layer.output_width * 2
+                        for half in ("forward_tensor", *["backward_tensor"] * is_back):
+                            expected[half] += entering * (cp - 1) / cp**2 * EXCHANGE_S
                 num = made.unit_of("backbone").tp // tp if stage.unit in units_in_bubbles(made) else 1
                 if num > 1 and stage.index == len(stage.unit.stages) - 1:
                     for name in stage.unit.modules:
