@@ -21,7 +21,7 @@ import numpy as np
 from motet.assign.groups import groups_under
 from motet.assign.step import StepAssignment
 from motet.core.errors import UserError
-from motet.core.plan import Order, Plan
+from motet.core.plan import ORDERED_BALANCES, Order, Plan
 from motet.core.workload import BACKBONE, BatchLengths, total_lengths
 from motet.planner.candidate import Candidate, Pins, RuledOut, is_faster
 from motet.planner.job import Job
@@ -55,7 +55,7 @@ def with_pinned_deal(candidate: Candidate, pins: Pins) -> Candidate | RuledOut:
         if dealt.filling == "by_step" and not can_fill_by_step(dealt):
             why = "filling is pinned to 'by_step', and no encoder runs in bubbles, or some run beside parts of passes."
             return RuledOut(candidate.strategy, candidate.what, why)
-        if dealt.order != "given" and dealt.balance != "off":
+        if dealt.order != "given" and dealt.balance not in ORDERED_BALANCES:
             why = f"order {dealt.order!r} and balance {dealt.balance!r} are pinned, and both deal out microbatches."
             return RuledOut(candidate.strategy, candidate.what, why)
         return candidate if dealt == plan else replace(candidate, plan=dealt)
@@ -84,7 +84,8 @@ def with_best_order(job: Job, candidate: Candidate, given: Prediction, pins: Pin
     given: the candidate's step as it is; both are returned unchanged if nothing is faster. Simulates up to four times.
     """
     plan = candidate.plan
-    if pins.order is not None or plan.schedule == "data_parallel" or plan.balance != "off" or is_even(job.batch):
+    can_be_ordered = plan.schedule != "data_parallel" and plan.balance in ORDERED_BALANCES
+    if pins.order is not None or not can_be_ordered or is_even(job.batch):
         return candidate, given
     stages = job.planned(candidate.plan)
     assignment_given = job.assignment(candidate.plan)

@@ -128,13 +128,30 @@ def test_sequences_that_are_too_long_for_a_replica_are_cut_and_others_fill_up():
     assert np.array_equal(whole.replica[~inside], items.replica[~inside])
 
 
+@pytest.mark.parametrize("order", ["given", "both"])
+def test_sequences_are_cut_in_groups_under_caps(order):
+    """What is beside a cut sequence fills up other replicas, whatever its group; other microbatches keep theirs."""
+    caps = {"image": 500, "backbone": 360}
+    grouped = plan(Unit("all", CHAIN, dp=2, pp=3), batch_size=48, microbatch_size=4, microbatch_caps=caps, order=order)
+    made, batch = replace(grouped, balance="split"), lengths(48)
+    batch.sequence[5] = 20 * batch.sequence.max()
+    step = assign_batch(made, batch, Free(made.cluster))
+    items, work = step.modules[BACKBONE], Operations(made.model)(batch)[BACKBONE]
+    assert items.cuts.degrees == {5: 2}
+    inside = items.microbatch == items.microbatch[5]
+    of_replicas = np.bincount(items.cuts.rank, items.cuts.share_of(work), 2)
+    of_replicas += np.bincount(items.replica, work * (inside & (np.arange(48) != 5)), 2)
+    assert of_replicas.max() <= 1.05 * work[inside].sum() / 2
+    totals = np.bincount(items.batch_index(6)[~inside], items.length[~inside], 12)
+    assert totals.max() <= caps[BACKBONE]
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
         ({"llm": 1, "image": 1}, "has one; dp must be 2 or more"),
         ({"image": 3}, "which other units feed in common; dp must divide that of each other unit"),
-        ({"order": "intra"}, "both deal out the microbatches"),
-        ({"microbatch_caps": {"image": 100, "backbone": 100}}, "have whole sequences in groups"),
+        ({"order": "intra", "balance": "joint"}, "both deal out the microbatches"),
     ],
 )
 def test_what_replicas_cannot_share_is_refused(options, why):
