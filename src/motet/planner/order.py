@@ -26,7 +26,7 @@ from motet.core.workload import BACKBONE, BatchLengths, total_lengths
 from motet.planner.candidate import Candidate, Pins, RuledOut, is_faster
 from motet.planner.job import Job
 from motet.schedule import check_fit
-from motet.schedule.plan_units import pipelined_units, units_in_bubbles
+from motet.schedule.plan_units import meets_in_islands, pipelined_units, units_in_bubbles
 from motet.simulate.predict.predict import predict_assigned
 from motet.simulate.predict.prediction import Prediction
 
@@ -71,9 +71,9 @@ def with_pinned_deal(candidate: Candidate, pins: Pins) -> Candidate | RuledOut:
 def can_fill_by_step(plan: Plan) -> bool:
     """Whether a Plan's bubbles can be filled anew in each step: by encoders, between whole passes of the backbone.
 
-    Replicas that share sequences run passes in one order.
+    Several replicas of an island that share sequences run passes in one order.
     """
-    if plan.balance == "split" or not units_in_bubbles(plan):
+    if meets_in_islands(plan) or not units_in_bubbles(plan):
         return False
     return not any("." in fill.before for fill in plan.fills)
 

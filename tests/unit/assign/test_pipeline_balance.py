@@ -150,7 +150,6 @@ def test_sequences_are_cut_in_groups_under_caps(order):
     ("options", "why"),
     [
         ({"llm": 1, "image": 1}, "has one; dp must be 2 or more"),
-        ({"image": 3}, "which other units feed in common; dp must divide that of each other unit"),
         ({"order": "intra", "balance": "joint"}, "both deal out the microbatches"),
     ],
 )
@@ -163,3 +162,17 @@ def test_data_parallel_plans_leave_cutting_to_the_recipe():
     whole = Unit("all", ({"image": 4, "audio": 3, "backbone": sum(stage["backbone"] for stage in HALVES)},), dp=4)
     with pytest.raises(UserError, match=r"a recipe's balance\.split"):
         planned(plan(whole, batch_size=16, schedule="data_parallel", balance="split"))
+
+
+def test_bubbles_of_replicas_that_meet_in_an_island_are_not_filled_by_step():
+    units = (
+        Unit("llm", HALVES, dp=2, pp=2),
+        Unit("image", ({"image": 2}, {"image": 2}), dp=2, pp=2),
+        Unit("audio", ({"audio": 3},), first_rank=4),
+    )
+    made = plan(*units, batch_size=8, balance="split")
+    program = planned(made).program
+    assert [stage.meets for stage in program.stages if stage.module == BACKBONE] == [True] * 4
+    validate(program, host_waits=True)
+    with pytest.raises(UserError, match="other units feed in common, and filling is 'by_step'"):
+        planned(replace(made, filling="by_step"))
