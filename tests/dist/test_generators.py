@@ -366,6 +366,7 @@ def test_a_generator_that_is_cut_trains_resumes_and_evaluates_as_one_process_doe
 BLOCKS = {"image": 1, "audio": 1, "backbone": 2, "draw": 2}
 SHARED = {
     "sequences": ((Unit("all", (BLOCKS,), cp=2, zero=1),), {}),
+    "sequences of replicas": ((Unit("all", (BLOCKS,), dp=2, zero=1),), {"balance": "split"}),
     "products": ((Unit("all", (BLOCKS,), dp=2, tp=2, zero=3),), {"schedule": "data_parallel", "balance": "per_phase"}),
     "products of a generator": (
         (Unit("llm", ({"image": 1, "audio": 1, "backbone": 2},)), Unit("draw", ({"draw": 2},), first_rank=1, tp=2)),

@@ -75,6 +75,13 @@ PLANS = {
     "ZeRO 1": lambda job: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, zero=1)),
     "shared sequences": lambda job: beside(job, Unit("all", FEW_CUTS, pp=2, cp=2, zero=0)),
     "cut sequences": lambda job: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, cp=1, zero=0), balance="split"),
+    "cut sequences of replicas beside one encoder": lambda job: beside(
+        job,
+        Unit("image", ({"image": 2},)),
+        Unit("llm", ({"audio": 2, "backbone": 3},), first_rank=1, dp=2),
+        balance="split",
+        order="both",
+    ),
     "ZeRO 3": lambda job: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, zero=3)),
     "shared products": lambda job: beside(
         job, Unit("all", (WHOLE,), tp=2, dp=2, zero=3), schedule="data_parallel", balance="per_phase"

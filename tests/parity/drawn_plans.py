@@ -193,10 +193,11 @@ def _drawn_case(
 
 def _with_cut_sequences(rng: np.random.Generator, case: PlannedCase) -> PlannedCase:
     """A third of the cases that may cut sequences over replicas of the backbone do."""
-    cut = replace(case, balance="split", example_order="given", filling="static", caps={})
     backbone = next(unit for unit in case.units if "backbone" in unit.modules)
-    is_drawn = backbone.dp > 1 and rng.random() < 1 / 3
-    return cut if is_drawn and not obstacle_of(cut) else case
+    if backbone.dp == 1 or rng.random() >= 1 / 3:
+        return case
+    cut = replace(case, balance="split")
+    return next((one for one in (cut, replace(cut, filling="static")) if not obstacle_of(one)), case)
 
 
 def _drawn_whole(

@@ -3,6 +3,8 @@
 More of what they combine with: benchmarks/fuzz_plans.py.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from motet.core.plan import Unit
@@ -14,6 +16,11 @@ FEW_CUTS = {"image": 3, "audio": 2, "backbone": 1}, {"backbone": 2}
 IN_A_V = {"image": 2}, {"image": 1, "audio": 2}, {"backbone": 2}, {"backbone": 1}
 LLM = {"backbone": 2}, {"backbone": 1}
 BESIDE = Unit("encoders", ({"image": 3, "audio": 2},), dp=2, first_rank=2)
+ONE_BESIDE = Unit("encoders", ({"image": 3, "audio": 2},), first_rank=2)
+ONE_BESIDE_THREE = replace(ONE_BESIDE, first_rank=3)
+MAKING = Unit("made", ({"draw": 1, "recall": 1},), first_rank=2)
+MADE = WHOLE | {"draw": 1, "recall": 1}
+CAPS = {"image": 25, "backbone": 120}
 MORE_BESIDE = Unit("encoders", ({"image": 3, "audio": 2},), dp=4, first_rank=2)
 IN_BUBBLES = (
     Unit("image", ({"image": 2}, {"image": 1}), dp=2, pp=2),
@@ -41,8 +48,18 @@ CASES = {
         split(WHOLE, frozen=("image", "backbone"), parts=("again",), seed=7),
         split(WHOLE, parts=("stacked",), seed=8),
         split({"image": 2}, {"image": 1, "audio": 2, "backbone": 3}, pp=1, schedule="zb_v", seed=10),
+        split(WHOLE, caps=CAPS, example_order="both", microbatch_size=2, batch_size=12, left_out=0.3, seed=3),
+        split(MADE, made=("draw", "recall"), batch_size=8, left_out=0.2, seed=5),
+        split(WHOLE | {"draw": 1}, made=("draw",), frozen=("draw",), batch_size=8, microbatch_size=2, seed=1),
+        split(WHOLE, example_order="inter", batch_size=8, seed=2),
     ],
-    3: [split(WHOLE, dp=3, batch_size=12, left_out=0.3), split(WHOLE, dp=3, batch_size=6, contents=(), seed=5)],
+    3: [
+        split(WHOLE, dp=3, batch_size=12, left_out=0.3),
+        split(WHOLE, dp=3, batch_size=6, contents=(), seed=5),
+        # Other units feed replicas in common, which then meet in one island.
+        split({"backbone": 3}, units=(ONE_BESIDE,), batch_size=8, left_out=0.3, seed=1),
+        split(WHOLE, units=(MAKING,), made=("draw", "recall"), batch_size=8, seed=1),
+    ],
     4: [
         split(*FEW_CUTS),
         split(WHOLE, tp=2, dropout=0.2),
@@ -57,11 +74,19 @@ CASES = {
         split(*LLM, units=IN_BUBBLES, seed=10, batch_size=8, fill_seed=3),
         split({"backbone": 3}, tp=2, units=APART_IN_BUBBLES, seed=11, batch_size=8),
         split(*LLM, replicated=("image", "audio"), seed=13, is_mixed=True, blocking=True),
+        split(*LLM, units=IN_BUBBLES, seed=10, batch_size=8, fill_seed=3, filling="by_step", example_order="both"),
+        split({"backbone": 3}, dp=3, units=(ONE_BESIDE_THREE,), batch_size=12, blocking=True, seed=2),
+        split(WHOLE, units=(replace(MAKING, dp=2),), made=("draw", "recall"), batch_size=12, seed=4),
+        split(MADE, cp=2, made=("draw", "recall"), batch_size=8, seed=6),
+    ],
+    5: [
+        split(WHOLE, units=(replace(MAKING, dp=3),), made=("draw", "recall"), batch_size=12, seed=4),
+        split(*FEW_CUTS, units=(replace(MAKING, first_rank=4),), made=("draw", "recall"), batch_size=8, seed=7, zero=3),
     ],
     6: [split({"backbone": 3}, units=(MORE_BESIDE,), seed=3, batch_size=8, microbatch_size=2)],
 }
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(CASES, {2: [0]}))
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(CASES, {2: [0, 8, 9], 3: [2]}))
 def test_sequences_that_replicas_share_train_as_in_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)

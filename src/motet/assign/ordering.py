@@ -18,19 +18,24 @@ and encoders in bubbles count as they are simulated.
 4. Take the candidate whose slowest island ends first. The given batching stays unless a ten-thousandth is gained.
 
 Examples are priced once for all candidates in which the same examples share a microbatch.
+
+Under balance "split" replicas share the sequences that are too long for one of them (`pipeline_balance.py`). Which
+these are depends on what the microbatches of all islands hold together, so each candidate is cut and priced as a whole.
+The given batching is dealt out as "joint" deals it, and in step 3 all islands take their microbatches in one order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import numpy as np
 
 from motet.assign.groups import batching_in_groups
 from motet.assign.pipeline import Batching, assign_batching, batching_as_given
+from motet.assign.pipeline_balance import assign_cut, dealt_jointly
 from motet.assign.step import StepAssignment
 from motet.balance import assign, island_makespans, order_islands
 from motet.balance.reordering import NO_LIMIT, NUM_VISITS
@@ -84,7 +89,7 @@ def given_batching(plan: Plan, batch: BatchLengths) -> Batching:
 def ordered_batching(plan: Plan, batch: BatchLengths, seconds: StepSeconds) -> Batching:
     """The batching of a step by the Plan's `order` and `microbatch_caps`; the same on every rank.
 
-    In the time predicted here, "intra", "inter" and "both" are no slower than "given" with the same caps.
+    In the time predicted here, "intra", "inter" and "both" are no slower than "given" with the same caps and balance.
     Raises UserError for a Plan that does not fit. O(num_examples * num_layers) for each of at most five batchings,
     plus `assign` and `order_islands`.
     """
@@ -97,7 +102,7 @@ def ordered_batching(plan: Plan, batch: BatchLengths, seconds: StepSeconds) -> B
         candidates += sorted(balanced, key=lambda candidate: candidate.slowest_ns)[:NUM_ORDERED]
     best = min(candidates, key=lambda candidate: candidate.slowest_ns)
     if plan.order in ("inter", "both"):
-        best = _fastest_ordered(candidates)
+        best = min(_fastest_ordered(candidates), best, key=lambda candidate: candidate.slowest_ns)
     gains = best.slowest_ns < given.slowest_ns * (1 - LEAST_GAIN)
     return best.batching() if gains else step.given_batching
 
@@ -156,6 +161,7 @@ class _Step:
 
     def __init__(self, plan: Plan, batch: BatchLengths, seconds: StepSeconds) -> None:
         self.plan, self.batch, self.seconds = plan, batch, seconds
+        self.shares_sequences = plan.balance == "split"
         self.layout = layout = seconds.layout
         self.widest = max(layout.units, key=layout.num_replicas)
         sizes = layout.num_islands, layout.num_microbatches, layout.num_examples
@@ -166,7 +172,8 @@ class _Step:
     @cached_property
     def given_batching(self) -> Batching:
         """The batching of step 1."""
-        return given_batching(self.plan, self.batch)
+        given = given_batching(self.plan, self.batch)
+        return dealt_jointly(self.plan, self.batch, given) if self.shares_sequences else given
 
     @cached_property
     def _given_groups(self) -> Int64Array:
@@ -182,6 +189,10 @@ class _Step:
 
     def candidate(self, group: Int64Array, index: Int64Array, groups: Int64Array) -> _Candidate:
         """group, index: as in `_Contents`. groups: as of `_Candidate`."""
+        if self.shares_sequences:  # Groups are priced where they stand, and so numbered by their places.
+            places = np.empty(groups.size, dtype=np.int64)
+            places[groups.ravel()] = np.arange(groups.size)
+            group, groups = places[group], np.arange(groups.size).reshape(groups.shape)
         return _Candidate(self, self._priced(group, index), groups)
 
     def _priced(self, group: Int64Array, index: Int64Array) -> _Contents:
@@ -190,7 +201,8 @@ class _Step:
         if key not in self._contents:
             island, microbatch = np.divmod(group, self.sizes.microbatches)
             batching = Batching(microbatch, island * self.sizes.examples + index)
-            durations = self.seconds.of_operations(assign_batching(self.plan, self.batch, batching))
+            assigned = assign_cut if self.shares_sequences else assign_batching
+            durations = self.seconds.of_operations(assigned(self.plan, self.batch, batching))
             self._contents[key] = _Contents(group, index, durations)
         return self._contents[key]
 
@@ -253,7 +265,8 @@ class _Step:
     @cached_property
     def _example_ns(self) -> Int64Array:
         """As of `StepSeconds.of_examples`; where examples are alone in their microbatches, it is known already."""
-        if self.sizes.examples == self.sizes.replicas == 1 and not self.plan.microbatch_caps:
+        are_alone = self.sizes.examples == self.sizes.replicas == 1 and not self.plan.microbatch_caps
+        if are_alone and not self.shares_sequences:
             given = self._priced(*self.given()[:2])
             of_groups = self.seconds.lane_rows.astype(np.float64) @ given.durations.T  # whole numbers below 2^53
             return of_groups.astype(np.int64)[:, given.group]
@@ -281,9 +294,15 @@ class _Candidate:
 
     def ordered(self, limit_ns: int, num_visits: int) -> _Candidate:
         """The candidate of step 3, as far as it may take less than the limit. num_visits: as of `order_islands`."""
-        arrays = self.contents.durations, self.groups, self.island_ns
-        found = order_islands(self.step.seconds.graph, *arrays, limit=limit_ns, num_visits=num_visits)
-        return _Candidate(self.step, self.contents, *found)
+        durations = self.contents.durations
+        improve = partial(order_islands, self.step.seconds.graph, limit=limit_ns, num_visits=num_visits)
+        if self.step.shares_sequences:
+            # All islands take what they share at a time, each microbatch as long as on the slowest of them.
+            islands, microbatches = self.groups.shape
+            slowest = durations.reshape(islands, microbatches, -1).max(axis=0)
+            order, _ = improve(slowest, self.groups[:1])
+            return _Candidate(self.step, self.contents, np.arange(islands)[:, None] * microbatches + order)
+        return _Candidate(self.step, self.contents, *improve(durations, self.groups, self.island_ns))
 
     def batching(self) -> Batching:
         """The batching of all examples."""

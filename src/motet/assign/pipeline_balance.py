@@ -7,7 +7,8 @@ differ by which rows may go where:
   their examples, as without balancing, and islands stay apart.
 - "split": as "joint", but for the microbatches in which a sequence alone is more work than a replica's share of the
   backbone. Such sequences are cut over several replicas, and the whole ones of the microbatch fill up the others
-  (`item_shares.py`). Encoders' items stay whole, and follow the largest fragment of their sequence.
+  (`item_shares.py`), whatever groups they were in. Encoders' items stay whole, and follow the largest fragment of their
+  sequence. A Plan's `order` may deal microbatches out in the place of "joint" (`ordering.py`).
 - "per_phase", and "auto", which is the same as it is never slower: items of an encoder with ranks of its own go to any
   replica of its unit. They are even in each microbatch (OrchMLLM section 5). Microbatches are dealt out by the work of
   the modules on the backbone's ranks.
@@ -41,22 +42,44 @@ def assign_balanced(plan: Plan, batch: BatchLengths, given: Batching) -> StepAss
     Raises UserError as `policies_of` does. O(items log items), and `assign` for each encoder and microbatch.
     """
     policies = policies_of(plan.model, plan.policy)
-    work = Operations(plan.model, recomputed_in(plan))(batch)
+    if plan.balance == "split":
+        return assign_cut(plan, batch, dealt_jointly(plan, batch, given))
+    work = _work(plan, batch)
     names = [module.name for module in plan.model.modules]
     shared = [name for name in names if joins_all_replicas(plan) and shares_items(plan, name)]
     here = on_backbone_ranks(plan)
     dealt_by = names if not shared else [name for name in names if name in here]
-    dealt, cuts = _dealt(plan, batch, given, {name: work[name] for name in dealt_by}), None
-    if plan.balance == "split":
-        dealt, cuts = _cut(plan, batch, dealt, work[BACKBONE])
-    step = assign_batching(plan, batch, dealt)
+    step = assign_batching(plan, batch, _dealt(plan, batch, given, {name: work[name] for name in dealt_by}))
     balanced = {
         name: _balanced(step.modules[name], step.num_microbatches, work[name], cost_of(policies[name]))
         for name in shared
     }
-    balanced[BACKBONE] = replace(step.modules[BACKBONE], cuts=cuts)
-    methods = (plan.balance,) * step.num_microbatches
-    return replace(step, modules={name: balanced.get(name, step.modules[name]) for name in names}, methods=methods)
+    modules = {name: balanced.get(name, step.modules[name]) for name in names}
+    return replace(step, modules=modules, methods=_methods(plan, step))
+
+
+def dealt_jointly(plan: Plan, batch: BatchLengths, given: Batching) -> Batching:
+    """The batching whose microbatches are dealt out by the work of all modules. given: as of `assign_balanced`."""
+    return _dealt(plan, batch, given, _work(plan, batch))
+
+
+def assign_cut(plan: Plan, batch: BatchLengths, dealt: Batching) -> StepAssignment:
+    """The assignment of a step whose microbatches are dealt out, with sequences that are cut over replicas of the
+    backbone. What is cut, and on which replicas, depends on which examples share a microbatch, and on nothing else.
+    """
+    dealt, cuts = _cut(plan, batch, dealt, _work(plan, batch)[BACKBONE])
+    step = assign_batching(plan, batch, dealt)
+    modules = {**step.modules, BACKBONE: replace(step.modules[BACKBONE], cuts=cuts)}
+    return replace(step, modules=modules, methods=_methods(plan, step))
+
+
+def _work(plan: Plan, batch: BatchLengths) -> dict[str, Int64Array]:
+    """Operations of each item of each module, int64 [num_items]."""
+    return Operations(plan.model, recomputed_in(plan))(batch)
+
+
+def _methods(plan: Plan, step: StepAssignment) -> tuple[str, ...]:
+    return (plan.balance,) * step.num_microbatches
 
 
 def _dealt(plan: Plan, batch: BatchLengths, given: Batching, work: dict[str, Int64Array]) -> Batching:

@@ -32,6 +32,8 @@ MOVES_ITEMS: tuple[BalancingMethod, ...] = ("per_phase", "auto")
 """The ways of balancing under which items may be computed apart from their examples."""
 PROPOSED_BALANCES: tuple[BalancingMethod, ...] = ("off", "joint", "per_phase", "auto")
 """The ways that a planner tries. "split" must be asked for, as ranks that share sequences must be (`cp`)."""
+ORDERED_BALANCES: tuple[BalancingMethod, ...] = ("off", "split")
+"""The ways beside which `order` may deal microbatches out. The others deal them out themselves."""
 FillingMethod = Literal["static", "by_step"]
 Zero = Literal[0, 1, 2, 3]
 Rank = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
@@ -156,7 +158,7 @@ class Plan:
     balance:         the balancing method: "off", "joint", "per_phase" or "auto". Under "data_parallel" it is of
                      colocated phases; in a pipeline of whole microbatches, and of items of encoders with ranks of their
                      own (assign/pipeline_balance.py). "split", of pipelines alone, also cuts sequences that are too
-                     long for a replica of the backbone over several.
+                     long for a replica of the backbone over several; it alone may stand beside an `order`.
     policy:          phases that are balanced as if they were computed otherwise than they are, and how: an ablation
                      (OrchMLLM section 8.3). What is computed stays the same.
     fills:           the encoders' work in bubbles. A fill names a microbatch by its number in the step.
@@ -166,11 +168,13 @@ class Plan:
                      (simulate/filling).
     order:           how each step of a pipeline orders its examples (MMScale section 5). "given": as they come.
                      "intra": replicas and microbatches get even loads. "inter": the microbatches of each replica get
-                     the order with the shortest bubbles. "both": "intra", then "inter".
+                     the order with the shortest bubbles; of all replicas one order, where these share sequences.
+                     "both": "intra", then "inter".
     microbatch_caps: a microbatch of one replica is a group of examples under these caps, with microbatch_size examples
                      in the mean (OmniBal section 4.1). A cap is the largest summed length of an encoder's items, and of
                      the backbone's sequences, e.g. {"image": 9225, "backbone": 4096}: of one encoder in a pipeline, of
-                     every module under "data_parallel". {}: every microbatch has microbatch_size examples.
+                     every module under "data_parallel". Replicas that share a sequence share the groups beside it.
+                     {}: every microbatch has microbatch_size examples.
     moments:         numbers that the optimizer keeps of each parameter beside its value: 2 of AdamW, 0 of plain SGD.
 
     Example:

@@ -19,7 +19,16 @@ from typing import get_args
 
 import numpy as np
 
-from motet.core.plan import PROPOSED_BALANCES, Order, Plan, ScheduleKind, Unit, Zero
+from motet.core.plan import (
+    ORDERED_BALANCES,
+    PROPOSED_BALANCES,
+    BalancingMethod,
+    Order,
+    Plan,
+    ScheduleKind,
+    Unit,
+    Zero,
+)
 from motet.planner.degrees import divisors
 from motet.planner.infeasible import tensor_degrees
 from motet.planner.job import Job
@@ -193,8 +202,9 @@ def _dealt(job: Job, plan: Plan) -> Iterator[Plan]:
             yield replace(plan, balance=balance, policy=job.policy_under(balance))
         elif balance != "auto":  # In pipelines, "per_phase" is the same.
             yield replace(plan, balance=balance, order="given")
+    beside: BalancingMethod = plan.balance if plan.balance in ORDERED_BALANCES else "off"
     for order in get_args(Order) if plan.schedule != "data_parallel" else ():
-        yield replace(plan, balance="off", order=order)
+        yield replace(plan, balance=beside, order=order)
 
 
 def _degrees(job: Job, plan: Plan) -> Iterator[Plan]:

@@ -21,12 +21,12 @@ import numpy as np
 from motet.assign.groups import groups_under
 from motet.assign.step import StepAssignment
 from motet.core.errors import UserError
-from motet.core.plan import Order, Plan
+from motet.core.plan import ORDERED_BALANCES, Order, Plan
 from motet.core.workload import BACKBONE, BatchLengths, total_lengths
 from motet.planner.candidate import Candidate, Pins, RuledOut, is_faster
 from motet.planner.job import Job
 from motet.schedule import check_fit
-from motet.schedule.plan_units import pipelined_units, units_in_bubbles
+from motet.schedule.plan_units import meets_in_islands, pipelined_units, units_in_bubbles
 from motet.simulate.predict.predict import predict_assigned
 from motet.simulate.predict.prediction import Prediction
 
@@ -55,7 +55,7 @@ def with_pinned_deal(candidate: Candidate, pins: Pins) -> Candidate | RuledOut:
         if dealt.filling == "by_step" and not can_fill_by_step(dealt):
             why = "filling is pinned to 'by_step', and no encoder runs in bubbles, or some run beside parts of passes."
             return RuledOut(candidate.strategy, candidate.what, why)
-        if dealt.order != "given" and dealt.balance != "off":
+        if dealt.order != "given" and dealt.balance not in ORDERED_BALANCES:
             why = f"order {dealt.order!r} and balance {dealt.balance!r} are pinned, and both deal out microbatches."
             return RuledOut(candidate.strategy, candidate.what, why)
         return candidate if dealt == plan else replace(candidate, plan=dealt)
@@ -71,9 +71,9 @@ def with_pinned_deal(candidate: Candidate, pins: Pins) -> Candidate | RuledOut:
 def can_fill_by_step(plan: Plan) -> bool:
     """Whether a Plan's bubbles can be filled anew in each step: by encoders, between whole passes of the backbone.
 
-    Replicas that share sequences run passes in one order.
+    Several replicas of an island that share sequences run passes in one order.
     """
-    if plan.balance == "split" or not units_in_bubbles(plan):
+    if meets_in_islands(plan) or not units_in_bubbles(plan):
         return False
     return not any("." in fill.before for fill in plan.fills)
 
@@ -84,7 +84,8 @@ def with_best_order(job: Job, candidate: Candidate, given: Prediction, pins: Pin
     given: the candidate's step as it is; both are returned unchanged if nothing is faster. Simulates up to four times.
     """
     plan = candidate.plan
-    if pins.order is not None or plan.schedule == "data_parallel" or plan.balance != "off" or is_even(job.batch):
+    can_be_ordered = plan.schedule != "data_parallel" and plan.balance in ORDERED_BALANCES
+    if pins.order is not None or not can_be_ordered or is_even(job.batch):
         return candidate, given
     stages = job.planned(candidate.plan)
     assignment_given = job.assignment(candidate.plan)

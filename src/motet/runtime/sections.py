@@ -238,10 +238,10 @@ class Section:
 
     def has_input(self, batch: RankBatch) -> bool:
         """Whether this rank has anything to compute in a microbatch."""
-        if self.span.gives and (context := batch.sequences.context) is not None:
-            return self.span.gives in context.given  # Ranks that share sequences give rows to each other.
         if self.span.gives:
-            return len(batch.sequences.feature_positions[self.span.gives]) > 0
+            context = batch.sequences.context  # Ranks that share sequences give rows to each other.
+            is_collected = context is not None and self.span.gives in context.given
+            return is_collected or len(batch.sequences.feature_positions[self.span.gives]) > 0
         if self._is_backbone:
             return batch.sequences.num_rows > 0 or (self.without_rows is not None and batch.lengths.num_examples > 0)
         return len(batch.media[self.span.module][1]) > 0 or self.span.module in batch.shared

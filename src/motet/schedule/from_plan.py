@@ -273,6 +273,12 @@ def _communicating(layout: Layout, program: Program, stages: list[PlannedStage])
             f"module take passes in different orders under {layout.plan.schedule!r}, so that they would wait for each "
             "other in its collectives; use zero 0 or 1."
         )
+    meeting = any(stage.meets for stage in program.stages)
+    if meeting and dry_run(program, holds_up=not device.overlaps).cycle:
+        raise UserError(
+            f"replicas of unit {layout.backbone.name!r} share sequences, and would wait for each other: they have "
+            "other work before the same pass; let encoders run outside bubbles, or set another balance."
+        )
     program = add_communication(program, holds_up=not device.overlaps)
     return PlannedProgram(program, tuple(stages), layout)
 

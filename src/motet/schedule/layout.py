@@ -24,6 +24,7 @@ from motet.schedule.generators.disaggregated import Island, Pipeline, UnitEdge, 
 from motet.schedule.plan_units import (
     backbone_unit,
     joins_all_replicas,
+    meets_in_islands,
     pipelined_units,
     rank_of_stage,
     units_in_bubbles,
@@ -231,7 +232,9 @@ class Layout:
     def island(self) -> Island:
         """The island that the units with ranks of their own form."""
         units = [Pipeline(tuple("+".join(stage) for stage in unit.stages), unit.dp) for unit in self.units]
-        return island(units, self.feeds, self.num_examples, joins_all=joins_all_replicas(self.plan))
+        meeting = self.units.index(self.backbone) if meets_in_islands(self.plan) else -1
+        joins_all = joins_all_replicas(self.plan)
+        return island(units, self.feeds, self.num_examples, joins_all=joins_all, meeting=meeting)
 
     def layers(self, unit: Unit) -> list[dict[str, tuple[int, int]]]:
         """Per stage of a unit: (first, stop) of its blocks, by module, in the order in which they run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import gcd
 
 from motet.core.plan import MOVES_ITEMS, Plan, Unit
 from motet.core.workload import BACKBONE
@@ -67,6 +68,11 @@ def shares_items(plan: Plan, module: str) -> bool:
 def joins_all_replicas(plan: Plan) -> bool:
     """Whether any replica of a unit may send to any replica of another: items are balanced over all of a unit's."""
     return plan.balance in MOVES_ITEMS and len(pipelined_units(plan)) > 1
+
+
+def meets_in_islands(plan: Plan) -> bool:
+    """Whether several replicas of the backbone in one island run each pass together, as they share sequences."""
+    return plan.balance == "split" and backbone_unit(plan).dp > gcd(*(unit.dp for unit in pipelined_units(plan)))
 
 
 def recomputed_in(plan: Plan) -> dict[str, int]:

@@ -121,6 +121,7 @@ class Stage:
                   a stage without a group.
     microbatches: the microbatches that it takes; () is all. Pipelines of an encoder in bubbles share them
                   (`generators/bubble_filling.py`).
+    meets:        whether the stages of its group run each pass together, as replicas do that share sequences.
 
     Example:
         >>> Stage(rank=1, module="image", microbatches=(0, 2)).takes(1)
@@ -131,6 +132,7 @@ class Stage:
     module: str = "stage"
     group: int = -1
     microbatches: tuple[int, ...] = ()
+    meets: bool = False
 
     def takes(self, microbatch: int) -> bool:
         """Whether the stage computes a microbatch."""

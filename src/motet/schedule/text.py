@@ -2,13 +2,13 @@
 
     microbatches 2
     stage 0 rank 0 "image" group 3
-    stage 1 rank 1 "backbone" microbatches 0,1
+    stage 1 rank 1 "backbone" group 4 microbatches 0,1 meets
     edge 0>1
     rank 0: 0F0 0SEND_F0>1 0F1 0SEND_F1>1
     rank 1: 1RECV_F0<0 1F0 1B0 1RECV_F1<0 1F1 1B1
 
-A module is a JSON string. `group` and `microbatches` are optional: a stage without them has no group, or takes all
-microbatches. Blank lines mean nothing.
+A module is a JSON string. `group`, `microbatches` and `meets` are optional: a stage without them has no group, takes
+all microbatches, or runs its passes by itself. Blank lines mean nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from motet.core.text_files import parse_json
 from motet.schedule.program import Action, Kind, Program, Stage, grid
 
 _ACTION = re.compile(r"(\d+)([A-Z_]+)(\d+)?(?:\.(\d+))?(?:([<>])(\d+))?", re.ASCII)
-_STAGE = re.compile(r'stage (\d+) rank (\d+) (".*")(?: group (\d+))?(?: microbatches ([\d,]+))?', re.ASCII)
+_STAGE = re.compile(r'stage (\d+) rank (\d+) (".*")(?: group (\d+))?(?: microbatches ([\d,]+))?( meets)?', re.ASCII)
 _RANK = re.compile(r"rank +(\d+):(.*)", re.ASCII)
 
 
@@ -31,7 +31,8 @@ def dumps(program: Program) -> str:
     for number, stage in enumerate(program.stages):
         group = f" group {stage.group}" if stage.group >= 0 else ""
         taken = f" microbatches {','.join(map(str, stage.microbatches))}" if stage.microbatches else ""
-        lines.append(f"stage {number} rank {stage.rank} {json.dumps(stage.module)}{group}{taken}")
+        meets = " meets" if stage.meets else ""
+        lines.append(f"stage {number} rank {stage.rank} {json.dumps(stage.module)}{group}{taken}{meets}")
     lines += [f"edge {source}>{sink}" for source, sink in program.edges]
     if program.actions:
         lines.append(grid(program.actions))
@@ -88,7 +89,8 @@ class _Reader:
         elif match := _STAGE.fullmatch(line):
             self._expect("stage", match[1], len(self.stages))
             taken = tuple(int(number) for number in (match[5] or "").split(",") if number)
-            self.stages.append(Stage(int(match[2]), _module(match[3]), int(match[4]) if match[4] else -1, taken))
+            group = int(match[4]) if match[4] else -1
+            self.stages.append(Stage(int(match[2]), _module(match[3]), group, taken, bool(match[6])))
         elif match := re.fullmatch(r"edge (\d+)>(\d+)", line, re.ASCII):
             self.edges.append((int(match[1]), int(match[2])))
         elif match := _RANK.fullmatch(line):

@@ -132,6 +132,23 @@ def test_the_best_order_of_a_few_examples(seed):
     assert best <= found * (1 + 1e-9) and found <= 1.05 * best
 
 
+@pytest.mark.parametrize("name", ["chain", "dp 2 and 1 to 4", pytest.param("zb_h1", marks=pytest.mark.slow)])
+def test_an_order_gains_where_replicas_share_sequences(name):
+    """No step is slower as it is simulated, and all replicas take a sequence that they share in one microbatch."""
+    found_s = []
+    for order in ("given", *ORDERS):
+        made = replace(PLANS[name], balance="split", order=order, batch_size=48)
+        batch, cost = uneven(48), Linear(made.cluster)
+        step = assign_batch(made, batch, cost)
+        items = step.modules["backbone"]
+        assert items.cuts is not None or order in ("intra", "both")
+        in_each = items.batch_index(step.num_microbatches)
+        assert len(np.unique(in_each * 48 + items.position)) == 48 == len(items.length)
+        found_s.append(predict_assigned(made, planned(made), step, cost).step_s)
+    given_s, *ordered_s = found_s
+    assert max(ordered_s) <= given_s * (1 + 1e-9) and min(ordered_s) < given_s
+
+
 def test_examples_that_are_alike_stay_where_they_are():
     for name in ("chain", "dp 2 to 4", "in bubbles"):
         made = replace(PLANS[name], order="both")

@@ -128,13 +128,29 @@ def test_sequences_that_are_too_long_for_a_replica_are_cut_and_others_fill_up():
     assert np.array_equal(whole.replica[~inside], items.replica[~inside])
 
 
+@pytest.mark.parametrize("order", ["given", "both"])
+def test_sequences_are_cut_in_groups_under_caps(order):
+    """What is beside a cut sequence fills up other replicas, whatever its group; other microbatches keep theirs."""
+    caps = {"image": 500, "backbone": 360}
+    grouped = plan(Unit("all", CHAIN, dp=2, pp=3), batch_size=48, microbatch_size=4, microbatch_caps=caps, order=order)
+    made, batch = replace(grouped, balance="split"), lengths(48)
+    batch.sequence[5] = 20 * batch.sequence.max()
+    step = assign_batch(made, batch, Free(made.cluster))
+    items, work = step.modules[BACKBONE], Operations(made.model)(batch)[BACKBONE]
+    assert items.cuts.degrees == {5: 2}
+    inside = items.microbatch == items.microbatch[5]
+    of_replicas = np.bincount(items.cuts.rank, items.cuts.share_of(work), 2)
+    of_replicas += np.bincount(items.replica, work * (inside & (np.arange(48) != 5)), 2)
+    assert of_replicas.max() <= 1.05 * work[inside].sum() / 2
+    totals = np.bincount(items.batch_index(6)[~inside], items.length[~inside], 12)
+    assert totals.max() <= caps[BACKBONE]
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
         ({"llm": 1, "image": 1}, "has one; dp must be 2 or more"),
-        ({"image": 3}, "which other units feed in common; dp must divide that of each other unit"),
-        ({"order": "intra"}, "both deal out the microbatches"),
-        ({"microbatch_caps": {"image": 100, "backbone": 100}}, "have whole sequences in groups"),
+        ({"order": "intra", "balance": "joint"}, "both deal out the microbatches"),
     ],
 )
 def test_what_replicas_cannot_share_is_refused(options, why):
@@ -146,3 +162,17 @@ def test_data_parallel_plans_leave_cutting_to_the_recipe():
     whole = Unit("all", ({"image": 4, "audio": 3, "backbone": sum(stage["backbone"] for stage in HALVES)},), dp=4)
     with pytest.raises(UserError, match=r"a recipe's balance\.split"):
         planned(plan(whole, batch_size=16, schedule="data_parallel", balance="split"))
+
+
+def test_bubbles_of_replicas_that_meet_in_an_island_are_not_filled_by_step():
+    units = (
+        Unit("llm", HALVES, dp=2, pp=2),
+        Unit("image", ({"image": 2}, {"image": 2}), dp=2, pp=2),
+        Unit("audio", ({"audio": 3},), first_rank=4),
+    )
+    made = plan(*units, batch_size=8, balance="split")
+    program = planned(made).program
+    assert [stage.meets for stage in program.stages if stage.module == BACKBONE] == [True] * 4
+    validate(program, host_waits=True)
+    with pytest.raises(UserError, match="other units feed in common, and filling is 'by_step'"):
+        planned(replace(made, filling="by_step"))

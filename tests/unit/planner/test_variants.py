@@ -71,14 +71,30 @@ def test_fills_by_step_are_of_encoders_in_bubbles(leader):
         assert found.why.startswith("filling is pinned to 'by_step', and ")
 
 
-def test_sequences_are_cut_where_replicas_walk_one_row(leader):
-    """And a Plan that cuts them fills no bubbles by step."""
+def test_sequences_are_cut_over_several_replicas(leader):
     _, candidate = leader
     pins = parse_pins(["balance=split"], [])
     alone = replace(candidate, plan=replace(candidate.plan, order="given"))
     found = with_pinned_deal(alone, pins)
     assert isinstance(found, RuledOut) and "has one; dp must be 2 or more" in found.why
-    assert can_fill_by_step(alone.plan) and not can_fill_by_step(replace(alone.plan, balance="split"))
+
+
+def test_a_plan_that_cuts_sequences_gets_an_order_and_fills_by_step():
+    given = job(lengths=RAGGED, num_ranks=16, batch_size=32)
+    pins = replace(DEGREES, balance="split")
+    candidate = with_pinned_deal(proposals(given, pins)[0][0], pins)
+    assert not isinstance(candidate, RuledOut) and can_fill_by_step(candidate.plan)
+    static = predict_candidate(given, candidate)
+    for own, field, values in (
+        (Pins(balance="split", filling="static"), "order", ("intra", "inter", "both")),
+        (Pins(balance="split", order="given"), "filling", ("by_step",)),
+    ):
+        found, prediction = fastest_variant(given, candidate, static, own)
+        assert found.plan.balance == "split" and getattr(found.plan, field) in values
+        assert prediction.step_s < static.step_s
+    # Replicas that other units feed in common would pass through different fills.
+    one, beside = candidate.plan.units[0], replace(candidate.plan.units[0], name="beside", first_rank=16, dp=1)
+    assert not can_fill_by_step(replace(candidate.plan, units=(one, *candidate.plan.units[1:], beside)))
 
 
 def test_a_way_of_balancing_that_auto_takes_in_every_microbatch_is_not_simulated_again(monkeypatch):

@@ -21,7 +21,7 @@ from unit.schedule.programs import programs
 
 numbers = st.integers(-1, 12)
 actions = st.builds(Action, st.integers(0, 12), st.sampled_from(Kind), numbers, numbers, numbers)
-stages = st.builds(Stage, st.integers(0, 12), st.text(), st.integers(-1, 5))
+stages = st.builds(Stage, st.integers(0, 12), st.text(), st.integers(-1, 5), meets=st.booleans())
 any_program = st.builds(
     Program,
     st.lists(stages).map(tuple),

@@ -4,7 +4,8 @@ The model of execution is the simulator's. A rank has four streams: compute, sen
 takes its actions in the order of the rank's row. An action starts when the action before it in its stream and all its
 `Dependencies` have ended. A SEND and its RECV are one event, on the sender's send stream and the receiver's receive
 stream. A collective is one event on the collective streams of all stages of its group. If collectives hold up compute,
-they are on the compute stream; if all communication blocks, a rank has a single stream.
+they are on the compute stream; if all communication blocks, a rank has a single stream. A pass of stages that meet is
+one event, on the compute streams of all of them.
 
 One rule is stricter than the simulator's: a SEND or RECV also waits for the compute before it in the row. So a Program
 that completes here also completes on ranks that walk their rows and wait for each pass. Collectives do not wait for
@@ -47,6 +48,8 @@ class DryRun:
 
 _JOINED = COLLECTIVES | {Kind.RECV_F, Kind.RECV_B}
 """Kinds whose actions may be part of another action's event."""
+_MEETINGS = frozenset({Kind.F, Kind.R, Kind.B, Kind.I})
+"""The passes that stages that meet run together. In W, a rank multiplies what it has."""
 
 
 def stream_of(kind: Kind) -> str:
@@ -60,14 +63,17 @@ def stream_of(kind: Kind) -> str:
 
 def event_of(action: Action, program: Program) -> tuple[object, ...]:
     """The key of the event that an action is part of: equal for both ends of a transfer, and for all stages of a
-    collective.
+    collective, or of passes that meet.
     """
     if action.kind in (Kind.RECV_F, Kind.RECV_B):
         return partner(action) or action
-    group = program.stages[action.stage].group
+    stage = program.stages[action.stage]
+    group = stage.group
     if action.kind in COLLECTIVES and group >= 0:
         peer_group = program.stages[action.peer].group if action.peer >= 0 else -1
         return (action.kind, group, action.microbatch, action.part, peer_group)
+    if action.kind in _MEETINGS and stage.meets:
+        return (action.kind, group, action.microbatch, action.part)
     return action
 
 
@@ -109,9 +115,11 @@ class _Graph:
         event_by_action: dict[Action, int] = {}
         self.members: list[list[Action]] = []
         joined = COLLECTIVES if host_waits else _JOINED
+        meeting = frozenset(number for number, stage in enumerate(program.stages) if stage.meets)
         for actions in program.actions:
             for action in actions:
-                key = event_of(action, program) if action.kind in joined else action
+                is_joined = action.kind in joined or (action.stage in meeting and action.kind in _MEETINGS)
+                key = event_of(action, program) if is_joined else action
                 event = event_by_action[action] = number.setdefault(key, len(number))
                 if event == len(self.members):
                     self.members.append([action])

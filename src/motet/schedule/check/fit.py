@@ -11,11 +11,11 @@ from math import gcd
 
 from motet.core.errors import UserError
 from motet.core.limits import check_size
-from motet.core.plan import Plan, Unit
+from motet.core.plan import ORDERED_BALANCES, Plan, Unit
 from motet.core.spec import Module
 from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
-from motet.schedule.plan_units import backbone_unit, pipelined_units, units_in_bubbles
+from motet.schedule.plan_units import backbone_unit, meets_in_islands, pipelined_units, units_in_bubbles
 
 MAX_MICROBATCHES = 100_000
 """Most microbatches of a replica in a step. Real steps take up to thousands; a mistyped batch size takes the host's
@@ -286,15 +286,16 @@ def _check_schedule(plan: Plan) -> None:
         _check_split(plan)
     if kind == "data_parallel":
         _check_data_parallel(plan, backbone)
-    elif plan.balance != "off" and plan.order != "given":
+    elif plan.balance not in ORDERED_BALANCES and plan.order != "given":
         raise UserError(
-            f"balance {plan.balance!r} and order {plan.order!r} both deal out the microbatches of a pipeline; set one."
+            f"balance {plan.balance!r} and order {plan.order!r} both deal out the microbatches of a pipeline; set one "
+            "(balance 'split' may stand beside an order)."
         )
 
 
 def _check_split(plan: Plan) -> None:
-    """Replicas can share sequences: all of them run the same passes in one order, and no module needs whole ones."""
-    unit, model = backbone_unit(plan), plan.model
+    """Replicas can share sequences: all of them run the same passes in one order."""
+    unit = backbone_unit(plan)
     cuts = "balance is 'split', which cuts sequences over replicas of the backbone"
     if plan.schedule == "data_parallel":
         raise UserError(
@@ -302,14 +303,11 @@ def _check_split(plan: Plan) -> None:
         )
     if unit.dp == 1:
         raise UserError(f"{cuts}, and unit {unit.name!r} has one; dp must be 2 or more.")
-    if plan.filling == "by_step":
-        raise UserError(f"{cuts}, and filling is 'by_step', in which these run passes in orders of their own; set one.")
-    if plan.microbatch_caps:
-        raise UserError(f"{cuts}, and microbatch_caps have whole sequences in groups; set one.")
-    if unit.dp != gcd(*(other.dp for other in pipelined_units(plan))):
-        raise UserError(f"{cuts}, which other units feed in common; dp must divide that of each other unit.")
-    if model.generators:
-        raise UserError(f"{cuts}, and {', '.join(model.generators)} read these whole; set another balance.")
+    if plan.filling == "by_step" and meets_in_islands(plan):
+        raise UserError(
+            f"{cuts}, which other units feed in common, and filling is 'by_step', in which these run passes in orders "
+            f"of their own; set filling 'static', or a dp of {unit.name!r} that divides that of each other unit."
+        )
 
 
 def _check_filling(plan: Plan) -> None:

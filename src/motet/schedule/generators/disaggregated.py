@@ -109,12 +109,18 @@ def broker(num_sources: int, num_sinks: int, num_examples: int = 0) -> list[tupl
 
 
 def island(
-    units: Sequence[Pipeline], feeds: Sequence[UnitEdge], num_examples: int = 0, *, joins_all: bool = False
+    units: Sequence[Pipeline],
+    feeds: Sequence[UnitEdge],
+    num_examples: int = 0,
+    *,
+    joins_all: bool = False,
+    meeting: int = -1,
 ) -> Island:
     """The stages and edges of one island. Edges within the replicas of units come first, then edges between units.
 
     num_examples: of the island's microbatch, as of `broker`.
     joins_all:    edges join all replicas of two units, so that the job is one island: any replica may have any item.
+    meeting:      the unit whose replicas run each pass together (`Stage.meets`); -1 is none.
     Replicas of a stage form a group. Raises ArgumentError for a unit without stages or with dp below 1.
     """
     for unit in units:
@@ -125,12 +131,13 @@ def island(
     stages: list[Stage] = []
     numbers: list[list[range]] = []
     groups = 0
-    for unit, replicas in zip(units, num_replicas):
+    for number, (unit, replicas) in enumerate(zip(units, num_replicas)):
         numbers.append([])
         for _ in range(replicas):
             first = len(stages)
             for index, module in enumerate(unit.modules):
-                stages.append(Stage(len(stages), module, groups + index if replicas > 1 else -1))
+                group, meets = (groups + index, number == meeting) if replicas > 1 else (-1, False)
+                stages.append(Stage(len(stages), module, group, meets=meets))
             numbers[-1].append(range(first, len(stages)))
         groups += len(unit.modules) if replicas > 1 else 0
     edges = [(stage, stage + 1) for unit in numbers for one in unit for stage in one[:-1]]

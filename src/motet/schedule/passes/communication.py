@@ -57,10 +57,10 @@ def add_communication(program: Program, *, blocking: bool = False, holds_up: boo
 
 
 def _native_rows(program: Program, blocking: bool, holds_up: bool) -> tuple[Row, ...] | None:
-    """The rows from the native core: those of `place_messages`, 10 times as fast. None where it is not built, and for a
-    Program that cannot run: the reference says why.
+    """The rows from the native core: those of `place_messages`, 10 times as fast. None where it is not built, for
+    stages that meet, of which it knows nothing, and for a Program that cannot run: the reference says why.
     """
-    if _native is None:
+    if _native is None or any(stage.meets for stage in program.stages):
         return None
     edges = np.array(program.edges, dtype=np.int32).reshape(-1, 2)
     rows: tuple[Row, ...] | None = _native.communicate(

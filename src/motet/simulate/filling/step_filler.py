@@ -79,16 +79,16 @@ class StepFiller:
                 self._num_parts[stage, kind] = max(self._num_parts[stage, kind], part + 1, 1)
         self._encoders = tuple(self._found_encoders())
         self._parts_of_pass = cache(self._all_parts)
-        self._shares_experts = any(unit.ep > 1 for unit in plan.units)
+        self._replicas_meet = plan.balance == "split" or any(unit.ep > 1 for unit in plan.units)
         self._joint = lru_cache(maxsize=1)(self._decided)
 
     def program(self, assignment: StepAssignment, island: int) -> PlannedProgram:
         """The Program of an island in a step; `own` if nothing is predicted to be faster. Deterministic.
 
-        Replicas that share experts meet in each pass, so that all islands have one Program then, made for the longest
-        pass of any. The last step's is kept.
+        Replicas that share experts or sequences meet in passes, so that all islands have one Program then, made for the
+        longest pass of any. The last step's is kept.
         """
-        if self._shares_experts:
+        if self._replicas_meet:
             return self._joint(assignment, range(self.own.layout.num_islands))
         return self._decided(assignment, (island,))
 

@@ -60,9 +60,11 @@ def plan_in_words(plan: Plan) -> list[str]:
         f"{_number(plan.microbatch_size, 'example')} on {replicas}; {schedule}."
     )
     if plan.balance != "off" and plan.schedule != "data_parallel":
-        step += " Whole microbatches are balanced over the backbone's replicas"
-        step += ", and items of encoders over theirs" if joins_all_replicas(plan) else ""
-        step += "; sequences that are too long for one are cut over several." if plan.balance == "split" else "."
+        if plan.order == "given":
+            step += " Whole microbatches are balanced over the backbone's replicas"
+            step += ", and items of encoders over theirs." if joins_all_replicas(plan) else "."
+        if plan.balance == "split":
+            step += " Sequences that are too long for one replica are cut over several."
     elif plan.balance != "off":
         step += f" Items are balanced over ranks: {_BALANCES[plan.balance]}."
     if plan.balance != "off":
@@ -72,6 +74,7 @@ def plan_in_words(plan: Plan) -> list[str]:
     if plan.microbatch_caps:
         caps = _listed([f"{cap:,} of {name}" for name, cap in plan.microbatch_caps.items()])
         step += f" That is the mean: a microbatch is a group of examples whose lengths sum up to at most {caps}."
+        step += " Where a sequence is cut, replicas share the groups beside it." if plan.balance == "split" else ""
     if num_microbatches * backbone.dp > 1:  # Otherwise there is nothing to deal out.
         step += _ORDERS[plan.order]
     if plan.fills:

@@ -222,6 +222,19 @@ def test_two_ranks_enter_the_collectives_of_all_their_groups_in_one_order():
     assert ">>3REDUCE<<" in caught.value.grid
 
 
+def test_passes_of_stages_that_meet_take_place_together():
+    """Each of two replicas that share sequences waits in its pass for the other."""
+
+    def of_replicas(row, others, meets):
+        stages = "".join(f'stage {n} rank {n} "llm" group 0{meets}\n' for n in range(2))
+        return loads(f"microbatches 2\n{stages}rank 0: {row}\nrank 1: {others}\n")
+
+    validate(of_replicas("0F0 0F1", "1F0 1F1", " meets"), host_waits=True)
+    validate(of_replicas("0F0 0F1", "1F1 1F0", ""), host_waits=True)
+    with pytest.raises(ScheduleError, match="0F0 waits for 0F1, which waits for 0F0"):
+        validate(of_replicas("0F0 0F1", "1F1 1F0", " meets"))
+
+
 def test_a_host_that_waits_in_a_receive_starts_no_collective_behind_it():
     """Devices that overlap gather beside the receive; a thread on a CPU does not."""
     stages = 'stage 0 rank 0 "image" group 0\nstage 1 rank 1 "image" group 0\nstage 2 rank 0 "llm"\nedge 1>2\n'
