@@ -31,7 +31,7 @@ BalancingMethod = Literal["off", "joint", "per_phase", "auto", "split"]
 MOVES_ITEMS: tuple[BalancingMethod, ...] = ("per_phase", "auto")
 """The ways of balancing under which items may be computed apart from their examples."""
 PROPOSED_BALANCES: tuple[BalancingMethod, ...] = ("off", "joint", "per_phase", "auto")
-"""The ways that a planner tries. "split" must be asked for, as ranks that share sequences must be (`cp`)."""
+"""The ways that a planner tries. "split" must be asked for; what it gains is said (`planner/what_if.py`)."""
 ORDERED_BALANCES: tuple[BalancingMethod, ...] = ("off", "split")
 """The ways beside which `order` may deal microbatches out. The others deal them out themselves."""
 FillingMethod = Literal["static", "by_step"]

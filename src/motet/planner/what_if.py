@@ -1,7 +1,9 @@
-"""What would change if the devices had more memory, if there were one node more, or if batches were larger.
+"""What would change if replicas shared long sequences, if the devices had more memory, if there were one node more, or
+if batches were larger.
 
-Each change is planned anew, by the strategy of the best Plan alone and with its TP, so that a gain is at least what is
-said. The best Plan itself counts as an answer: more memory and a further node take nothing away.
+Each change of the job is planned anew, by the strategy of the best Plan alone and with its TP, so that a gain is at
+least what is said. The best Plan itself counts as an answer: more memory and a further node take nothing away. Shared
+sequences are those of the best Plan's own replicas.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from typing import NamedTuple
 from motet.core.errors import UserError
 from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
-from motet.planner.candidate import Candidate, Pins, Strategy, predict_candidate
+from motet.planner.candidate import Candidate, Strategy, predict_candidate
 from motet.planner.evaluation import NO_QUOTA, Quota
 from motet.planner.job import Job
 from motet.planner.search import search
 from motet.planner.search_result import SearchResult, SimulatedCandidate
+from motet.schedule import check_fit
 
 MAX_RANKS, MAX_EXAMPLES = 64, 1024
 """Jobs of more ranks, or of more examples a step, take seconds to plan: they are planned anew only where that is asked
@@ -55,6 +58,8 @@ def what_if(result: SearchResult, strategies: Mapping[str, Strategy], quota: Quo
     """The changes of a job that was planned, each by itself; without those that no cluster can have or that are too
     large to simulate. strategies, quota: as in `search`.
     """
+    with suppress(UserError):
+        yield from _shared_sequences(result, quota)
     for changes in (_memory, _node, _batches):
         with suppress(UserError):
             yield from changes(result, lambda job: _planned(job, result, strategies, quota))
@@ -94,6 +99,18 @@ def _batches(result: SearchResult, planned: _Plans) -> Iterator[Change]:
     yield _change(words, result.best, planned(batches), "")
 
 
+def _shared_sequences(result: SearchResult, quota: Quota) -> Iterator[Change]:
+    """The best Plan with sequences cut over its replicas; nothing where none is too long for one."""
+    job, best = result.job, result.best
+    plan = replace(best.candidate.plan, balance="split")
+    if result.pins.balance is not None or (quota.num_plans and not quota.suitable(plan)):
+        return
+    check_fit(plan)
+    if job.assignment(plan).modules[BACKBONE].cuts is not None:
+        answer = _as_it_is(job, replace(best.candidate, plan=plan))
+        yield _change("With sequences cut over replicas (--pin balance=split)", best, answer, "")
+
+
 def _change(words: str, best: SimulatedCandidate, answer: SimulatedCandidate | None, note: str) -> Change:
     if answer is None:
         return Change(words, 0.0)
@@ -108,7 +125,7 @@ def _planned(
 ) -> SimulatedCandidate | None:
     """The fastest Plan found for a changed job, by tokens a second; None if there is none."""
     best, pins = result.best.candidate, result.pins
-    found = [one for one in (_as_it_is(job, best, pins),) if one is not None]
+    found = [one for one in (_as_it_is(job, best),) if one is not None]
     tp = best.plan.unit_of(BACKBONE).tp
     pins = replace(pins, strategies=(best.strategy,), tp=tp)
     try:
@@ -120,7 +137,7 @@ def _planned(
     return max(found, key=lambda one: one.prediction.tokens_per_s, default=None)
 
 
-def _as_it_is(job: Job, best: Candidate, pins: Pins) -> SimulatedCandidate | None:
+def _as_it_is(job: Job, best: Candidate) -> SimulatedCandidate | None:
     """The best Plan in the changed job; None if it cannot be, as its fills and caps name microbatches."""
     plan = replace(best.plan, cluster=job.cluster, batch_size=job.batch_size)
     if job.batch_size != best.plan.batch_size and (plan.fills or plan.microbatch_caps):

@@ -1,8 +1,10 @@
 """What would change the best Plan: each change is planned anew, and a gain is one of a Plan that fits."""
 
+from dataclasses import replace
+
 import pytest
 
-from motet.planner.candidate import DATA_PARALLEL, Pins
+from motet.planner.candidate import CHAIN, DATA_PARALLEL, Pins, predict_candidate
 from motet.planner.search import NO_PINS, search
 from motet.planner.strategies import STRATEGIES
 from motet.planner.what_if import Change, is_quick, what_if
@@ -53,6 +55,19 @@ def test_a_change_that_is_too_large_to_simulate_is_left_out(monkeypatch):
     monkeypatch.setattr("motet.core.limits.MAX_EXAMPLES_TIMES_RANKS", given.batch_size * given.cluster.num_ranks)
     _, changes = changes_of(given, Pins(strategies=(DATA_PARALLEL,), tp=1))
     assert [change.what.split(",")[0] for change in changes] == ["With 2 times the memory"]
+
+
+def test_replicas_that_share_long_sequences_come_first_where_there_are_any():
+    """One example is several times as long as the others. Who pins a way of balancing is told nothing of others."""
+    pins = Pins(strategies=(CHAIN,), tp=1, pp=2, dp=2, microbatch_size=1)
+    words, memory = "With sequences cut over replicas (--pin balance=split)", "With 2 times the memory"
+    long = job(num_nodes=1, batch_size=8, spread=1.5)
+    found, changes = changes_of(long, pins)
+    best, first = found.best.candidate, next(changes)
+    split_s = predict_candidate(long, replace(best, plan=replace(best.plan, balance="split"))).step_s
+    assert first.what == words and first.gain == pytest.approx(found.best.prediction.step_s / split_s - 1)
+    pinned = replace(found, pins=replace(pins, balance="off"))
+    assert next(what_if(pinned, STRATEGIES)).what.startswith(memory)
 
 
 def test_gains_in_words():
