@@ -54,7 +54,8 @@ from motet.simulate.predict.predict import predict_assigned
 from motet.train.input.feed import Feed, StepRange
 from motet.train.job import TrainingJob, build_job
 from motet.train.planned_job import ChosenPlan
-from motet.train.recipe.recipe import Recipe, load_recipe
+from motet.train.recipe.recipe import Recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.world import World, join_world
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo.toml"

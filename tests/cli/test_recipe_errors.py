@@ -338,7 +338,7 @@ def test_numbers_in_quotes_are_refused(job, capsys, monkeypatch):
 
 
 def test_a_resolved_recipe_loads_again_to_the_same(job, tmp_path):
-    from motet.train.recipe.recipe import dump_recipe, load_recipe
+    from motet.train.recipe.recipe_file import dump_recipe, load_recipe
 
     recipe = load_recipe(job, ["optimizer.clip_norm=inf", "fsdp.shard_size=1"])
     assert recipe.run.dir == job.parent / "run"

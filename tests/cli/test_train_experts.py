@@ -12,7 +12,7 @@ from cli.tiny_job import losses, write_tiny_job
 from motet.cli import main
 from motet.dispatch import PackedSequences
 from motet.models.build import BackboneConfig, build_backbone
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 

@@ -15,7 +15,7 @@ from motet.core.errors import UserError
 from motet.core.example import Media
 from motet.models.backbone import Backbone
 from motet.runtime.step import TrainStep
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli.tiny_job import losses, metrics, write_tiny_job
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 

@@ -18,7 +18,7 @@ from motet.models.named_weights import is_lora
 from motet.planning.planned_recipe import read_job_recipe
 from motet.train.export import check_export
 from motet.train.export_checkpoint import export_checkpoint
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from ranks import RankFailed, run_ranks
 
 LORA = [

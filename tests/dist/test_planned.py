@@ -22,7 +22,7 @@ from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.under_plan import recipe_under_plan
 from motet.simulate.bubbles import BUBBLE_KINDS
 from motet.train.checkpoint.contents import name_of
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.report.beside import MeasuredBeside
 from motet.train.trainer import train
 from ranks import free_port, run_ranks

@@ -15,7 +15,7 @@ from motet.models.merge import merge_rows
 from motet.planning.trainable import obstacle
 from motet.train.checkpoint.contents import name_of
 from motet.train.planned_job import check_context, impossible_cut
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from parity.planned import build_hf_model
 from ranks import run_ranks
 

@@ -26,7 +26,7 @@ from motet.data.ray_actors import RayActor, RayCluster
 from motet.data.ray_server import RayServer
 from motet.planning.under_plan import recipe_under_plan
 from motet.train.input.feed import Feed
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 

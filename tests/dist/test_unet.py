@@ -20,7 +20,7 @@ from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.trainable import obstacle_in
 from motet.profiling.measure import MeasuredSubject, measure_once
 from motet.profiling.subjects import one_layer_deep, subjects
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from unit.profiling.test_command import ALONE, counting_watch
 

@@ -86,7 +86,8 @@ from motet.train.planned_job import (
     divide_whole,
     unused_pieces,
 )
-from motet.train.recipe.recipe import Recipe, RunConfig
+from motet.train.recipe.recipe import Recipe
+from motet.train.recipe.run_config import RunConfig
 from motet.train.recompute import (
     Recomputation,
     RecomputeRanks,
