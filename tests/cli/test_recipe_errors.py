@@ -6,14 +6,9 @@ import sys
 
 import pytest
 
-from cli.tiny_job import RECIPE, write_tiny_job
+from cli.tiny_job import RECIPE
 from motet.cli import main
 from ranks import TIMEOUT_S
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 def run(capsys, monkeypatch, *arguments):

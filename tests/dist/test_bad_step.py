@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import motet.data.decode as decode
-from cli.tiny_job import losses, metrics, write_tiny_job
+from cli.tiny_job import losses, metrics
 from motet.core.errors import UserError
 from motet.core.example import Media
 from motet.models.backbone import Backbone
@@ -21,11 +21,6 @@ from ranks import run_ranks
 
 BAD = "train-5"
 """An example with an image, on line 6."""
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 def spoil_image(value):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from cli.tiny_job import write_tiny_job
 from motet.assign.step import joined
 from motet.cli import main
 from motet.planning.cluster import ClusterOptions
@@ -22,11 +21,6 @@ NUM_RANKS, NUM_MICROBATCHES = 2, 3
 NAMES = ("image", "audio", "backbone")
 HERE = JobOptions(ClusterOptions("cpu", 1, NUM_RANKS), None, None)
 FROZEN = ("model.encoders.image.train_encoder=false", "model.encoders.image.train_projector=false")
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 def train_rank(rank, num_ranks, recipe, overrides):

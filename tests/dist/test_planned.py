@@ -42,11 +42,6 @@ LATE_CUT = ({"image": 2, "audio": 2, "backbone": 1}, {"backbone": 2})
 FOUR_STAGES = ({"image": 2}, {"audio": 2}, {"backbone": 1}, {"backbone": 2})
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
-
-
 def plan_of(recipe: Path, stages, **options) -> Plan:
     """A chain in these stages, of the recipe's model as the tests train it. pp: ranks; by default one a stage.
 

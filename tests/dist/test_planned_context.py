@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cli.tiny_job import losses, metrics, write_tiny_job
+from cli.tiny_job import losses, metrics
 from dist.test_executed import traced
 from dist.test_planned import DEEPER, FEW_CUTS, plan_of, row_of, run_planned, train_under
 from motet.core.errors import UserError
@@ -20,11 +20,6 @@ from parity.planned import build_hf_model
 from ranks import run_ranks
 
 WHOLE = ({"image": 2, "audio": 2, "backbone": 3},)
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 @pytest.fixture(scope="module")

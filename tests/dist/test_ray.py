@@ -43,11 +43,6 @@ def server():
         yield server
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
-
-
 def served(server, num_workers=1):
     """The options of a run whose media the actors of a cluster decode, and the variables of its processes."""
     options = ["data.service=ray", f"data.ray_address={server.address}", f"data.num_workers={num_workers}"]

@@ -17,11 +17,6 @@ from motet.train.trainer import train
 from ranks import run_ranks
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
-
-
 def train_rank(rank, num_ranks, recipe, overrides, resume):
     with redirect_stdout(StringIO()) as printed:
         try:
