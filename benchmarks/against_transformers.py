@@ -15,7 +15,6 @@ A row a family is printed, as docs/models.md has it, and stored as a row a figur
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -33,7 +32,7 @@ import transformers
 from loss_and_gradients import Step
 from parts import PARTS, distances
 from PIL import Image
-from rows import Row, finish, table_line
+from rows import Row, finish, options, table_line
 from their_videos import TheirVideo, their_video
 from torch.nn.functional import cross_entropy
 from transformers.image_transforms import convert_to_rgb
@@ -416,11 +415,10 @@ def _loss_of(model: MLLM, dataset: Any, numbers: Sequence[int]) -> tuple[torch.T
 
 def main() -> None:
     """Print and store a row a family."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser = options(__doc__.partition("\n\n")[0], reads_lengths=False, draws=False)
     parser.add_argument(
         "--parts", action="store_true", help="encoders, backbones and projectors by parts, in place of whole models"
     )
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument(
         "families",
         nargs="*",

@@ -253,7 +253,8 @@ def sound_of(file: Path) -> NDArray[np.float32]:
     import av
 
     with av.open(file) as container:
-        return np.concatenate([frame.to_ndarray()[0] for frame in container.decode(audio=0)]) / np.float32(2**15)
+        samples = np.concatenate([frame.to_ndarray()[0] for frame in container.decode(audio=0)])
+    return samples.astype(np.float32) / np.float32(2**15)
 
 
 def _draw(rng: np.random.Generator, mode: str) -> Image.Image:
