@@ -104,7 +104,8 @@ def measure(name: str, program: Program, repeats: int, seed: int) -> Speeds:
         seconds = action_seconds(lookup, times)
         needs = waits(lookup, seconds.stream, overlap=True)
         stream = table.rank * len(STREAMS) + seconds.stream
-        return stream, lookup.operation, seconds.held_s, needs.dependent, needs.dependency
+        total_s = (seconds.held_s + seconds.tensor_s)[:, 0]
+        return stream, lookup.operation, total_s, needs.dependent, needs.dependency
 
     lowered = lower()
     is_small = program.num_actions < 20_000
