@@ -15,7 +15,6 @@ A row a family is printed, as docs/models.md has it, and stored as a row a figur
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -26,7 +25,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import av
 import numpy as np
 import soundfile
 import torch
@@ -34,11 +32,11 @@ import transformers
 from loss_and_gradients import Step
 from parts import PARTS, distances
 from PIL import Image
-from rows import Row, finish, table_line
+from rows import Row, finish, options, table_line
 from their_videos import TheirVideo, their_video
 from torch.nn.functional import cross_entropy
 from transformers.image_transforms import convert_to_rgb
-from whole_models import FAMILIES, GENERIC, open_processor, write_job
+from whole_models import FAMILIES, GENERIC, open_processor, sound_of, write_job
 
 from motet.data.transforms import load_media
 from motet.dispatch.batch import pack, stacked_media
@@ -49,7 +47,7 @@ from motet.models.mllm import MLLM
 from motet.models.whole.export import names_of
 from motet.train.checkpoint.restoring import load_weights
 from motet.train.input.datasets import open_dataset
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.recipe.whole import WholeRecipe
 from unit.models.wide import InFloat64  # parts.py lets tests be imported.
 
@@ -235,7 +233,7 @@ def _take_features(inputs: dict[str, Any], record: dict[str, Any], folder: Path)
     Frames behind those that Motet computes stay as they are, as nothing may depend on them.
     """
     recipe = load_recipe(folder / "recipe.toml", [])
-    heard = {name: _sound_of(folder / name) for name in record.get("video", []) if reads_sound(folder)}
+    heard = {name: sound_of(folder / name) for name in record.get("video", []) if reads_sound(folder)}
     clips = {name: soundfile.read(folder / name, dtype="float32")[0] for name in record.get("audio", [])}
     sounds = heard | clips
     for name, theirs, mask in zip(sounds, inputs["input_features"], inputs["feature_attention_mask"], strict=True):
@@ -249,15 +247,9 @@ def _take_features(inputs: dict[str, Any], record: dict[str, Any], folder: Path)
         theirs[:, : len(media.values)] = torch.from_numpy(media.values.T)
 
 
-def _sound_of(file: Path) -> Any:
-    """The samples of a video's sound, which are as they are in its file, float32 [num_samples]."""
-    with av.open(file) as container:
-        return np.concatenate([frame.to_ndarray()[0] for frame in container.decode(audio=0)]) / np.float32(2**15)
-
-
 def _hear_videos(inputs: dict[str, Any], processor: Any, record: dict[str, Any], folder: Path) -> None:
     """Put the frames of videos' sound before those of clips, which stand behind all videos."""
-    sounds = [_sound_of(folder / name) for name in record["video"]]
+    sounds = [sound_of(folder / name) for name in record["video"]]
     made, _ = processor._process_audio(sounds, sampling_rate=16_000, return_attention_mask=True, return_tensors="pt")
     for name in ("input_features", "feature_attention_mask"):
         inputs[name] = torch.cat([made[name], *([inputs[name]] if name in inputs else [])])
@@ -423,11 +415,10 @@ def _loss_of(model: MLLM, dataset: Any, numbers: Sequence[int]) -> tuple[torch.T
 
 def main() -> None:
     """Print and store a row a family."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser = options(__doc__.partition("\n\n")[0], reads_lengths=False, draws=False)
     parser.add_argument(
         "--parts", action="store_true", help="encoders, backbones and projectors by parts, in place of whole models"
     )
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument(
         "families",
         nargs="*",

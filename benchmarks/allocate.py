@@ -1,6 +1,6 @@
 """How long it takes to allocate ranks to units, beside MMScale's Table 2, and what allocation gains.
 
-    .venv/bin/python benchmarks/allocate.py [--repeats 5]
+    python benchmarks/allocate.py [--repeats 5] [--json FILE] [--only 112]
 
 MLLM-72B (MMScale Table 1 and section 7): ViT-Huge, Llama3-70B, and for Stable Diffusion 2.1 a transformer of as many
 parameters (0.9 billion), on A800. As in the paper, encoder and generator are not divided in their TP groups: each rank
@@ -12,7 +12,6 @@ Megatron-LM as the paper runs it, TP 8 and PP 10; "proportional" is by operation
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ import numpy as np
 from baselines.allocations import proportional
 from rich.console import Console
 from rich.table import Table
+from rows import Row, finish
+from rows import options as command_line
 
 from motet.core.sampler import Distribution, Items, Sampler, Task
 from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
@@ -40,13 +41,15 @@ PUBLISHED = {1296: (1920, 922), 648: (960, 641), 324: (480, 441), 112: (240, 133
 
 
 @dataclass(frozen=True)
-class Row:
+class Allocated:
+    """Table 2's job on so many ranks: how long allocating takes, and what three ways find."""
+
     num_ranks: int
     batch_size: int
     published_ms: float
     ours_ms: float
     num_options: int
-    found: Allocation
+    found: Allocation | None
     stiff: Allocation | None
     shared: Allocation | None
 
@@ -100,15 +103,14 @@ def best_ms(run: Callable[[], object], repeats: int) -> float:
     return 1e3 * min(taken)
 
 
-def measure(num_ranks: int, batch_size: int, published_ms: float, repeats: int) -> Row:
+def measure(num_ranks: int, batch_size: int, published_ms: float, repeats: int) -> Allocated:
     planned = job(num_ranks, batch_size)
     units = options(planned)
     limits = Limits(num_ranks, batch_size, planned.capacity_bytes)
     found = allocate(units, limits)
-    assert found is not None
     as_paper = [unit.take((unit.tp == 8) & (unit.pp == 10)) if unit.side == 0 else unit for unit in units]
     flops = {name: float(count) for name, count in batch_flops(planned.model, planned.batch).items()}
-    return Row(
+    return Allocated(
         num_ranks,
         batch_size,
         published_ms,
@@ -128,14 +130,24 @@ def text(found: Allocation | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = [str(num_ranks) for num_ranks in PUBLISHED]
+    parser = command_line(__doc__, sizes, reads_lengths=False, draws=False)
     parser.add_argument("--repeats", type=int, default=5)
-    repeats = parser.parse_args().repeats
+    asked = parser.parse_args()
+    rows = []
     table = Table(
         "GPUs", "batch", "MMScale ms", "ours ms", "options", "step: TP x DP x PP of each unit, rigid, proportional"
     )
     for num_ranks, (batch_size, published_ms) in PUBLISHED.items():
-        row = measure(num_ranks, batch_size, published_ms, repeats)
+        if asked.only not in ("", str(num_ranks)):
+            continue
+        row = measure(num_ranks, batch_size, published_ms, asked.repeats)
+        rows.append(Row(f"{num_ranks} GPUs: ms to allocate", row.ours_ms))
+        rows += [
+            Row(f"{num_ranks} GPUs: seconds of a step, {way}", one.time_s)
+            for way, one in (("found", row.found), ("rigid", row.stiff), ("proportional", row.shared))
+            if one is not None
+        ]
         steps = "\n".join(text(one) for one in (row.found, row.stiff, row.shared))
         table.add_row(
             f"{num_ranks:,}",
@@ -146,6 +158,7 @@ def main() -> None:
             steps,
         )
     Console().print(table)
+    finish(rows, asked.json, seed=asked.seed)
 
 
 if __name__ == "__main__":

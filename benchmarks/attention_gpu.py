@@ -148,7 +148,7 @@ def rows_of(name: str, num_rows: int, seed: int) -> Iterator[Row]:
 
 
 def main() -> None:
-    asked = options(__doc__).parse_args()
+    asked = options(__doc__, reads_lengths=False).parse_args()
     if not torch.cuda.is_available():
         sys.exit("attention_gpu.py needs a CUDA device.")
     rows = []

@@ -1,6 +1,6 @@
 """How long each balancing algorithm takes and how even its loads are, beside what else can be installed from PyPI.
 
-    .venv/bin/python benchmarks/balance.py [--only packed tokens] [--peers-python peers/bin/python] [--out balance.json]
+    python benchmarks/balance.py [--only packed tokens] [--peers-python peers/bin/python] [--json balance.json]
 
 One core, fixed seeds. Lengths are log-normal, and drawn from a table of real ones where it is at hand (--lengths).
 Times are medians over batches, of the whole call from Python. Each row says what its quality is: the less the better.
@@ -10,8 +10,6 @@ batches. benchmarks/requirements.txt installs them. The grouping of an epoch's s
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import shutil
 import sys
@@ -20,6 +18,7 @@ from pathlib import Path
 
 import balance_examples
 import balance_items
+import rows
 from balance_items import Sources
 from measure import Case, Peers, Row, measure, table_of
 from rich.console import Console
@@ -28,7 +27,6 @@ from rich.progress import Progress
 from motet.analyze.lengths import read_lengths
 from motet.analyze.mixture import Mixture
 
-REAL = Path(__file__).parents[2] / "shared" / "data" / "lengths.csv.gz"
 SECTIONS = balance_items.SECTIONS | balance_examples.SECTIONS
 
 
@@ -40,13 +38,11 @@ def device() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = rows.options(__doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run")
-    parser.add_argument("--lengths", type=Path, default=REAL, help="a CSV table of real lengths, gzipped")
     parser.add_argument("--repeats", type=int, default=20, help="batches of each size and source")
     parser.add_argument("--limit", type=float, default=10, help="seconds after which a peer is stopped")
     parser.add_argument("--peers-python", default=sys.executable, help="the Python that has the peers installed")
-    parser.add_argument("--out", type=Path, help="write all rows to this JSON file")
     options = parser.parse_args()
     if shutil.which(options.peers_python) is None:
         parser.error(f"--peers-python {options.peers_python}: there is no such program; it must be a Python")
@@ -56,7 +52,7 @@ def main() -> None:
         console.print(f"No table of real lengths at {options.lengths}: sampled ones only.")
     cases = [case for name in options.only for case in SECTIONS[name](Sources.of(mixture))]
     peers = Peers(options.peers_python, options.limit)
-    rows: list[Row] = []
+    measured: list[Row] = []
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=len(cases))
         for case in cases:
@@ -64,15 +60,19 @@ def main() -> None:
             def starts(who: str, case: Case = case) -> None:
                 progress.update(task, description=f"{case.algorithm}, {case.size}, {case.source}: {who}")
 
-            rows += measure(case, options.repeats, peers, starts)
+            measured += measure(case, options.repeats, options.seed, peers, starts)
             progress.advance(task)
     peers.close()
-    console.print(table_of(rows, options.limit))
+    console.print(table_of(measured, options.limit))
     console.print(device(), *(f"{name}: {what}" for name, what in peers.absent.items()), sep="\n")
-    if options.out:
-        about = {"device": device(), "python": platform.python_version()}
-        about |= {"lengths": mixture and options.lengths.name, "repeats": options.repeats, "limit_s": options.limit}
-        options.out.write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    about = {"device": device(), "python": platform.python_version(), "seed": options.seed}
+    about |= {"lengths": mixture and options.lengths.name, "repeats": options.repeats, "limit_s": options.limit}
+    told = [
+        rows.Row(f"{row.algorithm}, {row.size}, {row.source}, {row.who}: ms", row.median_ms)
+        for row in measured
+        if row.median_ms is not None
+    ]
+    rows.finish(told, options.json, **about, measured=[asdict(row) for row in measured])
 
 
 if __name__ == "__main__":

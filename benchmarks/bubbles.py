@@ -1,6 +1,6 @@
 """ViT-22B in the bubbles of GPT-175B on 1,536, 2,048 and 3,072 GPUs: Optimus' Table 7 beside what Motet places.
 
-    .venv/bin/python benchmarks/bubbles.py
+    python benchmarks/bubbles.py [--json FILE] [--only 1536]
 
 Times are those to which papers_optimus.py fits two constants, the efficiency and the DP bubble. Slices of encoders go
 into the gaps between the backbone's passes (PP bubbles), and, in the last case, also into tensor-parallel
@@ -12,7 +12,6 @@ one core. Every placement is then simulated whole; that the step is what was pre
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import dataclass, replace
 
@@ -21,6 +20,7 @@ import papers_optimus as optimus
 from papers_optimus import GATHER_SHARE, GPT, NUM_CHUNKS, PP, TABLES_5_7, VIT, Constants, Published
 from rich.console import Console
 from rich.table import Table
+from rows import Row, finish, options
 
 from motet.planner.bubble_filling.backbone_bubbles import Slices, backbone_of
 from motet.planner.bubble_filling.encoder_passes import Encoders
@@ -132,7 +132,9 @@ def simulated_s(column: Published, times: StageTimes, encoders: Encoders, placed
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    sizes = [str(column.num_gpus) for column in TABLES_5_7]
+    asked = options(__doc__, sizes, reads_lengths=False, draws=False).parse_args()
+    rows: list[Row] = []
     constants = optimus.constants()
     table = Table(title="Optimus, Table 7: share of the encoder's computation in bubbles, and what the step takes")
     for name in ("GPUs", "microbatches", "who", "bubbles"):
@@ -140,6 +142,8 @@ def main() -> None:
     for name in ("Eff_coarse", "Eff_fine", "backbone s", "coarse s", "fine s", "encoder PP", "search s"):
         table.add_column(name, justify="right", no_wrap=True)
     for column in TABLES_5_7:
+        if asked.only not in ("", str(column.num_gpus)):
+            continue
         who = f"{column.num_gpus:,}", f"{column.num_microbatches}"
         shares = f"{column.coarse:.1%}", f"{column.fine:.1%}"
         table.add_row(
@@ -149,15 +153,20 @@ def main() -> None:
             times = backbone_times(column, constants, tensor=tensor)
             found = search(column, constants, times)
             coarse, fine = found.coarse, found.fine
-            for placed in (coarse, fine):
+            ways = ("coarse", coarse), ("fine", fine)
+            for _, placed in ways:
                 step_s = simulated_s(column, times, found.encoders, placed)
                 if not np.isclose(step_s, placed.step_s, rtol=1e-6):
                     raise SystemExit(f"{column}: predicted {placed.step_s:.4f} s, simulated {step_s:.4f} s.")
             seconds = (f"{s:.2f}" for s in (found.alone_s, coarse.step_s, fine.step_s))
+            case = f"{column.num_gpus} GPUs, bubbles of {bubbles}"
+            rows += [Row(f"{case}: share in bubbles, {way}", float(one.hidden)) for way, one in ways]
+            rows += [Row(f"{case}: seconds of a step, {way}", float(one.step_s)) for way, one in ways]
             shares = f"{coarse.hidden:.1%}", f"{fine.hidden:.1%}"
             table.add_row("", "", "Motet", bubbles, *shares, *seconds, f"{found.encoders.pp}", f"{found.took_s:.1f}")
         table.add_section()
     Console(width=140).print(table)
+    finish(rows, asked.json, seed=asked.seed)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ Whole: every folder under the name of a checkpoint verifies, and there is one.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -31,7 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from rows import Row, finish, show
+from rows import Row, finish, options, show
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -195,10 +194,7 @@ def all_whole(folder: Path) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", choices=["speed", "kills"])
+    parser = options(__doc__, ["speed", "kills"], reads_lengths=False)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--kills", type=int, default=200)

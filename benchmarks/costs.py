@@ -14,14 +14,12 @@ squares add up; both placements are weighed by what is computed, which is tiles.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-from rows import ROOT, Row, finish, show
+from rows import ROOT, Row, finish, options, show
 
 from motet.analyze.lengths import read_lengths
 from motet.balance import Choice, Packed, StepCosts, choose, score
@@ -161,28 +159,22 @@ def time_decisions(model: ModelSpec, workload: Workload, seed: int) -> Iterator[
 
 
 def main() -> None:
-    table = ROOT.parent / "shared" / "data" / "lengths.csv.gz"
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", default=str(table) if table.exists() else "", help="table of lengths (csv.gz)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write all rows to this file")
-    parser.add_argument("--only", choices=[*MODELS, "tiles", "time"])
-    given = parser.parse_args()
-    workload = workload_at(given.lengths)
+    given = options(__doc__, [*MODELS, "tiles", "time"]).parse_args()
+    workload = workload_at(str(given.lengths) if given.lengths.exists() else "")
     rows: list[Row] = []
     for name in MODELS:
-        if given.only in (None, name):
+        if given.only in ("", name):
             rows += measure(name, read_job_recipe(ROOT / "recipes" / f"{name}.toml").model, workload, given.seed)
-    if given.only in (None, "tiles"):
+    if given.only in ("", "tiles"):
         model = read_job_recipe(ROOT / "recipes" / f"{MODELS[0]}.toml").model
         rows += measure_tiles(MODELS[0], model, workload, given.seed)
-    if given.only in (None, "time"):
+    if given.only in ("", "time"):
         model = read_job_recipe(ROOT / "recipes" / f"{MODELS[0]}.toml").model
         rows += time_decisions(model, workload, given.seed)
     print(f"lengths of {workload.source}")
     for row in rows:
         show(row)
-    finish(rows, given.json)
+    finish(rows, given.json, seed=given.seed)
 
 
 if __name__ == "__main__":

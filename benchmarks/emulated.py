@@ -328,7 +328,7 @@ def measured_step(step: PlannedStep, batches: list[RankBatch], number: int) -> t
 
 
 def main() -> None:
-    parser = options(__doc__, "a part of a case's name, e.g. 1f1b")
+    parser = options(__doc__, "a part of a case's name, e.g. 1f1b", reads_lengths=False)
     parser.add_argument("--steps", type=int, default=5)
     asked = parser.parse_args()
     rows: list[Row] = []

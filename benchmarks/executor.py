@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from rows import Row, commit_of, finish, show
+from rows import OF_ROWS, Row, commit_of, finish, options, show
 
 NUM_RANKS = 2
 MOST = 1.02
@@ -187,14 +187,12 @@ def run_both(here: Ranks, there: Ranks, number: int) -> tuple[dict[str, float], 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, OF_ROWS, reads_lengths=False)
     parser.add_argument("--against", type=Path, help="the other checkout, with its own .venv/bin/python")
     parser.add_argument(
         "--pairs", type=int, default=16, help="an even number, so that each tree starts first equally often"
     )
     parser.add_argument("--rounds", type=int, default=2 * NUM_BATCHES, help="steps of a pair")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--meeting", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -210,7 +208,7 @@ def main() -> None:
     for number in range(given.pairs):
         pairs.append(run_pair(python, other, number % 2 == 1, given.seed, given.rounds))
         print(f"pair {number + 1} of {given.pairs}: load {os.getloadavg()[0]:.1f}", flush=True)
-    rows = compare(pairs)
+    rows = [row for row in compare(pairs) if given.only in row.name]
     for row in rows:
         show(row)
     finish(rows, given.json, against=commit_of(given.against), seed=given.seed)

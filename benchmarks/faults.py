@@ -146,7 +146,7 @@ def tries(job: Job, limit_s: float, stopped_s: float) -> Iterator[tuple[str, Try
 
 
 def main() -> None:
-    parser = options(__doc__, "a part of a Plan's name and a fault's, e.g. '1f1b, dies'")
+    parser = options(__doc__, "a part of a Plan's name and a fault's, e.g. '1f1b, dies'", reads_lengths=False)
     parser.add_argument("--limit-s", type=float, default=15.0, help="run.wait_limit_s of ranks that wait in vain")
     parser.add_argument("--stopped-s", type=float, default=120.0)
     asked = parser.parse_args()

@@ -212,7 +212,7 @@ def decisions(num_microbatches: int) -> list[Row]:
 
 
 def main() -> None:
-    parser = options(__doc__, "a part of a case's name, e.g. '4 ranks', or 'decisions'")
+    parser = options(__doc__, "a part of a case's name, e.g. '4 ranks', or 'decisions'", reads_lengths=False)
     parser.add_argument("--steps", type=int, default=7)
     asked = parser.parse_args()
     rows: list[Row] = []

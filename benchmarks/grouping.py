@@ -1,6 +1,6 @@
 """Four ways to form minibatches, as in OmniBal's Table 3, and how long the grouping of 1.2 million samples takes.
 
-    .venv/bin/python benchmarks/grouping.py [--lengths ../shared/data/lengths.csv.gz] [--num-devices 32]
+    .venv/bin/python benchmarks/grouping.py [--seed N] [--json FILE] [--only NAME] [--num-devices 32]
 
 Samples are InternVL's where the table of lengths is at hand, else sampled ones of that shape: images are tiles of 1,025
 tokens to the vision encoder, and tokens of the sequence to the LLM. Random, length-grouped and device-grouped
@@ -10,15 +10,16 @@ minibatch to as many tiles would cost.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import gzip
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rows import OF_ROWS, Row, finish, options
 
 from motet.balance import dist_ratio, group, pad_ratio, suggest_caps
 from motet.core.arrays import Int64Array
@@ -62,29 +63,60 @@ def device_grouped(samples: Samples, num_devices: int, rng: np.random.Generator)
     return rows.reshape(-1, BATCH_SIZE, num_devices).transpose(0, 2, 1).reshape(-1, BATCH_SIZE)
 
 
-def padded_row(name: str, samples: Samples, batches: Int64Array, num_devices: int) -> list[str]:
+@dataclass(frozen=True)
+class Minibatches:
+    """Minibatches formed in one way; of each pair the first figure is of the vision encoder, the second of the LLM.
+
+    longest: tokens of the longest. pads: PadRatio. waits: DistRatio.
+    """
+
+    name: str
+    size: float
+    longest: tuple[int, int]
+    pads: tuple[float, float]
+    waits: tuple[float, float]
+
+    def cells(self) -> list[str]:
+        """A line of the table."""
+        longest = [f"{size / 1024:.1f} K" for size in self.longest]
+        return [self.name, f"{self.size:.2f}", *longest, *(f"{each:.3f}" for each in (*self.pads, *self.waits))]
+
+    def rows(self) -> list[Row]:
+        """Its ratios as rows."""
+        figures = {"PadRatio": self.pads, "DistRatio": self.waits}
+        return [
+            Row(f"{self.name}: {what} {part}", value)
+            for what, pair in figures.items()
+            for part, value in zip(("VIT", "LLM"), pair, strict=True)
+        ]
+
+
+def padded(name: str, samples: Samples, batches: Int64Array, num_devices: int) -> Minibatches:
     offsets = np.arange(0, batches.size + 1, BATCH_SIZE)
     tiles, tokens = samples[batches, 0], samples[batches, 1]
-    pads = [pad_ratio(sizes.ravel(), offsets) for sizes in (tiles, tokens)]
+    pads = (pad_ratio(tiles.ravel(), offsets), pad_ratio(tokens.ravel(), offsets))
     totals = [tiles.sum(axis=1) * TILE_TOKENS, tokens.max(axis=1) * BATCH_SIZE]
-    return row(name, BATCH_SIZE, totals, pads, num_devices)
+    return minibatches(name, BATCH_SIZE, totals, pads, num_devices)
 
 
-def group_row(samples: Samples, num_devices: int, rng: np.random.Generator) -> tuple[list[str], str]:
+def grouped(samples: Samples, num_devices: int, rng: np.random.Generator) -> tuple[Minibatches, str]:
     caps = suggest_caps(samples[:, 0], samples[:, 1])
     found = group(samples[:, 0], samples[:, 1], caps.max_vision, caps.max_text)
     order = rng.permutation(found.num_groups)[: found.num_groups // num_devices * num_devices]
     totals = [found.totals(samples[:, 0])[order] * TILE_TOKENS, found.totals(samples[:, 1])[order]]
     size = len(samples) / found.num_groups
-    return row("groups (ISF)", size, totals, [0.0, 0.0], num_devices), (
+    return minibatches("groups (ISF)", size, totals, (0.0, 0.0), num_devices), (
         f"{caps}: {found.num_groups} groups, {found.num_full} full, {len(found.leftover)} leftover"
     )
 
 
-def row(name: str, size: float, totals: list[Int64Array], pads: list[float], num_devices: int) -> list[str]:
-    longest = [f"{sizes.max() / 1024:.1f} K" for sizes in totals]
-    waits = [f"{dist_ratio(sizes.reshape(-1, num_devices)):.3f}" for sizes in totals]
-    return [name, f"{size:.2f}", *longest, *(f"{pad:.3f}" for pad in pads), *waits]
+def minibatches(
+    name: str, size: float, totals: list[Int64Array], pads: tuple[float, float], num_devices: int
+) -> Minibatches:
+    """totals: tokens of each minibatch, of the vision encoder and of the LLM."""
+    vision, text = totals
+    waits = (dist_ratio(vision.reshape(-1, num_devices)), dist_ratio(text.reshape(-1, num_devices)))
+    return Minibatches(name, size, (int(vision.max()), int(text.max())), pads, waits)
 
 
 def seconds_of_grouping(samples: Samples, num_samples: int, rng: np.random.Generator) -> float:
@@ -100,25 +132,30 @@ def seconds_of_grouping(samples: Samples, num_samples: int, rng: np.random.Gener
 
 
 def main() -> None:
-    lengths = Path(__file__).parents[2] / "shared" / "data" / "lengths.csv.gz"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", default=str(lengths) if lengths.exists() else "", help="table of lengths (csv.gz)")
+    parser = options(__doc__, OF_ROWS)
     parser.add_argument("--num-devices", type=int, default=32, help="data-parallel devices that wait for each other")
-    options = parser.parse_args()
-    rng = np.random.default_rng(0)
-    samples = internvl(Path(options.lengths)) if options.lengths else sampled(60_000, rng)
+    asked = parser.parse_args()
+    rng = np.random.default_rng(asked.seed)
+    source = asked.lengths if asked.lengths.exists() else "sampled lengths"
+    samples = internvl(asked.lengths) if asked.lengths.exists() else sampled(60_000, rng)
     columns = ("AVE-BS", "longest VIT", "longest LLM", "PadRatio VIT", "PadRatio LLM", "DistRatio VIT", "DistRatio LLM")
     table = Table("minibatches", *columns)
+    ways = []
     for name, batches in (
         ("random", random_batches), ("length-grouped", length_grouped), ("device-grouped", device_grouped)
     ):  # fmt: skip
-        table.add_row(*padded_row(name, samples, batches(samples, options.num_devices, rng), options.num_devices))
-    last_row, groups = group_row(samples, options.num_devices, rng)
-    table.add_row(*last_row)
+        ways.append(padded(name, samples, batches(samples, asked.num_devices, rng), asked.num_devices))
+    last, groups = grouped(samples, asked.num_devices, rng)
+    rows: list[Row] = []
+    for way in (*ways, last):
+        table.add_row(*way.cells())
+        rows += way.rows()
     console = Console(width=130)
     console.print(table)
-    console.print(f"{len(samples)} samples of {options.lengths or 'sampled lengths'}; {groups}")
-    console.print(f"grouping 1,200,000 samples: {seconds_of_grouping(samples, 1_200_000, rng):.3f} s, median of 5")
+    console.print(f"{len(samples)} samples of {source}; {groups}")
+    rows.append(Row("seconds to group 1,200,000 samples", seconds_of_grouping(samples, 1_200_000, rng)))
+    console.print(f"grouping 1,200,000 samples: {rows[-1].value:.3f} s, median of 5")
+    finish([row for row in rows if asked.only in row.name], asked.json, seed=asked.seed)
 
 
 if __name__ == "__main__":

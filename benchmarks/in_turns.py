@@ -41,7 +41,7 @@ def compare_ways(doc: str | None, what: str, num_ranks: int, cases: Mapping[str,
 
     what: which way over which. cases: by name, what `ratios` is given.
     """
-    parser = options(doc)
+    parser = options(doc, reads_lengths=False)
     parser.add_argument("--steps", type=int, default=5)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
 """What an index of a million examples costs: time to open it, and memory of a node with several processes.
 
-    python benchmarks/index.py [--examples 1000000] [--processes 8]
+    python benchmarks/index.py [--examples 1000000] [--processes 8] [--json FILE]
 
 Writes an index of examples as long as real ones (half of them with one to three items) to a temporary folder, then
 starts processes that each open it as a training rank does: the dataset with a bound on the sequence length, so that
@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from rows import OF_ROWS, Row, finish, options
 
 from motet.core.example import TokenSequence
 from motet.data.audio import AudioTransform
@@ -33,9 +34,9 @@ from motet.data.order import GlobalOrder
 NUM_BATCHES, BATCH, NUM_READ, MAX_LENGTH = 200, 512, 500, 4096
 
 
-def write_index(folder: Path, num_examples: int) -> Path:
-    """An index of `num_examples`, by numbers drawn with a fixed seed; the rows differ in length, not in meaning."""
-    rng = np.random.default_rng(0)
+def write_index(folder: Path, num_examples: int, seed: int) -> Path:
+    """An index of `num_examples`, by drawn numbers; the rows differ in length, not in meaning."""
+    rng = np.random.default_rng(seed)
     num_items = rng.choice([0, 1, 2, 3], num_examples, p=[0.5, 0.35, 0.1, 0.05])
     num_tokens = np.minimum(rng.lognormal(5, 1, num_examples), 8000).astype(np.int64) + num_items + 1
     modality = rng.integers(0, 2, num_items.sum()).astype(np.int8)
@@ -112,35 +113,45 @@ def report(**figures: float) -> None:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = options(__doc__, OF_ROWS, reads_lengths=False)
     arguments.add_argument("--examples", type=int, default=1_000_000)
     arguments.add_argument("--processes", type=int, default=8)
     arguments.add_argument("--use", type=Path, help=argparse.SUPPRESS)
-    options = arguments.parse_args()
-    if options.use:
-        use(options.use)
+    asked = arguments.parse_args()
+    if asked.use:
+        use(asked.use)
         return
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        path = write_index(Path(folder), options.examples)
+        path = write_index(Path(folder), asked.examples, asked.seed)
         size = path.stat().st_size / 2**20
-        print(f"{options.examples:,} examples written in {time.perf_counter() - start:.0f} s: {size:.0f} MB of lengths")
+        print(f"{asked.examples:,} examples written in {time.perf_counter() - start:.0f} s: {size:.0f} MB of lengths")
         command = [sys.executable, __file__, "--use", str(path)]
         processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            for _ in range(options.processes)
+            for _ in range(asked.processes)
         ]
         before, measured, after = (step(processes) for _ in range(3))
         for process in processes:
             process.wait()
     grown = sum(figures["memory_mb"] for figures in after) - sum(figures["memory_mb"] for figures in before)
     worst = {name: max(figures[name] for figures in measured) for name in measured[0]}
-    print(f"open the index          {worst['open_s'] * 1e3:8.1f} ms   (slowest of {options.processes} processes)")
+    print(f"open the index          {worst['open_s'] * 1e3:8.1f} ms   (slowest of {asked.processes} processes)")
     print(f"open the dataset        {worst['dataset_s'] * 1e3:8.1f} ms   every length looked at")
     print(f"  of it CPU time        {worst['dataset_cpu_s'] * 1e3:8.1f} ms   {worst['kept']:,} examples kept")
     print(f"lengths of {BATCH} examples {worst['batch_s'] * 1e3:8.2f} ms")
     print(f"tokens, media of one    {worst['read_s'] * 1e3:8.3f} ms")
-    print(f"memory of the node      {grown:8.1f} MB   for all {options.processes} processes together")
+    print(f"memory of the node      {grown:8.1f} MB   for all {asked.processes} processes together")
+    rows = [
+        Row("ms to open the index", 1e3 * worst["open_s"]),
+        Row("ms to open the dataset", 1e3 * worst["dataset_s"]),
+        Row("ms of the processor to open the dataset", 1e3 * worst["dataset_cpu_s"]),
+        Row(f"ms for lengths of {BATCH} examples", 1e3 * worst["batch_s"]),
+        Row("ms for tokens and media of one", 1e3 * worst["read_s"]),
+        Row("MB of memory of the node", grown),
+    ]
+    about = {"examples": asked.examples, "processes": asked.processes, "seed": asked.seed}
+    finish([row for row in rows if asked.only in row.name], asked.json, **about)
 
 
 def step(processes: list[subprocess.Popen[str]]) -> list[dict[str, float]]:

@@ -1,6 +1,6 @@
 """How much longer a sequence 4 ranks train than one, in the same memory each.
 
-    python benchmarks/longest.py [--ranks 4] [--out longest.json]
+    python benchmarks/longest.py [--ranks 4] [--json longest.json]
 
 One rank trains a sequence of --rows rows; the most bytes that it holds in its second step are what each rank may fill.
 Then --ranks ranks share a sequence, `balance.method = "split"`, of more and more times these rows, until one of them
@@ -14,9 +14,7 @@ one rank frees them; so sequences are to be long enough that activations are mos
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -29,6 +27,7 @@ import torch.multiprocessing as mp
 from memory import LiveBytes
 from rich.console import Console
 from rich.table import Table
+from rows import OF_ROWS, Row, finish, options
 
 from motet.balance import Link
 from motet.core.cluster import Cluster, Device
@@ -59,7 +58,7 @@ TIMES = 3.0, 3.25, 3.5, 3.75, 4.0
 
 
 @dataclass(frozen=True)
-class Row:
+class Filled:
     """Bytes of the fullest rank in a step with one sequence. recomputed: every block is."""
 
     recomputed: bool
@@ -86,7 +85,7 @@ def run_rank(
     dist.destroy_process_group()
 
 
-def measured(length: int, num_ranks: int, recomputed: bool) -> Row:
+def measured(length: int, num_ranks: int, recomputed: bool) -> Filled:
     """One sequence on all ranks. A collective."""
     device, mesh = torch.device("cpu"), build_mesh(torch.device("cpu"))
     model = build_mllm(MODEL, VOCABULARY)
@@ -107,7 +106,7 @@ def measured(length: int, num_ranks: int, recomputed: bool) -> Row:
     sizes: list[int | None] = [None] * num_ranks
     dist.all_gather_object(sizes, live.peak, group=mesh.host_group)
     most = max(size for size in sizes if size is not None)
-    return Row(recomputed, num_ranks, length, most + parameters, predicted(spec, lengths, num_ranks, recomputed))
+    return Filled(recomputed, num_ranks, length, most + parameters, predicted(spec, lengths, num_ranks, recomputed))
 
 
 def predicted(spec, lengths: BatchLengths, num_ranks: int, recomputed: bool) -> int:
@@ -120,15 +119,15 @@ def predicted(spec, lengths: BatchLengths, num_ranks: int, recomputed: bool) -> 
     return int(bytes_alone(plan, lengths, shared_by={"backbone": num_ranks})[0])
 
 
-def rows_of(num_ranks: int, rows: tuple[int, ...], limits: dict[bool, int]) -> list[Row]:
+def rows_of(num_ranks: int, rows: tuple[int, ...], limits: dict[bool, int]) -> list[Filled]:
     """Measure in processes of their own."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/rows.json"
         mp.spawn(run_rank, (num_ranks, f"file://{folder}/rendezvous", rows, limits, out), nprocs=num_ranks)
-        return [Row(**row) for row in json.loads(Path(out).read_text())]
+        return [Filled(**row) for row in json.loads(Path(out).read_text())]
 
 
-def longest(found: list[Row], limits: dict[bool, int], recomputed: bool) -> float:
+def longest(found: list[Filled], limits: dict[bool, int], recomputed: bool) -> float:
     """The most rows that fill no more than the limit: between the measured ones, bytes are taken to be even."""
     rows = [row for row in found if row.recomputed == recomputed]
     fits = [row for row in rows if row.measured_bytes <= limits[recomputed]]
@@ -142,7 +141,7 @@ def longest(found: list[Row], limits: dict[bool, int], recomputed: bool) -> floa
     return last.rows + share * (beyond.rows - last.rows)
 
 
-def table_of(rows: list[Row], limits: dict[bool, int], alone_rows: int) -> Iterator[str]:
+def table_of(rows: list[Filled], limits: dict[bool, int], alone_rows: int) -> Iterator[str]:
     """Print all rows; a sentence for each kind of recomputation."""
     table = Table("blocks", "ranks", "rows", "times", "most on a rank, MB", "predicted", "measured / predicted")
     for row in rows:
@@ -159,26 +158,22 @@ def table_of(rows: list[Row], limits: dict[bool, int], alone_rows: int) -> Itera
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, OF_ROWS, reads_lengths=False, draws=False)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rows", type=int, default=2048, help="of the sequence that one rank trains")
-    parser.add_argument("--out", help="write all figures to this JSON file")
     given = parser.parse_args()
     alone = rows_of(1, (given.rows,), {})
     limits = {row.recomputed: row.measured_bytes for row in alone}
     shared = rows_of(given.ranks, tuple(round(times * given.rows) for times in TIMES), limits)
     sentences = list(table_of([*alone, *shared], limits, given.rows))
     print(*sentences, sep="\n")
-    if given.out:
-        times = {
-            name: longest(shared, limits, recomputed) / given.rows
-            for name, recomputed in (("kept", False), ("recomputed", True))
-        }
-        figures = {
-            "device": f"{os.cpu_count()}-cpu-cores", "torch": torch.__version__, "alone_rows": given.rows,
-            "times": times, "rows": [asdict(row) for row in [*alone, *shared]],
-        }  # fmt: skip
-        Path(given.out).write_text(json.dumps(figures, indent=1) + "\n")
+    rows = [
+        Row(f"times as long as one rank, blocks {name}", longest(shared, limits, recomputed) / given.rows)
+        for name, recomputed in (("kept", False), ("recomputed", True))
+    ]
+    about = {"torch": torch.__version__, "alone_rows": given.rows, "seed": given.seed}
+    sequences = [asdict(row) for row in (*alone, *shared)]
+    finish([row for row in rows if given.only in row.name], given.json, **about, sequences=sequences)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ quarter, of the worst rank. All three train on the same batches, or the comparis
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -18,13 +17,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rows import ROOT, Row, finish, show
+from rows import ROOT, Row, finish, options, show
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -117,12 +115,9 @@ def measure(ways: tuple[str, ...], num_steps: int, batch_size: int, seed: int) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, WAYS, reads_lengths=False)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--examples-a-rank", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the rows there")
-    parser.add_argument("--only", choices=WAYS)
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = []

@@ -120,12 +120,15 @@ class Peers:
         self._processes[name].wait()
 
 
-def measure(case: Case, repeats: int, peers: Peers, starts: Callable[[str], None]) -> Iterator[Row]:
-    """Rows of Motet and of every peer that is there. starts: is told the name of what is measured next."""
+def measure(case: Case, repeats: int, seed: int, peers: Peers, starts: Callable[[str], None]) -> Iterator[Row]:
+    """Rows of Motet and of every peer that is there, on batches of the seeds from `seed * repeats` on.
+
+    starts: is told the name of what is measured next.
+    """
     starts(case.who)
     seconds, judged = [], []
-    for seed in range(min(repeats, case.max_batches)):
-        batch = case.draw(np.random.default_rng(seed))
+    for number in range(min(repeats, case.max_batches)):
+        batch = case.draw(np.random.default_rng(seed * repeats + number))
         start = time.perf_counter()
         found = case.solve(batch)
         seconds.append(time.perf_counter() - start)
@@ -134,15 +137,15 @@ def measure(case: Case, repeats: int, peers: Peers, starts: Callable[[str], None
     for name in case.peers:
         starts(name)
         if peers.there(name):
-            row = _measure_peer(case, min(repeats, PEER_BATCHES), name, peers)
+            row = _measure_peer(case, range(seed * repeats, seed * repeats + min(repeats, PEER_BATCHES)), name, peers)
             if name not in peers.absent:
                 yield row
 
 
-def _measure_peer(case: Case, repeats: int, name: str, peers: Peers) -> Row:
+def _measure_peer(case: Case, seeds: Sequence[int], name: str, peers: Peers) -> Row:
     seconds: list[float] = []
     judged: list[dict[str, float]] = []
-    for seed in range(repeats):
+    for seed in seeds:
         batch = case.draw(np.random.default_rng(seed))
         weights = case.weights(batch)
         lengths = batch if isinstance(batch, np.ndarray) else weights

@@ -1,6 +1,6 @@
 """Predicted bytes of a rank (`motet.cost.memory`) against those that torch holds, by kind.
 
-    python benchmarks/memory.py [--ranks 2] [--out memory.json]
+    python benchmarks/memory.py [--ranks 2] [--json memory.json]
 
 One rank: each module runs a microbatch while the gradients of an earlier one are there, with and without recomputation.
 Activations are what its forward pass leaves; the peak, of forward and backward, has the transients on top of them. On a
@@ -17,7 +17,6 @@ Several ranks (gloo): what each holds after a step of AdamW, sharded by FSDP2 ov
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -33,6 +32,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
+from rows import OF_ROWS, Row, finish, options
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,7 +57,9 @@ BF16 = MixedPrecision(compute=2, stored=2, gradient=2, optimizer=4)
 
 
 @dataclass(frozen=True)
-class Row:
+class Bytes:
+    """What a module, or a rank, holds of one kind in a case."""
+
     case: str
     module: str
     kind: str
@@ -176,7 +178,7 @@ def predicted(
     return stage_memory(placed, layers, batch.rows(spec), 1, precision)
 
 
-def one_rank(device: torch.device) -> Iterator[Row]:
+def one_rank(device: torch.device) -> Iterator[Bytes]:
     """Activations and transients of each module."""
     on_gpu = device.type == "cuda"
     dtype, precision, times = (torch.bfloat16, BF16, GPU_TIMES) if on_gpu else (torch.float32, FSDP_FP32, 1)
@@ -191,8 +193,8 @@ def one_rank(device: torch.device) -> Iterator[Row]:
             batch.loss(name).backward()
             activations, peak = measure(lambda name=name: batch.loss(name))
             found = predicted(spec, name, batch, precision, recompute, zero=0)
-            yield Row(case, name, "activations", found.activations, activations)
-            yield Row(case, name, "peak", found.activations + found.transient, peak)
+            yield Bytes(case, name, "activations", found.activations, activations)
+            yield Bytes(case, name, "peak", found.activations + found.transient, peak)
             module.zero_grad()
 
 
@@ -219,14 +221,14 @@ def several_ranks(rank: int, num_ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, init_method=f"file://{folder}/rendezvous")
     device, rows = torch.device("cpu"), []
-    for case, options, precision, shard_size in (
+    for case, fsdp, precision, shard_size in (
         ("sharded", FSDPConfig(), FSDP_FP32, num_ranks),
         ("sharded, bf16", FSDPConfig(param_dtype="bfloat16", reduce_dtype="float32"), FSDP_BF16, num_ranks),
         ("replicated", FSDPConfig(shard_size=1), FSDP_FP32, 1),
     ):
         mllm = build_mllm(config(1), VOCABULARY)
         spec, batch = model_spec(mllm), Microbatch(mllm, device, torch.float32, 1)
-        shard(mllm, build_mesh(device, shard_size=options.shard_size), options)
+        shard(mllm, build_mesh(device, shard_size=fsdp.shard_size), fsdp)
         for name, module in batch.modules.items():
             batch.loss(name).backward()
             trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -239,7 +241,7 @@ def several_ranks(rank: int, num_ranks: int, folder: str) -> None:
                 "optimizer": (t for state in optimizer.state.values() for k, t in state.items() if k != "step"),
             }
             for kind, tensors in held.items():
-                rows.append(asdict(Row(case, name, kind, getattr(found, kind), sum(map(local_bytes, tensors)))))
+                rows.append(asdict(Bytes(case, name, kind, getattr(found, kind), sum(map(local_bytes, tensors)))))
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows))
     dist.destroy_process_group()
@@ -250,7 +252,7 @@ def local_bytes(tensor: Tensor) -> int:
     return local.numel() * local.element_size()
 
 
-def show(rows: list[Row]) -> None:
+def show(rows: list[Bytes]) -> None:
     table = Table(title="MB of a rank")
     for heading in ("case", "module", "what"):
         table.add_column(heading, no_wrap=True)
@@ -266,19 +268,21 @@ def show(rows: list[Row]) -> None:
 def main() -> None:
     on_gpu = torch.cuda.is_available()
     name = torch.cuda.get_device_name().replace(" ", "-") if on_gpu else f"{os.cpu_count()}-cpu-cores"
-    results = Path(__file__).with_name("results")
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, OF_ROWS, reads_lengths=False)
     parser.add_argument("--ranks", type=int, default=2, help="ranks to shard over, on the CPU")
-    parser.add_argument("--out", type=Path, default=results / f"memory-{name.lower()}.json")
     given = parser.parse_args()
-    torch.manual_seed(0)
-    rows = list(one_rank(torch.device("cuda" if on_gpu else "cpu")))
+    torch.manual_seed(given.seed)
+    held = list(one_rank(torch.device("cuda" if on_gpu else "cpu")))
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(several_ranks, (given.ranks, folder), nprocs=given.ranks)
-        rows += [Row(**row) for row in json.loads(Path(folder, "rows.json").read_text())]
-    show(rows)
-    figures = {"device": name, "torch": torch.__version__, "num_ranks": given.ranks, "rows": [asdict(r) for r in rows]}
-    given.out.write_text(json.dumps(figures, indent=1) + "\n")
+        held += [Bytes(**row) for row in json.loads(Path(folder, "rows.json").read_text())]
+    show(held)
+    rows = [
+        Row(f"{one.case}, {one.module}, {one.kind}: predicted over measured", one.predicted_bytes / one.measured_bytes)
+        for one in held
+    ]
+    about = {"device": name, "torch": torch.__version__, "num_ranks": given.ranks, "seed": given.seed}
+    finish([row for row in rows if given.only in row.name], given.json, **about, held=[asdict(each) for each in held])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ Exits with 1 if anything is missed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -141,9 +140,8 @@ def write(path: Path, found: Mapping[str, list[Found]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = rows.options(__doc__, reads_lengths=False, draws=False)
     parser.add_argument("--only", action="append", default=[], help="a part of the name of a table")
-    parser.add_argument("--json", type=Path, help="write the rows there")
     given = parser.parse_args()
     chosen = [name for name in TABLES if not given.only or any(one.lower() in name.lower() for one in given.only)]
     if not chosen:

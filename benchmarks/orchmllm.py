@@ -16,7 +16,6 @@ which stands beside it. Ablations are of `method = "per_phase"`, which is the pa
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rows import ROOT, Row, finish, show
+from rows import Row, finish, options, show
 from step_time import Options, measure
 
 APART = {"method": "per_phase"}
@@ -89,22 +88,18 @@ def rows_of(name: str, num_ranks: int, options: Options) -> Iterator[Row]:
 
 
 def main() -> None:
-    table = ROOT.parent / "shared" / "data" / "lengths.csv.gz"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", default=str(table) if table.exists() else "", help="else lengths are sampled")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = options(__doc__, "'two ranks' or 'four ranks', or a part of it")
     parser.add_argument("--steps", type=int, default=12, help="batches, each run in all ways")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", default="", help="'two ranks' or 'four ranks', or a part of it")
     asked = parser.parse_args()
     subjects = {"two ranks": (2, 0), "four ranks": (4, 2)}
     chosen = {name: sizes for name, sizes in subjects.items() if asked.only in name}
     if not chosen:
         parser.error(f"--only {asked.only}: it is no part of {' or of '.join(subjects)}")
+    lengths = str(asked.lengths) if asked.lengths.exists() else ""
     rows: list[Row] = []
     for name, (num_ranks, ranks_per_node) in chosen.items():
-        options = Options(asked.lengths, asked.steps, 8, 4, asked.seed, ranks_per_node)
-        for row in rows_of(name, num_ranks, options):
+        asked_of_steps = Options(lengths, asked.steps, 8, 4, asked.seed, ranks_per_node)
+        for row in rows_of(name, num_ranks, asked_of_steps):
             show(row)
             rows.append(row)
     finish(rows, asked.json, seed=asked.seed, nodes="emulated")

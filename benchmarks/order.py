@@ -1,6 +1,6 @@
 """What grouping, dealing out and ordering the examples of a step gain in simulated step time, on real lengths.
 
-    python benchmarks/order.py [--lengths ../shared/data/lengths.csv.gz] [--json benchmarks/results/order.json]
+    python benchmarks/order.py [--seed N] [--json benchmarks/results/order.json] [--only MLLM-10B]
 
 One pipeline Plan a case, found by the planner with what the papers say of degrees, and simulated on batches of which
 the first is the one that it was planned for. Ways: as they come, as many examples in each microbatch ("given"); the
@@ -11,10 +11,8 @@ gives the same. Without the table of lengths there is nothing to show.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import gzip
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rows import Row, finish, options
 from trials import with_any_tp
 
 from motet.analyze.lengths import read_lengths
@@ -122,8 +121,8 @@ def _workload(source: str, text: Int64Array, columns: dict[str, tuple[Any, Any, 
     return Workload(source, BatchLengths(sequence, text, np.zeros(len(text), np.int32), items))
 
 
-def cases(path: Path) -> Iterator[Case]:
-    rows, rng = rows_of(path), np.random.default_rng(0)
+def cases(path: Path, seed: int = 0) -> Iterator[Case]:
+    rows, rng = rows_of(path), np.random.default_rng(seed)
     degrees = Pins(tp=2, pp=4, dp=4, microbatch_size=4, schedule="1f1b")
     yield Case(
         "InternVL-20B (OmniBal), 32 A100",
@@ -173,10 +172,12 @@ def step_s(plan: Plan, batch: BatchLengths, cost: CostModel) -> tuple[float, flo
     return found.step_s, float(found.peak_bytes.max())
 
 
-def run(case: Case) -> dict[str, Any]:
+def run(case: Case, seed: int) -> dict[str, Any]:
+    """The gains of a case, on the batches of the seeds from `seed * NUM_BATCHES` on."""
     job = case.job
     leader = next(one for one in case.strategy(job, case.pins) if isinstance(one, Candidate))
-    batches = [job.workload.draw(job.batch_size, np.random.default_rng(seed)) for seed in range(NUM_BATCHES)]
+    seeds = range(seed * NUM_BATCHES, (seed + 1) * NUM_BATCHES)
+    batches = [job.workload.draw(job.batch_size, np.random.default_rng(each)) for each in seeds]
     rows: dict[str, dict[str, Any]] = {}
     given_s: list[float] = []
     for name, plan in ways(job, leader.plan, padded=case.padded):
@@ -209,19 +210,18 @@ def table_of(found: list[dict[str, Any]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, default=Path("../shared/data/lengths.csv.gz"))
-    parser.add_argument("--json", type=Path, help="write all rows to this JSON file")
-    options = parser.parse_args()
-    if not options.lengths.exists():
-        print(
-            f"{options.lengths} is not there: --lengths must name the table of lengths on which gains are to be shown."
-        )
+    asked = options(__doc__, "a part of a case's name").parse_args()
+    if not asked.lengths.exists():
+        print(f"{asked.lengths} is not there: --lengths must name the table of lengths on which gains are to be shown.")
         return
-    found = [run(case) for case in cases(options.lengths)]
+    found = [run(case, asked.seed) for case in cases(asked.lengths, asked.seed) if asked.only in case.name]
     Console(width=150).print(table_of(found))
-    if options.json:
-        options.json.write_text(json.dumps({"num_batches": NUM_BATCHES, "cases": found}, indent=1) + "\n")
+    rows = [
+        Row(f"{case['case']}, {way}: gain", figures["given / this"][0])
+        for case in found
+        for way, figures in case["ways"].items()
+    ]
+    finish(rows, asked.json, seed=asked.seed, num_batches=NUM_BATCHES, cases=found)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Predicted against measured steps of the demo recipe: profiled, trained and simulated on the same ranks.
 
-    python benchmarks/own_truth.py [--ranks 2] [--rounds 3] [--out own_truth.json]
+    python benchmarks/own_truth.py [--ranks 2] [--rounds 3] [--json own_truth.json] [--only off joint]
 
 A round measures layers, messages and optimizer (`motet profile`), then runs real batches of the demo's data in
 several settings, in turns. For each setting the recipe's own Plan (`plan_of_recipe`) is simulated from the round's
@@ -19,10 +19,8 @@ core is told beside it, as is the processor time of the slowest rank's main thre
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
-import json
 import os
 import subprocess
 import sys
@@ -38,6 +36,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from own_truth_plans import DEEPER, PIPELINES, pipeline_plan
 from own_truth_report import Sample, compare, show, summary
+from rows import Row, write_rows
+from rows import options as command_line
 
 from motet.assign.step import joined
 from motet.core.plan import Plan
@@ -54,7 +54,8 @@ from motet.simulate.predict.predict import predict_assigned
 from motet.train.input.feed import Feed, StepRange
 from motet.train.job import TrainingJob, build_job
 from motet.train.planned_job import ChosenPlan
-from motet.train.recipe.recipe import Recipe, load_recipe
+from motet.train.recipe.recipe import Recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.world import World, join_world
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo.toml"
@@ -81,6 +82,7 @@ class Options:
     batches: int
     repeats: int
     batch_size: int
+    seed: int
     settings: tuple[str, ...]
 
 
@@ -95,7 +97,7 @@ class Run:
     steps: list
 
 
-def run_rank(rank: int, num_ranks: int, folder: str, options: Options, out: str | None) -> None:
+def run_rank(rank: int, num_ranks: int, folder: str, options: Options, out: Path | None) -> None:
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= num_ranks:
@@ -125,13 +127,10 @@ def run_rank(rank: int, num_ranks: int, folder: str, options: Options, out: str 
             figures = summary(rounds)
             print(f"{num_ranks} ranks on {len(cores)} cores")
             show(figures)
-            if out:
-                document = {
-                    "num_ranks": num_ranks,
-                    "num_cores": len(cores),
-                    "options": asdict(options),
-                }
-                Path(out).write_text(json.dumps(document | {"settings": figures, "rounds": rounds}, indent=1) + "\n")
+            if out is not None:
+                rows = [Row(f"{name}: predicted over measured", own["ratio"]) for name, own in figures.items()]
+                about = {"num_ranks": num_ranks, "num_cores": len(cores), "options": asdict(options)}
+                write_rows(out, rows, **about, seed=options.seed, settings=figures, rounds=rounds)
     dist.destroy_process_group()
 
 
@@ -139,7 +138,8 @@ def overrides(folder: str, options: Options) -> list[str]:
     data = f"{folder}/data"
     return [
         f'data.train=["{data}/train.jsonl"]', "data.heldout=[]", f'data.tokenizer="{data}/tokenizer"',
-        f"run.batch_size={options.batch_size}", f"run.dir={folder}/run", "optimizer.lr=1e-9", *DEEPER,
+        f"run.batch_size={options.batch_size}", f"run.dir={folder}/run", "optimizer.lr=1e-9",
+        f"run.seed={options.seed}", f"data.seed={options.seed}", *DEEPER,
     ]  # fmt: skip
 
 
@@ -214,7 +214,7 @@ def predicted(run: Run, cost: Profiled) -> list[Timeline]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__, reads_lengths=False)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3, help="of profiling and measuring")
     parser.add_argument("--profile-seconds", type=float, default=40.0)
@@ -223,13 +223,12 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=128)
     every = (*SETTINGS, *PIPELINES)
     parser.add_argument(
-        "--settings", nargs="+", choices=every, help="all of data parallelism; and on 2 ranks, pipelines"
+        "--only", nargs="+", choices=every, help="settings; all of data parallelism, and on 2 ranks pipelines"
     )
-    parser.add_argument("--out", help="write all figures to this JSON file")
     given = vars(parser.parse_args())
-    num_ranks, out = given.pop("ranks"), given.pop("out")
-    settings = given["settings"] or (every if num_ranks == 2 else tuple(SETTINGS))
-    options = Options(**given | {"settings": tuple(settings)})
+    num_ranks, out, only = given.pop("ranks"), given.pop("json"), given.pop("only")
+    settings = only or (every if num_ranks == 2 else tuple(SETTINGS))
+    asked = Options(**given, settings=tuple(settings))
     with tempfile.TemporaryDirectory() as folder:
         making = [
             sys.executable,
@@ -238,10 +237,12 @@ def main() -> None:
             "demo-data",
             f"{folder}/data",
             "--num-train",
-            str(options.batches * options.batch_size),
+            str(asked.batches * asked.batch_size),
+            "--seed",
+            str(asked.seed),
         ]
         subprocess.run([*making, "--num-heldout", "1"], check=True, stdout=subprocess.DEVNULL)
-        mp.spawn(run_rank, (num_ranks, folder, options, out), nprocs=num_ranks)
+        mp.spawn(run_rank, (num_ranks, folder, asked, out), nprocs=num_ranks)
 
 
 if __name__ == "__main__":

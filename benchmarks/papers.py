@@ -15,7 +15,6 @@ docs/papers.md says how each number is found, what does not agree, and where a p
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -32,7 +31,7 @@ import papers_optimus_plans
 import papers_orchmllm
 from published import Absent, Row, summary, table_of
 from rich.console import Console
-from rows import commit_of
+from rows import commit_of, options
 
 Tables = Mapping[str, Callable[[], Iterable[Row]]]
 """The rows of each table and figure, by its name."""
@@ -70,17 +69,16 @@ def is_asked(name: str, asked: Sequence[str]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, reads_lengths=False, draws=False)
     parser.add_argument("--only", action="append", default=[], help="a part of the name of a paper, table or figure")
     parser.add_argument("--quick", action="store_true", help="only what takes seconds")
-    parser.add_argument("--json", type=Path, help="write the rows to this JSON file; other tables stay in it")
-    options = parser.parse_args()
-    tables = {**QUICK, **({} if options.quick else {**PLANNED, **MEASURED})}
-    tables = {name: tables[name] for name in sorted(tables, key=in_order) if is_asked(name, options.only)}
-    absent = [one for one in ABSENT if is_asked(one.source, options.only)]
+    asked = parser.parse_args()
+    tables = {**QUICK, **({} if asked.quick else {**PLANNED, **MEASURED})}
+    tables = {name: tables[name] for name in sorted(tables, key=in_order) if is_asked(name, asked.only)}
+    absent = [one for one in ABSENT if is_asked(one.source, asked.only)]
     if not tables and not absent:
         known = sorted({*QUICK, *PLANNED, *MEASURED}, key=in_order)
-        parser.error(f"no table has {' or '.join(options.only)} in its name; there are {', '.join(known)}")
+        parser.error(f"no table has {' or '.join(asked.only)} in its name; there are {', '.join(known)}")
     found: dict[str, list[Row]] = {}
     with Console(stderr=True).status("") as status:
         for name, make in tables.items():
@@ -92,8 +90,8 @@ def main() -> None:
     for one in absent:
         console.print(f"{one.source}: {one.why}", highlight=False, markup=False)
     console.print(summary(rows))
-    if options.json:
-        write(options.json, found)
+    if asked.json:
+        write(asked.json, found)
     sys.exit(1 if any(row.missed for row in rows) else 0)
 
 

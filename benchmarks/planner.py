@@ -12,7 +12,6 @@ does not agree.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,8 @@ import planner_orchmllm
 from published import NEAR, Range, Row
 from rich.console import Console
 from rich.table import Table
+from rows import Row as Figure
+from rows import options, write_rows
 from trials import Baseline, Outcome, Tried
 
 PAPERS = {
@@ -131,7 +132,9 @@ def write(path: Path, tried: list[Tried]) -> None:
     cases = [case for paper in PAPERS.values() for case in paper.cases()]
     every = [(case.paper, case.name, case.subject.job.cluster.num_ranks) for case in cases]
     jobs = [records[key] for key in every if key in records]
-    path.write_text(json.dumps({"jobs": jobs}, indent=1) + "\n")
+    found = {f"{job['paper']}, {job['job']}, {job['num_gpus']} GPUs": job["planner"]["step_s"] for job in jobs}
+    rows = [Figure(f"{name}: seconds of a step", step_s) for name, step_s in found.items() if step_s is not None]
+    write_rows(path, rows, device="none", jobs=jobs)
 
 
 def _key(record: dict[str, Any]) -> tuple[str, str, int]:
@@ -139,17 +142,16 @@ def _key(record: dict[str, Any]) -> tuple[str, str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, reads_lengths=False, draws=False)
     parser.add_argument("--only", choices=PAPERS, action="append", help="one paper; repeatable")
     parser.add_argument("--job", default="", help="those alone whose name has this in it")
-    parser.add_argument("--json", type=Path, help="write all figures to this JSON file; other jobs stay in it")
-    options = parser.parse_args()
+    asked = parser.parse_args()
     console, errors = Console(width=200), Console(stderr=True)
     tried: list[Tried] = []
     with errors.status("reading") as status:
-        for name in options.only or PAPERS:
+        for name in asked.only or PAPERS:
             for case in PAPERS[name].cases():
-                if options.job not in case.name:
+                if asked.job not in case.name:
                     continue
                 tried.append(Tried.of(case, status.update))
                 errors.print(f"{case.paper}: {case.name}, {tried[-1].planned.took_s:.1f} s", highlight=False)
@@ -160,8 +162,8 @@ def main() -> None:
     console.print(summary(tried), highlight=False)
     for sentence in reasons(tried):
         console.print(sentence, style="dim", highlight=False, markup=False)
-    if options.json:
-        write(options.json, tried)
+    if asked.json:
+        write(asked.json, tried)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ the figures takes time as well.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -28,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from rows import ROOT, Row, finish, show
+from rows import ROOT, Row, finish, options, show
 
 GOAL_LOOPS, GOAL_GBYTES = 2.0, 1.0
 RECIPES = (
@@ -117,10 +116,8 @@ def measure(cases: list[Case], repeats: int, plans: Path | None = None) -> Itera
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, "only the cases whose name contains this", reads_lengths=False, draws=False)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default="", help="only the cases whose name contains this")
-    parser.add_argument("--json", type=Path, help="write the rows there")
     parser.add_argument("--plans", type=Path, help="keep the answers there, and compare them with those that are there")
     given = parser.parse_args()
     if given.plans is not None:

@@ -28,7 +28,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import statistics
 import tempfile
 import time
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -39,7 +38,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from rows import Row, finish, show
+from rows import Row, finish, options, show
 
 from motet.core.heap import keep_freed_memory, share_heap
 from motet.cost.decoding import DecodingFit, DecodingLoad
@@ -298,21 +297,19 @@ def peer(folder: Path, cores: int, num_steps: int, seed: int) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parts = {part.__name__: part for part in (figure, predicted, work, peer)}
+    parser = options(__doc__, parts, reads_lengths=False)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument(
         "--cores", type=int, default=1, help="workers, and actors; the loop and Ray take some of another"
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the rows there")
-    parser.add_argument("--only", choices=("figure", "predicted", "work", "peer"))
     given = parser.parse_args()
     share_heap()
     keep_freed_memory()  # As training and `motet profile` do: fresh pages for items cost about what making them does.
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for part in (figure, predicted, work, peer):
-            if given.only in (None, part.__name__):
+        for name, part in parts.items():
+            if given.only in ("", name):
                 for row in part(Path(folder), given.cores, given.steps, given.seed):
                     rows.append(row)
                     show(row)

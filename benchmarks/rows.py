@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,14 +27,30 @@ class Row:
             object.__setattr__(self, "met", self.goal is None or self.value <= self.goal)
 
 
-def options(description: str | None, only: str = "") -> argparse.ArgumentParser:
-    """A parser with what these programs take alike: --lengths, --seed, --json and, if `only` explains it, --only."""
+LENGTHS = ROOT.parent / "shared" / "data" / "lengths.csv.gz"
+"""The table of real lengths, where it is at hand."""
+OF_ROWS = "rows whose name holds this; all are measured"
+"""What `--only` takes where no part can be measured by itself."""
+
+
+def options(
+    description: str | None, only: str | Collection[str] = "", *, reads_lengths: bool = True, draws: bool = True
+) -> argparse.ArgumentParser:
+    """A parser with what these programs take alike: --seed, --json and, where they have a use for it, --lengths and
+    --only.
+
+    only: what --only takes, in words, or all that it takes. draws: whether anything depends on the seed.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, default=ROOT.parent / "shared" / "data" / "lengths.csv.gz")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    if only:
-        parser.add_argument("--only", default="", help=only)
+    if reads_lengths:
+        parser.add_argument("--lengths", type=Path, default=LENGTHS, help="a table of real lengths (csv.gz)")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn" if draws else "nothing is drawn here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    if isinstance(only, str):
+        if only:
+            parser.add_argument("--only", default="", metavar="NAME", help=only)
+    else:
+        parser.add_argument("--only", default="", metavar="NAME", choices=only, help=f"one of {', '.join(only)}")
     return parser
 
 

@@ -1,6 +1,6 @@
 """How many actions of a Program are simulated in a second, on one core.
 
-    .venv/bin/python benchmarks/simulate.py [--repeats 20] [--out benchmarks/results/simulate-2-cpu-cores.json]
+    python benchmarks/simulate.py [--repeats 20] [--seed N] [--json FILE] [--only 1F1B]
 
 Lowering turns a Program into arrays, the engine runs them, and simulate() is both and the Timeline. Times are the
 processor's, the best of the repeats, as what else the machine does can only slow one down. Making the Program is not
@@ -9,18 +9,16 @@ part of it.
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from balance import device
 from rich.console import Console
 from rich.table import Table
+from rows import Row, finish, options
 
 from motet.schedule import (
     add_communication,
@@ -42,7 +40,9 @@ from motet.simulate.engine.table import action_table
 
 
 @dataclass(frozen=True)
-class Row:
+class Speeds:
+    """Seconds that a Program takes in each part of a simulation."""
+
     program: str
     num_ranks: int
     num_actions: int
@@ -71,9 +71,9 @@ def programs() -> dict[str, Program]:
     }
 
 
-def times_of(program: Program) -> StageTimes:
+def times_of(program: Program, seed: int) -> StageTimes:
     """Seconds that differ from stage to stage and from microbatch to microbatch."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     shape = (program.num_stages, program.num_microbatches)
     forward_s = rng.uniform(0.9, 1.1, shape)
     small = np.array([0.1])
@@ -90,8 +90,8 @@ def best_s(work: Callable[[], object], repeats: int) -> float:
     return min(seconds)
 
 
-def measure(name: str, program: Program, repeats: int) -> Row:
-    times = times_of(program)
+def measure(name: str, program: Program, repeats: int, seed: int) -> Speeds:
+    times = times_of(program, seed)
     if not any(action.kind.startswith("SEND") for actions in program.actions for action in actions):
         times = replace(times, send_s=np.zeros((1, 1)), return_s=np.zeros((1, 1)))
     native = engine("native")
@@ -104,11 +104,12 @@ def measure(name: str, program: Program, repeats: int) -> Row:
         seconds = action_seconds(lookup, times)
         needs = waits(lookup, seconds.stream, overlap=True)
         stream = table.rank * len(STREAMS) + seconds.stream
-        return stream, lookup.operation, seconds.held_s, needs.dependent, needs.dependency
+        total_s = (seconds.held_s + seconds.tensor_s)[:, 0]
+        return stream, lookup.operation, total_s, needs.dependent, needs.dependency
 
     lowered = lower()
     is_small = program.num_actions < 20_000
-    return Row(
+    return Speeds(
         name,
         program.num_ranks,
         program.num_actions,
@@ -119,7 +120,7 @@ def measure(name: str, program: Program, repeats: int) -> Row:
     )
 
 
-def table_of(rows: list[Row]) -> Table:
+def table_of(rows: list[Speeds]) -> Table:
     table = Table("program", title="million actions a second")
     for heading in ("actions", "lowering", "engine", "simulate()", "reference", "ms"):
         table.add_column(heading, justify="right")
@@ -131,17 +132,17 @@ def table_of(rows: list[Row]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, "a part of a Program's name", reads_lengths=False)
     parser.add_argument("--repeats", type=int, default=20, help="of which the best counts")
-    parser.add_argument("--out", type=Path, help="write all rows to this JSON file")
-    options = parser.parse_args()
-    rows = [measure(name, program, options.repeats) for name, program in programs().items()]
+    asked = parser.parse_args()
+    chosen = {name: program for name, program in programs().items() if asked.only in name}
+    measured = [measure(name, program, asked.repeats, asked.seed) for name, program in chosen.items()]
     console = Console(width=150)
-    console.print(table_of(rows))
+    console.print(table_of(measured))
     console.print(device())
-    if options.out:
-        about = {"device": device(), "python": platform.python_version(), "repeats": options.repeats}
-        options.out.write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    rows = [Row(f"{each.program}: ms of simulate()", 1e3 * each.simulate_s) for each in measured]
+    about = {"device": device(), "python": platform.python_version(), "repeats": asked.repeats, "seed": asked.seed}
+    finish(rows, asked.json, **about, programs=[asdict(each) for each in measured])
 
 
 if __name__ == "__main__":

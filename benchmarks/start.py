@@ -10,7 +10,6 @@ The goal is the rank's own share times 1.3 and one layer.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import tempfile
@@ -22,7 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rows import Row, finish, show
+from rows import Row, finish, options, show
 from torch.distributed.tensor import DTensor
 
 from motet.models.build import ModelConfig, build_mllm
@@ -113,11 +112,7 @@ def measure(source: str, seed: int) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the rows there")
-    parser.add_argument("--only", choices=("drawn", "read"))
-    given = parser.parse_args()
+    given = options(__doc__, ("drawn", "read"), reads_lengths=False).parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = []
     for source in (given.only,) if given.only else ("drawn", "read"):

@@ -1,6 +1,6 @@
 """Step time unbalanced, with the backbone balanced, and with all phases balanced in every way, on the same examples.
 
-    python benchmarks/step_time.py [--lengths ../shared/data/lengths.csv.gz] [--out step_time.json] [--cut]
+    python benchmarks/step_time.py [--lengths ../shared/data/lengths.csv.gz] [--json step_time.json] [--cut]
 
 Lengths are drawn from a table of real ones (a third text, a third images, a third speech), or from a sampler of similar
 shape where there is no table, and divided by --shrink, so that a small model on a few cores sees the same spread. Every
@@ -19,10 +19,8 @@ time of the busiest rank tells more than step times.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import gzip
-import json
 import os
 import tempfile
 import time
@@ -33,6 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import rows
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -113,6 +112,14 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """What is stored. only: rows whose name holds this."""
+
+    path: Path | None
+    only: str
+
+
+@dataclass(frozen=True)
 class Row:
     """One example of a table: tokens of text and of each image, seconds of speech."""
 
@@ -188,7 +195,7 @@ class Batch:
         return Media(self.pools[phase][: size.prod()], size)
 
 
-def run_rank(rank: int, num_ranks: int, rendezvous: str | None, options: Options, out: str | None) -> None:
+def run_rank(rank: int, num_ranks: int, rendezvous: str | None, options: Options, stored: Stored) -> None:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -199,14 +206,24 @@ def run_rank(rank: int, num_ranks: int, rendezvous: str | None, options: Options
     figures = measure(device, options, CUT_WAYS if options.cut else WAYS)
     if rank == 0:
         show(figures, options, num_ranks)
+        told = [row for row in result_rows(figures) if stored.only in row.name]
         if options.cut:
             figures |= {"over_ideal": over_ideal(figures, num_ranks, len(os.sched_getaffinity(0)))}
             show_over_ideal(figures["over_ideal"])
-        if out:
-            Path(out).write_text(
-                json.dumps({"options": asdict(options), "num_ranks": num_ranks, "ways": figures}, indent=1)
-            )
+        if stored.path is not None:
+            about = {"options": asdict(options), "num_ranks": num_ranks, "ways": figures}
+            rows.write_rows(stored.path, told, seed=options.seed, device=device.type, **about)
     dist.destroy_process_group()
+
+
+def result_rows(figures: Mapping[str, dict]) -> list[rows.Row]:
+    """Of each way, its step over that of unbalanced batches, and each phase's largest load over its bound."""
+    found = []
+    for way, own in figures.items():
+        ratio = float(np.median(np.divide(own["step_s"], figures["off"]["step_s"])))
+        found.append(rows.Row(f"{way}: step over unbalanced", ratio))
+        found += [rows.Row(f"{way}: max / bound, {phase}", value) for phase, value in own["imbalance"].items()]
+    return found
 
 
 def measure(device: torch.device, options: Options, ways: Mapping[str, dict]) -> dict[str, dict]:
@@ -412,27 +429,24 @@ def show(figures: dict[str, dict], options: Options, num_ranks: int) -> None:
 
 
 def main() -> None:
-    table = Path(__file__).parents[2] / "shared" / "data" / "lengths.csv.gz"
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", default=str(table) if table.exists() else "", help="table of lengths (csv.gz)")
+    parser = rows.options(__doc__, rows.OF_ROWS)
     parser.add_argument("--num-steps", type=int, default=20, help="batches, each run in all ways")
     parser.add_argument("--examples-per-rank", type=int, default=8)
     parser.add_argument("--shrink", type=int, default=4, help="all lengths are divided by this")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2, help="ranks to start; under torchrun, its own are taken")
     parser.add_argument("--cut", action="store_true", help="compare whole items with items cut over ranks")
     parser.add_argument(
         "--dominated", action="store_true", help=f"of batches drawn, those with whole items at {DOMINATED} of the ideal"
     )
-    parser.add_argument("--out", help="write all figures to this JSON file")
     given = vars(parser.parse_args())
-    num_ranks, out = given.pop("ranks"), given.pop("out")
+    num_ranks, stored = given.pop("ranks"), Stored(given.pop("json"), given.pop("only"))
+    given["lengths"] = str(given["lengths"]) if given["lengths"].exists() else ""
     options = Options(**given)
     if "RANK" in os.environ:
-        run_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None, options, out)
+        run_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None, options, stored)
         return
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (num_ranks, f"file://{folder}/rendezvous", options, out), nprocs=num_ranks)
+        mp.spawn(run_rank, (num_ranks, f"file://{folder}/rendezvous", options, stored), nprocs=num_ranks)
 
 
 if __name__ == "__main__":

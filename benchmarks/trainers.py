@@ -37,7 +37,7 @@ from pathlib import Path
 
 import numpy as np
 from executor import NUM_RANKS, Ranks, interval
-from rows import Row, finish, show
+from rows import Row, finish, options, show
 from step_time import read_table, sample_table
 from trainers_work import (
     BETAS,
@@ -55,7 +55,6 @@ from trainers_work import (
     taken_since,
 )
 
-REAL = Path(__file__).parents[2] / "shared" / "data" / "lengths.csv.gz"
 SHRINK, TILE_OF_TABLE = 16, 256
 """What lengths are divided by, and the tokens of an image's tile in the table, which become TILE_TOKENS."""
 EXAMPLES_A_RANK, NUM_BATCHES = 16, 6
@@ -318,15 +317,12 @@ def save_weights(seed: int, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="cases to run")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="ways in which Motet runs")
-    parser.add_argument("--lengths", type=Path, default=REAL, help="a CSV table of real lengths, gzipped")
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2 * NUM_BATCHES, help="steps of a pair, each on every side")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peers-python", default=sys.executable, help="the Python that has accelerate installed")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
     for name, kind in (("--rank", int), ("--work", Path), ("--meeting", str), ("--shard-size", int)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     given = parser.parse_args()

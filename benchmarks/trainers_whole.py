@@ -14,7 +14,6 @@ Losses of each step must agree to 1e-4, or the exit code is 1. Models are so sma
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -27,7 +26,7 @@ import torch
 import transformers
 from against_transformers import inputs_of
 from PIL import Image
-from rows import Row, finish, show
+from rows import Row, finish, options, show
 from torch.nn.functional import pad
 from torch.utils.data import SequentialSampler
 from whole_models import open_processor, write_job
@@ -131,7 +130,7 @@ def by_trainer(folder: Path, order: list[int], batch: int, ahead: bool) -> Timed
     return trainer
 
 
-def by_motet(folder: Path, steps: int, batch: int) -> list[dict[str, Any]]:
+def by_motet(folder: Path, steps: int, batch: int, seed: int) -> list[dict[str, Any]]:
     """Train a job by `motet train`; the lines of its metrics.jsonl."""
     keys = {
         "run.dir": "motet",
@@ -151,11 +150,11 @@ def by_motet(folder: Path, steps: int, batch: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "motet" / "metrics.jsonl").read_text().splitlines()]
 
 
-def rows_of(family: str, folder: Path, steps: int, batch: int) -> list[Row]:
+def rows_of(family: str, folder: Path, steps: int, batch: int, seed: int) -> list[Row]:
     """What both sides made of a family."""
     write_job(folder, family, num_examples=3 * batch)
-    lines = by_motet(folder, steps, batch)
-    order = GlobalOrder(3 * batch, seed=0).take(0, steps * batch).tolist()
+    lines = by_motet(folder, steps, batch, seed)
+    order = GlobalOrder(3 * batch, seed=seed).take(0, steps * batch).tolist()
     tokens = [line["num_tokens"] for line in lines]
     rates, worst, same_tokens = {"Motet": _rate([line["step_s"] for line in lines], tokens)}, 0.0, True
     for name, ahead in (("the Trainer", False), ("the Trainer, inputs made before", True)):
@@ -177,17 +176,16 @@ def _rate(seconds: list[float], tokens: list[int]) -> float:
 
 def main() -> None:
     """Measure, print and store."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, reads_lengths=False)
     parser.add_argument("--only", nargs="+", choices=WHOLE, default=WHOLE)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     for family in given.only:
         with tempfile.TemporaryDirectory() as folder:
-            rows += rows_of(family, Path(folder) / family, given.steps, given.batch)
+            rows += rows_of(family, Path(folder) / family, given.steps, given.batch, given.seed)
         for row in rows[-5:]:
             show(row)
     finish(rows, given.json)

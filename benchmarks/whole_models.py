@@ -248,6 +248,15 @@ def write_video(
     return f"{name}{suffix}"
 
 
+def sound_of(file: Path) -> NDArray[np.float32]:
+    """The samples of the sound of such a video, float32 [num_samples], which its file has as they are."""
+    import av
+
+    with av.open(file) as container:
+        samples = np.concatenate([frame.to_ndarray()[0] for frame in container.decode(audio=0)])
+    return samples.astype(np.float32) / np.float32(2**15)
+
+
 def _draw(rng: np.random.Generator, mode: str) -> Image.Image:
     """A smooth picture with noise, of a size that no processor leaves as it is."""
     height, width = rng.integers(9, 60, 2)

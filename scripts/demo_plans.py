@@ -23,7 +23,7 @@ from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.trainable import obstacle
 from motet.simulate.show.picture import write_png
 from motet.train.recipe.reading import read_recipe
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.recipe.toml_text import dump_toml
 
 NUM_RANKS, NUM_STEPS, BATCH_SIZE, MICROBATCH_SIZE = 4, 20, 32, 4

@@ -35,6 +35,14 @@ def no_own_modality_left():
         known._OWN.clear()
 
 
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """The recipe of a tiny job with text, images and speech, and its data; made once for all tests of a file."""
+    from cli.tiny_job import write_tiny_job
+
+    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
+
+
 GPU_TESTS = Path(__file__).parent / "gpu"
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 WORKER_BYTES = 2**31

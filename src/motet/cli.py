@@ -17,7 +17,7 @@ import typer
 
 import motet
 from motet.core.errors import UserError
-from motet.core.files import check_output, check_outputs
+from motet.core.files import check_outputs
 from motet.core.heap import keep_freed_memory
 from motet.core.limits import MAX_BATCHES, MAX_EXAMPLES, MAX_NODES, MAX_RANKS, MAX_RANKS_PER_NODE, MAX_SEED
 from motet.core.words import counted_words
@@ -134,7 +134,7 @@ def train_recipe(
 
     names = phase_names(recipe, overrides or ())
     if not names:
-        from motet.train.recipe.recipe import load_recipe
+        from motet.train.recipe.recipe_file import load_recipe
 
         _train(load_recipe(recipe, overrides or ()), recipe, overrides or (), resume, trace, _one_plan(plans, recipe))
         return
@@ -161,7 +161,7 @@ def _train_phases(recipe: Path, phases: dict[str, list[str]], resume: str, trace
     """Train one phase after the other. phases: name -> the overrides that choose it, too. plans: of each, or none."""
     from motet.train.checkpoint.resuming import has_ended
     from motet.train.job import check_ahead
-    from motet.train.recipe.recipe import load_recipe
+    from motet.train.recipe.recipe_file import load_recipe
     from motet.train.trainer import PhaseOfRun
 
     # What is wrong with a later phase is said before the first one trains.
@@ -319,53 +319,25 @@ def plan_recipe(
     from motet.planner.command import PlanOutputs
     from motet.planner.pins import parse_pins
     from motet.planner.strategies import STRATEGIES
-    from motet.planning.best_plan import PlanRequest, plan_phases, plan_recipe_file
+    from motet.planning.best_plan import PlanRequest, plan_requested
     from motet.planning.cluster import ClusterOptions, with_device
     from motet.planning.job import JobOptions
-    from motet.train.recipe.reading import phase_names
 
-    _keep_what_planning_makes()
-    overrides = with_device(recipe, overrides or (), cluster)
-    pinned = parse_pins(pins or (), STRATEGIES)
-    given = JobOptions(ClusterOptions(cluster, nodes, ranks_per_node), workload, profile)
-    outputs = PlanOutputs(out, png or out.with_suffix(".png"), html, explain, json_file)
-    if is_trainable and measure is not None:
-        raise UserError("--measure runs plans that can be trained, and no others; leave --trainable out.")
-    if what_if and measure is not None:
-        raise UserError("--what-if compares predictions, and --measure runs real steps; leave one of them out.")
-    if launch is not None and measure is not None:
-        raise UserError(
-            "--launch writes a job for another place, and --measure runs plans here; leave one of them out."
-        )
     if launch not in (None, "slurm", "k8s"):
         raise UserError(f"--launch {launch}: must be slurm or k8s.")
-    phases = phase_names(recipe, overrides)
-    if phases:
-        one = {"--measure": measure is not None, "--launch": launch is not None, "--json -": outputs.is_json_alone}
-        if wrong := next((option for option, is_given in one.items() if is_given), ""):
-            raise UserError(
-                f"{wrong} is of one plan, and {recipe} trains in phases ({', '.join(phases)}): choose one with --set "
-                f"run.phase={phases[0]}."
-            )
-    written = [*dict.fromkeys(outputs.paths)]
-    if launch is not None:
-        from motet.planning.launch import launch_file
-
-        script = launch_file(out, launch)
-        check_output(script)
-        written.append(script)
-    check_outputs(written, [recipe, workload, profile])
-    if measure is not None:
-        from motet.planning.measure import MeasureRequest, plan_measured
-
-        plan_measured(MeasureRequest(recipe, overrides, given, pinned, measure), outputs)
-        return
-    request = PlanRequest(recipe, tuple(overrides), given, pinned, outputs, is_trainable, what_if, launch)
-    if phases:
-        plan_phases(request, phases)
-    else:
-        for line in plan_recipe_file(request):
-            print(line)
+    _keep_what_planning_makes()
+    request = PlanRequest(
+        recipe,
+        tuple(with_device(recipe, overrides or (), cluster)),
+        JobOptions(ClusterOptions(cluster, nodes, ranks_per_node), workload, profile),
+        parse_pins(pins or (), STRATEGIES),
+        PlanOutputs(out, png or out.with_suffix(".png"), html, explain, json_file),
+        is_trainable=is_trainable,
+        says_what_if=what_if,
+        launch=launch,
+        num_measured=measure,
+    )
+    plan_requested(request)
 
 
 @app.command("simulate")
@@ -518,7 +490,7 @@ def profile_model(
 ) -> None:
     """Time each kind of layer of a recipe's model on this device, alone or as every rank under torchrun."""
     from motet.profiling.command import profile as run_profile
-    from motet.train.recipe.recipe import load_recipe
+    from motet.train.recipe.recipe_file import load_recipe
 
     check_outputs([out], [recipe])
     run_profile(load_recipe(recipe, overrides or ()), recipe.stem, out=out, seconds=seconds)

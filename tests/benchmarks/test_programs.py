@@ -26,6 +26,7 @@ def test_a_program_says_what_it_does(name, monkeypatch, capsys):
         module.main()
     said = capsys.readouterr().out
     assert said.startswith(f"usage: {name}.py") and module.__doc__.splitlines()[0] in said
+    assert "--seed" in said and "--json" in said
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +74,9 @@ def test_order_shows_gains_over_examples_as_they_come(lengths, tmp_path, monkeyp
     monkeypatch.setattr("sys.argv", ["order.py", "--lengths", str(lengths), "--json", str(tmp_path / "order.json")])
     with benchmark("order") as order:
         first = next(order.cases(lengths))
-        monkeypatch.setattr(order, "cases", lambda path: [first])
-        order.main()
+        monkeypatch.setattr(order, "cases", lambda path, seed: [first])
+        with pytest.raises(SystemExit, match="0"):
+            order.main()
     ((case,),) = [json.loads((tmp_path / "order.json").read_text())["cases"]]
     assert case["case"] == first.name and case["case"].split(",")[0] in capsys.readouterr().out
     assert set(case["ways"]) >= {"given", "given, padded", "intra", "inter", "both"}

@@ -19,7 +19,7 @@ from motet.models.build import build_mllm
 from motet.models.spec import model_spec
 from motet.planning.analyze_recipe import read_subject
 from motet.train.balancing import build_orchestrator
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 
 
 @pytest.fixture(scope="module")

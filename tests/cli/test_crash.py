@@ -10,16 +10,11 @@ import pytest
 from cli.meddling import Meddling, motet
 from cli.on_ranks import motet_under_agent
 from cli.test_stop import STEP, arguments
-from cli.tiny_job import losses, write_tiny_job
+from cli.tiny_job import losses
 from motet.core.errors import JointUserError, RankFailure, UserError, is_out_of_memory, note_origin
 from motet.crash import PATIENCE_S, _report, _report_thread, _write_traceback
 
 SHORT = ("data.heldout=[]", "run.steps=4")
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 def traceback_of(sentence):

@@ -13,7 +13,7 @@ from cli.test_profile import measure_little
 from cli.tiny_job import losses, metrics
 from motet.cli import main
 from motet.cost.profile import read_profile
-from motet.train.recipe.recipe import dump_recipe, load_recipe
+from motet.train.recipe.recipe_file import dump_recipe, load_recipe
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from cli.tiny_job import losses, write_tiny_job
 from motet.cli import main
 from motet.core.errors import UserError
 from motet.train.export import check_export
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 
 LORA = ("model.lora.backbone={ rank = 4 }", "optimizer.lr=2e-2", "model.backbone.config.tie_word_embeddings=false")
 

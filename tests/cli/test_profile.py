@@ -24,7 +24,7 @@ from motet.planning.job import JobOptions
 from motet.planning.plan_of_recipe import read_recipe_as_plan
 from motet.planning.sources import plan_at
 from motet.profiling.command import profile
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 

@@ -10,18 +10,13 @@ import pytest
 from cli.meddling import Meddling, motet
 from cli.on_ranks import motet_under_agent
 from cli.test_stop import STEP, arguments
-from cli.tiny_job import losses, write_tiny_job
+from cli.tiny_job import losses
 
 pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(find_spec("ray") is None, reason="the extra motet[ray] is not installed"),
 ]
 SERVED = ("data.heldout=[]", "data.service=ray", "data.num_workers=1")
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 def processes_of_ray() -> set[str]:

@@ -6,14 +6,9 @@ import sys
 
 import pytest
 
-from cli.tiny_job import RECIPE, write_tiny_job
+from cli.tiny_job import RECIPE
 from motet.cli import main
 from ranks import TIMEOUT_S
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 def run(capsys, monkeypatch, *arguments):
@@ -338,7 +333,7 @@ def test_numbers_in_quotes_are_refused(job, capsys, monkeypatch):
 
 
 def test_a_resolved_recipe_loads_again_to_the_same(job, tmp_path):
-    from motet.train.recipe.recipe import dump_recipe, load_recipe
+    from motet.train.recipe.recipe_file import dump_recipe, load_recipe
 
     recipe = load_recipe(job, ["optimizer.clip_norm=inf", "fsdp.shard_size=1"])
     assert recipe.run.dir == job.parent / "run"

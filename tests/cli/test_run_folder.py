@@ -10,16 +10,11 @@ import pytest
 
 from cli.meddling import Meddling, motet
 from cli.test_stop import STEP, arguments
-from cli.tiny_job import losses, write_tiny_job
+from cli.tiny_job import losses
 from motet.core.errors import UserError
 from motet.train.run_folder import FILES, FOLDERS, LOCK, locked_run_folder, writing
 
 SHORT = ("data.heldout=[]", "run.steps=4")
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 def claim(folder):

@@ -8,18 +8,13 @@ import sys
 import pytest
 
 from cli.meddling import PROGRAM, Meddling, motet
-from cli.tiny_job import losses, write_tiny_job
+from cli.tiny_job import losses
 from motet.train.report.step_lines import heldout_steps
 from motet.train.stop import GRACE_S, StopSignal
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 TIMEOUT_S = 300
 STEP = "motet.runtime.step:TrainStep.run"
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 def arguments(job, run_dir, *overrides):

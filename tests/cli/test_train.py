@@ -9,15 +9,10 @@ import pytest
 from cli.meddling import Meddling, motet
 from cli.on_ranks import motet_under_agent
 from cli.test_stop import arguments, torchrun
-from cli.tiny_job import losses, metrics, write_tiny_job
-from motet.train.recipe.recipe import load_recipe
+from cli.tiny_job import losses, metrics
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 def killed(*, step):

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cli.tiny_job import losses, write_tiny_job
+from cli.tiny_job import losses
 from motet.cli import main
 from motet.dispatch import PackedSequences
 from motet.models.build import BackboneConfig, build_backbone
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 
@@ -27,11 +27,6 @@ def overrides_of(family: str, *more: str) -> list[str]:
     options = EXPERTS[family] | BALANCED
     config = [f"model.backbone.config.{key}={json.dumps(value)}" for key, value in options.items()]
     return [f"model.backbone.family={family}", *config, "run.dtype=float64", "data.heldout=[]", *more]
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 def train_rank(rank: int, num_ranks: int, recipe: str, overrides: list[str]) -> None:

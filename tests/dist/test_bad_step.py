@@ -10,22 +10,17 @@ import pytest
 import torch
 
 import motet.data.decode as decode
-from cli.tiny_job import losses, metrics, write_tiny_job
+from cli.tiny_job import losses, metrics
 from motet.core.errors import UserError
 from motet.core.example import Media
 from motet.models.backbone import Backbone
 from motet.runtime.step import TrainStep
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 
 BAD = "train-5"
 """An example with an image, on line 6."""
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 def spoil_image(value):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cli.tiny_job import losses, metrics, write_tiny_job
+from cli.tiny_job import losses, metrics
 from dist.test_executed import traced
 from dist.test_planned import DEEPER, plan_of, row_of, run_planned, train_under
 from motet.cli import main
@@ -20,11 +20,6 @@ UNITS = (
     Unit("image", ({"image": 2},), dp=2, zero=0),
     Unit("audio", ({"audio": 1}, {"audio": 1}), pp=2, zero=0),
 )
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 def block_by_block(plan):

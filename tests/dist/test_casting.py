@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from cli.tiny_job import losses, write_tiny_job
+from cli.tiny_job import losses
 from dist.test_resume import stop_after, train_rank
 from motet.runtime.casting import computing, set_compute_types
 from motet.runtime.fsdp import FSDPConfig, shard
@@ -21,11 +21,6 @@ from ranks import run_ranks
 
 BF16 = ("fsdp.param_dtype=bfloat16", "model.encoders.audio.config.dropout=0.0")
 WHOLE = (*BF16, "fsdp.shard_size=1")
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 def run(job, run_dir, *overrides):

@@ -17,7 +17,7 @@ from motet.cost.catalogue import cluster
 from motet.models.compiling import compile_blocks
 from motet.planning.planned_recipe import read_job_recipe
 from motet.schedule import coarse_fills, fillable, parse_action, planned
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 

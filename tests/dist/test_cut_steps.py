@@ -14,7 +14,7 @@ from motet.core.plan_file import write_plan
 from motet.planning.cluster import ClusterOptions
 from motet.planning.job import JobOptions
 from motet.planning.plan_of_recipe import read_recipe_as_plan, recipe_of_plan
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from ranks import run_ranks
 
 # On a slow device, so that exchanges cost little beside what is computed.

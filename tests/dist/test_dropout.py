@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.tiny_job import losses, metrics, write_tiny_job
-from motet.train.recipe.recipe import load_recipe
+from cli.tiny_job import losses, metrics
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 
@@ -25,11 +25,6 @@ DROPPING = (
 def train_rank(rank, num_ranks, recipe, overrides):
     with redirect_stdout(StringIO()):
         train(load_recipe(Path(recipe), overrides))
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 @pytest.fixture(scope="module")

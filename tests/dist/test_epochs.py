@@ -15,7 +15,8 @@ from motet.core.workload import BACKBONE
 from motet.data.groups import GroupedOrder
 from motet.data.order import GlobalOrder, MixedOrder
 from motet.data.splits import SplitOrder
-from motet.train.recipe.recipe import RunConfig, load_recipe
+from motet.train.recipe.recipe_file import load_recipe
+from motet.train.recipe.run_config import RunConfig
 
 
 def test_epochs_are_steps_of_the_examples_that_can_be_used(tmp_path):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from cli.tiny_job import write_tiny_job
 from motet.assign.step import joined
 from motet.cli import main
 from motet.planning.cluster import ClusterOptions
@@ -14,7 +13,7 @@ from motet.planning.job import JobOptions
 from motet.planning.plan_of_recipe import read_recipe_as_plan
 from motet.runtime.step import TrainStep
 from motet.schedule import Kind, executed_program
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 
@@ -22,11 +21,6 @@ NUM_RANKS, NUM_MICROBATCHES = 2, 3
 NAMES = ("image", "audio", "backbone")
 HERE = JobOptions(ClusterOptions("cpu", 1, NUM_RANKS), None, None)
 FROZEN = ("model.encoders.image.train_encoder=false", "model.encoders.image.train_projector=false")
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 def train_rank(rank, num_ranks, recipe, overrides):

@@ -33,7 +33,7 @@ from motet.planning.under_plan import recipe_under_plan
 from motet.train.export import _card
 from motet.train.job import build_job
 from motet.train.recipe.reading import of_phase
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from motet.train.world import join_world
 from ranks import run_ranks

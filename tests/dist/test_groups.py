@@ -14,11 +14,6 @@ TOTALS = ("num_examples", "num_targets", "num_tokens", "position")
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
-
-
-@pytest.fixture(scope="module")
 def alone(job, tmp_path_factory):
     """The steps of one process, which has four microbatches."""
     folder = tmp_path_factory.mktemp("alone")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cli.tiny_job import losses, write_tiny_job
+from cli.tiny_job import losses
 from dist.test_planned import DEEPER, plan_of, train_under
 from dist.test_resume import stop_after
 from motet.core.errors import UserError
@@ -18,7 +18,7 @@ from motet.models.named_weights import is_lora
 from motet.planning.planned_recipe import read_job_recipe
 from motet.train.export import check_export
 from motet.train.export_checkpoint import export_checkpoint
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from ranks import RankFailed, run_ranks
 
 LORA = [
@@ -29,11 +29,6 @@ LORA = [
     "model.encoders.image.train_encoder=false",
     "export.at_end=true",
 ]
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cli.tiny_job import losses, metrics, write_tiny_job
+from cli.tiny_job import losses, metrics
 from dist.test_planned import FEW_CUTS, plan_of, said_under
 from dist.test_resume import stop_after
 from motet.core.plan import Unit
@@ -104,11 +104,6 @@ def test_a_scale_changes_no_bit_and_an_overflow_of_one_rank_is_skipped_by_all(bu
     num_ranks = 4 if build is planned else 2
     expected = (True, True, SCALE / 2, [(True, SCALE, True)])
     assert run_ranks(compare, num_ranks, build, what) == [expected] * num_ranks
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 BASE = ("data.heldout=[]", "model.encoders.audio.config.dropout=0.0", "checkpoint.every_steps=4")

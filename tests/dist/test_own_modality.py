@@ -14,7 +14,7 @@ from motet.core.plan_file import write_plan
 from motet.cost.catalogue import cluster
 from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.under_plan import recipe_under_plan
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 

@@ -14,7 +14,7 @@ from cli.tiny_job import losses, metrics, write_tiny_job
 from motet.core.errors import UserError
 from motet.planning.plan_first import plan_first
 from motet.train.recipe.reading import of_phase, phase_names
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import PhaseOfRun, train
 from ranks import run_ranks
 

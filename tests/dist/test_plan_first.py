@@ -10,7 +10,7 @@ from dist.test_planned import DEEPER, check_reloads, train_under
 from motet.core.plan_file import plan_digest
 from motet.planning.plan_first import plan_first
 from motet.planning.sources import plan_at
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 

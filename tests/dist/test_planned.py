@@ -22,7 +22,7 @@ from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.under_plan import recipe_under_plan
 from motet.simulate.bubbles import BUBBLE_KINDS
 from motet.train.checkpoint.contents import name_of
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.report.beside import MeasuredBeside
 from motet.train.trainer import train
 from ranks import free_port, run_ranks
@@ -40,11 +40,6 @@ DEEPER = (
 FEW_CUTS = ({"image": 2, "audio": 1}, {"audio": 1, "backbone": 3})
 LATE_CUT = ({"image": 2, "audio": 2, "backbone": 1}, {"backbone": 2})
 FOUR_STAGES = ({"image": 2}, {"audio": 2}, {"backbone": 1}, {"backbone": 2})
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 def plan_of(recipe: Path, stages, **options) -> Plan:

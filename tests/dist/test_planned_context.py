@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cli.tiny_job import losses, metrics, write_tiny_job
+from cli.tiny_job import losses, metrics
 from dist.test_executed import traced
 from dist.test_planned import DEEPER, FEW_CUTS, plan_of, row_of, run_planned, train_under
 from motet.core.errors import UserError
@@ -15,16 +15,11 @@ from motet.models.merge import merge_rows
 from motet.planning.trainable import obstacle
 from motet.train.checkpoint.contents import name_of
 from motet.train.planned_job import check_context, impossible_cut
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from parity.planned import build_hf_model
 from ranks import run_ranks
 
 WHOLE = ({"image": 2, "audio": 2, "backbone": 3},)
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 @pytest.fixture(scope="module")

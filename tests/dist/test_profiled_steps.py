@@ -9,7 +9,7 @@ from torch.profiler import profile
 from cli.tiny_job import losses, write_tiny_job
 from dist.test_planned import said_under
 from dist.test_resume import run, train_rank
-from motet.train.recipe.recipe import RunConfig
+from motet.train.recipe.run_config import RunConfig
 from ranks import run_ranks
 
 

@@ -26,7 +26,7 @@ from motet.data.ray_actors import RayActor, RayCluster
 from motet.data.ray_server import RayServer
 from motet.planning.under_plan import recipe_under_plan
 from motet.train.input.feed import Feed
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 
@@ -41,11 +41,6 @@ pytestmark = [
 def server():
     with RayServer(num_cpus=4) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 def served(server, num_workers=1):

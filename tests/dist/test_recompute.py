@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cli.tiny_job import losses, metrics, write_tiny_job
+from cli.tiny_job import losses, metrics
 from dist.test_resume import run, stop_after, train_rank
 from motet.cli import main
 from motet.runtime.fsdp import FSDPConfig, shard
@@ -103,11 +103,6 @@ LARGER = (
     'cluster={ device = "cpu", ranks_per_node = 2, memory_gbytes = 0.0019 }',
     "balance.phases=off",
 )
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 def in_words(printed, part="the largest microbatch of"):

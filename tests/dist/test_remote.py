@@ -2,18 +2,11 @@
 
 import shutil
 
-import pytest
-
 import motet.data.remote
-from cli.tiny_job import losses, write_tiny_job
+from cli.tiny_job import losses
 from dist.test_resume import run, train_rank
 from ranks import run_ranks
 from web import serving
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 def remote(web, folder):

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 import motet.data.remote
-from cli.tiny_job import losses, metrics, write_tiny_job
+from cli.tiny_job import losses, metrics
 from dist.test_resume import run, train_rank
 from motet.core.errors import UserError
 from motet.train import trainer
@@ -14,11 +14,6 @@ from motet.train.checkpoint.folder import checkpoints
 from motet.train.checkpoint.remote import RemoteCheckpoints, checkpoint_at
 from motet.train.checkpoint.saving import CheckpointConfig
 from ranks import run_ranks
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 def names(folder):

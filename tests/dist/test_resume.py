@@ -12,14 +12,9 @@ import pytest
 from cli.tiny_job import losses, metrics, write_tiny_job
 from motet.core.errors import UserError
 from motet.data.order import GlobalOrder
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 def train_rank(rank, num_ranks, recipe, overrides, resume):

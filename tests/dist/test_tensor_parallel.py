@@ -26,7 +26,7 @@ from motet.models.shaped_config import config_of_shapes
 from motet.runtime.deferred import DeferredWeights
 from motet.tensor_parallel import TensorRanks, likeliest_entry, part_of, vocabulary_cross_entropy
 from motet.train.input.datasets import open_dataset
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from ranks import run_ranks
 
 with benchmark("whole_models") as whole_models, benchmark("against_transformers") as against:

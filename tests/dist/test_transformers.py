@@ -5,33 +5,13 @@ import pytest
 import torch
 
 from cli.tiny_job import metrics
+from denoiser_shapes import PIXART, SD3
 from dist.test_generators import EXACT, planned, run, run_planned, shown
 from dist.test_unet import check_profiled, job  # noqa: F401
 from motet.core.plan import Unit
 from motet.planning.planned_recipe import read_job_recipe
 
-SD3 = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_layers": 2,
-    "num_attention_heads": 2,
-    "attention_head_dim": 4,
-    "joint_attention_dim": 6,
-    "caption_projection_dim": 8,
-    "pooled_projection_dim": 5,
-    "pos_embed_max_size": 6,
-    "sample_size": 6,
-}
-PIXART = {
-    "in_channels": 4,
-    "out_channels": 8,
-    "num_layers": 2,
-    "num_attention_heads": 2,
-    "attention_head_dim": 4,
-    "cross_attention_dim": 8,
-    "caption_channels": 6,
-    "sample_size": 6,
-}
+CHANNELS = {"in_channels": 4, "out_channels": 4}
 
 PROFILED = {
     "SD3": {
@@ -53,12 +33,17 @@ PROFILED = {
     [
         pytest.param(
             "SD3",
-            SD3,
+            SD3 | CHANNELS,
             diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
             'times = "logit_normal"',
             marks=pytest.mark.slow,
         ),
-        ("PixArt", PIXART, diffusers.DPMSolverMultistepScheduler(beta_schedule="linear"), "min_snr = 5.0"),
+        (
+            "PixArt",
+            PIXART | CHANNELS | {"out_channels": 8},
+            diffusers.DPMSolverMultistepScheduler(beta_schedule="linear"),
+            "min_snr = 5.0",
+        ),
     ],
     ids=["SD3", "PixArt"],
 )

@@ -17,7 +17,7 @@ from motet.core.errors import UserError
 from motet.cost.profile import read_profile
 from motet.planning.analyze_recipe import read_subject
 from motet.profiling.command import profile
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 

@@ -11,6 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from cli.tiny_job import metrics, write_tiny_job
+from denoiser_shapes import UNET
 from dist.test_generators import EXACT, held_out, planned, run, run_planned, shown
 from motet.core.errors import UserError
 from motet.core.plan import Unit
@@ -20,7 +21,7 @@ from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.trainable import obstacle_in
 from motet.profiling.measure import MeasuredSubject, measure_once
 from motet.profiling.subjects import one_layer_deep, subjects
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from unit.profiling.test_command import ALONE, counting_watch
 
@@ -37,17 +38,6 @@ sampling = { sampler = "ddpm", steps = 3, guidance = 2.0 }
 patch_size = 2
 channels = 1
 """
-UNET = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "block_out_channels": (4, 8),
-    "layers_per_block": 1,
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    "cross_attention_dim": 6,
-    "attention_head_dim": 2,
-    "norm_num_groups": 2,
-}
 VAE = {
     "down_block_types": ("DownEncoderBlock2D",) * 2,
     "up_block_types": ("UpDecoderBlock2D",) * 2,
@@ -72,7 +62,7 @@ def job(tmp_path_factory):
         file = folder / f"{split}.jsonl"
         file.write_text(file.read_text() + "".join(asked))
     torch.manual_seed(1)
-    diffusers.UNet2DConditionModel(**UNET).save_pretrained(folder / "pipeline" / "unet")
+    diffusers.UNet2DConditionModel(**UNET, in_channels=4, out_channels=4).save_pretrained(folder / "pipeline" / "unet")
     scheduler = diffusers.DDPMScheduler(prediction_type="v_prediction")
     scheduler.save_pretrained(folder / "pipeline" / "scheduler")
     recipe.write_text(recipe.read_text() + GENERATOR)

@@ -22,7 +22,7 @@ from motet.models.build import build_mllm
 from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.under_plan import recipe_under_plan
 from motet.train.input.datasets import open_dataset
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from parity.tiny import reference_step
 from ranks import run_ranks

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import denoiser_shapes
 from motet.core.arrays import Int64Array
 from motet.core.example import Media
 from motet.core.plan import Unit
@@ -45,33 +46,6 @@ TOLERANCE = 1e-10
 QUERIES = {"draw": 3, "say": 2}
 MAX_TURN = 200
 ROW_DIMS = {"draw": 4, "say": 4}
-UNET = {
-    "block_out_channels": (4, 8),
-    "layers_per_block": 1,
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    "cross_attention_dim": 6,
-    "attention_head_dim": 2,
-    "norm_num_groups": 2,
-}
-SD3_OPTIONS = {
-    "num_layers": 2,
-    "num_attention_heads": 2,
-    "attention_head_dim": 4,
-    "joint_attention_dim": 6,
-    "caption_projection_dim": 8,
-    "pooled_projection_dim": 5,
-    "pos_embed_max_size": 6,
-    "sample_size": 6,
-}
-PIXART_OPTIONS = {
-    "num_layers": 2,
-    "num_attention_heads": 2,
-    "attention_head_dim": 4,
-    "cross_attention_dim": 8,
-    "caption_channels": 6,
-    "sample_size": 6,
-}
 NEAR = SpeedConfig(link_gbytes_per_s=1e9, link_latency_us=0.0, inter_node_gbytes_per_s=1e9, inter_node_latency_us=0.0)
 
 
@@ -109,7 +83,7 @@ def sd3_of(num_queries: int, channels: int) -> SD3:
     """A tiny transformer of SD3; as `unet_of`."""
     from diffusers import SD3Transformer2DModel
 
-    return SD3(num_queries, SD3Transformer2DModel(**SD3_OPTIONS, in_channels=channels, out_channels=channels))
+    return SD3(num_queries, SD3Transformer2DModel(**denoiser_shapes.SD3, in_channels=channels, out_channels=channels))
 
 
 def pixart_of(num_queries: int, channels: int) -> PixArt:
@@ -117,14 +91,14 @@ def pixart_of(num_queries: int, channels: int) -> PixArt:
     from diffusers import PixArtTransformer2DModel
 
     sizes = {"in_channels": channels, "out_channels": 2 * channels}
-    return PixArt(num_queries, PixArtTransformer2DModel(**PIXART_OPTIONS, **sizes))
+    return PixArt(num_queries, PixArtTransformer2DModel(**denoiser_shapes.PIXART, **sizes))
 
 
 def unet_of(num_queries: int, channels: int) -> UNet:
     """A tiny UNet. diffusers is imported where it is needed alone: that takes seconds on each rank."""
     from diffusers import UNet2DConditionModel
 
-    return UNet(num_queries, UNet2DConditionModel(**UNET, in_channels=channels, out_channels=channels))
+    return UNet(num_queries, UNet2DConditionModel(**denoiser_shapes.UNET, in_channels=channels, out_channels=channels))
 
 
 DENOISERS = {"dit": dit_of, "unet": unet_of, "sd3": sd3_of, "pixart": pixart_of}

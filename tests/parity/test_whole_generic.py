@@ -16,7 +16,7 @@ from motet.core.errors import UserError
 from motet.models.whole.directory import WholeDirectory
 from motet.planning.plan_first import plan_first
 from motet.train.export_checkpoint import export_checkpoint
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 

@@ -17,7 +17,7 @@ from motet.models.whole.export import export_whole
 from motet.planning.plan_first import plan_first
 from motet.train.export import check_export
 from motet.train.export_checkpoint import export_checkpoint
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 

@@ -16,7 +16,7 @@ from motet.models.build import build_mllm
 from motet.models.whole.export import export_whole, names_of
 from motet.models.whole.registry import WHOLE
 from motet.train.export_checkpoint import export_checkpoint
-from motet.train.recipe.recipe import dump_recipe, load_recipe
+from motet.train.recipe.recipe_file import dump_recipe, load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 

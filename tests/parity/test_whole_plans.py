@@ -11,7 +11,7 @@ from benchmark import benchmark
 from motet.assign import planned_step
 from motet.assign.item_shares import joined_cuts
 from motet.planning.plan_first import plan_first
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 

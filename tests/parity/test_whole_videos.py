@@ -7,7 +7,7 @@ import pytest
 
 from benchmark import benchmark
 from motet.core.errors import UserError
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 

@@ -57,8 +57,7 @@ def rows_of_replicas(sequences: ModuleAssignment, microbatch: int, cp: int) -> C
     cut = cuts.items[sequences.microbatch[cuts.items] == microbatch]
     none, whole = np.zeros(0, np.int64), []
     for replica in range(sequences.num_replicas):
-        items = sequences.items_of(replica, microbatch)
-        lengths = sequences.length[items[~np.isin(items, cuts.items)]]
+        lengths = sequences.length[sequences.whole_items_of(replica, microbatch)]
         whole.append(rows_of_replica(lengths, none, none, cuts, replica, sequences.num_replicas, cp))
     shared = rows_of_replica(none, sequences.length[cut], cut, cuts, 0, sequences.num_replicas, cp)
     every = (*whole, shared)
@@ -68,14 +67,11 @@ def rows_of_replicas(sequences: ModuleAssignment, microbatch: int, cp: int) -> C
 
 def num_rows_here(sequences: ModuleAssignment, replica: int, microbatch: int, c: int, cp: int) -> int:
     """How many rows of its sequences one of the ranks of a replica of the backbone runs in a microbatch."""
-    items, cuts = sequences.items_of(replica, microbatch), sequences.cuts
+    cuts, whole = sequences.cuts, sequences.length[sequences.whole_items_of(replica, microbatch)]
     if cuts is None or not sequences.is_shared(replica, microbatch, sequences.num_replicas):
-        lengths = sequences.length[items]
-        return int(lengths.sum()) if cp == 1 else len(context_rows(lengths, cp).rows[c])
-    whole, cut = items[~np.isin(items, cuts.items)], cuts.on_rank(replica)
-    cut = cut[sequences.microbatch[cut] == microbatch]
-    of_both = sequences.length[whole], sequences.length[cut]
-    rows = rows_of_replica(*of_both, cut, cuts, replica, sequences.num_replicas, cp)
+        return int(whole.sum()) if cp == 1 else len(context_rows(whole, cp).rows[c])
+    shared = sequences.shared_items_of(replica, microbatch)
+    rows = rows_of_replica(whole, sequences.length[shared], shared, cuts, replica, sequences.num_replicas, cp)
     return len(rows.rows[replica * cp + c])
 
 

@@ -105,7 +105,7 @@ class Decision:
     def whole_items_on(self, phase: str, rank: int) -> Int64Array:
         """The items of a phase that a rank computes whole, in their order, int64 [n]."""
         own, cuts = self.assignments[phase].on_rank(rank), self.cuts_of(phase)
-        return own if cuts is None else own[~np.isin(own, cuts.items)]
+        return own if cuts is None else cuts.whole_among(own)
 
     def items_on(self, phase: str, rank: int) -> Int64Array:
         """The items of a phase that a rank computes, the whole ones in their order, then those of which it has rows."""
@@ -365,8 +365,8 @@ def with_cut_loads(placed: Assignment, cuts: ItemCuts, weights: Int64Array) -> A
     weights: the cost of each whole item, int64 [num_items].
     """
     loads = np.zeros(placed.num_ranks, dtype=np.int64)
-    is_whole = ~np.isin(np.arange(placed.num_items), cuts.items)
-    np.add.at(loads, placed.ranks[is_whole], weights[is_whole])
+    whole = cuts.whole_among(np.arange(placed.num_items))
+    np.add.at(loads, placed.ranks[whole], weights[whole])
     np.add.at(loads, cuts.rank, cuts.share_of(weights))
     return replace(placed, loads=loads, bound=-(-int(weights.sum()) // placed.num_ranks))
 

@@ -82,7 +82,7 @@ class ModuleAssignment:
             none = np.zeros(len(whole), np.int64)
             return ItemParts(whole, self.replica, none, self.num_tokens, self.num_tokens, none.astype(np.bool_))
         cuts = self.cuts
-        whole = whole[~np.isin(whole, cuts.items)]
+        whole = cuts.whole_among(whole)
         item, first = np.concatenate([whole, cuts.item]), np.concatenate([np.zeros(len(whole), np.int64), cuts.begin])
         order = np.lexsort((first, item))
         num_rows = np.concatenate([self.num_tokens[whole], cuts.share_of(self.num_tokens)])[order]
@@ -98,13 +98,13 @@ class ModuleAssignment:
 
     def parts_of(self, replica: int, microbatch: int) -> Int64Array:
         """The parts that a replica computes in a microbatch, whole items in their order, then fragments, int64 [n]."""
-        whole = self.items_of(replica, microbatch)
+        whole = self.whole_items_of(replica, microbatch)
         if self.cuts is None:
             return whole
-        own = self.cuts.on_rank(replica)
-        own = own[self.microbatch[own] == microbatch]
-        whole = whole[~np.isin(whole, self.cuts.items)]
-        of_fragments = [np.flatnonzero((self.parts.item == item) & (self.parts.replica == replica)) for item in own]
+        of_fragments = [
+            np.flatnonzero((self.parts.item == item) & (self.parts.replica == replica))
+            for item in self.shared_items_of(replica, microbatch)
+        ]
         return np.concatenate([np.searchsorted(self.parts.item, whole), *of_fragments])
 
     def by_replica(self, num_ranks: int) -> ModuleAssignment:
@@ -134,6 +134,17 @@ class ModuleAssignment:
             return order[:0]
         cell = replica * num_microbatches + microbatch
         return order[starts[cell] : starts[cell + 1]]
+
+    def whole_items_of(self, replica: int, microbatch: int) -> Int64Array:
+        """Those of `items_of` that the replica shares with no other, int64 [n]."""
+        items = self.items_of(replica, microbatch)
+        return items if self.cuts is None else self.cuts.whole_among(items)
+
+    def shared_items_of(self, replica: int, microbatch: int) -> Int64Array:
+        """The items of a microbatch of which a replica has a fragment, in the order of the cuts, int64 [n]."""
+        own = np.zeros(0, np.int64) if self.cuts is None else self.cuts.on_rank(replica)
+        here: Int64Array = own[self.microbatch[own] == microbatch]
+        return here
 
     @cached_property
     def _ordered(self) -> tuple[Int64Array, list[int], int]:

@@ -75,6 +75,10 @@ class ItemCuts:
         """Item -> the number of ranks that share it."""
         return dict(zip(*(each.tolist() for each in np.unique(self.item, return_counts=True)), strict=True))
 
+    def whole_among(self, items: Int64Array) -> Int64Array:
+        """Those of some items that are not cut, in their order, int64 [n]. items: int64 [num_items]."""
+        return items[~np.isin(items, self.items)]
+
     def on_rank(self, rank: int) -> Int64Array:
         """The items of which a rank has a fragment, in their order, int64 [n]."""
         own: Int64Array = self.item[self.rank == rank]

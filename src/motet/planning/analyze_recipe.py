@@ -18,7 +18,8 @@ from motet.planning.groups import examples_a_group, in_groups
 from motet.planning.sources import example_weights, training_data
 from motet.train.balancing import recipe_costs
 from motet.train.recipe.reading import read_recipe
-from motet.train.recipe.recipe import Recipe, load_recipe
+from motet.train.recipe.recipe import Recipe
+from motet.train.recipe.recipe_file import load_recipe
 
 
 def read_subject(path: Path, overrides: Sequence[str] = ()) -> tuple[AnalysisSubject, int]:

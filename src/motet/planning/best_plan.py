@@ -10,6 +10,7 @@ from typing import Literal
 
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
+from motet.core.files import check_output, check_outputs
 from motet.core.spec import NOTHING_LEARNS
 from motet.planner.candidate import Pins
 from motet.planner.command import PlanOutputs, plan_command
@@ -23,13 +24,16 @@ from motet.planning.trainable import (
     training_line,
     untrained,
 )
+from motet.train.recipe.reading import of_phase, phase_names
 
 
 @dataclass(frozen=True)
 class PlanRequest:
     """What is to be planned, and what is to be written.
 
-    is_trainable, says_what_if: as of `plan_command`. launch: writes the file that starts the job, for this launcher.
+    is_trainable, says_what_if: as of `plan_command`.
+    launch:       the launcher for which the file that starts the job is written; None: there is no such file.
+    num_measured: how many plans run real steps, of which the fastest is the best; None: predictions decide.
     """
 
     recipe: Path
@@ -40,11 +44,54 @@ class PlanRequest:
     is_trainable: bool = False
     says_what_if: bool | None = None
     launch: Literal["slurm", "k8s"] | None = None
+    num_measured: int | None = None
+
+    def check(self, phases: Sequence[str]) -> None:
+        """Raise UserError for options that exclude each other, and for files that cannot be written.
+
+        phases: the names of the recipe's training phases.
+        """
+        self._check_measuring()
+        self._check_phases(phases)
+        self._check_files()
+
+    def _check_measuring(self) -> None:
+        if self.num_measured is None:
+            return
+        if self.is_trainable:
+            raise UserError("--measure runs plans that can be trained, and no others; leave --trainable out.")
+        if self.says_what_if:
+            raise UserError("--what-if compares predictions, and --measure runs real steps; leave one of them out.")
+        if self.launch is not None:
+            raise UserError(
+                "--launch writes a job for another place, and --measure runs plans here; leave one of them out."
+            )
+
+    def _check_phases(self, phases: Sequence[str]) -> None:
+        of_one_plan = {
+            "--measure": self.num_measured is not None,
+            "--launch": self.launch is not None,
+            "--json -": self.outputs.is_json_alone,
+        }
+        wrong = next((option for option, is_given in of_one_plan.items() if is_given), "")
+        if phases and wrong:
+            raise UserError(
+                f"{wrong} is of one plan, and {self.recipe} trains in phases ({', '.join(phases)}): choose one with "
+                f"--set run.phase={phases[0]}."
+            )
+
+    def _check_files(self) -> None:
+        written = [*dict.fromkeys(self.outputs.paths)]
+        if self.launch is not None:
+            from motet.planning.launch import launch_file
+
+            script = launch_file(self.outputs.plan, self.launch)
+            check_output(script)
+            written.append(script)
+        check_outputs(written, [self.recipe, self.options.workload, self.options.profile])
 
     def of_phase(self, name: str) -> PlanRequest:
         """The request of one training phase, whose files have its name in theirs."""
-        from motet.train.recipe.reading import of_phase
-
         outputs = self.outputs.named(name)
         return replace(self, overrides=tuple(of_phase(self.overrides, name)), outputs=outputs)
 
@@ -62,6 +109,25 @@ class Planned:
         """What is started to train the Plan: its cluster, without nodes that it leaves over."""
         plan = self.best.candidate.plan
         return plan.needed_cluster or plan.cluster
+
+
+def plan_requested(request: PlanRequest) -> None:
+    """`motet plan`: plan a run, each of its training phases, or measured plans; print and write what was found.
+
+    Raises UserError: for what is wrong with the request before anything is planned, and where nothing fits.
+    """
+    phases = phase_names(request.recipe, request.overrides)
+    request.check(phases)
+    if request.num_measured is not None:
+        from motet.planning.measure import MeasureRequest, plan_measured
+
+        asked = MeasureRequest(request.recipe, request.overrides, request.options, request.pins, request.num_measured)
+        plan_measured(asked, request.outputs)
+    elif phases:
+        plan_phases(request, phases)
+    else:
+        for line in plan_recipe_file(request):
+            print(line)
 
 
 def plan_recipe_file(request: PlanRequest) -> list[str]:
@@ -129,7 +195,7 @@ def _planned(request: PlanRequest, *, is_on_all: bool = False) -> Planned:
         return Planned(best, trains=False)
     from motet.planning.too_long import say_too_long
     from motet.planning.under_plan import to_remove
-    from motet.train.recipe.recipe import load_recipe
+    from motet.train.recipe.recipe_file import load_recipe
 
     own = load_recipe(recipe, overrides, trains=False) if request.options.workload is None else None
     say_too_long(best.candidate.plan, job, own)

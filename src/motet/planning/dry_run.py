@@ -27,7 +27,8 @@ from motet.simulate.predict.predict import assign_batch, predict_assigned
 from motet.simulate.predict.prediction import Prediction
 from motet.simulate.show.prediction_json import STDOUT, prediction_tables, write_prediction
 from motet.simulate.show.report import out_of_memory
-from motet.train.recipe.recipe import Recipe, load_recipe
+from motet.train.recipe.recipe import Recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.world import World, join_world
 
 _MAX_ROWS = 16

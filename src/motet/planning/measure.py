@@ -46,7 +46,8 @@ from motet.planning.trial import OutOfMemory, Trials, TrialTask, open_trials
 from motet.train.input.feed import Feed, StepRange
 from motet.train.job import build_job
 from motet.train.planned_job import ChosenPlan
-from motet.train.recipe.recipe import Recipe, load_recipe
+from motet.train.recipe.recipe import Recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.recompute import with_numbers
 from motet.train.report.metrics import peak_memory_bytes
 from motet.train.world import Meeting, World, join_world

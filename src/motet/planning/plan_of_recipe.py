@@ -33,7 +33,8 @@ from motet.planning.trainable import obstacle
 from motet.simulate.predict.batch import draw_batch
 from motet.train.balancing import stated_policy
 from motet.train.recipe.reading import read_recipe
-from motet.train.recipe.recipe import Recipe, load_recipe
+from motet.train.recipe.recipe import Recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.recompute import (
     AutoRecompute,
     RecomputeRanks,

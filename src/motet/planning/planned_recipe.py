@@ -114,7 +114,7 @@ def _trains(tables: dict[str, Any]) -> bool:
 
 def _of_training(path: Path, overrides: Sequence[str]) -> JobRecipe:
     from motet.models.spec import spec_of_config
-    from motet.train.recipe.recipe import load_recipe
+    from motet.train.recipe.recipe_file import load_recipe
 
     recipe = load_recipe(path, overrides, trains=False)
     model = spec_of_config(recipe.modules, recipe.vocabulary().vocabulary_size, path.stem)
@@ -147,7 +147,7 @@ def _schema(model: Any) -> tuple[type[PlanRecipe], bool]:
 
 def _model_of_hf(path: Path, recipe: Any) -> ModelSpec:
     from motet.models.spec import spec_of_config, spec_of_directory
-    from motet.train.recipe.recipe import absolute
+    from motet.train.recipe.recipe_file import absolute
 
     folder = path.resolve().parent
     if isinstance(recipe.model, Path):

@@ -134,7 +134,7 @@ def trainable_in(file: Path, overrides: Sequence[str], *, is_asked: bool = False
         "workload" not in tables or not (is_asked or {"dir", "steps"} <= tables["run"].keys())
     ):
         return None
-    from motet.train.recipe.recipe import load_recipe
+    from motet.train.recipe.recipe_file import load_recipe
 
     return obstacle_in(load_recipe(file, overrides, trains="data" not in tables))
 

@@ -22,7 +22,8 @@ from motet.planning.sources import plan_at, workload_of
 from motet.planning.trainable import obstacle, plan_line, reading_together
 from motet.train.balancing import balancing_of
 from motet.train.planned_job import ChosenPlan
-from motet.train.recipe.recipe import Recipe, load_recipe
+from motet.train.recipe.recipe import Recipe
+from motet.train.recipe.recipe_file import load_recipe
 
 _PRECISION_KEYS = {"param_dtype", "reduce_dtype", "loss_scale", "loss_scale_steps"}
 _BALANCE_KEYS = {"method", "phases", "policy"}

@@ -31,7 +31,7 @@ from motet.runtime.deferred import DeferredWeights, WeightProduct
 from motet.train.world import World
 
 _Result = TypeVar("_Result")
-_Call = Callable[[], Tensor | tuple[Tensor, ...]]
+_Call = Callable[[], Tensor | tuple[Any, ...]]
 Calls = dict[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any]]]]
 """The positional and keyword arguments of each module's calls."""
 
@@ -88,19 +88,15 @@ class Stopwatch:
 
 def time_passes(
     watch: Stopwatch,
-    call: Callable[[], Tensor | tuple[Any, ...]],
+    call: _Call,
     inputs: Sequence[Tensor],
     parameters: Sequence[Tensor],
 ) -> Float64Array:
     """Seconds of forward, of backward for `inputs`, and of backward for `inputs` and `parameters`, float64 [3]."""
-    with torch.enable_grad():
-        forward_s, result = watch(call)
-    made = result if isinstance(result, tuple) else (result,)
-    outputs = [each for each in made if isinstance(each, Tensor) and each.requires_grad]
+    forward_s, outputs, gradients = _time_forward(watch, call)
     both = [*inputs, *parameters]
     if not outputs or not both:
         return np.array([forward_s, 0.0, 0.0])
-    gradients = [torch.ones_like(output) for output in outputs]
 
     def backward(of: Sequence[Tensor], keep: bool) -> float:
         work = partial(torch.autograd.grad, outputs, of, gradients, retain_graph=keep, allow_unused=True)
@@ -108,6 +104,17 @@ def time_passes(
 
     input_s = backward(inputs, True) if inputs else 0.0
     return np.array([forward_s, input_s, backward(both, False)])
+
+
+def _time_forward(
+    watch: Stopwatch, call: _Call, near: Sequence[Tensor] | None = None
+) -> tuple[float, list[Tensor], list[Tensor]]:
+    """Seconds of a call, what it made that has a graph, and a gradient of ones for each. near: as of Stopwatch."""
+    with torch.enable_grad():
+        forward_s, result = watch(call, near)
+    made = result if isinstance(result, tuple) else (result,)
+    outputs = [each for each in made if isinstance(each, Tensor) and each.requires_grad]
+    return forward_s, outputs, [torch.ones_like(output) for output in outputs]
 
 
 @contextmanager
@@ -209,12 +216,10 @@ def waits_once(subject: Subject, batch: Batch, watch: Stopwatch) -> Float64Array
 def _time_halves(call: _Call, first: Tensor, watch: Stopwatch, deferred: DeferredWeights | None = None) -> Float64Array:
     """Seconds [3] of forward, of backward for the input, and of the rest of backward. first: the input of `call`.
 
+    It differs from `time_passes` in that gradients are added to those of an earlier pass, as what waits is.
     deferred: what makes the products of weights wait.
     """
-    with torch.enable_grad():
-        forward_s, made = watch(call)
-    outputs = made if isinstance(made, tuple) else (made,)
-    gradients = [torch.ones_like(output) for output in outputs]
+    forward_s, outputs, gradients = _time_forward(watch, call)
     if deferred is None:
         inputs = [first] if first.requires_grad else []
         of_input = partial(torch.autograd.grad, outputs, inputs, gradients, retain_graph=True, allow_unused=True)
@@ -264,10 +269,7 @@ def _time_trained(root: nn.Module, call: _Call, watch: Stopwatch, near: Sequence
 
     FSDP reduces then. Without FSDP gradients are added to those of an earlier pass, so they stay from call to call.
     """
-    with torch.enable_grad():
-        forward_s, made = watch(call, near)
-    outputs = made if isinstance(made, tuple) else (made,)
-    gradients = [torch.ones_like(output) for output in outputs]
+    forward_s, outputs, gradients = _time_forward(watch, call, near)
     backward_s, _ = watch(lambda: torch.autograd.backward(outputs, gradients), gradients)
     if isinstance(root, FSDPModule):
         for parameter in root.parameters():

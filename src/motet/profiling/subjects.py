@@ -39,7 +39,8 @@ from motet.models.layers import LayerModules
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
 from motet.profiling.job_lengths import AskedLengths
-from motet.train.recipe.recipe import DrawnRecipe, Recipe
+from motet.train.recipe.drawn import DrawnRecipe
+from motet.train.recipe.recipe import Recipe
 
 MAX_BATCH_ROWS = 2**16
 """Rows of the largest batch."""

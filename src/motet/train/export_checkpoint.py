@@ -26,7 +26,9 @@ from motet.train.checkpoint.restoring import load_weights
 from motet.train.checkpoint.resuming import check_beside
 from motet.train.checkpoint.state import store_frozen
 from motet.train.export import check_adapters, write_export
-from motet.train.recipe.recipe import DrawnRecipe, Recipe, load_recipe
+from motet.train.recipe.drawn import DrawnRecipe
+from motet.train.recipe.recipe import Recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.run_folder import writing
 
 _CPU = torch.device("cpu")

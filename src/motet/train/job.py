@@ -17,6 +17,7 @@ from motet.core.plan_file import plan_digest
 from motet.core.spec import ModelSpec
 from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
+from motet.data.dataset import Dataset
 from motet.data.decode import Decoder
 from motet.data.drawn import DrawnVocabulary
 from motet.data.examples import Examples
@@ -26,6 +27,7 @@ from motet.data.order import EpochOrder, ExampleOrder
 from motet.data.remote import is_url
 from motet.data.splits import OwnSplits
 from motet.data.text import ChatTokenizer
+from motet.data.transforms import Transform
 from motet.dispatch import Carrier, ItemExchange, Orchestrator, RankBatch
 from motet.dropout import drops_out, example_keys
 from motet.models.build import build_mllm
@@ -86,7 +88,8 @@ from motet.train.planned_job import (
     divide_whole,
     unused_pieces,
 )
-from motet.train.recipe.recipe import Recipe, RunConfig
+from motet.train.recipe.recipe import Recipe
+from motet.train.recipe.run_config import RunConfig
 from motet.train.recompute import (
     Recomputation,
     RecomputeRanks,
@@ -163,49 +166,24 @@ def build_job(
     )
     with world.together():
         _check_transport(recipe, world)
-        vocabulary, model = _deferred_model(recipe)
-        _check_compiles(recipe, model, world)
-        check_shared(recipe.balance, model)
-        spec = model_spec(model)
-        if chosen is not None:
-            chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
-            check_cuts(model, chosen.plan)
-        measured = read_measured(recipe, spec)
-        memory = _item_memory(recipe, spec, ranks)
-        orchestrator = _orchestrator(recipe, model, spec, measured, replicas, waits, memory)
-        splits = own_splits(recipe, world)
-        opened = {
-            number: open_dataset(recipe, manifests, vocabulary, model, say) for number, manifests in splits.items()
-        }
-        say_no_end(vocabulary, opened[min(opened)], say)
-        heldout = open_heldout(recipe, vocabulary, model, say)
+        subject = _Subject.of(recipe, world, ranks, chosen)
+        orchestrator = subject.orchestrator(recipe, replicas, waits)
+        opened = _OpenedExamples.of(recipe, world, subject, say)
         if rank_bytes:
-            alone, shared = plan_alone(recipe, spec, ranks), _shared_by(recipe, orchestrator)
-            for part in opened.values():
-                # Keys of items that training cuts by itself come by group-cast (`dispatch/cut_batch.py`).
-                leave_out_too_long(
-                    part, alone, recipe.data.max_bad_fraction, say, shared_by=shared, exchange="group_cast"
-                )
-            if heldout is not None:
-                leave_out_of_evaluation(heldout, alone, say, exchange="group_cast")
-    decoder = open_decoder(recipe.data, opened[min(opened)].transforms, world, say, cleanup)
-    check_same_profile(world, measured)
-    check_items_to_make(model, opened.values(), world)
-    check_items_to_read(model, list(opened.values()), world)
-    check_buckets_used(recipe, model, opened.values(), world)
-    dataset = joined_splits(opened, world, say) if recipe.data.is_split else opened[0]
-    check_same_examples(world, dataset, heldout)
-    check_prompts(heldout, recipe.evaluate, world)
+            opened.leave_out_too_long(recipe, plan_alone(recipe, subject.spec, ranks), orchestrator, say)
+    decoder = open_decoder(recipe.data, opened.transforms, world, say, cleanup)
+    check_same_profile(world, subject.measured)
+    dataset = opened.agreed(recipe, subject.model, world, say)
     with world.together():
         check_bad_at_indexing(recipe, dataset)
         microbatches = recipe.microbatches_on(replicas.num_ranks)  # Refused before anything is sharded.
         order = build_order(recipe, dataset, say)
     given, recipe = recipe.run, _in_steps(recipe, dataset, order, world, say)
     with world.together():
-        recomputation = _recomputation(recipe, world, (ranks, before_bytes), spec, dataset, order, say)
+        recomputation = _recomputation(recipe, world, (ranks, before_bytes), subject.spec, dataset, order, say)
         if recomputation.auto is not None:
             # Now it is known what is recomputed, and so what weighs how much.
-            orchestrator = _orchestrator(recomputation.recipe, model, spec, measured, replicas, waits, memory)
+            orchestrator = subject.orchestrator(recomputation.recipe, replicas, waits)
     with world.together():
         mesh = build_mesh(
             world.device,
@@ -215,15 +193,11 @@ def build_job(
             tensor_pieces=1 if chosen is None else chosen.plan.cluster.tensor_pieces,
             expert_size=expert_size,
         )
-        shard(model, mesh, recipe.fsdp, *divide_whole(model, mesh))
-        materialise(model, recipe.modules, recipe.run.seed, world.device)
-        if recipe.run.compile:
-            compile_blocks(modules_by_phase(model).values())
-        optimizer = build_optimizer(model, recipe.optimizer)
+        optimizer = _sharded(recipe, subject.model, mesh, world)
     keep_freed_memory(world.device.type)
     world.barrier()  # The clocks of all ranks start at the same moment.
     step = TrainStep(
-        model,
+        subject.model,
         mesh,
         optimizer,
         max_grad_norm=recipe.optimizer.clip_norm,
@@ -232,27 +206,29 @@ def build_job(
         clock=ActionClock(world.rank, world.device),
     )
     evaluator = None
-    if heldout is not None:
+    if opened.heldout is not None:
+        model = subject.model
         exchange = ItemExchange(replicas.control, orchestrator, model.measured, ranks_per_node=replicas.ranks_per_node)
+        asked, seed = recipe.evaluate, recipe.run.seed
         evaluator = Evaluator(
-            heldout, vocabulary, decoder, exchange, mesh, world, replicas, recipe.evaluate, recipe.run.seed, say
+            opened.heldout, subject.vocabulary, decoder, exchange, mesh, world, replicas, asked, seed, say
         )
     start = _start(recipe, dataset, order, step)
-    progress, line = resume_run(recipe, world, resume, model, optimizer, start, say)
+    progress, line = resume_run(recipe, world, resume, subject.model, optimizer, start, say)
     _check_steps_of_epochs(given, progress, order)
     _restore_scale(step, progress)
     return TrainingJob(
         recipe,
         world,
         mesh,
-        model,
-        spec,
+        subject.model,
+        subject.spec,
         optimizer,
         step,
         order,
         dataset,
         decoder,
-        _loading(recipe, mesh, orchestrator, dataset, decoder, model),
+        _loading(recipe, mesh, orchestrator, dataset, decoder, subject.model),
         recomputation,
         evaluator,
         Checkpointer(recipe.run.dir / CHECKPOINTS, recipe.checkpoint, world.saving, line, world.launch, say),
@@ -260,6 +236,103 @@ def build_job(
         microbatches,
         None if chosen is None else chosen.plan,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Subject:
+    """What a job without stages trains, before it has weights, and what its items weigh.
+
+    measured: the profile that it balances by, if it does. memory: of `StepTimes`.
+    """
+
+    vocabulary: ChatTokenizer | DrawnVocabulary
+    model: MLLM
+    spec: ModelSpec
+    measured: MeasuredPhases | None
+    memory: ItemMemory | None
+
+    @classmethod
+    def of(cls, recipe: Recipe, world: World, ranks: RecomputeRanks, chosen: ChosenPlan | None) -> _Subject:
+        """The subject of a recipe. Raises UserError for what cannot be trained, or not by these ranks."""
+        vocabulary, model = _deferred_model(recipe)
+        _check_compiles(recipe, model, world)
+        check_shared(recipe.balance, model)
+        spec = model_spec(model)
+        if chosen is not None:
+            chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
+            check_cuts(model, chosen.plan)
+        return cls(vocabulary, model, spec, read_measured(recipe, spec), _item_memory(recipe, spec, ranks))
+
+    def orchestrator(self, recipe: Recipe, replicas: World, waits: bool) -> Orchestrator:
+        """What balances the items of a step. waits: whether ranks wait for each other in each pass."""
+        return build_orchestrator(
+            recipe.balance,
+            self.model,
+            replicas.num_ranks,
+            replicas.device,
+            compute_dtype(recipe),
+            recompute=recipe.fsdp.recomputed(self.spec.num_blocks),
+            measured=self.measured,
+            ranks_per_node=replicas.ranks_per_node,
+            waits=waits,
+            memory=self.memory,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _OpenedExamples:
+    """The examples of a job, before ranks have agreed on them.
+
+    splits: by number, those that this rank reads; {0: all} of data that are not split. heldout: None without any.
+    """
+
+    splits: dict[int, Examples]
+    heldout: Dataset | None
+
+    @classmethod
+    def of(cls, recipe: Recipe, world: World, subject: _Subject, say: Say) -> _OpenedExamples:
+        """The examples of a recipe, indexed if they were not. Raises UserError."""
+        vocabulary, model = subject.vocabulary, subject.model
+        splits = {
+            number: open_dataset(recipe, manifests, vocabulary, model, say)
+            for number, manifests in own_splits(recipe, world).items()
+        }
+        say_no_end(vocabulary, splits[min(splits)], say)
+        return cls(splits, open_heldout(recipe, vocabulary, model, say))
+
+    @property
+    def transforms(self) -> dict[str, Transform]:
+        """What items are loaded with, which is the same in all splits."""
+        return self.splits[min(self.splits)].transforms
+
+    def leave_out_too_long(self, recipe: Recipe, alone: Plan, orchestrator: Orchestrator, say: Say) -> None:
+        """Leave out examples for which no rank has memory. alone: the Plan by which each rank has whole examples."""
+        # Keys of items that training cuts by itself come by group-cast (`dispatch/cut_batch.py`).
+        shared, exchange = _shared_by(recipe, orchestrator), "group_cast"
+        for part in self.splits.values():
+            leave_out_too_long(part, alone, recipe.data.max_bad_fraction, say, shared_by=shared, exchange=exchange)
+        if self.heldout is not None:
+            leave_out_of_evaluation(self.heldout, alone, say, exchange=exchange)
+
+    def agreed(self, recipe: Recipe, model: MLLM, world: World, say: Say) -> Examples | OwnSplits:
+        """The examples to train on, which all ranks know alike and which ask for what the model has. A collective."""
+        splits = list(self.splits.values())
+        check_items_to_make(model, splits, world)
+        check_items_to_read(model, splits, world)
+        check_buckets_used(recipe, model, splits, world)
+        dataset = joined_splits(self.splits, world, say) if recipe.data.is_split else self.splits[0]
+        check_same_examples(world, dataset, self.heldout)
+        check_prompts(self.heldout, recipe.evaluate, world)
+        return dataset
+
+
+def _sharded(recipe: Recipe, model: MLLM, mesh: Mesh, world: World) -> torch.optim.Optimizer:
+    """Shard the model, give it weights, compile it if it is to be, and build its optimizer. A collective."""
+    shard(model, mesh, recipe.fsdp, *divide_whole(model, mesh))
+    materialise(model, recipe.modules, recipe.run.seed, world.device)
+    if recipe.run.compile:
+        compile_blocks(modules_by_phase(model).values())
+    return build_optimizer(model, recipe.optimizer)
 
 
 def check_ahead(recipe: Recipe) -> None:
@@ -301,34 +374,6 @@ def _check_steps_of_epochs(run: RunConfig, progress: Progress, order: EpochOrder
             f"{counted_words(progress.step, 'step')}, so run.batch_size was not {run.batch_size} as now, by which "
             f"run.epochs = {run.epochs:g} is counted in steps: set it back, or state run.steps in place of run.epochs."
         )
-
-
-def _orchestrator(
-    recipe: Recipe,
-    model: MLLM,
-    spec: ModelSpec,
-    measured: MeasuredPhases | None,
-    world: World,
-    waits: bool,
-    memory: ItemMemory | None = None,
-) -> Orchestrator:
-    """The Orchestrator of a recipe.
-
-    measured: the profile that it balances by, if it does. waits: whether ranks wait for each other in each pass.
-    memory: of `StepTimes`.
-    """
-    return build_orchestrator(
-        recipe.balance,
-        model,
-        world.num_ranks,
-        world.device,
-        compute_dtype(recipe),
-        recompute=recipe.fsdp.recomputed(spec.num_blocks),
-        measured=measured,
-        ranks_per_node=world.ranks_per_node,
-        waits=waits,
-        memory=memory,
-    )
 
 
 def _item_memory(recipe: Recipe, spec: ModelSpec, ranks: RecomputeRanks) -> ItemMemory | None:

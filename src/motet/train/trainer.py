@@ -33,7 +33,8 @@ from motet.train.optimizer import learning_rate, set_learning_rate
 from motet.train.planned_job import ChosenPlan
 from motet.train.predicting import PredictedRun
 from motet.train.profiled_steps import profiled
-from motet.train.recipe.recipe import Recipe, dump_recipe
+from motet.train.recipe.recipe import Recipe
+from motet.train.recipe.recipe_file import dump_recipe
 from motet.train.recompute_measured import RankCorrection, correction_words
 from motet.train.report.beside import LAST_STEP
 from motet.train.report.metrics import (

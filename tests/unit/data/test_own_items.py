@@ -20,7 +20,7 @@ from motet.data.own_items import OwnTransform
 from motet.data.ray_actors import HandlerActor
 from motet.data.transforms import load_media
 from motet.data.worker_process import pickled, unpickled
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 
 FILE = """
 import numpy as np

@@ -12,7 +12,7 @@ from motet.core.errors import UserError
 from motet.data.panned_images import PannedImages
 from motet.models.build import build_mllm
 from motet.train.input.datasets import open_dataset
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 
 with benchmark("whole_models") as whole_models, benchmark("against_transformers") as against:
     pass

@@ -23,7 +23,7 @@ from motet.data.transforms import load_media
 from motet.data.videos import VideoHeader, video_seconds
 from motet.models.whole.idefics3 import SMOLVLM
 from motet.models.whole.video_processor import FrameTiles
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 
 pytest.importorskip("av")
 with (

@@ -10,7 +10,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from benchmark import benchmark
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.data.audio import AudioTransform
@@ -21,18 +20,11 @@ from motet.data.transforms import load_media
 from motet.data.video_sound import read_video_sound
 from motet.models.build import build_mllm
 from motet.train.input.datasets import open_dataset
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
+from whole_jobs import whole_job, whole_models
 
 av = pytest.importorskip("av")
-with benchmark("whole_models") as whole_models:
-    pass
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("heard")
-    whole_models.write_job(folder, "qwen2_5_omni_sound", num_examples=3)
-    return folder
+job = whole_job("qwen2_5_omni_sound", num_examples=3)
 
 
 def opened(job, *overrides, manifest="train.jsonl"):
@@ -46,18 +38,13 @@ def sound_of(path, **known):
     return replace(MediaRef("video", str(path)).sound, **known)
 
 
-def samples_in(path):
-    with av.open(path) as container:
-        return np.concatenate([frame.to_ndarray()[0] for frame in container.decode(audio=0)]) / np.float32(2**15)
-
-
 def test_headers_say_how_many_samples_there_are(tmp_path, monkeypatch):
     for number, count in enumerate(whole_models.SOUND_SAMPLES):
         path = tmp_path / whole_models.write_video(tmp_path, str(number), number, 5, with_sound=True)
         raw = read_header(sound_of(path))
         assert raw == (count, 16_000)
         samples, rate = read_video_sound(sound_of(path, raw=raw), lambda rate: rate)
-        assert np.array_equal(samples, samples_in(path)[:16_000]) and rate == 16_000
+        assert np.array_equal(samples, whole_models.sound_of(path)[:16_000]) and rate == 16_000
     # What has been counted once is not counted again.
     monkeypatch.setattr("motet.data.video_sound._counted", lambda *args: pytest.fail("packets are counted again"))
     assert read_header(sound_of(tmp_path / "1.mkv", raw=(9_001, 16_000))) == (9_001, 16_000)

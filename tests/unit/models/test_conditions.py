@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import denoiser_shapes
 from motet.core.errors import UserError
 from motet.models.diffusion import Diffusion
 from motet.models.dit import DiT, DiTConfig
@@ -25,36 +26,20 @@ SIZES = torch.tensor([[4, 4], [2, 6], [4, 4], [4, 4], [2, 2]])
 COUNTS = np.array([5, 2, 9, 5, 1])
 TIMES = torch.tensor([0, 999, 500, 20, 7])
 CHANNELS = {"in_channels": 3, "out_channels": 3}
-UNET = {
-    "block_out_channels": (4, 8),
-    "layers_per_block": 1,
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    "cross_attention_dim": 6,
-    "attention_head_dim": 2,
-    "norm_num_groups": 2,
-}
-HEADS = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 4, "sample_size": 6}
-SD3_OPTIONS = HEADS | {
-    "joint_attention_dim": 6,
-    "caption_projection_dim": 8,
-    "pooled_projection_dim": 5,
-    "pos_embed_max_size": 6,
-}
 
 
 def unet():
-    model = diffusers.UNet2DConditionModel(**UNET, **CHANNELS)
+    model = diffusers.UNet2DConditionModel(**denoiser_shapes.UNET, **CHANNELS)
     return UNet, model, model
 
 
 def sd3():
-    model = diffusers.SD3Transformer2DModel(**SD3_OPTIONS, **CHANNELS)
+    model = diffusers.SD3Transformer2DModel(**denoiser_shapes.SD3, **CHANNELS)
     return SD3, model, lambda images, times, given: model(images, given[..., :6], given[..., 6:].mean(1), times)
 
 
 def pixart():
-    model = diffusers.PixArtTransformer2DModel(**HEADS, cross_attention_dim=8, caption_channels=6, **CHANNELS)
+    model = diffusers.PixArtTransformer2DModel(**denoiser_shapes.PIXART, **CHANNELS)
     return PixArt, model, lambda images, times, given: model(images, given, timestep=times)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers.training_utils import compute_snr
 
+import denoiser_shapes
 from motet.core.errors import UserError
 from motet.models.diffusion import Diffusion
 from motet.models.generator_config import GeneratorConfig
@@ -28,16 +29,10 @@ from unit.models.denoisers import (
     loss_of_a_script,
 )
 
-TINY = {
+TINY = denoiser_shapes.UNET | {
     "in_channels": 3,
     "out_channels": 3,
     "block_out_channels": (8, 16),
-    "layers_per_block": 1,
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    "cross_attention_dim": 6,
-    "attention_head_dim": 2,
-    "norm_num_groups": 2,
 }
 STABLE_DIFFUSION_2_1 = {
     "sample_size": 96,

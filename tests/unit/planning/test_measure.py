@@ -18,7 +18,7 @@ from motet.planning.measure import MeasuredPlan, Steps, measure_plan, run_steps
 from motet.planning.measured_memory import BlockFigures, Refitted, recompute_more
 from motet.planning.plan_of_recipe import read_recipe_as_plan
 from motet.planning.trial import open_trials
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.world import join_world
 from ranks import run_ranks
 

@@ -34,7 +34,7 @@ from motet.schedule.program import Kind
 from motet.simulate.predict.batch import draw_batch
 from motet.simulate.predict.predict import assign_batch, predict
 from motet.train.balancing import balancing_of
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 
 
 def hardware(num_ranks, num_nodes=1):

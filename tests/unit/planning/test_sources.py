@@ -3,7 +3,6 @@ import json
 import numpy as np
 import pytest
 
-from cli.tiny_job import write_tiny_job
 from motet.core.errors import UserError
 from motet.planning.sources import read_plan_and_workload, workload_at
 
@@ -16,11 +15,6 @@ answer = 0.5
 length = { value = 16 }
 length_per_token = 4
 """
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 def write_plan(folder, **fields):

@@ -38,7 +38,7 @@ from motet.profiling.measure import (
 from motet.profiling.subjects import grid_of, items, one_layer_deep, subjects
 from motet.profiling.table import HeldOut, print_tables
 from motet.runtime.deferred import WeightProduct, _DeferredLinear
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 
 ALONE = SimpleNamespace(gather=lambda own: [own], num_ranks=1)
 

@@ -22,7 +22,7 @@ from motet.planning.cluster import ClusterOptions
 from motet.planning.job import JobOptions
 from motet.planning.plan_of_recipe import read_recipe_as_plan
 from motet.train.balancing import build_orchestrator, check_same_backend, read_measured
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.report.metrics import balance_metrics, phase_metrics
 from motet.train.report.summary import methods_line
 from parity.planned import build_hf_model

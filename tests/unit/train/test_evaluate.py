@@ -15,7 +15,7 @@ from motet.data.text import ChatTokenizer
 from motet.dispatch import pack
 from motet.train.evaluate import answer_to
 from motet.train.job import build_job
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.world import join_world
 from ranks import run_ranks
 from unit.data.samples import TEMPLATE, a_record, train_backend, write_manifest

@@ -25,7 +25,7 @@ from motet.simulate.predict.stage_pricing import Pricing
 from motet.train.balancing import recipe_orchestrator
 from motet.train.input.largest import MAX_LARGEST_STEPS, largest_steps
 from motet.train.input.ordering import build_order
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe_file import load_recipe
 from motet.train.recompute import (
     AutoRecompute,
     Recomputation,

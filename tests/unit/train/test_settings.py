@@ -11,7 +11,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from cli.tiny_job import RECIPE
 from motet.core.errors import UserError
 from motet.planning.planned_recipe import PlanRecipe
-from motet.train.recipe.recipe import Recipe, load_recipe
+from motet.train.recipe.recipe import Recipe
+from motet.train.recipe.recipe_file import load_recipe
 
 REQUIRED = {"ImageTransform": {"patch_size": 14}}
 """Of tables that look at their numbers only when they are complete."""

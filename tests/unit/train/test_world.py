@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from cli.meddling import Meddling, listening, motet
 from cli.test_stop import STEP, arguments
-from cli.tiny_job import losses, write_tiny_job
+from cli.tiny_job import losses
 from motet.core.errors import JointUserError, RankFailure, UserError, origin_of
 from motet.train.watch import come
 from motet.train.world import Meeting, _explain, borrowed_world, join_world, open_store
@@ -18,11 +18,6 @@ from ranks import free_port, run_ranks
 LOOPBACK = "0100007F"
 OTHERS = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 """What torchrun sets beside RANK."""
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
 def test_ranks_of_one_machine_cannot_be_reached_from_others(job, tmp_path):

@@ -24,7 +24,8 @@ from motet.data.transforms import Transform
 from motet.models.mllm import MLLM
 from motet.train.checkpoint.choice import Say
 from motet.train.input.own_splits import say_left_out
-from motet.train.recipe.recipe import DrawnRecipe, Recipe
+from motet.train.recipe.drawn import DrawnRecipe
+from motet.train.recipe.recipe import Recipe
 from motet.train.world import World
 
 _INDEX_PROGRESS_EVERY_S = 5.0

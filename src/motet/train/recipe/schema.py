@@ -10,7 +10,8 @@ from typing import Any, get_args, get_type_hints
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from motet.train.recipe.recipe import DrawnRecipe, Recipe
+from motet.train.recipe.drawn import DrawnRecipe
+from motet.train.recipe.recipe import Recipe
 from motet.train.recipe.whole import WholeRecipe
 
 _RECIPES = (Recipe, DrawnRecipe, WholeRecipe)

@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlavaForConditionalGeneration
 
-from benchmark import benchmark
 from motet.assign.balancing import operation_costs
 from motet.balance.cutting import cut_phase
 from motet.balance.step_costs import ASSUMED_SPEEDS
@@ -42,18 +41,11 @@ from motet.schedule import planned
 from motet.simulate.predict.predict import assign_batch
 from motet.simulate.predict.stage_pricing import Pricing
 from motet.train.input.datasets import open_dataset
-from motet.train.recipe.recipe import dump_recipe, load_recipe
+from motet.train.recipe.recipe_file import dump_recipe, load_recipe
 from unit.models.conftest import Packed
+from whole_jobs import whole_job, whole_models
 
-with benchmark("whole_models") as whole_models:
-    pass
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llava")
-    whole_models.write_job(folder, "llava", num_examples=2)
-    return folder
+written = whole_job("llava", num_examples=2)
 
 
 @pytest.fixture
@@ -266,11 +258,7 @@ def test_processors_that_are_refused(job, changes, said):
     assert said in complaint(job)
 
 
-@pytest.fixture(scope="module")
-def tiled(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llava_onevision")
-    whole_models.write_job(folder, "llava_onevision", num_examples=2)
-    return folder
+tiled = whole_job("llava_onevision", num_examples=2)
 
 
 @pytest.mark.parametrize(
@@ -384,18 +372,8 @@ def test_options_of_internvl_that_are_refused(internvl, tmp_path, changes, said)
     assert said in str(caught.value)
 
 
-@pytest.fixture(scope="module")
-def internvl(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("internvl")
-    whole_models.write_job(folder, "internvl", num_examples=1)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def idefics3(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("idefics3")
-    whole_models.write_job(folder, "idefics3", num_examples=2)
-    return folder
+internvl = whole_job("internvl", num_examples=1)
+idefics3 = whole_job("idefics3", num_examples=2)
 
 
 @pytest.mark.parametrize(
@@ -434,11 +412,7 @@ def test_marks_of_tiles_are_for_images_that_are_cut(idefics3, monkeypatch):
         open_dataset(recipe, recipe.data.train, vocabulary, model, lambda sentence: None)
 
 
-@pytest.fixture(scope="module")
-def mllama(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mllama")
-    whole_models.write_job(folder, "mllama", num_examples=3)
-    return folder
+mllama = whole_job("mllama", num_examples=3)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from motet.core.errors import UserError
-from motet.train.recipe.recipe import RunConfig
+from motet.train.recipe.run_config import RunConfig
 from motet.train.report.metrics_log import MetricsLog
 from motet.train.report.trackers import ServiceRun, open_trackers
 
