@@ -400,7 +400,7 @@ def test_marks_of_tiles_are_for_images_that_are_cut(idefics3, monkeypatch):
     recipe = load_recipe(idefics3 / "recipe.toml")
     vocabulary = recipe.vocabulary()
     text = vocabulary.item_text("image")((1, 2))
-    assert vocabulary._tokenizer.decode(text.tokens.tolist(), skip_special_tokens=False) == (
+    assert vocabulary.decode(text.tokens, special=True) == (
         "<row_1_col_1><image><fake_token_around_image><row_1_col_2><image>\n\n"
         "<fake_token_around_image><global-img><image>"
     )
@@ -473,7 +473,7 @@ def test_images_that_are_keys_take_one_token_whatever_their_tiles(mllama):
     dataset = open_dataset(recipe, recipe.data.train, vocabulary, model, lambda sentence: None)
     text = dataset.tokens(0)
     assert dataset.batch_lengths(np.array([0]), 1).sequence.tolist() == [len(text.tokens)]
-    assert vocabulary._tokenizer.id_to_token(int(text.tokens[text.media_positions[0]])) == "<|image|>"
+    assert vocabulary.backend.token(int(text.tokens[text.media_positions[0]])) == "<|image|>"
 
 
 def sequences_with(*num_images, length=12):
