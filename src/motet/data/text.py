@@ -32,7 +32,7 @@ from motet.core.crops import CropRule
 from motet.core.errors import UserError
 from motet.core.example import FrameTexts, ItemText, TokenSequence
 from motet.data.chat_template import DEFAULT_TEMPLATE, ChatTemplate
-from motet.data.conversation import TEXT, Conversation, Turn, placeholder
+from motet.data.conversation import TEXT, Conversation, Turn
 from motet.data.media import IMAGE, VIDEO
 from motet.data.media_tokens import (
     BARE,
@@ -51,6 +51,7 @@ from motet.data.media_tokens import (
     tiled_text,
     timed_frames,
 )
+from motet.data.rendered_turns import given_as_parts, tool_text, turns_before, without_double_breaks
 from motet.data.tokenizer_backend import TokenizerBackend
 from motet.data.tokenizer_files import (
     open_by_transformers,
@@ -192,12 +193,12 @@ class ChatTokenizer:
             return self._with_items_beside(self._encode_document(conversation, forms, leads))
         template, turns = (
             self._template_of(conversation.placeholders).with_tools(conversation.tools),
-            _without_double_breaks(conversation.turns, forms),
+            without_double_breaks(conversation.turns, forms),
         )
-        text, spans, is_marked = template.render_with_answers(turns, _parts(forms))
+        text, spans, is_marked = template.render_with_answers(turns, given_as_parts(forms))
         behind = self._past_end_of_sequence if is_marked else self._past_end_token
         spans = [(start, behind(text, end)) for start, end in spans]
-        before = _turns_before(template, conversation, turns, forms, text)
+        before = turns_before(template, conversation, turns, forms, text)
         sequence = self._with_items_beside(self._tokenise(text, spans, conversation.placeholders, forms, leads, before))
         if not sequence.targets.any():
             raise UserError("the answers come to no token that could be learned; leave the record out")
@@ -216,10 +217,10 @@ class ChatTokenizer:
         before, answer = conversation.without_last_answer()
         forms = self._forms(before)
         template = self._template_of(before.placeholders).with_tools(conversation.tools)
-        turns = _without_double_breaks(before.turns, forms)
-        text = template.render(turns, _parts(forms), generation_prompt=True)
+        turns = without_double_breaks(before.turns, forms)
+        text = template.render(turns, given_as_parts(forms), generation_prompt=True)
         answer = self._expected(conversation, len(turns)) or answer
-        of_items = _turns_before(template, before, turns, forms, text, generation_prompt=True)
+        of_items = turns_before(template, before, turns, forms, text, generation_prompt=True)
         leads = self._leads(before.placeholders, raws)
         tokens = self._tokenise(text, [], before.placeholders, forms, leads, of_items, is_prompt=True)
         return self._with_items_beside(tokens), answer
@@ -231,12 +232,12 @@ class ChatTokenizer:
         """
         forms = self._forms(conversation)
         template = self._template_of(conversation.placeholders).with_tools(conversation.tools)
-        turns = _without_double_breaks(conversation.turns, forms)
+        turns = without_double_breaks(conversation.turns, forms)
         try:
-            text, spans, _ = template.render_with_answers(turns, _parts(forms))
+            text, spans, _ = template.render_with_answers(turns, given_as_parts(forms))
         except UserError:
             return ""
-        asked = template.num_asked(turns, number, text, _parts(forms))
+        asked = template.num_asked(turns, number, text, given_as_parts(forms))
         added = "" if asked is None or turns[number].calls else text[asked : spans[-1][1]].rstrip()
         for token in (token for token, token_id in self.backend.special.items() if token_id in self.end_tokens):
             added = added.removesuffix(token)
@@ -367,7 +368,7 @@ class ChatTokenizer:
 
     def _forms(self, conversation: Conversation) -> dict[str, MediaForm]:
         """The form of the items of each modality in a conversation. Raises UserError for a reserved token in a text."""
-        if self._reserved and (match := self._reserved.search(_tool_text(conversation))):
+        if self._reserved and (match := self._reserved.search(tool_text(conversation))):
             raise UserError(f"a tool or a call holds '{match.group()}', a token by which the tokenizer marks turns")
         for turn in conversation.turns:
             for kind, text in turn.pieces:
@@ -555,58 +556,3 @@ class ChatTokenizer:
         if not np.array_equal(tokens[np.minimum(positions, len(tokens) - 1)], expected):
             raise UserError("the tokenizer does not keep its special tokens whole, so placeholders have no place")
         return positions.astype(np.int64)
-
-
-def _turns_before(
-    template: ChatTemplate,
-    conversation: Conversation,
-    turns: list[Turn],
-    forms: dict[str, MediaForm],
-    text: str,
-    *,
-    generation_prompt: bool = False,
-) -> list[tuple[int, int]]:
-    """Of each item in an answer the characters [start, end) of the turn before, as `ChatTokenizer._tokenise` takes it.
-
-    turns: the conversation's, as rendered. text: of them.
-    """
-    if not any(conversation.in_answers):
-        return []
-    found = []
-    for number, turn in enumerate(turns):
-        num_items = sum(kind != TEXT for kind, _ in turn.pieces)
-        span = None
-        if num_items and number and turn.has_loss:
-            span = template.span_of(turns, number - 1, text, _parts(forms), generation_prompt=generation_prompt)
-        found += [span or (0, 0)] * num_items
-    return found
-
-
-def _tool_text(conversation: Conversation) -> str:
-    """All that a conversation says of tools, for a search."""
-    said = [conversation.tools, *(turn.calls for turn in conversation.turns)]
-    return json.dumps(said, ensure_ascii=False) if any(said) else ""
-
-
-def _without_double_breaks(turns: tuple[Turn, ...], forms: dict[str, MediaForm]) -> list[Turn]:
-    """The turns without the line break beside a placeholder whose form has one of its own.
-
-    A template that writes items where they stand writes it behind them, and the one before stays.
-
-    Records part `<image>` from the text by a line break, and so do some templates: LLaVA's own code takes the
-    placeholder with its white space out of the text before it writes `<image>` and a line break in front. Typed parts
-    part items from texts by themselves, and stay as they are.
-    """
-    for form, written in ((form, placeholder(modality)) for modality, form in forms.items()):
-        if form.breaks_line:
-            pattern = re.compile(("\n?" if form.is_first else "") + f"{written}\n?")
-            turns = tuple(
-                turn if turn.parts is not None else replace(turn, text=pattern.sub(written, turn.text))
-                for turn in turns
-            )
-    return list(turns)
-
-
-def _parts(forms: dict[str, MediaForm]) -> set[str]:
-    """The modalities whose items the template takes as parts."""
-    return {modality for modality, form in forms.items() if form.is_part}

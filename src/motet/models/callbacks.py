@@ -143,7 +143,7 @@ def checked_counts(
     return said.astype(np.int64)
 
 
-def check_rows(who: str, rows: Tensor, extents: Int64Array, num_items: int, said_by: str) -> None:
+def check_num_rows(who: str, rows: Tensor, extents: Int64Array, num_items: int, said_by: str) -> None:
     """Raise UserError for other rows than the sequences were laid out for.
 
     who: gave them. extents: of each item, as of `contract.item_rows`. said_by: what should have said how many come.

@@ -21,7 +21,7 @@ from motet.core.item_segments import ItemSegments
 from motet.core.spec import Module
 from motet.dropout import AFTER, BEFORE, BETWEEN, ENTER, PROJECTOR, ItemRows, arranged
 from motet.models.block import Block, outside_blocks, wrap_blocks
-from motet.models.callbacks import callback_dtype, callback_name, check_callback, check_rows, checked_counts
+from motet.models.callbacks import callback_dtype, callback_name, check_callback, check_num_rows, checked_counts
 from motet.models.context_items import SharedItemRows
 from motet.models.contract import item_rows
 from motet.models.cross_projector import CrossProjector
@@ -531,12 +531,12 @@ class ModalityModule(nn.Module):
     def _between(self, rows: Tensor, seen_sizes: Tensor, sizes: Tensor) -> Tensor:
         """The encoder's rows through `between`, in the projector's dtype. seen_sizes: sizes behind `before`."""
         on_host, num_items = seen_sizes.numpy(), len(seen_sizes)
-        check_rows(f"{type(self.encoder).__name__}", rows, self._extents(on_host), num_items, "num_outputs")
+        check_num_rows(f"{type(self.encoder).__name__}", rows, self._extents(on_host), num_items, "num_outputs")
         if self.between:
             with arranged(BETWEEN, lambda: self._between_rows(sizes)):
                 rows = self.between(rows.to(callback_dtype(self.between, rows.dtype)), seen_sizes)
             extents = self._projected(on_host)
-            check_rows(f"between ({callback_name(self.between)})", rows, extents, num_items, "num_rows beside it")
+            check_num_rows(f"between ({callback_name(self.between)})", rows, extents, num_items, "num_rows beside it")
         return rows.to(callback_dtype(self.projector, rows.dtype))
 
     def _after(self, rows: Tensor, sizes: Tensor) -> Tensor:
@@ -545,7 +545,7 @@ class ModalityModule(nn.Module):
             with arranged(AFTER, lambda: [*self._projected_rows(sizes), self.num_tokens(sizes.numpy())]):
                 rows = self.after(rows.to(callback_dtype(self.after, rows.dtype)), sizes)
             expected = self.num_tokens(sizes.numpy())
-            check_rows(f"after ({callback_name(self.after)})", rows, expected, len(sizes), "num_rows beside it")
+            check_num_rows(f"after ({callback_name(self.after)})", rows, expected, len(sizes), "num_rows beside it")
         rows = rows.to(self._dtype(rows.dtype))  # As on a rank without items: ranks exchange both.
         # FSDP gathers for backward in hooks of outputs. If the output of the projector's Block were that of the module
         # as well, its parameters would be gathered before those outside of Blocks, and after them on a rank without
