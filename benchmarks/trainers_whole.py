@@ -188,7 +188,7 @@ def main() -> None:
             rows += rows_of(family, Path(folder) / family, given.steps, given.batch, given.seed)
         for row in rows[-5:]:
             show(row)
-    finish(rows, given.json)
+    finish(rows, given.json, seed=given.seed)
 
 
 if __name__ == "__main__":

@@ -384,8 +384,10 @@ def simulate_plan(
 ) -> None:
     """Predict a step of a plan or a recipe before any GPU is hired: time, throughput, MFU, memory, bubbles."""
     from motet.planner.refinement import strategy_of
+    from motet.planning.simulated import SimulatedJob
     from motet.planning.trainable import untrained
     from motet.simulate.command import PredictionOutputs, show_predictions
+    from motet.simulate.predict.predict import predictions
 
     outputs = PredictionOutputs(trace, html, png, actions, json_file)
     outputs.check()
@@ -393,31 +395,20 @@ def simulate_plan(
     if plan.suffix == ".toml":
         from motet.planning.cluster import ClusterOptions, with_device
         from motet.planning.job import JobOptions
-        from motet.planning.plan_of_recipe import read_recipe_as_plan
 
-        given = JobOptions(ClusterOptions(cluster, nodes, ranks_per_node), workload, profile)
-        read_plan, job = read_recipe_as_plan(plan, with_device(plan, overrides or (), cluster), given)
-        lengths, cost = job.workload, job.cost
-        decided = {"balancing": job.balancing, "recomputes": job.recomputes, "exchange": job.exchange}
+        options = JobOptions(ClusterOptions(cluster, nodes, ranks_per_node), workload, profile)
+        job = SimulatedJob.of_recipe(plan, with_device(plan, overrides or (), cluster), options)
     elif overrides or any(option is not None for option in (cluster, nodes, ranks_per_node)):
         raise UserError(
             f"--cluster, --nodes, --ranks-per-node and --set are for a recipe; {plan} is a plan, which says all that "
             "itself."
         )
     else:
-        from motet.cost.source import cost_model
-        from motet.planning.sources import read_plan_and_workload
-
-        read_plan, lengths = read_plan_and_workload(plan, workload)
-        cost = cost_model(read_plan.cluster, read_plan.precision, profile, moments=read_plan.moments, any_device=False)
-        decided = {}
-    from motet.simulate.predict.predict import predictions
-
+        job = SimulatedJob.of_plan(plan, workload, profile)
     _keep_what_planning_makes()
-    drawn = {"seed": seed, "jitter": jitter}
-    predicted = predictions(read_plan, lengths, cost, batches, **drawn, **decided)
-    about = {"title": f"{plan.stem}, predicted", "strategy": strategy_of(read_plan), "obstacle": untrained(read_plan)}
-    show_predictions(read_plan, predicted, outputs, **about)
+    predicted = predictions(job.plan, job.lengths, job.cost, batches, seed=seed, jitter=jitter, **job.decided)
+    about = {"title": f"{plan.stem}, predicted", "strategy": strategy_of(job.plan), "obstacle": untrained(job.plan)}
+    show_predictions(job.plan, predicted, outputs, **about)
 
 
 @app.command("analyze")

@@ -32,7 +32,8 @@ class Examples(Protocol):
         """Examples with those that are left out."""
 
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> str:
+        """Equal for two datasets only if each number means the same example of the same lengths in both."""
 
     @property
     def transforms(self) -> dict[str, Transform]:

@@ -23,7 +23,7 @@ from functools import cache, cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from motet.core.crops import CropRule
 from motet.core.errors import UserError
 from motet.core.example import FrameTexts, ItemText, TokenSequence
 from motet.data.chat_template import DEFAULT_TEMPLATE, ChatTemplate
-from motet.data.conversation import TEXT, Conversation, Turn, placeholder
+from motet.data.conversation import TEXT, Conversation, Turn
 from motet.data.media import IMAGE, VIDEO
 from motet.data.media_tokens import (
     BARE,
@@ -51,20 +51,17 @@ from motet.data.media_tokens import (
     tiled_text,
     timed_frames,
 )
+from motet.data.rendered_turns import given_as_parts, tool_text, turns_before, without_double_breaks
+from motet.data.tokenizer_backend import TokenizerBackend
 from motet.data.tokenizer_files import (
-    open_backend,
     open_by_transformers,
     read_template,
     read_tokenizer,
     special_tokens,
 )
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 # Part of every fingerprint: increment it when the same tokenizer and template give other tokens than before.
 _VERSION = 7
-_MAX_REASON_CHARACTERS = 200
 
 
 class ChatTokenizer:
@@ -81,7 +78,7 @@ class ChatTokenizer:
     ) -> None:
         if template is None and "eos_token" not in special_tokens:
             raise UserError("the tokenizer has no chat template and no eos_token; give it one of them")
-        self._backend_json = backend
+        self.backend = TokenizerBackend(backend, special_tokens)
         self._template = ChatTemplate(template or DEFAULT_TEMPLATE, special_tokens)
         self._names = TokenNames(special_tokens, processor)
 
@@ -140,19 +137,19 @@ class ChatTokenizer:
         names = json.dumps([self._names.special, self._names.processor, *forms], sort_keys=True)
         for part in (str(_VERSION), self._template.source, names):
             digest.update(part.encode() + b"\0")
-        digest.update(self._backend_json.encode())
+        digest.update(self.backend.source.encode())
         return digest.hexdigest()
 
     @property
     def vocabulary_size(self) -> int:
         """One more than the largest token id."""
-        return max(self._tokenizer.get_vocab().values()) + 1
+        return self.backend.vocabulary_size
 
     @property
     def end_token(self) -> int | None:
         """The id of the end-of-sequence token."""
         name = self._names.special.get("eos_token")
-        return None if name is None else self._tokenizer.token_to_id(name)
+        return None if name is None else self.backend.token_id(name)
 
     @cached_property
     def end_tokens(self) -> frozenset[int]:
@@ -176,11 +173,11 @@ class ChatTokenizer:
             sequence = self.encode(Conversation(turns, ()))
         except UserError:  # Another form of conversation may do.
             return []
-        special, ends = set(self._special.values()), []
+        special, ends = set(self.backend.special.values()), []
         for run in np.split(np.arange(len(sequence.tokens)), np.flatnonzero(np.diff(sequence.targets)) + 1):
             tokens = sequence.tokens[run].tolist() if sequence.targets[run[0]] else []
             # A line break may stand behind the token that ends a turn.
-            while tokens and not self._tokenizer.decode(tokens[-1:], skip_special_tokens=False).strip():
+            while tokens and not self.backend.decode(tokens[-1:], special=True).strip():
                 del tokens[-1]
             ends += [special.intersection(tokens[-1:])] if tokens else []
         return ends
@@ -196,12 +193,12 @@ class ChatTokenizer:
             return self._with_items_beside(self._encode_document(conversation, forms, leads))
         template, turns = (
             self._template_of(conversation.placeholders).with_tools(conversation.tools),
-            _without_double_breaks(conversation.turns, forms),
+            without_double_breaks(conversation.turns, forms),
         )
-        text, spans, is_marked = template.render_with_answers(turns, _parts(forms))
+        text, spans, is_marked = template.render_with_answers(turns, given_as_parts(forms))
         behind = self._past_end_of_sequence if is_marked else self._past_end_token
         spans = [(start, behind(text, end)) for start, end in spans]
-        before = _turns_before(template, conversation, turns, forms, text)
+        before = turns_before(template, conversation, turns, forms, text)
         sequence = self._with_items_beside(self._tokenise(text, spans, conversation.placeholders, forms, leads, before))
         if not sequence.targets.any():
             raise UserError("the answers come to no token that could be learned; leave the record out")
@@ -220,10 +217,10 @@ class ChatTokenizer:
         before, answer = conversation.without_last_answer()
         forms = self._forms(before)
         template = self._template_of(before.placeholders).with_tools(conversation.tools)
-        turns = _without_double_breaks(before.turns, forms)
-        text = template.render(turns, _parts(forms), generation_prompt=True)
+        turns = without_double_breaks(before.turns, forms)
+        text = template.render(turns, given_as_parts(forms), generation_prompt=True)
         answer = self._expected(conversation, len(turns)) or answer
-        of_items = _turns_before(template, before, turns, forms, text, generation_prompt=True)
+        of_items = turns_before(template, before, turns, forms, text, generation_prompt=True)
         leads = self._leads(before.placeholders, raws)
         tokens = self._tokenise(text, [], before.placeholders, forms, leads, of_items, is_prompt=True)
         return self._with_items_beside(tokens), answer
@@ -235,14 +232,14 @@ class ChatTokenizer:
         """
         forms = self._forms(conversation)
         template = self._template_of(conversation.placeholders).with_tools(conversation.tools)
-        turns = _without_double_breaks(conversation.turns, forms)
+        turns = without_double_breaks(conversation.turns, forms)
         try:
-            text, spans, _ = template.render_with_answers(turns, _parts(forms))
+            text, spans, _ = template.render_with_answers(turns, given_as_parts(forms))
         except UserError:
             return ""
-        asked = template.num_asked(turns, number, text, _parts(forms))
+        asked = template.num_asked(turns, number, text, given_as_parts(forms))
         added = "" if asked is None or turns[number].calls else text[asked : spans[-1][1]].rstrip()
-        for token in (token for token, token_id in self._special.items() if token_id in self.end_tokens):
+        for token in (token for token, token_id in self.backend.special.items() if token_id in self.end_tokens):
             added = added.removesuffix(token)
         return added
 
@@ -254,8 +251,8 @@ class ChatTokenizer:
     def item_tokens(self, modality: str) -> frozenset[int]:
         """The ids of the tokens of an item: the one that its rows replace, and the marks around it."""
         template = self._template_of((modality,))
-        tokens = item_tokens(self._form(modality, template), modality, template, self._added)
-        return frozenset(self._added[token] for token in tokens if token in self._added)
+        tokens = item_tokens(self._form(modality, template), modality, template, self.backend.added)
+        return frozenset(self.backend.added[token] for token in tokens if token in self.backend.added)
 
     def item_text(self, modality: str) -> Callable[[tuple[int, ...]], ItemText | None] | None:
         """Size of an item -> what stands in its place, where its rows come in several pieces; None: they are one run,
@@ -281,7 +278,7 @@ class ChatTokenizer:
             for text in (time, rows):
                 if text not in self._timed:
                     self._timed[text] = self._between(form.token, text)
-            place = int(np.flatnonzero(self._timed[rows] == self._added[form.token])[0])
+            place = int(np.flatnonzero(self._timed[rows] == self.backend.added[form.token])[0])
             places.append(length + len(self._timed[time]) + place)
             tokens += [self._timed[time], self._timed[rows]]
             length += len(tokens[-2]) + len(tokens[-1])
@@ -307,18 +304,18 @@ class ChatTokenizer:
             if text not in self._timed:
                 self._timed[text] = self._between(form.token, text)
         tokens = np.concatenate([joined[len(alone) :], *(self._timed[text] for text in others)])
-        return ItemText(tokens, np.flatnonzero(tokens == self._added[form.token]))
+        return ItemText(tokens, np.flatnonzero(tokens == self.backend.added[form.token]))
 
     def _between(self, token: str, text: str) -> Int64Array:
         """The tokens of a text that stands between two special tokens, without these."""
-        return self._encode_bare(f"{token}{text}{token}")[0][1:-1]
+        return self.backend.encode(f"{token}{text}{token}")[0][1:-1]
 
     def _text_of_crops(self, form: MediaForm, size: tuple[int, ...]) -> ItemText | None:
         """What stands between the marks of an image and those of its last crop; None: it has none."""
         if size[0] == 1:
             return None
         tokens = self._between(form.token, cropped_text(form, size[0] - 1))
-        return ItemText(tokens, np.flatnonzero(tokens == self._added[form.token]))
+        return ItemText(tokens, np.flatnonzero(tokens == self.backend.added[form.token]))
 
     def _leads(self, placeholders: Sequence[str], raws: Sequence[tuple[int, int]]) -> list[str]:
         """What the processor writes before each item, because of its size."""
@@ -332,17 +329,17 @@ class ChatTokenizer:
     def _text_of_tiles(self, form: MediaForm, size: tuple[int, ...]) -> ItemText:
         """All tokens of the item but the first and the last, which stand around it in every sequence."""
         before, behind = form.put.split(form.token)
-        tokens, _ = self._encode_bare(before + tiled_text(form, self._names, *size) + behind)
-        first, last = (len(self._encode_bare(part)[0]) for part in (before, behind))
+        tokens, _ = self.backend.encode(before + tiled_text(form, self._names, *size) + behind)
+        first, last = (len(self.backend.encode(part)[0]) for part in (before, behind))
         tokens = tokens[first : len(tokens) - last]
-        return ItemText(tokens, np.flatnonzero(tokens == self._added[form.token]))
+        return ItemText(tokens, np.flatnonzero(tokens == self.backend.added[form.token]))
 
     def decode(self, tokens: Int64Array, *, special: bool = False) -> str:
         """Text of token ids. special: with special tokens, which are left out else."""
-        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=not special)
+        return self.backend.decode(tokens.tolist(), special=special)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_backend_json": self._backend_json, "_template": self._template, "_names": self._names}
+        return {"backend": self.backend, "_template": self._template, "_names": self._names}
 
     @classmethod
     def _convert(cls, directory: Path, template: str | None) -> ChatTokenizer:
@@ -350,41 +347,6 @@ class ChatTokenizer:
             return cls.from_transformers(open_by_transformers(directory), read_template(directory) or template)
         except UserError as error:
             raise UserError(f"tokenizer {directory}: {error}") from None
-
-    @property
-    def _tokenizer(self) -> Tokenizer:
-        return self._opened[0]
-
-    @cached_property
-    def _opened(self) -> tuple[Tokenizer, list[int], list[int]]:
-        """The tokenizer, and the tokens that its post-processor puts before and behind a text."""
-        from tokenizers import AddedToken
-
-        tokenizer = open_backend(self._backend_json, "tokenizer.json")
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        before, behind = _around(tokenizer)
-        # A post-processor would trim offsets: a space before an answer's word would not belong to the answer.
-        tokenizer.post_processor = None
-        # As in transformers, a named token is special, even if the file does not mark it.
-        special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-        named = {token for token in self._names.special.values() if tokenizer.token_to_id(token) is not None}
-        added = [AddedToken(token, special=True, normalized=False) for token in sorted(named - special)]
-        tokenizer.add_special_tokens(added)
-        return tokenizer, before, behind
-
-    @cached_property
-    def _added(self) -> dict[str, int]:
-        """Tokens at which the tokenizer always splits, with their ids; special ones first."""
-        return self._special | {
-            token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items()
-        }
-
-    @cached_property
-    def _special(self) -> dict[str, int]:
-        """Special tokens with their ids: they mark turns and items, and are no text."""
-        added = self._tokenizer.get_added_tokens_decoder()
-        return {token.content: number for number, token in added.items() if token.special}
 
     @cached_property
     def _media_forms(self) -> dict[tuple[str, str], MediaForm]:
@@ -400,13 +362,13 @@ class ChatTokenizer:
     def _reserved(self) -> re.Pattern[str] | None:
         """A pattern of the tokens that no text may hold; None if there are none."""
         tokens = set[str]().union(
-            *(reserved_tokens(self._template_of(items), self._special, self._names) for items in ((), (VIDEO,)))
+            *(reserved_tokens(self._template_of(items), self.backend.special, self._names) for items in ((), (VIDEO,)))
         )
         return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else None
 
     def _forms(self, conversation: Conversation) -> dict[str, MediaForm]:
         """The form of the items of each modality in a conversation. Raises UserError for a reserved token in a text."""
-        if self._reserved and (match := self._reserved.search(_tool_text(conversation))):
+        if self._reserved and (match := self._reserved.search(tool_text(conversation))):
             raise UserError(f"a tool or a call holds '{match.group()}', a token by which the tokenizer marks turns")
         for turn in conversation.turns:
             for kind, text in turn.pieces:
@@ -424,7 +386,7 @@ class ChatTokenizer:
     def _form(self, modality: str, template: ChatTemplate) -> MediaForm:
         key = modality, template.source
         if key not in self._media_forms:
-            self._media_forms[key] = media_form(modality, template, self._added, self._names)
+            self._media_forms[key] = media_form(modality, template, self.backend.added, self._names)
         return self._media_forms[key]
 
     def _template_of(self, placeholders: Sequence[str]) -> ChatTemplate:
@@ -449,7 +411,7 @@ class ChatTokenizer:
         """The end of the special token that follows an answer, perhaps after spaces; `end` if none follows."""
         rest = text[end:].lstrip()
         start = len(text) - len(rest)
-        lengths = [len(token) for token in self._special if rest.startswith(token)]
+        lengths = [len(token) for token in self.backend.special if rest.startswith(token)]
         return start + max(lengths) if lengths else end
 
     def _tokenise(
@@ -489,8 +451,8 @@ class ChatTokenizer:
             held: BoolArray = (offsets[:, 0] < end) & (offsets[:, 1] > start)
             # A mark that takes the white space behind it (Phi-3's) reaches into an answer that begins with some.
             for place in np.flatnonzero(held & (offsets[:, 0] < start)).tolist():
-                token = self._tokenizer.id_to_token(int(tokens[place]))
-                held[place] = token not in self._special or whole.find(token, int(offsets[place, 0])) >= start
+                token = self.backend.token(int(tokens[place]))
+                held[place] = token not in self.backend.special or whole.find(token, int(offsets[place, 0])) >= start
             return held
 
         targets = np.zeros(len(tokens), dtype=bool)
@@ -533,13 +495,13 @@ class ChatTokenizer:
     ) -> TokenSequence:
         """Tokens of text without turns. leads: what is put before each item."""
         template = self._template_of(document.placeholders)
-        alone = {name: document_text(form, name, template, self._added) for name, form in forms.items()}
+        alone = {name: document_text(form, name, template, self.backend.added) for name, form in forms.items()}
         lead = iter(leads)
         pieces = [
             (kind, next(lead) + alone[kind] if kind in alone else text) for kind, text in document.turns[0].pieces
         ]
         starts = [0, *accumulate(len(text) for _, text in pieces)]
-        tokens, offsets = self._encode_bare("".join(text for _, text in pieces))
+        tokens, offsets = self.backend.encode("".join(text for _, text in pieces))
         items = [(kind, start, text) for start, (kind, text) in zip(starts, pieces) if kind != TEXT]
         markers = [forms[kind].token for kind, _, _ in items]
         places = [start + text.index(marker) for (_, start, text), marker in zip(items, markers)]
@@ -547,7 +509,7 @@ class ChatTokenizer:
         targets = np.ones(len(tokens), dtype=bool)
         for _, start, text in items:
             targets[(offsets[:, 0] >= start) & (offsets[:, 1] <= start + len(text))] = False
-        _, before, after = self._opened
+        before, after = self.backend.around
         if self.end_token is not None and after[-1:] != [self.end_token]:
             after = [*after, self.end_token]
         targets = np.concatenate([np.zeros(len(before), dtype=bool), targets, np.ones(len(after), dtype=bool)])
@@ -559,7 +521,7 @@ class ChatTokenizer:
         return TokenSequence(whole, targets, document.placeholders, positions + len(before))
 
     def _encode(self, text: str, *, is_prompt: bool) -> tuple[Int64Array, Int64Array]:
-        """As `_encode_bare`, with what stands around the text.
+        """As `TokenizerBackend.encode`, with what stands around the text.
 
         A model's processor puts around a text what the tokenizer's post-processor names, unless the template has
         written its first token already; the tokenizer of a text model leaves that to the template, and so do processors
@@ -567,8 +529,8 @@ class ChatTokenizer:
 
         is_prompt: the text goes on with an answer, so nothing stands behind it.
         """
-        ids, offsets = self._encode_bare(text)
-        _, before, behind = self._opened
+        ids, offsets = self.backend.encode(text)
+        before, behind = self.backend.around
         behind = [] if is_prompt else behind
         begin = self._names.special.get("bos_token")
         if self._names.processor in BEGUN and begin and not text.startswith(begin):
@@ -582,15 +544,6 @@ class ChatTokenizer:
             offsets = np.concatenate([first, offsets, last])
         return ids, offsets
 
-    def _encode_bare(self, text: str) -> tuple[Int64Array, Int64Array]:
-        """Token ids int64 [num_tokens], and the characters [start, end) of each, int64 [num_tokens, 2]."""
-        try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        # The library raises plain Exception, usually for a text that its vocabulary has no token for.
-        except Exception as error:
-            raise UserError(f"the tokenizer cannot encode the text ({_reason(error)})") from None
-        return np.array(encoding.ids, dtype=np.int64), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-
     def _find_markers(
         self, tokens: Int64Array, offsets: Int64Array, starts: list[int], markers: list[str]
     ) -> Int64Array:
@@ -599,78 +552,7 @@ class ChatTokenizer:
             return np.zeros(0, dtype=np.int64)
         # The first token that ends after the marker's start.
         positions = np.searchsorted(offsets[:, 1], np.array(starts, dtype=np.int64), side="right")
-        expected = np.array([self._added[marker] for marker in markers])
+        expected = np.array([self.backend.added[marker] for marker in markers])
         if not np.array_equal(tokens[np.minimum(positions, len(tokens) - 1)], expected):
             raise UserError("the tokenizer does not keep its special tokens whole, so placeholders have no place")
         return positions.astype(np.int64)
-
-
-def _turns_before(
-    template: ChatTemplate,
-    conversation: Conversation,
-    turns: list[Turn],
-    forms: dict[str, MediaForm],
-    text: str,
-    *,
-    generation_prompt: bool = False,
-) -> list[tuple[int, int]]:
-    """Of each item in an answer the characters [start, end) of the turn before, as `ChatTokenizer._tokenise` takes it.
-
-    turns: the conversation's, as rendered. text: of them.
-    """
-    if not any(conversation.in_answers):
-        return []
-    found = []
-    for number, turn in enumerate(turns):
-        num_items = sum(kind != TEXT for kind, _ in turn.pieces)
-        span = None
-        if num_items and number and turn.has_loss:
-            span = template.span_of(turns, number - 1, text, _parts(forms), generation_prompt=generation_prompt)
-        found += [span or (0, 0)] * num_items
-    return found
-
-
-def _tool_text(conversation: Conversation) -> str:
-    """All that a conversation says of tools, for a search."""
-    said = [conversation.tools, *(turn.calls for turn in conversation.turns)]
-    return json.dumps(said, ensure_ascii=False) if any(said) else ""
-
-
-def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The tokens that a tokenizer's post-processor puts before and behind a text."""
-    try:
-        encoding = tokenizer.encode("a")
-    except Exception:
-        return [], []  # Without a token for "a"; `_encode` says so of a text.
-    is_added = encoding.special_tokens_mask
-    first = next((place for place, added in enumerate(is_added) if not added), len(is_added))
-    last = len(is_added) - next((place for place, added in enumerate(reversed(is_added)) if not added), 0)
-    return encoding.ids[:first], encoding.ids[max(first, last) :]
-
-
-def _without_double_breaks(turns: tuple[Turn, ...], forms: dict[str, MediaForm]) -> list[Turn]:
-    """The turns without the line break beside a placeholder whose form has one of its own.
-
-    A template that writes items where they stand writes it behind them, and the one before stays.
-
-    Records part `<image>` from the text by a line break, and so do some templates: LLaVA's own code takes the
-    placeholder with its white space out of the text before it writes `<image>` and a line break in front. Typed parts
-    part items from texts by themselves, and stay as they are.
-    """
-    for form, written in ((form, placeholder(modality)) for modality, form in forms.items()):
-        if form.breaks_line:
-            pattern = re.compile(("\n?" if form.is_first else "") + f"{written}\n?")
-            turns = tuple(
-                turn if turn.parts is not None else replace(turn, text=pattern.sub(written, turn.text))
-                for turn in turns
-            )
-    return list(turns)
-
-
-def _parts(forms: dict[str, MediaForm]) -> set[str]:
-    """The modalities whose items the template takes as parts."""
-    return {modality for modality, form in forms.items() if form.is_part}
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:_MAX_REASON_CHARACTERS] or type(error).__name__

@@ -10,12 +10,13 @@ from types import MappingProxyType
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from motet.absent import take_part
 from motet.assign.orchestrator import Decision
-from motet.core.arrays import Int64Array
+from motet.core.arrays import BoolArray, Int64Array
 from motet.core.example import Media, TokenSequence
 from motet.core.grid_positions import KEYS, grid_positions
 from motet.core.workload import BACKBONE, BatchLengths
@@ -147,70 +148,109 @@ def pack(sequences: Sequence[TokenSequence], num_tokens: Mapping[str, Int64Array
     tokens = np.concatenate([sequence.tokens for sequence in sequences] or [np.empty(0, np.int64)])
     targets = np.concatenate([sequence.targets for sequence in sequences] or [np.empty(0, np.bool_)])
     text_lengths = np.array([len(sequence.tokens) for sequence in sequences], dtype=np.int64)
-    text_starts = np.cumsum(text_lengths) - text_lengths
-
-    placeholders = np.concatenate(
-        [start + sequence.media_positions for start, sequence in zip(text_starts, sequences, strict=True)]
-        or [np.empty(0, np.int64)]
-    )
-    of_items = np.array([phase for sequence in sequences for phase in sequence.media], dtype=object)
-    pieces = np.concatenate([sequence.num_pieces for sequence in sequences] or [np.empty(0, np.int64)])
-    phases = np.repeat(of_items, pieces)
-    reads = np.concatenate([sequence.reads_turn for sequence in sequences] or [np.empty(0, np.bool_)])
-    repeats = np.ones(len(tokens), dtype=np.int64)
-    if unknown := set(phases) - num_tokens.keys():
-        raise ValueError(f"sequences have placeholders of unknown phases {sorted(unknown)}")
-    by_placeholder = {}
-    for phase, rows in num_tokens.items():
-        own = pieces[of_items == phase]
-        if len(own) != len(rows):
-            raise ValueError(f"{len(own)} placeholders of phase {phase!r}, {len(rows)} items")
-        if (rows % own).any():
-            raise ValueError(f"items of phase {phase!r} have {rows.tolist()} rows for {own.tolist()} placeholders")
-        by_placeholder[phase] = np.repeat(np.where(reads[of_items == phase], 0, rows) // own, own)
-        repeats[placeholders[phases == phase]] = by_placeholder[phase]
-    for phase, rows in by_placeholder.items():
-        if (repeats[placeholders[phases == phase]] != rows).any():
-            raise ValueError(f"items of phase {phase!r} share a placeholder with items of another number of rows")
-    targets[placeholders] = False
+    placeholders = _Placeholders.of(sequences, np.cumsum(text_lengths) - text_lengths)
+    repeats = placeholders.repeats(num_tokens, len(tokens))
+    targets[placeholders.at] = False
 
     # Text token t becomes the packed rows starts[t] to starts[t + 1].
     starts = np.concatenate([[0], np.cumsum(repeats)])
-    positions = {}
-    for phase in num_tokens:
-        spans = [np.arange(starts[t], starts[t + 1]) for t in placeholders[phases == phase]]
-        positions[phase] = torch.from_numpy(np.concatenate(spans or [np.empty(0, np.int64)]))
-    turn_rows = {}
-    if reads.any():
-        turns = np.concatenate([start + each.item_turns for start, each in zip(text_starts, sequences, strict=True)])
-        for phase in dict.fromkeys(of_items[reads]):
-            of_turns = starts[turns[of_items == phase]]
-            turn_rows[phase] = of_turns[:, 1] - of_turns[:, 0]
-            if not (reads[of_items == phase].all() and np.array_equal(turn_rows[phase], num_tokens[phase])):
-                raise ValueError(
-                    f"items of phase {phase!r} read turns of {turn_rows[phase].tolist()} rows, not of "
-                    f"{num_tokens[phase].tolist()}"
-                )
-            positions[phase] = torch.from_numpy(np.concatenate([np.arange(*of_turn) for of_turn in of_turns]))
+    positions = {phase: placeholders.rows(phase, starts) for phase in num_tokens}
+    turns = placeholders.turns_read(num_tokens, starts)
+    positions |= {phase: np.concatenate([np.arange(*turn) for turn in of_items]) for phase, of_items in turns.items()}
     offsets = starts[np.concatenate([[0], np.cumsum(text_lengths)]).astype(np.int64)]
     packed_targets = np.repeat(targets, repeats)
     packed_targets[offsets[:-1][np.diff(offsets) > 0]] = False
-    grids, key_rows = _grids(sequences, placeholders), None
+    grids, key_rows = _grids(sequences, placeholders.at), None
     if grids is not None and (grids[:, 4] == KEYS).all():
         key_rows = torch.zeros(len(packed_targets), dtype=torch.int64)
-        key_rows[torch.from_numpy(starts[placeholders])] = torch.from_numpy(grids[:, 0])
+        key_rows[torch.from_numpy(starts[placeholders.at])] = torch.from_numpy(grids[:, 0])
         grids = None
     return PackedSequences(
         tokens=torch.from_numpy(np.repeat(tokens, repeats)),
         targets=torch.from_numpy(packed_targets),
         offsets=torch.from_numpy(offsets.astype(np.int32)),
-        feature_positions=positions,
+        feature_positions={phase: torch.from_numpy(places) for phase, places in positions.items()},
         grid_positions=None
         if grids is None
-        else torch.from_numpy(grid_positions(text_lengths, placeholders, repeats, grids)),
+        else torch.from_numpy(grid_positions(text_lengths, placeholders.at, repeats, grids)),
         key_rows=key_rows,
-        turn_rows=turn_rows,
+        turn_rows={phase: of_items[:, 1] - of_items[:, 0] for phase, of_items in turns.items()},
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Placeholders:
+    """The placeholders of sequences one after the other, and the items that they stand for, each for one or several.
+
+    at:       the text token that each is, int64 [num_placeholders].
+    phases:   the phase of each, object [num_placeholders].
+    of_items: the phase of each item, object [num_items].
+    pieces:   the placeholders of each item, int64 [num_items].
+    reads:    whether each item reads a turn, bool [num_items].
+    turns:    the text tokens [start, end) of each item's turn, int64 [num_items, 2]; None where none reads one.
+    """
+
+    at: Int64Array
+    phases: NDArray[np.object_]
+    of_items: NDArray[np.object_]
+    pieces: Int64Array
+    reads: BoolArray
+    turns: Int64Array | None
+
+    @classmethod
+    def of(cls, sequences: Sequence[TokenSequence], text_starts: Int64Array) -> _Placeholders:
+        """text_starts: the first text token of each sequence, int64 [num_sequences]."""
+        begun = list(zip(text_starts, sequences, strict=True))
+        of_items = np.array([phase for sequence in sequences for phase in sequence.media], dtype=object)
+        pieces = np.concatenate([sequence.num_pieces for sequence in sequences] or [np.empty(0, np.int64)])
+        reads = np.concatenate([sequence.reads_turn for sequence in sequences] or [np.empty(0, np.bool_)])
+        return cls(
+            np.concatenate([start + each.media_positions for start, each in begun] or [np.empty(0, np.int64)]),
+            np.repeat(of_items, pieces),
+            of_items,
+            pieces,
+            reads,
+            np.concatenate([start + each.item_turns for start, each in begun]) if reads.any() else None,
+        )
+
+    def repeats(self, num_tokens: Mapping[str, Int64Array], num_text: int) -> Int64Array:
+        """The rows that each text token becomes, int64 [num_text]. num_tokens, errors: as of `pack`."""
+        if unknown := set(self.phases) - num_tokens.keys():
+            raise ValueError(f"sequences have placeholders of unknown phases {sorted(unknown)}")
+        repeats, by_placeholder = np.ones(num_text, dtype=np.int64), {}
+        for phase, rows in num_tokens.items():
+            is_own = self.of_items == phase
+            own = self.pieces[is_own]
+            if len(own) != len(rows):
+                raise ValueError(f"{len(own)} placeholders of phase {phase!r}, {len(rows)} items")
+            if (rows % own).any():
+                raise ValueError(f"items of phase {phase!r} have {rows.tolist()} rows for {own.tolist()} placeholders")
+            by_placeholder[phase] = np.repeat(np.where(self.reads[is_own], 0, rows) // own, own)
+            repeats[self.at[self.phases == phase]] = by_placeholder[phase]
+        for phase, rows in by_placeholder.items():
+            if (repeats[self.at[self.phases == phase]] != rows).any():
+                raise ValueError(f"items of phase {phase!r} share a placeholder with items of another number of rows")
+        return repeats
+
+    def rows(self, phase: str, starts: Int64Array) -> Int64Array:
+        """The packed rows of a phase's items, int64 [n]. starts: the first packed row of each text token."""
+        spans = [np.arange(starts[token], starts[token + 1]) for token in self.at[self.phases == phase]]
+        return np.concatenate(spans or [np.empty(0, np.int64)])
+
+    def turns_read(self, num_tokens: Mapping[str, Int64Array], starts: Int64Array) -> dict[str, Int64Array]:
+        """Phase whose items read turns -> the packed rows [start, end) of each, int64 [num_items of the phase, 2]."""
+        if self.turns is None:
+            return {}
+        found = {}
+        for phase in dict.fromkeys(self.of_items[self.reads]):
+            is_own = self.of_items == phase
+            found[phase] = starts[self.turns[is_own]]
+            rows = found[phase][:, 1] - found[phase][:, 0]
+            if not (self.reads[is_own].all() and np.array_equal(rows, num_tokens[phase])):
+                raise ValueError(
+                    f"items of phase {phase!r} read turns of {rows.tolist()} rows, not of {num_tokens[phase].tolist()}"
+                )
+        return found
 
 
 def _grids(sequences: Sequence[TokenSequence], placeholders: Int64Array) -> Int64Array | None:

@@ -34,23 +34,28 @@ class ExchangeSource:
         self._has_ended = False
 
     def begin(self, first_batch: int) -> None:
+        """As `LoopSource.begin`; a loader that goes on by a state of its own skips no batch here."""
         # A loader that goes on by its own state skips by itself.
         self._first_batch, self._goes_on = 0 if self._goes_on else first_batch, False
         self._iterator, self._has_ended = None, False
 
     def end(self) -> None:
+        """As `LoopSource.end`."""
         self._iterator = None
 
     def set_epoch(self, epoch: int) -> None:
+        """As `LoopSource.set_epoch`."""
         set_epoch(self._loader, epoch)
 
     def load_state(self, state: Any) -> None:
+        """As `LoopSource.load_state`; nothing for a loader that keeps no state."""
         # Between epochs there is none, nor of a loader that kept none when the position was saved.
         self._goes_on = self._is_stateful and state is not None
         if self._goes_on:
             self._loader.load_state_dict(state)
 
     def turn(self, *, is_closing: bool) -> LoopTurn:
+        """As `LoopSource.turn`: a batch of the loader, whose items are exchanged. A collective."""
         examples: Sequence[LoadedExample | None] = []
         status, error = Status.CLOSING if is_closing else Status.READY, None
         try:

@@ -125,6 +125,7 @@ class IndexSource:
         self.num_ahead = loader.num_workers * (loader.prefetch_factor or 0) + 1
 
     def begin(self, first_batch: int) -> None:
+        """As `LoopSource.begin`."""
         self._numbers: Iterator | None = None
         self._batch_sampler = Skipping(self._given.batch_sampler, first_batch)
         self._planned: deque[_Planned] = deque()
@@ -134,15 +135,18 @@ class IndexSource:
         self._have_all_ended = False
 
     def end(self) -> None:
+        """As `LoopSource.end`."""
         self._loader = None
 
     def set_epoch(self, epoch: int) -> None:
+        """As `LoopSource.set_epoch`."""
         set_epoch(self._given, epoch)
 
     def load_state(self, state: Any) -> None:
-        pass
+        """Nothing: such a loader keeps no state."""
 
     def turn(self, *, is_closing: bool) -> LoopTurn:
+        """As `LoopSource.turn`: a microbatch that was decided from lengths before it was loaded. A collective."""
         while len(self._planned) <= self.num_ahead and not self._have_all_ended:
             self._plan()
         planned = self._planned.popleft()

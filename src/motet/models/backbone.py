@@ -29,31 +29,24 @@ from motet.core.arrays import Int64Array
 from motet.core.attention_table import AttentionTable
 from motet.core.errors import UserError
 from motet.core.grid_positions import BEHIND_SIDE, NUM_AXES
-from motet.core.shapes import Transformer, crossing_layers, embedding, final_norm, head, query_tokens
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE
 from motet.dropout import ENTER, ItemRows, arranged
 from motet.models.attention import ATTENTION, PackedItems
+from motet.models.backbone_layers import backbone_layers
 from motet.models.block import Block, outside_blocks, wrap_blocks
 from motet.models.callbacks import callback_name, check_callback
 from motet.models.context_items import ContextItems, SharedRows, context_of, keys_here, placed, spare_row
 from motet.models.contract import Sequences
 from motet.models.exact import keep_float64
-from motet.models.experts import ROUTER_LOSS, RoutedExperts, use_routed_experts
+from motet.models.experts import ROUTER_LOSS, use_routed_experts
 from motet.models.extents import rows_together
 from motet.models.families.registry import backbone_family
 from motet.models.families.shaped import ShapedCausalLM
-from motet.models.families.supported import check_backbone, has_option
+from motet.models.families.supported import check_backbone
 from motet.models.families.text import TextModel
 from motet.models.key_items import KeyItems
-from motet.models.layers import (
-    LayerModules,
-    any_trainable,
-    as_it_learns,
-    frozen_to_eval,
-    products_layer,
-    weighted_callbacks,
-)
+from motet.models.layers import LayerModules, frozen_to_eval, weighted_callbacks
 from motet.models.merge import merge_rows, places_of
 from motet.models.rotary import document_lengths, use_document_rotary
 from motet.models.router_loss import RouterLoss
@@ -86,6 +79,8 @@ class Backbone(nn.Module):
            hidden states there are what the generator is given.
     turns: generators that are given the hidden states of a turn's own rows.
     first_position: of the first row of each document.
+
+    norm: which norm its layers have, as in `core.shapes`.
     Raises UserError for another class, and for a config with options that Motet does not compute
     (`supported.check_backbone`).
     """
@@ -110,13 +105,13 @@ class Backbone(nn.Module):
         if causal_lm.config._attn_implementation != ATTENTION:
             raise ValueError(f"{type(causal_lm).__name__} must be built with attn_implementation={ATTENTION!r}")
         shaped = isinstance(causal_lm, ShapedCausalLM)
-        self._norm = causal_lm.shape.norm if shaped else backbone_family(causal_lm).norm
+        self.norm = causal_lm.shape.norm if shaped else backbone_family(causal_lm).norm
         self.reads_grids = not shaped and backbone_family(causal_lm).reads_grids
         self.behind_grids = BEHIND_SIDE if shaped else backbone_family(causal_lm).behind_grids
         check_backbone(causal_lm.config, f"{type(causal_lm).__name__}: ")
         self._text = (TextModel if shaped else backbone_family(causal_lm).text)(causal_lm)
         says_tied = getattr(causal_lm, "_tied_weights_keys", None) and causal_lm.config.tie_word_embeddings
-        if says_tied and not self._is_tied:
+        if says_tied and not self._text.is_tied:
             raise UserError(
                 f"{type(causal_lm).__name__}: its config says tie_word_embeddings, but its output layer has weights of "
                 "its own, which an export would lose; set tie_word_embeddings = false in config.json, or in "
@@ -190,87 +185,7 @@ class Backbone(nn.Module):
 
     def layers(self) -> list[LayerModules]:
         """The layers in execution order, from tokens to logits."""
-        text, hidden, vocab_size = self._text, self.dim, self.causal_lm.config.vocab_size
-        table, output = text.table, self.causal_lm.lm_head
-        num_tokens = table.num_embeddings  # Mllama's has tokens that are never predicted.
-        tables = (table,) if text.positions is None else (table, text.positions)
-        num_positions = 0 if text.positions is None else text.positions.num_embeddings
-        layers = [
-            LayerModules(embedding(num_tokens, hidden, num_positions, trainable=any_trainable(*tables)), tables),
-            *([self._queries_layer()] if len(self.queries) else ()),
-            *([products_layer("merge", self.merge, hidden)] if isinstance(self.merge, nn.Module) else ()),
-            *(each for block in self._blocks for each in self._described(block)),
-            LayerModules(final_norm(hidden, self._norm, trainable=any_trainable(text.norm)), (text.norm,)),
-            LayerModules(head(vocab_size, hidden, tied=self._is_tied, trainable=any_trainable(output)), (output,)),
-        ]
-        return list(map(as_it_learns, layers))
-
-    @property
-    def _is_tied(self) -> bool:
-        """Whether the output layer has the weights of the tokens' table."""
-        return self._text.causal_lm.lm_head.weight is self._text.table.weight  # type: ignore[no-any-return]
-
-    def _described(self, block: Block) -> list[LayerModules]:
-        """The layers of a block. Rows of one that attends to keys count as if they saw all items of their sequence."""
-        shape, trainable = self._shape(block), any_trainable(block)
-        if block.number not in self._text.crossing:
-            return [LayerModules(shape.layer(trainable=trainable), (block,))]
-        layer, keys = crossing_layers(shape, sum(self.keys.values()), trainable=trainable)
-        attention = block.cross_attn
-        makes_keys = attention.k_proj, attention.v_proj, attention.k_norm
-        return [LayerModules(layer, (block,)), LayerModules(keys, ()).timed_as(*makes_keys)]
-
-    def _queries_layer(self) -> LayerModules:
-        """The query tokens; like a token's, their row is looked up."""
-        count = sum(each.numel() for each in self.queries.values())
-        learn = any_trainable(self.queries)
-        return LayerModules(query_tokens(count, self.dim, trainable=learn), (self.queries,))
-
-    def _shape(self, block: Block) -> Transformer:
-        if isinstance(self.causal_lm, ShapedCausalLM):
-            return self.causal_lm.shape
-        if (own := self._text.shape(block)) is not None:
-            return own
-        config = self.causal_lm.config
-        attention = block.cross_attn if block.number in self._text.crossing else block.self_attn
-        routed = block.mlp if isinstance(block.mlp, RoutedExperts) else None
-        mlp = block.mlp if routed is None else routed.experts
-        # Phi3 has one product for queries, keys and values, and one for both factors of the MLP.
-        fused = getattr(attention, "qkv_proj", None)
-        products = {
-            "query": fused or attention.q_proj,
-            "key": fused or attention.k_proj,
-            "value": fused or attention.v_proj,
-            "output": attention.o_proj,
-        }
-        if routed is None:
-            products["mlp"] = getattr(mlp, "gate_up_proj", None) or mlp.up_proj
-        normed = getattr(attention, "q_norm", None)
-        by_head = normed is not None and normed.weight.numel() == attention.head_dim
-        return Transformer(
-            config.hidden_size,
-            config.intermediate_size if routed is None else routed.experts.intermediate_dim,
-            config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=attention.head_dim,
-            gated=True,
-            activation=config.hidden_activation if has_option(config, "hidden_activation") else config.hidden_act,
-            norm=self._norm,
-            num_norms=sum(name.endswith("norm") for name, _ in block.inner.named_children()),
-            biases=tuple(name for name, product in products.items() if product.bias is not None),
-            qk_norm=by_head,
-            qk_norm_rows=normed is not None and not by_head,
-            causal=True,
-            window=self._window(attention) or 0,
-            num_experts=0 if routed is None else routed.num_experts,
-            experts_per_token=0 if routed is None else routed.experts_per_token,
-        )
-
-    def _window(self, attention: nn.Module) -> int | None:
-        """A layer's sliding window: Qwen and Gemma3 set it by layer, Mistral and Phi3 for all layers."""
-        config = self.causal_lm.config
-        of_model = config.sliding_window if has_option(config, "sliding_window") else None
-        return getattr(attention, "sliding_window", of_model)
+        return backbone_layers(self)
 
     @property
     def text(self) -> TextModel:

@@ -27,10 +27,15 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
+from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.own_file import NAMED_IN_FILE, import_file
+from motet.core.words import counted_words
+from motet.models.contract import item_rows
 from motet.models.initialise import seeded
 
 ARGUMENTS = {
@@ -123,3 +128,36 @@ def _check_arguments(where: str, kind: str, call: Callable[..., Any], *first: An
         raise UserError(
             f"{where}: is called with {len(arguments)} arguments, {', '.join(arguments)}, and takes ({taken})"
         ) from None
+
+
+def checked_counts(
+    kind: str, callback: Any, member: str, said: Any, num_items: int, dimensions: tuple[int, ...]
+) -> Int64Array:
+    """What a callback says of its items. Raises UserError if it is no int64 [num_items], or of `dimensions`."""
+    said = np.asarray(said)
+    if said.ndim not in dimensions or len(said) != num_items or said.dtype.kind not in "iu" or (said < 0).any():
+        raise UserError(
+            f"{kind} ({callback_name(callback)}): its {member} gives {said.tolist()} for "
+            f"{counted_words(num_items, 'item')}; it must give a whole number of each"
+        )
+    return said.astype(np.int64)
+
+
+def check_num_rows(who: str, rows: Tensor, extents: Int64Array, num_items: int, said_by: str) -> None:
+    """Raise UserError for other rows than the sequences were laid out for.
+
+    who: gave them. extents: of each item, as of `contract.item_rows`. said_by: what should have said how many come.
+    """
+    expected = int(item_rows(extents).sum())
+    if not isinstance(rows, Tensor) or rows.ndim != 2 or len(rows) != expected:
+        gave = counted_words(len(rows), "row") if isinstance(rows, Tensor) and rows.ndim == 2 else "no rows [n, width]"
+        raise UserError(
+            f"{who} gave {gave} for {counted_words(num_items, 'item')}, and {expected} were expected, for which the "
+            f"sequences were laid out; {said_by} must say what it returns"
+        )
+
+
+def callback_dtype(callback: Any, otherwise: torch.dtype) -> torch.dtype:
+    """The dtype of a callback's weights, or of another module's; `otherwise` if it has none."""
+    parameters = callback.parameters() if isinstance(callback, nn.Module) else ()
+    return next((p.dtype for p in parameters if p.is_floating_point()), otherwise)

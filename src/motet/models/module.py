@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +19,9 @@ from motet.core.errors import ArgumentError, UserError
 from motet.core.grid_positions import NUM_AXES
 from motet.core.item_segments import ItemSegments
 from motet.core.spec import Module
-from motet.core.words import counted_words
 from motet.dropout import AFTER, BEFORE, BETWEEN, ENTER, PROJECTOR, ItemRows, arranged
 from motet.models.block import Block, outside_blocks, wrap_blocks
-from motet.models.callbacks import callback_name, check_callback
+from motet.models.callbacks import callback_dtype, callback_name, check_callback, check_num_rows, checked_counts
 from motet.models.context_items import SharedItemRows
 from motet.models.contract import item_rows
 from motet.models.cross_projector import CrossProjector
@@ -171,7 +169,7 @@ class ModalityModule(nn.Module):
     def num_tokens(self, sizes: Int64Array) -> Int64Array:
         """Rows that each item takes in the backbone's sequence, int64 [num_items]."""
         if said := getattr(self.after, "num_rows", None):
-            return _checked("after", self.after, "num_rows", said(sizes), len(sizes), (1,))
+            return checked_counts("after", self.after, "num_rows", said(sizes), len(sizes), (1,))
         seen, counts = self._seen(sizes)
         return _sums(self.projector.num_outputs(self._projected(seen)), counts)
 
@@ -189,7 +187,7 @@ class ModalityModule(nn.Module):
         if said is None:
             return sizes, np.ones(len(sizes), dtype=np.int64)
         seen, counts = said(sizes)
-        counts = _checked("before", self.before, "items", counts, len(sizes), (1,))
+        counts = checked_counts("before", self.before, "items", counts, len(sizes), (1,))
         if len(seen) != counts.sum() or (counts < 1).any():
             raise UserError(
                 f"before ({callback_name(self.before)}): its items says that {len(sizes)} items become "
@@ -215,7 +213,7 @@ class ModalityModule(nn.Module):
         said = getattr(self.between, "num_rows", None)
         if said is None:
             return self._extents(seen)
-        extents = _checked("between", self.between, "num_rows", said(seen), len(seen), (1, 2))
+        extents = checked_counts("between", self.between, "num_rows", said(seen), len(seen), (1, 2))
         if extents.ndim > 1 and math.isqrt(self.projector.downsample) ** 2 != self.projector.downsample:
             raise UserError(
                 f"projector.{self.joins_by} is {self.projector.downsample}, but between "
@@ -336,7 +334,7 @@ class ModalityModule(nn.Module):
         """The encoder's rows that are here -> those of the sequence that are. sizes, shared: as of `forward`."""
         projector = self.projector
         extents = self._extents(here.sizes.numpy())
-        rows = rows.to(_dtype_of(projector, rows.dtype))
+        rows = rows.to(callback_dtype(projector, rows.dtype))
         if self._tile is not None:
             rows = projector(rows, extents)
         elif getattr(projector, "joins", False):
@@ -374,7 +372,7 @@ class ModalityModule(nn.Module):
         assert isinstance(after, Newlines), "a callback by which `can_share` holds"
         if not shared.num_rows_out:
             return take_part(rows[:0], after.parameters())
-        rows = after(rows.to(_dtype_of(after, rows.dtype)), sizes)
+        rows = after(rows.to(callback_dtype(after, rows.dtype)), sizes)
         own = torch.from_numpy(shared.outputs.rows[shared.rank]).to(rows.device)
         return rows.index_select(0, own).to(self._dtype(rows.dtype))
 
@@ -533,21 +531,21 @@ class ModalityModule(nn.Module):
     def _between(self, rows: Tensor, seen_sizes: Tensor, sizes: Tensor) -> Tensor:
         """The encoder's rows through `between`, in the projector's dtype. seen_sizes: sizes behind `before`."""
         on_host, num_items = seen_sizes.numpy(), len(seen_sizes)
-        _check_rows(f"{type(self.encoder).__name__}", rows, self._extents(on_host), num_items, "num_outputs")
+        check_num_rows(f"{type(self.encoder).__name__}", rows, self._extents(on_host), num_items, "num_outputs")
         if self.between:
             with arranged(BETWEEN, lambda: self._between_rows(sizes)):
-                rows = self.between(rows.to(_dtype_of(self.between, rows.dtype)), seen_sizes)
+                rows = self.between(rows.to(callback_dtype(self.between, rows.dtype)), seen_sizes)
             extents = self._projected(on_host)
-            _check_rows(f"between ({callback_name(self.between)})", rows, extents, num_items, "num_rows beside it")
-        return rows.to(_dtype_of(self.projector, rows.dtype))
+            check_num_rows(f"between ({callback_name(self.between)})", rows, extents, num_items, "num_rows beside it")
+        return rows.to(callback_dtype(self.projector, rows.dtype))
 
     def _after(self, rows: Tensor, sizes: Tensor) -> Tensor:
         """The projected rows through `after`. sizes: of the items themselves."""
         if self.after:
             with arranged(AFTER, lambda: [*self._projected_rows(sizes), self.num_tokens(sizes.numpy())]):
-                rows = self.after(rows.to(_dtype_of(self.after, rows.dtype)), sizes)
+                rows = self.after(rows.to(callback_dtype(self.after, rows.dtype)), sizes)
             expected = self.num_tokens(sizes.numpy())
-            _check_rows(f"after ({callback_name(self.after)})", rows, expected, len(sizes), "num_rows beside it")
+            check_num_rows(f"after ({callback_name(self.after)})", rows, expected, len(sizes), "num_rows beside it")
         rows = rows.to(self._dtype(rows.dtype))  # As on a rank without items: ranks exchange both.
         # FSDP gathers for backward in hooks of outputs. If the output of the projector's Block were that of the module
         # as well, its parameters would be gathered before those outside of Blocks, and after them on a rank without
@@ -571,7 +569,7 @@ class ModalityModule(nn.Module):
             return values, sizes
         who = f"before ({callback_name(self.before)})"
         with arranged(BEFORE, lambda: [self.num_values(sizes.numpy())]):
-            given = self.before(values.to(_dtype_of(self.before, values.dtype)), sizes)
+            given = self.before(values.to(callback_dtype(self.before, values.dtype)), sizes)
         if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, Tensor) for part in given)):
             raise UserError(f"{who} returned {type(given).__name__}; it must return (values, sizes), two tensors")
         seen, seen_sizes = given[0], given[1].cpu()
@@ -628,34 +626,6 @@ def _sums(values: Int64Array, counts: Int64Array) -> Int64Array:
     """The sums of the first counts[0] values, of the next counts[1], and so on."""
     ends, stops = np.concatenate([[0], np.cumsum(values)]), np.cumsum(counts)
     return ends[stops] - ends[stops - counts]
-
-
-def _checked(
-    kind: str, callback: Any, member: str, said: Any, num_items: int, dimensions: tuple[int, ...]
-) -> Int64Array:
-    """What a callback says of its items. Raises UserError if it is no int64 [num_items]."""
-    said = np.asarray(said)
-    if said.ndim not in dimensions or len(said) != num_items or said.dtype.kind not in "iu" or (said < 0).any():
-        raise UserError(
-            f"{kind} ({callback_name(callback)}): its {member} gives {said.tolist()} for "
-            f"{counted_words(num_items, 'item')}; it must give a whole number of each"
-        )
-    return said.astype(np.int64)
-
-
-def _check_rows(who: str, rows: Tensor, extents: Int64Array, num_items: int, said_by: str) -> None:
-    expected = int(item_rows(extents).sum())
-    if not isinstance(rows, Tensor) or rows.ndim != 2 or len(rows) != expected:
-        gave = counted_words(len(rows), "row") if isinstance(rows, Tensor) and rows.ndim == 2 else "no rows [n, width]"
-        raise UserError(
-            f"{who} gave {gave} for {counted_words(num_items, 'item')}, and {expected} were expected, for which the "
-            f"sequences were laid out; {said_by} must say what it returns"
-        )
-
-
-def _dtype_of(callback: Any, otherwise: torch.dtype) -> torch.dtype:
-    """The dtype of a callback's weights, if it has any."""
-    return _first_dtype(callback.parameters() if isinstance(callback, nn.Module) else (), otherwise)
 
 
 def _first_dtype(parameters: Iterable[nn.Parameter], otherwise: torch.dtype) -> torch.dtype:

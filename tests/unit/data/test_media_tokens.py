@@ -27,13 +27,13 @@ def shown(tokenizer: ChatTokenizer, sequence) -> str:
     """All tokens as text, an item's own in brackets."""
     tokens = sequence.tokens.tolist()
     edges = [0, *(edge for at in sequence.media_positions.tolist() for edge in (at, at + 1)), len(tokens)]
-    texts = [tokenizer._tokenizer.decode(tokens[a:b], skip_special_tokens=False) for a, b in pairwise(edges)]
+    texts = [tokenizer.backend.decode(tokens[a:b], special=True) for a, b in pairwise(edges)]
     return "".join(f"[{text}]" if place % 2 else text for place, text in enumerate(texts))
 
 
 def learned(tokenizer: ChatTokenizer, sequence) -> list[str]:
     edges = np.flatnonzero(np.diff(sequence.targets.astype(int), prepend=0, append=0)).reshape(-1, 2)
-    return [tokenizer._tokenizer.decode(sequence.tokens[a:b].tolist(), skip_special_tokens=False) for a, b in edges]
+    return [tokenizer.decode(sequence.tokens[a:b], special=True) for a, b in edges]
 
 
 def complaint(folder, asked=ASKED) -> str:
@@ -176,7 +176,7 @@ def test_tokens_of_the_template_in_a_text_are_refused(tmp_path, token):
         assert f"holds '{token}', a token by which the tokenizer marks turns, texts or media" in said
     tokenizer = ChatTokenizer.from_directory(folder)
     with_box = tokenizer.encode(conversation("Where?", "<|box_start|>(1,2)"))
-    assert tokenizer._special["<|box_start|>"] in with_box.tokens
+    assert tokenizer.backend.special["<|box_start|>"] in with_box.tokens
 
 
 def test_a_named_token_is_special_whatever_its_file_says(tmp_path):

@@ -31,14 +31,14 @@ TWO_ROUNDS = parse_conversation(
 
 
 def pieces(tokenizer: ChatTokenizer, ids) -> list[str]:
-    return [tokenizer._tokenizer.id_to_token(token) for token in ids]
+    return [tokenizer.backend.token(token) for token in ids]
 
 
 def target_texts(tokenizer: ChatTokenizer, conversation=TWO_ROUNDS) -> list[str]:
     """The runs of targets, special tokens written out."""
     sequence = tokenizer.encode(conversation)
     edges = np.flatnonzero(np.diff(sequence.targets.astype(int), prepend=0, append=0)).reshape(-1, 2)
-    return [tokenizer._tokenizer.decode(sequence.tokens[a:b].tolist(), skip_special_tokens=False) for a, b in edges]
+    return [tokenizer.decode(sequence.tokens[a:b], special=True) for a, b in edges]
 
 
 def test_answers_and_their_end_tokens_are_targets(tokenizer):

@@ -128,7 +128,7 @@ def test_an_item_is_not_parted_from_its_marks(tmp_path):
     of_image = tokenizer.item_tokens("image")
     names = [tokenizer.decode(np.array([token])) for token in of_image]
     assert len(of_image) == 3, names
-    start, pad, end = (tokenizer._added[f"<|{name}|>"] for name in ("vision_start", "image_pad", "vision_end"))
+    start, pad, end = (tokenizer.backend.added[f"<|{name}|>"] for name in ("vision_start", "image_pad", "vision_end"))
     # word word start pad end word word, all learned but the pad.
     tokens = np.array([300, 301, start, pad, end, 302, 303])
     targets = np.array([True, True, True, False, True, True, True])

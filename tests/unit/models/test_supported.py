@@ -12,6 +12,7 @@ import transformers
 from motet.core.errors import UserError
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
+from motet.models.backbone_layers import window_of
 from motet.models.build import BackboneConfig, EncoderConfig, build_backbone, build_modality
 from motet.models.families.bounds import BOUNDS, check_bounds
 from motet.models.families.registry import BACKBONES, ENCODERS
@@ -163,7 +164,7 @@ def test_windows_beside_the_kinds_of_layers_of_a_directory_are_refused(tiny, tmp
         build_backbone(BackboneConfig(family="qwen2", path=tmp_path, config=options), 50, torch.float32, 0)
     options["layer_types"] = ["sliding_attention"] * 2
     built = build_backbone(BackboneConfig(family="qwen2", path=tmp_path, config=options), 50, torch.float32, 0)
-    assert [built._window(block.self_attn) for block in built.blocks] == [4, 4]
+    assert [window_of(built, block.self_attn) for block in built.blocks] == [4, 4]
 
 
 def test_longrope_is_of_documents_that_count_from_0(tiny):

@@ -37,6 +37,11 @@ class TextModel:
         return self.decoder.embed_tokens
 
     @property
+    def is_tied(self) -> bool:
+        """Whether the output layer has the weights of the tokens' table."""
+        return self.causal_lm.lm_head.weight is self.table.weight  # type: ignore[no-any-return]
+
+    @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers."""
         return self.decoder.layers

@@ -86,6 +86,7 @@ def open_dataset(
 
 
 def open_heldout(recipe: Recipe, vocabulary: ChatTokenizer | DrawnVocabulary, model: MLLM, say: Say) -> Dataset | None:
+    """The held-out examples of a recipe, none of them truncated; None if it has none. Raises UserError."""
     if not recipe.data.heldout:
         return None
     heldout = open_dataset(recipe, recipe.data.heldout, vocabulary, model, say, whole=True)

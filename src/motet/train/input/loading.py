@@ -147,10 +147,12 @@ class IndexLoading:
         self._rank, self._ranks_per_node = rank, ranks_per_node
 
     def deal(self, examples: StepExamples, num_microbatches: int) -> DealtStep:
+        """As `Loading.deal`, by the lengths of the index: which rank computes what is decided here."""
         step = decided_step(self._orchestrator, self._dataset, examples, num_microbatches)
         return DealtStep(tuple(Dealt(examples.ids[part.examples], part) for part in step.microbatches), step)
 
     def start(self, dealt: Dealt) -> Pending:
+        """As `Loading.start`: media that this rank computes on are decoded by workers, tokens read at once."""
         ids, decided = dealt.ids, dealt.decided
         assert decided is not None, "index mode decides before loading"
         lengths, decision = decided.lengths, decided.decision
@@ -163,6 +165,7 @@ class IndexLoading:
         return pending
 
     def finish(self, pending: Pending, kept: BoolArray) -> Loaded:
+        """As `Loading.finish`, without a message."""
         lengths, decision = pending.lengths, pending.decision
         assert lengths is not None
         assert decision is not None
@@ -200,6 +203,7 @@ class ExchangeLoading:
         self._dataset, self._decoder, self._exchange, self._ranks_per_node = dataset, decoder, exchange, ranks_per_node
 
     def deal(self, examples: StepExamples, num_microbatches: int) -> DealtStep:
+        """As `Loading.deal`: in order, or by the indexes that all ranks have where examples are deferred."""
         assert examples.group is None, "a recipe that exchanges items has no groups"
         if num_microbatches > 1 and self._exchange.orchestrator.defers and not isinstance(self._dataset, OwnSplits):
             step = decided_step(self._exchange.orchestrator, self._dataset, examples, num_microbatches)
@@ -210,6 +214,7 @@ class ExchangeLoading:
         return DealtStep(tuple(Dealt(part) for part in parts))
 
     def start(self, dealt: Dealt) -> Pending:
+        """As `Loading.start`: the examples whose home is this rank."""
         ids = dealt.ids
         pending = Pending(len(ids), where_in(self._dataset, ids))
         for index in np.flatnonzero(self._home(ids) == self._exchange.rank).tolist():
@@ -220,6 +225,7 @@ class ExchangeLoading:
         return pending
 
     def finish(self, pending: Pending, kept: BoolArray) -> Loaded:
+        """As `Loading.finish`: lengths are gathered, and items go to the ranks that compute on them. A collective."""
         media: dict[int, list[Media]] = {index: [] for index in pending.sequences}
         for index, item in pending.media():
             media[index].append(item)

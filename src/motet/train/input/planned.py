@@ -142,6 +142,7 @@ class PlannedLoading:
         self._decide, self._dataset, self._decoder, self._needs = decide, dataset, decoder, needs
 
     def deal(self, examples: StepExamples, num_microbatches: int) -> DealtStep:
+        """As `Loading.deal`, as the Plan's microbatches are decided from the index."""
         assert examples.group is None, "a recipe under a Plan has no groups of its own"
         ids = examples.ids
         step = self._decide(self._dataset.batch_lengths(ids, 1))
@@ -149,6 +150,7 @@ class PlannedLoading:
         return DealtStep(tuple(dealt), step)
 
     def start(self, dealt: Dealt) -> Pending:
+        """As `Loading.start`: what the stages of this rank need."""
         ids, decided, needs = dealt.ids, dealt.decided, self._needs
         assert decided is not None, "a Plan decides before loading"
         pending = Pending(len(ids), where_in(self._dataset, ids), lengths=decided.lengths, decision=decided.decision)
@@ -163,6 +165,7 @@ class PlannedLoading:
         return pending
 
     def finish(self, pending: Pending, kept: BoolArray) -> Loaded:
+        """As `Loading.finish`, without a message."""
         lengths, decision, needs = pending.lengths, pending.decision, self._needs
         assert lengths is not None
         assert decision is not None

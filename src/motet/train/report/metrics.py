@@ -52,6 +52,7 @@ class DecodingSoFar:
 
     @classmethod
     def of(cls, ahead: Ahead, decoder: Decoder) -> DecodingSoFar:
+        """The figures of a decoder now. ahead: what was loaded ahead."""
         return cls(ahead, decoder.store_bytes, decoder.num_workers, decoder.num_deaths)
 
     @property
@@ -108,6 +109,7 @@ class StepEnd:
 
     @staticmethod
     def now() -> StepEnd:
+        """The end of a step that ends now."""
         return StepEnd(time.perf_counter(), core_wait_s())
 
 

@@ -142,6 +142,7 @@ class Terminal:
         self._stream = sys.stdout
 
     def write(self, text: str) -> int:
+        """Write a text; returns its number of characters, also where it is dropped."""
         try:
             self._stream.write(text)
         except (OSError, ValueError):
@@ -149,6 +150,7 @@ class Terminal:
         return len(text)
 
     def flush(self) -> None:
+        """Flush the stream, if it can still be written."""
         try:
             self._stream.flush()
         except (OSError, ValueError):

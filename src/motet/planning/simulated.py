@@ -1,0 +1,46 @@
+"""What `motet simulate` predicts a step of: a Plan from its file, or a recipe as it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from motet.core.plan import Plan
+from motet.core.workload import Workload
+from motet.cost.model import CostModel
+from motet.cost.source import cost_model
+from motet.planning.sources import read_plan_and_workload
+
+if TYPE_CHECKING:
+    from motet.planning.job import JobOptions
+
+
+@dataclass(frozen=True)
+class SimulatedJob:
+    """A Plan, the lengths of its examples, and what its layers cost.
+
+    decided: what training decides in each step of a recipe, as arguments of `predictions`.
+    """
+
+    plan: Plan
+    lengths: Workload
+    cost: CostModel
+    decided: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_recipe(cls, file: Path, overrides: Sequence[str], options: JobOptions) -> SimulatedJob:
+        """A recipe as it trains. Raises UserError for what is wrong with it, and where no Plan can express it."""
+        from motet.planning.plan_of_recipe import read_recipe_as_plan
+
+        plan, job = read_recipe_as_plan(file, overrides, options)
+        decided = {"balancing": job.balancing, "recomputes": job.recomputes, "exchange": job.exchange}
+        return cls(plan, job.workload, job.cost, decided)
+
+    @classmethod
+    def of_plan(cls, file: Path, workload: Path | None, profile: Path | None) -> SimulatedJob:
+        """A Plan from its file, on given lengths, or on those of the recipe that it names. Raises UserError."""
+        plan, lengths = read_plan_and_workload(file, workload)
+        cost = cost_model(plan.cluster, plan.precision, profile, moments=plan.moments, any_device=False)
+        return cls(plan, lengths, cost)
