@@ -66,7 +66,8 @@ from motet.train.input.datasets import (
     check_same_examples,
     open_dataset,
     open_heldout,
-    say_no_end,
+    say_named_twice,
+    say_unlearned,
 )
 from motet.train.input.feed import StepInput
 from motet.train.input.loading import ExchangeLoading, IndexLoading, Loading
@@ -75,7 +76,7 @@ from motet.train.input.own_splits import joined_splits, own_splits
 from motet.train.input.planned import PlannedLoading, StageNeeds, StepDecider
 from motet.train.input.rows import check_rows
 from motet.train.input.service import open_decoder
-from motet.train.optimizer import build_optimizer, check_groups, check_learns
+from motet.train.optimizer import build_optimizer, check_groups, check_learns, never_reached
 from motet.train.planned_job import (
     ChosenPlan,
     PartConfig,
@@ -177,7 +178,8 @@ def build_job(
         opened = {
             number: open_dataset(recipe, manifests, vocabulary, model, say) for number, manifests in splits.items()
         }
-        say_no_end(vocabulary, opened[min(opened)], say)
+        say_unlearned(vocabulary, opened[min(opened)], say)
+        say_named_twice(recipe, say)
         heldout = open_heldout(recipe, vocabulary, model, say)
         if rank_bytes:
             alone, shared = plan_alone(recipe, spec, ranks), _shared_by(recipe, orchestrator)
@@ -282,7 +284,7 @@ def _deferred_model(recipe: Recipe) -> tuple[ChatTokenizer | DrawnVocabulary, ML
 
 
 def _in_steps(recipe: Recipe, dataset: Examples | OwnSplits, order: EpochOrder, world: World, say: Say) -> Recipe:
-    """The recipe with steps in place of epochs. A collective."""
+    """The recipe with steps in place of epochs; it is said if there are too few. A collective."""
     with world.together():
         run = recipe.run.over(order)
     if recipe.run.epochs is not None:
@@ -290,6 +292,8 @@ def _in_steps(recipe: Recipe, dataset: Examples | OwnSplits, order: EpochOrder, 
         times = f"at least {times}" if recipe.data.weights else times
         examples = counted_words(dataset.num_examples, "example")
         say(f"Each of the {examples} is taken {times}, in {counted_words(run.num_steps, 'step')}.")
+    if short := never_reached(recipe.optimizer, run.num_steps):
+        say(short)
     return recipe.model_copy(update={"run": run})
 
 
@@ -423,7 +427,8 @@ def _build_planned_job(
         check_context(model, plan, recipe.context)
         _check_compiles(recipe, model, world)
         dataset = open_dataset(recipe, recipe.data.train, vocabulary, model, say)
-        say_no_end(vocabulary, dataset, say)
+        say_unlearned(vocabulary, dataset, say)
+        say_named_twice(recipe, say)
         heldout = open_heldout(recipe, vocabulary, model, say)
         check_bad_at_indexing(recipe, dataset)
         leave_out_too_long(dataset, plan, recipe.data.max_bad_fraction, say, exchange=recipe.context.exchange)
