@@ -23,7 +23,7 @@ from motet.train.checkpoint.contents import Damaged, RunState, is_checkpoint, ve
 from motet.train.checkpoint.folder import checkpoints, folder_of_checkpoints
 from motet.train.checkpoint.remote import checkpoint_at, is_stored
 from motet.train.checkpoint.restoring import load_weights
-from motet.train.checkpoint.resuming import check_beside
+from motet.train.checkpoint.same_run import check_beside
 from motet.train.checkpoint.state import store_frozen
 from motet.train.export import check_adapters, write_export
 from motet.train.recipe.recipe import DrawnRecipe, Recipe, load_recipe

@@ -54,6 +54,7 @@ from motet.train.balancing import (
 from motet.train.checkpoint.choice import Say
 from motet.train.checkpoint.contents import CHECKPOINTS, Progress
 from motet.train.checkpoint.resuming import resume_run
+from motet.train.checkpoint.same_run import stated
 from motet.train.checkpoint.saving import Checkpointer
 from motet.train.evaluate import Evaluator, check_prompts
 from motet.train.evaluate_planned import PlannedEvaluator
@@ -373,6 +374,7 @@ def _start(
         loss_scale=step.loss_scale and step.loss_scale.value,
         shuffle=recipe.data.shuffle,
         optimizer=recipe.optimizer.name,
+        stated=stated(recipe),
     )
 
 
