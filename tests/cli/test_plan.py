@@ -17,6 +17,7 @@ from motet.analyze.lengths import read_lengths
 from motet.cli import main
 from motet.planner import what_if
 from motet.planning import measure
+from motet.planning.planned_recipe import read_job_recipe
 from ranks import TIMEOUT_S
 
 RECIPE = """
@@ -497,3 +498,12 @@ def test_the_plan_is_written_where_its_reader_has_left(recipe, tmp_path):
     subprocess.run(command, stdout=writing, timeout=TIMEOUT_S, check=False)
     os.close(writing)
     assert (tmp_path / "p.json").is_file()
+
+
+def test_items_that_no_projector_makes_are_said(recipe, capsys):
+    recipe.write_text(RECIPE.replace("length_per_token = 4", "length_per_token = 2"))
+    read_job_recipe(recipe)
+    assert "length_per_token is 2, but model.encoders.image makes a row of 4" in capsys.readouterr().err
+    recipe.write_text(RECIPE)
+    read_job_recipe(recipe)
+    assert capsys.readouterr().err == ""
