@@ -507,3 +507,10 @@ def test_items_that_no_projector_makes_are_said(recipe, capsys):
     recipe.write_text(RECIPE)
     read_job_recipe(recipe)
     assert capsys.readouterr().err == ""
+
+
+def test_a_pin_of_balancing_without_replicas_is_said_to_have_no_effect(recipe, monkeypatch, capsys):
+    for ranks, has_none in ((1, True), (2, False)):
+        pins = "--pin", "balance=joint", "--pin", f"dp={ranks}", "--ranks-per-node", str(ranks)
+        motet(monkeypatch, "plan", recipe, *pins, *QUICK)
+        assert ("--pin balance=joint has no effect on this plan: it has one" in capsys.readouterr().err) == has_none
