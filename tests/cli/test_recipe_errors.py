@@ -164,6 +164,14 @@ def test_missing_files(job, capsys, monkeypatch):
         ("~optimizer.lr", "--set optimizer.lr: 'optimizer.lr' is missing and has no default"),
         ("run.dir=", "has no value; '~run.dir' removes the key, and 'run.dir=\"\"' is an empty text."),
         ("run.dir.x=1", "'dir' is a value in the recipe, not a table"),
+        (
+            "balance={ phases = 'off', method = 'per_phase' }",
+            'method = "per_phase" has no effect with phases = "off", which balances no encoder; remove it',
+        ),
+        (
+            "transforms.image={ patch_size = 4, fixed_size = 16, max_pixels_side = 400 }",
+            "max_pixels_side has no effect beside fixed_size, the size of every image; remove it",
+        ),
         ('balance.phases=["video"]', "there is no phase 'video'"),
         ("balance.method=jointly", "'balance.method' must be 'auto', 'joint', 'per_phase' or 'split', not 'jointly'."),
         (

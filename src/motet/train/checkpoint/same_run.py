@@ -21,6 +21,9 @@ from motet.train.checkpoint.contents import Progress, RunState
 from motet.train.recipe.recipe import Recipe
 
 _ANEW = ", or start anew with --resume never"
+_OTHERWISE = (
+    ", so the model would go on to learn something else: set it back, begin with its weights alone by run.start" + _ANEW
+)
 _MAY_CHANGE = re.compile(
     r"path|train(_encoder|_projector|_generator)?|lora|freeze|sampling|weight|drop_condition|encode_in|draft_jpeg|"
     # Of the files of directories.
@@ -91,8 +94,8 @@ def check_same_run(chosen: Start, start: Progress, num_steps: int) -> None:
             f"{where} was written {_group_words(then.group)}, and this run is {_group_words(start.group)}, which "
             f"orders the examples anew: set it back{_ANEW}."
         )
-    if then.stated is not None and start.stated is not None:
-        _check_stated(where, then.stated, start.stated)
+    if start.stated is not None:
+        check_stated(chosen.path, then, start.stated, or_else=_OTHERWISE)
     if then.step > num_steps:
         raise UserError(
             f"{where} is of step {then.step}, and run.steps = {num_steps} ends before it: raise run.steps, go back to "
@@ -118,14 +121,16 @@ def check_beside(checkpoint: Path, then: RunState, now: Progress, or_else: str =
         )
 
 
-def _check_stated(where: str, then: Mapping[str, str], now: Mapping[str, str]) -> None:
-    for key in (*then, *now):
-        if then.get(key) != now.get(key):
-            was, is_now = (_shown(said.get(key)) for said in (then, now))
-            raise UserError(
-                f"{where} was written with {key} {was}, not {is_now} as now, so the model would go on to learn "
-                f"something else: set it back, begin with its weights alone by run.start{_ANEW}."
-            )
+def check_stated(checkpoint: Path, then: RunState, now: Mapping[str, str], table: str = "", or_else: str = "") -> None:
+    """Raise UserError if a recipe says otherwise than that of a checkpoint what is computed or learned.
+
+    now: as of `stated`. table: of which keys alone count, all by default. or_else: the rest of the sentence.
+    """
+    before = now if then.stated is None else then.stated
+    for key in (key for key in (*before, *now) if key.startswith(table)):
+        if before.get(key) != now.get(key):
+            was, is_now = (_shown(said.get(key)) for said in (before, now))
+            raise UserError(f"The checkpoint {checkpoint} was written with {key} {was}, not {is_now} as now{or_else}.")
 
 
 def _shown(value: str | None) -> str:

@@ -11,7 +11,7 @@ from cli.tiny_job import RECIPE
 from motet.core.errors import UserError
 from motet.train.checkpoint.choice import Start
 from motet.train.checkpoint.contents import Progress, RunState
-from motet.train.checkpoint.same_run import check_same_run, stated
+from motet.train.checkpoint.same_run import check_same_run, check_stated, stated
 from motet.train.recipe.recipe import load_recipe
 
 MADE = """
@@ -125,3 +125,14 @@ def test_code_of_ones_own_may_lie_elsewhere(recipe, tmp_path):
     ]
     assert refusal(own[0], own[1]) == ""
     assert 'model.encoders.image.after = "own.py:a", not = "own.py:c"' in refusal(own[0], own[2])
+
+
+def test_an_export_is_of_the_model_that_was_trained(recipe):
+    then, now = (
+        replace(START, stated=stated(load_recipe(recipe, each)))
+        for each in ((), ("model.backbone.config.hidden_act=relu", "transforms.image.mean=[0.4]"))
+    )
+    state = RunState(**vars(then), num_ranks=1, launch="", written=datetime.now(UTC))
+    with pytest.raises(UserError, match=r'with model.backbone.config.hidden_act as by default, not = "relu" as now'):
+        check_stated(Path("there"), state, now.stated, "model.")
+    check_stated(Path("there"), state, {**then.stated, "transforms.image.mean": "[0.4]"}, "model.")
