@@ -198,7 +198,7 @@ def build_job(
     check_buckets_used(recipe, model, opened.values(), world)
     dataset = joined_splits(opened, world, say) if recipe.data.is_split else opened[0]
     check_same_examples(world, dataset, heldout)
-    check_prompts(heldout, recipe.evaluate, world)
+    check_prompts(heldout, recipe.evaluate, world, say)
     with world.together():
         check_bad_at_indexing(recipe, dataset)
         microbatches = recipe.microbatches_on(replicas.num_ranks)  # Refused before anything is sharded.
@@ -446,7 +446,7 @@ def _build_planned_job(
     check_buckets_used(recipe, model, [dataset], world)
     _check_same_plan(world, plan)
     check_same_examples(world, dataset, heldout)
-    check_prompts(heldout, recipe.evaluate, world)
+    check_prompts(heldout, recipe.evaluate, world, say)
     given, recipe = recipe.run, _in_steps(recipe, dataset, order, world, say)
     with world.together():
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)

@@ -103,9 +103,10 @@ def say_named_twice(recipe: Recipe, say: Say) -> None:
     train, heldout = ([file for manifest in manifests for file in _files_of(manifest)] for manifests in named)
     for key, files in (("train", train), ("heldout", heldout)):
         if twice := [file for file, count in Counter(files).items() if count > 1]:
+            how = " (data.mixture says how often the examples of a manifest come)" if key == "train" else ""
             say(
                 f"data.{key} has {_first_of(twice)} more than once, so each of its examples counts as several; name it "
-                "once if that is not meant (data.mixture says how often the examples of a manifest come)."
+                f"once if that is not meant{how}."
             )
     if both := [file for file in dict.fromkeys(heldout) if file in set(train)]:
         say(
