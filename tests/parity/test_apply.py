@@ -583,6 +583,12 @@ def test_models_that_motet_does_not_compute_are_refused():
         motet.compose(parts.language_model(), {}, {"audio": None})
     with pytest.raises(UserError, match="'backbone' cannot name an encoder"):
         motet.compose(parts.language_model(), {"backbone": parts.vision_tower()})
+    hooked = parts.language_model()
+    hooked.register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(
+        UserError, match="Qwen2ForCausalLM has a hook on its forward or backward pass, which would never"
+    ):
+        motet.compose(hooked, {})
     draw = example_module("apply_generator").DRAW
     with pytest.raises(UserError, match="'backbone' cannot name a generator"):
         motet.compose(parts.language_model(), {}, generators={"backbone": draw})

@@ -27,6 +27,7 @@ from motet.cost.source import cost_model
 from motet.dispatch import LoadedExample
 from motet.dropout import drops_out
 from motet.models.block import Block
+from motet.models.compose import hooks_passes
 from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
 from motet.planner.job import Job
@@ -103,7 +104,7 @@ def _check_model(mllm: nn.Module) -> None:
             f"motet.apply: {hooked} has a hook on its gradient, which a plan may compute elsewhere, in parts and by "
             "microbatches: remove it."
         )
-    if hooked := next((name for name in _around_blocks(modules) if _hooks_passes(modules[name])), None):
+    if hooked := next((name for name in _around_blocks(modules) if hooks_passes(modules[name])), None):
         raise UserError(
             f"motet.apply: {hooked} has a hook on its forward or backward pass, which would not run, or not on the "
             "whole of it, as stages call its blocks: register it on a block, or on a module in one."
@@ -122,11 +123,6 @@ def _around_blocks(modules: Mapping[str, nn.Module]) -> Iterator[str]:
         is_whole = f"{name}.".startswith(tuple(blocks)) or "projector" in name.split(".")
         if name and next(each.children(), None) is not None and not is_whole:
             yield name
-
-
-def _hooks_passes(module: nn.Module) -> bool:
-    kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-    return any(getattr(module, kind, None) for kind in kinds)
 
 
 def _has_hooks(weight: nn.Parameter) -> bool:
