@@ -29,7 +29,7 @@ _MAY_CHANGE = re.compile(
     # Of the files of directories.
     r".*(dropout|pdrop|layerdrop)|drop_path_rate|init.*_(range|std|factor)|_.*|.*_(version|hash|class)|"
     r"image_processor_type|feature_extractor_type|(torch_)?dtype|architectures|auto_map|use_cache|id2label|label2id|"
-    r"output_(hidden_states|attentions)|return_dict"
+    r"output_(hidden_states|attentions)|return_dict|(bos|eos|pad)_token_id"
 )
 """Keys, or parts of them, that may change."""
 _NAMED_IN_FILE = ("module", "before", "between", "after", "merge")
@@ -140,10 +140,10 @@ def _shown(value: str | None) -> str:
 
 
 def _kept(tables: Any) -> Iterator[tuple[str, Any]]:
-    """The leaves that must not change."""
+    """The leaves that must not change. A null is none: files have or lack it as the version goes that wrote them."""
     for key, value in _leaves(tables):
         parts = key.split(".")
-        if not any(_MAY_CHANGE.fullmatch(part) for part in parts):
+        if value is not None and not any(_MAY_CHANGE.fullmatch(part) for part in parts):
             # A file of the user's own may lie elsewhere.
             yield key, Path(value).name if parts[-1] in _NAMED_IN_FILE and isinstance(value, str) else value
 

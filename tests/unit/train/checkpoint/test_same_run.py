@@ -106,7 +106,10 @@ def test_a_run_does_not_go_on_behind_its_end():
 
 def test_a_directory_may_lie_elsewhere_and_must_say_the_same(recipe, tmp_path):
     said = {"hidden_size": 32, "rope_theta": 7.0, "transformers_version": "5.0", "attention_dropout": 0.1}
-    changes = {"same": {"transformers_version": "5.1", "attention_dropout": 0.0}, "other": {"rope_theta": 8.0}}
+    changes = {
+        "same": {"transformers_version": "5.1", "attention_dropout": 0.0, "pad_token_id": 3, "head_dim": None},
+        "other": {"rope_theta": 8.0},
+    }
     for name, change in {"first": {}, **changes}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(said | change))
