@@ -52,7 +52,11 @@ RanksPerNodeOption = Annotated[
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Set a key of the recipe; repeatable. VALUE is TOML."),
+    typer.Option(
+        "--set",
+        metavar="TABLE.KEY=VALUE",
+        help="Set a key of the recipe; repeatable. VALUE is TOML. ~TABLE.KEY removes a key.",
+    ),
 ]
 
 

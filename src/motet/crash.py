@@ -15,6 +15,7 @@ import errno
 import os
 import re
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -139,8 +140,23 @@ def _sentence(error: BaseException, command: str, path: Path | None) -> str:
     elif isinstance(error, OSError) and error.errno in _SURROUNDINGS:
         what = f"cannot go on: {f'{error.filename}: ' if error.filename else ''}{error.strerror}."
     else:
-        what, report = f"failed with {type(error).__name__}: {message}.", "; please report it, if it is Motet's fault"
+        own = _own_code(error)
+        what = f"failed with {type(error).__name__}: {message}."
+        report = own or "; please report it, if it is Motet's fault"
     return f"{where}: {what}" if path is None else f"{where}: {what} The traceback is in {path}{report}."
+
+
+def _own_code(error: BaseException) -> str:
+    """Where code of the user's own has failed, as the rest of a sentence; "" where it was other code, or unknown."""
+    paths = sysconfig.get_paths()
+    others = [paths["stdlib"], paths["purelib"], paths["platlib"], paths["scripts"]]
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(Path(__file__).parent):
+            return ""
+        if file.is_file() and not any(file.is_relative_to(folder) for folder in others):
+            return f"; it ends in code of your own, {frame.f_code.co_qualname} in {file}, line {line}"
+    return ""
 
 
 def _at(error: BaseException) -> str:

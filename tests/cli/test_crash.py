@@ -12,6 +12,7 @@ from cli.on_ranks import motet_under_agent
 from cli.test_stop import STEP, arguments
 from cli.tiny_job import losses
 from motet.core.errors import JointUserError, RankFailure, UserError, is_out_of_memory, note_origin
+from motet.core.own_file import import_file
 from motet.crash import PATIENCE_S, _report, _report_thread, _write_traceback
 
 SHORT = ("data.heldout=[]", "run.steps=4")
@@ -151,3 +152,14 @@ def test_what_is_lack_of_memory():
             allocate()
         assert is_out_of_memory(raised.value)
     assert not is_out_of_memory(ValueError("out of memory"))
+
+
+def test_an_error_in_code_of_ones_own_names_its_line(tmp_path, capsys):
+    (tmp_path / "own.py").write_text("import json\nclass Mine:\n    def forward(self):\n        json.loads('{')\n")
+    mine = import_file("model.encoders.image.module", str(tmp_path / "own.py")).Mine()
+    with pytest.raises(ValueError) as error:
+        mine.forward()
+    assert _report(error.value, "motet train") == 3
+    said = capsys.readouterr().err
+    assert f"; it ends in code of your own, Mine.forward in {tmp_path}/own.py, line 4.\n" in said
+    assert "please report" not in said

@@ -17,6 +17,7 @@ from motet.analyze.lengths import read_lengths
 from motet.cli import main
 from motet.planner import what_if
 from motet.planning import measure
+from motet.planning.planned_recipe import read_job_recipe
 from ranks import TIMEOUT_S
 
 RECIPE = """
@@ -497,3 +498,19 @@ def test_the_plan_is_written_where_its_reader_has_left(recipe, tmp_path):
     subprocess.run(command, stdout=writing, timeout=TIMEOUT_S, check=False)
     os.close(writing)
     assert (tmp_path / "p.json").is_file()
+
+
+def test_items_that_no_projector_makes_are_said(recipe, capsys):
+    recipe.write_text(RECIPE.replace("length_per_token = 4", "length_per_token = 2"))
+    read_job_recipe(recipe)
+    assert "length_per_token is 2, but model.encoders.image makes a row of 4" in capsys.readouterr().err
+    recipe.write_text(RECIPE)
+    read_job_recipe(recipe)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_pin_of_balancing_without_replicas_is_said_to_have_no_effect(recipe, monkeypatch, capsys):
+    for ranks, has_none in ((1, True), (2, False)):
+        pins = "--pin", "balance=joint", "--pin", f"dp={ranks}", "--ranks-per-node", str(ranks)
+        motet(monkeypatch, "plan", recipe, *pins, *QUICK)
+        assert ("--pin balance=joint has no effect on this plan: it has one" in capsys.readouterr().err) == has_none

@@ -32,6 +32,12 @@ def line_of(text, part):
         ("lr = 3e-3", "lrr = 3e-3", "lrr", "unknown key 'optimizer.lrr'; did you mean 'lr'?"),
         ("hidden_size = 32\ninter", "hiden_size = 32\ninter", None, "has no option hiden_size"),
         ("steps = 8", 'steps = "many"', "steps", "'run.steps' must be a whole number, not 'many'."),
+        (
+            "num_workers = 0",
+            "num_workers = 0\nshuffle = false\nseed = 3",
+            "[data]",
+            "seed = 3 has no effect with shuffle = false; remove",
+        ),
         ("steps = 8", "steps = 0", "steps", "'run.steps' must be greater than 0, not 0."),
         ('train = ["train.jsonl"]', "train = []", "train", "'data.train' must have at least 1 entry, not 0."),
         ("steps = 8", "", "[run]", "'run' is wrong: it has neither steps nor epochs; give steps, the optimizer steps"),
@@ -148,7 +154,19 @@ def test_missing_files(job, capsys, monkeypatch):
         ("optimizer.lrr=1", "--set optimizer.lrr: unknown key 'optimizer.lrr'; did you mean 'lr'?"),
         ("optimizer.lr=big", "--set optimizer.lr: 'optimizer.lr' must be a number, not 'big'."),
         ("optimizer.lr", "must be written as table.key=value"),
+        ("~optimizer.lr=1", "or as ~table.key, which removes the key"),
+        ("~optimizer.momentum", "--set ~optimizer.momentum: the recipe does not have this key, so there is nothing"),
+        ("~optimizer.lr", "--set optimizer.lr: 'optimizer.lr' is missing and has no default"),
+        ("run.dir=", "has no value; '~run.dir' removes the key, and 'run.dir=\"\"' is an empty text."),
         ("run.dir.x=1", "'dir' is a value in the recipe, not a table"),
+        (
+            "balance={ phases = 'off', method = 'per_phase' }",
+            'method = "per_phase" has no effect with phases = "off", which balances no encoder; remove it',
+        ),
+        (
+            "transforms.image={ patch_size = 4, fixed_size = 16, max_pixels_side = 400 }",
+            "max_pixels_side has no effect beside fixed_size, the size of every image; remove it",
+        ),
         ('balance.phases=["video"]', "there is no phase 'video'"),
         ("balance.method=jointly", "'balance.method' must be 'auto', 'joint', 'per_phase' or 'split', not 'jointly'."),
         (

@@ -188,7 +188,9 @@ def test_a_checkpoint_of_another_job_is_refused(job, tmp_path):
     assert "was written on other training examples" in sentence
     said = run(job, 2, tmp_path / "a", "model.backbone.config.intermediate_size=40")
     assert said[0] == said[1]
-    assert "'backbone.causal_lm.model.layers.0.inner.mlp.gate_proj.weight' has the shape (48, 32)" in said[0]
+    assert "was written with model.backbone.config.intermediate_size = 48, not = 40 as now" in said[0]
+    (sentence,) = run(job, 1, tmp_path / "a", "transforms.image.mean=[0.4]", "run.steps=2")
+    assert "was written with transforms.image.mean as by default, not = [0.4] as now" in sentence
 
 
 def damage(folder, count):

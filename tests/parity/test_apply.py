@@ -368,6 +368,7 @@ MISTAKES = {
     "other weights": "the optimizer has a weight that is none of this rank's: make it of the list",
     "closure": "motet.apply: LBFGS takes several losses in a step",
     "hook": "motet.apply: backbone.causal_lm.lm_head.weight has a hook on its gradient",
+    "module hook": "motet.apply: backbone.causal_lm has a hook on its forward or backward pass, which would not run",
     "adapter": "model.layers.0.inner.self_attn.q_proj is an adapter of peft",
     "float16": "step: autocast is in float16, in which small gradients become 0",
     "part": "motet.apply: the model is a part already",
@@ -435,6 +436,9 @@ def refused(rank, num_ranks):
             model = nn.DataParallel(model)
         elif what == "hook":
             model.backbone.causal_lm.lm_head.weight.register_hook(lambda gradient: gradient * 0)
+        elif what == "module hook":
+            model.backbone.causal_lm.model.layers[0].register_forward_hook(lambda *_: None)
+            model.backbone.causal_lm.register_forward_hook(lambda *_: None)
         elif what == "adapter":
             inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), model.backbone.causal_lm)
         elif what == "float16":
@@ -579,6 +583,12 @@ def test_models_that_motet_does_not_compute_are_refused():
         motet.compose(parts.language_model(), {}, {"audio": None})
     with pytest.raises(UserError, match="'backbone' cannot name an encoder"):
         motet.compose(parts.language_model(), {"backbone": parts.vision_tower()})
+    hooked = parts.language_model()
+    hooked.register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(
+        UserError, match="Qwen2ForCausalLM has a hook on its forward or backward pass, which would never"
+    ):
+        motet.compose(hooked, {})
     draw = example_module("apply_generator").DRAW
     with pytest.raises(UserError, match="'backbone' cannot name a generator"):
         motet.compose(parts.language_model(), {}, generators={"backbone": draw})

@@ -14,7 +14,7 @@ from motet.analyze.analysis import SEQUENCE, Analysis
 from motet.analyze.loads import MODE_NAMES, MODES, PREDICTED, Mode
 from motet.analyze.report import LOAD_COLUMNS, QUANTILES, STEP_COLUMNS, load_note, load_rows, step_note, step_rows
 from motet.core.errors import UserError
-from motet.core.words import counted_words
+from motet.core.words import counted_words, time_unit
 
 _NUM_BINS = 60
 _TEXT_COLUMNS = ("of", "phase", "balanced", "unit")
@@ -146,14 +146,17 @@ def _load_figure(analysis: Analysis) -> go.Figure:
 
 def _step_figure(analysis: Analysis) -> go.Figure:
     rows = step_rows(analysis)
-    exchange_ms = [float(1e3 * analysis.steps.exchange_s[method].mean()) for method in PREDICTED]
-    total_ms = [float(1e3 * analysis.steps.seconds[method].mean()) for method in PREDICTED]
-    compute_ms = [total - exchange for total, exchange in zip(total_ms, exchange_ms)]
+    steps = analysis.steps
+    scale, unit = time_unit(max(float(steps.seconds[method].mean()) for method in PREDICTED))
+    exchange, total = (
+        [scale * float(seconds[method].mean()) for method in PREDICTED] for seconds in (steps.exchange_s, steps.seconds)
+    )
+    compute = [whole - exchanging for whole, exchanging in zip(total, exchange)]
     figure = go.Figure()
-    for name, values, colour in (("computing", compute_ms, "#1f6fd0"), ("exchanging", exchange_ms, "#d9822b")):
+    for name, values, colour in (("computing", compute, "#1f6fd0"), ("exchanging", exchange, "#d9822b")):
         figure.add_trace(go.Bar(y=[row[0] for row in rows], x=values, name=name, marker_color=colour, orientation="h"))
     figure.update_layout(barmode="stack", legend_traceorder="normal")
-    figure.update_xaxes(title_text="ms, mean over batches")
+    figure.update_xaxes(title_text=f"{unit}, mean over batches")
     figure.update_yaxes(autorange="reversed")
     return _laid_out(figure, 260)
 

@@ -8,12 +8,12 @@ from rich.table import Table
 
 from motet.analyze.analysis import Analysis
 from motet.analyze.loads import MODE_NAMES, MODES, PREDICTED
-from motet.core.words import counted_words
+from motet.core.words import counted_words, shown_seconds
 from motet.core.workload import BACKBONE
 
 QUANTILES = {"median": 0.5, "95 %": 0.95, "99 %": 0.99, "max": 1.0}
 LOAD_COLUMNS = ("phase", "balanced", "max/mean", "95 %", "max/bound", "crossing")
-STEP_COLUMNS = ("balanced", "ms", "of it exchange", "of unbalanced")
+STEP_COLUMNS = ("balanced", "step", "of it exchange", "of unbalanced")
 
 
 def print_analysis(analysis: Analysis, console: Console | None = None) -> None:
@@ -120,8 +120,8 @@ def step_rows(analysis: Analysis) -> list[list[str]]:
     return [
         [
             name,
-            f"{1e3 * steps.seconds[method].mean():,.1f}",
-            f"{1e3 * steps.exchange_s[method].mean():,.1f}",
+            shown_seconds(steps.seconds[method].mean()),
+            shown_seconds(steps.exchange_s[method].mean()),
             f"{steps.seconds[method].mean() / unbalanced_s:.1%}",
         ]
         for method, name in PREDICTED.items()

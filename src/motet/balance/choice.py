@@ -53,6 +53,7 @@ from motet.core.assignment import Assignment
 from motet.core.cluster import Link
 from motet.core.errors import ArgumentError
 from motet.core.exchange import NS_PER_S, Network, hop_of_all_gather, moved, sent_in_all_gather
+from motet.core.words import shown_seconds
 
 Method = Literal["joint", "mixed", "per_phase", "split"]
 METHODS: tuple[Method, ...] = ("joint", "mixed", "per_phase")
@@ -394,27 +395,21 @@ def _exchange(
 
 def _why(method: Method, options: dict[str, _Option]) -> str:
     def exchange(option: _Option) -> str:
-        return f", {as_ms(option.exchange_ns)} of it exchange" if option.exchange_ns else ""
+        return f", {shown_seconds(option.exchange_ns / NS_PER_S)} of it exchange" if option.exchange_ns else ""
 
     def lacks(option: _Option) -> str:
         return f", {option.lacking_bytes:,} bytes more than a rank has" if option.lacking_bytes else ""
 
     others = "; ".join(
-        f"{name} {as_ms(option.total_ns)}{exchange(option)}{lacks(option)}"
+        f"{name} {shown_seconds(option.total_ns / NS_PER_S)}{exchange(option)}{lacks(option)}"
         for name, option in options.items()
         if name != method
     )
     chosen = options[method]
     cut = f"; {chosen.words}" if chosen.words else ""
-    return f"{method}: {as_ms(chosen.total_ns)} predicted{exchange(chosen)}{lacks(chosen)}{cut}" + (
+    return f"{method}: {shown_seconds(chosen.total_ns / NS_PER_S)} predicted{exchange(chosen)}{lacks(chosen)}{cut}" + (
         f" ({others})." if others else "."
     )
-
-
-def as_ms(nanoseconds: int) -> str:
-    """Nanoseconds as text in milliseconds, with three digits."""
-    milliseconds = nanoseconds / 1e6
-    return f"{milliseconds:,.0f} ms" if milliseconds >= 1000 else f"{milliseconds:.3g} ms"
 
 
 def _check(phases: Sequence[Phase], methods: Sequence[str]) -> None:

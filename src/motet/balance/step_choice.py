@@ -16,12 +16,13 @@ from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend
 from motet.balance.checks import checked_integers, checked_ranks
-from motet.balance.choice import METHODS, Choice, Method, as_ms, choose, choose_given
+from motet.balance.choice import METHODS, Choice, Method, choose, choose_given
 from motet.balance.deferring import find_deferral
 from motet.balance.phases import Phase, joint_costs
 from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.cluster import Link
 from motet.core.exchange import NS_PER_S, Network
+from motet.core.words import shown_seconds
 
 Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 """`map`, or one that works in threads."""
@@ -100,7 +101,8 @@ def choose_step(
     costs, unit_s = joint_costs(phases)
     least_ns = round(float(costs.sum()) * unit_s * NS_PER_S / num_ranks)
     if stay_ns <= (1 + MIN_GAIN) * least_ns and not lacks:
-        why = f"stay: {as_ms(stay_ns)} predicted (no step takes less than {as_ms(least_ns)})."
+        taken, least = (shown_seconds(nanoseconds / NS_PER_S) for nanoseconds in (stay_ns, least_ns))
+        why = f"stay: {taken} predicted (no step takes less than {least})."
         return StepChoice(given, tuple(stay), False, {"stay": stay_ns / NS_PER_S}, why)
     # 2. Long examples deferred, in the memory of the first.
     sizes = _sizes(phases)
@@ -125,13 +127,14 @@ def choose_step(
     predicted_ns = {name: sum(choice.predicted_ns for choice in of_step) for name, of_step in choices.items()}
     lacking = {name: max(choice.lacking_bytes for choice in of_step) for name, of_step in choices.items()}
     name = min(predicted_ns, key=lambda name: (lacking[name], predicted_ns[name]))
-    others = "; ".join(f"{other} {as_ms(ns)}" for other, ns in predicted_ns.items() if other != name)
+    predicted_s = {other: nanoseconds / NS_PER_S for other, nanoseconds in predicted_ns.items()}
+    others = "; ".join(f"{other} {shown_seconds(seconds)}" for other, seconds in predicted_s.items() if other != name)
     return StepChoice(
         microbatch=deferral.microbatch if deferral is not None and name == "defer" else given,
         choices=tuple(choices[name]),
         is_deferred=name == "defer",
-        predicted_s={name: nanoseconds / NS_PER_S for name, nanoseconds in predicted_ns.items()},
-        why=f"{name}: {as_ms(predicted_ns[name])} predicted ({others or 'defer needs more memory'}).",
+        predicted_s=predicted_s,
+        why=f"{name}: {shown_seconds(predicted_s[name])} predicted ({others or 'defer needs more memory'}).",
     )
 
 

@@ -1,4 +1,4 @@
-"""Counts in sentences, and numbers in words."""
+"""Counts in sentences, numbers in words, and times with their unit."""
 
 from __future__ import annotations
 
@@ -40,3 +40,20 @@ def number_words(number: int) -> str:
     if not rest:
         return words
     return f"{words}{' and' if rest < 100 else ','} {number_words(rest)}"
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """(units in a second, name) of the unit that shows a time with a digit other than 0 before the point."""
+    return next(((scale, name) for scale, name in ((1.0, "s"), (1e3, "ms")) if seconds * scale >= 1), (1e6, "µs"))
+
+
+def shown_seconds(seconds: float) -> str:
+    """A time with four digits and its unit.
+
+    Example:
+        >>> shown_seconds(0.009), shown_seconds(2.46813e-5)
+        ('9 ms', '24.68 µs')
+    """
+    scale, unit = time_unit(seconds)
+    value = seconds * scale
+    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.4g} {unit}"

@@ -9,6 +9,7 @@ before; their answers are learned as well. Placeholders, media and `system` are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from motet.core.errors import UserError
@@ -44,6 +45,26 @@ def instruction_turns(record: dict[str, Any], where: str) -> list[dict[str, str]
             raise UserError(f"{where}: '{name}' is {kind_of(value)}, but must be text")
     asked = "\n".join(filter(None, (given[question], given.get(_INPUT))))
     return [*_history(record.get(_HISTORY), where), *_pair(asked, str(given[answer]))]
+
+
+def check_beside_turns(record: dict[str, Any], turns: Sequence[str], where: str, field: str) -> None:
+    """Raise UserError if a record with turns has others beside them, which would be left out.
+
+    turns: their texts. field: that holds them. A question and its answer that stand among the turns are no others.
+    """
+    for question, answer in _STYLES:
+        texts = [record.get(question), record.get(answer)]
+        said = [text for text in texts if isinstance(text, str) and text.strip()]
+        if len(said) == 2 and not all(any(text.strip() in turn for turn in turns) for text in said):
+            raise UserError(
+                f"{where}: has both '{field}' and '{question}' with '{answer}', which are not among its turns; leave "
+                "out the one that is not meant"
+            )
+    if isinstance(pairs := record.get(_HISTORY), list) and any(isinstance(pair, list | dict) for pair in pairs):
+        raise UserError(
+            f"{where}: has both '{field}' and '{_HISTORY}', which would be left out; write it as the first turns, "
+            "or remove it"
+        )
 
 
 def _history(pairs: Any, where: str) -> list[dict[str, str]]:

@@ -150,6 +150,22 @@ class ChatTemplate:
             return False
         return all(self.num_asked(turns, turn, text) in (None, text.find(mark)) for turn, mark in zip((1, 3), marks))
 
+    @cached_property
+    def unlearned_lead(self) -> str:
+        """What a template that marks answers writes behind the prompt for an answer and before its mark.
+
+        It is not learned, as of transformers' masks. "" where it writes nothing, where it marks none, and where no
+        conversation could be tried.
+        """
+        turns = [Turn("user", "a"), Turn("assistant", chr(_PRIVATE_USE[0]), has_loss=True)]
+        try:
+            opening, closing = self._marks(turns, 2)
+            text, spans = _unmark(self._render(turns, NO_PARTS, marks=opening + closing), opening, closing)
+        except UserError:
+            return ""
+        asked = self.num_asked(turns, 1, text) if spans else None
+        return "" if asked is None else text[asked : spans[0][0]]
+
     def span_of(
         self,
         turns: Sequence[Turn],

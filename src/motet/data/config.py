@@ -128,6 +128,12 @@ class FilesConfig(LoadingConfig):
         return self
 
     @model_validator(mode="after")
+    def _seed_shuffles(self) -> FilesConfig:
+        if self.seed and not self.shuffle:
+            raise ValueError(f"seed = {self.seed} has no effect with shuffle = false; remove one of them")
+        return self
+
+    @model_validator(mode="after")
     def _too_long_has_a_bound(self) -> FilesConfig:
         if self.too_long != "drop" and self.max_sequence_length is None:
             raise ValueError("too_long has no effect without max_sequence_length; set that, or remove too_long")

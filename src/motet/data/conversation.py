@@ -34,7 +34,7 @@ import motet.core.text_files
 from motet.core.errors import UserError
 from motet.core.modalities import modalities
 from motet.core.words import counted_words
-from motet.data.alpaca import instruction_turns, is_instruction
+from motet.data.alpaca import check_beside_turns, instruction_turns, is_instruction
 from motet.data.media import IMAGE, VIDEO
 from motet.data.media_names import DATA_URL_HEAD, FrameNames, media_name, video_names
 from motet.data.parts import TEXTS_FIELD, TypedPart, interleaved, typed_parts
@@ -169,6 +169,7 @@ def parse_conversation(record: dict[str, Any], where: str) -> Conversation:
     """The turns of a record. Raises UserError naming `where`, what is wrong and what would be right."""
     check_fields(record, where)
     fields = [field for field in TURN_FIELDS if is_given(record.get(field))]
+    has_turns = bool(fields)
     if not fields and is_instruction(record):
         record, fields = record | {TURN_FIELDS[0]: instruction_turns(record, where)}, [TURN_FIELDS[0]]
     if not fields and any(is_given(record.get(name)) for name in (TEXTS_FIELD, PARTS_FIELD, TEXT_FIELD)):
@@ -186,6 +187,8 @@ def parse_conversation(record: dict[str, Any], where: str) -> Conversation:
         raise UserError(f"{where}: '{fields[0]}' is {kind_of(listed)}, but must be a list of turns, at least one")
     parsed = [_parse_turn(turn, f"{where}: turn {number}") for number, turn in enumerate(listed, start=1)]
     turns = _with_calls_joined([turn for turn, _ in parsed], listed, where)
+    if has_turns:
+        check_beside_turns(record, [turn.text for turn in turns], where, fields[0])
     system = _system_turn(record, turns, where)
     turns = (*system, *turns)
     if all(turn.role != "assistant" for turn in turns):

@@ -103,6 +103,8 @@ class ImageTransform:
                 f"fixed_size = {self.fixed_size} and patch_size = {self.patch_size} make "
                 f"{counted_words(rows, 'patch', 'patches')} of an image; there may be {_MAX_ROWS:,}"
             )
+        if self.fixed_size is not None and self.max_pixels_side != type(self).max_pixels_side:
+            raise ValueError("max_pixels_side has no effect beside fixed_size, the size of every image; remove it")
         if self.buckets is not None:
             for name in ("fixed_size", "max_pixels_side"):
                 if getattr(self, name) != getattr(type(self), name):

@@ -165,6 +165,11 @@ class ChatTokenizer:
         """Whether a special token is learned behind the last answer; True if no conversation could be tried."""
         return not self._learned_ends or bool(self._learned_ends[-1])
 
+    @property
+    def unlearned_lead(self) -> str:
+        """As of `ChatTemplate`."""
+        return self._template.unlearned_lead
+
     @cached_property
     def _learned_ends(self) -> list[set[int]]:
         """The special token that is learned behind each of two answers, if there is one; [] if none can be tried."""

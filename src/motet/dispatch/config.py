@@ -110,6 +110,15 @@ class BalanceConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _chooses_among_some(self) -> BalanceConfig:
+        if self.method == "per_phase" and self.phases in ("off", "backbone"):
+            raise ValueError(
+                f'method = "per_phase" has no effect with phases = "{self.phases}", which balances no encoder; remove '
+                "it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _moves_what_it_arranges(self) -> BalanceConfig:
         if self.transport == "device" and self.mode != "exchange":
             raise ValueError(

@@ -37,7 +37,8 @@ def compose(
     generators: by the name of their phase: what `[model.generators.NAME]` says, or a `GeneratorModule`. Query tokens
                 are drawn from torch's generator; they learn with the output projector.
     What is frozen (`requires_grad_(False)`) stays frozen.
-    Raises UserError for a class that no family of the registry has, and for options that Motet does not compute.
+    Raises UserError for a class that no family of the registry has, for options that Motet does not compute, and for a
+    hook on the whole backbone.
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM, SiglipVisionConfig, SiglipVisionModel
@@ -59,6 +60,11 @@ def compose(
     if both := encoders.keys() & generators.keys():
         raise UserError(f"{min(both)!r} names an encoder and a generator: give each a name of its own.")
     backbone_family(backbone)
+    if hooks_passes(backbone):
+        raise UserError(
+            f"The {type(backbone).__name__} has a hook on its forward or backward pass, which would never run, as what "
+            "is in it is called: register it on a module in it."
+        )
     backbone.set_attn_implementation(ATTENTION)
     queries = {name: each.num_queries for name, each in generators.items() if each.num_queries}
     whole = Backbone(backbone, queries=queries, turns=[name for name in generators if name not in queries])
@@ -70,6 +76,12 @@ def compose(
         else:
             made[name] = _projected(name, encoder, whole, projectors.get(name, ProjectorConfig()))
     return MLLM(made, whole, {name: _behind(name, each, whole) for name, each in generators.items()})
+
+
+def hooks_passes(module: nn.Module) -> bool:
+    """Whether a module itself has a hook on its forward or backward pass."""
+    kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    return any(getattr(module, kind, None) for kind in kinds)
 
 
 def _check_names(named: Mapping[str, object], what: str) -> None:

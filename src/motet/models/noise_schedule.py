@@ -35,7 +35,9 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.noise import normal_of_rows, uniform_of_items
 
 MAX_TIMESTEPS = 10**5
-_OF_BETAS, _OF_FLOW = ("beta_start", "beta_end", "predicts", "min_snr"), ("shift", "times")
+_ENDS, _OF_FLOW = ("beta_start", "beta_end"), ("shift", "times")
+_UNUSED = {"flow": (*_ENDS, "predicts", "min_snr"), "cosine": (*_ENDS, *_OF_FLOW), "path": ()}
+"""Schedule -> the options that it does not read; of all others those of a flow."""
 
 
 class NoiseConfig(BaseModel):
@@ -69,7 +71,7 @@ class NoiseConfig(BaseModel):
             stray := [name for name in said if name not in ("schedule", "min_snr", "times")]
         ):
             raise ValueError(f'`{stray[0]}` has no effect beside `schedule` = "path", as the scheduler\'s file says it')
-        unused = {"flow": _OF_BETAS, "path": ()}.get(self.schedule, _OF_FLOW)
+        unused = _UNUSED.get(self.schedule, _OF_FLOW)
         if stray := [name for name in said if name in unused]:
             raise ValueError(f'`{stray[0]}` has no effect on `schedule` = "{self.schedule}"; remove it')
         return self

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from motet.core.timeline import Timeline
+from motet.core.words import shown_seconds
 from motet.planner.report import COLUMNS, figures, remarks, ruled_out_rows, title_of
 from motet.planner.search_result import SearchResult, SimulatedCandidate
 from motet.simulate.predict.prediction import Prediction
-from motet.simulate.show.drawing import INK, SOFT, shown_seconds
+from motet.simulate.show.drawing import INK, SOFT
 from motet.simulate.show.memory_table import memory_table
 from motet.simulate.show.page import HINT, data_text, drawing_of, head_of, page_of, save_page
 from motet.simulate.show.plan_words import plan_in_words, rows_in_words

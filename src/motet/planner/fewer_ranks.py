@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from motet.core.cluster import Cluster
+from motet.core.words import shown_seconds
 from motet.planner.candidate import Candidate
 from motet.planner.job import Job
-from motet.simulate.show.drawing import shown_seconds
 
 MAX_COUNTED = 16
 """Of up to so many nodes, or ranks of one node, every smaller number is a smaller cluster."""

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from motet.core.plan import Plan, Unit
-from motet.core.words import counted_words
+from motet.core.words import counted_words, shown_seconds
 from motet.planner.candidate import RuledOut
 from motet.planner.comparison import compare
 from motet.planner.job import Job
@@ -22,7 +22,6 @@ from motet.planner.search_result import SearchResult, SimulatedCandidate
 from motet.planner.why_it_wins import against, device_hours, in_bubbles
 from motet.schedule.plan_units import rank_of_stage
 from motet.simulate.predict.beyond_profile import extrapolated
-from motet.simulate.show.drawing import shown_seconds
 from motet.simulate.show.plan_words import plan_in_words
 
 _MAX_REASONS = 3

@@ -6,7 +6,7 @@ batch that all ranks are given alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from motet.cost.memory import PRECISION_OF_DTYPE
 from motet.cost.source import cost_model
 from motet.dispatch import LoadedExample
 from motet.dropout import drops_out
+from motet.models.block import Block
+from motet.models.compose import hooks_passes
 from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
 from motet.planner.job import Job
@@ -102,11 +104,25 @@ def _check_model(mllm: nn.Module) -> None:
             f"motet.apply: {hooked} has a hook on its gradient, which a plan may compute elsewhere, in parts and by "
             "microbatches: remove it."
         )
+    if hooked := next((name for name in _around_blocks(modules) if hooks_passes(modules[name])), None):
+        raise UserError(
+            f"motet.apply: {hooked} has a hook on its forward or backward pass, which would not run, or not on the "
+            "whole of it, as stages call its blocks: register it on a block, or on a module in one."
+        )
     if foreign := next((name for name, each in modules.items() if type(each).__module__.startswith("peft.")), ""):
         raise UserError(
             f"motet.apply: {foreign} is an adapter of peft, whose weights have no place in a plan: merge it before "
             "motet.compose, or train it by [model.lora] of a recipe."
         )
+
+
+def _around_blocks(modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """The names of modules of several others that are neither blocks, nor in one, nor projectors, which run whole."""
+    blocks = [f"{name}." for name, each in modules.items() if isinstance(each, Block)]
+    for name, each in modules.items():
+        is_whole = f"{name}.".startswith(tuple(blocks)) or "projector" in name.split(".")
+        if name and next(each.children(), None) is not None and not is_whole:
+            yield name
 
 
 def _has_hooks(weight: nn.Parameter) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -189,6 +190,12 @@ def _planned(request: PlanRequest, *, is_on_all: bool = False) -> Planned:
     figures = None if need is None else need.figures
     asked = {"is_trainable": asks, "says_what_if": request.says_what_if}
     best = plan_command(job, request.pins, outputs, obstacle, untrained, decoding=figures, **asked)
+    if request.pins.balance not in (None, "off") and all(unit.dp == 1 for unit in best.candidate.plan.units):
+        print(
+            f"--pin balance={request.pins.balance} has no effect on this plan: it has one replica of each module, and "
+            "nothing can be balanced.",
+            file=sys.stderr,
+        )
     if need is not None and not outputs.is_json_alone:
         print(need.words(best.step_s, best.candidate.plan))
     if obstacle is None or best.obstacle:

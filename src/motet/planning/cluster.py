@@ -13,7 +13,7 @@ from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.core.text_files import parse_toml, read_text
 from motet.cost.catalogue import DEVICES, ClusterConfig
-from motet.train.recipe.toml_text import set_key
+from motet.train.recipe.toml_text import key_of, set_key
 
 _OPTIONS = {"device": "--cluster", "nodes": "--nodes", "ranks_per_node": "--ranks-per-node"}
 _OF_JOB = ("nodes", "tensor_pieces")
@@ -90,9 +90,10 @@ def _of_another(stated: ClusterConfig, device: str | None, overrides: Sequence[s
 def _keys_of_cluster(override: str) -> set[str]:
     """The keys of `[cluster]` that an override sets."""
     tables: dict[str, Any] = {}
-    table, *_ = set_key(tables, override)
-    found = tables[table]
-    return set(found) if table == "cluster" and isinstance(found, dict) else set()
+    if key_of(override)[0] == "cluster" and "=" in override:
+        set_key(tables, override)
+    found = tables.get("cluster")
+    return set(found) if isinstance(found, dict) else set()
 
 
 def with_device(path: Path, overrides: Sequence[str], device: str | None) -> list[str]:
@@ -102,7 +103,7 @@ def with_device(path: Path, overrides: Sequence[str], device: str | None) -> lis
     """
     tables = parse_toml(read_text(path, "the recipe"), str(path)) if device is not None else {}
     for override in overrides if device is not None else ():
-        if override.partition("=")[0].split(".")[0].strip() == "cluster":
+        if key_of(override)[0] == "cluster":
             set_key(tables, override)
     stated = tables.get("cluster")
     if device is None or not isinstance(stated, dict) or "device" in stated:

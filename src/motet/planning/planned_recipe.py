@@ -20,6 +20,7 @@ trains ([fsdp], [balance], ...), one of shapes is read as a training recipe (`tr
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from motet.core.shape_tables import ModelShapes
 from motet.core.spec import ModelSpec
 from motet.core.workload import Workload
 from motet.cost.catalogue import ClusterConfig
+from motet.train.recipe.drawn_items import unfit_items
 from motet.train.recipe.errors import recipe_error
 from motet.train.recipe.reading import RecipeText, read_recipe
 
@@ -128,6 +130,8 @@ def _of_planning(path: Path, read: RecipeText) -> JobRecipe:
     except ValidationError as error:
         raise UserError(recipe_error(error.errors(), schema, str(path), read.text, read.set_keys)) from error
     model = recipe.model.spec(path.stem) if has_shapes else _model_of_hf(path, recipe)
+    for unfit in unfit_items(recipe.model, recipe.workload) if has_shapes and recipe.workload else ():
+        print(f"{path}: {unfit}. It is planned as it stands, and training refuses it.", file=sys.stderr)
     workload = recipe.workload and replace(recipe.workload.workload(), source=str(path))
     run = recipe.run
     return JobRecipe(model, run.batch_size, recipe.precision, recipe.cluster, workload, None, recipe.parallel)

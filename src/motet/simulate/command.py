@@ -9,9 +9,9 @@ from pathlib import Path
 from motet.core.errors import UserError
 from motet.core.files import check_output
 from motet.core.plan import Plan
+from motet.core.words import shown_seconds
 from motet.simulate.predict.beyond_profile import extrapolated, guesses
 from motet.simulate.predict.prediction import Prediction
-from motet.simulate.show.drawing import shown_seconds
 from motet.simulate.show.plan_words import rows_in_words
 from motet.simulate.show.prediction_json import STDOUT, prediction_tables, write_prediction
 from motet.simulate.show.rank_actions import program_rank_of, rank_actions

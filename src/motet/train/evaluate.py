@@ -270,17 +270,34 @@ def prompt_of(dataset: Dataset, example: int) -> TokenSequence:
         raise UserError(f"{dataset.where(example)}: has no prompt to answer ({error})") from None
 
 
-def check_prompts(heldout: Dataset | None, config: EvaluateConfig, world: World) -> None:
+def check_prompts(heldout: Dataset | None, config: EvaluateConfig, world: World, say: Callable[[str], None]) -> None:
     """Raise UserError, on all ranks, for a held-out example with an answer before which no prompt can be made.
 
     Else the first evaluation would end the run, perhaps behind its last step. Each rank makes its share of the prompts.
+    say: called with a sentence if answers are longer than those that are written.
     """
+    lengths = list[int]()
     with world.together():
         if heldout is not None:
             count = min(heldout.num_examples, config.max_examples or heldout.num_examples)
             for example in range(world.rank, count, world.num_ranks):
                 if heldout.has_answer(example):
                     prompt_of(heldout, example)
+                    lengths.append(_answer_tokens(heldout.tokens(example)))
+    lengths = [length for of_rank in world.gather(lengths) for length in of_rank]
+    if too_long := sum(length > config.max_new_tokens for length in lengths):
+        answers, most = counted_words(len(lengths), "held-out answer"), config.max_new_tokens
+        say(
+            f"{too_long:,} of {answers} have more than evaluate.max_new_tokens = {most:,} tokens, up to "
+            f"{max(lengths):,}: they are not written to their end, and so never match."
+        )
+
+
+def _answer_tokens(sequence: TokenSequence) -> int:
+    """The tokens of the last answer, without the one that ends it."""
+    behind = np.flatnonzero(np.diff(sequence.targets, append=False) & sequence.targets)[-1]
+    before = np.flatnonzero(~sequence.targets[:behind])
+    return int(behind - (before[-1] if len(before) else -1) - 1)
 
 
 class LeftOutOfEvaluation:

@@ -23,7 +23,7 @@ from motet.train.checkpoint.contents import Damaged, RunState, is_checkpoint, ve
 from motet.train.checkpoint.folder import checkpoints, folder_of_checkpoints
 from motet.train.checkpoint.remote import checkpoint_at, is_stored
 from motet.train.checkpoint.restoring import load_weights
-from motet.train.checkpoint.resuming import check_beside
+from motet.train.checkpoint.same_run import check_beside, check_stated, stated
 from motet.train.checkpoint.state import store_frozen
 from motet.train.export import check_adapters, write_export
 from motet.train.recipe.drawn import DrawnRecipe
@@ -68,6 +68,7 @@ def _export(checkpoint: Path, out: Path, recipe_file: Path | None, overrides: Se
     state = _verified(checkpoint)
     beside = recipe.modules.beside_adapters(recipe.run.seed)
     check_beside(checkpoint, state, replace(state.progress, beside=beside, scales=recipe.modules.adapter_scales))
+    check_stated(checkpoint, state, stated(recipe), "model.", ", so it is not of the model of this recipe: set it back")
     model = _model(recipe, checkpoint, state)
     with writing(out, "--out"):
         write_export(model, recipe, out, model.state_dict(), state.progress)

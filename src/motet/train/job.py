@@ -56,6 +56,7 @@ from motet.train.balancing import (
 from motet.train.checkpoint.choice import Say
 from motet.train.checkpoint.contents import CHECKPOINTS, Progress
 from motet.train.checkpoint.resuming import resume_run
+from motet.train.checkpoint.same_run import stated
 from motet.train.checkpoint.saving import Checkpointer
 from motet.train.evaluate import Evaluator, check_prompts
 from motet.train.evaluate_planned import PlannedEvaluator
@@ -68,7 +69,8 @@ from motet.train.input.datasets import (
     check_same_examples,
     open_dataset,
     open_heldout,
-    say_no_end,
+    say_named_twice,
+    say_unlearned,
 )
 from motet.train.input.feed import StepInput
 from motet.train.input.loading import ExchangeLoading, IndexLoading, Loading
@@ -77,7 +79,7 @@ from motet.train.input.own_splits import joined_splits, own_splits
 from motet.train.input.planned import PlannedLoading, StageNeeds, StepDecider
 from motet.train.input.rows import check_rows
 from motet.train.input.service import open_decoder
-from motet.train.optimizer import build_optimizer, check_groups, check_learns
+from motet.train.optimizer import build_optimizer, check_groups, check_learns, never_reached
 from motet.train.planned_job import (
     ChosenPlan,
     PartConfig,
@@ -297,7 +299,8 @@ class _OpenedExamples:
             number: open_dataset(recipe, manifests, vocabulary, model, say)
             for number, manifests in own_splits(recipe, world).items()
         }
-        say_no_end(vocabulary, splits[min(splits)], say)
+        say_unlearned(vocabulary, splits[min(splits)], say)
+        say_named_twice(recipe, say)
         return cls(splits, open_heldout(recipe, vocabulary, model, say))
 
     @property
@@ -322,7 +325,7 @@ class _OpenedExamples:
         check_buckets_used(recipe, model, splits, world)
         dataset = joined_splits(self.splits, world, say) if recipe.data.is_split else self.splits[0]
         check_same_examples(world, dataset, self.heldout)
-        check_prompts(self.heldout, recipe.evaluate, world)
+        check_prompts(self.heldout, recipe.evaluate, world, say)
         return dataset
 
 
@@ -355,7 +358,7 @@ def _deferred_model(recipe: Recipe) -> tuple[ChatTokenizer | DrawnVocabulary, ML
 
 
 def _in_steps(recipe: Recipe, dataset: Examples | OwnSplits, order: EpochOrder, world: World, say: Say) -> Recipe:
-    """The recipe with steps in place of epochs. A collective."""
+    """The recipe with steps in place of epochs; it is said if there are too few. A collective."""
     with world.together():
         run = recipe.run.over(order)
     if recipe.run.epochs is not None:
@@ -363,6 +366,8 @@ def _in_steps(recipe: Recipe, dataset: Examples | OwnSplits, order: EpochOrder, 
         times = f"at least {times}" if recipe.data.weights else times
         examples = counted_words(dataset.num_examples, "example")
         say(f"Each of the {examples} is taken {times}, in {counted_words(run.num_steps, 'step')}.")
+    if short := never_reached(recipe.optimizer, run.num_steps):
+        say(short)
     return recipe.model_copy(update={"run": run})
 
 
@@ -414,6 +419,7 @@ def _start(
         loss_scale=step.loss_scale and step.loss_scale.value,
         shuffle=recipe.data.shuffle,
         optimizer=recipe.optimizer.name,
+        stated=stated(recipe),
     )
 
 
@@ -468,7 +474,8 @@ def _build_planned_job(
         check_context(model, plan, recipe.context)
         _check_compiles(recipe, model, world)
         dataset = open_dataset(recipe, recipe.data.train, vocabulary, model, say)
-        say_no_end(vocabulary, dataset, say)
+        say_unlearned(vocabulary, dataset, say)
+        say_named_twice(recipe, say)
         heldout = open_heldout(recipe, vocabulary, model, say)
         check_bad_at_indexing(recipe, dataset)
         leave_out_too_long(dataset, plan, recipe.data.max_bad_fraction, say, exchange=recipe.context.exchange)
@@ -484,7 +491,7 @@ def _build_planned_job(
     check_buckets_used(recipe, model, [dataset], world)
     _check_same_plan(world, plan)
     check_same_examples(world, dataset, heldout)
-    check_prompts(heldout, recipe.evaluate, world)
+    check_prompts(heldout, recipe.evaluate, world, say)
     given, recipe = recipe.run, _in_steps(recipe, dataset, order, world, say)
     with world.together():
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from motet.core.errors import UserError
 from motet.core.limits import MAX_STEPS
 from motet.core.spec import NOTHING_LEARNS
+from motet.core.words import counted_words
 from motet.models.fused import whole_names
 from motet.models.named_weights import is_named, weights_named
 from motet.train.optimizers import OPTIMIZERS, WHOLE_MATRICES, num_moments
@@ -164,6 +165,23 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
         "constant": 1.0,
     }[config.schedule]
     return config.lr * (config.final_lr_ratio + (1 - config.final_lr_ratio) * remaining)
+
+
+def never_reached(config: OptimizerConfig, num_steps: int) -> str:
+    """What of its schedule a run of `num_steps` is too short for, as a sentence; "" if it has room for all of it."""
+    steps, warmup, decay = counted_words(num_steps, "step"), config.warmup_steps, config.decay_steps or 0
+    if warmup > num_steps:
+        most = learning_rate(config, num_steps - 1, num_steps)
+        return (
+            f"optimizer.warmup_steps = {warmup:,} is more than the {steps} of the run, so the rate rises to {most:.3g} "
+            f"at its end, and never to optimizer.lr = {config.lr:g}."
+        )
+    if warmup + decay > num_steps:
+        return (
+            f"optimizer.warmup_steps = {warmup:,} and decay_steps = {decay:,} are more than the {steps} of the run, so "
+            f"the rate has {num_steps - warmup:,} to fall in."
+        )
+    return ""
 
 
 def check_learns(model: nn.Module) -> None:

@@ -2,6 +2,7 @@ import gzip
 import io
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ from rich.console import Console
 
 from motet.analyze import analyze, analyze_command, print_analysis
 from motet.analyze.lengths import read_lengths
-from motet.analyze.loads import LENGTH_COSTS, MODES, place, take
+from motet.analyze.loads import LENGTH_COSTS, MODES, PREDICTED, place, take
 from motet.analyze.page import write_analysis_html
+from motet.analyze.report import step_rows
 from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
 from unit.data.samples import a_record, write_clip, write_image, write_manifest
@@ -248,3 +250,9 @@ def test_what_stands_at_a_url_is_read_as_a_file_is(tmp_path):
         read_lengths("memory://analysed/b.csv")
     with pytest.raises(UserError, match=r"URLs of 'ftp://' are not read"):
         read_lengths("ftp://analysed/b.csv")
+
+
+def test_steps_of_microseconds_are_shown_as_such():
+    seconds = dict.fromkeys(PREDICTED, np.array([3e-6, 5e-6]))
+    steps = SimpleNamespace(seconds=seconds, exchange_s=dict.fromkeys(PREDICTED, np.array([0.0])))
+    assert step_rows(SimpleNamespace(steps=steps))[0][1:] == ["4 µs", "0 µs", "100.0%"]

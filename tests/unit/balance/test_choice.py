@@ -112,9 +112,7 @@ def test_the_exchange_is_that_of_the_busiest_rank_there_and_back():
     assert choice.exchange_s["per_phase"] == 2 * (0.5 + 30 / 10)
     assert choice.method == "per_phase"
     assert choice.moved_bytes == 60
-    assert (
-        choice.why == "per_phase: 22,000 ms predicted, 7,000 ms of it exchange (joint 25,000 ms; unbalanced 25,000 ms)."
-    )
+    assert choice.why == "per_phase: 22 s predicted, 7 s of it exchange (joint 25 s; unbalanced 25 s)."
     # Nothing trains, so nothing comes back.
     frozen = [phases[0], encoder("image", [0, 0], [10, 10], token_bytes=3, num_exchanges=1)]
     assert choose(frozen, 2, link).exchange_s["per_phase"] == 3.5

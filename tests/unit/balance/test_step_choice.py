@@ -41,7 +41,7 @@ def test_giants_of_several_microbatches_meet_in_one():
     assert choice.is_deferred
     assert choice.predicted_s["stay"] == 400
     assert choice.predicted_s["defer"] == 240
-    assert choice.why == "defer: 240,000 ms predicted (stay 400,000 ms)."
+    assert choice.why == "defer: 240 s predicted (stay 400 s)."
 
 
 def test_deferring_keeps_to_the_memory_of_the_step_as_it_comes():

@@ -16,6 +16,7 @@ import pytest
 from motet.core.errors import UserError
 from motet.core.example import Media
 from motet.data.audio import AudioTransform
+from motet.data.conversation import parse_conversation
 from motet.data.dataset import Dataset, Modality
 from motet.data.decode import Decoder
 from motet.data.images import ImageTransform
@@ -399,3 +400,25 @@ def test_an_instruction_that_is_not_understood_is_refused_by_its_line(folder, to
     record = {"instruction": "Add.", "output": "7"} | fields
     with pytest.raises(UserError, match=rf"line 1: {said}"):
         opened(write_manifest(folder / "train.jsonl", [record]), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"history": [["Hi", "Hello"]]}, "has both 'conversations' and 'history', which would be left out"),
+        (
+            {"query": "Subtract.", "response": "7"},
+            "has both 'conversations' and 'query' with 'response', which are not",
+        ),
+        ({"instruction": "Add.", "output": "8"}, "has both 'conversations' and 'instruction' with 'output', which are"),
+        ({"instruction": "Add.", "output": "7", "query": "Subtract.", "history": []}, ""),
+    ],
+)
+def test_other_turns_beside_turns_are_refused_unless_they_are_among_them(fields, said):
+    turns = [{"from": "human", "value": "Add."}, {"from": "gpt", "value": "7"}]
+    record = {"conversations": turns} | fields
+    if not said:
+        assert parse_conversation(record, "line 1") == parse_conversation({"conversations": turns}, "line 1")
+        return
+    with pytest.raises(UserError, match=rf"line 1: {said}"):
+        parse_conversation(record, "line 1")

@@ -30,9 +30,8 @@ def picture(width: int, height: int) -> Image.Image:
     fixed=st.sampled_from([None, 1, 3]),
 )
 def test_sizes_are_those_of_the_transform(width, height, patch, merge, bound, fixed):
-    transform = ImageTransform(
-        patch, merge, max_pixels_side=bound, fixed_size=None if fixed is None else fixed * patch * merge
-    )
+    bounds = {"max_pixels_side": bound} if fixed is None else {"fixed_size": fixed * patch * merge}
+    transform = ImageTransform(patch, merge, **bounds)
     media = transform(picture(width, height))
     sizes = transform.sizes(np.array([[width, height]]))[0]
     assert media.size.tolist() == sizes.tolist()

@@ -174,6 +174,7 @@ def test_a_directory_that_is_not_computed_is_refused(pipeline, file, options, sa
     [
         ({"sampling": {"sampler": "ddim"}}, 'sampler is "ddim", but this noise is sampled by "euler"'),
         ({"noise": {"schedule": "flow", "min_snr": 5.0}}, '`min_snr` has no effect on `schedule` = "flow"'),
+        ({"noise": {"schedule": "cosine", "beta_end": 0.3}}, '`beta_end` has no effect on `schedule` = "cosine"'),
         ({"noise": {"schedule": "cosine", "shift": 2.0}}, "`shift` has no effect"),
         ({"noise": {"schedule": "cosine"}, "sampling": {"sampler": "euler"}}, 'sampled by "ddim" or "ddpm"'),
     ],

@@ -8,6 +8,7 @@ import pytest
 from motet.core.cluster import Link
 from motet.core.sampler import Sampler
 from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
+from motet.core.words import shown_seconds
 from motet.cost import catalogue
 from motet.cost.analytic import Analytic
 from motet.planner.candidate import CHAIN, Candidate, Pins, predict_candidate
@@ -18,7 +19,6 @@ from motet.planner.report import winner_in_words
 from motet.planner.search import search
 from motet.planner.step_bound import ExampleRows, step_bound
 from motet.planner.strategies import STRATEGIES
-from motet.simulate.show.drawing import shown_seconds
 from unit.planner.jobs import job
 
 

@@ -9,11 +9,12 @@ import torch
 
 from cli.tiny_job import write_tiny_job
 from motet.core.errors import UserError
+from motet.core.example import TokenSequence
 from motet.data.chat_template import DEFAULT_TEMPLATE
 from motet.data.dataset import Dataset
 from motet.data.text import ChatTokenizer
 from motet.dispatch import pack
-from motet.train.evaluate import answer_to
+from motet.train.evaluate import EvaluateConfig, answer_to, check_prompts
 from motet.train.job import build_job
 from motet.train.recipe.recipe_file import load_recipe
 from motet.train.world import join_world
@@ -106,3 +107,29 @@ def test_special_tokens_of_an_answer_are_compared(tmp_path):
     tokens = [token for token in learned.tokens[learned.targets].tolist() if token not in tokenizer.end_tokens]
     assert answer_to(dataset, tokenizer, 0, tokens).is_exact
     assert not answer_to(dataset, tokenizer, 0, [token for token in tokens if token != 0]).is_exact
+
+
+class HeldOut:
+    """Held-out examples of two answers each, of which the last has so many tokens, and one that ends it."""
+
+    def __init__(self, *lengths):
+        self.lengths, self.num_examples = lengths, len(lengths)
+
+    def has_answer(self, example):
+        return self.lengths[example] > 0
+
+    def prompt(self, example):
+        return None, [], ""
+
+    def tokens(self, example):
+        targets = [False] * 3 + [True] * 40 + [False] * 2 + [True] * (self.lengths[example] + 1)
+        return TokenSequence(np.zeros(len(targets), np.int64), np.array(targets), (), np.empty(0, np.int64))
+
+
+def test_answers_that_are_longer_than_what_is_written_are_said():
+    for most, lengths, words in ((5, (3, 9, 0, 6), "2 of 3 held-out answers have more than"), (9, (3, 9), "")):
+        said = []
+        with join_world("cpu") as world:
+            check_prompts(HeldOut(*lengths), EvaluateConfig(max_new_tokens=most), world, said.append)
+        assert "".join(said).startswith(words) and bool(said) == bool(words)
+        assert not said or "evaluate.max_new_tokens = 5 tokens, up to 9: they" in said[0]

@@ -14,6 +14,7 @@ from motet.train.optimizer import (
     build_optimizer,
     check_groups,
     learning_rate,
+    never_reached,
     parameter_groups,
     set_learning_rate,
 )
@@ -179,3 +180,18 @@ def test_parts_of_a_product_have_the_options_of_the_whole():
     assert {name: lr for name, (lr, _) in found.items()} == pytest.approx(
         {"0.weight": 1e-2, "0.bias": 1e-2, "1.0.weight": 5e-2, "1.0.bias": 1e-2, "1.1.weight": 5e-2, "1.1.bias": 1e-2}
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"warmup_steps": 9}, "warmup_steps = 9 is more than the 8 steps of the run, so the rate rises to 0.889 at"),
+        ({"warmup_steps": 8}, ""),
+        ({"warmup_steps": 5, "schedule": "wsd", "decay_steps": 4}, "so the rate has 3 to fall in."),
+        ({"warmup_steps": 4, "schedule": "wsd", "decay_steps": 4}, ""),
+        ({"warmup_steps": 8, "schedule": "wsd"}, ""),
+    ],
+)
+def test_a_schedule_for_which_a_run_is_too_short_is_said(options, said):
+    sentence = never_reached(OptimizerConfig(lr=1.0, **options), 8)
+    assert said in sentence if said else sentence == ""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from motet.core.errors import UserError
-from motet.core.words import counted_words
+from motet.core.words import counted_words, shown_seconds
 from motet.planner.candidate import DATA_PARALLEL, Candidate, Pins, RuledOut, size_words
 from motet.planner.data_parallel.loads import EvenBatch
 from motet.planner.data_parallel.search import DataParallelSearch, PlacedSharding, ShardingEstimate
@@ -23,7 +23,6 @@ from motet.planner.job import Job
 from motet.planner.module_pins import common_pins
 from motet.planner.stages.recompute import RecomputeMode
 from motet.schedule import check_fit
-from motet.simulate.show.drawing import shown_seconds
 
 MAX_CANDIDATES = 6
 

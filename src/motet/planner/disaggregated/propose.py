@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from motet.core.words import counted_words
+from motet.core.words import counted_words, shown_seconds
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import DISAGGREGATED, Candidate, Pins, RuledOut, size_words
 from motet.planner.disaggregated.allocate import allocate, rigid
@@ -25,7 +25,6 @@ from motet.planner.disaggregated.unit_options import RECOMPUTED_SHARES, microbat
 from motet.planner.infeasible import indivisible, not_apart
 from motet.planner.job import Job
 from motet.planner.module_pins import backbone_pins
-from motet.simulate.show.drawing import shown_seconds
 
 _MAX_MICROBATCH_SIZE = 16
 """Examples of the backbone's largest microbatch: larger ones fill a pipeline worse and hold more."""

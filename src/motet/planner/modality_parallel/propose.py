@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from motet.core.arrays import Float64Array
+from motet.core.words import shown_seconds
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import MODALITY_PARALLEL, Candidate, Pins, RuledOut, size_words
 from motet.planner.degrees import allowed_microbatch_sizes, most_replicas
@@ -32,7 +33,6 @@ from motet.planner.stages.recompute import RecomputeMode
 from motet.planner.stages.stage_costs import Stages
 from motet.planner.stages.step_time import work_s
 from motet.planner.stages.unevenness import unevenness
-from motet.simulate.show.drawing import shown_seconds
 
 NUM_CANDIDATES = 3
 _MAX_CUTS = 16

@@ -17,6 +17,7 @@ import numpy as np
 
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.timeline import COMPUTE_STREAM, Timeline
+from motet.core.words import shown_seconds
 from motet.core.workload import BACKBONE
 from motet.schedule.program import COMPUTE_KINDS, Kind
 from motet.simulate.bubbles import bubble_shares, bubbles
@@ -194,18 +195,6 @@ def is_light(colour: str) -> bool:
     """Whether dark text is easier to read on a colour than white text (luminance of ITU-R BT.601)."""
     red, green, blue = (int(colour[first : first + 2], 16) for first in (1, 3, 5))
     return 0.299 * red + 0.587 * green + 0.114 * blue > 150
-
-
-def time_unit(seconds: float) -> tuple[float, str]:
-    """(units in a second, name) of the unit that shows a time with a digit other than 0 before the point."""
-    return next(((scale, name) for scale, name in ((1.0, "s"), (1e3, "ms")) if seconds * scale >= 1), (1e6, "µs"))
-
-
-def shown_seconds(seconds: float) -> str:
-    """A time with four digits and its unit."""
-    scale, unit = time_unit(seconds)
-    value = seconds * scale
-    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.4g} {unit}"
 
 
 def _facts(makespan_s: float, bubble_share: float, num_drawn: int, num_rows: int, num_ranks: int) -> str:

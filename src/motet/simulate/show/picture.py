@@ -17,7 +17,8 @@ from PIL import Image, ImageDraw, ImageFont
 from motet.core.arrays import BoolArray, Float64Array, Int64Array, UInt8Array
 from motet.core.errors import UserError
 from motet.core.timeline import Timeline
-from motet.simulate.show.drawing import BUBBLE, INK, SOFT, Drawing, LegendEntry, draw, is_light, time_unit
+from motet.core.words import time_unit
+from motet.simulate.show.drawing import BUBBLE, INK, SOFT, Drawing, LegendEntry, draw, is_light
 
 _MAX_ROWS = 96
 _PIXELS_PER_INCH = 160

@@ -6,10 +6,9 @@ from rich.console import Console
 from rich.table import Table
 
 from motet.core.plan import Plan
-from motet.core.words import counted_words
+from motet.core.words import counted_words, shown_seconds
 from motet.simulate.bubbles import BUBBLE_KINDS
 from motet.simulate.predict.prediction import Prediction
-from motet.simulate.show.drawing import shown_seconds
 from motet.simulate.show.plan_words import plan_in_words
 
 BUBBLE_NAMES = dict(

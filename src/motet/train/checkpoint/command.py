@@ -152,6 +152,7 @@ def _as_json(entry: FoundCheckpoint) -> dict[str, Any]:
     }
     if entry.state is not None:
         progress = asdict(entry.state.progress)
+        del progress["stated"]  # Of the recipe, which says it better.
         fields |= {**progress, "num_ranks": entry.state.num_ranks, "written": entry.state.written.isoformat()}
         fields["motet"] = entry.motet
     return fields

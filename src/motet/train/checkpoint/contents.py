@@ -61,6 +61,7 @@ class Progress:
                  are not there whose frozen weights came from `start`: checkpoints have them.
     scales:      by what the LoRA adapters of each part are multiplied; None in checkpoints that do not say it.
     optimizer:   its name; "" in checkpoints that do not say it.
+    stated:      what the recipe says of inputs, model and targets (`same_run.py`); None in checkpoints without it.
     loss_scale, num_finite: the `LossScale` of the next step; None where modules do not compute in float16.
     options:     of the optimizer's groups and the weights in them, as a loop of one's own has set them; () otherwise.
 
@@ -88,6 +89,7 @@ class Progress:
     shuffle: bool | None = None
     optimizer: str = ""
     options: tuple[tuple[dict[str, float | tuple[float, ...]], tuple[str, ...]], ...] = ()
+    stated: Mapping[str, str] | None = None
 
 
 class _Stored(BaseModel):
@@ -116,6 +118,7 @@ class RunState(_Stored):
     shuffle: bool | None = None
     optimizer: str = ""
     options: tuple[tuple[dict[str, float | tuple[float, ...]], tuple[str, ...]], ...] = ()
+    stated: dict[str, str] | None = None
     num_ranks: int = Field(gt=0)
     launch: str
     written: AwareDatetime

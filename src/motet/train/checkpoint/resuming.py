@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from motet.train.checkpoint.choice import Say, Start, choose_checkpoint, remove_
 from motet.train.checkpoint.contents import (
     CHECKPOINTS,
     Progress,
-    RunState,
     digest_of,
     is_checkpoint,
     name_of,
@@ -23,6 +21,7 @@ from motet.train.checkpoint.contents import (
 )
 from motet.train.checkpoint.remote import RemoteCheckpoints, checkpoint_at, digest_at, is_stored
 from motet.train.checkpoint.restoring import load, load_weights
+from motet.train.checkpoint.same_run import check_beside, check_same_run
 from motet.train.checkpoint.state import store_frozen
 from motet.train.input.own_splits import check_same_splits
 from motet.train.recipe.recipe import Recipe
@@ -52,7 +51,7 @@ def resume_run(
         if chosen is not None:
             if recipe.data.is_split and chosen.state.dataset != start.dataset:
                 check_same_splits(chosen, recipe, world)
-            _check_same_run(chosen, start, recipe.run.num_steps)
+            check_same_run(chosen, start, recipe.run.num_steps)
             _check_same_start(chosen, _start_of(recipe))
         elif resume == "never":
             _check_start_stays(recipe)
@@ -75,24 +74,6 @@ def has_ended(recipe: Recipe) -> bool:
     False of epochs, as the examples alone say which step that is.
     """
     return recipe.run.epochs is None and is_checkpoint(recipe.run.dir / CHECKPOINTS / name_of(recipe.run.num_steps))
-
-
-def check_beside(checkpoint: Path, then: RunState, now: Progress, or_else: str = "") -> None:
-    """Raise UserError if a checkpoint has adapters of a part whose frozen weights, or whose scale, are others now.
-
-    or_else: what may be done about it but to restore them.
-    """
-    if other := _first_other(then.beside or {}, now.beside or {}):
-        raise UserError(
-            f"The checkpoint {checkpoint} has adapters of {other!r} alone, and was written beside other weights than "
-            f"those of its path in [model] now, or of run.seed: restore them{or_else}."
-        )
-    scales, stated = then.scales or {}, now.scales or {}
-    if other := _first_other(scales, stated):
-        raise UserError(
-            f"The checkpoint {checkpoint} has adapters of {other!r} that are multiplied by {scales[other]:g}, and "
-            f"alpha, rank and rank_stabilized of model.lora say {stated[other]:g} now: restore them{or_else}."
-        )
 
 
 def _fetched(resume: str, recipe: Recipe, world: World, say: Say) -> str:
@@ -189,57 +170,3 @@ def _check_same_start(chosen: Start, now: str | None) -> None:
         f"The run of the checkpoint {chosen.path} began with {whose}{wanted}: set run.start back, or start anew with "
         "--resume never."
     )
-
-
-def _check_same_run(chosen: Start, start: Progress, num_steps: int) -> None:
-    """Raise UserError if a checkpoint has another order, groups or dataset, or is beyond the last step."""
-    if chosen.state.seed != start.seed:
-        raise UserError(
-            f"The checkpoint {chosen.path} was written with data.seed = {chosen.state.seed}, not {start.seed} as now, "
-            "which orders the examples anew: set it back, or start anew with --resume never."
-        )
-    if chosen.state.shuffle not in (None, start.shuffle):
-        then, now = (str(shuffle).lower() for shuffle in (chosen.state.shuffle, start.shuffle))
-        raise UserError(
-            f"The checkpoint {chosen.path} was written with data.shuffle = {then}, not {now} as now, which orders the "
-            "examples anew: set it back, or start anew with --resume never."
-        )
-    if chosen.state.optimizer not in ("", start.optimizer):
-        raise UserError(
-            f'The checkpoint {chosen.path} has the state of optimizer.name = "{chosen.state.optimizer}", not of '
-            f'"{start.optimizer}" as now: set it back, or begin with its weights alone by run.start.'
-        )
-    if chosen.state.mixture != start.mixture:
-        then, now = (list(mixture) or "no mixture" for mixture in (chosen.state.mixture, start.mixture))
-        raise UserError(
-            f"The checkpoint {chosen.path} was written with a data.mixture in the proportion {then}, not {now} "
-            "as now, which orders the examples anew: set it back, or start anew with --resume never."
-        )
-    if chosen.state.dataset != start.dataset:
-        raise UserError(
-            f"The checkpoint {chosen.path} was written on other training examples than those of data.train now, or of "
-            "[workload], so its position among them means nothing: restore them, or start anew with --resume never."
-        )
-    check_beside(chosen.path, chosen.state, start, ", or start anew with --resume never")
-    if chosen.state.group != start.group:
-        raise UserError(
-            f"The checkpoint {chosen.path} was written {_group_words(chosen.state.group)}, and this run is "
-            f"{_group_words(start.group)}, which orders the examples anew: set it back, or start anew with --resume "
-            "never."
-        )
-    if chosen.state.step > num_steps:
-        raise UserError(
-            f"The checkpoint {chosen.path} is of step {chosen.state.step}, and run.steps = {num_steps} ends before it: "
-            "raise run.steps, go back to an earlier checkpoint with --resume PATH, or start anew with --resume never."
-        )
-
-
-def _first_other(then: Mapping[str, object], now: Mapping[str, object]) -> str:
-    """The first part of both whose value is another now; "" if there is none."""
-    return next((name for name in then if name in now and then[name] != now[name]), "")
-
-
-def _group_words(group: Mapping[str, int] | None) -> str:
-    if group is None:
-        return "without data.group"
-    return "with data.group = { " + ", ".join(f"{name} = {cap}" for name, cap in group.items()) + " }"

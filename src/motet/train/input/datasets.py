@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 
 from motet.core.errors import JointUserError, UserError
 from motet.core.example import ItemText
@@ -14,7 +16,9 @@ from motet.core.words import counted_words
 from motet.data.dataset import Dataset, Modality
 from motet.data.drawn import DrawnDataset, DrawnVocabulary
 from motet.data.examples import Examples
+from motet.data.manifest import Manifest
 from motet.data.panned_images import PannedImages
+from motet.data.remote import is_url
 from motet.data.split_images import SplitImages
 from motet.data.split_videos import SplitVideos
 from motet.data.splits import OwnSplits
@@ -94,11 +98,49 @@ def open_heldout(recipe: Recipe, vocabulary: ChatTokenizer | DrawnVocabulary, mo
     return heldout
 
 
-def say_no_end(vocabulary: ChatTokenizer | DrawnVocabulary, dataset: Examples, say: Say) -> None:
-    """Say so if the chat template lets no end of an answer be learned, where the first example is a conversation."""
-    if not isinstance(vocabulary, ChatTokenizer) or vocabulary.ends_answers or not isinstance(dataset, Dataset):
+def say_named_twice(recipe: Recipe, say: Say) -> None:
+    """Say which manifests, or shards, are in `data.train` twice, or there and in `data.heldout`; both may be meant."""
+    data = recipe.data
+    named = () if data.is_split else data.train, data.heldout  # Splits that are alike are refused.
+    train, heldout = ([file for manifest in manifests for file in _files_of(manifest)] for manifests in named)
+    for key, files in (("train", train), ("heldout", heldout)):
+        if twice := [file for file, count in Counter(files).items() if count > 1]:
+            how = " (data.mixture says how often the examples of a manifest come)" if key == "train" else ""
+            say(
+                f"data.{key} has {_first_of(twice)} more than once, so each of its examples counts as several; name it "
+                f"once if that is not meant{how}."
+            )
+    if both := [file for file in dict.fromkeys(heldout) if file in set(train)]:
+        say(
+            f"data.heldout has {_first_of(both)}, which is in data.train, too: what is measured on these examples says "
+            "how well they were learned, not how well others would be answered."
+        )
+
+
+def _files_of(manifest: str) -> list[str]:
+    """What a manifest is read from, by names that are equal for the same file; a URL is its own."""
+    return (
+        [manifest] if is_url(manifest) else [str(Path(str(file)).resolve()) for file in Manifest.find(manifest).files]
+    )
+
+
+def _first_of(files: Sequence[str]) -> str:
+    return files[0] if len(files) == 1 else f"{files[0]} (and {counted_words(len(files) - 1, 'other')})"
+
+
+def say_unlearned(vocabulary: ChatTokenizer | DrawnVocabulary, dataset: Examples, say: Say) -> None:
+    """Say what the chat template keeps from being learned around answers, where the first example is a conversation."""
+    if not isinstance(vocabulary, ChatTokenizer) or not isinstance(dataset, Dataset):
         return
-    if not dataset.conversation(0).is_document:
+    lead, ends = vocabulary.unlearned_lead, vocabulary.ends_answers
+    if (not lead and ends) or dataset.conversation(0).is_document:
+        return
+    if lead:
+        say(
+            f"The tokenizer's chat template writes {lead!r} behind the prompt for an answer and before {{% generation "
+            "%}, so it is not learned, and a model may not write it; begin {% generation %} before it if it is to."
+        )
+    if not ends:
         say(
             "The tokenizer's chat template writes no special token behind the last answer, so no end of it is learned, "
             "and a model may go on writing; let the template write eos_token there if it is to stop."

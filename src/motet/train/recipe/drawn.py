@@ -8,13 +8,14 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from motet.core.errors import UserError
-from motet.core.sampler import Sampler, Task
-from motet.core.shape_tables import GeneratorShape, ModelShapes
+from motet.core.sampler import Sampler
+from motet.core.shape_tables import ModelShapes
 from motet.core.workload import Workload
 from motet.data.config import DrawnDataConfig
 from motet.data.drawn import DrawnTransform, DrawnVocabulary
 from motet.models.build import ModelConfig
 from motet.models.shaped_config import config_of_shapes
+from motet.train.recipe.drawn_items import unfit_items
 from motet.train.recipe.recipe import Recipe
 
 _DRAWN_LR = 1e-4
@@ -41,28 +42,8 @@ class DrawnRecipe(Recipe):
         dtype = self.fsdp.param_dtype or self.run.dtype
         if self.precision and dtype != _DTYPE_OF[self.precision]:
             raise ValueError(f"precision is {self.precision!r}, but modules compute in {dtype}; leave one of them out")
-        spec = self.model.spec("model")
-        for number, task in enumerate(self.workload.task):
-            for name, items in task.items.items():
-                key = f"workload.task.{number}.items.{name}"
-                if made := self.model.generators.get(name):
-                    if wrong := _unmade(task, name, made):
-                        raise ValueError(f"{key}.{wrong}")
-                    continue
-                if name not in self.model.encoders:
-                    raise ValueError(f"{key} has no effect on training, as there is no model.encoders.{name}")
-                of_made = {"num_tokens": items.num_tokens is not None, "turn": items.turn}
-                if stray := [said for said, is_there in of_made.items() if is_there]:
-                    raise ValueError(
-                        f"{key}.{stray[0]} is for items of generators: the rows that model.encoders.{name} makes of an "
-                        "item hang on its length; say length_per_token"
-                    )
-                divisor = spec.module(name).layers[-1].divisor
-                if items.length_per_token != divisor:
-                    raise ValueError(
-                        f"{key}.length_per_token is {items.length_per_token:g}, but model.encoders.{name} makes a row "
-                        f"of {divisor} (strides times projector.downsample)"
-                    )
+        if unfit := next(unfit_items(self.model, self.workload), ""):
+            raise ValueError(unfit)
         return self
 
     @property
@@ -93,33 +74,6 @@ class DrawnRecipe(Recipe):
             return DrawnTransform(encoder, made.row_dim, is_pixels=False, seed=self.data.seed)
         shape = self.model.encoders[encoder]
         return DrawnTransform(encoder, shape.input_dim, is_pixels=shape.kind == "vit", seed=self.data.seed)
-
-
-def _unmade(task: Task, name: str, made: GeneratorShape) -> str:
-    """What a task says of the items of a generator that does not fit it, from its key on; "" if all fits."""
-    items, num_queries = task.items[name], made.num_queries
-    if items.segment is not None:
-        return f"segment has no effect on training: model.generators.{name} computes whole items; remove it"
-    if items.turn != (made.max_turn is not None):
-        given = "query tokens" if items.turn else "a turn"
-        return f"turn is {str(items.turn).lower()}, but model.generators.{name} is given {given}; change one of them"
-    if made.max_turn is not None:
-        first, last = (text - int(task.num_targets(text)) for text in task.text.bounds)
-        if first >= 1 and last <= made.max_turn:
-            return ""
-        return (
-            f"turn: of the text of the task {first:,} to {last:,} tokens stand before the answer, but "
-            f"model.generators.{name} is given 1 to {made.max_turn:,} (max_turn); change text, answer or max_turn"
-        )
-    least, most = (items.tokens_of(length) for length in items.length.bounds)
-    if least == most == num_queries:
-        return ""
-    key = "length_per_token" if items.num_tokens is None else "num_tokens"
-    count = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-    return (
-        f"{key} has an item take {count} rows of the sequence, but model.generators.{name}.num_queries is "
-        f"{num_queries}; give num_tokens = {num_queries} in its place"
-    )
 
 
 def drawn_tables(path: Path, tables: dict[str, Any], trains: bool) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,9 +11,10 @@ from motet.core.errors import UserError
 from motet.core.text_files import KeyPath, parse_toml, read_text
 from motet.train.checkpoint.contents import CHECKPOINTS, name_of
 from motet.train.recipe.phases import check_handed_on, phases_in, tables_of_phase
-from motet.train.recipe.toml_text import set_key
+from motet.train.recipe.toml_text import key_of, set_key
 
 _CHOICE = "run.phase"
+_START = ("run", "start")
 
 
 class RecipeText(NamedTuple):
@@ -45,7 +47,7 @@ def of_phase(overrides: Sequence[str], name: str) -> list[str]:
 
 def of_phases(overrides: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
     """Phase -> overrides that choose it, too. `run.start` is of the first: the others begin where one before ended."""
-    later = [override for override in overrides if override.partition("=")[0].strip() != "run.start"]
+    later = [override for override in overrides if key_of(override) != _START]
     return {name: of_phase(later if number else overrides, name) for number, name in enumerate(names)}
 
 
@@ -73,10 +75,11 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeText:
     folder = own["run"].get("dir")
     if isinstance(folder, str):
         own["run"]["dir"] = str(Path(folder, name))
-    if number > 0 and ("run", "start") not in set_keys:
+    if number > 0 and _START not in set_keys:
         before, _ = tables_of_phase(path, text, tables, phases, phases[number - 1].name)
         for override in others:
-            set_key(before, override)
+            with suppress(UserError):  # This phase may have alone what is removed.
+                set_key(before, override)
         check_handed_on(path, text, phases, number, (before.get("model"), own.get("model")))
         # A start that [run] states is that of the first phase.
         if isinstance(folder, str):
@@ -91,8 +94,11 @@ def _end_of(folder: Path, steps: Any) -> str:
 
 def _chosen(overrides: Sequence[str]) -> tuple[str | None, list[str]]:
     """The phase that overrides choose, None if they choose none, and the other overrides."""
-    named = [override.partition("=") for override in overrides]
-    names = [value.strip() for key, _, value in named if key.strip() == _CHOICE]
-    return names[-1] if names else None, [
-        override for override, (key, _, _) in zip(overrides, named) if key.strip() != _CHOICE
-    ]
+    chosen, others = list[str](), list[str]()
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key.strip() == _CHOICE:
+            chosen.append(value.strip())
+        else:
+            others.append(override)
+    return chosen[-1] if chosen else None, others

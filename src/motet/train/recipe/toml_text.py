@@ -17,20 +17,47 @@ _ASSIGNMENT = re.compile(
     r"^\s*((?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*'))*)\s*="
 )
 _BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
+_REMOVES = "~"
+"""Before a key of `--set`: it is removed, as in Hydra; TOML has no null."""
 
 
 def set_key(tables: dict[str, Any], override: str) -> KeyPath:
-    """Set one key in the tables, as `--set` says; returns the key. Raises UserError for a wrong override."""
-    name, equals, value = override.partition("=")
-    key = tuple(part.strip() for part in name.split("."))
-    if not equals or not all(key):
-        raise UserError(f"--set {override}: must be written as table.key=value, for example --set optimizer.lr=1e-3.")
-    table = tables
+    """Set one key in the tables, or remove it, as `--set` says; returns the key. Raises UserError for a wrong override.
+
+    Example:
+        >>> tables = {"run": {"plan": "plan.json", "steps": 5}}
+        >>> set_key(tables, "run.steps=8"), set_key(tables, "~run.plan"), tables
+        (('run', 'steps'), ('run', 'plan'), {'run': {'steps': 8}})
+    """
+    key, value = key_of(override), override.partition("=")[2].strip()
+    table, removes = tables, override.startswith(_REMOVES)
+    if not removes and not value:
+        name = ".".join(key)
+        raise UserError(
+            f"--set {override}: has no value; '{_REMOVES}{name}' removes the key, and '{name}=\"\"' is an empty text."
+        )
     for part in key[:-1]:
-        table = table.setdefault(part, {})
+        table = table.get(part, {}) if removes else table.setdefault(part, {})
         if not isinstance(table, dict):
             raise UserError(f"--set {override}: '{part}' is a value in the recipe, not a table.")
-    table[key[-1]] = parse_value(value.strip())
+    if not removes:
+        table[key[-1]] = parse_value(value)
+    elif key[-1] in table:
+        del table[key[-1]]
+    else:
+        raise UserError(f"--set {override}: the recipe does not have this key, so there is nothing to remove.")
+    return key
+
+
+def key_of(override: str) -> KeyPath:
+    """The key that an override sets or removes. Raises UserError for a wrong override."""
+    name, equals, _ = override.removeprefix(_REMOVES).partition("=")
+    key = tuple(part.strip() for part in name.split("."))
+    if bool(equals) == override.startswith(_REMOVES) or not all(key):
+        raise UserError(
+            f"--set {override}: must be written as table.key=value, for example --set optimizer.lr=1e-3, or as "
+            f"{_REMOVES}table.key, which removes the key."
+        )
     return key
 
 

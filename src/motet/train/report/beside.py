@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from motet.core.timeline import Span, Timeline
-from motet.core.words import counted_words
+from motet.core.words import counted_words, shown_seconds
 from motet.schedule.program import action_words
 from motet.simulate.predict.prediction import Prediction
-from motet.simulate.show.drawing import shown_seconds
 from motet.simulate.show.page import HINT, framed_page
 from motet.simulate.show.report import BUBBLE_NAMES
 

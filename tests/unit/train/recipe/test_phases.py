@@ -230,3 +230,13 @@ def test_adapters_of_a_part_that_does_not_learn_in_a_phase_are_refused(tmp_path)
     ):
         tables(tmp_path, "one", text=text)
     assert tables(tmp_path, "two", "run.start=mine", text=text)["model"]["lora"]
+
+
+def test_a_key_that_one_phase_alone_has_can_be_removed_of_it(tmp_path):
+    text = '[run]\ndir = "runs"\nbatch_size = 2\n[[run.phase]]\nname = "a"\nsteps = 2\n'
+    text += '[[run.phase]]\nname = "b"\nsteps = 2\noptimizer = { lr = 1.0 }\n'
+    (tmp_path / "recipe.toml").write_text(text)
+    removed = read_recipe(tmp_path / "recipe.toml", of_phase(["~optimizer.lr"], "b"))
+    assert removed.tables["optimizer"] == {} and removed.set_keys == {("optimizer", "lr")}
+    assert removed.tables["run"]["start"] == "runs/a/checkpoints/step-00000002"
+    assert of_phases(["~run.start"], ["a", "b"]) == {"a": ["~run.start", "run.phase=a"], "b": ["run.phase=b"]}
