@@ -42,6 +42,7 @@ from motet.schedule.passes import (
 )
 from motet.schedule.passes.data_parallel import add_data_parallel
 from motet.schedule.passes.part_runs import PartRun, in_parts, with_runs
+from motet.schedule.plan_units import meets_in_islands
 from motet.schedule.program import Kind, Program, Stage
 from motet.schedule.text import parse_action
 
@@ -232,8 +233,10 @@ class BubbleProgram:
         """The whole Program. Raises as `bare` does."""
         return _communicating(self.layout, *self.bare(fills))
 
-    def refilled(self, own: PlannedProgram, runs: Sequence[Sequence[PartRun]]) -> PlannedProgram:
+    def refilled(self, own: PlannedProgram, runs: Sequence[Sequence[PartRun]]) -> PlannedProgram | None:
         """The whole Program with encoders elsewhere. They must have a time after all that they wait for.
+
+        None: replicas that meet would wait for each other, as each has fills of its own.
 
         own: of the Plan's own fills. runs: per program rank, what its encoders do, in order. In time a run counts as
         one action, however many parts it has: O(actions log actions) of passes and runs.
@@ -248,7 +251,12 @@ class BubbleProgram:
             ]
 
         program = replace(own.program, stages=tuple(taking(own.program.stages)), actions=rows)
-        planned_program = _communicating(self.layout, program, taking(own.stages))
+        try:
+            planned_program = _communicating(self.layout, program, taking(own.stages))
+        except UserError:
+            if not meets_in_islands(self.layout.plan):
+                raise
+            return None
         return replace(planned_program, program=in_parts(planned_program.program, parts))
 
 

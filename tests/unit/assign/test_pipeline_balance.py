@@ -13,7 +13,9 @@ from motet.core.errors import UserError
 from motet.core.plan import Unit
 from motet.core.workload import BACKBONE
 from motet.cost.operations import Operations
-from motet.schedule import planned, validate
+from motet.schedule import Action, Kind, planned, validate
+from motet.schedule.from_plan import BubbleProgram
+from motet.schedule.passes.part_runs import PartRun
 from motet.simulate.predict.predict import assign_batch, predict_assigned
 from unit.assign.test_rows import check
 from unit.simulate.even_jobs import Free
@@ -164,15 +166,28 @@ def test_data_parallel_plans_leave_cutting_to_the_recipe():
         planned(plan(whole, batch_size=16, schedule="data_parallel", balance="split"))
 
 
-def test_bubbles_of_replicas_that_meet_in_an_island_are_not_filled_by_step():
+def test_replicas_that_other_units_feed_in_common_meet():
+    """Fills in which each replica would wait for the other are none, also where each by itself can run."""
     units = (
         Unit("llm", HALVES, dp=2, pp=2),
         Unit("image", ({"image": 2}, {"image": 2}), dp=2, pp=2),
         Unit("audio", ({"audio": 3},), first_rank=4),
     )
-    made = plan(*units, batch_size=8, balance="split")
-    program = planned(made).program
-    assert [stage.meets for stage in program.stages if stage.module == BACKBONE] == [True] * 4
-    validate(program, host_waits=True)
-    with pytest.raises(UserError, match="other units feed in common, and filling is 'by_step'"):
-        planned(replace(made, filling="by_step"))
+    made = plan(*units, batch_size=6, balance="split", filling="by_step")
+    own = planned(made)
+    assert [stage.meets for stage in own.program.stages if stage.module == BACKBONE] == [True] * 4
+    validate(own.program, host_waits=True)
+
+    def passes(stage, *before):
+        """Forward passes, each before an action of the backbone's row, and all backward passes behind it."""
+        at = [*zip(before, "FFF"), *zip([6] * 3, "BBB")]
+        return [PartRun(place, (Action(stage, Kind[kind], n % 3),)) for n, (place, kind) in enumerate(at)]
+
+    # Its second microbatch waits for the first one's last stage in one replica, and the other way round in the other.
+    runs = [passes(5, 0, 0, 0), passes(6, 0, 1, 1), passes(7, 0, 0, 2), passes(8, 0, 0, 0), []]
+    for balance, can_run in (("joint", True), ("split", False)):
+        one = replace(made, balance=balance)
+        filled = BubbleProgram(planned(one).layout).refilled(planned(one), runs)
+        assert (filled is not None) == can_run
+        if filled is not None:
+            validate(filled.program, host_waits=True)
