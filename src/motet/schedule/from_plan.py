@@ -284,8 +284,8 @@ def _communicating(layout: Layout, program: Program, stages: list[PlannedStage])
     meeting = any(stage.meets for stage in program.stages)
     if meeting and dry_run(program, holds_up=not device.overlaps).cycle:
         raise UserError(
-            f"replicas of unit {layout.backbone.name!r} share sequences, and would wait for each other: they have "
-            "other work before the same pass; let encoders run outside bubbles, or set another balance."
+            f"replicas of unit {layout.backbone.name!r} share sequences or experts, and would wait for each other: "
+            "they have other work before the same pass; let encoders run outside bubbles, or replicas share nothing."
         )
     program = add_communication(program, holds_up=not device.overlaps)
     return PlannedProgram(program, tuple(stages), layout)

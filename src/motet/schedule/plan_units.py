@@ -71,8 +71,10 @@ def joins_all_replicas(plan: Plan) -> bool:
 
 
 def meets_in_islands(plan: Plan) -> bool:
-    """Whether several replicas of the backbone in one island run each pass together, as they share sequences."""
-    return plan.balance == "split" and backbone_unit(plan).dp > gcd(*(unit.dp for unit in pipelined_units(plan)))
+    """Whether several replicas of the backbone in an island run each pass together: they share sequences or experts."""
+    unit = backbone_unit(plan)
+    num_islands = 1 if joins_all_replicas(plan) else gcd(*(each.dp for each in pipelined_units(plan)))
+    return unit.dp > num_islands and (plan.balance == "split" or unit.cp % unit.ep > 0)
 
 
 def recomputed_in(plan: Plan) -> dict[str, int]:

@@ -138,10 +138,10 @@ def _check_experts(plan: Plan) -> None:
         if unit.dp * unit.cp % unit.ep:
             raise UserError(f"{where}; it must divide dp * cp, {unit.dp * unit.cp}, whose ranks share experts.")
         islands = gcd(*(other.dp for other in pipelined_units(plan)))
-        if unit.cp % unit.ep and unit.dp != islands:
+        if unit.cp % unit.ep and unit.dp != islands and unit is not backbone_unit(plan):
             raise UserError(
-                f"{where}, over replicas that other units feed in common; dp must divide that of each other unit, or "
-                f"ep must divide cp, {unit.cp}."
+                f"{where}, over replicas that other units feed in common, and it is not the backbone's; dp must divide "
+                f"that of each other unit, or ep must divide cp, {unit.cp}."
             )
 
 
