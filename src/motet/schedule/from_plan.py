@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from motet.core.arrays import Int64Array
-from motet.core.errors import UserError
+from motet.core.errors import ArgumentError, UserError
 from motet.core.plan import MOVES_ITEMS, Fill, Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.schedule.check.dry_run import dry_run
@@ -281,13 +281,15 @@ def _communicating(layout: Layout, program: Program, stages: list[PlannedStage])
             f"module take passes in different orders under {layout.plan.schedule!r}, so that they would wait for each "
             "other in its collectives; use zero 0 or 1."
         )
-    meeting = any(stage.meets for stage in program.stages)
-    if meeting and dry_run(program, holds_up=not device.overlaps).cycle:
+    try:
+        program = add_communication(program, holds_up=not device.overlaps)
+    except ArgumentError:
+        if not meets_in_islands(layout.plan):
+            raise
         raise UserError(
             f"replicas of unit {layout.backbone.name!r} share sequences or experts, and would wait for each other: "
             "they have other work before the same pass; let encoders run outside bubbles, or replicas share nothing."
-        )
-    program = add_communication(program, holds_up=not device.overlaps)
+        ) from None
     return PlannedProgram(program, tuple(stages), layout)
 
 
