@@ -20,7 +20,7 @@ from motet.simulate.predict.predict import assign_batch, predict_assigned
 from unit.assign.test_rows import check
 from unit.simulate.even_jobs import Free
 from unit.simulate.jobs import BACKBONE as HALVES
-from unit.simulate.jobs import CHAIN, lengths, plan
+from unit.simulate.jobs import CHAIN, Linear, lengths, plan
 
 
 def beside(image=2, audio=1, llm=2, **options):
@@ -128,6 +128,28 @@ def test_sequences_that_are_too_long_for_a_replica_are_cut_and_others_fill_up():
     whole = assign_step(replace(made, balance="joint"), batch).modules[BACKBONE]
     assert np.array_equal(whole.microbatch, items.microbatch)
     assert np.array_equal(whole.replica[~inside], items.replica[~inside])
+
+
+def test_items_of_cut_sequences_that_dominate_are_cut_too():
+    """And nothing else moves: what is left out of a step takes its items with it."""
+    chain = plan(Unit("llm", ({"image": 4, "audio": 3, **HALVES[0]}, HALVES[1]), dp=4, pp=2), batch_size=16)
+    made, batch = replace(chain, balance="split", microbatch_size=2), lengths(16)
+    example = int(batch.items["image"].example[0])
+    batch.sequence[example] = 20 * batch.sequence.max()
+    for column in (batch.items["image"].length, batch.items["image"].num_tokens):
+        column[0] = 12 * column.sum()
+    steps, steps_s = {}, {}
+    for can_share in (True, False):
+        modules = tuple(replace(module, shareable=can_share) for module in made.model.modules)
+        one = replace(made, model=replace(made.model, modules=modules))
+        cost = Linear(made.cluster)
+        steps[can_share] = assign_step(one, batch).modules
+        steps_s[can_share] = predict_assigned(one, planned(one), assign_step(one, batch), cost).step_s
+    assert steps[True]["image"].cuts.degrees == {0: 4} and steps[False]["image"].cuts is None
+    for name in ("image", "audio"):
+        here, whole = steps[True][name], steps[False][name]
+        assert (here.replica == whole.replica)[here.example != example].all()
+    assert steps_s[True] < 0.9 * steps_s[False]
 
 
 @pytest.mark.parametrize("order", ["given", "both"])
