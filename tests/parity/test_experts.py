@@ -45,7 +45,10 @@ def test_mixtures(num_ranks, cases):
 
 ALL = {"i": 3, "a": 2, "b": 3}
 CUT = {"i": 3, "a": 2, "b": 1}, {"b": 2}
+BESIDE = Unit("llm", ({"audio": 2, "backbone": 3},), 1, dp=2, ep=2)
 SPREAD = {
+    # Another unit feeds replicas in common, which meet in one island.
+    3: [PlannedCase((Unit("image", ({"image": 3},)), BESIDE), family="mixtral", left_out=0.4)],
     2: [
         PlannedCase(chain(ALL, dp=2, ep=2), family="qwen3_moe", left_out=0.5),
         PlannedCase(chain(ALL, dp=2, ep=2, zero=3), family="mixtral", left_out=0.5, tied=True, dropout=0.2),

@@ -20,6 +20,7 @@ ONE_BESIDE = Unit("encoders", ({"image": 3, "audio": 2},), first_rank=2)
 ONE_BESIDE_THREE = replace(ONE_BESIDE, first_rank=3)
 MAKING = Unit("made", ({"draw": 1, "recall": 1},), first_rank=2)
 MADE = WHOLE | {"draw": 1, "recall": 1}
+AUDIO_BESIDE = Unit("audio", ({"audio": 2},), first_rank=4)
 CAPS = {"image": 25, "backbone": 120}
 MORE_BESIDE = Unit("encoders", ({"image": 3, "audio": 2},), dp=4, first_rank=2)
 IN_BUBBLES = (
@@ -49,7 +50,7 @@ CASES = {
         split(WHOLE, parts=("stacked",), seed=8),
         split({"image": 2}, {"image": 1, "audio": 2, "backbone": 3}, pp=1, schedule="zb_v", seed=10),
         split(WHOLE, caps=CAPS, example_order="both", microbatch_size=2, batch_size=12, left_out=0.3, seed=3),
-        split(MADE, made=("draw", "recall"), batch_size=8, left_out=0.2, seed=5),
+        split(MADE, made=("draw", "recall"), batch_size=8, left_out=0.2, seed=13),
         split(WHOLE | {"draw": 1}, made=("draw",), frozen=("draw",), batch_size=8, microbatch_size=2, seed=1),
         split(WHOLE, example_order="inter", batch_size=8, seed=2),
     ],
@@ -80,10 +81,14 @@ CASES = {
         split(MADE, cp=2, made=("draw", "recall"), batch_size=8, seed=6),
     ],
     5: [
+        split(*LLM, units=(IN_BUBBLES[0], AUDIO_BESIDE), seed=10, batch_size=8, fill_seed=3, filling="by_step"),
         split(WHOLE, units=(replace(MAKING, dp=3),), made=("draw", "recall"), batch_size=12, seed=4),
         split(*FEW_CUTS, units=(replace(MAKING, first_rank=4),), made=("draw", "recall"), batch_size=8, seed=7, zero=3),
     ],
-    6: [split({"backbone": 3}, units=(MORE_BESIDE,), seed=3, batch_size=8, microbatch_size=2)],
+    6: [
+        split({"backbone": 3}, units=(MORE_BESIDE,), seed=3, batch_size=8, microbatch_size=2),
+        split({"backbone": 3}, dp=4, units=(replace(BESIDE, first_rank=4),), seed=3, batch_size=8),
+    ],
 }
 
 

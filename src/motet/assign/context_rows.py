@@ -43,7 +43,7 @@ def rows_of_replica(
     whole: int64 [n], lengths of those that the replica has whole. cut: int64 [m], of those behind them, of which it has
     rows. items: int64 [m], their numbers in `cuts`, whose ranks are replicas.
     """
-    fragments = cuts.over(cp)
+    fragments = cuts.over(cp) if len(items) else cuts
     owners = [fragments.owner(item, length) for item, length in zip(items.tolist(), cut.tolist(), strict=True)]
     of_whole = replica * cp + context_rows(whole, cp).owner.astype(np.int32)
     return ContextRows(np.concatenate([whole, cut]), np.concatenate([of_whole, *owners]), num_replicas * cp)

@@ -7,8 +7,9 @@ differ by which rows may go where:
   their examples, as without balancing, and islands stay apart.
 - "split": as "joint", but for the microbatches in which a sequence alone is more work than a replica's share of the
   backbone. Such sequences are cut over several replicas, and the whole ones of the microbatch fill up the others
-  (`item_shares.py`), whatever groups they were in. Encoders' items stay whole, and follow the largest fragment of their
-  sequence. A Plan's `order` may deal microbatches out in the place of "joint" (`ordering.py`).
+  (`item_shares.py`), whatever groups they were in. Encoders' items follow the largest fragment of their sequence; those
+  of cut sequences that dominate their microbatch are dealt out over replicas and cut too, of encoders in the backbone's
+  unit. A Plan's `order` may deal microbatches out in the place of "joint" (`ordering.py`).
 - "per_phase", and "auto", which is the same as it is never slower: items of an encoder with ranks of its own go to any
   replica of its unit. They are even in each microbatch (OrchMLLM section 5). Microbatches are dealt out by the work of
   the modules on the backbone's ranks.
@@ -23,7 +24,7 @@ from dataclasses import replace
 import numpy as np
 
 from motet.assign.balancing import policies_of
-from motet.assign.item_shares import item_shares, joined_cuts
+from motet.assign.item_shares import FULLEST, item_shares, joined_cuts
 from motet.assign.pipeline import Batching, assign_batching, positions_in
 from motet.assign.step import ModuleAssignment, StepAssignment
 from motet.balance import Cost, assign
@@ -31,9 +32,17 @@ from motet.balance.costs import cost_of
 from motet.core.arrays import Int64Array
 from motet.core.cuts import ItemCuts
 from motet.core.plan import Plan
+from motet.core.spec import Module
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.operations import Operations
-from motet.schedule.plan_units import backbone_unit, joins_all_replicas, on_backbone_ranks, recomputed_in, shares_items
+from motet.schedule.plan_units import (
+    backbone_unit,
+    cuts_beside_sequences,
+    joins_all_replicas,
+    on_backbone_ranks,
+    recomputed_in,
+    shares_items,
+)
 
 
 def assign_balanced(plan: Plan, batch: BatchLengths, given: Batching) -> StepAssignment:
@@ -67,10 +76,34 @@ def assign_cut(plan: Plan, batch: BatchLengths, dealt: Batching) -> StepAssignme
     """The assignment of a step whose microbatches are dealt out, with sequences that are cut over replicas of the
     backbone. What is cut, and on which replicas, depends on which examples share a microbatch, and on nothing else.
     """
-    dealt, cuts = _cut(plan, batch, dealt, _work(plan, batch)[BACKBONE])
+    work = _work(plan, batch)
+    dealt, cuts = _cut(plan, batch, dealt, work[BACKBONE])
     step = assign_batching(plan, batch, dealt)
     modules = {**step.modules, BACKBONE: replace(step.modules[BACKBONE], cuts=cuts)}
+    for name in modules if cuts is not None else ():
+        if cuts is not None and cuts_beside_sequences(plan, name):
+            modules[name] = _with_cut_items(modules[name], plan.model.module(name), cuts.items, work[name])
     return replace(step, modules=modules, methods=_methods(plan, step))
+
+
+def _with_cut_items(items: ModuleAssignment, module: Module, cut: Int64Array, work: Int64Array) -> ModuleAssignment:
+    """The items of an encoder, where those of sequences that are cut dominate their microbatch dealt out over all
+    replicas, and cut too. All others stay with their sequences, so that none moves whose sequence is left out.
+
+    cut: the examples whose sequences are. work: int64 [num_items].
+    """
+    replica, position, parts, num = items.replica.copy(), items.position.copy(), [], items.num_replicas
+    for microbatch in np.unique(items.microbatch[np.isin(items.example, cut)]).tolist():
+        inside = np.flatnonzero(items.microbatch == microbatch)
+        own = inside[np.isin(items.example[inside], cut)]
+        if work[own].max() * num <= FULLEST * work[inside].sum():
+            continue
+        shares = item_shares(work[own], items.num_tokens[own], num, can_cut=True, tile_rows=module.tile_rows)
+        replica[own] = shares.ranks
+        position[inside] = positions_in(replica[inside].astype(np.int64), items.example[inside])
+        if shares.cuts is not None:
+            parts.append((shares.cuts, own, 0))
+    return replace(items, replica=replica, position=position, cuts=joined_cuts(parts, position))
 
 
 def _work(plan: Plan, batch: BatchLengths) -> dict[str, Int64Array]:

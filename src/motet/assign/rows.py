@@ -19,7 +19,7 @@ from motet.core.workload import BACKBONE
 from motet.schedule.coordinates import Shares, sender_of, share_of
 from motet.schedule.edges import consumers_in
 from motet.schedule.from_plan import PlannedProgram
-from motet.schedule.plan_units import on_backbone_ranks
+from motet.schedule.plan_units import cuts_beside_sequences, on_backbone_ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +132,8 @@ def edge_rows(
         for consumer in consumers:
             receiver = consumer, share_of(layout, consumer, sink, island, shares and shares[1])
             dealing = Dealing.of(layout.plan, name, shares and shares[1]) if consumer == BACKBONE else None
-            rows[name, consumer] = sent_rows(assignment, sender, receiver, microbatch, dealing)
+            stays = consumer == BACKBONE and cuts_beside_sequences(layout.plan, name)
+            rows[name, consumer] = sent_rows(assignment, sender, receiver, microbatch, dealing, stays=stays)
         if not consumers:
             rows[name, name] = None
     return rows
@@ -144,16 +145,23 @@ def sent_rows(
     sink: tuple[str, int],
     microbatch: int,
     dealing: Dealing | None = None,
+    *,
+    stays: bool = False,
 ) -> SentRows:
     """The rows that a replica of one module sends to a replica of a module that takes its output in.
 
     source, sink: (module, replica). A row goes to every replica of the sink that computes an item of the row's example.
     dealing:      which of these rows one rank of the replica takes in; None: all.
+    stays:        whether rows stay with the replica that computes them where replicas share sequences.
     O(items log items).
     """
     name, sender = source
     items = assignment.modules[name]
-    arriving, parts = _arriving_parts(assignment, name, sink, microbatch, dealing), items.parts
+    if stays and assignment.modules[sink[0]].is_shared(sink[1], microbatch, items.num_replicas):
+        arriving = items.parts_of(sink[1], microbatch)
+    else:
+        arriving = _arriving_parts(assignment, name, sink, microbatch, dealing)
+    parts = items.parts
     sent = arriving[parts.replica[arriving] == sender]
     return SentRows(
         row_order(items.parts_of(sender, microbatch), sent, parts.num_rows),

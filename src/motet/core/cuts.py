@@ -104,6 +104,8 @@ class ItemCuts:
             >>> cuts.over(2).rank.tolist(), cuts.over(2).begin.tolist()
             ([4, 5, 0, 1], [0, 1, 2, 5])
         """
+        if num_ranks == 1:
+            return self
         number = np.tile(np.arange(num_ranks), len(self.item))
         item, rank, begin, end, units = (np.repeat(getattr(self, name), num_ranks) for name in self.columns)
         first = begin * num_ranks + number * (end - begin)

@@ -350,7 +350,12 @@ class RankBatch:
             is_cut = of_cuts is not None and self.decision.cuts is not None
             group = of_cuts if is_cut else group_of(BACKBONE)
             sequences = replace(sequences, context=replace(context, group=group))
-        shared = {phase: replace(items, group=group_of(phase)) for phase, items in self.shared.items()}
+        shared = {
+            phase: replace(
+                items, group=group_of(phase) if phase in self.decision.sharing else of_cuts or group_of(phase)
+            )
+            for phase, items in self.shared.items()
+        }
         return replace(self, sequences=sequences, shared=shared)
 
     @property

@@ -26,7 +26,7 @@ from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.dispatch.exchange import exchange, exchange_rows
 from motet.dispatch.route import Route
-from motet.schedule.plan_units import gathering_ranks, on_backbone_ranks
+from motet.schedule.plan_units import cuts_beside_sequences, gathering_ranks, on_backbone_ranks
 
 if TYPE_CHECKING:
     from motet.dispatch.batch import PackedSequences
@@ -77,6 +77,7 @@ class ContextPlace:
     sources: encoders that feed the backbone. sinks: generators that it feeds.
     trained: encoders to which gradients go back, and generators from which they come.
     gathered: encoder -> on how many ranks its rows come together before, where they do (`plan_units.gathering_ranks`).
+    over_replicas: encoders of which replicas share items beside sequences (`plan_units.cuts_beside_sequences`).
     config:  as of the recipe.
     """
 
@@ -87,6 +88,7 @@ class ContextPlace:
     sinks: frozenset[str]
     trained: frozenset[str]
     gathered: Mapping[str, int]
+    over_replicas: frozenset[str] = frozenset()
     config: ContextConfig = DEFAULT_CONTEXT
 
     @staticmethod
@@ -100,7 +102,8 @@ class ContextPlace:
             name for name in sources if model.module(name).layers[-1].trainable or model.input_gradients[name][-1]
         ) | frozenset(name for name in sinks if model.moved(name)[1])
         gathered = {name: num for name in sources if (num := gathering_ranks(plan, plan.unit_of(name))) > 1}
-        return ContextPlace(c, unit.cp, on_backbone_ranks(plan), sources, sinks, trained, gathered, config)
+        over = frozenset(name for name in sources if cuts_beside_sequences(plan, name))
+        return ContextPlace(c, unit.cp, on_backbone_ranks(plan), sources, sinks, trained, gathered, over, config)
 
 
 @dataclass(frozen=True, eq=False)

@@ -130,7 +130,10 @@ def _shared_out(
             owner = np.concatenate([of_whole, *_owners_of_cut(fragments, phase, layouts)])
         if not has_moved:
             continue
-        taken_in, turn = _taken_in(decision, lengths, phase, place, listed)
+        if fragments is not None and phase in place.over_replicas:
+            taken_in, turn = _taken_over_replicas(decision, phase, rows_of)
+        else:
+            taken_in, turn = _taken_in(decision, lengths, phase, place, listed)
         at = rows_of_runs((np.cumsum(rows_of) - rows_of)[listed], rows_of[listed])
         route = route_to_places(owner, taken_in[at], rank, num_ranks, turn[at])
         if cuts is not None and cp > 1:  # What moves inside a replica, others do not see.
@@ -191,6 +194,24 @@ def _taken_in(
             taken[at] = np.repeat(takers(encoded_on, num_tokens, cp, is_here=is_here), num_tokens)
         if decision.cuts is not None:
             taken[at] += replica * cp
+    return taken, turn
+
+
+def _taken_over_replicas(decision: Decision, phase: str, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """As `_taken_in`, of items that replicas share: each has those that it has encoded, in their order.
+
+    rows: int64 [num_items], of each item.
+    """
+    placed, cuts, starts = decision.assignments[phase], decision.cuts_of(phase), np.cumsum(rows) - rows
+    taken = np.repeat(placed.ranks, rows).astype(np.int64)
+    for item in cuts.items.tolist() if cuts is not None else ():
+        taken[starts[item] : starts[item] + rows[item]] = cuts.run_owner(item, int(rows[item]))
+    turn = np.full(len(taken), -1, dtype=np.int64)
+    for rank in range(placed.num_ranks):
+        own = decision.items_on(phase, rank)
+        at = rows_of_runs(starts[own], rows[own])
+        at = at[taken[at] == rank]
+        turn[at] = np.arange(len(at))
     return taken, turn
 
 

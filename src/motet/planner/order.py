@@ -26,7 +26,7 @@ from motet.core.workload import BACKBONE, BatchLengths, total_lengths
 from motet.planner.candidate import Candidate, Pins, RuledOut, is_faster
 from motet.planner.job import Job
 from motet.schedule import check_fit
-from motet.schedule.plan_units import meets_in_islands, pipelined_units, units_in_bubbles
+from motet.schedule.plan_units import pipelined_units, units_in_bubbles
 from motet.simulate.predict.predict import predict_assigned
 from motet.simulate.predict.prediction import Prediction
 
@@ -69,13 +69,8 @@ def with_pinned_deal(candidate: Candidate, pins: Pins) -> Candidate | RuledOut:
 
 
 def can_fill_by_step(plan: Plan) -> bool:
-    """Whether a Plan's bubbles can be filled anew in each step: by encoders, between whole passes of the backbone.
-
-    Several replicas of an island that share sequences run passes in one order.
-    """
-    if meets_in_islands(plan) or not units_in_bubbles(plan):
-        return False
-    return not any("." in fill.before for fill in plan.fills)
+    """Whether a Plan's bubbles can be filled anew in each step: by encoders, between whole passes of the backbone."""
+    return bool(units_in_bubbles(plan)) and not any("." in fill.before for fill in plan.fills)
 
 
 def with_best_order(job: Job, candidate: Candidate, given: Prediction, pins: Pins) -> tuple[Candidate, Prediction]:

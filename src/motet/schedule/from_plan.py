@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from motet.core.arrays import Int64Array
-from motet.core.errors import UserError
+from motet.core.errors import ArgumentError, UserError
 from motet.core.plan import MOVES_ITEMS, Fill, Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.schedule.check.dry_run import dry_run
@@ -42,6 +42,7 @@ from motet.schedule.passes import (
 )
 from motet.schedule.passes.data_parallel import add_data_parallel
 from motet.schedule.passes.part_runs import PartRun, in_parts, with_runs
+from motet.schedule.plan_units import meets_in_islands
 from motet.schedule.program import Kind, Program, Stage
 from motet.schedule.text import parse_action
 
@@ -232,8 +233,10 @@ class BubbleProgram:
         """The whole Program. Raises as `bare` does."""
         return _communicating(self.layout, *self.bare(fills))
 
-    def refilled(self, own: PlannedProgram, runs: Sequence[Sequence[PartRun]]) -> PlannedProgram:
+    def refilled(self, own: PlannedProgram, runs: Sequence[Sequence[PartRun]]) -> PlannedProgram | None:
         """The whole Program with encoders elsewhere. They must have a time after all that they wait for.
+
+        None: replicas that meet would wait for each other, as each has fills of its own.
 
         own: of the Plan's own fills. runs: per program rank, what its encoders do, in order. In time a run counts as
         one action, however many parts it has: O(actions log actions) of passes and runs.
@@ -248,7 +251,12 @@ class BubbleProgram:
             ]
 
         program = replace(own.program, stages=tuple(taking(own.program.stages)), actions=rows)
-        planned_program = _communicating(self.layout, program, taking(own.stages))
+        try:
+            planned_program = _communicating(self.layout, program, taking(own.stages))
+        except UserError:
+            if not meets_in_islands(self.layout.plan):
+                raise
+            return None
         return replace(planned_program, program=in_parts(planned_program.program, parts))
 
 
@@ -273,13 +281,15 @@ def _communicating(layout: Layout, program: Program, stages: list[PlannedStage])
             f"module take passes in different orders under {layout.plan.schedule!r}, so that they would wait for each "
             "other in its collectives; use zero 0 or 1."
         )
-    meeting = any(stage.meets for stage in program.stages)
-    if meeting and dry_run(program, holds_up=not device.overlaps).cycle:
+    try:
+        program = add_communication(program, holds_up=not device.overlaps)
+    except ArgumentError:
+        if not meets_in_islands(layout.plan):
+            raise
         raise UserError(
-            f"replicas of unit {layout.backbone.name!r} share sequences, and would wait for each other: they have "
-            "other work before the same pass; let encoders run outside bubbles, or set another balance."
-        )
-    program = add_communication(program, holds_up=not device.overlaps)
+            f"replicas of unit {layout.backbone.name!r} share sequences or experts, and would wait for each other: "
+            "they have other work before the same pass; let encoders run outside bubbles, or replicas share nothing."
+        ) from None
     return PlannedProgram(program, tuple(stages), layout)
 
 

@@ -70,9 +70,21 @@ def joins_all_replicas(plan: Plan) -> bool:
     return plan.balance in MOVES_ITEMS and len(pipelined_units(plan)) > 1
 
 
+def cuts_beside_sequences(plan: Plan, module: str) -> bool:
+    """Whether replicas share items of an encoder where they share sequences: it is in the backbone's unit and feeds the
+    backbone alone, to whose places its rows go from any replica.
+    """
+    unit = backbone_unit(plan)
+    is_here = plan.balance == "split" and unit.cp == 1 and module in unit.modules and module not in unit.replicated
+    sinks = {sink for source, sink in plan.model.edges if source == module}
+    return is_here and sinks == {BACKBONE} and plan.model.module(module).shareable
+
+
 def meets_in_islands(plan: Plan) -> bool:
-    """Whether several replicas of the backbone in one island run each pass together, as they share sequences."""
-    return plan.balance == "split" and backbone_unit(plan).dp > gcd(*(unit.dp for unit in pipelined_units(plan)))
+    """Whether several replicas of the backbone in an island run each pass together: they share sequences or experts."""
+    unit = backbone_unit(plan)
+    num_islands = 1 if joins_all_replicas(plan) else gcd(*(each.dp for each in pipelined_units(plan)))
+    return unit.dp > num_islands and (plan.balance == "split" or unit.cp % unit.ep > 0)
 
 
 def recomputed_in(plan: Plan) -> dict[str, int]:

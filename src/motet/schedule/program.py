@@ -121,7 +121,8 @@ class Stage:
                   a stage without a group.
     microbatches: the microbatches that it takes; () is all. Pipelines of an encoder in bubbles share them
                   (`generators/bubble_filling.py`).
-    meets:        whether the stages of its group run each pass together, as replicas do that share sequences.
+    meets:        whether the stages of its group run each pass together, as do replicas that share sequences or
+                  experts.
 
     Example:
         >>> Stage(rank=1, module="image", microbatches=(0, 2)).takes(1)

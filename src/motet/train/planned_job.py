@@ -37,6 +37,7 @@ from motet.runtime.sections import is_layered
 from motet.runtime.sharded_state import SAME_TYPES, ComputeTypes
 from motet.runtime.unit_groups import UnitGroups
 from motet.schedule import PlannedProgram, parts_of, planned, validate
+from motet.schedule.plan_units import cuts_beside_sequences
 from motet.tensor_parallel import TensorRanks
 from motet.train.optimizer import build_optimizer
 from motet.train.recipe.recipe import Recipe
@@ -102,7 +103,8 @@ class ChosenPlan:
 
         for theirs, ours in zip(model.modules, spec.modules, strict=True):
             can_be = ours.shareable and ours.tile_rows == theirs.tile_rows
-            if theirs.shareable and not can_be and self.plan.unit_of(theirs.name).cp > 1:
+            is_shared = self.plan.unit_of(theirs.name).cp > 1 or cuts_beside_sequences(self.plan, theirs.name)
+            if theirs.shareable and not can_be and is_shared:
                 raise UserError(
                     f"{self.file} is for another model than {self.whose}: its ranks share items of {theirs.name}, "
                     f"which cannot be in the model in hand; plan anew: {self.replan}."

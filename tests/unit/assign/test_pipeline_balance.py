@@ -13,12 +13,14 @@ from motet.core.errors import UserError
 from motet.core.plan import Unit
 from motet.core.workload import BACKBONE
 from motet.cost.operations import Operations
-from motet.schedule import planned, validate
+from motet.schedule import Action, Kind, planned, validate
+from motet.schedule.from_plan import BubbleProgram
+from motet.schedule.passes.part_runs import PartRun
 from motet.simulate.predict.predict import assign_batch, predict_assigned
 from unit.assign.test_rows import check
 from unit.simulate.even_jobs import Free
 from unit.simulate.jobs import BACKBONE as HALVES
-from unit.simulate.jobs import CHAIN, lengths, plan
+from unit.simulate.jobs import CHAIN, Linear, lengths, plan
 
 
 def beside(image=2, audio=1, llm=2, **options):
@@ -128,6 +130,28 @@ def test_sequences_that_are_too_long_for_a_replica_are_cut_and_others_fill_up():
     assert np.array_equal(whole.replica[~inside], items.replica[~inside])
 
 
+def test_items_of_cut_sequences_that_dominate_are_cut_too():
+    """And nothing else moves: what is left out of a step takes its items with it."""
+    chain = plan(Unit("llm", ({"image": 4, "audio": 3, **HALVES[0]}, HALVES[1]), dp=4, pp=2), batch_size=16)
+    made, batch = replace(chain, balance="split", microbatch_size=2), lengths(16)
+    example = int(batch.items["image"].example[0])
+    batch.sequence[example] = 20 * batch.sequence.max()
+    for column in (batch.items["image"].length, batch.items["image"].num_tokens):
+        column[0] = 12 * column.sum()
+    steps, steps_s = {}, {}
+    for can_share in (True, False):
+        modules = tuple(replace(module, shareable=can_share) for module in made.model.modules)
+        one = replace(made, model=replace(made.model, modules=modules))
+        cost = Linear(made.cluster)
+        steps[can_share] = assign_step(one, batch).modules
+        steps_s[can_share] = predict_assigned(one, planned(one), assign_step(one, batch), cost).step_s
+    assert steps[True]["image"].cuts.degrees == {0: 4} and steps[False]["image"].cuts is None
+    for name in ("image", "audio"):
+        here, whole = steps[True][name], steps[False][name]
+        assert (here.replica == whole.replica)[here.example != example].all()
+    assert steps_s[True] < 0.9 * steps_s[False]
+
+
 @pytest.mark.parametrize("order", ["given", "both"])
 def test_sequences_are_cut_in_groups_under_caps(order):
     """What is beside a cut sequence fills up other replicas, whatever its group; other microbatches keep theirs."""
@@ -164,15 +188,28 @@ def test_data_parallel_plans_leave_cutting_to_the_recipe():
         planned(plan(whole, batch_size=16, schedule="data_parallel", balance="split"))
 
 
-def test_bubbles_of_replicas_that_meet_in_an_island_are_not_filled_by_step():
+def test_replicas_that_other_units_feed_in_common_meet():
+    """Fills in which each replica would wait for the other are none, also where each by itself can run."""
     units = (
         Unit("llm", HALVES, dp=2, pp=2),
         Unit("image", ({"image": 2}, {"image": 2}), dp=2, pp=2),
         Unit("audio", ({"audio": 3},), first_rank=4),
     )
-    made = plan(*units, batch_size=8, balance="split")
-    program = planned(made).program
-    assert [stage.meets for stage in program.stages if stage.module == BACKBONE] == [True] * 4
-    validate(program, host_waits=True)
-    with pytest.raises(UserError, match="other units feed in common, and filling is 'by_step'"):
-        planned(replace(made, filling="by_step"))
+    made = plan(*units, batch_size=6, balance="split", filling="by_step")
+    own = planned(made)
+    assert [stage.meets for stage in own.program.stages if stage.module == BACKBONE] == [True] * 4
+    validate(own.program, host_waits=True)
+
+    def passes(stage, *before):
+        """Forward passes, each before an action of the backbone's row, and all backward passes behind it."""
+        at = [*zip(before, "FFF"), *zip([6] * 3, "BBB")]
+        return [PartRun(place, (Action(stage, Kind[kind], n % 3),)) for n, (place, kind) in enumerate(at)]
+
+    # Its second microbatch waits for the first one's last stage in one replica, and the other way round in the other.
+    runs = [passes(5, 0, 0, 0), passes(6, 0, 1, 1), passes(7, 0, 0, 2), passes(8, 0, 0, 0), []]
+    for balance, can_run in (("joint", True), ("split", False)):
+        one = replace(made, balance=balance)
+        filled = BubbleProgram(planned(one).layout).refilled(planned(one), runs)
+        assert (filled is not None) == can_run
+        if filled is not None:
+            validate(filled.program, host_waits=True)

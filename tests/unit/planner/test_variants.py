@@ -92,9 +92,6 @@ def test_a_plan_that_cuts_sequences_gets_an_order_and_fills_by_step():
         found, prediction = fastest_variant(given, candidate, static, own)
         assert found.plan.balance == "split" and getattr(found.plan, field) in values
         assert prediction.step_s < static.step_s
-    # Replicas that other units feed in common would pass through different fills.
-    one, beside = candidate.plan.units[0], replace(candidate.plan.units[0], name="beside", first_rank=16, dp=1)
-    assert not can_fill_by_step(replace(candidate.plan, units=(one, *candidate.plan.units[1:], beside)))
 
 
 def test_a_way_of_balancing_that_auto_takes_in_every_microbatch_is_not_simulated_again(monkeypatch):

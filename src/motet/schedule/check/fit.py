@@ -15,7 +15,7 @@ from motet.core.plan import ORDERED_BALANCES, Plan, Unit
 from motet.core.spec import Module
 from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
-from motet.schedule.plan_units import backbone_unit, meets_in_islands, pipelined_units, units_in_bubbles
+from motet.schedule.plan_units import backbone_unit, pipelined_units, units_in_bubbles
 
 MAX_MICROBATCHES = 100_000
 """Most microbatches of a replica in a step. Real steps take up to thousands; a mistyped batch size takes the host's
@@ -138,10 +138,10 @@ def _check_experts(plan: Plan) -> None:
         if unit.dp * unit.cp % unit.ep:
             raise UserError(f"{where}; it must divide dp * cp, {unit.dp * unit.cp}, whose ranks share experts.")
         islands = gcd(*(other.dp for other in pipelined_units(plan)))
-        if unit.cp % unit.ep and unit.dp != islands:
+        if unit.cp % unit.ep and unit.dp != islands and unit is not backbone_unit(plan):
             raise UserError(
-                f"{where}, over replicas that other units feed in common; dp must divide that of each other unit, or "
-                f"ep must divide cp, {unit.cp}."
+                f"{where}, over replicas that other units feed in common, and it is not the backbone's; dp must divide "
+                f"that of each other unit, or ep must divide cp, {unit.cp}."
             )
 
 
@@ -294,7 +294,7 @@ def _check_schedule(plan: Plan) -> None:
 
 
 def _check_split(plan: Plan) -> None:
-    """Replicas can share sequences: all of them run the same passes in one order."""
+    """There are replicas in stages that can share sequences."""
     unit = backbone_unit(plan)
     cuts = "balance is 'split', which cuts sequences over replicas of the backbone"
     if plan.schedule == "data_parallel":
@@ -303,11 +303,6 @@ def _check_split(plan: Plan) -> None:
         )
     if unit.dp == 1:
         raise UserError(f"{cuts}, and unit {unit.name!r} has one; dp must be 2 or more.")
-    if plan.filling == "by_step" and meets_in_islands(plan):
-        raise UserError(
-            f"{cuts}, which other units feed in common, and filling is 'by_step', in which these run passes in orders "
-            f"of their own; set filling 'static', or a dp of {unit.name!r} that divides that of each other unit."
-        )
 
 
 def _check_filling(plan: Plan) -> None:

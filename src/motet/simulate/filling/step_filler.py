@@ -98,7 +98,7 @@ class StepFiller:
         if not runs:
             return self.own
         filled = self._bubbles.refilled(self.own, runs)
-        if not all(fits(filled, pricing, island) for island in islands):
+        if filled is None or not all(fits(filled, pricing, island) for island in islands):
             return self.own
         return filled if self._is_shorter(filled, pricing, islands) else self.own
 

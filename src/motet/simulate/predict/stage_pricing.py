@@ -37,7 +37,7 @@ from motet.schedule import PlannedProgram, PlannedStage, parts_of, pieces_of
 from motet.schedule.coordinates import host_of, replica_of, replicas_of
 from motet.schedule.from_plan import StageKind
 from motet.schedule.layout import LAYER_PARTS
-from motet.schedule.plan_units import gathering_ranks, sharing_ranks
+from motet.schedule.plan_units import cuts_beside_sequences, gathering_ranks, sharing_ranks
 from motet.simulate.engine.stage_times import Part
 
 _MAX_DEALT = 32
@@ -591,6 +591,13 @@ class Pricing:
         if name not in self._known_shares:
             items, module = self.assignment.modules[name], self.plan.model.module(name)
             num_ranks, cp = self._num_ranks(name), self.plan.unit_of(name).cp
+            if (cuts := items.cuts) is not None and cuts_beside_sequences(self.plan, name):
+                num, whole = self.assignment.num_microbatches, np.arange(len(items.example))
+                whole, cell = whole[~np.isin(whole, cuts.items)], items.batch_index(num)
+                share = cuts.share_of(items.num_tokens) / items.num_tokens[cuts.item]
+                rank = cuts.rank * num + items.microbatch[cuts.item]
+                shared = _Shares(whole, cell[whole], cuts.item, rank.astype(np.int64), share, cuts.begin == 0)
+                return self._known_shares.setdefault(name, shared)
             deal = partial(item_shares, num_ranks=cp, can_cut=module.shareable, tile_rows=module.tile_rows)
             cell = items.batch_index(self.assignment.num_microbatches)
             rank, columns = cell * num_ranks, []
@@ -677,6 +684,8 @@ class Pricing:
             return ContextPrice(seconds, copied)
         if name != BACKBONE:
             of_keys = self._moved_of_items(name, layer)
+            if cp == 1:  # Replicas share items beside sequences.
+                ranks = [unit.rank(0, d) for d in range(unit.dp)]
             return self._exchanged(2.0 * kv_heads * of_keys, 2.0 * kv_heads * of_keys, head_bytes, ranks)
         if cp > 1:
             seconds, copied = self._context_of_replicas(items, attention.window, ranks, heads, kv_heads, head_bytes)

@@ -8,7 +8,7 @@ from motet.core.errors import UserError
 from motet.core.plan import Fill, Plan, Unit
 from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
 from motet.cost.catalogue import cluster
-from motet.schedule import check_fit, program_of
+from motet.schedule import check_fit, planned, program_of
 from unit.schedule.plans import PLANS, VLM, model, plan
 
 ENCODERS = Unit("encoders", ({"image": 4, "audio": 2},))
@@ -219,14 +219,20 @@ def test_experts_that_ranks_cannot_share_are_refused(changes, schedule, what):
     check_fit(Plan(mixture, cluster("h100"), (replace(unit, ep=1),), 8, schedule=schedule))
 
 
-def test_replicas_that_other_units_feed_in_common_share_no_experts():
-    """Their passes may come in orders of their own; those of one replica's context-parallel ranks do not."""
+def test_replicas_that_other_units_feed_in_common_share_experts_of_the_backbone():
+    """Their passes meet; those of one replica's context-parallel ranks do so anyway."""
     mixture = multimodal("toy", language_model(MIXED, 8, vocab_size=101), [connect(vit("image", MIXED, 2), 48)])
-    image, llm = Unit("image", ({"image": 2},), dp=3), Unit("llm", ({"backbone": 8},), 3, dp=2, ep=2)
-    with pytest.raises(UserError, match="over replicas that other units feed in common; dp must divide that of each"):
-        check_fit(Plan(mixture, cluster("h100", num_nodes=2), (image, llm), 12))
-    for units in ((image, replace(llm, cp=2)), (replace(image, dp=1), replace(llm, first_rank=1, dp=1, cp=2))):
-        check_fit(Plan(mixture, cluster("h100", num_nodes=2), units, 12))
+    image, llm = Unit("image", ({"image": 2},), dp=3, ep=3), Unit("llm", ({"backbone": 8},), 3, dp=2, ep=2)
+    made = Plan(mixture, cluster("h100", num_nodes=2), (image, llm), 12)
+    with pytest.raises(UserError, match="unit 'image': ep is 3, over replicas that other units feed in common, and it"):
+        check_fit(made)
+    image = replace(image, ep=1)
+    for units, meets in (
+        ((image, llm), True),
+        ((image, replace(llm, cp=2)), False),
+        ((replace(image, dp=1), replace(llm, first_rank=1, dp=1, cp=2)), False),
+    ):
+        assert {stage.meets for stage in planned(replace(made, units=units)).program.stages} == {False, meets}
 
 
 def test_what_has_no_experts_shares_none():
