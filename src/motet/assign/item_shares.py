@@ -22,6 +22,8 @@ from motet.core.cuts import ItemCuts
 
 FULLEST = TARGETS[0]
 """The most that the fullest rank has, as a multiple of its share, before an item that is longer than that is cut."""
+_MAX_KNOWN = 4
+"""The most items of a cell whose shares are kept: with more, no other has the same."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +78,71 @@ def _cut(lengths: tuple[int, ...], rows: tuple[int, ...], num_ranks: int, tile_r
     units[of_items * num_ranks <= of_items.sum()] = 1  # Items under a rank's share fit whole.
     found = split(of_items, num_ranks, Overhead(), divisible=units, target=FULLEST)
     return ItemShares(largest_fragments(found).astype(np.int64), cuts_in(found))
+
+
+@dataclass(frozen=True, eq=False)
+class CellShares:
+    """`ItemShares` of many cells, of which each deals its items out over ranks of its own.
+
+    ranks:      int64 [num_items], among the ranks of the item's cell.
+    item, rank, begin, end, units: int64 [num_fragments], as of `ItemCuts`. Those of a cell follow each other.
+    """
+
+    ranks: Int64Array
+    item: Int64Array
+    rank: Int64Array
+    begin: Int64Array
+    end: Int64Array
+    units: Int64Array
+
+
+def shares_of_cells(
+    cell: Int64Array,
+    lengths: Int64Array,
+    rows: Int64Array,
+    num_ranks: int,
+    *,
+    can_cut: bool,
+    tile_rows: int = 0,
+    num_groups: int = 1,
+) -> CellShares:
+    """The items of each cell, such as a microbatch of a replica, dealt out by `item_shares`; others: as there.
+
+    cell: int64 [num_items]. Cells with the same lengths and rows are dealt out once: a step has thousands of them with
+    one item or two. O(num_items), and `item_shares` for each cell that differs.
+    """
+    in_order = np.argsort(cell, kind="stable")
+    first = np.flatnonzero(np.diff(cell[in_order], prepend=-1))
+    counts = np.diff(first, append=len(cell))
+    ranks, cut = np.zeros(len(cell), dtype=np.int64), [np.zeros((len(ItemCuts.columns), 0), dtype=np.int64)]
+    for count in np.unique(counts).tolist():
+        items = in_order[first[counts == count][:, None] + np.arange(count)]
+        deal = _dealt if count <= _MAX_KNOWN else _dealt.__wrapped__
+        numbers: dict[tuple[int, ...], int] = {}
+        contents = np.concatenate([lengths[items], rows[items]], axis=1).tolist()
+        which = np.array([numbers.setdefault(tuple(content), len(numbers)) for content in contents])
+        dealt = [deal(content, num_ranks, can_cut, tile_rows, num_groups) for content in numbers]
+        ranks[items] = np.array([shares.ranks for shares in dealt])[which]
+        # Fragments, all of one content one after the other.
+        known = [[getattr(one.cuts, name) for name in ItemCuts.columns] for one in dealt if one.cuts is not None]
+        if known:
+            num = np.array([0 if one.cuts is None else len(one.cuts.item) for one in dealt])
+            begins, num_here = (np.cumsum(num) - num)[which], num[which]
+            of_cell = np.repeat(np.arange(len(items)), num_here)
+            at = np.arange(len(of_cell)) + np.repeat(begins - (np.cumsum(num_here) - num_here), num_here)
+            columns = np.concatenate(known, axis=1)[:, at]
+            columns[0] = items[of_cell, columns[0]]
+            cut.append(columns)
+    return CellShares(ranks, *np.concatenate(cut, axis=1))
+
+
+@lru_cache(maxsize=1 << 14)
+def _dealt(content: tuple[int, ...], num_ranks: int, can_cut: bool, tile_rows: int, num_groups: int) -> ItemShares:
+    """`item_shares` of a cell. content: the lengths of its items, then their rows. Orders of a step, and steps of a
+    workload, have many of them in common.
+    """
+    lengths, rows = np.array(content, dtype=np.int64).reshape(2, -1)
+    return item_shares(lengths, rows, num_ranks, can_cut=can_cut, tile_rows=tile_rows, num_groups=num_groups)
 
 
 def joined_cuts(parts: list[tuple[ItemCuts, Int64Array, int]], position: Int64Array) -> ItemCuts | None:

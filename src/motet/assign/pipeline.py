@@ -85,8 +85,9 @@ def _shared(group: Int64Array, index: Int64Array, num_replicas: int, num_indexes
 
 
 def positions_in(group: Int64Array, key: Int64Array) -> Int64Array:
-    """The position of each item in its group, ordered by key, then by item number, int64 [num_items]."""
-    order = np.lexsort((key, group))
+    """The position of each item in its group, ordered by key, then by item number, int64 [num_items]. Both >= 0."""
+    # One key is sorted in half the time of two, and at once where items come in order.
+    order = np.argsort(group.astype(np.int64) * (int(key.max(initial=0)) + 1) + key, kind="stable")
     in_order = group[order]
     starts = np.flatnonzero(np.diff(in_order, prepend=in_order[:1] - 1))
     first = np.repeat(starts, np.diff(starts, append=len(order)))

@@ -32,6 +32,18 @@ def rows_behind(num_rows: int, num_before: int) -> Int64Array:
     return np.diff(stops)
 
 
+def shares_between(amounts: Int64Array, begin: Int64Array, end: Int64Array, units: Int64Array) -> Int64Array:
+    """What fragments have of amounts of their whole items, int64 [num_fragments], as all of these columns.
+
+    Example:
+        >>> shares_between(*(np.array(column) for column in ([7, 7], [0, 1], [1, 4], [4, 4]))).tolist()
+        [1, 6]
+    """
+    whole = amounts.astype(object)
+    shares: Int64Array = (whole * end // units - whole * begin // units).astype(np.int64)
+    return shares
+
+
 @dataclass(frozen=True, eq=False)
 class ItemCuts:
     """The fragments of those items of a phase that several ranks share; all others are whole.
@@ -118,9 +130,7 @@ class ItemCuts:
 
         The fragments of an item have all of its amount; a product is one of Python's integers, which have no limit.
         """
-        whole = amounts[self.item].astype(object)
-        shares: Int64Array = (whole * self.end // self.units - whole * self.begin // self.units).astype(np.int64)
-        return shares
+        return shares_between(amounts[self.item], self.begin, self.end, self.units)
 
     def keep(self, kept: BoolArray) -> ItemCuts | None:
         """Without items that are left out; None if no other is cut. kept: bool [num_items]."""

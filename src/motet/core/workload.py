@@ -67,10 +67,17 @@ class ItemLengths:
 
     def take(self, examples: Int64Array) -> ItemLengths:
         """The items of these examples, int64 [n], which become examples 0 ... n - 1."""
-        first = np.searchsorted(self.example, examples)
-        counts = np.searchsorted(self.example, examples, side="right") - first
+        starts = self._starts
+        first = starts[np.minimum(examples, len(starts) - 1)]
+        counts = starts[np.minimum(examples + 1, len(starts) - 1)] - first
         taken = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
         return replace(self.take_items(taken), example=np.repeat(np.arange(len(examples)), counts))
+
+    @cached_property
+    def _starts(self) -> Int64Array:
+        """The first item of each example up to the last one that has any, and the number of items, int64."""
+        starts: Int64Array = np.append(0, np.bincount(np.asarray(self.example, np.int64)).cumsum())
+        return starts
 
     def take_items(self, items: Int64Array) -> ItemLengths:
         """The given items, int64 [n], in this order; their examples keep their numbers."""

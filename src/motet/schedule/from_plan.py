@@ -154,9 +154,10 @@ def program_of_batch(plan_program: PlannedProgram, present: Sequence[Presence]) 
 
     plan_program: of the Plan. present: as of `executed_program`.
     """
-    if not present:
-        return plan_program.program
     layout = plan_program.layout
+    encoders = set(layout.plan.unit_of(BACKBONE).modules) - {BACKBONE} if present else set()
+    if all(encoders <= one.exchanged and {BACKBONE, *encoders} <= one.modules for one in present):
+        return plan_program.program  # Nothing is left out.
     return _with_fsdp(layout, _without_fsdp(layout, present), plan_program.stages)
 
 

@@ -159,8 +159,10 @@ class AlikeTimeline(Timeline):
     def _told(self) -> tuple[Float64Array, Int64Array]:
         """What each rank computes, [num_ranks], and the first rank that takes the same seconds for each action."""
         busy_s, seconds = self._computing()
-        weighted_s = seconds * np.linspace(0.0, 1.0, len(seconds))[:, None]
-        told = np.stack([busy_s, seconds.sum(axis=0), weighted_s.sum(axis=0)], axis=1)
+        weighted_s = np.zeros_like(busy_s)
+        for weight, of_action in zip(np.linspace(0.0, 1.0, len(seconds)).tolist(), seconds):
+            weighted_s += weight * of_action
+        told = np.stack([busy_s, seconds.sum(axis=0), weighted_s], axis=1)
         scale = told.max() or 1.0
         _, first, group = np.unique(np.round(told / scale, 9), axis=0, return_index=True, return_inverse=True)
         return busy_s, first[group.reshape(-1)].astype(np.int64)

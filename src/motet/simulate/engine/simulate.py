@@ -170,7 +170,11 @@ class _Alike:
         seconds = self._seconds()
         kinds = [CODES[kind] for kind in COMPUTE_KINDS]
         computes = (seconds.stream == COMPUTE) & np.isin(self.prepared.lookup.table.kind, kinds)
-        return seconds.held_s[computes].sum(axis=0), seconds.held_s + seconds.tensor_s
+        busy_s, total_s = np.zeros(self.prepared.num_copies), seconds.held_s
+        for action in np.flatnonzero(computes).tolist():  # Without a copy of all of them.
+            busy_s += total_s[action]
+        total_s += seconds.tensor_s
+        return busy_s, total_s
 
     def _expand(self, ranks: Int64Array) -> Timeline:
         """The spans of some ranks. Simulating twice takes less than keeping what a search hardly reads."""

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from motet.assign.context_rows import moved_rows, rows_of_replicas
-from motet.assign.item_shares import item_shares
+from motet.assign.item_shares import shares_of_cells
 from motet.assign.rows import num_given_rows
 from motet.assign.step import ModuleAssignment, StepAssignment
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.attention_table import AttentionTable
 from motet.core.context_rows import exchanged_heads
+from motet.core.cuts import shares_between
 from motet.core.exchange import Moved
 from motet.core.plan import SPLITS_BACKWARD, Plan, Unit
 from motet.core.spec import Layer
@@ -140,6 +140,8 @@ class Pricing:
         self._known_layers: dict[tuple[str, Layer], _Priced] = {}
         self._known_work: dict[tuple[str, Layer], Work] = {}
         self._known_stages: dict[object, StagePrices] = {}
+        self._known_sums: dict[object, StagePrices] = {}
+        self._known_flops: dict[StageLayer, float] = {}
         self._known_columns: dict[tuple[StageLayer, int], Float64Array] = {}
         self._known_passes: dict[tuple[StageLayer, int], Float64Array] = {}
         self._known_parts: dict[object, tuple[Part, ...]] = {}
@@ -194,10 +196,12 @@ class Pricing:
     def busiest_rank_s(self) -> Float64Array:
         """For each island, the sum over microbatches of the seconds on the busiest rank, [num_islands]."""
         shape = self.num_islands, self.planned.program.num_ranks, self.assignment.num_microbatches
-        total_s = np.zeros(shape)
+        total_s, known = np.zeros(shape), dict[int, Float64Array]()  # By the prices, which alike stages share.
         for kind, replicas in self._replicas(range(self.num_islands)):
-            taken_s = np.sum(self._seconds(kind.stage.key)[:-1], axis=0)
-            total_s[:, kind.ranks] += taken_s[replicas]
+            prices = self._seconds(kind.stage.key)
+            if id(prices) not in known:
+                known[id(prices)] = np.sum(prices[:-1], axis=0)
+            total_s[:, kind.ranks] += known[id(prices)][replicas]
         busiest_s: Float64Array = total_s.max(axis=1).sum(axis=1)
         return busiest_s
 
@@ -239,7 +243,7 @@ class Pricing:
 
     def largest_of_replica(self, name: str, layer: Layer) -> float:
         """The most rows of a layer in any replica in any microbatch, over all ranks that share them."""
-        return float(self._priced(name, layer).whole.rows.max(initial=0.0))
+        return float(self._whole(name, like_layer(layer)).rows.max(initial=0.0))
 
     def largest_copies(self, name: str, layer: Layer) -> float:
         """The most bytes of copies of other ranks' rows that attention takes in a layer on any rank."""
@@ -329,14 +333,23 @@ class Pricing:
         """Operations of a stage, over all replicas of its unit."""
         total = 0.0
         for layers, chosen in self._cases(stage):
+            which = None if chosen.all() else chosen.ravel()
             for placed, count in layers.items():
-                layer = placed.layer
-                flops = layer_flops(layer, self._priced(placed.module, layer).whole)
-                layer_total = flops.forward * (1 + placed.recomputed) + flops.weight * layer.trainable
-                if placed.needs_input or (layer.trainable and layer.in_block):
-                    layer_total = layer_total + flops.input
-                total += count * float(layer_total[chosen.ravel()].sum())
+                total += count * self._flops_of(placed, which)
         return total
+
+    def _flops_of(self, placed: StageLayer, chosen: BoolArray | None) -> float:
+        """Operations of a layer in all microbatches, or those chosen, bool [num_replicas * num_microbatches]."""
+        if chosen is not None or placed not in self._known_flops:
+            layer = placed.layer
+            flops = layer_flops(layer, self._priced(placed.module, layer).whole)
+            total = flops.forward * (1 + placed.recomputed) + flops.weight * layer.trainable
+            if placed.needs_input or (layer.trainable and layer.in_block):
+                total = total + flops.input
+            if chosen is not None:
+                return float(total[chosen].sum())
+            self._known_flops[placed] = float(total.sum())
+        return self._known_flops[placed]
 
     def _shape(self, stage: PlannedStage) -> tuple[int, int]:
         return self.assignment.modules[stage.modules[0]].num_replicas, self.assignment.num_microbatches
@@ -353,18 +366,26 @@ class Pricing:
         for number in np.unique(numbers).tolist():
             yield Counter(stage_layers(self.plan.model, stage.layers, {name: number})), numbers == number
 
-    def _of_stage(self, stage: PlannedStage, replicas: Int64Array | slice = slice(None)) -> StagePrices:
-        cases = [(self._sum(stage, layers, replicas), chosen) for layers, chosen in self._cases(stage)]
+    def _of_stage(self, stage: PlannedStage, replicas: Int64Array | None = None) -> StagePrices:
+        """The prices of a stage, of all replicas if none are given. Stages with the same layers, beside which there is
+        nothing, then share one result."""
+        cases = [
+            (self._sum_of_all(stage, layers) if replicas is None else self._sum(stage, layers, replicas), chosen)
+            for layers, chosen in self._cases(stage)
+        ]
+        of = slice(None) if replicas is None else replicas
         if len(cases) == 1:
             prices, (entered, again), (given, back) = cases[0][0], self._entries(stage), self._given(stage)
-            return prices._replace(
-                forward=prices.forward + entered[replicas],
-                recompute=prices.recompute + again[replicas],
-                forward_tensor=prices.forward_tensor + given[replicas],
-                backward_tensor=prices.backward_tensor + back[replicas],
-                held=prices.held + self._held_inside(stage)[replicas],
-            )
-        which = [chosen[replicas] for _, chosen in cases]
+            beside = {
+                "forward": entered,
+                "recompute": again,
+                "forward_tensor": given,
+                "backward_tensor": back,
+                "held": self._held_inside(stage),
+            }
+            added = {name: getattr(prices, name) + table[of] for name, table in beside.items() if table.any()}
+            return prices._replace(**added) if added else prices
+        which = [chosen[of] for _, chosen in cases]
         return StagePrices(*(np.select(which, columns) for columns in zip(*(prices for prices, _ in cases))))
 
     def _entries(self, stage: PlannedStage) -> tuple[Float64Array, Float64Array]:
@@ -432,8 +453,13 @@ class Pricing:
         first, num_ranks = unit.first_rank, gathering_ranks(self.plan, unit)
         ranks = range(first, first + num_ranks * unit.tp, unit.tp)
         rows = self._priced(name, layer).work.rows
-        gathered_bytes = rows * num_ranks * layer.output_width * self.precision.compute
-        return np.array([self.cost.gather_seconds(each, ranks) if each else 0.0 for each in gathered_bytes.tolist()])
+        return self._gather_s(rows * num_ranks * layer.output_width * self.precision.compute, ranks)
+
+    def _gather_s(self, size_bytes: Float64Array, ranks: Sequence[int]) -> Float64Array:
+        """Seconds of all-gathers, [n]. size_bytes: [n]; 0: none. Of many items few are of lengths that differ."""
+        sizes, of_size = np.unique(size_bytes, return_inverse=True)
+        seconds = [self.cost.gather_seconds(size, ranks) if size else 0.0 for size in sizes.tolist()]
+        return np.array(seconds, dtype=np.float64)[of_size]
 
     def _held_inside(self, stage: PlannedStage) -> Float64Array:
         """Bytes that a part keeps which begins inside a recomputed block: its input, which the block would not keep."""
@@ -461,6 +487,13 @@ class Pricing:
         for placed, count in layers.items():
             total += count * self._columns(placed, stage.unit.tp).reshape(shape)[:, replicas]
         return StagePrices(*total)
+
+    def _sum_of_all(self, stage: PlannedStage, layers: Mapping[StageLayer, int]) -> StagePrices:
+        """`_sum` of all replicas, kept for stages with the same layers."""
+        key = (stage.unit.name, *layers.items())
+        if key not in self._known_sums:
+            self._known_sums[key] = self._sum(stage, layers)
+        return self._known_sums[key]
 
     def _columns(self, placed: StageLayer, tp: int) -> Float64Array:
         """`_passes` of a layer in the order of StagePrices, 0 where it has none: stages consist of the same few."""
@@ -598,19 +631,26 @@ class Pricing:
                 rank = cuts.rank * num + items.microbatch[cuts.item]
                 shared = _Shares(whole, cell[whole], cuts.item, rank.astype(np.int64), share, cuts.begin == 0)
                 return self._known_shares.setdefault(name, shared)
-            deal = partial(item_shares, num_ranks=cp, can_cut=module.shareable, tile_rows=module.tile_rows)
             cell = items.batch_index(self.assignment.num_microbatches)
-            rank, columns = cell * num_ranks, []
-            in_order = np.argsort(cell, kind="stable")
-            for own in np.split(in_order, np.flatnonzero(np.diff(cell[in_order])) + 1) if len(cell) else ():
-                shares = deal(items.length[own], items.num_tokens[own], num_groups=num_ranks // cp)
-                if (cuts := shares.cuts) is not None:
-                    share = cuts.share_of(items.num_tokens[own]) / items.num_tokens[own][cuts.item]
-                    columns.append((own[cuts.item], rank[own][cuts.item] + cuts.rank, share, cuts.begin == 0))
-                rank[own] += shares.ranks
-            cut = [np.concatenate(column) for column in zip(*columns)] or [np.zeros(0, np.int64)] * 4
-            whole = np.flatnonzero(~np.isin(np.arange(len(rank)), cut[0]))
-            self._known_shares[name] = _Shares(whole, rank[whole], *cut)
+            dealt = shares_of_cells(
+                cell,
+                items.length,
+                items.num_tokens,
+                cp,
+                can_cut=module.shareable,
+                tile_rows=module.tile_rows,
+                num_groups=num_ranks // cp,
+            )
+            whole = np.flatnonzero(~np.isin(np.arange(len(cell)), dealt.item))
+            rows = items.num_tokens[dealt.item]
+            self._known_shares[name] = _Shares(
+                whole,
+                cell[whole] * num_ranks + dealt.ranks[whole],
+                dealt.item,
+                cell[dealt.item] * num_ranks + dealt.rank,
+                shares_between(rows, dealt.begin, dealt.end, dealt.units) / rows,
+                dealt.begin == 0,
+            )
         return self._known_shares[name]
 
     def _of_each(self, name: str, like: Layer) -> Work:
@@ -727,8 +767,6 @@ class Pricing:
         self, sent: Float64Array, kept: Float64Array, head_bytes: float, ranks: Sequence[int]
     ) -> ContextPrice:
         """The price of exchanges. sent, kept: rows of heads that the busiest rank moves, and that backward finds."""
-        seconds, cp = np.zeros(len(sent)), len(ranks)
-        for index in np.flatnonzero(sent).tolist():
-            # As of an all-gather in which each rank gets as much.
-            seconds[index] = self.cost.gather_seconds(sent[index] * head_bytes * cp / (cp - 1), ranks)
-        return ContextPrice(seconds, kept * head_bytes)
+        cp = len(ranks)
+        # As of an all-gather in which each rank gets as much.
+        return ContextPrice(self._gather_s(sent * head_bytes * cp / max(cp - 1, 1), ranks), kept * head_bytes)
