@@ -88,7 +88,7 @@ def orchestrator_of(model, num_ranks: int, case: Case) -> Orchestrator:
     speed = {"speed": NEAR} if case.near else {}
     config = BalanceConfig(
         phases=case.phases,
-        method=case.method,
+        method="auto" if case.phases in ("off", "backbone") else case.method,  # None is chosen there.
         mode=case.mode,
         cost=case.cost,
         costs=case.costs,
