@@ -21,6 +21,7 @@ from parity import (
     test_pairs,
     test_planned,
     test_schedules,
+    test_split_plans,
     test_tensor_parallel_plans,
 )
 from parity.planned import assert_planned, rank_device
@@ -44,6 +45,7 @@ CASES = {
     "cp": test_context.OF_BACKBONES[2],
     "cp in groups of heads": test_context.IN_HEAD_GROUPS,
     "cp that cuts images": test_context.LARGE[2],
+    "sequences that replicas share": test_split_plans.CASES[2],
     "cp before generators": test_generators.SHARED[2],
     "generators that are cut": test_generators.CUT[2],
     "tp": [
@@ -61,6 +63,7 @@ OF_FOUR = {
     "encoders cp": test_context.OF_ENCODERS[4],
     "tp under data parallelism": test_divided_data_parallel.CASES[4],
     "cp that cuts images": test_context.LARGE[4],
+    "sequences that replicas share": test_split_plans.CASES[4],
     "ep": [*test_experts.SPREAD[4], *test_experts.SPREAD_IN_DATA_PARALLEL[4]],
     "ep and tp": test_experts.SPREAD_AND_DIVIDED[4],
 }
