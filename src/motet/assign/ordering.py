@@ -26,7 +26,7 @@ The given batching is dealt out as "joint" deals it, and in step 3 all islands t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Protocol
@@ -35,7 +35,7 @@ import numpy as np
 
 from motet.assign.groups import batching_in_groups
 from motet.assign.pipeline import Batching, assign_batching, batching_as_given
-from motet.assign.pipeline_balance import assign_cut, dealt_jointly
+from motet.assign.pipeline_balance import assign_cut, dealt_evenly, item_work
 from motet.assign.step import StepAssignment
 from motet.balance import assign, island_makespans, order_islands
 from motet.balance.reordering import NO_LIMIT, NUM_VISITS
@@ -173,7 +173,12 @@ class _Step:
     def given_batching(self) -> Batching:
         """The batching of step 1."""
         given = given_batching(self.plan, self.batch)
-        return dealt_jointly(self.plan, self.batch, given) if self.shares_sequences else given
+        return dealt_evenly(self.plan, self.batch, given, self._work) if self.shares_sequences else given
+
+    @cached_property
+    def _work(self) -> Mapping[str, Int64Array]:
+        """Of the batch's items, for all candidates."""
+        return item_work(self.plan, self.batch)
 
     @cached_property
     def _given_groups(self) -> Int64Array:
@@ -201,8 +206,11 @@ class _Step:
         if key not in self._contents:
             island, microbatch = np.divmod(group, self.sizes.microbatches)
             batching = Batching(microbatch, island * self.sizes.examples + index)
-            assigned = assign_cut if self.shares_sequences else assign_batching
-            durations = self.seconds.of_operations(assigned(self.plan, self.batch, batching))
+            if self.shares_sequences:
+                assigned = assign_cut(self.plan, self.batch, batching, self._work)
+            else:
+                assigned = assign_batching(self.plan, self.batch, batching)
+            durations = self.seconds.of_operations(assigned)
             self._contents[key] = _Contents(group, index, durations)
         return self._contents[key]
 

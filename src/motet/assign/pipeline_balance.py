@@ -19,6 +19,7 @@ Work is counted in operations, whatever a recipe states: simulation and training
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -51,14 +52,14 @@ def assign_balanced(plan: Plan, batch: BatchLengths, given: Batching) -> StepAss
     Raises UserError as `policies_of` does. O(items log items), and `assign` for each encoder and microbatch.
     """
     policies = policies_of(plan.model, plan.policy)
+    work = item_work(plan, batch)
     if plan.balance == "split":
-        return assign_cut(plan, batch, dealt_jointly(plan, batch, given))
-    work = _work(plan, batch)
+        return assign_cut(plan, batch, dealt_evenly(plan, batch, given, work), work)
     names = [module.name for module in plan.model.modules]
     shared = [name for name in names if joins_all_replicas(plan) and shares_items(plan, name)]
     here = on_backbone_ranks(plan)
     dealt_by = names if not shared else [name for name in names if name in here]
-    step = assign_batching(plan, batch, _dealt(plan, batch, given, {name: work[name] for name in dealt_by}))
+    step = assign_batching(plan, batch, dealt_evenly(plan, batch, given, {name: work[name] for name in dealt_by}))
     balanced = {
         name: _balanced(step.modules[name], step.num_microbatches, work[name], cost_of(policies[name]))
         for name in shared
@@ -67,21 +68,22 @@ def assign_balanced(plan: Plan, batch: BatchLengths, given: Batching) -> StepAss
     return replace(step, modules=modules, methods=_methods(plan, step))
 
 
-def dealt_jointly(plan: Plan, batch: BatchLengths, given: Batching) -> Batching:
-    """The batching whose microbatches are dealt out by the work of all modules. given: as of `assign_balanced`."""
-    return _dealt(plan, batch, given, _work(plan, batch))
+def item_work(plan: Plan, batch: BatchLengths) -> dict[str, Int64Array]:
+    """Operations of each item of each module, int64 [num_items]."""
+    return Operations(plan.model, recomputed_in(plan))(batch)
 
 
-def assign_cut(plan: Plan, batch: BatchLengths, dealt: Batching) -> StepAssignment:
+def assign_cut(plan: Plan, batch: BatchLengths, dealt: Batching, work: Mapping[str, Int64Array]) -> StepAssignment:
     """The assignment of a step whose microbatches are dealt out, with sequences that are cut over replicas of the
     backbone. What is cut, and on which replicas, depends on which examples share a microbatch, and on nothing else.
+
+    work: as of `item_work`.
     """
-    work = _work(plan, batch)
     dealt, cuts = _cut(plan, batch, dealt, work[BACKBONE])
     step = assign_batching(plan, batch, dealt)
     modules = {**step.modules, BACKBONE: replace(step.modules[BACKBONE], cuts=cuts)}
-    for name in modules if cuts is not None else ():
-        if cuts is not None and cuts_beside_sequences(plan, name):
+    if cuts is not None:
+        for name in (name for name in modules if cuts_beside_sequences(plan, name)):
             modules[name] = _with_cut_items(modules[name], plan.model.module(name), cuts.items, work[name])
     return replace(step, modules=modules, methods=_methods(plan, step))
 
@@ -106,16 +108,11 @@ def _with_cut_items(items: ModuleAssignment, module: Module, cut: Int64Array, wo
     return replace(items, replica=replica, position=position, cuts=joined_cuts(parts, position))
 
 
-def _work(plan: Plan, batch: BatchLengths) -> dict[str, Int64Array]:
-    """Operations of each item of each module, int64 [num_items]."""
-    return Operations(plan.model, recomputed_in(plan))(batch)
-
-
 def _methods(plan: Plan, step: StepAssignment) -> tuple[str, ...]:
     return (plan.balance,) * step.num_microbatches
 
 
-def _dealt(plan: Plan, batch: BatchLengths, given: Batching, work: dict[str, Int64Array]) -> Batching:
+def dealt_evenly(plan: Plan, batch: BatchLengths, given: Batching, work: Mapping[str, Int64Array]) -> Batching:
     """The batching that gives each replica of the backbone equally many of the given microbatches, of even work.
 
     work: of the modules that count, int64 [num_items].

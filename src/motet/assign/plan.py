@@ -6,7 +6,7 @@ from motet.assign.balancing import Balancing, by_operations
 from motet.assign.data_parallel import assign_data_parallel
 from motet.assign.ordering import StepSeconds, given_batching, ordered_batching
 from motet.assign.pipeline import assign_batching
-from motet.assign.pipeline_balance import assign_balanced, assign_cut
+from motet.assign.pipeline_balance import assign_balanced, assign_cut, item_work
 from motet.assign.step import StepAssignment
 from motet.core.errors import ArgumentError
 from motet.core.plan import Plan
@@ -34,4 +34,6 @@ def assign_step(
             f"the plan has order {plan.order!r}, which is decided from the seconds of examples; pass `seconds`."
         )
     ordered = ordered_batching(plan, batch, seconds)
-    return assign_batching(plan, batch, ordered) if plan.balance == "off" else assign_cut(plan, batch, ordered)
+    if plan.balance == "off":
+        return assign_batching(plan, batch, ordered)
+    return assign_cut(plan, batch, ordered, item_work(plan, batch))

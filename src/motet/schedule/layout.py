@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import gcd
 
 from motet.core.errors import ArgumentError
 from motet.core.plan import Plan, Unit, Zero
@@ -25,6 +24,7 @@ from motet.schedule.plan_units import (
     backbone_unit,
     joins_all_replicas,
     meets_in_islands,
+    num_islands,
     pipelined_units,
     rank_of_stage,
     units_in_bubbles,
@@ -194,8 +194,7 @@ class Layout:
         self.backbone = backbone_unit(plan)
         self.units = pipelined_units(plan)
         self.in_bubbles = units_in_bubbles(plan)
-        whole = plan.schedule == "data_parallel"
-        self.num_islands = 1 if whole or joins_all_replicas(plan) else gcd(*(unit.dp for unit in self.units))
+        self.num_islands = 1 if plan.schedule == "data_parallel" else num_islands(plan)
         self.num_microbatches = num_microbatches(plan)
         self._data_ranks: dict[tuple[str, range], tuple[int, ...]] = {}
 

@@ -80,11 +80,15 @@ def cuts_beside_sequences(plan: Plan, module: str) -> bool:
     return is_here and sinks == {BACKBONE} and plan.model.module(module).shareable
 
 
+def num_islands(plan: Plan) -> int:
+    """Into how many parts with no edge between them the replicas of a pipeline's units fall."""
+    return 1 if joins_all_replicas(plan) else gcd(*(unit.dp for unit in pipelined_units(plan)))
+
+
 def meets_in_islands(plan: Plan) -> bool:
     """Whether several replicas of the backbone in an island run each pass together: they share sequences or experts."""
     unit = backbone_unit(plan)
-    num_islands = 1 if joins_all_replicas(plan) else gcd(*(each.dp for each in pipelined_units(plan)))
-    return unit.dp > num_islands and (plan.balance == "split" or unit.cp % unit.ep > 0)
+    return unit.dp > num_islands(plan) and (plan.balance == "split" or unit.cp % unit.ep > 0)
 
 
 def recomputed_in(plan: Plan) -> dict[str, int]:

@@ -583,7 +583,7 @@ class Pricing:
         items, num = self.assignment.modules[name], self.assignment.num_microbatches
         cuts, of_each = items.cuts, self._of_each(name, like)
         assert cuts is not None, "replicas share sequences"
-        whole = np.flatnonzero(~np.isin(np.arange(len(items.example)), cuts.items))
+        whole = cuts.whole_among(np.arange(len(items.example)))
         cell = np.concatenate([items.batch_index(num)[whole], cuts.rank * num + items.microbatch[cuts.item]])
         item = np.concatenate([whole, cuts.item])
         share = np.concatenate([np.ones(len(whole)), (cuts.end - cuts.begin) / cuts.units])
@@ -625,8 +625,8 @@ class Pricing:
             items, module = self.assignment.modules[name], self.plan.model.module(name)
             num_ranks, cp = self._num_ranks(name), self.plan.unit_of(name).cp
             if (cuts := items.cuts) is not None and cuts_beside_sequences(self.plan, name):
-                num, whole = self.assignment.num_microbatches, np.arange(len(items.example))
-                whole, cell = whole[~np.isin(whole, cuts.items)], items.batch_index(num)
+                num, whole = self.assignment.num_microbatches, cuts.whole_among(np.arange(len(items.example)))
+                cell = items.batch_index(num)
                 share = cuts.share_of(items.num_tokens) / items.num_tokens[cuts.item]
                 rank = cuts.rank * num + items.microbatch[cuts.item]
                 shared = _Shares(whole, cell[whole], cuts.item, rank.astype(np.int64), share, cuts.begin == 0)
