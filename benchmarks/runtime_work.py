@@ -23,6 +23,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from motet.assign.planned_step import decide_planned_step
 from motet.core.example import TokenSequence
+from motet.core.heap import keep_freed_memory, share_heap
 from motet.core.plan import Plan, Unit
 from motet.core.timeline import Timeline
 from motet.core.workload import BACKBONE, BatchLengths
@@ -83,6 +84,7 @@ def lengths_of(table: Path, seed: int) -> tuple[int, ...]:
 def run_rank(rank: int, num_ranks: int, rendezvous: str, work: Work, out: Path) -> None:
     """Run pairs of steps; rank 0 writes seconds of the slower rank, and of rank 0's actions outside modules."""
     torch.set_num_threads(1)
+    share_heap(), keep_freed_memory()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= num_ranks:
         os.sched_setaffinity(0, {cores[rank]})
