@@ -43,8 +43,7 @@ from motet.core.example import Media, TokenSequence
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.cost.catalogue import cluster
-from motet.dispatch.batch import RankBatch
-from motet.dispatch.stage_batch import assemble_stages
+from motet.dispatch import LoadedExample, RankBatch
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
 from motet.models.families.siglip import SiglipEncoder
@@ -60,7 +59,7 @@ from motet.schedule import PlannedStage
 from motet.schedule.coordinates import replica_of
 from motet.schedule.program import Action, Kind
 from motet.simulate import StageTimes, bubbles, simulate
-from motet.train.input.planned import StageNeeds
+from motet.train.input.planned import StageNeeds, stages_of_examples
 
 DIM, VOCABULARY, NUM_BLOCKS, IMAGE_BLOCKS = 16, 40, 12, 4
 NUM_MICROBATCHES, NOISE = 8, 0.2
@@ -168,34 +167,22 @@ def batches_of(
     plan: Plan, place: Place, lengths: BatchLengths, decide: Callable[[BatchLengths], DecidedStep] | None = None
 ) -> list[RankBatch]:
     """The microbatches of a step, as far as the rank needs them. decide: by default with the Plan's own fills."""
-    batches, items = [], lengths.items["image"]
-    needs = StageNeeds.of(place)
-    for microbatch, part in enumerate((decide or partial(decide_planned_step, plan))(lengths).microbatches):
-        sequences = []
-        for number in part.examples[part.decision.backbone.on_rank(place.replicas[BACKBONE])] if needs.tokens else ():
-            images, total = items.num_tokens[items.example == number], int(lengths.sequence[number])
-            text = total - int(images.sum())
-            tokens = np.arange(text + len(images)) % VOCABULARY
-            targets = np.arange(len(tokens)) > len(images)
-            sequences.append(TokenSequence(tokens, targets, ("image",) * len(images), np.arange(len(images))))
-        sizes = np.stack(
-            [np.full(part.lengths.items["image"].num_items, 2), part.lengths.items["image"].length // 2], 1
-        )
-        media = {
-            name: [
-                Media(np.ones((int(sizes[item].prod()), 12), np.float32), sizes[item])
-                for item in part.decision.assignments[name].on_rank(place.replicas[name])
-            ]
-            for name in needs.readers
-            if needs.reads(name, microbatch, part.decision.program)
-        }
-        batches.append(
-            assemble_stages(
-                part.decision, part.lengths, place.replicas, sequences if needs.tokens else None,
-                media, {"image": sizes},
-            )
-        )  # fmt: skip
-    return batches
+    examples, needs = [made_example(lengths, number) for number in range(lengths.num_examples)], StageNeeds.of(place)
+    parts = (decide or partial(decide_planned_step, plan))(lengths).microbatches
+    return [stages_of_examples(number, part, examples, needs) for number, part in enumerate(parts)]
+
+
+def made_example(lengths: BatchLengths, number: int) -> LoadedExample:
+    """An example of these lengths: its images, two patches high, and then text, all but its first token targets."""
+    items, total = lengths.items["image"], int(lengths.sequence[number])
+    own = items.example == number
+    sizes = [np.array([2, rows // 2]) for rows in items.length[own].tolist()]
+    num_images, text = len(sizes), total - int(items.num_tokens[own].sum())
+    tokens = np.arange(text + num_images) % VOCABULARY
+    sequence = TokenSequence(
+        tokens, np.arange(len(tokens)) > num_images, ("image",) * num_images, np.arange(num_images)
+    )
+    return LoadedExample(sequence, tuple(Media(np.ones((int(size.prod()), 12), np.float32), size) for size in sizes))
 
 
 def passes_s(place: Place, lengths: BatchLengths) -> np.ndarray:

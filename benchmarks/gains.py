@@ -1,4 +1,4 @@
-"""What order, groups, deferred warm-up and frozen-aware stages gain, as measured; compute is emulated.
+"""What order, groups, deferred warm-up, frozen-aware stages and cut sequences gain, measured; compute is emulated.
 
     python benchmarks/gains.py [--steps 4] [--seed 0] [--json FILE] [--only NAME] [--lengths FILE]
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations, pairwise
@@ -47,8 +47,9 @@ from motet.simulate.predict.stage_pricing import Pricing
 from motet.simulate.predict.step_seconds import PricedSteps
 from motet.simulate.predict.traffic import Traffic
 
-STEP_S = 1.2
-"""Seconds that the first step of a case takes, as simulated; rows take as long as makes it so."""
+LONG_STEP_S = 8.0
+"""Ranks that share a sequence exchange keys and values in each layer, which takes milliseconds on CPU ranks, however
+little they send: in steps of 1.2 s, with layers of 3 ms, cutting costs more than it gains."""
 SHRUNK = 1 / 32
 """Of real lengths."""
 BLOCKS = ["image"] * IMAGE_BLOCKS + [BACKBONE] * NUM_BLOCKS
@@ -66,13 +67,19 @@ class Way:
 
 @dataclass(frozen=True)
 class Case:
-    """Two Plans; the second is to be faster by a factor that a paper publishes."""
+    """Two Plans; the second is to be faster by a factor that a paper publishes.
+
+    step_s:    seconds of the first step under the first Plan, as simulated; rows take as long as makes it so.
+    dominated: of batches drawn, also of text alone, those whose longest sequence is more than a replica's share.
+    """
 
     name: str
     published: str
     before: Way
     after: Way
     frozen: bool = False
+    dominated: bool = False
+    step_s: float = 1.2
 
     @property
     def num_ranks(self) -> int:
@@ -113,6 +120,11 @@ def cases() -> Iterator[Case]:
     fixed = Way(cut(FULL, 2, 2, dp=2), {"schedule": "1f1b", "microbatch_size": 4})
     grouped = replace(fixed, options={**fixed.options, "microbatch_caps": {"image": 0, BACKBONE: 0}})
     yield Case("groups, chain of 2, dp 2", "OmniBal Table 3: 1.19", fixed, grouped)
+    for pp, dp in ((2, 2), (1, 4)):
+        whole = Way(cut(FULL, pp, pp, dp=dp), {"schedule": "1f1b"})
+        split = replace(whole, options={**whole.options, "balance": "split"})
+        name = f"sequences cut over replicas, chain of {pp}, dp {dp}"
+        yield Case(name, "no paper has it", whole, split, dominated=True, step_s=LONG_STEP_S)
     frozen = np.where(np.array(BLOCKS) == "image", 1.0, 3.0) * FULL
     for pp in (2, 4):
         even, aware = Way(cut(FULL, pp, pp)), Way(cut(frozen, pp, pp))
@@ -133,18 +145,28 @@ class Rows(Analytic):
         return 0.0
 
 
-def drawn(path: Path, num_examples: int, rng: np.random.Generator) -> BatchLengths:
-    """Examples with images of the table, scaled down."""
-    table = [row for row in rows_of(path) if row["image_tokens"] and int(row["num_images"] or 0) in range(1, 5)]
-    chosen = [table[index] for index in rng.integers(0, len(table), num_examples)]
-    counts = np.array([int(row["num_images"]) for row in chosen])
-    each = np.array([int(row["image_tokens"]) for row in chosen]) / counts * SHRUNK
-    rows = np.repeat(2 * np.clip(np.rint(each / 2), 1, 64).astype(np.int64), counts)
-    text = np.clip(np.rint([int(row["text_tokens"]) * SHRUNK for row in chosen]), 2, 128).astype(np.int64)
-    example = np.repeat(np.arange(num_examples), counts)
-    images = np.bincount(example, rows, num_examples).astype(np.int64)
+def drawn(path: Path, case: Case, num_examples: int, rng: np.random.Generator) -> BatchLengths:
+    """Examples of the table, scaled down: those with images, none much longer than others; or a dominated batch."""
+    if not case.dominated:
+        table = [row for row in rows_of(path) if row["image_tokens"] and int(row["num_images"] or 0) in range(1, 5)]
+        return scaled([table[index] for index in rng.integers(0, len(table), num_examples)])
+    table = [row for row in rows_of(path) if not row["audio_seconds"]]
+    while True:
+        lengths = scaled([table[index] for index in rng.integers(0, len(table), num_examples)], longest=None)
+        if lengths.sequence.max() * case.before.units[-1].dp > lengths.sequence.sum():
+            return lengths
+
+
+def scaled(chosen: Sequence[Mapping[str, str]], longest: int | None = 128) -> BatchLengths:
+    """Lengths of rows of the table. longest: the most text of an example, and twice the most rows of an image."""
+    counts = np.array([int(row["num_images"] or 0) for row in chosen])
+    each = np.array([int(row["image_tokens"] or 0) for row in chosen]) / np.maximum(counts, 1) * SHRUNK
+    rows = np.repeat(2 * np.clip(np.rint(each / 2), 1, longest and longest // 2).astype(np.int64), counts)
+    text = np.clip(np.rint([int(row["text_tokens"] or 0) * SHRUNK for row in chosen]), 2, longest).astype(np.int64)
+    example = np.repeat(np.arange(len(chosen)), counts)
+    images = np.bincount(example, rows, len(chosen)).astype(np.int64)
     items = {"image": ItemLengths(example, rows, rows)}
-    return BatchLengths(text + images, text - 1, np.zeros(num_examples, np.int32), items)
+    return BatchLengths(text + images, text - 1, np.zeros(len(chosen), np.int32), items)
 
 
 def plan_of(model: MLLM, way: Way, num_ranks: int, first: BatchLengths) -> Plan:
@@ -192,9 +214,10 @@ def run_rank(rank: int, rendezvous: str, case: Case, path: Path, num_steps: int,
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=case.num_ranks, init_method=rendezvous)
     dp, size = case.before.units[-1].dp, case.before.options.get("microbatch_size", 1)
-    batches = [drawn(path, 8 * dp * size, np.random.default_rng((seed, number))) for number in range(num_steps + 1)]
+    generators = [np.random.default_rng((seed, number)) for number in range(num_steps + 1)]
+    batches = [drawn(path, case, 8 * dp * size, rng) for rng in generators]
     sides = [Side(case, way, rank, batches[0]) for way in (case.before, case.after)]
-    Rows.scale = STEP_S / sides[0].simulated_s(batches[0])
+    Rows.scale = case.step_s / sides[0].simulated_s(batches[0])
     planned_step.Executor = Emulated
     figures = []
     for number, lengths in enumerate(batches):
