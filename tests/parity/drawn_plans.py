@@ -148,8 +148,16 @@ def draw(seed: int, number: int) -> DrawnCase:
             continue
         if is_resumed and not case.is_mixed:
             case = replace(case, then=_another(case, mixture, (seed, number)))
-        return DrawnCase(number, strategy, case, obstacles)
+        return DrawnCase(number, strategy, _with_long_sequences(case), obstacles)
     raise RuntimeError(f"case {number}: nothing that can be run in {_MAX_ATTEMPTS} draws: {obstacles}")
+
+
+def _with_long_sequences(case: PlannedCase) -> PlannedCase:
+    """The case, with sequences that are too long for a replica where its Plan or the one behind it may cut them."""
+    then = case.then
+    if "split" not in (case.balance, then and then.balance):
+        return case
+    return replace(case, has_long=True, then=then and replace(then, has_long=True))
 
 
 def _another(case: PlannedCase, mixture: dict[str, object], numbers: tuple[int, ...]) -> PlannedCase:

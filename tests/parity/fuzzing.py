@@ -58,8 +58,7 @@ def _expected_in(folder: str) -> Iterator[None]:
     compute = planned.expected
 
     def stored(case: PlannedCase, num_steps: int = planned.NUM_STEPS) -> planned.Expected:
-        examples = case.contents, case.batch_size, case.left_out, case.seed, case.has_large
-        key = (case.built, examples, case.optimizer, num_steps)
+        key = (case.built, case.drawn_by, case.optimizer, num_steps)
         path = Path(folder, sha256(repr(key).encode()).hexdigest())
         if not path.exists():
             beside = path.with_name(f"{path.name}.{os.getpid()}")

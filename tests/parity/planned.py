@@ -209,7 +209,7 @@ class PlannedCase:
     parts: of the model, as of `parity.planned_parts`.
     exchange, head_groups: how attention gets rows of other context-parallel ranks.
     lora: parts with adapters, made: generators, as of `build_hf_model`.
-    has_large: as of `draw_example`, so that ranks that share images cut some.
+    has_large, has_long: as of `draw_example`, so that ranks that share images or sequences cut some.
     left_out: the share of examples that are found bad after the step was decided.
     is_mixed: passes compute in float32, and gradients are summed in float64, as parameters are stored.
     then:     goes on behind the first step, from its checkpoint: another Plan for the same model, examples and ranks.
@@ -245,6 +245,7 @@ class PlannedCase:
     head_groups: int = 1
     optimizer: str = "adamw"
     has_large: bool = False
+    has_long: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -255,6 +256,12 @@ class PlannedCase:
     def built(self) -> tuple[tuple[str, ...], bool, tuple[str, ...], int, str, tuple[str, ...], float, tuple[str, ...]]:
         """Arguments of `build_hf_model`."""
         return self.frozen, self.tied, self.parts, self.num_layers, self.family, self.lora, self.dropout, self.made
+
+    @property
+    def drawn_by(self) -> tuple[tuple[str, Any], ...]:
+        """The fields by which its examples are drawn, for a model, with their values."""
+        names = ("contents", "batch_size", "left_out", "seed", "has_large", "has_long")
+        return tuple((name, getattr(self, name)) for name in names)
 
     def plan(self) -> Plan:
         """The Plan of the tiny model."""
@@ -278,7 +285,7 @@ class PlannedCase:
         media = [tuple(rng.choice(contents, rng.integers(0, 4))) if contents else () for _ in range(99)]
         media = [tuple(map(str, each)) for each in media[: self.batch_size]]
         media[0] = tuple(name for name in media[0] if name != "image")
-        examples = [draw_example(rng, each, ROW_DIMS, self.has_large) for each in media]
+        examples = [draw_example(rng, each, ROW_DIMS, self.has_large, self.has_long) for each in media]
         for part, tower in (("stacked", "whole qwen3_vl"), ("tiled", "tiled internvl"), ("lines", "raster clip")):
             if part in self.parts:
                 examples = [with_patches(example, self.seed, tower) for example in examples]
@@ -482,24 +489,15 @@ Expected = tuple[list[tuple[float, float]], dict[str, torch.Tensor], dict[str, t
 
 def expected(case: PlannedCase, num_steps: int = NUM_STEPS) -> Expected:
     """What one process computes. Of cases with the same model and examples, it does so once."""
-    examples = case.contents, case.batch_size, case.left_out, case.seed
-    return _expected(case.built, *examples, case.optimizer, num_steps, has_large=case.has_large)
+    return _expected(case.built, case.drawn_by, case.optimizer, num_steps)
 
 
 @lru_cache(maxsize=32)
 def _expected(
-    built: tuple[Any, ...],
-    contents: tuple[str, ...],
-    batch_size: int,
-    left_out: float,
-    seed: int,
-    optimizer: str,
-    num_steps: int,
-    has_large: bool,
+    built: tuple[Any, ...], drawn_by: tuple[tuple[str, Any], ...], optimizer: str, num_steps: int
 ) -> Expected:
     *_, parts, _, _, _, dropout, made = built
-    options = {"left_out": left_out, "seed": seed, "parts": parts, "made": made, "optimizer": optimizer}
-    case = PlannedCase((), contents=contents, batch_size=batch_size, has_large=has_large, **options)
+    case = PlannedCase((), parts=parts, made=made, optimizer=optimizer, **dict(drawn_by))
     return in_one_process(case, _copied(_whole_model(*built)), num_steps, has_draws=bool(dropout or made))
 
 

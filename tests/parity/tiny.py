@@ -251,10 +251,13 @@ def draw_example(
     media: tuple[str, ...],
     row_dims: dict[str, int] | None = None,
     has_large: bool = False,
+    has_long: bool = False,
 ) -> LoadedExample:
-    """has_large: a third of the images have nine times as many rows, and of the clips twice as many frames."""
+    """has_large: a third of the images have nine times as many rows, and of the clips twice as many frames.
+
+    has_long: a sixth of the examples have eight times as much text."""
     row_dims = row_dims or ROW_DIMS
-    num_tokens = len(media) + int(rng.integers(3, 12))
+    num_tokens = len(media) + int(rng.integers(3, 12)) * (8 if has_long and rng.random() < 1 / 6 else 1)
     answer = int(rng.integers(1, 3))
     places = np.sort(rng.choice(num_tokens - answer, len(media), replace=False))
     targets = np.arange(num_tokens) >= num_tokens - answer

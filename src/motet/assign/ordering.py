@@ -35,7 +35,7 @@ import numpy as np
 
 from motet.assign.groups import batching_in_groups
 from motet.assign.pipeline import Batching, assign_batching, batching_as_given
-from motet.assign.pipeline_balance import assign_cut, dealt_evenly, item_work
+from motet.assign.pipeline_balance import assign_cut, dealt_with_cuts, item_work
 from motet.assign.step import StepAssignment
 from motet.balance import assign, island_makespans, order_islands
 from motet.balance.reordering import NO_LIMIT, NUM_VISITS
@@ -172,8 +172,11 @@ class _Step:
     @cached_property
     def given_batching(self) -> Batching:
         """The batching of step 1."""
-        given = given_batching(self.plan, self.batch)
-        return dealt_evenly(self.plan, self.batch, given, self._work) if self.shares_sequences else given
+        return self._with_cuts[0] if self.shares_sequences else given_batching(self.plan, self.batch)
+
+    @cached_property
+    def _with_cuts(self) -> tuple[Batching, Int64Array]:
+        return dealt_with_cuts(self.plan, self.batch, given_batching(self.plan, self.batch), self._work)
 
     @cached_property
     def _work(self) -> Mapping[str, Int64Array]:
@@ -207,7 +210,7 @@ class _Step:
             island, microbatch = np.divmod(group, self.sizes.microbatches)
             batching = Batching(microbatch, island * self.sizes.examples + index)
             if self.shares_sequences:
-                assigned = assign_cut(self.plan, self.batch, batching, self._work)
+                assigned = assign_cut(self.plan, self.batch, batching, self._work, self._with_cuts[1])
             else:
                 assigned = assign_batching(self.plan, self.batch, batching)
             durations = self.seconds.of_operations(assigned)

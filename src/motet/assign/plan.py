@@ -6,7 +6,7 @@ from motet.assign.balancing import Balancing, by_operations
 from motet.assign.data_parallel import assign_data_parallel
 from motet.assign.ordering import StepSeconds, given_batching, ordered_batching
 from motet.assign.pipeline import assign_batching
-from motet.assign.pipeline_balance import assign_balanced, assign_cut, item_work
+from motet.assign.pipeline_balance import assign_balanced, assign_cut, dealt_with_cuts, item_work
 from motet.assign.step import StepAssignment
 from motet.core.errors import ArgumentError
 from motet.core.plan import Plan
@@ -36,4 +36,5 @@ def assign_step(
     ordered = ordered_batching(plan, batch, seconds)
     if plan.balance == "off":
         return assign_batching(plan, batch, ordered)
-    return assign_cut(plan, batch, ordered, item_work(plan, batch))
+    work = item_work(plan, batch)
+    return assign_cut(plan, batch, ordered, work, dealt_with_cuts(plan, batch, given_batching(plan, batch), work)[1])

@@ -125,9 +125,24 @@ def test_sequences_that_are_too_long_for_a_replica_are_cut_and_others_fill_up():
     assert of_replicas.max() <= 1.05 * work[inside].sum() / 4
     for name in ("image", "audio"):
         assert np.array_equal(step.modules[name].replica, items.replica[step.modules[name].example])
-    whole = assign_step(replace(made, balance="joint"), batch).modules[BACKBONE]
-    assert np.array_equal(whole.microbatch, items.microbatch)
-    assert np.array_equal(whole.replica[~inside], items.replica[~inside])
+
+
+def test_no_more_sequences_are_cut_than_an_even_step_needs():
+    """Their microbatches come first, as replicas wait for each other there."""
+    whole = {"image": 4, "audio": 3, BACKBONE: sum(stage[BACKBONE] for stage in HALVES)}
+    made = plan(Unit("all", (whole,), dp=4), batch_size=64)
+    split, batch = replace(made, balance="split"), lengths(64)
+    joint = replace(made, balance="joint")
+    assert assign_step(split, batch).modules[BACKBONE].cuts is None
+    assert loads(split, batch, BACKBONE, "step") == loads(joint, batch, BACKBONE, "step")
+    batch.sequence[[3, 40]] = 30 * batch.sequence.max()
+    step, work = assign_step(split, batch), Operations(made.model)(batch)
+    items = step.modules[BACKBONE]
+    assert items.cuts.items.tolist() == [3, 40] and sorted(items.microbatch[[3, 40]]) == [0, 1]
+    whole, of_replicas = np.setdiff1d(np.arange(64), [3, 40]), np.zeros(4)
+    of_replicas += np.bincount(items.cuts.rank, items.cuts.share_of(work[BACKBONE]), 4)
+    of_replicas += np.bincount(items.replica[whole], work[BACKBONE][whole], 4)
+    assert of_replicas.max() < 1.05 * of_replicas.mean()
 
 
 def test_items_of_cut_sequences_that_dominate_are_cut_too():

@@ -61,7 +61,7 @@ def test_replicas_that_share_long_sequences_come_first_where_there_are_any():
     """One example is several times as long as the others. Who pins a way of balancing is told nothing of others."""
     pins = Pins(strategies=(CHAIN,), tp=1, pp=2, dp=2, microbatch_size=1)
     words, memory = "With sequences cut over replicas (--pin balance=split)", "With 2 times the memory"
-    long = job(num_nodes=1, batch_size=8, spread=1.5)
+    long = job(num_nodes=1, batch_size=8, spread=2.0)
     found, changes = changes_of(long, pins)
     best, first = found.best.candidate, next(changes)
     split_s = predict_candidate(long, replace(best, plan=replace(best.plan, balance="split"))).step_s
