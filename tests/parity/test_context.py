@@ -185,6 +185,8 @@ CLIPS = {
         sound(ENCODERS, *chain(2, {"backbone": 3}, first_rank=2), microbatch_size=2),
         sound(*chain(2, WHOLE, tp=2), microbatch_size=2, dropout=0.2),
         sound(*chain(4, WHOLE)),
+        # Rows that queries read, two frames each, go from stage to stage.
+        sound(*chain(2, {"audio": 2}, {"audio": 1, "image": 4, "backbone": 3}), parts=("queries",), microbatch_size=2),
     ],
     5: [sound(SOUND, Unit("llm", ({"backbone": 3},), first_rank=4), microbatch_size=3, schedule="gpipe")],
 }
