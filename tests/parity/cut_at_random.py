@@ -9,7 +9,8 @@ import numpy as np
 
 from motet.core.arrays import Int64Array
 from motet.core.assignment import Assignment
-from motet.core.cuts import ItemCuts
+from motet.core.cuts import ItemCuts, rows_between_cuts
+from motet.core.spec import Module
 from motet.core.workload import BatchLengths
 from motet.dispatch import Decision
 
@@ -34,18 +35,20 @@ def cut_at_random(
 def cut_items_at_random(
     decision: Decision,
     lengths: BatchLengths,
-    phase: str,
+    module: Module,
     rng: np.random.Generator,
     degrees: Sequence[int] | None = None,
     idle: int = 0,
-    tile_rows: int = 0,
 ) -> Decision:
-    """As `cut_at_random`, of the items of an encoder. tile_rows: as of `core.spec.Module`."""
-    ranks = np.arange(decision.backbone.num_ranks - idle)
-    cuts = _drawn(lengths.items[phase].num_tokens // max(tile_rows, 1), ranks, rng, degrees)
+    """As `cut_at_random`, of the items of an encoder."""
+    ranks, phase = np.arange(decision.backbone.num_ranks - idle), module.name
+    items = lengths.items[phase]
+    rows = rows_between_cuts(items.num_tokens, items.length, module.read_by)
+    cuts = _drawn(rows // max(module.tile_rows, 1), ranks, rng, degrees)
     placed = {phase: _on_first(decision.assignments[phase], len(ranks))}
     item_cuts = {} if cuts is None else {phase: cuts}
-    return replace(decision, assignments=decision.assignments | placed, item_cuts=item_cuts)
+    read_by = {phase: module.read_by} if module.read_by else {}
+    return replace(decision, assignments=decision.assignments | placed, item_cuts=item_cuts, read_by=read_by)
 
 
 def _on_first(placed: Assignment, num_ranks: int) -> Assignment:

@@ -25,7 +25,7 @@ from parity.cut_at_random import cut_at_random, cut_items_at_random
 from parity.planned import rank_device, share_off
 from parity.test_gradients import Case, counted_exchanges, lengths_of, local, orchestrator_of, relative, whole
 from parity.tiny import PHASES, build_model, draw_examples, reference_step
-from parity.towers import JOINED, RASTERS, SOUNDS, STACKED, TOWERS, phase_of, tower_module, with_patches
+from parity.towers import JOINED, RASTERS, READ, SOUNDS, STACKED, TOWERS, phase_of, tower_module, with_patches
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ def _decided(cut: Cut, model: MLLM, mesh: Mesh) -> Iterator[tuple[Decision, Batc
                 decision = cut_at_random(decision, lengths, rng, cut.degrees, cut.idle)
             if cut.items is not None or cut.draws_items:
                 phase = phase_of(cut.tower)
-                tile_rows = model.encoders[phase].tile_rows
-                decision = cut_items_at_random(decision, lengths, phase, rng, cut.items, cut.idle, tile_rows)
+                module = model.encoders[phase].spec_module(phase)
+                decision = cut_items_at_random(decision, lengths, module, rng, cut.items, cut.idle)
         yield decision, lengths, chosen
 
 
@@ -181,7 +181,7 @@ def drawn_cut(seed: int, number: int) -> Cut:
         contents=tuple(name for name in PHASES if rng.random() < 0.8),
         family=str(rng.choice(["qwen2", "qwen2", "llama", "qwen3", "mixtral", "qwen3_moe"])),
     )
-    tower = str(rng.choice(["", "", *TOWERS, *JOINED, *RASTERS, *SOUNDS]))
+    tower = str(rng.choice(["", "", *TOWERS, *JOINED, *RASTERS, *SOUNDS, *READ]))
     return Cut(
         case,
         degrees=() if tower and rng.random() < 0.2 else None,

@@ -37,7 +37,7 @@ from parity.towers import EVEN_TILES, raster_callbacks
 SECOND = "second"
 _QUERIES = {
     "image": ProjectorConfig(kind="resampler", queries=3, config=RESAMPLER),
-    "audio": ProjectorConfig(kind="qformer", queries=2, config=QFORMER),
+    "audio": ProjectorConfig(kind="qformer", queries=3, config=QFORMER),
     SECOND: ProjectorConfig(kind="qformer", queries=3, config=QFORMER),
 }
 

@@ -77,6 +77,8 @@ OF_BACKBONES = {
     ],
 }
 """The backbone's rows are shared."""
+READ = {"image": 4, "audio": 3, "backbone": 3}
+"""With a block of queries behind each encoder."""
 BESIDE = Unit("encoders", ({"image": 3, "audio": 2},), cp=2, zero=3, recompute=({"image": 2, "audio": 1},))
 IN_CHUNKS = (replace(chain(4, {"image": 1}, {"image": 2, "audio": 2, "backbone": 3})[0], pp=1),)
 TWO_ENCODERS = (Unit("all", ({"image": 3, SECOND: 1}, {SECOND: 1, "audio": 2, "backbone": 3}), pp=1, cp=3, zero=0),)
@@ -89,8 +91,23 @@ LARGE = {
         PlannedCase(chain(2, WHOLE), frozen=("image encoder",), parts=("again",), has_large=True),
         PlannedCase(chain(2, WHOLE), frozen=("image block",), parts=("ahead",), has_large=True, lora=("image",)),
         PlannedCase(chain(2, {"backbone": 3}, replicated=("image", "audio")), has_large=True),
+        PlannedCase(chain(2, READ), parts=("queries",), has_large=True),
+        PlannedCase(
+            chain(2, READ, zero=3, recompute=({"image": 4, "audio": 1},)),
+            parts=("queries",),
+            microbatch_size=3,
+            has_large=True,
+            left_out=0.3,
+            frozen=("image encoder",),
+        ),
     ],
     3: [
+        PlannedCase(
+            (replace(BESIDE, stages=({"image": 4, "audio": 3},)), Unit("llm", ({"backbone": 3},), first_rank=2)),
+            parts=("queries",),
+            microbatch_size=2,
+            has_large=True,
+        ),
         PlannedCase((BESIDE, Unit("llm", ({"backbone": 3},), first_rank=2)), microbatch_size=2, has_large=True),
         PlannedCase((ENCODERS, Unit("llm", ({"backbone": 3},), first_rank=2)), has_large=True, frozen=("image",)),
         PlannedCase(chain(3, WHOLE), microbatch_size=2, exchange="all_gather", has_large=True),
@@ -99,6 +116,12 @@ LARGE = {
     ],
     4: [
         PlannedCase(chain(4, WHOLE), has_large=True),
+        # Cut before queries, of which a rank may have none.
+        PlannedCase(
+            chain(2, {"image": 3}, {"image": 1, "audio": 3, "backbone": 3}, recompute=({"image": 1}, {"image": 1})),
+            parts=("queries",),
+            has_large=True,
+        ),
         # A rank without rows gets no message, in the stage with the encoder's end neither.
         PlannedCase(IN_CHUNKS, "interleaved_1f1b", has_large=True),
         PlannedCase(
@@ -162,6 +185,8 @@ CLIPS = {
         sound(ENCODERS, *chain(2, {"backbone": 3}, first_rank=2), microbatch_size=2),
         sound(*chain(2, WHOLE, tp=2), microbatch_size=2, dropout=0.2),
         sound(*chain(4, WHOLE)),
+        # Rows that queries read, two frames each, go from stage to stage.
+        sound(*chain(2, {"audio": 2}, {"audio": 1, "image": 4, "backbone": 3}), parts=("queries",), microbatch_size=2),
     ],
     5: [sound(SOUND, Unit("llm", ({"backbone": 3},), first_rank=4), microbatch_size=3, schedule="gpipe")],
 }
@@ -253,7 +278,7 @@ def test_encoders_that_share_items_equal_one_process(num_ranks):
     assert_planned(num_ranks, OF_ENCODERS[num_ranks])
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(LARGE, {2: (0,), 3: (0,), 4: (1,)}))
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(LARGE, {2: (0,), 3: (1,), 4: (1, 2)}))
 def test_ranks_that_share_images_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)
 

@@ -102,13 +102,21 @@ ITEMS = [
     Cut(ALL, degrees=(2,), tower="raster clip", items=(4, 2, 1, 2)),
     Cut(replace(IMAGES, num_examples=5), degrees=(), tower="raster siglip", items=(2, 3), idle=1, dropout=True),
     Cut(replace(ALL, fsdp=FSDPConfig(recompute=True), num_microbatches=2), tower="raster siglip", draws_items=True),
+    # Queries that read rows of ranks that share an image, a clip, or a tile of one.
+    Cut(replace(ALL, seed=3), degrees=(2,), tower="read siglip", items=(3, 2, 1, 2), dropout=True),
+    Cut(replace(IMAGES, num_examples=5), degrees=(), tower="read clip", items=(2, 3), idle=1, dropout=True),
+    Cut(replace(ALL, fsdp=FSDPConfig(recompute=True), num_microbatches=2), tower="read qwen2_vl", draws_items=True),
+    Cut(replace(ALL, frozen=("audio encoder",), seed=2), degrees=(2,), tower="read whisper", items=(2, 3)),
+    Cut(replace(ALL, frozen=("image",), fsdp=WHOLE_COPIES), degrees=(), tower="read siglip", items=(2, 3)),
+    Cut(ALL, degrees=(2,), tower="tiled read siglip", items=(2, 1, 3), idle=1),
+    Cut(replace(ALL, seed=5), degrees=(2,), tower="uneven read clip", items=(3, 2, 1), dropout=True),
     # Ranks that have no image, and meet the others in each layer.
     Cut(replace(IMAGES, num_examples=5), degrees=(), tower="siglip", items=(2,), idle=2),
     Cut(replace(IMAGES, num_examples=1, seed=1, fsdp=HYBRID), degrees=(2,), tower="qwen2_vl", items=(2,), idle=2),
 ]
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: ITEMS}, {4: (1, 9, 12, 14, 16, 21, 23, 28, 31)}))
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: ITEMS}, {4: (1, 9, 12, 14, 16, 21, 23, 28, 31, 34)}))
 def test_images_cut_over_ranks_equal_one_process(num_ranks, cases):
     assert run_ranks(check, num_ranks, cases) == [[]] * num_ranks
 

@@ -20,7 +20,7 @@ from parity.drawn_plans import (
 )  # fmt: skip
 from parity.fuzzing import run_cases
 from parity.planned import LOOSEST, MIXED_LOOSEST, MIXED_TOLERANCE, TOLERANCE, PlannedCase, expected
-from parity.towers import TOWERS
+from parity.towers import READ, TOWERS
 from ranks import run_ranks
 
 STORED = json.loads((BENCHMARKS / "results" / "fuzz_plans-2-cpu-cores.json").read_text())
@@ -142,7 +142,7 @@ def test_a_case_is_made_again_from_its_number():
 def test_cases_have_all_that_a_plan_can_say():
     with benchmark("fuzz_plans") as fuzz:
         # There are many towers whose items can be cut.
-        drawn = [draw(4, number) for number in (*range(370), *range(370 + FIRST_CUT, 1000, CUT_EVERY))]
+        drawn = [draw(4, number) for number in (*range(370), *range(370 + FIRST_CUT, 3000, CUT_EVERY))]
         seen = {word for each in drawn for word in fuzz.features(each.case)}
     assert {(each.strategy, each.case.schedule) for each in drawn} == {
         *CELLS,
@@ -175,7 +175,7 @@ def test_cases_have_all_that_a_plan_can_say():
         *("cp 2 of llm", "cp 3 of llm", "cp 2 of encoders"),
         *(f"exchange {way}" for way in ("auto", "group_cast", "all_gather", "ulysses")),
         "2 groups of heads",
-        *(f"cut items, {tower} tower" for tower in ("toy", *TOWERS)),
+        *(f"cut items, {tower} tower" for tower in ("toy", *TOWERS, *READ)),
         *(f"cut items, {what}" for what in ("method", "idle", "dropout", "enters_again", "qwen3_moe")),
         # Pairs that do not divide each other are too rare for so few draws: `test_pairs.py` has them.
         *("dp 2 beside 1", "dp 1 beside 2", "dp 3 beside 1", "dp 1 beside 3"),

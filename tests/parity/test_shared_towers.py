@@ -12,6 +12,7 @@ import torch.distributed as dist
 from motet.assign.item_shares import item_shares
 from motet.assign.orchestrator import Decision
 from motet.balance import LengthWork, Packed, PhaseCosts, score
+from motet.core.cuts import rows_between_cuts
 from motet.core.workload import BACKBONE, ItemLengths
 from motet.dispatch.shared_items import shared_items
 from motet.models.families.shaped import ShapedVisionConfig, ShapedVisionEncoder, ShapedVisionTransformer
@@ -19,7 +20,7 @@ from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
 from parity.planned import TOLERANCE
 from parity.tiny import DIM
-from parity.towers import JOINED, RASTERS, ROW_DIM, SOUNDS, TILE, TOWERS, raster_sizes, tower_module
+from parity.towers import JOINED, RASTERS, READ, ROW_DIM, SOUNDS, TILE, TOWERS, is_tiled, raster_sizes, tower_module
 from ranks import run_ranks
 
 NUM_RANKS = 3
@@ -49,7 +50,7 @@ def sizes_of(tower: str, blocks: list[tuple[int, int]]) -> np.ndarray:
         return raster_sizes(sizes)
     if tower in SHAPED:
         return sizes.prod(axis=1)[:, None]
-    if tower.startswith("tiled"):
+    if is_tiled(tower):
         return np.stack([TILE * sizes.prod(axis=1), np.full(len(sizes), TILE)], axis=1)
     sizes = 2 * sizes if "qwen" in tower else sizes
     return np.insert(sizes, 0, 2, axis=1) if tower.startswith("whole") else sizes
@@ -58,7 +59,7 @@ def sizes_of(tower: str, blocks: list[tuple[int, int]]) -> np.ndarray:
 def in_parts(module, values, sizes, shared):
     """As a stage of a pipeline runs each part."""
     hidden = module.enter(values, sizes, shared)
-    graph, stops = [], [0, 1, module.num_encoder_blocks]
+    graph, stops = [], sorted({0, 1, module.num_encoder_blocks, len(module.blocks)})
     for first, stop in pairwise(stops):
         taken = hidden.detach().requires_grad_(hidden.requires_grad)
         graph.append((hidden, taken))
@@ -77,7 +78,7 @@ def without_weights(module: ModalityModule) -> ModalityModule:
 
 def check(rank: int, num_ranks: int, frozen: tuple[str, ...]) -> list[str]:
     wrong = []
-    for tower in (*TOWERS, *JOINED, *RASTERS, *SOUNDS, *SHAPED):
+    for tower in dict.fromkeys((*TOWERS, *JOINED, *RASTERS, *SOUNDS, *READ, *SHAPED)):
         for blocks in IMAGES:
             module, reference = module_of(tower, frozen), module_of(tower, frozen)
             assert module.can_share, tower
@@ -88,12 +89,15 @@ def check(rank: int, num_ranks: int, frozen: tuple[str, ...]) -> list[str]:
             rng = np.random.default_rng(3)
             items = [torch.from_numpy(rng.standard_normal((rows, ROW_DIM))) for rows in module.num_values(sizes)]
             lengths, tokens = module.lengths(sizes), module.num_tokens(sizes)
-            shares = item_shares(lengths, tokens, num_ranks, can_cut=True, tile_rows=module.tile_rows)
+            read_by = module.spec_module("image").read_by
+            rows = rows_between_cuts(tokens, lengths, read_by)
+            shares = item_shares(lengths, rows, num_ranks, can_cut=True, tile_rows=module.tile_rows)
             assert shares.cuts is not None, (tower, blocks)
             placed = score(shares.ranks, lengths, num_ranks, Packed())
             decision = Decision(
                 {"image": placed, BACKBONE: placed}, {}, PhaseCosts({BACKBONE: Packed()}, LengthWork()), {}, 0.0, "off",
                 item_cuts={"image": shares.cuts}, sharing={"image": num_ranks},
+                read_by={"image": read_by} if read_by else {},
             )  # fmt: skip
             of_phase = ItemLengths(np.zeros(len(tokens), np.int64), lengths, tokens)
             shared = replace(shared_items(decision, "image", of_phase, rank), group=dist.group.WORLD)

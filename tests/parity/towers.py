@@ -32,7 +32,7 @@ from motet.models.projector import ProjectorConfig, build_projector
 from motet.models.whole.merger import MergerProjector
 from motet.models.whole.qwen3_vl import StackedMerger
 from motet.models.whole.tiles import Newlines, Tiles, anyres_counts
-from parity.tiny import DIM
+from parity.tiny import DIM, QFORMER, RESAMPLER
 
 _OPTIONS = {
     "siglip": {"image_size": 8, "vision_use_head": False},
@@ -47,6 +47,7 @@ _OPTIONS = {
 """Those of a family's own in its config."""
 _DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "hidden_dropout_prob", "projection_dropout")
 """What the rates are called, of which each family has some."""
+_DROPOUTS_OF_QUERIES = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 TOWERS = (
     *(*_OPTIONS, "qwen2_vl", "whole qwen2_vl", "qwen2_5_vl", "whole qwen2_5_vl", "qwen3_vl"),
     *("whole qwen3_vl", "tiled siglip", "tiled internvl"),
@@ -59,8 +60,17 @@ JOINED = {"joined siglip": {"downsample": 4}, "pooled clip": {"pool": 4}}
 """Towers of images without tiles, four of whose patches become a row."""
 RASTERS = {"raster clip": None, "raster siglip": 2}
 """Towers whose tiles become one raster with newlines, in as many tiles' rows as said."""
-SOUNDS = ("whisper", "joined whisper", "qwen2_audio", "whole qwen2_audio", "joined qwen2_5_omni_audio")
+SOUNDS = ("whisper", "joined whisper", "qwen2_audio", "whole qwen2_audio", "joined qwen2_5_omni_audio", "read whisper")
 """Towers of sound; three rows of joined ones become one."""
+READ = {
+    "read siglip": ("resampler", 3),
+    "read clip": ("qformer", 3),
+    "read qwen2_vl": ("qformer", 3),
+    "read whisper": ("resampler", 3),
+    "tiled read siglip": ("resampler", 4),
+    "uneven read clip": ("qformer", 3),
+}
+"""Towers whose rows queries read, so many of each item, or of each tile: patches of some stand for no whole query."""
 EVEN_TILES = Tiles(TILE, lambda sizes: sizes[:, 0] // TILE)
 STACKED = {"whole qwen3_vl": 1}
 """Rows of inner blocks that stand beside an image's own ones, as one wide row."""
@@ -75,7 +85,12 @@ def tower_module(family: str, frozen: Sequence[str], dropout: float = 0.0) -> Mo
     phase = phase_of(family)
     torch.manual_seed(11)
     projector, before, name = None, None, family.removeprefix("tiled ")
-    if name != family:
+    if family in READ:
+        kind, queries = READ[family]
+        config = RESAMPLER if kind == "resampler" else QFORMER | dict.fromkeys(_DROPOUTS_OF_QUERIES, dropout)
+        projector = build_projector(8, DIM, ProjectorConfig(kind=kind, queries=queries, config=config))
+        before, name = EVEN_TILES if is_tiled(family) else None, family.rsplit(maxsplit=1)[-1]
+    elif name != family:
         projector = build_projector(8, DIM, ProjectorConfig(downsample=4))
         before = EVEN_TILES
     if family in JOINED:
@@ -85,10 +100,11 @@ def tower_module(family: str, frozen: Sequence[str], dropout: float = 0.0) -> Mo
         name, (before, after) = family.split()[1], raster_callbacks(RASTERS[family])
     if family in SOUNDS:
         encoder = sound_tower(family, dropout)
-        projector = build_projector(8, DIM, ProjectorConfig(downsample=3 if "joined" in family else 1))
+        joined = ProjectorConfig(downsample=3 if "joined" in family else 1)
+        projector = projector or build_projector(8, DIM, joined)
     elif name in _OPTIONS:
         encoder = registry_tower(name, dropout=dropout)
-    elif family.endswith("qwen2_5_vl"):
+    elif name.endswith("qwen2_5_vl"):
         config = Qwen2_5_VLVisionConfig(
             depth=3, hidden_size=8, intermediate_size=12, num_heads=2, patch_size=2, temporal_patch_size=1,
             window_size=8, fullatt_block_indexes=[1], out_hidden_size=8,
@@ -138,6 +154,11 @@ def raster_sizes(tiles: np.ndarray) -> np.ndarray:
     sizes[tiles.prod(axis=1) == 1] = 0
     sizes[(tiles == (1, 2)).all(axis=1)] = 2, 0, 0, 0
     return sizes
+
+
+def is_tiled(family: str) -> bool:
+    """Whether images are of tiles that become no raster."""
+    return family.startswith(("tiled", "uneven"))
 
 
 def phase_of(family: str) -> str:
@@ -209,7 +230,7 @@ def with_patches(example: LoadedExample, seed: int, family: str) -> LoadedExampl
             size = np.insert(2 * item.size, 0, rng.integers(1, 4))
         elif family in RASTERS and phase == "image":
             size = raster_sizes(item.size[None])[0]
-        elif family.startswith("tiled"):
+        elif is_tiled(family):
             size = np.array([TILE * item.size[0], TILE])
         num_rows = size.prod() + (Qwen2AudioTower.margin if family == "whole qwen2_audio" else 0)
         if family in RASTERS and phase == "image":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from motet.balance import ASSUMED_SPEEDS, Speed, StepCosts, StepTimes
@@ -74,17 +75,19 @@ def key_exchanges(
 ) -> tuple[KeyExchange, ...]:
     """What ranks that share items of a module exchange in a microbatch, by kinds of layers.
 
-    By rows of the module's output, of which one may be several in a layer. Layers that attend to what is beside an item
-    exchange none. Others: as of `operation_costs`.
+    Layers that attend to what is beside an item exchange none. Others: as of `operation_costs`.
     """
-    counts: Counter[tuple[int, int]] = Counter()
-    module = model.module(name)
-    joined = module.layers[-1].divisor if name != BACKBONE else 1
-    for each in stage_layers(model, {name: (0, len(module.blocks))}, recompute):
-        if (attention := each.layer.attention) is not None and not attention.keys:
-            row_bytes = 2 * attention.kv_width * element_bytes * joined // each.layer.divisor
-            counts[attention.window, row_bytes] += 1 + each.has_backward + each.recomputed
-    return tuple(KeyExchange(window, row_bytes, count) for (window, row_bytes), count in counts.items())
+    counts: Counter[KeyExchange] = Counter()
+    for each in stage_layers(model, {name: (0, len(model.module(name).blocks))}, recompute):
+        layer, attention = each.layer, each.layer.attention
+        if attention is None or attention.keys:
+            continue
+        divisor, queries = (0, layer.item_rows) if layer.item_rows else (layer.divisor, 0)
+        if attention.queries:
+            queries = layer.extra_rows
+        once = KeyExchange(attention.window, 2 * attention.kv_width * element_bytes, 1, divisor, queries)
+        counts[once] += 1 + each.has_backward + each.recomputed
+    return tuple(replace(once, count=count) for once, count in counts.items())
 
 
 def policies_of(model: ModelSpec, stated: Mapping[str, Policy]) -> dict[str, Policy]:

@@ -67,6 +67,7 @@ class Decision:
                  None: all are whole.
     item_cuts:   encoder -> the same of its items, where some are shared.
     sharing:     encoder -> how many ranks, one after the other, share its items; left out: all ranks do.
+    read_by:     encoder -> as of `core.spec.Module`, of those whose rows queries read.
     lacking_bytes, fits_whole: as of `motet.balance.Choice`.
 
     Example:
@@ -90,6 +91,7 @@ class Decision:
     cuts: ItemCuts | None = None
     item_cuts: Mapping[str, ItemCuts] = field(default_factory=dict)
     sharing: Mapping[str, int] = field(default_factory=dict)
+    read_by: Mapping[str, int] = field(default_factory=dict)
     lacking_bytes: int = 0
     fits_whole: bool = True
 
@@ -321,6 +323,7 @@ class Orchestrator:
             self.communicator,
             cuts=cuts_in(choice.fragments),
             item_cuts={phase: cuts for phase, cut in choice.cut_items.items() if (cuts := cuts_in(cut)) is not None},
+            read_by=self.costs.times.read_by if isinstance(self.costs, StepCosts) else {},
             lacking_bytes=choice.lacking_bytes,
             fits_whole=choice.fits_whole,
         )

@@ -36,15 +36,19 @@ class ItemParts:
     num_tokens: Int64Array
     is_cut: BoolArray
 
-    def rows_before(self, chosen: Int64Array, num_before: Int64Array) -> tuple[Int64Array, Int64Array]:
+    def rows_before(
+        self, chosen: Int64Array, num_before: Int64Array, read: Int64Array | None = None
+    ) -> tuple[Int64Array, Int64Array]:
         """The rows that some parts have of a tensor before those of the sequence, as of `cuts.rows_behind`: the first,
         and behind the last, int64 [n] each. chosen: parts, int64 [n]. num_before: rows of their whole items, int64 [n].
+        read: of these, int64 [n], those that queries read; None: none do.
         """
-        first, num_rows = self.first_row[chosen], self.num_rows[chosen]
-        whole = np.maximum(self.num_tokens[chosen], 1)
-        is_cut = self.is_cut[chosen]
-        begin = np.where(is_cut, first * num_before // whole, 0)
-        return begin, np.where(is_cut, (first + num_rows) * num_before // whole, num_before)
+        begin, whole = self.first_row[chosen], np.maximum(self.num_tokens[chosen], 1)
+        end, is_cut = begin + self.num_rows[chosen], self.is_cut[chosen]
+        if read is not None:
+            begin, end, whole = begin * read // whole, end * read // whole, np.maximum(read, 1)
+        begin = np.where(is_cut, begin * num_before // whole, 0)
+        return begin, np.where(is_cut, end * num_before // whole, num_before)
 
 
 @dataclass(frozen=True, eq=False)

@@ -174,9 +174,13 @@ def _keys(cut: Split, phase: Phase, num_ranks: int, network: Network) -> tuple[f
     """Seconds and bytes of exchanging keys and values for these fragments."""
     assert phase.rows is not None
     is_causal = phase.output_bytes is None  # The backbone's sequences; rows of an encoder's item see all of it.
-    source, sink, amount, needed = _seen_rows(cut, phase.rows, is_causal=is_causal)
+    lengths = phase.rows if phase.key_lengths is None else phase.key_lengths
+    seen: dict[tuple[int, int], tuple[Int32Array, Int32Array, Int64Array, Int64Array]] = {}
     node, seconds, size_bytes = network.nodes(num_ranks), 0.0, 0
     for layer in phase.keys:
+        if (of_rows := (layer.divisor, layer.queries)) not in seen:
+            seen[of_rows] = _seen_rows(cut, layer.rows(lengths), is_causal=is_causal)
+        source, sink, amount, needed = seen[of_rows]
         # A window is as long before each of a fragment's two runs of rows.
         share = np.minimum(1.0, 2.0 * (layer.window - 1) / np.maximum(needed, 1)) if layer.window else 1.0
         moving = np.rint(amount * share).astype(np.int64) * layer.row_bytes

@@ -26,19 +26,28 @@ _JOINT_TOTAL = 2**50
 
 @dataclass(frozen=True)
 class KeyExchange:
-    """An exchange of keys and values between ranks that share sequences (`cutting.py`).
+    """An exchange of keys and values between ranks that share items (`cutting.py`).
 
     window:    as of `core.spec.Attention`. row_bytes: of a row's keys and values, in one layer.
     count:     how often such an exchange takes place in a microbatch: in each layer forward, backward, and recomputed.
+    divisor:   the length of an item that makes one row there; 0: its length makes none. queries: rows of each item
+               besides, which read it.
 
     Example:
-        >>> KeyExchange(window=0, row_bytes=4096, count=3 * 24).count
-        72
+        >>> exchange = KeyExchange(window=0, row_bytes=4096, count=3 * 24, divisor=2, queries=16)
+        >>> exchange.count, exchange.rows(np.array([7, 100])).tolist()
+        (72, [20, 66])
     """
 
     window: int
     row_bytes: int
     count: int
+    divisor: int = 1
+    queries: int = 0
+
+    def rows(self, lengths: Int64Array) -> Int64Array:
+        """The rows of each item that have keys, int64 [num_items]. lengths: int64 [num_items]."""
+        return self.queries + (-(-lengths // self.divisor) if self.divisor else 0 * lengths)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +65,7 @@ class Phase:
     bytes:            what its items take of a rank's memory; None: it is not known.
     rows:             int64 [num_items], rows of items between which they can be cut over ranks: of the backbone's
                       sequences, or of an encoder's outputs; None: they stay whole. keys: what the ranks that share them
-                      exchange, of such rows.
+                      exchange. key_lengths: int64 [num_items], the lengths of items by which keys count; None: as rows.
     beside:           int64 [num_items], bytes of what rows of a sequence attend to beside it. Each further rank that
                       shares the sequence gets a copy, and sends back a gradient; None: nothing.
     tile_rows:        how many of these rows stay together, as tiles that do not see each other; 0: any can be apart.
@@ -82,6 +91,7 @@ class Phase:
     bytes: ItemBytes | None = None
     rows: Int64Array | None = None
     keys: tuple[KeyExchange, ...] = ()
+    key_lengths: Int64Array | None = None
     beside: Int64Array | None = None
     tile_rows: int = 0
     waits: bool = True

@@ -14,6 +14,7 @@ from motet.balance.item_bytes import ItemBytes
 from motet.balance.phases import KeyExchange, Phase
 from motet.core.arrays import Int64Array
 from motet.core.cluster import Link
+from motet.core.cuts import rows_between_cuts
 from motet.core.errors import ArgumentError
 from motet.core.exchange import Network
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
@@ -138,7 +139,8 @@ class StepTimes:
     held:        by phase, elements that a unit of an item's length keeps for backward; {}: deferring needs no memory.
     keys:        what ranks that share a sequence exchange; (): sequences stay whole. media_bytes: of the rows of an
                  image that a sequence attends to beside itself; 0: of none.
-    item_keys:   encoder -> the same of its items, by rows of its output; those of other encoders stay whole.
+    item_keys:   encoder -> the same of its items; those of other encoders stay whole.
+    read_by:     encoder -> as of `core.spec.Module`, of those whose rows queries read.
     tile_rows:   encoder -> as of `Phase`, of those whose items can be cut between tiles alone.
     waits:       whether ranks wait for each other in each phase, as of `Phase`.
     memory:      what items take of a rank's memory; None: it is not known, and nothing is placed by it.
@@ -158,6 +160,7 @@ class StepTimes:
     media_bytes: int = 0
     row_bytes: Mapping[str, int] = field(default_factory=dict)
     item_keys: Mapping[str, tuple[KeyExchange, ...]] = field(default_factory=dict)
+    read_by: Mapping[str, int] = field(default_factory=dict)
     tile_rows: Mapping[str, int] = field(default_factory=dict)
     waits: bool = True
     memory: ItemMemory | None = None
@@ -239,7 +242,9 @@ class StepCosts(PhaseCosts):
         taken: Mapping[str, ItemBytes] = {} if self.times.memory is None else self.times.memory(lengths)
 
         def phase(name: str) -> Phase:
-            items = lengths.of(name)
+            items, rows = lengths.of(name), None
+            if keys.get(name) or name in self.times.tile_rows:
+                rows = rows_between_cuts(items.num_tokens, items.length, self.times.read_by.get(name, 0))
             return Phase(
                 name,
                 weights[name],
@@ -250,8 +255,9 @@ class StepCosts(PhaseCosts):
                 num_exchanges=1 if name in self.times.frozen else 2,
                 held=items.length * self.times.held[name] if self.times.held else None,
                 bytes=taken.get(name),
-                rows=items.num_tokens if keys.get(name) or name in self.times.tile_rows else None,
+                rows=rows,
                 keys=keys.get(name, ()),
+                key_lengths=items.length,
                 beside=None if items.num_media is None else items.num_media * self.times.media_bytes,
                 tile_rows=self.times.tile_rows.get(name, 0),
                 waits=self.times.waits,

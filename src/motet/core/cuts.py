@@ -32,6 +32,19 @@ def rows_behind(num_rows: int, num_before: int) -> Int64Array:
     return np.diff(stops)
 
 
+def rows_between_cuts(num_tokens: Int64Array, lengths: Int64Array, read_by: int) -> Int64Array:
+    """How many rows each item has between which ranks can share it, int64 [num_items]: those that it becomes.
+
+    One where queries read fewer rows than it becomes: a rank could have some of its queries, and none of its rows.
+    lengths: int64 [num_items]. read_by: as of `core.spec.Module`.
+
+    Example:
+        >>> rows_between_cuts(np.array([8, 8]), np.array([40, 12]), read_by=2).tolist()
+        [8, 1]
+    """
+    return np.where(lengths // read_by >= num_tokens, num_tokens, 1) if read_by else num_tokens
+
+
 def shares_between(amounts: Int64Array, begin: Int64Array, end: Int64Array, units: Int64Array) -> Int64Array:
     """What fragments have of amounts of their whole items, int64 [num_fragments], as all of these columns.
 

@@ -340,6 +340,12 @@ class Module:
         layers = (self.layers[index] for index in self.blocks[block])
         return next((layer for layer in layers if layer.attention is not None and layer.attention.queries), None)
 
+    @cached_property
+    def read_by(self) -> int:
+        """The length of an item that makes one of the rows that queries read; 0 where none do."""
+        keys = next(filter(None, map(self.keys_of, range(len(self.blocks)))), None)
+        return 0 if keys is None else keys.divisor
+
     def sent_index(self, stop: int) -> int:
         """The index of the layer whose output goes on where a pipeline cuts behind the block stop - 1: the last one of
         the block that neither sees targets alone, nor makes keys, nor steers a block (`modulation`). Of the whole

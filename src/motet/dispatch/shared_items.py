@@ -31,6 +31,8 @@ class SharedItems:
     num_whole: the first items, of which this rank has all rows.
     num_rows_out: rows that come out of the encoder and its projector for this rank.
     group:     the ranks that share items. sent: what `count_bytes` has been told.
+    read:      int64 [num_items], rows of each item that queries read: those that the item becomes. With each go equally
+               many of them, or about, and with each of these as many of tensors before; None: no queries do.
 
     Example:
         Of a whole item of one row and one of two, rank 1 has the latter's second half; two patches make a row:
@@ -48,6 +50,7 @@ class SharedItems:
     group: dist.ProcessGroup | None = None
     method: str = "group_cast"
     sent: deque[float] = field(default_factory=deque)  # As of `ContextShare`.
+    read: Int64Array | None = None
 
     @property
     def own(self) -> Int64Array:
@@ -65,13 +68,15 @@ class SharedItems:
         owners, stops = [whole], np.cumsum(lengths)
         for item in range(self.num_whole, len(lengths)):
             of_item = self.outputs.owner[stops[item] - lengths[item] : stops[item]]
-            owners.append(np.repeat(of_item, rows_behind(int(lengths[item]), int(counts[item]))))
+            if self.read is not None and counts[item] >= self.read[item]:
+                of_item = np.repeat(of_item, rows_behind(len(of_item), int(self.read[item])))
+            owners.append(np.repeat(of_item, rows_behind(len(of_item), int(counts[item]))))
         return replace(self, rows=ContextRows(counts, np.concatenate(owners), self.outputs.num_ranks))
 
     def with_spare(self, num_rows: int) -> SharedItems:
         """The same, for a rank without rows: with a whole item of so many rows, of which nothing is kept."""
         rows = ContextRows(np.array([num_rows]), np.full(num_rows, self.rank), self.rows.num_ranks)
-        return replace(self, outputs=rows, rows=rows, num_whole=1)
+        return replace(self, outputs=rows, rows=rows, num_whole=1, read=None)
 
     def with_class_rows(self, num_before: int) -> SharedItems:
         """The same with so many rows more before each item, which the rank has that has the item's first.
@@ -115,5 +120,6 @@ def shared_items(decision: Decision, phase: str, items: ItemLengths, rank: int) 
     owners = [np.full(items.num_tokens[own[:num_whole]].sum(), rank, dtype=np.int32)]
     owners += [cuts.run_owner(item, int(items.num_tokens[item])) for item in own[num_whole:].tolist()]
     outputs = ContextRows(items.num_tokens[own], np.concatenate(owners) - first, num_ranks)
-    num_rows_out = len(outputs.rows[rank - first])
-    return SharedItems(outputs, outputs, rank - first, num_whole, num_rows_out).with_rows(items.length[own])
+    num_rows_out, lengths = len(outputs.rows[rank - first]), items.length[own]
+    read = lengths // decision.read_by[phase] if phase in decision.read_by else None
+    return SharedItems(outputs, outputs, rank - first, num_whole, num_rows_out, read=read).with_rows(lengths)

@@ -182,6 +182,7 @@ class QueriedItems:
     counts:      int64 [num_items], rows of each item, on the host.
     num_queries: of each item; those of item i are the i-th so many rows of `query`.
     sees_queries: they attend to each other as well. Their keys and values then follow those of all rows.
+    among:       extents of the queries alone, where they attend to each other and to nothing else.
     Items with equally many keys share a call of the kernel; none is padded.
     """
 
@@ -190,6 +191,7 @@ class QueriedItems:
     def __init__(self, counts: Int64Array, num_queries: int, sees_queries: bool) -> None:
         self.counts, self.num_queries = np.asarray(counts, dtype=np.int64), num_queries
         self.sees_queries = sees_queries
+        self.among = PackedItems.from_lengths(np.full(len(self.counts), num_queries, dtype=np.int64))
         self._order = np.argsort(self.counts, kind="stable")
         starts = np.cumsum(self.counts) - self.counts
         keys, self._calls = [], []
@@ -203,6 +205,10 @@ class QueriedItems:
             keys.append(rows.ravel())
         self._keys = np.concatenate(keys)
         self._indices: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def spread(self, queries: Tensor) -> Tensor:
+        """The queries that all items have, [num_queries, dim] -> those of each, [num_items * num_queries, dim]."""
+        return queries.repeat(len(self.counts), 1)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, window: int | None

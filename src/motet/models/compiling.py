@@ -24,9 +24,10 @@ from motet.dropout import drops_out
 from motet.models.attention import ATTENTION, PackedItems, PaddedClips, QueriedItems
 from motet.models.context_items import ContextItems
 from motet.models.experts import RoutedExperts
+from motet.models.shared_queries import SharedQueries
 from motet.models.table_items import TableItems
 
-_EXTENTS = (PackedItems, PaddedClips, QueriedItems, ContextItems, TableItems)
+_EXTENTS = (PackedItems, PaddedClips, QueriedItems, ContextItems, SharedQueries, TableItems)
 _CPP_COMPILERS = ("g++", "clang++")
 _MOST_KINDS = 64
 """Frames that layers share (that of transformers' base class) are compiled once for each kind of layer that has them;

@@ -25,7 +25,8 @@ Any `torch.nn.Module` with the members of `Encoder` can be an encoder. Further m
     spare(values):   (values, sizes) of the smallest item, all zeros, on the device of `values`. With it, `forward` also
                      takes `shared` (`context_items.SharedItemRows`), the rows that are here, so that ranks can share an
                      item: its rows meet in attention alone, or where the encoder gets those of others
-                     (`row_copies.rows_wanted`). Default: items are computed whole.
+                     (`row_copies.rows_wanted`). In front of queries `layers()` says what length of an item makes a row
+                     (`Layer.divisor`). Default: items are computed whole.
     num_hidden(sizes): int64 [num_items], rows of each item in blocks, without class rows, where ranks share items.
                      Default: as `lengths`.
     halves:          two functions (layer, hidden, ...) of a block's layer and of what the block is called with: its

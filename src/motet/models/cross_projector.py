@@ -4,8 +4,9 @@ resampler: a matrix to the backbone's width, then Idefics2's Perceiver resampler
 qformer:   BLIP-2's Q-Former: queries attend to each other and, in every second layer, to rows; then a matrix.
 
 The layers are transformers' own, on packed items without padding. They are one block: sharded, recomputed, and passed
-through by a rank without items, as a whole. Queries start from a normal distribution, as in Flamingo and BLIP-2's own
-code; transformers starts them all alike.
+through by a rank without items, as a whole. Where ranks share items, each has some rows and some queries of them, and
+gets keys and values of the others in attention (`models/shared_queries.py`). Queries start from a normal distribution,
+as in Flamingo and BLIP-2's own code; transformers starts them all alike.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.shapes import qformer, resampler
 from motet.core.words import counted_words
-from motet.models.attention import ATTENTION, PackedItems, QueriedItems
+from motet.models.attention import ATTENTION, QueriedItems
 from motet.models.config_file import hf_options, one_line, quiet_transformers
 from motet.models.contract import item_rows
 from motet.models.families.bounds import check_bounds
 from motet.models.layers import LayerModules, any_trainable
+from motet.models.shared_queries import SharedQueries, SharedReading
 
 _ELSEWHERE = {
     "resampler": ("hidden_size", "resampler_n_latents"),
@@ -49,6 +51,8 @@ class CrossProjector(nn.Module):
     """
 
     downsample = 1
+    shareable = True
+    """As of `Projector`."""
 
     def __init__(self, kind: str, input_dim: int, output_dim: int, queries: int, options: dict[str, Any]) -> None:
         super().__init__()
@@ -74,17 +78,23 @@ class CrossProjector(nn.Module):
         """Output rows of each item, int64 [num_items]: the queries."""
         return np.full(len(extents), self.queries, dtype=np.int64)
 
-    def forward(self, rows: Tensor, extents: Int64Array) -> Tensor:
-        return self.leave(self.through(self.enter(rows), extents))
+    def forward(self, rows: Tensor, extents: Int64Array, shared: SharedReading | None = None) -> Tensor:
+        """shared: as of `through`."""
+        return self.leave(self.through(self.enter(rows), extents, shared))
 
     def enter(self, rows: Tensor) -> Tensor:
         """What stands before the block: rows [n, input_dim] -> the rows that queries read, [n, width]."""
         return self.input(rows)
 
-    def through(self, rows: Tensor, extents: Int64Array) -> Tensor:
-        """The block: what `enter` gives -> [num_items * queries, width]."""
-        items = QueriedItems(item_rows(extents), self.queries, sees_queries=self.kind == "resampler")
-        return self.layers(rows, items).flatten(0, -2)
+    def through(self, rows: Tensor, extents: Int64Array, shared: SharedReading | None = None) -> Tensor:
+        """The block: what `enter` gives -> [num_items * queries, width].
+
+        shared: which rows, and which queries, are here where ranks share items; all of them call it then.
+        """
+        sees_queries = self.kind == "resampler"
+        if shared is None:
+            return self.layers(rows, QueriedItems(item_rows(extents), self.queries, sees_queries)).flatten(0, -2)
+        return self.layers(rows, SharedQueries(shared, sees_queries)).flatten(0, -2)
 
     def leave(self, rows: Tensor) -> Tensor:
         """What stands behind the block: [num_items * queries, output_dim]."""
@@ -114,9 +124,9 @@ class _Queries(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(queries, dim).normal_(std=std))
 
-    def forward(self, rows: Tensor, num_items: int) -> Tensor:
-        """[1, num_items * queries, dim]; rows: any tensor of the items."""
-        return self.weight.repeat(num_items, 1)[None]
+    def forward(self, rows: Tensor, items: QueriedItems | SharedQueries) -> Tensor:
+        """[1, queries of all items that are here, dim]; rows: any tensor of the items."""
+        return items.spread(self.weight)[None]
 
 
 class _Perceiver(nn.Module):
@@ -133,9 +143,9 @@ class _Perceiver(nn.Module):
             "num_kv_heads": config.num_key_value_heads,
         }
 
-    def forward(self, rows: Tensor, items: QueriedItems) -> Tensor:
-        """rows [n, hidden] -> [num_items * queries, hidden]."""
-        hidden = self.latents(rows, len(items.counts))
+    def forward(self, rows: Tensor, items: QueriedItems | SharedQueries) -> Tensor:
+        """rows [n, hidden] -> [queries, hidden], of all items that are here."""
+        hidden = self.latents(rows, items)
         for layer in self.blocks:
             hidden = layer(hidden, rows[None], attention_mask=items)
         return self.norm(hidden[0])  # FSDP takes no view out of a module.
@@ -165,12 +175,11 @@ class _QFormer(nn.Module):
             "frequency": config.cross_attention_frequency,
         }
 
-    def forward(self, rows: Tensor, items: QueriedItems) -> Tensor:
-        """rows [n, input_dim] -> [1, num_items * queries, hidden]."""
-        hidden = self.dropout(self.norm(self.queries(rows, len(items.counts))))
-        own = PackedItems.from_lengths(np.full(len(items.counts), items.num_queries, dtype=np.int64))
+    def forward(self, rows: Tensor, items: QueriedItems | SharedQueries) -> Tensor:
+        """rows [n, input_dim] -> [1, queries, hidden], of all items that are here."""
+        hidden = self.dropout(self.norm(self.queries(rows, items)))
         for layer in self.blocks:
-            hidden = layer(hidden, own, rows[None], encoder_attention_mask=items, query_length=hidden.shape[1])
+            hidden = layer(hidden, items.among, rows[None], encoder_attention_mask=items, query_length=hidden.shape[1])
         return hidden
 
     def described(self) -> list[tuple[nn.Module, ...]]:

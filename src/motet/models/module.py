@@ -35,6 +35,7 @@ from motet.models.layers import (
 )
 from motet.models.projector import Projector
 from motet.models.row_copies import rows_wanted
+from motet.models.shared_queries import SharedReading
 from motet.models.whole.tiles import Newlines, Tiles
 
 
@@ -324,34 +325,75 @@ class ModalityModule(nn.Module):
         if len(lengths) > len(counts):
             rows = rows.in_order(np.arange(lengths.sum()), lengths, int(counts[: shared.num_whole].sum()))
         num_before = getattr(self.encoder, "class_rows", 0)
-        here = _ItemsHere(values, seen, counts, shared, rows, rows.with_class_rows(num_before), rows)
+        made = shared.with_rows(_sums(self.projector.num_outputs(self._extents(seen.numpy())), counts))
+        here = _ItemsHere(values, seen, counts, shared, rows, rows.with_class_rows(num_before), made, rows)
         if self._tile is None:
             return here
         tiles = torch.from_numpy(self._tile.repeat(len(rows.own) // int(self._tile.prod()), axis=0))
         return replace(here, sizes=tiles, given=None)
+
+    def _through_shared(self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedItemRows) -> Tensor:
+        """As `through`, of items some of which ranks share."""
+        here, end = self._here(hidden, sizes, shared), self.num_encoder_blocks
+        if first < end:
+            hidden = self._hidden_here(hidden, len(here.hidden.own))
+            with self._graph_behind(hidden), here.arranged(2 * first):
+                hidden = self.encoder.through(hidden, here.sizes, first, min(stop, end), here.given)
+                if goes_on := self._goes_on(stop):
+                    hidden = self.encoder.leave(hidden, here.sizes, here.given)
+            if goes_on:
+                hidden = self.projector.enter(hidden.to(callback_dtype(self.projector, hidden.dtype)))
+        if stop > end:
+            extents = self._extents(here.sizes.numpy())
+            reading = self._reading(extents, here)
+            num_rows = int(item_rows(extents).sum()) if reading is None else len(reading.rows.own)
+            with here.arranged_behind(PROJECTOR):
+                hidden = self.projector.through(self._hidden_here(hidden, num_rows), extents, reading)
+        return hidden[:0] if shared.is_idle else hidden
+
+    def _reading(self, extents: Int64Array, here: _ItemsHere) -> SharedReading | None:
+        """Which of the encoder's rows are here, and which of the queries that read them; None where these have whole
+        tiles. extents: of the encoder's rows.
+        """
+        if self._tile is not None:
+            return None
+        counts, num_queries = item_rows(extents), self.projector.num_outputs(extents)
+        num_whole = int(here.counts[: here.shared.num_whole].sum())
+        rows = here.shared.with_rows(_sums(counts, here.counts))
+        return SharedReading(
+            rows.in_order(np.arange(counts.sum()), counts, num_whole),
+            here.made.in_order(np.arange(num_queries.sum()), num_queries, num_whole),
+        )
 
     def _project_shared(self, rows: Tensor, sizes: Tensor, shared: SharedItemRows, here: _ItemsHere) -> Tensor:
         """The encoder's rows that are here -> those of the sequence that are. sizes, shared: as of `forward`."""
         projector = self.projector
         extents = self._extents(here.sizes.numpy())
         rows = rows.to(callback_dtype(projector, rows.dtype))
-        if self._tile is not None:
+        if projector.blocks:
+            with here.arranged_behind(PROJECTOR):
+                rows = projector(rows, extents, self._reading(extents, here))
+        elif self._tile is not None:
             rows = projector(rows, extents)
         elif getattr(projector, "joins", False):
             encoded = here.shared.with_rows(_sums(item_rows(extents), here.counts))
-            made = here.shared.with_rows(_sums(projector.num_outputs(extents), here.counts)).rows.rows
+            made = here.made.rows.rows
             # Of rows that become one, ranks may have some each.
             rows = rows_wanted(rows, encoded, lambda rank: projector.rows_for(extents, made[rank]))
             rows = projector(rows, extents, made[shared.rank])
         else:
             rows = projector(rows, np.array([len(rows)]))
+        return self._finished_shared(rows, sizes, shared)
+
+    def _finished_shared(self, rows: Tensor, sizes: Tensor, shared: SharedItemRows) -> Tensor:
+        """The projected rows that are here -> what `forward` returns."""
         rows = rows[:0] if shared.is_idle else rows  # Nobody sees the spare item.
         if self.after is not None:
             rows = self._after_shared(rows, sizes, shared)
         if len(rows) != shared.num_rows_out:
             name = type(self.encoder).__name__
             raise ValueError(f"{name} gave {len(rows)} rows of shared items, not {shared.num_rows_out}")
-        return rows if len(rows) else rows.clone()  # FSDP refuses views as outputs.
+        return rows.clone() if self.projector.blocks or not len(rows) else rows  # As of `_after`.
 
     def _after_shared(self, rows: Tensor, sizes: Tensor, shared: SharedItemRows) -> Tensor:
         """The projected rows that are here, [n, backbone_dim] -> the own ones of what `after` makes of whole items.
@@ -376,9 +418,9 @@ class ModalityModule(nn.Module):
         own = torch.from_numpy(shared.outputs.rows[shared.rank]).to(rows.device)
         return rows.index_select(0, own).to(self._dtype(rows.dtype))
 
-    def _hidden_here(self, hidden: Tensor, here: _ItemsHere) -> Tensor:
-        """Hidden states of some rows: on a rank without any, zeros of a spare item, with the graph of none."""
-        missing = len(here.hidden.own) - len(hidden)
+    def _hidden_here(self, hidden: Tensor, num_rows: int) -> Tensor:
+        """Hidden states of so many rows: on a rank without any, zeros of a spare item, with the graph of none."""
+        missing = num_rows - len(hidden)
         return torch.cat([hidden, hidden.new_zeros(missing, hidden.shape[1])]) if missing else hidden
 
     @property
@@ -389,9 +431,8 @@ class ModalityModule(nn.Module):
             *(() if isinstance(self.after, Newlines) else (self.after,)),
             self.between,
         )
-        # Tiles are whole on each rank, so that any projector joins their rows, but for queries over all of an item.
-        is_by_tile = self._tile is not None and not self.projector.blocks
-        can_join = is_by_tile or getattr(self.projector, "shareable", False)
+        # Tiles are whole on each rank, so that any projector joins their rows.
+        can_join = self._tile is not None or getattr(self.projector, "shareable", False)
         return hasattr(self.encoder, "spare") and can_join and all(callback is None for callback in own_callbacks)
 
     @property
@@ -463,13 +504,9 @@ class ModalityModule(nn.Module):
         What stands between the two belongs to the encoder's last block. With `shared` it is a collective.
         """
         if shared is not None:
-            here = self._here(hidden, sizes, shared)
-            hidden = self._hidden_here(hidden, here)
-            with self._graph_behind(hidden), here.arranged(2 * first):
-                hidden = self.encoder.through(hidden, here.sizes, first, stop, here.given)
-            return hidden[:0] if shared.is_idle else hidden
+            return self._through_shared(hidden, sizes, first, stop, shared)
         seen_sizes, end = self._seen_sizes(sizes), self.num_encoder_blocks
-        goes_on = first < end <= stop and bool(self.projector.blocks) and self._blocks[end - 1].half != 0
+        goes_on = first < end and self._goes_on(stop)
         with self._graph_behind(hidden), arranged(2 * first, lambda: self._encoder_rows(sizes)):
             if first < end:
                 hidden = self.encoder.through(hidden, seen_sizes, first, min(stop, end))
@@ -482,11 +519,18 @@ class ModalityModule(nn.Module):
         with arranged(PROJECTOR, lambda: self._projected_rows(sizes)):
             return self.projector.through(hidden, self._projected(seen_sizes.numpy()))
 
+    def _goes_on(self, stop: int) -> bool:
+        """Whether what stands between the encoder's last block and a projector's belongs to a pass up to `stop`."""
+        end = self.num_encoder_blocks
+        return end <= stop and bool(self.projector.blocks) and self._blocks[end - 1].half != 0
+
     def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """What stands behind the blocks, up to what `forward` returns."""
+        if shared is not None and self.projector.blocks:
+            return self._finished_shared(self.projector.leave(hidden), sizes, shared)
         if shared is not None:
             here = self._here(hidden, sizes, shared)
-            hidden = self._hidden_here(hidden, here)
+            hidden = self._hidden_here(hidden, len(here.hidden.own))
             with self._graph_behind(hidden), here.arranged(2 * self.num_encoder_blocks):
                 hidden = self.encoder.leave(hidden, here.sizes, here.given)
             return self._project_shared(hidden, sizes, shared, here)
@@ -600,7 +644,8 @@ class _ItemsHere:
 
     values: rows of the items, or some tensor like it on stages behind the first. sizes: of items as the encoder sees
             them, of whole ones. counts: int64 [num_items], how many of these each item is.
-    shared: rows of the items, or of a spare one. rows: those of layers. hidden: with class rows.
+    shared: rows of the items, or of a spare one. rows: those of layers. hidden: with class rows. made: those that the
+            projector makes.
     given:  `rows`, or None: the encoder is given what is here as whole items.
     """
 
@@ -610,14 +655,21 @@ class _ItemsHere:
     shared: SharedItemRows
     rows: SharedItemRows
     hidden: SharedItemRows
+    made: SharedItemRows
     given: SharedItemRows | None
 
     def arranged(self, place: int) -> AbstractContextManager[None]:
         """As `dropout.arranged`: rows have the numbers that they have in whole items."""
         return arranged(place, lambda: [self._numbered(each.rows) for each in (self.hidden, self.rows)])
 
+    def arranged_behind(self, place: int) -> AbstractContextManager[None]:
+        """As `arranged`, of the rows that the projector makes."""
+        return arranged(place, lambda: [self._of_items(self.made.rows)])
+
     def _numbered(self, rows: ContextRows) -> ItemRows:
-        whole = ContextRows(_sums(rows.lengths, self.counts), rows.owner, rows.num_ranks)
+        return self._of_items(ContextRows(_sums(rows.lengths, self.counts), rows.owner, rows.num_ranks))
+
+    def _of_items(self, whole: ContextRows) -> ItemRows:
         own = whole.rows[self.shared.rank]
         return ItemRows(np.repeat(np.arange(len(whole.lengths)), whole.lengths)[own], whole.positions[own])
 

@@ -15,6 +15,7 @@ import numpy as np
 from motet.assign.item_shares import FULLEST
 from motet.core.arrays import BoolArray, Float64Array
 from motet.core.context_rows import exchanged_heads
+from motet.core.cuts import rows_between_cuts
 from motet.core.plan import MOVES_ITEMS, Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE, BatchLengths
@@ -142,9 +143,11 @@ class _Rows:
         """The rows of the largest fragment of each item over so many ranks, [num_items]; of whole tiles, where it has
         some.
         """
-        tile_rows, tokens = self._plan.model.module(name).tile_rows, self._lengths.of(name).num_tokens
+        module, items = self._plan.model.module(name), self._lengths.of(name)
+        tile_rows, tokens = module.tile_rows, items.num_tokens
         if not tile_rows:
-            return rows / num_ranks
+            most = np.maximum(rows_between_cuts(tokens, items.length, module.read_by), 1)
+            return rows / np.minimum(num_ranks, most)
         tiles = np.maximum(tokens // tile_rows, 1)
         return rows * np.ceil(tiles / num_ranks) / tiles
 
@@ -156,22 +159,23 @@ class _Rows:
         unit, attention, cp = stage.unit, layer.attention, self._num_sharing(name, stage)
         if attention is None or cp == 1 or self._plan.model.module(name).tile_rows:
             return np.zeros(self._lengths.num_examples)
-        rows = cp * self.of(name, layer, stage)
-        others = rows * (1 - 1 / cp)
-        if name != BACKBONE and unit.cp > 1:
-            others = others * self._is_cut(name, layer, stage)
+        own = self.of(name, layer, stage)
+        others = own * (cp - 1)
+        if name != BACKBONE:
+            whole, others = self._known[name, layer], np.zeros(len(own))
+            np.maximum.at(others, self._lengths.of(name).example, whole - self._fragment(name, whole, cp))
+            others = others * self._is_cut(name, stage) if unit.cp > 1 else others
         seen = np.minimum(others, attention.window) if attention.window else others
         heads, kv_heads = attention.num_heads // unit.tp, max(attention.num_kv_heads // unit.tp, 1)
         exchange = self._exchange if name == BACKBONE else "group_cast"
-        _, copied = exchanged_heads(exchange, seen, others, rows / cp, cp, heads, kv_heads)
+        _, copied = exchanged_heads(exchange, seen, others, own, cp, heads, kv_heads)
         return copied * (attention.kv_width / unit.tp / kv_heads)
 
-    def _is_cut(self, name: str, layer: Layer, stage: PlannedStage) -> BoolArray:
+    def _is_cut(self, name: str, stage: PlannedStage) -> BoolArray:
         """Whether one item of an encoder is more than a context-parallel rank's share of all, bool [num_examples]."""
-        rows, example = self._known[name, layer], self._lengths.of(name).example
-        longest = np.zeros(self._lengths.num_examples)
-        np.maximum.at(longest, example, rows)
-        return longest * stage.unit.cp > FULLEST * np.bincount(example, rows, len(longest))
+        items, longest = self._lengths.of(name), np.zeros(self._lengths.num_examples)
+        np.maximum.at(longest, items.example, items.length)
+        return longest * stage.unit.cp > FULLEST * np.bincount(items.example, items.length, len(longest))
 
     def _num_sharing(self, name: str, stage: PlannedStage) -> int:
         """The ranks that share an item of a module."""

@@ -124,7 +124,14 @@ def build_orchestrator(
         module.name: () if module.tile_rows else key_exchanges(spec, recompute, dtype.itemsize, module.name)
         for module in shareable
     }
-    times = replace(costs.times, item_keys=shared, tile_rows=tiles, waits=waits or not config.cut_by, memory=memory)
+    times = replace(
+        costs.times,
+        item_keys=shared,
+        read_by={module.name: module.read_by for module in shareable if module.read_by},
+        tile_rows=tiles,
+        waits=waits or not config.cut_by,
+        memory=memory,
+    )
     costs = replace(costs, times=times)
     return _orchestrator(config, spec, costs, num_ranks)
 

@@ -191,6 +191,20 @@ def test_images_of_tiles_are_cut_between_them():
         assert phase.rows.tolist() == [16] and phase.tile_rows == sum(tile_rows.values())
 
 
+def test_keys_that_queries_read_move_by_rows_and_those_of_queries_by_queries():
+    model = build_hf_model(parts=("queries",))
+    costs = build_orchestrator(BalanceConfig(method="split"), model, 2, torch.device("cpu"), torch.float32).costs
+    images = ItemLengths(np.arange(2), np.array([64, 2]), np.array([3, 3]))
+    items = {"image": images, "audio": ItemLengths(np.zeros(1, np.int64), np.array([20]), np.array([3]))}
+    lengths = BatchLengths(np.array([30, 30]), np.array([3, 3]), np.zeros(2, np.int32), items)
+    phases = {phase.name: phase for phase in costs.phases(lengths)}
+    # Of two rows no three queries make anything that ranks could share.
+    assert phases["image"].rows.tolist() == [3, 1]
+    rows = {name: [keys.rows(phase.key_lengths)[0] for keys in phase.keys] for name, phase in phases.items()}
+    # The tower's; then those of a resampler's layers, which see queries, too, or of a Q-Former's.
+    assert rows["image"] == [64, 64 + 3] and set(rows["audio"]) == {10, 3} and rows["backbone"] == [30]
+
+
 def test_padded_attention_of_items_with_segments_is_refused(recipe_file):
     stated = "balance={ policy = { image = 'padded_attention' }, cost = 'length', costs.image = { quadratic = 2 } }"
     recipe = load_recipe(recipe_file, [stated])

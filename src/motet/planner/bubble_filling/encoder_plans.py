@@ -24,6 +24,7 @@ from motet.assign.step import StepAssignment
 from motet.balance import assign
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Fill, Plan, Unit
+from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
 from motet.planner.bubble_filling.backbone_shapes import (
     EncoderDegrees,
@@ -160,13 +161,13 @@ class EncoderPlans:
     def _got_bytes(self, name: str, degrees: EncoderDegrees) -> tuple[Float64Array, Float64Array]:
         """Bytes of keys and values that a rank gets in each block: mean, and most of a microbatch; [num_blocks]."""
         module, (tp, cp) = self.job.model.module(name), degrees
-        found, got_rows = np.zeros((2, len(module.blocks))), self._got_rows(name, cp)
-        for block, layers in enumerate(module.blocks if any(got_rows) and not module.tile_rows else ()):
-            for attention in (module.layers[index].attention for index in layers):
-                if attention is not None:
+        found = np.zeros((2, len(module.blocks)))
+        for block, layers in enumerate(() if module.tile_rows else module.blocks):
+            for layer in (module.layers[index] for index in layers):
+                if (attention := layer.attention) is not None:
                     reach = 2 * attention.window or math.inf
                     row_bytes = 2 * attention.kv_width / tp * self.job.mixed_precision(pipeline=True).compute
-                    found[:, block] += row_bytes * np.minimum(got_rows, reach)
+                    found[:, block] += row_bytes * np.minimum(self._got_rows(name, layer, cp), reach)
         return found[0], found[1]
 
     def _dealt(self, name: str) -> _Dealt:
@@ -181,15 +182,15 @@ class EncoderPlans:
             self._known_dealt[name] = _Dealt(lengths, len(numbers) / math.ceil(batch.num_examples / size))
         return self._known_dealt[name]
 
-    def _got_rows(self, name: str, cp: int) -> tuple[float, float]:
-        """Rows that a rank gets of an item that it shares, mean of all microbatches and most: each such item is cut
-        over as many ranks as bring it under a rank's share.
+    def _got_rows(self, name: str, layer: Layer, cp: int) -> tuple[float, float]:
+        """Rows that a rank gets in a layer of an item that it shares, mean of all microbatches and most: each such item
+        is cut over as many ranks as bring it under a rank's share.
         """
         got, dealt = [], self._dealt(name)
         for lengths in dealt.lengths:
             over = lengths[lengths * cp > FULLEST * lengths.sum()]
             num_ranks = np.ceil(over * cp / lengths.sum())
-            got.append(float((over * (1 - 1 / num_ranks)).max(initial=0.0)))
+            got.append(float((layer.rows(over) * (1 - 1 / num_ranks)).max(initial=0.0)))
         return (float(np.mean(got)) * dealt.share, max(got)) if got else (0.0, 0.0)
 
     def busiest_share(self, name: str, degrees: EncoderDegrees) -> float:

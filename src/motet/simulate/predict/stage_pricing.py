@@ -20,7 +20,7 @@ from motet.assign.step import ModuleAssignment, StepAssignment
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.attention_table import AttentionTable
 from motet.core.context_rows import exchanged_heads
-from motet.core.cuts import shares_between
+from motet.core.cuts import rows_between_cuts, shares_between
 from motet.core.exchange import Moved
 from motet.core.plan import SPLITS_BACKWARD, Plan, Unit
 from motet.core.spec import Layer
@@ -635,7 +635,7 @@ class Pricing:
             dealt = shares_of_cells(
                 cell,
                 items.length,
-                items.num_tokens,
+                rows_between_cuts(items.num_tokens, items.length, module.read_by),
                 cp,
                 can_cut=module.shareable,
                 tile_rows=module.tile_rows,
@@ -664,11 +664,12 @@ class Pricing:
     def _fragments(self, name: str, layer: Layer) -> tuple[Float64Array, Float64Array]:
         """(rows of each fragment of a cut item in a layer, rows of the whole item), about.
 
-        The first one has class rows; segments, such as tiles, have some each.
+        The first one has class rows; segments, such as tiles, have some each, and all fragments have queries.
         """
         shares, rows = self._shares(name), self._of_each(name, like_layer(layer)).rows
         whole = rows[shares.item]
-        if self.assignment.modules[name].segments is not None:
+        is_read = layer.attention is not None and layer.attention.queries > 0
+        if is_read or self.assignment.modules[name].segments is not None:
             return whole * shares.share, whole
         return (whole - layer.extra_rows) * shares.share + layer.extra_rows * shares.is_first, whole
 

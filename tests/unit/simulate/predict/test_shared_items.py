@@ -1,5 +1,6 @@
 """What context-parallel ranks of an encoder are priced for, against the rows that training gives them."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,10 +12,11 @@ from motet.assign.planned_step import decide_planned_step
 from motet.core.attention_table import AttentionTable
 from motet.core.item_segments import ItemSegments
 from motet.core.plan import Plan, Unit
-from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
+from motet.core.shapes import Transformer, connect, language_model, multimodal, qformer, resampler, vit
+from motet.core.spec import Layer, Module
 from motet.core.workload import BatchLengths, ItemLengths
 from motet.cost.catalogue import cluster
-from motet.dispatch.shared_items import shared_items
+from motet.dispatch.shared_items import SharedItems, shared_items
 from motet.schedule import planned
 from motet.simulate.predict.stage_pricing import Pricing
 from unit.simulate.jobs import Linear
@@ -23,26 +25,44 @@ IMAGES, BATCH = (80, 3, 5, 4, 14, 17, 90, 2, 2, 4), 6
 """Patches of the images of all examples."""
 WIDTH, KV_BYTES = 16, 2 * 16 * 2
 """Of rows, and of a row's keys and values in 16 bits."""
+QUERIES = 8
+RESAMPLER = resampler(WIDTH, WIDTH, QUERIES, num_layers=2, num_heads=2, head_dim=8, num_kv_heads=2)
+QFORMER = qformer(WIDTH, WIDTH, QUERIES, hidden=WIDTH, mlp=32, num_layers=2, num_heads=2)
 
 
-def plan_of(cp: int, *, downsample: int = 1, own_ranks: bool = True, tile_rows: int = 0) -> Plan:
-    image = connect(vit("image", Transformer(WIDTH, 32, 2), 3, class_row=True), WIDTH, downsample=downsample)
+def plan_of(
+    cp: int,
+    *,
+    downsample: int = 1,
+    own_ranks: bool = True,
+    tile_rows: int = 0,
+    behind: Sequence[Layer] = (),
+) -> Plan:
+    """behind: layers of a projector in place of one that joins rows."""
+    image = vit("image", Transformer(WIDTH, 32, 2), 3, class_row=True)
+    if behind:
+        image = Module.of("image", [*image.layers, *behind], shareable=True)
+    else:
+        image = connect(image, WIDTH, downsample=downsample)
     if tile_rows:
         image = replace(image, shareable=True, tile_rows=tile_rows)
     model = multimodal("tiny", language_model(Transformer(WIDTH, 32, 2, causal=True), 2, 100), [image])
-    units = (Unit("image", ({"image": 3},), cp=cp), Unit("llm", ({"backbone": 2},), first_rank=cp))
+    blocks = {"image": len(image.blocks)}
+    units = (Unit("image", (blocks,), cp=cp), Unit("llm", ({"backbone": 2},), first_rank=cp))
     if not own_ranks:
-        units = (Unit("all", ({"image": 3, "backbone": 2},), cp=cp),)
+        units = (Unit("all", ({**blocks, "backbone": 2},), cp=cp),)
     return Plan(model, cluster("h100", num_nodes=1), units, BATCH, 2)
 
 
-def lengths_of(segment: int = 0, tile: int = 1) -> BatchLengths:
-    """tile: patches of each tile, of which images have as many as others patches; four patches make a row."""
+def lengths_of(segment: int = 0, tile: int = 1, queries: int = 0) -> BatchLengths:
+    """tile: patches of each tile, of which images have as many as others patches; four patches make a row.
+    queries: the rows that each image becomes, in place of one for each patch.
+    """
     images = tile * np.array(IMAGES)
     segments = ItemSegments.cut(images, max(segment, tile)) if segment or tile > 1 else None
-    rows = images if tile == 1 else images // 4
+    rows = np.full(len(images), queries) if queries else images if tile == 1 else images // 4
     items = ItemLengths(np.array([0, 0, 0, 1, 1, 2, 3, 4, 4, 5]), images, rows, segments)
-    sequence = np.full(BATCH, 10) + np.bincount(items.example, images, BATCH).astype(np.int64)
+    sequence = np.full(BATCH, 10) + np.bincount(items.example, rows if queries else images, BATCH).astype(np.int64)
     return BatchLengths(sequence, np.full(BATCH, 3), np.zeros(BATCH, np.int32), {"image": items})
 
 
@@ -70,6 +90,41 @@ def test_shared_images_are_priced_as_they_are_executed(cp, own_ranks):
             copies = max(copies, rows.most_moved(rows.wanted(table)))
     assert cut > 1
     assert pricing.largest_copies("image", layer) == pytest.approx(copies * KV_BYTES)
+
+
+def moved_keys(shared: SharedItems, among: bool) -> int:
+    """The most keys that a rank gives or gets of the items that it shares. among: queries see each other, too."""
+    rows, queries = (of.after(shared.num_whole) for of in (shared.rows, shared.outputs))
+    of_ranks = [rows.num_rows_of(rank) + among * queries.num_rows_of(rank) for rank in range(rows.num_ranks)]
+    own, num_ranks = of_ranks[shared.rank], np.count_nonzero(of_ranks, axis=0)
+    got = (np.sum(of_ranks, axis=0) - own)[own > 0].sum()
+    return int(max(got, (own * (num_ranks - 1)).sum()))
+
+
+@pytest.mark.parametrize("projector", [RESAMPLER, QFORMER], ids=["resampler", "qformer"])
+@pytest.mark.parametrize(("cp", "own_ranks"), [(2, True), (3, False)])
+def test_images_that_queries_read_are_priced_as_they_are_executed(cp, own_ranks, projector):
+    """Of rows and of queries; images of fewer rows than queries stay whole."""
+    plan, lengths = plan_of(cp, own_ranks=own_ranks, behind=projector), lengths_of(queries=QUERIES)
+    program, step = planned(plan), assign_step(plan, lengths)
+    pricing, module = Pricing(plan, program, step, Linear(plan.cluster)), plan.model.module("image")
+    keys = next(layer for layer in module.layers if layer.attention and layer.attention.queries)
+    made = next(layer for layer in module.layers if layer.kind == "queries")
+    rows, queries = (pricing.rows("image", layer, program.stages[0], [0])[0] for layer in (keys, made))
+    among, copies, cut = keys.extra_rows > 0, 0, 0
+    for number, part in enumerate(decide_planned_step(plan, lengths).microbatches):
+        items = part.lengths.items["image"]
+        of_ranks = [shared_items(part.decision, "image", items, rank) for rank in range(cp)]
+        if of_ranks[0] is None:
+            continue
+        cut += 1
+        for each in of_ranks:
+            assert each.rows.lengths[each.num_whole :].min(initial=QUERIES) >= QUERIES
+            copies = max(copies, moved_keys(each, among))
+        assert queries[number] == max(each.num_rows_out for each in of_ranks)
+        assert rows[number] == pytest.approx(max(len(each.own) + among * each.num_rows_out for each in of_ranks), abs=1)
+    assert cut > 1
+    assert pricing.largest_copies("image", keys) == pytest.approx(copies * KV_BYTES, abs=KV_BYTES)
 
 
 def test_the_largest_image_takes_its_share_of_time():
