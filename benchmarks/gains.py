@@ -49,7 +49,8 @@ from motet.simulate.predict.traffic import Traffic
 
 LONG_STEP_S = 8.0
 """Ranks that share a sequence exchange keys and values in each layer, which takes milliseconds on CPU ranks, however
-little they send: in steps of 1.2 s, with layers of 3 ms, cutting costs more than it gains."""
+little they send: of steps of 1.2 s, with layers of 3 ms, cutting gains 1.14 and 1.04 where 1.28 and 1.45 is simulated.
+"""
 SHRUNK = 1 / 32
 """Of real lengths."""
 BLOCKS = ["image"] * IMAGE_BLOCKS + [BACKBONE] * NUM_BLOCKS
