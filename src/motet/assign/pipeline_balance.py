@@ -145,7 +145,7 @@ def dealt_with_cuts(
     """
     groups, sequences = _Groups.of(plan, batch, given, work), work[BACKBONE]
     longest = np.argsort(-sequences, kind="stable")
-    num_long = int((sequences * len(groups.loads) > sequences.sum()).sum())
+    num_long = int((sequences > groups.size * sequences.mean()).sum())
     found: list[tuple[float, Int64Array, Int64Array]] = []
     for num_cut in _numbers_to_try(min(num_long, groups.num_microbatches)):
         is_shared = np.zeros(len(groups.loads), dtype=bool)
