@@ -363,6 +363,7 @@ MISTAKES = {
     "no batch": "give batch=",
     "unfrozen": "step: encoders.image.encoder.model.embeddings.patch_embedding.weight no longer learns, and the plan's",
     "checkpointing": "draw other masks where transformers' gradient checkpointing runs them again",
+    "common weights": "motet.apply: 'image' and 'other' have weights in common, which would be on different ranks",
     "wrapped": "motet.apply: the model is DataParallel; give what motet.compose makes",
     "clipped below 0": "motet.apply: max_grad_norm is -1.0; it must be above 0",
     "other weights": "the optimizer has a weight that is none of this rank's: make it of the list",
@@ -432,6 +433,8 @@ def refused(rank, num_ranks):
             layers = model.backbone.causal_lm.model.layers
             for layer in layers:
                 layer.gradient_checkpointing, layer.self_attn.attention_dropout = True, 0.1
+        elif what == "common weights":
+            model.encoders["other"] = model.encoders["image"]
         elif what == "wrapped":
             model = nn.DataParallel(model)
         elif what == "hook":
@@ -589,6 +592,9 @@ def test_models_that_motet_does_not_compute_are_refused():
         UserError, match="Qwen2ForCausalLM has a hook on its forward or backward pass, which would never"
     ):
         motet.compose(hooked, {})
+    narrow = ModalityModule(Normed(8), build_projector(8, 16, ProjectorConfig(kind="linear")))
+    with pytest.raises(UserError, match="projector of 'image' makes rows of 16 values; the backbone takes rows of 32"):
+        motet.compose(parts.language_model(), {"image": narrow})
     draw = example_module("apply_generator").DRAW
     with pytest.raises(UserError, match="'backbone' cannot name a generator"):
         motet.compose(parts.language_model(), {}, generators={"backbone": draw})
