@@ -147,6 +147,7 @@ def steps_from_checkpoint(rank, num_ranks, plan, folder, first, stop):
     losses = [parallel.step(batch).loss for batch in batches[first:stop]]
     held = parallel.evaluate(batches[0])
     path = parallel.save(folder)
+    assert parallel.save(folder) == path  # As a loop does that also saves at its end.
     parallel.export(path / "export")
     weights = {name: weight.numpy() for name, weight in parallel.state_dict().items()}
     return losses, held, weights, path
