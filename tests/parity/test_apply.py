@@ -375,6 +375,7 @@ MISTAKES = {
     "float16": "step: autocast is in float16, in which small gradients become 0",
     "part": "motet.apply: the model is a part already",
     "whole matrices": "motet.apply: Adafactor keeps means over rows and columns of whole matrices, and under this plan",
+    "token": "step: example 1 has the token -200, and those of the model are 0 to",
     "phase": "step: example 1 has an item of 'video'; the model's encoders and generators are image",
 }
 PLANS = {
@@ -430,6 +431,9 @@ def refused(rank, num_ranks):
         elif what == "phase":
             text = replace(batch[1].sequence, media=("video",) * len(batch[1].media))
             batch = [batch[0], replace(batch[1], sequence=text), *batch[2:]]
+        elif what == "token":
+            tokens = np.full_like(batch[1].sequence.tokens, -200)
+            batch = [batch[0], replace(batch[1], sequence=replace(batch[1].sequence, tokens=tokens)), *batch[2:]]
         elif what == "checkpointing":
             layers = model.backbone.causal_lm.model.layers
             for layer in layers:

@@ -63,7 +63,7 @@ class ParallelMLLM:
     def __init__(self, model: MLLM, plan: Plan, make_optimizer: Any, max_grad_norm: float | None, world: World) -> None:
         self.plan, self.model, self._world = plan, model, world
         self._layout = _without_weights(model)
-        self._measured, self.num_steps = model.measured, 0
+        self._measured, self._num_tokens, self.num_steps = model.measured, model.backbone.text.table.num_embeddings, 0
         # Noise of generators is drawn by item, as dropout is.
         self._draws_by_item = drops_out(model) or bool(model.generators)
         self._seed = world.gather(torch.initial_seed())[0]
@@ -208,6 +208,7 @@ class ParallelMLLM:
             if what == "step":
                 self._check_autocast()
             lengths = lengths_of_batch(batch, self._measured)
+            self._check_tokens(batch)
             digest, values = _digest(lengths, batch), _digest_of_values(batch, self._compared)
             batches = self._batches(batch, lengths, decide)
         except (UserError, ValueError) as error:
@@ -228,6 +229,16 @@ class ParallelMLLM:
                     "work under the plan: whatever is drawn of an item (a crop, noise) must be drawn alike."
                 )
         return batches
+
+    def _check_tokens(self, batch: Sequence[LoadedExample]) -> None:
+        """Raise UserError for a token that has no embedding."""
+        for number, example in enumerate(batch):
+            tokens = example.sequence.tokens
+            if len(unknown := tokens[(tokens < 0) | (tokens >= self._num_tokens)]):
+                raise UserError(
+                    f"example {number} has the token {unknown[0]}, and those of the model are 0 to "
+                    f"{self._num_tokens - 1}; what stands for an item must be one of them, too"
+                )
 
     def _check_learns(self) -> None:
         """Raise UserError if weights were frozen, or let learn, since passes and optimizer were made."""
