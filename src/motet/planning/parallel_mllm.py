@@ -79,7 +79,7 @@ class ParallelMLLM:
         self._step, self.optimizer = build_part(model, plan.model, place, part, mesh, world)
         self._learns = _learning(model)
         self._buffers, self._are_checked = Buffers(model), False
-        self._lines: dict[Path, list[str]] = {}  # Of each folder the checkpoints that led here.
+        self._lines: dict[Path, list[str]] = {}  # Of each folder, resolved, the checkpoints that led here.
 
     def step(self, batch: Sequence[LoadedExample]) -> StepResult:
         """Forward, backward and optimizer of one step in the Plan's schedule. A collective.
@@ -151,13 +151,13 @@ class ParallelMLLM:
             name = self._optimizer_name("save")
             if keep < 1:
                 raise UserError(f"save: keep is {keep}; it must be at least 1.")
-        world, line = self._world, self._lines.get(folder, [])
+        world, line = self._world, self._lines.get(folder.resolve(), [])
         saver = Checkpointer(folder, CheckpointConfig(keep=keep), world.saving, line, world.launch)
         options = over_ranks(world.gather(options_of(self.model, self.optimizer)))
         progress = Progress(step, step * self.plan.batch_size, 0, self._seed, "", optimizer=name, options=options)
         saver.save(self.model, self.optimizer, progress)
         saver.wait()
-        self._lines[folder] = saver.line
+        self._lines[folder.resolve()] = saver.line
         return folder / name_of(step)
 
     def load(self, path: Path | str) -> int:
@@ -182,7 +182,8 @@ class ParallelMLLM:
             restore_options(self.model, self.optimizer, progress.options)
         self._step.held.updated()
         self._buffers = Buffers(self.model)
-        self.num_steps, self._seed, self._lines[folder] = progress.step, progress.seed, start.line
+        self.num_steps, self._seed = progress.step, progress.seed
+        self._lines[folder.resolve()] = start.line
         return self.num_steps
 
     def _optimizer_name(self, what: str) -> str:
