@@ -282,6 +282,9 @@ def test_what_is_missing(recipe, monkeypatch, capsys):
     before = RECIPE.split("[[workload.task]]", maxsplit=1)[0]
     recipe.write_text(before)
     assert "has neither [data] nor [workload]" in fails(monkeypatch, capsys, "plan", recipe)
+    recipe.with_name("empty.csv").write_text("text_tokens\n0\n")
+    said = fails(monkeypatch, capsys, "plan", recipe, "--workload", "empty.csv")
+    assert said == "empty.csv has no tokens: the sequence of every example is empty."
     recipe.write_text(RECIPE.replace('[cluster]\ndevice = "h100"\nranks_per_node = 2\n', ""))
     assert "has no [cluster], so --cluster must name" in fails(monkeypatch, capsys, "plan", recipe)
     recipe.write_text(RECIPE)

@@ -201,9 +201,10 @@ def test_a_device_that_is_not_in_the_catalogue(files, simulate):
             "lengths.csv, line 1: names no known column; it must name some of image_width, image_height, num_images, "
             "image_tokens, audio_seconds, text_tokens.",
         ),
+        ("text_tokens\n0\n0\n", "lengths.csv has no tokens: the sequence of every example is empty."),
     ],
 )
-def test_a_table_without_a_needed_column(lengths, said, files, simulate):
+def test_a_table_without_what_is_needed(lengths, said, files, simulate):
     (files / "lengths.csv").write_text(lengths)
     assert simulate("plan.json", "--workload", "lengths.csv") == (2, "", said)
 

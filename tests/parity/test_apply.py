@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from dataclasses import replace
 from functools import partial
@@ -143,10 +144,11 @@ def steps_from_checkpoint(rank, num_ranks, plan, folder, first, stop):
     mode, whole weights, where they were saved)."""
     batches = example_module("hf_parts").batches()
     parallel = motet.apply(build(seed=first), plan, lambda part: torch.optim.AdamW(part, 1e-2))
-    assert parallel.load(folder) == parallel.num_steps == first
+    assert parallel.load(os.path.relpath(folder)) == parallel.num_steps == first
     losses = [parallel.step(batch).loss for batch in batches[first:stop]]
     held = parallel.evaluate(batches[0])
     path = parallel.save(folder)
+    assert parallel.save(folder) == path  # As a loop does that also saves at its end.
     parallel.export(path / "export")
     weights = {name: weight.numpy() for name, weight in parallel.state_dict().items()}
     return losses, held, weights, path
@@ -162,6 +164,7 @@ def test_a_loop_goes_on_under_another_plan_and_gives_its_weights_back(plans, alo
         losses += results[0][0]
         assert results[0][:2] == results[1][:2] and not results[1][2]
         assert results[0][3].name == f"step-{stop:08d}" and results[0][3].is_dir()
+        assert not list(tmp_path.glob("*.superseded"))
     assert losses == pytest.approx(alone[0], rel=1e-10)
     model, weights = build(), {name: torch.from_numpy(weight) for name, weight in results[0][2].items()}
     model.load_state_dict(weights)
@@ -363,6 +366,7 @@ MISTAKES = {
     "no batch": "give batch=",
     "unfrozen": "step: encoders.image.encoder.model.embeddings.patch_embedding.weight no longer learns, and the plan's",
     "checkpointing": "draw other masks where transformers' gradient checkpointing runs them again",
+    "common weights": "motet.apply: 'image' and 'other' have weights in common, which would be on different ranks",
     "wrapped": "motet.apply: the model is DataParallel; give what motet.compose makes",
     "clipped below 0": "motet.apply: max_grad_norm is -1.0; it must be above 0",
     "other weights": "the optimizer has a weight that is none of this rank's: make it of the list",
@@ -373,6 +377,7 @@ MISTAKES = {
     "float16": "step: autocast is in float16, in which small gradients become 0",
     "part": "motet.apply: the model is a part already",
     "whole matrices": "motet.apply: Adafactor keeps means over rows and columns of whole matrices, and under this plan",
+    "token": "step: example 1 has the token -200, and those of the model are 0 to",
     "phase": "step: example 1 has an item of 'video'; the model's encoders and generators are image",
 }
 PLANS = {
@@ -428,10 +433,15 @@ def refused(rank, num_ranks):
         elif what == "phase":
             text = replace(batch[1].sequence, media=("video",) * len(batch[1].media))
             batch = [batch[0], replace(batch[1], sequence=text), *batch[2:]]
+        elif what == "token":
+            tokens = np.full_like(batch[1].sequence.tokens, -200)
+            batch = [batch[0], replace(batch[1], sequence=replace(batch[1].sequence, tokens=tokens)), *batch[2:]]
         elif what == "checkpointing":
             layers = model.backbone.causal_lm.model.layers
             for layer in layers:
                 layer.gradient_checkpointing, layer.self_attn.attention_dropout = True, 0.1
+        elif what == "common weights":
+            model.encoders["other"] = model.encoders["image"]
         elif what == "wrapped":
             model = nn.DataParallel(model)
         elif what == "hook":
@@ -589,6 +599,9 @@ def test_models_that_motet_does_not_compute_are_refused():
         UserError, match="Qwen2ForCausalLM has a hook on its forward or backward pass, which would never"
     ):
         motet.compose(hooked, {})
+    narrow = ModalityModule(Normed(8), build_projector(8, 16, ProjectorConfig(kind="linear")))
+    with pytest.raises(UserError, match="projector of 'image' makes rows of 16 values; the backbone takes rows of 32"):
+        motet.compose(parts.language_model(), {"image": narrow})
     draw = example_module("apply_generator").DRAW
     with pytest.raises(UserError, match="'backbone' cannot name a generator"):
         motet.compose(parts.language_model(), {}, generators={"backbone": draw})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from motet.analyze.analysis import Analysis
 from motet.analyze.loads import MODE_NAMES, MODES, PREDICTED
@@ -19,9 +20,12 @@ STEP_COLUMNS = ("balanced", "step", "of it exchange", "of unbalanced")
 def print_analysis(analysis: Analysis, console: Console | None = None) -> None:
     """Print lengths, shares, loads and predicted steps, with the assumptions. The default console is stdout."""
     console = console or Console()
-    console.print(f"\n[bold]{analysis.source}[/bold]: {counted_words(analysis.num_examples, 'example')}")
+    # Names of files may have what rich would take for a style, as in "photo [final].jpg".
+    console.print(
+        Text.assemble("\n", (analysis.source, "bold"), f": {counted_words(analysis.num_examples, 'example')}")
+    )
     if analysis.left_out:
-        console.print(analysis.left_out)
+        console.print(analysis.left_out, markup=False)
     console.print(_lengths(analysis))
     console.print(_shares(analysis))
     console.print(_loads(analysis))
@@ -29,7 +33,7 @@ def print_analysis(analysis: Analysis, console: Console | None = None) -> None:
     console.print(_steps(analysis))
     console.print(step_note(analysis), style="dim", highlight=False)
     for assumption in analysis.assumptions:
-        console.print(assumption, style="dim", highlight=False)
+        console.print(assumption, style="dim", highlight=False, markup=False)
 
 
 def load_note(analysis: Analysis) -> str:

@@ -37,8 +37,8 @@ def compose(
     generators: by the name of their phase: what `[model.generators.NAME]` says, or a `GeneratorModule`. Query tokens
                 are drawn from torch's generator; they learn with the output projector.
     What is frozen (`requires_grad_(False)`) stays frozen.
-    Raises UserError for a class that no family of the registry has, for options that Motet does not compute, and for a
-    hook on the whole backbone.
+    Raises UserError for a class that no family of the registry has, for options that Motet does not compute, for rows
+    that are not as wide as the backbone's, and for a hook on the whole backbone.
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM, SiglipVisionConfig, SiglipVisionModel
@@ -72,6 +72,10 @@ def compose(
     made = {}
     for name, encoder in encoders.items():
         if isinstance(encoder, ModalityModule):
+            if (width := getattr(encoder.projector, "output_dim", whole.dim)) != whole.dim:
+                raise UserError(
+                    f"The projector of {name!r} makes rows of {width} values; the backbone takes rows of {whole.dim}."
+                )
             made[name] = encoder
         else:
             made[name] = _projected(name, encoder, whole, projectors.get(name, ProjectorConfig()))

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from motet.core.shapes import unused
 from motet.core.spec import Attention, Layer
+from motet.models.experts import RoutedExperts
 from motet.models.named_weights import is_lora
 
 _TRAINED_ELSEWHERE = "is_trained_elsewhere"
@@ -68,13 +69,24 @@ def as_it_learns(each: LayerModules) -> LayerModules:
     )
     frozen = {key for key, p in parameters.items() if not p.requires_grad}
     if frozen and layer.trainable:
-        products = {id(c.weight): c.weight for m in each.modules for c in m.modules() if isinstance(c, _PRODUCTS)}
+        weights = sum(count for key, count in _products(each.modules).items() if key in frozen)
         layer = replace(
             layer,
-            frozen_weights=min(layer.weights, sum(p.numel() for key, p in products.items() if key in frozen)),
+            frozen_weights=min(layer.weights, weights),
             frozen_parameters=min(layer.parameters, sum(parameters[key].numel() for key in frozen)),
         )
     return each._replace(layer=layer)
+
+
+def _products(modules: Iterable[nn.Module]) -> dict[int, int]:
+    """By the id of a matrix, how many of its entries multiply a row: of experts', those of as many as compute one."""
+    inner = [child for module in modules for child in module.modules()]
+    products = {id(child.weight): child.weight.numel() for child in inner if isinstance(child, _PRODUCTS)}
+    for routed in (child for child in inner if isinstance(child, RoutedExperts)):
+        products[id(routed.gate.weight)] = routed.gate.weight.numel()
+        for every in routed.experts.parameters():
+            products[id(every)] = every[0].numel() * routed.experts_per_token
+    return products
 
 
 def layer_of(

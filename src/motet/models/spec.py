@@ -23,6 +23,7 @@ from motet.models.families.patches import FeatureLayer, feature_layer_of
 from motet.models.families.registry import BACKBONES, ENCODERS, Family
 from motet.models.mllm import MLLM
 from motet.models.projector import ProjectorConfig
+from motet.models.whole.registry import WHOLE
 
 _COMPOSITES = {
     "llava": {"vision_config": ProjectorConfig(kind="mlp")},
@@ -86,6 +87,11 @@ def _read(file: Path) -> PreTrainedConfig:
     stored = read_config_json(file)
     model_type = stored.get("model_type")
     known = {**_BACKBONE_TYPES, **_COMPOSITES, **_ENCODER_TYPES}
+    if model_type in WHOLE and model_type not in known:
+        raise UserError(
+            f"{file}: a model of type {model_type!r} is planned by the recipe that trains it: one with [model] path = "
+            f"{str(file.parent)!r}, a directory with the weights, and [data]."
+        )
     if not isinstance(model_type, str) or model_type not in known:
         raise UserError(f"{file}: no family stands for a model of type {model_type!r}; there are {', '.join(known)}.")
     own = _ENCODER_TYPES | _BACKBONE_TYPES

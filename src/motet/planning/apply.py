@@ -20,7 +20,7 @@ from motet.core.cluster import Cluster
 from motet.core.errors import JointUserError, UserError
 from motet.core.module_degrees import ModuleDegrees
 from motet.core.plan import Plan
-from motet.core.workload import Workload
+from motet.core.workload import BACKBONE, Workload
 from motet.cost.catalogue import cluster
 from motet.cost.memory import PRECISION_OF_DTYPE
 from motet.cost.source import cost_model
@@ -99,6 +99,14 @@ def _check_model(mllm: nn.Module) -> None:
         raise UserError(
             "motet.apply: the model is a part already, or its weights are shared by ranks (DTensor); build it anew."
         )
+    owner: dict[int, str] = {}
+    for name, part in {**mllm.encoders, **mllm.generators, BACKBONE: mllm.backbone}.items():
+        for weight in part.parameters():
+            if (other := owner.setdefault(id(weight), name)) != name:
+                raise UserError(
+                    f"motet.apply: {other!r} and {name!r} have weights in common, which would be on different ranks "
+                    "under a plan: give each its own, as by copy.deepcopy."
+                )
     if hooked := next((name for name, weight in weights.items() if _has_hooks(weight)), ""):
         raise UserError(
             f"motet.apply: {hooked} has a hook on its gradient, which a plan may compute elsewhere, in parts and by "

@@ -63,7 +63,7 @@ class ParallelMLLM:
     def __init__(self, model: MLLM, plan: Plan, make_optimizer: Any, max_grad_norm: float | None, world: World) -> None:
         self.plan, self.model, self._world = plan, model, world
         self._layout = _without_weights(model)
-        self._measured, self.num_steps = model.measured, 0
+        self._measured, self._num_tokens, self.num_steps = model.measured, model.backbone.text.table.num_embeddings, 0
         # Noise of generators is drawn by item, as dropout is.
         self._draws_by_item = drops_out(model) or bool(model.generators)
         self._seed = world.gather(torch.initial_seed())[0]
@@ -79,7 +79,7 @@ class ParallelMLLM:
         self._step, self.optimizer = build_part(model, plan.model, place, part, mesh, world)
         self._learns = _learning(model)
         self._buffers, self._are_checked = Buffers(model), False
-        self._lines: dict[Path, list[str]] = {}  # Of each folder the checkpoints that led here.
+        self._lines: dict[Path, list[str]] = {}  # Of each folder, resolved, the checkpoints that led here.
 
     def step(self, batch: Sequence[LoadedExample]) -> StepResult:
         """Forward, backward and optimizer of one step in the Plan's schedule. A collective.
@@ -151,13 +151,13 @@ class ParallelMLLM:
             name = self._optimizer_name("save")
             if keep < 1:
                 raise UserError(f"save: keep is {keep}; it must be at least 1.")
-        world, line = self._world, self._lines.get(folder, [])
+        world, line = self._world, self._lines.get(folder.resolve(), [])
         saver = Checkpointer(folder, CheckpointConfig(keep=keep), world.saving, line, world.launch)
         options = over_ranks(world.gather(options_of(self.model, self.optimizer)))
         progress = Progress(step, step * self.plan.batch_size, 0, self._seed, "", optimizer=name, options=options)
         saver.save(self.model, self.optimizer, progress)
         saver.wait()
-        self._lines[folder] = saver.line
+        self._lines[folder.resolve()] = saver.line
         return folder / name_of(step)
 
     def load(self, path: Path | str) -> int:
@@ -182,7 +182,8 @@ class ParallelMLLM:
             restore_options(self.model, self.optimizer, progress.options)
         self._step.held.updated()
         self._buffers = Buffers(self.model)
-        self.num_steps, self._seed, self._lines[folder] = progress.step, progress.seed, start.line
+        self.num_steps, self._seed = progress.step, progress.seed
+        self._lines[folder.resolve()] = start.line
         return self.num_steps
 
     def _optimizer_name(self, what: str) -> str:
@@ -208,6 +209,7 @@ class ParallelMLLM:
             if what == "step":
                 self._check_autocast()
             lengths = lengths_of_batch(batch, self._measured)
+            self._check_tokens(batch)
             digest, values = _digest(lengths, batch), _digest_of_values(batch, self._compared)
             batches = self._batches(batch, lengths, decide)
         except (UserError, ValueError) as error:
@@ -228,6 +230,16 @@ class ParallelMLLM:
                     "work under the plan: whatever is drawn of an item (a crop, noise) must be drawn alike."
                 )
         return batches
+
+    def _check_tokens(self, batch: Sequence[LoadedExample]) -> None:
+        """Raise UserError for a token that has no embedding."""
+        for number, example in enumerate(batch):
+            tokens = example.sequence.tokens
+            if len(unknown := tokens[(tokens < 0) | (tokens >= self._num_tokens)]):
+                raise UserError(
+                    f"example {number} has the token {unknown[0]}, and those of the model are 0 to "
+                    f"{self._num_tokens - 1}; what stands for an item must be one of them, too"
+                )
 
     def _check_learns(self) -> None:
         """Raise UserError if weights were frozen, or let learn, since passes and optimizer were made."""

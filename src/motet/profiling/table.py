@@ -41,7 +41,7 @@ def print_tables(profile: Profile, spec: ModelSpec, *, recomputed: Mapping[str, 
         if table.row_count:
             console.print(table)
     for sentence in profile.left_out:
-        console.print(f"Left out: {sentence}.")
+        console.print(f"Left out: {sentence}.", markup=False)
     if few := [module.name for module in profile.modules if len(module.grid) < _FEW_BATCHES or not module.held_out]:
         console.print(
             f"There was time for too few batches of {', '.join(few)} to interpolate between, so what is predicted from "

@@ -2,6 +2,7 @@ import gzip
 import io
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -229,6 +230,17 @@ def test_text_alone(tmp_path):
     print_analysis(analysis, Console(file=output, width=120))
     assert "backbone" in output.getvalue()
     write_analysis_html(analysis, tmp_path / "page.html")
+
+
+def test_names_of_files_are_printed_as_they_are(table, tmp_path):
+    """Also where brackets stand in them, by which rich says styles."""
+    analysis = analyze(table, num_batches=2)
+    analysis = replace(
+        analysis, source="set [final]/[/bold].csv", left_out="the first: photo [1] [red].jpg: no such file"
+    )
+    output = io.StringIO()
+    print_analysis(analysis, Console(file=output, width=120))
+    assert f"{analysis.source}: 5 examples\n{analysis.left_out}" in output.getvalue()
 
 
 def test_no_torch_is_imported():

@@ -139,6 +139,15 @@ def test_rows_and_gradients_equal_hf_on_one_image(tiny, family, grid):
         assert float((one - other).norm()) < 1e-8 * max(float(other.norm()), least)
 
 
+@pytest.mark.parametrize("grid", [(6, 1), (1, 9)])
+def test_siglip2_equals_hf_on_an_image_one_patch_wide(tiny, grid):
+    module, sizes = tiny.encoder("siglip2"), torch.tensor([grid])
+    values = tiny.values("siglip2", sizes).double()
+    with InFloat64():  # HF resizes the table in float32.
+        got, expected = module.encoder(values, sizes), hf_rows(reference(module, "siglip2"), "siglip2", values, grid)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("option", ["pos_embed_rescale", "pos_embed_jitter"])
 def test_places_that_are_drawn_for_a_batch_are_refused(tiny, option):
     config = tiny.encoders["dinov3"] | {option: 2.0}

@@ -20,7 +20,14 @@ from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.cost.flops import step_flops
 from motet.cost.operations import Operations
 from motet.models.attention import PackedItems
-from motet.models.build import BackboneConfig, EncoderConfig, build_backbone, build_modality
+from motet.models.build import (
+    BackboneConfig,
+    EncoderConfig,
+    ModelConfig,
+    build_backbone,
+    build_mllm,
+    build_modality,
+)
 from unit.cost.forward_flops import forward_flops
 from unit.models.test_module import tile, untile
 
@@ -121,6 +128,22 @@ def test_backbone(tiny, family, train):
     assert forward_flops(spec, lengths, num_targets) == forward
     # A frozen backbone is run backward for the encoders before it.
     assert step_flops(spec, lengths, num_targets, reached=not train) == step
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("beside", ["adapters", "frozen experts", "frozen gates"])
+def test_experts_that_do_not_learn(tiny, family, beside):
+    """Beside adapters of attention, and where `model.freeze` names them or one of their matrices."""
+    freeze = {"frozen experts": ["*.mlp.*"], "frozen gates": ["*.gate_up_proj"]}.get(beside, [])
+    lora = {"backbone": {"rank": 2}} if beside == "adapters" else {}
+    parts = {"backbone": {"family": family, "config": tiny.options_of(family)}, "lora": lora, "freeze": freeze}
+    backbone = build_mllm(ModelConfig(**parts), tiny.vocab).backbone
+    packed = tiny.Packed.of([64])
+    num_targets = backbone(packed, {})[1]
+    forward, step = counted_step(lambda: backbone(packed, {})[0])
+    lengths, spec = np.array([64]), all_pairs(backbone.spec_module())
+    assert forward_flops(spec, lengths, num_targets) == forward
+    assert step_flops(spec, lengths, num_targets) == step
 
 
 @pytest.mark.parametrize("family", ["clip", "qwen2_vl", "whisper"])

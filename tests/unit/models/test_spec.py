@@ -406,6 +406,9 @@ def test_what_a_directory_holds_and_no_family_stands_for_is_named(tiny, tmp_path
     file.write_text(json.dumps({"model_type": "bloom"}))
     with pytest.raises(UserError, match="no family stands for a model of type 'bloom'"):
         spec_of_directory(tmp_path)
+    file.write_text(json.dumps({"model_type": "qwen2_5_vl"}))
+    with pytest.raises(UserError, match=r"planned by the recipe that trains it: one with \[model\] path = '.*, and \["):
+        spec_of_directory(tmp_path)
     file.write_text(json.dumps({"model_type": "llama", "hidden_size": "wide"}))
     with pytest.raises(UserError, match="is no config of llama"):
         spec_of_directory(tmp_path)

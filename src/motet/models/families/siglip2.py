@@ -32,7 +32,8 @@ class Siglip2Encoder(SiglipEncoder):
 
     def _positions(self, sizes: Tensor) -> Tensor:
         table = self.model.embeddings.position_embedding.weight
-        square = table.view(1, self.side, self.side, -1).permute(0, 3, 1, 2)
+        # Of channels that stand last torch makes other values, with antialias, for an image one patch wide.
+        square = table.view(1, self.side, self.side, -1).permute(0, 3, 1, 2).contiguous()
         square = square.to(torch.promote_types(table.dtype, torch.float32))
         by_grid = {
             grid: interpolate(square, size=grid, mode="bilinear", align_corners=False, antialias=True)

@@ -74,15 +74,18 @@ def publish_checkpoint(temporary: Path, line: Sequence[str], keep: int) -> list[
     """Give the checkpoint written as `temporary` its name. Keep the last `keep` of its line, and return their names.
 
     line: names of the checkpoints that led to this one, the earliest first. Other checkpoints are renamed as
-    superseded, so that the newest name is that of the newest checkpoint.
+    superseded, so that the newest name is that of the newest checkpoint. One of the same step is replaced.
     """
+    final = temporary.with_suffix("")
     for other in checkpoints(temporary.parent):
         if other.name not in line:
             set_aside(other, "superseded")
-    final = temporary.with_suffix("")
+    replaced = set_aside(final, "superseded") if final.exists() else None
     temporary.rename(final)
     sync(final.parent)
-    line = [*line, final.name]
+    if replaced is not None:
+        _delete(replaced)
+    line = [*(name for name in line if name != final.name), final.name]
     for old in line[:-keep]:
         remove(temporary.parent / old)
     return line[-keep:]

@@ -64,6 +64,13 @@ def test_a_line_that_begins_elsewhere_supersedes_all(run):
     assert names(run) == ["step-00000004.superseded", "step-00000008", "step-00000008.superseded"]
 
 
+def test_one_of_the_same_step_is_replaced(run):
+    anew = written(run, 8)
+    (anew / "of the second").touch()
+    assert publish_checkpoint(anew, ["step-00000004", "step-00000008"], keep=2) == ["step-00000004", "step-00000008"]
+    assert names(run) == ["step-00000004", "step-00000008"] and (run / "step-00000008" / "of the second").exists()
+
+
 def test_only_checkpoints_are_removed(run):
     (run / "step-00000005").mkdir()
     (run / "step-00000005" / "notes.txt").write_text("mine")
