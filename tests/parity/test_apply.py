@@ -369,6 +369,7 @@ MISTAKES = {
     "closure": "motet.apply: LBFGS takes several losses in a step",
     "hook": "motet.apply: backbone.causal_lm.lm_head.weight has a hook on its gradient",
     "module hook": "motet.apply: backbone.causal_lm has a hook on its forward or backward pass, which would not run",
+    "hook on what is read": "motet.apply: encoders.image.encoder.model.embeddings.patch_embedding has a hook on its",
     "adapter": "model.layers.0.inner.self_attn.q_proj is an adapter of peft",
     "float16": "step: autocast is in float16, in which small gradients become 0",
     "part": "motet.apply: the model is a part already",
@@ -439,6 +440,9 @@ def refused(rank, num_ranks):
         elif what == "module hook":
             model.backbone.causal_lm.model.layers[0].register_forward_hook(lambda *_: None)
             model.backbone.causal_lm.register_forward_hook(lambda *_: None)
+        elif what == "hook on what is read":
+            model.backbone.causal_lm.model.embed_tokens.register_forward_hook(lambda *_: None)  # It is called.
+            model.encoders["image"].encoder.model.embeddings.patch_embedding.register_forward_hook(lambda *_: None)
         elif what == "adapter":
             inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), model.backbone.causal_lm)
         elif what == "float16":
