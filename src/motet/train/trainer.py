@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import torch
 
-from motet.core.errors import JointUserError, originating
+from motet.core.errors import JointUserError, happening, originating
 from motet.core.plan_file import plan_digest
 from motet.core.timeline import Span, Timeline
 from motet.dispatch import RankBatch
@@ -207,45 +207,51 @@ class _Run:
         with self._open_feed() as feed:
             ended = StepEnd.now()
             for step in range(self.first_step, recipe.run.num_steps):
-                fed = self._corrected(feed.next_step())
-                waited_s = time.perf_counter() - ended.time_s
-                lacking_bytes = self.job.recomputation.lacking_bytes(fed.batches)
-                result, cause = self._step(step, fed)
-                if step == self.first_step:
-                    self.buffers.check(self.world)
-                now = StepEnd.now()
-                measured = MeasuredStep(
-                    now.time_s - ended.time_s,
-                    waited_s,
-                    fed.decide_s,
-                    now.core_wait_s - ended.core_wait_s,
-                    result.seconds_by_action,
-                    self.job.recomputation.metrics(fed.batches),
-                    RankTime.of(result),
-                    DecodingSoFar.of(feed.ahead, self.job.decoder),
-                    lacking_bytes,
-                )
-                ended = now
-                request = self._record(result, cause, fed, measured)
-                done = step + 1
-                self.job.progress = dataclasses.replace(
-                    self.job.progress,
-                    step=done,
-                    position=fed.position,
-                    num_bad=fed.num_bad,
-                    num_skipped=self.job.progress.num_skipped + (not result.is_finite),
-                    loss_scale=self.job.step.loss_scale and self.job.step.loss_scale.value,
-                    num_finite=self.job.step.loss_scale.num_finite if self.job.step.loss_scale else 0,
-                )
-                self.write_profile()
-                if request:
-                    self._leave(request)
-                if done == recipe.run.num_steps or _is_due(done, recipe.checkpoint.every_steps):
-                    self._save()
-                if _is_due(done, recipe.evaluate.every_steps):
-                    if not self._evaluate():
-                        self._leave(_STOP)
-                    ended = StepEnd.now()
+                with happening(f"step {step + 1}"):
+                    ended = self._take(step, feed, ended)
+
+    def _take(self, step: int, feed: Feed, ended: StepEnd) -> StepEnd:
+        """Take a step, with what is due behind it. ended: when the one before did. Returns when it did. A collective."""
+        recipe = self.recipe
+        fed = self._corrected(feed.next_step())
+        waited_s = time.perf_counter() - ended.time_s
+        lacking_bytes = self.job.recomputation.lacking_bytes(fed.batches)
+        result, cause = self._step(step, fed)
+        if step == self.first_step:
+            self.buffers.check(self.world)
+        now = StepEnd.now()
+        measured = MeasuredStep(
+            now.time_s - ended.time_s,
+            waited_s,
+            fed.decide_s,
+            now.core_wait_s - ended.core_wait_s,
+            result.seconds_by_action,
+            self.job.recomputation.metrics(fed.batches),
+            RankTime.of(result),
+            DecodingSoFar.of(feed.ahead, self.job.decoder),
+            lacking_bytes,
+        )
+        request = self._record(result, cause, fed, measured)
+        done = step + 1
+        self.job.progress = dataclasses.replace(
+            self.job.progress,
+            step=done,
+            position=fed.position,
+            num_bad=fed.num_bad,
+            num_skipped=self.job.progress.num_skipped + (not result.is_finite),
+            loss_scale=self.job.step.loss_scale and self.job.step.loss_scale.value,
+            num_finite=self.job.step.loss_scale.num_finite if self.job.step.loss_scale else 0,
+        )
+        self.write_profile()
+        if request:
+            self._leave(request)
+        if done == recipe.run.num_steps or _is_due(done, recipe.checkpoint.every_steps):
+            self._save()
+        if _is_due(done, recipe.evaluate.every_steps):
+            if not self._evaluate():
+                self._leave(_STOP)
+            return StepEnd.now()
+        return now
 
     def _save(self) -> None:
         """Start to save a checkpoint of the steps done. A collective."""
