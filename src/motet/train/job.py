@@ -56,7 +56,7 @@ from motet.train.balancing import (
 from motet.train.checkpoint.choice import Say
 from motet.train.checkpoint.contents import CHECKPOINTS, Progress
 from motet.train.checkpoint.resuming import resume_run
-from motet.train.checkpoint.same_run import stated
+from motet.train.checkpoint.same_run import own_files, stated
 from motet.train.checkpoint.saving import Checkpointer
 from motet.train.evaluate import Evaluator, check_prompts
 from motet.train.evaluate_planned import PlannedEvaluator
@@ -420,6 +420,7 @@ def _start(
         shuffle=recipe.data.shuffle,
         optimizer=recipe.optimizer.name,
         stated=stated(recipe),
+        own_files=own_files(recipe),
     )
 
 
