@@ -168,8 +168,8 @@ def test_an_error_in_code_of_ones_own_names_its_line(tmp_path, capsys):
 @pytest.mark.parametrize(("action", "where"), [("", "step 3"), ("0RECV_B0<1 of step 3", "0RECV_B0<1 of step 3")])
 def test_a_rank_that_is_lost_outside_of_an_action_is_lost_at_a_step(action, where):
     """As where its end is noticed while examples are loaded, or before the first message is waited for."""
+    error = RuntimeError("Connection closed by peer [127.0.0.1]")
+    note_origin(error, action=action, others="rank 1")
     with pytest.raises(RuntimeError) as lost, happening("step 3"):
-        error = RuntimeError("Connection closed by peer [127.0.0.1]")
-        note_origin(error, action=action, others="rank 1")
         raise error
     assert f"lost rank 1, which died without a word at {where}; the sys" in _sentence(lost.value, "motet train", None)

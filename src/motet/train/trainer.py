@@ -56,6 +56,7 @@ from motet.train.report.rank_time import RankTime
 from motet.train.report.step_lines import heldout_steps, to_json
 from motet.train.report.summary import summarise, summary_lines
 from motet.train.run_folder import locked_run_folder, writing
+from motet.train.same_recipe import check_same_recipe
 from motet.train.stop import StopSignal
 from motet.train.world import StartedRanks, World, join_world
 
@@ -109,6 +110,7 @@ def train(
         with world.together():
             if world.is_first:
                 cleanup.enter_context(locked_run_folder(recipe.run.dir, say))
+        check_same_recipe(recipe, world)
         if phase is not None:
             name = f"Phase {phase.name} ({phase.number} of {phase.count})"
             if phase.number < phase.count and resume == "auto" and world.gather(has_ended(recipe))[0]:
@@ -211,7 +213,7 @@ class _Run:
                     ended = self._take(step, feed, ended)
 
     def _take(self, step: int, feed: Feed, ended: StepEnd) -> StepEnd:
-        """Take a step, with what is due behind it. ended: when the one before did. Returns when it did. A collective."""
+        """Take a step, and what is due behind it. ended: when the one before did. Returns when it did. A collective."""
         recipe = self.recipe
         fed = self._corrected(feed.next_step())
         waited_s = time.perf_counter() - ended.time_s

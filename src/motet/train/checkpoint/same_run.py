@@ -3,8 +3,8 @@
 A checkpoint has weights, the optimizer's state and a position among the examples. So the examples and their order must
 be the same, and what is made of them: what the model is given, what it computes of that, and what it is to learn.
 Shapes and dtypes are compared where tensors are read (`storage.py`). All else may change: rates and other options of
-the optimizer, the weight of a loss, dropout, what learns of what learned, ranks, Plans, sharding and precision. Of a file
-of the user's own no one knows what another text of it changes, so that it is said and not refused (`changed_files`).
+the optimizer, the weight of a loss, dropout, what learns of what learned, ranks, Plans, sharding and precision. What
+another text of a file of the user's own changes is not known, so that it is said and not refused (`changed_files`).
 """
 
 from __future__ import annotations

@@ -142,8 +142,8 @@ def test_another_text_of_code_of_ones_own_is_said(recipe, tmp_path):
     then = RunState(**vars(replace(START, own_files=first)), num_ranks=1, launch="", written=datetime.now(UTC))
     assert changed_files(then, same) == changed_files(then, {}) == ""
     assert changed_files(then, other) == (
-        f"Since the checkpoint was written the text of {tmp_path}/c/own.py (model.encoders.image.after) has changed: what "
-        "the model is given or computes may be another from here on."
+        f"Since the checkpoint was written the text of {tmp_path}/c/own.py (model.encoders.image.after) has changed: "
+        "what the model is given or computes may be another from here on."
     )
     assert changed_files(then.model_copy(update={"own_files": None}), other) == "", "one that does not say it"
     installed = own_files(load_recipe(recipe, ["model.encoders.audio.after=motet.models.merge:merge_rows"]))

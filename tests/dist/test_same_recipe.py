@@ -1,0 +1,59 @@
+"""Ranks that have read different recipes, or other files beside them, are refused before they train."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cli.tiny_job import write_tiny_job
+from motet.core.errors import JointUserError
+from motet.train.recipe.recipe_file import load_recipe
+from motet.train.same_recipe import check_same_recipe
+from motet.train.world import join_world
+from ranks import run_ranks
+
+CALLBACK = "def twice(rows, sizes):\n    return {} * rows\n"
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """The folders of two machines, with the same files but for the text of a callback."""
+    folder = tmp_path_factory.mktemp("jobs")
+    write_tiny_job(folder / "0", 4, 0)
+    shutil.copytree(folder / "0", folder / "1")
+    for number in (0, 1):
+        (folder / f"{number}/own.py").write_text(CALLBACK.format(number))
+    return folder
+
+
+def refusal(rank, num_ranks, folder, overrides):
+    """What is said; "" if nothing is. overrides: of each rank."""
+    recipe = load_recipe(Path(folder, str(rank), "recipe.toml"), overrides[rank])
+    with join_world("cpu") as world:
+        try:
+            check_same_recipe(recipe, world)
+        except JointUserError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "said"),
+    [
+        ([], [], ""),
+        (
+            ["optimizer.lr=0.1"],
+            ["optimizer.lr=0.2"],
+            "Rank 1 has read another recipe than rank 0: there optimizer.lr is 0.2, and here 0.1; start all ranks with "
+            "the same recipe and the same --set.",
+        ),
+        (
+            ["model.encoders.image.after=own.py:twice"],
+            ["model.encoders.image.after=own.py:twice"],
+            "Rank 1 has another text of the file of model.encoders.image.after than rank 0: copy one file to all "
+            "machines.",
+        ),
+    ],
+)
+def test_all_ranks_read_one_recipe(jobs, first, other, said):
+    assert run_ranks(refusal, 2, str(jobs), [first, other]) == [said, said]
