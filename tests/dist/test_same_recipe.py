@@ -4,6 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from cli.tiny_job import write_tiny_job
 from motet.core.errors import JointUserError
@@ -17,12 +19,14 @@ CALLBACK = "def twice(rows, sizes):\n    return {} * rows\n"
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """The folders of two machines, with the same files but for the text of a callback."""
+    """The folders of two machines, with the same files but for the text of a callback, and weights."""
     folder = tmp_path_factory.mktemp("jobs")
     write_tiny_job(folder / "0", 4, 0)
     shutil.copytree(folder / "0", folder / "1")
     for number in (0, 1):
         (folder / f"{number}/own.py").write_text(CALLBACK.format(number))
+        (folder / f"{number}/weights").mkdir()
+        save_file({"weight": torch.full((3,), number)}, folder / f"{number}/weights/model.safetensors")
     return folder
 
 
@@ -44,14 +48,20 @@ def refusal(rank, num_ranks, folder, overrides):
         (
             ["optimizer.lr=0.1"],
             ["optimizer.lr=0.2"],
-            "Rank 1 has read another recipe than rank 0: there optimizer.lr is 0.2, and here 0.1; start all ranks with "
-            "the same recipe and the same --set.",
+            "Rank 1 has not what rank 0 has: there optimizer.lr is 0.2, and here 0.1; start all ranks with the same "
+            "recipe, --set and versions.",
         ),
         (
             ["model.encoders.image.after=own.py:twice"],
             ["model.encoders.image.after=own.py:twice"],
-            "Rank 1 has another text of the file of model.encoders.image.after than rank 0: copy one file to all "
+            "Rank 1 has another text of the file of model.encoders.image.after than rank 0: copy the same files to all "
             "machines.",
+        ),
+        (
+            ["model.backbone.path=weights"],
+            ["model.backbone.path=weights"],
+            "Rank 1 has another content of the weights in the directory of backbone than rank 0: copy the same files "
+            "to all machines.",
         ),
     ],
 )
