@@ -452,6 +452,9 @@ class _Run:
         """Write the spans of all ranks, two ways, and a page of the last step. A collective."""
         if self.spans is None:
             return
+        if self.job.progress.step == self.first_step:
+            self._say("No step was left to take, so what an earlier --trace wrote stays as it is.")
+            return
         spans = [span for of_rank in self.world.gather(self.spans) for span in of_rank]
         with self._on_first_rank():
             if self.world.is_first:
