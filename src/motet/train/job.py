@@ -58,6 +58,7 @@ from motet.train.checkpoint.contents import CHECKPOINTS, Progress
 from motet.train.checkpoint.resuming import resume_run
 from motet.train.checkpoint.same_run import own_files, stated
 from motet.train.checkpoint.saving import Checkpointer
+from motet.train.device import device_name
 from motet.train.evaluate import Evaluator, check_prompts
 from motet.train.evaluate_planned import PlannedEvaluator
 from motet.train.export import check_export
@@ -175,6 +176,8 @@ def build_job(
             opened.leave_out_too_long(recipe, plan_alone(recipe, subject.spec, ranks), orchestrator, say)
     decoder = open_decoder(recipe.data, opened.transforms, world, say, cleanup)
     check_same_profile(world, subject.measured)
+    if subject.measured is not None and (elsewhere := subject.measured.elsewhere_words(device_name(world.device))):
+        say(elsewhere)
     dataset = opened.agreed(recipe, subject.model, world, say)
     with world.together():
         check_bad_at_indexing(recipe, dataset)
