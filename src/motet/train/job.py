@@ -156,6 +156,8 @@ def build_job(
     """
     if unused := unused_pieces(recipe, None if chosen is None else chosen.plan):
         say(unused)
+    if chosen is not None:
+        _check_same_plan(world, chosen.plan)
     if chosen is not None and chosen.plan.schedule != "data_parallel":
         return _build_planned_job(recipe, world, resume, say, cleanup, chosen)
     check_same_backend(world)
@@ -493,7 +495,6 @@ def _build_planned_job(
     check_items_to_make(model, [dataset], world)
     check_items_to_read(model, [dataset], world)
     check_buckets_used(recipe, model, [dataset], world)
-    _check_same_plan(world, plan)
     check_same_examples(world, dataset, heldout)
     check_prompts(heldout, recipe.evaluate, world, say)
     given, recipe = recipe.run, _in_steps(recipe, dataset, order, world, say)
