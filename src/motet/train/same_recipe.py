@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from importlib.metadata import version
 
+import torch
+import transformers
+
+import motet
 from motet.core.errors import JointUserError
 from motet.models.stored import weights_digest
 from motet.train.checkpoint.same_run import own_files, stated, table_leaves
 from motet.train.recipe.recipe import Recipe
 from motet.train.world import World
 
-_PACKAGES = ("motet", "torch", "transformers")
+_PACKAGES = (motet, torch, transformers)
 _MAX_SHOWN = 60
 
 
@@ -51,7 +54,7 @@ def _said(recipe: Recipe) -> dict[str, str]:
     leaves = {key: json.dumps(value, sort_keys=True) for key, value in table_leaves(recipe.model_dump(mode="json"))}
     said = {key: value for key, value in (leaves | stated(recipe)).items() if "/" not in value}
     # Builds of a version for other devices compute alike.
-    return said | {f"the version of {name}": version(name).partition("+")[0] for name in _PACKAGES}
+    return said | {f"the version of {package.__name__}": package.__version__.partition("+")[0] for package in _PACKAGES}
 
 
 def _contents(recipe: Recipe) -> dict[str, str]:
