@@ -137,6 +137,13 @@ class TrainingJob:
     def _draws_by_item(self) -> bool:
         return drops_out(self.model) or bool(self.model.generators)
 
+    @property
+    def tensor_index(self) -> int:
+        """The place of this rank among those that share its products; 0 if none do."""
+        if isinstance(self.step, PlannedStep):
+            return self.step.place.t
+        return 0 if self.mesh.tensor is None else self.mesh.tensor.index
+
     def drawn(self, step: int, fed: StepInput) -> list[RankBatch]:
         """The microbatches; if anything is drawn, with keys by which every rank draws as one process would."""
         if not self._draws_by_item:

@@ -340,9 +340,11 @@ class _Run:
     def _seed(self, step: int) -> None:
         """Seed torch from (run.seed, step, rank), so that a resumed run needs no generator state.
 
-        It draws what is not keyed by item: noise of a user's own modules.
+        It draws what is not keyed by item: noise of a user's own modules. Ranks that share products draw alike, as all
+        of them compute what is around the products.
         """
-        seed = np.random.SeedSequence((self.recipe.run.seed, step, self.world.rank)).generate_state(1, np.uint64)
+        first = self.world.rank - self.job.tensor_index
+        seed = np.random.SeedSequence((self.recipe.run.seed, step, first)).generate_state(1, np.uint64)
         torch.manual_seed(int(seed[0]) >> 1)
 
     def _saved(self) -> str:
