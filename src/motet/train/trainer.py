@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-import numpy as np
 import torch
 
 from motet.core.errors import JointUserError, happening, originating
 from motet.core.plan_file import plan_digest
 from motet.core.timeline import Span, Timeline
 from motet.dispatch import RankBatch
+from motet.dropout import step_seed
 from motet.models.compiling import uncompiled
 from motet.runtime.planned_step import PlannedStep
 from motet.runtime.step import StepResult
@@ -344,8 +344,7 @@ class _Run:
         of them compute what is around the products.
         """
         first = self.world.rank - self.job.tensor_index
-        seed = np.random.SeedSequence((self.recipe.run.seed, step, first)).generate_state(1, np.uint64)
-        torch.manual_seed(int(seed[0]) >> 1)
+        torch.manual_seed(step_seed(self.recipe.run.seed, step, first))
 
     def _saved(self) -> str:
         """Save a checkpoint of the steps done; returns the end of a sentence about it. A collective."""
