@@ -77,6 +77,14 @@ def example_keys(seed: int, step: int, examples: Int64Array) -> Int64Array:
     return stream(run, examples).view(np.int64)
 
 
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """The seed of torch's generators in a step, by which all is drawn that has no key: noise of modules of one's own.
+
+    rank: the first of those that share its products, which draw alike, as all of them compute what is around these.
+    """
+    return int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0]) >> 1
+
+
 def heldout_keys(seed: int, examples: Int64Array) -> Int64Array:
     """The keys by which noise of held-out examples is drawn: of no step of training. examples: int64 [n]."""
     return example_keys(seed, _NO_STEP, examples)

@@ -11,9 +11,9 @@ from cli.meddling import Meddling, motet
 from cli.on_ranks import motet_under_agent
 from cli.test_stop import STEP, arguments
 from cli.tiny_job import losses
-from motet.core.errors import JointUserError, RankFailure, UserError, is_out_of_memory, note_origin
+from motet.core.errors import JointUserError, RankFailure, UserError, happening, is_out_of_memory, note_origin
 from motet.core.own_file import import_file
-from motet.crash import PATIENCE_S, _report, _report_thread, _write_traceback
+from motet.crash import PATIENCE_S, _report, _report_thread, _sentence, _write_traceback
 
 SHORT = ("data.heldout=[]", "run.steps=4")
 
@@ -163,3 +163,13 @@ def test_an_error_in_code_of_ones_own_names_its_line(tmp_path, capsys):
     said = capsys.readouterr().err
     assert f"; it ends in code of your own, Mine.forward in {tmp_path}/own.py, line 4.\n" in said
     assert "please report" not in said
+
+
+@pytest.mark.parametrize(("action", "where"), [("", "step 3"), ("0RECV_B0<1 of step 3", "0RECV_B0<1 of step 3")])
+def test_a_rank_that_is_lost_outside_of_an_action_is_lost_at_a_step(action, where):
+    """As where its end is noticed while examples are loaded, or before the first message is waited for."""
+    error = RuntimeError("Connection closed by peer [127.0.0.1]")
+    note_origin(error, action=action, others="rank 1")
+    with pytest.raises(RuntimeError) as lost, happening("step 3"):
+        raise error
+    assert f"lost rank 1, which died without a word at {where}; the sys" in _sentence(lost.value, "motet train", None)

@@ -170,6 +170,12 @@ def test_numbers_of_another_device_are_named(recipe, monkeypatch, capsys):
         assert not capsys.readouterr().err
     motet(monkeypatch, *run, "--cluster", "a40", "--set", 'cluster={ device = "h100", memory_gbytes = 60 }')
     assert "memory_gbytes in [cluster] is of its device, h100, so it is not taken" in capsys.readouterr().err
+    peaks = ("--set", "cluster.peak_tflops={ fp16 = 500 }")
+    motet(monkeypatch, *run, *peaks)
+    told = "peak_tflops in [cluster] is of fp16, and the job computes in bf16, so it has no effect"
+    assert told in capsys.readouterr().err
+    motet(monkeypatch, *run, *peaks, "--set", "cluster.peak_tflops.bf16=500")
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -237,6 +237,7 @@ def test_missing_files(job, capsys, monkeypatch):
         ),
         ("data.max_sequence_length=10000000000", "'data.max_sequence_length' must be less than or equal to 2147483647"),
         ("data.max_bad_fraction=nan", "'data.max_bad_fraction' must be less than or equal to 1, not nan."),
+        ('run.report_to=["wandb","wandb"]', "it names 'wandb' twice; name each service once"),
         ("evaluate.max_new_tokens=10000000000", "'evaluate.max_new_tokens' must be less than or equal to 1000000"),
         (
             "transforms.audio.n_fft=2000000000",

@@ -1,14 +1,21 @@
 """Dropout on several ranks is that of one process, however items are placed, sharded and recomputed."""
 
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from cli.tiny_job import losses, metrics
+from cli.tiny_job import losses, metrics, write_tiny_job
+from dist.test_planned import DEEPER, train_under
+from dist.test_planned_evaluation import WHOLE, beside
+from motet.core.plan import Unit
+from motet.core.plan_file import write_plan
 from motet.train.recipe.recipe_file import load_recipe
-from motet.train.trainer import train
+from motet.train.trainer import _Run, train
 from ranks import run_ranks
 
 DROPPING = (
@@ -55,3 +62,40 @@ def test_it_is_repeated_and_has_an_effect(job, alone, tmp_path):
     off = [override for override in DROPPING if "dropout" not in override]
     run_ranks(train_rank, 1, str(job), [*off, "model.encoders.audio.config.dropout=0.0", f"run.dir={tmp_path / 'off'}"])
     assert abs(losses(tmp_path / "off")[0] / losses(alone)[0] - 1) > 1e-6
+
+
+NOISY = """
+import torch
+
+def noisy(values, sizes):
+    return values + torch.randn_like(values), sizes
+"""
+
+
+def test_ranks_that_share_products_draw_alike_what_is_not_keyed_by_item():
+    def drawn(rank, tensor_index, step=3):
+        job = SimpleNamespace(tensor_index=tensor_index)
+        run = SimpleNamespace(seed=0)
+        _Run._seed(SimpleNamespace(recipe=SimpleNamespace(run=run), world=SimpleNamespace(rank=rank), job=job), step)
+        return float(torch.rand(()))
+
+    assert drawn(0, 0) == drawn(1, 1) != drawn(2, 0) == drawn(3, 1)
+    assert drawn(0, 0, step=4) != drawn(0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"schedule": "data_parallel"}, {}], ids=["data parallelism", "stages"])
+def test_noise_of_a_callback_is_one_on_ranks_that_share_products(tmp_path, options):
+    """They had noise of their own, and products of one row were made of several rows, with recomputation of others."""
+    job, found = write_tiny_job(tmp_path / "data", 12, 0), {}
+    job.with_name("own.py").write_text(NOISY)
+    overrides = [*DEEPER, "run.steps=2", "run.report_to=[]", "model.encoders.image.before=own.py:noisy"]
+    overrides += ["model.encoders.audio.config.dropout=0.0", "model.backbone.config.attention_dropout=0.0"]
+    recompute = ({"image": 2, "backbone": 3},)
+    plan = beside(job, Unit("all", (WHOLE,), tp=2, zero=0, recompute=recompute), **options)
+    write_plan(replace(plan, microbatch_size=6), tmp_path / "plan.json")
+    for num_ranks, file in ((1, None), (2, str(tmp_path / "plan.json"))):
+        run_dir = tmp_path / str(num_ranks)
+        run_ranks(train_under, num_ranks, str(job), [*overrides, f"run.dir={run_dir}"], file)
+        found[num_ranks] = losses(run_dir)
+    assert found[2] == pytest.approx(found[1], rel=1e-10)

@@ -48,6 +48,33 @@ def evaluate(rank, num_ranks, recipe, overrides, plan=None):
         return found, [sentence for sentence in said if "evaluation" in sentence]
 
 
+def decoded(rank, num_ranks, recipe, overrides, plan):
+    """The names of the files that this rank decodes in an evaluation."""
+    read, chosen = recipe_under_plan(load_recipe(Path(recipe), overrides), Path(recipe), Path(plan))
+    with join_world("cpu") as world, ExitStack() as cleanup:
+        job, names = build_job(read, world, "never", lambda said: None, cleanup, chosen), []
+        submit = job.decoder.submit
+
+        def counted(refs, readers):
+            names.extend(ref.name for ref in refs)
+            return submit(refs, readers)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(job.decoder, "submit", counted)
+            job.evaluator.run(job.model)
+        return names
+
+
+def test_what_fills_up_a_batch_is_not_decoded_again(job, tmp_path):
+    """Four examples, one at a time in batches of six: of a large batch nearly all decoding was of copies."""
+    write_plan(plan_of(job, FEW_CUTS), tmp_path / "plan.json")
+    overrides = [*DEEPER[1:], f"run.dir={tmp_path}", "evaluate.batch_size=1", "evaluate.max_examples=4"]
+    overrides += ["evaluate.max_new_tokens=1"]
+    for names in run_ranks(decoded, 2, str(job), overrides, str(tmp_path / "plan.json")):
+        # Once for the loss, and once for the answers.
+        assert all(names.count(name) <= 2 for name in names), names
+
+
 @pytest.fixture(scope="module")
 def expected(job, tmp_path_factory):
     overrides = [*EVALUATED, f"run.dir={tmp_path_factory.mktemp('alone')}"]

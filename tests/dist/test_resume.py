@@ -66,6 +66,24 @@ def test_a_resumed_run_tells_what_was_held_out_before_it(job, tmp_path):
     assert [*by_step()] == ["1"]
 
 
+def train_traced(rank, num_ranks, recipe, overrides):
+    with redirect_stdout(StringIO()) as printed:
+        train(load_recipe(Path(recipe), overrides), trace=True)
+    return printed.getvalue()
+
+
+def test_a_run_that_has_ended_keeps_its_trace_and_an_evaluation_a_step(job, tmp_path):
+    """The same command takes no step, and evaluates the last one again. Its trace was one without a span."""
+    overrides = ["run.steps=2", "run.report_to=[]", "evaluate.every_steps=1", "evaluate.max_new_tokens=1"]
+    arguments = train_traced, 1, str(job), [f"run.dir={tmp_path}", *overrides]
+    run_ranks(*arguments)
+    kept = {name: (tmp_path / name).read_text() for name in ("trace.json", "timeline.json", "heldout.jsonl")}
+    (said,) = run_ranks(*arguments)
+    assert "No step was left to take, so what an earlier --trace wrote stays as it is." in said
+    assert {name: (tmp_path / name).read_text() for name in kept} == kept
+    assert kept["heldout.jsonl"].count("\n") == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [(4, 2), (2, 3)])
 def test_on_another_number_of_ranks_the_same_examples_follow(job, tmp_path, first, second):

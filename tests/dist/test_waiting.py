@@ -201,9 +201,9 @@ def test_a_rank_whose_process_is_gone_is_named(job, tmp_path, where):
     assert code != 0
     assert len(said) == 1, text
     if where == "in a message":
-        assert re.match(
-            r"motet train, rank 0: lost rank 1, which died without a word at 0\S+ of step 3; the sy", said[0]
-        )
+        # A rank that is late may see it before its first action of the step.
+        at = r"(0\S+ of )?step 3"
+        assert re.match(rf"motet train, rank 0: lost rank 1, which died without a word at {at}; the sy", said[0])
     else:
         assert said[0] == "motet, rank 0: lost rank 1, which died without a word."
 

@@ -87,6 +87,29 @@ def losses_with_dropout(rank, num_ranks, plan, leave_in_eval=False, frozen=()):
     return losses
 
 
+def drawn_in_a_step(rank, num_ranks, plan):
+    """What a callback draws in a step, on each rank, and what the loop draws behind it."""
+    model, drawn = build(), []
+
+    def noisy(values, sizes):
+        drawn.append(float(torch.rand(())))
+        return values, sizes
+
+    model.encoders["image"].before = noisy
+    torch.manual_seed(7 + rank)
+    motet.apply(model, plan, sgd).step(example_module("hf_parts").batches()[0])
+    return drawn, float(torch.rand(()))
+
+
+def test_ranks_that_share_products_draw_noise_alike():
+    units = (Unit("image", ({"image": 2},), tp=2, zero=0), Unit("backbone", ({"backbone": 2},), first_rank=2))
+    plan = plan_of(units, schedule="gpipe")
+    plan = replace(plan, cluster=replace(plan.cluster, ranks_per_node=3))
+    (first, own), (other, others_own), _ = run_ranks(drawn_in_a_step, 3, plan)
+    assert first == other and len(set(first)) == len(first) > 0
+    assert own == float(torch.rand((), generator=torch.Generator().manual_seed(7))) != others_own
+
+
 def test_every_plan_drops_out_the_same(alone):
     beside, chain = (
         run_ranks(losses_with_dropout, 2, plan_of(units, schedule="gpipe"))[0] for units in (BESIDE, CHAIN)
@@ -373,6 +396,7 @@ MISTAKES = {
     "closure": "motet.apply: LBFGS takes several losses in a step",
     "hook": "motet.apply: backbone.causal_lm.lm_head.weight has a hook on its gradient",
     "module hook": "motet.apply: backbone.causal_lm has a hook on its forward or backward pass, which would not run",
+    "hook on what is read": "motet.apply: encoders.image.encoder.model.embeddings.patch_embedding has a hook on its",
     "adapter": "model.layers.0.inner.self_attn.q_proj is an adapter of peft",
     "float16": "step: autocast is in float16, in which small gradients become 0",
     "part": "motet.apply: the model is a part already",
@@ -449,6 +473,9 @@ def refused(rank, num_ranks):
         elif what == "module hook":
             model.backbone.causal_lm.model.layers[0].register_forward_hook(lambda *_: None)
             model.backbone.causal_lm.register_forward_hook(lambda *_: None)
+        elif what == "hook on what is read":
+            model.backbone.causal_lm.model.embed_tokens.register_forward_hook(lambda *_: None)  # It is called.
+            model.encoders["image"].encoder.model.embeddings.patch_embedding.register_forward_hook(lambda *_: None)
         elif what == "adapter":
             inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), model.backbone.causal_lm)
         elif what == "float16":

@@ -51,7 +51,7 @@ class Origin:
     speaks:        whether this rank reports it; False if another rank reports the same.
     folder:        the folder for its traceback; None is the folder for temporary files.
     memory_advice: what the user can do if memory ran out.
-    action:        what the rank executed: an action of a Program, and the step.
+    action:        what the rank executed: an action of a Program and the step, or the step alone.
     waits_for:     the rank that it waited for; None where all wait for all.
     others:        what is known of the other ranks, as the rest of a sentence.
     """
@@ -72,6 +72,17 @@ def originating(**known: Any) -> Iterator[None]:
         yield
     except BaseException as error:
         note_origin(error, **known)
+        raise
+
+
+@contextmanager
+def happening(action: str) -> Iterator[None]:
+    """Note what the rank does on every exception that leaves the block, unless something within has noted it."""
+    try:
+        yield
+    except Exception as error:
+        if not origin_of(error).action:
+            note_origin(error, action=action)
         raise
 
 

@@ -38,3 +38,21 @@ def import_file(where: str, file: str | Path) -> ModuleType:
         del sys.modules[name]
         raise UserError(f"{where}: {path} cannot be imported ({type(error).__name__}: {error})") from error
     return module
+
+
+def file_named(named: str) -> Path | None:
+    """The file of what "folder/file.py:Name" or "package.module:name" names; None where there is none to be read.
+
+    Example:
+        >>> file_named("motet.core.own_file:file_named").name, file_named("nothing.at.all:name")
+        ('own_file.py', None)
+    """
+    if found := NAMED_IN_FILE.fullmatch(named):
+        file = found[1]
+    else:
+        try:
+            spec = importlib.util.find_spec(named.partition(":")[0])
+        except (ImportError, ValueError):
+            return None
+        file = "" if spec is None or spec.origin is None else spec.origin
+    return Path(file) if file and Path(file).is_file() else None

@@ -41,7 +41,7 @@ def cost_model(
             f"{profile_file} was measured in {profile.precision} and the plan computes in {precision}: profile a "
             "recipe that computes as the plan does, or change the plan's precision."
         )
-    measured, device = _catalogued(profile.device), cluster.device.name
+    measured, device = measured_on(profile.device), cluster.device.name
     if not any_device and device in DEVICES and measured not in ("", device):
         raise UserError(
             f"{profile_file} was measured on {profile.device}, and its seconds say nothing of {device}: profile on "
@@ -60,7 +60,7 @@ def cost_model(
     return Profiled(profile, cluster)
 
 
-def _catalogued(name: str) -> str:
+def measured_on(name: str) -> str:
     """What the catalogue calls the device of a profile; "" if it does not have it."""
     known = device_called(name)
     return "cpu" if name.startswith("cpu") else known.name if known else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
@@ -294,7 +295,8 @@ def build_mllm(
     once are then projectors, classes of the user's own, and weights in a directory that cannot be read by the slice.
     Raises UserError for an HF option that is unknown, out of bounds or not computed as in transformers; for a directory
     that is missing or holds another family; for a vocabulary smaller than vocab_size; for a custom class that does not
-    fulfil the contract; for targets of adapters that name no layer; for a pattern of `freeze` that no weight matches.
+    fulfil the contract; for targets of adapters that name no layer; for a pattern of `freeze` that no weight matches,
+    or frozen ones alone.
     """
     # First of all: what is wrong with them is said before anything large is built.
     callbacks = {name: _callbacks(name, part, dtype, seed) for name, part in config.encoders.items()}
@@ -318,9 +320,15 @@ def build_mllm(
     }
     model = MLLM(encoders, backbone, generators)
     add_lora(model, config.lora, seed)
-    for pattern in config.freeze:
-        for weight in weights_named(model, pattern, "model.freeze"):
-            weight.requires_grad_(False)
+    named = {pattern: weights_named(model, pattern, "model.freeze") for pattern in config.freeze}
+    for pattern, weights in named.items():
+        if not any(weight.requires_grad for weight in weights):
+            raise UserError(
+                f"model.freeze: all weights that match {pattern!r} are frozen without it; remove it (of training "
+                "phases, state it in those in which they learn)"
+            )
+    for weight in chain.from_iterable(named.values()):
+        weight.requires_grad_(False)
     return model
 
 

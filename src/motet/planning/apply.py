@@ -112,10 +112,11 @@ def _check_model(mllm: nn.Module) -> None:
             f"motet.apply: {hooked} has a hook on its gradient, which a plan may compute elsewhere, in parts and by "
             "microbatches: remove it."
         )
-    if hooked := next((name for name in _around_blocks(modules) if hooks_passes(modules[name])), None):
+    if hooked := next((name for name in _around_blocks(mllm, modules) if hooks_passes(modules[name])), None):
         raise UserError(
             f"motet.apply: {hooked} has a hook on its forward or backward pass, which would not run, or not on the "
-            "whole of it, as stages call its blocks: register it on a block, or on a module in one."
+            "whole of it, as stages call blocks, and compute what is around them by themselves: register it on a "
+            "block, or on a module in one."
         )
     if foreign := next((name for name, each in modules.items() if type(each).__module__.startswith("peft.")), ""):
         raise UserError(
@@ -124,12 +125,21 @@ def _check_model(mllm: nn.Module) -> None:
         )
 
 
-def _around_blocks(modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """The names of modules of several others that are neither blocks, nor in one, nor projectors, which run whole."""
+def _around_blocks(mllm: MLLM, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """The names of modules that are neither blocks, nor in one, nor projectors, which run whole.
+
+    Of single ones those of which steps may read the weights alone: tables of positions, convolutions of patches.
+    """
     blocks = [f"{name}." for name, each in modules.items() if isinstance(each, Block)]
+    parts = {f"encoders.{name}.encoder.": each.encoder for name, each in mllm.encoders.items()}
+    parts |= {f"generators.{name}.generator.": each.generator for name, each in mllm.generators.items()}
+    read = tuple(prefix for prefix, part in parts.items() if type(part).__module__.startswith("motet."))
+    text = mllm.backbone.text
+    called = {id(each) for each in (text.table, text.norm, mllm.backbone.causal_lm.lm_head)}
     for name, each in modules.items():
         is_whole = f"{name}.".startswith(tuple(blocks)) or "projector" in name.split(".")
-        if name and next(each.children(), None) is not None and not is_whole:
+        is_read = name.startswith(("backbone.causal_lm.", *read)) and id(each) not in called
+        if name and not is_whole and (is_read or next(each.children(), None) is not None):
             yield name
 
 

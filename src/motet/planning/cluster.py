@@ -75,6 +75,20 @@ def words_of_another(
     )
 
 
+def words_of_unused_peaks(
+    path: Path, stated: ClusterConfig | None, options: ClusterOptions, overrides: Sequence[str], precision: str
+) -> str:
+    """The sentence on peaks in `[cluster]` none of which is of the job's precision; "" if there are none."""
+    if stated is None or not stated.peak_tflops or precision in stated.peak_tflops:
+        return ""
+    if "peak_tflops" in _of_another(stated, options.device, overrides):
+        return ""
+    return (
+        f"{path}: peak_tflops in [cluster] is of {', '.join(stated.peak_tflops)}, and the job computes in {precision}, "
+        f"so it has no effect: the catalogue's peak of {options.device or stated.device} is taken; state {precision}."
+    )
+
+
 def _of_another(stated: ClusterConfig, device: str | None, overrides: Sequence[str]) -> tuple[str, ...]:
     """The numbers of `[cluster]` that are of another device than the one named: all but those of the job.
 

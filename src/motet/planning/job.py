@@ -12,7 +12,7 @@ from motet.core.errors import UserError
 from motet.core.plan import ADAM_MOMENTS
 from motet.cost.source import cost_model
 from motet.planner.job import Job
-from motet.planning.cluster import ClusterOptions, cluster_of, words_of_another
+from motet.planning.cluster import ClusterOptions, cluster_of, words_of_another, words_of_unused_peaks
 from motet.planning.planned_recipe import check_counted, read_job_recipe
 from motet.planning.sources import check_tokens, workload_at, workload_of
 
@@ -40,8 +40,12 @@ def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()
     if read.recipe is not None:
         check_counted(path, read.recipe)
     cluster = cluster_of(path, read.cluster, options.cluster, "cpu" if read.trains else None, overrides)
-    if said := words_of_another(path, read.cluster, options.cluster, overrides):
-        print(said, file=sys.stderr)
+    for said in (
+        words_of_another(path, read.cluster, options.cluster, overrides),
+        words_of_unused_peaks(path, read.cluster, options.cluster, overrides, read.precision),
+    ):
+        if said:
+            print(said, file=sys.stderr)
     workload, balancing, policy = read.workload, by_operations, {}
     recipe = read.recipe
     if recipe is not None:

@@ -20,7 +20,7 @@ from motet.core.words import counted_words
 from motet.core.workload import BatchLengths
 from motet.dispatch import LoadedExample, RankBatch
 from motet.dispatch.loaded import LoadedTables, Measure, tables_of
-from motet.dropout import drops_out, example_keys
+from motet.dropout import drops_out, example_keys, step_seed
 from motet.models.export import export_hf
 from motet.models.mllm import MLLM
 from motet.runtime.mesh import build_mesh
@@ -88,7 +88,9 @@ class ParallelMLLM:
                computes on what its stages need of them.
         The model is put in train mode, as `motet train` and HF Trainer do; parts in which nothing learns stay in eval
         mode. Dropout and noise are drawn by the example's place in the batch, the number of the step, and torch's seed
-        on rank 0. The result has the loss of the whole step, the mean over its targets and, of each generator, `weight`
+        on rank 0; noise of modules of one's own by that seed, the step and the rank, alike on ranks that share
+        products. The loop's own generators stay as they are.
+        The result has the loss of the whole step, the mean over its targets and, of each generator, `weight`
         times the mean over the rows of its items (`losses` has them apart), and the gradient norm before clipping.
         Raises JointUserError on all ranks for a batch that is not as it must be on any of them, and, behind the first
         step, for a buffer that it has changed (`train/changing_buffers.py`).
@@ -96,7 +98,9 @@ class ParallelMLLM:
         batches = self._dealt("step", batch, self._decide)
         self._step.held.updated()  # The loop may have changed weights, as one that evaluates their averages does.
         self.model.train()  # `from_pretrained` gives models in eval mode, and a loop may evaluate between steps.
-        with self._autocast():
+        devices = [self._world.device] if self._world.device.type == "cuda" else []
+        with self._autocast(), torch.random.fork_rng(devices):
+            torch.manual_seed(step_seed(self._seed, self.num_steps, self._world.rank - self._step.place.t))
             result = self._step.run(batches, self.num_steps)
         self.num_steps += 1
         if not self._are_checked:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -29,6 +30,7 @@ from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.phases import PhaseTimes, Picoseconds, phase_times
 from motet.cost.profile import PROFILE_FILE, Profile, read_profile
 from motet.cost.profiled import message_fit
+from motet.cost.source import measured_on
 from motet.dispatch import BalanceConfig, Orchestrator
 from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
@@ -45,12 +47,24 @@ class MeasuredPhases:
     link, inter_node: links of an exchange inside a node, and between nodes; None if not measured. If a profile has only
                       exchanges between nodes, both are this link.
     digest:           hash of the profile's file.
+    file, device:     the file, and what its device is called there.
     """
 
     phases: Mapping[str, PhaseTimes]
     link: Link | None
     inter_node: Link | None
     digest: str
+    file: Path
+    device: str
+
+    def elsewhere_words(self, here: str) -> str:
+        """The sentence where it was measured on another device of the catalogue than the run's, `here`; else ""."""
+        if not here or measured_on(self.device) in ("", here):
+            return ""
+        return (
+            f"{self.file} was measured on {self.device}, and this run is on {here}: what items weigh in balancing is "
+            "of another device; motet profile measures it here."
+        )
 
 
 def read_measured(recipe: Recipe, spec: ModelSpec) -> MeasuredPhases | None:
@@ -78,9 +92,8 @@ def read_measured(recipe: Recipe, spec: ModelSpec) -> MeasuredPhases | None:
                 "motet profile --seconds."
             )
     inside, between = (_exchange_link(profile, has_nodes=has_nodes) for has_nodes in (False, True))
-    return MeasuredPhases(
-        phases, inside or between, between, hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-    )
+    digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    return MeasuredPhases(phases, inside or between, between, digest, path, profile.device)
 
 
 def _exchange_link(profile: Profile, *, has_nodes: bool) -> Link | None:

@@ -85,7 +85,7 @@ class PlannedEvaluator:
             if stopped := any(self._world.gather(is_stopped())):
                 break
             chunk = np.arange(start, min(start + size, count))
-            batches, kept = self._loaded(self._dataset, self._decoder, chunk)
+            batches, kept = self._loaded(self._dataset, _DecodedOnce(self._decoder), chunk)
             loss_sum, num_targets, *loss_sums = self._step.evaluate(batches).tolist()
             rows = [sum(int(batch.lengths.items[name].length.sum()) for batch in batches) for name in generators]
             of_generators = chain(*zip(loss_sums, rows, strict=True))
@@ -105,7 +105,8 @@ class PlannedEvaluator:
             asked = np.array(examples_to_make(self._dataset, names, count, self._config.num_made), dtype=np.int64)
         made = list[MadeItem]()
         for start in range(0, len(asked), size):
-            batches, examples = self._loaded(self._dataset, self._decoder, asked[start : start + size])
+            once = _DecodedOnce(self._decoder)
+            batches, examples = self._loaded(self._dataset, once, asked[start : start + size])
             samplers = {name: _Sampling(model.generators[name]) for name in makers(model)}
             self._sample(model, batches, samplers)
             for name, sampler in samplers.items():
@@ -340,7 +341,7 @@ class _Sampling:
 
 
 class _DecodedOnce:
-    """A decoder that keeps what it has decoded."""
+    """A decoder that keeps what it has decoded: for each new token, and for examples that only fill up a batch."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder

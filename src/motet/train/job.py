@@ -56,8 +56,9 @@ from motet.train.balancing import (
 from motet.train.checkpoint.choice import Say
 from motet.train.checkpoint.contents import CHECKPOINTS, Progress
 from motet.train.checkpoint.resuming import resume_run
-from motet.train.checkpoint.same_run import stated
+from motet.train.checkpoint.same_run import own_files, stated
 from motet.train.checkpoint.saving import Checkpointer
+from motet.train.device import device_name
 from motet.train.evaluate import Evaluator, check_prompts
 from motet.train.evaluate_planned import PlannedEvaluator
 from motet.train.export import check_export
@@ -136,6 +137,13 @@ class TrainingJob:
     def _draws_by_item(self) -> bool:
         return drops_out(self.model) or bool(self.model.generators)
 
+    @property
+    def tensor_index(self) -> int:
+        """The place of this rank among those that share its products; 0 if none do."""
+        if isinstance(self.step, PlannedStep):
+            return self.step.place.t
+        return 0 if self.mesh.tensor is None else self.mesh.tensor.index
+
     def drawn(self, step: int, fed: StepInput) -> list[RankBatch]:
         """The microbatches; if anything is drawn, with keys by which every rank draws as one process would."""
         if not self._draws_by_item:
@@ -155,6 +163,8 @@ def build_job(
     """
     if unused := unused_pieces(recipe, None if chosen is None else chosen.plan):
         say(unused)
+    if chosen is not None:
+        _check_same_plan(world, chosen.plan)
     if chosen is not None and chosen.plan.schedule != "data_parallel":
         return _build_planned_job(recipe, world, resume, say, cleanup, chosen)
     check_same_backend(world)
@@ -175,6 +185,8 @@ def build_job(
             opened.leave_out_too_long(recipe, plan_alone(recipe, subject.spec, ranks), orchestrator, say)
     decoder = open_decoder(recipe.data, opened.transforms, world, say, cleanup)
     check_same_profile(world, subject.measured)
+    if subject.measured is not None and (elsewhere := subject.measured.elsewhere_words(device_name(world.device))):
+        say(elsewhere)
     dataset = opened.agreed(recipe, subject.model, world, say)
     with world.together():
         check_bad_at_indexing(recipe, dataset)
@@ -420,6 +432,7 @@ def _start(
         shuffle=recipe.data.shuffle,
         optimizer=recipe.optimizer.name,
         stated=stated(recipe),
+        own_files=own_files(recipe),
     )
 
 
@@ -489,7 +502,6 @@ def _build_planned_job(
     check_items_to_make(model, [dataset], world)
     check_items_to_read(model, [dataset], world)
     check_buckets_used(recipe, model, [dataset], world)
-    _check_same_plan(world, plan)
     check_same_examples(world, dataset, heldout)
     check_prompts(heldout, recipe.evaluate, world, say)
     given, recipe = recipe.run, _in_steps(recipe, dataset, order, world, say)

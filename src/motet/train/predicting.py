@@ -22,8 +22,8 @@ import torch
 from motet.assign.planned_step import by_replica
 from motet.core.errors import UserError
 from motet.cost.model import CostModel
-from motet.cost.profile import PROFILE_FILE
-from motet.cost.source import cost_model
+from motet.cost.profile import PROFILE_FILE, read_profile
+from motet.cost.source import cost_model, measured_on
 from motet.dispatch import RankBatch
 from motet.dispatch.edge_messages import assignment_of
 from motet.runtime.step import StepResult
@@ -47,7 +47,14 @@ def run_cost(chosen: ChosenPlan, recipe: Recipe, device: torch.device) -> CostMo
     plan, profile = chosen.plan, recipe.run.dir / PROFILE_FILE
     try:
         if profile.exists():
-            return cost_model(plan.cluster, plan.precision, profile, moments=plan.moments)
+            cost = cost_model(plan.cluster, plan.precision, profile, moments=plan.moments)
+            measured, here = read_profile(profile).device, device_name(device)
+            if not here or measured_on(measured) in ("", here):
+                return cost
+            return (
+                f"Steps are not predicted, and predicted_s is null: {profile} was measured on {measured}, and this run "
+                f"is on {here}, which motet profile would measure."
+            )
         if plan.cluster.device.name == device_name(device):
             return cost_model(plan.cluster, plan.precision, moments=plan.moments)
     except UserError as error:

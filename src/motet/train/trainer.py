@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-import numpy as np
 import torch
 
-from motet.core.errors import JointUserError, originating
+from motet.core.errors import JointUserError, happening, originating
 from motet.core.plan_file import plan_digest
 from motet.core.timeline import Span, Timeline
 from motet.dispatch import RankBatch
+from motet.dropout import step_seed
 from motet.models.compiling import uncompiled
 from motet.runtime.planned_step import PlannedStep
 from motet.runtime.step import StepResult
@@ -56,6 +56,7 @@ from motet.train.report.rank_time import RankTime
 from motet.train.report.step_lines import heldout_steps, to_json
 from motet.train.report.summary import summarise, summary_lines
 from motet.train.run_folder import locked_run_folder, writing
+from motet.train.same_recipe import check_same_recipe
 from motet.train.stop import StopSignal
 from motet.train.world import StartedRanks, World, join_world
 
@@ -109,6 +110,7 @@ def train(
         with world.together():
             if world.is_first:
                 cleanup.enter_context(locked_run_folder(recipe.run.dir, say))
+        check_same_recipe(recipe, world)
         if phase is not None:
             name = f"Phase {phase.name} ({phase.number} of {phase.count})"
             if phase.number < phase.count and resume == "auto" and world.gather(has_ended(recipe))[0]:
@@ -207,45 +209,51 @@ class _Run:
         with self._open_feed() as feed:
             ended = StepEnd.now()
             for step in range(self.first_step, recipe.run.num_steps):
-                fed = self._corrected(feed.next_step())
-                waited_s = time.perf_counter() - ended.time_s
-                lacking_bytes = self.job.recomputation.lacking_bytes(fed.batches)
-                result, cause = self._step(step, fed)
-                if step == self.first_step:
-                    self.buffers.check(self.world)
-                now = StepEnd.now()
-                measured = MeasuredStep(
-                    now.time_s - ended.time_s,
-                    waited_s,
-                    fed.decide_s,
-                    now.core_wait_s - ended.core_wait_s,
-                    result.seconds_by_action,
-                    self.job.recomputation.metrics(fed.batches),
-                    RankTime.of(result),
-                    DecodingSoFar.of(feed.ahead, self.job.decoder),
-                    lacking_bytes,
-                )
-                ended = now
-                request = self._record(result, cause, fed, measured)
-                done = step + 1
-                self.job.progress = dataclasses.replace(
-                    self.job.progress,
-                    step=done,
-                    position=fed.position,
-                    num_bad=fed.num_bad,
-                    num_skipped=self.job.progress.num_skipped + (not result.is_finite),
-                    loss_scale=self.job.step.loss_scale and self.job.step.loss_scale.value,
-                    num_finite=self.job.step.loss_scale.num_finite if self.job.step.loss_scale else 0,
-                )
-                self.write_profile()
-                if request:
-                    self._leave(request)
-                if done == recipe.run.num_steps or _is_due(done, recipe.checkpoint.every_steps):
-                    self._save()
-                if _is_due(done, recipe.evaluate.every_steps):
-                    if not self._evaluate():
-                        self._leave(_STOP)
-                    ended = StepEnd.now()
+                with happening(f"step {step + 1}"):
+                    ended = self._take(step, feed, ended)
+
+    def _take(self, step: int, feed: Feed, ended: StepEnd) -> StepEnd:
+        """Take a step, and what is due behind it. ended: when the one before did. Returns when it did. A collective."""
+        recipe = self.recipe
+        fed = self._corrected(feed.next_step())
+        waited_s = time.perf_counter() - ended.time_s
+        lacking_bytes = self.job.recomputation.lacking_bytes(fed.batches)
+        result, cause = self._step(step, fed)
+        if step == self.first_step:
+            self.buffers.check(self.world)
+        now = StepEnd.now()
+        measured = MeasuredStep(
+            now.time_s - ended.time_s,
+            waited_s,
+            fed.decide_s,
+            now.core_wait_s - ended.core_wait_s,
+            result.seconds_by_action,
+            self.job.recomputation.metrics(fed.batches),
+            RankTime.of(result),
+            DecodingSoFar.of(feed.ahead, self.job.decoder),
+            lacking_bytes,
+        )
+        request = self._record(result, cause, fed, measured)
+        done = step + 1
+        self.job.progress = dataclasses.replace(
+            self.job.progress,
+            step=done,
+            position=fed.position,
+            num_bad=fed.num_bad,
+            num_skipped=self.job.progress.num_skipped + (not result.is_finite),
+            loss_scale=self.job.step.loss_scale and self.job.step.loss_scale.value,
+            num_finite=self.job.step.loss_scale.num_finite if self.job.step.loss_scale else 0,
+        )
+        self.write_profile()
+        if request:
+            self._leave(request)
+        if done == recipe.run.num_steps or _is_due(done, recipe.checkpoint.every_steps):
+            self._save()
+        if _is_due(done, recipe.evaluate.every_steps):
+            if not self._evaluate():
+                self._leave(_STOP)
+            return StepEnd.now()
+        return now
 
     def _save(self) -> None:
         """Start to save a checkpoint of the steps done. A collective."""
@@ -332,10 +340,11 @@ class _Run:
     def _seed(self, step: int) -> None:
         """Seed torch from (run.seed, step, rank), so that a resumed run needs no generator state.
 
-        It draws what is not keyed by item: noise of a user's own modules.
+        It draws what is not keyed by item: noise of a user's own modules. Ranks that share products draw alike, as all
+        of them compute what is around the products.
         """
-        seed = np.random.SeedSequence((self.recipe.run.seed, step, self.world.rank)).generate_state(1, np.uint64)
-        torch.manual_seed(int(seed[0]) >> 1)
+        first = self.world.rank - self.job.tensor_index
+        torch.manual_seed(step_seed(self.recipe.run.seed, step, first))
 
     def _saved(self) -> str:
         """Save a checkpoint of the steps done; returns the end of a sentence about it. A collective."""
@@ -443,6 +452,9 @@ class _Run:
     def _write_trace(self) -> None:
         """Write the spans of all ranks, two ways, and a page of the last step. A collective."""
         if self.spans is None:
+            return
+        if self.job.progress.step == self.first_step:
+            self._say("No step was left to take, so what an earlier --trace wrote stays as it is.")
             return
         spans = [span for of_rank in self.world.gather(self.spans) for span in of_rank]
         with self._on_first_rank():

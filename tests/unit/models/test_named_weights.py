@@ -44,9 +44,9 @@ def test_a_shared_weight_has_the_name_that_checkpoints_have():
         weights_named(model, "1.*", "key")
 
 
-def frozen_names(*patterns):
+def frozen_names(*patterns, **options):
     with torch.device("meta"):
-        model = build_mllm(ModelConfig(backbone=BACKBONE, freeze=patterns), 16)
+        model = build_mllm(ModelConfig(backbone=BACKBONE, freeze=patterns, **options), 16)
     return {name for name, weight in model.named_parameters() if not weight.requires_grad}
 
 
@@ -61,3 +61,10 @@ def test_patterns_freeze_weights_of_a_model():
 def test_a_pattern_that_freezes_nothing_is_refused():
     with pytest.raises(UserError, match=r"model\.freeze: no weight of the model matches '\*\.layers\.7\.\*'"):
         frozen_names("*.layers.7.*")
+
+    with pytest.raises(
+        UserError, match=r"model\.freeze: all weights that match '\*bias' are frozen without it; remove"
+    ):
+        frozen_names("*bias", lora={"backbone": {"rank": 2}})
+    # What another pattern has frozen has learned before.
+    assert frozen_names("*.layers.0.*bias", "*.layers.*bias") == frozen_names("*.layers.*bias")

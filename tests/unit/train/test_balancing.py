@@ -22,6 +22,7 @@ from motet.planning.cluster import ClusterOptions
 from motet.planning.job import JobOptions
 from motet.planning.plan_of_recipe import read_recipe_as_plan
 from motet.train.balancing import build_orchestrator, check_same_backend, read_measured
+from motet.train.predicting import run_cost
 from motet.train.recipe.recipe_file import load_recipe
 from motet.train.report.metrics import balance_metrics, phase_metrics
 from motet.train.report.summary import methods_line
@@ -158,14 +159,35 @@ def test_what_predictions_do_not_price_is_refused(recipe_file):
 GRID = tuple(((count, length),) for count in (1, 4) for length in (8, 20, 60))
 
 
-def write_profile(recipe, spec):
+def write_profile(recipe, spec, device="cpu"):
     """Each layer takes a nanosecond for a row and a weight, and ten for a pair, in every pass."""
     modules = [
         ModuleTimes(name=module.name, grid=GRID, held_out=GRID, layers=tuple(layer_times(module)))
         for module in spec.modules
     ]
-    whole = {"recipe": "tiny", "device": "cpu", "precision": "float32", "torch": "2", "measured_at": "", "num_ranks": 1}
+    whole = {
+        "recipe": "tiny",
+        "device": device,
+        "precision": "float32",
+        "torch": "2",
+        "measured_at": "",
+        "num_ranks": 1,
+    }
     Profile(**whole, modules=tuple(modules)).write(recipe.run.dir / "profile.json")
+
+
+def test_a_profile_of_another_device_than_the_run_is_on_is_told(recipe_file, tmp_path):
+    """Balancing goes on by it, and nothing is predicted by it."""
+    recipe = load_recipe(recipe_file, (f"run.dir={tmp_path}", "balance.cost=profile"))
+    spec = model_spec(model_of(recipe))
+    plan, _ = read_recipe_as_plan(recipe_file, (), JobOptions(ClusterOptions("cpu", 1, 2)))
+    for device, is_here in (("cpu (2 cores)", True), ("NVIDIA H100 80GB HBM3", False)):
+        write_profile(recipe, spec, device)
+        said = read_measured(recipe, spec).elsewhere_words("cpu")
+        cost = run_cost(SimpleNamespace(plan=plan, file="plan.json"), recipe, torch.device("cpu"))
+        told = f"profile.json was measured on {device}, and this run is on cpu"
+        assert not isinstance(cost, str) if is_here else told in cost
+        assert said == "" if is_here else told in said
 
 
 def layer_times(module):

@@ -100,3 +100,14 @@ def test_what_is_no_setting_is_one_sentence(tmp_path, override, said):
         load_recipe(path, [override])
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_how_items_are_sampled_has_no_effect_without_held_out_prompts(tmp_path):
+    file, draw = tmp_path / "recipe.toml", "model.generators.draw"
+    file.write_text(RECIPE)
+    config = "config={ row_dim = 16, hidden = 16, num_layers = 1, num_heads = 2 }"
+    given = [f"{draw}.{key}" for key in ('makes="image"', 'family="dit"', "num_queries=1", config, "sampling.steps=4")]
+    assert load_recipe(file, given).model.generators["draw"].sampling.steps == 4
+    load_recipe(file, [*given, "data.heldout=[]"])  # Evaluation that is turned off.
+    with pytest.raises(UserError, match=r"model.generators.draw.sampling has no effect without data.heldout"):
+        load_recipe(file, [*given, "~data.heldout", "~evaluate"])

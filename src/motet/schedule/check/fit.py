@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
-from math import gcd
 
 from motet.core.errors import UserError
 from motet.core.limits import check_size
@@ -15,7 +14,13 @@ from motet.core.plan import ORDERED_BALANCES, Plan, Unit
 from motet.core.spec import Module
 from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
-from motet.schedule.plan_units import backbone_unit, pipelined_units, units_in_bubbles
+from motet.schedule.plan_units import (
+    backbone_unit,
+    joins_all_replicas,
+    num_islands,
+    pipelined_units,
+    units_in_bubbles,
+)
 
 MAX_MICROBATCHES = 100_000
 """Most microbatches of a replica in a step. Real steps take up to thousands; a mistyped batch size takes the host's
@@ -137,11 +142,13 @@ def _check_experts(plan: Plan) -> None:
             raise UserError(f"{where}{by}, and layers have {undivided[0]} experts; {what} must divide them.")
         if unit.dp * unit.cp % unit.ep:
             raise UserError(f"{where}; it must divide dp * cp, {unit.dp * unit.cp}, whose ranks share experts.")
-        islands = gcd(*(other.dp for other in pipelined_units(plan)))
-        if unit.cp % unit.ep and unit.dp != islands and unit is not backbone_unit(plan):
+        if unit.cp % unit.ep and unit.dp > num_islands(plan) and unit is not backbone_unit(plan):
+            right = "dp must divide that of each other unit"
+            if joins_all_replicas(plan):
+                right = f"balance must not be {plan.balance!r}, which lets any replica feed any other"
             raise UserError(
-                f"{where}, over replicas that other units feed in common, and it is not the backbone's; dp must divide "
-                f"that of each other unit, or ep must divide cp, {unit.cp}."
+                f"{where}, over replicas that other units feed in common, and it is not the backbone's; {right}, or ep "
+                f"must divide cp, {unit.cp}."
             )
 
 

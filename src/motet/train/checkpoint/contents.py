@@ -62,6 +62,7 @@ class Progress:
     scales:      by what the LoRA adapters of each part are multiplied; None in checkpoints that do not say it.
     optimizer:   its name; "" in checkpoints that do not say it.
     stated:      what the recipe says of inputs, model and targets (`same_run.py`); None in checkpoints without it.
+    own_files:   the files of the user's own that the recipe names, and digests of their texts, likewise.
     loss_scale, num_finite: the `LossScale` of the next step; None where modules do not compute in float16.
     options:     of the optimizer's groups and the weights in them, as a loop of one's own has set them; () otherwise.
 
@@ -90,6 +91,7 @@ class Progress:
     optimizer: str = ""
     options: tuple[tuple[dict[str, float | tuple[float, ...]], tuple[str, ...]], ...] = ()
     stated: Mapping[str, str] | None = None
+    own_files: Mapping[str, str] | None = None
 
 
 class _Stored(BaseModel):
@@ -119,6 +121,7 @@ class RunState(_Stored):
     optimizer: str = ""
     options: tuple[tuple[dict[str, float | tuple[float, ...]], tuple[str, ...]], ...] = ()
     stated: dict[str, str] | None = None
+    own_files: dict[str, str] | None = None
     num_ranks: int = Field(gt=0)
     launch: str
     written: AwareDatetime

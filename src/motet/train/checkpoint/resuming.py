@@ -21,7 +21,7 @@ from motet.train.checkpoint.contents import (
 )
 from motet.train.checkpoint.remote import RemoteCheckpoints, checkpoint_at, digest_at, is_stored
 from motet.train.checkpoint.restoring import load, load_weights
-from motet.train.checkpoint.same_run import check_beside, check_same_run
+from motet.train.checkpoint.same_run import changed_files, check_beside, check_same_run
 from motet.train.checkpoint.state import store_frozen
 from motet.train.input.own_splits import check_same_splits
 from motet.train.recipe.recipe import Recipe
@@ -63,8 +63,12 @@ def resume_run(
         return begun, []
     store_frozen(model, (start.beside or {}).keys() - (chosen.state.beside or {}).keys())
     progress = load(chosen.path, model, optimizer, world.control, world.together)
+    # Later checkpoints are written with what is there now, of which an older one may know nothing.
+    progress = replace(progress, stated=start.stated, own_files=start.own_files)
     is_done = progress.step == recipe.run.num_steps
     say(f"Resuming after step {progress.step} from {chosen.path}{', which is the last step' if is_done else ''}.")
+    if changed := changed_files(chosen.state, start.own_files or {}):
+        say(changed)
     return progress, chosen.line
 
 

@@ -3,11 +3,13 @@
 A checkpoint has weights, the optimizer's state and a position among the examples. So the examples and their order must
 be the same, and what is made of them: what the model is given, what it computes of that, and what it is to learn.
 Shapes and dtypes are compared where tensors are read (`storage.py`). All else may change: rates and other options of
-the optimizer, the weight of a loss, dropout, what learns of what learned, ranks, Plans, sharding and precision.
+the optimizer, the weight of a loss, dropout, what learns of what learned, ranks, Plans, sharding and precision. What
+another text of a file of the user's own changes is not known, so that it is said and not refused (`changed_files`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.core.errors import UserError
+from motet.core.own_file import file_named
 from motet.core.text_files import read_json
 from motet.train.checkpoint.choice import Start
 from motet.train.checkpoint.contents import Progress, RunState
@@ -47,7 +50,7 @@ def stated(recipe: Recipe) -> dict[str, str]:
     What is as by default is left out. Raises UserError for a file that is no JSON.
     """
     tables = recipe.model_dump(mode="json", include={"model", "transforms"}, exclude_defaults=True)
-    paths = [(key, Path(value)) for key, value in _leaves(tables) if key.endswith(".path") and ".lora." not in key]
+    paths = [(key, Path(value)) for key, value in table_leaves(tables) if key.endswith(".path") and ".lora." not in key]
     said = dict(_kept(tables))
     for key, folder in paths:
         for file in _FILES:
@@ -56,6 +59,42 @@ def stated(recipe: Recipe) -> dict[str, str]:
                     f"{inner} in {key}/{file}": value for inner, value in _kept(read_json(folder / file, infinite=True))
                 }
     return {key: json.dumps(value, sort_keys=True) for key, value in said.items()}
+
+
+def own_files(recipe: Recipe) -> dict[str, str]:
+    """Key of a recipe that names code of the user's own -> the file, and behind a blank a digest of its text."""
+    tables = recipe.model_dump(mode="json", include={"model", "modalities"}, exclude_defaults=True)
+    found: dict[str, str] = {}
+    for key, value in table_leaves(tables):
+        table, _, last = key.rpartition(".")
+        file: Path | None = None
+        if isinstance(value, str) and last in _NAMED_IN_FILE:
+            file = file_named(value)
+        elif isinstance(value, str) and last == "file" and table.startswith("modalities."):
+            file = Path(value)
+        if file is not None:
+            found[key] = f"{file} {hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()}"
+    return found
+
+
+def changed_files(then: RunState, now: Mapping[str, str]) -> str:
+    """The sentence on files of the user's own whose text is another than that of a checkpoint; "" if there is none.
+
+    now: as of `own_files`.
+    """
+    before = then.own_files or {}
+    others = [key for key in now if key in before and _digest(before[key]) != _digest(now[key])]
+    if not others:
+        return ""
+    named = ", ".join(f"{now[key].rpartition(' ')[0]} ({key})" for key in others)
+    return (
+        f"Since the checkpoint was written the text of {named} has changed: what the model is given or computes may be "
+        "another from here on."
+    )
+
+
+def _digest(file: str) -> str:
+    return file.rpartition(" ")[2]
 
 
 def check_same_run(chosen: Start, start: Progress, num_steps: int) -> None:
@@ -141,20 +180,20 @@ def _shown(value: str | None) -> str:
 
 def _kept(tables: Any) -> Iterator[tuple[str, Any]]:
     """The leaves that must not change. A null is none: files have or lack it as the version goes that wrote them."""
-    for key, value in _leaves(tables):
+    for key, value in table_leaves(tables):
         parts = key.split(".")
         if value is not None and not any(_MAY_CHANGE.fullmatch(part) for part in parts):
             # A file of the user's own may lie elsewhere.
             yield key, Path(value).name if parts[-1] in _NAMED_IN_FILE and isinstance(value, str) else value
 
 
-def _leaves(tables: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key -> value of nested tables."""
+def table_leaves(tables: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of nested tables; a list is a value."""
     if not isinstance(tables, dict):
         yield key, tables
         return
     for name, value in tables.items():
-        yield from _leaves(value, f"{key}.{name}" if key else str(name))
+        yield from table_leaves(value, f"{key}.{name}" if key else str(name))
 
 
 def _first_other(then: Mapping[str, object], now: Mapping[str, object]) -> str:

@@ -250,6 +250,12 @@ class Recipe(BaseModel):
             raise ValueError(
                 "[evaluate] has no effect without data.heldout; name held-out manifests, or remove [evaluate]"
             )
+        for name, generator in getattr(self.model, "generators", {}).items():
+            if "sampling" in generator.model_fields_set and not (self.is_drawn or is_stated):
+                raise ValueError(
+                    f"model.generators.{name}.sampling has no effect without data.heldout, of whose prompts items are "
+                    "made; name held-out manifests, or remove sampling"
+                )
         is_default = self.evaluate.num_made == EvaluateConfig.model_fields["num_made"].default
         if not is_default and not getattr(self.model, "generators", None):
             raise ValueError(

@@ -84,6 +84,13 @@ class RunConfig(BaseModel):
     def _one_or_several(cls, given: Any) -> Any:
         return (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else given
 
+    @field_validator("report_to")
+    @classmethod
+    def _each_once(cls, given: tuple[Service, ...]) -> tuple[Service, ...]:
+        if twice := next((name for name in given if given.count(name) > 1), ""):
+            raise ValueError(f"it names {twice!r} twice; name each service once")
+        return given
+
     @model_validator(mode="after")
     def _whole_microbatches(self) -> RunConfig:
         if self.batch_size % self.microbatches:

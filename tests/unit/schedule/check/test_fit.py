@@ -226,6 +226,12 @@ def test_replicas_that_other_units_feed_in_common_share_experts_of_the_backbone(
     made = Plan(mixture, cluster("h100", num_nodes=2), (image, llm), 12)
     with pytest.raises(UserError, match="unit 'image': ep is 3, over replicas that other units feed in common, and it"):
         check_fit(made)
+    evenly = image, replace(llm, dp=3, ep=3)
+    check_fit(replace(made, units=evenly))
+    with pytest.raises(
+        UserError, match=r"unit 'image': ep is 3, .*; balance must not be 'auto', which lets any replica"
+    ):
+        check_fit(replace(made, units=evenly, balance="auto"))
     image = replace(image, ep=1)
     for units, meets in (
         ((image, llm), True),

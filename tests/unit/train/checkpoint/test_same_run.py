@@ -11,7 +11,7 @@ from cli.tiny_job import RECIPE
 from motet.core.errors import UserError
 from motet.train.checkpoint.choice import Start
 from motet.train.checkpoint.contents import Progress, RunState
-from motet.train.checkpoint.same_run import check_same_run, check_stated, stated
+from motet.train.checkpoint.same_run import changed_files, check_same_run, check_stated, own_files, stated
 from motet.train.recipe.recipe_file import load_recipe
 
 MADE = """
@@ -128,6 +128,26 @@ def test_code_of_ones_own_may_lie_elsewhere(recipe, tmp_path):
     ]
     assert refusal(own[0], own[1]) == ""
     assert 'model.encoders.image.after = "own.py:a", not = "own.py:c"' in refusal(own[0], own[2])
+
+
+def test_another_text_of_code_of_ones_own_is_said(recipe, tmp_path):
+    """What it changes is not known. The same text elsewhere is the same, and installed packages count, too."""
+    for folder, text in (("a", "1"), ("b", "1"), ("c", "2")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "own.py").write_text(f"def own(rows, sizes):\n    return rows * {text}\n")
+    first, same, other = (
+        own_files(load_recipe(recipe, [f"model.encoders.image.after={tmp_path}/{folder}/own.py:own"]))
+        for folder in "abc"
+    )
+    then = RunState(**vars(replace(START, own_files=first)), num_ranks=1, launch="", written=datetime.now(UTC))
+    assert changed_files(then, same) == changed_files(then, {}) == ""
+    assert changed_files(then, other) == (
+        f"Since the checkpoint was written the text of {tmp_path}/c/own.py (model.encoders.image.after) has changed: "
+        "what the model is given or computes may be another from here on."
+    )
+    assert changed_files(then.model_copy(update={"own_files": None}), other) == "", "one that does not say it"
+    installed = own_files(load_recipe(recipe, ["model.encoders.audio.after=motet.models.merge:merge_rows"]))
+    assert [key for key, file in installed.items() if "/merge.py " in file] == ["model.encoders.audio.after"]
 
 
 def test_an_export_is_of_the_model_that_was_trained(recipe):
