@@ -20,7 +20,7 @@ import numpy as np
 
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.planner.stages.blocks import Blocks
-from motet.planner.stages.recompute import RecomputeMode, least_recompute
+from motet.planner.stages.recompute import LeastRecompute, RecomputeMode
 from motet.schedule import Kind, Program
 
 ROUNDS = 4
@@ -199,8 +199,9 @@ def _recomputed_on(blocks: Blocks, stage: Int64Array, limits: StageLimits, rank:
     saved = {name: blocks.saved_bytes[index] * in_flight[stage[index]] for name, index in indices.items()}
     grown = {name: np.maximum(blocks.recompute_working_bytes[index] - idle, 0) for name, index in indices.items()}
     # 3. Take the least that suffices for that moment; if another moment lacks bytes then, ask for as many more.
+    choice = LeastRecompute(seconds, saved, grown)
     while True:
-        counts = least_recompute(seconds, saved, lacking, grown)
+        counts = choice.for_bytes(lacking)
         if counts is None:
             return everything
         chosen = np.zeros(blocks.num_blocks, dtype=np.bool_)
