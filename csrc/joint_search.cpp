@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <utility>
 
@@ -17,12 +18,17 @@ constexpr int kNone = -1;               // in place of an example: nothing
 constexpr int kMaxCandidates = 128;     // of a rank with more examples, so many spread over its list are tried
 constexpr int kPairsPerSwap = 1 << 15;  // pairs compared for one swap
 constexpr float kSmallestGain = 1.0f / (1 << 13);  // of the worst rank's penalty
-constexpr int kLanes = 8;               // candidates compared at once
+constexpr int kLanes = 8;               // candidates, or ranks, compared at once
+constexpr int kFirst = 8;               // so many partners are looked at first, the most promising first
+constexpr int kBlock = 32;              // ranks of a block, of which one gains most
+constexpr float kRounding = 1.0f / (1 << 15);  // more than 2^-24 for each operation that a gain comes of
 constexpr float kNeverTaken = 1e18f;    // weight of what fills the last lanes: no swap with it is best
 
-// What a rank can give: weights [num_phases, num_lanes], a row a phase; the last candidate is nothing.
+// What a rank can give: weights [num_phases, num_lanes], a row a phase; the last candidate is nothing. heaviest: of the
+// weights.
 struct Candidates {
     int num_candidates = 0, num_lanes = 0;
+    float heaviest = 0;
     std::vector<float> weights;
 };
 
@@ -68,22 +74,45 @@ MOTET_WIDE float largest_above_0(const float* values, int count) {
     return std::bit_cast<float>(most);
 }
 
-// What each rank and the heavy one would gain by perfect halves. excess: [num_phases, num_ranks]. penalty: [num_ranks].
-MOTET_WIDE void gains_of_halves(const float* excess, const float* penalty, int num_ranks, int num_phases, int heavy,
+// What each rank and the heavy one would gain by perfect halves. excess: [num_phases, num_lanes]. penalty, gain:
+// [num_lanes], of whole lanes.
+MOTET_WIDE void gains_of_halves(const float* excess, const float* penalty, int num_lanes, int num_phases, int heavy,
                                 float* __restrict gain) {
-    std::fill_n(gain, num_ranks, 0.0f);
-    for (int phase = 0; phase < num_phases; ++phase) {
-        const float* of_phase = excess + static_cast<std::ptrdiff_t>(phase) * num_ranks;
-        const float own = of_phase[heavy];
-        for (int rank = 0; rank < num_ranks; ++rank) {
-            const float half = (own + of_phase[rank]) * 0.5f;
-            const float above = half > 0 ? half : 0.0f;
-            gain[rank] += above * above;
+    for (int first = 0; first < num_lanes; first += kLanes) {
+        Floats saved{}, others;
+        for (int phase = 0; phase < num_phases; ++phase) {
+            const float* of_phase = excess + static_cast<std::ptrdiff_t>(phase) * num_lanes;
+            std::memcpy(&others, of_phase + first, sizeof others);
+            const Floats half = (of_phase[heavy] + others) * 0.5f;
+            const Floats above = half > 0 ? half : Floats{};
+            saved += above * above;
         }
+        std::memcpy(&others, penalty + first, sizeof others);
+        const Floats gained = (penalty[heavy] + others) - 2 * saved;
+        std::memcpy(gain + first, &gained, sizeof gained);
     }
-    const float own = penalty[heavy];
-    for (int rank = 0; rank < num_ranks; ++rank) gain[rank] = (own + penalty[rank]) - 2 * gain[rank];
 }
+
+// The largest load of any rank, kept while single loads change.
+class LargestLoad {
+public:
+    explicit LargestLoad(int num_ranks) {
+        while (first_ < num_ranks) first_ *= 2;
+        largest_.assign(2 * static_cast<std::size_t>(first_), 0);
+    }
+
+    std::int64_t value() const { return largest_[1]; }
+
+    void set(int rank, std::int64_t load) {
+        int node = first_ + rank;
+        largest_[node] = load;
+        for (node /= 2; node > 0; node /= 2) largest_[node] = std::max(largest_[2 * node], largest_[2 * node + 1]);
+    }
+
+private:
+    int first_ = 1;                      // the first leaf
+    std::vector<std::int64_t> largest_;  // of each node of a binary tree: the root is 1, the leaves are the ranks
+};
 
 class Search {
 public:
@@ -92,10 +121,13 @@ public:
           costs_(problem.costs),
           state_(state),
           scale_(costs_.num_phases),
-          excess_(static_cast<std::size_t>(problem.num_ranks) * costs_.num_phases),
-          penalty_(problem.num_ranks),
+          num_lanes_((problem.num_ranks + kLanes - 1) / kLanes * kLanes),
+          excess_(static_cast<std::size_t>(num_lanes_) * costs_.num_phases),
+          penalty_(num_lanes_),
+          reach_(problem.num_ranks),
+          largest_(costs_.num_phases, LargestLoad(problem.num_ranks)),
           candidates_(problem.num_ranks),
-          gain_(problem.num_ranks),
+          gain_(num_lanes_),
           heavy_excess_(costs_.num_phases),
           light_excess_(costs_.num_phases) {
         double all = 0;
@@ -108,7 +140,7 @@ public:
     }
 
     void run(std::int64_t max_pairs) {
-        std::int64_t lowest = state_.objective();
+        std::int64_t lowest = objective();
         std::size_t num_kept = 0;
         std::vector<bool> stuck(costs_.num_phases, false);
         while (num_pairs_ < max_pairs && lowest > problem_.goal(kNearBits)) {
@@ -119,9 +151,8 @@ public:
                 continue;
             }
             stuck.assign(stuck.size(), false);
-            const std::int64_t objective = state_.objective();
-            if (objective < lowest) {
-                lowest = objective;
+            if (objective() < lowest) {
+                lowest = objective();
                 num_kept = swaps_.size();
             }
         }
@@ -133,6 +164,13 @@ private:
         int heavy, light, give, take;  // ranks and examples
         Swap reversed() const { return {heavy, light, take, give}; }
     };
+
+    // As of the state, which would look at all ranks.
+    std::int64_t objective() const {
+        std::int64_t sum = 0;
+        for (const LargestLoad& largest : largest_) sum += largest.value();
+        return sum;
+    }
 
     // The phase, of those not stuck, and the rank with the largest excess.
     std::pair<int, int> worst(const std::vector<bool>& stuck) const {
@@ -152,19 +190,26 @@ private:
     }
 
     const float* of_phase(int phase) const {
-        return excess_.data() + static_cast<std::ptrdiff_t>(phase) * problem_.num_ranks;
+        return excess_.data() + static_cast<std::ptrdiff_t>(phase) * num_lanes_;
     }
 
     // The best swap of the rank with the most promising others; false where none lessens their penalty. Of equally good
-    // ones, that with the more promising.
+    // ones, that with the more promising. No swap gains more than perfect halves would, so that few are looked at.
     bool step(int heavy) {
         BestPair best;
         std::uint64_t partner = 0;
         bool found = false;
         float most = kSmallestGain * penalty_[heavy];
-        for (const auto other : promising(heavy)) {
-            const BestPair pair = best_pair(heavy, rank_of(other));
-            const float gain = (penalty_[heavy] + penalty_[rank_of(other)]) - pair.penalty;
+        auto& others = promising(heavy);
+        const auto first = others.begin() + std::min<std::ptrdiff_t>(kFirst, std::ssize(others));
+        std::nth_element(others.begin(), first, others.end());
+        std::sort(others.begin(), first);
+        for (const auto other : others) {
+            const int light = rank_of(other);
+            const float both = penalty_[heavy] + penalty_[light];
+            if (gain_[light] + rounding(heavy, light, both) < most) continue;
+            const BestPair pair = best_pair(heavy, light);
+            const float gain = both - pair.penalty;
             if (gain > most || (found && gain == most && other < partner)) {
                 most = gain;
                 best = pair;
@@ -182,26 +227,57 @@ private:
         return true;
     }
 
+    // More than a swap's gain in float32 can be above that of perfect halves. Both come of some dozens of operations,
+    // each exact to 2^-24 of its result; a square's base is off by so much of all that it is the sum of.
+    float rounding(int heavy, int light, float both) const {
+        const float base = std::sqrt(both);
+        return kRounding * base * (base + reach_[heavy] + reach_[light]);
+    }
+
     // The ranks with which perfect halves would lessen the penalty most: of each its gain and number in one integer, of
     // which a lower one is more promising. In no order.
-    const std::vector<std::uint64_t>& promising(int heavy) {
-        gains_of_halves(excess_.data(), penalty_.data(), problem_.num_ranks, costs_.num_phases, heavy, gain_.data());
-        promising_.clear();
-        for (int light = 0; light < problem_.num_ranks; ++light) {
-            if (gain_[light] > 0 && light != heavy) {
-                const auto gain = static_cast<std::uint64_t>(~std::bit_cast<std::uint32_t>(gain_[light]));
-                promising_.push_back(gain << 32 | static_cast<std::uint32_t>(light));
-            }
-        }
+    std::vector<std::uint64_t>& promising(int heavy) {
+        gains_of_halves(excess_.data(), penalty_.data(), num_lanes_, costs_.num_phases, heavy, gain_.data());
+        gain_[heavy] = 0;
         const int pairs_a_rank = candidates_[heavy].num_candidates * candidates_[heavy].num_candidates;
         const auto num_ranks = std::max<std::size_t>(4, kPairsPerSwap / pairs_a_rank);
+        find_blocks(num_ranks);
+        promising_.clear();
+        for (int first = 0, block = 0; first < problem_.num_ranks; first += kBlock, ++block) {
+            if (!(most_of_block_[block] >= least_gain_)) continue;
+            for (int light = first; light < std::min(first + kBlock, problem_.num_ranks); ++light) {
+                if (gain_[light] > 0 && gain_[light] >= least_gain_) {
+                    const auto gain = static_cast<std::uint64_t>(~std::bit_cast<std::uint32_t>(gain_[light]));
+                    promising_.push_back(gain << 32 | static_cast<std::uint32_t>(light));
+                }
+            }
+        }
         if (promising_.size() > num_ranks) {
             const auto last = promising_.begin() + static_cast<std::ptrdiff_t>(num_ranks);
             std::nth_element(promising_.begin(), last, promising_.end());
             promising_.erase(last, promising_.end());
         }
         num_pairs_ += problem_.num_ranks;
+        for (const auto other : promising_) {
+            const int num_others = candidates_[rank_of(other)].num_candidates;
+            num_pairs_ += static_cast<std::int64_t>(candidates_[heavy].num_candidates) * num_others;
+        }
         return promising_;
+    }
+
+    // The most that a rank of each block gains, and a gain that at least num_ranks ranks reach: that of as many blocks.
+    void find_blocks(std::size_t num_ranks) {
+        most_of_block_.clear();
+        for (int first = 0; first < problem_.num_ranks; first += kBlock) {
+            const int count = std::min(kBlock, problem_.num_ranks - first);
+            most_of_block_.push_back(largest_above_0(gain_.data() + first, count));
+        }
+        least_gain_ = 0;
+        if (most_of_block_.size() <= num_ranks) return;
+        by_gain_ = most_of_block_;
+        const auto last = by_gain_.begin() + static_cast<std::ptrdiff_t>(num_ranks - 1);
+        std::nth_element(by_gain_.begin(), last, by_gain_.end(), std::greater<>());
+        least_gain_ = *last;
     }
 
     static int rank_of(std::uint64_t promise) { return static_cast<int>(promise & 0xffffffffu); }
@@ -216,23 +292,25 @@ private:
         }
         least_penalties(given, taken, heavy_excess_.data(), light_excess_.data(), costs_.num_phases, least_.data(),
                         heavy_candidate_.data());
-        num_pairs_ += static_cast<std::int64_t>(given.num_candidates) * taken.num_candidates;
         const auto light_one = std::min_element(least_.begin(), least_.begin() + taken.num_candidates) - least_.begin();
         return {0.25f * std::bit_cast<float>(least_[light_one]), heavy_candidate_[light_one],
                 static_cast<int>(light_one)};
     }
 
     void weigh(int rank) {
-        auto& [num_candidates, num_lanes, weights] = candidates_[rank];
+        auto& [num_candidates, num_lanes, heaviest, weights] = candidates_[rank];
         const int num_examples = std::min<int>(static_cast<int>(state_.examples[rank].size()), kMaxCandidates);
         num_candidates = num_examples + 1;
         num_lanes = (num_candidates + kLanes - 1) / kLanes * kLanes;
+        heaviest = 0;
         weights.assign(static_cast<std::size_t>(num_lanes) * scale_.size(), 0.0f);
         std::fill(weights.begin() + num_candidates, weights.begin() + num_lanes, kNeverTaken);
         for (int candidate = 0; candidate < num_examples; ++candidate) {
             const std::int64_t* costs = costs_.of(example_at(rank, candidate));
             for (std::size_t phase = 0; phase < scale_.size(); ++phase) {
-                weights[phase * num_lanes + candidate] = static_cast<float>(costs[phase]) * scale_[phase];
+                const float weight = static_cast<float>(costs[phase]) * scale_[phase];
+                weights[phase * num_lanes + candidate] = weight;
+                heaviest = std::max(heaviest, weight);
             }
         }
     }
@@ -272,10 +350,14 @@ private:
     void refresh(int rank) {
         weigh(rank);
         penalty_[rank] = 0;
+        reach_[rank] = 0;
         for (int phase = 0; phase < costs_.num_phases; ++phase) {
-            const float x = static_cast<float>(state_.loads_of(rank)[phase] - problem_.bound[phase]) * scale_[phase];
-            excess_[static_cast<std::size_t>(phase) * problem_.num_ranks + rank] = x;
+            const std::int64_t load = state_.loads_of(rank)[phase];
+            const float x = static_cast<float>(load - problem_.bound[phase]) * scale_[phase];
+            excess_[static_cast<std::size_t>(phase) * num_lanes_ + rank] = x;
             if (x > 0) penalty_[rank] += x * x;
+            reach_[rank] = std::max(reach_[rank], std::abs(x) + candidates_[rank].heaviest);
+            largest_[phase].set(rank, load);
         }
     }
 
@@ -283,12 +365,17 @@ private:
     JointCosts costs_;
     JointState& state_;
     std::vector<float> scale_;
-    std::vector<float> excess_;           // [num_phases, num_ranks]
-    std::vector<float> penalty_;          // [num_ranks]
+    int num_lanes_;                       // of all ranks
+    std::vector<float> excess_;           // [num_phases, num_lanes]
+    std::vector<float> penalty_;          // [num_lanes]
+    std::vector<float> reach_;            // [num_ranks]: the largest excess, on either side, and weight
+    std::vector<LargestLoad> largest_;    // of each phase
     std::vector<Candidates> candidates_;  // of each rank
     std::vector<Swap> swaps_;
     std::int64_t num_pairs_ = 0;
     std::vector<float> gain_, heavy_excess_, light_excess_;
+    std::vector<float> most_of_block_, by_gain_;
+    float least_gain_ = 0;
     std::vector<std::uint64_t> promising_;
     std::vector<int> least_, heavy_candidate_;
 };

@@ -68,7 +68,7 @@ def _print_version(is_asked: bool) -> None:
 
 def _keep_what_planning_makes() -> None:
     """Planning makes many small objects that stay, and large arrays that do not. Collect garbage less often, and not
-    over imported modules; keep freed memory."""
+    over imported modules; keep freed memory. Called before imports, which make such objects too, and behind them."""
     keep_freed_memory()
     gc.freeze()
     gc.set_threshold(20_000)
@@ -320,6 +320,7 @@ def plan_recipe(
     overrides: SetOption = None,
 ) -> None:
     """Find the plan by which a job trains fastest, and whether it fits, before any GPU is hired."""
+    _keep_what_planning_makes()
     from motet.planner.command import PlanOutputs
     from motet.planner.pins import parse_pins
     from motet.planner.strategies import STRATEGIES
@@ -387,6 +388,7 @@ def simulate_plan(
     ] = 0.0,
 ) -> None:
     """Predict a step of a plan or a recipe before any GPU is hired: time, throughput, MFU, memory, bubbles."""
+    _keep_what_planning_makes()
     from motet.planner.refinement import strategy_of
     from motet.planning.simulated import SimulatedJob
     from motet.planning.trainable import untrained

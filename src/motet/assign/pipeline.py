@@ -8,6 +8,7 @@ backbone with one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -69,7 +70,7 @@ def assign_batching(plan: Plan, batch: BatchLengths, batching: Batching) -> Step
             items.num_tokens,
             replica.astype(np.int32),
             microbatch.astype(np.int32),
-            positions_in(replica * count + microbatch, index),
+            partial(positions_in, replica * count + microbatch, index),
             num_replicas,
             items.segments,
             items.num_media,

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -115,7 +116,7 @@ def _with_cut_items(items: ModuleAssignment, module: Module, cut: Int64Array, wo
         position[inside] = positions_in(replica[inside].astype(np.int64), items.example[inside])
         if shares.cuts is not None:
             parts.append((shares.cuts, own, 0))
-    return replace(items, replica=replica, position=position, cuts=joined_cuts(parts, position))
+    return replace(items, replica=replica, ordered=position, cuts=joined_cuts(parts, position))
 
 
 def _methods(plan: Plan, step: StepAssignment) -> tuple[str, ...]:
@@ -254,4 +255,4 @@ def _balanced(items: ModuleAssignment, num_microbatches: int, work: Int64Array, 
         inside = np.flatnonzero(items.microbatch == microbatch)
         replica[inside] = assign(work[inside], items.num_replicas, cost).ranks
     group = replica.astype(np.int64) * num_microbatches + items.microbatch
-    return replace(items, replica=replica, position=positions_in(group, items.example))
+    return replace(items, replica=replica, ordered=partial(positions_in, group, items.example))

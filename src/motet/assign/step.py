@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -61,7 +61,8 @@ class ModuleAssignment:
     replica:    int32, the replica of the module's unit. Encoders in bubbles run on the backbone's ranks, so it is a
                 replica of the backbone's unit.
     microbatch: int32.
-    position:   int64, among the items of the same replica and microbatch, from 0.
+    ordered:    int64, the position of each item among those of the same replica and microbatch, from 0; or what finds
+                them when they are first read, as whoever prices items does not ask for their order.
     segments, num_media: as in `core.workload.ItemLengths`.
     cuts:       the items that several replicas share, which `replica` has on the one with their largest fragment, where
                 replicas are numbered as in training (`coordinates.share_of`); None: all are whole.
@@ -72,11 +73,16 @@ class ModuleAssignment:
     num_tokens: Int64Array
     replica: Int32Array
     microbatch: Int32Array
-    position: Int64Array
+    ordered: Int64Array | Callable[[], Int64Array]
     num_replicas: int
     segments: ItemSegments | None = None
     num_media: Int64Array | None = None
     cuts: ItemCuts | None = None
+
+    @cached_property
+    def position(self) -> Int64Array:
+        """The position of each item among those of the same replica and microbatch, from 0, int64 [num_items]."""
+        return self.ordered() if callable(self.ordered) else self.ordered
 
     @cached_property
     def parts(self) -> ItemParts:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Literal, get_args
 
@@ -48,6 +49,7 @@ from motet.balance.phases import (
     keeping_size,
     scored_phase,
 )
+from motet.balance.placement import assign
 from motet.core.arrays import Int32Array
 from motet.core.assignment import Assignment
 from motet.core.cluster import Link
@@ -164,16 +166,17 @@ def choose(
         held = Held(home, input_bytes, network.ranks_per_node)
     # 1. Predict each method.
     options: dict[str, _Option] = {}
+    alone = _Alone(num_ranks, backend)
     if "per_phase" in methods:
         backbone = assign_backbone(phases[0].lengths, phases[0].cost, num_ranks, held, backend)
-        encoders = [_apart(phase, backbone, network, backend) for phase in phases[1:]]
+        encoders = [_apart(phase, backbone, network, alone) for phase in phases[1:]]
         options["per_phase"] = _option(phases, network, [backbone, *encoders])
     if "joint" in methods:
         options["joint"] = _follow_all(phases, network, _joint_backbone(phases, num_ranks, held, backend), {})
-        if "mixed" in methods and (mixed := _mixed(phases, num_ranks, network, options["joint"], held, backend)):
+        if "mixed" in methods and (mixed := _mixed(phases, network, options["joint"], held, alone)):
             options["mixed"] = mixed
     options = {name: _sized(option, phases, room_bytes) for name, option in options.items()}
-    if "split" in methods and (cut := _split(phases, num_ranks, network, room_bytes, backend, alone=len(methods) == 1)):
+    if "split" in methods and (cut := _split(phases, network, room_bytes, alone, is_only=len(methods) == 1)):
         options["split"] = cut
     # 2. Take the fastest.
     method = min((name for name in methods if name in options), key=lambda name: options[name].key)
@@ -229,43 +232,59 @@ def _sized(option: _Option, phases: Sequence[Phase], room_bytes: int | None) -> 
     return replace(option, lacking_bytes=lacking_bytes(placed, option.assignments[0].num_ranks, room_bytes))
 
 
+class _Alone:
+    """Phases balanced by themselves, wherever their examples are: each once."""
+
+    def __init__(self, num_ranks: int, backend: Backend) -> None:
+        self.num_ranks, self.backend = num_ranks, backend
+        self._known: dict[str, Assignment] = {}
+
+    def of(self, phase: Phase) -> Assignment:
+        """The placement of a phase."""
+        if phase.name not in self._known:
+            self._known[phase.name] = assign(phase.lengths, self.num_ranks, phase.cost, backend=self.backend)
+        return self._known[phase.name]
+
+
 def _mixed(
-    phases: Sequence[Phase], num_ranks: int, network: Network, joint: _Option, held: Held | None, backend: Backend
+    phases: Sequence[Phase], network: Network, joint: _Option, held: Held | None, alone: _Alone
 ) -> _Option | None:
     """Joint, without the encoders that are faster by themselves; None if no encoder is, or if all are."""
     backbone = joint.assignments[0]
-    alone = []
+    faster = []
     for phase, together in zip(phases[1:], joint.assignments[1:], strict=True):
-        apart = _apart(phase, backbone, network, backend)
+        apart = _apart(phase, backbone, network, alone)
         exchange_ns, _ = _exchange(phase, apart, backbone, network)
         if phase.compute_ns(apart) + exchange_ns < phase.compute_ns(together):
-            alone.append(phase)
-    remaining = [phase for phase in phases if phase not in alone]
-    if not alone or len(remaining) == 1:
+            faster.append(phase)
+    remaining = [phase for phase in phases if phase not in faster]
+    if not faster or len(remaining) == 1:
         return None
     # A joint assignment of fewer phases balances them better.
-    backbone = _joint_backbone(remaining, num_ranks, held, backend)
+    backbone = _joint_backbone(remaining, alone.num_ranks, held, alone.backend)
     return _follow_all(
-        phases, network, backbone, {phase.name: _apart(phase, backbone, network, backend) for phase in alone}
+        phases, network, backbone, {phase.name: _apart(phase, backbone, network, alone) for phase in faster}
     )
 
 
-def _apart(phase: Phase, backbone: Assignment, network: Network, backend: Backend) -> Assignment:
+def _apart(phase: Phase, backbone: Assignment, network: Network, alone: _Alone) -> Assignment:
     return assign_apart(
         phase.lengths,
         phase.cost,
         phase.owner,
         backbone,
-        backend,
+        alone.backend,
         output_bytes=phase.output_bytes,
         ranks_per_node=network.kept_node_size,
+        alone=partial(alone.of, phase),
     )
 
 
 def _split(
-    phases: Sequence[Phase], num_ranks: int, network: Network, room_bytes: int | None, backend: Backend, *, alone: bool
+    phases: Sequence[Phase], network: Network, room_bytes: int | None, alone: _Alone, *, is_only: bool
 ) -> _Option | None:
-    """The fastest way to cut items; None if none is too long for a rank. alone: then all of them stay whole."""
+    """The fastest way to cut items; None if none is too long for a rank. is_only: then all of them stay whole."""
+    num_ranks, backend = alone.num_ranks, alone.backend
     items = {
         phase.name: cut_phase(phase, num_ranks, network, room_bytes, backend)
         for phase in phases[1:]
@@ -275,7 +294,7 @@ def _split(
     for cut in cut_phase(phases[0], num_ranks, network, room_bytes, backend):
         placed = [cut]
         for phase in phases[1:]:
-            whole = follow(phase, cut.placed), _apart(phase, cut.placed, network, backend)
+            whole = follow(phase, cut.placed), _apart(phase, cut.placed, network, alone)
             ways = [*(CutPhase(way, None, 0, 0) for way in whole), *items.get(phase.name, ())]
             exchanges = (
                 _exchange(phase, way.placed, cut.placed, network, cut.fragments, way.fragments) for way in ways
@@ -288,7 +307,7 @@ def _split(
                 for way, (exchange_ns, _) in zip(ways, exchanges, strict=True)
             ]
             placed.append(ways[keys.index(min(keys))])
-        if alone or any(each.fragments is not None for each in placed):
+        if is_only or any(each.fragments is not None for each in placed):
             options.append(_sized(_cut_option(phases, network, placed), phases, room_bytes))
     return min(options, key=lambda option: option.key, default=None)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -12,9 +13,10 @@ from numpy.typing import ArrayLike
 from motet.balance.backend import Backend
 from motet.balance.checks import checked_integers, checked_ranks, checked_ranks_per_node
 from motet.balance.costs import Cost, Packed
-from motet.balance.home import renamed
+from motet.balance.home import assign_from_home, renamed
 from motet.balance.item_bytes import ItemBytes
 from motet.balance.placement import assign, score
+from motet.balance.weights import item_weights
 from motet.core.arrays import Int32Array, Int64Array
 from motet.core.assignment import Assignment
 from motet.core.errors import ArgumentError
@@ -160,21 +162,25 @@ def assign_apart(
     *,
     output_bytes: Int64Array | None = None,
     ranks_per_node: int | None = None,
+    alone: Callable[[], Assignment] | None = None,
 ) -> Assignment:
     """Balance the items of an encoder by themselves; few of their outputs leave the node that runs their example.
 
     owner: int64 [num_items], the example of each item.
     output_bytes: int64 [num_items], the size of an item's output; None: all outputs count alike.
     ranks_per_node: None, or as many as there are ranks: all share a node, and outputs stay on their rank if they can.
+    alone: gives the placement wherever examples are, `assign(lengths, num_ranks, cost)`, if the caller keeps it.
     Packed items start on the rank of their example, and a rank sends away only its excess, inside its node if it can.
     Padded items are put beside items of like length, so nearly all of them move; each batch is computed on the node
     that most of its outputs go to.
     """
     home, num_ranks = backbone.ranks[owner], backbone.num_ranks
     node_size = keeping_size(ranks_per_node, num_ranks)
+    find_alone = alone or partial(assign, lengths, num_ranks, cost, backend=backend)
     if isinstance(cost, Packed):
-        return assign(lengths, num_ranks, cost, home=home, ranks_per_node=node_size, backend=backend)
-    placed = assign(lengths, num_ranks, cost, backend=backend)
+        weights = item_weights(lengths, cost)
+        return assign_from_home(weights, num_ranks, cost, home, node_size, find_alone, backend)
+    placed = find_alone()
     sizes = np.ones(len(owner), dtype=np.int64) if output_bytes is None else output_bytes
     return renamed(placed, home, sizes, node_size, backend)
 

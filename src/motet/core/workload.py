@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from motet.core.arrays import BoolArray, Float64Array, Int32Array, Int64Array
-from motet.core.errors import ArgumentError
+from motet.core.errors import ArgumentError, UserError
 from motet.core.item_segments import ItemSegments
 
 BACKBONE = "backbone"
@@ -202,8 +202,17 @@ class Workload:
     assumptions: tuple[str, ...] = ()
 
     def draw(self, num_examples: int, rng: np.random.Generator) -> BatchLengths:
-        """The lengths of a step, drawn with replacement; every home is rank 0. O(num_examples + items drawn)."""
-        return replace(self.examples.take(self.choose(num_examples, rng)), group=None)
+        """The lengths of a step, drawn with replacement; every home is rank 0. O(num_examples + items drawn).
+
+        Raises UserError for a step without a token, of which nothing can be said.
+        """
+        drawn = replace(self.examples.take(self.choose(num_examples, rng)), group=None)
+        if num_examples and not drawn.sequence.any():
+            raise UserError(
+                f"A batch of {num_examples} drawn from {self.source} has no tokens: leave out examples without any, or "
+                "make the batch larger."
+            )
+        return drawn
 
     def draw_groups(self, num_groups: int, rng: np.random.Generator) -> BatchLengths:
         """The lengths of a step of groups, which follow each other in the epoch, from its end on to its beginning."""

@@ -29,6 +29,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
+from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,6 +43,11 @@ from motet.core.plan import ADAM_MOMENTS
 from motet.core.spec import Layer
 from motet.cost import communication
 from motet.cost.model import Beyond, LayerSeconds, Work
+
+try:
+    _native: ModuleType | None = import_module("motet.cost._roofline")
+except ModuleNotFoundError:  # Any other ImportError is a broken core, and must not be hidden.
+    _native = None
 
 ELEMENT_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of an activation's element by the precision of products. Products in fp8 read and write bf16."""
@@ -139,23 +147,14 @@ class Analytic:
         return 0.0
 
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
-        tp = tp if layer.is_divided else 1
-        # All passes have as many operations; what they read and write differs.
-        computed_s = self._computed_s(layer, work.rows, tp)
-        product_s = self._product_s(layer, work.rows, tp, layer.weights + layer.idle_weights, computed_s)
-        gradients_s = computed_s * (layer.updated_weights / layer.weights if layer.frozen_weights else 1)
-        attention_s = self._attention_s(layer, work, tp)
-        moved_s = work.rows * layer.activation_width * self._element_bytes / tp / self._bytes_per_s
-        passes = LayerSeconds(
-            product_s + attention_s + 3 * moved_s,
-            product_s + 2.5 * attention_s + 3 * moved_s,
-            self._product_s(layer, work.rows, tp, layer.parameters - layer.frozen_parameters, gradients_s)
-            + 2 * moved_s,
-        )
-        # A layer of unused parameters takes no time.
-        runs = (work.rows > 0) & (layer.weights + layer.activation_width > 0)
-        each_s = [self.efficiency.launch_s + s for s in passes]
-        return LayerSeconds(*(each_s if runs.all() else (np.where(runs, s, 0.0) for s in each_s)))
+        if layer.weights + layer.activation_width == 0:  # A layer of unused parameters takes no time.
+            return LayerSeconds(*np.zeros((3, len(work.rows))))
+        rates = self._rates(layer, tp if layer.is_divided else 1)
+        if _native is None or not all(map(_is_plain, (work.rows, work.pairs))):
+            return reference_seconds(work, rates)
+        seconds = np.empty((3, len(work.rows)))
+        _native.layer_seconds(work.rows, work.pairs, rates, seconds)
+        return LayerSeconds(*seconds)
 
     def tensor_seconds(self, layer: Layer, work: Work, ranks: Sequence[int]) -> Float64Array:
         if not layer.is_divided:
@@ -172,8 +171,7 @@ class Analytic:
             return piece_s
         # The first piece of each product is waited for; the others are hidden behind products, as far as these last.
         # Backward has twice the products of forward, whose messages are as many.
-        computed_s = self._computed_s(layer, work.rows, len(ranks))
-        product_s = self._product_s(layer, work.rows, len(ranks), layer.weights + layer.idle_weights, computed_s)
+        product_s, _ = product_seconds(work.rows, self._rates(layer, len(ranks)))
         longer_s: Float64Array = np.maximum(piece_s - product_s / pieces, 0.0)
         return piece_s + (pieces - 1) * longer_s
 
@@ -201,32 +199,94 @@ class Analytic:
         state_bytes = 8 if self.precision == "fp64" else 4
         return (3 + 2 * self.moments) * state_bytes * num_parameters / self._bytes_per_s
 
-    def _product_s(
-        self, layer: Layer, rows: Float64Array, tp: int, num_entries: int, computed_s: Float64Array
-    ) -> Float64Array:
-        """Seconds of the layer's products in one pass. num_entries: parameters or gradients, read or written.
-
-        computed_s: `_computed_s` of the layer.
-        """
-        moved_s = (num_entries + 2 * rows * layer.output_width) * self._element_bytes / self._bytes_per_s
-        return np.maximum(computed_s, moved_s) / tp
-
-    def _computed_s(self, layer: Layer, rows: Float64Array, tp: int) -> Float64Array:
-        """Seconds of the operations of one pass, over all tp ranks."""
-        share = self.efficiency
-        width_factor = 1 + share.half_width * tp / max(_narrower(layer), 1)
-        # Rows go to all experts of a mixture: each of them has partly filled tiles, and is read.
-        filled = layer.weights * (rows * width_factor + share.half_rows) + layer.idle_weights * share.half_rows
-        return 2 * filled / (self._peak_flops * share.products)
-
-    def _attention_s(self, layer: Layer, work: Work, tp: int) -> Float64Array:
-        if layer.attention is None:
-            return np.zeros_like(work.rows)
-        pairs = work.pairs + self.efficiency.half_length * work.rows
-        return 4 * layer.attention.width * pairs / tp / (self._peak_flops * self.efficiency.attention)
+    def _rates(self, layer: Layer, tp: int) -> LayerRates:
+        """What a layer's seconds follow from on each of tp ranks."""
+        share, attention_width = self.efficiency, layer.attention.width if layer.attention else 0
+        return LayerRates(
+            weights=layer.weights,
+            width_factor=1 + share.half_width * tp / max(_narrower(layer), 1),
+            half_rows=share.half_rows,
+            idle=layer.idle_weights * share.half_rows,
+            products_per_s=self._peak_flops * share.products,
+            input_entries=layer.weights + layer.idle_weights,
+            gradient_entries=layer.parameters - layer.frozen_parameters,
+            output_width=layer.output_width,
+            gradient_share=layer.updated_weights / layer.weights if layer.frozen_weights else 1,
+            pair_flops=4 * attention_width,
+            half_length=share.half_length,
+            attention_per_s=self._peak_flops * share.attention,
+            activation_width=layer.activation_width,
+            element_bytes=self._element_bytes,
+            bytes_per_s=self._bytes_per_s,
+            tp=tp,
+            launch_s=share.launch_s,
+        )
 
     def _link(self, link: Link) -> Link:
         return Link(link.bytes_per_s * self.efficiency.links, link.latency_s)
+
+
+class LayerRates(NamedTuple):
+    """What the seconds of a layer follow from beside its rows and pairs, in the order of csrc/cost/roofline.h.
+
+    weights:          of its products. idle: those that only fill up tiles, times half_rows.
+    width_factor:     1 + half_width * tp / width.
+    products_per_s, attention_per_s: operations that are reached. pair_flops: of a pair, in a forward pass.
+    input_entries, gradient_entries: parameters or gradients that a pass reads or writes.
+    gradient_share:   of a pass's products, those for gradients of weights.
+    """
+
+    weights: float
+    width_factor: float
+    half_rows: float
+    idle: float
+    products_per_s: float
+    input_entries: float
+    gradient_entries: float
+    output_width: float
+    gradient_share: float
+    pair_flops: float
+    half_length: float
+    attention_per_s: float
+    activation_width: float
+    element_bytes: float
+    bytes_per_s: float
+    tp: float
+    launch_s: float
+
+
+def reference_seconds(work: Work, rates: LayerRates) -> LayerSeconds:
+    """Seconds of a layer that takes some time: the reference of the native core, csrc/cost/."""
+    rows = work.rows
+    # All passes have as many operations; what they read and write differs.
+    product_s, of_weights_s = product_seconds(rows, rates)
+    pairs = work.pairs + rates.half_length * rows
+    attention_s = rates.pair_flops * pairs / rates.tp / rates.attention_per_s
+    moved_s = rows * rates.activation_width * rates.element_bytes / rates.tp / rates.bytes_per_s
+    passes = (
+        product_s + attention_s + 3 * moved_s,
+        product_s + 2.5 * attention_s + 3 * moved_s,
+        of_weights_s + 2 * moved_s,
+    )
+    return LayerSeconds(*(np.where(rows > 0, rates.launch_s + s, 0.0) for s in passes))
+
+
+def _is_plain(column: Float64Array) -> bool:
+    """Whether the native core can read a column as it is."""
+    return column.dtype == np.float64 and column.ndim == 1 and column.flags.c_contiguous
+
+
+def product_seconds(rows: Float64Array, rates: LayerRates) -> tuple[Float64Array, Float64Array]:
+    """Seconds of the layer's products in a forward pass, or for its input; and of those for gradients of weights."""
+    # Rows go to all experts of a mixture: each of them has partly filled tiles, and is read.
+    filled = rates.weights * (rows * rates.width_factor + rates.half_rows) + rates.idle
+    computed_s, outputs = 2 * filled / rates.products_per_s, 2 * rows * rates.output_width
+    moved_s, added_s = (
+        (entries + outputs) * rates.element_bytes / rates.bytes_per_s
+        for entries in (rates.input_entries, rates.gradient_entries)
+    )
+    gradients_s = computed_s * rates.gradient_share
+    return np.maximum(computed_s, moved_s) / rates.tp, np.maximum(gradients_s, added_s) / rates.tp
 
 
 def _narrower(layer: Layer) -> int:

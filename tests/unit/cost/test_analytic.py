@@ -11,7 +11,7 @@ from motet.core.errors import ArgumentError
 from motet.core.exchange import Moved
 from motet.core.shapes import Transformer, head, projector, unused
 from motet.core.spec import Layer
-from motet.cost.analytic import EFFICIENCY, Analytic, Efficiency
+from motet.cost.analytic import EFFICIENCY, Analytic, Efficiency, product_seconds, reference_seconds
 from motet.cost.catalogue import DEVICES, cluster
 from motet.cost.communication import gather_s
 from motet.cost.cpu import CpuFigures
@@ -97,6 +97,27 @@ def test_a_trained_layer_with_attention_passes_gradients_inside():
     assert backward_seconds(seconds, layer, False) == seconds.input_s + seconds.weight_s
 
 
+@given(
+    st.sampled_from(["h100", "a800", "b200"]),
+    st.sampled_from([1, 2, 3, 8]),
+    st.integers(0, 2**31),
+    st.sampled_from([0, 1, 7, 100]),
+)
+def test_the_native_core_has_the_references_seconds_to_the_bit(name, tp, seed, count):
+    model, rng = Analytic(cluster(name)), np.random.default_rng(seed)
+    rows = rng.integers(0, 3, count) * rng.integers(0, 20_000, count).astype(np.float64)
+    work = Work(rows, np.floor(rows * rows * rng.random(count)))
+    whole = transformer(1024, 4096)
+    partly = dataclasses.replace(whole, frozen_weights=whole.weights // 3, frozen_parameters=whole.parameters // 4)
+    for layer in (whole, partly, head(32_000, 1024)):
+        expected = reference_seconds(work, model._rates(layer, tp if layer.is_divided else 1))
+        for found, column in zip(model.layer_seconds("backbone", layer, work, tp), expected, strict=True):
+            np.testing.assert_array_equal(found, column)
+        strided = Work(np.repeat(work.rows, 2)[::2], np.repeat(work.pairs, 2)[::2])  # which the reference computes
+        for found, column in zip(model.layer_seconds("backbone", layer, strided, tp), expected, strict=True):
+            np.testing.assert_array_equal(found, column)
+
+
 def test_no_rows_take_no_time():
     seconds = Analytic(cluster("h100")).layer_seconds("any", transformer(1024, 4096), work([0, 512]))
     assert all(one[0] == 0 < one[1] for one in seconds)
@@ -171,8 +192,7 @@ def test_pieces_hide_messages_behind_products_but_for_the_first(pieces):
             for number in (1, pieces)
         )
         model = Analytic(where)
-        computed_s = model._computed_s(layer, rows.rows, 8)
-        product_s = float(model._product_s(layer, rows.rows, 8, layer.weights, computed_s)[0])
+        product_s = float(product_seconds(rows.rows, model._rates(layer, 8))[0][0])
         latency_s = 4 * 7 * where.intra_node.latency_s
         if is_hidden:
             assert exposed_s == pytest.approx((whole_s - latency_s) / pieces + latency_s)

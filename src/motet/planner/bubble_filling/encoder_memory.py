@@ -46,6 +46,7 @@ class EncoderMemory:
     def __init__(self, plans: EncoderPlans) -> None:
         self._plans, self._job, self._shape = plans, plans.job, plans.shape
         self._bytes: dict[object, StageBytes] = {}
+        self._known_spans: dict[object, list[Spans]] = {}
 
     def fit(self, plan: EncoderPlan, nearest_bytes: float = inf) -> FittedPlan | RuledOut | None:
         """The least recomputation with which the plan fits, and how many microbatches an encoder pipeline may take.
@@ -127,20 +128,34 @@ class EncoderMemory:
 
     def _stage_bytes(self, unit: Unit, stage: int) -> StageBytes:
         """Bytes of a stage that holds one microbatch. Cached, for stages of the same layers."""
-        spans = unit_spans(self._job.model, unit, stage)
-        key = unit.name, unit.tp, unit.cp, unit.dp, *(self._layers(name, *span) for name, span in spans.items())
-        if key not in self._bytes:
-            plans = self._plans
+        spans = self._spans(unit)[stage]
+        degrees = unit.name, unit.tp, unit.cp, unit.dp
+        own = degrees, *spans.items()
+        if own not in self._bytes:
+            alike = degrees, *(self._layers(name, *span) for name, span in spans.items())
+            if alike not in self._bytes:
+                self._bytes[alike] = self._counted_bytes(unit, spans)
+            self._bytes[own] = self._bytes[alike]
+        return self._bytes[own]
 
-            def rows(name: str, layer: Layer) -> float:
-                share = 1.0 if name == BACKBONE else plans.busiest_share(name, EncoderDegrees(unit.tp, unit.cp))
-                # Of all ranks that share a replica's items, if each had as many as the fullest.
-                return share * unit.cp * plans.unscheduled_pricing.largest_of_replica(name, layer)
+    def _spans(self, unit: Unit) -> list[Spans]:
+        """The blocks of each stage of a unit. Cached, as units of the same degrees are cut alike."""
+        key = unit.name, unit.pp, unit.tp, unit.cp
+        if key not in self._known_spans:
+            self._known_spans[key] = [unit_spans(self._job.model, unit, stage) for stage in range(len(unit.stages))]
+        return self._known_spans[key]
 
-            precision = self._job.mixed_precision(pipeline=True)
-            found = stage_bytes(self._job.model, unit, spans, rows, 1, precision)
-            self._bytes[key] = self._with_copies(found, unit, spans)
-        return self._bytes[key]
+    def _counted_bytes(self, unit: Unit, spans: Spans) -> StageBytes:
+        plans = self._plans
+
+        def rows(name: str, layer: Layer) -> float:
+            share = 1.0 if name == BACKBONE else plans.busiest_share(name, EncoderDegrees(unit.tp, unit.cp))
+            # Of all ranks that share a replica's items, if each had as many as the fullest.
+            return share * unit.cp * plans.unscheduled_pricing.largest_of_replica(name, layer)
+
+        precision = self._job.mixed_precision(pipeline=True)
+        found = stage_bytes(self._job.model, unit, spans, rows, 1, precision)
+        return self._with_copies(found, unit, spans)
 
     def _with_copies(self, found: StageBytes, unit: Unit, spans: Spans) -> StageBytes:
         """With what ranks keep of items that they share: keys and values of each other's rows."""
@@ -163,7 +178,7 @@ class EncoderMemory:
         num_microbatches: of an encoder pipeline.
         """
         count = self._shape.num_microbatches if unit.name == BACKBONE else num_microbatches
-        spans = unit_spans(self._job.model, unit, stage)
+        spans = self._spans(unit)[stage]
         return {name: count * self._plans.costs(unit).recompute_s[slice(*span)] for name, span in spans.items()}
 
     @cached_property

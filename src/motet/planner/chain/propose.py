@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +33,7 @@ from motet.planner.module_pins import common_pins, unmet_pin
 from motet.planner.stages.blocks import blocks_of
 from motet.planner.stages.stage_costs import StageLimits, Stages
 from motet.planner.stages.step_time import work_s
+from motet.schedule import Program
 
 MAX_CHAINS, MAX_RIVALS = 6, 6
 _MAX_RULED_OUT = 4
@@ -40,6 +41,8 @@ _MAX_CUTS = 40
 MAX_CUTS_PER_KIND = 5
 """The most degrees that are cut: _MAX_CUTS in all, MAX_CUTS_PER_KIND of a schedule and tensor-parallel degree. If none
 of them fits, _MAX_CUTS more are cut: those that need the least memory."""
+_NUM_PROGRAMS = 32
+"""Programs that are kept."""
 RIVAL_RATIO = 1.03
 """The factor by which estimates of two cuts may be wrong against each other. What is within it of the best is proposed
 beside the best."""
@@ -140,8 +143,12 @@ class ChainSearch:
         return ChainPipeline(self.job, degrees, limits, blocks, self.feasible.uneven(degrees))
 
     def _limits_of(self, degrees: Degrees) -> StageLimits:
-        program = chain_passes(degrees, degrees.num_microbatches)
-        return StageLimits.of(program, self.job.capacity_bytes, self.pins.recompute or "least")
+        capacity_bytes, mode = self.job.capacity_bytes, self.pins.recompute or "least"
+        if degrees.schedule in ("1f1b", "zb_h1"):
+            from_end = range(degrees.pp, 0, -1) if degrees.schedule == "1f1b" else [degrees.pp] * degrees.pp
+            num_held = [min(number, degrees.num_microbatches) for number in from_end]
+            return StageLimits.of_one_stage(num_held, capacity_bytes, mode)
+        return StageLimits.of(_passes(degrees), capacity_bytes, mode)
 
     def _candidate(self, chain: _CutChain) -> Candidate:
         degrees, exact = chain.degrees, chain.stages
@@ -165,6 +172,12 @@ class ChainSearch:
         recomputed = "with nothing recomputed" if self.pins.recompute == "none" else "with all layers recomputed"
         why = f"pipeline rank {rank} of {degrees.pp} lacks {size_words(stages.shortfall_bytes)} {recomputed}."
         return RuledOut(CHAIN, degrees.words, why, stages.shortfall_bytes)
+
+
+@lru_cache(_NUM_PROGRAMS)
+def _passes(degrees: Degrees) -> Program:
+    """The passes of all microbatches of a chain; searches of smaller clusters ask for the same."""
+    return chain_passes(degrees, degrees.num_microbatches)
 
 
 def _facts(pipeline: ChainPipeline, exact: Stages, stages: Stages, num_simulated: int) -> Iterator[str]:

@@ -11,7 +11,7 @@ from motet.core.arrays import Float64Array
 from motet.core.plan import Plan
 from motet.planner.data_parallel.loads import Load, ModuleLoad, ModuleState, assigned_load, state_of
 from motet.planner.job import Job
-from motet.planner.stages.recompute import Fit, RecomputeMode, least_recompute
+from motet.planner.stages.recompute import Fit, LeastRecompute, RecomputeMode
 
 _MAX_ROUNDS = 32
 
@@ -67,9 +67,9 @@ def _least(
         for name, stage in stages.items()
     }
     recompute_s = {name: block_seconds(load.modules[name]) for name in every}
-    lacking = over(dict.fromkeys(every, 0))
+    lacking, choice = over(dict.fromkeys(every, 0)), LeastRecompute(recompute_s, saved, grown)
     for _ in range(_MAX_ROUNDS):
-        chosen = least_recompute(recompute_s, saved, lacking, grown)
+        chosen = choice.for_bytes(lacking)
         if chosen is None:
             return every
         if (more := over(chosen)) <= 0:

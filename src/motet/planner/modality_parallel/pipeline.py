@@ -18,7 +18,7 @@ from motet.planner.stages.recompute import RecomputeMode
 from motet.planner.stages.stage_costs import StageLimits, Stages, settle, stage_numbers
 from motet.planner.stages.step_time import StageGraph, exposed_collectives_s, pipeline_s
 from motet.planner.stages.unevenness import unevenness
-from motet.schedule.generators.modality_parallel import modality_parallel as passes
+from motet.schedule.generators.dag import distances
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,9 @@ class ModalityPipeline:
     @cached_property
     def limits(self) -> StageLimits:
         """Memory and schedule of the stages."""
-        num_stages = dict(zip(self.names, self.degrees.num_stages))
-        before, after = self._sides
-        # More microbatches than twice the stages do not change what ranks hold at most.
-        program = passes(
-            {name: num_stages[name] for name in before},
-            num_stages[BACKBONE],
-            min(self.degrees.num_microbatches, 2 * sum(self.degrees.num_stages)),
-            generators={name: num_stages[name] for name in after},
-        )
-        return StageLimits.of(program, self.job.capacity_bytes, self.mode)
+        behind = distances(self.first[-1], self._edges)
+        num_held = [min(number + 1, self.degrees.num_microbatches) for number in behind]
+        return StageLimits.of_one_stage(num_held, self.job.capacity_bytes, self.mode)
 
     @cached_property
     def first(self) -> tuple[int, ...]:
@@ -80,15 +73,21 @@ class ModalityPipeline:
     def graph(self) -> StageGraph:
         """The stages of each module in a row, joined as the model's edges say."""
         degrees, index = self.degrees, {name: number for number, name in enumerate(self.names)}
-        edges = [
-            (stage, stage + 1) for first, stop in zip(self.first, self.first[1:]) for stage in range(first, stop - 1)
-        ]
-        edges += [(self.first[index[source] + 1] - 1, self.first[index[sink]]) for source, sink in self.job.model.edges]
         before, _ = self._sides
         deepest_encoder = max((degrees.num_stages[index[name]] for name in before), default=0)
         pp = deepest_encoder + degrees.num_stages[index[BACKBONE]]
         uneven = unevenness(self.job, degrees.microbatch_size, degrees.tp, ("1f1b", pp, degrees.dp))
-        return StageGraph("1f1b", degrees.num_microbatches, self.limits.rank, tuple(edges), uneven)
+        return StageGraph("1f1b", degrees.num_microbatches, self.limits.rank, self._edges, uneven)
+
+    @cached_property
+    def _edges(self) -> tuple[tuple[int, int], ...]:
+        """Between stages that feed each other."""
+        index = {name: number for number, name in enumerate(self.names)}
+        edges = [
+            (stage, stage + 1) for first, stop in zip(self.first, self.first[1:]) for stage in range(first, stop - 1)
+        ]
+        edges += [(self.first[index[source] + 1] - 1, self.first[index[sink]]) for source, sink in self.job.model.edges]
+        return tuple(edges)
 
     @cached_property
     def _sides(self) -> tuple[list[str], list[str]]:

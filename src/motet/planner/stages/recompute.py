@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Literal, NamedTuple, TypeVar
+from functools import cache, cached_property
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -68,13 +68,37 @@ def least_recompute(
         >>> least_recompute(seconds, {"a": np.full(4, 8.0), "b": np.full(4, 8.0)}, lacking_bytes=40)
         {'a': 1, 'b': 4}
     """
-    if not math.isfinite(lacking_bytes):
-        raise ArgumentError(f"lacking_bytes is {lacking_bytes}; it must be finite.")
-    if lacking_bytes <= 0:
-        return dict.fromkeys(recompute_s, 0)
-    grown_bytes = grown_bytes or {key: np.zeros(len(seconds)) for key, seconds in recompute_s.items()}
-    tables = _tables_of(recompute_s, saved_bytes, grown_bytes)
-    needed = math.ceil(lacking_bytes)
+    return LeastRecompute(recompute_s, saved_bytes, grown_bytes).for_bytes(lacking_bytes)
+
+
+class LeastRecompute(Generic[Key]):
+    """`least_recompute` of blocks that are asked for several numbers of bytes. Arguments: as there."""
+
+    def __init__(
+        self,
+        recompute_s: Mapping[Key, Float64Array],
+        saved_bytes: Mapping[Key, Float64Array],
+        grown_bytes: Mapping[Key, Float64Array] | None = None,
+    ) -> None:
+        self._given = recompute_s, saved_bytes, grown_bytes
+
+    def for_bytes(self, lacking_bytes: float) -> dict[Key, int] | None:
+        """The choice for so many lacking bytes. Raises as `least_recompute`."""
+        if not math.isfinite(lacking_bytes):
+            raise ArgumentError(f"lacking_bytes is {lacking_bytes}; it must be finite.")
+        if lacking_bytes <= 0:
+            return dict.fromkeys(self._given[0], 0)
+        return _least_of(self._tables, math.ceil(lacking_bytes))
+
+    @cached_property
+    def _tables(self) -> dict[Key, _BlockTables]:
+        recompute_s, saved_bytes, grown_bytes = self._given
+        grown_bytes = grown_bytes or {key: np.zeros(len(seconds)) for key, seconds in recompute_s.items()}
+        return _tables_of(recompute_s, saved_bytes, grown_bytes)
+
+
+def _least_of(tables: Mapping[Key, _BlockTables], needed: int) -> dict[Key, int] | None:
+    """`least_recompute`, from tables and the whole bytes that are needed."""
     if len(tables) == 1:  # Each further block costs more: the first number that suffices is the cheapest.
         ((key, table),) = tables.items()
         suffices = table.saved - table.grown >= needed
@@ -142,17 +166,19 @@ def _cheapest(states: Int64Array, last: _BlockTables, needed: int) -> tuple[int,
 
     states: [3, num_states], as of `_undominated`.
     """
-    cost, saved = (column[:, None] + own[None, :] for column, own in zip(states[:2], last[:2]))
-    grown = np.maximum(states[2][:, None], last.grown[None, :])
-    enough = np.flatnonzero(saved - grown >= needed)
-    if not len(enough):
+    net = states[1][:, None] + last.saved - np.maximum(states[2][:, None], last.grown)
+    suffices = net >= needed
+    # Each further block costs more, so that of each state the first number that suffices is the cheapest.
+    count = suffices.argmax(axis=1)
+    able = np.flatnonzero(suffices[np.arange(len(count)), count])
+    if not len(able):
         return None
-    cost = cost.ravel()[enough]
-    best = enough[cost == cost.min()]
+    cost = states[0][able] + last.cost[count[able]]
+    best = able[cost == cost.min()]
     if len(best) > 1:
-        best = best[np.lexsort((-saved.ravel()[best], grown.ravel()[best]))]
-    state, count = divmod(int(best[0]), len(last.cost))
-    return state, count
+        grown = np.maximum(states[2][best], last.grown[count[best]])
+        best = best[np.lexsort((-(states[1][best] + last.saved[count[best]]), grown))]
+    return int(best[0]), int(count[best[0]])
 
 
 def _undominated(states: Int64Array, needed: int, still_savable: int) -> Int64Array:

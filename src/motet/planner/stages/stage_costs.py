@@ -20,7 +20,7 @@ import numpy as np
 
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.planner.stages.blocks import Blocks
-from motet.planner.stages.recompute import RecomputeMode, least_recompute
+from motet.planner.stages.recompute import LeastRecompute, RecomputeMode
 from motet.schedule import Kind, Program
 
 ROUNDS = 4
@@ -51,17 +51,32 @@ class StageLimits:
         rank = np.array([stage.rank for stage in program.stages])
         return cls(rank, tuple(_moments(program, number) for number in range(program.num_ranks)), capacity_bytes, mode)
 
+    @classmethod
+    def of_one_stage(cls, num_held: Sequence[int], capacity_bytes: float, mode: RecomputeMode = "least") -> StageLimits:
+        """The limits of ranks with one stage each, without a Program. num_held: the most microbatches that each holds.
+
+        Under 1F1B a stage holds one more than stages follow it; under ZB-H1 the first one's number, on every rank.
+        """
+        moments = tuple(np.array([[number]]) for number in num_held)
+        return cls(np.arange(len(moments)), moments, capacity_bytes, mode)
+
 
 def _moments(program: Program, rank: int) -> Int64Array:
     """The fullest moments of a pipeline rank, [num_moments, stages of the rank]."""
     stages_of_rank = [number for number, stage in enumerate(program.stages) if stage.rank == rank]
-    effect = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
-    row = [(action.stage, effect.get(action.kind, 0)) for action in program.actions[rank]]
-    stage, shift = np.array(row).T
-    change = np.where(stage[:, None] == np.array(stages_of_rank), shift[:, None], 0)
-    held = np.unique(change.cumsum(axis=0)[shift > 0], axis=0)
-    is_covered = (held[:, None] >= held[None]).all(axis=2)
-    fullest: Int64Array = held[is_covered.sum(axis=0) == 1]
+    column = {stage: number for number, stage in enumerate(stages_of_rank)}
+    held, moments = [0] * len(column), set[tuple[int, ...]]()
+    for action in program.actions[rank]:
+        if action.kind is Kind.F:
+            held[column[action.stage]] += 1
+            moments.add(tuple(held))
+        elif action.kind is Kind.B or action.kind is Kind.W:
+            held[column[action.stage]] -= 1
+    every = np.array(sorted(moments))
+    is_covered = np.ones((len(every), len(every)), dtype=np.bool_)
+    for of_stage in every.T:
+        is_covered &= of_stage[:, None] >= of_stage[None]
+    fullest: Int64Array = every[is_covered.sum(axis=0) == 1]
     return fullest
 
 
@@ -184,8 +199,9 @@ def _recomputed_on(blocks: Blocks, stage: Int64Array, limits: StageLimits, rank:
     saved = {name: blocks.saved_bytes[index] * in_flight[stage[index]] for name, index in indices.items()}
     grown = {name: np.maximum(blocks.recompute_working_bytes[index] - idle, 0) for name, index in indices.items()}
     # 3. Take the least that suffices for that moment; if another moment lacks bytes then, ask for as many more.
+    choice = LeastRecompute(seconds, saved, grown)
     while True:
-        counts = least_recompute(seconds, saved, lacking, grown)
+        counts = choice.for_bytes(lacking)
         if counts is None:
             return everything
         chosen = np.zeros(blocks.num_blocks, dtype=np.bool_)

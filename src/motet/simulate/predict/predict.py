@@ -10,6 +10,7 @@ only MAX_ISLANDS are simulated: those with the largest sum, over microbatches, o
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cache
 
@@ -144,7 +145,7 @@ def step_s_of(
     """`predict_assigned(...).step_s` alone: without the Timeline, the memory and the operations of the step."""
     pricing, filler = Pricing(plan, stages, assignment, cost, exchange=exchange), filler_of(stages)
     if filler is None and len(islands := list(_simulated(pricing, 0.0))) > 1:
-        program = Prepared(program_of_batch(stages, _present(pricing)))
+        program = _prepared(program_of_batch(stages, _present(pricing)))
         return float(_makespans(pricing, Traffic(pricing), program, islands).max())
     return _slowest_island(pricing, filler, 0, 0.0)[0].makespan_s
 
@@ -162,7 +163,7 @@ def _slowest_island(
     Its ranks are named by the ranks of the cluster that they stand for.
     """
     traffic, overlap = Traffic(pricing), pricing.plan.cluster.device.overlaps
-    own = Prepared(program_of_batch(pricing.planned, _present(pricing)))
+    own = _prepared(program_of_batch(pricing.planned, _present(pricing)))
 
     def simulated(island: int, program: Prepared = own) -> Timeline:
         times = stage_times_of(pricing, traffic, island)
@@ -181,6 +182,18 @@ def _slowest_island(
     if len(islands) == 1:
         return simulated(islands[0]), None
     return simulated(islands[int(np.argmax(_makespans(pricing, traffic, own, islands)))]), None
+
+
+def _prepared(program: Program) -> Prepared:
+    """The Program, prepared. The last ones are kept: a Plan is simulated in several orders and on several batches."""
+    found = next((known for known in _last_prepared if known.program is program), None)
+    if found is None:
+        found = Prepared(program)
+        _last_prepared.append(found)
+    return found
+
+
+_last_prepared: deque[Prepared] = deque(maxlen=2)
 
 
 def _makespans(pricing: Pricing, traffic: Traffic, program: Prepared, islands: Sequence[int]) -> Float64Array:

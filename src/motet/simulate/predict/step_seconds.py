@@ -4,7 +4,7 @@ are assigned to microbatches.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -71,14 +71,14 @@ class PricedSteps:
         modules = {}
         for module in self.plan.model.modules:
             items = batch.of(module.name)
-            alone, first = items.example.astype(np.int32), np.searchsorted(items.example, items.example)
+            alone = items.example.astype(np.int32)
             modules[module.name] = ModuleAssignment(
                 items.example,
                 items.length,
                 items.num_tokens,
                 np.zeros_like(alone),
                 alone,
-                np.arange(items.num_items) - first,
+                partial(_position_in_run, items.example),
                 1,
                 items.segments,
                 items.num_media,
@@ -99,3 +99,9 @@ class PricedSteps:
     @cached_property
     def _operations(self) -> StepOperations:
         return StepOperations(self.planned, self.cost)
+
+
+def _position_in_run(numbers: Int64Array) -> Int64Array:
+    """The position of each of ascending numbers among those that equal it, int64 [n]."""
+    position: Int64Array = np.arange(len(numbers)) - np.searchsorted(numbers, numbers)
+    return position

@@ -7,11 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from motet.planner.candidate import Pins
+from motet.planner.chain.pipeline import chain_passes
+from motet.planner.chain.propose import ChainSearch
+from motet.planner.degrees import Degrees
+from motet.planner.modality_parallel.pipeline import ModalityDegrees, ModalityPipeline
 from motet.planner.stages.blocks import Blocks, blocks_of
 from motet.planner.stages.partition import partition
 from motet.planner.stages.stage_costs import ROUNDING, StageLimits, settle, stage_numbers, stages_of
 from motet.planner.stages.step_time import StageGraph, pipeline_s
 from motet.schedule import high_water, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
+from motet.schedule.generators.modality_parallel import modality_parallel
 from motet.simulate import simulate, stage_times
 from unit.planner.jobs import job
 
@@ -38,6 +44,34 @@ def test_the_fullest_moments_hold_what_the_program_holds(name, seed):
 def test_two_microbatches_a_rank_fill_a_pipeline(make):
     some, more = (StageLimits.of(make(number), 1.0).moments for number in (8, 24))
     assert all(np.array_equal(one, other) for one, other in zip(some, more))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3, 8, 20])
+@pytest.mark.parametrize("pp", [1, 2, 5])
+def test_moments_of_ranks_with_one_stage_need_no_program(pp, num_microbatches):
+    some_job = job()
+    search = ChainSearch(some_job, Pins())
+    for schedule in ("1f1b", "zb_h1") if pp > 1 else ("1f1b",):
+        degrees = Degrees(1, pp, 1, 1, num_microbatches, schedule)
+        counted = StageLimits.of(chain_passes(degrees, num_microbatches), some_job.capacity_bytes)
+        same_limits(search._limits_of(degrees), counted)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3, 20])
+@pytest.mark.parametrize("num_stages", [(1, 1, 1), (3, 1, 2), (2, 3, 4)])
+def test_moments_of_modules_side_by_side_need_no_program(num_stages, num_microbatches):
+    some_job = job()
+    names = [module.name for module in some_job.model.modules]
+    pipeline = ModalityPipeline(some_job, ModalityDegrees(num_stages, 1, 1, 1, num_microbatches))
+    stages = dict(zip(names, num_stages, strict=True))
+    backbone = stages.pop("backbone")
+    program = modality_parallel(stages, backbone, num_microbatches)
+    same_limits(pipeline.limits, StageLimits.of(program, some_job.capacity_bytes))
+
+
+def same_limits(one, other):
+    assert one.rank.tolist() == other.rank.tolist()
+    assert [moments.tolist() for moments in one.moments] == [moments.tolist() for moments in other.moments]
 
 
 def toy(kept, saved, recompute_s, owner=None, **others):
