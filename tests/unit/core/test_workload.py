@@ -3,6 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from motet.core.errors import UserError
 from motet.core.workload import BatchLengths, ItemLengths, Workload, home_ranks
 
 
@@ -84,3 +85,11 @@ def test_a_step_of_groups_is_one_of_the_epoch():
     # The step at the end of the epoch goes on from its beginning.
     assert steps == {(1, 2, 3), (4, 5, 6), (7, 1, 2)}
     assert workload.draw_groups(2, np.random.default_rng(0)).group.tolist()[0] == 0
+
+
+def test_a_step_without_tokens_is_refused():
+    sequence = np.array([0, 0, 0, 5])
+    workload = Workload("lengths.csv", BatchLengths(sequence, sequence, np.zeros(4, np.int32), {}))
+    empty = next(seed for seed in range(40) if 3 not in workload.choose(1, np.random.default_rng(seed)))
+    with pytest.raises(UserError, match=r"A batch of 1 drawn from lengths\.csv has no tokens"):
+        workload.draw(1, np.random.default_rng(empty))
