@@ -68,7 +68,7 @@ SPREAD = {
             then=PlannedCase(chain(ALL, dp=4, ep=4, zero=1, shard_size=2), family="mixtral", batch_size=8),
         ),
         *(PlannedCase(chain(ALL, dp=4, ep=2, zero=z, shard_size=2), family="mixtral", batch_size=8) for z in (2, 3)),
-        PlannedCase(shared(2, WHOLE, zero=1, dp=2, ep=4), family="mixtral", batch_size=4, left_out=0.4),
+        PlannedCase(shared(2, WHOLE, zero=1, dp=2, ep=4), family="mixtral", batch_size=4, left_out=0.6, dropout=0.2),
         PlannedCase(
             (Unit("image", ({"image": 3},), dp=2), Unit("llm", ({"audio": 2, "backbone": 3},), 2, dp=2, ep=2)),
             family="mixtral",

@@ -565,7 +565,7 @@ class Backbone(nn.Module):
 def _rows_of(sequences: Sequences) -> list[Int64Array | ItemRows]:
     """The rows of sequences as tensors of the backbone have them, for `arranged`: this rank's, if others have some."""
     lengths = np.diff(sequences.offsets.numpy()).astype(np.int64)
-    if (context := context_of(sequences)) is None:
+    if (context := context_of(sequences)) is None or not lengths.sum():
         return [lengths]
     own, item = context.own, np.repeat(np.arange(len(lengths)), lengths)
     own = own if len(own) else np.zeros(1, dtype=np.int64)  # The spare row.

@@ -70,7 +70,7 @@ def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()
 
         workload = in_groups(recipe, workload)
         batch_size *= examples_a_group(workload)
-    return Job(
+    job = Job(
         read.model,
         cluster,
         workload,
@@ -83,3 +83,5 @@ def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()
         exchange="auto" if recipe is None else recipe.context.exchange,
         moments=moments,
     )
+    job.drawn(0)  # What cannot be drawn is said at once, and not of each strategy.
+    return job
