@@ -58,7 +58,7 @@ def test_of_ranks_that_fail_only_the_first_speaks(job, tmp_path):
 def test_a_rank_that_finds_itself_alone_says_so(job, tmp_path):
     lost = "raise RuntimeError('[pair.cc:547] Connection closed by peer [127.0.0.1]:1')"
     done = motet(*arguments(job, tmp_path, *SHORT), meddling=Meddling(STEP, 2, 0, lost))
-    assert "lost another rank, which died without a word; the system may have had no memory left" in done.stderr
+    assert "lost another rank, which died without a word at step 2; the system may have had no memory" in done.stderr
 
 
 def test_any_command_ends_so(job, tmp_path):
