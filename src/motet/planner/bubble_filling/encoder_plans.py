@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -80,6 +80,8 @@ class EncoderPlans:
         self._shares: dict[tuple[str, EncoderDegrees], float] = {}
         self._costs: dict[tuple[str, EncoderDegrees], BlockCosts] = {}
         self._known_dealt: dict[str, _Dealt] = {}
+        # Most blocks have equal layers, and plans the same degrees.
+        self._got, self._got_in_blocks = cache(self._got_rows), cache(self._got_bytes)
 
     def __iter__(self) -> Iterator[EncoderPlan]:
         """The plans that divide the backbone's degrees, and leave a block to each stage and a microbatch to each
@@ -147,7 +149,7 @@ class EncoderPlans:
 
     def _exchange_s(self, name: str, degrees: EncoderDegrees) -> Float64Array:
         """Seconds in which ranks get keys and values of items that they share, of each block, [num_blocks]."""
-        (tp, cp), (mean_bytes, _) = degrees, self._got_bytes(name, degrees)
+        (tp, cp), (mean_bytes, _) = degrees, self._got_in_blocks(name, degrees)
         sizes = mean_bytes * cp / (cp - 1)  # As of an all-gather in which each rank gets as much.
         return np.array([self.job.cost.gather_seconds(size, range(0, cp * tp, tp)) for size in sizes.tolist()])
 
@@ -156,7 +158,7 @@ class EncoderPlans:
         microbatch with the most.
         """
         (name,) = unit.modules
-        return self._got_bytes(name, EncoderDegrees(unit.tp, unit.cp))[1]
+        return self._got_in_blocks(name, EncoderDegrees(unit.tp, unit.cp))[1]
 
     def _got_bytes(self, name: str, degrees: EncoderDegrees) -> tuple[Float64Array, Float64Array]:
         """Bytes of keys and values that a rank gets in each block: mean, and most of a microbatch; [num_blocks]."""
@@ -167,7 +169,7 @@ class EncoderPlans:
                 if (attention := layer.attention) is not None:
                     reach = 2 * attention.window or math.inf
                     row_bytes = 2 * attention.kv_width / tp * self.job.mixed_precision(pipeline=True).compute
-                    found[:, block] += row_bytes * np.minimum(self._got_rows(name, layer, cp), reach)
+                    found[:, block] += row_bytes * np.minimum(self._got(name, layer, cp), reach)
         return found[0], found[1]
 
     def _dealt(self, name: str) -> _Dealt:
