@@ -86,25 +86,29 @@ def given_batching(plan: Plan, batch: BatchLengths) -> Batching:
     return batching_in_groups(plan, batch) if plan.microbatch_caps else batching_as_given(plan)
 
 
-def ordered_batching(plan: Plan, batch: BatchLengths, seconds: StepSeconds) -> Batching:
-    """The batching of a step by the Plan's `order` and `microbatch_caps`; the same on every rank.
+def assign_ordered(plan: Plan, batch: BatchLengths, seconds: StepSeconds) -> StepAssignment:
+    """The assignment of a step by the Plan's `order` and `microbatch_caps`; the same on every rank.
 
     In the time predicted here, "intra", "inter" and "both" are no slower than "given" with the same caps and balance.
     Raises UserError for a Plan that does not fit. O(num_examples * num_layers) for each of at most five batchings,
     plus `assign` and `order_islands`.
     """
     step = _Step(plan, batch, seconds)
-    given = step.candidate(*step.given())
+    return step.assigned(step.batching())
+
+
+def _fastest(step: _Step) -> _Candidate | None:
+    """The fastest candidate of a step; None if the given one is about as fast."""
+    order, given = step.plan.order, step.candidate(*step.given())
     candidates = [given]
-    if plan.order in ("intra", "both"):
+    if order in ("intra", "both"):
         different = {tuple(part.tobytes() for part in parts): parts for parts in step.balanced()}
         balanced = [step.candidate(*parts) for parts in different.values()]
         candidates += sorted(balanced, key=lambda candidate: candidate.slowest_ns)[:NUM_ORDERED]
     best = min(candidates, key=lambda candidate: candidate.slowest_ns)
-    if plan.order in ("inter", "both"):
+    if order in ("inter", "both"):
         best = min(_fastest_ordered(candidates), best, key=lambda candidate: candidate.slowest_ns)
-    gains = best.slowest_ns < given.slowest_ns * (1 - LEAST_GAIN)
-    return best.batching() if gains else step.given_batching
+    return best if best.slowest_ns < given.slowest_ns * (1 - LEAST_GAIN) else None
 
 
 def _fastest_ordered(candidates: list[_Candidate]) -> _Candidate:
@@ -169,6 +173,17 @@ class _Step:
         self.lanes = lanes(layout)
         self._contents: dict[tuple[bytes, bytes], _Contents] = {}
 
+    def batching(self) -> Batching:
+        """The batching that the step takes."""
+        best = _fastest(self)
+        return self.given_batching if best is None else best.batching()
+
+    def assigned(self, batching: Batching) -> StepAssignment:
+        """The assignment of a batching."""
+        if self.shares_sequences:
+            return assign_cut(self.plan, self.batch, batching, self._work, self._with_cuts[1])
+        return assign_batching(self.plan, self.batch, batching)
+
     @cached_property
     def given_batching(self) -> Batching:
         """The batching of step 1."""
@@ -209,11 +224,7 @@ class _Step:
         if key not in self._contents:
             island, microbatch = np.divmod(group, self.sizes.microbatches)
             batching = Batching(microbatch, island * self.sizes.examples + index)
-            if self.shares_sequences:
-                assigned = assign_cut(self.plan, self.batch, batching, self._work, self._with_cuts[1])
-            else:
-                assigned = assign_batching(self.plan, self.batch, batching)
-            durations = self.seconds.of_operations(assigned)
+            durations = self.seconds.of_operations(self.assigned(batching))
             self._contents[key] = _Contents(group, index, durations)
         return self._contents[key]
 

@@ -169,7 +169,7 @@ def _numbers_to_try(most: int) -> list[int]:
 class _Groups:
     """The examples of a step in groups, each of which is a microbatch of a replica.
 
-    of_examples, index: int64 [num_examples], the group of each example, and its index there.
+    of_examples, index: int64 [num_examples], the group of each example, and its index there, of `size`.
     loads:              int64 [num_groups], in operations.
     """
 
@@ -201,10 +201,11 @@ class _Groups:
                    microbatch of its own, beside the largest others, so that the sequence needs few replicas, or beside
                    the smallest. All else is dealt out evenly by load.
         """
-        shared, others = np.flatnonzero(is_shared), np.flatnonzero(~is_shared)
+        shared = np.flatnonzero(is_shared)
         by_load = np.argsort(-self.loads if beside_largest else self.loads, kind="stable")
         beside = by_load[~is_shared[by_load]][: len(shared) * (self.num_replicas - 1)]
-        first, whole = np.concatenate([shared, beside]), np.setdiff1d(others, beside)
+        first = np.concatenate([shared, beside])
+        whole = np.setdiff1d(np.arange(len(self.loads)), first)
         dealt = np.zeros((2, len(self.loads)), dtype=np.int64)
         if len(shared):
             dealt[:, first] = np.divmod(np.arange(len(first)), len(shared))

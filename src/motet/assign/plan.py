@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from motet.assign.balancing import Balancing, by_operations
 from motet.assign.data_parallel import assign_data_parallel
-from motet.assign.ordering import StepSeconds, given_batching, ordered_batching
+from motet.assign.ordering import StepSeconds, assign_ordered, given_batching
 from motet.assign.pipeline import assign_batching
-from motet.assign.pipeline_balance import assign_balanced, assign_cut, dealt_with_cuts, item_work
+from motet.assign.pipeline_balance import assign_balanced
 from motet.assign.step import StepAssignment
 from motet.core.errors import ArgumentError
 from motet.core.plan import Plan
@@ -33,8 +33,4 @@ def assign_step(
         raise ArgumentError(
             f"the plan has order {plan.order!r}, which is decided from the seconds of examples; pass `seconds`."
         )
-    ordered = ordered_batching(plan, batch, seconds)
-    if plan.balance == "off":
-        return assign_batching(plan, batch, ordered)
-    work = item_work(plan, batch)
-    return assign_cut(plan, batch, ordered, work, dealt_with_cuts(plan, batch, given_batching(plan, batch), work)[1])
+    return assign_ordered(plan, batch, seconds)

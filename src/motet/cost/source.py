@@ -41,11 +41,11 @@ def cost_model(
             f"{profile_file} was measured in {profile.precision} and the plan computes in {precision}: profile a "
             "recipe that computes as the plan does, or change the plan's precision."
         )
-    measured, device = measured_on(profile.device), cluster.device.name
-    if not any_device and device in DEVICES and measured not in ("", device):
+    device = cluster.device.name
+    if not any_device and device in DEVICES and is_measured_elsewhere(profile.device, device):
         raise UserError(
             f"{profile_file} was measured on {profile.device}, and its seconds say nothing of {device}: profile on "
-            f"{device}, or choose --cluster {measured}."
+            f"{device}, or choose --cluster {_catalogued(profile.device)}."
         )
     if precision not in cluster.device.peak_flops:
         raise UserError(
@@ -60,7 +60,13 @@ def cost_model(
     return Profiled(profile, cluster)
 
 
-def measured_on(name: str) -> str:
+def is_measured_elsewhere(name: str, here: str) -> bool:
+    """Whether a profile whose device has this name is of another device of the catalogue than `here`; of an unknown
+    one, "", nothing is."""
+    return bool(here) and _catalogued(name) not in ("", here)
+
+
+def _catalogued(name: str) -> str:
     """What the catalogue calls the device of a profile; "" if it does not have it."""
     known = device_called(name)
     return "cpu" if name.startswith("cpu") else known.name if known else ""

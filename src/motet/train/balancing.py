@@ -30,7 +30,7 @@ from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.phases import PhaseTimes, Picoseconds, phase_times
 from motet.cost.profile import PROFILE_FILE, Profile, read_profile
 from motet.cost.profiled import message_fit
-from motet.cost.source import measured_on
+from motet.cost.source import is_measured_elsewhere
 from motet.dispatch import BalanceConfig, Orchestrator
 from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
@@ -59,7 +59,7 @@ class MeasuredPhases:
 
     def elsewhere_words(self, here: str) -> str:
         """The sentence where it was measured on another device of the catalogue than the run's, `here`; else ""."""
-        if not here or measured_on(self.device) in ("", here):
+        if not is_measured_elsewhere(self.device, here):
             return ""
         return (
             f"{self.file} was measured on {self.device}, and this run is on {here}: what items weigh in balancing is "

@@ -23,7 +23,7 @@ from motet.assign.planned_step import by_replica
 from motet.core.errors import UserError
 from motet.cost.model import CostModel
 from motet.cost.profile import PROFILE_FILE, read_profile
-from motet.cost.source import cost_model, measured_on
+from motet.cost.source import cost_model, is_measured_elsewhere
 from motet.dispatch import RankBatch
 from motet.dispatch.edge_messages import assignment_of
 from motet.runtime.step import StepResult
@@ -49,7 +49,7 @@ def run_cost(chosen: ChosenPlan, recipe: Recipe, device: torch.device) -> CostMo
         if profile.exists():
             cost = cost_model(plan.cluster, plan.precision, profile, moments=plan.moments)
             measured, here = read_profile(profile).device, device_name(device)
-            if not here or measured_on(measured) in ("", here):
+            if not is_measured_elsewhere(measured, here):
                 return cost
             return (
                 f"Steps are not predicted, and predicted_s is null: {profile} was measured on {measured}, and this run "

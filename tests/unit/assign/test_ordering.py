@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from motet.assign.groups import grouped, groups_under
-from motet.assign.ordering import ordered_batching
+from motet.assign.ordering import _Step
 from motet.assign.pipeline import Batching, assign_batching, batching_as_given
 from motet.assign.plan import assign_step
 from motet.core.errors import ArgumentError
@@ -35,7 +35,7 @@ def uneven(num_examples, seed=0):
 
 
 def ordered(made, batch, cost):
-    return ordered_batching(made, batch, PricedSteps(made, cost))
+    return _Step(made, batch, PricedSteps(made, cost)).batching()
 
 
 def step_s(made, batch, batching, cost):

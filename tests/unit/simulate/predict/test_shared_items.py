@@ -1,6 +1,6 @@
 """What context-parallel ranks of an encoder are priced for, against the rows that training gives them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +9,7 @@ import pytest
 from motet.assign.item_shares import item_shares
 from motet.assign.plan import assign_step
 from motet.assign.planned_step import decide_planned_step
+from motet.assign.whole_step import DecidedMicrobatch
 from motet.core.attention_table import AttentionTable
 from motet.core.item_segments import ItemSegments
 from motet.core.plan import Plan, Unit
@@ -66,18 +67,25 @@ def lengths_of(segment: int = 0, tile: int = 1, queries: int = 0) -> BatchLength
     return BatchLengths(sequence, np.full(BATCH, 3), np.zeros(BATCH, np.int32), {"image": items})
 
 
+def shared_on(
+    plan: Plan, lengths: BatchLengths, cp: int
+) -> Iterator[tuple[DecidedMicrobatch, list[SharedItems | None]]]:
+    """Each microbatch of a step, and what each rank has of its images; all have None where they share none."""
+    for part in decide_planned_step(plan, lengths).microbatches:
+        items = part.lengths.items["image"]
+        yield part, [shared_items(part.decision, "image", items, rank) for rank in range(cp)]
+
+
 @pytest.mark.parametrize(("cp", "own_ranks"), [(2, True), (3, True), (4, False)])
 def test_shared_images_are_priced_as_they_are_executed(cp, own_ranks):
     plan, lengths = plan_of(cp, own_ranks=own_ranks), lengths_of()
     program, step = planned(plan), assign_step(plan, lengths)
     pricing = Pricing(plan, program, step, Linear(plan.cluster))
-    decided, stage = decide_planned_step(plan, lengths).microbatches, program.stages[0]
     layer, copies, cut = plan.model.module("image").layers[1], 0, 0
-    found = pricing.rows("image", layer, stage, [0])[0]
-    for number, part in enumerate(decided):
-        items = part.lengths.items["image"]
-        of_ranks = [shared_items(part.decision, "image", items, rank) for rank in range(cp)]
+    found = pricing.rows("image", layer, program.stages[0], [0])[0]
+    for number, (part, of_ranks) in enumerate(shared_on(plan, lengths, cp)):
         if of_ranks[0] is None:
+            items = part.lengths.items["image"]
             whole = [part.decision.items_on("image", rank) for rank in range(cp)]
             assert found[number] == max(items.length[own].sum() + len(own) for own in whole)
             continue
@@ -112,9 +120,7 @@ def test_images_that_queries_read_are_priced_as_they_are_executed(cp, own_ranks,
     made = next(layer for layer in module.layers if layer.kind == "queries")
     rows, queries = (pricing.rows("image", layer, program.stages[0], [0])[0] for layer in (keys, made))
     among, copies, cut = keys.extra_rows > 0, 0, 0
-    for number, part in enumerate(decide_planned_step(plan, lengths).microbatches):
-        items = part.lengths.items["image"]
-        of_ranks = [shared_items(part.decision, "image", items, rank) for rank in range(cp)]
+    for number, (_, of_ranks) in enumerate(shared_on(plan, lengths, cp)):
         if of_ranks[0] is None:
             continue
         cut += 1
@@ -153,9 +159,7 @@ def test_shared_tiles_are_priced_as_they_are_executed(cp, own_ranks):
     pricing = Pricing(plan, program, step, Linear(plan.cluster))
     layer, cut = plan.model.module("image").layers[1], 0
     found = pricing.rows("image", layer, program.stages[0], [0])[0]
-    for number, part in enumerate(decide_planned_step(plan, lengths).microbatches):
-        items = part.lengths.items["image"]
-        of_ranks = [shared_items(part.decision, "image", items, rank) for rank in range(cp)]
+    for number, (_, of_ranks) in enumerate(shared_on(plan, lengths, cp)):
         if of_ranks[0] is None:
             continue
         cut += 1
