@@ -45,8 +45,8 @@ from motet.data.record_fields import (
     TOOLS_FIELD,
     TURN_FIELDS,
     check_fields,
+    check_media_are_whole,
     check_names_no_media,
-    check_videos_are_whole,
     is_given,
     kind_of,
     media_fields,
@@ -256,8 +256,9 @@ def _checked_media(conversation: Conversation, record: dict[str, Any], where: st
     """The same. Raises UserError for fields of its record that would say of its media what nothing heeds."""
     if not conversation.placeholders:
         check_names_no_media(record, where)
+    for modality in dict.fromkeys(conversation.placeholders):
+        check_media_are_whole(record, where, modality)
     if VIDEO in conversation.placeholders:
-        check_videos_are_whole(record, where)
         videos = media_names(record, where)[VIDEO] or () if is_given(record.get("fps")) else None
         if videos is not None and not any(isinstance(name, FrameNames) for name in videos):
             raise UserError(

@@ -13,7 +13,8 @@ from functools import lru_cache
 from typing import Any
 
 from motet.core.errors import UserError
-from motet.core.modalities import modalities
+from motet.core.modalities import AUDIO, VIDEO, modalities
+from motet.data.media import modality_of
 
 TURN_FIELDS = ("conversations", "messages")
 SYSTEM_FIELD, TOOLS_FIELD, TEXT_FIELD, PARTS_FIELD = "system", "tools", "text", "document"
@@ -48,8 +49,16 @@ _REFUSED = {
     for name in names.split()
 }
 _OTHER_MEDIA = re.compile(r"(?:image|img|picture|audio|video)s?_(?:path|url|uri|file|filename|bytes|base64)s?")
-_PART_OF_VIDEO = ("start", "end", "video_start", "video_end", "clip", "nframes")
-"""What says in other programs that a part of a video is taken, or how many of its frames."""
+_MAY_NAME_FILES = re.compile(
+    r"image|img|picture|photo|audio|video|clip|sound|speech|wav|media|file|path", re.IGNORECASE
+)
+"""Names of fields that hold media if their values end as files of media do: `file_name` of HF's folders of images,
+`audio_filepath` of NeMo."""
+_PARTS = {
+    VIDEO: ("start", "end", "start_time", "end_time", "video_start", "video_end", "clip", "nframes"),
+    AUDIO: ("start", "end", "start_time", "end_time", "audio_start", "audio_end", "offset"),
+}
+"""What says in other programs that a part of a video or a clip is taken, or how many of a video's frames."""
 _MIN_SIMILARITY = 0.85
 
 
@@ -105,21 +114,30 @@ def check_fields(record: dict[str, Any], where: str) -> None:
 
 def check_names_no_media(record: dict[str, Any], where: str) -> None:
     """Raise UserError if a record without placeholders names media, which would silently be missing."""
+    read = {name for names in media_fields().values() for name in names}  # Of these `match_media` says what lacks.
     for name, value in record.items():
-        if _OTHER_MEDIA.fullmatch(name) and is_given(value):
+        named = _OTHER_MEDIA.fullmatch(name) or (_MAY_NAME_FILES.search(name) and _names_files(value))
+        if name not in read and is_given(value) and named:
             raise UserError(
                 f"{where}: has a field '{name}', but no <image>, <audio> or <video> in its text; name media in "
                 "'image', 'audio' or 'video' and put a placeholder where each stands, or remove the field"
             )
 
 
-def check_videos_are_whole(record: dict[str, Any], where: str) -> None:
-    """Raise UserError if a record with a video asks for a part of it: all of it would be taken."""
-    for name in _PART_OF_VIDEO:
-        if is_given(record.get(name)):
+def _names_files(value: object) -> bool:
+    """Whether a value is the name of a file of media, or a list that begins with one."""
+    first = next(iter(value), None) if isinstance(value, list) else value
+    return isinstance(first, str) and modality_of(first) is not None
+
+
+def check_media_are_whole(record: dict[str, Any], where: str, modality: str) -> None:
+    """Raise UserError if a record with a video or a clip asks for a part of it: all of it would be taken."""
+    for name in _PARTS.get(modality, ()):
+        if is_given(value := record.get(name)) and value != 0:
+            taken = ", and [model.video] says which frames are taken" if modality == VIDEO else ""
             raise UserError(
-                f"{where}: has a field '{name}', but a video is read from its begin to its end, and [model.video] says "
-                "which frames are taken; cut the file, or rename the field if it says something else"
+                f"{where}: has a field '{name}', but {'a video' if modality == VIDEO else 'a clip'} is read from its "
+                f"begin to its end{taken}; cut the file, or rename the field if it says something else"
             )
 
 

@@ -134,12 +134,25 @@ def test_texts_that_only_look_alike():
         ("sytem", "x", "has a field 'sytem': is it meant to be 'system'? Rename or remove it"),
         ("Images", "a.png", "has a field 'Images': is it meant to be 'images'? Rename or remove it"),
         ("image_path", "a.png", "has a field 'image_path', but no <image>, <audio> or <video> in its text; name"),
+        ("file_name", "a.png", "has a field 'file_name', but no <image>, <audio> or <video> in its text; name"),
+        ("audio_filepath", "a.flac", "has a field 'audio_filepath', but no <image>, <audio> or <video> in its text"),
+        ("media", ["a.mp4", "b"], "has a field 'media', but no <image>, <audio> or <video> in its text; name"),
     ],
 )
 def test_fields_that_would_change_what_is_learned(field, value, said):
     assert complaint(a_record(**{field: value})).startswith(said)
     for nothing in (None, "", [], {}):
         parse_conversation(a_record(**{field: nothing}), "here")
+
+
+@pytest.mark.parametrize("field", ["start", "end_time", "audio_start", "offset"])
+def test_a_part_of_a_clip_is_refused(field):
+    clip = {"audio": "a.wav", field: 1.5}
+    said = f"has a field '{field}', but a clip is read from its begin to its end; cut the file"
+    assert complaint(a_record("<audio>", **clip)).startswith(said)
+    for nothing in (None, 0, 0.0):
+        parse_conversation(a_record("<audio>", **clip | {field: nothing}), "here")
+    parse_conversation(a_record(**{field: 1.5}), "here")
 
 
 def test_empty_fields_of_media_are_as_good_as_absent():
@@ -167,7 +180,7 @@ def test_metadata_is_kept():
         a_record(
             id=3, task="vqa", source="web", model="x", score=0.5, split="train", category="a", language="en",
             image_id=7, width=3, height=4, meta={"a": [1]}, prompt="Hello", prompt_id="x", license="mit",
-            conversation_id="8f",
+            conversation_id="8f", file="a.txt", origin="scan.png", url="https://example.org/a.jpg", duration=3.5,
         ),
         "here",
     )  # fmt: skip
