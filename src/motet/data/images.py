@@ -236,7 +236,7 @@ class ImageTransform:
 
 def plain_image(image: Image.Image, mode: str) -> Image.Image:
     """The image in a mode of 8 bits a channel (RGB, L), on white where it is transparent."""
-    image = _opaque(_eight_bit(image))
+    image = _opaque(eight_bit(image))
     return image if image.mode == mode else image.convert(mode)  # Pillow would copy it.
 
 
@@ -256,7 +256,7 @@ def _upright(image: Image.Image) -> Image.Image:
     return ImageOps.exif_transpose(image) if orientation(image) != 1 else image
 
 
-def _eight_bit(image: Image.Image) -> Image.Image:
+def eight_bit(image: Image.Image) -> Image.Image:
     """The image with 8 bits a channel. (Pillow's conversion would clip 16-bit grey at 255.)"""
     from PIL import Image
 

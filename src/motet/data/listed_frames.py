@@ -18,6 +18,7 @@ from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.modalities import IMAGE, VIDEO
 from motet.data.headers import open_image, orientation, turned_size
+from motet.data.images import eight_bit
 from motet.data.media import MediaRef, Unusable, failure_reason
 from motet.data.media_names import FrameNames
 from motet.data.remote import is_url, located
@@ -68,7 +69,7 @@ def listed_frames_at(ref: MediaRef, numbers: Int64Array) -> Iterator[Image.Image
         try:
             with _open_frame(paths[number]) as image:
                 turned = image if orientation(image) == 1 else ImageOps.exif_transpose(image)
-                frame = turned.convert("RGB")
+                frame = eight_bit(turned).convert("RGB")
         except Exception as error:
             raise _unusable(number, paths[number], error) from error
         if frame.size != (header.width, header.height):

@@ -154,6 +154,14 @@ def test_frames_are_loaded_as_transformers_loads_images(folder, tokenizer, tmp_p
         np.testing.assert_array_equal(frame, np.asarray(load_image(str(tmp_path / name))))
 
 
+def test_grey_frames_of_sixteen_bits_keep_their_upper_eight(tokenizer, tmp_path):
+    grey = np.arange(24 * 16, dtype=np.uint16).reshape(24, 16) * 170
+    Image.fromarray(grey).save(tmp_path / "a.png")
+    ref = item(opened(tmp_path, tokenizer, a_record("<video>What?", video=["a.png"])))
+    (frame,) = frames_at(ref, np.arange(1))
+    np.testing.assert_array_equal(np.asarray(frame), np.repeat((grey >> 8)[..., None], 3, axis=2))
+
+
 def test_an_index_that_has_moved_with_its_files_finds_the_frames(folder, tokenizer, tmp_path, monkeypatch):
     first = tmp_path / "first"
     first.mkdir()

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from motet.data.by_processor import ImagesByProcessor
+from motet.data.media import MediaRef
 from motet.data.processed_images import ProcessedImages
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -63,3 +65,14 @@ def test_what_is_less_than_a_patch_at_the_edges_is_left_out():
     assert parted.sizes(np.array([image.size])).tolist() == [[3, 3]]
     kept = pixels_of(whole(image).values, 24, 24, patch=24)[:, :21, :21]
     np.testing.assert_array_equal(pixels_of(parted(image).values, 21, 21, patch=7), kept)
+
+
+def test_a_processor_that_motet_does_not_know_is_given_the_upper_bits_of_sixteen(tmp_path):
+    """Its own conversion to colours would clip them, so that nearly all is white."""
+    processors = pytest.importorskip("transformers")
+    plain = {"do_resize": False, "do_center_crop": False, "do_normalize": False}
+    processors.CLIPImageProcessorPil(**plain, do_rescale=False).save_pretrained(tmp_path)
+    grey = np.arange(24 * 24, dtype=np.uint16).reshape(24, 24) * 113
+    Image.fromarray(grey).save(tmp_path / "a.png")
+    media = ImagesByProcessor(tmp_path, (3, 24, 24), 1).load(MediaRef("image", str(tmp_path / "a.png")))
+    np.testing.assert_array_equal(media.values.reshape(3, 24, 24), np.broadcast_to(grey >> 8, (3, 24, 24)))
