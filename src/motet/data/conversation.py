@@ -61,6 +61,7 @@ _CALL_ROLES = ("tool_call", "function_call")
 _ROLES |= dict.fromkeys(_CALL_ROLES, "assistant") | dict.fromkeys(("tool", "tool_response", "observation"), "tool")
 _FIELDS_OF_ROLES = {"assistant": ("tool_calls",), "tool": ("name", "tool_call_id")}
 _STYLES = (("from", "value"), ("role", "content"))
+_SAID = frozenset(name for style in _STYLES for name in style)
 _LOSS_FIELDS = ("loss", "train", "weight")
 
 
@@ -285,8 +286,8 @@ def _parse_turn(turn: object, where: str) -> tuple[Turn, tuple[str | None, ...]]
     """A turn, and of each of its placeholders the name that its part gives."""
     if not isinstance(turn, dict):
         raise UserError(f'{where}: is {kind_of(turn)}, but must be an object {{"from": ..., "value": ...}}')
-    # In Parquet each turn has the fields of all turns, null where a turn has none.
-    turn = {name: value for name, value in turn.items() if value is not None}
+    # In Parquet each turn has the fields of all turns, null or empty where a turn has none.
+    turn = {name: value for name, value in turn.items() if is_given(value) or (name in _SAID and value is not None)}
     style = next((style for style in _STYLES if any(name in turn for name in style)), _STYLES[0])
     if turn.get("tool_calls"):
         turn.setdefault(style[1], "")

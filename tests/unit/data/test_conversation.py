@@ -80,7 +80,7 @@ def test_the_last_answer_is_the_last_that_is_learned():
         ([HUMAN, GPT | {"weight": True}], "turn 2: 'weight' is true, but must be 0 or 1"),
         ([HUMAN, GPT | {"loss": True, "weight": 1}], "turn 2: has both 'loss' and 'weight'"),
         ([HUMAN | {"loss": True}, GPT], "turn 1: 'loss' is true, but loss is taken on the assistant's turns alone"),
-        ([HUMAN, GPT | {"train_detail": []}], "turn 2: has a field 'train_detail', which is not understood"),
+        ([HUMAN, GPT | {"train_detail": [1]}], "turn 2: has a field 'train_detail', which is not understood"),
         ([HUMAN, GPT | {"tool_calls": [{}]}], "turn 2: call 1: has no name; a call is an object with 'name' and"),
         ([HUMAN, GPT | {"reasoning_content": "Hm"}], "turn 2: has a field 'reasoning_content', which is not"),
         ([HUMAN | {"role": "user"}, GPT], "turn 1: has a field 'role', which is not understood"),
@@ -169,6 +169,15 @@ def test_empty_turns_of_another_kind_are_as_good_as_absent():
     assert [turn.text for turn in parse_conversation(asked, "here").turns] == told
     assert parse_conversation({"messages": [], "text": "A document."}, "here").is_document
     assert complaint({"messages": [], "caption": "A cat."}).startswith("'messages' is an empty list")
+
+
+def test_empty_fields_of_a_turn_are_as_good_as_absent():
+    """As a table has them in which some turns call tools."""
+    none = {"tool_calls": [], "name": "", "tool_call_id": None}
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}]
+    found = parse_conversation({"messages": [turn | none for turn in turns]}, "here").turns
+    assert found == parse_conversation({"messages": turns}, "here").turns
+    assert complaint({"messages": [{"role": "user", "content": "Hi", "name": "Bo"}]}).startswith("turn 1: has a field")
 
 
 def test_no_tools_may_be_the_text_of_an_empty_list():
