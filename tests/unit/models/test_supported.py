@@ -91,6 +91,7 @@ SAYINGS = [
     ("llama", {"return_dict": False}, "has no option return_dict"),
     ("whisper", {"apply_spec_augment": True}, "apply_spec_augment is True, which Motet does not compute"),
     ("siglip", {"image_size": 8, "patch_size": 16}, "image_size is 8; it must be at least patch_size, 16"),
+    ("internvl", {"image_size": 8, "patch_size": [16, 16]}, "image_size is 8; it must be at least patch_size, 16"),
     ("dinov2", {"image_size": [8, 32]}, r"image_size is \[8, 32\]; it must be one whole number"),
     ("qwen2_vl", {"embed_dim": 20, "num_heads": 2}, r"embed_dim is 20; it must be a multiple of 4 \* num_heads"),
     ("qwen2_vl", {"rope_parameters": MROPE}, "rope_parameters is .* only the base, rope_theta, may be set"),
