@@ -195,6 +195,14 @@ def test_directories_that_are_refused(job, changes, said):
     assert said in complaint(job)
 
 
+def test_quantised_weights_are_refused_whatever_the_config_says(job):
+    file = job / "model" / "model.safetensors"
+    weights = load_file(file)
+    name = next(name for name in weights if name.endswith("q_proj.weight"))
+    save_file(weights | {name: weights[name].to(torch.float8_e4m3fn)}, file, {"format": "pt"})
+    assert f"{name} in model/model.safetensors is quantised (F8_E4M3)" in complaint(job)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
