@@ -238,6 +238,17 @@ def saved(tiny, tmp_path, **options):
     return BackboneConfig(family="llama", path=tmp_path)
 
 
+def test_a_class_beside_the_weights_is_not_taken_for_that_of_transformers(tiny, tmp_path):
+    config, file = saved(tiny, tmp_path), tmp_path / "config.json"
+    stored = json.loads(file.read_text())
+    for named, code in (("LlamaForCausalLM", "AutoModelForCausalLM"), ("OwnLlama", "AutoConfig")):
+        file.write_text(json.dumps(stored | {"architectures": [named], "auto_map": {code: "own.Own"}}))
+        build_backbone(config, 50, torch.float32, 0)
+    file.write_text(json.dumps(stored | {"architectures": ["OwnLlama"], "auto_map": {"AutoModel": "own.OwnLlama"}}))
+    with pytest.raises(UserError, match=r"OwnLlama is no class of transformers.*remove auto_map if transformers' own"):
+        build_backbone(config, 50, torch.float32, 0)
+
+
 def test_weights_that_the_config_does_not_name(tiny, tmp_path):
     config = saved(tiny, tmp_path, attention_bias=True)
     config.config["attention_bias"] = False

@@ -26,6 +26,7 @@ from motet.models.config_file import (
     ADAPTER_CONFIG,
     INNER,
     adapter_alone,
+    check_class,
     one_line,
     parse_config,
     quiet_transformers,
@@ -66,6 +67,7 @@ class WholeDirectory:
         stored = read_config_json(self.file)
         kind = stored.get("model_type")
         self.family: WholeFamily = WHOLE[kind] if kind in WHOLE else generic_family(path, kind, ", ".join(WHOLE))
+        check_class(self.file, stored)
         self.hf_config: PreTrainedConfig = parse_config(self.file, CONFIG_MAPPING[kind], stored)
         self._inner = ""
         if kind in INNER:

@@ -195,6 +195,13 @@ def test_directories_that_are_refused(job, changes, said):
     assert said in complaint(job)
 
 
+def test_a_class_beside_the_weights_is_refused(job):
+    file = job / "model" / "config.json"
+    own = {"architectures": ["OwnLlava"], "auto_map": {"AutoModel": "own.OwnLlava"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    assert "OwnLlava is no class of transformers, but code of its own (auto_map), which Motet" in complaint(job)
+
+
 def test_quantised_weights_are_refused_whatever_the_config_says(job):
     file = job / "model" / "model.safetensors"
     weights = load_file(file)
