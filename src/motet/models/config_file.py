@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.utils import logging as hf_logging
 
@@ -96,6 +97,20 @@ def read_config_json(file: Path) -> dict[str, Any]:
         raise UserError(f"{file}: {error}") from error
 
 
+def check_class(file: Path, stored: dict[str, Any]) -> None:
+    """Raise UserError for a model whose class is Python code beside its weights, as nobody knows what it computes.
+
+    Without running such code, transformers would take the class of its own that has the same `model_type`.
+    """
+    named, code = stored.get("architectures"), stored.get("auto_map")
+    own = isinstance(code, dict) and any(key.startswith("AutoModel") for key in code)
+    if own and isinstance(named, list) and named and not any(hasattr(transformers, str(name)) for name in named):
+        raise UserError(
+            f"{file}: {named[0]} is no class of transformers, but code of its own (auto_map), which Motet does not "
+            f"run; remove auto_map if transformers' own {stored.get('model_type')} computes the same."
+        )
+
+
 def parse_config(file: Path, kind: type[PreTrainedConfig], stored: dict[str, Any]) -> PreTrainedConfig:
     """`stored` as a config of `kind`. Raises UserError with HF's message if HF refuses it."""
     try:
@@ -121,6 +136,8 @@ def read_config(where: str, family: Family, path: Path, options: dict[str, Any])
                 f"model.{where}.path: {path} holds a model of type {stored_type!r}, where {needed_type!r} is needed."
             )
         stored = getattr(larger, family.part).to_dict()
+    elif family.model.__module__.startswith("transformers."):
+        check_class(file, stored)
     if "rope_parameters" in options:  # transformers would take that of the file, under its older name.
         stored = {key: value for key, value in stored.items() if key != "rope_scaling"}
     config = parse_config(file, family.config, stored | options)

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from motet.core.errors import UserError
 from motet.core.files import irregular_kind
@@ -21,6 +24,8 @@ from motet.models.config_file import ADAPTER_CONFIG, one_line, quiet_transformer
 from motet.models.families.registry import Family
 
 INDEX = "model.safetensors.index.json"
+_TYPES = ("F64", "F32", "F16", "BF16")
+"""Types of stored weights, as safetensors names them."""
 
 
 def load_pretrained(
@@ -29,7 +34,7 @@ def load_pretrained(
     """The family's model with the weights in `path`. options: HF options that override those of the directory.
 
     It never uses the network. Raises UserError for a missing directory, for another type of model, for weights that are
-    missing or have another shape, and for weights of a backbone that its config does not describe.
+    missing, quantised or of another shape, and for weights of a backbone that its config does not describe.
     """
     config = checked_config(where, family, path, options)
     try:
@@ -64,8 +69,10 @@ def load_pretrained(
             f"model.{where}.path: {path} holds {counted_words(len(stray), 'weight')} that {family.model.__name__} has "
             f"no place for, {stray[0]} for one; its config.json does not describe them"
         )
+    shapes = on_meta(family, config)
+    _check_types(where, shapes, family, path)
     # transformers lets all that it has read be trained, also what its class freezes: Whisper's table of positions.
-    for name, parameter in on_meta(family, config).named_parameters():
+    for name, parameter in shapes.named_parameters():
         model.get_parameter(name).requires_grad_(parameter.requires_grad)
     return model
 
@@ -87,6 +94,42 @@ def checked_config(where: str, family: Family, path: Path, options: dict[str, An
 def key_mapping(family: Family) -> dict[str, str] | None:
     """What transformers is to take from the names of weights: where the tower lies in a larger checkpoint."""
     return {family.prefixes: family.prefix} if family.prefixes else None
+
+
+def key_reader(model: PreTrainedModel, family: Family) -> Callable[[str], tuple[str, str | None]]:
+    """Key of a weight in a file -> its name in `model` as transformers renames it, and what converts it, if anything.
+
+    model: of the family, without Blocks.
+    """
+    transforms = get_model_conversion_mapping(model, key_mapping(family))
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    names = model.state_dict()
+    return lambda key: rename_source_key(key, renamings, converters, model.base_model_prefix, names)
+
+
+def _check_types(where: str, shapes: PreTrainedModel, family: Family, path: Path) -> None:
+    """Raise UserError for a quantised weight of the model: transformers would read its numbers without their scale.
+
+    A larger model may be quantised but for its tower, so its config does not tell. shapes: on meta.
+    """
+    name_of, names = key_reader(shapes, family), shapes.state_dict()
+    for file in weight_files(path) or ():
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118, the file is no mapping
+                kind = opened.get_slice(key).get_dtype()
+                if is_quantised(kind) and name_of(key)[0] in names:
+                    raise UserError(f"model.{where}.path: {quantised(key, file, kind)}")
+
+
+def is_quantised(kind: str) -> bool:
+    """Whether a weight of this type, as safetensors names it, needs a scale. Buffers may be of such a type, too."""
+    return kind not in _TYPES
+
+
+def quantised(key: str, file: Path, kind: str) -> str:
+    """The sentence for a weight in a file that is quantised."""
+    return f"{key} in {file} is quantised ({kind}); weights must be float64, float32, float16 or bfloat16."
 
 
 def check_files(key: str, path: Path) -> None:
@@ -114,6 +157,16 @@ def indexed_files(path: Path) -> list[Any]:
     contents = read_json(index) if index.is_file() else None
     weight_map = contents.get("weight_map") if isinstance(contents, dict) else None
     return list(weight_map.values()) if isinstance(weight_map, dict) else []
+
+
+def weight_files(path: Path) -> list[Path] | None:
+    """The files of weights that transformers would read, or None if it would search further."""
+    if any(path.glob("shard-*.safetensors")):
+        return None
+    whole = path / "model.safetensors"
+    if whole.is_file():
+        return [whole]
+    return [path / name for name in sorted({name for name in indexed_files(path) if isinstance(name, str)})] or None
 
 
 def is_stray(num_layers: int) -> Callable[[str], bool]:

@@ -17,11 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from motet.models.families.registry import Family
-from motet.models.load import indexed_files, is_stray, key_mapping
+from motet.models.load import is_quantised, is_stray, key_reader, weight_files
 
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 """Evenly over a file; the first has its header."""
@@ -120,7 +118,8 @@ def stored_tensors(
     """Name in `model` -> tensor in `path`, as `from_pretrained` would load it, without reading any.
 
     model: of the family, on meta, without Blocks.
-    None if slices do not suffice, or if anything is damaged, missing, of another shape or not part of the model.
+    None if slices do not suffice, or if anything is damaged, missing, quantised, of another shape or not part of the
+    model.
     """
     needed = dict(model.named_parameters())
     names = model.state_dict()
@@ -135,21 +134,19 @@ def stored_tensors(
         return None
     found: dict[str, TensorInFile | ExpertsInFiles] = {}
     of_experts = _Matrices()
-    transforms = get_model_conversion_mapping(model, key_mapping(family))
-    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    name_of = key_reader(model, family)
     unexpected = is_stray(getattr(model.config, family.depth))
     try:
         for file in files:
             with safe_open(file, framework="pt") as opened:
                 for key in opened.keys():  # noqa: SIM118, the file is no mapping
-                    name, conversion = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
+                    name, conversion = name_of(key)
                     if name not in names and key in names:
                         return None
                     if name not in names and (family.is_part or not unexpected(name)):
                         continue
                     # Also a tied weight that is stored twice: it would have to be the same.
-                    if name not in needed or name in found:
+                    if name not in needed or name in found or is_quantised(opened.get_slice(key).get_dtype()):
                         return None
                     if conversion is not None and not _ALL_EXPERTS.search(key):
                         shape = tuple(opened.get_slice(key).get_shape())
@@ -178,13 +175,3 @@ def weights_digest(path: Path) -> str:
                 opened.seek(number * max(size_bytes - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
                 digest.update(opened.read(_SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def weight_files(path: Path) -> list[Path] | None:
-    """The files of weights that transformers would read, or None if it would search further."""
-    if any(path.glob("shard-*.safetensors")):
-        return None
-    whole = path / "model.safetensors"
-    if whole.is_file():
-        return [whole]
-    return [path / name for name in sorted({name for name in indexed_files(path) if isinstance(name, str)})] or None

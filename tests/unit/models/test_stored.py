@@ -68,6 +68,25 @@ def test_experts_that_lie_in_files_one_by_one_are_read_by_the_slice(tiny, tmp_pa
         build_mllm(config, tiny.vocab, deferred=True)
 
 
+@pytest.mark.parametrize("deferred", [False, True])
+def test_the_tower_of_a_quantised_model_is_read_if_it_is_not_quantised_itself(
+    tiny, larger_checkpoints, tmp_path, deferred
+):
+    """transformers would read numbers without their scale: it applies the config of the tower alone."""
+    model, _ = larger_checkpoints["clip"]
+    model.save_pretrained(tmp_path)
+    config, file = EncoderConfig(family="clip", path=tmp_path), tmp_path / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"text_model.head.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)}, file, {"format": "pt"})
+    build_modality("x", config, tiny.dim, torch.float32, 0, deferred=deferred)
+    name = next(name for name in weights if "vision" in name and "fc1.weight" in name)
+    scale = weights[name].abs().max() / 127
+    weights |= {name: (weights[name] / scale).to(torch.int8), f"{name}_scale": scale}
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(UserError, match=rf"model\.encoders\.x\.path: {name} in .* is quantised \(I8\)"):
+        build_modality("x", config, tiny.dim, torch.float32, 0, deferred=deferred)
+
+
 @pytest.fixture
 def stored(tiny, tmp_path):
     """A backbone in a directory, its weights, and the config that reads it."""
@@ -85,7 +104,7 @@ def test_what_generates_text_stays_as_it_was_stored(stored, tiny):
     assert deferred == whole and deferred["top_k"] == 7
 
 
-@pytest.mark.parametrize("wrong", ["missing", "shape", "stray", "damaged"])
+@pytest.mark.parametrize("wrong", ["missing", "shape", "stray", "damaged", "quantised"])
 def test_what_is_refused_is_refused_before_sharding(stored, tiny, wrong):
     folder, weights, config = stored
     file, norm = folder / "model.safetensors", "model.norm.weight"
@@ -95,6 +114,8 @@ def test_what_is_refused_is_refused_before_sharding(stored, tiny, wrong):
         weights[norm] = weights[norm][:-1].clone()
     elif wrong == "stray":
         weights["model.layers.0.self_attn.sinks"] = torch.zeros(4)
+    elif wrong == "quantised":
+        weights[norm] = weights[norm].to(torch.float8_e4m3fn)
     save_file(weights, file, {"format": "pt"})
     if wrong == "damaged":
         file.write_bytes(file.read_bytes()[:-8])

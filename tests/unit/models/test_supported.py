@@ -91,6 +91,7 @@ SAYINGS = [
     ("llama", {"return_dict": False}, "has no option return_dict"),
     ("whisper", {"apply_spec_augment": True}, "apply_spec_augment is True, which Motet does not compute"),
     ("siglip", {"image_size": 8, "patch_size": 16}, "image_size is 8; it must be at least patch_size, 16"),
+    ("internvl", {"image_size": 8, "patch_size": [16, 16]}, "image_size is 8; it must be at least patch_size, 16"),
     ("dinov2", {"image_size": [8, 32]}, r"image_size is \[8, 32\]; it must be one whole number"),
     ("qwen2_vl", {"embed_dim": 20, "num_heads": 2}, r"embed_dim is 20; it must be a multiple of 4 \* num_heads"),
     ("qwen2_vl", {"rope_parameters": MROPE}, "rope_parameters is .* only the base, rope_theta, may be set"),
@@ -235,6 +236,17 @@ def saved(tiny, tmp_path, **options):
     config = transformers.LlamaConfig(**tiny.backbone_options | {"vocab_size": 50} | options)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     return BackboneConfig(family="llama", path=tmp_path)
+
+
+def test_a_class_beside_the_weights_is_not_taken_for_that_of_transformers(tiny, tmp_path):
+    config, file = saved(tiny, tmp_path), tmp_path / "config.json"
+    stored = json.loads(file.read_text())
+    for named, code in (("LlamaForCausalLM", "AutoModelForCausalLM"), ("OwnLlama", "AutoConfig")):
+        file.write_text(json.dumps(stored | {"architectures": [named], "auto_map": {code: "own.Own"}}))
+        build_backbone(config, 50, torch.float32, 0)
+    file.write_text(json.dumps(stored | {"architectures": ["OwnLlama"], "auto_map": {"AutoModel": "own.OwnLlama"}}))
+    with pytest.raises(UserError, match=r"OwnLlama is no class of transformers.*remove auto_map if transformers' own"):
+        build_backbone(config, 50, torch.float32, 0)
 
 
 def test_weights_that_the_config_does_not_name(tiny, tmp_path):

@@ -158,15 +158,17 @@ def check_backbone(config: PreTrainedConfig, where: str = "") -> None:
 def check_encoder(config: PreTrainedConfig, where: str = "") -> None:
     """Raise UserError for options that no encoder computes as transformers does, and for dims that do not fit."""
     _check_only(config, where, _ONLY | _ONLY_OF.get(type(config), {}))
+    sides = {}
     for key in ("image_size", "patch_size", "temporal_patch_size"):
         size = getattr(config, key, 1)
         if isinstance(config, InternVLVisionConfig) and isinstance(size, list | tuple) and len(set(size)) == 1:
-            continue  # Its sides are given twice.
+            size = size[0]  # Its sides are given twice.
         if not isinstance(size, int):
             raise UserError(f"{where}{key} is {size!r}; it must be one whole number, as patches and images are square.")
-    if hasattr(config, "image_size") and config.image_size < config.patch_size:
+        sides[key] = size
+    if hasattr(config, "image_size") and sides["image_size"] < sides["patch_size"]:
         raise UserError(
-            f"{where}image_size is {config.image_size}; it must be at least patch_size, {config.patch_size}."
+            f"{where}image_size is {sides['image_size']}; it must be at least patch_size, {sides['patch_size']}."
         )
     rope = getattr(config, "rope_parameters", None)
     if rope is None:

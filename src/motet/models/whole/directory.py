@@ -26,14 +26,15 @@ from motet.models.config_file import (
     ADAPTER_CONFIG,
     INNER,
     adapter_alone,
+    check_class,
     one_line,
     parse_config,
     quiet_transformers,
     read_config_json,
 )
-from motet.models.load import check_files
+from motet.models.load import check_files, is_quantised, quantised, weight_files
 from motet.models.lora import LoraConfig
-from motet.models.stored import TensorInFile, is_turned, weight_files
+from motet.models.stored import TensorInFile, is_turned
 from motet.models.whole.family import WholeFamily, WholeParts, check_option
 from motet.models.whole.generic import generic_family
 from motet.models.whole.registry import WHOLE
@@ -66,6 +67,7 @@ class WholeDirectory:
         stored = read_config_json(self.file)
         kind = stored.get("model_type")
         self.family: WholeFamily = WHOLE[kind] if kind in WHOLE else generic_family(path, kind, ", ".join(WHOLE))
+        check_class(self.file, stored)
         self.hf_config: PreTrainedConfig = parse_config(self.file, CONFIG_MAPPING[kind], stored)
         self._inner = ""
         if kind in INNER:
@@ -93,7 +95,7 @@ class WholeDirectory:
     def keys(self) -> dict[Path, dict[str, str]]:
         """File -> name in it -> name in transformers' class, for all weights of the directory, or of its inner model.
 
-        Raises UserError for weights that are missing, of another shape, or not part of the model.
+        Raises UserError for weights that are missing, quantised, of another shape, or not part of the model.
         """
         files = weight_files(self.path)
         if files is None:
@@ -103,7 +105,7 @@ class WholeDirectory:
         found: dict[Path, dict[str, str]] = {}
         for file in files:
             found[file] = {}
-            for key, shape in _stored_shapes(file).items():
+            for key, (kind, shape) in _stored_kinds(file).items():
                 if not key.startswith(self._inner):
                     continue
                 name = self.name_of(key.removeprefix(self._inner))
@@ -119,6 +121,8 @@ class WholeDirectory:
                         f"model.path: {key} in {file} has shape {list(shape)}, where the config asks for "
                         f"{list(names[name].shape)}."
                     )
+                if name in needed and is_quantised(kind):
+                    raise UserError(f"model.path: {quantised(key, file, kind)}")
                 found[file][key] = name
         stored = {name for keys in found.values() for name in keys.values()}
         if absent := sorted(needed.keys() - stored):
@@ -234,14 +238,15 @@ class WholeDirectory:
                 )
 
 
-def _stored_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of a file. Raises UserError for a damaged one."""
+def _stored_kinds(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The type, as safetensors names it, and the shape of each tensor of a file. Raises UserError for a damaged one."""
     if file.is_file():
         with file.open("rb") as raw:
             if raw.read(len(_POINTER)) == _POINTER:
                 raise UserError(f"model.path: {file} is a pointer of Git LFS; fetch the weights by `git lfs pull`.")
     try:
         with safe_open(file, framework="pt") as opened:
-            return {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+            slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+            return {key: (each.get_dtype(), tuple(each.get_shape())) for key, each in slices.items()}
     except (OSError, SafetensorError) as error:
         raise UserError(f"model.path: weights in {file} cannot be read ({one_line(error)}).") from error

@@ -71,7 +71,7 @@ def _parts(config: Qwen2_5OmniThinkerConfig, directory: WholeDirectory) -> Whole
             family="qwen2_5_omni",
             path=directory.path,
             config={"tie_word_embeddings": config.tie_word_embeddings},
-            lies=(r"^thinker\.(?=model\.|lm_head\.)", ""),
+            lies=(r"^(?:thinker\.)?(model\.|lm_head\.)(?:language_model\.)?", r"\1"),
         ),
         {"image": image, "audio": sound},
         names,

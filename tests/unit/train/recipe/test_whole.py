@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlavaForConditionalGeneration
+from transformers import LlavaForConditionalGeneration, Qwen2_5OmniThinkerForConditionalGeneration
 
 from motet.core.errors import UserError
 from motet.data.conversation import parse_conversation
@@ -193,6 +193,35 @@ def test_directories_that_are_refused(job, changes, said):
     else:
         changed(file, **changes)
     assert said in complaint(job)
+
+
+def test_weights_that_have_their_names_in_transformers_class_are_read(tmp_path):
+    """Older ones are those of files that transformers writes."""
+    path, folder = whole_models.write_job(tmp_path, "qwen2_5_omni_thinker", 1), tmp_path / "model"
+
+    def built():
+        recipe = load_recipe(path, [])
+        return build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size).state_dict()
+
+    expected, stored = built(), Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(folder).state_dict()
+    assert any(name.startswith("model.language_model.") for name in stored)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    assert all(torch.equal(weight, expected[name]) for name, weight in built().items())
+
+
+def test_a_class_beside_the_weights_is_refused(job):
+    file = job / "model" / "config.json"
+    own = {"architectures": ["OwnLlava"], "auto_map": {"AutoModel": "own.OwnLlava"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    assert "OwnLlava is no class of transformers, but code of its own (auto_map), which Motet" in complaint(job)
+
+
+def test_quantised_weights_are_refused_whatever_the_config_says(job):
+    file = job / "model" / "model.safetensors"
+    weights = load_file(file)
+    name = next(name for name in weights if name.endswith("q_proj.weight"))
+    save_file(weights | {name: weights[name].to(torch.float8_e4m3fn)}, file, {"format": "pt"})
+    assert f"{name} in model/model.safetensors is quantised (F8_E4M3)" in complaint(job)
 
 
 @pytest.mark.parametrize(
