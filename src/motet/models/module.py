@@ -255,6 +255,8 @@ class ModalityModule(nn.Module):
             width = self.projector.input_dim
             layers = [*layers, products_layer("between", self.between, width, last.divisor)]
         projected = self.projector.described(last.divisor)
+        if getattr(self.after, "num_rows", None) is not None:  # The sequence has other rows than the projector makes.
+            projected = [each._replace(layer=replace(each.layer, of_outputs=False)) for each in projected]
         layers = [*layers, *projected]
         if isinstance(self.before, nn.Module):
             # Its output is the input of the first layer, which keeps it for backward.
