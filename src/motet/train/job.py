@@ -100,6 +100,7 @@ from motet.train.recompute import (
     known_memory_bytes,
     memory_bytes,
     plan_alone,
+    words_of_unused,
 )
 from motet.train.report.metrics import peak_memory_bytes
 from motet.train.too_long import leave_out_of_evaluation, leave_out_too_long
@@ -464,6 +465,8 @@ def _recomputation(
     memory: the ranks, and this rank's peak before the model was built.
     """
     if recipe.fsdp.recompute != "auto":
+        if said := words_of_unused(recipe, spec):
+            say(said)
         return Recomputation(recipe, spec)
     ranks, before_bytes = memory
     assert not isinstance(dataset, OwnSplits), "a recipe that reads splits states numbers"
