@@ -52,6 +52,7 @@ def backward_seconds(
     (`Layer.input_share`).
 
     Example:
+        >>> import numpy as np
         >>> from motet.core.spec import Layer
         >>> seconds = LayerSeconds(np.array([1.0]), np.array([1.0]), np.array([1.0]))
         >>> frozen = Layer("projector", 4, 4, output_width=2, activation_width=2, trainable=False)

@@ -186,6 +186,16 @@ def test_experts_that_do_not_learn(tiny, family, beside):
     assert step_flops(spec, lengths, num_targets) == step
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_nothing_runs_backward_through_frozen_blocks_before_which_nothing_learns(tiny, family):
+    parts = {"backbone": {"family": family, "config": tiny.options_of(family)}}
+    backbone = build_mllm(ModelConfig(**parts, freeze=["*.embed_tokens.*", "*.layers.0.*"]), tiny.vocab).backbone
+    packed = tiny.Packed.of([64])
+    num_targets = backbone(packed, {})[1]
+    _, step = counted_step(lambda: backbone(packed, {})[0])
+    assert step_flops(all_pairs(backbone.spec_module()), np.array([64]), num_targets) == step
+
+
 @pytest.mark.parametrize("family", ["clip", "qwen2_vl", "whisper"])
 def test_recomputation_runs_forward_again(tiny, family):
     module = tiny.encoder(family, torch.float32, projector={"kind": "linear"})
