@@ -80,7 +80,8 @@ def example_keys(seed: int, step: int, examples: Int64Array) -> Int64Array:
 def step_seed(seed: int, step: int, rank: int) -> int:
     """The seed of torch's generators in a step, by which all is drawn that has no key: noise of modules of one's own.
 
-    rank: the first of those that share its products, which draw alike, as all of them compute what is around these.
+    rank: the first of those that share its products, which draw alike, as all of them compute what is around these, and
+          of those that compute copies of one encoder.
     """
     return int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0]) >> 1
 

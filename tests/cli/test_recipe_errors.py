@@ -92,7 +92,7 @@ def line_of(text, part):
             "[optimizer]",
             "[fsdp]\nrecompute = { backbone = -1 }\n[optimizer]",
             "recompute",
-            "backbone = -1 is no number of blocks",
+            "backbone = -1 is no number of blocks, which is a whole number from 1 on",
         ),
         (
             "[optimizer]",

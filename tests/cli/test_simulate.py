@@ -201,7 +201,10 @@ def test_a_device_that_is_not_in_the_catalogue(files, simulate):
             "lengths.csv, line 1: names no known column; it must name some of image_width, image_height, num_images, "
             "image_tokens, audio_seconds, text_tokens.",
         ),
-        ("text_tokens\n0\n0\n", "lengths.csv has no tokens: the sequence of every example is empty."),
+        (
+            "text_tokens\n0\n0\n",
+            "The model's module 'image' needs lengths, but lengths.csv has none of it; it has backbone.",
+        ),
     ],
 )
 def test_a_table_without_what_is_needed(lengths, said, files, simulate):

@@ -2,6 +2,7 @@
 
 from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from dist.test_planned import DEEPER, train_under
 from dist.test_planned_evaluation import WHOLE, beside
 from motet.core.plan import Unit
 from motet.core.plan_file import write_plan
+from motet.train.job import TrainingJob
 from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import _Run, train
 from ranks import run_ranks
@@ -74,7 +76,8 @@ def noisy(values, sizes):
 
 def test_ranks_that_share_products_draw_alike_what_is_not_keyed_by_item():
     def drawn(rank, tensor_index, step=3):
-        job = SimpleNamespace(tensor_index=tensor_index)
+        mesh = SimpleNamespace(tensor=SimpleNamespace(index=tensor_index))
+        job = SimpleNamespace(noise_rank=partial(TrainingJob.noise_rank, SimpleNamespace(step=None, mesh=mesh)))
         run = SimpleNamespace(seed=0)
         _Run._seed(SimpleNamespace(recipe=SimpleNamespace(run=run), world=SimpleNamespace(rank=rank), job=job), step)
         return float(torch.rand(()))

@@ -618,6 +618,11 @@ def test_models_that_motet_does_not_compute_are_refused():
         motet.compose(parts.language_model(), {"image": small})
     with pytest.raises(UserError, match="projector for 'audio', and no such encoder"):
         motet.compose(parts.language_model(), {}, {"audio": None})
+    image = {"image": parts.vision_tower()}
+    with pytest.raises(UserError, match=r"of 'image' is a dict; make it a motet\.models\.projector\.ProjectorConfig"):
+        motet.compose(parts.language_model(), image, {"image": {"kind": "linear"}})
+    with pytest.raises(UserError, match=r"of 'draw' is a dict; make it a motet\.models\.generator_config\.GeneratorC"):
+        motet.compose(parts.language_model(), {}, generators={"draw": {"family": "dit"}})
     with pytest.raises(UserError, match="'backbone' cannot name an encoder"):
         motet.compose(parts.language_model(), {"backbone": parts.vision_tower()})
     hooked = parts.language_model()

@@ -219,8 +219,9 @@ def take_step(rank: int, num_ranks: int, case: Case):
     mesh = build_mesh(torch.device("cpu"), shard_size=case.fsdp.shard_size, ranks_per_node=2)
     model = model_with_generators(*case.model)
     model.train()
+    speed = {"speed": NEAR} if case.method == "auto" else {}
     config = BalanceConfig(
-        method=case.method, communicator=case.communicator, mode="exchange", node_wise=False, speed=NEAR
+        method=case.method, communicator=case.communicator, mode="exchange", node_wise=False, **speed
     )
     orchestrator = build_orchestrator(config, model, num_ranks, mesh.device, torch.float64, ranks_per_node=2)
     batches: list[RankBatch] = []

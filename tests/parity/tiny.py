@@ -174,7 +174,8 @@ def build_model(
     family: str = "qwen2",
     stacked: int = 0,
 ) -> MLLM:
-    """The same parameters in every call and on every rank. frozen: of "image encoder", "image", "audio", "backbone".
+    """The same parameters in every call and on every rank. frozen: of "image encoder", "image", "audio", "backbone",
+    and of "below" the backbone's last block: what stands before it, and all but the last block of the image's tower.
 
     readers: as of `_encoders`; with "sum" rows of images enter the backbone again, too, and see each other in both
              directions.
@@ -204,6 +205,13 @@ def build_model(
     backbone = Backbone(causal_lm, train="backbone" not in frozen, merge=merge, bidirectional=both_ways, **entering)
     model = MLLM(encoders, backbone).to(dtype)
     keep_float64(model.encoders)
+    if "below" in frozen:
+        backbone.text.table.requires_grad_(False)
+        image = model.encoders["image"]
+        image.encoder.requires_grad_(False)
+        image.blocks[image.num_encoder_blocks - 1].requires_grad_(image.train_encoder)
+        for block in backbone.blocks[:-1]:
+            block.requires_grad_(False)
     return model
 
 

@@ -232,6 +232,7 @@ class StepAssignment:
                 items.replica[in_island] % num_replicas,
                 items.microbatch[in_island],
                 items.length[in_island],
+                items.num_tokens[in_island],
                 self.batch.num_targets[items.example[in_island]],
             ]
             if items.segments is not None:

@@ -13,6 +13,8 @@ their parameters, operations and saved tensors with torch's.
     of the MLP:     its inner row before and after the activation; if gated, the gate before and after the activation,
                     the other factor, and their product.
 
+For gradients of weights alone, so not in a frozen layer through which gradients pass, it keeps what its matrices
+multiply (but attention's output, which attention needs) and, of root mean square norms, the normalised row.
 The next layer keeps a layer's output, if it needs it. Dropout is off. Elements have a 16-bit dtype, so float32 elements
 count twice; a run in float32 keeps up to 8 % fewer elements than counted.
 """
@@ -174,6 +176,22 @@ class Transformer:
             heads = _norm_keeps(self.norm, self.width) + _norm_keeps(self.norm, self.kv_width)
         return attention + mlp + heads
 
+    @property
+    def weight_width(self) -> int:
+        """Of `activation_width`, what is kept for gradients of weights alone."""
+        norms = self.num_norms * _norm_keeps_for_weight(self.norm, self.hidden) + 2 * self.hidden
+        return norms + self.divided_weight_width + (2 * self.hidden if self.layer_scale else 0)
+
+    @property
+    def divided_weight_width(self) -> int:
+        """Of `divided_width`, what is kept for gradients of weights alone."""
+        # relu needs its output itself.
+        mlp = 0 if self.activation == "relu" and not self.gated else self.mlp
+        if self.num_experts:
+            mlp = self.experts_per_token * (mlp + self.hidden)
+        heads = self.width + self.kv_width if self.qk_norm or self.qk_norm_rows else 0
+        return mlp + _norm_keeps_for_weight(self.norm, heads)
+
     def layer(self, divisor: int = 1, extra_rows: int = 0, trainable: bool = True) -> Layer:
         """One layer of this shape."""
         return Layer(
@@ -195,6 +213,8 @@ class Transformer:
             trainable=trainable,
             idle_weights=self.idle_weights,
             divided_width=self.divided_width,
+            weight_width=self.weight_width,
+            divided_weight_width=self.divided_weight_width,
             num_experts=self.num_experts,
             expert_weights=self._expert if self.num_experts else 0,
         )
@@ -207,6 +227,7 @@ def crossing_layers(shape: Transformer, num_keys: int, *, trainable: bool = True
     layer, weights = shape.layer(trainable=trainable), 2 * shape.hidden * shape.kv_width
     heads = shape.kv_width // shape.head_width * _norm_keeps(shape.norm, shape.head_width) if shape.qk_norm else 0
     kept = 2 * shape.kv_width + heads
+    for_weight = _norm_keeps_for_weight(shape.norm, shape.kv_width) if shape.qk_norm else 0
     assert layer.attention is not None
     rows = replace(
         layer,
@@ -215,11 +236,14 @@ def crossing_layers(shape: Transformer, num_keys: int, *, trainable: bool = True
         # What each gate multiplies.
         activation_width=layer.activation_width - kept + 2 * shape.hidden,
         divided_width=layer.divided_width - kept,
+        weight_width=layer.weight_width - for_weight,
+        divided_weight_width=layer.divided_weight_width - for_weight,
         attention=replace(layer.attention, causal=False, keys=num_keys),
         of_media=True,
     )
     keys = Layer("keys", weights, 0, shape.hidden, kept, item_rows=num_keys, trainable=trainable, continues=True)
-    return [rows, replace(keys, of_media=True, divided_width=kept)]
+    keys = replace(keys, of_media=True, divided_width=kept)
+    return [rows, replace(keys, weight_width=for_weight, divided_weight_width=for_weight)]
 
 
 def _norm_parameters(norm: Norm, width: int) -> int:
@@ -229,6 +253,11 @@ def _norm_parameters(norm: Norm, width: int) -> int:
 def _norm_keeps(norm: Norm, width: int) -> int:
     """Elements of a row that a norm keeps beside its output."""
     return {"layer": 1, "rms": 3, "rms_float32": 4}[norm] * width + 2
+
+
+def _norm_keeps_for_weight(norm: Norm, width: int) -> int:
+    """Of these, what the gradient of its weight needs alone."""
+    return {"layer": 0, "rms": 1, "rms_float32": 2}[norm] * width
 
 
 def patches(
@@ -299,6 +328,8 @@ def merge(input_dim: int, output_dim: int, size: int, *, divisor: int = 1, train
         activation_width=size * _norm_keeps("layer", input_dim) + 3 * joined,
         divisor=divisor,
         trainable=trainable,
+        inner_weights=weights,
+        weight_width=2 * joined,
     )
 
 
@@ -312,6 +343,7 @@ def final_norm(
         parameters=_norm_parameters(norm, hidden),
         output_width=hidden,
         activation_width=_norm_keeps(norm, hidden),
+        weight_width=_norm_keeps_for_weight(norm, hidden),
         divisor=divisor,
         extra_rows=extra_rows,
         trainable=trainable,
@@ -342,6 +374,10 @@ def projector(
         divisor=divisor * downsample,
         trainable=trainable,
         divided_width=2 * output_dim if kind == "mlp" else 0,
+        weight_width=joined + (output_dim if kind == "mlp" else 0),
+        divided_weight_width=output_dim if kind == "mlp" else 0,
+        inner_weights=weights - joined * output_dim,
+        of_outputs=True,
     )
 
 
@@ -384,6 +420,7 @@ def resampler(
         divisor=divisor,
         extra_rows=queries,
         trainable=trainable,
+        of_outputs=True,
     )
     weights = 2 * hidden * width + 12 * hidden**2
     kept = 2 * norm + 2 * hidden + 2 * (width + num_heads) + 16 * hidden
@@ -433,6 +470,8 @@ def qformer(
                     attention=Attention(hidden, hidden, queries=queries),
                     divisor=divisor,
                     trainable=trainable,
+                    inner_weights=0,
+                    of_outputs=True,
                 )
             )
     start = _of_queries("latents", 0, (queries + 2) * hidden, hidden, norm, queries, trainable)
@@ -445,7 +484,7 @@ def _of_queries(
     kind: str, weights: int, parameters: int, output_width: int, kept: int, queries: int, trainable: bool
 ) -> Layer:
     """A layer on the queries of each item."""
-    return Layer(kind, weights, parameters, output_width, kept, item_rows=queries, trainable=trainable)
+    return Layer(kind, weights, parameters, output_width, kept, item_rows=queries, trainable=trainable, of_outputs=True)
 
 
 def _one_block(layers: Sequence[Layer], start: Layer) -> list[Layer]:
@@ -469,6 +508,7 @@ def head(vocab_size: int, hidden: int, *, tied: bool = False, trainable: bool = 
         parameters=0 if tied else weights,
         output_width=vocab_size,
         activation_width=hidden,
+        weight_width=hidden,
         trainable=trainable,
         targets_only=True,
     )
@@ -614,7 +654,7 @@ def condition(
     input_dim: width of the backbone's rows. num_rows: those that the backbone gives it of each item.
     """
     width = generator.layers[0].output_width
-    added = replace(projector(input_dim, width, kind, trainable=trainable), item_rows=num_rows)
+    added = replace(projector(input_dim, width, kind, trainable=trainable), item_rows=num_rows, of_outputs=False)
     return replace(generator, stacks=(*Module.of(generator.name, [added]).stacks, *generator.stacks), shareable=False)
 
 

@@ -91,14 +91,24 @@ class Layer:
     num_experts, expert_weights: the experts, and the entries of the matrices of each; 0 where there are none. Ranks
                       that share a layer have whole experts each.
     frozen_weights:   of `weights`, and
-    frozen_parameters: of `parameters`, those that are not updated although the layer is trainable, as beside adapters.
+    frozen_parameters: of `parameters`, and
+    frozen_expert_weights: of `expert_weights`, those that are not updated although the layer is trainable, as beside
+                      adapters.
+    inner_weights:    of `weights`, those whose input is made by parameters of the layer itself, so that it needs a
+                      gradient if these learn, whatever stands before the layer; None: all in a block, else none.
     reads_data:       its input is data, of which no gradient is needed, whatever learns before it.
     of_media:         its keys, or item_rows, are of each image or clip of a sequence. A sequence without any does not
                       pass it.
     divided_width:    elements of activation_width of which each tensor-parallel rank has a part: those of heads and of
                       inner columns. The others are of rows that all of these ranks have.
+    weight_width:     elements of activation_width kept for gradients of weights alone, such as what matrices multiply:
+                      none of them if the layer is not trainable.
+    divided_weight_width: of these, elements of divided_width.
     along:            if not 0, an item of length l has ceil(l / along) rows more: of a layer that `Module.sent` gives.
-    Raises ArgumentError if divided_width is more than activation_width, or more is frozen than there is.
+    of_outputs:       of a projector: its rows, or the queries that read rows in it, are as many as the item has in the
+                      sequence, where that is known (`cost.flops.work_of`): no length says how a raster is cut into
+                      squares, nor segments how many items the encoder was given.
+    Raises ArgumentError if a width is more than the one of which it is a part, or more is frozen than there is.
     """
 
     kind: str
@@ -119,23 +129,34 @@ class Layer:
     expert_weights: Parameters = 0
     frozen_weights: Parameters = 0
     frozen_parameters: Parameters = 0
+    frozen_expert_weights: Parameters = 0
     multiple: Annotated[Count, Field(ge=1)] = 1
     reads_data: bool = False
     of_media: bool = False
     along: Count = 0
+    of_outputs: bool = False
+    inner_weights: Parameters | None = None
+    weight_width: Count = 0
+    divided_weight_width: Count = 0
 
     def __post_init__(self) -> None:
-        for frozen in ("weights", "parameters"):
+        for frozen in ("weights", "parameters", "expert_weights"):
             if getattr(self, f"frozen_{frozen}") > getattr(self, frozen):
                 raise ArgumentError(
                     f"a layer of kind {self.kind!r} has frozen_{frozen} {getattr(self, f'frozen_{frozen}')}; it must "
                     f"be at most {frozen}, which is {getattr(self, frozen)}."
                 )
-        if self.divided_width > self.activation_width:
-            raise ArgumentError(
-                f"a layer of kind {self.kind!r} has divided_width {self.divided_width}; it must be at most "
-                f"activation_width, which is {self.activation_width}."
-            )
+        for part, whole in (
+            ("divided_width", "activation_width"),
+            ("weight_width", "activation_width"),
+            ("divided_weight_width", "weight_width"),
+            ("divided_weight_width", "divided_width"),
+        ):
+            if getattr(self, part) > getattr(self, whole):
+                raise ArgumentError(
+                    f"a layer of kind {self.kind!r} has {part} {getattr(self, part)}; it must be at most {whole}, "
+                    f"which is {getattr(self, whole)}."
+                )
 
     def __hash__(self) -> int:
         """Of what tells nearly all layers apart: a search asks hundreds of thousands of times."""
@@ -145,6 +166,33 @@ class Layer:
     def updated_weights(self) -> int:
         """The entries of the matrices that get a gradient if the layer is trainable."""
         return self.weights - self.frozen_weights
+
+    @property
+    def kept_width(self) -> int:
+        """Elements of a row that forward keeps for backward, by what of the layer learns."""
+        return self.activation_width - (0 if self.trainable else self.weight_width)
+
+    @property
+    def kept_divided_width(self) -> int:
+        """Of these, elements of which each tensor-parallel rank has a part."""
+        return self.divided_width - (0 if self.trainable else self.divided_weight_width)
+
+    def input_weights(self, needs_input: bool) -> int:
+        """The entries of the matrices whose input gets a gradient. needs_input: the layer's own does."""
+        if needs_input or not self.trainable:
+            return self.weights if needs_input else 0
+        if self.inner_weights is not None:
+            return self.inner_weights
+        return self.weights if self.in_block else 0
+
+    def has_inner(self, needs_input: bool) -> bool:
+        """Whether gradients pass through its attention. needs_input: the layer's own input gets one."""
+        return needs_input or (self.trainable and self.in_block)
+
+    def input_share(self, needs_input: bool) -> float:
+        """The share of the products for gradients of inputs that backward computes. needs_input: as above."""
+        whole = self.has_inner(needs_input)
+        return self.input_weights(needs_input) / self.weights if self.weights else float(whole)
 
     @property
     def updated_parameters(self) -> int:
@@ -184,10 +232,8 @@ class Layer:
 
     @property
     def learning_experts(self) -> int:
-        """The entries of the matrices of all experts, if they are updated: where more is frozen than stands beside
-        them, they are frozen, too, as adapters stand beside them."""
-        of_experts = self.num_experts * self.expert_weights
-        return of_experts if self.parameters - self.updated_parameters < of_experts else 0
+        """The entries of the matrices of all experts that are updated."""
+        return self.num_experts * (self.expert_weights - self.frozen_expert_weights) if self.trainable else 0
 
     def with_experts_of(self, ep: int) -> Layer:
         """The layer as one of `ep` ranks holds it that share its experts (`Unit.ep`); its rows are as many as before.
@@ -201,7 +247,7 @@ class Layer:
         return replace(
             self,
             parameters=self.parameters - gone,
-            frozen_parameters=self.frozen_parameters - (0 if self.learning_experts or not self.trainable else gone),
+            frozen_parameters=self.frozen_parameters - (self.num_experts - left) * self.frozen_expert_weights,
             idle_weights=max(self.idle_weights - gone, 0),
             num_experts=left,
         )

@@ -206,21 +206,29 @@ class Workload:
 
         Raises UserError for a step without a token, of which nothing can be said.
         """
-        drawn = replace(self.examples.take(self.choose(num_examples, rng)), group=None)
-        if num_examples and not drawn.sequence.any():
-            raise UserError(
-                f"A batch of {num_examples} drawn from {self.source} has no tokens: leave out examples without any, or "
-                "make the batch larger."
-            )
-        return drawn
+        return self._with_tokens(replace(self.examples.take(self.choose(num_examples, rng)), group=None))
 
     def draw_groups(self, num_groups: int, rng: np.random.Generator) -> BatchLengths:
-        """The lengths of a step of groups, which follow each other in the epoch, from its end on to its beginning."""
+        """The lengths of a step of groups, which follow each other in the epoch, from its end on to its beginning.
+
+        Raises UserError as `draw`.
+        """
         group = self.examples.group
         assert group is not None, "a workload without groups"
         count = int(group[-1]) + 1
         first = int(rng.integers(-(-count // num_groups))) * num_groups
-        return self.groups((first + np.arange(num_groups)) % count)
+        return self._with_tokens(self.groups((first + np.arange(num_groups)) % count))
+
+    def _with_tokens(self, drawn: BatchLengths) -> BatchLengths:
+        """The lengths of a step. Raises UserError if it has examples and no token."""
+        if not drawn.num_examples or drawn.sequence.any():
+            return drawn
+        if not self.examples.sequence.any():
+            raise UserError(f"{self.source} has no tokens: the sequence of every example is empty.")
+        raise UserError(
+            f"A batch of {drawn.num_examples} drawn from {self.source} has no tokens: leave out examples without any, "
+            "or make the batch larger."
+        )
 
     def groups(self, numbers: Int64Array) -> BatchLengths:
         """The lengths of a step of some groups of the epoch, int64 [num_groups], which get the numbers 0, 1, ... ."""

@@ -52,6 +52,8 @@ class ItemColumns(Protocol):
     def segments(self) -> ItemSegments | None: ...
     @property
     def num_media(self) -> Int64Array | None: ...
+    @property
+    def num_tokens(self) -> Int64Array: ...
 
 
 def work_of_items(
@@ -73,6 +75,7 @@ def work_of_items(
         num_targets=num_targets,
         segments=items.segments,
         num_media=items.num_media,
+        num_tokens=items.num_tokens,
     )
 
 
@@ -86,11 +89,13 @@ def work_of(
     num_targets: Int64Array | int | None = None,
     segments: ItemSegments | None = None,
     num_media: Int64Array | None = None,
+    num_tokens: Int64Array | None = None,
 ) -> Work:
     """Rows and pairs of a layer in each microbatch. O(num_items).
 
     lengths:     int64 [num_items]. segments: of these items; None: each item is one.
     num_media:   as of `ItemLengths`; None: one in each sequence.
+    num_tokens:  as of `ItemLengths`; None: what lengths say of projectors counts (`Layer.of_outputs`).
     microbatch:  int64 [num_items]; by default all items are in the first.
     padded:      every item has the rows of the longest item of its microbatch.
     num_targets: int64 [num_microbatches], the rows of a layer that sees targets only; by default all rows.
@@ -98,7 +103,9 @@ def work_of(
     """
     if padded:
         check_padded_whole(segments)
-    rows, pairs = _work(layer, lengths, segments, num_media, microbatch, num_microbatches, padded, num_targets)
+    lengths = np.asarray(lengths, dtype=np.int64)
+    items = _Items(lengths, segments, num_media, num_tokens)
+    rows, pairs = _work(layer, items, microbatch, num_microbatches, padded, num_targets)
     return Work(rows.astype(np.float64), pairs.astype(np.float64))
 
 
@@ -144,6 +151,7 @@ def step_flops(
     microbatch: Int64Array | None = None,
     segments: ItemSegments | None = None,
     num_media: Int64Array | None = None,
+    num_tokens: Int64Array | None = None,
 ) -> int:
     """Operations of a module's forward and backward. O(num_items) for each kind of layer with rows of its own.
 
@@ -153,12 +161,13 @@ def step_flops(
                  leaves out the last product of each). A number: only in so many of the first blocks.
     microbatch:  int64 [num_items]; if given, the padding of a padded module counts, to the longest item of each
                  microbatch. The projector's padding counts too, some per cent above what Motet's encoders compute.
-    segments, num_media: as of `ItemLengths`.
+    segments, num_media, num_tokens: as of `work_of`.
     """
     num_blocks = len(module.blocks) if recomputed is True else int(recomputed)
     operations = _operations(module, reached, num_blocks)
     per_work = {like: (totals.row, totals.pair) for like, totals in operations.items()}
-    return _total(module, per_work, lengths, segments, num_media, num_targets, microbatch)
+    items = _Items(np.asarray(lengths, dtype=np.int64), segments, num_media, num_tokens)
+    return _total(module, per_work, items, num_targets, microbatch)
 
 
 def batch_flops(
@@ -185,6 +194,7 @@ def batch_flops(
             microbatch=computed_on.get(module.name),
             segments=items.segments,
             num_media=items.num_media,
+            num_tokens=items.num_tokens,
         )
     return flops
 
@@ -234,8 +244,6 @@ def operations_by_work(layers: Iterable[tuple[Layer, bool, bool]]) -> dict[Layer
     totals: dict[Layer, LikeOperations] = {}
     for layer, needs_input, recomputed in layers:
         attention = layer.attention
-        # A trainable transformer layer has several products, so gradients pass between them even if none leaves it.
-        has_input = needs_input or (layer.trainable and layer.in_block)
         like = like_layer(layer)
         before = totals.get(like, LikeOperations())
         products, pairs = 2 * layer.weights, 4 * attention.width if attention else 0
@@ -243,9 +251,10 @@ def operations_by_work(layers: Iterable[tuple[Layer, bool, bool]]) -> dict[Layer
             before.forward_row + products,
             before.forward_pair + pairs,
             before.row
-            + products * (1 + has_input + recomputed)
+            + products * (1 + recomputed)
+            + 2 * layer.input_weights(needs_input)
             + (2 * layer.updated_weights if layer.trainable else 0),
-            before.pair + pairs * (1 + 2 * has_input + recomputed),
+            before.pair + pairs * (1 + 2 * layer.has_inner(needs_input) + recomputed),
         )
     return totals
 
@@ -285,19 +294,28 @@ def like_layer(layer: Layer) -> Layer:
         activation_width=0,
         idle_weights=0,
         divided_width=0,
+        weight_width=0,
+        divided_weight_width=0,
         frozen_weights=0,
         frozen_parameters=0,
     )
-    like = replace(like, num_experts=0, expert_weights=0)
+    like = replace(like, num_experts=0, expert_weights=0, frozen_expert_weights=0, inner_weights=None)
     return replace(like, attention=attention, trainable=False, continues=False)
+
+
+class _Items(NamedTuple):
+    """What of items their work follows from, as of `work_of`: an `ItemColumns`."""
+
+    length: Int64Array
+    segments: ItemSegments | None = None
+    num_media: Int64Array | None = None
+    num_tokens: Int64Array | None = None
 
 
 def _total(
     module: Module,
     per_work: Mapping[Layer, tuple[int, int]],
-    lengths: Int64Array,
-    segments: ItemSegments | None,
-    num_media: Int64Array | None,
+    items: _Items,
     num_targets: int | None,
     microbatch: Int64Array | None,
 ) -> int:
@@ -306,7 +324,7 @@ def _total(
     padded = module.padded and microbatch is not None
     for like, (row, pair) in per_work.items():
         if row or pair:
-            rows, pairs = _work(like, lengths, segments, num_media, microbatch, num_microbatches, padded, None)
+            rows, pairs = _work(like, items, microbatch, num_microbatches, padded, None)
             num_rows = num_targets if like.targets_only and num_targets is not None else sum(rows.tolist())
             total += row * num_rows + pair * sum(pairs.tolist())
     return total
@@ -314,21 +332,19 @@ def _total(
 
 def _work(
     layer: Layer,
-    lengths: Int64Array,
-    segments: ItemSegments | None,
-    num_media: Int64Array | None,
+    items: _Items,
     microbatch: Int64Array | None,
     num_microbatches: int,
     padded: bool,
     num_targets: Int64Array | int | None,
 ) -> tuple[Int64Array, Int64Array]:
     """Rows and pairs, integers [num_microbatches]: int64, or Python's own where those would overflow."""
-    of_parts = layer.rows(np.asarray(lengths, dtype=np.int64) if segments is None else segments.length, num_media)
-    rows = of_parts if segments is None else segments.summed(of_parts)
-    most_keys = _most_keys(layer, num_media)
+    of_parts, rows = rows_of_items(layer, *items)
+    most_keys = _most_keys(layer, items.num_media)
     if len(rows) * int(rows.max(initial=0)) * max(int(rows.max(initial=0)), most_keys) >= 2**62:
         of_parts, rows = of_parts.astype(object), rows.astype(object)
     index = np.zeros(len(rows), dtype=np.int64) if microbatch is None else microbatch
+    by_outputs = layer.of_outputs and items.num_tokens is not None
     if padded:
         longest = np.zeros(num_microbatches, dtype=rows.dtype)
         np.maximum.at(longest, index, rows)
@@ -336,12 +352,37 @@ def _work(
     summed = np.zeros((2, num_microbatches), dtype=rows.dtype)
     summed[0] = _summed(index, rows, num_microbatches)
     if layer.attention:
-        summed[1] = _summed(index, pairs_of_items(layer, of_parts, segments, num_media), num_microbatches)
+        pairs = pairs_of_items(layer, of_parts, items.segments, items.num_media, by_outputs=by_outputs)
+        summed[1] = _summed(index, pairs, num_microbatches)
         if layer.attention.density != 1:
             summed[1] = np.rint(summed[1].astype(np.float64) * layer.attention.density).astype(rows.dtype)
     if layer.targets_only and num_targets is not None:
         summed[0] = num_targets
     return summed[0], summed[1]
+
+
+def rows_of_items(
+    layer: Layer,
+    lengths: Int64Array,
+    segments: ItemSegments | None,
+    num_media: Int64Array | None,
+    num_tokens: Int64Array | None,
+) -> tuple[Int64Array, Int64Array]:
+    """The rows of each segment in a layer, [num_segments], and of each item, [num_items]; of layers whose rows follow
+    from those of the sequence (`Layer.of_outputs`), and of items without segments, the latter twice.
+
+    Arguments are as of `work_of`, int64 or Python's own integers.
+    """
+    tokens = num_tokens if layer.of_outputs else None
+    if tokens is not None and not (layer.attention and layer.attention.queries):
+        return tokens, tokens
+    of_parts = layer.rows(lengths if segments is None else segments.length, num_media)
+    rows = of_parts if segments is None else segments.summed(of_parts)
+    if tokens is not None:
+        if layer.extra_rows:  # Queries stand among the rows.
+            rows = rows + tokens - layer.extra_rows * (1 if segments is None else segments.counts)
+        return rows, rows
+    return of_parts, rows
 
 
 def _summed(index: Int64Array, amount: Int64Array, count: int) -> Int64Array:
@@ -361,18 +402,25 @@ def _most_keys(layer: Layer, num_media: Int64Array | None) -> int:
 
 
 def pairs_of_items(
-    layer: Layer, rows: Int64Array, segments: ItemSegments | None, num_media: Int64Array | None
+    layer: Layer,
+    rows: Int64Array,
+    segments: ItemSegments | None,
+    num_media: Int64Array | None,
+    *,
+    by_outputs: bool = False,
 ) -> Int64Array:
     """The pairs of each item in a layer with attention, [num_items], at a density of 1: the one place where attention
     ends at segments.
 
-    rows: of each segment, [num_segments]; without segments, of each item.
+    rows: of `rows_of_items`, [num_segments] or [num_items]. by_outputs: they follow from those of the sequence.
     """
     attention = layer.attention
     assert attention is not None
     if layer.of_media and num_media is not None:
         return num_media * pairs_of(attention, rows)
-    if segments is None:
+    if by_outputs and not attention.queries:
+        return rows // layer.item_rows * pairs_of(attention, np.full_like(rows, layer.item_rows))
+    if segments is None or by_outputs:
         return pairs_of(attention, rows)
     if attention.whole:
         frames = np.ones_like(segments.counts) if segments.frames is None else segments.frames

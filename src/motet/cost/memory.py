@@ -6,7 +6,8 @@
   parallelism leaves a rank its stage's layers. Frozen layers have no gradient and no state; in a pipeline that
   computes in 16 bits, they have what was read beside what passes compute with. Experts are divided whole, as parameters
   are divided by rows: of 8 experts, one of 16 ranks holds one or none, and the one that has one counts.
-- Activations (Korthikanti et al. 2022, section 4, with fused attention). A layer keeps activation_width elements a row.
+- Activations (Korthikanti et al. 2022, section 4, with fused attention). A layer keeps activation_width elements a row;
+  one whose weights are frozen, but which passes a gradient on, only those that are not for gradients of weights alone.
   A recomputed layer keeps its input alone; the rest exists once, for the running layer. A layer without a backward
   pass keeps nothing. Of tensor-parallel ranks each keeps a part of what is of heads and inner columns. The rest is
   whole on all of them, but between the branches of a backbone (`StageLayer.in_parts`); there too they keep whole what
@@ -155,11 +156,13 @@ def activation_bytes(
     """
     if recomputed and layer.continues:
         return 0
-    width: float = min(layer.output_width, layer.activation_width) if recomputed else layer.activation_width
+    width: float = min(layer.output_width, layer.activation_width) if recomputed else layer.kept_width
     if tp > 1 and not recomputed:
-        whole = layer.activation_width - layer.divided_width
+        whole = layer.kept_width - layer.kept_divided_width
         if in_parts:  # What the first products of attention and of the MLP multiply; behind a norm there are none.
-            whole = min(2 * layer.output_width, whole) if layer.attention else 0
+            gone = 0 if layer.trainable else layer.weight_width - layer.divided_weight_width
+            inputs = min(2 * layer.output_width, whole + gone) - min(2 * layer.output_width, gone)
+            whole = inputs if layer.attention else 0
         width = whole + (width - whole) / tp
     if tp > 1 and and_whole:
         width += layer.output_width
@@ -408,7 +411,7 @@ def _state_of_layer(
     shard_ranks = unit.shard_size or unit.dp * unit.cp
     num_experts = -(-layer.num_experts // unit.tp)
     of_experts = num_experts * layer.expert_weights
-    learning = of_experts if layer.learning_experts else 0
+    learning = num_experts * (layer.expert_weights - layer.frozen_expert_weights) if layer.trainable else 0
     sharing = expert_shard_size(shard_ranks, unit.ep)
     parts: list[tuple[int, int, float]] = [(num_parameters - of_experts, num_trainable - learning, shard_ranks)]
     if num_experts:

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from motet.core.arrays import Float64Array
 from motet.core.cluster import Cluster
 from motet.core.exchange import Moved
@@ -50,18 +48,18 @@ def backward_seconds(
 
     input_gradient: backward needs the gradient of the layer's input (`ModelSpec.input_gradients`).
     For a layer of products alone, backward takes 2 (trainable), 1 (frozen, but a gradient passes) or 0 (neither) times
-    as long as forward; with recomputation 3, 2 or 0. A trainable layer of a block always needs inner gradients.
+    as long as forward; with recomputation 3, 2 or 0. A trainable layer of several products always needs inner gradients
+    (`Layer.input_share`).
 
     Example:
+        >>> import numpy as np
         >>> from motet.core.spec import Layer
         >>> seconds = LayerSeconds(np.array([1.0]), np.array([1.0]), np.array([1.0]))
         >>> frozen = Layer("projector", 4, 4, output_width=2, activation_width=2, trainable=False)
         >>> [float(backward_seconds(seconds, frozen, input_gradient)[0]) for input_gradient in (True, False)]
         [1.0, 0.0]
     """
-    total = np.zeros_like(seconds.forward_s)
-    if input_gradient or (layer.trainable and layer.in_block):
-        total = total + seconds.input_s
+    total = layer.input_share(input_gradient) * seconds.input_s
     if layer.trainable:
         total = total + seconds.weight_s
     return total + seconds.forward_s if recomputed and (input_gradient or layer.trainable) else total

@@ -21,7 +21,7 @@ from motet.core.item_segments import ItemSegments
 from motet.core.limits import INT64_MAX
 from motet.core.spec import Layer, ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
-from motet.cost.flops import LikeOperations, check_padded_whole, operations_by_work, pairs_of_items
+from motet.cost.flops import LikeOperations, check_padded_whole, operations_by_work, pairs_of_items, rows_of_items
 from motet.cost.memory import stage_layers
 
 OPERATION_UNITS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP")
@@ -98,16 +98,19 @@ class Operations:
 def _flops(layers: Mapping[Layer, LikeOperations], items: ItemLengths, num_targets: Int64Array) -> Int64Array:
     """Operations of each item, [num_items]: int64, or Python's own integers where those would overflow."""
     lengths, segments, num_media, most_parts = items.length, items.segments, items.num_media, 1
-    longest, most_targets = (np.array([int(column.max(initial=0))], dtype=object) for column in (lengths, num_targets))
+    num_tokens = items.num_tokens
+    longest, most_targets, most_tokens = (
+        np.array([int(column.max(initial=0))], dtype=object) for column in (lengths, num_targets, num_tokens)
+    )
     most_media = None if num_media is None else np.array([int(num_media.max(initial=0))], dtype=object)
     if segments is not None:
         most_parts = int(segments.counts.max(initial=1))  # No segment is longer than the longest item.
     # Half of the range, as `_in_units` adds half a unit.
-    if most_parts * int(_summed(layers, longest, None, most_media, most_targets)[0]) > INT64_MAX // 2:
-        lengths, num_targets = lengths.astype(object), num_targets.astype(object)
+    if most_parts * int(_summed(layers, longest, None, most_media, most_tokens, most_targets)[0]) > INT64_MAX // 2:
+        lengths, num_targets, num_tokens = (each.astype(object) for each in (lengths, num_targets, num_tokens))
         segments = segments and replace(segments, length=segments.length.astype(object))
         num_media = None if num_media is None else num_media.astype(object)
-    return _summed(layers, lengths, segments, num_media, num_targets)
+    return _summed(layers, lengths, segments, num_media, num_tokens, num_targets)
 
 
 def _summed(
@@ -115,6 +118,7 @@ def _summed(
     lengths: Int64Array,
     segments: ItemSegments | None,
     num_media: Int64Array | None,
+    num_tokens: Int64Array,
     num_targets: Int64Array,
 ) -> Int64Array:
     total = np.zeros_like(lengths)
@@ -122,10 +126,10 @@ def _summed(
         if like.targets_only:
             total += operations.row * num_targets
             continue
-        parts = like.rows(lengths if segments is None else segments.length, num_media)
-        total += operations.row * (parts if segments is None else segments.summed(parts))
+        parts, rows = rows_of_items(like, lengths, segments, num_media, num_tokens)
+        total += operations.row * rows
         if like.attention:
             # Rounded once for all layers, as the operations of a share of a pair are no whole number.
             per_pair = round(operations.pair * like.attention.density)
-            total += per_pair * pairs_of_items(like, parts, segments, num_media)
+            total += per_pair * pairs_of_items(like, parts, segments, num_media, by_outputs=like.of_outputs)
     return total

@@ -19,6 +19,7 @@ from motet.core.limits import INT64_MAX
 from motet.core.spec import Layer, ModelSpec, Module
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.cost.fit import Curve, RelativeError, fit_curve, relative_error
+from motet.cost.model import LayerSeconds, backward_seconds
 from motet.cost.profile import LayerTimes, ModuleTimes, Points, Profile, in_words
 
 PS_PER_NS = 1000
@@ -151,15 +152,9 @@ class _Seconds:
 
     def _of_layer(self, layer: Layer, number: int, points: Points) -> Float64Array:
         """Seconds of one layer at its points, over the passes that it has."""
-        # In a trainable layer of several products, gradients pass from one product to another.
-        has_inner = layer.trainable and layer.in_block
-        has_input = self.model.input_gradients[self.module.name][number] or has_inner
-        seconds = np.array(points.forward_s)
-        if number in self.recomputed and (has_input or layer.trainable):
-            seconds = 2 * seconds
-        if has_input:
-            seconds = seconds + np.array(points.input_s)
-        return seconds + np.array(points.weight_s) if layer.trainable else seconds
+        measured = LayerSeconds(*(np.array(each) for each in (points.forward_s, points.input_s, points.weight_s)))
+        needs_input = self.model.input_gradients[self.module.name][number]
+        return measured.forward_s + backward_seconds(measured, layer, needs_input, number in self.recomputed)
 
     def _measured(self, layer: Layer) -> LayerTimes:
         times = self.times.of_layer(layer)

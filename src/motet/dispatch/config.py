@@ -119,6 +119,15 @@ class BalanceConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _compares_by_speed(self) -> BalanceConfig:
+        if self.speed.model_fields_set and self.methods in (("joint",), ("per_phase",)) and self.defer == "off":
+            raise ValueError(
+                f'speed only compares ways of balancing, and method = "{self.method}" without defer = "auto" leaves '
+                "one; remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _moves_what_it_arranges(self) -> BalanceConfig:
         if self.transport == "device" and self.mode != "exchange":
             raise ValueError(

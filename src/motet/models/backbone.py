@@ -390,7 +390,7 @@ class Backbone(nn.Module):
             embeds = self._merged(embeds, features, sequences)
             if len(embeds):
                 embeds = self._text.entered(embeds, self._counted(sequences) + self.first_position)
-        if torch.is_grad_enabled() and not embeds.requires_grad:
+        if torch.is_grad_enabled() and not embeds.requires_grad and not self.trainable:
             # The same on every rank: with a frozen backbone a rank without media must still run backward.
             embeds.requires_grad_()
         return embeds

@@ -50,10 +50,14 @@ class Block(nn.Module):
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         # FSDP reduces a block's gradients when backward reaches its input, or at the very end if the input needs no
         # gradient. The time must not depend on a rank's data, or ranks would order their collectives differently.
-        # It is set here and not in forward, because FSDP inspects the inputs before forward.
-        if torch.is_grad_enabled() and not hidden.requires_grad and not self.skipped:
+        # It is set here and not in forward, because FSDP inspects the inputs before forward. A frozen block before
+        # which nothing learns has no backward pass, on any rank.
+        if torch.is_grad_enabled() and not hidden.requires_grad and not self.skipped and self._learns():
             hidden = hidden.detach().requires_grad_()
         return super().__call__(hidden, *args, **kwargs)
+
+    def _learns(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.parameters())
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.skipped:

@@ -38,7 +38,7 @@ def compose(
                 are drawn from torch's generator; they learn with the output projector.
     What is frozen (`requires_grad_(False)`) stays frozen.
     Raises UserError for a class that no family of the registry has, for options that Motet does not compute, for rows
-    that are not as wide as the backbone's, and for a hook on the whole backbone.
+    that are not as wide as the backbone's, for a hook on the whole backbone, and for a dict in place of a config.
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM, SiglipVisionConfig, SiglipVisionModel
@@ -55,6 +55,10 @@ def compose(
             f"There is a projector for {min(unknown)!r}, and no such encoder; there are {', '.join(encoders)}."
         )
     generators = generators or {}
+    for kind, given, config in (("projector", projectors, ProjectorConfig), ("generator", generators, GeneratorConfig)):
+        if name := next((name for name, each in given.items() if isinstance(each, Mapping)), None):
+            where = f"{config.__module__}.{config.__name__}"
+            raise UserError(f"The {kind} of {name!r} is a {type(given[name]).__name__}; make it a {where}(**...).")
     _check_names(encoders, "an encoder")
     _check_names(generators, "a generator")
     if both := encoders.keys() & generators.keys():

@@ -144,7 +144,7 @@ class GeneratorModule(nn.Module):
         projected = self.entrance.projector.described(1)[0].layer
         nothing = 0 if self.entrance.nothing is None else self.entrance.nothing.numel()
         first = replace(projected, item_rows=self.num_conditions, parameters=projected.parameters + nothing)
-        first = replace(first, trainable=any_trainable(self.entrance))
+        first = replace(first, trainable=any_trainable(self.entrance), of_outputs=False)
         described = getattr(self.generator, "layers", None)
         inner = described() if described else [products_layer("products", self.generator, self.generator.condition_dim)]
         return list(map(as_it_learns, [LayerModules(first, (self.entrance,)), *inner]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ class LayerModules(NamedTuple):
 def products_layer(
     kind: str, module: nn.Module, output_width: int, divisor: int = 1, item_rows: int = 0
 ) -> LayerModules:
-    """The layer of an unknown module: its linear layers and convolutions, each applied once to every row."""
+    """The layer of an unknown module: a chain of its linear layers and convolutions, each applied once to every row."""
     products = [child.weight for child in module.modules() if isinstance(child, _PRODUCTS)]
     layer = Layer(
         kind,
@@ -48,6 +48,7 @@ def products_layer(
         divisor=divisor,
         trainable=any_trainable(module),
         item_rows=item_rows,
+        inner_weights=sum(weight.numel() for weight in products[1:]),
     )
     return LayerModules(layer, (module,))
 
@@ -55,34 +56,105 @@ def products_layer(
 def as_it_learns(each: LayerModules) -> LayerModules:
     """The layer with its adapters, and with what of it is frozen where the rest learns.
 
-    An adapter keeps its rows of low rank for backward, and what it has dropped out of its input.
+    An adapter keeps its rows of low rank for backward, and what it has dropped out of its input, with a mask.
     """
     layer, named = each.layer, [named for module in each.modules for named in module.named_parameters()]
     parameters, added = {id(p): p for _, p in named}, sum(p.numel() for name, p in named if is_lora(name))
     adapted = [child for module in each.modules for child in module.modules() if hasattr(child, "lora_A")]
-    kept = sum(child.lora_A.out_features + (child.lora_A.in_features if child.lora_dropout else 0) for child in adapted)
-    layer = replace(
-        layer,
-        weights=layer.weights + added,
-        parameters=layer.parameters + added,
-        activation_width=layer.activation_width + kept,
-    )
+    layer = replace(layer, weights=layer.weights + added, parameters=layer.parameters + added)
     frozen = {key for key, p in parameters.items() if not p.requires_grad}
     if frozen and layer.trainable:
         weights = sum(count for key, count in _products(each.modules).items() if key in frozen)
+        of_experts = (p for routed in _routed(each.modules) for p in routed.experts.parameters())
         layer = replace(
-            layer,
+            _as_kept(layer, each.modules),
             frozen_weights=min(layer.weights, weights),
             frozen_parameters=min(layer.parameters, sum(parameters[key].numel() for key in frozen)),
+            frozen_expert_weights=sum(p[0].numel() for p in of_experts if id(p) in frozen),
         )
-    return each._replace(layer=layer)
+    kept = sum(child.lora_A.out_features + _kept_dropout(child) for child in adapted)
+    return each._replace(layer=replace(layer, activation_width=layer.activation_width + kept))
 
 
-def _products(modules: Iterable[nn.Module]) -> dict[int, int]:
+def _kept_dropout(adapted: nn.Module) -> int:
+    """Elements of a row that an adapter keeps of its input with dropout: what is left, and a mask of a byte each."""
+    width: int = adapted.lora_A.in_features
+    return width + -(-width // 2) if adapted.lora_dropout else 0
+
+
+def _as_kept(layer: Layer, modules: Sequence[nn.Module]) -> Layer:
+    """The layer without what is kept for gradients of weights that are frozen.
+
+    Products of one module that read as many elements read one row: queries, keys and values, or both factors of an MLP.
+    """
+    every = [child for module in modules for child in module.modules()]
+    parents = [each for each in every if not isinstance(each, _PRODUCTS)]  # Adapters stand in products.
+    owned = [(id(parent), child) for parent in parents for child in parent.children()]
+    owned += [(id(modules), module) for module in modules]
+    products = [(owner, child) for owner, child in owned if isinstance(child, _PRODUCTS)]
+    read = {(owner, _reads(child)) for owner, child in products}
+    learning = {(owner, _reads(child)) for owner, child in products if _keeps_input(child)}
+    of_experts = _of_experts(modules)
+    of_rows, norms = layer.weight_width - layer.divided_weight_width, _share_of_norms(every)
+    # What is left is of norms: of whole rows, and of heads.
+    of_norms = max(of_rows - 2 * layer.output_width, 0)
+    of_heads = max(layer.divided_weight_width - _inner(read, layer) - sum(of_experts.values()), 0)
+    whole = min(sum(width for _, width in learning) - _inner(learning, layer) + round(norms * of_norms), of_rows)
+    divided = _inner(learning, layer) + round(norms * of_heads)
+    divided += sum(width for weight, width in of_experts.items() if weight.requires_grad)
+    divided = min(divided, layer.divided_weight_width)
+    gone, gone_divided = layer.weight_width - whole - divided, layer.divided_weight_width - divided
+    return replace(
+        layer,
+        activation_width=layer.activation_width - gone,
+        divided_width=layer.divided_width - gone_divided,
+        weight_width=whole + divided,
+        divided_weight_width=divided,
+    )
+
+
+def _reads(product: nn.Module) -> int:
+    """Elements of a row that a product reads."""
+    width: int = product.weight.shape[0 if isinstance(product, Conv1D) else 1]
+    return width
+
+
+def _inner(read: Iterable[tuple[int, int]], layer: Layer) -> int:
+    """Of the elements that products read, those of rows inside of the layer's branches. read: (owner, elements)."""
+    return sum(width for _, width in read if width != layer.output_width)
+
+
+def _of_experts(modules: Iterable[nn.Module]) -> dict[nn.Parameter, int]:
+    """By the matrices of experts, the elements that those which compute a row read of it together."""
+    return {
+        weight: routed.experts_per_token * weight.shape[-1]
+        for routed in _routed(modules)
+        for weight in routed.experts.parameters()
+    }
+
+
+def _keeps_input(product: nn.Module) -> bool:
+    """Whether a product, or an adapter, keeps the row that it reads; of what it drops out it keeps a copy instead."""
+    return product.weight.requires_grad or (hasattr(product, "lora_A") and not product.lora_dropout)
+
+
+def _share_of_norms(modules: Iterable[nn.Module]) -> float:
+    """Of what norms keep for gradients of their weights, the share whose weights learn."""
+    weights = [getattr(module, "weight", None) for module in modules if not isinstance(module, nn.LayerNorm)]
+    norms = [weight for weight in weights if isinstance(weight, nn.Parameter) and weight.ndim == 1]
+    learning = sum(weight.numel() for weight in norms if weight.requires_grad)
+    return learning / max(sum(weight.numel() for weight in norms), 1)
+
+
+def _routed(modules: Iterable[nn.Module]) -> list[RoutedExperts]:
+    return [child for module in modules for child in module.modules() if isinstance(child, RoutedExperts)]
+
+
+def _products(modules: Sequence[nn.Module]) -> dict[int, int]:
     """By the id of a matrix, how many of its entries multiply a row: of experts', those of as many as compute one."""
     inner = [child for module in modules for child in module.modules()]
     products = {id(child.weight): child.weight.numel() for child in inner if isinstance(child, _PRODUCTS)}
-    for routed in (child for child in inner if isinstance(child, RoutedExperts)):
+    for routed in _routed(modules):
         products[id(routed.gate.weight)] = routed.gate.weight.numel()
         for every in routed.experts.parameters():
             products[id(every)] = every[0].numel() * routed.experts_per_token

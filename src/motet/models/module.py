@@ -164,8 +164,11 @@ class ModalityModule(nn.Module):
         inner = getattr(self.encoder, "segments", None)
         seen, counts = self._seen(sizes)
         found = inner(seen) if inner else None
-        segments = ItemSegments.whole(self._seen_lengths(seen)) if found is None else found
-        return ItemSegments.counted(segments.length, _sums(segments.counts, counts))
+        if found is None:
+            return ItemSegments.counted(self._seen_lengths(seen), counts)
+        # Layers that attend over whole items do so over each that the encoder is given.
+        frames = counts if found.frames is None else _sums(found.frames, counts)
+        return ItemSegments.counted(found.length, _sums(found.counts, counts), frames)
 
     def num_tokens(self, sizes: Int64Array) -> Int64Array:
         """Rows that each item takes in the backbone's sequence, int64 [num_items]."""
@@ -255,6 +258,8 @@ class ModalityModule(nn.Module):
             width = self.projector.input_dim
             layers = [*layers, products_layer("between", self.between, width, last.divisor)]
         projected = self.projector.described(last.divisor)
+        if getattr(self.after, "num_rows", None) is not None:  # The sequence has other rows than the projector makes.
+            projected = [each._replace(layer=replace(each.layer, of_outputs=False)) for each in projected]
         layers = [*layers, *projected]
         if isinstance(self.before, nn.Module):
             # Its output is the input of the first layer, which keeps it for backward.

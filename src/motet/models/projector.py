@@ -146,11 +146,18 @@ class Projector(nn.Module):
             trainable=any_trainable(self),
         )
         if self.kind == "none":
-            layer = replace(layer, weights=0, parameters=0)
+            layer = replace(layer, weights=0, parameters=0, inner_weights=0, weight_width=0)
         if self.norm is not None:  # It keeps its input, and the map its output.
             kept = layer.activation_width + (0 if self.kind == "none" else self.width)
             parameters = layer.parameters + sum(each.numel() for each in self.norm.parameters())
-            layer = replace(layer, parameters=parameters, activation_width=kept, divided_width=0)
+            layer = replace(
+                layer,
+                parameters=parameters,
+                activation_width=kept,
+                divided_width=0,
+                divided_weight_width=0,
+                inner_weights=layer.weights,
+            )
         return [LayerModules(layer, (self,))]
 
     def num_outputs(self, extents: Int64Array) -> Int64Array:

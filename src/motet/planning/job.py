@@ -14,7 +14,7 @@ from motet.cost.source import cost_model
 from motet.planner.job import Job
 from motet.planning.cluster import ClusterOptions, cluster_of, words_of_another, words_of_unused_peaks
 from motet.planning.planned_recipe import check_counted, read_job_recipe
-from motet.planning.sources import check_tokens, workload_at, workload_of
+from motet.planning.sources import workload_at, workload_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,6 @@ def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()
             f"{path} has neither [data] nor [workload], so --workload must say which lengths to plan for: a manifest, "
             "a CSV of lengths, a TOML of distributions, or a recipe."
         )
-    check_tokens(workload)
     moments = ADAM_MOMENTS if recipe is None else recipe.optimizer.num_moments
     cost = cost_model(cluster, read.precision, options.profile, moments=moments, any_device=False)
     batch_size = read.batch_size

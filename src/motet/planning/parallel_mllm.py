@@ -89,7 +89,7 @@ class ParallelMLLM:
         The model is put in train mode, as `motet train` and HF Trainer do; parts in which nothing learns stay in eval
         mode. Dropout and noise are drawn by the example's place in the batch, the number of the step, and torch's seed
         on rank 0; noise of modules of one's own by that seed, the step and the rank, alike on ranks that share
-        products. The loop's own generators stay as they are.
+        products and on copies of an encoder. The loop's own generators stay as they are.
         The result has the loss of the whole step, the mean over its targets and, of each generator, `weight`
         times the mean over the rows of its items (`losses` has them apart), and the gradient norm before clipping.
         Raises JointUserError on all ranks for a batch that is not as it must be on any of them, and, behind the first
@@ -100,7 +100,7 @@ class ParallelMLLM:
         self.model.train()  # `from_pretrained` gives models in eval mode, and a loop may evaluate between steps.
         devices = [self._world.device] if self._world.device.type == "cuda" else []
         with self._autocast(), torch.random.fork_rng(devices):
-            torch.manual_seed(step_seed(self._seed, self.num_steps, self._world.rank - self._step.place.t))
+            torch.manual_seed(step_seed(self._seed, self.num_steps, self._step.place.noise_rank))
             result = self._step.run(batches, self.num_steps)
         self.num_steps += 1
         if not self._are_checked:

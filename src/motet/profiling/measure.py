@@ -376,6 +376,7 @@ class MeasuredSubject:
                 num_targets=num_targets,
                 segments=self.subject.segments(batch),
                 num_media=self.subject.media(batch),
+                num_tokens=self.subject.num_tokens(batch),
             )
             rows.append(float(work.rows[0]))
             pairs.append(float(work.pairs[0]))

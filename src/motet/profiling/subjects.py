@@ -80,6 +80,7 @@ class Subject:
     lengths: int64 [n], ascending: the lengths that its items can have and, where the job's are known, those about them.
     job_rows: of the job's large microbatches; 0 where they are not known.
     segments: those of a batch's items, or None if the module computes items whole.
+    num_tokens: of a batch's items, rows in the sequence, as of `ItemLengths`; None of a module that gives none.
     media:   of a batch's sequences, how many images stand in each, whose rows some layers attend to; None of a module
              without such layers.
     sharded: the same module again, under FSDP as the recipe has it, on this rank alone: with all of FSDP's hooks and
@@ -100,6 +101,7 @@ class Subject:
     head: Callable[[Tensor], Tensor] | None = None
     job_rows: int = 0
     segments: Callable[[Batch], ItemSegments | None] = lambda batch: None
+    num_tokens: Callable[[Batch], Int64Array | None] = lambda batch: None
     media: Callable[[Batch], Int64Array | None] = lambda batch: None
     through: Callable[[Batch], Callable[[], Tensor]] | None = None
     rest: int = 0
@@ -271,8 +273,11 @@ def _encoder(recipe: Recipe, name: str, module: ModalityModule, sharded: nn.Modu
     sizes = _sizes(recipe, name, module)
     row_dim = recipe.transform(name).row_dim
 
+    def sizes_of(batch: Batch) -> Int64Array:
+        return np.stack([sizes[length] for length in items(batch).tolist()])
+
     def drawn(batch: Batch) -> tuple[Tensor, Tensor]:
-        chosen = np.stack([sizes[length] for length in items(batch).tolist()])
+        chosen = sizes_of(batch)
         return torch.randn(int(module.num_values(chosen).sum()), row_dim, device=device), torch.from_numpy(chosen)
 
     def prepare(batch: Batch, called: nn.Module) -> Callable[[], Tensor]:
@@ -286,13 +291,25 @@ def _encoder(recipe: Recipe, name: str, module: ModalityModule, sharded: nn.Modu
         return lambda: module.through(hidden, on_host, 0, 1)
 
     def segments(batch: Batch) -> ItemSegments | None:
-        return module.cut(np.stack([sizes[length] for length in items(batch).tolist()])) if module.cut else None
+        return module.segments(sizes_of(batch))
+
+    def num_tokens(batch: Batch) -> Int64Array:
+        return module.num_tokens(sizes_of(batch))
 
     lengths = np.array(sorted(sizes), dtype=np.int64)
     spec, layers = module.spec_module(name), _timed(module.layers())
     is_cut = not module.uncuttable and not module.projector.blocks
     return Subject(
-        name, module, spec, layers, lengths, sharded, prepare, segments=segments, through=through if is_cut else None
+        name,
+        module,
+        spec,
+        layers,
+        lengths,
+        sharded,
+        prepare,
+        segments=segments,
+        num_tokens=num_tokens,
+        through=through if is_cut else None,
     )
 
 

@@ -87,8 +87,11 @@ class FSDPConfig(BaseModel):
                 f'{given!r} is neither true, false, "auto" nor a table of numbers of blocks, as in {{ backbone = 12 }}'
             )
         for name, count in given.items() if is_table else ():
-            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-                raise ValueError(f"{name} = {count!r} is no number of blocks, which is a whole number from 0 on")
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ValueError(
+                    f"{name} = {count!r} is no number of blocks, which is a whole number from 1 on; leave out a module "
+                    "of which none is recomputed"
+                )
         return given
 
     @field_validator("loss_scale")
@@ -151,7 +154,7 @@ class FSDPConfig(BaseModel):
                 raise UserError(
                     f"fsdp.recompute.{name} is {count}, but {name!r} has {counted_words(num_blocks[name], 'block')}."
                 )
-        return {name: count for name, count in self.recompute.items() if count}
+        return dict(self.recompute)
 
 
 def shard(

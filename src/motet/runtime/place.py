@@ -119,6 +119,16 @@ class Place:
         """Its number among the ranks that its program rank stands for."""
         return self.c * self.unit.tp + self.t
 
+    @property
+    def noise_rank(self) -> int:
+        """The rank by which this one draws what has no key of an item (`dropout.step_seed`).
+
+        Ranks that share products draw alike, and so do the stages of a pipeline that each compute an encoder whole
+        (`Unit.replicated`): its copies are one.
+        """
+        stage, d, c, _ = self.unit.coordinates(self.rank)
+        return self.unit.rank(0 if self.unit.replicated else stage, d, c)
+
     def c_of(self, unit: Unit) -> int:
         """Its number among the ranks that share items of a unit that it computes, which may run in bubbles."""
         return self.index // unit.tp

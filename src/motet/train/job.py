@@ -100,6 +100,7 @@ from motet.train.recompute import (
     known_memory_bytes,
     memory_bytes,
     plan_alone,
+    words_of_unused,
 )
 from motet.train.report.metrics import peak_memory_bytes
 from motet.train.too_long import leave_out_of_evaluation, leave_out_too_long
@@ -137,12 +138,12 @@ class TrainingJob:
     def _draws_by_item(self) -> bool:
         return drops_out(self.model) or bool(self.model.generators)
 
-    @property
-    def tensor_index(self) -> int:
-        """The place of this rank among those that share its products; 0 if none do."""
+    def noise_rank(self, rank: int) -> int:
+        """The rank by which this one draws what has no key of an item: the first of those that share its products, and
+        under a Plan as of `Place`."""
         if isinstance(self.step, PlannedStep):
-            return self.step.place.t
-        return 0 if self.mesh.tensor is None else self.mesh.tensor.index
+            return self.step.place.noise_rank
+        return rank - (0 if self.mesh.tensor is None else self.mesh.tensor.index)
 
     def drawn(self, step: int, fed: StepInput) -> list[RankBatch]:
         """The microbatches; if anything is drawn, with keys by which every rank draws as one process would."""
@@ -464,6 +465,8 @@ def _recomputation(
     memory: the ranks, and this rank's peak before the model was built.
     """
     if recipe.fsdp.recompute != "auto":
+        if said := words_of_unused(recipe, spec):
+            say(said)
         return Recomputation(recipe, spec)
     ranks, before_bytes = memory
     assert not isinstance(dataset, OwnSplits), "a recipe that reads splits states numbers"

@@ -22,7 +22,8 @@ import torch
 from motet.assign.planned_step import by_replica
 from motet.core.errors import UserError
 from motet.cost.model import CostModel
-from motet.cost.profile import PROFILE_FILE, read_profile
+from motet.cost.profile import PROFILE_FILE
+from motet.cost.profiled import Profiled
 from motet.cost.source import cost_model, is_measured_elsewhere
 from motet.dispatch import RankBatch
 from motet.dispatch.edge_messages import assignment_of
@@ -48,7 +49,8 @@ def run_cost(chosen: ChosenPlan, recipe: Recipe, device: torch.device) -> CostMo
     try:
         if profile.exists():
             cost = cost_model(plan.cluster, plan.precision, profile, moments=plan.moments)
-            measured, here = read_profile(profile).device, device_name(device)
+            assert isinstance(cost, Profiled), "the cost model of a profile"
+            measured, here = cost.profile.device, device_name(device)
             if not is_measured_elsewhere(measured, here):
                 return cost
             return (

@@ -244,6 +244,17 @@ def recomputed_blocks_of(recipe: Recipe, spec: ModelSpec) -> dict[str, int]:
     }
 
 
+def words_of_unused(recipe: Recipe, spec: ModelSpec) -> str:
+    """The sentence on modules of which a recipe names a number of blocks that is not used; "" if there are none."""
+    if not isinstance(recipe.fsdp.recompute, dict):
+        return ""
+    unused = sorted(recipe.fsdp.recomputed(spec.num_blocks).keys() - recomputed_blocks_of(recipe, spec).keys())
+    if not unused:
+        return ""
+    named = ", ".join(f"fsdp.recompute.{name}" for name in unused)
+    return f"{named}: without effect, as no gradient passes through these blocks; remove it, or let them learn."
+
+
 def unit_of_recipe(
     recipe: Recipe,
     spec: ModelSpec,

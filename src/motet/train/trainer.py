@@ -341,10 +341,9 @@ class _Run:
         """Seed torch from (run.seed, step, rank), so that a resumed run needs no generator state.
 
         It draws what is not keyed by item: noise of a user's own modules. Ranks that share products draw alike, as all
-        of them compute what is around the products.
+        of them compute what is around the products, and so do copies of an encoder on stages.
         """
-        first = self.world.rank - self.job.tensor_index
-        torch.manual_seed(step_seed(self.recipe.run.seed, step, first))
+        torch.manual_seed(step_seed(self.recipe.run.seed, step, self.job.noise_rank(self.world.rank)))
 
     def _saved(self) -> str:
         """Save a checkpoint of the steps done; returns the end of a sentence about it. A collective."""

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from motet.balance import assign, crossing
 from motet.core.errors import UserError
@@ -319,6 +320,14 @@ def by_length(costs, policy="auto") -> BalanceConfig:
 def test_config_names_what_is_wrong(call, sentence):
     with pytest.raises(UserError, match=sentence):
         call()
+
+
+@pytest.mark.parametrize("method", ["joint", "per_phase"])
+def test_a_speed_by_which_nothing_is_compared_is_refused(method):
+    speed = SpeedConfig(device_tflops=9)
+    with pytest.raises(ValidationError, match=f'method = "{method}" without defer = "auto" leaves one; remove it'):
+        BalanceConfig(method=method, defer="off", speed=speed)
+    assert BalanceConfig(method=method, speed=speed).defer == "auto"
 
 
 def test_config_assumes_a_speed_for_what_is_not_given():

@@ -93,3 +93,7 @@ def test_a_step_without_tokens_is_refused():
     empty = next(seed for seed in range(40) if 3 not in workload.choose(1, np.random.default_rng(seed)))
     with pytest.raises(UserError, match=r"A batch of 1 drawn from lengths\.csv has no tokens"):
         workload.draw(1, np.random.default_rng(empty))
+    none = BatchLengths(0 * sequence, 0 * sequence, np.zeros(4, np.int32), {}, group=np.arange(4) // 2)
+    for draw in (Workload("lengths.csv", none).draw, Workload("lengths.csv", none).draw_groups):
+        with pytest.raises(UserError, match=r"lengths\.csv has no tokens: the sequence of every example is empty"):
+            draw(1, np.random.default_rng(0))

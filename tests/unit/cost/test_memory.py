@@ -212,7 +212,10 @@ def test_what_is_frozen_keeps_activations_only_where_a_gradient_passes():
     chained = replace(model, modules=(replace(IMAGE, name="before"), *model.modules), edges=(("before", "image"),))
     unit = Unit("image", ({"image": len(IMAGE.blocks)},))
     assert memory_of(unit, model=model).activations == 0
-    assert memory_of(unit, model=chained).activations == kept
+    passed = sum(activation_bytes(layer.layer, ROWS, element_bytes=4) * layer.count for layer in frozen)
+    assert memory_of(unit, model=chained).activations == passed
+    # What its matrices multiply is for gradients of weights alone.
+    assert 0.6 < passed / kept < 0.7
 
 
 def test_transients_by_hand():

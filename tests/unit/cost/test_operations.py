@@ -58,7 +58,7 @@ def test_an_item_is_what_it_takes_alone():
     spec, lengths = model(), draw(1, 6)
     work, unit = Operations(spec)(lengths), Operations(spec).unit_flops
     for item, length in enumerate(lengths.items["audio"].length):
-        alone = step_flops(spec.module("audio"), np.array([length]))
+        alone = step_flops(spec.module("audio"), np.array([length]), num_tokens=np.ones(1, dtype=np.int64))
         assert work["audio"][item] == (alone + unit // 2) // unit
     for example in range(6):
         alone = step_flops(

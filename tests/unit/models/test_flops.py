@@ -17,7 +17,7 @@ from motet.core.item_segments import ItemSegments
 from motet.core.shapes import final_norm, multimodal
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
-from motet.cost.flops import step_flops
+from motet.cost.flops import batch_flops, step_flops
 from motet.cost.operations import Operations
 from motet.models.attention import PackedItems
 from motet.models.build import (
@@ -77,7 +77,7 @@ def is_audio(family: str) -> bool:
 @pytest.mark.parametrize("train", [True, False])
 def test_encoder(tiny, family, train):
     module = tiny.encoder(family, torch.float32, train_encoder=train, projector={"kind": "linear", "downsample": 4})
-    # Sides that are whole blocks of what is merged and joined: the cost is of so many rows, whatever their raster.
+    # Sides that are whole blocks of what is merged and joined: lengths alone say of how many rows the cost is.
     sizes = torch.tensor([[40]]) if is_audio(family) else torch.tensor([[8, 4]])
     values = tiny.values(family, sizes)
     lengths, spec = module.lengths(sizes.numpy()), module.spec_module("it")
@@ -86,14 +86,17 @@ def test_encoder(tiny, family, train):
     assert step_flops(spec, lengths) == step
 
 
-@pytest.mark.parametrize("family", ["clip", "siglip", "dinov2"])
+@pytest.mark.parametrize("family", ["clip", "siglip", "dinov2", "qwen2_5_vl"])
 def test_tiles_take_the_operations_of_segments(tiny, family):
     module = tiny.encoder(family, torch.float32)
     sizes = torch.tensor([[4, 4], [4, 4]])
     values = tiny.values(family, sizes)
     whole = step_flops(module.spec_module("it"), module.lengths(sizes.numpy()))
     module.before, module.after = tile, untile
-    module.cut = lambda sizes: ItemSegments.of([[4] * 4] * len(sizes))
+    if (
+        family != "qwen2_5_vl"
+    ):  # It says its own windows, of which the layers that see whole images see those of a tile.
+        module.cut = lambda sizes: ItemSegments.of([[4] * 4] * len(sizes))
     items = module.segments(sizes.numpy())
     lengths = ItemLengths(np.zeros(2, int), module.lengths(sizes.numpy()), module.num_tokens(sizes.numpy()), items)
     spec = multimodal("it", Module.of(BACKBONE, [final_norm(32)]), [module.spec_module("image")])
@@ -102,6 +105,46 @@ def test_tiles_take_the_operations_of_segments(tiny, family):
     assert int(Operations(spec)(batch)["image"].sum()) == step
     assert step_flops(spec.module("image"), lengths.length, segments=items) == step
     assert whole != step
+
+
+def of_items(module, sizes) -> ItemLengths:
+    on_host = sizes.numpy()
+    columns = module.lengths(on_host), module.num_tokens(on_host), module.segments(on_host)
+    return ItemLengths(np.zeros(len(sizes), np.int64), *columns)
+
+
+QUERIES = {
+    "qformer": {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "num_hidden_layers": 2},
+    "resampler": {"resampler_depth": 2, "resampler_n_heads": 2, "resampler_head_dim": 8, "num_key_value_heads": 1},
+}
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize(
+    ("family", "projector", "sizes"),
+    [
+        # Behind a frozen encoder gradients pass inside of a projector; and rasters are no whole number of squares.
+        ("siglip", {"kind": "mlp", "downsample": 4}, [[3, 5]]),
+        ("siglip", {"kind": "linear", "pool": 9, "norm": "rms"}, [[4, 5]]),
+        ("clip", {"kind": "mlp", "norm": "layer"}, [[3, 5]]),
+        ("whisper", {"kind": "mlp", "downsample": 3}, [[40]]),
+        # Frames are segments of a video, which has as many queries as any item.
+        *(("qwen2_5_vl", {"kind": kind, "queries": 4, "config": QUERIES[kind]}, [[3, 4, 4]]) for kind in QUERIES),
+        ("siglip", {"kind": "qformer", "queries": 4, "config": QUERIES["qformer"]}, [[3, 5]]),
+    ],
+)
+def test_a_projectors_rows_and_its_inner_gradients(tiny, family, projector, sizes, train):
+    module, sizes = tiny.encoder(family, torch.float32, projector=projector, train_encoder=train), torch.tensor(sizes)
+    if sizes.shape[1] == 3:
+        values = torch.randn(int(sizes.prod(1).sum()), 3 * 2 * 16)
+    else:
+        values = tiny.values(family, sizes)
+    items = of_items(module, sizes)
+    spec = multimodal("it", Module.of(BACKBONE, [final_norm(32)]), [module.spec_module("image")])
+    batch = BatchLengths(np.array([99]), np.array([0]), np.zeros(1, np.int32), {"image": items})
+    _, step = counted_step(lambda: module(values, sizes))
+    assert batch_flops(spec, batch)["image"] == step
+    assert int(Operations(spec)(batch)["image"].sum()) * Operations(spec).unit_flops == step
 
 
 def test_padding_is_computed_on(tiny):
@@ -144,6 +187,16 @@ def test_experts_that_do_not_learn(tiny, family, beside):
     lengths, spec = np.array([64]), all_pairs(backbone.spec_module())
     assert forward_flops(spec, lengths, num_targets) == forward
     assert step_flops(spec, lengths, num_targets) == step
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_nothing_runs_backward_through_frozen_blocks_before_which_nothing_learns(tiny, family):
+    parts = {"backbone": {"family": family, "config": tiny.options_of(family)}}
+    backbone = build_mllm(ModelConfig(**parts, freeze=["*.embed_tokens.*", "*.layers.0.*"]), tiny.vocab).backbone
+    packed = tiny.Packed.of([64])
+    num_targets = backbone(packed, {})[1]
+    _, step = counted_step(lambda: backbone(packed, {})[0])
+    assert step_flops(all_pairs(backbone.spec_module()), np.array([64]), num_targets) == step
 
 
 @pytest.mark.parametrize("family", ["clip", "qwen2_vl", "whisper"])

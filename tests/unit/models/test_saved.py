@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from motet.cost.flops import work_of
-from motet.models.build import BackboneConfig, EncoderConfig, build_backbone, build_modality
+from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig, build_backbone, build_mllm, build_modality
 
 VISION = {
     "hidden_size": 128,
@@ -140,3 +140,27 @@ def test_backbone(tiny, family):
     packed = tiny.Packed.of([300])
     packed.targets[:] = True
     check(backbone, lambda: backbone(packed, {}), np.array([300]), UNROTATED if family == "phi3" else 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "gpt2"])
+@pytest.mark.parametrize(
+    "learns", [{"train": False}, ["q_proj", "v_proj"], ["down_proj"], ["mlp.*"], "all-linear", {"freeze": ["*.mlp.*"]}]
+)
+def test_what_gradients_of_frozen_weights_would_need_is_not_kept(tiny, family, learns):
+    """As much less than where all learns as predicted, to the element: what a CPU copies beside it is in both."""
+    if family == "gpt2" and not isinstance(learns, dict):
+        return  # Its products are of another kind, which have no adapters.
+    config = {
+        "family": family,
+        "config": OTHER_NAMES.get(family, BACKBONE) | ({"head_dim": 32} if family == "qwen3" else {}),
+    }
+    lora = {} if isinstance(learns, dict) else {"backbone": {"rank": 4, "targets": learns}}
+    train = {"train": learns.get("train", True)} if isinstance(learns, dict) else {}
+    freeze = learns.get("freeze", []) if isinstance(learns, dict) else []
+    packed, counted, described = tiny.Packed.of([30]), [], []
+    for parts in ({"backbone": config}, {"backbone": config | train, "lora": lora, "freeze": freeze}):
+        backbone = build_mllm(ModelConfig(**parts), 50, torch.bfloat16).backbone
+        counted.append(kept_by_a_block(backbone, backbone.blocks, lambda model=backbone: model(packed, {})))
+        described.append([each.layer for each in backbone.layers() if each.layer.attention][1].kept_width)
+    assert counted[0] - counted[1] == 30 * (described[0] - described[1])
+    assert described[1] < described[0]

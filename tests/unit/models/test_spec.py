@@ -90,6 +90,25 @@ def test_windows_are_of_the_layers_that_have_them(tiny):
     assert [stack.layer.attention.window for stack in stacks if stack.layer.attention] == [0, 8]
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("freeze", [["*.mlp.experts.gate_up_proj"], ["*.self_attn.*"], ["*.experts.*"], ["*.gate.*"]])
+def test_which_experts_learn_is_read_off_them(tiny, family, freeze):
+    """Not off how much is frozen: attention may have more weights than small experts, and experts learn in part."""
+    wide = {"num_attention_heads": 16, "head_dim": 32}
+    backbone = {"family": family, "config": tiny.options_of(family) | wide}
+    built = build_mllm(ModelConfig(backbone=backbone, freeze=freeze), tiny.vocab).backbone
+    for ep in (1, 2):
+        layer = next(each for each in built.spec_module().layers if each.num_experts).with_experts_of(ep)
+        experts = list(built.blocks[0].mlp.experts.parameters())
+        assert layer.learning_experts == sum(p.numel() for p in experts if p.requires_grad) // ep
+        learns = sum(
+            p.numel() // (ep if any(p is e for e in experts) else 1)
+            for p in built.blocks[0].parameters()
+            if p.requires_grad
+        )
+        assert layer.updated_parameters == learns
+
+
 def test_a_module_of_the_users_own_is_its_products():
     class Own(nn.Module):
         output_dim = 6

@@ -23,8 +23,8 @@ def model(*, frozen=False):
         "small",
         language_model(LLM, 8, 4000, trainable=not frozen),
         [
-            connect(vit("image", ENCODER, 6, trainable=not frozen), 512, "linear"),
-            connect(audio_encoder("audio", ENCODER, 4, trainable=not frozen), 512, "linear"),
+            connect(vit("image", ENCODER, 6, trainable=not frozen), 512, "linear", downsample=4),
+            connect(audio_encoder("audio", ENCODER, 4, trainable=not frozen), 512, "linear", downsample=2),
         ],
     )
 

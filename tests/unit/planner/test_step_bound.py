@@ -26,7 +26,7 @@ JOBS = {
     "item": lambda: job(batch_size=6, spread=1.2, num_nodes=2),
     "memory": lambda: job(batch_size=2, memory_mbytes=95),
     "bubbles": lambda: job(batch_size=32),
-    "communication": lambda: on_links(job(batch_size=8), Link(1e8, 1e-3)),
+    "communication": lambda: on_links(job(batch_size=8), Link(5e7, 1e-3)),
 }
 
 

@@ -95,7 +95,7 @@ def test_a_plan_that_cuts_sequences_gets_an_order_and_fills_by_step():
 
 
 def test_a_way_of_balancing_that_auto_takes_in_every_microbatch_is_not_simulated_again(monkeypatch):
-    image = connect(vit("image", Transformer(512, 2048, 8), 8), 512, "linear")
+    image = connect(vit("image", Transformer(512, 2048, 8), 8), 512, "linear", downsample=4)
     given = small_job(multimodal("small", language_model(LLM, 8, 4000), [image]), batch_size=24, spread=1.0)
     proposed = STRATEGIES["data parallel"](given, Pins(dp=8, tp=1, microbatch_size=3))
     candidate = next(one for one in proposed if not isinstance(one, RuledOut))

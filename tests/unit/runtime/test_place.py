@@ -88,3 +88,11 @@ def test_ranks_of_a_replica_hold_the_same_parameters_under_context_parallelism_a
     assert of_shared[5].held_by(stage.data_ranks, stage) == (5, 7, 9)
     assert [place.replicas for place in of_shared[:4]] == [{"image": 0}, {"image": 1}] * 2
     assert {place.replicas["backbone"] for place in of_shared[4:]} == {0}
+
+
+def test_ranks_that_share_products_and_copies_of_an_encoder_draw_alike():
+    halves = ({"backbone": 2}, {"backbone": 2})
+    copies = Unit("all", halves, pp=2, dp=2, tp=2, replicated=("image",), zero=0)
+    apart = (Unit("image", ({"image": 2},), dp=2, zero=0), Unit("all", halves, first_rank=2, pp=2, dp=2, tp=2, zero=0))
+    assert [place.noise_rank for place in places((copies,), "1f1b", True)] == [0, 0, 2, 2] * 2
+    assert [place.noise_rank for place in places(apart, "1f1b", True)] == [0, 1, 2, 2, 4, 4, 6, 6, 8, 8]

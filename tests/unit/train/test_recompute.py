@@ -34,6 +34,7 @@ from motet.train.recompute import (
     memory_bytes,
     recomputed_blocks_of,
     with_numbers,
+    words_of_unused,
 )
 
 LARGER = (
@@ -204,6 +205,11 @@ def test_modules_without_a_backward_pass_are_not_recomputed(job):
     other = load_recipe(Path(recipe.run.dir).parent / "recipe.toml", (*LARGER[:3], *frozen))
     _, spec = training_data(other)
     assert set(recomputed_blocks_of(other, spec)) == {"audio", "backbone"}
+    for numbers, said in (("{ image = 2, backbone = 1 }", "fsdp.recompute.image: without effect"), ("true", "")):
+        stated = load_recipe(
+            Path(recipe.run.dir).parent / "recipe.toml", (*LARGER[:3], frozen[0], f"fsdp.recompute={numbers}")
+        )
+        assert words_of_unused(stated, spec).startswith(said)
 
 
 @pytest.mark.parametrize(

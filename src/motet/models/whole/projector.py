@@ -56,8 +56,15 @@ class NormedProjector(Projector):
     def described(self, divisor: int) -> list[LayerModules]:
         """Its layer. divisor: length of an item that makes one row of the encoder's output."""
         [described] = super().described(divisor)
-        norm = 2 * self.input_dim * self.downsample
-        return [LayerModules(replace(described.layer, parameters=described.layer.parameters + norm), (self,))]
+        layer, joined = described.layer, self.input_dim * self.downsample
+        # A norm keeps its input, and the first matrix its output.
+        layer = replace(
+            layer,
+            parameters=layer.parameters + 2 * joined,
+            activation_width=layer.activation_width + joined + 2,
+            inner_weights=layer.weights,
+        )
+        return [LayerModules(layer, (self,))]
 
 
 class UnbiasedProjectorConfig(StoredProjectorConfig):
@@ -130,7 +137,10 @@ class PooledProjector(nn.Module):
         )
         # A norm in place of the matrix's bias.
         layer = replace(
-            layer, parameters=layer.weights + self.input_dim, activation_width=self.input_dim * (self.downsample + 1)
+            layer,
+            parameters=layer.weights + self.input_dim,
+            activation_width=self.input_dim * (self.downsample + 1),
+            inner_weights=layer.weights,
         )
         return [LayerModules(layer, (self,))]
 

@@ -77,9 +77,11 @@ class StackedMerger(MergerProjector):
         layer = replace(
             layer,
             weights=self.num_parts * layer.weights,
+            inner_weights=self.num_parts * layer.weights,
             parameters=sum(each.numel() for each in self.parameters()),
             output_width=self.output_dim,
             activation_width=self.num_parts * layer.activation_width,
+            weight_width=self.num_parts * layer.weight_width,
         )
         return [LayerModules(layer, (self,))]
 

@@ -25,7 +25,7 @@ from motet.core.exchange import Moved
 from motet.core.plan import SPLITS_BACKWARD, Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
-from motet.cost.flops import attention_shares, layer_flops, like_layer, work_of_items
+from motet.cost.flops import attention_shares, like_layer, operations_by_work, work_of_items
 from motet.cost.memory import (
     StageLayer,
     kept_bytes,
@@ -341,11 +341,9 @@ class Pricing:
     def _flops_of(self, placed: StageLayer, chosen: BoolArray | None) -> float:
         """Operations of a layer in all microbatches, or those chosen, bool [num_replicas * num_microbatches]."""
         if chosen is not None or placed not in self._known_flops:
-            layer = placed.layer
-            flops = layer_flops(layer, self._priced(placed.module, layer).whole)
-            total = flops.forward * (1 + placed.recomputed) + flops.weight * layer.trainable
-            if placed.needs_input or (layer.trainable and layer.in_block):
-                total = total + flops.input
+            work = self._priced(placed.module, placed.layer).whole
+            (each,) = operations_by_work([placed[1:4]]).values()
+            total = float(each.row) * work.rows + float(each.pair) * work.pairs
             if chosen is not None:
                 return float(total[chosen].sum())
             self._known_flops[placed] = float(total.sum())
@@ -520,8 +518,8 @@ class Pricing:
         layer, (forward_s, input_s, weight_s) = placed.layer, priced.seconds
         context_s = priced.context.seconds
         passes = {"forward": forward_s, "forward_tensor": priced.tensor_s + context_s}
-        if placed.needs_input or (layer.trainable and layer.in_block):
-            passes["input"] = input_s
+        if share := layer.input_share(placed.needs_input):
+            passes["input"] = share * input_s
         if layer.trainable:
             half = "weight" if layer.defers_weights else "input"
             passes[half] = passes.get(half, 0.0) + weight_s
