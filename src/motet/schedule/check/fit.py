@@ -321,12 +321,6 @@ def _check_filling(plan: Plan) -> None:
             f"filling is 'by_step', and a fill runs before {parts[0]}, a part of the backbone's pass; such fills are "
             "of every step: filling must be 'static'."
         )
-    for unit in pipelined_units(plan):
-        if unit.zero > 1 and (unit.dp > 1 or unit.replicated):
-            raise UserError(
-                f"unit {unit.name!r}: zero is {unit.zero}, and filling is 'by_step', in which replicas run passes in "
-                "orders of their own; zero must be 0 or 1, or filling 'static'."
-            )
 
 
 def _check_examples(plan: Plan) -> None:

@@ -100,10 +100,6 @@ OPTIONS = {
     "filling is 'by_step', and a fill runs before 0F0.1, a part": (
         PLANS["filled"], {"filling": "by_step", "fills": (Fill(0, "4F0", "0F0.1"),)}
     ),
-    "unit 'llm': zero is 3, and filling is 'by_step'": (
-        replace(PLANS["filled"], units=(replace(PLANS["filled"].units[0], zero=3), *PLANS["filled"].units[1:])),
-        {"filling": "by_step"},
-    ),
     "balance 'joint' and order 'both' both deal out": (PLANS["chain"], {"balance": "joint", "order": "both"}),
     "policy is of 'image', and with balance 'off' nothing is balanced by it": (
         FSDP, {"policy": {"image": "padded"}, "balance": "off"}
