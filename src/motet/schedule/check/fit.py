@@ -222,6 +222,11 @@ def _check_ranks(plan: Plan) -> None:
                 f"unit {unit.name!r} runs on the backbone's ranks, so its pp ({unit.pp}) and tp * cp "
                 f"({unit.tp * unit.cp}) must divide the backbone's ({backbone.pp} and {backbone.tp * backbone.cp})."
             )
+        if backbone.tp % unit.tp:
+            raise UserError(
+                f"unit {unit.name!r} runs on the backbone's ranks with tp {unit.tp}; it must divide the backbone's, "
+                f"{backbone.tp}, as gradients of its rows come to the ranks that share these alone."
+            )
         if unit.zero > 1:
             raise UserError(
                 f"unit {unit.name!r}: zero is {unit.zero}; it must be 0 or 1, because replicas in bubbles take "

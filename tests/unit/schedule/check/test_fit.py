@@ -65,6 +65,10 @@ WRONG = {
         Unit("image", ({"image": 4}, {"audio": 2}), pp=2, tp=2),
         Unit("llm", ({"backbone": 2},) * 4, pp=4),
     ],
+    "unit 'image' runs on the backbone's ranks with tp 2; it must divide the backbone's, 1": [
+        Unit("image", ({"image": 4, "audio": 2},), tp=2, dp=4),
+        Unit("llm", ({"backbone": 2},) * 4, pp=4, cp=2),
+    ],
     "units 'encoders' and 'llm' share rank 1, but not all": [replace(ENCODERS, dp=2), LLM],
     "unit 'llm': 'image' feeds 'backbone', so its stages must not come after": [
         Unit("llm", ({"backbone": 8}, {"image": 4, "audio": 2}), pp=2)
