@@ -232,7 +232,11 @@ OWN = {
         with_own((IMAGE, 2, 1), (AUDIO, 2, 2), cp=2),
         with_own((IMAGE, 1, 2), (AUDIO, 2, 1), cp=2, microbatch_size=2, dropout=0.2),
         by_step(with_own((IMAGE, 1, 1), (AUDIO, 1, 2), cp=2, frozen=("image block",), tied=True)),
+        # Items are cut over several of the backbone's context-parallel ranks.
+        with_own((IMAGE, 1, 4), (AUDIO, 2, 2), cp=2, has_large=True, microbatch_size=2, dropout=0.2),
+        with_own((BOTH, 1, 4), cp=2, has_large=True, tied=True),
     ],
+    6: [with_own((IMAGE, 1, 3), (AUDIO, 1, 6), cp=3, has_large=True, microbatch_size=2)],
     8: [with_own((IMAGE, 1, 2), (AUDIO, 1, 1), pp=2, cp=2)],
 }
 """Fewer ranks share products of an encoder than of the backbone, or its sequences, and deal out its items."""
