@@ -46,7 +46,9 @@ def _uncompiled(plan: Plan) -> str:
 
 def untrained(plan: Plan) -> str:
     """What a Plan has that training can run of no recipe yet; "" if it has nothing such."""
-    obstacles = {"ranks left over before others": plan.needed_cluster is None}
+    of_nodes = plan.ranks_by_node
+    # Ranks know by numbers alone which of them share a node.
+    obstacles = {"unlike numbers of ranks on nodes before the last": any(n < max(of_nodes) for n in of_nodes[:-1])}
     own = _data_parallel(plan) if plan.schedule == "data_parallel" else _in_stages(plan)
     return next((what for what, is_there in (obstacles | own).items() if is_there), "")
 
