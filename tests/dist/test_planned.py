@@ -22,9 +22,10 @@ from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.under_plan import recipe_under_plan
 from motet.simulate.bubbles import BUBBLE_KINDS
 from motet.train.checkpoint.contents import name_of
+from motet.train.recipe.reading import of_phase
 from motet.train.recipe.recipe_file import load_recipe
 from motet.train.report.beside import MeasuredBeside
-from motet.train.trainer import train
+from motet.train.trainer import PhaseOfRun, train
 from ranks import free_port, run_ranks
 
 DEEPER = (
@@ -240,28 +241,72 @@ def test_a_plan_of_data_parallelism_trains_too(job, alone, tmp_path, degrees):
     assert [step["loss"] for step in metrics(back)] == pytest.approx(losses(alone)[4:], rel=1e-10)
 
 
-@pytest.mark.parametrize("in_stages", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_ranks_of_the_last_node_that_a_plan_leaves_over_end_at_once(job, alone, tmp_path, in_stages):
-    """Two nodes of two ranks, as torchrun starts them, under a Plan for three ranks."""
+def as_torchrun_starts(num_ranks, ranks_per_node, *words):
+    """What each rank of a command becomes where no agent serves the store."""
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    where |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(ranks_per_node)}
+
+    def run(rank):
+        return motet(*words, environment=where | {"RANK": str(rank), "LOCAL_RANK": str(rank % ranks_per_node)})
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(run, range(num_ranks)))
+
+
+@pytest.mark.parametrize(
+    ("in_stages", "nodes", "first_rank"),
+    [
+        (True, 2, 0),
+        pytest.param(False, 2, 0, marks=pytest.mark.slow),
+        pytest.param(True, 1, 1, marks=pytest.mark.slow),
+        pytest.param(False, 2, 2, marks=pytest.mark.slow),
+    ],
+    ids=["of the last node", "of the last node, all modules on each", "before others", "a node before others"],
+)
+def test_ranks_that_a_plan_leaves_over_end_at_once(job, alone, tmp_path, in_stages, nodes, first_rank):
+    """Four ranks, as torchrun starts them, under a Plan for three or two."""
     plan = plan_of(job, ({"image": 2}, {"audio": 2, "backbone": 1}, {"backbone": 2}))
-    plan = replace(plan, cluster=replace(plan.cluster, num_nodes=2, ranks_per_node=2))
-    if not in_stages:
-        whole = Unit("all", (plan.model.num_blocks,), dp=3, zero=2)
+    plan = replace(plan, cluster=replace(plan.cluster, num_nodes=nodes, ranks_per_node=4 // nodes))
+    if in_stages:
+        plan = replace(plan, units=(replace(plan.units[0], first_rank=first_rank),))
+    else:
+        whole = Unit("all", (plan.model.num_blocks,), dp=2 if first_rank else 3, zero=2, first_rank=first_rank)
         plan = replace(plan, units=(whole,), microbatch_size=1, schedule="data_parallel", balance="joint")
     file, run_dir = tmp_path / "plan.json", tmp_path / "run"
     write_plan(plan, file)
     given = [word for override in (*DEEPER, f"run.dir={run_dir}") for word in ("--set", override)]
-    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-
-    def run(rank):
-        environment = where | {"RANK": str(rank), "LOCAL_RANK": str(rank % 2)}
-        return motet("train", str(job), *given, "--plan", str(file), environment=environment)
-
-    with ThreadPoolExecutor(4) as pool:
-        ranks = list(pool.map(run, range(4)))
+    ranks = as_torchrun_starts(4, 4 // nodes, "train", str(job), *given, "--plan", str(file))
     assert [done.returncode for done in ranks] == [0] * 4, ranks
-    assert "The plan uses 3 of 4 ranks; the others have ended." in ranks[0].stdout
+    said = f"The plan uses {len(plan.ranks)} of 4 ranks; the others have ended."
+    assert said in ranks[first_rank].stdout
     assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-10)
+
+
+@pytest.mark.slow
+def test_ranks_that_the_plan_of_a_phase_leaves_over_come_to_the_next_one(job, tmp_path):
+    """The second of three phases runs on both ranks, the others on one alone."""
+    phases = "".join(f'[[run.phase]]\nname = "{name}"\nsteps = 2\n\n' for name in "abc")
+    recipe = job.with_name("phased.toml")
+    recipe.write_text(job.read_text().replace("steps = 8\n", "").replace("[data]\n", f"{phases}[data]\n", 1))
+    whole = ({"image": 2, "audio": 2, "backbone": 3},)
+    one, two = plan_of(job, whole, left_over=1), plan_of(job, whole, dp=2)
+    files = [tmp_path / f"{name}.json" for name in "abc"]
+    for file, plan in zip(files, (replace(one, units=(replace(one.units[0], first_rank=1),)), two, one), strict=True):
+        write_plan(plan, file)
+    sets = [word for each in DEEPER[:-1] for word in ("--set", each)]
+    plans = [word for file in files for word in ("--plan", str(file))]
+    ranks = as_torchrun_starts(2, 2, "train", str(recipe), *sets, "--set", f"run.dir={tmp_path / 'run'}", *plans)
+    assert [done.returncode for done in ranks] == [0, 0], ranks
+    said = "The plan uses 1 of 2 ranks; the others wait for the end of the phase."
+    assert [done.stdout.count(said) for done in ranks] == [1, 1]
+    run_ranks(train_in_phases, 1, str(recipe), [*DEEPER[:-1], f"run.dir={tmp_path / 'alone'}"])
+    for name in "abc":
+        assert losses(tmp_path / "run" / name) == pytest.approx(losses(tmp_path / "alone" / name), rel=1e-10)
+
+
+def train_in_phases(rank, num_ranks, recipe, overrides):
+    for number, name in enumerate("abc", start=1):
+        train(load_recipe(Path(recipe), of_phase(overrides, name)), phase=PhaseOfRun(name, number, 3))
 
 
 @pytest.mark.slow

@@ -325,10 +325,10 @@ def _in_tensors(rng: np.random.Generator, units: tuple[Unit, ...], is_shared: bo
 
 
 def _in_context(rng: np.random.Generator, units: tuple[Unit, ...]) -> tuple[Unit, ...]:
-    """Two replicas of all units that share ranks become two ranks that share sequences, or of none."""
+    """Two replicas of all units that share ranks become two ranks that share sequences, or items, or of none."""
     if rng.random() < 0.7 or any(unit.dp % 2 for unit in units):
         return units
-    return tuple(replace(unit, cp=2, dp=unit.dp // 2, shard_size=0) for unit in units)
+    return tuple(replace(unit, cp=2 * unit.cp, dp=unit.dp // 2, shard_size=0) for unit in units)
 
 
 def _with_own_degrees(rng: np.random.Generator, units: tuple[Unit, ...]) -> tuple[Unit, ...]:

@@ -26,14 +26,19 @@ def cut(name, *counts):
     return tuple({name: count} for count in counts)
 
 
-def beside(backbone, *encoders, pp=2, dp=1, **options):
-    """Units of encoders on the ranks of the backbone's. encoders: their stages; a unit has as many pipelines as fit."""
+def beside(backbone, *encoders, pp=2, dp=1, beside=(), **options):
+    """Units of encoders on the ranks of the backbone's. encoders: their stages; a unit has as many pipelines as fit.
+
+    beside: stages of another one, on one rank behind these.
+    """
     zero, recompute = options.pop("zero", 0), options.pop("recompute", {})
     units = [Unit("llm", backbone, pp=pp, dp=dp, zero=zero, recompute=recompute.get("llm", ()))]
     for stages in encoders:
         name, num = "+".join(stages[0]), len(stages)
         size = {"dp": pp * dp // num, "pp": num, "zero": min(zero, 1)}
         units.append(Unit(name, stages, **size, recompute=recompute.get(name, ())))
+    if beside:
+        units.append(Unit("+".join(beside[0]), beside, first_rank=pp * dp))
     return PlannedCase(tuple(units), **options)
 
 
@@ -146,8 +151,7 @@ def random_case(seed, num_ranks):
         ]
         case = replace(case, units=tuple(units))
     case = replace(case, fill_seed=seed) if rng.random() < 0.6 else case
-    can_change = not any(unit.zero > 1 and (unit.dp > 1 or unit.replicated) for unit in case.units)
-    return replace(case, filling="by_step") if can_change and rng.random() < 0.5 else case
+    return replace(case, filling="by_step") if rng.random() < 0.5 else case
 
 
 def by_step(case, fill_seed=-1):
@@ -155,12 +159,28 @@ def by_step(case, fill_seed=-1):
     return replace(case, filling="by_step", fill_seed=fill_seed)
 
 
+COPIED = Unit("llm", LLM, pp=2, zero=3, replicated=("image",))
+"""Both ranks have the image encoder, and gather it for each pass."""
+BESIDE = Unit("llm", LLM, pp=2), Unit("image", IMAGE, dp=2, zero=3, first_rank=2), Unit("audio", AUDIO, dp=2)
+"""An encoder on ranks of its own, which gather it for each pass, beside bubbles."""
 BY_STEP = {
-    2: [by_step(case, number if number % 4 else -1) for number, case in enumerate(CASES_OF_2) if number % 2 == 0],
+    2: [
+        *(by_step(case, number if number % 4 else -1) for number, case in enumerate(CASES_OF_2) if number % 2 == 0),
+        by_step(PlannedCase((COPIED, BESIDE[2]), schedule="gpipe", batch_size=8, seed=1), fill_seed=2),
+    ],
     3: [by_step(CASES_OF_4[2])],
-    4: [by_step(CASES_OF_4[0], fill_seed=1), by_step(CASES_OF_4[3])],
+    4: [
+        by_step(CASES_OF_4[0], fill_seed=1),
+        by_step(CASES_OF_4[3]),
+        by_step(beside(LLM, IMAGE, AUDIO, dp=2, zero=3, batch_size=12), fill_seed=1),
+        by_step(beside(LLM, IMAGE, AUDIO, dp=2, zero=2, batch_size=12, blocking=True)),
+        by_step(PlannedCase(BESIDE, batch_size=8), fill_seed=1),
+    ],
+    5: [
+        by_step(beside(LLM, IMAGE, dp=2, zero=3, batch_size=12, beside=AUDIO), fill_seed=1),
+        by_step(beside(LLM, IMAGE, dp=2, zero=2, batch_size=12, beside=AUDIO, blocking=True), fill_seed=1),
+    ],
 }
-"""ZeRO 2 and 3 of replicas are refused."""
 
 
 def shared(case, ep=1):
@@ -212,7 +232,11 @@ OWN = {
         with_own((IMAGE, 2, 1), (AUDIO, 2, 2), cp=2),
         with_own((IMAGE, 1, 2), (AUDIO, 2, 1), cp=2, microbatch_size=2, dropout=0.2),
         by_step(with_own((IMAGE, 1, 1), (AUDIO, 1, 2), cp=2, frozen=("image block",), tied=True)),
+        # Items are cut over several of the backbone's context-parallel ranks.
+        with_own((IMAGE, 1, 4), (AUDIO, 2, 2), cp=2, has_large=True, microbatch_size=2, dropout=0.2),
+        with_own((BOTH, 1, 4), cp=2, has_large=True, tied=True),
     ],
+    6: [with_own((IMAGE, 1, 3), (AUDIO, 1, 6), cp=3, has_large=True, microbatch_size=2)],
     8: [with_own((IMAGE, 1, 2), (AUDIO, 1, 1), pp=2, cp=2)],
 }
 """Fewer ranks share products of an encoder than of the backbone, or its sequences, and deal out its items."""

@@ -77,7 +77,9 @@ def _cut(lengths: tuple[int, ...], rows: tuple[int, ...], num_ranks: int, tile_r
     units = units_of(np.array(rows, dtype=np.int64), num_ranks, tile_rows)
     units[of_items * num_ranks <= of_items.sum()] = 1  # Items under a rank's share fit whole.
     found = split(of_items, num_ranks, Overhead(), divisible=units, target=FULLEST)
-    return ItemShares(largest_fragments(found).astype(np.int64), cuts_in(found))
+    cuts = cuts_in(found)
+    # So that ranks whose rows come together have a single run (`ItemCuts.joined`).
+    return ItemShares(largest_fragments(found).astype(np.int64), cuts and cuts.in_order_of_ranks())
 
 
 @dataclass(frozen=True, eq=False)

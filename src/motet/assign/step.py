@@ -118,10 +118,13 @@ class ModuleAssignment:
         return np.concatenate([np.searchsorted(self.parts.item, whole), *of_fragments])
 
     def by_replica(self, num_ranks: int) -> ModuleAssignment:
-        """The same items, all whole, by replicas, of which each deals its items out over so many ranks."""
+        """The same items by replicas, of which each deals its items out over so many ranks, or by some of these ranks,
+        which then may share some.
+        """
         if num_ranks == 1:
             return self
-        return replace(self, replica=self.replica // num_ranks, num_replicas=self.num_replicas // num_ranks, cuts=None)
+        cuts = self.cuts and self.cuts.joined(num_ranks)
+        return replace(self, replica=self.replica // num_ranks, num_replicas=self.num_replicas // num_ranks, cuts=cuts)
 
     def is_shared(self, replica: int, microbatch: int, num_sharing: int) -> bool:
         """Whether a replica shares an item of a microbatch, or one of those does that share items with it.

@@ -145,6 +145,42 @@ class ItemCuts:
         """
         return shares_between(amounts[self.item], self.begin, self.end, self.units)
 
+    def in_order_of_ranks(self) -> ItemCuts:
+        """The same sizes of fragments on the same ranks, of which each item's lower ones have the earlier rows.
+
+        Example:
+            >>> cuts = ItemCuts(*(np.array(x) for x in ([4, 4], [2, 0], [0, 1], [1, 4], [4, 4])))
+            >>> cuts.in_order_of_ranks().rank.tolist(), cuts.in_order_of_ranks().begin.tolist()
+            ([0, 2], [0, 3])
+        """
+        order = np.lexsort((self.rank, self.item))
+        item, size = self.item[order], (self.end - self.begin)[order]
+        before = np.cumsum(size) - size
+        begin = before - before[np.searchsorted(item, item)]
+        return ItemCuts(item, self.rank[order], begin, begin + size, self.units[order])
+
+    def joined(self, num_ranks: int) -> ItemCuts | None:
+        """The same where so many ranks, one after the other, are one: rank // num_ranks. None if all items are whole.
+
+        Fragments are in the order of their ranks, so that those of one are a single run.
+
+        Example:
+            >>> cuts = ItemCuts(*(np.array(x) for x in ([4, 4, 4], [0, 1, 2], [0, 1, 2], [1, 2, 4], [4, 4, 4])))
+            >>> cuts.joined(2).rank.tolist(), cuts.joined(2).end.tolist(), cuts.joined(3)
+            ([0, 1], [2, 4], None)
+        """
+        if num_ranks == 1:
+            return self
+        rank = self.rank // num_ranks
+        first = np.flatnonzero((np.diff(self.item, prepend=-1) != 0) | (np.diff(rank, prepend=-1) != 0))
+        last = np.append(first[1:], len(rank)) - 1
+        item = self.item[first]
+        is_cut = np.isin(item, item[1:][np.diff(item) == 0])
+        if not is_cut.any():
+            return None
+        first, last = first[is_cut], last[is_cut]
+        return ItemCuts(self.item[first], rank[first], self.begin[first], self.end[last], self.units[first])
+
     def keep(self, kept: BoolArray) -> ItemCuts | None:
         """Without items that are left out; None if no other is cut. kept: bool [num_items]."""
         own = kept[self.item]

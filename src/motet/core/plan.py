@@ -10,6 +10,8 @@ section 4.1; schedule/generators/disaggregated.py). Under "data_parallel" the wh
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -213,13 +215,22 @@ class Plan:
         return frozenset(rank for unit in self.units for rank in unit.ranks)
 
     @property
-    def needed_cluster(self) -> Cluster | None:
-        """The part of its cluster that is started to train it: its first nodes, or the first ranks of one.
-
-        Some ranks of the last node may be left over: they end at once. None where ranks before others are left over.
+    def needed_cluster(self) -> Cluster:
+        """The part of its cluster that is started to train it: its first nodes, or the first ranks of one, up to the
+        last rank that it uses. Ranks before and beside these that it leaves over end at once.
         """
-        ranks, per_node = self.ranks, self.cluster.ranks_per_node
-        if ranks != set(range(len(ranks))):
-            return None
-        num_nodes = -(-len(ranks) // per_node)
-        return replace(self.cluster, num_nodes=num_nodes, ranks_per_node=min(len(ranks), per_node))
+        last, per_node = max(self.ranks), self.cluster.ranks_per_node
+        return replace(self.cluster, num_nodes=last // per_node + 1, ranks_per_node=min(last + 1, per_node))
+
+    @property
+    def ranks_by_node(self) -> list[int]:
+        """How many ranks it uses of each node of which it uses any, in order."""
+        counts = Counter(rank // self.cluster.ranks_per_node for rank in self.ranks)
+        return [counts[node] for node in sorted(counts)]
+
+    @property
+    def closed_up(self) -> Plan:
+        """The same on ranks that are numbered without those that it leaves over: as they are while it trains."""
+        ranks = sorted(self.ranks)
+        units = (replace(unit, first_rank=bisect_left(ranks, unit.first_rank)) for unit in self.units)
+        return self if ranks[-1] == len(ranks) - 1 else replace(self, units=tuple(units))

@@ -47,14 +47,15 @@ class GatheredRows:
         """Of the rank with number c of those whose rows come together.
 
         items:   by these ranks, as `coordinates.share_of` numbers them. whole: as they follow each other behind the
-                 gathering (`gathered`). O(items).
+                 gathering (`gathered`), fragments of those last that further ranks share. O(items).
         replica: of `whole`.
         """
-        num_ranks, parts = items.num_replicas // whole.num_replicas, items.parts
-        in_order = whole.items_of(replica, microbatch)
-        # 1. Where each item begins among the replica's rows, and each part.
+        num_ranks, parts, joined = items.num_replicas // whole.num_replicas, items.parts, whole.parts
+        in_order = whole.parts_of(replica, microbatch)
+        # 1. Where the rows of each item would begin among the replica's, were all of them here, and where each part.
         start = np.zeros(len(items.example), dtype=np.int64)
-        start[in_order] = np.cumsum(items.num_tokens[in_order]) - items.num_tokens[in_order]
+        before = np.cumsum(joined.num_rows[in_order]) - joined.num_rows[in_order]
+        start[joined.item[in_order]] = before - joined.first_row[in_order]
         start_of_part = start[parts.item] + parts.first_row
         # 2. Where the rows of each rank stand, and where they lie when they have come.
         of_ranks = (items.parts_of(replica * num_ranks + number, microbatch) for number in range(num_ranks))
@@ -72,7 +73,7 @@ class GatheredRows:
 
 def gathered(plan: Plan, step: StepAssignment) -> StepAssignment:
     """The assignment of a step behind encoders whose rows come together (`plan_units.gathering_ranks`): by the
-    context-parallel ranks of the backbone."""
+    context-parallel ranks of the backbone, which share the items that are cut over several of them."""
     units = {name: plan.unit_of(name) for name in step.modules if name != BACKBONE}
     modules = {
         name: step.modules[name].by_replica(num_ranks)

@@ -12,8 +12,7 @@ import torch
 from motet.assign.context_rows import context_rows, rows_of_replica
 from motet.assign.orchestrator import Decision
 from motet.assign.rows import takers
-from motet.core.arrays import BoolArray, Int64Array
-from motet.core.assignment import Assignment
+from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.context_rows import rows_of_runs
 from motet.core.cuts import ItemCuts
 from motet.core.example import Media, TokenSequence
@@ -176,7 +175,9 @@ def _taken_in(
 
     Where no sequence is cut, ranks are those of one replica. listed: int64 [n].
     """
-    assignment, num_together = decision.assignments[phase], place.gathered.get(phase, 1)
+    num_together = place.gathered.get(phase, 1)
+    encoded_on, cuts = decision.assignments[phase].ranks // num_together, decision.cuts_of(phase)
+    cuts = cuts and cuts.joined(num_together)
     is_here, rows, cp = phase in place.here, lengths.items[phase].num_tokens, place.cp
     starts = np.cumsum(rows) - rows
     taken, turn = np.full((2, rows.sum()), -1, dtype=np.int64)
@@ -185,13 +186,12 @@ def _taken_in(
         num_tokens = rows[items]
         at = rows_of_runs(starts[items], num_tokens)
         turn[at] = np.arange(len(at))
-        if is_here and num_together == 1 and (cuts := decision.cuts_of(phase)) is not None:
-            taken_in, is_last = _encoded_on(assignment, cuts, items, num_tokens)
+        if is_here and cuts is not None:
+            taken_in, is_last = _encoded_on(encoded_on, cuts, items, num_tokens)
             taken[at] = taken_in % cp
             turn[at] += is_last * len(at)
         else:
-            encoded_on = assignment.ranks[items] // num_together
-            taken[at] = np.repeat(takers(encoded_on, num_tokens, cp, is_here=is_here), num_tokens)
+            taken[at] = np.repeat(takers(encoded_on[items], num_tokens, cp, is_here=is_here), num_tokens)
         if decision.cuts is not None:
             taken[at] += replica * cp
     return taken, turn
@@ -216,15 +216,15 @@ def _taken_over_replicas(decision: Decision, phase: str, rows: Int64Array) -> tu
 
 
 def _encoded_on(
-    placed: Assignment, cuts: ItemCuts, items: Int64Array, num_tokens: Int64Array
+    placed: Int32Array, cuts: ItemCuts, items: Int64Array, num_tokens: Int64Array
 ) -> tuple[Int64Array, BoolArray]:
     """Of each row of some items: the rank that has encoded it, int64 [num_rows], and whether the item is cut.
 
-    items: int64 [n]. num_tokens: int64 [n], rows of each.
+    placed: int32 [num_items], the rank of each whole item. items: int64 [n]. num_tokens: int64 [n], rows of each.
     """
     is_cut = np.isin(items, cuts.items)
     ranks = [
-        cuts.run_owner(item, rows) if cut else np.full(rows, placed.ranks[item])
+        cuts.run_owner(item, rows) if cut else np.full(rows, placed[item])
         for item, rows, cut in zip(items.tolist(), num_tokens.tolist(), is_cut.tolist(), strict=True)
     ]
     return np.concatenate(ranks).astype(np.int64), np.repeat(is_cut, num_tokens)

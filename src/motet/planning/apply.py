@@ -81,7 +81,7 @@ def apply(
             plan = plan_at(Path(plan))
         if not isinstance(plan, Plan) and world.is_first:
             plan = _planned(mllm, spec, plan, batch, dtype, world)
-    chosen = world.gather(plan if world.is_first else None)[0]
+    chosen = world.gather(plan.closed_up if world.is_first else None)[0]
     with world.together():
         _check(chosen, mllm, spec, dtype, world)
     return ParallelMLLM(mllm, chosen, _optimizer_of(optimizer), max_grad_norm, world)

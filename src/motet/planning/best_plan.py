@@ -18,7 +18,6 @@ from motet.planner.command import PlanOutputs, plan_command
 from motet.planner.search_result import SimulatedCandidate
 from motet.planning.job import JobOptions, job_of_recipe
 from motet.planning.trainable import (
-    on_all_ranks,
     torchrun_words,
     train_words,
     trainable_in,
@@ -108,8 +107,7 @@ class Planned:
     @property
     def cluster(self) -> Cluster:
         """What is started to train the Plan: its cluster, without nodes that it leaves over."""
-        plan = self.best.candidate.plan
-        return plan.needed_cluster or plan.cluster
+        return self.best.candidate.plan.needed_cluster
 
 
 def plan_requested(request: PlanRequest) -> None:
@@ -159,7 +157,7 @@ def plan_phases(request: PlanRequest, names: Sequence[str]) -> None:
     for name, each in zip(names, requests):
         print(f"Phase {name}\n")
         try:
-            planned.append(_planned(each, is_on_all=True))
+            planned.append(_planned(each))
         except UserError as error:
             raise UserError(f"Phase {name}: {error}") from error
         print()
@@ -169,19 +167,18 @@ def plan_phases(request: PlanRequest, names: Sequence[str]) -> None:
     if all(one.trains for one in planned):
         files = [each.outputs.plan for each in requests]
         words = train_words(request.recipe, files, request.overrides)
-        print(f"Train them: {torchrun_words(planned[0].cluster)} {shlex.join(words)}")
+        started = max((one.cluster for one in planned), key=lambda where: (where.num_nodes, where.ranks_per_node))
+        print(f"Train them: {torchrun_words(started)} {shlex.join(words)}")
 
 
-def _planned(request: PlanRequest, *, is_on_all: bool = False) -> Planned:
-    """Plan one run, print and write the result. is_on_all: all ranks of the cluster train it, as other phases."""
+def _planned(request: PlanRequest) -> Planned:
+    """Plan one run, print and write the result."""
     recipe, overrides, outputs = request.recipe, request.overrides, request.outputs
     asks = request.is_trainable or request.launch is not None
     job = job_of_recipe(recipe, request.options, overrides)
     if not any(module.trainable for module in job.model.modules):
         raise UserError(f"{recipe}: {NOTHING_LEARNS}")
     obstacle = trainable_in(recipe, overrides, is_asked=asks)
-    if obstacle is not None and is_on_all:
-        obstacle = on_all_ranks(obstacle)
     need = None
     if (profile := request.options.profile) is not None:
         from motet.planning.decoding import decoding_need

@@ -14,7 +14,6 @@ from motet.core.plan import SPLITS_BACKWARD, Plan
 from motet.core.workload import BACKBONE
 from motet.cost.catalogue import DEVICES
 from motet.schedule import parse_action, pieces_of, planned
-from motet.schedule.plan_units import gathering_ranks, units_in_bubbles
 
 if TYPE_CHECKING:
     from motet.models.mllm import MLLM
@@ -47,15 +46,9 @@ def _uncompiled(plan: Plan) -> str:
 
 def untrained(plan: Plan) -> str:
     """What a Plan has that training can run of no recipe yet; "" if it has nothing such."""
-    backbone = plan.unit_of(BACKBONE)
-    obstacles = {
-        "ranks left over before others": plan.needed_cluster is None,
-        # Fragments of an item would come together on several context-parallel ranks of the backbone.
-        "in bubbles beside a backbone with cp, another tp than its own and a cp over several of its cp ranks": any(
-            unit.tp != backbone.tp and backbone.cp > 1 and gathering_ranks(plan, unit) % unit.cp
-            for unit in units_in_bubbles(plan)
-        ),
-    }
+    of_nodes = plan.ranks_by_node
+    # Ranks know by numbers alone which of them share a node.
+    obstacles = {"unlike numbers of ranks on nodes before the last": any(n < max(of_nodes) for n in of_nodes[:-1])}
     own = _data_parallel(plan) if plan.schedule == "data_parallel" else _in_stages(plan)
     return next((what for what, is_there in (obstacles | own).items() if is_there), "")
 

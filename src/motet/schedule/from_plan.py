@@ -42,7 +42,7 @@ from motet.schedule.passes import (
 )
 from motet.schedule.passes.data_parallel import add_data_parallel
 from motet.schedule.passes.part_runs import PartRun, in_parts, with_runs
-from motet.schedule.plan_units import meets_in_islands
+from motet.schedule.plan_units import collects_in_islands, meets_in_islands
 from motet.schedule.program import Kind, Program, Stage
 from motet.schedule.text import parse_action
 
@@ -237,7 +237,8 @@ class BubbleProgram:
     def refilled(self, own: PlannedProgram, runs: Sequence[Sequence[PartRun]]) -> PlannedProgram | None:
         """The whole Program with encoders elsewhere. They must have a time after all that they wait for.
 
-        None: replicas that meet would wait for each other, as each has fills of its own.
+        None: replicas that meet in passes, or in collectives of each microbatch, would wait for each other, as each has
+        fills of its own.
 
         own: of the Plan's own fills. runs: per program rank, what its encoders do, in order. In time a run counts as
         one action, however many parts it has: O(actions log actions) of passes and runs.
@@ -252,11 +253,16 @@ class BubbleProgram:
             ]
 
         program = replace(own.program, stages=tuple(taking(own.program.stages)), actions=rows)
+        collects = collects_in_islands(self.layout.plan)
         try:
             planned_program = _communicating(self.layout, program, taking(own.stages))
         except UserError:
-            if not meets_in_islands(self.layout.plan):
+            if not collects and not meets_in_islands(self.layout.plan):
                 raise
+            return None
+        # What is proven of the Plan's own fills before the first step.
+        holds_up = not self.layout.plan.cluster.device.overlaps
+        if collects and dry_run(planned_program.program, holds_up=holds_up, host_waits=True).cycle:
             return None
         return replace(planned_program, program=in_parts(planned_program.program, parts))
 
@@ -270,7 +276,14 @@ def _communicating(layout: Layout, program: Program, stages: list[PlannedStage])
     zero = {number: stage.zero for number, stage in enumerate(stages) if len(stage.data_ranks) > 1}
     device, trainable = layout.plan.cluster.device, [number for number, stage in enumerate(stages) if stage.trainable]
     at_ends = bool(layout.in_bubbles) and not device.overlaps
-    program = add_data_parallel(program, zero, trainable, at_ends=at_ends, gathers_first=bool(layout.in_bubbles))
+    program = add_data_parallel(
+        program,
+        zero,
+        trainable,
+        at_ends=at_ends,
+        gathers_first=bool(layout.in_bubbles),
+        islands_differ=layout.plan.filling == "by_step",
+    )
     if at_ends and dry_run(program, blocking=True).cycle:
         raise UserError(
             f"encoders in bubbles and the backbone wait for each other on device {device.name!r}, whose communication "

@@ -91,6 +91,14 @@ def meets_in_islands(plan: Plan) -> bool:
     return unit.dp > num_islands(plan) and (plan.balance == "split" or unit.cp % unit.ep > 0)
 
 
+def collects_in_islands(plan: Plan) -> bool:
+    """Whether ranks of one island enter collectives of each microbatch together: several replicas of a unit share out
+    gradients or parameters, or the stages of one do those of what they all compute.
+    """
+    islands = num_islands(plan)
+    return any(unit.zero > 1 and (unit.dp > islands or unit.replicated) for unit in pipelined_units(plan))
+
+
 def recomputed_in(plan: Plan) -> dict[str, int]:
     """The number of blocks of each module that a Plan recomputes, over all stages."""
     counts = Counter[str]()

@@ -67,7 +67,7 @@ class ChosenPlan:
         """Raise UserError if the Plan is for another model than `spec`, or for other ranks than there are."""
         self.check_model(spec)
         ranks = self.plan.ranks
-        if ranks != set(range(num_ranks)):
+        if len(ranks) != num_ranks:
             num_nodes = -(-num_ranks // ranks_per_node)
             here = replace(self.plan.cluster, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
             raise UserError(
@@ -75,16 +75,23 @@ class ChosenPlan:
                 f"{counted_words(len(ranks), 'rank')}, or plan anew: {self.replan_on(here)}."
             )
 
-    def num_used(self, started: StartedRanks) -> int | None:
-        """How many of the ranks that torchrun has started the Plan uses, where it leaves over some of the last node's.
+    def used(self, started: StartedRanks, *, in_phase: bool = False) -> tuple[int, ...] | None:
+        """Which of the ranks that torchrun has started the Plan uses, where it leaves over some of those that it needs
+        to be started. None: all must be the Plan's (`check_fits`).
 
-        None: all must be the Plan's (`check_fits`).
+        in_phase: more may be started, as another phase may use them.
         """
-        needed, used = self.plan.needed_cluster, len(self.plan.ranks)
-        shape = started.num_nodes, started.ranks_per_node
-        if needed is None or shape != (needed.num_nodes, needed.ranks_per_node) or used == started.num_ranks:
-            return None
-        return used
+        needed, used = self.plan.needed_cluster, tuple(sorted(self.plan.ranks))
+        is_needed = (started.num_nodes, started.ranks_per_node) == (needed.num_nodes, needed.ranks_per_node)
+        if in_phase and started.num_nodes >= needed.num_nodes:
+            is_needed |= started.ranks_per_node == self.plan.cluster.ranks_per_node
+            is_needed |= needed.num_nodes == 1 and started.ranks_per_node >= needed.ranks_per_node
+        return used if is_needed and len(used) < started.num_ranks else None
+
+    @property
+    def closed_up(self) -> ChosenPlan:
+        """The Plan on ranks as the World numbers them."""
+        return replace(self, plan=self.plan.closed_up)
 
     def check_model(self, spec: ModelSpec) -> None:
         """Raise UserError if the Plan is for another model than `spec`.

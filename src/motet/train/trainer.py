@@ -58,7 +58,7 @@ from motet.train.report.summary import summarise, summary_lines
 from motet.train.run_folder import locked_run_folder, writing
 from motet.train.same_recipe import check_same_recipe
 from motet.train.stop import StopSignal
-from motet.train.world import StartedRanks, World, join_world
+from motet.train.world import StartedRanks, World, join_world, stay_away
 
 _GO_ON, _STOP, _CANNOT_LOG = range(3)
 """What a rank requests at the end of a step; all ranks do the largest request of any."""
@@ -95,18 +95,21 @@ def train(
     """
     start_s = time.perf_counter()
     started = StartedRanks.at_hand()
-    # Later phases may use more ranks.
-    num_used = None if chosen is None or phase is not None else chosen.num_used(started)
-    if num_used is not None and started.rank >= num_used:
+    in_phase = phase is not None
+    used = None if chosen is None else chosen.used(started, in_phase=in_phase)
+    if used is not None and started.rank not in used:
+        if in_phase:  # Other phases may use this rank.
+            stay_away(recipe.run.wait_limit_s)
         return
     with (
         originating(folder=recipe.run.dir, memory_advice=_MEMORY_ADVICE),
-        join_world(recipe.run.device, wait_limit_s=recipe.run.wait_limit_s, num_used=num_used) as world,
+        join_world(recipe.run.device, wait_limit_s=recipe.run.wait_limit_s, used=used, in_phase=in_phase) as world,
         ExitStack() as cleanup,
     ):
         say = _say_plainly if world.is_first else _say_nothing
-        if num_used is not None:
-            say(f"The plan uses {num_used:,} of {started.num_ranks:,} ranks; the others have ended.")
+        if used is not None:
+            others = "wait for the end of the phase" if in_phase else "have ended"
+            say(f"The plan uses {len(used):,} of {started.num_ranks:,} ranks; the others {others}.")
         with world.together():
             if world.is_first:
                 cleanup.enter_context(locked_run_folder(recipe.run.dir, say))
@@ -119,7 +122,7 @@ def train(
             say(f"{name}: {recipe.run.length}, in {recipe.run.dir}.")
         if plan is not None:
             recipe, chosen = plan(world, say)
-        job = build_job(recipe, world, resume, say, cleanup, chosen)
+        job = build_job(recipe, world, resume, say, cleanup, chosen and chosen.closed_up)
         predicted = None if chosen is None else cleanup.enter_context(PredictedRun(recipe, chosen, world, say))
         _Run(job, trace, start_s, predicted).run()
 

@@ -14,8 +14,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
@@ -41,6 +42,12 @@ WAIT_LIMIT_S = 600.0
 """How long a rank waits for another that is alive, if the recipe does not say (`run.wait_limit_s`)."""
 _MEETINGS = count()
 """Numbers of the Meetings of this process; ranks come to all of them together."""
+_ENDED, _FAILED = "ended", "failed"
+"""The key by which ranks that have no part in a phase learn that it has ended, and what it says if that failed."""
+_HEARD = "heard"
+"""The key under which these count themselves then."""
+_LOOK_EVERY_S, _HEARD_S = 0.5, 30.0
+"""How often they look, and how long the first rank waits for them."""
 _PATIENCE_S = 30.0
 """Ranks usually find each other in this time. After it, the first rank of each machine prints what it waits for."""
 
@@ -184,14 +191,17 @@ def join_world(
     meeting: Meeting | None = None,
     *,
     wait_limit_s: float = WAIT_LIMIT_S,
-    num_used: int | None = None,
+    used: Sequence[int] | None = None,
+    in_phase: bool = False,
 ) -> Iterator[World]:
     """The World of torchrun's environment if there is one, else of one rank; destroyed when the block ends.
 
     device:  "auto", "cpu" or "cuda".
     meeting: used instead of torchrun's.
     wait_limit_s: how long a rank waits for another that is alive.
-    num_used: the first so many ranks of torchrun's environment are the World; the others must not come. None: all.
+    used: the ranks of torchrun's environment that are the World, ascending, as many on each node, and on the last no
+             more; the others must not come. None: all.
+    in_phase: others `stay_away`, as they may come to another phase.
     Raises UserError if "cuda" is set and there is no CUDA device, if the environment is incomplete, and if ranks cannot
     connect; JointUserError if machines have different numbers of ranks. An exception that leaves the block gets an
     Origin: its rank, and whether another rank has failed before.
@@ -202,27 +212,56 @@ def join_world(
     is_watched = not borrowed and meeting is None  # Trials, which have a Meeting, are watched by their parents.
     if not borrowed:
         with _print_if_ranks_are_late():
-            meeting = meeting or _meeting(wait_limit_s, num_used)
+            meeting = meeting or _meeting(wait_limit_s, used, in_phase)
             _init_process_group(chosen_device, meeting, timedelta(seconds=wait_limit_s))
         launch = meeting.launch
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     ranks_per_node = _number("LOCAL_WORLD_SIZE", num_ranks)
+    if used is not None:
+        started = StartedRanks.at_hand().ranks_per_node
+        ranks_per_node = sum(each // started == used[0] // started for each in used)
     control, saving = new_group(backend="gloo"), new_group(backend="gloo")
     world = _on_even_nodes(World(rank, num_ranks, ranks_per_node, chosen_device, control, saving, launch))
     if is_watched and meeting is not None and num_ranks > 1:
         watch = Watch(meeting.store, rank, num_ranks)
+    away = meeting.store if in_phase and used is not None and meeting is not None and rank == 0 else None
     try:
         yield world
     except BaseException as error:
         note_origin(error, rank=rank if num_ranks > 1 else None)
+        if away is not None:
+            with suppress(RuntimeError):
+                away.set(_ENDED, _FAILED)
         if watch is not None:
             _tell(watch, error)
         raise
     # Not after an error: destroying the groups would wait for other ranks that are inside a collective.
     if watch is not None:
         watch.leave()
+    if away is not None and used is not None:
+        away.set(_ENDED, "")
+        num_away = StartedRanks.at_hand().num_ranks - len(used)
+        end_s = time.monotonic() + _HEARD_S  # The process that serves the store may be this one, and end now.
+        while away.add(_HEARD, 0) < num_away and time.monotonic() < end_s:
+            time.sleep(_LOOK_EVERY_S / 10)
     if not borrowed:
         dist.destroy_process_group()
+
+
+def stay_away(wait_limit_s: float) -> None:
+    """Wait for the end of a phase that this rank has no part in. Raises RankFailure where it fails on other ranks.
+
+    wait_limit_s: how long to wait for the process that serves the store.
+    """
+    with suppress(RuntimeError):  # That process has ended, and with it the phase.
+        store = _meeting(wait_limit_s, None, in_phase=True).store
+        while not store.check([_ENDED]):
+            time.sleep(_LOOK_EVERY_S)
+        failed = store.get(_ENDED)
+        store.add(_HEARD, 1)
+        if not failed:
+            return
+    raise RankFailure("a phase in which this rank has no part has failed on the others")
 
 
 def _tell(watch: Watch, error: BaseException) -> None:
@@ -335,10 +374,10 @@ def open_store(host: str, port: int, *, serves: bool) -> dist.TCPStore:
     return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _meeting(wait_limit_s: float, num_used: int | None) -> Meeting:
+def _meeting(wait_limit_s: float, used: Sequence[int] | None, in_phase: bool) -> Meeting:
     """The Meeting that torchrun's environment describes, or of this rank alone. Raises UserError.
 
-    num_used: as of `join_world`.
+    used, in_phase: as of `join_world`.
     """
     if "RANK" not in os.environ:
         if (num_ranks := _number("WORLD_SIZE", 1)) > 1:
@@ -355,9 +394,12 @@ def _meeting(wait_limit_s: float, num_used: int | None) -> Meeting:
     rank, num_ranks = _number("RANK"), _number("WORLD_SIZE")
     if not rank < num_ranks:
         raise UserError(f"The environment has RANK = {rank} and WORLD_SIZE = {num_ranks}; ranks count from 0.")
-    num_ranks = num_used or num_ranks
+    started = rank, num_ranks
+    if used is not None:
+        rank, num_ranks = used.index(rank), len(used)
     try:
-        store = _launch_store(rank, num_ranks, _number("MASTER_PORT"), wait_limit_s)
+        # Ranks that are left over in a phase stay, so that the same rank serves the store in all of them.
+        store = _launch_store(*(started if in_phase else (rank, num_ranks)), _number("MASTER_PORT"), wait_limit_s)
     except (dist.DistError, OSError) as error:
         raise UserError(
             f"Rank {rank} cannot meet the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} "

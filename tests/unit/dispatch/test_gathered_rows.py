@@ -28,28 +28,31 @@ def dealt(lengths, num_groups, cp):
 
 @given(
     st.lists(st.integers(1, 40), max_size=9).map(lambda each: np.array(each, dtype=np.int64)),
-    st.sampled_from([(2, 1), (3, 1), (1, 2), (1, 4), (2, 2)]),
+    st.sampled_from(
+        [(2, 1, 1), (3, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 4, 2), (2, 3, 3), (1, 6, 2), (2, 3, 2)]
+    ),
 )
 def test_all_rows_arrive_in_the_order_of_the_replica(lengths, groups):
-    items, num_ranks = dealt(lengths, *groups), groups[0] * groups[1]
-    of_rows = torch.from_numpy(np.repeat(np.arange(len(items.example)), items.length))
-    number_in_item = torch.cat([torch.arange(length) for length in items.length.tolist()])
-    by_replica = items.by_replica(num_ranks)
-    whole = by_replica.items_of(1, 0)
-    expected = torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.where(of_rows == item)[0] for item in whole)])
+    """groups: groups of ranks that share items, ranks of each, and among how many the rows of all come together."""
+    *of_groups, num_among = groups
+    items, num_ranks = dealt(lengths, *of_groups), of_groups[0] * of_groups[1]
+    num_together = num_ranks // num_among
+    among = items.by_replica(num_together)
+    for first in range(0, num_ranks, num_together):
+        expected = rows_made(among, (num_ranks + first) // num_together)
+        held = [rows_made(items, num_ranks + first + number) for number in range(num_together)]
+        share = max(map(len, held))
+        gathered = torch.cat([torch.nn.functional.pad(rows, (0, share - len(rows)), value=-1) for rows in held])
+        for number, own in enumerate(held):
+            rows = GatheredRows.of(items, among, (num_ranks + first) // num_together, number, microbatch=0)
+            assert rows.share_rows == share
+            assert torch.equal(gathered[rows.index], expected)
+            assert torch.equal(expected[rows.own], own)
+
+
+def rows_made(items, replica):
+    """Numbers, among the rows of all items, of those that a replica has of the first microbatch, in its order."""
     parts = items.parts
-    held = []  # What each rank has made: numbers of rows among those of all items.
-    for number in range(num_ranks):
-        rows = [torch.zeros(0, dtype=torch.int64)]
-        for part in items.parts_of(num_ranks + number, 0).tolist():
-            before = int(parts.num_rows[:part][parts.item[:part] == parts.item[part]].sum())
-            is_own = (of_rows == parts.item[part]) & (number_in_item >= before)
-            rows.append(torch.where(is_own & (number_in_item < before + parts.num_rows[part]))[0])
-        held.append(torch.cat(rows))
-    each = [GatheredRows.of(items, by_replica, 1, number, microbatch=0) for number in range(num_ranks)]
-    share = max(map(len, held))
-    gathered = torch.cat([torch.nn.functional.pad(rows, (0, share - len(rows)), value=-1) for rows in held])
-    for rows, own in zip(each, held, strict=True):
-        assert rows.share_rows == share
-        assert torch.equal(gathered[rows.index], expected)
-        assert torch.equal(expected[rows.own], own)
+    starts = (np.cumsum(items.length) - items.length)[parts.item] + parts.first_row
+    of_parts = [torch.arange(parts.num_rows[part]) + starts[part] for part in items.parts_of(replica, 0).tolist()]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *of_parts])

@@ -1,5 +1,6 @@
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,7 +35,9 @@ from motet.schedule.program import Kind
 from motet.simulate.predict.batch import draw_batch
 from motet.simulate.predict.predict import assign_batch, predict
 from motet.train.balancing import balancing_of
+from motet.train.planned_job import ChosenPlan
 from motet.train.recipe.recipe_file import load_recipe
+from motet.train.world import StartedRanks
 
 
 def hardware(num_ranks, num_nodes=1):
@@ -243,7 +246,7 @@ def test_what_is_measured_or_stated_for_balancing_goes_where_nothing_is_balanced
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"dp": 1, "first_rank": 1}, "ranks left over before others"),
+        ({"dp": 3, "first_rank": 1}, "unlike numbers of ranks on nodes before the last"),
         ({"precision": "bf16"}, "another precision than the recipe"),
         ({"units": 2}, "modules on ranks of their own"),
     ],
@@ -272,19 +275,57 @@ def test_chains_are_run_under_their_plan(recipe_file):
 
 @pytest.mark.parametrize(
     ("ranks", "needed"),
-    [((1, 4, 3), (1, 3)), ((1, 4, 4), (1, 4)), ((3, 2, 4), (2, 2)), ((3, 2, 1), (1, 1)), ((3, 2, 3), (2, 2))],
-    ids=["some of a node", "all", "some nodes", "one", "some of a node beside a whole one"],
+    [
+        ((1, 4, 0, 3), (1, 3)),
+        ((1, 4, 0, 4), (1, 4)),
+        ((3, 2, 0, 4), (2, 2)),
+        ((3, 2, 0, 1), (1, 1)),
+        ((3, 2, 0, 3), (2, 2)),
+        ((1, 4, 1, 2), (1, 3)),
+        ((3, 2, 2, 2), (2, 2)),
+        ((3, 2, 2, 3), (3, 2)),
+    ],
+    ids=[
+        "some of a node",
+        "all",
+        "some nodes",
+        "one",
+        "some of a node beside a whole one",
+        "one before others",
+        "a node before others",
+        "a node before others and one",
+    ],
 )
 def test_nodes_that_are_left_over_are_not_started(recipe_file, ranks, needed):
-    """ranks: nodes, ranks of a node, and those that the Plan has. needed: nodes and ranks of a node that train it."""
+    """ranks: nodes, ranks of a node, the first of the Plan, and how many it has. needed: nodes and ranks of a node that
+    train it."""
     recipe, plan = load_recipe(recipe_file), planned_recipe(recipe_file, 1)
-    num_nodes, ranks_per_node, dp = ranks
-    plan = replace(plan, cluster=hardware(ranks_per_node, num_nodes), units=(replace(plan.units[0], dp=dp),))
+    num_nodes, ranks_per_node, first_rank, dp = ranks
+    unit = replace(plan.units[0], dp=dp, first_rank=first_rank)
+    plan = replace(plan, cluster=hardware(ranks_per_node, num_nodes), units=(unit,))
     found = plan.needed_cluster
     assert (found.num_nodes, found.ranks_per_node) == needed
     assert not obstacle(plan, recipe)
     what = on_all_ranks(lambda plan: "")(plan)
     assert what == ("" if dp == num_nodes * ranks_per_node else "ranks left over")
+    # Ranks that are started, and do not train.
+    started = StartedRanks(0, found.num_ranks, found.ranks_per_node)
+    chosen = ChosenPlan(plan, Path("plan.json"), str)
+    used = tuple(range(first_rank, first_rank + dp))
+    assert chosen.used(started) == (None if dp == found.num_ranks else used)
+    assert chosen.closed_up.plan.ranks == set(range(dp))
+    more = StartedRanks(0, num_nodes * ranks_per_node, ranks_per_node)
+    assert chosen.used(more, in_phase=True) == (None if dp == more.num_ranks else used)
+    assert more.num_ranks == found.num_ranks or chosen.used(more) is None
+
+
+def test_units_close_up_where_ranks_between_them_are_left_over(recipe_file):
+    plan = planned_recipe(recipe_file, 1)
+    llm = Unit("llm", ({"backbone": 1}, {"backbone": 1}), pp=2, first_rank=4)
+    units = llm, Unit("image", ({"image": 1},), first_rank=1), Unit("audio", ({"audio": 1},), first_rank=2)
+    plan = replace(plan, cluster=hardware(6), units=units, schedule="1f1b", balance="off", microbatch_size=1)
+    assert [unit.first_rank for unit in plan.closed_up.units] == [2, 0, 1]
+    assert plan.closed_up.closed_up == plan.closed_up
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch.distributed as dist
@@ -11,8 +12,9 @@ from cli.meddling import Meddling, listening, motet
 from cli.test_stop import STEP, arguments
 from cli.tiny_job import losses
 from motet.core.errors import JointUserError, RankFailure, UserError, origin_of
+from motet.train import world as world_module
 from motet.train.watch import come
-from motet.train.world import Meeting, _explain, borrowed_world, join_world, open_store
+from motet.train.world import Meeting, _explain, borrowed_world, join_world, open_store, stay_away
 from ranks import free_port, run_ranks
 
 LOOPBACK = "0100007F"
@@ -130,3 +132,13 @@ def test_machines_with_different_numbers_of_ranks_are_refused_on_all_ranks():
     for first, second in run_ranks(joined, 3, ("2", "2", "1")):
         assert first == second
         assert first.startswith("Rank 0 is one of 2 ranks on its machine and rank 2 one of 1, and all machines must")
+
+
+@pytest.mark.parametrize("how", ["", "failed"])
+def test_a_rank_without_part_in_a_phase_goes_on_where_that_has_ended_well(how, monkeypatch):
+    store = dist.HashStore()
+    store.set("ended", how)
+    monkeypatch.setattr(world_module, "_meeting", lambda *_, in_phase: Meeting(store, 0, 1))
+    with pytest.raises(RankFailure, match="has failed on the others") if how else nullcontext():
+        stay_away(1.0)
+    assert store.get("heard") == b"1"

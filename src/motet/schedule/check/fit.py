@@ -222,6 +222,11 @@ def _check_ranks(plan: Plan) -> None:
                 f"unit {unit.name!r} runs on the backbone's ranks, so its pp ({unit.pp}) and tp * cp "
                 f"({unit.tp * unit.cp}) must divide the backbone's ({backbone.pp} and {backbone.tp * backbone.cp})."
             )
+        if backbone.tp % unit.tp:
+            raise UserError(
+                f"unit {unit.name!r} runs on the backbone's ranks with tp {unit.tp}; it must divide the backbone's, "
+                f"{backbone.tp}, as gradients of its rows come to the ranks that share these alone."
+            )
         if unit.zero > 1:
             raise UserError(
                 f"unit {unit.name!r}: zero is {unit.zero}; it must be 0 or 1, because replicas in bubbles take "
@@ -321,12 +326,6 @@ def _check_filling(plan: Plan) -> None:
             f"filling is 'by_step', and a fill runs before {parts[0]}, a part of the backbone's pass; such fills are "
             "of every step: filling must be 'static'."
         )
-    for unit in pipelined_units(plan):
-        if unit.zero > 1 and (unit.dp > 1 or unit.replicated):
-            raise UserError(
-                f"unit {unit.name!r}: zero is {unit.zero}, and filling is 'by_step', in which replicas run passes in "
-                "orders of their own; zero must be 0 or 1, or filling 'static'."
-            )
 
 
 def _check_examples(plan: Plan) -> None:

@@ -30,6 +30,7 @@ def add_data_parallel(
     *,
     at_ends: bool = False,
     gathers_first: bool = False,
+    islands_differ: bool = False,
 ) -> Program:
     """Add GATHER before the first use of a stage's parameters, REDUCE after its last gradient, STEP at a rank's end.
 
@@ -42,6 +43,8 @@ def add_data_parallel(
     gathers_first: gathers of the whole step stand before all passes of a rank, which may come in an order of its own
                (encoders in bubbles). A rank whose thread waits in a receive starts none that comes after it, whatever
                its device overlaps, and others would wait for it in a ring; nothing in a step waits for reductions.
+    islands_differ: other islands have their passes in orders of their own (bubbles filled by step). Stages without a
+               group have replicas there, so their reductions stand before those of a group, which all islands share.
     Raises ArgumentError for a stage or level that does not exist, and for a Program that has such actions. O(actions).
     """
     for stage, level in zero.items():
@@ -51,7 +54,8 @@ def add_data_parallel(
             )
     if any(action.kind in _ADDED for row in program.actions for action in row):
         raise ArgumentError("the Program has collectives of data parallelism already; add them once.")
-    rule = _Rule([stage.group for stage in program.stages], zero, frozenset(trainable), at_ends, gathers_first)
+    groups = [stage.group for stage in program.stages]
+    rule = _Rule(groups, zero, frozenset(trainable), at_ends, gathers_first, islands_differ)
     return replace(program, actions=tuple(tuple(rule.row(row)) for row in program.actions))
 
 
@@ -64,6 +68,7 @@ class _Rule:
     trainable: frozenset[int]
     at_ends: bool
     gathers_first: bool
+    islands_differ: bool
 
     def row(self, row: Sequence[Action]) -> Iterator[Action]:
         """A row with its collectives and STEP."""
@@ -108,15 +113,19 @@ class _Rule:
         """Move gathers of the whole step forward and its reductions back, for stages that have a group.
 
         A gather must stand before every collective of a microbatch and every gather of a higher group; a reduction
-        after every collective of a microbatch and every reduction of a lower group.
+        after every collective of a microbatch and every reduction of a lower group. Collectives of a microbatch count
+        whatever stage has them: those of a stage without a group join ranks of other islands.
         """
-        grouped = [action for action in (*gather_index, *reduce_index) if self.groups[action.stage] >= 0]
-        of_microbatches = [action for action in grouped if action.microbatch >= 0]
+        every = (*gather_index, *reduce_index)
+        grouped = [action for action in every if self.groups[action.stage] >= 0]
+        of_microbatches = [action for action in every if action.microbatch >= 0]
         bounds = [index[a] for index in (gather_index, reduce_index) for a in of_microbatches if a in index]
         of_step = sorted((one for one in grouped if one.microbatch < 0), key=lambda one: self.groups[one.stage])
         for gather in reversed([one for one in of_step if one in gather_index]):
             gather_index[gather] = min([gather_index[gather], *bounds])
             bounds.append(gather_index[gather])
+        if self.islands_differ:
+            bounds += [index for action, index in reduce_index.items() if self.groups[action.stage] < 0]
         for reduction in [one for one in of_step if one in reduce_index]:
             reduce_index[reduction] = max([reduce_index[reduction], *bounds])
             bounds.append(reduce_index[reduction])

@@ -61,6 +61,7 @@ class StepFiller:
     """Decides the fills of the steps of one Plan. What does not depend on lengths is made once.
 
     own: the Program of the Plan's own fills, which hold for steps that gain nothing.
+    has_one_program: whether all islands have one Program in a step, as their ranks meet in each microbatch.
     """
 
     def __init__(self, own: PlannedProgram) -> None:
@@ -79,16 +80,17 @@ class StepFiller:
                 self._num_parts[stage, kind] = max(self._num_parts[stage, kind], part + 1, 1)
         self._encoders = tuple(self._found_encoders())
         self._parts_of_pass = cache(self._all_parts)
-        self._replicas_meet = plan.balance == "split" or any(unit.ep > 1 for unit in plan.units)
+        self.has_one_program = plan.balance == "split" or any(unit.ep > 1 or unit.zero > 1 for unit in plan.units)
         self._joint = lru_cache(maxsize=1)(self._decided)
 
     def program(self, assignment: StepAssignment, island: int) -> PlannedProgram:
         """The Program of an island in a step; `own` if nothing is predicted to be faster. Deterministic.
 
-        Replicas that share experts or sequences meet in passes, so that all islands have one Program then, made for the
-        longest pass of any. The last step's is kept.
+        Replicas that share experts or sequences meet in passes, and those of ZeRO 2 and 3 in collectives of each
+        microbatch, so that all islands have one Program then, made for the longest pass of any. The last step's is
+        kept.
         """
-        if self._replicas_meet:
+        if self.has_one_program:
             return self._joint(assignment, range(self.own.layout.num_islands))
         return self._decided(assignment, (island,))
 

@@ -65,6 +65,10 @@ WRONG = {
         Unit("image", ({"image": 4}, {"audio": 2}), pp=2, tp=2),
         Unit("llm", ({"backbone": 2},) * 4, pp=4),
     ],
+    "unit 'image' runs on the backbone's ranks with tp 2; it must divide the backbone's, 1": [
+        Unit("image", ({"image": 4, "audio": 2},), tp=2, dp=4),
+        Unit("llm", ({"backbone": 2},) * 4, pp=4, cp=2),
+    ],
     "units 'encoders' and 'llm' share rank 1, but not all": [replace(ENCODERS, dp=2), LLM],
     "unit 'llm': 'image' feeds 'backbone', so its stages must not come after": [
         Unit("llm", ({"backbone": 8}, {"image": 4, "audio": 2}), pp=2)
@@ -99,10 +103,6 @@ OPTIONS = {
     "filling is 'by_step', but no unit shares the backbone's": (PLANS["chain"], {"filling": "by_step"}),
     "filling is 'by_step', and a fill runs before 0F0.1, a part": (
         PLANS["filled"], {"filling": "by_step", "fills": (Fill(0, "4F0", "0F0.1"),)}
-    ),
-    "unit 'llm': zero is 3, and filling is 'by_step'": (
-        replace(PLANS["filled"], units=(replace(PLANS["filled"].units[0], zero=3), *PLANS["filled"].units[1:])),
-        {"filling": "by_step"},
     ),
     "balance 'joint' and order 'both' both deal out": (PLANS["chain"], {"balance": "joint", "order": "both"}),
     "policy is of 'image', and with balance 'off' nothing is balanced by it": (

@@ -48,6 +48,22 @@ def test_parts_of_a_pass_are_gathered_for_and_reduced_once():
     )
 
 
+@pytest.mark.parametrize(
+    ("level", "islands_differ", "reductions"),
+    [(1, False, "2REDUCE 0REDUCE"), (1, True, "0REDUCE 2REDUCE"), (3, False, "0REDUCE0 0REDUCE1 2REDUCE")],
+)
+def test_reductions_of_a_group_may_stand_behind_what_joins_ranks_of_other_islands(level, islands_differ, reductions):
+    """Encoders in bubbles are such groups; stages without a group have their replicas in other islands."""
+    backbone = one_f_one_b(2, 2)
+    encoders = [EncoderPipeline("image", ranks=(rank,), microbatches=(rank,)) for rank in (0, 1)]
+    fills = coarse_fills(backbone, encoders)
+    early = [replace(fill, before="0B1") if fill.action == "2B0" else fill for fill in fills]
+    program, zero = fill_bubbles(backbone, encoders, early), {0: level, 1: level, 2: 1, 3: 1}
+    added = row(add_data_parallel(program, zero, range(4), gathers_first=True, islands_differ=islands_differ)).split()
+    assert (added.index("2REDUCE") < added.index("0B1")) == (level == 1 and not islands_differ)
+    assert [text for text in added if "REDUCE" in text] == reductions.split()
+
+
 def test_gathers_of_the_step_may_stand_before_all_passes():
     program = interleaved_1f1b(1, 2, 2)
     plain, first = (add_data_parallel(program, {0: 1, 1: 1}, [0, 1], gathers_first=flag) for flag in (False, True))

@@ -12,6 +12,11 @@ from unit.schedule.plans import PLANS, VLM, cluster, plan
 
 LLM = Unit("llm", ({"backbone": 2},) * 4, pp=4)
 IMAGE, AUDIO = Unit("image", ({"image": 4},), dp=4), Unit("audio", ({"audio": 1},) * 2, dp=2, pp=2)
+TWO, GATHERING = (
+    (Unit("image", ({"image": 4},), dp=8), Unit("audio", ({"audio": 1},) * 2, dp=4, pp=2)),
+    replace(LLM, dp=2, zero=3),
+)
+AUDIO_BESIDE = Unit("audio", ({"audio": 2},), first_rank=8)
 BLOCKING = replace(cluster(4), device=replace(cluster(4).device, overlaps=False))
 
 
@@ -39,6 +44,20 @@ FILLED = {
     "messages hold up compute": replace(by_step(LLM, IMAGE, AUDIO), cluster=BLOCKING),
     "in one unit": by_step(LLM, Unit("both", ({"image": 4, "audio": 1}, {"audio": 1}), pp=2, dp=2)),
     "an encoder beside": by_step(LLM, IMAGE, Unit("audio", ({"audio": 2},), first_rank=4), num_ranks=5),
+    "replicas that gather in each pass": by_step(GATHERING, *TWO, num_ranks=8, batch_size=16),
+    "replicas that gather in each pass, held up": replace(
+        by_step(GATHERING, *TWO, num_ranks=8, batch_size=16), cluster=replace(BLOCKING, ranks_per_node=8)
+    ),
+    "replicas of one island that gather in each pass": by_step(
+        GATHERING, TWO[0], AUDIO_BESIDE, num_ranks=9, batch_size=16
+    ),
+    "replicas of one island that reduce in each pass, held up": replace(
+        by_step(replace(GATHERING, zero=2), TWO[0], AUDIO_BESIDE, num_ranks=9, batch_size=16),
+        cluster=replace(BLOCKING, ranks_per_node=9),
+    ),
+    "copies that are gathered in each pass": by_step(
+        replace(LLM, zero=3, replicated=("audio",)), IMAGE, schedule="gpipe"
+    ),
     "recomputed": by_step(replace(LLM, recompute=({"backbone": 1},) * 4), IMAGE, AUDIO),
 }
 """The audio encoder of VLM is frozen: it has no backward passes."""

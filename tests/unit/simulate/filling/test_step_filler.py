@@ -64,7 +64,8 @@ def test_a_decided_step_is_shorter_than_the_plans_own(name):
     static = replace(plan, filling="static")
     for seed in range(6):
         step = step_of(plan, np.random.default_rng(seed))
-        ticks = filler._ticks(Pricing(plan, filler.own, step, cost), [0])
+        islands = range(filler.own.layout.num_islands) if filler.has_one_program else [0]
+        ticks = filler._ticks(Pricing(plan, filler.own, step, cost), islands)
         found = filler.program(step, 0)
         taken, own = (max(PassOrder(passes(one.program)).ends(ticks)[1]) for one in (found, filler.own))
         assert taken < own or found is filler.own
