@@ -100,7 +100,9 @@ def test_of_thousands_of_ranks_the_actions_of_one_are_made():
     (program,) = made
     assert program.num_actions == 2560 * len(program.actions[0])
     assert program.actions[2559][0].stage == 2559 * 3
-    assert calls < 10 * (len(program.stages) + len(program.actions[0])) < program.num_actions
+    assert calls < 20 * len(program.actions[0]) < program.num_actions
+    assert program.stages[-1] == replace(program.stages[2], rank=2559) and len(program.edges) == 2 * 2560
+    assert program.edges[2 * 2559 + 1] == (3 * 2559 + 1, 3 * 2559 + 2)
 
 
 def test_rows_of_alike_ranks_are_those_of_the_first_on_their_own_stages():
