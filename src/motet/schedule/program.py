@@ -283,6 +283,20 @@ class Program:
             return len(self.actions.first) * self.num_ranks
         return sum(len(actions) for actions in self.actions)
 
+    def stages_on(self, rank: int) -> dict[int, Stage]:
+        """The stages of a rank, by number. O(stages); where ranks are alike, O(stages of a rank)."""
+        if isinstance(self.stages, AlikeItems):
+            each = len(self.stages.first)
+            return {number: self.stages[number] for number in range(rank * each, (rank + 1) * each)}
+        return {number: stage for number, stage in enumerate(self.stages) if stage.rank == rank}
+
+    def edges_near(self, rank: int) -> Sequence[Edge]:
+        """Edges, among which are all of a rank's stages: its own where ranks are alike, and none leaves one."""
+        if isinstance(self.edges, AlikeItems):
+            each = len(self.edges.first)
+            return self.edges[rank * each : (rank + 1) * each]
+        return self.edges
+
     def sources(self, stage: int) -> tuple[int, ...]:
         """The stages whose output a stage takes in."""
         return tuple(source for source, sink in self.edges if sink == stage)
