@@ -9,7 +9,7 @@ the lengths, and in predictions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -155,9 +155,10 @@ def joined_cuts(parts: list[tuple[ItemCuts, Int64Array, int]], position: Int64Ar
     """
     if not parts:
         return None
-    moved = [replace(cuts, item=items[cuts.item], rank=cuts.rank + np.int32(first)) for cuts, items, first in parts]
-    item, rank, begin, end, units = (
-        np.concatenate([getattr(each, name) for each in moved]) for name in ItemCuts.columns
+    item = np.concatenate([items[cuts.item] for cuts, items, _ in parts])
+    rank = np.concatenate([cuts.rank + np.int32(first) for cuts, _, first in parts])
+    begin, end, units = (
+        np.concatenate([getattr(cuts, name) for cuts, *_ in parts]) for name in ("begin", "end", "units")
     )
     order = np.lexsort((begin, item, position[item]))
     return ItemCuts(*(column[order] for column in (item, rank, begin, end, units)))

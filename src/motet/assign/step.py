@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -277,15 +277,21 @@ def joined(
             items.example,
             items.length,
             items.num_tokens,
-            np.concatenate([one.ranks for one in of_microbatches]),
+            of_microbatches[0].ranks
+            if len(assignments) == 1
+            else np.concatenate([one.ranks for one in of_microbatches]),
             np.repeat(np.arange(len(microbatches), dtype=np.int32), [one.num_items for one in of_microbatches]),
-            np.concatenate([one.positions for one in of_microbatches]),
+            partial(_joined_positions, of_microbatches),
             of_microbatches[0].num_ranks,
             items.segments,
             items.num_media,
             _joined_cuts([one.num_items for one in of_microbatches], [each.get(name) for each in cuts]),
         )
     return StepAssignment(batch, len(microbatches), modules, methods)
+
+
+def _joined_positions(of_microbatches: Sequence[Assignment]) -> Int64Array:
+    return np.concatenate([one.positions for one in of_microbatches])
 
 
 def _joined_cuts(counts: Sequence[int], cuts: Sequence[ItemCuts | None]) -> ItemCuts | None:

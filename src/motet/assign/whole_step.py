@@ -141,6 +141,8 @@ def _parts(
     lengths: BatchLengths, microbatch: Int32Array | Int64Array, num_microbatches: int
 ) -> list[tuple[Int64Array, BatchLengths]]:
     """The examples of each microbatch, and their lengths. microbatch: int [num_examples]."""
+    if num_microbatches == 1:
+        return [(np.arange(lengths.num_examples), lengths)]
     examples = [np.flatnonzero(microbatch == index) for index in range(num_microbatches)]
     return [(inside, lengths.take(inside)) for inside in examples]
 

@@ -82,10 +82,12 @@ class ItemCuts:
     columns: ClassVar[tuple[str, ...]] = ("item", "rank", "begin", "end", "units")
 
     def __post_init__(self) -> None:
-        for item in self.items.tolist():
-            own = self.item == item
-            joined = np.append(self.begin[own], self.units[own][-1]), np.append(0, self.end[own])
-            if len(np.unique(self.rank[own])) != own.sum() or own.sum() < 2 or not np.array_equal(*joined):
+        of_items: dict[int, list[tuple[int, ...]]] = {}
+        for item, *fragment in zip(*(getattr(self, name).tolist() for name in self.columns), strict=True):
+            of_items.setdefault(item, []).append(tuple(fragment))
+        for item in sorted(of_items):
+            ranks, begins, ends, units = zip(*of_items[item], strict=True)
+            if len(set(ranks)) != len(ranks) or len(ranks) < 2 or (*begins, units[-1]) != (0, *ends):
                 raise ArgumentError(
                     f"the fragments of item {item} must have all of its units, in order, on two or more ranks."
                 )

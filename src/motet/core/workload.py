@@ -141,6 +141,8 @@ class BatchLengths:
 
         parts: at least one.
         """
+        if len(parts) == 1:
+            return replace(parts[0], group=None)
         firsts = np.cumsum([0, *(part.num_examples for part in parts)])
         items = {}
         for name in parts[0].items:

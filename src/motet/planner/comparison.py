@@ -17,14 +17,12 @@ from motet.core.plan import Plan
 from motet.planner.candidate import candidate_step_s
 from motet.planner.data_parallel.loads import sample_of
 from motet.planner.degrees import divisors
-from motet.planner.job import Job
+from motet.planner.job import MAX_COMPARED, Job
 from motet.planner.order import is_even
 from motet.planner.search_result import SearchResult, SimulatedCandidate
 
 NUM_COMPARED = 8
 """Batches that a predicted gain is the median of; the first is the job's own."""
-_MAX_EXAMPLES = 1 << 13
-"""Of larger batches, a part is simulated (`fewer_replicas`): large batches differ less than the parts do."""
 MIN_DIFFERENCE = 0.02
 """The least share of a step that counts as a difference between two Plans."""
 
@@ -84,11 +82,11 @@ def _steps(job: Job, simulated: SimulatedCandidate) -> Float64Array:
     if is_even(job.workload.examples):
         return np.array([simulated.prediction.step_s])
     candidate, numbers = simulated.candidate, range(1, NUM_COMPARED)
-    if job.batch_size <= _MAX_EXAMPLES:
+    if job.batch_size <= MAX_COMPARED:
         further = [candidate_step_s(job, candidate, number) for number in numbers]
         return np.array([simulated.prediction.step_s, *further])
-    part = replace(candidate, plan=fewer_replicas(candidate.plan, _MAX_EXAMPLES))
-    of_part = replace(job, batch_size=max(part.plan.batch_size, _MAX_EXAMPLES))
+    part = replace(candidate, plan=fewer_replicas(candidate.plan, MAX_COMPARED))
+    of_part = replace(job, batch_size=max(part.plan.batch_size, MAX_COMPARED))
     first, *others = [candidate_step_s(of_part, part, number) for number in range(NUM_COMPARED)]
     return simulated.prediction.step_s * np.array([1.0, *(other / first for other in others)])
 

@@ -24,7 +24,7 @@ from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy, predict
 from motet.planner.comparison import rivals
 from motet.planner.field_pins import proposals_for, with_pinned_fields
 from motet.planner.infeasible import possible_tensor_degrees
-from motet.planner.job import Job
+from motet.planner.job import MAX_COMPARED, Job
 from motet.planner.order import with_pinned_deal
 from motet.planner.refinement import Refinement
 from motet.planner.search_result import PassedOver, SearchResult, SimulatedCandidate, ranked_by_step
@@ -169,6 +169,8 @@ class CandidateEvaluation:
         strategies: the names of those that are searched.
         """
         done: list[SimulatedCandidate] = []
+        if self.job.batch_size > MAX_COMPARED:
+            self.job.forget_microbatches()
         self.progress("ordering and balancing the examples of the fastest", self.num_simulated, self.num_simulated)
         # A variant may be faster than what it was to be compared with: then that is another one.
         while indices := [index for index in self._to_vary() if all(self.results[index] is not one for one in done)]:

@@ -41,6 +41,8 @@ from motet.simulate.predict.predict import assign_batch
 from motet.simulate.predict.stage_pricing import Recomputes
 from motet.simulate.predict.step_seconds import PricedSteps
 
+MAX_COMPARED = 1 << 13
+"""Plans are compared on several batches of up to so many examples; of larger ones, on parts."""
 _NUM_PLANNED = 4
 
 
@@ -146,9 +148,16 @@ class Job:
         batch: BatchLengths = self._drawn(number)
         return batch
 
+    def drawn_once(self, number: int) -> BatchLengths:
+        """As `drawn`. A batch of more than MAX_COMPARED examples is not kept: none but the first is simulated."""
+        return self.drawn(number) if self.batch_size <= MAX_COMPARED else self._draw(number)
+
     @cached_property
     def _drawn(self):  # type: ignore[no-untyped-def]
-        return cache(lambda number: self.workload.draw(self.batch_size, np.random.default_rng(self.seed + number)))
+        return cache(self._draw)
+
+    def _draw(self, number: int) -> BatchLengths:
+        return self.workload.draw(self.batch_size, np.random.default_rng(self.seed + number))
 
     def policy_under(self, balance: BalancingMethod) -> Mapping[str, Policy]:
         """The policy of a Plan that balances so: none where nothing is balanced."""
@@ -170,6 +179,8 @@ class Job:
         recompute = tuple(sorted(recomputed_blocks(plan).items()))
         sizes = (unit.dp, unit.tp, unit.first_rank, plan.batch_size, plan.microbatch_size)
         key = (number, *sizes, plan.balance, tuple(sorted(plan.policy.items())), recompute)
+        if plan.balance == "off":  # Decided at once, and as large as any.
+            return assign_batch(plan, batch, self.cost, self.balancing)
         if key not in self._assignments:
             self._assignments[key] = assign_batch(plan, batch, self.cost, self.balancing)
         return self._assignments[key]
@@ -272,6 +283,13 @@ class Job:
             seconds = self.cost.layer_seconds(name, placed.layer, self.work(name, placed.layer, num_examples), tp)
             total += count * (seconds.forward_s + backward_seconds(seconds, placed.layer, placed.needs_input))
         return total
+
+    def forget_microbatches(self) -> None:
+        """Let go of the rows, pairs and seconds of microbatches, which proposals alone ask for: of hundreds
+        of thousands of examples, hundreds of megabytes. They are counted again if they are asked for.
+        """
+        for known in (self._work, self._microbatch_seconds):
+            known.cache_clear()
 
     def unevenness(self, name: str, num_examples: int) -> Float64Array:
         """[num_microbatches]: `microbatch_seconds` / their mean, without tensor parallelism; 1 for a module without

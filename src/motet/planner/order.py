@@ -20,6 +20,7 @@ import numpy as np
 
 from motet.assign.groups import groups_under
 from motet.assign.step import StepAssignment
+from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.plan import ORDERED_BALANCES, Order, Plan
 from motet.core.workload import BACKBONE, BatchLengths, total_lengths
@@ -111,8 +112,7 @@ def caps_for(job: Job, plan: Plan) -> dict[str, int]:
         return {}
     seconds = [float(job.microbatch_seconds(name, plan.microbatch_size).sum()) for name in encoders]
     vision = encoders[int(np.argmax(seconds))]
-    batches = map(job.drawn, range(NUM_BATCHES))
-    sizes = [{name: total_lengths(batch, name) for name in (vision, BACKBONE)} for batch in batches]
+    sizes = _sizes(job, (vision, BACKBONE))
     max_groups = plan.batch_size // plan.microbatch_size
     mean = {name: max(int(size[name].sum()) for size in sizes) / max_groups for name in (vision, BACKBONE)}
     factor = 1.0
@@ -121,6 +121,16 @@ def caps_for(job: Job, plan: Plan) -> dict[str, int]:
         if all(groups_under(caps, size, max_groups) is not None for size in sizes):
             return caps
         factor *= CAP_GROWTH
+
+
+def _sizes(job: Job, names: tuple[str, ...]) -> list[dict[str, Int64Array]]:
+    """The summed lengths of each example, by module, of NUM_BATCHES batches. Of a job they are counted once."""
+    key = "summed lengths", names
+    if key not in job.of_any_cluster:
+        batches = (job.drawn(0), *(job.drawn_once(number) for number in range(1, NUM_BATCHES)))
+        job.of_any_cluster[key] = [{name: total_lengths(batch, name) for name in names} for batch in batches]
+    sizes: list[dict[str, Int64Array]] = job.of_any_cluster[key]
+    return sizes
 
 
 def is_even(batch: BatchLengths) -> bool:

@@ -36,9 +36,9 @@ class RankProgram:
     @staticmethod
     def of(program: Program, rank: int) -> RankProgram:
         """The part of `rank`."""
-        modules = {number: stage.module for number, stage in enumerate(program.stages) if stage.rank == rank}
+        modules = {number: stage.module for number, stage in program.stages_on(rank).items()}
         sources: dict[int, tuple[int, ...]] = dict.fromkeys(modules, ())
-        for source, sink in program.edges:
+        for source, sink in program.edges_near(rank):
             if sink in sources:
                 sources[sink] += (source,)
         return RankProgram(program.actions[rank], modules, sources)

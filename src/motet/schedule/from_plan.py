@@ -43,7 +43,7 @@ from motet.schedule.passes import (
 from motet.schedule.passes.data_parallel import add_data_parallel
 from motet.schedule.passes.part_runs import PartRun, in_parts, with_runs
 from motet.schedule.plan_units import collects_in_islands, meets_in_islands
-from motet.schedule.program import Kind, Program, Stage
+from motet.schedule.program import AlikeItems, Kind, Program, Stage
 from motet.schedule.text import parse_action
 
 _S = TypeVar("_S", PlannedStage, Stage)
@@ -83,21 +83,27 @@ class PlannedProgram:
     """
 
     program: Program
-    stages: tuple[PlannedStage, ...]
+    stages: tuple[PlannedStage, ...] | AlikeItems[PlannedStage]
     layout: Layout = field(compare=False)
 
     @cached_property
     def kinds(self) -> tuple[StageKind, ...]:
         """The stages by kind, in order of their first stages."""
-        numbers: dict[object, list[int]] = {}
+        if isinstance(self.stages, AlikeItems):
+            # Of data parallelism, whose replicas are the ranks: one of each rank.
+            each, ranks = len(self.stages.first), np.arange(self.stages.num_ranks)
+            return tuple(
+                StageKind(stage, number + each * ranks, ranks, ranks) for number, stage in enumerate(self.stages.first)
+            )
+        by_key: dict[object, list[int]] = {}
         for number, stage in enumerate(self.stages):
-            numbers.setdefault(stage.key, []).append(number)
+            by_key.setdefault(stage.key, []).append(number)
         kinds = []
-        for alike in numbers.values():
+        for alike in by_key.values():
             stages = [self.stages[number] for number in alike]
             replicas = [replica_of(self.layout, stage, 0) for stage in stages]
-            ranks = [stage.rank for stage in stages]
-            kinds.append(StageKind(stages[0], *(np.array(column) for column in (alike, replicas, ranks))))
+            columns = alike, replicas, [stage.rank for stage in stages]
+            kinds.append(StageKind(stages[0], *map(np.array, columns)))
         return tuple(kinds)
 
     def ends(self, edge: int) -> tuple[PlannedStage, PlannedStage]:
@@ -162,7 +168,7 @@ def program_of_batch(plan_program: PlannedProgram, present: Sequence[Presence]) 
 
 
 def _data_parallel(layout: Layout) -> PlannedProgram:
-    stages = tuple(layout.data_parallel_stages())
+    stages = layout.data_parallel_stages()
     program = _with_fsdp(layout, _without_fsdp(layout, ()), stages)
     return PlannedProgram(program, stages, layout)
 

@@ -29,6 +29,7 @@ from motet.schedule.plan_units import (
     rank_of_stage,
     units_in_bubbles,
 )
+from motet.schedule.program import AlikeItems
 
 MAX_PARTS = 16
 """Most parts of a module's pass in a "data_parallel" Program. It is enough to show which gathers overlap compute."""
@@ -349,7 +350,7 @@ class Layout:
         """The modules in the order in which a data-parallel rank runs them: encoders, the backbone, generators."""
         return tuple(module.name for module in self.plan.model.modules)
 
-    def data_parallel_stages(self) -> Iterator[PlannedStage]:
+    def data_parallel_stages(self) -> AlikeItems[PlannedStage]:
         """The stages of a "data_parallel" Program: on each rank one for each module, which differ by rank in `replica`,
         `rank`, `ranks` and `examples` alone.
         """
@@ -360,7 +361,7 @@ class Layout:
         flags = [self.trainable(span) for span in layers]
         model = self.plan.model
         is_reached = [flag or model.input_gradients[name][0] for name, flag in zip(names, flags)]
-        first_rank_stages = [
+        first = [
             PlannedStage(
                 unit,
                 span,
@@ -377,22 +378,10 @@ class Layout:
             )
             for name, span, trainable, has_backward in zip(names, layers, flags, is_reached)
         ]
+        return AlikeItems([self._on_rank(stage, 0) for stage in first], unit.dp, self._on_rank)
+
+    def _on_rank(self, stage: PlannedStage, rank: int) -> PlannedStage:
+        """The stage of a data-parallel rank that is like one of another rank."""
         size = self.plan.microbatch_size
-        for rank in range(unit.dp):
-            ranks = self.ranks(unit, 0, rank)
-            examples = rank * size, (rank + 1) * size
-            for stage in first_rank_stages:
-                yield PlannedStage(
-                    unit,
-                    stage.layers,
-                    stage.recomputed,
-                    rank,
-                    rank,
-                    ranks,
-                    stage.data_ranks,
-                    examples,
-                    stage.microbatches,
-                    stage.has_backward,
-                    stage.trainable,
-                    stage.num_parts,
-                )
+        examples = rank * size, (rank + 1) * size
+        return replace(stage, replica=rank, rank=rank, ranks=self.ranks(stage.unit, 0, rank), examples=examples)

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import NamedTuple, overload
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar, overload
 
 
 class Kind(StrEnum):
@@ -140,6 +141,68 @@ class Stage:
         return not self.microbatches or microbatch in self.microbatches
 
 
+_Item = TypeVar("_Item")
+
+
+class AlikeItems(Sequence[_Item], Generic[_Item]):
+    """What num_ranks ranks have that are alike, rank by rank: stages, or edges.
+
+    first:   what rank 0 has.
+    on_rank: (an item of rank 0, a rank) -> the same of that rank.
+
+    An item is made when it is read: of thousands of ranks, they are more than all else that a search holds.
+
+    Example:
+        >>> ranks = AlikeItems(("a", "b"), 1000, lambda item, rank: f"{item}{rank}")
+        >>> len(ranks), ranks[3], ranks[-1]
+        (2000, 'b1', 'b999')
+    """
+
+    def __init__(self, first: Sequence[_Item], num_ranks: int, on_rank: Callable[[_Item, int], _Item]) -> None:
+        self.first, self.num_ranks, self.on_rank = tuple(first), num_ranks, on_rank
+
+    def __len__(self) -> int:
+        return len(self.first) * self.num_ranks
+
+    @overload
+    def __getitem__(self, number: int) -> _Item: ...
+    @overload
+    def __getitem__(self, number: slice) -> tuple[_Item, ...]: ...
+    def __getitem__(self, number: int | slice) -> _Item | tuple[_Item, ...]:
+        numbers = range(len(self))[number]
+        return self._item(numbers) if isinstance(numbers, int) else tuple(map(self._item, numbers))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def _item(self, number: int) -> _Item:
+        rank, item = divmod(number, len(self.first))
+        return self.on_rank(self.first[item], rank)
+
+
+def alike_stages(first: Sequence[Stage], num_ranks: int) -> AlikeItems[Stage]:
+    """The stages of ranks that have the same ones. first: those of rank 0."""
+    return AlikeItems(first, num_ranks, _stage_on)
+
+
+def alike_edges(first: Sequence[Edge], num_ranks: int, num_stages: int) -> AlikeItems[Edge]:
+    """The edges inside ranks that have the same num_stages stages. first: those of rank 0."""
+    return AlikeItems(first, num_ranks, partial(_edge_on, num_stages))
+
+
+def _stage_on(stage: Stage, rank: int) -> Stage:
+    return replace(stage, rank=rank)
+
+
+def _edge_on(num_stages: int, edge: Edge, rank: int) -> Edge:
+    source, sink = edge
+    return source + rank * num_stages, sink + rank * num_stages
+
+
+Edge = tuple[int, int]
 Row = tuple[Action, ...]
 """The actions of one program rank, in order."""
 
@@ -198,8 +261,8 @@ class Program:
         rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
     """
 
-    stages: tuple[Stage, ...]
-    edges: tuple[tuple[int, int], ...]
+    stages: tuple[Stage, ...] | AlikeItems[Stage]
+    edges: tuple[Edge, ...] | AlikeItems[Edge]
     actions: tuple[Row, ...] | AlikeRows
     num_microbatches: int
 
@@ -219,6 +282,20 @@ class Program:
         if isinstance(self.actions, AlikeRows):
             return len(self.actions.first) * self.num_ranks
         return sum(len(actions) for actions in self.actions)
+
+    def stages_on(self, rank: int) -> dict[int, Stage]:
+        """The stages of a rank, by number. O(stages); where ranks are alike, O(stages of a rank)."""
+        if isinstance(self.stages, AlikeItems):
+            each = len(self.stages.first)
+            return {number: self.stages[number] for number in range(rank * each, (rank + 1) * each)}
+        return {number: stage for number, stage in enumerate(self.stages) if stage.rank == rank}
+
+    def edges_near(self, rank: int) -> Sequence[Edge]:
+        """Edges, among which are all of a rank's stages: its own where ranks are alike, and none leaves one."""
+        if isinstance(self.edges, AlikeItems):
+            each = len(self.edges.first)
+            return self.edges[rank * each : (rank + 1) * each]
+        return self.edges
 
     def sources(self, stage: int) -> tuple[int, ...]:
         """The stages whose output a stage takes in."""
@@ -246,6 +323,12 @@ class Program:
     def distinct_rows(self) -> Sequence[Row]:
         """The rows that `with_rows` changes: all, or the first one of `AlikeRows`."""
         return (self.actions.first,) if isinstance(self.actions, AlikeRows) else self.actions
+
+    @property
+    def distinct_edges(self) -> Sequence[Edge]:
+        """The edges between the stages of `distinct_rows`: all, or the first ones, of rank 0."""
+        edges = self.edges
+        return edges.first if isinstance(edges, AlikeItems) and isinstance(self.actions, AlikeRows) else edges
 
     @property
     def num_distinct_stages(self) -> int:

@@ -111,7 +111,7 @@ def test_where_all_batches_are_alike_one_is_enough():
 
 @pytest.mark.slow
 def test_gains_of_large_batches_are_those_of_parts_of_them(monkeypatch):
-    monkeypatch.setattr(comparing, "_MAX_EXAMPLES", 8)
+    monkeypatch.setattr(comparing, "MAX_COMPARED", 8)
     given_job = job(batch_size=32, spread=1.0)
     found = search(given_job, STRATEGIES)
     whole = found.best.prediction.step_s

@@ -36,6 +36,16 @@ def test_every_plan_gives_a_proper_program(any_plan):
         assert (stage.rank, stage.module) == (planned_stage.rank, "+".join(planned_stage.modules))
 
 
+def test_kinds_of_stages_are_those_of_stages_that_are_listed(any_plan):
+    found = planned(any_plan)
+    listed = replace(found, stages=tuple(found.stages))
+    assert listed == found
+    for kind, same in zip(found.kinds, listed.kinds, strict=True):
+        assert kind.stage == same.stage
+        for column, other in zip(kind[1:], same[1:], strict=True):
+            assert column.tolist() == other.tolist()
+
+
 def without_overlap(of):
     return replace(of, cluster=replace(of.cluster, device=replace(of.cluster.device, overlaps=False)))
 

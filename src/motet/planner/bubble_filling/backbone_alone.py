@@ -33,7 +33,7 @@ MAX_TIMED_ISLANDS = 8
 class _Backbone(NamedTuple):
     """times: of microbatches that are alike. slowdown: see above."""
 
-    stages: tuple[PlannedStage, ...]
+    stages: Sequence[PlannedStage]
     times: StageTimes
     program: Program
     slowdown: float

@@ -177,11 +177,11 @@ class EncoderPlans:
         if name not in self._known_dealt:
             batch, size = self.job.batch, self.shape.microbatch_size
             items = batch.items[name]
-            microbatch = items.example // size
-            numbers = np.unique(microbatch)
-            chosen = numbers[:: math.ceil(len(numbers) / _MAX_DEALT) or 1]
-            lengths = tuple([items.length[microbatch == number] for number in chosen])
-            self._known_dealt[name] = _Dealt(lengths, len(numbers) / math.ceil(batch.num_examples / size))
+            first = np.flatnonzero(np.diff(items.example // size, prepend=-1))  # Examples ascend.
+            spans = zip(first.tolist(), [*first[1:].tolist(), items.num_items])
+            chosen = list(spans)[:: math.ceil(len(first) / _MAX_DEALT) or 1]
+            lengths = tuple([items.length[begin:end] for begin, end in chosen])
+            self._known_dealt[name] = _Dealt(lengths, len(first) / math.ceil(batch.num_examples / size))
         return self._known_dealt[name]
 
     def _got_rows(self, name: str, layer: Layer, cp: int) -> tuple[float, float]:

@@ -173,6 +173,10 @@ class EvenBatch:
         shape = 1 + len(names), num_microbatches
         return _load(self.job, tp, work, shape, lambda _: None)
 
+    def forget(self) -> None:
+        """Let go of what is kept of each item: as much as several batches. It is counted again if it is asked for."""
+        self._alone = cache(self._items)
+
     def _items(self, name: str, layer: Layer) -> tuple[Int64Array, Float64Array, Float64Array]:
         """The example of each item of a module, ascending, and the item's rows and pairs in a layer."""
         batch = self.job.batch

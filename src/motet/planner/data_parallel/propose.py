@@ -47,8 +47,9 @@ def propose_data_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut
             elif not placed and proposal.why not in reasons:
                 reasons.add(proposal.why)
                 yield proposal
-    for one in sorted(placed, key=lambda one: one.estimate.estimate_s)[:MAX_CANDIDATES]:
-        yield _candidate(one)
+    candidates = [_candidate(one) for one in sorted(placed, key=lambda one: one.estimate.estimate_s)[:MAX_CANDIDATES]]
+    even.forget()
+    yield from candidates
 
 
 def _refused(job: Job, pins: Pins) -> str | None:

@@ -24,7 +24,7 @@ def high_water(program: Program, held_bytes: ArrayLike) -> Float64Array:
     held = _checked(program, held_bytes)
     if isinstance(program.actions, AlikeRows):
         by_rank = held.reshape(*held.shape[:-2], program.num_ranks, program.actions.num_stages, -1)
-        return _most(by_rank, _events(program, 0))
+        return _most_of_alike(by_rank, _events(program, 0))
     most = np.zeros((*held.shape[:-2], program.num_ranks))
     for rank in range(program.num_ranks):
         most[..., rank] = _most(held, _events(program, rank))
@@ -40,6 +40,16 @@ def _most(held: Float64Array, events: _Events) -> Float64Array:
     stage, microbatch, sign = events
     levels = np.cumsum(held[..., stage, microbatch] * sign, axis=-1)
     most: Float64Array = levels.max(axis=-1, initial=0.0)
+    return most
+
+
+def _most_of_alike(held: Float64Array, events: _Events) -> Float64Array:
+    """`_most` of many ranks, event by event: a table of all their levels has millions of entries."""
+    most: Float64Array = np.zeros(held.shape[:-2])
+    level = np.zeros_like(most)
+    for stage, microbatch, sign in zip(*(column.tolist() for column in events)):
+        level += held[..., stage, microbatch] * sign
+        np.maximum(most, level, out=most)
     return most
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 
 from motet.core.errors import ArgumentError
 from motet.core.workload import BACKBONE
-from motet.schedule.program import Action, AlikeRows, Kind, Program, Stage
+from motet.schedule.program import Action, AlikeRows, Kind, Program, Stage, alike_edges, alike_stages
 
 
 def data_parallel(trainable: Mapping[str, bool], num_ranks: int, num_microbatches: int) -> Program:
@@ -29,7 +29,7 @@ def data_parallel(trainable: Mapping[str, bool], num_ranks: int, num_microbatche
     or any encoder is trainable; a generator has one if any of these or it is. NORM names the backbone's stage; it is
     there even if nothing is trainable, because it sums the loss. STEP names the last trainable module.
 
-    Raises ArgumentError for a number below 1, and without a module. O(stages + actions of one rank).
+    Raises ArgumentError for a number below 1, and without a module. O(actions of one rank).
 
     Example:
         >>> print(data_parallel({"image": True, "backbone": True}, num_ranks=2, num_microbatches=1))
@@ -45,10 +45,9 @@ def data_parallel(trainable: Mapping[str, bool], num_ranks: int, num_microbatche
     num_modules, backbone = len(trainable), list(trainable).index(BACKBONE)
     edges = [(encoder, backbone) for encoder in range(backbone)]
     edges += [(backbone, generator) for generator in range(backbone + 1, num_modules)]
-    firsts = range(0, num_ranks * num_modules, num_modules)
     return Program(
-        tuple(Stage(rank, name, group) for rank in range(num_ranks) for group, name in enumerate(trainable)),
-        tuple((first + source, first + sink) for first in firsts for source, sink in edges),
+        alike_stages([Stage(0, name, group) for group, name in enumerate(trainable)], num_ranks),
+        alike_edges(edges, num_ranks, num_modules),
         AlikeRows(tuple(_row(list(trainable.values()), backbone, num_microbatches)), num_ranks, num_modules),
         num_microbatches,
     )

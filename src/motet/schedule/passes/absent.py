@@ -51,7 +51,7 @@ def without_absent(program: Program, present: Sequence[Presence], trainable: Col
         )
     stages = program.stages[: program.num_distinct_stages]
     sources: dict[int, list[int]] = {}
-    for source, sink in program.edges:
+    for source, sink in program.distinct_edges:
         if sink < len(stages):
             sources.setdefault(sink, []).append(source)
 

@@ -20,7 +20,7 @@ def add_exchanges(program: Program, modules: Collection[str] | None = None) -> P
     """
     stages = program.stages[: program.num_distinct_stages]
     sinks: dict[int, list[int]] = {}
-    for source, sink in program.edges:
+    for source, sink in program.distinct_edges:
         if source < len(stages):
             sinks.setdefault(source, []).append(sink)
     feeding = list(dict.fromkeys(stages[source].module for source in sinks))

@@ -64,7 +64,7 @@ def add_fsdp(
     for row in program.distinct_rows:
         _check_parts(row, trainable_slices)
     sources: dict[int, list[int]] = {}
-    for source, sink in program.edges:
+    for source, sink in program.distinct_edges:
         if sink in trainable_slices:
             sources.setdefault(sink, []).append(source)
     return program.with_rows(lambda row: _Rule(row, trainable_slices, sources, sharding, program.num_ranks).row(row))

@@ -18,7 +18,7 @@ import numpy as np
 from motet.core.arrays import Float64Array, Int32Array, Int64Array
 from motet.core.timeline import Timeline
 from motet.schedule.dependencies import COLLECTIVES
-from motet.schedule.program import AlikeRows, Program
+from motet.schedule.program import AlikeItems, AlikeRows, Program
 from motet.simulate.engine.lower import Waits
 from motet.simulate.engine.stage_times import StageTimes
 from motet.simulate.engine.table import CODES, ActionTable
@@ -31,11 +31,18 @@ _COLLECTIVE_CODES = np.array([CODES[kind] for kind in COLLECTIVES])
 
 
 def one_rank(program: Program) -> Program | None:
-    """The Program of rank 0 alone if all ranks are alike and meet in every collective; else None. O(stages)."""
+    """The Program of rank 0 alone if all ranks are alike and meet in every collective; else None. O(stages of a rank),
+    or O(stages) where stages and edges are listed.
+    """
     rows = program.actions
     if not isinstance(rows, AlikeRows) or len(rows) < 2 or len(program.edges) % len(rows):
         return None
     num_stages, num_edges = rows.num_stages, len(program.edges) // len(rows)
+    if isinstance(program.stages, AlikeItems) and isinstance(program.edges, AlikeItems):
+        of_first = {stage.group for stage in program.stages.first}
+        if min(of_first) < 0 or len(of_first) < num_stages:
+            return None
+        return Program(program.stages.first, program.edges.first, (rows.first,), program.num_microbatches)
     groups = np.array([stage.group for stage in program.stages]).reshape(len(rows), num_stages)
     edges = np.array(program.edges, dtype=np.int64).reshape(len(rows), num_edges, 2)
     shifted = edges[:1] + (np.arange(len(rows)) * num_stages)[:, None, None]

@@ -9,7 +9,7 @@ import numpy as np
 
 from motet.core.arrays import Float64Array, IndexArray, Int32Array
 from motet.core.timeline import Timeline
-from motet.schedule.program import WHOLE_RANK, Action
+from motet.schedule.program import WHOLE_RANK, Action, AlikeItems, Program
 from motet.simulate.engine.action_seconds import ActionSeconds
 from motet.simulate.engine.streams import STREAMS, TENSOR
 from motet.simulate.engine.table import CODES, KINDS, ActionTable
@@ -84,17 +84,24 @@ def timeline_of(table: ActionTable, seconds: ActionSeconds, start_s: Float64Arra
     computed_s = end_s.copy()
     computed_s[tails] = start_s[tails] + held_s[tails]
     row = np.concatenate([np.arange(len(table)), tails])
-    stages = table.program.stages
-    module = np.where(np.isin(table.kind, [CODES[kind] for kind in WHOLE_RANK]), len(stages), table.stage)
+    module = np.where(np.isin(table.kind, [CODES[kind] for kind in WHOLE_RANK]), table.program.num_stages, table.stage)
     return Timeline(
         rank=table.rank[row],
         start_s=np.concatenate([start_s, computed_s[tails]]),
         end_s=np.concatenate([computed_s, end_s[tails]]),
         action=ActionTexts(table, row),
         kind=Labels([str(kind) for kind in KINDS], table.kind[row]),
-        module=Labels([*(stage.module for stage in stages), ""], module[row]),
+        module=Labels([*_modules(table.program), ""], module[row]),
         stream=Labels(STREAMS, np.concatenate([seconds.stream, np.full(len(tails), TENSOR, dtype=np.int32)])),
         microbatch=table.microbatch[row],
         step=np.zeros(len(row), dtype=np.int32),
         num_ranks=table.program.num_ranks,
     )
+
+
+def _modules(program: Program) -> list[str]:
+    """The module of each stage."""
+    stages = program.stages
+    if isinstance(stages, AlikeItems):
+        return [stage.module for stage in stages.first] * stages.num_ranks
+    return [stage.module for stage in stages]

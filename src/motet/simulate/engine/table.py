@@ -11,7 +11,7 @@ import numpy as np
 from motet.core.arrays import BoolArray, IndexArray, Int32Array, Int64Array
 from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import PARTNERS
-from motet.schedule.program import EXCHANGES, Action, AlikeRows, Kind, Program, Row
+from motet.schedule.program import EXCHANGES, Action, AlikeItems, AlikeRows, Kind, Program, Row
 from motet.simulate.engine.backend import native_engine
 
 KINDS = tuple(Kind)
@@ -89,7 +89,7 @@ def _columns(actions: tuple[Row, ...]) -> tuple[Int32Array, ...]:
 
 def _check(table: ActionTable) -> None:
     program = table.program
-    stage_ranks = np.array([stage.rank for stage in program.stages], dtype=np.int32)
+    stage_ranks = _ranks_of(program)
     _check_range(table, "stage", table.stage, KINDS, program.num_stages)
     if (wrong := np.flatnonzero(stage_ranks[table.stage] != table.rank)).size:
         row = wrong[0]
@@ -101,6 +101,13 @@ def _check(table: ActionTable) -> None:
         raise ArgumentError(f"{table.action(wrong[0])} has a peer; only sends, receives and exchanges have one.")
     if (wrong := np.flatnonzero((table.part >= 0) & ~_among((*PASSES, *SLICED_KINDS))[table.kind])).size:
         raise ArgumentError(f"{table.action(wrong[0])} is a part; only passes, gathers and reductions have parts.")
+
+
+def _ranks_of(program: Program) -> Int32Array:
+    """The rank of each stage, [num_stages]."""
+    if isinstance(program.stages, AlikeItems):
+        return np.repeat(np.arange(program.stages.num_ranks, dtype=np.int32), len(program.stages.first))
+    return np.array([stage.rank for stage in program.stages], dtype=np.int32)
 
 
 def _among(kinds: Iterable[Kind]) -> BoolArray:

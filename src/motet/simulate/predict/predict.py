@@ -19,7 +19,7 @@ import numpy as np
 from motet.assign.balancing import Balancing, by_operations
 from motet.assign.plan import assign_step
 from motet.assign.step import StepAssignment
-from motet.core.arrays import Float64Array
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Plan
 from motet.core.timeline import Timeline
 from motet.core.workload import BatchLengths, Workload
@@ -122,7 +122,7 @@ def predict_assigned(
     """
     pricing = Pricing(plan, stages, assignment, cost, recomputed, exchange=exchange)
     timeline, program = _slowest_island(pricing, filler or filler_of(stages), seed, jitter)
-    ranks = np.unique(np.concatenate([unit.first_rank + np.arange(unit.num_ranks) for unit in plan.units]))
+    ranks = _ranks_of(plan)
     return Prediction(
         timeline,
         ranks,
@@ -137,6 +137,15 @@ def predict_assigned(
         program,
         pricing.beyond,
     )
+
+
+def _ranks_of(plan: Plan) -> Int64Array:
+    """The ranks of the cluster that a Plan uses, ascending."""
+    is_used = np.zeros(plan.cluster.num_ranks, dtype=np.bool_)
+    for unit in plan.units:
+        is_used[unit.first_rank : unit.first_rank + unit.num_ranks] = True
+    ranks: Int64Array = np.flatnonzero(is_used)
+    return ranks
 
 
 def step_s_of(

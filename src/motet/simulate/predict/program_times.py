@@ -65,8 +65,11 @@ def constant_times(collectives: Collectives, num_islands: int = 1) -> StageTimes
 
 def parts_of_passes(pricing: Pricing) -> tuple[StageParts, StageParts]:
     """The parts of forward passes, and of backward passes, by stage; of stages whose passes are in parts."""
-    in_parts = [(number, stage) for number, stage in enumerate(pricing.planned.stages) if stage.num_parts > 1]
-    return (
-        {number: pricing.parts(stage) for number, stage in in_parts},
-        {number: pricing.parts(stage, backward=True) for number, stage in in_parts if stage.has_backward},
-    )
+    forward: dict[int, tuple[Part, ...]] = {}
+    backward: dict[int, tuple[Part, ...]] = {}
+    for kind in pricing.planned.kinds:
+        if kind.stage.num_parts > 1:
+            forward.update(dict.fromkeys(kind.numbers.tolist(), pricing.parts(kind.stage)))
+            if kind.stage.has_backward:
+                backward.update(dict.fromkeys(kind.numbers.tolist(), pricing.parts(kind.stage, backward=True)))
+    return forward, backward

@@ -38,11 +38,13 @@ from motet.schedule.coordinates import host_of, replica_of, replicas_of
 from motet.schedule.from_plan import StageKind
 from motet.schedule.layout import LAYER_PARTS
 from motet.schedule.plan_units import cuts_beside_sequences, gathering_ranks, sharing_ranks
+from motet.schedule.program import AlikeItems
 from motet.simulate.engine.stage_times import Part
 
 _MAX_DEALT = 32
 """Packs of a step whose rows are dealt out to be priced, where context-parallel ranks share them."""
 
+_ZERO = np.zeros(())
 _FEW = 8
 """Prices of so many times fewer replicas than there are count as few."""
 
@@ -62,6 +64,9 @@ class StagePrices(NamedTuple):
     forward_tensor: Float64Array
     backward_tensor: Float64Array
     held: Float64Array
+
+
+_FIELDS = {name: number for number, name in enumerate(StagePrices._fields)}
 
 
 class PassPrices(NamedTuple):
@@ -142,9 +147,10 @@ class Pricing:
         self._known_stages: dict[object, StagePrices] = {}
         self._known_sums: dict[object, StagePrices] = {}
         self._known_flops: dict[StageLayer, float] = {}
-        self._known_columns: dict[tuple[StageLayer, int], Float64Array] = {}
+        self._known_prices: dict[tuple[StageLayer, int], dict[str, Float64Array]] = {}
         self._known_passes: dict[tuple[StageLayer, int], Float64Array] = {}
         self._known_parts: dict[object, tuple[Part, ...]] = {}
+        self._known_totals: dict[object, StagePrices] = {}
         self._known_shares: dict[str, _Shares] = {}
         self._known_items: dict[tuple[str, Layer], Work] = {}
         self.beyond: dict[str, Beyond] = {}
@@ -163,9 +169,9 @@ class Pricing:
         return StagePrices(*(table[replica] for table in self._seconds(stage.key)))
 
     def islands(self, stage: PlannedStage) -> StagePrices:
-        """The prices of a stage in all islands, [num_islands, num_microbatches] each."""
-        replicas = replicas_of(self.layout, stage, range(self.num_islands))
-        return StagePrices(*(table[replicas] for table in self._seconds(stage.key)))
+        """The prices of a stage in all islands, [num_islands, num_microbatches] each. Nothing may be written there."""
+        first, apart = replica_of(self.layout, stage, 0), self.layout.num_replicas(host_of(self.layout, stage.unit))
+        return StagePrices(*(table[first::apart] for table in self._seconds(stage.key)))
 
     def passes(self, stage: PlannedStage, islands: Sequence[int]) -> PassPrices:
         """What the passes of a stage of a pipeline take, [len(islands), num_microbatches] each. It is not kept."""
@@ -314,9 +320,12 @@ class Pricing:
 
     def _pass_s(self, stage: PlannedStage, layers: Mapping[StageLayer, int], backward: bool) -> tuple[float, ...]:
         """Seconds of layers: in forward, or in backward for the input, for the weights, and of recomputation."""
-        prices = self._sum(stage, layers)
-        passes = (prices.input, prices.weight, prices.recompute) if backward else (prices.forward,)
-        return tuple(float(table.sum()) for table in passes)
+        key = stage.unit.name, tuple(layers.items())
+        if key not in self._known_totals:
+            self._known_totals[key] = StagePrices(*(table.sum() for table in self._sum(stage, layers)))
+        total = self._known_totals[key]
+        passes = (total.input, total.weight, total.recompute) if backward else (total.forward,)
+        return tuple(map(float, passes))
 
     def _attention_s(self, stage: PlannedStage, placed: StageLayer, backward: bool) -> float:
         """What the attention of a layer takes of its pass."""
@@ -326,7 +335,9 @@ class Pricing:
 
     def hardware_flops(self) -> int:
         """Operations of all ranks, with padding, recomputation and replicated encoders."""
-        distinct = {(stage.unit.name, stage.index, stage.modules): stage for stage in self.planned.stages}
+        stages = self.planned.stages
+        every = stages.first if isinstance(stages, AlikeItems) else stages
+        distinct = {(stage.unit.name, stage.index, stage.modules): stage for stage in every}
         return round(sum(self._stage_flops(stage) for stage in distinct.values()))
 
     def _stage_flops(self, stage: PlannedStage) -> float:
@@ -348,6 +359,10 @@ class Pricing:
                 return float(total[chosen].sum())
             self._known_flops[placed] = float(total.sum())
         return self._known_flops[placed]
+
+    def _none(self, stage: PlannedStage) -> Float64Array:
+        """Zeros of all replicas and microbatches, of which nothing can be written, without memory of their own."""
+        return np.broadcast_to(_ZERO, self._shape(stage))
 
     def _shape(self, stage: PlannedStage) -> tuple[int, int]:
         return self.assignment.modules[stage.modules[0]].num_replicas, self.assignment.num_microbatches
@@ -392,15 +407,15 @@ class Pricing:
         A stage of a pipeline runs the blocks of a module that it recomputes apart from others. In data parallelism they
         run inside the one pass, and what is cut finer than stages, in bubbles, is not counted.
         """
-        forward, recompute = np.zeros(self._shape(stage)), np.zeros(self._shape(stage))
+        forward = recompute = self._none(stage)
         for name, (first, stop) in stage.layers.items() if self.plan.schedule != "data_parallel" else ():
             entry_s, number = self.cost.entry_seconds(name), stage.recomputed.get(name, 0)
             if entry_s and first < stop:
                 module = self.plan.model.module(name)
                 priced = self._priced(name, module.layers[module.blocks[first].start])
                 has_rows = priced.work.rows.reshape(forward.shape) > 0
-                forward += entry_s * ((first > 0) + (0 < number < stop - first)) * has_rows
-                recompute += entry_s * (number > 0) * has_rows
+                forward = forward + entry_s * ((first > 0) + (0 < number < stop - first)) * has_rows
+                recompute = recompute + entry_s * (number > 0) * has_rows
         return forward, recompute
 
     def _given(self, stage: PlannedStage) -> tuple[Float64Array, Float64Array]:
@@ -408,7 +423,7 @@ class Pricing:
         sequences the rows of encoders, before blocks that take them in, and what generators are given, behind the last;
         and those that share items of encoders in bubbles what they made. Rows are taken to lie evenly on the ranks.
         """
-        forward, backward = np.zeros(self._shape(stage)), np.zeros(self._shape(stage))
+        forward = backward = self._none(stage)
         unit, model = stage.unit, self.plan.model
         if BACKBONE in stage.layers and (unit.cp > 1 or self.assignment.modules[BACKBONE].cuts is not None):
             first, stop = stage.layers[BACKBONE]
@@ -419,11 +434,11 @@ class Pricing:
             times |= dict.fromkeys(model.generators, int(stop == model.num_blocks[BACKBONE]))
             for name in (name for name, number in times.items() if number):
                 seconds = times[name] * self._moved_s(name, unit).reshape(forward.shape)
-                forward += seconds
-                backward += seconds * model.moved(name)[1]
+                forward = forward + seconds
+                backward = backward + seconds * model.moved(name)[1]
         if gathering_ranks(self.plan, unit) > 1 and stage.index == len(unit.stages) - 1:
             for name in unit.modules:
-                forward += self._gathered_s(name, unit).reshape(forward.shape)
+                forward = forward + self._gathered_s(name, unit).reshape(forward.shape)
         return forward, backward
 
     def _moved_s(self, name: str, unit: Unit) -> Float64Array:
@@ -461,7 +476,7 @@ class Pricing:
 
     def _held_inside(self, stage: PlannedStage) -> Float64Array:
         """Bytes that a part keeps which begins inside a recomputed block: its input, which the block would not keep."""
-        held = np.zeros(self._shape(stage))
+        held = self._none(stage)
         if not any(stage.recomputed.values()) or stage.num_parts <= stage.num_layers or self._is_finer(stage):
             return held
         for part in parts_of(stage, self.plan.model):
@@ -470,7 +485,8 @@ class Pricing:
                 begin = part.layers[module.name][0]
                 placed = self.layers(part)[module.halved_layer(begin) - module.blocks[begin].start]
                 priced = self._priced(placed.module, placed.layer)
-                held += self._passes(placed, priced, stage.unit.tp).get("held", 0.0 * held.ravel()).reshape(held.shape)
+                kept = self._passes(placed, priced, stage.unit.tp).get("held", 0.0 * held.ravel())
+                held = held + kept.reshape(held.shape)
         return held
 
     def _is_finer(self, stage: PlannedStage) -> bool:
@@ -481,9 +497,10 @@ class Pricing:
         self, stage: PlannedStage, layers: Mapping[StageLayer, int], replicas: Int64Array | slice = slice(None)
     ) -> StagePrices:
         shape = len(StagePrices._fields), *self._shape(stage)
-        total = np.zeros(shape)[:, replicas]
+        total = np.zeros((shape[0], *np.shape(replicas), shape[2]) if isinstance(replicas, np.ndarray) else shape)
         for placed, count in layers.items():
-            total += count * self._columns(placed, stage.unit.tp).reshape(shape)[:, replicas]
+            for name, prices in self._prices(placed, stage.unit.tp).items():
+                total[_FIELDS[name]] += count * prices.reshape(shape[1:])[replicas]
         return StagePrices(*total)
 
     def _sum_of_all(self, stage: PlannedStage, layers: Mapping[StageLayer, int]) -> StagePrices:
@@ -493,22 +510,21 @@ class Pricing:
             self._known_sums[key] = self._sum(stage, layers)
         return self._known_sums[key]
 
-    def _columns(self, placed: StageLayer, tp: int) -> Float64Array:
-        """`_passes` of a layer in the order of StagePrices, 0 where it has none: stages consist of the same few."""
+    def _prices(self, placed: StageLayer, tp: int) -> dict[str, Float64Array]:
+        """`_passes` of a layer without those that are 0 throughout, kept: stages consist of the same few layers."""
         key = placed, tp
-        if key not in self._known_columns:
-            priced = self._priced(placed.module, placed.layer)
-            columns = np.zeros((len(StagePrices._fields), len(priced.work.rows)))
-            for name, prices in self._passes(placed, priced, tp).items():
-                columns[StagePrices._fields.index(name)] = prices
-            self._known_columns[key] = columns
-        return self._known_columns[key]
+        if key not in self._known_prices:
+            passes = self._passes(placed, self._priced(placed.module, placed.layer), tp)
+            self._known_prices[key] = {name: prices for name, prices in passes.items() if prices.any()}
+        return self._known_prices[key]
 
     def _layer_passes(self, placed: StageLayer, stage: PlannedStage) -> Float64Array:
         """`PassPrices` of a layer of a stage, [2, num_replicas, num_microbatches]."""
         key = placed, stage.unit.tp
         if key not in self._known_passes:
-            prices = StagePrices(*self._columns(*key).reshape(-1, *self._shape(stage)))
+            none, found = self._none(stage), self._prices(*key)
+            shaped = {name: prices.reshape(none.shape) for name, prices in found.items()}
+            prices = StagePrices(*(shaped.get(name, none) for name in StagePrices._fields))
             forward = prices.forward + prices.forward_tensor
             self._known_passes[key] = np.stack([forward, np.sum(prices[:-1], axis=0) - forward])
         return self._known_passes[key]
@@ -539,7 +555,7 @@ class Pricing:
         size = items.num_replicas * num
         whole = self._whole(name, like_layer(layer))
         num_ranks = self._num_ranks(name)
-        work = Work(whole.rows / num_ranks, whole.pairs / num_ranks)
+        work = whole if num_ranks == 1 else Work(whole.rows / num_ranks, whole.pairs / num_ranks)
         if name != BACKBONE and num_ranks > 1:
             dealt = self._dealt(name, layer)
             work = Work(*(column.reshape(size, num_ranks).max(axis=1) for column in (dealt.rows, dealt.pairs)))

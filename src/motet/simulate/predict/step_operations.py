@@ -46,6 +46,7 @@ _COLUMNS = (*_OF_STAGE, "send_s", "return_s")
 _SENT_KIND = np.array([CODES[PARTNERS[kind]] if kind in (Kind.RECV_F, Kind.RECV_B) else CODES[kind] for kind in KINDS])
 """The code of each kind, but of RECV that of its SEND: both take place together."""
 _NONE = np.zeros((1, 1))
+_ROWS_AT_ONCE = 8
 
 
 class StepOperations:
@@ -231,16 +232,23 @@ class StepOperations:
                 number: one._replace(forward=one.forward + forward[:, number], input=one.input + backward[:, number])
                 for number, one in prices.items()
             }
-        seconds = np.zeros((len(constant), len(islands), assignment.num_microbatches))
-        seconds += constant[:, None, None]
-        for name, share in shares.items():
-            for row in np.flatnonzero(share).tolist():
-                if name in _OF_STAGE:
-                    seconds[row] += share[row] * getattr(prices[stage[row]], _OF_STAGE[name])
-                else:
-                    seconds[row] += share[row] * traffic.edge_s(edge[row], islands, gradient=name == "return_s")
-        seconds *= NS_PER_S
-        durations: Int64Array = np.rint(seconds, out=seconds).reshape(len(constant), -1).T.astype(np.int64, order="C")
+        shape = len(islands), assignment.num_microbatches
+        durations: Int64Array = np.empty((shape[0] * shape[1], len(constant)), dtype=np.int64)
+        # Some rows at a time: all of them twice would be most of what a search on thousands of ranks holds.
+        for first in range(0, len(constant), _ROWS_AT_ONCE):
+            rows = range(first, min(first + _ROWS_AT_ONCE, len(constant)))
+            seconds = np.zeros((len(rows), *shape))
+            for row, of_row in zip(rows, seconds):
+                of_row += constant[row]
+                for name, share in shares.items():
+                    if not share[row]:
+                        continue
+                    if name in _OF_STAGE:
+                        of_row += share[row] * getattr(prices[stage[row]], _OF_STAGE[name])
+                    else:
+                        of_row += share[row] * traffic.edge_s(edge[row], islands, gradient=name == "return_s")
+            seconds *= NS_PER_S
+            durations[:, rows.start : rows.stop] = np.rint(seconds, out=seconds).reshape(len(rows), -1).T
         return durations
 
     @cached_property

@@ -90,9 +90,15 @@ class Traffic:
             moved_bytes = self.assignment.moved_rows(name, node).in_bytes(row_bytes, unit.tp)
             seconds[name] = self.cost.exchange_seconds(moved_bytes, ranks)
         # One end of each edge is the backbone's, and the other says what moves.
-        ends = ((self.planned.stages[stage].modules[0] for stage in edge) for edge in self.planned.program.edges)
+        edges = self.planned.program.distinct_edges
+        ends = ((self.planned.stages[stage].modules[0] for stage in edge) for edge in edges)
         names = [next(name for name in pair if name != BACKBONE) for pair in ends]
-        return np.stack([seconds[name] for name in names]) if names else np.zeros((1, 1))
+        if not names:
+            return np.zeros((1, 1))
+        of_all: Float64Array = np.tile(
+            np.stack([seconds[name] for name in names]), (len(self.planned.program.edges) // len(edges), 1)
+        )
+        return of_all
 
     def _sent_bytes(self, edge: int, islands: Sequence[int], *, gradient: bool) -> Float64Array:
         """Bytes that one tensor-parallel rank of a stage sends along an edge, or gets back: each sends all rows whole.

@@ -100,7 +100,9 @@ def test_of_thousands_of_ranks_the_actions_of_one_are_made():
     (program,) = made
     assert program.num_actions == 2560 * len(program.actions[0])
     assert program.actions[2559][0].stage == 2559 * 3
-    assert calls < 10 * (len(program.stages) + len(program.actions[0])) < program.num_actions
+    assert calls < 20 * len(program.actions[0]) < program.num_actions
+    assert program.stages[-1] == replace(program.stages[2], rank=2559) and len(program.edges) == 2 * 2560
+    assert program.edges[2 * 2559 + 1] == (3 * 2559 + 1, 3 * 2559 + 2)
 
 
 def test_rows_of_alike_ranks_are_those_of_the_first_on_their_own_stages():
@@ -108,7 +110,9 @@ def test_rows_of_alike_ranks_are_those_of_the_first_on_their_own_stages():
     rows = tuple(program.actions)
     assert program.actions == rows and program.actions[1:3] == rows[1:3] and program.actions[-1] == rows[3]
     assert [action.stage - 9 for action in rows[3]] == [action.stage for action in rows[0]]
-    listed = replace(program, actions=rows)
+    listed = replace(program, actions=rows, stages=tuple(program.stages), edges=tuple(program.edges))
+    assert listed.stages_on(2) == program.stages_on(2) and set(program.edges_near(2)) < set(listed.edges_near(2))
+    assert all(sink in program.stages_on(2) for _, sink in program.edges_near(2))
     assert listed == program and hash(listed) == hash(program) and listed.num_actions == program.num_actions
     held = np.arange(24.0).reshape(12, 2)
     assert high_water(listed, held).tolist() == high_water(program, held).tolist()
