@@ -8,7 +8,7 @@ share, plus what does not depend on the microbatch: collectives and the optimize
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from functools import cached_property
 
@@ -30,6 +30,7 @@ from motet.schedule.from_plan import PlannedProgram
 from motet.schedule.generators.dag import distances
 from motet.schedule.program import Kind
 from motet.simulate.engine.action_seconds import action_seconds
+from motet.simulate.engine.meetings import MetPasses
 from motet.simulate.engine.simulate import Prepared, run_copies
 from motet.simulate.engine.stage_times import StageTimes
 from motet.simulate.engine.streams import COMPUTE, STREAMS, TENSOR
@@ -47,6 +48,8 @@ _COLUMNS = (*_OF_STAGE, "send_s", "return_s")
 _SENT_KIND = np.array([CODES[PARTNERS[kind]] if kind in (Kind.RECV_F, Kind.RECV_B) else CODES[kind] for kind in KINDS])
 """The code of each kind, but of RECV that of its SEND: both take place together."""
 _NONE = np.zeros((1, 1))
+_NUM_KEPT = 8
+"""Assignments of which is kept what replicas run together: those that a step's candidates have."""
 
 
 class StepOperations:
@@ -59,7 +62,7 @@ class StepOperations:
         self._lookup = self._prepared.lookup
         nothing = _no_examples(self.plan, planned.layout.num_microbatches)
         self._empty = Pricing(self.plan, planned, nothing, cost)
-        self._last: Pricing | None = None
+        self._met = deque[tuple[StepAssignment, MetPasses | None]](maxlen=_NUM_KEPT)
         self._parts = parts_of_passes(self._empty)
         self._constants = constant_times(Collectives(self._empty))
 
@@ -219,7 +222,8 @@ class StepOperations:
 
     def durations(self, assignment: StepAssignment) -> Int64Array:
         """Nanoseconds of the rows of the graph, int64 [num_islands * num_microbatches, num_rows], island by island."""
-        pricing = self._pricing(assignment)
+        pricing = Pricing(self.plan, self.planned, assignment, self.cost, like=self._empty)
+        self._met.append((assignment, met_passes(pricing, range(pricing.num_islands))))
         if self._parts != (parts := parts_of_passes(pricing)):
             self._parts = parts
             self.__dict__.pop("_shares", None)
@@ -246,20 +250,15 @@ class StepOperations:
         durations: Int64Array = np.rint(seconds, out=seconds).reshape(len(constant), -1).T.astype(np.int64, order="C")
         return durations
 
-    def _pricing(self, assignment: StepAssignment) -> Pricing:
-        """The prices of a step. The last ones are kept."""
-        if self._last is None or self._last.assignment is not assignment:
-            self._last = Pricing(self.plan, self.planned, assignment, self.cost, like=self._empty)
-        return self._last
-
     def together(self, assignment: StepAssignment, durations: Int64Array, groups: Int64Array) -> Int64Array:
         """Nanoseconds of each island's step, int64 [num_islands], where replicas run the microbatches of which they
         share sequences together: in all islands these are at the same positions.
 
-        assignment: of the groups, which are numbered island by island. durations: theirs, as above.
+        assignment: of the groups, which are numbered island by island; one of the last whose durations were asked for.
+        durations:  these.
         groups:     int64 [num_islands, num_microbatches], the group at each position.
         """
-        meeting = met_passes(self._pricing(assignment), range(len(groups)))
+        meeting = next(met for known, met in reversed(self._met) if known is assignment)
         if meeting is None:
             return island_makespans(self.graph, durations, groups)
         placed = np.concatenate([groups, groups[:, :1]], axis=1)  # Behind them what serves the whole step.
