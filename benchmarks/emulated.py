@@ -232,9 +232,13 @@ def drawn(forward_s: np.ndarray, seed: tuple[int, ...], sign: int) -> dict[Kind,
 
 
 class Emulated(Executor):
-    """Passes last as long as `seconds` says: kind -> seconds, [stages, microbatches]."""
+    """Passes last as long as `seconds` says: kind -> seconds, [stages, microbatches].
+
+    sleeps: whether what a pass runs sleeps by itself, so that it lasts as long as it takes.
+    """
 
     seconds: Mapping[Kind, np.ndarray]
+    sleeps: Callable[[Action], bool] = staticmethod(lambda action: False)
     busy_s = 0.0
 
     def __init__(self, program, handlers, clock, **others) -> None:
@@ -245,7 +249,8 @@ class Emulated(Executor):
     def _lasting(cls, handler):
         def run(action: Action) -> None:
             start_s = time.perf_counter()
-            end_s = start_s + cls.seconds[action.kind][action.stage, action.microbatch]
+            left_s = 0.0 if cls.sleeps(action) else cls.seconds[action.kind][action.stage, action.microbatch]
+            end_s = start_s + left_s
             handler(action)
             if (left_s := end_s - time.perf_counter()) > 0:
                 time.sleep(left_s)

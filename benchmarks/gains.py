@@ -5,7 +5,8 @@
 Each row is the step of one Plan over that of another on the same examples: the median over steps, which 2 or 4 gloo
 ranks take in turns. Beside it stand the simulator's ratio and the paper's figure. As in emulated.py a pass sleeps, here
 for the seconds that its rows take, on real lengths (../shared/data/lengths.csv.gz) that are scaled down as a whole.
-Goal: within 5 % of the simulated ratio.
+Where replicas run a pass together, as they share a sequence, its blocks sleep one by one, each before its replicas wait
+for each other. Goal: within 5 % of the simulated ratio.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,10 +39,13 @@ from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.cost.analytic import Analytic
 from motet.cost.catalogue import cluster
 from motet.cost.model import LayerSeconds
+from motet.models.block import Block
 from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
 from motet.runtime import planned_step
-from motet.schedule.program import Kind
+from motet.schedule.program import MEETING_KINDS, Action, Kind
+from motet.simulate.engine.meetings import MetPasses
+from motet.simulate.predict.met_passes import met_passes
 from motet.simulate.predict.predict import predict_assigned
 from motet.simulate.predict.program_times import stage_times_of
 from motet.simulate.predict.stage_pricing import Pricing
@@ -126,6 +131,8 @@ def cases() -> Iterator[Case]:
         split = replace(whole, options={**whole.options, "balance": "split"})
         name = f"sequences cut over replicas, chain of {pp}, dp {dp}"
         yield Case(name, "no paper has it", whole, split, dominated=True, step_s=LONG_STEP_S)
+        ordered = replace(split, options={**split.options, "order": "both"})
+        yield Case(f"order both, {name}", "no paper has it", split, ordered, dominated=True, step_s=LONG_STEP_S)
     frozen = np.where(np.array(BLOCKS) == "image", 1.0, 3.0) * FULL
     for pp in (2, 4):
         even, aware = Way(cut(FULL, pp, pp)), Way(cut(frozen, pp, pp))
@@ -136,7 +143,7 @@ def cases() -> Iterator[Case]:
 class Rows(Analytic):
     """Seconds of rows of blocks alone; messages take what they take between devices of one node."""
 
-    scale = 1.0
+    scale, in_blocks = 1.0, False
 
     def layer_seconds(self, module, layer, work, tp=1):
         seconds = work.rows * ROW_S[module] * self.scale * layer.in_block
@@ -192,6 +199,10 @@ class Side:
             model.encoders["image"].requires_grad_(False)
         self.plan = plan_of(model, way, case.num_ranks, first)
         self.step = rank_step(self.plan, model, rank)
+        for name, module in {**model.encoders, BACKBONE: model.backbone}.items():
+            for block in module.blocks:
+                block.register_forward_pre_hook(partial(sleep_before, name))
+                block.register_forward_hook(partial(sleep_in_backward, name))
         self.place = self.step.place
         self.cost = Rows(self.plan.cluster, "fp32")
         self.seconds = PricedSteps(self.plan, self.cost, self.place.program)
@@ -206,8 +217,43 @@ class Side:
         times = stage_times_of(pricing, Traffic(pricing), self.place.island)
         both = times.input_s + times.weight_s
         Emulated.seconds = {Kind.F: times.forward_s, Kind.B: both, Kind.I: times.input_s, Kind.W: times.weight_s}
+        Emulated.sleeps = partial(is_met, met_passes(pricing, [self.place.island]))
         decide = partial(decide_planned_step, self.plan, seconds=self.seconds)
         return measured_step(self.step, batches_of(self.plan, self.place, lengths, decide), number)[0]
+
+
+def is_met(meeting: MetPasses | None, action: Action) -> bool:
+    """Whether replicas run a pass together. meeting: of the rank's island."""
+    is_any = meeting is not None and meeting.number[0, action.stage, action.microbatch] >= 0
+    Rows.in_blocks = is_any and action.kind in MEETING_KINDS
+    return Rows.in_blocks
+
+
+class Slow(torch.autograd.Function):
+    """What it is given; backward, it sleeps first."""
+
+    @staticmethod
+    def forward(ctx, hidden, seconds):
+        ctx.seconds = seconds
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+def sleep_before(name: str, block: Block, given: tuple[torch.Tensor, ...]) -> None:
+    """Sleep for the rows of a block of a module."""
+    if Rows.in_blocks and not block.skipped:
+        time.sleep(given[0].shape[-2] * ROW_S[name] * Rows.scale)
+
+
+def sleep_in_backward(name: str, block: Block, given: object, hidden: torch.Tensor) -> torch.Tensor:
+    """The output of a block, whose backward pass sleeps as `Rows` prices it."""
+    if not Rows.in_blocks or block.skipped:
+        return hidden
+    return Slow.apply(hidden, 2 * hidden.shape[-2] * ROW_S[name] * Rows.scale)
 
 
 def run_rank(rank: int, rendezvous: str, case: Case, path: Path, num_steps: int, seed: int, out: Path) -> None:

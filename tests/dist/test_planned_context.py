@@ -11,7 +11,6 @@ from motet.core.errors import UserError
 from motet.core.plan import Unit
 from motet.core.plan_file import write_plan
 from motet.dispatch.context import ContextConfig
-from motet.models.merge import merge_rows
 from motet.planning.trainable import obstacle
 from motet.train.checkpoint.contents import name_of
 from motet.train.planned_job import check_context, impossible_cut
@@ -85,11 +84,6 @@ def test_what_replicas_that_share_sequences_cannot_do_is_refused(job):
     check_context(model, plan, ContextConfig(exchange="group_cast", head_groups=2))
     with pytest.raises(UserError, match=r"exchange is 'all_gather', and replicas that share .* by 'group_cast'; set"):
         check_context(model, plan, ContextConfig(exchange="all_gather"))
-    model.backbone.merge = merge_rows
-    assert (
-        impossible_cut(model, plan)
-        == "unit 'all' has balance 'split', which cannot be: model.merge takes whole sequences"
-    )
 
 
 @pytest.mark.parametrize("has_plan", [False, True])
@@ -123,10 +117,3 @@ def test_groups_of_heads_are_refused_where_they_are_none(job):
     for exchange in ("auto", "ulysses"):
         with pytest.raises(UserError, match=rf'head_groups = 2 .* exchange = "{exchange}" .*; set exchange ='):
             load_recipe(job, [*DEEPER, f"context.exchange={exchange}", "context.head_groups=2"])
-
-
-def test_what_cannot_be_shared_yet_is_refused(job):
-    model, plan = build_hf_model(), shared(job)
-    assert obstacle(plan, load_recipe(job, DEEPER)) == impossible_cut(model, plan) == ""
-    model.backbone.merge = merge_rows
-    assert impossible_cut(model, plan) == "unit 'all' has cp 2, which cannot be: model.merge takes whole sequences"

@@ -136,7 +136,7 @@ def draw(seed: int, number: int) -> DrawnCase:
     strategy, schedule = CELLS[number % len(CELLS)]
     of_mixture = seed, number // PER_MIXTURE
     mixture = _with_other_images(_with_experts(_drawn(_MIXTURE, of_mixture), of_mixture), of_mixture)
-    mixture = _with_diffusers(mixture, of_mixture)
+    mixture = _with_merge(_with_diffusers(mixture, of_mixture), of_mixture)
     if number % CUT_EVERY == FIRST_WHOLE:
         strategy, schedule = WHOLE_MODULES, "data_parallel"
     rng = np.random.default_rng((seed, number))
@@ -257,6 +257,12 @@ def _with_diffusers(mixture: dict[str, object], numbers: tuple[int, ...]) -> dic
         if rng.random() < 1 / 3
         else mixture
     )
+
+
+def _with_merge(mixture: dict[str, object], numbers: tuple[int, ...]) -> dict[str, object]:
+    """A tenth of the mixtures have a merge of the user's own."""
+    rng = np.random.default_rng((*numbers, crc32(b"merge")))
+    return mixture | {"parts": (*mixture["parts"], "merge")} if rng.random() < 0.1 else mixture
 
 
 def _drawn(options: dict[str, Callable[[np.random.Generator], object]], numbers: tuple[int, ...]) -> dict[str, object]:

@@ -59,7 +59,16 @@ from motet.train.planned_job import divide_part, holders_of, split_products
 from parity.data_parallel_plans import DataParallelRun
 from parity.going_on import gone_on
 from parity.planned_generators import QUERIES, ROW_DIMS_MADE, SIZE_DIMS_MADE, with_generators
-from parity.planned_parts import INNER, SECOND, again_with, has_second, read_twice, second_tower, with_parts
+from parity.planned_parts import (
+    INNER,
+    SECOND,
+    WholeMerge,
+    again_with,
+    has_second,
+    read_twice,
+    second_tower,
+    with_parts,
+)
 from parity.random_fills import with_random_fills
 from parity.tiny import draw_example, reference_step
 from parity.towers import qwen3_vl_tower, registry_tower, with_patches
@@ -177,6 +186,7 @@ def build_hf_model(
     ahead["queries"] = {name: QUERIES[name] for name in made if name in QUERIES}
     ahead["stacked"] = {"image": len(INNER)} if "stacked" in parts else {}
     ahead["turns"] = [name for name in made if name not in QUERIES]
+    ahead["merge"] = WholeMerge(DIM, dropout).to(torch.float64) if "merge" in parts else None
     model = MLLM(encoders, Backbone(causal_lm, train=BACKBONE not in frozen, again=again_with(parts), **ahead))
     model = with_generators(model, made, frozen)
     targets = {name: (its or "*",) for name, _, its in (each.partition(" ") for each in lora)}
@@ -457,7 +467,9 @@ def batches_of(
     examples, phases = case.examples(step), tuple(model.measured)
     lengths = LoadedTables.read([tables_of(examples, phases, model.measured)], phases).lengths
     context = ContextConfig(exchange=case.exchange, head_groups=case.head_groups)
-    needs = StageNeeds.of(place, context, needs_places=model.backbone.needs_places)
+    needs = StageNeeds.of(
+        place, context, needs_places=model.backbone.needs_places, merges=model.backbone.merge is not None
+    )
     batches, all_kept = [], case.kept(step)
     for number, part in enumerate((decide or StepDecider(place))(lengths).microbatches):
         kept = all_kept[part.examples]

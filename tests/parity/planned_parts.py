@@ -10,6 +10,7 @@
                 those of the last, and enter the backbone before its second and its third block.
 "tiled":        images are of tiles with a class row each, of whose rows four become one.
 "lines":        images are of tiles with a class row each, whose rows become one raster with newlines.
+"merge":        a merge with weights, in which each row gets of all rows of its sequence, text and media.
 "rows", "sum":  "second" reads each image too; its rows come behind the first encoder's, or are added to them.
 """
 
@@ -26,9 +27,11 @@ from transformers import Dinov2Config, Dinov2Model
 from motet.core.arrays import Int64Array
 from motet.core.example import TokenSequence
 from motet.dispatch import LoadedExample
+from motet.dispatch.batch import PackedSequences
 from motet.models.attention import ATTENTION
 from motet.models.exact import keep_float64
 from motet.models.families.dinov2 import Dinov2Encoder
+from motet.models.merge import merge_rows
 from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
 from parity.tiny import QFORMER, RESAMPLER, doubled
@@ -68,6 +71,22 @@ class Gate(nn.Module):
 
     def forward(self, rows: Tensor, sizes: Tensor) -> Tensor:
         return rows[:, self.order[0]] * self.factor
+
+
+class WholeMerge(nn.Module):
+    """A merge in which each row gets what is made of the mean of all rows of its sequence."""
+
+    takes_text = True
+
+    def __init__(self, dim: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(dim, dim), nn.Dropout(dropout)
+
+    def forward(self, embeds: Tensor, features: dict[str, Tensor], sequences: PackedSequences) -> Tensor:
+        merged, lengths = merge_rows(embeds, features, sequences), sequences.offsets.diff().long()
+        number = torch.arange(len(lengths)).repeat_interleave(lengths)
+        means = merged.new_zeros(len(lengths), merged.shape[1]).index_add(0, number, merged) / lengths[:, None]
+        return merged + self.dropout(torch.tanh(self.linear(means))[number])
 
 
 class WideTiles(Tiles):

@@ -53,6 +53,9 @@ CASES = {
         split(MADE, made=("draw", "recall"), batch_size=8, left_out=0.2, seed=13),
         split(WHOLE | {"draw": 1}, made=("draw",), frozen=("draw",), batch_size=8, microbatch_size=2, seed=1),
         split(WHOLE, example_order="inter", batch_size=8, seed=2),
+        # A merge of the user's own has whole sequences.
+        split(WHOLE, parts=("merge", "again"), dropout=0.2, batch_size=8, left_out=0.3, seed=2),
+        split(WHOLE | {"draw": 1}, parts=("merge",), made=("draw",), batch_size=8, zero=3, seed=1),
     ],
     3: [
         split(WHOLE, dp=3, batch_size=12, left_out=0.3),
@@ -69,6 +72,7 @@ CASES = {
         split(WHOLE, cp=2, parts=("ahead", "again"), dropout=0.2, seed=1),
         split(WHOLE, cp=2, family="mixtral", seed=12, ep=4),
         split({"backbone": 3}, units=(BESIDE,), seed=4, microbatch_size=2, batch_size=8, left_out=0.3),
+        split({"backbone": 3}, units=(BESIDE,), parts=("merge", "stacked"), seed=4, microbatch_size=2, batch_size=8),
         split(*FEW_CUTS, schedule="zb_h1", seed=5, batch_size=8),
         split(*FEW_CUTS, schedule="gpipe", seed=6, recompute=({"image": 1, "backbone": 1}, {"backbone": 1})),
         split(*IN_A_V, schedule="interleaved_1f1b", pp=2, seed=8, batch_size=8),
@@ -79,6 +83,8 @@ CASES = {
         split({"backbone": 3}, dp=3, units=(ONE_BESIDE_THREE,), batch_size=12, blocking=True, seed=2),
         split(WHOLE, units=(replace(MAKING, dp=2),), made=("draw", "recall"), batch_size=12, seed=4),
         split(MADE, cp=2, made=("draw", "recall"), batch_size=8, seed=6),
+        split(WHOLE, cp=2, parts=("merge", "again"), dropout=0.2, microbatch_size=2, batch_size=8, left_out=0.3),
+        split(*FEW_CUTS, parts=("merge",), frozen=("backbone",), batch_size=8, seed=2),
     ],
     5: [
         split(*LLM, units=(IN_BUBBLES[0], AUDIO_BESIDE), seed=10, batch_size=8, fill_seed=3, filling="by_step"),
@@ -92,6 +98,6 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(CASES, {2: [0, 8, 9], 3: [2]}))
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(CASES, {2: [0, 8, 9, 12], 3: [2]}))
 def test_sequences_that_replicas_share_train_as_in_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)

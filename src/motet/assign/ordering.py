@@ -80,6 +80,10 @@ class StepSeconds(Protocol):
     def of_operations(self, assignment: StepAssignment) -> Int64Array:
         """Nanoseconds of the rows of the graph, int64 [num_islands * num_microbatches, num_rows], island by island."""
 
+    def together(self, assignment: StepAssignment, durations: Int64Array, groups: Int64Array) -> Int64Array:
+        """Nanoseconds of each island's step, int64 [num_islands], where replicas that share sequences of a microbatch
+        run its passes together. assignment: of the groups, whose durations these are; groups: as of `_Candidate`."""
+
 
 def given_batching(plan: Plan, batch: BatchLengths) -> Batching:
     """The batching of step 1: groups in their order if the Plan has caps, else examples in the given order."""
@@ -150,13 +154,15 @@ class _Sizes:
 class _Contents:
     """What microbatches hold, wherever they stand. A group is the content of one microbatch of one island.
 
-    group:     int64 [num_examples].
-    index:     int64 [num_examples], the index of each example in its island.
-    durations: nanoseconds of each group, int64 [num_groups, num_rows].
+    group:      int64 [num_examples].
+    index:      int64 [num_examples], the index of each example in its island.
+    assignment: of each group in its place.
+    durations:  nanoseconds of each group, int64 [num_groups, num_rows].
     """
 
     group: Int64Array
     index: Int64Array
+    assignment: StepAssignment
     durations: Int64Array
 
 
@@ -224,9 +230,16 @@ class _Step:
         if key not in self._contents:
             island, microbatch = np.divmod(group, self.sizes.microbatches)
             batching = Batching(microbatch, island * self.sizes.examples + index)
-            durations = self.seconds.of_operations(self.assigned(batching))
-            self._contents[key] = _Contents(group, index, durations)
+            assignment = self.assigned(batching)
+            durations = self.seconds.of_operations(assignment)
+            self._contents[key] = _Contents(group, index, assignment, durations)
         return self._contents[key]
+
+    def island_ns(self, contents: _Contents, groups: Int64Array) -> Int64Array:
+        """Nanoseconds of each island's step, int64 [num_islands]. groups: as of `_Candidate`."""
+        if self.shares_sequences:
+            return self.seconds.together(contents.assignment, contents.durations, groups)
+        return island_makespans(self.seconds.graph, contents.durations, groups)
 
     def balanced(self) -> Iterator[tuple[Int64Array, Int64Array, Int64Array]]:
         """The batchings of step 2, as `candidate` takes them: one or two for each of two weights of an example."""
@@ -305,9 +318,7 @@ class _Candidate:
         self, step: _Step, contents: _Contents, groups: Int64Array, island_ns: Int64Array | None = None
     ) -> None:
         self.step, self.contents, self.groups = step, contents, groups
-        if island_ns is None:
-            island_ns = island_makespans(step.seconds.graph, contents.durations, groups)
-        self.island_ns = island_ns
+        self.island_ns = step.island_ns(contents, groups) if island_ns is None else island_ns
 
     @property
     def slowest_ns(self) -> int:

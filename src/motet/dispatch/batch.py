@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from motet.absent import take_part
 from motet.assign.orchestrator import Decision
 from motet.core.arrays import BoolArray, Int64Array
+from motet.core.context_rows import rows_of_runs
 from motet.core.example import Media, TokenSequence
 from motet.core.grid_positions import KEYS, grid_positions
 from motet.core.workload import BACKBONE, BatchLengths
@@ -116,13 +117,32 @@ class PackedSequences:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedSequences:
         """The same sequences on `device`, but for the tensors that stay on the CPU."""
-        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PackedSequences:
         """The same sequences in pinned memory, but for the tensors that stay on the CPU."""
-        return self._with_tensors(lambda tensor: tensor.pin_memory())
+        return self.with_tensors(lambda tensor: tensor.pin_memory())
 
-    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedSequences:
+    def of(self, numbers: Int64Array) -> PackedSequences:
+        """Some of the sequences, in this order, int64 [n], where this rank has all rows; of turns it says nothing."""
+        offsets = self.offsets.numpy().astype(np.int64)
+        counts = np.diff(offsets)[numbers]
+        rows = rows_of_runs(offsets[numbers], counts)
+        stands_at = np.full(int(offsets[-1]), -1, dtype=np.int64)
+        stands_at[rows] = np.arange(len(rows))
+        positions = {phase: stands_at[places.numpy()] for phase, places in self.feature_positions.items()}
+        here = torch.from_numpy(rows)
+        return PackedSequences(
+            self.tokens[here],
+            self.targets[here],
+            torch.from_numpy(np.append(0, np.cumsum(counts)).astype(np.int32)),
+            {phase: torch.from_numpy(np.sort(places[places >= 0])) for phase, places in positions.items()},
+            num_targets=None if self.num_targets is None else self.num_targets[torch.from_numpy(numbers)],
+            grid_positions=None if self.grid_positions is None else self.grid_positions[:, here],
+            key_rows=None if self.key_rows is None else self.key_rows[here],
+        )
+
+    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedSequences:
         """Apply `change` to all tensors but those that stay on the CPU, as shapes are computed from them."""
         return replace(
             self,

@@ -79,6 +79,7 @@ class ContextPlace:
     gathered: encoder -> on how many ranks its rows come together before, where they do (`plan_units.gathering_ranks`).
     over_replicas: encoders of which replicas share items beside sequences (`plan_units.cuts_beside_sequences`).
     config:  as of the recipe.
+    merges:  whether a merge of the user's own takes sequences whole.
     """
 
     c: int
@@ -90,9 +91,10 @@ class ContextPlace:
     gathered: Mapping[str, int]
     over_replicas: frozenset[str] = frozenset()
     config: ContextConfig = DEFAULT_CONTEXT
+    merges: bool = False
 
     @staticmethod
-    def of(plan: Plan, c: int, config: ContextConfig = DEFAULT_CONTEXT) -> ContextPlace | None:
+    def of(plan: Plan, c: int, config: ContextConfig = DEFAULT_CONTEXT, *, merges: bool = False) -> ContextPlace | None:
         """The place of a rank of the backbone's unit; None if no other rank shares its sequences in any step."""
         unit, model = plan.unit_of(BACKBONE), plan.model
         if unit.cp == 1 and plan.balance != "split":
@@ -103,7 +105,31 @@ class ContextPlace:
         ) | frozenset(name for name in sinks if model.moved(name)[1])
         gathered = {name: num for name in sources if (num := gathering_ranks(plan, plan.unit_of(name))) > 1}
         over = frozenset(name for name in sources if cuts_beside_sequences(plan, name))
-        return ContextPlace(c, unit.cp, on_backbone_ranks(plan), sources, sinks, trained, gathered, over, config)
+        here = on_backbone_ranks(plan)
+        return ContextPlace(c, unit.cp, here, sources, sinks, trained, gathered, over, config, merges)
+
+
+@dataclass(frozen=True, eq=False)
+class MergeShare:
+    """The sequences that one of several ranks merges whole, by a merge of the user's own, before each rank runs its
+    rows. Each sequence is merged on one of the ranks that have some of its rows.
+
+    sequences: these, with all of their rows. item: int64 [num_rows], of each row the sequence among those of the rank.
+    routes:    phase -> the way of its rows from the ranks that take them in to those that merge; of phases that have
+               any, in the same order on all ranks.
+    to_places: the way of merged rows to the ranks that run them.
+    """
+
+    sequences: PackedSequences
+    item: Int64Array
+    routes: Mapping[str, Route]
+    to_places: Route
+
+    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> MergeShare:
+        """As of `ContextShare`."""
+        routes = {phase: route.with_indices(change) for phase, route in self.routes.items()}
+        sequences = self.sequences.with_tensors(change)
+        return replace(self, sequences=sequences, routes=routes, to_places=self.to_places.with_indices(change))
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +150,7 @@ class ContextShare:
     trained:   the phases whose rows' gradients go back.
     group:     the ranks that share the sequences. method: how attention gets rows of others.
     head_groups: as of `ContextConfig`.
+    merging:   what the rank merges of sequences; None: what stands at each place is merged by the rank that has it.
     sent:      what `count_bytes` has been told.
     """
 
@@ -144,6 +171,7 @@ class ContextShare:
     sent: deque[float] = field(default_factory=deque)  # FSDP's mixed precision copies lists.
     num_whole: int = 0
     head_groups: int = 1
+    merging: MergeShare | None = None
 
     def count_bytes(self, size_bytes: float) -> None:
         """Note bytes that this rank has given to others that share the sequences."""
@@ -158,12 +186,24 @@ class ContextShare:
         """Rows of a phase that this rank has taken in -> those whose places are here. A collective, in backward too."""
         return self._moved(phase, rows, self.routes[phase])
 
+    def to_merge(self, phase: str, rows: Tensor) -> Tensor:
+        """Rows of a phase that this rank has taken in -> those of sequences that it merges. As `placed`."""
+        assert self.merging is not None, "a merge of the user's own"
+        return self._moved(phase, rows, self.merging.routes[phase])
+
+    def merged(self, rows: Tensor) -> Tensor:
+        """Rows of the sequences that this rank has merged -> those whose places are here. A collective."""
+        assert self.merging is not None, "a merge of the user's own"
+        return self._exchanged(rows, self.merging.to_places, torch.is_grad_enabled())
+
     def collected(self, generator: str, rows: Tensor) -> Tensor:
         """Rows at places of a generator's items -> all rows of the items that this rank gives it. As `placed`."""
         return self._moved(generator, rows, self.given[generator])
 
     def _moved(self, phase: str, rows: Tensor, route: Route) -> Tensor:
-        goes_back = phase in self.trained and torch.is_grad_enabled()
+        return self._exchanged(rows, route, phase in self.trained and torch.is_grad_enabled())
+
+    def _exchanged(self, rows: Tensor, route: Route, goes_back: bool) -> Tensor:
         row_bytes = rows.element_size() * rows.shape[1]
         self.count_bytes((route.num_rows_in - route.send_splits[self.rank]) * row_bytes)
         if goes_back:
@@ -176,7 +216,8 @@ class ContextShare:
         routes, given = (
             {phase: route.with_indices(change) for phase, route in each.items()} for each in (self.routes, self.given)
         )
-        return replace(self, predicted=predicted, labels=labels, ends=ends, routes=routes, given=given)
+        merging = self.merging and self.merging.with_tensors(change)
+        return replace(self, predicted=predicted, labels=labels, ends=ends, routes=routes, given=given, merging=merging)
 
 
 def share_sequences(rows: ContextRows, rank: int, whole: PackedSequences) -> ContextShare:

@@ -13,7 +13,7 @@ from motet.assign.context_rows import context_rows, rows_of_replica
 from motet.assign.orchestrator import Decision
 from motet.assign.rows import takers
 from motet.core.arrays import BoolArray, Int32Array, Int64Array
-from motet.core.context_rows import rows_of_runs
+from motet.core.context_rows import ContextRows, rows_of_runs
 from motet.core.cuts import ItemCuts
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BACKBONE, BatchLengths
@@ -26,7 +26,7 @@ from motet.dispatch.batch import (
     rows_of_rank,
     stacked_media,
 )
-from motet.dispatch.context import ContextPlace, route_to_places, share_sequences
+from motet.dispatch.context import ContextPlace, MergeShare, route_to_places, share_sequences
 from motet.dispatch.cut_batch import examples_to_lay_out
 from motet.dispatch.route import Route
 from motet.dispatch.shared_items import shared_items
@@ -111,6 +111,7 @@ def _shared_out(
         rank, num_ranks = rank + replica * cp, rows.num_ranks
     share = share_sequences(rows, rank, packed)
     own, routes, given, positions = share.own, dict[str, Route](), dict[str, Route](), {}
+    merges_on, to_merge = _merged_on(decision, replica, place), dict[str, Route]()
     for phase in packed.feature_positions:
         places = packed.feature_positions[phase].numpy()
         owner = rows.owner[places].astype(np.int64)
@@ -139,10 +140,19 @@ def _shared_out(
             route = replace(route, moved_rows=int(rows_of.sum()))
         if phase in place.sinks:
             given[phase] = route.transpose
-        else:
-            routes[phase] = route
+            continue
+        routes[phase] = route
+        if place.merges:
+            # In the order of sequences as in that of places, so that a merge finds its rows as it would alone.
+            merges = np.repeat(merges_on[lengths.items[phase].example[listed]], rows_of[listed])
+            to_merge[phase] = replace(
+                route_to_places(merges, taken_in[at], rank, num_ranks, turn[at]), moved_rows=int(rows_of.sum())
+            )
     tokens, targets = (each[own] if len(each) else each for each in (packed.tokens, packed.targets))
     num_alone = num_whole if cp == 1 else 0
+    merging = None
+    if place.merges and len(packed.tokens):
+        merging = _merging(packed, rows, rank, merges_on[decision.sequences_on(replica)], to_merge)
     share = replace(
         share,
         num_whole=num_alone,
@@ -154,8 +164,32 @@ def _shared_out(
         # A rank knows no sequence that it has no row of, so that ranks could not compare ways of exchange alike.
         method=place.config.exchange if cuts is None else "group_cast",
         head_groups=place.config.head_groups,
+        merging=merging,
     )
     return PackedSequences(tokens, targets, packed.offsets, positions, share)
+
+
+def _merged_on(decision: Decision, replica: int, place: ContextPlace) -> Int64Array:
+    """The rank that merges the sequence of each example, int64 [num_examples]: those of a replica's sequences in turn,
+    and of those that are cut one of the replica with the largest fragment. -1: on another replica.
+    """
+    own, cp, cuts = decision.whole_on(replica), place.cp, decision.cuts
+    merges_on = np.full(len(decision.backbone.ranks), -1, dtype=np.int64)
+    merges_on[own] = np.arange(len(own)) % cp
+    if cuts is not None:
+        merges_on[own] += replica * cp
+        merges_on[cuts.items] = decision.backbone.ranks[cuts.items].astype(np.int64) * cp + cuts.items % cp
+    return merges_on
+
+
+def _merging(
+    packed: PackedSequences, rows: ContextRows, rank: int, merges_on: Int64Array, routes: Mapping[str, Route]
+) -> MergeShare:
+    """What a rank merges. packed: all rows of the replica's sequences. merges_on: int64 [num_sequences], of these."""
+    here = np.flatnonzero(merges_on == rank)
+    to_places = route_to_places(rows.owner.astype(np.int64), np.repeat(merges_on, rows.lengths), rank, rows.num_ranks)
+    to_places = replace(to_places, moved_rows=1)  # Some do, on all ranks, or else all know of none.
+    return MergeShare(packed.of(here), np.repeat(here, rows.lengths[here]), routes, to_places)
 
 
 def _owners_of_cut(fragments: ItemCuts, phase: str, layouts: Mapping[int, PackedSequences]) -> list[Int64Array]:

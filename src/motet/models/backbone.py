@@ -11,7 +11,7 @@ mask: every other combination silently attends across documents. Positions resta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -31,12 +31,12 @@ from motet.core.errors import UserError
 from motet.core.grid_positions import BEHIND_SIDE, NUM_AXES
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE
-from motet.dropout import ENTER, ItemRows, arranged
+from motet.dropout import ENTER, ItemRows, arranged, some_rows
 from motet.models.attention import ATTENTION, PackedItems
 from motet.models.backbone_layers import backbone_layers
 from motet.models.block import Block, outside_blocks, wrap_blocks
 from motet.models.callbacks import callback_name, check_callback
-from motet.models.context_items import ContextItems, SharedRows, context_of, keys_here, placed, spare_row
+from motet.models.context_items import ContextItems, SharedMerge, SharedRows, context_of, keys_here, placed, spare_row
 from motet.models.contract import Sequences
 from motet.models.exact import keep_float64
 from motet.models.experts import ROUTER_LOSS, use_routed_experts
@@ -371,23 +371,31 @@ class Backbone(nn.Module):
         features: as of `forward`. `enter`, `through` and `leave` make up `forward`; a stage of a pipeline calls those
         that it holds.
         """
-        empty = len(sequences.tokens) == 0
+        context = context_of(sequences)
+        # A merge of the user's own takes sequences whole, also those of which other ranks run some rows.
+        merging = None if context is None or self.merge is None else context.merging
+        here = sequences if merging is None else merging.sequences
+        empty = len(here.tokens) == 0
         table = self._text.table
-        embeds = table.weight.new_zeros(0, self.dim) if empty else table(sequences.tokens)
+        embeds = table.weight.new_zeros(0, self.dim) if empty else table(here.tokens)
         if empty:
             embeds = take_part(embeds, outside_blocks(self))
         features = {name: rows.to(embeds.dtype) for name, rows in features.items()}
         for name, rows in self.queries.items():
-            features[name] = self._queries_at(name, rows, sequences).to(embeds.dtype)
-        if (context := context_of(sequences)) is not None:
-            names = [name for name in context.routes if name not in self.keys]
-            features |= placed(features, context, names, embeds, self.row_width)
+            features[name] = self._queries_at(name, rows, here).to(embeds.dtype)
+        if context is not None:
+            routes = context.routes if merging is None else merging.routes
+            names = [name for name in routes if name not in self.keys]
+            features |= placed(features, context, names, embeds, self.row_width, to_merge=merging is not None)
         keys = [features.pop(name) for name in self.keys if name in features]
         if absent := [rows for rows in keys if not len(rows)]:
             embeds = take_part(embeds, absent)  # As in a merge: all ranks run the same backward.
         features = {name: self._part(name, rows, 0) for name, rows in features.items()}
         with arranged(ENTER, lambda: _rows_of(sequences)):
-            embeds = self._merged(embeds, features, sequences)
+            with nullcontext() if merging is None else some_rows(_rows_to_merge(merging)):
+                embeds = self._merged(embeds, features, here)
+            if context is not None and merging is not None:
+                embeds = context.merged(embeds)
             if len(embeds):
                 embeds = self._text.entered(embeds, self._counted(sequences) + self.first_position)
         if torch.is_grad_enabled() and not embeds.requires_grad and not self.trainable:
@@ -560,6 +568,13 @@ class Backbone(nn.Module):
             setattr(text.decoder, text.norm_name, norm)
             for block in self._blocks:
                 block.skipped = False
+
+
+def _rows_to_merge(merging: SharedMerge) -> ItemRows:
+    """The rows of the sequences that this rank merges."""
+    offsets = merging.sequences.offsets.numpy().astype(np.int64)
+    row = np.arange(len(merging.item)) - np.repeat(offsets[:-1], np.diff(offsets))
+    return ItemRows(merging.item, row)
 
 
 def _rows_of(sequences: Sequences) -> list[Int64Array | ItemRows]:

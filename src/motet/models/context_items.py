@@ -79,6 +79,17 @@ class SharedItemRows(SharedAttention, Protocol):
     def in_order(self, order: Int64Array, lengths: Int64Array, num_whole: int) -> SharedItemRows: ...
 
 
+class SharedMerge(Protocol):
+    """What a rank merges whole; fields are as of `dispatch.context.MergeShare`."""
+
+    @property
+    def sequences(self) -> Sequences: ...
+    @property
+    def item(self) -> Int64Array: ...
+    @property
+    def routes(self) -> Mapping[str, Any]: ...
+
+
 class SharedRows(Protocol):
     """The rows that one of several ranks runs of sequences; fields are as of `dispatch.context.ContextShare`."""
 
@@ -97,10 +108,17 @@ class SharedRows(Protocol):
     group: dist.ProcessGroup | None
     method: str
     head_groups: int
+    merging: SharedMerge | None
 
     @property
     def own(self) -> Int64Array:
         """The rows of this rank, ascending, int64 [n]."""
+
+    def to_merge(self, phase: str, rows: Tensor) -> Tensor:
+        """Rows that this rank has taken in -> those of sequences that it merges. A collective."""
+
+    def merged(self, rows: Tensor) -> Tensor:
+        """Rows of the sequences that this rank has merged -> those whose places are here. A collective."""
 
     def placed(self, phase: str, rows: Tensor) -> Tensor:
         """Rows that this rank has taken in -> those whose places are here. A collective."""
@@ -135,14 +153,18 @@ def placed(
     names: Iterable[str],
     like: Tensor,
     width: Callable[[str], int],
+    *,
+    to_merge: bool = False,
 ) -> dict[str, Tensor]:
     """The rows of encoders whose places are on this rank. A collective.
 
     features: those that this rank has taken in; it may have none of an encoder. names: of encoders, the same on all
-    ranks in the same order. like: of the type of the rows. width: of the rows of each.
+    ranks in the same order. like: of the type of the rows. width: of the rows of each. to_merge: those of sequences
+    that this rank merges, in their place.
     """
+    move = context.to_merge if to_merge else context.placed
     taken = {name: features[name] if name in features else like.new_zeros(0, width(name)) for name in names}
-    return {name: context.placed(name, rows.to(like.dtype)) for name, rows in taken.items()}
+    return {name: move(name, rows.to(like.dtype)) for name, rows in taken.items()}
 
 
 def keys_here(rows: Tensor, items: KeyItems, places: Int64Array, context: SharedRows) -> tuple[Tensor, KeyItems]:

@@ -74,7 +74,7 @@ def obstacle_in(recipe: Recipe) -> Callable[[Plan], str]:
     # Encoders of the families can be cut anywhere, unless a callback prevents it, or the rows that queries read.
     parts = recipe.modules.encoders.values()
     may_refuse = any(part.module or part.before or part.between or part.projector.queries for part in parts)
-    may_refuse |= recipe.modules.merge is not None or bool(recipe.modules.generators)
+    may_refuse |= bool(recipe.modules.generators)
 
     def found(plan: Plan) -> str:
         if what := obstacle(plan, recipe):

@@ -71,6 +71,8 @@ _WORDS = {
 
 COMPUTE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.STEP})
 """Kinds that occupy the compute stream. The other kinds communicate."""
+MEETING_KINDS = frozenset({Kind.F, Kind.R, Kind.B, Kind.I})
+"""The passes that stages that meet run together. In W, a rank multiplies what it has."""
 EXCHANGES = (Kind.EXCHANGE_F, Kind.EXCHANGE_B)
 """Kinds that join the groups of two stages. `peer` names the second stage."""
 FROM_SOURCE = (Kind.SEND_F, Kind.RECV_B, *EXCHANGES)

@@ -152,9 +152,6 @@ def impossible_cut(model: MLLM, plan: Plan) -> str:
             if plan.schedule == "data_parallel":
                 continue
             if name == BACKBONE:
-                shares = f"cp {unit.cp}" if unit.cp > 1 else "balance 'split'" if plan.balance == "split" else ""
-                if model.backbone.merge is not None and shares:
-                    return f"unit {unit.name!r} has {shares}, which cannot be: model.merge takes whole sequences"
                 continue
             if name in model.generators:
                 if sum(name in stage for stage in unit.stages) > 1 and (why := model.generators[name].uncuttable):

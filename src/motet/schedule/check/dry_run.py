@@ -26,7 +26,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from motet.schedule.dependencies import COLLECTIVES, PARTNERS, Dependencies, partner
-from motet.schedule.program import COMPUTE_KINDS, Action, Kind, Program, Stage
+from motet.schedule.program import COMPUTE_KINDS, MEETING_KINDS, Action, Kind, Program, Stage
 
 NOMINAL_DURATIONS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0, Kind.R: 1.0, Kind.STEP: 1.0}
 BUBBLE_SHARE = 1e-3
@@ -48,8 +48,6 @@ class DryRun:
 
 _JOINED = COLLECTIVES | {Kind.RECV_F, Kind.RECV_B}
 """Kinds whose actions may be part of another action's event."""
-_MEETINGS = frozenset({Kind.F, Kind.R, Kind.B, Kind.I})
-"""The passes that stages that meet run together. In W, a rank multiplies what it has."""
 
 
 def stream_of(kind: Kind) -> str:
@@ -72,7 +70,7 @@ def event_of(action: Action, program: Program) -> tuple[object, ...]:
     if action.kind in COLLECTIVES and group >= 0:
         peer_group = program.stages[action.peer].group if action.peer >= 0 else -1
         return (action.kind, group, action.microbatch, action.part, peer_group)
-    if action.kind in _MEETINGS and stage.meets:
+    if action.kind in MEETING_KINDS and stage.meets:
         return (action.kind, group, action.microbatch, action.part)
     return action
 
@@ -118,7 +116,7 @@ class _Graph:
         meeting = frozenset(number for number, stage in enumerate(program.stages) if stage.meets)
         for actions in program.actions:
             for action in actions:
-                is_joined = action.kind in joined or (action.stage in meeting and action.kind in _MEETINGS)
+                is_joined = action.kind in joined or (action.stage in meeting and action.kind in MEETING_KINDS)
                 key = event_of(action, program) if is_joined else action
                 event = event_by_action[action] = number.setdefault(key, len(number))
                 if event == len(self.members):

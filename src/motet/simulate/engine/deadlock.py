@@ -2,44 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from motet.core.arrays import Float64Array, Int32Array
-from motet.simulate.engine.action_index import ActionIndex
-from motet.simulate.engine.lower import Waits
+from motet.core.arrays import BoolArray, Float64Array, Int32Array
+from motet.simulate.engine.table import ActionTable
 
 _NUM_SHOWN = 6
 """Number of actions of the circle that its sentence names."""
 
 
-def deadlock(lookup: ActionIndex, waits: Waits, held: Int32Array, end_s: Float64Array) -> str:
-    """The circle as text. held: the stream that each action occupies. end_s: NaN for an action that never ran."""
-    table = lookup.table
-    path = [int(np.flatnonzero(np.isnan(end_s))[0])]
-    while (row := _waits_for(lookup, waits, held, end_s, path[-1])) not in path:
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """What the actions of a run wait for, as the native engine is given it.
+
+    stream, operation:     int32 [num_rows], of each. A row is an action, or a part of a pass that meets others.
+    dependent, dependency: int32 [num_dependencies], the row that waits, and the operation that it waits for.
+    action:                int32 [num_rows], of each, in the table of the first copy of the Program.
+    """
+
+    action: Int32Array
+    stream: Int32Array
+    operation: Int32Array
+    dependent: Int32Array
+    dependency: Int32Array
+
+
+def deadlock(table: ActionTable, waiting: Waiting, end_s: Float64Array) -> str:
+    """The circle as text. table: of the first copy of the Program. end_s: [num_rows], NaN for one that never ran."""
+    stuck = np.isnan(end_s)
+    path = [int(np.flatnonzero(stuck)[0])]
+    while (row := _waits_for(waiting, stuck, path[-1])) not in path:
         path.append(row)
-    circle = [table.action(one) for one in path[path.index(row) :]]
+    circle = list(dict.fromkeys(table.action(int(waiting.action[one])) for one in path[path.index(row) :]))
     names = [str(action) for action in [*circle[:_NUM_SHOWN], circle[0]]]
     if len(circle) > _NUM_SHOWN:
         names.insert(-1, "...")
     return " waits for ".join(names)
 
 
-def _waits_for(lookup: ActionIndex, waits: Waits, held: Int32Array, end_s: Float64Array, row: int) -> int:
+def _waits_for(waiting: Waiting, stuck: BoolArray, row: int) -> int:
     """An action that never runs and that this one waits for: before it in its stream, needed, or in its operation."""
-    table = lookup.table
-    stuck = np.isnan(end_s)
-    before = np.flatnonzero((table.rank[:row] == table.rank[row]) & (held[:row] == held[row]) & stuck[:row])
+    before = np.flatnonzero((waiting.stream[:row] == waiting.stream[row]) & stuck[:row])
     if before.size:
         return int(before[0])
-    needed = waits.dependency[waits.dependent == row]
+    needed = waiting.dependency[waiting.dependent == row]
     if stuck[needed].any():
         return int(needed[stuck[needed]][0])
-    together = np.flatnonzero(lookup.operation == lookup.operation[row])
-    ready = (_waits_for_others(table.rank, held, waits, stuck, int(one)) for one in together)
-    return next(int(one) for one, blocked in zip(together, ready) if blocked)
+    together = np.flatnonzero(waiting.operation == waiting.operation[row])
+    return next(int(one) for one in together if _waits_for_others(waiting, stuck, int(one)))
 
 
-def _waits_for_others(rank: Int32Array, held: Int32Array, waits: Waits, stuck: np.ndarray, row: int) -> bool:
-    before = (rank[:row] == rank[row]) & (held[:row] == held[row]) & stuck[:row]
-    return bool(before.any() or stuck[waits.dependency[waits.dependent == row]].any())
+def _waits_for_others(waiting: Waiting, stuck: BoolArray, row: int) -> bool:
+    before = (waiting.stream[:row] == waiting.stream[row]) & stuck[:row]
+    return bool(before.any() or stuck[waiting.dependency[waiting.dependent == row]].any())

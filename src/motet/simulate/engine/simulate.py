@@ -6,6 +6,7 @@ The same arguments give the same Timeline, to the bit, on every machine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,8 +24,9 @@ from motet.simulate.engine.action_index import ActionIndex
 from motet.simulate.engine.action_seconds import ActionSeconds, action_seconds
 from motet.simulate.engine.alike import AlikeTimeline, have_like_parts, of_first_rank, one_rank, run_alike
 from motet.simulate.engine.backend import engine
-from motet.simulate.engine.deadlock import deadlock
+from motet.simulate.engine.deadlock import Waiting, deadlock
 from motet.simulate.engine.lower import Waits, waits
+from motet.simulate.engine.meetings import MetPasses, MetRows
 from motet.simulate.engine.spans import timeline_of
 from motet.simulate.engine.stage_times import StageTimes
 from motet.simulate.engine.streams import COMPUTE, STREAMS, TENSOR
@@ -87,50 +89,109 @@ def simulate(
             if (timeline := alike.timeline()) is not None:
                 return timeline
         prepared = prepared.whole
-    if _lacks_communication(prepared.lookup.table, times):
+    return simulate_together(prepared, [times], None, overlap=overlap, jitter=jitter, seeds=[seed], backend=backend)[0]
+
+
+def simulate_together(
+    program: Prepared,
+    times: Sequence[StageTimes],
+    meeting: MetPasses | None,
+    *,
+    overlap: bool = True,
+    jitter: float = 0.0,
+    seeds: Sequence[int] = (),
+    backend: Backend = "native",
+) -> list[Timeline]:
+    """The Timelines of several islands that run the same Program, and some passes together.
+
+    times, seeds: of each island; without seeds they count from 0.
+    meeting:      which passes; None is none.
+    Other arguments, and what it raises: as of `simulate`.
+    """
+    prepared = program.whole
+    if any(_lacks_communication(prepared.lookup.table, each) for each in times):
         prepared = Prepared(add_communication(prepared.program, holds_up=not overlap), whole=True)
-    lookup, table = prepared.lookup, prepared.lookup.table
-    seconds = action_seconds(lookup, times, jitter, seed)
-    held, total_s = _held(seconds, overlap), (seconds.held_s + seconds.tensor_s)[:, 0]
-    start_s: Float64Array
-    end_s: Float64Array
-    if native is None:
-        columns = reference.run(table.program, seconds.stream.tolist(), total_s.tolist(), overlap)
-        start_s, end_s = (np.array(column) for column in columns)
-    else:
-        needs = prepared.waits(seconds.stream, overlap)
-        rank_stream: Int32Array = table.rank * len(STREAMS) + held
-        start_s, end_s = native.run(rank_stream, lookup.operation, total_s, needs.dependent, needs.dependency)
-    if np.isnan(end_s).any():
-        circle = deadlock(lookup, prepared.waits(seconds.stream, overlap), held, end_s)
-        hint = (
-            "" if overlap else " without overlap; add_communication(..., holds_up=True) puts moves in an order that can"
-        )
-        raise ArgumentError(f"The program cannot run{hint}: {circle}.")
-    return timeline_of(table, seconds, start_s, end_s)
+    table = prepared.lookup.table
+    seconds = [
+        action_seconds(prepared.lookup, each, jitter, seed) for each, seed in zip(times, seeds or range(len(times)))
+    ]
+    totals_s = np.stack([(each.held_s + each.tensor_s)[:, 0] for each in seconds])
+    start_s, end_s = run_copies(prepared, seconds[0].stream, totals_s, overlap, meeting, backend)
+    return [timeline_of(table, *of_island) for of_island in zip(seconds, start_s, end_s)]
 
 
-def makespans(program: Prepared, times: StageTimes, num_islands: int, overlap: bool = True) -> Float64Array:
+def makespans(
+    program: Prepared, times: StageTimes, num_islands: int, overlap: bool = True, meeting: MetPasses | None = None
+) -> Float64Array:
     """Seconds of a step of each of several islands that run the same Program, [num_islands].
 
-    times: of the stages, edges and ranks of all islands, one after the other; parts are those of the first.
+    times:   of the stages, edges and ranks of all islands, one after the other; parts are those of the first.
+    meeting: as of `simulate_together`.
     As `simulate` finds for each, without jitter. Raises as it does.
     """
     prepared = program.whole
     if _lacks_communication(prepared.lookup.table, times):
         prepared = Prepared(add_communication(prepared.program, holds_up=not overlap), whole=True)
-    lookup, table, native = prepared.lookup, prepared.lookup.table, engine("native")
-    seconds = action_seconds(lookup, times, num_copies=num_islands)
-    needs = prepared.waits(seconds.stream, overlap)
-    rank_stream: Int32Array = table.rank * len(STREAMS) + _held(seconds, overlap)
+    seconds = action_seconds(prepared.lookup, times, num_copies=num_islands)
+    totals_s = np.ascontiguousarray((seconds.held_s + seconds.tensor_s).T)
+    _, ends_s = run_copies(prepared, seconds.stream, totals_s, overlap, meeting)
+    makespans_s: Float64Array = ends_s.max(axis=1, initial=0.0)
+    return makespans_s
 
-    def makespan_s(total_s: Float64Array) -> float:
-        if native is None:
-            return max(reference.run(table.program, seconds.stream.tolist(), total_s.tolist(), overlap)[1], default=0.0)
-        _, end_s = native.run(rank_stream, lookup.operation, total_s, needs.dependent, needs.dependency)
-        return float(end_s.max(initial=0.0))
 
-    return np.array(list(map(makespan_s, np.ascontiguousarray((seconds.held_s + seconds.tensor_s).T))))
+def run_copies(
+    prepared: Prepared,
+    stream: Int32Array,
+    totals_s: Float64Array,
+    overlap: bool,
+    meeting: MetPasses | None = None,
+    backend: Backend = "native",
+) -> tuple[Float64Array, Float64Array]:
+    """Start and end of each action in each copy of a Program, [num_copies, num_actions] each.
+
+    prepared: with the actions of all ranks.
+    stream:   int32 [num_actions], as of `ActionSeconds`. totals_s: of each action, [num_copies, num_actions].
+    meeting:  as of `simulate_together`; None: each copy runs by itself. Raises ArgumentError if it cannot run.
+    """
+    lookup, native, shape = prepared.lookup, engine(backend), totals_s.shape
+    met = None if meeting is None else MetRows.of(lookup, meeting.number)
+    own_s = None if meeting is None else meeting.own_s(lookup.table, totals_s)
+    if native is None and meeting is not None and own_s is not None:
+        of_sides = own_s[0].ravel().tolist(), own_s[1].ravel().tolist()
+        given = stream.tolist() * shape[0], totals_s.ravel().tolist(), overlap, meeting.number.tolist(), of_sides
+        columns = [reference.run(lookup.table.program, *given)]
+    elif native is None:
+        columns = [reference.run(lookup.table.program, stream.tolist(), each.tolist(), overlap) for each in totals_s]
+    else:
+        waiting = _waiting(prepared, stream, overlap, met)
+        of_rows = totals_s if met is None or own_s is None else met.seconds(totals_s, own_s).reshape(1, -1)
+        of_streams, needs = (waiting.stream, waiting.operation), (waiting.dependent, waiting.dependency)
+        columns = [native.run(*of_streams, each, *needs) for each in of_rows]
+    starts_s, ends_s = (np.array(each) for each in zip(*columns))
+    if np.isnan(ends_s).any():
+        ended_s = next(each for each in ends_s if np.isnan(each).any())
+        circle = deadlock(lookup.table, _waiting(prepared, stream, overlap, met), ended_s)
+        hint = (
+            "" if overlap else " without overlap; add_communication(..., holds_up=True) puts moves in an order that can"
+        )
+        raise ArgumentError(f"The program cannot run{hint}: {circle}.")
+    if met is not None:
+        starts_s = starts_s.reshape(shape[0], -1)[:, met.first]
+        ends_s = ends_s.reshape(shape[0], -1)[:, met.last]
+    return starts_s.reshape(shape), ends_s.reshape(shape)
+
+
+def _waiting(prepared: Prepared, stream: Int32Array, overlap: bool, met: MetRows | None) -> Waiting:
+    """What the rows of one copy, or of those that meet, wait for."""
+    lookup, needs = prepared.lookup, prepared.waits(stream, overlap)
+    held: Int32Array = lookup.table.rank * np.int32(len(STREAMS)) + _held(stream, overlap)
+    if met is None:
+        every = np.arange(len(lookup.table), dtype=np.int32)
+        return Waiting(every, held, lookup.operation, needs.dependent, needs.dependency)
+    copies = np.arange(len(met.operation), dtype=np.int32)[:, None]
+    of_rows = held[met.action] + copies * np.int32(len(STREAMS) * lookup.table.program.num_ranks)
+    action = np.tile(met.action, len(copies))
+    return Waiting(action, of_rows.ravel(), met.operation.ravel(), *met.waits(needs))
 
 
 @dataclass(frozen=True)
@@ -162,7 +223,7 @@ class _Alike:
         needs = self.prepared.waits(seconds.stream, self.overlap)
         total_s = seconds.held_s
         total_s += seconds.tensor_s
-        runs = run_alike(self.prepared.lookup.table, _held(seconds, self.overlap), total_s, needs, start_s)
+        runs = run_alike(self.prepared.lookup.table, _held(seconds.stream, self.overlap), total_s, needs, start_s)
         return total_s if runs else None
 
     def _computing(self) -> tuple[Float64Array, Float64Array]:
@@ -188,9 +249,9 @@ class _Alike:
         return timeline_of(action_table(self.prepared.program, ranks), tiled, starts_s[:, 0], ends_s[:, 0])
 
 
-def _held(seconds: ActionSeconds, overlap: bool) -> Int32Array:
-    """The stream that each action occupies."""
-    return seconds.stream if overlap else np.where(seconds.stream == TENSOR, np.int32(COMPUTE), seconds.stream)
+def _held(stream: Int32Array, overlap: bool) -> Int32Array:
+    """The stream that each action occupies. stream: as of `ActionSeconds`."""
+    return stream if overlap else np.where(stream == TENSOR, np.int32(COMPUTE), stream)
 
 
 def _lacks_communication(table: ActionTable, times: StageTimes) -> bool:

@@ -22,7 +22,7 @@ from motet.schedule import PlannedProgram
 from motet.schedule.from_plan import BubbleProgram
 from motet.schedule.passes.part_runs import PartRun, joined_parts
 from motet.schedule.program import Action, Kind
-from motet.simulate.engine.simulate import Prepared, simulate
+from motet.simulate.engine.simulate import Prepared, simulate_together
 from motet.simulate.engine.table import PASSES
 from motet.simulate.filling.memory import fits
 from motet.simulate.filling.pass_order import PassOrder
@@ -36,6 +36,7 @@ from motet.simulate.filling.placement import (
     StepEncoder,
 )
 from motet.simulate.filling.search import shortest
+from motet.simulate.predict.met_passes import met_passes
 from motet.simulate.predict.program_times import stage_times_of
 from motet.simulate.predict.stage_pricing import Pricing
 from motet.simulate.predict.traffic import Traffic
@@ -124,7 +125,11 @@ class StepFiller:
         traffic = Traffic(pricing)
         times = [stage_times_of(pricing, traffic, island) for island in islands]
         programs, overlap = (Prepared(filled.program), self._simulated), self.own.layout.plan.cluster.device.overlaps
-        takes_s = [max(simulate(program, each, overlap=overlap).makespan_s for each in times) for program in programs]
+        meeting = met_passes(pricing, islands)
+        takes_s = [
+            max(timeline.makespan_s for timeline in simulate_together(program, times, meeting, overlap=overlap))
+            for program in programs
+        ]
         return round(takes_s[0] * NS_PER_S) < round(takes_s[1] * NS_PER_S)
 
     def _found_encoders(self) -> Iterator[_PlannedEncoder]:

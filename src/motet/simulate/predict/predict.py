@@ -5,7 +5,8 @@
 3. The Plan's Program is simulated.
 
 Islands (`core/plan.py`) run the same Program on different examples, and the slowest one is the step. If there are many,
-only MAX_ISLANDS are simulated: those with the largest sum, over microbatches, of the seconds on the busiest rank.
+only MAX_ISLANDS are simulated: those with the largest sum, over microbatches, of the seconds on the busiest rank. Where
+replicas share sequences, islands wait for each other in the passes of these microbatches (`met_passes.py`).
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from motet.cost.model import CostModel
 from motet.schedule import PlannedProgram, Presence, planned, program_of_batch
 from motet.schedule.coordinates import first_ranks, ranks_a_program_rank
 from motet.schedule.program import Program
-from motet.simulate.engine.simulate import Prepared, makespans, simulate
+from motet.simulate.engine.simulate import Prepared, makespans, simulate, simulate_together
 from motet.simulate.filling.step_filler import StepFiller
 from motet.simulate.predict.batch import draw_batch
 from motet.simulate.predict.memory import MemoryOfRanks
+from motet.simulate.predict.met_passes import met_passes
 from motet.simulate.predict.prediction import Prediction
 from motet.simulate.predict.program_times import stage_times_of, times_in_islands
 from motet.simulate.predict.stage_pricing import Pricing, Recomputed, Recomputes
@@ -174,16 +176,26 @@ def _slowest_island(
     traffic, overlap = Traffic(pricing), pricing.plan.cluster.device.overlaps
     own = _prepared(program_of_batch(pricing.planned, _present(pricing)))
 
+    def named(timeline: Timeline, island: int) -> Timeline:
+        return timeline.named(_rank_names(pricing, island), ranks_a_program_rank(pricing.layout).tolist())
+
     def simulated(island: int, program: Prepared = own) -> Timeline:
         times = stage_times_of(pricing, traffic, island)
-        timeline = simulate(program, times, overlap=overlap, jitter=jitter, seed=seed + island)
-        return timeline.named(_rank_names(pricing, island), ranks_a_program_rank(pricing.layout).tolist())
+        return named(simulate(program, times, overlap=overlap, jitter=jitter, seed=seed + island), island)
 
     def filled(island: int, filler: StepFiller) -> tuple[Timeline, Program]:
         program = filler.program(pricing.assignment, island).program
         return simulated(island, Prepared(program)), program
 
     islands = list(_simulated(pricing, jitter))
+    if (meeting := met_passes(pricing, islands)) is not None:
+        # Islands that meet have one Program, also where each step fills bubbles.
+        by_step = None if filler is None else filler.program(pricing.assignment, islands[0]).program
+        program = own if by_step is None else Prepared(by_step)
+        times, seeds = [stage_times_of(pricing, traffic, island) for island in islands], [seed + i for i in islands]
+        found = simulate_together(program, times, meeting, overlap=overlap, jitter=jitter, seeds=seeds)
+        timeline, island = max(zip(found, islands), key=lambda one: one[0].makespan_s)
+        return named(timeline, island), by_step
     if filler is not None:
         return max((filled(island, filler) for island in islands), key=lambda one: one[0].makespan_s)
     if jitter:
@@ -207,8 +219,8 @@ _last_prepared: deque[Prepared] = deque(maxlen=2)
 
 def _makespans(pricing: Pricing, traffic: Traffic, program: Prepared, islands: Sequence[int]) -> Float64Array:
     """Seconds of a step of each of these islands, [len(islands)]."""
-    overlap = pricing.plan.cluster.device.overlaps
-    return makespans(program, times_in_islands(pricing, traffic, islands), len(islands), overlap)
+    overlap, times = pricing.plan.cluster.device.overlaps, times_in_islands(pricing, traffic, islands)
+    return makespans(program, times, len(islands), overlap, met_passes(pricing, islands))
 
 
 def _present(pricing: Pricing) -> tuple[Presence, ...]:

@@ -221,6 +221,10 @@ class Pricing:
         """The layers of a stage, in execution order."""
         return list(stage_layers(self.plan.model, stage.layers, stage.recomputed))
 
+    def of_layers(self, stage: PlannedStage, layers: Sequence[StageLayer]) -> StagePrices:
+        """The prices of some layers of a stage of a pipeline, [num_replicas, num_microbatches] each."""
+        return self._sum(stage, Counter(layers))
+
     def rows(self, name: str, layer: Layer, stage: PlannedStage, islands: Sequence[int]) -> Float64Array:
         """Rows of a layer of a module on one of the ranks that share the stage's work.
 

@@ -8,13 +8,14 @@ share, plus what does not depend on the microbatch: collectives and the optimize
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from functools import cached_property
 
 import numpy as np
 
 from motet.assign.step import ModuleAssignment, StepAssignment
+from motet.balance import island_makespans
 from motet.balance.step_graph import StepGraph, gaps_of, graph_of_needs
 from motet.core.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 from motet.core.errors import ArgumentError
@@ -28,14 +29,15 @@ from motet.schedule.dependencies import PARTNERS
 from motet.schedule.from_plan import PlannedProgram
 from motet.schedule.generators.dag import distances
 from motet.schedule.program import Kind
-from motet.simulate.engine.action_index import ActionIndex
 from motet.simulate.engine.action_seconds import action_seconds
-from motet.simulate.engine.lower import waits
+from motet.simulate.engine.meetings import MetPasses
+from motet.simulate.engine.simulate import Prepared, run_copies
 from motet.simulate.engine.stage_times import StageTimes
 from motet.simulate.engine.streams import COMPUTE, STREAMS, TENSOR
-from motet.simulate.engine.table import CODES, KINDS, PASSES, action_table
+from motet.simulate.engine.table import CODES, KINDS, PASSES
 from motet.simulate.engine.turns import NO_TURN, turns
 from motet.simulate.predict.collectives import Collectives
+from motet.simulate.predict.met_passes import met_passes
 from motet.simulate.predict.program_times import StageParts, constant_times, parts_of_passes
 from motet.simulate.predict.stage_pricing import Pricing, StagePrices
 from motet.simulate.predict.traffic import Traffic, sent_key
@@ -47,6 +49,8 @@ _SENT_KIND = np.array([CODES[PARTNERS[kind]] if kind in (Kind.RECV_F, Kind.RECV_
 """The code of each kind, but of RECV that of its SEND: both take place together."""
 _NONE = np.zeros((1, 1))
 _ROWS_AT_ONCE = 8
+_NUM_KEPT = 8
+"""Assignments of which is kept what replicas run together: those that a step's candidates have."""
 
 
 class StepOperations:
@@ -55,16 +59,18 @@ class StepOperations:
     def __init__(self, planned: PlannedProgram, cost: CostModel) -> None:
         self.planned, self.cost, self.plan = planned, cost, planned.layout.plan
         self.overlap = self.plan.cluster.device.overlaps
-        self._lookup = ActionIndex(action_table(planned.program))
+        self._prepared = Prepared(planned.program, whole=True)
+        self._lookup = self._prepared.lookup
         nothing = _no_examples(self.plan, planned.layout.num_microbatches)
         self._empty = Pricing(self.plan, planned, nothing, cost)
+        self._met = deque[tuple[StepAssignment, MetPasses | None]](maxlen=_NUM_KEPT)
         self._parts = parts_of_passes(self._empty)
         self._constants = constant_times(Collectives(self._empty))
 
     @cached_property
     def _pairs(self) -> tuple[Int64Array, Int64Array]:
         """Operations that wait and those that they wait for, each by the row of its first action; int64 [num_pairs]."""
-        pairs = waits(self._lookup, self._stream, self.overlap)
+        pairs = self._prepared.waits(self._stream, self.overlap)
         in_streams = np.argsort(self._held, kind="stable")
         follows = self._held[in_streams[1:]] == self._held[in_streams[:-1]]
         after = np.concatenate([pairs.dependent, in_streams[1:][follows]])
@@ -218,6 +224,7 @@ class StepOperations:
     def durations(self, assignment: StepAssignment) -> Int64Array:
         """Nanoseconds of the rows of the graph, int64 [num_islands * num_microbatches, num_rows], island by island."""
         pricing = Pricing(self.plan, self.planned, assignment, self.cost, like=self._empty)
+        self._met.append((assignment, met_passes(pricing, range(pricing.num_islands))))
         if self._parts != (parts := parts_of_passes(pricing)):
             self._parts = parts
             self.__dict__.pop("_shares", None)
@@ -250,6 +257,25 @@ class StepOperations:
             seconds *= NS_PER_S
             durations[:, rows.start : rows.stop] = np.rint(seconds, out=seconds).reshape(len(rows), -1).T
         return durations
+
+    def together(self, assignment: StepAssignment, durations: Int64Array, groups: Int64Array) -> Int64Array:
+        """Nanoseconds of each island's step, int64 [num_islands], where replicas run the microbatches of which they
+        share sequences together: in all islands these are at the same positions.
+
+        assignment: of the groups, which are numbered island by island; one of the last whose durations were asked for.
+        durations:  these.
+        groups:     int64 [num_islands, num_microbatches], the group at each position.
+        """
+        meeting = next(met for known, met in reversed(self._met) if known is assignment)
+        if meeting is None:
+            return island_makespans(self.graph, durations, groups)
+        placed = np.concatenate([groups, groups[:, :1]], axis=1)  # Behind them what serves the whole step.
+        row, microbatch = self._rows[0][self._index], self._lookup.table.microbatch
+        taken = durations[placed[:, microbatch], row].astype(np.float64)
+        meeting = meeting.in_order(groups[0] % assignment.num_microbatches)
+        _, ends = run_copies(self._prepared, self._stream, taken, self.overlap, meeting)
+        island_ns: Int64Array = np.rint(ends.max(axis=1)).astype(np.int64)
+        return island_ns
 
     @cached_property
     def _columns(self) -> tuple[Int64Array, Int64Array]:

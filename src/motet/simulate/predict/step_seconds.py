@@ -96,6 +96,10 @@ class PricedSteps:
         """As `StepOperations.durations`: int64 [num_islands * num_microbatches, num_rows]."""
         return self._operations.durations(assignment)
 
+    def together(self, assignment: StepAssignment, durations: Int64Array, groups: Int64Array) -> Int64Array:
+        """As `StepOperations.together`: nanoseconds of each island's step, int64 [num_islands]."""
+        return self._operations.together(assignment, durations, groups)
+
     @cached_property
     def _operations(self) -> StepOperations:
         return StepOperations(self.planned, self.cost)

@@ -58,12 +58,14 @@ class StageNeeds:
     context: ContextPlace | None = None
 
     @staticmethod
-    def of(place: Place, context: ContextConfig = DEFAULT_CONTEXT, *, needs_places: bool = False) -> StageNeeds:
+    def of(
+        place: Place, context: ContextConfig = DEFAULT_CONTEXT, *, needs_places: bool = False, merges: bool = False
+    ) -> StageNeeds:
         """Of the rank of a Place. Places of rows are read with the tokens, where a block needs to know them: before it
         rows enter the backbone again, or its rows see some behind them.
 
         context: how attention gets rows of other ranks that share its sequences.
-        needs_places: as of `models.backbone.Backbone`.
+        needs_places: as of `models.backbone.Backbone`. merges: whether that has a merge of the user's own.
         """
         plan, stages = place.program.layout.plan, place.stages.values()
         model = plan.model
@@ -74,7 +76,7 @@ class StageNeeds:
         # What a generator makes is what its last stage compares with.
         makes = {name: one for one in stages for name in ended & {*model.generators} & one.layers.keys()}
         readers = {name: stage for name, stage in (makes | begun).items() if name != BACKBONE}
-        among = ContextPlace.of(plan, place.c, context) if BACKBONE in place.replicas else None
+        among = ContextPlace.of(plan, place.c, context, merges=merges) if BACKBONE in place.replicas else None
         return StageNeeds(place.replicas, readers, BACKBONE in begun.keys() | ended or bool(knows_places), among)
 
     def reads(self, phase: str, microbatch: int, program: PlannedProgram | None) -> bool:

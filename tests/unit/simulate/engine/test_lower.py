@@ -1,5 +1,7 @@
 """The native engine and what it is given agree with the readable reference, action for action."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,9 +10,12 @@ from hypothesis import strategies as st
 from motet.core.errors import ArgumentError
 from motet.schedule.check.dry_run import event_of
 from motet.schedule.dependencies import Dependencies
+from motet.schedule.program import Kind
 from motet.simulate import simulate, stage_times
 from motet.simulate.engine.action_index import ActionIndex
 from motet.simulate.engine.lower import waits
+from motet.simulate.engine.meetings import MetPasses
+from motet.simulate.engine.simulate import Prepared, simulate_together
 from motet.simulate.engine.streams import STREAM_OF_KIND
 from motet.simulate.engine.table import action_table
 from unit.schedule.generated import GENERATED
@@ -60,6 +65,25 @@ def test_native_equals_reference_span_for_span(data, overlap, jitter):
     )
     assert list(native) == list(reference)
     assert len(native) >= program.num_actions
+
+
+@given(data=st.data(), overlap=st.booleans())
+def test_native_equals_reference_where_islands_meet(data, overlap):
+    program, num_islands = data.draw(programs()), data.draw(st.integers(1, 3))
+    times = [data.draw(times_of(program)) for _ in range(num_islands)]
+    times = [replace(one, forward_parts={}, backward_parts={}) for one in times]
+    meets = st.lists(st.booleans(), min_size=program.num_microbatches, max_size=program.num_microbatches)
+    # A stage meets itself in other islands; replicas of a Program are drawn in any order, and may not meet.
+    of_stages = [[stage if each else -1 for each in data.draw(meets)] for stage in range(program.num_stages)]
+    number = np.array([of_stages] * num_islands)
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    kinds = (Kind.F, Kind.R, Kind.B, Kind.I)
+    meeting = MetPasses(number, {kind: tuple(rng.random((2, *number.shape)) / 2) for kind in kinds})
+    native, reference = (
+        simulate_together(Prepared(program), times, meeting, overlap=overlap, backend=backend)
+        for backend in ("native", "reference")
+    )
+    assert [list(one) for one in native] == [list(one) for one in reference]
 
 
 @given(data=st.data(), overlap=st.booleans())

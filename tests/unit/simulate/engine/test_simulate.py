@@ -9,6 +9,8 @@ from motet.core.errors import ArgumentError
 from motet.schedule import add_communication, add_recompute, gpipe, interleaved_1f1b, one_f_one_b, split_parts
 from motet.schedule.program import Action, Kind, Program, Stage
 from motet.simulate import Part, simulate, stage_times
+from motet.simulate.engine.meetings import MetPasses
+from motet.simulate.engine.simulate import Prepared, makespans, simulate_together
 
 BACKENDS = pytest.mark.parametrize("backend", ["native", "reference"])
 
@@ -32,6 +34,41 @@ def test_a_collective_starts_when_the_last_rank_reaches_it(backend):
     for rank in range(3):
         assert found[f"{rank}REDUCE", "collective"] == (5.0, 5.5)
         assert found[f"{rank}STEP", "compute"] == (5.5, 5.75)
+
+
+@BACKENDS
+def test_passes_that_two_islands_run_together_start_when_both_can(backend):
+    """Their second microbatch meets: it starts behind the longer first one, and takes as long as on the slower.
+
+    Of its forward pass, the first island runs a second before by itself, and the second one a second behind.
+    """
+    program, number = Prepared(gpipe(1, 3)), np.array([[[-1, 7, -1]]] * 2)
+    before, behind = np.zeros((2, *number.shape))
+    before[0, 0, 1], behind[1, 0, 1] = 1 / 5, 1 / 3
+    meeting = MetPasses(number, {Kind.F: (before, behind)})
+    times = [stage_times([[1.0, 5.0, 2.0]], [[2.0] * 3]), stage_times([[4.0, 3.0, 1.0]], [[3.0] * 3])]
+    found = [spans(one) for one in simulate_together(program, times, meeting, backend=backend)]
+    passes = ("0F0", "0F1", "0F2", "0B0", "0B1", "0B2")
+    assert [[one[name, "compute"] for name in passes] for one in found] == [
+        # Together from 4 to 8; by itself the first runs from 1 to 2, and the second from 8 to 9.
+        [(0, 1), (1, 8), (8, 10), (10, 12), (12, 16), (16, 18)],
+        [(0, 4), (4, 9), (9, 10), (10, 13), (13, 16), (16, 19)],
+    ]
+    apart = [one.makespan_s for one in simulate_together(program, times, None, backend=backend)]
+    assert apart == [14.0, 17.0]
+    together = stage_times([[1.0, 5.0, 2.0], [4.0, 3.0, 1.0]], [[2.0] * 3, [3.0] * 3])
+    assert makespans(program, together, 2, meeting=meeting).tolist() == [18.0, 19.0]
+
+
+@BACKENDS
+def test_passes_that_wait_for_each_other_crosswise_are_named(backend):
+    """Two replicas of one Program run together what they have in orders of their own."""
+    rows = [(Action(0, Kind.F, 0), Action(0, Kind.F, 1)), (Action(1, Kind.F, 1), Action(1, Kind.F, 0))]
+    program = Program((Stage(0, "llm", 0), Stage(1, "llm", 0)), (), tuple(rows), 2)
+    with pytest.raises(ArgumentError, match=r"cannot run: 0F0 waits for 1F0 waits for 1F1 waits for 0F1"):
+        simulate_together(
+            Prepared(program), [stage_times([1] * 2, [0] * 2)], MetPasses(np.zeros((1, 2, 2), int), {}), backend=backend
+        )
 
 
 @BACKENDS

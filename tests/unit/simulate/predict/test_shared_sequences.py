@@ -5,6 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from motet.assign.pipeline import Batching
+from motet.assign.pipeline_balance import assign_cut, item_work
 from motet.assign.plan import assign_step
 from motet.assign.planned_step import decide_planned_step
 from motet.core.attention_table import AttentionTable
@@ -18,7 +20,8 @@ from motet.runtime.place import Place
 from motet.schedule import planned
 from motet.simulate.predict.predict import predict_assigned
 from motet.simulate.predict.stage_pricing import Pricing
-from unit.simulate.jobs import EXCHANGE_S, Linear
+from unit.simulate.even_jobs import EVEN, LAYER_B, LAYER_F, ROWS, Free, even
+from unit.simulate.jobs import EXCHANGE_S, Linear, plan
 
 WIDTH, KV_BYTES = 16, 2 * 16 * 2
 """Of rows, and of a row's keys and values in 16 bits."""
@@ -77,6 +80,33 @@ def test_a_step_with_a_long_sequence_is_shorter_if_replicas_share_it():
         for plan in (split, whole)
     ]
     assert step_s[0] < 0.6 * step_s[1]
+
+
+@pytest.mark.parametrize("fed_in_common", [False, True])
+def test_replicas_start_passes_of_what_they_share_together(fed_in_common):
+    """One stage and three microbatches, the second with a cut: in the first one replica is busier, and in the last the
+    other. Both run the cut when both are there, in islands of their own as in one, where another unit feeds both.
+    """
+    rows = np.array([20, 80, 60, 20, 50, 10])  # By microbatch, of the two replicas; 60 are cut.
+    units = (Unit("llm", ({"image": 4, "backbone": 12},), dp=2),)
+    if fed_in_common:
+        units = Unit("llm", ({"backbone": 12},), dp=2), Unit("image", ({"image": 4},), first_rank=2)
+    made = plan(*units, spec=EVEN, batch_size=6, schedule="gpipe", balance="split")
+    batch = replace(even(6), sequence=rows, num_targets=rows)
+    none = np.zeros(0, dtype=np.int64)
+    batch = replace(batch, items={"image": ItemLengths(none, none, none)})
+    dealt = Batching(np.array([0, 0, 1, 1, 2, 2]), np.array([0, 1, 0, 1, 0, 1]))
+    step = assign_cut(made, batch, dealt, item_work(made, batch), np.array([2]))
+    cuts = step.modules[BACKBONE].cuts
+    assert cuts.degrees == {2: 2}
+    of_replicas = np.bincount(cuts.rank, cuts.share_of(rows))
+    of_replicas[step.modules[BACKBONE].replica[3]] += rows[3]
+    shared = of_replicas.max()  # Each layer is as long as on the slower replica.
+    found = predict_assigned(made, planned(made), step, Free(made.cluster))
+    row_f, row_b = 12 * LAYER_F / ROWS, 12 * LAYER_B / ROWS
+    # Forward, the cut starts behind the second replica's 80 rows, and behind it that has 10. Backward, it starts behind
+    # the same 80 rows, and behind it the first replica has 50.
+    assert found.step_s == pytest.approx((80 + shared + 10) * row_f + (80 + shared + 50) * row_b)
 
 
 class WithoutExchanges(Linear):

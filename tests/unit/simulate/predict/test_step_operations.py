@@ -5,12 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from motet.assign.ordering import given_batching
 from motet.assign.pipeline import Batching, assign_batching, batching_as_given
+from motet.assign.pipeline_balance import assign_cut, dealt_with_cuts, item_work
 from motet.balance import island_makespans, order_islands
+from motet.core.plan import Unit
 from motet.simulate.predict.predict import predict_assigned
 from motet.simulate.predict.step_seconds import PricedSteps
 from parity.random_fills import with_random_fills
-from unit.simulate.jobs import PLANS, SEND_S, Linear, lengths
+from unit.simulate.jobs import BACKBONE as HALVES
+from unit.simulate.jobs import PLANS, SEND_S, Linear, lengths, plan
 
 PIPELINES = [name for name in PLANS if name != "data parallel"]
 
@@ -41,6 +45,35 @@ def test_a_step_takes_as_long_as_it_is_simulated(name, zero, overlaps):
             steps.graph, durations, np.arange(len(durations)).reshape(steps.layout.num_islands, -1)
         )
         assert found.max() == pytest.approx(1e9 * expected_s, abs=len(steps.graph.row))
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("fed_in_common", [False, True])
+def test_steps_with_shared_sequences_take_as_long_in_any_order(fed_in_common, overlaps):
+    """Replicas in islands of their own, and two in each of two islands, which one replica of the encoders feeds."""
+    units = (Unit("all", ({"image": 4, "audio": 3, **HALVES[0]}, HALVES[1]), dp=4, pp=2),)
+    if fed_in_common:
+        units = Unit("llm", HALVES, dp=4, pp=2), Unit("encoders", ({"image": 4, "audio": 3},), first_rank=8, dp=2)
+    made = plan(*units, batch_size=32, balance="split")
+    device = replace(made.cluster.device, overlaps=overlaps)
+    made = replace(made, cluster=replace(made.cluster, device=device))
+    steps, batch = PricedSteps(made, Linear(made.cluster)), lengths(32)
+    batch.sequence[:3] *= 10
+    work = item_work(made, batch)
+    dealt, cut = dealt_with_cuts(made, batch, given_batching(made, batch), work)
+    assert len(cut) == 3
+    contents = assign_cut(made, batch, dealt, work, cut)
+    durations = steps.of_operations(contents)
+    for seed in range(3):
+        order = np.random.default_rng(seed).permutation(contents.num_microbatches)
+        placed = Batching(np.argsort(order)[dealt.microbatch], dealt.index)
+        expected_s = predict_assigned(
+            made, steps.planned, assign_cut(made, batch, placed, work, cut), steps.cost
+        ).step_s
+        groups = contents.num_microbatches * np.arange(steps.layout.num_islands)[:, None] + order
+        found = steps.together(contents, durations, groups)
+        assert found.max() == pytest.approx(1e9 * expected_s, abs=len(steps.graph.row))
+        assert found.max() > island_makespans(steps.graph, durations, groups).max()
 
 
 @pytest.mark.parametrize("name", PIPELINES)
