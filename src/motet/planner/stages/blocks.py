@@ -31,6 +31,8 @@ class Blocks:
     state_bytes:  parameters, gradients, and the rank's share of the optimizer.
     kept_bytes:   activations kept for backward. saved_bytes: those of them that recomputing the block does not keep.
     working_bytes, recompute_working_bytes: transients while the block runs, without and with its recomputation.
+    start_bytes:  activations that the block keeps beside these where a stage begins with it, recomputed or not: of what
+                  has come to all tensor-parallel ranks, whole rows.
     """
 
     names: tuple[str, ...]
@@ -47,6 +49,7 @@ class Blocks:
     saved_bytes: Float64Array
     working_bytes: Float64Array
     recompute_working_bytes: Float64Array
+    start_bytes: Float64Array
 
     @property
     def num_blocks(self) -> int:
@@ -117,7 +120,7 @@ def join(parts: tuple[Blocks, ...]) -> Blocks:
 
 
 def _block_bytes(job: Job, name: str, num_examples: int, tp: int, dp: int) -> Float64Array:
-    """[5, num_blocks]: state, kept, saved, working and recompute_working bytes of each block. Cached."""
+    """[6, num_blocks]: state, kept, saved, working, recompute_working and start bytes of each block. Cached."""
     key = "block bytes", name, num_examples, tp, dp
     if key not in job.of_any_cluster:
         job.of_any_cluster[key] = _counted_bytes(job, name, num_examples, tp, dp)
@@ -137,18 +140,20 @@ def _counted_bytes(job: Job, name: str, num_examples: int, tp: int, dp: int) -> 
         return min(most, MAX_LOGITS / layer.output_width) if layer.targets_only else most
 
     memory: dict[object, StageMemory] = {}
-    columns = np.zeros((5, num_blocks))
+    columns = np.zeros((6, num_blocks))
     for number, block in enumerate(job.model.module(name).blocks):
-        both = tuple(tuple(layers[block.start : block.stop]) for layers in (kept_layers, recomputed_layers))
+        both = [tuple(layers[block.start : block.stop]) for layers in (kept_layers, recomputed_layers)]
+        both.append(tuple(stage_layers(job.model, {name: (number, number + 1)}, {})))
         for layers in both:
             if layers not in memory:
                 memory[layers] = stage_memory(unit, layers, rows, 1, precision)
-        kept, recomputed = (memory[layers] for layers in both)
+        kept, recomputed, starting = (memory[layers] for layers in both)
         columns[:, number] = (
             kept.parameters + kept.gradients + kept.optimizer,
             kept.activations,
             kept.activations - recomputed.activations,
             kept.transient,
             recomputed.transient,
+            starting.activations - kept.activations,
         )
     return columns

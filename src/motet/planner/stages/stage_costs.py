@@ -177,10 +177,17 @@ def stages_of(blocks: Blocks, stage: Int64Array, limits: StageLimits) -> Stages:
 def _peak_bytes(blocks: Blocks, stage: Int64Array, limits: StageLimits, rank: int, recomputed: BoolArray) -> float:
     """State, activations of the fullest moment, and the largest transients of a pipeline rank."""
     on_rank = limits.rank[stage] == rank
-    kept = np.bincount(stage, blocks.kept_bytes - blocks.saved_bytes * recomputed, len(limits.rank))
+    kept = _kept_bytes(blocks, stage, len(limits.rank), recomputed)
     held = limits.moments[rank] @ kept[limits.rank == rank]
     working = np.where(recomputed, blocks.recompute_working_bytes, blocks.working_bytes)[on_rank]
     return float(blocks.state_bytes[on_rank].sum() + held.max() + working.max())
+
+
+def _kept_bytes(blocks: Blocks, stage: Int64Array, num_stages: int, recomputed: BoolArray | bool) -> Float64Array:
+    """[num_stages]: activations that a microbatch keeps. recomputed: bool [num_blocks], or of all blocks."""
+    begins = np.diff(stage, prepend=-1) != 0
+    kept = blocks.kept_bytes - blocks.saved_bytes * recomputed + blocks.start_bytes * begins
+    return np.bincount(stage, kept, num_stages).astype(np.float64)
 
 
 def _recomputed_on(blocks: Blocks, stage: Int64Array, limits: StageLimits, rank: int) -> BoolArray:
@@ -220,7 +227,7 @@ def _fullest_moment(blocks: Blocks, stage: Int64Array, limits: StageLimits, rank
     """
     on_rank = limits.rank[stage] == rank
     stages_of_rank = np.flatnonzero(limits.rank == rank)
-    kept = np.bincount(stage, blocks.kept_bytes, len(limits.rank))[stages_of_rank]
+    kept = _kept_bytes(blocks, stage, len(limits.rank), False)[stages_of_rank]
     moments = limits.moments[rank]
     in_flight = np.zeros(len(limits.rank), dtype=np.int64)
     in_flight[stages_of_rank] = moments[int(np.argmax(moments @ kept))]

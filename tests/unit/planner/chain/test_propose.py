@@ -29,6 +29,14 @@ def test_every_plan_fits_runs_and_takes_about_what_was_estimated(frozen, memory_
         assert candidate.facts or candidate.plan.units[0].pp == 1
 
 
+def test_stages_that_begin_with_whole_rows_of_tensor_parallel_ranks_fit():
+    given_job = job(memory_mbytes=320)
+    candidates, _ = proposed(given_job, Pins(tp=2, pp=2, microbatch_size=2))
+    assert candidates
+    for candidate in candidates:
+        predicted(given_job, candidate)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1", "zb_v"])
 def test_pins_are_kept(schedule):
     pins = Pins(tp=2, pp=2, dp=2, microbatch_size=2, schedule=schedule, recompute="full")
