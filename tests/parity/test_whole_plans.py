@@ -18,6 +18,8 @@ from ranks import run_ranks
 with benchmark("whole_models") as whole_models:
     pass
 RUN = ["run.dtype=float64", "run.steps=2", "run.batch_size=8", "optimizer.lr=1e-2", "data.num_workers=0"]
+TWO_AT_ONCE = ["run.batch_size=2"]
+"""One sequence a replica, of which the longer one is more than its share."""
 WAYS = {
     "stages": ["parallel.backbone.pp=2"],
     "shared sequences": ["parallel.backbone.cp=2"],
@@ -59,7 +61,7 @@ def trained_by_example(rank, num_ranks, recipe, folder):
 
 def trained_in_replicas(rank, num_ranks, recipe, folder):
     """Train a recipe under a Plan whose replicas share long sequences. Returns how many were cut."""
-    overrides = [*RUN, *WAYS["shared sequences"], f"run.dir={folder}"]
+    overrides = [*RUN, *WAYS["shared sequences"], *TWO_AT_ONCE, f"run.dir={folder}"]
     read = load_recipe(Path(recipe), overrides)
 
     def plan(world, say):
@@ -155,7 +157,7 @@ def test_sequences_that_replicas_share_are_one_process(family, tmp_path):
     """Images that rows attend to; grids, and rows that enter again; rows that see each other; sound between frames."""
     whole_models.write_job(tmp_path / "job", family)
     recipe = str(tmp_path / "job" / "recipe.toml")
-    run_ranks(trained, 1, recipe, {str(tmp_path / "alone"): []})
+    run_ranks(trained, 1, recipe, {str(tmp_path / "alone"): TWO_AT_ONCE})
     assert run_ranks(trained_in_replicas, 2, recipe, str(tmp_path / "shared"))[0] > 0
     for found, expected in zip(figures(tmp_path / "shared"), figures(tmp_path / "alone"), strict=True):
         assert found == pytest.approx(expected, rel=1e-10)
