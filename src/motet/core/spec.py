@@ -179,11 +179,11 @@ class Layer:
 
     def input_weights(self, needs_input: bool) -> int:
         """The entries of the matrices whose input gets a gradient. needs_input: the layer's own does."""
-        if needs_input or not self.trainable:
-            return self.weights if needs_input else 0
-        if self.inner_weights is not None:
+        if needs_input:
+            return self.weights
+        if self.trainable and self.inner_weights is not None:
             return self.inner_weights
-        return self.weights if self.in_block else 0
+        return self.weights if self.has_inner(needs_input) else 0
 
     def has_inner(self, needs_input: bool) -> bool:
         """Whether gradients pass through its attention. needs_input: the layer's own input gets one."""
@@ -191,8 +191,7 @@ class Layer:
 
     def input_share(self, needs_input: bool) -> float:
         """The share of the products for gradients of inputs that backward computes. needs_input: as above."""
-        whole = self.has_inner(needs_input)
-        return self.input_weights(needs_input) / self.weights if self.weights else float(whole)
+        return self.input_weights(needs_input) / self.weights if self.weights else float(self.has_inner(needs_input))
 
     @property
     def updated_parameters(self) -> int:
@@ -231,9 +230,14 @@ class Layer:
         return self.weights > 0 and not self.targets_only and self.kind not in _CONVOLUTIONS
 
     @property
+    def updated_expert_weights(self) -> int:
+        """The entries of the matrices of each expert that are updated."""
+        return self.expert_weights - self.frozen_expert_weights if self.trainable else 0
+
+    @property
     def learning_experts(self) -> int:
         """The entries of the matrices of all experts that are updated."""
-        return self.num_experts * (self.expert_weights - self.frozen_expert_weights) if self.trainable else 0
+        return self.num_experts * self.updated_expert_weights
 
     def with_experts_of(self, ep: int) -> Layer:
         """The layer as one of `ep` ranks holds it that share its experts (`Unit.ep`); its rows are as many as before.

@@ -411,7 +411,7 @@ def _state_of_layer(
     shard_ranks = unit.shard_size or unit.dp * unit.cp
     num_experts = -(-layer.num_experts // unit.tp)
     of_experts = num_experts * layer.expert_weights
-    learning = num_experts * (layer.expert_weights - layer.frozen_expert_weights) if layer.trainable else 0
+    learning = num_experts * layer.updated_expert_weights
     sharing = expert_shard_size(shard_ranks, unit.ep)
     parts: list[tuple[int, int, float]] = [(num_parameters - of_experts, num_trainable - learning, shard_ranks)]
     if num_experts:

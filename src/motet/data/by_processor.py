@@ -14,8 +14,8 @@ import numpy as np
 
 from motet.core.arrays import BoolArray, Int64Array
 from motet.core.example import Media
-from motet.data.headers import open_image, orientation
-from motet.data.images import plain_image
+from motet.data.headers import open_image
+from motet.data.images import plain_image, upright
 from motet.data.media import IMAGE, MediaRef, Unusable
 
 if TYPE_CHECKING:
@@ -55,12 +55,9 @@ class ImagesByProcessor:
 
     def load(self, ref: MediaRef) -> Media:
         """The rows of an image. Raises Unusable where the processor makes another shape of it."""
-        from PIL import ImageOps
-
         with open_image(ref) as image:
-            turned = image if orientation(image) == 1 else ImageOps.exif_transpose(image)
             # Some processors take three colours alone; this is what the others do themselves, but for 16-bit grey.
-            pixels = self._processor(images=plain_image(turned, "RGB"), return_tensors="np")["pixel_values"]
+            pixels = self._processor(images=plain_image(upright(image), "RGB"), return_tensors="np")["pixel_values"]
         if pixels.shape != (1, *self.shape):
             raise Unusable(f"becomes pixels {list(pixels.shape)} by its processor, not {[1, *self.shape]}")
         rows = np.ascontiguousarray(pixels, dtype=np.float32).reshape(self.num_rows, self.row_dim)

@@ -169,7 +169,7 @@ class ImageTransform:
             if self.draft_jpeg:
                 _draft(image, self._target(size))
             image.load()
-            return _upright(image), size
+            return upright(image), size
 
     def rows_of(self, decoded: tuple[Image.Image, tuple[int, int]]) -> Media:
         """The rows of what `decode` returned."""
@@ -249,7 +249,7 @@ def _draft(image: Image.Image, target: tuple[int, int]) -> None:
     image.draft(None, (width, height) if image.size == turned_size(image) else (height, width))
 
 
-def _upright(image: Image.Image) -> Image.Image:
+def upright(image: Image.Image) -> Image.Image:
     """The image turned as its EXIF orientation says, if it has one."""
     from PIL import ImageOps
 

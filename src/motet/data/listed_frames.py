@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.modalities import IMAGE, VIDEO
-from motet.data.headers import open_image, orientation, turned_size
-from motet.data.images import eight_bit
+from motet.data.headers import open_image, turned_size
+from motet.data.images import eight_bit, upright
 from motet.data.media import MediaRef, Unusable, failure_reason
 from motet.data.media_names import FrameNames
 from motet.data.remote import is_url, located
@@ -56,8 +56,6 @@ def listed_frames_at(ref: MediaRef, numbers: Int64Array) -> Iterator[Image.Image
 
     Raises Unusable for a frame that cannot be read or has another size than the first one.
     """
-    from PIL import ImageOps
-
     paths, fps = _listed(ref)
     header = _header(paths, fps)
     if ref.raw is not None and header.raw != ref.raw:
@@ -68,8 +66,7 @@ def listed_frames_at(ref: MediaRef, numbers: Int64Array) -> Iterator[Image.Image
     for number in numbers.tolist():
         try:
             with _open_frame(paths[number]) as image:
-                turned = image if orientation(image) == 1 else ImageOps.exif_transpose(image)
-                frame = eight_bit(turned).convert("RGB")
+                frame = eight_bit(upright(image)).convert("RGB")
         except Exception as error:
             raise _unusable(number, paths[number], error) from error
         if frame.size != (header.width, header.height):

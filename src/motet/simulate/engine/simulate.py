@@ -108,9 +108,7 @@ def simulate_together(
     meeting:      which passes; None is none.
     Other arguments, and what it raises: as of `simulate`.
     """
-    prepared = program.whole
-    if any(_lacks_communication(prepared.lookup.table, each) for each in times):
-        prepared = Prepared(add_communication(prepared.program, holds_up=not overlap), whole=True)
+    prepared = _communicating(program.whole, times, overlap)
     table = prepared.lookup.table
     seconds = [
         action_seconds(prepared.lookup, each, jitter, seed) for each, seed in zip(times, seeds or range(len(times)))
@@ -129,9 +127,7 @@ def makespans(
     meeting: as of `simulate_together`.
     As `simulate` finds for each, without jitter. Raises as it does.
     """
-    prepared = program.whole
-    if _lacks_communication(prepared.lookup.table, times):
-        prepared = Prepared(add_communication(prepared.program, holds_up=not overlap), whole=True)
+    prepared = _communicating(program.whole, [times], overlap)
     seconds = action_seconds(prepared.lookup, times, num_copies=num_islands)
     totals_s = np.ascontiguousarray((seconds.held_s + seconds.tensor_s).T)
     _, ends_s = run_copies(prepared, seconds.stream, totals_s, overlap, meeting)
@@ -252,6 +248,13 @@ class _Alike:
 def _held(stream: Int32Array, overlap: bool) -> Int32Array:
     """The stream that each action occupies. stream: as of `ActionSeconds`."""
     return stream if overlap else np.where(stream == TENSOR, np.int32(COMPUTE), stream)
+
+
+def _communicating(prepared: Prepared, times: Sequence[StageTimes], overlap: bool) -> Prepared:
+    """The Program, with SEND and RECV if it lacks them and sending takes time in any of the islands."""
+    if not any(_lacks_communication(prepared.lookup.table, each) for each in times):
+        return prepared
+    return Prepared(add_communication(prepared.program, holds_up=not overlap), whole=True)
 
 
 def _lacks_communication(table: ActionTable, times: StageTimes) -> bool:

@@ -66,11 +66,11 @@ def _own_shares(
     """By kind, the shares of a pass that layers before and behind those that meet take, [num_replicas,
     num_microbatches] each. Backward runs through the layers the other way round.
     """
-    every, sides = pricing.layers(stage), (before, behind)
+    every, *sides = (pricing.of_layers(stage, layers) for layers in (pricing.layers(stage), before, behind))
     found = {}
     for kind in (*_FORWARD, Kind.B, Kind.I):
-        total = _pass_s(kind, pricing.of_layers(stage, every))
-        shares = [_pass_s(kind, pricing.of_layers(stage, side)) / np.where(total > 0, total, 1.0) for side in sides]
+        total = _pass_s(kind, every)
+        shares = [_pass_s(kind, side) / np.where(total > 0, total, 1.0) for side in sides]
         found[kind] = (shares[0], shares[1]) if kind in _FORWARD else (shares[1], shares[0])
     return found
 
