@@ -55,7 +55,10 @@ def neighbours(job: Job, plan: Plan) -> Iterator[Plan]:
         return
     # Caps are of groups of a number, for the microbatches and replicas that there are.
     without_caps = replace(plan, microbatch_caps={})
-    yield from _microbatches(without_caps)
+    # What takes less memory may need no recomputation. What lacks memory without any is given some (`refinement.py`).
+    starts = [_without_recomputation(without_caps), without_caps] if _recomputes(plan) else [without_caps]
+    for start in starts:
+        yield from _microbatches(start)
     yield from _schedules(job, plan)
     yield from _chunks(job, plan)
     yield from _shardings(plan)
@@ -65,9 +68,18 @@ def neighbours(job: Job, plan: Plan) -> Iterator[Plan]:
         yield from as_pipelines(job, without_caps)
     else:
         yield from _cuts(plan)
-        yield from _degrees(job, without_caps)
+        for start in starts:
+            yield from _degrees(job, start)
     yield from _less_recomputed(plan)
     yield from _dealt(job, plan)
+
+
+def _recomputes(plan: Plan) -> bool:
+    return any(any(stage.values()) for unit in plan.units for stage in unit.recompute)
+
+
+def _without_recomputation(plan: Plan) -> Plan:
+    return replace(plan, units=tuple(replace(unit, recompute=()) for unit in plan.units))
 
 
 def _microbatches(plan: Plan) -> Iterator[Plan]:
@@ -96,22 +108,29 @@ def _schedules(job: Job, plan: Plan) -> Iterator[Plan]:
         if not is_whole:
             yield replace(changed, schedule="1f1b")
         elif is_alone and unit.pp > 1:
-            in_a_v = replace(changed, schedule="zb_v")
-            yield from [in_a_v, *_cuts(in_a_v)]
+            yield from _in_a_v(changed)
         else:
             yield replace(changed, schedule="interleaved_1f1b")
 
 
 def _chunks(job: Job, plan: Plan) -> Iterator[Plan]:
-    """Interleaved 1F1B with other numbers of chunks of the backbone's unit, cut anew."""
+    """Interleaved 1F1B, and ZB-V, with other numbers of chunks of the backbone's unit, cut anew."""
     if plan.schedule not in ("interleaved_1f1b", "zb_v"):
         return
     unit = backbone_unit(plan)
     chunks = len(unit.stages) // unit.pp
     for other in sorted({chunks // 2, chunks - 1, chunks + 1, 2 * chunks} - {0, 1, chunks}):
         if recut := evenly_cut(job, unit, plan.microbatch_size, other):
-            changed = _with_unit(plan, plan.units.index(unit), recut)
-            yield replace(changed, schedule="interleaved_1f1b")
+            changed = replace(_with_unit(plan, plan.units.index(unit), recut), schedule="interleaved_1f1b")
+            yield changed
+            if other == 2 and len(plan.units) == 1 and unit.pp > 1:
+                yield from _in_a_v(changed)
+
+
+def _in_a_v(plan: Plan) -> Iterator[Plan]:
+    """A Plan of two chunks a rank under ZB-V, in its own cut and in others."""
+    in_a_v = replace(plan, schedule="zb_v")
+    yield from [in_a_v, *_cuts(in_a_v)]
 
 
 def _shardings(plan: Plan) -> Iterator[Plan]:
@@ -237,12 +256,6 @@ def _reshaped(job: Job, plan: Plan, unit: Unit) -> Iterator[Unit]:
                     continue
                 changed = recut
             yield changed
-
-
-def all_recomputed(plan: Plan) -> Plan:
-    """The Plan with every block recomputed: for a neighbour that lacks memory. `_less_recomputed` goes on from it."""
-    units = (replace(unit, recompute=tuple(dict(stage) for stage in unit.stages)) for unit in plan.units)
-    return replace(plan, units=tuple(units))
 
 
 def evenly_cut(job: Job, unit: Unit, num_examples: int, num_chunks: int = 1) -> Unit | None:

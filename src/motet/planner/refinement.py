@@ -35,7 +35,8 @@ from motet.planner.data_parallel.recomputation import least_recomputed
 from motet.planner.degrees import plan_degrees, plan_words
 from motet.planner.field_pins import unmet
 from motet.planner.job import Job
-from motet.planner.neighbours import all_recomputed, as_pipelines, neighbours
+from motet.planner.more_recomputed import all_recomputed, share_recomputed
+from motet.planner.neighbours import as_pipelines, neighbours
 from motet.planner.quick_estimate import quick_estimate
 from motet.planner.regrouping import regrouped
 from motet.planner.search_result import SimulatedCandidate
@@ -222,18 +223,23 @@ class Refinement:
         """A Plan that lacks memory with recomputation by which it fits: the least that is known, or all. None if that
         was seen, is not allowed, or the budget is spent."""
         plan = lacking.candidate.plan
-        least = least_recomputed(self.job, plan) if plan.schedule == "data_parallel" else None
-        if least is None and plan.schedule == "data_parallel":
+        if plan.schedule == "data_parallel":
+            least = least_recomputed(self.job, plan)
+            plans = () if least is None else (least, all_recomputed(plan))
+            return next((one for more in plans if (one := self._fitting(lacking, more, purse)) is not None), None)
+        whole = self._fitting(lacking, all_recomputed(plan), purse)
+        if whole is None:
             return None
-        for more in (least, all_recomputed(plan)):
-            if more is None or _key(more) in self.seen:
-                continue
-            if not self._allows(more) or not self._spend(purse, lacking.prediction):
-                return None
-            self.seen.add(_key(more))
-            if (found := self._predicted(lacking, more)) is not None and self._fits(found):
-                return found
-        return None
+        share = share_recomputed(self.job, plan, lacking.prediction, whole.prediction)
+        return self._fitting(lacking, share, purse) or whole
+
+    def _fitting(self, lacking: SimulatedCandidate, more: Plan, purse: Hashable) -> SimulatedCandidate | None:
+        """A Plan that recomputes more than one that lacks memory; None if it does not fit, was seen, ..."""
+        if _key(more) in self.seen or not self._allows(more) or not self._spend(purse, lacking.prediction):
+            return None
+        self.seen.add(_key(more))
+        found = self._predicted(lacking, more)
+        return found if found is not None and self._fits(found) else None
 
     def _predicted(self, found: SimulatedCandidate, plan: Plan) -> SimulatedCandidate | None:
         """A neighbour's step; None if it cannot run on the cluster. Simulated once, whichever descents pass it."""

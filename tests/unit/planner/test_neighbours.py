@@ -109,6 +109,13 @@ def test_cuts_move_by_one_block_and_what_recomputes_all_still_does():
     assert {repr(unit.recompute) for unit in moved} >= {repr(({"image": 6, "audio": 0}, {"audio": 1, "backbone": 3}))}
 
 
+def test_smaller_microbatches_and_other_degrees_are_tried_without_recomputation():
+    """With it, each would be slower than a Plan that needs it, and no way would lead to what needs none."""
+    found = [other for other in fitting(PLANS["recomputed"]) if not any(unit.recompute for unit in other.units)]
+    assert {other.microbatch_size for other in found} >= {1, 4}
+    assert {(other.units[0].tp, other.units[0].cp, other.units[0].dp) for other in found} >= {(1, 2, 1), (2, 1, 1)}
+
+
 def test_few_blocks_are_cut_anew_in_every_way_where_ranks_have_several_stages():
     """From 3 images, one with a layer of the backbone, ... no single block moves to what is even for both ranks."""
     small = multimodal("small", language_model(LLM, 3, 1000), [connect(vit("image", ENCODER, 4), 512, "linear")])
@@ -132,6 +139,9 @@ def test_chunks_become_fewer_and_more():
     interleaved = replace(chain, units=(replace(halves, recompute=()),), schedule="interleaved_1f1b")
     found = [other for other in fitting(interleaved) if other.schedule == "interleaved_1f1b"]
     assert {len(other.units[0].stages) // 2 for other in found if other.units[0].pp == 2} >= {2, 3, 4}
+    thirds = ({"image": 6}, {"audio": 4}, *[{"backbone": 2}] * 4)
+    more = replace(interleaved, units=(replace(halves, stages=thirds, recompute=()),))
+    assert ("zb_v", 4) in {(other.schedule, len(other.units[0].stages)) for other in fitting(more)}
 
 
 def test_chunks_are_found_on_one_pipeline_rank_and_beside_other_units():
