@@ -295,7 +295,7 @@ def _priced(job: Job, placed: StageLayer, work: Work, tp: int) -> Float64Array:
     """[5, num_microbatches of all ranks] of one layer: forward, backward, kept bytes; and, if it is recomputed, seconds
     added and bytes saved."""
     layer, element_bytes = placed.layer, job.mixed_precision(pipeline=False).compute
-    seconds = job.cost.layer_seconds(placed.module, layer, work, tp)
+    seconds = job.cost.unwrapped().layer_seconds(placed.module, layer, work, tp)  # Whole copies have no hooks.
     tensor_s = job.cost.tensor_seconds(layer, work, range(tp)) if tp > 1 else np.zeros_like(work.rows)
     has_backward = float(placed.has_backward)
     forward = seconds.forward_s + tensor_s
