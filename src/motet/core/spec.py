@@ -517,6 +517,11 @@ class ModelSpec:
         """The modules that take in the outputs of the named one."""
         return tuple(sink for source, sink in self.edges if source == name)
 
+    def learners(self, name: str) -> tuple[str, ...]:
+        """The modules for which a backward pass through the named one is made: of it and all before it, what learns."""
+        before = (learner for source in self.sources(name) for learner in self.learners(source))
+        return (*dict.fromkeys(before), *((name,) if self.module(name).trainable else ()))
+
     @property
     def generators(self) -> tuple[str, ...]:
         """The modules that the backbone feeds."""

@@ -134,12 +134,10 @@ class ExampleRows:
         targets = batch.num_targets if name == BACKBONE else None
         each = work_of_items(layer, items, items.example, batch.num_examples, num_targets=targets)
         every = np.stack([each.rows, each.pairs])
-        if name != BACKBONE or self.job.model.module(BACKBONE).trainable:
-            return _Rows(np.stack([every, every]))
-        # A microbatch without items of what is trained has no backward pass under data parallelism.
+        # A microbatch without items of what learns has no backward pass under data parallelism.
         has_items = np.zeros(batch.num_examples)
-        for other in (module.name for module in self.job.model.modules if module.name != BACKBONE):
-            has_items[batch.of(other).example] = 1.0
+        for learner in self.job.model.learners(name):
+            has_items[batch.of(learner).example] = 1.0
         return _Rows(np.stack([every, every * has_items]))
 
 
