@@ -373,6 +373,12 @@ class Module:
         halves = {block: (-1,) if self.halved_layer(block) < 0 else (0, 1) for block in range(first, stop)}
         return [(block, half) for block, both in halves.items() for half in both]
 
+    @property
+    def tied_weights(self) -> int:
+        """The entries of the output layer's matrix that are the embedding's; 0 if it has its own, or there is none."""
+        head = self.layers[-1]
+        return head.weights if head.targets_only and not head.parameters else 0
+
     @cached_property
     def key_blocks(self) -> frozenset[int]:
         """The blocks whose rows attend to keys beside their item."""
