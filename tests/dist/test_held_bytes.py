@@ -32,22 +32,35 @@ def held_and_predicted(rank: int, num_ranks: int, cases, stored, types, precisio
         case.model()  # What models are copied from stays.
         before = storage_bytes(dtypes)
         step = build_step(case, stored, types)
-        step.run(batches_of(case, step.place, build_hf_model(frozen=case.frozen), 0))
+        step.run(batches_of(case, step.place, build_hf_model(case.frozen, case.tied), 0))
         held = storage_bytes(dtypes) - before
         del step
         (unit,) = case.units
         span = {"backbone": (1, 3)} if rank >= 2 else {"image": (0, 3), "audio": (0, 2), "backbone": (0, 1)}
-        whole = build_hf_model(case.frozen)
+        whole = build_hf_model(case.frozen, case.tied)
         names = names_of_spans(whole, span)
+        shared = next(p for name, p in whole.named_parameters() if name.endswith("embed_tokens.weight"))
+        tied = shared.numel() if case.tied else 0
         sizes = [(p.numel(), p.requires_grad) for name, p in whole.named_parameters() if name in names]
         counts = sum(size for size, _ in sizes), sum(size for size, is_trainable in sizes if is_trainable)
-        found.append((held, sum(state_bytes(*counts, precision=precision, zero=unit.zero, shard_ranks=2))))
+        states = (
+            state_bytes(*(count - tied for count in counts), precision=precision, zero=unit.zero, shard_ranks=2),
+            state_bytes(tied, tied, precision=precision),
+        )
+        found.append((held, sum(map(sum, states))))
         del whole
         dist.barrier()
     return found
 
 
-@pytest.mark.parametrize("frozen", [pytest.param((), marks=pytest.mark.slow), ("image",)])
+@pytest.mark.parametrize(
+    ("frozen", "tied"),
+    [
+        pytest.param((), False, marks=pytest.mark.slow),
+        (("image",), False),
+        pytest.param(("image",), True, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     ("stored", "types", "precision"),
     [
@@ -56,10 +69,11 @@ def held_and_predicted(rank: int, num_ranks: int, cases, stored, types, precisio
     ],
     ids=["float64", "bfloat16"],
 )
-def test_a_rank_holds_what_its_stage_is_said_to_hold(frozen, stored, types, precision):
-    """In bfloat16, of a frozen parameter too: what passes compute with, and its rows as they were read."""
+def test_a_rank_holds_what_its_stage_is_said_to_hold(frozen, tied, stored, types, precision):
+    """In bfloat16, of a frozen parameter too: what passes compute with, and its rows as they were read. Tied embeddings
+    are on both stages, whole (`simulate/predict/tied.py`)."""
     units = [(Unit("all", STAGES, pp=2, dp=2, zero=zero),) for zero in range(4)]
-    cases = [PlannedCase(unit, frozen=frozen) for unit in units]
+    cases = [PlannedCase(unit, frozen=frozen, tied=tied) for unit in units]
     for of_rank in run_ranks(held_and_predicted, 4, cases, stored, types, precision):
         for held, predicted in of_rank:
             assert held == pytest.approx(predicted, rel=0.02), of_rank  # Some ranks have fewer rows of a weight.

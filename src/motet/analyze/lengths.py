@@ -287,10 +287,12 @@ def _rows(path: Path) -> Iterator[dict[str, float]]:
                 if None in row or None in row.values():
                     more = "more" if None in row else "fewer"
                     raise UserError(f"{path}, line {reader.line_num}: has {more} fields than line 1 has names")
-                yield dict.fromkeys(_COLUMNS, 0.0) | {
+                numbers = dict.fromkeys(_COLUMNS, 0.0) | {
                     name: _number(row[name], f"{path}, line {reader.line_num}: '{name}'", _max_of(name))
                     for name in known
                 }
+                _check_images(numbers, bool(row.get("num_images")), f"{path}, line {reader.line_num}")
+                yield numbers
     except csv.Error as error:
         line = reader.reader.line_num if reader else 1
         raise UserError(f"{path}, line {line}: is no CSV ({error})") from None
@@ -332,6 +334,20 @@ def _number(text: str | None, where: str, most: int) -> float:
         shown = repr(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")
         raise UserError(f"{where} is {shown}, but must be empty or a number from 0 to {most:,}")
     return value
+
+
+def _check_images(row: Mapping[str, float], is_counted: bool, where: str) -> None:
+    """Raise UserError for images without a length, and for lengths of no image. is_counted: num_images is not empty."""
+    width, height, count = row["image_width"], row["image_height"], round(row["num_images"])
+    if bool(width) != bool(height):
+        raise UserError(f"{where}: has one of image_width and image_height; it must have both, or none")
+    if count and not (width or row["image_tokens"]):
+        raise UserError(
+            f"{where}: 'num_images' is {count}, and nothing says how large they are; it must have image_width and "
+            "image_height, or image_tokens"
+        )
+    if is_counted and not count and (width or row["image_tokens"]):
+        raise UserError(f"{where}: 'num_images' is 0, and it has lengths of images; one of them must be left out")
 
 
 @lru_cache(maxsize=1 << 16)

@@ -373,6 +373,12 @@ class Module:
         halves = {block: (-1,) if self.halved_layer(block) < 0 else (0, 1) for block in range(first, stop)}
         return [(block, half) for block, both in halves.items() for half in both]
 
+    @property
+    def tied_weights(self) -> int:
+        """The entries of the output layer's matrix that are the embedding's; 0 if it has its own, or there is none."""
+        head = self.layers[-1]
+        return head.weights if head.targets_only and not head.parameters else 0
+
     @cached_property
     def key_blocks(self) -> frozenset[int]:
         """The blocks whose rows attend to keys beside their item."""
@@ -516,6 +522,11 @@ class ModelSpec:
     def sinks(self, name: str) -> tuple[str, ...]:
         """The modules that take in the outputs of the named one."""
         return tuple(sink for source, sink in self.edges if source == name)
+
+    def learners(self, name: str) -> tuple[str, ...]:
+        """The modules for which a backward pass through the named one is made: of it and all before it, what learns."""
+        before = (learner for source in self.sources(name) for learner in self.learners(source))
+        return (*dict.fromkeys(before), *((name,) if self.module(name).trainable else ()))
 
     @property
     def generators(self) -> tuple[str, ...]:

@@ -5,7 +5,8 @@
   matrices of transformer layers, MLPs behind encoders, embedding and output layer (`models/divided.py`). Pipeline
   parallelism leaves a rank its stage's layers. Frozen layers have no gradient and no state; in a pipeline that
   computes in 16 bits, they have what was read beside what passes compute with. Experts are divided whole, as parameters
-  are divided by rows: of 8 experts, one of 16 ranks holds one or none, and the one that has one counts.
+  are divided by rows: of 8 experts, one of 16 ranks holds one or none, and the one that has one counts. What embedding
+  and output layer share is whole on each rank of two stages (`simulate/predict/tied.py`).
 - Activations (Korthikanti et al. 2022, section 4, with fused attention). A layer keeps activation_width elements a row;
   one whose weights are frozen, but which passes a gradient on, only those that are not for gradients of weights alone.
   A recomputed layer keeps its input alone; the rest exists once, for the running layer. A layer without a backward

@@ -102,7 +102,7 @@ class CostModel(Protocol):
         """The cost model of the same devices in another cluster."""
 
     def unwrapped(self, *, waits: bool = False) -> CostModel:
-        """The cost model of layers around which FSDP has no hooks, as in pipelines.
+        """The cost model of layers around which FSDP has no hooks, as in pipelines and whole copies.
 
         waits: gradients of weights wait, where backward is split into I and W.
         """

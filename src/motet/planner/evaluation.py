@@ -22,10 +22,9 @@ from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy, predict_candidate
 from motet.planner.comparison import rivals
-from motet.planner.field_pins import proposals_for, with_pinned_fields
+from motet.planner.field_pins import proposals_for
 from motet.planner.infeasible import possible_tensor_degrees
 from motet.planner.job import MAX_COMPARED, Job
-from motet.planner.order import with_pinned_deal
 from motet.planner.refinement import Refinement
 from motet.planner.search_result import PassedOver, SearchResult, SimulatedCandidate, ranked_by_step
 from motet.planner.variants import fastest_variant
@@ -211,12 +210,7 @@ def _leaders(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def _proposals(name: str, strategy: Strategy, job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     try:
-        for proposal in proposals_for(strategy, job, pins):
-            if isinstance(proposal, RuledOut):
-                yield proposal
-            else:
-                dealt = with_pinned_deal(proposal, pins)
-                yield dealt if isinstance(dealt, RuledOut) else with_pinned_fields(dealt, pins)
+        yield from proposals_for(strategy, job, pins)
     except UserError as error:
         # A profile may lack what one strategy needs (tensor-parallel layers, say); the others are still searched.
         yield RuledOut(name, "", str(error))

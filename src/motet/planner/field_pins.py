@@ -22,6 +22,7 @@ from motet.planner.degrees import plan_degrees, plan_words
 from motet.planner.job import Job
 from motet.planner.module_pins import degrees_of, unmet_pin
 from motet.planner.neighbours import on_first_ranks
+from motet.planner.order import with_pinned_deal
 from motet.schedule import check_fit
 
 _ALONE = ("zero", "shard_size", "first_rank")
@@ -119,7 +120,14 @@ def with_pinned_fields(candidate: Candidate, pins: Pins) -> Candidate | RuledOut
 
 
 def proposals_for(strategy: Strategy, job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
-    """What a strategy proposes for pins; it is given those that strategies know. Raises UserError as it does."""
+    """What a strategy proposes, with all pins; it is given those that strategies know, and what cannot have the others
+    is ruled out. Raises UserError as it does."""
+    for proposal in _before_pins(strategy, job, pins):
+        dealt = with_pinned_deal(proposal, pins) if isinstance(proposal, Candidate) else proposal
+        yield with_pinned_fields(dealt, pins) if isinstance(dealt, Candidate) else dealt
+
+
+def _before_pins(strategy: Strategy, job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     yield from strategy(job, _before_context(pins))
     if not isinstance(strategy, PruningStrategy):
         with suppress(UserError):  # There are not enough ranks, or no times of so few.

@@ -280,7 +280,8 @@ class Job:
         layers = stage_layers(self.model, {name: (0, len(self.model.module(name).blocks))}, {})
         total: Float64Array = np.zeros(max(self.batch.num_examples // num_examples, 1))
         for placed, count in Counter(layers).items():
-            seconds = self.cost.layer_seconds(name, placed.layer, self.work(name, placed.layer, num_examples), tp)
+            work = self.work(name, placed.layer, num_examples)
+            seconds = self.cost.unwrapped().layer_seconds(name, placed.layer, work, tp)
             total += count * (seconds.forward_s + backward_seconds(seconds, placed.layer, placed.needs_input))
         return total
 

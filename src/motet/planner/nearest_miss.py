@@ -17,7 +17,7 @@ from motet.core.plan import Plan
 from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy
-from motet.planner.field_pins import proposals_for, with_pinned_fields
+from motet.planner.field_pins import proposals_for
 from motet.planner.job import Job
 from motet.planner.step_bound import step_bound
 
@@ -105,10 +105,9 @@ def _more_nodes(num_nodes: int) -> list[int]:
 
 
 def _proposed(strategy: Strategy, job: Job, pins: Pins) -> Candidate | None:
-    """The candidate with the least estimate; None if there is none."""
+    """The first candidate with all pins, which has the least estimate; None if there is none."""
     try:
         proposals = (each for each in proposals_for(strategy, job, pins) if isinstance(each, Candidate))
-        adapted = (with_pinned_fields(each, pins) for each in proposals)
-        return next((each for each in adapted if isinstance(each, Candidate)), None)
+        return next(proposals, None)
     except UserError:  # A profile may lack what the strategy needs.
         return None

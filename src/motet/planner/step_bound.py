@@ -15,6 +15,9 @@ others, a step takes at least each of these:
 The bound is the least, over shapes, of the largest of these. `memory` binds where shapes that would be faster cannot
 hold the state of the model, or only under ZeRO 3, which gathers parameters for every pass.
 
+Rows that context-parallel ranks give each other are in none of them: how many they are depends on the window, on whole
+sequences that a rank has, and on the way in which they go.
+
 It is proven where a layer's seconds rise with its rows and pairs, and where one microbatch takes no more than several
 with the same rows. Both hold of `cost.analytic`, and of a profile but for its noise.
 """
@@ -131,12 +134,10 @@ class ExampleRows:
         targets = batch.num_targets if name == BACKBONE else None
         each = work_of_items(layer, items, items.example, batch.num_examples, num_targets=targets)
         every = np.stack([each.rows, each.pairs])
-        if name != BACKBONE or self.job.model.module(BACKBONE).trainable:
-            return _Rows(np.stack([every, every]))
-        # A microbatch without items of what is trained has no backward pass under data parallelism.
+        # A microbatch without items of what learns has no backward pass under data parallelism.
         has_items = np.zeros(batch.num_examples)
-        for other in (module.name for module in self.job.model.modules if module.name != BACKBONE):
-            has_items[batch.of(other).example] = 1.0
+        for learner in self.job.model.learners(name):
+            has_items[batch.of(learner).example] = 1.0
         return _Rows(np.stack([every, every * has_items]))
 
 
@@ -222,11 +223,10 @@ class _Bounds:
                     yield _Shape(tp, 1, pp, self.num_ranks // (tp * pp), ())
             return
         replicas = [dp for dp in divisors(self.batch_size) if dp <= self.num_ranks]
-        contexts = [1 << power for power in range(self.num_ranks.bit_length())]
         found = [
             _Shape(tp, cp, pp, dp, apart)
             for tp in degrees
-            for cp in contexts
+            for cp in range(1, self.num_ranks + 1)
             for dp in replicas
             for pp in range(1, min(self.num_ranks // (tp * cp * dp), most_stages) + 1)
             for apart in self._parted()
@@ -300,16 +300,15 @@ class _Bounds:
 
     def _item_s(self, shape: _Shape) -> float:
         if self.num_ranks > MAX_RANKS_BY_SHAPE:
-            contexts = (1 << power for power in range((self.num_ranks // shape.tp).bit_length()))
-            latencies = (self._longest(shape.tp, cp, 1, 0) for cp in contexts)
-            return float(min(passes.forward_s + passes.input_s for passes in latencies))
-        alone, *shared = (
+            shared = self._longest(shape.tp, self.num_ranks // shape.tp, 1, 0)
+            return shared.forward_s + shared.input_s
+        alone, *together = (
             self._longest(shape.tp, shape.cp, shape.dp, count)
             for count in range(min(_MAX_SHARED, (self.batch_size - 1) // shape.dp + 1))
         )
         # One example passes stage after stage; the gradients of weights may come beside it.
         alone_s = alone.total_s if shape.pp == 1 else alone.forward_s + alone.input_s
-        return max(alone_s, *(passes.total_s / shape.pp for passes in shared), 0.0)
+        return max(alone_s, *(passes.total_s / shape.pp for passes in together), 0.0)
 
     def _communication_s(self, shape: _Shape) -> float:
         if self.num_ranks > MAX_RANKS_BY_SHAPE:
@@ -486,11 +485,6 @@ class _Bounds:
         work = Work(whole_rows / cp, pairs / cp)
         seconds = self.cost.layer_seconds(placed.module, _spread(layer), work, tp)
         messages_s = self.cost.tensor_seconds(layer, work, range(tp)) if tp > 1 else np.zeros(2)
-        if cp > 1 and layer.attention is not None:  # Keys and values of all rows are gathered.
-            precision = self.job.mixed_precision(pipeline=True)
-            row_bytes = 2 * layer.attention.kv_width * precision.compute / tp
-            ranks = range(0, tp * cp, tp)
-            messages_s = messages_s + [self.cost.gather_seconds(count * row_bytes, ranks) for count in whole_rows]
         backward_s = backward_seconds(seconds, layer, placed.needs_input) + placed.has_backward * messages_s
         input_s = float(seconds.input_s[1] + messages_s[1]) if placed.needs_input else 0.0
         return _Passes(float(seconds.forward_s[0] + messages_s[0]), input_s, float(backward_s[1]))

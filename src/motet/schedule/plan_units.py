@@ -20,6 +20,13 @@ def units_in_bubbles(plan: Plan) -> tuple[Unit, ...]:
     return tuple(unit for unit in plan.units if unit is not backbone and unit.first_rank == backbone.first_rank)
 
 
+def is_wrapped(plan: Plan) -> bool:
+    """Whether FSDP wraps the modules of a Plan: under data parallelism, but where each rank has all of a whole copy."""
+    unit = backbone_unit(plan)
+    shards = (unit.shard_size or unit.dp) if unit.zero else 1
+    return plan.schedule == "data_parallel" and max(shards, unit.tp, unit.ep) > 1
+
+
 def on_backbone_ranks(plan: Plan) -> frozenset[str]:
     """The modules that run on the ranks of the backbone's unit: those of that unit, and those in its bubbles."""
     return frozenset(name for unit in (backbone_unit(plan), *units_in_bubbles(plan)) for name in unit.modules)

@@ -1,10 +1,13 @@
 """Pins of single modules: every Plan that is found has them, and what no Plan has is one sentence."""
 
+from dataclasses import replace
+
 import pytest
 
 from motet.core.errors import UserError
 from motet.core.module_degrees import ModuleDegrees
 from motet.planner.candidate import Pins
+from motet.planner.field_pins import pins_of
 from motet.planner.infeasible import one_of
 from motet.planner.module_pins import degrees_of, unmet_pin
 from motet.planner.pins import parse_pins, pins_in_words
@@ -65,6 +68,16 @@ def test_a_single_degree_is_named_alone():
 def test_what_no_plan_has_is_one_sentence(pins, said):
     with pytest.raises(UserError, match=said):
         found(*pins)
+
+
+def test_a_degree_of_a_plan_that_leaves_ranks_of_a_node_over_can_be_pinned():
+    three = job(num_nodes=1, batch_size=4)
+    three = three.on(replace(three.cluster, ranks_per_node=3))
+    pins = parse_pins(["image.tp=2", "backbone.tp=2"], STRATEGIES)
+    best = search(three, STRATEGIES, pins, is_refined=False).best
+    assert best.prediction.num_ranks == 2
+    again = search(three, STRATEGIES, pins_of(best.candidate.plan))
+    assert [one.prediction.step_s for one in again.results] == [best.prediction.step_s]
 
 
 def test_pins_that_are_possible_only_alone_are_named_where_nothing_fits():

@@ -71,6 +71,16 @@ def test_the_layers_that_would_have_to_be_recomputed_are_counted():
     assert phrase == f"recomputation of {sum(counts)} layers"
 
 
+def test_a_value_that_is_let_go_is_replaced_by_one_with_all_other_pins():
+    pins = Pins(strategies=("chain",), pp=8, balance="split")
+    found = search(job(batch_size=8), {"chain": STRATEGIES["chain"]}, pins, is_refined=False)
+    assert not found.results
+    assert found.remedies and "PP 8" not in found.remedies
+    (degree,) = (remedy for remedy in found.remedies if remedy.startswith("PP "))
+    again = replace(pins, pp=int(degree.removeprefix("PP ")))
+    assert search(job(batch_size=8), {"chain": STRATEGIES["chain"]}, again, is_refined=False).results
+
+
 def test_with_nothing_pinned_more_nodes_are_what_is_left():
     found = searched(Pins(), 120)
     assert not found.results

@@ -5,9 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from motet.core.cluster import Link
+from motet.core.cluster import Cluster, Device, Link
 from motet.core.plan import Plan, Unit
+from motet.core.sampler import Sampler
+from motet.core.shapes import Transformer, language_model, multimodal
 from motet.cost.analytic import Analytic
+from motet.planner.job import Job
 from motet.planner.report import winner_in_words
 from motet.planner.search import search
 from motet.planner.step_bound import step_bound
@@ -77,6 +80,19 @@ def test_no_plan_made_by_hand_is_below_the_bound(units):
     schedule = "data_parallel" if units == "one" else "1f1b"
     plan = Plan(planned.model, planned.cluster, plans[units], 8, 1, schedule)
     assert step_bound(planned).step_s <= predict(plan, planned.workload, planned.cost, seed=planned.seed).step_s
+
+
+@pytest.mark.parametrize(("num_ranks", "window"), [(3, 0), (4, 0), (4, 128)])
+def test_sequences_that_any_number_of_ranks_share_in_any_way_are_not_below_the_bound(num_ranks, window):
+    shape = Transformer(768, 3072, 12, causal=True, window=window)  # As many heads of keys: Ulysses moves the least.
+    spec = multimodal("texts", language_model(shape, 4, 4000), [])
+    texts = Sampler.model_validate({"task": [{"name": "texts", "text": {"value": 20000}}]}).workload(num_examples=8)
+    slow = Link(1e10, 1e-6)
+    cluster = Cluster(Device("test", {"bf16": 1e14}, 10**11, 1e12), 1, num_ranks, slow, slow)
+    planned = Job(spec, cluster, texts, 1, Analytic(cluster))
+    unit = Unit("all", ({"backbone": 1}, {"backbone": 2}, {"backbone": 1}), cp=num_ranks)
+    plan = Plan(spec, cluster, (unit,), 1, 1, "interleaved_1f1b")
+    assert step_bound(planned).step_s <= predict(plan, texts, planned.cost, seed=planned.seed).step_s
 
 
 @pytest.mark.slow

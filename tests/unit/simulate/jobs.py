@@ -123,7 +123,7 @@ WHOLE = {"image": 4, "audio": 3, "backbone": 8}
 
 
 def colocated(**options):
-    unit = Unit("all", (WHOLE,), dp=4, **{"zero": 3, **options.pop("unit", {})})
+    unit = Unit("all", (WHOLE,), **{"dp": 4, "zero": 3, **options.pop("unit", {})})
     return plan(unit, schedule="data_parallel", microbatch_size=2, **options)
 
 

@@ -171,7 +171,22 @@ class EvenBatch:
             return work_like(name, like_layer(layer))
 
         shape = 1 + len(names), num_microbatches
-        return _load(self.job, tp, work, shape, lambda _: None)
+        learning = {name: np.full(num_microbatches, self._learning(name)) for name in names}
+        return _load(self.job, tp, work, shape, learning, lambda _: None)
+
+    def _learning(self, name: str) -> float:
+        """The least share of a module's work in microbatches with a backward pass, whichever examples these have."""
+        batch = self.job.batch
+        if name != BACKBONE:
+            return 1.0
+        is_learnt = np.zeros(batch.num_examples, dtype=np.bool_)
+        for learner in self.job.model.learners(name):
+            is_learnt[batch.of(learner).example] = True
+        if is_learnt.all():
+            return 1.0
+        rows = batch.sequence.astype(np.float64)
+        amounts = np.ones_like(rows), rows, rows**2, batch.num_targets
+        return min(float(amount[is_learnt].sum()) / max(float(amount.sum()), 1.0) for amount in amounts)
 
     def forget(self) -> None:
         """Let go of what is kept of each item: as much as several batches. It is counted again if it is asked for."""
@@ -234,8 +249,17 @@ def load_of(job: Job, assignment: StepAssignment, unit: Unit) -> Load:
     def work(name: str, layer: Layer) -> Work:
         return work_like(name, like_layer(layer))
 
-    load = _load(job, unit.tp, work, shape, lambda name: _moved_bytes(job, name, assignment, unit))
+    learning = {name: _has_learners(job, name, assignment) for name in assignment.modules}
+    load = _load(job, unit.tp, work, shape, learning, lambda name: _moved_bytes(job, name, assignment, unit))
     return replace(load, methods=assignment.methods)
+
+
+def _has_learners(job: Job, name: str, assignment: StepAssignment) -> Float64Array:
+    """[num_microbatches]: 1 where a module has a backward pass, as a microbatch has items of what learns; else 0."""
+    found = np.zeros(assignment.num_microbatches)
+    for learner in job.model.learners(name):
+        found[assignment.modules[learner].microbatch] = 1.0
+    return found
 
 
 def load_alone(job: Job, items: Mapping[str, ItemLengths], num_targets: int) -> Load:
@@ -247,7 +271,7 @@ def load_alone(job: Job, items: Mapping[str, ItemLengths], num_targets: int) -> 
         padded = job.model.module(name).padded
         return work_of_items(layer, own, padded=padded, num_targets=targets)
 
-    return _load(job, 1, work, (1, 1), lambda _: None)
+    return _load(job, 1, work, (1, 1), dict.fromkeys(items, np.ones(1)), lambda _: None)
 
 
 def _moved_bytes(job: Job, name: str, assignment: StepAssignment, unit: Unit) -> Moved | None:
@@ -264,9 +288,11 @@ def _load(
     tp: int,
     work: Callable[[str, Layer], Work],
     shape: tuple[int, int],
+    learning: Mapping[str, Float64Array],
     moved_bytes: Callable[[str], Moved | None],
 ) -> Load:
-    """work: of a layer on all ranks and microbatches; shape: (ranks, microbatches)."""
+    """work: of a layer on all ranks and microbatches; shape: (ranks, microbatches). learning: by module, the share of
+    each microbatch that has a backward pass."""
     names = [module.name for module in job.model.modules if module.name != BACKBONE] + [BACKBONE]
     largest: dict[tuple[str, Layer], float] = {}
     modules = {}
@@ -280,6 +306,7 @@ def _load(
             layer_work = work(name, kind.layer)
             largest[name, kind.layer] = float(layer_work.rows.max(initial=0.0))
             priced[:, number] = _priced(job, kind, layer_work, tp).reshape(5, *shape)
+        priced[[1, 3]] *= learning[name]
         # 2. Count layers by kind: in all, and recomputed with the first n blocks.
         is_kind = np.array([[layer == kind for kind in kinds] for layer in layers]).reshape(len(layers), -1)
         is_recomputed = is_kind * np.array([kind.recomputed for kind in kinds])
@@ -295,7 +322,7 @@ def _priced(job: Job, placed: StageLayer, work: Work, tp: int) -> Float64Array:
     """[5, num_microbatches of all ranks] of one layer: forward, backward, kept bytes; and, if it is recomputed, seconds
     added and bytes saved."""
     layer, element_bytes = placed.layer, job.mixed_precision(pipeline=False).compute
-    seconds = job.cost.layer_seconds(placed.module, layer, work, tp)
+    seconds = job.cost.unwrapped().layer_seconds(placed.module, layer, work, tp)  # Whole copies have no hooks.
     tensor_s = job.cost.tensor_seconds(layer, work, range(tp)) if tp > 1 else np.zeros_like(work.rows)
     has_backward = float(placed.has_backward)
     forward = seconds.forward_s + tensor_s

@@ -15,7 +15,7 @@ import numpy as np
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.plan import Unit
 from motet.core.spec import Layer
-from motet.cost.memory import StageMemory, stage_layers, stage_memory
+from motet.cost.memory import StageMemory, stage_layers, stage_memory, state_bytes
 from motet.planner.job import Job
 from motet.simulate.predict.memory import MAX_LOGITS
 
@@ -33,6 +33,9 @@ class Blocks:
     working_bytes, recompute_working_bytes: transients while the block runs, without and with its recomputation.
     start_bytes:  activations that the block keeps beside these where a stage begins with it, recomputed or not: of what
                   has come to all tensor-parallel ranks, whole rows.
+    apart_bytes:  state of weights that embedding and output layer share, beside that in state_bytes, where the first
+                  and the last block of the backbone are in two stages: each of their ranks has it whole, once
+                  (`simulate/predict/tied.py`).
     """
 
     names: tuple[str, ...]
@@ -50,6 +53,7 @@ class Blocks:
     working_bytes: Float64Array
     recompute_working_bytes: Float64Array
     start_bytes: Float64Array
+    apart_bytes: Float64Array
 
     @property
     def num_blocks(self) -> int:
@@ -120,7 +124,7 @@ def join(parts: tuple[Blocks, ...]) -> Blocks:
 
 
 def _block_bytes(job: Job, name: str, num_examples: int, tp: int, dp: int) -> Float64Array:
-    """[6, num_blocks]: state, kept, saved, working, recompute_working and start bytes of each block. Cached."""
+    """[7, num_blocks]: state, kept, saved, working, recompute_working, start and apart bytes of each block. Cached."""
     key = "block bytes", name, num_examples, tp, dp
     if key not in job.of_any_cluster:
         job.of_any_cluster[key] = _counted_bytes(job, name, num_examples, tp, dp)
@@ -140,7 +144,7 @@ def _counted_bytes(job: Job, name: str, num_examples: int, tp: int, dp: int) -> 
         return min(most, MAX_LOGITS / layer.output_width) if layer.targets_only else most
 
     memory: dict[object, StageMemory] = {}
-    columns = np.zeros((6, num_blocks))
+    columns = np.zeros((7, num_blocks))
     for number, block in enumerate(job.model.module(name).blocks):
         both = [tuple(layers[block.start : block.stop]) for layers in (kept_layers, recomputed_layers)]
         both.append(tuple(stage_layers(job.model, {name: (number, number + 1)}, {})))
@@ -148,7 +152,7 @@ def _counted_bytes(job: Job, name: str, num_examples: int, tp: int, dp: int) -> 
             if layers not in memory:
                 memory[layers] = stage_memory(unit, layers, rows, 1, precision)
         kept, recomputed, starting = (memory[layers] for layers in both)
-        columns[:, number] = (
+        columns[:6, number] = (
             kept.parameters + kept.gradients + kept.optimizer,
             kept.activations,
             kept.activations - recomputed.activations,
@@ -156,4 +160,13 @@ def _counted_bytes(job: Job, name: str, num_examples: int, tp: int, dp: int) -> 
             recomputed.transient,
             starting.activations - kept.activations,
         )
+    module = job.model.module(name)
+    if module.tied_weights:
+        number = -(-module.tied_weights // tp)
+        updated = number if module.layers[0].trainable else 0
+        whole, share = (
+            sum(state_bytes(number, updated, precision=precision, zero=zero, shard_ranks=dp)) for zero in (0, 1)
+        )
+        columns[6, 0] += whole - share
+        columns[6, -1] += whole
     return columns

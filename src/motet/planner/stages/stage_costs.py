@@ -19,6 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
+from motet.core.workload import BACKBONE
 from motet.planner.stages.blocks import Blocks
 from motet.planner.stages.recompute import LeastRecompute, RecomputeMode
 from motet.schedule import Kind, Program
@@ -180,7 +181,18 @@ def _peak_bytes(blocks: Blocks, stage: Int64Array, limits: StageLimits, rank: in
     kept = _kept_bytes(blocks, stage, len(limits.rank), recomputed)
     held = limits.moments[rank] @ kept[limits.rank == rank]
     working = np.where(recomputed, blocks.recompute_working_bytes, blocks.working_bytes)[on_rank]
-    return float(blocks.state_bytes[on_rank].sum() + held.max() + working.max())
+    return _state_bytes(blocks, stage, on_rank) + float(held.max() + working.max())
+
+
+def _state_bytes(blocks: Blocks, stage: Int64Array, on_rank: BoolArray) -> float:
+    """State of the blocks on a rank, bool [num_blocks]."""
+    own = float(blocks.state_bytes[on_rank].sum())
+    of_backbone = np.flatnonzero(np.array(blocks.names)[blocks.owner] == BACKBONE)
+    if not len(of_backbone) or stage[of_backbone[0]] == stage[of_backbone[-1]]:
+        return own
+    # A rank with both stages has what they share once.
+    ends = [end for end in (of_backbone[0], of_backbone[-1]) if on_rank[end]]
+    return own + float(blocks.apart_bytes[ends[:1]].sum())
 
 
 def _kept_bytes(blocks: Blocks, stage: Int64Array, num_stages: int, recomputed: BoolArray | bool) -> Float64Array:
@@ -233,7 +245,7 @@ def _fullest_moment(blocks: Blocks, stage: Int64Array, limits: StageLimits, rank
     in_flight[stages_of_rank] = moments[int(np.argmax(moments @ kept))]
     held = in_flight[stages_of_rank] @ kept
     idle = float(blocks.working_bytes[on_rank].max())
-    return in_flight, float(blocks.state_bytes[on_rank].sum() + held + idle)
+    return in_flight, _state_bytes(blocks, stage, on_rank) + float(held + idle)
 
 
 def _by_module(blocks: Blocks, indices: Int64Array, in_flight: Int64Array) -> dict[str, Int64Array]:

@@ -14,6 +14,7 @@ from motet.core.spec import Layer
 from motet.cost.memory import parameters_of_rank, updated_of_rank
 from motet.schedule import PlannedStage
 from motet.simulate.predict.stage_pricing import Pricing
+from motet.simulate.predict.tied import tied_apart
 
 _TOTALS_BYTES = 3 * 8
 """Bytes that NORM sums: three float64 numbers."""
@@ -61,6 +62,7 @@ class Collectives:
     def __init__(self, pricing: Pricing) -> None:
         self.pricing, self.cost = pricing, pricing.cost
         self.plan, self.planned, self.precision = pricing.plan, pricing.planned, pricing.precision
+        self.tied = tied_apart(pricing.plan)
         self._known_seconds: dict[object, CollectiveSeconds] = {}
         self._known_sizes: dict[object, _Size] = {}
 
@@ -86,17 +88,28 @@ class Collectives:
 
     @cached_property
     def step_s(self) -> Float64Array:
-        """Seconds of the optimizer, [num_ranks] of the Program. A rank updates its share of trainable parameters."""
+        """Seconds of the optimizer, [num_ranks] of the Program. A rank updates its share of trainable parameters.
+
+        Before it, gradients of weights that two stages share are summed, as no REDUCE has them.
+        """
         updated, held = np.zeros((2, self.planned.program.num_ranks))
         for kind in self.planned.kinds:
             size = self._sizes(kind.stage)
             np.add.at(updated, kind.ranks, size.updated)
             np.add.at(held, kind.ranks, size.undivided)
+        summed_s = np.zeros(len(updated))
+        if self.tied is not None and self.tied.trainable:
+            holders, data_ranks = self.tied.ranks(self.planned), self.tied.data_ranks(self.planned)
+            updated[holders] += self.tied.updated
+            held[holders] += self.tied.weights
+            if len(data_ranks) > 1:
+                size_bytes = self.tied.updated * self.precision.gradient
+                summed_s[holders] = self.cost.all_reduce_seconds(size_bytes, data_ranks)
         stacks = [stack for module in self.plan.model.modules for stack in module.stacks]
         whole = max(sum(stack.layer.updated_parameters * stack.count for stack in stacks), 1)
         pairs = [(round(number), of / whole) for number, of in zip(updated.tolist(), held.tolist())]
         seconds = {pair: self.cost.step_seconds(*pair) for pair in set(pairs)}
-        return np.array([seconds[pair] for pair in pairs])
+        return np.array([seconds[pair] for pair in pairs]) + summed_s
 
     def norm_s(self) -> Float64Array:
         """Seconds of NORM, [1]; 0 in pipelines, whose Programs have none."""
@@ -111,6 +124,8 @@ class Collectives:
         """
         ranks, ep, size = stage.data_ranks, stage.unit.ep, stage.shard_size
         layers = [placed.layer.with_experts_of(ep) for placed in self.pricing.layers(stage)]
+        if self.tied is not None and self.tied.is_on(stage):
+            layers = list(map(self.tied.without, layers))
         slices = fsdp_slices(layers) if self.plan.schedule == "data_parallel" else [layers]
         whole = [_size_of(slice_, stage.unit.tp, size) for slice_ in slices]
         if ep == 1:

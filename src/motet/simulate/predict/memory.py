@@ -14,6 +14,7 @@ from motet.cost.memory import StageMemory, stage_memory
 from motet.schedule import PlannedStage, high_water
 from motet.schedule.coordinates import first_ranks, ranks_a_program_rank
 from motet.simulate.predict.stage_pricing import Pricing
+from motet.simulate.predict.tied import TiedApart, tied_apart
 
 MAX_LOGITS = 1 << 28
 """Most logits that exist at a time: Motet's backbone computes the loss slice by slice."""
@@ -54,11 +55,15 @@ def memory_of(pricing: Pricing) -> dict[str, Int64Array]:
     program, layout = pricing.planned.program, pricing.layout
     # 1. On every program rank: [num_program_ranks], but activations [num_islands, num_program_ranks].
     of_program = {part: np.zeros(program.num_ranks, dtype=np.int64) for part in PARTS}
+    tied = tied_apart(pricing.plan)
     for kind in pricing.planned.kinds:
-        memory = _stage_memory(pricing, kind.stage)
+        memory = _stage_memory(pricing, kind.stage, tied)
         for part in ("parameters", "gradients", "optimizer"):
             np.add.at(of_program[part], kind.ranks, getattr(memory, part))
         np.maximum.at(of_program["transient"], kind.ranks, memory.transient)
+    if tied is not None:
+        for part, size_bytes in tied.state(pricing.precision)._asdict().items():
+            of_program[part][tied.ranks(pricing.planned)] += size_bytes
     of_program["activations"] = high_water(program, pricing.held()).astype(np.int64)
     # 2. On the ranks that each stands for.
     first, counts = first_ranks(layout), ranks_a_program_rank(layout)
@@ -70,7 +75,7 @@ def memory_of(pricing: Pricing) -> dict[str, Int64Array]:
     return bytes_of
 
 
-def _stage_memory(pricing: Pricing, stage: PlannedStage) -> StageMemory:
+def _stage_memory(pricing: Pricing, stage: PlannedStage, tied: TiedApart | None) -> StageMemory:
     def rows(module: str, layer: Layer) -> float:
         found = pricing.largest_rows(module, layer)
         return min(found, MAX_LOGITS / layer.output_width) if layer.targets_only else found
@@ -78,4 +83,6 @@ def _stage_memory(pricing: Pricing, stage: PlannedStage) -> StageMemory:
     unit = replace(stage.unit, zero=stage.zero, shard_size=stage.shard_size)
     by_stage = pricing.plan.schedule != "data_parallel"
     layers, copies = pricing.layers(stage), pricing.largest_copies
+    if tied is not None and tied.is_on(stage):
+        layers = [placed._replace(layer=tied.without(placed.layer)) for placed in layers]
     return stage_memory(unit, layers, rows, 0, pricing.precision, by_stage=by_stage, copies=copies)

@@ -37,7 +37,7 @@ from motet.schedule import PlannedProgram, PlannedStage, parts_of, pieces_of
 from motet.schedule.coordinates import host_of, replica_of, replicas_of
 from motet.schedule.from_plan import StageKind
 from motet.schedule.layout import LAYER_PARTS
-from motet.schedule.plan_units import cuts_beside_sequences, gathering_ranks, sharing_ranks
+from motet.schedule.plan_units import cuts_beside_sequences, gathering_ranks, is_wrapped, sharing_ranks
 from motet.schedule.program import AlikeItems
 from motet.simulate.engine.stage_times import Part
 
@@ -137,7 +137,7 @@ class Pricing:
     ) -> None:
         self.plan, self.planned, self.assignment, self.exchange = plan, planned, assignment, exchange
         splits = plan.schedule in SPLITS_BACKWARD
-        self.cost = cost if plan.schedule == "data_parallel" else cost.unwrapped(waits=splits)
+        self.cost = cost if is_wrapped(plan) else cost.unwrapped(waits=splits)
         self.precision = plan_precision(plan)
         self.backbone = plan.unit_of(BACKBONE)
         self.layout = planned.layout

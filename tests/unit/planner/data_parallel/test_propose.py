@@ -102,6 +102,17 @@ def test_what_is_proposed_fits_and_takes_what_was_estimated(memory, num_nodes, e
         assert one.estimate_s == pytest.approx(prediction.step_s, rel=0.25)
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_texts_that_teach_a_frozen_backbone_nothing_have_no_backward_pass(seed):
+    encoders = [connect(each, 512) for each in (vit("image", LLM, 2, trainable=False),)]
+    made = multimodal("pretraining", language_model(LLM, 4, 4000, trainable=False), encoders)
+    given_job = replace(job(num_nodes=1, batch_size=16, made=made), seed=seed)
+    one_at_a_time = Pins(microbatch_size=1, dp=2, balance="auto")
+    for candidate in proposed(given_job, one_at_a_time)[0]:
+        step = predicted(given_job, candidate)
+        assert candidate.estimate_s == pytest.approx(step.step_s, rel=0.15)
+
+
 def test_it_proposes_the_same_every_time():
     first, second = ([(one.what, one.estimate_s, one.facts, one.plan) for one in proposed(job())[0]] for _ in range(2))
     assert first == second

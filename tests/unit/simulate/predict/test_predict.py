@@ -52,6 +52,33 @@ def test_a_chain_of_even_stages_takes_the_closed_form(schedule):
     assert found.bubbles.total_share == pytest.approx(3 / 13)
 
 
+class Hooked(Linear):
+    """Layers take FSDP's hooks beside their own seconds."""
+
+    def layer_seconds(self, module, layer, work, tp=1):
+        plain = super().layer_seconds(module, layer, work, tp)
+        return plain._replace(forward_s=plain.forward_s + 1.0)
+
+    def unwrapped(self, *, waits=False):
+        return Linear(self.cluster)
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_wrapped"),
+    [
+        ({"zero": 0}, False),
+        ({"zero": 2, "shard_size": 1}, False),
+        ({"zero": 3, "dp": 1}, False),
+        ({"zero": 2}, True),
+        ({"zero": 0, "tp": 2}, True),
+    ],
+)
+def test_fsdps_hooks_take_time_where_fsdp_wraps_modules(changed, is_wrapped):
+    made = colocated(unit={"dp": 2, **changed})
+    hooked, plain = (predict(made, workload(lengths()), cost(made.cluster)).step_s for cost in (Hooked, Linear))
+    assert (hooked > plain + 1) == is_wrapped and (hooked == plain) != is_wrapped
+
+
 def test_interleaved_chunks_shorten_the_warm_up():
     made = even_plan({"image": 4}, *({"backbone": 4},) * 3, schedule="interleaved_1f1b", pp=2)
     assert step(made, even(1)).step_s == pytest.approx((10 + 1 / 2) * 8 * (LAYER_F + LAYER_B))

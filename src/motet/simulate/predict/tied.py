@@ -1,0 +1,72 @@
+"""Weights that the embedding and the output layer share, where a Plan has these on two stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from motet.core.plan import Plan
+from motet.core.spec import Layer
+from motet.core.workload import BACKBONE
+from motet.cost.memory import MixedPrecision, StateBytes, state_bytes
+from motet.schedule import PlannedProgram, PlannedStage
+
+
+@dataclass(frozen=True)
+class TiedApart:
+    """Every rank of both stages holds all of the weights, whatever the unit's ZeRO stage (`runtime/holders.py`).
+
+    weights: of all tensor-parallel ranks. number: on one of these. trainable: whether they are updated.
+    unit, stages: of the backbone; the indexes of the two stages in it.
+    """
+
+    weights: int
+    number: int
+    trainable: bool
+    unit: str
+    stages: tuple[int, int]
+
+    @property
+    def updated(self) -> int:
+        """Those that one rank updates."""
+        return self.number if self.trainable else 0
+
+    def is_on(self, stage: PlannedStage) -> bool:
+        """Whether it is one of the two stages."""
+        return stage.unit.name == self.unit and stage.index in self.stages
+
+    def ranks(self, planned: PlannedProgram) -> list[int]:
+        """The program ranks of both stages, each once."""
+        return sorted({rank for kind in planned.kinds if self.is_on(kind.stage) for rank in kind.ranks.tolist()})
+
+    def data_ranks(self, planned: PlannedProgram) -> tuple[int, ...]:
+        """The ranks of the cluster that hold the same of them: one of each tensor-parallel group."""
+        holders = (kind.stage.data_ranks for kind in planned.kinds if self.is_on(kind.stage))
+        return tuple(sorted({rank for ranks in holders for rank in ranks}))
+
+    def without(self, layer: Layer) -> Layer:
+        """A layer of either stage without these weights."""
+        return replace(layer, parameters=layer.parameters - self.weights) if layer.kind == "embedding" else layer
+
+    def state(self, precision: MixedPrecision) -> StateBytes:
+        """What a rank holds of them between passes."""
+        return state_bytes(self.number, self.updated, precision=precision)
+
+
+def tied_apart(plan: Plan) -> TiedApart | None:
+    """The tied weights of a Plan that has them on two stages; None if there are none, or if they are on one.
+
+    Example:
+        >>> from motet.core.plan import Unit
+        >>> from motet.core.shapes import Transformer, language_model, multimodal
+        >>> from motet.cost.catalogue import cluster
+        >>> model = multimodal("tiny", language_model(Transformer(64, 256, 4), 4, 1000, tied=True), [])
+        >>> unit = Unit("all", ({"backbone": 2}, {"backbone": 2}), pp=2, tp=2)
+        >>> tied_apart(Plan(model, cluster("h100"), (unit,), batch_size=8)).number
+        32000
+    """
+    backbone, unit = plan.model.module(BACKBONE), plan.unit_of(BACKBONE)
+    held = [index for index, layers in enumerate(unit.stages) if layers.get(BACKBONE)]
+    weights = backbone.tied_weights
+    if not weights or held[0] == held[-1]:
+        return None
+    return TiedApart(weights, -(-weights // unit.tp), backbone.layers[0].trainable, unit.name, (held[0], held[-1]))
