@@ -125,6 +125,18 @@ class MergeShare:
     routes: Mapping[str, Route]
     to_places: Route
 
+    @staticmethod
+    def of(
+        packed: PackedSequences, rows: ContextRows, rank: int, merges_on: Int64Array, routes: Mapping[str, Route]
+    ) -> MergeShare:
+        """What a rank merges. packed: all rows of the sequences that it knows. merges_on: int64 [num_sequences], the
+        rank that merges each.
+        """
+        here, merged_by = np.flatnonzero(merges_on == rank), np.repeat(merges_on, rows.lengths)
+        to_places = route_to_places(rows.owner.astype(np.int64), merged_by, rank, rows.num_ranks)
+        to_places = replace(to_places, moved_rows=1)  # Some do, on all ranks, or else all know of none.
+        return MergeShare(packed.of(here), np.repeat(here, rows.lengths[here]), routes, to_places)
+
     def with_tensors(self, change: Callable[[Tensor], Tensor]) -> MergeShare:
         """As of `ContextShare`."""
         routes = {phase: route.with_indices(change) for phase, route in self.routes.items()}
@@ -147,7 +159,7 @@ class ContextShare:
                that have any, in the same order on all ranks.
     given:     generator -> the way of what it is given, from the ranks of its places to those that give it away; of
                those that have any items, on all ranks.
-    trained:   the phases whose rows' gradients go back.
+    trained:   the phases whose rows' gradients go back; None: rows say it, the same on all ranks.
     group:     the ranks that share the sequences. method: how attention gets rows of others.
     head_groups: as of `ContextConfig`.
     merging:   what the rank merges of sequences; None: what stands at each place is merged by the rank that has it.
@@ -165,7 +177,7 @@ class ContextShare:
     ends: Tensor
     routes: Mapping[str, Route] = field(default_factory=dict)
     given: Mapping[str, Route] = field(default_factory=dict)
-    trained: frozenset[str] = frozenset()
+    trained: frozenset[str] | None = frozenset()
     group: dist.ProcessGroup | None = None
     method: ContextExchange = "auto"
     sent: deque[float] = field(default_factory=deque)  # FSDP's mixed precision copies lists.
@@ -201,7 +213,8 @@ class ContextShare:
         return self._moved(generator, rows, self.given[generator])
 
     def _moved(self, phase: str, rows: Tensor, route: Route) -> Tensor:
-        return self._exchanged(rows, route, phase in self.trained and torch.is_grad_enabled())
+        is_trained = rows.requires_grad if self.trained is None else phase in self.trained
+        return self._exchanged(rows, route, is_trained and torch.is_grad_enabled())
 
     def _exchanged(self, rows: Tensor, route: Route, goes_back: bool) -> Tensor:
         row_bytes = rows.element_size() * rows.shape[1]

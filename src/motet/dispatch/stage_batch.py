@@ -13,7 +13,7 @@ from motet.assign.context_rows import context_rows, rows_of_replica
 from motet.assign.orchestrator import Decision
 from motet.assign.rows import takers
 from motet.core.arrays import BoolArray, Int32Array, Int64Array
-from motet.core.context_rows import ContextRows, rows_of_runs
+from motet.core.context_rows import rows_of_runs
 from motet.core.cuts import ItemCuts
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BACKBONE, BatchLengths
@@ -152,7 +152,7 @@ def _shared_out(
     num_alone = num_whole if cp == 1 else 0
     merging = None
     if place.merges and len(packed.tokens):
-        merging = _merging(packed, rows, rank, merges_on[decision.sequences_on(replica)], to_merge)
+        merging = MergeShare.of(packed, rows, rank, merges_on[decision.sequences_on(replica)], to_merge)
     share = replace(
         share,
         num_whole=num_alone,
@@ -180,16 +180,6 @@ def _merged_on(decision: Decision, replica: int, place: ContextPlace) -> Int64Ar
         merges_on[own] += replica * cp
         merges_on[cuts.items] = decision.backbone.ranks[cuts.items].astype(np.int64) * cp + cuts.items % cp
     return merges_on
-
-
-def _merging(
-    packed: PackedSequences, rows: ContextRows, rank: int, merges_on: Int64Array, routes: Mapping[str, Route]
-) -> MergeShare:
-    """What a rank merges. packed: all rows of the replica's sequences. merges_on: int64 [num_sequences], of these."""
-    here = np.flatnonzero(merges_on == rank)
-    to_places = route_to_places(rows.owner.astype(np.int64), np.repeat(merges_on, rows.lengths), rank, rows.num_ranks)
-    to_places = replace(to_places, moved_rows=1)  # Some do, on all ranks, or else all know of none.
-    return MergeShare(packed.of(here), np.repeat(here, rows.lengths[here]), routes, to_places)
 
 
 def _owners_of_cut(fragments: ItemCuts, phase: str, layouts: Mapping[int, PackedSequences]) -> list[Int64Array]:
