@@ -20,13 +20,13 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from motet.assign.taken_rows import Taking
 from motet.core.arrays import Int64Array
 from motet.core.context_rows import ContextRows
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.dispatch.exchange import exchange, exchange_rows
 from motet.dispatch.route import Route
-from motet.schedule.plan_units import cuts_beside_sequences, gathering_ranks, on_backbone_ranks
 
 if TYPE_CHECKING:
     from motet.dispatch.batch import PackedSequences
@@ -73,23 +73,19 @@ class ContextPlace:
     """Where a rank stands among the ranks that share sequences of the backbone.
 
     c, cp:   its number in its replica, and how many ranks there are.
-    here:    modules on the ranks of the backbone's unit: each rank has encoded some items of those that are encoders.
     sources: encoders that feed the backbone. sinks: generators that it feeds.
     trained: encoders to which gradients go back, and generators from which they come.
-    gathered: encoder -> on how many ranks its rows come together before, where they do (`plan_units.gathering_ranks`).
-    over_replicas: encoders of which replicas share items beside sequences (`plan_units.cuts_beside_sequences`).
+    taking:  how rows are taken in of an encoder, or given of a generator's items.
     config:  as of the recipe.
     merges:  whether a merge of the user's own takes sequences whole.
     """
 
     c: int
     cp: int
-    here: frozenset[str]
     sources: frozenset[str]
     sinks: frozenset[str]
     trained: frozenset[str]
-    gathered: Mapping[str, int]
-    over_replicas: frozenset[str] = frozenset()
+    taking: Mapping[str, Taking]
     config: ContextConfig = DEFAULT_CONTEXT
     merges: bool = False
 
@@ -103,10 +99,8 @@ class ContextPlace:
         trained = frozenset(
             name for name in sources if model.module(name).layers[-1].trainable or model.input_gradients[name][-1]
         ) | frozenset(name for name in sinks if model.moved(name)[1])
-        gathered = {name: num for name in sources if (num := gathering_ranks(plan, plan.unit_of(name))) > 1}
-        over = frozenset(name for name in sources if cuts_beside_sequences(plan, name))
-        here = on_backbone_ranks(plan)
-        return ContextPlace(c, unit.cp, here, sources, sinks, trained, gathered, over, config, merges)
+        taking = {name: Taking.of(plan, name) for name in sources | sinks}
+        return ContextPlace(c, unit.cp, sources, sinks, trained, taking, config, merges)
 
 
 @dataclass(frozen=True, eq=False)

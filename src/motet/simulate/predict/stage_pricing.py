@@ -40,6 +40,7 @@ from motet.schedule.layout import LAYER_PARTS
 from motet.schedule.plan_units import cuts_beside_sequences, gathering_ranks, sharing_ranks
 from motet.schedule.program import AlikeItems
 from motet.simulate.engine.stage_times import Part
+from motet.simulate.predict.merge_prices import merge_seconds
 
 _MAX_DEALT = 32
 """Packs of a step whose rows are dealt out to be priced, where context-parallel ranks share them."""
@@ -425,19 +426,25 @@ class Pricing:
     def _given(self, stage: PlannedStage) -> tuple[Float64Array, Float64Array]:
         """Seconds in which ranks give rows to each other at a stage, in forward and in backward: those that share
         sequences the rows of encoders, before blocks that take them in, and what generators are given, behind the last;
-        and those that share items of encoders in bubbles what they made. Rows are taken to lie evenly on the ranks.
+        and those that share items of encoders in bubbles what they made. Rows are taken to lie evenly on the ranks,
+        but those that move for a merge of the user's own (`merge_prices.py`).
         """
         forward = backward = self._none(stage)
         unit, model = stage.unit, self.plan.model
         if BACKBONE in stage.layers and (unit.cp > 1 or self.assignment.modules[BACKBONE].cuts is not None):
             first, stop = stage.layers[BACKBONE]
+            merges = model.merges and first == 0
             times = {
-                name: sum(first <= block < stop for block in model.entries(name, BACKBONE))
+                name: sum(first + merges <= block < stop for block in model.entries(name, BACKBONE))
                 for name in model.sources(BACKBONE)
             }
+            for name, seconds in merge_seconds(self).items() if merges else ():
+                forward = forward + seconds
+                backward = backward + seconds * (name == BACKBONE or model.moved(name)[1])
             times |= dict.fromkeys(model.generators, int(stop == model.num_blocks[BACKBONE]))
             for name in (name for name, number in times.items() if number):
-                seconds = times[name] * self._moved_s(name, unit).reshape(forward.shape)
+                rows, width = num_given_rows(self.assignment, name, None), model.moved(name)[0].output_width
+                seconds = times[name] * self.evenly_moved_s(rows, width * self.precision.compute)
                 forward = forward + seconds
                 backward = backward + seconds * model.moved(name)[1]
         if gathering_ranks(self.plan, unit) > 1 and stage.index == len(unit.stages) - 1:
@@ -445,12 +452,13 @@ class Pricing:
                 forward = forward + self._gathered_s(name, unit).reshape(forward.shape)
         return forward, backward
 
-    def _moved_s(self, name: str, unit: Unit) -> Float64Array:
-        """Seconds in which the ranks that share sequences exchange rows between items of a module and their places, by
-        replica of the backbone and microbatch. Replicas that share some of a microbatch exchange those of all.
+    def evenly_moved_s(self, rows: Int64Array, row_bytes: int) -> Float64Array:
+        """Seconds in which the ranks that share sequences exchange rows that lie evenly on them, by replica of the
+        backbone and microbatch. Replicas that share some of a microbatch exchange those of all.
+
+        rows: int64 [num_replicas, num_microbatches].
         """
-        layer, _ = self.plan.model.moved(name)
-        moved_bytes = num_given_rows(self.assignment, name, None) * layer.output_width * self.precision.compute
+        moved_bytes, unit = rows * row_bytes, self.backbone
         seconds, cp = np.zeros(moved_bytes.shape), unit.cp
         if cp > 1:
             ranks = [unit.rank(0, 0, c) for c in range(cp)]
