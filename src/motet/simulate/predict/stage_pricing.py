@@ -25,7 +25,7 @@ from motet.core.exchange import Moved
 from motet.core.plan import SPLITS_BACKWARD, Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
-from motet.cost.flops import attention_shares, like_layer, operations_by_work, work_of_items
+from motet.cost.flops import attention_shares, expert_shares, like_layer, operations_by_work, work_of_items
 from motet.cost.memory import (
     StageLayer,
     kept_bytes,
@@ -580,6 +580,8 @@ class Pricing:
         beyond = self.cost.beyond(name, layer, work, unit.tp)
         self.beyond[name] = self.beyond.get(name, Beyond()).or_further(beyond)
         seconds = self.cost.layer_seconds(name, layer.with_experts_of(unit.ep), work, unit.tp)
+        if layer.num_experts and unit.expert_replicas > 1 and items.num_replicas == unit.dp:
+            seconds, tensor_s = self._with_experts_shared(unit, layer, work, seconds, tensor_s)
         if layer.attention is not None and items.cuts is not None:
             seconds = self._met(seconds, items)
         return _Priced(whole, work, seconds, tensor_s, context)
@@ -626,6 +628,29 @@ class Pricing:
             for column in (seconds.forward_s, seconds.input_s)
         )
         return seconds._replace(forward_s=forward, input_s=backward)
+
+    def _with_experts_shared(
+        self, unit: Unit, layer: Layer, work: Work, seconds: LayerSeconds, tensor_s: Float64Array
+    ) -> tuple[LayerSeconds, Float64Array]:
+        """Seconds of a layer of which replicas share experts: each computes as much of these as any other of them.
+
+        In data parallelism each takes what the slowest of them does; in a pipeline they run passes together
+        (`met_passes.py`).
+        """
+        groups = -1, unit.expert_replicas, self.assignment.num_microbatches
+
+        def over_all(column: Float64Array, of_all: Callable[..., Float64Array]) -> Float64Array:
+            """The mean, say, over the replicas of each group, in place of a column of them."""
+            of_groups = column.reshape(groups)
+            return np.broadcast_to(of_all(of_groups, axis=1, keepdims=True), of_groups.shape).ravel()
+
+        passes = [
+            column * (1 - share) + over_all(column * share, np.mean)
+            for column, share in zip(seconds, expert_shares(layer, work), strict=True)
+        ]
+        if self.plan.schedule == "data_parallel":
+            *passes[:2], tensor_s = (over_all(column, np.max) for column in (*passes[:2], tensor_s))
+        return LayerSeconds(*passes), tensor_s
 
     def _experts_s(self, unit: Unit, layer: Layer, rows: Float64Array) -> Float64Array:
         """Seconds in which rows go to the ranks of their experts and back, in one pass of a layer, [len(rows)].
