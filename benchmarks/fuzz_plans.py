@@ -322,7 +322,7 @@ def features(case: AnyCase) -> Iterator[str]:
 def _features_of_cut(cut: Cut) -> Iterator[str]:
     yield f"cut items, {cut.tower or 'toy'} tower"
     yield f"cut items, {cut.case.family}"
-    for name in ("method", "idle", "dropout", "enters_again"):
+    for name in ("method", "idle", "dropout", "enters_again", "merges"):
         if getattr(cut, name):
             yield f"cut items, {name}"
 

@@ -30,11 +30,12 @@ READ = (
     "model.encoders.image.projector={ kind = 'resampler', queries = 4, config = { resampler_depth = 1, "
     "resampler_n_heads = 2, resampler_head_dim = 8, num_key_value_heads = 1 } }",
 )
+MERGING = ("model.merge=unit.models.callbacks_of_tests:averaging",)
 BOTH_WAYS = ("model.backbone.prefix=true", 'model.backbone.bidirectional=["image"]')
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bad", "options"), [(0, ()), (3, BOTH_WAYS), (0, READ)])
+@pytest.mark.parametrize(("bad", "options"), [(0, ()), (3, BOTH_WAYS), (0, READ), (3, MERGING)])
 def test_losses_are_those_of_whole_sequences(tmp_path, bad, options):
     job = write_tiny_job(tmp_path / "data")
     if bad:

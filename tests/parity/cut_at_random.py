@@ -28,7 +28,7 @@ def cut_at_random(
     """
     ranks = np.arange(decision.backbone.num_ranks - idle)
     cuts = _drawn(-(-lengths.sequence // 2), ranks, rng, degrees)
-    placed = {"backbone": _on_first(decision.backbone, len(ranks))}
+    placed = {"backbone": _on_first(decision.backbone, len(ranks), cuts)}
     return replace(decision, assignments=decision.assignments | placed, cuts=cuts)
 
 
@@ -51,9 +51,12 @@ def cut_items_at_random(
     return replace(decision, assignments=decision.assignments | placed, item_cuts=item_cuts, read_by=read_by)
 
 
-def _on_first(placed: Assignment, num_ranks: int) -> Assignment:
-    """The assignment with all items on the first ranks."""
+def _on_first(placed: Assignment, num_ranks: int, cuts: ItemCuts | None = None) -> Assignment:
+    """The assignment with all items on the first ranks, and each that is cut on the one with its largest fragment."""
     ranks = placed.ranks % num_ranks
+    for item in cuts.items.tolist() if cuts is not None else ():
+        own = cuts.item == item
+        ranks[item] = cuts.rank[own][np.argmax((cuts.end - cuts.begin)[own])]
     order = np.argsort(ranks, kind="stable")
     return replace(
         placed, ranks=ranks, items=order, offsets=np.searchsorted(ranks[order], np.arange(placed.num_ranks + 1))

@@ -23,8 +23,9 @@ from motet.runtime.step import TrainStep
 from parity.collectives import counted_collectives, on_all_ranks
 from parity.cut_at_random import cut_at_random, cut_items_at_random
 from parity.planned import rank_device, share_off
+from parity.planned_parts import WholeMerge
 from parity.test_gradients import Case, counted_exchanges, lengths_of, local, orchestrator_of, relative, whole
-from parity.tiny import PHASES, build_model, draw_examples, reference_step
+from parity.tiny import DIM, PHASES, build_model, draw_examples, reference_step
 from parity.towers import JOINED, RASTERS, READ, SOUNDS, STACKED, TOWERS, phase_of, tower_module, with_patches
 
 
@@ -35,6 +36,7 @@ class Cut:
     num_ranks: of the job, as far as a case is drawn.
     idle: ranks that get no row. dropout: of attention, and of the rows that go in. enters_again: rows of images enter
     the backbone a second time.
+    merges: a merge of the user's own takes sequences whole.
     together: "images", whose rows see each other in both directions, and "prefix", rows before the first target.
     tower: a family of encoders, of images or sound, in place of the toy's, which drop out too. items: degrees of its
     first items; None: whole or, with `draws_items`, drawn.
@@ -49,6 +51,7 @@ class Cut:
     tower: str = ""
     items: tuple[int, ...] | None = None
     draws_items: bool = False
+    merges: bool = False
     together: tuple[str, ...] = ()
     num_ranks: int = 4
     schedule: ClassVar[str] = "data_parallel"
@@ -115,6 +118,9 @@ def _model_of(cut: Cut) -> MLLM:
     if cut.tower:
         dropout = 0.2 if cut.dropout else 0.0
         model.encoders[phase_of(cut.tower)] = tower_module(cut.tower, cut.case.frozen, dropout)
+    if cut.merges:
+        merge = WholeMerge(DIM, 0.2 if cut.dropout else 0.0).to(torch.float64)
+        model.backbone.merge = merge.requires_grad_("backbone" not in cut.case.frozen)
     if cut.dropout:
         for layer in model.backbone.causal_lm.model.layers:
             layer.self_attn.attention_dropout = 0.3
@@ -143,6 +149,7 @@ def _decided(cut: Cut, model: MLLM, mesh: Mesh) -> Iterator[tuple[Decision, Batc
                 phase = phase_of(cut.tower)
                 module = model.encoders[phase].spec_module(phase)
                 decision = cut_items_at_random(decision, lengths, module, rng, cut.items, cut.idle)
+        decision = replace(decision, merges=cut.merges)
         yield decision, lengths, chosen
 
 
@@ -193,6 +200,7 @@ def drawn_cut(seed: int, number: int) -> Cut:
         draws_items=bool(tower),
         num_ranks=num_ranks,
         together=tuple(name for name in ("images", "prefix") if rng.random() < 0.2),
+        merges=bool(rng.random() < 0.2),
     )
 
 
@@ -211,7 +219,7 @@ def smaller_cuts(cut: Cut) -> Iterator[Cut]:
             for left in case.contents
         ),
         *(replace(cut, case=replace(case, **{name: getattr(plain, name)})) for name in ("fsdp", "frozen", "family")),
-        *(replace(cut, **{name: False}) for name in ("dropout", "enters_again", "draws_items")),
+        *(replace(cut, **{name: False}) for name in ("dropout", "enters_again", "draws_items", "merges")),
         replace(cut, idle=0),
         replace(cut, together=()),
         replace(cut, degrees=()),

@@ -50,10 +50,16 @@ CUTS = [
     replace(DEGREES, together=("images",)),
     Cut(replace(ALL, num_microbatches=2, seed=3, fsdp=FSDPConfig(recompute=True)), together=("images", "prefix")),
     Cut(replace(ALL, seed=6, family="gemma2"), together=("prefix",), dropout=True, idle=1),
+    # A merge of the user's own has whole sequences, and rows enter again behind it.
+    replace(DEGREES, merges=True),
+    Cut(replace(ALL, num_microbatches=2, seed=2, fsdp=HYBRID), merges=True, enters_again=True, dropout=True, idle=1),
+    Cut(replace(ALL, seed=5, fsdp=WHOLE_COPIES, frozen=("backbone",)), merges=True, together=("images",)),
+    Cut(replace(ALL, seed=7, frozen=("image",)), merges=True, enters_again=True),
+    Cut(replace(ALL, contents=(), num_examples=5, fsdp=FSDPConfig(recompute=True)), merges=True),
 ]
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: CUTS}, {4: (0, 3, 10, 14)}))
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: CUTS}, {4: (0, 3, 10, 14, 17)}))
 def test_degrees_of_one_two_and_four_in_one_microbatch_equal_one_process(num_ranks, cases):
     assert run_ranks(check, num_ranks, cases) == [[]] * num_ranks
 
@@ -77,6 +83,7 @@ ITEMS = [
     # Rows of an inner block go along, and enter the backbone before its second.
     Cut(ALL, degrees=(2,), tower="whole qwen3_vl", items=(4, 2, 1, 2)),
     Cut(replace(ALL, fsdp=FSDPConfig(recompute=True), num_microbatches=2), tower="qwen3_vl", draws_items=True),
+    Cut(ALL, degrees=(2,), tower="whole qwen3_vl", items=(4, 2, 1, 2), merges=True),
     # Tiles, which do not see each other; the last ranks have none.
     Cut(ALL, degrees=(2,), tower="tiled internvl", items=(2, 1, 3)),
     Cut(replace(IMAGES, num_examples=5, fsdp=WHOLE_COPIES), degrees=(), tower="tiled siglip", items=(2,), idle=2),
@@ -116,7 +123,7 @@ ITEMS = [
 ]
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: ITEMS}, {4: (1, 9, 12, 14, 16, 21, 23, 28, 31, 34)}))
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: ITEMS}, {4: (1, 9, 12, 15, 17, 22, 24, 29, 32, 35)}))
 def test_images_cut_over_ranks_equal_one_process(num_ranks, cases):
     assert run_ranks(check, num_ranks, cases) == [[]] * num_ranks
 
@@ -147,6 +154,7 @@ def test_cuts_anywhere_equal_one_process(num_ranks):
 
 
 CHOSEN = [Cut(replace(ALL, num_examples=2, seed=seed), method="split") for seed in (0, 4)]
+CHOSEN += [replace(CHOSEN[0], merges=True)]
 """One of two sequences is longer than the other, so that both ranks have a part of it."""
 
 

@@ -176,7 +176,7 @@ def test_cases_have_all_that_a_plan_can_say():
         *(f"exchange {way}" for way in ("auto", "group_cast", "all_gather", "ulysses")),
         "2 groups of heads",
         *(f"cut items, {tower} tower" for tower in ("toy", *TOWERS, *READ)),
-        *(f"cut items, {what}" for what in ("method", "idle", "dropout", "enters_again", "qwen3_moe")),
+        *(f"cut items, {what}" for what in ("method", "idle", "dropout", "enters_again", "merges", "qwen3_moe")),
         # Pairs that do not divide each other are too rare for so few draws: `test_pairs.py` has them.
         *("dp 2 beside 1", "dp 1 beside 2", "dp 3 beside 1", "dp 1 beside 3"),
     }

@@ -3,12 +3,20 @@
 More of what they combine with: benchmarks/fuzz_plans.py.
 """
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 
+from motet.assign.taken_rows import merge_moves
 from motet.core.plan import Unit
-from parity.planned import PlannedCase, assert_planned
+from motet.core.workload import BACKBONE
+from motet.dispatch.context import ContextShare
+from motet.runtime.sharded_state import SAME_TYPES
+from parity.collectives import on_all_ranks
+from parity.planned import PlannedCase, assert_planned, run_of
+from ranks import run_ranks
 from tiers import in_tiers
 
 WHOLE = {"image": 3, "audio": 2, "backbone": 3}
@@ -101,3 +109,50 @@ CASES = {
 @pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(CASES, {2: [0, 8, 9, 12], 3: [2]}))
 def test_sequences_that_replicas_share_train_as_in_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)
+
+
+def merges(rank: int, num_ranks: int, case: PlannedCase) -> tuple[float, float]:
+    """Bytes that ranks give each other in a step so that sequences are merged whole: counted, and by the price."""
+    counted, plan, run = Counter(), case.plan(), run_of(case, torch.float64, SAME_TYPES)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("to_merge", "merged"):
+            patch.setattr(ContextShare, name, counting(getattr(ContextShare, name), counted))
+        batches = run.batches(0, case.model())
+        run.step.run(batches, 0)
+    priced = 0
+    for batch in batches:
+        for of_ranks in merge_moves(plan, batch.decision, batch.lengths):
+            for name, rows in of_ranks.rows.items():
+                layer = plan.model.module(BACKBONE).layers[0] if name == BACKBONE else plan.model.moved(name)[0]
+                times = 1 + (name == BACKBONE or plan.model.moved(name)[1])
+                priced += times * layer.output_width * 8 * int(rows.sum() - rows.trace())
+    return on_all_ranks(counted)["exchange"], priced
+
+
+def counting(move, counted):
+    def moving(share, *arguments):
+        before = sum(share.sent)
+        moved = move(share, *arguments)
+        counted["exchange"] += sum(share.sent) - before
+        return moved
+
+    return moving
+
+
+MERGED = {
+    2: [
+        split(WHOLE, parts=("merge", "again"), batch_size=8, seed=5),
+        replace(split(*FEW_CUTS, dp=1, cp=2, parts=("merge",), frozen=("image",), microbatch_size=2), balance="off"),
+    ],
+    4: [
+        split({"backbone": 3}, units=(BESIDE,), parts=("merge", "stacked"), seed=4, microbatch_size=2, batch_size=8),
+        split(WHOLE, cp=2, parts=("merge", "again"), microbatch_size=2, batch_size=8, seed=1),
+    ],
+}
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(MERGED, {2: [0]}))
+def test_what_moves_for_merges_is_what_is_priced(num_ranks, cases):
+    for case in cases:
+        of_ranks = run_ranks(merges, case.num_ranks, case)
+        assert len(set(of_ranks)) == 1 and of_ranks[0][0] == of_ranks[0][1] > 0, case

@@ -66,6 +66,7 @@ def operation_costs(
         ),
         held=held_elements(model, recompute),
         keys=key_exchanges(model, recompute, element_bytes),
+        merges=model.merges,
     )
     return StepCosts({name: cost_of(policy) for name, policy in balanced_as.items()}, work, times)
 

@@ -68,6 +68,7 @@ class Decision:
     item_cuts:   encoder -> the same of its items, where some are shared.
     sharing:     encoder -> how many ranks, one after the other, share its items; left out: all ranks do.
     read_by:     encoder -> as of `core.spec.Module`, of those whose rows queries read.
+    merges:      whether the rank with most of a sequence's rows merges it whole, by a merge of the user's own.
     lacking_bytes, fits_whole: as of `motet.balance.Choice`.
 
     Example:
@@ -92,6 +93,7 @@ class Decision:
     item_cuts: Mapping[str, ItemCuts] = field(default_factory=dict)
     sharing: Mapping[str, int] = field(default_factory=dict)
     read_by: Mapping[str, int] = field(default_factory=dict)
+    merges: bool = False
     lacking_bytes: int = 0
     fits_whole: bool = True
 
@@ -324,6 +326,7 @@ class Orchestrator:
             cuts=cuts_in(choice.fragments),
             item_cuts={phase: cuts for phase, cut in choice.cut_items.items() if (cuts := cuts_in(cut)) is not None},
             read_by=self.costs.times.read_by if isinstance(self.costs, StepCosts) else {},
+            merges=isinstance(self.costs, StepCosts) and self.costs.times.merges,
             lacking_bytes=choice.lacking_bytes,
             fits_whole=choice.fits_whole,
         )

@@ -172,6 +172,7 @@ class _Step:
     def __init__(self, plan: Plan, batch: BatchLengths, seconds: StepSeconds) -> None:
         self.plan, self.batch, self.seconds = plan, batch, seconds
         self.shares_sequences = plan.balance == "split"
+        self.meets = self.shares_sequences or any(unit.expert_replicas > 1 for unit in plan.units)
         self.layout = layout = seconds.layout
         self.widest = max(layout.units, key=layout.num_replicas)
         sizes = layout.num_islands, layout.num_microbatches, layout.num_examples
@@ -218,7 +219,7 @@ class _Step:
 
     def candidate(self, group: Int64Array, index: Int64Array, groups: Int64Array) -> _Candidate:
         """group, index: as in `_Contents`. groups: as of `_Candidate`."""
-        if self.shares_sequences:  # Groups are priced where they stand, and so numbered by their places.
+        if self.meets:  # Groups are priced where they stand, and so numbered by their places.
             places = np.empty(groups.size, dtype=np.int64)
             places[groups.ravel()] = np.arange(groups.size)
             group, groups = places[group], np.arange(groups.size).reshape(groups.shape)
@@ -237,7 +238,7 @@ class _Step:
 
     def island_ns(self, contents: _Contents, groups: Int64Array) -> Int64Array:
         """Nanoseconds of each island's step, int64 [num_islands]. groups: as of `_Candidate`."""
-        if self.shares_sequences:
+        if self.meets:
             return self.seconds.together(contents.assignment, contents.durations, groups)
         return island_makespans(self.seconds.graph, contents.durations, groups)
 
@@ -301,7 +302,7 @@ class _Step:
     def _example_ns(self) -> Int64Array:
         """As of `StepSeconds.of_examples`; where examples are alone in their microbatches, it is known already."""
         are_alone = self.sizes.examples == self.sizes.replicas == 1 and not self.plan.microbatch_caps
-        if are_alone and not self.shares_sequences:
+        if are_alone and not self.meets:
             given = self._priced(*self.given()[:2])
             of_groups = self.seconds.lane_rows.astype(np.float64) @ given.durations.T  # whole numbers below 2^53
             return of_groups.astype(np.int64)[:, given.group]
@@ -329,8 +330,8 @@ class _Candidate:
         """The candidate of step 3, as far as it may take less than the limit. num_visits: as of `order_islands`."""
         durations = self.contents.durations
         improve = partial(order_islands, self.step.seconds.graph, limit=limit_ns, num_visits=num_visits)
-        if self.step.shares_sequences:
-            # All islands take what they share at a time, each microbatch as long as on the slowest of them.
+        if self.step.meets:
+            # All islands take what they run together at a time, each microbatch as long as on the slowest of them.
             islands, microbatches = self.groups.shape
             slowest = durations.reshape(islands, microbatches, -1).max(axis=0)
             order, _ = improve(slowest, self.groups[:1])

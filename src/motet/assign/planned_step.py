@@ -42,13 +42,19 @@ def decide_planned_step(
     """
     start_s = time.perf_counter()
     step = assign_step(plan, lengths, seconds=seconds)
+    parts = microbatches_of(plan, step, program_of(step) if program_of else None)
+    return DecidedStep(parts, time.perf_counter() - start_s)
+
+
+def microbatches_of(
+    plan: Plan, step: StepAssignment, program: PlannedProgram | None = None
+) -> tuple[DecidedMicrobatch, ...]:
+    """What training loads of a step that `assign_step` has assigned."""
     microbatch = step.modules[BACKBONE].microbatch
-    program = program_of(step) if program_of else None
-    parts = tuple(
+    return tuple(
         _decided(plan, step, program, number, np.flatnonzero(microbatch == number))
         for number in range(step.num_microbatches)
     )
-    return DecidedStep(parts, time.perf_counter() - start_s)
 
 
 def by_replica(plan: Plan, step: StepAssignment) -> StepAssignment:

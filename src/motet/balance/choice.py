@@ -297,7 +297,8 @@ def _split(
             whole = follow(phase, cut.placed), _apart(phase, cut.placed, network, alone)
             ways = [*(CutPhase(way, None, 0, 0) for way in whole), *items.get(phase.name, ())]
             exchanges = (
-                _exchange(phase, way.placed, cut.placed, network, cut.fragments, way.fragments) for way in ways
+                _exchange(phase, way.placed, cut.placed, network, _taking_in(phases[0], cut.fragments), way.fragments)
+                for way in ways
             )
             keys = [
                 (
@@ -362,8 +363,9 @@ def _option(
     cut: Mapping[str, Split] = MappingProxyType({}),
 ) -> _Option:
     """The prediction for these assignments, one for each phase. cut: phase -> fragments, where items are cut."""
+    taking_in = _taking_in(phases[0], cut.get(phases[0].name))
     exchanges = [
-        _exchange(phase, placed, assignments[0], network, cut.get(phases[0].name), cut.get(phase.name))
+        _exchange(phase, placed, assignments[0], network, taking_in, cut.get(phase.name))
         for phase, placed in zip(phases[1:], assignments[1:], strict=True)
     ]
     return _Option(
@@ -381,6 +383,11 @@ def _option(
     )
 
 
+def _taking_in(backbone: Phase, fragments: Split | None) -> Split | None:
+    """The fragments of sequences that take in rows of encoders; None: the ranks that have most of each sequence do."""
+    return None if backbone.merged_bytes else fragments
+
+
 def _exchange(
     phase: Phase,
     placed: Assignment,
@@ -391,7 +398,7 @@ def _exchange(
 ) -> tuple[int, int]:
     """The exchange of a phase's outputs and gradients: nanoseconds, and bytes that cross ranks.
 
-    fragments: of the backbone's sequences. cut: of the phase's own items.
+    fragments: as of `_taking_in`. cut: of the phase's own items.
     """
     if phase.output_bytes is None:
         return 0, 0

@@ -20,6 +20,7 @@ from motet.balance.scoring import scored
 from motet.balance.splitting import split
 from motet.core.arrays import Int32Array, Int64Array
 from motet.core.assignment import Assignment, csr_from_ranks
+from motet.core.cuts import rows_of_fragments
 from motet.core.exchange import NS_PER_S, Network, moved
 from motet.core.words import counted_words
 
@@ -36,7 +37,7 @@ class CutPhase:
 
     placed:    each item on the rank of its largest fragment; loads are those of the fragments.
     fragments: None where nothing is cut.
-    keys_ns, keys_bytes: of exchanging keys and values; the bytes are those of all ranks.
+    keys_ns, keys_bytes: of what ranks that share items exchange for layers; the bytes are those of all ranks.
     """
 
     placed: Assignment
@@ -171,7 +172,7 @@ def _placed(cut: Split, costs: Int64Array, num_ranks: int) -> Assignment:
 
 
 def _keys(cut: Split, phase: Phase, num_ranks: int, network: Network) -> tuple[float, int]:
-    """Seconds and bytes of exchanging keys and values for these fragments."""
+    """Seconds and bytes of exchanging keys and values for these fragments, and what is beside or merged."""
     assert phase.rows is not None
     is_causal = phase.output_bytes is None  # The backbone's sequences; rows of an encoder's item see all of it.
     lengths = phase.rows if phase.key_lengths is None else phase.key_lengths
@@ -193,6 +194,12 @@ def _keys(cut: Split, phase: Phase, num_ranks: int, network: Network) -> tuple[f
         item, sink = cut.item[further], cut.assignment.ranks[further]
         seconds += 2 * float(network.exchange_s(moved(first[item], sink, phase.beside[item], node))[0])
         size_bytes += 2 * int(phase.beside[item].sum())
+    if phase.merged_bytes:
+        merging, sink = largest_fragments(cut)[cut.item], cut.assignment.ranks
+        own = rows_of_fragments(phase.rows[cut.item], cut.begin, cut.end, cut.units[cut.item])
+        given = own * phase.merged_bytes * (merging != sink)
+        seconds += 2 * float(network.exchange_s(moved(merging, sink, given, node))[0])
+        size_bytes += 2 * int(given.sum())
     return seconds, size_bytes
 
 

@@ -71,6 +71,8 @@ class Phase:
     beside:           int64 [num_items], bytes of what rows of a sequence attend to beside it. Each further rank that
                       shares the sequence gets a copy, and sends back a gradient; None: nothing.
     tile_rows:        how many of these rows stay together, as tiles that do not see each other; 0: any can be apart.
+    merged_bytes:     of a row of a sequence that is merged whole, on the rank with most of its rows: others that share
+                      it get theirs from there, and what moves to the sequence goes there; 0: it is not.
     waits:            whether ranks wait for each other in the phase, as those that shard a module gather its weights
                       layer by layer. Else they meet where rows are exchanged, and at the end.
 
@@ -96,6 +98,7 @@ class Phase:
     key_lengths: Int64Array | None = None
     beside: Int64Array | None = None
     tile_rows: int = 0
+    merged_bytes: int = 0
     waits: bool = True
 
     def compute_ns(self, assignment: Assignment) -> int:

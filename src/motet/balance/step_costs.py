@@ -142,6 +142,7 @@ class StepTimes:
     item_keys:   encoder -> the same of its items; those of other encoders stay whole.
     read_by:     encoder -> as of `core.spec.Module`, of those whose rows queries read.
     tile_rows:   encoder -> as of `Phase`, of those whose items can be cut between tiles alone.
+    merges:      whether the rank with most of a sequence's rows merges it whole, and gives others theirs.
     waits:       whether ranks wait for each other in each phase, as of `Phase`.
     memory:      what items take of a rank's memory; None: it is not known, and nothing is placed by it.
 
@@ -162,6 +163,7 @@ class StepTimes:
     item_keys: Mapping[str, tuple[KeyExchange, ...]] = field(default_factory=dict)
     read_by: Mapping[str, int] = field(default_factory=dict)
     tile_rows: Mapping[str, int] = field(default_factory=dict)
+    merges: bool = False
     waits: bool = True
     memory: ItemMemory | None = None
 
@@ -260,6 +262,7 @@ class StepCosts(PhaseCosts):
                 key_lengths=items.length,
                 beside=None if items.num_media is None else items.num_media * self.times.media_bytes,
                 tile_rows=self.times.tile_rows.get(name, 0),
+                merged_bytes=self.times.token_bytes * (self.times.merges and name == BACKBONE),
                 waits=self.times.waits,
             )
 

@@ -57,6 +57,19 @@ def shares_between(amounts: Int64Array, begin: Int64Array, end: Int64Array, unit
     return shares
 
 
+def rows_of_fragments(num_rows: Int64Array, begin: Int64Array, end: Int64Array, units: Int64Array) -> Int64Array:
+    """The rows of fragments of sequences of so many rows, int64 [num_fragments], as all of these columns.
+
+    Example:
+        >>> rows_of_fragments(*(np.array(column) for column in ([7, 7], [0, 1], [1, 4], [4, 4]))).tolist()
+        [2, 5]
+    """
+    half = -(-num_rows // 2)
+    first, stop = half * begin // units, half * end // units
+    rows: Int64Array = stop - first + np.minimum(stop, num_rows - half) - np.minimum(first, num_rows - half)
+    return rows
+
+
 @dataclass(frozen=True, eq=False)
 class ItemCuts:
     """The fragments of those items of a phase that several ranks share; all others are whole.

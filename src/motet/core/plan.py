@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import lcm
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -105,6 +106,11 @@ class Unit:
         p, d, c, t = self.coordinates(rank)
         first = (d * self.cp + c) // self.ep * self.ep
         return tuple(self.rank(p, 0, number, t) for number in range(first, first + self.ep))
+
+    @property
+    def expert_replicas(self) -> int:
+        """How many replicas, one after the other, share experts with each other, directly or not."""
+        return lcm(self.cp, self.ep) // self.cp
 
     def expert_parts(self, rank: int) -> tuple[int, ...]:
         """The ranks that have one copy of all experts between them, this one included, in the order of their experts:

@@ -461,6 +461,7 @@ class ModelSpec:
     edges:     (source, sink): the sink's first block takes in the source's outputs.
     reentries: (source, sink, block) of edges whose sink takes in the same outputs again before a later block; where
                these blocks attend to keys, there alone.
+    merges:    whether a merge of the user's own takes sequences whole, also those of which several ranks run rows.
     Raises ArgumentError for equal names, for edges of unknown modules or against the order, and for reentries of no
     edge or no later block.
 
@@ -477,6 +478,7 @@ class ModelSpec:
     modules: tuple[Module, ...]
     edges: tuple[tuple[str, str], ...]
     reentries: tuple[tuple[str, str, int], ...] = ()
+    merges: bool = False
 
     def __post_init__(self) -> None:
         index = {module.name: number for number, module in enumerate(self.modules)}

@@ -141,6 +141,23 @@ def attention_shares(layer: Layer, work: Work) -> HalfShares:
     return HalfShares(*(part / of_all if of_all else layer.attention_weights / layer.weights for part, of_all in sums))
 
 
+def expert_shares(layer: Layer, work: Work) -> LayerFlops:
+    """The shares of its experts in the operations of the passes of a layer, float64 [n] each, n as of `work`."""
+    num = layer.experts_per_row
+    experts = replace(
+        layer,
+        attention=None,
+        weights=num * layer.expert_weights,
+        frozen_weights=num * layer.frozen_expert_weights,
+        num_experts=0,
+        expert_weights=0,
+        frozen_expert_weights=0,
+        idle_weights=0,
+    )
+    pairs = zip(layer_flops(experts, work), layer_flops(layer, work), strict=True)
+    return LayerFlops(*(part / np.where(whole > 0, whole, 1.0) for part, whole in pairs))
+
+
 def step_flops(
     module: Module,
     lengths: Int64Array,

@@ -526,7 +526,7 @@ def assemble(
     packed = pack(sequences, num_tokens)
     check_lengths(packed, lengths, examples)
     if decision.cuts is not None:
-        packed = shared_out(packed, decision, rank)
+        packed = shared_out(packed, decision, rank, lengths)
     return RankBatch(packed, values, routes, lengths, decision, rank=rank, shared=shared_rows, item_rows=item_rows)
 
 

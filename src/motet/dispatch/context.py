@@ -20,13 +20,13 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from motet.assign.taken_rows import Taking
 from motet.core.arrays import Int64Array
 from motet.core.context_rows import ContextRows
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.dispatch.exchange import exchange, exchange_rows
 from motet.dispatch.route import Route
-from motet.schedule.plan_units import cuts_beside_sequences, gathering_ranks, on_backbone_ranks
 
 if TYPE_CHECKING:
     from motet.dispatch.batch import PackedSequences
@@ -73,23 +73,19 @@ class ContextPlace:
     """Where a rank stands among the ranks that share sequences of the backbone.
 
     c, cp:   its number in its replica, and how many ranks there are.
-    here:    modules on the ranks of the backbone's unit: each rank has encoded some items of those that are encoders.
     sources: encoders that feed the backbone. sinks: generators that it feeds.
     trained: encoders to which gradients go back, and generators from which they come.
-    gathered: encoder -> on how many ranks its rows come together before, where they do (`plan_units.gathering_ranks`).
-    over_replicas: encoders of which replicas share items beside sequences (`plan_units.cuts_beside_sequences`).
+    taking:  how rows are taken in of an encoder, or given of a generator's items.
     config:  as of the recipe.
     merges:  whether a merge of the user's own takes sequences whole.
     """
 
     c: int
     cp: int
-    here: frozenset[str]
     sources: frozenset[str]
     sinks: frozenset[str]
     trained: frozenset[str]
-    gathered: Mapping[str, int]
-    over_replicas: frozenset[str] = frozenset()
+    taking: Mapping[str, Taking]
     config: ContextConfig = DEFAULT_CONTEXT
     merges: bool = False
 
@@ -103,10 +99,8 @@ class ContextPlace:
         trained = frozenset(
             name for name in sources if model.module(name).layers[-1].trainable or model.input_gradients[name][-1]
         ) | frozenset(name for name in sinks if model.moved(name)[1])
-        gathered = {name: num for name in sources if (num := gathering_ranks(plan, plan.unit_of(name))) > 1}
-        over = frozenset(name for name in sources if cuts_beside_sequences(plan, name))
-        here = on_backbone_ranks(plan)
-        return ContextPlace(c, unit.cp, here, sources, sinks, trained, gathered, over, config, merges)
+        taking = {name: Taking.of(plan, name) for name in sources | sinks}
+        return ContextPlace(c, unit.cp, sources, sinks, trained, taking, config, merges)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +118,18 @@ class MergeShare:
     item: Int64Array
     routes: Mapping[str, Route]
     to_places: Route
+
+    @staticmethod
+    def of(
+        packed: PackedSequences, rows: ContextRows, rank: int, merges_on: Int64Array, routes: Mapping[str, Route]
+    ) -> MergeShare:
+        """What a rank merges. packed: all rows of the sequences that it knows. merges_on: int64 [num_sequences], the
+        rank that merges each.
+        """
+        here, merged_by = np.flatnonzero(merges_on == rank), np.repeat(merges_on, rows.lengths)
+        to_places = route_to_places(rows.owner.astype(np.int64), merged_by, rank, rows.num_ranks)
+        to_places = replace(to_places, moved_rows=1)  # Some do, on all ranks, or else all know of none.
+        return MergeShare(packed.of(here), np.repeat(here, rows.lengths[here]), routes, to_places)
 
     def with_tensors(self, change: Callable[[Tensor], Tensor]) -> MergeShare:
         """As of `ContextShare`."""
@@ -147,7 +153,7 @@ class ContextShare:
                that have any, in the same order on all ranks.
     given:     generator -> the way of what it is given, from the ranks of its places to those that give it away; of
                those that have any items, on all ranks.
-    trained:   the phases whose rows' gradients go back.
+    trained:   the phases whose rows' gradients go back; None: rows say it, the same on all ranks.
     group:     the ranks that share the sequences. method: how attention gets rows of others.
     head_groups: as of `ContextConfig`.
     merging:   what the rank merges of sequences; None: what stands at each place is merged by the rank that has it.
@@ -165,7 +171,7 @@ class ContextShare:
     ends: Tensor
     routes: Mapping[str, Route] = field(default_factory=dict)
     given: Mapping[str, Route] = field(default_factory=dict)
-    trained: frozenset[str] = frozenset()
+    trained: frozenset[str] | None = frozenset()
     group: dist.ProcessGroup | None = None
     method: ContextExchange = "auto"
     sent: deque[float] = field(default_factory=deque)  # FSDP's mixed precision copies lists.
@@ -201,7 +207,8 @@ class ContextShare:
         return self._moved(generator, rows, self.given[generator])
 
     def _moved(self, phase: str, rows: Tensor, route: Route) -> Tensor:
-        return self._exchanged(rows, route, phase in self.trained and torch.is_grad_enabled())
+        is_trained = rows.requires_grad if self.trained is None else phase in self.trained
+        return self._exchanged(rows, route, is_trained and torch.is_grad_enabled())
 
     def _exchanged(self, rows: Tensor, route: Route, goes_back: bool) -> Tensor:
         row_bytes = rows.element_size() * rows.shape[1]

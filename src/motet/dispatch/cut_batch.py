@@ -3,7 +3,8 @@
 A rank has its whole sequences first, then its rows of shared ones, and so it has the items of encoders
 (`shared_items.py`). Rows of encoders go straight to the ranks of their
 places, in the exchange that takes all other rows: where a placeholder stands in a shared sequence, its tokens tell,
-which every rank reads of sequences with items.
+which every rank reads of sequences with items. Where a merge of the user's own takes sequences whole, the rank with
+most of a shared one's rows takes these in, merges it, and gives the others what they run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from motet.core.arrays import Int64Array
 from motet.core.context_rows import ContextRows
 from motet.core.cuts import ItemCuts
 from motet.core.workload import BatchLengths
-from motet.dispatch.context import share_sequences
+from motet.dispatch.context import ContextShare, MergeShare, route_to_places, share_sequences
 from motet.dispatch.route import Route, route_of_parts
 
 if TYPE_CHECKING:
@@ -44,17 +45,19 @@ def examples_to_read(decision: Decision, rank: int) -> list[int]:
     return sorted({*decision.sequences_on(rank).tolist(), *([] if cuts is None else cuts.items.tolist())})
 
 
-def shared_out(packed: PackedSequences, decision: Decision, rank: int) -> PackedSequences:
-    """The rows of one rank. packed: all rows of the sequences `decision.sequences_on(rank)`."""
+def shared_out(packed: PackedSequences, decision: Decision, rank: int, lengths: BatchLengths) -> PackedSequences:
+    """The rows of one rank. packed: all rows of the sequences `decision.sequences_on(rank)`. lengths: of all."""
     cuts, num_ranks, num_whole = decision.cuts, decision.backbone.num_ranks, len(decision.whole_on(rank))
     assert cuts is not None, "a decision that shares sequences"
-    lengths = np.diff(packed.offsets.numpy()).astype(np.int64)
+    of_sequences = np.diff(packed.offsets.numpy()).astype(np.int64)
     examples = decision.sequences_on(rank)[num_whole:]
-    shared = zip(examples.tolist(), lengths[num_whole:].tolist(), strict=True)
+    shared = zip(examples.tolist(), of_sequences[num_whole:].tolist(), strict=True)
     owners = [cuts.owner(example, num_rows) for example, num_rows in shared]
-    owner = np.concatenate([np.full(lengths[:num_whole].sum(), rank, dtype=np.int32), *owners])
-    rows = ContextRows(lengths, owner, num_ranks)
+    owner = np.concatenate([np.full(of_sequences[:num_whole].sum(), rank, dtype=np.int32), *owners])
+    rows = ContextRows(of_sequences, owner, num_ranks)
     share = share_sequences(rows, rank, packed)
+    if decision.merges:
+        share = _merging(share, decision, packed, lengths)
     own = torch.from_numpy(share.own)
     places = {phase: positions.numpy() for phase, positions in packed.feature_positions.items()}
     return replace(
@@ -75,6 +78,24 @@ def shared_out(packed: PackedSequences, decision: Decision, rank: int) -> Packed
     )
 
 
+def _merging(share: ContextShare, decision: Decision, packed: PackedSequences, lengths: BatchLengths) -> ContextShare:
+    """A rank's share of sequences with what it merges. packed: all rows.
+
+    The rows of encoders come to the ranks that merge. They go on to their places where they enter again.
+    """
+    cuts, rows, rank = decision.cuts, share.rows, share.rank
+    assert cuts is not None, "a decision that shares sequences"
+    owner, merges_on = rows.owner.astype(np.int64), decision.backbone.ranks[decision.sequences_on(rank)]
+    merged_by, routes = np.repeat(merges_on.astype(np.int64), rows.lengths), {}
+    for phase, places in packed.feature_positions.items():
+        items, at = lengths.items[phase], places.numpy()
+        if num_rows := int(items.num_tokens[np.isin(items.example, cuts.items)].sum()):
+            route = route_to_places(owner[at], merged_by[at], rank, rows.num_ranks)
+            routes[phase] = replace(route, moved_rows=num_rows)  # The same on all ranks.
+    merging = MergeShare.of(packed, rows, rank, merges_on, {})
+    return replace(share, merging=merging, routes=routes, trained=None)
+
+
 def route_to_fragments(
     decision: Decision,
     lengths: BatchLengths,
@@ -83,7 +104,7 @@ def route_to_fragments(
     layouts: Mapping[int, PackedSequences],
     ranks_per_node: int | None,
 ) -> Route:
-    """The Route of one rank from an encoder's outputs to the ranks that have the rows' places.
+    """The Route of one rank from an encoder's outputs to the ranks that have the rows' places, or merge sequences.
 
     layouts: example -> its sequence, packed by itself, of `examples_to_lay_out`.
     """
@@ -109,7 +130,7 @@ def route_to_fragments(
         destination = np.full(num_rows, backbone.ranks[example], dtype=np.int64)
         if item_cuts is not None and is_cut[item]:
             source = item_cuts.run_owner(item, num_rows).astype(np.int64)
-        if cuts is not None and goes_to_cut[item]:
+        if cuts is not None and goes_to_cut[item] and not decision.merges:
             layout, begin = layouts[example], int(np.searchsorted(items.example, example))
             before = int(items.num_tokens[begin:item].sum())
             places = layout.feature_positions[phase].numpy()[before : before + num_rows]

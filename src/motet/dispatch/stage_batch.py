@@ -11,9 +11,9 @@ import torch
 
 from motet.assign.context_rows import context_rows, rows_of_replica
 from motet.assign.orchestrator import Decision
-from motet.assign.rows import takers
-from motet.core.arrays import BoolArray, Int32Array, Int64Array
-from motet.core.context_rows import ContextRows, rows_of_runs
+from motet.assign.taken_rows import items_taken_in, merging_ranks
+from motet.core.arrays import Int64Array
+from motet.core.context_rows import rows_of_runs
 from motet.core.cuts import ItemCuts
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BACKBONE, BatchLengths
@@ -84,12 +84,6 @@ def assemble_stages(
     return RankBatch(packed, values, {}, lengths, decision, item_rows=item_rows, shared=shared)
 
 
-def _items(decision: Decision, lengths: BatchLengths, phase: str, replica: int) -> Int64Array:
-    """The items of a phase whose sequences are on a replica, in the order in which it takes them in, int64 [n]."""
-    ranks, order = decision.backbone.follow(lengths.items[phase].example)
-    return order[ranks[order] == replica]
-
-
 def _shared_out(
     packed: PackedSequences,
     decision: Decision,
@@ -111,14 +105,14 @@ def _shared_out(
         rank, num_ranks = rank + replica * cp, rows.num_ranks
     share = share_sequences(rows, rank, packed)
     own, routes, given, positions = share.own, dict[str, Route](), dict[str, Route](), {}
-    merges_on, to_merge = _merged_on(decision, replica, place), dict[str, Route]()
+    merges_on, to_merge = merging_ranks(decision, replica, cp), dict[str, Route]()
     for phase in packed.feature_positions:
         places = packed.feature_positions[phase].numpy()
         owner = rows.owner[places].astype(np.int64)
         positions[phase] = torch.from_numpy(np.searchsorted(own, places[owner == rank]))
         if phase not in place.sources | place.sinks:
             continue
-        listed, rows_of = _items(decision, lengths, phase, replica), lengths.items[phase].num_tokens
+        listed, rows_of = items_taken_in(decision, lengths, phase, replica), lengths.items[phase].num_tokens
         if fragments is None:
             has_moved = len(places) > 0
         else:
@@ -130,10 +124,7 @@ def _shared_out(
             owner = np.concatenate([of_whole, *_owners_of_cut(fragments, phase, layouts)])
         if not has_moved:
             continue
-        if fragments is not None and phase in place.over_replicas:
-            taken_in, turn = _taken_over_replicas(decision, phase, rows_of)
-        else:
-            taken_in, turn = _taken_in(decision, lengths, phase, place, listed)
+        taken_in, turn = place.taking[phase].taken(decision, lengths, phase, listed)
         at = rows_of_runs((np.cumsum(rows_of) - rows_of)[listed], rows_of[listed])
         route = route_to_places(owner, taken_in[at], rank, num_ranks, turn[at])
         if cuts is not None and cp > 1:  # What moves inside a replica, others do not see.
@@ -152,7 +143,7 @@ def _shared_out(
     num_alone = num_whole if cp == 1 else 0
     merging = None
     if place.merges and len(packed.tokens):
-        merging = _merging(packed, rows, rank, merges_on[decision.sequences_on(replica)], to_merge)
+        merging = MergeShare.of(packed, rows, rank, merges_on[decision.sequences_on(replica)], to_merge)
     share = replace(
         share,
         num_whole=num_alone,
@@ -169,29 +160,6 @@ def _shared_out(
     return PackedSequences(tokens, targets, packed.offsets, positions, share)
 
 
-def _merged_on(decision: Decision, replica: int, place: ContextPlace) -> Int64Array:
-    """The rank that merges the sequence of each example, int64 [num_examples]: those of a replica's sequences in turn,
-    and of those that are cut one of the replica with the largest fragment. -1: on another replica.
-    """
-    own, cp, cuts = decision.whole_on(replica), place.cp, decision.cuts
-    merges_on = np.full(len(decision.backbone.ranks), -1, dtype=np.int64)
-    merges_on[own] = np.arange(len(own)) % cp
-    if cuts is not None:
-        merges_on[own] += replica * cp
-        merges_on[cuts.items] = decision.backbone.ranks[cuts.items].astype(np.int64) * cp + cuts.items % cp
-    return merges_on
-
-
-def _merging(
-    packed: PackedSequences, rows: ContextRows, rank: int, merges_on: Int64Array, routes: Mapping[str, Route]
-) -> MergeShare:
-    """What a rank merges. packed: all rows of the replica's sequences. merges_on: int64 [num_sequences], of these."""
-    here = np.flatnonzero(merges_on == rank)
-    to_places = route_to_places(rows.owner.astype(np.int64), np.repeat(merges_on, rows.lengths), rank, rows.num_ranks)
-    to_places = replace(to_places, moved_rows=1)  # Some do, on all ranks, or else all know of none.
-    return MergeShare(packed.of(here), np.repeat(here, rows.lengths[here]), routes, to_places)
-
-
 def _owners_of_cut(fragments: ItemCuts, phase: str, layouts: Mapping[int, PackedSequences]) -> list[Int64Array]:
     """The rank of each row of a phase in each sequence that is cut, int64 [rows of the phase]."""
     found = []
@@ -199,69 +167,6 @@ def _owners_of_cut(fragments: ItemCuts, phase: str, layouts: Mapping[int, Packed
         owner = fragments.owner(example, layout.num_rows)
         found.append(owner[layout.feature_positions[phase].numpy()].astype(np.int64))
     return found
-
-
-def _taken_in(
-    decision: Decision, lengths: BatchLengths, phase: str, place: ContextPlace, listed: Int64Array
-) -> tuple[Int64Array, Int64Array]:
-    """Of each row of the items of a phase: the rank that takes it in, and when among those that this rank takes in,
-    int64 [num_rows] each; -1 but for items on the replicas that have the listed ones.
-
-    Where no sequence is cut, ranks are those of one replica. listed: int64 [n].
-    """
-    num_together = place.gathered.get(phase, 1)
-    encoded_on, cuts = decision.assignments[phase].ranks // num_together, decision.cuts_of(phase)
-    cuts = cuts and cuts.joined(num_together)
-    is_here, rows, cp = phase in place.here, lengths.items[phase].num_tokens, place.cp
-    starts = np.cumsum(rows) - rows
-    taken, turn = np.full((2, rows.sum()), -1, dtype=np.int64)
-    for replica in np.unique(decision.backbone.ranks[lengths.items[phase].example[listed]]).tolist():
-        items = _items(decision, lengths, phase, replica)
-        num_tokens = rows[items]
-        at = rows_of_runs(starts[items], num_tokens)
-        turn[at] = np.arange(len(at))
-        if is_here and cuts is not None:
-            taken_in, is_last = _encoded_on(encoded_on, cuts, items, num_tokens)
-            taken[at] = taken_in % cp
-            turn[at] += is_last * len(at)
-        else:
-            taken[at] = np.repeat(takers(encoded_on[items], num_tokens, cp, is_here=is_here), num_tokens)
-        if decision.cuts is not None:
-            taken[at] += replica * cp
-    return taken, turn
-
-
-def _taken_over_replicas(decision: Decision, phase: str, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """As `_taken_in`, of items that replicas share: each has those that it has encoded, in their order.
-
-    rows: int64 [num_items], of each item.
-    """
-    placed, cuts, starts = decision.assignments[phase], decision.cuts_of(phase), np.cumsum(rows) - rows
-    taken = np.repeat(placed.ranks, rows).astype(np.int64)
-    for item in cuts.items.tolist() if cuts is not None else ():
-        taken[starts[item] : starts[item] + rows[item]] = cuts.run_owner(item, int(rows[item]))
-    turn = np.full(len(taken), -1, dtype=np.int64)
-    for rank in range(placed.num_ranks):
-        own = decision.items_on(phase, rank)
-        at = rows_of_runs(starts[own], rows[own])
-        at = at[taken[at] == rank]
-        turn[at] = np.arange(len(at))
-    return taken, turn
-
-
-def _encoded_on(
-    placed: Int32Array, cuts: ItemCuts, items: Int64Array, num_tokens: Int64Array
-) -> tuple[Int64Array, BoolArray]:
-    """Of each row of some items: the rank that has encoded it, int64 [num_rows], and whether the item is cut.
-
-    placed: int32 [num_items], the rank of each whole item. items: int64 [n]. num_tokens: int64 [n], rows of each.
-    """
-    is_cut = np.isin(items, cuts.items)
-    ranks = [
-        cuts.run_owner(item, rows) if cut else np.full(rows, placed[item])
-        for item, rows, cut in zip(items.tolist(), num_tokens.tolist(), is_cut.tolist(), strict=True)
-    ]
-    return np.concatenate(ranks).astype(np.int64), np.repeat(is_cut, num_tokens)
 
 
 def _extents(rows: Int64Array) -> PackedSequences:

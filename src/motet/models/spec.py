@@ -6,6 +6,7 @@ A model has one description: the `layers()` of its modules. A model that is not 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -43,7 +44,8 @@ def model_spec(mllm: MLLM, name: str = "model") -> ModelSpec:
     encoders, generators = (
         [module.spec_module(phase) for phase, module in modules.items()] for modules in (mllm.encoders, mllm.generators)
     )
-    return multimodal(name, mllm.backbone.spec_module(), encoders, generators, mllm.backbone.again)
+    spec = multimodal(name, mllm.backbone.spec_module(), encoders, generators, mllm.backbone.again)
+    return replace(spec, merges=mllm.backbone.merge is not None)
 
 
 def spec_of_config(config: ModelConfig, vocab_size: int, name: str = "model") -> ModelSpec:

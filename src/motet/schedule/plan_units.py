@@ -95,7 +95,7 @@ def num_islands(plan: Plan) -> int:
 def meets_in_islands(plan: Plan) -> bool:
     """Whether several replicas of the backbone in an island run each pass together: they share sequences or experts."""
     unit = backbone_unit(plan)
-    return unit.dp > num_islands(plan) and (plan.balance == "split" or unit.cp % unit.ep > 0)
+    return unit.dp > num_islands(plan) and (plan.balance == "split" or unit.expert_replicas > 1)
 
 
 def collects_in_islands(plan: Plan) -> bool:

@@ -299,8 +299,6 @@ def check_shared(config: BalanceConfig, model: MLLM) -> None:
         raise UserError(
             f"balance.{config.cut_by} cannot cut sequences whose query tokens model.generators read whole; remove it."
         )
-    if config.cut_by and model.backbone.merge is not None:
-        raise UserError(f"balance.{config.cut_by} cannot cut sequences that model.merge takes whole; remove it.")
 
 
 def check_same_backend(world: World) -> None:

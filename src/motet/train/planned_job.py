@@ -126,9 +126,9 @@ class ChosenPlan:
 
 
 def _unshared(spec: ModelSpec) -> ModelSpec:
-    """The model as if ranks could share the items of no module."""
+    """The model as if ranks could share the items of no module, nor had sequences merged whole."""
     whole = (replace(module, shareable=False, tile_rows=0) for module in spec.modules)
-    return replace(spec, modules=tuple(whole))
+    return replace(spec, modules=tuple(whole), merges=False)
 
 
 def _counts(num_blocks: dict[str, int]) -> str:

@@ -359,6 +359,15 @@ def test_outputs_go_to_all_ranks_that_share_the_sequence_of_their_item():
     assert choice.moved_bytes == 2 * 50
 
 
+def test_a_sequence_that_is_merged_whole_goes_to_the_other_rank_from_where_it_is_merged():
+    """The image's 100 bytes stay, and the 500 rows of the other rank move, 3 bytes each, there and back."""
+    merged = replace(cuttable([1000], KeyExchange(0, 0, 0)), merged_bytes=3)
+    link = Link(bytes_per_s=100.0, latency_s=0.25)
+    choice = choose([merged, encoder("image", [0], [100])], 2, link, methods=["split"])
+    assert choice.moved_bytes == 2 * 3 * 500
+    assert choice.exchange_s["split"] == pytest.approx(2 * (15 + 0.25))
+
+
 def test_nothing_is_cut_where_whole_sequences_are_balanced():
     phases = [cuttable([5] * 8, KeyExchange(0, 1, 3))]
     assert choose(phases, 4, FAST, methods=["split"]).fragments is None

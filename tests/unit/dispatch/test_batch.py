@@ -4,6 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from motet.balance import Link, StepCosts, StepTimes, choose
+from motet.balance.phases import KeyExchange
+from motet.balance.step_costs import LengthWork
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.dispatch import Orchestrator, Packed, assemble, pack
@@ -33,6 +36,36 @@ def test_placeholders_grow_to_the_rows_of_their_items():
         "audio": [5, 6],
         "video": [],
     }
+
+
+def test_what_a_merge_moves_is_what_a_choice_counts():
+    """Rows of a shared sequence leave the rank that merges it, and its image comes there."""
+    lengths = BatchLengths(
+        np.array([101]), np.ones(1, int), np.zeros(1, np.int32), {"image": ItemLengths(*np.array([[0], [9], [9]]))}
+    )
+    keys = (KeyExchange(0, 0, 0),)
+    times = StepTimes(lambda _: {BACKBONE: 1.0, "image": 1.0}, Link(1e9, 0.0), token_bytes=8, keys=keys, merges=True)
+    costs = {BACKBONE: Packed(), "image": Packed()}
+    decision = Orchestrator(costs, 2, costs, times=times, methods=["split"]).decide(lengths)
+    assert decision.merges and decision.cuts is not None and decision.cuts.items.tolist() == [0]
+    text = sequence(range(93), ["image"], [20], np.arange(93) == 92)
+    image = Media(np.ones((9, 1), np.float32), np.array([9]))
+    batches = [
+        assemble(
+            decision,
+            lengths,
+            rank,
+            [text],
+            {"image": [image] * len(decision.items_on("image", rank))},
+            shared={0: text},
+        )
+        for rank in range(2)
+    ]
+    (merging,) = np.flatnonzero([batch.sequences.context.merging.sequences.num_rows >= 101 for batch in batches])
+    assert [batch.routes["image"].num_rows_out for batch in batches] == [9 * (rank == merging) for rank in range(2)]
+    left = [batch.sequences.context.merging.to_places.send_splits for batch in batches]
+    choice = choose(StepCosts(costs, LengthWork(), times).phases(lengths), 2, times.link, methods=["split"])
+    assert 2 * 8 * (left[0][1] + left[1][0]) == choice.moved_bytes > 0
 
 
 def test_target_after_an_item_without_rows_has_nothing_before_it():

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from motet.models.merge import merge_rows
+
 
 def same(values, sizes):
     return values, sizes
@@ -89,6 +91,17 @@ def merging_all(embeds, features, sequences):
 
 
 merging_all.takes_text = True
+
+
+def averaging(embeds, features, sequences):
+    """Each row gets the mean of its sequence."""
+    merged, lengths = merge_rows(embeds, features, sequences), sequences.offsets.diff().long()
+    number = torch.arange(len(lengths)).repeat_interleave(lengths)
+    sums = merged.new_zeros(len(lengths), merged.shape[1]).index_add(0, number, merged)
+    return merged + (sums / lengths[:, None])[number]
+
+
+averaging.takes_text = True
 
 
 def shrinking(embeds, features, sequences):

@@ -32,10 +32,19 @@ class MetPasses:
     number: Int64Array
     own: Mapping[Kind, tuple[Float64Array, Float64Array]]
 
-    def in_order(self, order: Int64Array) -> MetPasses:
-        """The same with microbatches in another order: at each position, int64 [num_microbatches], the one of these."""
-        own = {kind: (before[:, :, order], behind[:, :, order]) for kind, (before, behind) in self.own.items()}
-        return MetPasses(self.number[:, :, order], own)
+    def in_order(self, groups: Int64Array) -> MetPasses:
+        """The same with microbatches in another order.
+
+        groups: int64 [num_copies, num_microbatches], at each position of a copy one of the microbatches, copy by copy.
+                Those that all replicas run together are at the same positions in all copies.
+        """
+        num = groups.shape[1]
+        copy, microbatch = np.divmod(groups, num)
+        own = {
+            kind: (before[copy, :, microbatch].swapaxes(1, 2), behind[copy, :, microbatch].swapaxes(1, 2))
+            for kind, (before, behind) in self.own.items()
+        }
+        return MetPasses(self.number[:, :, groups[0] % num], own)
 
     def own_s(self, table: ActionTable, totals_s: Float64Array) -> tuple[Float64Array, Float64Array]:
         """Seconds of each action before and behind the meeting, [num_copies, num_actions] each. totals_s: of all."""

@@ -6,7 +6,8 @@
 
 Islands (`core/plan.py`) run the same Program on different examples, and the slowest one is the step. If there are many,
 only MAX_ISLANDS are simulated: those with the largest sum, over microbatches, of the seconds on the busiest rank. Where
-replicas share sequences, islands wait for each other in the passes of these microbatches (`met_passes.py`).
+replicas share sequences, islands wait for each other in the passes of these microbatches, and where they share
+experts in all passes of layers with these (`met_passes.py`).
 """
 
 from __future__ import annotations
@@ -235,7 +236,9 @@ def _rank_names(pricing: Pricing, island: int) -> list[str]:
 
 
 def _simulated(pricing: Pricing, jitter: float) -> Iterator[int]:
-    """The islands to simulate. Without jitter, islands with the same lengths take the same time, so one is enough."""
+    """The islands to simulate. Without jitter, islands with the same lengths take the same time, so one is enough, of
+    those that wait for the same others.
+    """
     islands = np.arange(pricing.num_islands)
     if jitter:
         yield from islands.tolist()
@@ -243,14 +246,23 @@ def _simulated(pricing: Pricing, jitter: float) -> Iterator[int]:
     if len(islands) == 1:
         yield 0
         return
-    busiest_s = pricing.busiest_rank_s()
+    busiest_s, group = pricing.busiest_rank_s(), islands // _islands_that_share_experts(pricing)
     if len(islands) > MAX_ISLANDS:
-        islands = np.argsort(-busiest_s, kind="stable")[:MAX_ISLANDS]
+        # Those that share experts with the busiest come behind it.
+        of_group = np.zeros(len(islands))
+        np.maximum.at(of_group, group, busiest_s)
+        islands = np.lexsort((-busiest_s, group, -of_group[group]))[:MAX_ISLANDS]
     # Only islands that are equally busy can have the same lengths.
-    seen: dict[float, list[int]] = {}
+    seen: dict[tuple[float, int], list[int]] = {}
     key = cache(lambda island: pricing.assignment.island_key(island, pricing.num_islands))
     for island in islands.tolist():
-        others = seen.setdefault(float(busiest_s[island]), [])
+        others = seen.setdefault((float(busiest_s[island]), int(group[island])), [])
         if not others or all(key(island) != key(other) for other in others):
             yield island
             others.append(island)
+
+
+def _islands_that_share_experts(pricing: Pricing) -> int:
+    """How many islands, one after the other, run layers together; all where none do, as then any are alike."""
+    layout, units = pricing.layout, [unit for unit in pricing.plan.units if unit.expert_replicas > 1]
+    return max((-(-unit.expert_replicas // layout.num_replicas(unit)) for unit in units), default=pricing.num_islands)

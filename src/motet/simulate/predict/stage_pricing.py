@@ -25,7 +25,7 @@ from motet.core.exchange import Moved
 from motet.core.plan import SPLITS_BACKWARD, Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
-from motet.cost.flops import attention_shares, like_layer, operations_by_work, work_of_items
+from motet.cost.flops import attention_shares, expert_shares, like_layer, operations_by_work, work_of_items
 from motet.cost.memory import (
     StageLayer,
     kept_bytes,
@@ -40,6 +40,7 @@ from motet.schedule.layout import LAYER_PARTS
 from motet.schedule.plan_units import cuts_beside_sequences, gathering_ranks, is_wrapped, sharing_ranks
 from motet.schedule.program import AlikeItems
 from motet.simulate.engine.stage_times import Part
+from motet.simulate.predict.merge_prices import merge_seconds
 
 _MAX_DEALT = 32
 """Packs of a step whose rows are dealt out to be priced, where context-parallel ranks share them."""
@@ -425,19 +426,25 @@ class Pricing:
     def _given(self, stage: PlannedStage) -> tuple[Float64Array, Float64Array]:
         """Seconds in which ranks give rows to each other at a stage, in forward and in backward: those that share
         sequences the rows of encoders, before blocks that take them in, and what generators are given, behind the last;
-        and those that share items of encoders in bubbles what they made. Rows are taken to lie evenly on the ranks.
+        and those that share items of encoders in bubbles what they made. Rows are taken to lie evenly on the ranks,
+        but those that move for a merge of the user's own (`merge_prices.py`).
         """
         forward = backward = self._none(stage)
         unit, model = stage.unit, self.plan.model
         if BACKBONE in stage.layers and (unit.cp > 1 or self.assignment.modules[BACKBONE].cuts is not None):
             first, stop = stage.layers[BACKBONE]
+            merges = model.merges and first == 0
             times = {
-                name: sum(first <= block < stop for block in model.entries(name, BACKBONE))
+                name: sum(first + merges <= block < stop for block in model.entries(name, BACKBONE))
                 for name in model.sources(BACKBONE)
             }
+            for name, seconds in merge_seconds(self).items() if merges else ():
+                forward = forward + seconds
+                backward = backward + seconds * (name == BACKBONE or model.moved(name)[1])
             times |= dict.fromkeys(model.generators, int(stop == model.num_blocks[BACKBONE]))
             for name in (name for name, number in times.items() if number):
-                seconds = times[name] * self._moved_s(name, unit).reshape(forward.shape)
+                rows, width = num_given_rows(self.assignment, name, None), model.moved(name)[0].output_width
+                seconds = times[name] * self.evenly_moved_s(rows, width * self.precision.compute)
                 forward = forward + seconds
                 backward = backward + seconds * model.moved(name)[1]
         if gathering_ranks(self.plan, unit) > 1 and stage.index == len(unit.stages) - 1:
@@ -445,12 +452,13 @@ class Pricing:
                 forward = forward + self._gathered_s(name, unit).reshape(forward.shape)
         return forward, backward
 
-    def _moved_s(self, name: str, unit: Unit) -> Float64Array:
-        """Seconds in which the ranks that share sequences exchange rows between items of a module and their places, by
-        replica of the backbone and microbatch. Replicas that share some of a microbatch exchange those of all.
+    def evenly_moved_s(self, rows: Int64Array, row_bytes: int) -> Float64Array:
+        """Seconds in which the ranks that share sequences exchange rows that lie evenly on them, by replica of the
+        backbone and microbatch. Replicas that share some of a microbatch exchange those of all.
+
+        rows: int64 [num_replicas, num_microbatches].
         """
-        layer, _ = self.plan.model.moved(name)
-        moved_bytes = num_given_rows(self.assignment, name, None) * layer.output_width * self.precision.compute
+        moved_bytes, unit = rows * row_bytes, self.backbone
         seconds, cp = np.zeros(moved_bytes.shape), unit.cp
         if cp > 1:
             ranks = [unit.rank(0, 0, c) for c in range(cp)]
@@ -572,6 +580,8 @@ class Pricing:
         beyond = self.cost.beyond(name, layer, work, unit.tp)
         self.beyond[name] = self.beyond.get(name, Beyond()).or_further(beyond)
         seconds = self.cost.layer_seconds(name, layer.with_experts_of(unit.ep), work, unit.tp)
+        if layer.num_experts and unit.expert_replicas > 1 and items.num_replicas == unit.dp:
+            seconds, tensor_s = self._with_experts_shared(unit, layer, work, seconds, tensor_s)
         if layer.attention is not None and items.cuts is not None:
             seconds = self._met(seconds, items)
         return _Priced(whole, work, seconds, tensor_s, context)
@@ -618,6 +628,29 @@ class Pricing:
             for column in (seconds.forward_s, seconds.input_s)
         )
         return seconds._replace(forward_s=forward, input_s=backward)
+
+    def _with_experts_shared(
+        self, unit: Unit, layer: Layer, work: Work, seconds: LayerSeconds, tensor_s: Float64Array
+    ) -> tuple[LayerSeconds, Float64Array]:
+        """Seconds of a layer of which replicas share experts: each computes as much of these as any other of them.
+
+        In data parallelism each takes what the slowest of them does; in a pipeline they run passes together
+        (`met_passes.py`).
+        """
+        groups = -1, unit.expert_replicas, self.assignment.num_microbatches
+
+        def over_all(column: Float64Array, of_all: Callable[..., Float64Array]) -> Float64Array:
+            """The mean, say, over the replicas of each group, in place of a column of them."""
+            of_groups = column.reshape(groups)
+            return np.broadcast_to(of_all(of_groups, axis=1, keepdims=True), of_groups.shape).ravel()
+
+        passes = [
+            column * (1 - share) + over_all(column * share, np.mean)
+            for column, share in zip(seconds, expert_shares(layer, work), strict=True)
+        ]
+        if self.plan.schedule == "data_parallel":
+            *passes[:2], tensor_s = (over_all(column, np.max) for column in (*passes[:2], tensor_s))
+        return LayerSeconds(*passes), tensor_s
 
     def _experts_s(self, unit: Unit, layer: Layer, rows: Float64Array) -> Float64Array:
         """Seconds in which rows go to the ranks of their experts and back, in one pass of a layer, [len(rows)].

@@ -272,7 +272,7 @@ class StepOperations:
         placed = np.concatenate([groups, groups[:, :1]], axis=1)  # Behind them what serves the whole step.
         row, microbatch = self._rows[0][self._index], self._lookup.table.microbatch
         taken = durations[placed[:, microbatch], row].astype(np.float64)
-        meeting = meeting.in_order(groups[0] % assignment.num_microbatches)
+        meeting = meeting.in_order(groups)
         _, ends = run_copies(self._prepared, self._stream, taken, self.overlap, meeting)
         island_ns: Int64Array = np.rint(ends.max(axis=1)).astype(np.int64)
         return island_ns

@@ -8,7 +8,9 @@ import pytest
 from motet.assign.pipeline import Batching
 from motet.assign.pipeline_balance import assign_cut, item_work
 from motet.assign.plan import assign_step
-from motet.assign.planned_step import decide_planned_step
+from motet.assign.planned_step import decide_planned_step, microbatches_of
+from motet.assign.rows import num_given_rows
+from motet.assign.taken_rows import merge_moves
 from motet.core.attention_table import AttentionTable
 from motet.core.plan import Plan, Unit
 from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
@@ -18,6 +20,7 @@ from motet.dispatch.context import ContextPlace
 from motet.dispatch.stage_batch import assemble_stages
 from motet.runtime.place import Place
 from motet.schedule import planned
+from motet.simulate.predict import merge_prices
 from motet.simulate.predict.predict import predict_assigned
 from motet.simulate.predict.stage_pricing import Pricing
 from unit.simulate.even_jobs import EVEN, LAYER_B, LAYER_F, ROWS, Free, even
@@ -141,3 +144,47 @@ def test_rows_of_encoders_go_to_their_places_where_sequences_are_shared(cp):
             moved_bytes = images.num_tokens[inside].sum() * WIDTH * 2 * (num_ranks - 1) / num_ranks**2
             assert taken[0, :, replica, microbatch] == pytest.approx([moved_bytes * EXCHANGE_S] * 2)
     assert (taken[1] == 0).all()
+
+
+@pytest.mark.parametrize(("dp", "cp"), [(4, 1), (4, 2), (1, 4)])
+def test_a_merge_of_the_users_own_takes_what_moves_for_it(dp, cp):
+    """At the first stage, there and back: the busiest rank's rows of images, and of what is merged; frozen images have
+    no gradient. Where cuts are, the exchange is among all replicas.
+    """
+    each = np.arange(len(LENGTHS))
+    lengths = replace(lengths_of(), items={"image": ItemLengths(each, 16 + each, 4 + each)})
+    plan = plan_of(dp, cp, num_images=len(LENGTHS), microbatch_size=1 if dp > 1 else 4)
+    plan = plan if dp > 1 else replace(plan, balance="off")
+    learns, taken = plan.model.moved("image")[1], []
+    step = assign_step(plan, lengths)
+    for merging in (replace(plan, model=replace(plan.model, merges=True)), plan):
+        pricing = Pricing(merging, planned(merging), step, Linear(plan.cluster))
+        prices = [pricing.islands(stage) for stage in pricing.planned.stages[:2]]
+        taken.append(np.stack([np.stack([each.forward_tensor, each.backward_tensor]) for each in prices]))
+        if merging is plan:
+            images = pricing.evenly_moved_s(num_given_rows(step, "image", None), WIDTH * 2)
+    expected = np.zeros((2, dp, step.num_microbatches))
+    for number, part in enumerate(microbatches_of(plan, step)):
+        for each in merge_moves(plan, part.decision, part.lengths):
+            assert len(each.replicas) == (dp if part.decision.cuts is not None else 1)
+            busiest = {name: max(moved_away(rows, 0), moved_away(rows, 1)) for name, rows in each.rows.items()}
+            assert sum(int(rows.sum()) for rows in each.rows.values()) > 0
+            expected[0, each.replicas, number] = sum(busiest.values())
+            expected[1, each.replicas, number] = busiest[BACKBONE] + learns * busiest["image"]
+    expected = expected * WIDTH * 2 * EXCHANGE_S - np.stack([images, learns * images])
+    assert taken[0][0] - taken[1][0] == pytest.approx(expected, abs=1e-12)
+    assert (taken[0][1] == taken[1][1]).all() and expected.max() > 0
+
+
+def moved_away(rows, axis):
+    """The most rows that a rank gives, or gets, its own left out."""
+    return (rows.sum(axis) - np.diag(rows)).max()
+
+
+def test_many_merges_are_priced_as_if_rows_lay_evenly(monkeypatch):
+    plan = replace(plan_of(1, 4, microbatch_size=4), balance="off")
+    plan = replace(plan, model=replace(plan.model, merges=True))
+    monkeypatch.setattr(merge_prices, "_MAX_DEALT", 1)
+    pricing = Pricing(plan, planned(plan), assign_step(plan, lengths_of()), Linear(plan.cluster))
+    found, rows = merge_prices.merge_seconds(pricing)[BACKBONE], LENGTHS.reshape(-1, 4).sum(axis=1)
+    assert found == pytest.approx((rows * WIDTH * 2 * 3 / 16 * EXCHANGE_S)[None])

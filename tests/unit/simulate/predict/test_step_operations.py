@@ -10,6 +10,7 @@ from motet.assign.pipeline import Batching, assign_batching, batching_as_given
 from motet.assign.pipeline_balance import assign_cut, dealt_with_cuts, item_work
 from motet.balance import island_makespans, order_islands
 from motet.core.plan import Unit
+from motet.core.spec import Module
 from motet.simulate.predict.predict import predict_assigned
 from motet.simulate.predict.step_seconds import PricedSteps
 from parity.random_fills import with_random_fills
@@ -70,6 +71,30 @@ def test_steps_with_shared_sequences_take_as_long_in_any_order(fed_in_common, ov
         expected_s = predict_assigned(
             made, steps.planned, assign_cut(made, batch, placed, work, cut), steps.cost
         ).step_s
+        groups = contents.num_microbatches * np.arange(steps.layout.num_islands)[:, None] + order
+        found = steps.together(contents, durations, groups)
+        assert found.max() == pytest.approx(1e9 * expected_s, abs=len(steps.graph.row))
+        assert found.max() > island_makespans(steps.graph, durations, groups).max()
+
+
+@pytest.mark.parametrize("fed_in_common", [False, True])
+def test_steps_with_shared_experts_take_as_long_in_any_order(fed_in_common):
+    units = (Unit("all", ({"image": 4, "audio": 3, **HALVES[0]}, HALVES[1]), dp=4, pp=2, ep=2),)
+    if fed_in_common:
+        units = Unit("llm", HALVES, dp=4, pp=2, ep=4), Unit("encoders", ({"image": 4, "audio": 3},), first_rank=8, dp=2)
+    made = plan(*units, batch_size=32)
+    *others, backbone = made.model.modules
+    experts = {"num_experts": 4, "expert_weights": 50, "idle_weights": 100, "parameters": 1000}
+    layers = [replace(each, **experts) if each.attention else each for each in backbone.layers]
+    made = replace(made, model=replace(made.model, modules=(*others, Module.of("backbone", layers))))
+    steps, batch, given = PricedSteps(made, Linear(made.cluster)), lengths(32), batching_as_given(made)
+    batch.sequence[::5] *= 4
+    contents = assign_batching(made, batch, given)
+    durations = steps.of_operations(contents)
+    for seed in range(3):
+        order = np.random.default_rng(seed).permutation(contents.num_microbatches)
+        placed = Batching(np.argsort(order)[given.microbatch], given.index)
+        expected_s = predict_assigned(made, steps.planned, assign_batching(made, batch, placed), steps.cost).step_s
         groups = contents.num_microbatches * np.arange(steps.layout.num_islands)[:, None] + order
         found = steps.together(contents, durations, groups)
         assert found.max() == pytest.approx(1e9 * expected_s, abs=len(steps.graph.row))
