@@ -1,6 +1,7 @@
 """Layers whose products tensor-parallel ranks share equal whole ones: loss, gradients, next tokens, dropout."""
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -337,6 +338,18 @@ def test_what_another_package_puts_in_the_place_of_products_cannot_be_divided():
         why_undivided(mllm, BACKBONE)
         == "self_attn.o_proj is a Linear, as another package puts it there, and not torch's"
     )
+
+
+@pytest.mark.parametrize("path", ["self_attn.o_proj", "mlp.up_proj"])
+def test_products_with_hooks_or_another_forward_cannot_be_divided(path):
+    """Layers of ranks take the place of the last ones, and would leave out what was set on them."""
+    for change in (
+        lambda product: product.register_forward_hook(lambda module, args, output: output * 2),
+        lambda product: setattr(product, "forward", partial(torch.mul, 2.0)),
+    ):
+        mllm = build_mllm(ModelConfig(backbone={"family": "qwen2", "config": BACKBONE_SIZES}), VOCABULARY)
+        change(mllm.backbone.blocks[1].inner.get_submodule(path))
+        assert why_undivided(mllm, BACKBONE).startswith(f"{path} has a hook or a forward of its own, and each rank")
 
 
 def test_a_generator_of_another_class_is_named():
