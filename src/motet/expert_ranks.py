@@ -40,6 +40,10 @@ class ExpertRanks:
     size: int
     sent: list[float] = field(default_factory=list, compare=False)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertRanks:
+        """Itself: a copy of a model has the same ranks."""
+        return self
+
     def through(self, rows: Tensor, counts: Tensor, experts: Experts) -> Tensor:
         """Rows [n, width] through their experts, on whichever ranks these are; the same shape. A collective.
 

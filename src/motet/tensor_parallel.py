@@ -66,6 +66,10 @@ class TensorRanks:
         self.count(x.nbytes, times=2)
         dist.all_reduce(x, op=op, group=self.group)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorRanks:
+        """Itself: a copy of a model, as averages of weights are kept in, has the same ranks."""
+        return self
+
 
 def part_of(num: int, index: int, size: int) -> tuple[int, int]:
     """(first, stop) of part `index` of `num` rows or columns in `size` parts, cut as torch.chunk cuts."""

@@ -47,6 +47,12 @@ def line_of(text, part):
         ("batch_size = 6", "batch_size = 6\nmicrobatches = 4", "[run]", "microbatches = 4 must divide batch_size = 6"),
         ("seed = 3", "num_workers = 3", "num_workers", "'num_workers' belongs into [data]"),
         (
+            'projector = { kind = "linear" }',
+            'projector = { kind = "linear" }\ntrain = false',
+            "train = false",
+            "unknown key 'model.encoders.image.train'; did you mean 'train_encoder' or 'train_projector'?",
+        ),
+        (
             "[model.backbone]",
             "[model]\ntrain = { backbone = false }\n\n[model.backbone]",
             "train = {",

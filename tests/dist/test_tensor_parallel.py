@@ -1,7 +1,10 @@
 """Layers whose products tensor-parallel ranks share equal whole ones: loss, gradients, next tokens, dropout."""
 
 from contextlib import nullcontext
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +19,7 @@ from motet.core.shape_tables import ModelShapes
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import PackedSequences
 from motet.dropout import drawing
+from motet.expert_ranks import ExpertRanks
 from motet.models.build import ModelConfig, build_mllm
 from motet.models.divided import cuts_of, divide, split_fused, why_undivided
 from motet.models.fused import NamedRows, stored_names
@@ -337,6 +341,25 @@ def test_what_another_package_puts_in_the_place_of_products_cannot_be_divided():
         why_undivided(mllm, BACKBONE)
         == "self_attn.o_proj is a Linear, as another package puts it there, and not torch's"
     )
+
+
+@pytest.mark.parametrize("kind", [TensorRanks, ExpertRanks])
+def test_a_copy_of_a_model_has_the_same_ranks(kind):
+    """As `AveragedModel` of torch copies a part; no group of processes can be copied."""
+    ranks = kind(Lock(), 0, 2)
+    assert deepcopy({"of": ranks})["of"] is ranks
+
+
+@pytest.mark.parametrize("path", ["self_attn.o_proj", "mlp.up_proj"])
+def test_products_with_hooks_or_another_forward_cannot_be_divided(path):
+    """Layers of ranks take the place of the last ones, and would leave out what was set on them."""
+    for change in (
+        lambda product: product.register_forward_hook(lambda module, args, output: output * 2),
+        lambda product: setattr(product, "forward", partial(torch.mul, 2.0)),
+    ):
+        mllm = build_mllm(ModelConfig(backbone={"family": "qwen2", "config": BACKBONE_SIZES}), VOCABULARY)
+        change(mllm.backbone.blocks[1].inner.get_submodule(path))
+        assert why_undivided(mllm, BACKBONE).startswith(f"{path} has a hook or a forward of its own, and each rank")
 
 
 def test_a_generator_of_another_class_is_named():

@@ -245,6 +245,7 @@ def not_saved(rank, num_ranks, folder):
     plan, sentences = plan_of(BESIDE), []
     for make, does in (
         (torch.optim.Rprop, lambda parallel: parallel.save(folder)),
+        (partial(torch.optim.SGD, momentum=0.9, dampening=0.1), lambda parallel: parallel.save(folder)),
         (torch.optim.SGD, lambda parallel: parallel.save(folder, keep=0)),
         (torch.optim.SGD, lambda parallel: [parallel.save(folder)]),
         (torch.optim.AdamW, lambda parallel: parallel.load(folder)),
@@ -259,11 +260,12 @@ def not_saved(rank, num_ranks, folder):
 
 @pytest.mark.slow
 def test_what_cannot_be_saved_or_loaded_is_one_sentence_on_all_ranks(tmp_path):
-    for unknown, none_kept, other, in_the_way in run_ranks(not_saved, 2, str(tmp_path)):
+    for unknown, dampened, none_kept, other, in_the_way in run_ranks(not_saved, 2, str(tmp_path)):
         assert none_kept == "save: keep is 0; it must be at least 1."
         assert unknown.startswith(
             "save: the state of Rprop is not known; checkpoints have that of torch's AdamW, Adam,"
         )
+        assert dampened.startswith("save: the optimizer has dampening, without which torch takes the first step")
         assert other == f"load: {tmp_path}/step-00000000 has the state of 'sgd', and the optimizer is 'adamw'."
         assert in_the_way.startswith(f"{tmp_path} exists and is no export")
 

@@ -149,7 +149,8 @@ class ParallelMLLM:
 
         folder: of the loop's checkpoints, on a disk that all ranks share. `motet checkpoints` lists it.
         keep:   how many of the latest stay. The path of the new one is returned.
-        Raises UserError if it cannot be written, or for an optimizer that is none of torch's in `[optimizer]`.
+        Raises UserError if it cannot be written, for an optimizer that is none of torch's in `[optimizer]`, and for
+        one with dampening.
         """
         folder, step = Path(folder), self.num_steps
         self._buffers.check(self._world)
@@ -193,6 +194,11 @@ class ParallelMLLM:
         return self.num_steps
 
     def _optimizer_name(self, what: str) -> str:
+        if any(group.get("dampening") for group in self.optimizer.param_groups):
+            raise UserError(
+                f"{what}: the optimizer has dampening, without which torch takes the first step of each weight, and "
+                "checkpoints do not say which weights have taken one: leave it out. `state_dict` has the weights."
+            )
         if name := name_of_optimizer(self.optimizer):
             return name
         raise UserError(

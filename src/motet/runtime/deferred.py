@@ -3,7 +3,8 @@
 I is an ordinary backward pass in which linear layers give the gradient of their input at once, and keep their input and
 the gradient of their output, and so do routed experts. W multiplies the two. All else that backward makes comes in I:
 gradients of biases, norms, routers, embeddings, convolutions, and of linear layers that a module does not call as
-`nn.Linear`. So no graph is walked twice, recomputation runs once, and W needs no weights.
+`nn.Linear`, or that have a `forward` of their own. So no graph is walked twice, recomputation runs once, and W needs no
+weights.
 """
 
 from __future__ import annotations
@@ -71,13 +72,13 @@ class DeferredWeights:
         self._products: list[WeightProduct] | None = None
         for module in modules:
             for child in module.modules():
-                # A subclass with a forward of its own may compute something else.
+                # A forward of its own may compute something else.
                 if isinstance(child, GroupedLinear):
                     child.waits = self.waits
                 elif isinstance(child, ColumnLinear | RowLinear):
                     child.product = partial(_forward, child, self, isinstance(child, ColumnLinear))
                     child.waits = self.waits
-                elif isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward:
+                elif isinstance(child, nn.Linear) and _is_plain(child):
                     child.forward = partial(_forward, child, self, True)  # type: ignore[method-assign]
 
     @contextmanager
@@ -95,6 +96,13 @@ class DeferredWeights:
             return False
         self._products.append(WeightProduct(weight, rows, gradient, counts))
         return True
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    """Whether its `forward` is torch's, or one of this module: neither that of a subclass nor one set on the layer."""
+    own = vars(layer).get("forward", None)
+    is_ours = isinstance(own, partial) and own.func is _forward
+    return type(layer).forward is nn.Linear.forward and (own is None or is_ours)
 
 
 def _forward(layer: nn.Linear, deferred: DeferredWeights, has_bias: bool, x: Tensor) -> Tensor:

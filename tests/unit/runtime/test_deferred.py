@@ -40,6 +40,19 @@ def gradients(model, x):
     return {**{name: p.grad for name, p in model.named_parameters() if p.grad is not None}, "x": x.grad}
 
 
+def test_a_layer_with_a_forward_of_its_own_computes_it():
+    """As code that is put around single layers sets it; the gradient of its weight does not wait."""
+    model, x = Model(), rows(1)
+    model.bare.forward = lambda rows: 2 * nn.functional.linear(rows, model.bare.weight)
+    expected = model(x)
+    deferred, products = DeferredWeights([model]), []
+    assert DeferredWeights([model]) and torch.equal(model(x), expected)
+    with deferred.into(products):
+        model(x).sum().backward()
+    assert model.bare.weight.grad is not None
+    assert all(product.weight is not model.bare.weight for product in products)
+
+
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_two_halves_are_one_backward_pass(recomputed):
     model = Model()

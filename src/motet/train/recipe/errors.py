@@ -185,9 +185,9 @@ def _suggestion(key: KeyPath, models: list[type], schema: type[BaseModel]) -> st
             "; it is of a model of model.path; of parts there are model.backbone.train, "
             "model.encoders.NAME.train_encoder and .train_projector"
         )
-    close = difflib.get_close_matches(unknown, known, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean '{close[0]}'?"
+    longer = [name for name in known if name.startswith(f"{unknown}_")]
+    if close := longer or difflib.get_close_matches(unknown, known, n=1, cutoff=0.6):
+        return f"; did you mean {' or '.join(map(repr, close))}?"
     for section, field in schema.model_fields.items():
         # A key of another section was most likely written into the wrong section.
         if any(_is_model(m) and unknown in _fields(m) for m in _members(field.annotation)):
