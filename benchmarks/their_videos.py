@@ -65,7 +65,7 @@ def kind(called: str = "Qwen2VLVideoProcessor") -> Any:
         def rescale_and_normalize(self, images: torch.Tensor, *options: Any) -> torch.Tensor:
             _, factor, normalises, mean, std = options
             rescaled = (images.numpy().astype(np.float64) * factor).astype(np.float32)
-            mean, std = (np.array(each, dtype=np.float32)[:, None, None] for each in (mean, std))
+            mean, std = (np.array(each, dtype=np.float32).reshape(-1, 1, 1) for each in (mean, std))
             return torch.from_numpy((rescaled - mean) / std if normalises else rescaled)
 
     return type("VideoProcessor", (processor, ByPillow), {})

@@ -35,6 +35,8 @@ DEFAULT_TEMPLATE = (
 
 NO_PARTS: Set[str] = frozenset()
 _PRIVATE_USE = range(0xE000, 0xF900)
+_ONE_ROUND = (Turn("user", "a"), Turn("assistant", chr(_PRIVATE_USE[0]), has_loss=True))
+"""What a template is tried on."""
 _MAX_REASON_CHARACTERS = 200
 
 
@@ -157,14 +159,28 @@ class ChatTemplate:
         It is not learned, as of transformers' masks. "" where it writes nothing, where it marks none, and where no
         conversation could be tried.
         """
-        turns = [Turn("user", "a"), Turn("assistant", chr(_PRIVATE_USE[0]), has_loss=True)]
         try:
-            opening, closing = self._marks(turns, 2)
-            text, spans = _unmark(self._render(turns, NO_PARTS, marks=opening + closing), opening, closing)
+            opening, closing = self._marks(_ONE_ROUND, 2)
+            text, spans = _unmark(self._render(_ONE_ROUND, NO_PARTS, marks=opening + closing), opening, closing)
         except UserError:
             return ""
-        asked = self.num_asked(turns, 1, text) if spans else None
+        asked = self.num_asked(_ONE_ROUND, 1, text) if spans else None
         return "" if asked is None else text[asked : spans[0][0]]
+
+    @cached_property
+    def untrained_prompt(self) -> str:
+        """The end of the prompt for an answer that the template does not write before an answer that is there.
+
+        DeepSeek-R1's prompt begins a thought so. "" where all of it is written, and where no conversation could be
+        tried.
+        """
+        try:
+            text = self._render(_ONE_ROUND, NO_PARTS)
+            prompt = self._render(_ONE_ROUND[:1], NO_PARTS, generation_prompt=True)
+        except UserError:
+            return ""
+        first = next((place for place, (own, written) in enumerate(zip(prompt, text)) if own != written), len(text))
+        return prompt[first:]
 
     def span_of(
         self,

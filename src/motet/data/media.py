@@ -24,9 +24,16 @@ IN_ANSWER = 64
 OF_SEVERAL = 1 << 32
 """What a dataset adds to the height of an image beside others in its example, where its encoder takes it otherwise."""
 
-_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-_AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3")
-_VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ogv", ".flv", ".wmv", ".3gp")
+# Of all formats that `headers` and `videos` read; .ts is TypeScript's as well.
+_IMAGE_SUFFIXES = (
+    *(".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif", ".gif", ".tif", ".tiff"),
+    *(".bmp", ".dib", ".ppm", ".pgm", ".pbm", ".pnm"),
+)
+_AUDIO_SUFFIXES = (".wav", ".rf64", ".aiff", ".aif", ".flac", ".ogg", ".oga", ".opus", ".mp3")
+_VIDEO_SUFFIXES = (
+    *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".m2ts", ".ogv", ".flv"),
+    *(".wmv", ".asf", ".3gp", ".3g2"),
+)
 
 
 IN_RECORD = ", held by the record"

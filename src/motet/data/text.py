@@ -170,6 +170,11 @@ class ChatTokenizer:
         """As of `ChatTemplate`."""
         return self._template.unlearned_lead
 
+    @property
+    def untrained_prompt(self) -> str:
+        """As of `ChatTemplate`."""
+        return self._template.untrained_prompt
+
     @cached_property
     def _learned_ends(self) -> list[set[int]]:
         """The special token that is learned behind each of two answers, if there is one; [] if none can be tried."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from motet.core.errors import UserError
 from motet.data.anyres_images import AnyResImages
 from motet.data.dataset import Dataset, Modality
 from motet.data.media import OF_SEVERAL, BadMedia, MediaRef
@@ -76,6 +77,14 @@ def test_an_image_beside_others_is_that_of_transformers(tmp_path, options):
         np.testing.assert_array_equal(media.values, rows)
         with pytest.raises(BadMedia, match=f"its header at indexing promised {image.width} x 99 pixels"):
             load_media(replace(ref, raw=(image.width, 99 + OF_SEVERAL)), ours)
+
+
+def test_squares_of_one_mean_for_all_channels_are_refused_as_by_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    options = {"size": {"height": 18, "width": 18}, "image_grid_pinpoints": [[18, 36]], "image_mean": 0.3}
+    transformers.LlavaOnevisionImageProcessorPil(**options).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"has image_mean = 0\.3; it must be three numbers"):
+        AnyResTiles(4, 18, ((18, 36),), squares=True).options(tmp_path)
 
 
 def test_an_image_is_beside_others_where_its_whole_example_has_several(tmp_path, tokenizer):

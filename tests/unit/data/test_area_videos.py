@@ -75,6 +75,7 @@ def header_of(path):
         {},
         {"do_sample_frames": True, "fps": 6.0},
         {"do_sample_frames": True, "num_frames": 7, "do_normalize": False},
+        {"image_mean": 0.3, "image_std": 1},
         {"do_sample_frames": True, "fps": 2.0, "cap_pixels_per_frame": True, "max_video_tokens": 16},
     ],
 )

@@ -7,6 +7,7 @@ from PIL import Image
 from motet.data.by_processor import ImagesByProcessor
 from motet.data.media import MediaRef
 from motet.data.processed_images import ProcessedImages
+from motet.models.whole.processor import Images
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 SIZES = [(24, 24), (100, 60), (60, 100), (9, 31), (25, 24), (7, 200), (24, 36)]
@@ -56,6 +57,19 @@ def test_pixels_are_those_of_transformers(size, crop, resample):
         assert media.size.tolist() == ours.sizes(np.array([wanted]))[0].tolist()
         np.testing.assert_array_equal(pixels_of(media.values, *expected.shape[1:], patch=8), expected)
         np.testing.assert_array_equal(media.pixels.rows(media.pixels.bytes_of(media.values)), media.values)
+
+
+@pytest.mark.parametrize("values", [{"image_mean": 0.3}, {"image_std": 1}, {"image_mean": 0, "image_std": 0.7}])
+def test_one_mean_or_deviation_of_all_channels_is_that_of_each(tmp_path, values):
+    transformers = pytest.importorskip("transformers")
+    square = {"height": 24, "width": 24}
+    theirs = transformers.SiglipImageProcessorPil(size=square, **values)
+    theirs.save_pretrained(tmp_path)
+    image = drawn((40, 30))
+    rows = ProcessedImages(**Images(8, (24, 24)).options(tmp_path))(image).values
+    np.testing.assert_array_equal(
+        pixels_of(rows, 24, 24, patch=8), theirs(image, return_tensors="np")["pixel_values"][0]
+    )
 
 
 def test_what_is_less_than_a_patch_at_the_edges_is_left_out():

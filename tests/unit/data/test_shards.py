@@ -6,13 +6,15 @@ import os
 import random
 import tarfile
 
+import numpy as np
 import pytest
+import soundfile
 
 from motet.core.errors import UserError
 from motet.data.index_build import open_index
 from motet.data.manifest import Manifest
 from motet.data.shards import expand_shards, read_shard
-from unit.data.samples import a_record
+from unit.data.samples import a_record, write_image
 
 BLOCK = tarfile.BLOCKSIZE
 
@@ -121,6 +123,24 @@ def test_other_things_in_a_shard_are_not_looked_at(tmp_path):
         for member in (folder, link, record):
             tar.addfile(member, io.BytesIO(b"{}"))
     assert read(tmp_path, shard.getvalue()) == [("d/0", b"{}", ())]
+
+
+@pytest.mark.parametrize("name", ["0.avif", "0.jfif", "0.dib", "0.pbm", "0.JPE", "0.aiff", "0.aif", "0.rf64", "0.oga"])
+def test_members_of_every_format_that_is_read_are_media(tmp_path, tokenizer, name):
+    ending = name.lower().partition(".")[2]
+    if ending in ("avif", "jfif", "dib", "pbm", "jpe"):
+        kind = {"jfif": "JPEG", "jpe": "JPEG", "pbm": "PPM"}.get(ending, ending.upper())
+        write_image(tmp_path / name, format=kind)
+    else:
+        kind = {"aif": "AIFF", "oga": "OGG"}.get(ending, ending.upper())
+        soundfile.write(tmp_path / name, np.zeros(100, dtype=np.float32), 16_000, format=kind)
+    (tmp_path / "0.txt").write_text("A cat.")
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for member in (name, "0.txt"):
+            tar.add(tmp_path / member, member)
+    index = open_index(tmp_path / "a.tar", tokenizer)
+    assert not list(index.bad_examples())
+    assert [ref.member for ref in index.media_refs(0)] == [name]
 
 
 def test_samples_that_are_not_of_a_piece(tmp_path):

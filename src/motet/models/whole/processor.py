@@ -152,7 +152,13 @@ class AnyResTiles:
             )
         own = {"patch_size": self.patch_size, "tile": self.tile, "canvases": theirs}
         # Whether it normalises or not.
-        square = tuple(int(mean * 255) for mean in processor.image_mean) if self.squares else None
+        means = of_channels(processor.image_mean)
+        if self.squares and len(means) != 3:
+            raise UserError(
+                f"{where} has image_mean = {processor.image_mean}; it must be three numbers, as they are the colour of "
+                "squares."
+            )
+        square = tuple(int(mean * 255) for mean in means) if self.squares else None
         return own | {"square": square} | values_of_pixels(processor)
 
 
@@ -348,6 +354,11 @@ def values_of_pixels(processor: Any) -> dict[str, Any]:
     normalises = bool(processor.do_normalize)
     return {
         "resample": int(processor.resample),
-        "mean": tuple(processor.image_mean) if normalises else (0.0,),
-        "std": tuple(processor.image_std) if normalises else (1.0,),
+        "mean": of_channels(processor.image_mean) if normalises else (0.0,),
+        "std": of_channels(processor.image_std) if normalises else (1.0,),
     }
+
+
+def of_channels(value: Any) -> tuple[float, ...]:
+    """A mean or a standard deviation as a file has it, one number for all channels or one for each, as a tuple."""
+    return (value,) if isinstance(value, int | float) else tuple(value)

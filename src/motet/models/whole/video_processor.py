@@ -13,7 +13,7 @@ from typing import Any
 from motet.core.errors import UserError
 from motet.core.frame_sampling import EvenSampling, FrameSampling, SkippingSampling, UniformSampling
 from motet.core.text_files import read_optional_object
-from motet.models.whole.processor import AnyResTiles, Areas, SplitTiles, check_made, check_values
+from motet.models.whole.processor import AnyResTiles, Areas, SplitTiles, check_made, check_values, of_channels
 
 _DEFAULTS: dict[str, Any] = {
     "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
@@ -220,7 +220,7 @@ def _values_of_frames(stored: dict[str, Any]) -> dict[str, Any]:
     """The options of a transform that say how frames are resampled and normalised."""
     normalises = stored["do_normalize"]
     return {
-        "video_mean": tuple(stored["image_mean"]) if normalises else (0.0,),
-        "video_std": tuple(stored["image_std"]) if normalises else (1.0,),
+        "video_mean": of_channels(stored["image_mean"]) if normalises else (0.0,),
+        "video_std": of_channels(stored["image_std"]) if normalises else (1.0,),
         "video_resample": int(stored["resample"]),
     }

@@ -132,13 +132,19 @@ def say_unlearned(vocabulary: ChatTokenizer | DrawnVocabulary, dataset: Examples
     """Say what the chat template keeps from being learned around answers, where the first example is a conversation."""
     if not isinstance(vocabulary, ChatTokenizer) or not isinstance(dataset, Dataset):
         return
-    lead, ends = vocabulary.unlearned_lead, vocabulary.ends_answers
-    if (not lead and ends) or dataset.conversation(0).is_document:
+    lead, ends, prompt = vocabulary.unlearned_lead, vocabulary.ends_answers, vocabulary.untrained_prompt
+    if (not lead and not prompt and ends) or dataset.conversation(0).is_document:
         return
     if lead:
         say(
             f"The tokenizer's chat template writes {lead!r} behind the prompt for an answer and before {{% generation "
             "%}, so it is not learned, and a model may not write it; begin {% generation %} before it if it is to."
+        )
+    if prompt:
+        say(
+            f"The tokenizer's chat template ends the prompt for an answer with {prompt!r}, and does not write it "
+            "before answers that are there: they are learned without it, and asked for, held-out ones too, behind it; "
+            "let the template write both alike."
         )
     if not ends:
         say(

@@ -55,6 +55,14 @@ def test_what_stands_between_the_prompt_and_a_marked_answer_is_said_not_to_be_le
     assert bool(sentence) == bool(lead)
 
 
+@pytest.mark.parametrize("begun", ["", "<think>\n"])
+def test_a_prompt_that_begins_what_no_learned_answer_begins_with_is_said(begun):
+    # As DeepSeek-R1's.
+    template = LED.replace("LEAD", "").replace("{{ 'assistant: ' }}", f"{{{{ {f'assistant: {begun}'!r} }}}}")
+    sentence = said(ChatTokenizer(train_backend(), template, {"eos_token": "<eos>"}), a_record())
+    assert f"ends the prompt for an answer with {begun!r}" in sentence if begun else not sentence
+
+
 def test_manifests_that_are_named_twice_are_said(tmp_path):
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("{}\n")
