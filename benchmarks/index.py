@@ -24,11 +24,12 @@ from rows import OF_ROWS, Row, finish, options
 
 from motet.core.example import TokenSequence
 from motet.data.audio import AudioTransform
-from motet.data.dataset import Dataset, Modality
+from motet.data.dataset import Dataset
 from motet.data.images import ImageTransform
 from motet.data.index import FORMAT_VERSION, Index, IndexRow
 from motet.data.index_build import publish_index
 from motet.data.index_entries import PackedColumns
+from motet.data.modality import Modality
 from motet.data.order import GlobalOrder
 
 NUM_BATCHES, BATCH, NUM_READ, MAX_LENGTH = 200, 512, 500, 4096

@@ -31,11 +31,12 @@ from motet.data.audio import AudioTransform
 from motet.data.clip_bounds import MAX_SECONDS
 from motet.data.conversation import Conversation
 from motet.data.copies import Copies
-from motet.data.dataset import Dataset, Modality
+from motet.data.dataset import Dataset
 from motet.data.images import ImageTransform
 from motet.data.index_lock import IndexProgress
 from motet.data.left_out import describe_left_out
 from motet.data.media import AUDIO, IMAGE
+from motet.data.modality import Modality
 from motet.data.remote import check_protocol, copy_to, find, is_url, path_of
 from motet.data.text import ChatTokenizer
 

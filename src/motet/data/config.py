@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from motet.core.limits import MAX_RANKS, MAX_SEED
 from motet.core.words import counted_words
 from motet.data.copies import Copies
-from motet.data.dataset import LengthRule
 from motet.data.order import whole_weights
+from motet.data.selection import LengthRule
 
 _SPLIT = re.compile(r"\{rank(?::0([1-9])d)?\}")
 """The number of a split in a manifest's name: {rank}, or {rank:05d} in five digits."""

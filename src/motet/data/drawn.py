@@ -18,9 +18,9 @@ from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import Media, Pixels, TokenSequence
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, Workload, home_ranks
-from motet.data.dataset import Modality
 from motet.data.left_out import LeftOut, LeftOutExample
 from motet.data.media import MediaRef
+from motet.data.modality import Modality
 from motet.data.transforms import Transform
 
 _BYTES = Pixels(mean=np.float32([0.5]), std=np.float32([0.5]))

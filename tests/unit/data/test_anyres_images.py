@@ -8,8 +8,9 @@ from PIL import Image
 
 from motet.core.errors import UserError
 from motet.data.anyres_images import AnyResImages
-from motet.data.dataset import Dataset, Modality
+from motet.data.dataset import Dataset
 from motet.data.media import OF_SEVERAL, BadMedia, MediaRef
+from motet.data.modality import Modality
 from motet.data.transforms import load_media
 from motet.data.videos import amount_of
 from motet.models.whole.processor import AnyResTiles

@@ -4,10 +4,11 @@ import pytest
 from motet.core.errors import UserError
 from motet.core.example import Media
 from motet.data.audio import AudioTransform
-from motet.data.dataset import Dataset, Modality
+from motet.data.dataset import Dataset
 from motet.data.decode import Decoder
 from motet.data.images import ImageTransform
 from motet.data.left_out import describe_left_out
+from motet.data.modality import Modality
 from unit.data.samples import a_record, write_clip, write_image, write_manifest
 
 MODALITIES = {

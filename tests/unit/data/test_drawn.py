@@ -5,9 +5,9 @@ import pytest
 
 from motet.core.errors import UserError
 from motet.core.sampler import Sampler
-from motet.data.dataset import Modality
 from motet.data.decode import Decoder
 from motet.data.drawn import DrawnDataset, DrawnTransform
+from motet.data.modality import Modality
 
 TASKS = [
     {

@@ -17,11 +17,12 @@ from motet.core.errors import UserError
 from motet.core.example import Media
 from motet.data.audio import AudioTransform
 from motet.data.conversation import parse_conversation
-from motet.data.dataset import Dataset, Modality
+from motet.data.dataset import Dataset
 from motet.data.decode import Decoder
 from motet.data.images import ImageTransform
 from motet.data.index_build import open_index
 from motet.data.media import BadMedia
+from motet.data.modality import Modality
 from unit.data.samples import a_record, write_clip, write_image, write_manifest
 
 MODALITIES = {

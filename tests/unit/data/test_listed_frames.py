@@ -11,10 +11,11 @@ from benchmark import benchmark
 from motet.core.errors import UserError
 from motet.data.area_videos import AreaVideos
 from motet.data.conversation import media_names, parse_conversation
-from motet.data.dataset import Dataset, Modality
+from motet.data.dataset import Dataset
 from motet.data.headers import read_header
 from motet.data.index_build import open_index
 from motet.data.media import BadMedia
+from motet.data.modality import Modality
 from motet.data.parts import typed_parts
 from motet.data.timed_videos import TimedVideos
 from motet.data.transforms import load_media

@@ -13,9 +13,10 @@ import motet.core.modalities as known
 from motet.core.errors import UserError
 from motet.core.modalities import modalities, own_modality
 from motet.data.conversation import media_names, parse_conversation
-from motet.data.dataset import Dataset, Modality
+from motet.data.dataset import Dataset
 from motet.data.headers import read_header
 from motet.data.media import BadMedia, MediaRef, modality_of
+from motet.data.modality import Modality
 from motet.data.own_items import OwnTransform
 from motet.data.ray_actors import HandlerActor
 from motet.data.transforms import load_media

@@ -6,10 +6,11 @@ import pytest
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.data.audio import AudioTransform
-from motet.data.dataset import Dataset, Modality
+from motet.data.dataset import Dataset
 from motet.data.decode import Decoder
 from motet.data.images import ImageTransform
 from motet.data.left_out import describe_left_out
+from motet.data.modality import Modality
 from motet.data.text import ChatTokenizer
 from motet.data.truncation import num_kept_tokens
 from unit.data.families import QWEN2_VL, TOKENS, write_tokenizer

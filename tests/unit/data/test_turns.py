@@ -10,8 +10,9 @@ from motet.core.example import ItemText, Media, TokenSequence, in_pieces
 from motet.core.workload import ItemLengths
 from motet.data.chat_template import DEFAULT_TEMPLATE
 from motet.data.conversation import parse_conversation
-from motet.data.dataset import Dataset, Modality
+from motet.data.dataset import Dataset
 from motet.data.images import ImageTransform
+from motet.data.modality import Modality
 from motet.data.text import ChatTokenizer
 from motet.dispatch import LoadedExample, pack
 from motet.dispatch.loaded import LoadedTables, tables_of

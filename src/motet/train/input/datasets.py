@@ -13,10 +13,11 @@ from motet.core.example import ItemText
 from motet.core.grid_positions import AS_TEXT
 from motet.core.modalities import VIDEO
 from motet.core.words import counted_words
-from motet.data.dataset import Dataset, Modality
+from motet.data.dataset import Dataset
 from motet.data.drawn import DrawnDataset, DrawnVocabulary
 from motet.data.examples import Examples
 from motet.data.manifest import Manifest
+from motet.data.modality import Modality
 from motet.data.panned_images import PannedImages
 from motet.data.remote import is_url
 from motet.data.split_images import SplitImages
