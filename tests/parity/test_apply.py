@@ -391,6 +391,7 @@ MISTAKES = {
     "no batch": "give batch=",
     "unfrozen": "step: encoders.image.encoder.model.embeddings.patch_embedding.weight no longer learns, and the plan's",
     "checkpointing": "draw other masks where transformers' gradient checkpointing runs them again",
+    "checkpointing of parts": "would have other rows where transformers' gradient checkpointing runs them again",
     "common weights": "motet.apply: 'image' and 'other' have weights in common, which would be on different ranks",
     "wrapped": "motet.apply: the model is DataParallel; give what motet.compose makes",
     "clipped below 0": "motet.apply: max_grad_norm is -1.0; it must be above 0",
@@ -409,6 +410,7 @@ MISTAKES = {
 PLANS = {
     "ranks": Unit("all", ({"image": 2}, {"backbone": 1}, {"backbone": 1}), pp=3),
     "tensor parallelism": Unit("all", ({"image": 2, "backbone": 2},), tp=2),
+    "checkpointing of parts": Unit("all", ({"image": 2, "backbone": 2},), tp=2),
     "data parallelism": Unit("all", ({"image": 2, "backbone": 2},), dp=2, zero=0),
 }
 DEGREES = {
@@ -466,6 +468,8 @@ def refused(rank, num_ranks):
             layers = model.backbone.causal_lm.model.layers
             for layer in layers:
                 layer.gradient_checkpointing, layer.self_attn.attention_dropout = True, 0.1
+        elif what == "checkpointing of parts":
+            model.backbone.causal_lm.gradient_checkpointing_enable()
         elif what == "common weights":
             model.encoders["other"] = model.encoders["image"]
         elif what == "wrapped":

@@ -212,17 +212,31 @@ def _check(plan: Plan, mllm: MLLM, spec: Any, dtype: torch.dtype, world: World) 
     def replan(_: Cluster) -> str:
         return "motet.apply with degrees of modules in place of the plan, or motet plan"
 
+    _check_checkpointing(plan, mllm)
     chosen = ChosenPlan(plan, Path("The plan"), replan, "the model in hand")
     chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
     if plan.precision != _precision(dtype):
         raise UserError(f"motet.apply: the plan computes in {plan.precision}, and the model is in {_precision(dtype)}.")
-    if drops_out(mllm) and any(getattr(module, "gradient_checkpointing", False) for module in mllm.modules()):
-        raise UserError(
-            "motet.apply: layers that drop out would draw other masks where transformers' gradient checkpointing runs "
-            "them again: leave gradient_checkpointing_enable out; a plan says itself what is recomputed."
-        )
     if what := _obstacle(plan, mllm):
         raise UserError(f"motet.apply: the plan has {what}, which training cannot run yet.")
+
+
+def _check_checkpointing(plan: Plan, mllm: MLLM) -> None:
+    """Raise UserError where transformers' gradient checkpointing would run layers again otherwise than a step has."""
+    why = ""
+    if drops_out(mllm) and _checkpoints(mllm):
+        why = "layers that drop out would draw other masks"
+    elif plan.unit_of(BACKBONE).tp > 1 and _checkpoints(mllm.backbone):
+        why = "ranks that share products of layers (tp) would have other rows"
+    if why:
+        raise UserError(
+            f"motet.apply: {why} where transformers' gradient checkpointing runs them again: leave "
+            "gradient_checkpointing_enable out; a plan says itself what is recomputed."
+        )
+
+
+def _checkpoints(part: nn.Module) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in part.modules())
 
 
 def _obstacle(plan: Plan, mllm: MLLM) -> str:
