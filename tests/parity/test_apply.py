@@ -128,6 +128,27 @@ def test_a_step_trains_models_that_were_read_or_evaluated_in_eval_mode(frozen):
     assert left == trained
 
 
+def losses_with_hooks(rank, num_ranks, plan, drop):
+    """Losses where hooks change what layers of the tower return, and so rare masks are drawn that none drops anything.
+
+    With them what is said against cutting these layers into halves.
+    """
+    model, losses = build(), []
+    for block in model.encoders["image"].blocks[:2]:
+        block.inner.register_forward_hook(lambda module, args, output: 2 * output)
+        block.inner.self_attn.dropout = drop
+    part = motet.apply(model, plan, sgd)
+    losses = [part.step(batch).loss for batch in example_module("hf_parts").batches()[:2]]
+    return losses, [encoder.unhalvable for encoder in part.model.encoders.values() if encoder is not None]
+
+
+def test_hooks_on_layers_run_where_masks_are_drawn():
+    """Layers run as their halves there, as they do in bubbles, which call what is in them."""
+    (dropped, why), _ = run_ranks(losses_with_hooks, 2, plan_of(BESIDE), 1e-13)
+    assert dropped == pytest.approx(run_ranks(losses_with_hooks, 2, plan_of(BESIDE), 0.0)[0][0], rel=1e-9)
+    assert why == ["a layer has a hook or a forward of its own"]
+
+
 def steps_in_autocast(rank, num_ranks, plan, enabled):
     parallel = motet.apply(build().float(), plan, sgd)
     with torch.autocast("cpu", torch.bfloat16, enabled=enabled):

@@ -26,8 +26,7 @@ from motet.cost.memory import PRECISION_OF_DTYPE
 from motet.cost.source import cost_model
 from motet.dispatch import LoadedExample
 from motet.dropout import drops_out
-from motet.models.block import Block
-from motet.models.compose import hooks_passes
+from motet.models.block import Block, hooks_passes
 from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
 from motet.planner.job import Job
@@ -69,6 +68,8 @@ def apply(
     world = borrowed_world()
     with world.together():
         _check_model(mllm)
+        for encoder in mllm.encoders.values():
+            encoder.keep_changed_whole()
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise UserError(f"motet.apply: max_grad_norm is {max_grad_norm}; it must be above 0, or None.")
         _check_device(mllm, world.device)
