@@ -28,6 +28,14 @@ def alone(job, tmp_path_factory):
     return run_dir
 
 
+@pytest.fixture(scope="module")
+def alone_in_pairs(job, tmp_path_factory):
+    """Steps of two examples: the longer one is most of an even share of both."""
+    run_dir = tmp_path_factory.mktemp("alone_in_pairs")
+    run_ranks(train_under, 1, str(job), [*DEEPER, "run.batch_size=2", f"run.dir={run_dir}"], None)
+    return run_dir
+
+
 def shared(job, stages=WHOLE, **options):
     """A chain whose ranks share sequences in pairs."""
     chain, unit = plan_of(job, FEW_CUTS), Unit("all", stages, pp=len(stages), cp=2, **options)
@@ -62,15 +70,17 @@ def test_ranks_that_share_sequences_train_as_one_process_does(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stages", "cp"), [(WHOLE, 1), (FEW_CUTS, 1), (WHOLE, 2)])
-def test_replicas_that_share_sequences_train_as_one_process_does(job, alone, tmp_path, monkeypatch, capsys, stages, cp):
+def test_replicas_that_share_sequences_train_as_one_process_does(
+    job, alone_in_pairs, tmp_path, monkeypatch, capsys, stages, cp
+):
     plan = shared(job, stages, dp=2)
-    plan = replace(plan, units=(replace(plan.units[0], cp=cp),), balance="split")
+    plan = replace(plan, units=(replace(plan.units[0], cp=cp),), balance="split", batch_size=2)
     plan = replace(plan, cluster=replace(plan.cluster, ranks_per_node=plan.units[0].num_ranks))
-    run_dir = run_planned(job, tmp_path, plan)
-    assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-10)
+    run_dir = run_planned(job, tmp_path, plan, "run.batch_size=2")
+    assert losses(run_dir) == pytest.approx(losses(alone_in_pairs), rel=1e-10)
     steps = metrics(run_dir)
     cuts = [step["balance"]["cut"] for step in steps if step["balance"]["cut"] is not None]
-    assert sum(cut["sequences"] for cut in cuts) > 4 and all(set(cut["degrees"]) == {"2"} for cut in cuts)
+    assert any(cut["sequences"] for cut in cuts) and all(set(cut["degrees"]) <= {"2"} for cut in cuts)
     found = traced(run_dir)
     for rank in range(plan.cluster.num_ranks):
         expected = row_of(tmp_path / "plan.json", job, rank, monkeypatch, capsys)

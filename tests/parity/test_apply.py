@@ -128,6 +128,27 @@ def test_a_step_trains_models_that_were_read_or_evaluated_in_eval_mode(frozen):
     assert left == trained
 
 
+def losses_with_hooks(rank, num_ranks, plan, drop):
+    """Losses where hooks change what layers of the tower return, and so rare masks are drawn that none drops anything.
+
+    With them what is said against cutting these layers into halves.
+    """
+    model, losses = build(), []
+    for block in model.encoders["image"].blocks[:2]:
+        block.inner.register_forward_hook(lambda module, args, output: 2 * output)
+        block.inner.self_attn.dropout = drop
+    part = motet.apply(model, plan, sgd)
+    losses = [part.step(batch).loss for batch in example_module("hf_parts").batches()[:2]]
+    return losses, [encoder.unhalvable for encoder in part.model.encoders.values() if encoder is not None]
+
+
+def test_hooks_on_layers_run_where_masks_are_drawn():
+    """Layers run as their halves there, as they do in bubbles, which call what is in them."""
+    (dropped, why), _ = run_ranks(losses_with_hooks, 2, plan_of(BESIDE), 1e-13)
+    assert dropped == pytest.approx(run_ranks(losses_with_hooks, 2, plan_of(BESIDE), 0.0)[0][0], rel=1e-9)
+    assert why == ["a layer has a hook or a forward of its own"]
+
+
 def steps_in_autocast(rank, num_ranks, plan, enabled):
     parallel = motet.apply(build().float(), plan, sgd)
     with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
@@ -391,6 +412,7 @@ MISTAKES = {
     "no batch": "give batch=",
     "unfrozen": "step: encoders.image.encoder.model.embeddings.patch_embedding.weight no longer learns, and the plan's",
     "checkpointing": "draw other masks where transformers' gradient checkpointing runs them again",
+    "checkpointing of parts": "would have other rows where transformers' gradient checkpointing runs them again",
     "common weights": "motet.apply: 'image' and 'other' have weights in common, which would be on different ranks",
     "wrapped": "motet.apply: the model is DataParallel; give what motet.compose makes",
     "clipped below 0": "motet.apply: max_grad_norm is -1.0; it must be above 0",
@@ -409,6 +431,7 @@ MISTAKES = {
 PLANS = {
     "ranks": Unit("all", ({"image": 2}, {"backbone": 1}, {"backbone": 1}), pp=3),
     "tensor parallelism": Unit("all", ({"image": 2, "backbone": 2},), tp=2),
+    "checkpointing of parts": Unit("all", ({"image": 2, "backbone": 2},), tp=2),
     "data parallelism": Unit("all", ({"image": 2, "backbone": 2},), dp=2, zero=0),
 }
 DEGREES = {
@@ -466,6 +489,8 @@ def refused(rank, num_ranks):
             layers = model.backbone.causal_lm.model.layers
             for layer in layers:
                 layer.gradient_checkpointing, layer.self_attn.attention_dropout = True, 0.1
+        elif what == "checkpointing of parts":
+            model.backbone.causal_lm.gradient_checkpointing_enable()
         elif what == "common weights":
             model.encoders["other"] = model.encoders["image"]
         elif what == "wrapped":

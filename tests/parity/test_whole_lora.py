@@ -82,6 +82,31 @@ def test_loss_and_gradients_are_those_of_peft_on_the_directory(job, alone):
     assert abs(before.loss - ours.loss) > 1e-3 * ours.loss
 
 
+def test_what_peft_adapts_behind_the_layer_that_is_taken_changes_nothing(tmp_path):
+    """LLaVA takes the tower's last layer but one, and peft has adapters beside the last one, too."""
+    import peft
+
+    job = tmp_path / "llava"
+    whole_models.write_job(job, "llava", 3)
+    model = peft.get_peft_model(against.their_model(job), peft.LoraConfig(r=2, target_modules=["q_proj", "fc1"]))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.copy_(torch.randn(weight.shape, generator=generator))
+    model.save_pretrained(tmp_path / "adapter")
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert any("vision_tower.encoder.layers.2" in name for name in saved)
+    ours = against.ours(job, overrides=[f"model.lora.path={tmp_path / 'adapter'}"])
+    assert max(ours.distance(against.theirs(job, tmp_path / "adapter"))) < 1e-10
+    model = peft.get_peft_model(
+        against.their_model(job), peft.LoraConfig(r=2, target_modules=r".*vision_tower.encoder.layers.2.*fc1")
+    )
+    model.save_pretrained(tmp_path / "unused")
+    with pytest.raises(UserError, match="has adapters of layers alone that are not computed"):
+        against.ours(job, overrides=[f"model.lora.path={tmp_path / 'unused'}"])
+
+
 @pytest.mark.slow
 def test_it_goes_on_as_peft_does(job, alone, tmp_path):
     """The whole directory by one key, or by the tables of parts: what learns, loss and gradients are peft's."""

@@ -100,6 +100,17 @@ class Block(nn.Module):
             return getattr(super().__getattr__("inner"), name)
 
 
+def hooks_passes(module: nn.Module) -> bool:
+    """Whether a module itself has a hook on its forward or backward pass."""
+    kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    return any(getattr(module, kind, None) for kind in kinds)
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Whether calling a module does more than its class says: it has hooks on its passes, or a `forward` of its own."""
+    return hooks_passes(module) or "forward" in vars(module)
+
+
 def wrap_blocks(root: nn.Module, layers: Iterable[nn.Module], first: int = 0) -> list[Block]:
     """Replace each of `layers` inside `root` by a Block around it, and return the Blocks in the order of `layers`.
 

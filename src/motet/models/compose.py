@@ -12,6 +12,7 @@ from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
+from motet.models.block import hooks_passes
 from motet.models.exact import keep_float64
 from motet.models.families.registry import ENCODERS, backbone_family
 from motet.models.families.supported import check_encoder
@@ -84,12 +85,6 @@ def compose(
         else:
             made[name] = _projected(name, encoder, whole, projectors.get(name, ProjectorConfig()))
     return MLLM(made, whole, {name: _behind(name, each, whole) for name, each in generators.items()})
-
-
-def hooks_passes(module: nn.Module) -> bool:
-    """Whether a module itself has a hook on its forward or backward pass."""
-    kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-    return any(getattr(module, kind, None) for kind in kinds)
 
 
 def _check_names(named: Mapping[str, object], what: str) -> None:

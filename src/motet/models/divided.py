@@ -20,7 +20,7 @@ from motet.chunked import ColumnProducts
 from motet.core.workload import BACKBONE
 from motet.dropout import set_divided
 from motet.models.backbone import Backbone
-from motet.models.compose import hooks_passes
+from motet.models.block import is_changed
 from motet.models.dit import DiT
 from motet.models.experts import divide_experts, expert_parameters
 from motet.models.families.branches import (
@@ -77,7 +77,7 @@ def why_undivided(mllm: MLLM, name: str) -> str:
         for path in (*first, *branch.beside, *branch.rows):
             if not isinstance(product := _at(root, path), nn.Linear | SplitLinear | None):
                 return f"{path} is a {type(product).__name__}, as another package puts it there, and not torch's"
-            if product is not None and (hooks_passes(product) or "forward" in vars(product)):
+            if product is not None and is_changed(product):
                 return f"{path} has a hook or a forward of its own, and each rank has a part of its product"
     return ""
 

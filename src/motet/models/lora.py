@@ -10,7 +10,7 @@ does with them what it does without adapters. Tests hold them to peft's own mode
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -214,14 +214,15 @@ def add_lora(mllm: MLLM, configs: Mapping[str, LoraConfig], seed: int) -> None:
         if isinstance(module, ModalityModule):
             module.train_encoder = True
         adapts_all = isinstance(module, ModalityModule) and getattr(module.encoder, "adapts_all", False)
-        for path, layer in _chosen(root, None if adapts_all else module.blocks, config, where).items():
+        unused = _uncomputed(module, root)
+        for path, layer in _chosen(root, None if adapts_all else module.blocks, config, where, unused).items():
             owner, _, key = path.rpartition(".")
             setattr(root.get_submodule(owner), key, LoraLinear(layer, config))
         plain = plain_names(root)
         adapters = {plain[key]: weight for key, weight in root.named_parameters() if is_lora(key)}
         read = {}
         if config.path is not None:
-            read = read_adapter(where, config, {key: tuple(weight.shape) for key, weight in adapters.items()})
+            read = read_adapter(where, config, {key: tuple(weight.shape) for key, weight in adapters.items()}, unused)
         with torch.no_grad():
             for key, weight in adapters.items():
                 if not weight.is_meta:
@@ -258,18 +259,31 @@ def lora_layers(root: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
             yield plain[f"{name}.weight"].removesuffix(".weight"), layer
 
 
-def _chosen(root: nn.Module, blocks: Sequence[Block] | None, config: LoraConfig, where: str) -> dict[str, nn.Linear]:
-    """Name in the model, Blocks included -> layer, of the layers that targets name. Raises UserError.
-
-    blocks: whose layers may have adapters; None: all layers that could learn.
-    """
-    of_blocks = [root] if blocks is None else blocks
-    inside, plain = {id(child) for block in of_blocks for child in block.modules()}, plain_names(root)
-    linear = {
+def _linear_in(root: nn.Module, modules: Iterable[nn.Module]) -> dict[str, tuple[str, nn.Linear]]:
+    """Name in the model, Blocks included -> name without Blocks, and layer, of the linear layers of some modules."""
+    inside, plain = {id(child) for module in modules for child in module.modules()}, plain_names(root)
+    return {
         name: (plain[f"{name}.weight"].removesuffix(".weight"), layer)
         for name, layer in root.named_modules()
         if type(layer) is nn.Linear and id(layer) in inside and "weight" in layer._parameters
     }
+
+
+def _uncomputed(module: Backbone | ModalityModule, root: nn.Module) -> frozenset[str]:
+    """Linear layers of blocks behind the last one whose rows an encoder gives (LLaVA's); peft adapts these as well."""
+    blocks = getattr(getattr(module, "encoder", None), "uncomputed", ())
+    return frozenset(name for name, _ in _linear_in(root, blocks).values())
+
+
+def _chosen(
+    root: nn.Module, blocks: Sequence[Block] | None, config: LoraConfig, where: str, unused: Set[str]
+) -> dict[str, nn.Linear]:
+    """Name in the model, Blocks included -> layer, of the layers that targets name. Raises UserError.
+
+    blocks: whose layers may have adapters; None: all layers that could learn. unused: linear layers that are not
+    computed, whose adapters in a directory of peft have no effect.
+    """
+    linear = _linear_in(root, [root] if blocks is None else blocks)
     if not linear:
         raise UserError(
             f"{where}: {type(root).__name__} has no linear layers in its blocks, beside which adapters are (GPT-2 "
@@ -277,18 +291,22 @@ def _chosen(root: nn.Module, blocks: Sequence[Block] | None, config: LoraConfig,
         )
     if config.targets == ALL_LINEAR:
         return {name: layer for name, (_, layer) in linear.items()}
-    for target in config.targets:
+    targets = [target for target in config.targets if not any(_is_target(name, target) for name in unused)]
+    for target in targets if config.path else config.targets:
         if not any(_is_target(name, target) for name, _ in linear.values()):
             example = next(name for name, _ in linear.values())
             raise UserError(
                 f"{where}.targets: no linear layer in the blocks of {type(root).__name__} has a name that ends with "
                 f"{target!r}; a name is, for example, {example!r}"
             )
-    return {
+    chosen = {
         name: layer
         for name, (own, layer) in linear.items()
         if any(_is_target(own, target) for target in config.targets)
     }
+    if not chosen:
+        raise UserError(f"{where}.path: {config.path} has adapters of layers alone that are not computed.")
+    return chosen
 
 
 def _is_target(name: str, target: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -102,17 +102,20 @@ def adapted_layer(name: str) -> str:
     return name.rpartition(".lora_")[0]
 
 
-def read_adapter(where: str, config: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInFile]:
+def read_adapter(
+    where: str, config: LoraConfig, shapes: Mapping[str, tuple[int, ...]], unused: Set[str] = frozenset()
+) -> dict[str, TensorInFile]:
     """As `saved_weights`. No tensor is read.
 
     where:  the table of the recipe, for errors.
     shapes: of the weights that the part's adapters have by `config`, whose `path` is the directory.
+    unused: layers that are not computed, of which the directory may have adapters.
     Raises UserError unless the directory has these adapters, as `config` says.
     """
     saved, keys = _read_part(where, config)
     if None in keys and not config.of_whole:
         raise UserError(f"{where}.path: {saved.file} holds {keys[None]}, which is no weight of LoRA's adapters.")
-    found = {name: key for name, key in keys.items() if name is not None}
+    found = {name: key for name, key in keys.items() if name is not None and adapted_layer(name) not in unused}
     layers, wanted = ({adapted_layer(name) for name in each} for each in (found, shapes))
     if layers != wanted:
         which = min(layers ^ wanted)

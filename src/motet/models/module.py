@@ -16,7 +16,7 @@ from motet.core.errors import ArgumentError, UserError
 from motet.core.item_segments import ItemSegments
 from motet.core.spec import Module
 from motet.dropout import AFTER, BEFORE, BETWEEN, ENTER, PROJECTOR, arranged
-from motet.models.block import Block, outside_blocks, wrap_blocks
+from motet.models.block import Block, is_changed, outside_blocks, wrap_blocks
 from motet.models.callbacks import callback_dtype, callback_name, check_callback, check_num_rows
 from motet.models.context_items import SharedItemRows
 from motet.models.cross_projector import CrossProjector
@@ -214,7 +214,16 @@ class ModalityModule(ModuleSizes, nn.Module):
     @property
     def unhalvable(self) -> str:
         """Why the module's blocks cannot be cut into halves, in words; "" if they can."""
-        return "" if hasattr(self.encoder, "halves") else f"{type(self.encoder).__name__} has no halves"
+        if not hasattr(self.encoder, "halves"):
+            return f"{type(self.encoder).__name__} has no halves"
+        layers = self.blocks[: self.num_encoder_blocks]
+        return "" if all(block.halves for block in layers) else "a layer has a hook or a forward of its own"
+
+    def keep_changed_whole(self) -> None:
+        """Let layers run whole that have hooks or a `forward` of their own, which their halves would leave out."""
+        for block in self.blocks[: self.num_encoder_blocks]:
+            if is_changed(block) or is_changed(block.inner):
+                block.halves = ()
 
     def unsendable(self, stop: int) -> str:
         """Why no message can carry what is computed behind the block stop - 1, in words; "" if one can."""

@@ -24,6 +24,7 @@ from motet.cost.memory import LayerBytes, StageLayer, plan_precision, stage_laye
 from motet.schedule import PlannedStage, planned
 from motet.schedule.plan_units import sharing_ranks
 from motet.simulate.predict.memory import MAX_LOGITS
+from motet.simulate.predict.tied import tied_apart
 
 _WHOLE: Mapping[str, int] = MappingProxyType({})
 
@@ -73,10 +74,14 @@ def bytes_alone(
 def fixed_bytes(plan: Plan, stages: list[PlannedStage]) -> int:
     """What a rank with these stages has whatever its items are: state, and what is gathered and reduced."""
     state, gathered, by_stage = 0, 0, plan.schedule != "data_parallel"
-    precision = plan_precision(plan)
+    precision, tied = plan_precision(plan), tied_apart(plan)
+    if tied is not None and any(map(tied.is_on, stages)):
+        state += sum(tied.state(precision))
     for stage in stages:
         unit = replace(stage.unit, zero=stage.zero, shard_size=stage.shard_size)
         layers = stage_layers(plan.model, stage.layers, stage.recomputed)
+        if tied is not None and tied.is_on(stage):
+            layers = [placed._replace(layer=tied.without(placed.layer)) for placed in layers]
         memory = stage_memory(unit, layers, lambda *_: 0.0, 0, precision, by_stage=by_stage)
         state, gathered = state + memory.held_bytes, max(gathered, memory.transient)
     return state + gathered

@@ -12,24 +12,30 @@ from motet.schedule.check.fit import undivided_parts
 TENSOR_DEGREES = (1, 2, 4, 8)
 
 
-def possible_tensor_degrees(cluster: Cluster) -> list[int]:
+def possible_tensor_degrees(cluster: Cluster, *, on_fewer: bool = False) -> list[int]:
     """The tensor-parallel degrees whose groups divide a node, or are whole nodes.
 
-    Example: nodes of one device.
+    on_fewer: those of Plans on some ranks of one node, too.
+
+    Example: nodes of one device; and a node of three.
         >>> from motet.cost.catalogue import cluster
         >>> possible_tensor_degrees(cluster("a40", num_nodes=4, ranks_per_node=1))
         [1, 2, 4]
+        >>> three = cluster("a40", ranks_per_node=3)
+        >>> possible_tensor_degrees(three), possible_tensor_degrees(three, on_fewer=True)
+        ([1], [1, 2])
     """
     node, most = cluster.ranks_per_node, cluster.num_ranks
-    return [tp for tp in TENSOR_DEGREES if tp <= most and (node % tp == 0 or tp % node == 0)]
+    known = [tp for tp in TENSOR_DEGREES if tp <= most]
+    return [tp for tp in known if node % tp == 0 or tp % node == 0 or (on_fewer and tp < node)]
 
 
-def tensor_degrees(job: Job, *names: str) -> list[int]:
+def tensor_degrees(job: Job, *names: str, on_fewer: bool = False) -> list[int]:
     """The possible tensor-parallel degrees that divide the heads of these modules, by default of all, and that the cost
-    model has times for.
+    model has times for. on_fewer: as of `possible_tensor_degrees`.
     """
     modules = [module for module in job.model.modules if not names or module.name in names]
-    degrees = possible_tensor_degrees(job.cluster)
+    degrees = possible_tensor_degrees(job.cluster, on_fewer=on_fewer)
     degrees = [tp for tp in degrees if not any(undivided_parts(module, tp) for module in modules)]
     return [tp for tp in degrees if tp == 1 or not job.why_unpriced(tp)]
 

@@ -16,7 +16,6 @@ from motet.core.plan import Plan
 from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
-from motet.planner.fewer_ranks import smaller_jobs
 from motet.planner.infeasible import listed, one_of, tensor_degrees
 from motet.planner.job import Job
 from motet.schedule.layout import Layout
@@ -83,7 +82,7 @@ def check_module_pins(job: Job, pins: Pins) -> None:
             raise UserError(f"{name} is pinned, and the model has no module {name!r}; it has {', '.join(known)}.")
     for name, stated in pins.modules.items():
         num_blocks, cluster = len(job.model.module(name).blocks), job.cluster
-        if stated.tp is not None and stated.tp not in (degrees := _tensor_degrees(job, name)):
+        if stated.tp is not None and stated.tp not in (degrees := tensor_degrees(job, name, on_fewer=True)):
             raise UserError(
                 f"{name} is pinned to tp = {stated.tp}; it must be {one_of(degrees)}, in"
                 " a node or over whole ones, with whole heads and with known times."
@@ -99,8 +98,3 @@ def check_module_pins(job: Job, pins: Pins) -> None:
                 f"{name} is pinned to {stated}, {counted_words(needed, 'rank')}, and the cluster has "
                 f"{cluster.num_ranks:,}."
             )
-
-
-def _tensor_degrees(job: Job, name: str) -> list[int]:
-    """Those that Plans on all ranks of the cluster can have, and on fewer."""
-    return sorted({degree for each in (job, *smaller_jobs(job)) for degree in tensor_degrees(each, name)})

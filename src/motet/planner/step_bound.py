@@ -215,7 +215,7 @@ class _Bounds:
 
     def _shapes(self) -> Iterator[_Shape]:
         """All of them; of those that take equally long, the first with the most ranks counts."""
-        degrees = [tp for tp in tensor_degrees(self.job, BACKBONE) if tp <= self.num_ranks]
+        degrees = tensor_degrees(self.job, BACKBONE, on_fewer=True)
         most_stages = sum(self.num_blocks.values())
         if self.num_ranks > MAX_RANKS_BY_SHAPE:
             for tp in degrees:

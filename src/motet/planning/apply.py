@@ -26,8 +26,7 @@ from motet.cost.memory import PRECISION_OF_DTYPE
 from motet.cost.source import cost_model
 from motet.dispatch import LoadedExample
 from motet.dropout import drops_out
-from motet.models.block import Block
-from motet.models.compose import hooks_passes
+from motet.models.block import Block, hooks_passes
 from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
 from motet.planner.job import Job
@@ -69,6 +68,8 @@ def apply(
     world = borrowed_world()
     with world.together():
         _check_model(mllm)
+        for encoder in mllm.encoders.values():
+            encoder.keep_changed_whole()
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise UserError(f"motet.apply: max_grad_norm is {max_grad_norm}; it must be above 0, or None.")
         _check_device(mllm, world.device)
@@ -212,17 +213,31 @@ def _check(plan: Plan, mllm: MLLM, spec: Any, dtype: torch.dtype, world: World) 
     def replan(_: Cluster) -> str:
         return "motet.apply with degrees of modules in place of the plan, or motet plan"
 
+    _check_checkpointing(plan, mllm)
     chosen = ChosenPlan(plan, Path("The plan"), replan, "the model in hand")
     chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
     if plan.precision != _precision(dtype):
         raise UserError(f"motet.apply: the plan computes in {plan.precision}, and the model is in {_precision(dtype)}.")
-    if drops_out(mllm) and any(getattr(module, "gradient_checkpointing", False) for module in mllm.modules()):
-        raise UserError(
-            "motet.apply: layers that drop out would draw other masks where transformers' gradient checkpointing runs "
-            "them again: leave gradient_checkpointing_enable out; a plan says itself what is recomputed."
-        )
     if what := _obstacle(plan, mllm):
         raise UserError(f"motet.apply: the plan has {what}, which training cannot run yet.")
+
+
+def _check_checkpointing(plan: Plan, mllm: MLLM) -> None:
+    """Raise UserError where transformers' gradient checkpointing would run layers again otherwise than a step has."""
+    why = ""
+    if drops_out(mllm) and _checkpoints(mllm):
+        why = "layers that drop out would draw other masks"
+    elif plan.unit_of(BACKBONE).tp > 1 and _checkpoints(mllm.backbone):
+        why = "ranks that share products of layers (tp) would have other rows"
+    if why:
+        raise UserError(
+            f"motet.apply: {why} where transformers' gradient checkpointing runs them again: leave "
+            "gradient_checkpointing_enable out; a plan says itself what is recomputed."
+        )
+
+
+def _checkpoints(part: nn.Module) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in part.modules())
 
 
 def _obstacle(plan: Plan, mllm: MLLM) -> str:

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from motet.core.errors import UserError
 from motet.data.by_processor import ImagesByProcessor
 from motet.data.media import MediaRef
 from motet.data.processed_images import ProcessedImages
-from motet.models.whole.processor import Images
+from motet.models.whole.processor import TO_ONE_SIZE, AnyResTiles, CanvasTiles, CroppedTiles, Images
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 SIZES = [(24, 24), (100, 60), (60, 100), (9, 31), (25, 24), (7, 200), (24, 36)]
@@ -57,6 +58,31 @@ def test_pixels_are_those_of_transformers(size, crop, resample):
         assert media.size.tolist() == ours.sizes(np.array([wanted]))[0].tolist()
         np.testing.assert_array_equal(pixels_of(media.values, *expected.shape[1:], patch=8), expected)
         np.testing.assert_array_equal(media.pixels.rows(media.pixels.bytes_of(media.values)), media.values)
+
+
+@pytest.mark.parametrize("kind", TO_ONE_SIZE)
+def test_pixels_of_every_kind_of_processor_are_its_own(tmp_path, kind):
+    transformers = pytest.importorskip("transformers")
+    processor = getattr(transformers, f"{kind}ImageProcessorPil")
+    crops = getattr(processor, "do_center_crop", None)
+    square = {"height": 24, "width": 24}
+    options = {"size": {"shortest_edge": 24}, "crop_size": square} if crops else {"size": square}
+    processor(**options).save_pretrained(tmp_path)
+    image = drawn((40, 30))
+    rows = ProcessedImages(**Images(8, (24, 24)).options(tmp_path))(image).values
+    expected = processor(**options)(image, return_tensors="np")["pixel_values"][0]
+    np.testing.assert_array_equal(pixels_of(rows, 24, 24, patch=8), expected)
+
+
+@pytest.mark.parametrize("kind", ["MobileViT", "Levit", "PoolFormer", "EfficientNet"])
+def test_processors_that_do_more_than_their_options_say_are_refused(tmp_path, kind):
+    transformers = pytest.importorskip("transformers")
+    square = {"height": 24, "width": 24}
+    size = square if kind == "EfficientNet" else {"shortest_edge": 24}
+    getattr(transformers, f"{kind}ImageProcessorPil")(size=size, crop_size=square).save_pretrained(tmp_path)
+    for files in (Images(8, (24, 24)), AnyResTiles(8, 24, ((24, 48),)), CroppedTiles(8, 24), CanvasTiles(8, 24, ())):
+        with pytest.raises(UserError, match=f"the {kind}ImageProcessorPil of .* is not what Motet computes"):
+            files.options(tmp_path)
 
 
 @pytest.mark.parametrize("values", [{"image_mean": 0.3}, {"image_std": 1}, {"image_mean": 0, "image_std": 0.7}])

@@ -95,6 +95,17 @@ def test_sequences_that_any_number_of_ranks_share_in_any_way_are_not_below_the_b
     assert step_bound(planned).step_s <= predict(plan, texts, planned.cost, seed=planned.seed).step_s
 
 
+def test_a_plan_on_some_ranks_of_a_node_is_not_below_the_bound():
+    """Short sequences: products that two ranks share take less than rows that three share."""
+    spec = multimodal("texts", language_model(Transformer(768, 3072, 12, causal=True), 4, 4000), [])
+    texts = Sampler.model_validate({"task": [{"name": "texts", "text": {"value": 50}}]}).workload(num_examples=8)
+    free = Link(1e15, 0.0)
+    cluster = Cluster(Device("test", {"bf16": 1e12}, 10**11, 1e12), 1, 3, free, free)
+    planned = Job(spec, cluster, texts, 1, Analytic(cluster))
+    plan = Plan(spec, cluster, (Unit("all", ({"backbone": 4},), tp=2),), 1, 1)
+    assert step_bound(planned).step_s <= predict(plan, texts, planned.cost, seed=planned.seed).step_s
+
+
 @pytest.mark.slow
 def test_the_report_says_how_far_the_answer_can_be_from_the_best():
     found = search(job(spread=0.5), STRATEGIES)

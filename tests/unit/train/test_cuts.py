@@ -143,3 +143,10 @@ def test_tiles_of_another_size_than_the_model_has_are_refused_where_ranks_share_
     unshared = [replace(each, shareable=False, tile_rows=0) for each in model.modules]
     plan = replace(plan, model=replace(model, modules=tuple(unshared)))
     ChosenPlan(plan, Path("plan.json"), lambda _: "REPLAN").check_model(model)
+
+
+def test_a_plan_that_knows_of_no_merge_trains_a_model_that_has_one():
+    """Only its prediction lacks what moves for it."""
+    spec = model_spec(build_hf_model())
+    plan = Plan(spec, cluster("h100", 1, 2), (Unit("all", ({"image": 3, "audio": 2, **LLM},), cp=2),), 2)
+    ChosenPlan(plan, Path("plan.json"), lambda _: "REPLAN").check_model(replace(spec, merges=True))

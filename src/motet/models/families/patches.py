@@ -64,6 +64,11 @@ class PatchEncoder(nn.Module):
         """The layers that are computed."""
         return list(self.all_layers)[: self.num_computed]
 
+    @property
+    def uncomputed(self) -> list[nn.Module]:
+        """The layers behind the last one whose rows are taken."""
+        return list(self.all_layers)[self.num_computed :]
+
     def block_layers(self, shape: Transformer) -> list[LayerModules]:
         """The tower's layers of this shape, also those that are not computed, as `layers` has them."""
         layers = []
@@ -71,7 +76,7 @@ class PatchEncoder(nn.Module):
             layer = shape.layer(extra_rows=self.class_rows, trainable=any_trainable(block))
             width = self.output_dim if number == self.num_computed else sent_width(self.width, self.inner, number)
             layers.append(LayerModules(replace(layer, output_width=width), (block,)))
-        return layers + [unused_layer(block, self.output_dim) for block in self.all_layers[self.num_computed :]]
+        return layers + [unused_layer(block, self.output_dim) for block in self.uncomputed]
 
     def grid(self, sizes: Int64Array) -> Int64Array:
         """Patch rows and columns of each image, int64 [num_images, 2]."""

@@ -24,6 +24,8 @@ from motet.models.config_file import one_line, quiet_transformers
 
 _ONLY = {"do_resize": (True,), "do_rescale": (True,), "do_convert_rgb": (True, None)}
 """Option of every processor -> the values that Motet computes."""
+TO_ONE_SIZE = ("CLIP", "Siglip", "Llava", "Gemma3", "ViT", "DeiT", "Bit", "Blip", "ChineseCLIP")
+"""Kinds of processors that resize, crop and normalise, and do nothing that their options do not say."""
 _UNPADDED = {"do_pad": (False, None), "do_pan_and_scan": (False, None)}
 """The same, of processors that make one image of each."""
 
@@ -48,7 +50,7 @@ class Images:
 
         Raises UserError for a processor that is not there, that does more than that, or that makes another size.
         """
-        processor, where = opened_processor(path)
+        processor, where = _opened_as(path, *TO_ONE_SIZE)
         check_processor(where, processor, **_UNPADDED)
         size, crops = dict(processor.size), bool(getattr(processor, "do_center_crop", False))
         shortest_edge = size.pop("shortest_edge", None)
@@ -79,7 +81,7 @@ class PannedSquares:
 
     def options(self, path: Path) -> dict[str, Any]:
         """As of `Images`. Raises UserError also for crops of which some could be empty."""
-        processor, where = opened_processor(path)
+        processor, where = _opened_as(path, "Gemma3")
         check_processor(where, processor)
         check_made(where, (processor.size.get("height"), processor.size.get("width")), (self.tile, self.tile))
         known = Gemma3Processor.images_kwargs
@@ -131,7 +133,7 @@ class AnyResTiles:
 
     def options(self, path: Path) -> dict[str, Any]:
         """As of `Images`. Raises UserError also for canvases that are others, or not made of tiles."""
-        processor, where = opened_processor(path)
+        processor, where = _opened_as(path, "LlavaNext", "LlavaOnevision")
         check_processor(where, processor)
         size = dict(processor.size)
         edge = size.get("shortest_edge")
@@ -174,7 +176,7 @@ class CroppedTiles:
 
     def options(self, path: Path) -> dict[str, Any]:
         """As of `Images`."""
-        processor, where = opened_processor(path)
+        processor, where = _opened_as(path, "GotOcr2")
         check_processor(where, processor)
         size = dict(processor.size)
         check_made(where, (size.get("height"), size.get("width")), (self.tile, self.tile))
@@ -199,7 +201,7 @@ class SplitTiles:
 
     def options(self, path: Path) -> dict[str, Any]:
         """As of `Images`. Raises UserError also for images that are not resized by their longer side."""
-        processor, where = opened_processor(path)
+        processor, where = _opened_as(path, "Idefics3", "SmolVLM")
         check_processor(where, processor, do_pad=(True, False))
         size, tile = dict(processor.size), dict(processor.max_image_size).get("longest_edge")
         check_made(where, (tile, tile), (self.tile, self.tile))
@@ -223,7 +225,7 @@ class CanvasTiles:
 
     def options(self, path: Path) -> dict[str, Any]:
         """As of `Images`. Raises UserError also for canvases that are others."""
-        processor, where = opened_processor(path)
+        processor, where = _opened_as(path, "Mllama")
         check_processor(where, processor, do_pad=(True,))
         size = dict(processor.size)
         check_made(where, (size.get("height"), size.get("width")), (self.tile, self.tile))
@@ -255,10 +257,8 @@ class Areas:
 
     def options(self, path: Path) -> dict[str, Any]:
         """As of `Images`. Raises UserError also for a processor of another class."""
-        processor, where = opened_processor(path)
+        processor, where = _opened_as(path, "Qwen2VL")
         check_processor(where, processor, **_UNPADDED)
-        if type(processor).__name__ != "Qwen2VLImageProcessorPil":
-            raise UserError(f"{where} is not what Motet computes for this model; it must be a Qwen2VLImageProcessor.")
         for key, taken in self.sides.items():
             if (made := getattr(processor, key)) != taken:
                 raise UserError(f"{where} has {key} = {made}, and the vision tower takes {taken}.")
@@ -323,6 +323,15 @@ def opened_processor(path: Path) -> tuple[Any, str]:
     except Exception as error:
         raise UserError(f"model.path: the image processor of {path} cannot be opened ({one_line(error)}).") from error
     return processor, f"model.path: the {type(processor).__name__} of {path}"
+
+
+def _opened_as(path: Path, *kinds: str) -> tuple[Any, str]:
+    """As `opened_processor`, of these kinds: others may do more than their options say (MobileViT turns colours)."""
+    processor, where = opened_processor(path)
+    known = [f"{kind}ImageProcessor" for kind in kinds]
+    if type(processor).__name__.removesuffix("Pil") not in known:
+        raise UserError(f"{where} is not what Motet computes for this model; it must be a {' or '.join(known)}.")
+    return processor, where
 
 
 def check_processor(where: str, processor: Any, **only: tuple[Any, ...]) -> None:

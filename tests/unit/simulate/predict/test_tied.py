@@ -10,6 +10,7 @@ from motet.core.plan import Plan, Unit
 from motet.core.sampler import Sampler
 from motet.core.shapes import Transformer, language_model, multimodal
 from motet.cost.analytic import Analytic
+from motet.planner.alone import fixed_bytes, on_ranks
 from motet.planner.candidate import Candidate, Pins
 from motet.planner.chain.propose import propose_chain
 from motet.planner.job import Job
@@ -48,6 +49,15 @@ def test_both_stages_hold_them_whole(unit):
 def test_a_rank_with_both_stages_holds_them_once(num_stages, schedule, pp):
     tied, own = (step(num_stages, schedule, tied=is_tied, pp=pp, zero=0) for is_tied in (True, False))
     assert own.peak_bytes[0] - tied.peak_bytes[0] == pytest.approx(18 * HIDDEN * VOCABULARY, rel=0.01)
+
+
+@pytest.mark.parametrize(("num_stages", "schedule", "zero"), [(2, "1f1b", 1), (4, "zb_v", 1), (2, "1f1b", 0)])
+def test_what_a_rank_has_whatever_its_examples_are_is_with_them(num_stages, schedule, zero):
+    stages = ({"backbone": 4 // num_stages},) * num_stages
+    plan = Plan(model(tied=True), CLUSTER, (Unit("all", stages, pp=2, dp=2, zero=zero),), 8, 1, schedule)
+    held = predict(plan, TEXTS, Analytic(CLUSTER)).memory_bytes
+    state = sum(held[part] for part in ("parameters", "gradients", "optimizer"))
+    assert [fixed_bytes(plan, stages) for stages in on_ranks(plan)] == state[:: len(state) // 2].tolist()
 
 
 def test_on_one_stage_they_are_like_others():
