@@ -164,7 +164,7 @@ def _one_plan(plans: list[Path] | None, recipe: Path) -> Path | None:
 def _train_phases(recipe: Path, phases: dict[str, list[str]], resume: str, trace: bool, plans: Sequence[Path]) -> None:
     """Train one phase after the other. phases: name -> the overrides that choose it, too. plans: of each, or none."""
     from motet.train.checkpoint.resuming import has_ended
-    from motet.train.job import check_ahead
+    from motet.train.deferred_model import check_ahead
     from motet.train.recipe.recipe_file import load_recipe
     from motet.train.trainer import PhaseOfRun
 

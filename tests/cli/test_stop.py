@@ -79,7 +79,7 @@ def test_workers_outlast_the_signal_that_torchrun_sends_to_the_group_of_a_rank(j
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
 def test_before_training_a_signal_ends_the_run_at_once(job, tmp_path, number, code):
-    at_index = Meddling("motet.train.job:open_dataset", 1, 0, f"stop({int(number)}, os.getpid())")
+    at_index = Meddling("motet.train.input.opened_examples:open_dataset", 1, 0, f"stop({int(number)}, os.getpid())")
     assert run(job, tmp_path, meddling=at_index) == (code, "", "")
 
 

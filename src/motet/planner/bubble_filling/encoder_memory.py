@@ -151,7 +151,7 @@ class EncoderMemory:
         def rows(name: str, layer: Layer) -> float:
             share = 1.0 if name == BACKBONE else plans.busiest_share(name, EncoderDegrees(unit.tp, unit.cp))
             # Of all ranks that share a replica's items, if each had as many as the fullest.
-            return share * unit.cp * plans.unscheduled_pricing.largest_of_replica(name, layer)
+            return share * unit.cp * plans.unscheduled_pricing.layer_pricing.largest_of_replica(name, layer)
 
         precision = self._job.mixed_precision(pipeline=True)
         found = stage_bytes(self._job.model, unit, spans, rows, 1, precision)

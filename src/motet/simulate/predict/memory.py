@@ -77,12 +77,12 @@ def memory_of(pricing: Pricing) -> dict[str, Int64Array]:
 
 def _stage_memory(pricing: Pricing, stage: PlannedStage, tied: TiedApart | None) -> StageMemory:
     def rows(module: str, layer: Layer) -> float:
-        found = pricing.largest_rows(module, layer)
+        found = pricing.layer_pricing.largest_rows(module, layer)
         return min(found, MAX_LOGITS / layer.output_width) if layer.targets_only else found
 
     unit = replace(stage.unit, zero=stage.zero, shard_size=stage.shard_size)
     by_stage = pricing.plan.schedule != "data_parallel"
-    layers, copies = pricing.layers(stage), pricing.largest_copies
+    layers, copies = pricing.layers(stage), pricing.layer_pricing.largest_copies
     if tied is not None and tied.is_on(stage):
         layers = [placed._replace(layer=tied.without(placed.layer)) for placed in layers]
     return stage_memory(unit, layers, rows, 0, pricing.precision, by_stage=by_stage, copies=copies)

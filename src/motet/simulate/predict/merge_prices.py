@@ -16,6 +16,7 @@ from motet.assign.taken_rows import MergeMoves, merge_moves
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.exchange import moved
 from motet.core.workload import BACKBONE
+from motet.simulate.predict.exchange_seconds import evenly_moved_s
 
 if TYPE_CHECKING:
     from motet.simulate.predict.stage_pricing import Pricing
@@ -37,7 +38,7 @@ def merge_seconds(pricing: Pricing) -> dict[str, Float64Array]:
     entering = (name for name in plan.model.sources(BACKBONE) if 0 in plan.model.entries(name, BACKBONE))
     names = (BACKBONE, *entering)
     if num_exchanges > _MAX_DEALT:
-        return {name: pricing.evenly_moved_s(_rows_of(pricing, name), row_bytes(pricing, name)) for name in names}
+        return {name: evenly_moved_s(pricing, _rows_of(pricing, name), row_bytes(pricing, name)) for name in names}
     seconds = {name: np.zeros(shape) for name in names}
     for number, part in enumerate(microbatches_of(plan, step)):
         for each in merge_moves(plan, part.decision, part.lengths):

@@ -138,7 +138,7 @@ def predict_assigned(
         plan.cluster.device.memory_bytes,
         _present(pricing),
         program,
-        pricing.beyond,
+        pricing.layer_pricing.beyond,
     )
 
 

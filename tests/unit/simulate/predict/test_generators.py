@@ -83,7 +83,7 @@ def test_ranks_that_share_sequences_give_a_part_of_the_rows_each():
     *_, shared = traffic_of(Unit("llm", ({"backbone": 2},), cp=2), *behind)
     assert sent_bytes(shared) == sent_bytes(shared, gradient=True) == {(0, 1): 6 * 64, (0, 2): 64}
     stage, layer = shared.planned.stages[0], MODEL.module("backbone").layers[1]
-    attention_s = 2 * shared.pricing._context("backbone", stage.unit, layer).seconds.sum()
+    attention_s = 2 * shared.pricing.layer_pricing.price("backbone", layer).context.seconds.sum()
     moved_s = (12 + 2) / 4 * 64 / BYTES_PER_S
     prices = shared.pricing.stage(stage, 0)
     for seconds in (prices.forward_tensor, prices.backward_tensor):

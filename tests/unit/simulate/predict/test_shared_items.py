@@ -97,7 +97,7 @@ def test_shared_images_are_priced_as_they_are_executed(cp, own_ranks):
             table = AttentionTable.packed(rows.lengths.tolist(), False)
             copies = max(copies, rows.most_moved(rows.wanted(table)))
     assert cut > 1
-    assert pricing.largest_copies("image", layer) == pytest.approx(copies * KV_BYTES)
+    assert pricing.layer_pricing.largest_copies("image", layer) == pytest.approx(copies * KV_BYTES)
 
 
 def moved_keys(shared: SharedItems, among: bool) -> int:
@@ -130,7 +130,7 @@ def test_images_that_queries_read_are_priced_as_they_are_executed(cp, own_ranks,
         assert queries[number] == max(each.num_rows_out for each in of_ranks)
         assert rows[number] == pytest.approx(max(len(each.own) + among * each.num_rows_out for each in of_ranks), abs=1)
     assert cut > 1
-    assert pricing.largest_copies("image", keys) == pytest.approx(copies * KV_BYTES, abs=KV_BYTES)
+    assert pricing.layer_pricing.largest_copies("image", keys) == pytest.approx(copies * KV_BYTES, abs=KV_BYTES)
 
 
 def test_the_largest_image_takes_its_share_of_time():
@@ -148,7 +148,7 @@ def test_the_largest_image_takes_its_share_of_time():
 def test_layers_that_see_segments_alone_move_what_two_of_them_have():
     plan, lengths = plan_of(2), lengths_of(segment=4)
     pricing = Pricing(plan, planned(plan), assign_step(plan, lengths), Linear(plan.cluster))
-    assert pricing.largest_copies("image", plan.model.module("image").layers[1]) == 8 * KV_BYTES
+    assert pricing.layer_pricing.largest_copies("image", plan.model.module("image").layers[1]) == 8 * KV_BYTES
 
 
 @pytest.mark.parametrize(("cp", "own_ranks"), [(2, True), (3, False)])
@@ -166,7 +166,7 @@ def test_shared_tiles_are_priced_as_they_are_executed(cp, own_ranks):
         assert not any(len(each.own) % 8 or 4 * each.num_rows_out != len(each.own) for each in of_ranks)
         assert found[number] == pytest.approx(max(len(each.own) for each in of_ranks) * 9 / 8)
     assert cut > 1
-    assert pricing.largest_copies("image", layer) == 0
+    assert pricing.layer_pricing.largest_copies("image", layer) == 0
 
 
 def test_tiles_stay_together():

@@ -21,6 +21,7 @@ from motet.dispatch.stage_batch import assemble_stages
 from motet.runtime.place import Place
 from motet.schedule import planned
 from motet.simulate.predict import merge_prices
+from motet.simulate.predict.exchange_seconds import evenly_moved_s
 from motet.simulate.predict.predict import predict_assigned
 from motet.simulate.predict.stage_pricing import Pricing
 from unit.simulate.even_jobs import EVEN, LAYER_B, LAYER_F, ROWS, Free, even
@@ -73,7 +74,7 @@ def test_shared_sequences_are_priced_as_they_are_executed(cp):
         np.fill_diagonal(moved, 0)
         copies = max(copies, moved.sum(axis=0).max(), moved.sum(axis=1).max())
     assert cut == 3
-    assert pricing.largest_copies(BACKBONE, layer) == pytest.approx(copies * KV_BYTES)
+    assert pricing.layer_pricing.largest_copies(BACKBONE, layer) == pytest.approx(copies * KV_BYTES)
 
 
 def test_a_step_with_a_long_sequence_is_shorter_if_replicas_share_it():
@@ -162,7 +163,7 @@ def test_a_merge_of_the_users_own_takes_what_moves_for_it(dp, cp):
         prices = [pricing.islands(stage) for stage in pricing.planned.stages[:2]]
         taken.append(np.stack([np.stack([each.forward_tensor, each.backward_tensor]) for each in prices]))
         if merging is plan:
-            images = pricing.evenly_moved_s(num_given_rows(step, "image", None), WIDTH * 2)
+            images = evenly_moved_s(pricing, num_given_rows(step, "image", None), WIDTH * 2)
     expected = np.zeros((2, dp, step.num_microbatches))
     for number, part in enumerate(microbatches_of(plan, step)):
         for each in merge_moves(plan, part.decision, part.lengths):

@@ -1,0 +1,59 @@
+"""Seconds in which ranks give rows to each other at a stage, beside the exchanges inside its layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from motet.assign.rows import num_given_rows
+from motet.core.arrays import Float64Array
+from motet.core.plan import Unit
+from motet.core.workload import BACKBONE
+from motet.schedule import PlannedStage
+from motet.schedule.plan_units import gathering_ranks
+from motet.simulate.predict.exchange_seconds import evenly_moved_s, gathers_s
+from motet.simulate.predict.merge_prices import merge_seconds
+
+if TYPE_CHECKING:
+    from motet.simulate.predict.stage_pricing import Pricing
+
+
+def given_seconds(pricing: Pricing, stage: PlannedStage) -> tuple[Float64Array, Float64Array]:
+    """Seconds in which ranks give rows to each other at a stage, in forward and in backward: those that share
+    sequences the rows of encoders, before blocks that take them in, and what generators are given, behind the last;
+    and those that share items of encoders in bubbles what they made. Rows are taken to lie evenly on the ranks,
+    but those that move for a merge of the user's own (`merge_prices.py`).
+    """
+    forward = backward = pricing.none(stage)
+    unit, model = stage.unit, pricing.plan.model
+    if BACKBONE in stage.layers and (unit.cp > 1 or pricing.assignment.modules[BACKBONE].cuts is not None):
+        first, stop = stage.layers[BACKBONE]
+        merges = model.merges and first == 0
+        times = {
+            name: sum(first + merges <= block < stop for block in model.entries(name, BACKBONE))
+            for name in model.sources(BACKBONE)
+        }
+        for name, seconds in merge_seconds(pricing).items() if merges else ():
+            forward = forward + seconds
+            backward = backward + seconds * (name == BACKBONE or model.moved(name)[1])
+        times |= dict.fromkeys(model.generators, int(stop == model.num_blocks[BACKBONE]))
+        for name in (name for name, number in times.items() if number):
+            rows, width = num_given_rows(pricing.assignment, name, None), model.moved(name)[0].output_width
+            seconds = times[name] * evenly_moved_s(pricing, rows, width * pricing.precision.compute)
+            forward = forward + seconds
+            backward = backward + seconds * model.moved(name)[1]
+    if gathering_ranks(pricing.plan, unit) > 1 and stage.index == len(unit.stages) - 1:
+        for name in unit.modules:
+            forward = forward + _gathered_s(pricing, name, unit).reshape(forward.shape)
+    return forward, backward
+
+
+def _gathered_s(pricing: Pricing, name: str, unit: Unit) -> Float64Array:
+    """Seconds in which the rows of an encoder in bubbles come together, by replica and microbatch.
+
+    Ranks give as many rows as the one with the most of them (`dispatch/gathered_rows.py`). Gradients do not move.
+    """
+    layer, _ = pricing.plan.model.moved(name)
+    first, num_ranks = unit.first_rank, gathering_ranks(pricing.plan, unit)
+    ranks = range(first, first + num_ranks * unit.tp, unit.tp)
+    rows = pricing.layer_pricing.price(name, layer).work.rows
+    return gathers_s(pricing.cost, rows * num_ranks * layer.output_width * pricing.precision.compute, ranks)

@@ -1,0 +1,188 @@
+"""What ranks do of each layer in each microbatch of a step: rows and pairs of whole replicas, and of the busiest rank.
+
+Nothing of it depends on a cost model. Columns are [num_replicas * num_microbatches] of the layer's unit, replica by
+replica.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from motet.assign.item_shares import shares_of_cells
+from motet.assign.step import StepAssignment
+from motet.core.arrays import BoolArray, Float64Array, Int64Array
+from motet.core.cuts import rows_between_cuts, shares_between
+from motet.core.plan import Plan
+from motet.core.spec import Layer
+from motet.core.workload import BACKBONE
+from motet.cost.flops import like_layer, work_of_items
+from motet.cost.model import Work
+from motet.schedule.plan_units import cuts_beside_sequences, sharing_ranks
+
+
+@dataclass(frozen=True, eq=False)
+class _Shares:
+    """Items of an encoder on the ranks that share those of a replica.
+
+    Ranks are numbered by replica, microbatch and context-parallel rank.
+
+    whole, rank:    int64 [num_whole], items, and the rank of each.
+    item, cut_rank: int64 [num_fragments], of items that are cut. share: float64, of the item's rows. is_first: bool.
+    """
+
+    whole: Int64Array
+    rank: Int64Array
+    item: Int64Array
+    cut_rank: Int64Array
+    share: Float64Array
+    is_first: BoolArray
+
+
+class LayerWork:
+    """The work of the layers of one Plan for one assigned batch. Layers that are like each other share it."""
+
+    def __init__(self, plan: Plan, assignment: StepAssignment) -> None:
+        self.plan, self.assignment = plan, assignment
+        self._known_work: dict[tuple[str, Layer], Work] = {}
+        self._known_items: dict[tuple[str, Layer], Work] = {}
+        self._known_shares: dict[str, _Shares] = {}
+
+    def of_replicas(self, name: str, layer: Layer) -> Work:
+        """What all ranks compute that share a replica's work."""
+        like = like_layer(layer)
+        if (name, like) not in self._known_work:
+            is_cut = self.assignment.modules[name].cuts is not None
+            self._known_work[name, like] = (self._of_fragments if is_cut else self._of_whole)(name, like)
+        return self._known_work[name, like]
+
+    def of_busiest(self, name: str, layer: Layer) -> Work:
+        """What the busiest of the ranks does that share a replica's work."""
+        num_ranks = self._num_ranks(name)
+        if name != BACKBONE and num_ranks > 1:
+            dealt = self._dealt(name, layer)
+            return Work(*(column.reshape(-1, num_ranks).max(axis=1) for column in (dealt.rows, dealt.pairs)))
+        whole = self.of_replicas(name, layer)
+        return whole if num_ranks == 1 else Work(whole.rows / num_ranks, whole.pairs / num_ranks)
+
+    def moved_of_items(self, name: str, layer: Layer) -> Float64Array:
+        """The most rows that a rank gives or gets in a layer's attention over items that ranks share, by replica and
+        microbatch. Where rows attend within segments or windows, about: those of two of them, at the fragment's ends.
+        """
+        items, shares, num_ranks = self.assignment.modules[name], self._shares(name), self._num_ranks(name)
+        own, whole = self._fragments(name, layer)
+        others = np.bincount(shares.item, minlength=len(items.example))[shares.item] - 1
+        got, given = whole - own, own * others
+        attention, segments, within = layer.attention, items.segments, 0
+        if attention is not None and not attention.whole:
+            longest = 0 if segments is None else int(segments.length.max(initial=0)) // layer.divisor
+            within = min(filter(None, (attention.window, longest)), default=0)
+        if within:
+            got, given = (np.minimum(rows, 2 * within) for rows in (got, given))
+        size = items.num_replicas * self.assignment.num_microbatches * num_ranks
+        moved = np.maximum(*(np.bincount(shares.cut_rank, rows, size) for rows in (got, given)))
+        most: Float64Array = moved.reshape(-1, num_ranks).max(axis=1)
+        return most
+
+    def _num_ranks(self, name: str) -> int:
+        """The ranks that share a replica's items of a module, or its sequences."""
+        return sharing_ranks(self.plan, self.plan.unit_of(name))
+
+    def _of_whole(self, name: str, like: Layer) -> Work:
+        """`of_replicas` where each replica has whole sequences."""
+        num, items = self.assignment.num_microbatches, self.assignment.modules[name]
+        size, batch_index, targets = items.num_replicas * num, items.batch_index(num), None
+        if name == BACKBONE:
+            targets = np.bincount(batch_index, self.assignment.batch.num_targets, size).astype(np.int64)
+        padded = self.plan.model.module(name).padded
+        return work_of_items(like, items, batch_index, size, padded=padded, num_targets=targets)
+
+    def _of_fragments(self, name: str, like: Layer) -> Work:
+        """`of_replicas` where replicas share some sequences: a fragment has its share of the rows and pairs of all."""
+        items, num = self.assignment.modules[name], self.assignment.num_microbatches
+        cuts, of_each = items.cuts, self._of_each(name, like)
+        assert cuts is not None, "replicas share sequences"
+        whole = cuts.whole_among(np.arange(len(items.example)))
+        cell = np.concatenate([items.batch_index(num)[whole], cuts.rank * num + items.microbatch[cuts.item]])
+        item = np.concatenate([whole, cuts.item])
+        share = np.concatenate([np.ones(len(whole)), (cuts.end - cuts.begin) / cuts.units])
+        columns = (column[item] * share for column in (of_each.rows, of_each.pairs))
+        size = items.num_replicas * num
+        return Work(*(np.bincount(cell, column, size).astype(np.float64) for column in columns))
+
+    def _of_each(self, name: str, like: Layer) -> Work:
+        """Work of each item of a module in layers that are like this one, [num_items] each."""
+        if (name, like) not in self._known_items:
+            items = self.assignment.modules[name]
+            count, targets = len(items.example), self.assignment.batch.num_targets if name == BACKBONE else None
+            self._known_items[name, like] = work_of_items(like, items, np.arange(count), count, num_targets=targets)
+        return self._known_items[name, like]
+
+    def _dealt(self, name: str, layer: Layer) -> Work:
+        """Work of the ranks that share items of an encoder, by replica, microbatch and rank."""
+        items, shares = self.assignment.modules[name], self._shares(name)
+        size = items.num_replicas * self.assignment.num_microbatches * self._num_ranks(name)
+        if not len(shares.item):
+            padded = self.plan.model.module(name).padded
+            return work_of_items(layer, items, shares.rank, size, padded=padded)
+        of_each, (own, whole) = self._of_each(name, like_layer(layer)), self._fragments(name, layer)
+        rank = np.concatenate([shares.rank, shares.cut_rank])
+        rows = np.concatenate([of_each.rows[shares.whole], own])
+        # A row of a fragment attends to as many as any of its item.
+        pairs = np.concatenate([of_each.pairs[shares.whole], of_each.pairs[shares.item] * own / np.maximum(whole, 1)])
+        return Work(*(np.bincount(rank, column, size).astype(np.float64) for column in (rows, pairs)))
+
+    def _fragments(self, name: str, layer: Layer) -> tuple[Float64Array, Float64Array]:
+        """(rows of each fragment of a cut item in a layer, rows of the whole item), about.
+
+        The first one has class rows; segments, such as tiles, have some each, and all fragments have queries.
+        """
+        shares, rows = self._shares(name), self._of_each(name, like_layer(layer)).rows
+        whole = rows[shares.item]
+        is_read = layer.attention is not None and layer.attention.queries > 0
+        if is_read or self.assignment.modules[name].segments is not None:
+            return whole * shares.share, whole
+        return (whole - layer.extra_rows) * shares.share + layer.extra_rows * shares.is_first, whole
+
+    def _shares(self, name: str) -> _Shares:
+        """Which of the ranks that share a replica's items has what of each item of an encoder, as training deals it."""
+        if name not in self._known_shares:
+            beside = self.assignment.modules[name].cuts is not None and cuts_beside_sequences(self.plan, name)
+            self._known_shares[name] = (self._of_all_replicas if beside else self._of_each_replica)(name)
+        return self._known_shares[name]
+
+    def _of_all_replicas(self, name: str) -> _Shares:
+        """`_shares` where replicas share items beside sequences."""
+        items, num = self.assignment.modules[name], self.assignment.num_microbatches
+        cuts, cell = items.cuts, items.batch_index(num)
+        assert cuts is not None, "replicas share items"
+        whole = cuts.whole_among(np.arange(len(items.example)))
+        share = cuts.share_of(items.num_tokens) / items.num_tokens[cuts.item]
+        rank = cuts.rank * num + items.microbatch[cuts.item]
+        return _Shares(whole, cell[whole], cuts.item, rank.astype(np.int64), share, cuts.begin == 0)
+
+    def _of_each_replica(self, name: str) -> _Shares:
+        """`_shares` where the ranks of each replica share its own items."""
+        items, module = self.assignment.modules[name], self.plan.model.module(name)
+        num_ranks, cp = self._num_ranks(name), self.plan.unit_of(name).cp
+        cell = items.batch_index(self.assignment.num_microbatches)
+        dealt = shares_of_cells(
+            cell,
+            items.length,
+            rows_between_cuts(items.num_tokens, items.length, module.read_by),
+            cp,
+            can_cut=module.shareable,
+            tile_rows=module.tile_rows,
+            num_groups=num_ranks // cp,
+        )
+        whole = np.flatnonzero(~np.isin(np.arange(len(cell)), dealt.item))
+        rows = items.num_tokens[dealt.item]
+        return _Shares(
+            whole,
+            cell[whole] * num_ranks + dealt.ranks[whole],
+            dealt.item,
+            cell[dealt.item] * num_ranks + dealt.rank,
+            shares_between(rows, dealt.begin, dealt.end, dealt.units) / rows,
+            dealt.begin == 0,
+        )
