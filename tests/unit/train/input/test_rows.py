@@ -178,7 +178,7 @@ def test_pixels_of_which_a_file_says_half_are_refused(tmp_path):
         check(module, ImageTransform(4), tmp_path)
     for factor in ("1/255", 0, -1, True):
         directory(tmp_path, "clip", "preprocessor_config.json", CLIP | {"rescale_factor": factor})
-        with pytest.raises(UserError, match="has rescale_factor = .*; it must be a number above 0"):
+        with pytest.raises(UserError, match=r"has rescale_factor = .*; it must be a number above 0"):
             check(module, ImageTransform(4), tmp_path)
 
 
