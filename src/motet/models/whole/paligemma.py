@@ -22,7 +22,7 @@ from motet.models.whole.family import (
     one_tower,
     vision_family,
 )
-from motet.models.whole.processor import Images, check_counts
+from motet.models.whole.processor import Images, check_token_counts
 from motet.models.whole.projector import StoredProjectorConfig
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _parts(config: PaliGemmaConfig, directory: WholeDirectory) -> WholeParts:
     # It stands for the mask that the whole model makes, of the prefix alone.
     check_option(where, "use_bidirectional_attention", config.text_config.use_bidirectional_attention, True)
     tower = config.vision_config
-    check_counts(directory.path, image_seq_length=(tower.image_size // tower.patch_size) ** 2)
+    check_token_counts(directory.path, image_seq_length=(tower.image_size // tower.patch_size) ** 2)
     weights = {f"layers.0.{kind}": f"{_PROJECTOR}{kind}" for kind in ("weight", "bias")}
     encoder = WholeEncoderConfig(
         family=vision_family(config, where, "siglip"),

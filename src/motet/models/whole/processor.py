@@ -351,7 +351,7 @@ def check_values(where: str, options: dict[str, Any], **needed: object) -> None:
             raise UserError(f"{where} has {key} = {options[key]!r}; for this model it must be {value!r}.")
 
 
-def check_counts(path: Path, **made: object) -> None:
+def check_token_counts(path: Path, **made: object) -> None:
     """Raise UserError where a directory's processor counts other tokens of an image than its model makes rows.
 
     made: options of the processor as they follow from config.json. Those that the processor's files leave out are not
