@@ -228,6 +228,25 @@ def test_the_command_line_names_the_cluster(recipe, tmp_path, monkeypatch):
     assert (cluster["device"]["name"], cluster["num_nodes"], cluster["ranks_per_node"]) == ("a40", 2, 4)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--cluster", "cpu"), "computes in bf16 (precision), of which cpu has no peak: set precision to 'fp32', name"),
+        (
+            ("--cluster", "cpu", "--set", "fsdp.param_dtype=bfloat16"),
+            "computes in bf16 (fsdp.param_dtype), of which cpu has no peak: set fsdp.param_dtype to 'float32' or "
+            "'float64', name another device (--cluster), or state it (cluster.peak_tflops).",
+        ),
+        (
+            ("--set", "run.dtype=float64"),
+            "computes in fp64 (run.dtype), of which h100 has no peak: set run.dtype to 'float32', name",
+        ),
+    ],
+)
+def test_what_the_device_has_no_peak_of_is_named_by_its_key(recipe, options, said, monkeypatch, capsys):
+    assert said in fails(monkeypatch, capsys, "plan", recipe, *options)
+
+
 def test_nothing_fits(recipe, monkeypatch, capsys):
     memory = "cluster.memory_gbytes=0.012"
     recipe.write_text(RECIPE.replace("ranks_per_node = 2", "ranks_per_node = 4"))

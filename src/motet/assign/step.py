@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -224,6 +224,13 @@ class StepAssignment:
             )
             for microbatch in range(self.num_microbatches)
         )
+
+    def has_any(self, modules: Iterable[str]) -> BoolArray:
+        """Whether a microbatch has an item of any of these modules, bool [num_microbatches]."""
+        found = np.zeros(self.num_microbatches, dtype=np.bool_)
+        for name in modules:
+            found[self.modules[name].microbatch] = True
+        return found
 
     def island_key(self, island: int, num_islands: int) -> bytes:
         """A key that is equal for islands whose replicas compute items of the same lengths: they take the same time."""

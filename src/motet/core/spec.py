@@ -527,8 +527,11 @@ class ModelSpec:
 
     def learners(self, name: str) -> tuple[str, ...]:
         """The modules for which a backward pass through the named one is made: of it and all before it, what learns."""
-        before = (learner for source in self.sources(name) for learner in self.learners(source))
-        return (*dict.fromkeys(before), *((name,) if self.module(name).trainable else ()))
+        return (*self.learners_before(name), *((name,) if self.module(name).trainable else ()))
+
+    def learners_before(self, name: str) -> tuple[str, ...]:
+        """What learns of the modules that feed the named one, directly or not."""
+        return tuple(dict.fromkeys(each for source in self.sources(name) for each in self.learners(source)))
 
     @property
     def generators(self) -> tuple[str, ...]:

@@ -7,8 +7,10 @@
 - Backward computes each product again for the gradient of its weights, if they are trainable, and again for the
   gradient of its input, if one is needed (Cornstarch section 4.2, with the erratum on recomputation).
 
-MFU counts the operations that the model needs, without recomputation and padding. HFU counts those that the hardware
-computes. Optimus (section 5) calls HFU "MFU", and uses Megatron's formula, which counts all pairs of a causal mask.
+MFU counts the operations that the model needs, without recomputation and padding: of an example without items of what
+learns before a frozen backbone, it needs no backward pass there. HFU counts those that the hardware computes, of which
+`BackwardOf` says more. Optimus (section 5) calls HFU "MFU", and uses Megatron's formula, which counts all pairs of a
+causal mask.
 
 Operations are integers, so that all ranks count the same.
 """
@@ -19,16 +21,24 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from motet.core.arrays import Float64Array, Int64Array
+from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.item_segments import ItemSegments
 from motet.core.spec import Attention, Layer, ModelSpec, Module
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.model import Work
+
+BackwardOf = Literal["example", "microbatch", "all"]
+"""Through which items of a module gradients go back to what learns before it.
+
+example:    those of examples with an item of it, which are those that the model needs.
+microbatch: all items of a microbatch in which any example has one, as data parallelism runs.
+all:        all items, as stages run.
+"""
 
 
 class LayerFlops(NamedTuple):
@@ -193,6 +203,7 @@ def batch_flops(
     *,
     recomputed: Collection[str] | Mapping[str, int] = (),
     computed_on: Mapping[str, Int64Array] = MappingProxyType({}),
+    backward_of: BackwardOf = "example",
 ) -> dict[str, int]:
     """Operations of forward and backward of each module on a microbatch, over all ranks.
 
@@ -201,19 +212,35 @@ def batch_flops(
     """
     flops = {}
     for module in spec.modules:
-        items = lengths.of(module.name)
-        flops[module.name] = step_flops(
-            module,
-            items.length,
-            int(lengths.num_targets.sum()) if module.name == BACKBONE else None,
-            reached=spec.input_gradients[module.name][0],
-            recomputed=recomputed.get(module.name, 0) if isinstance(recomputed, Mapping) else module.name in recomputed,
-            microbatch=computed_on.get(module.name),
-            segments=items.segments,
-            num_media=items.num_media,
-            num_tokens=items.num_tokens,
-        )
+        name, items = module.name, lengths.of(module.name)
+        ranks, is_reached = computed_on.get(name), _reached(spec, name, lengths, backward_of)[items.example]
+        flops[name] = 0
+        for reached in np.unique(is_reached).tolist():
+            chosen = np.flatnonzero(is_reached == reached)
+            part = items.take_items(chosen)
+            flops[name] += step_flops(
+                module,
+                part.length,
+                int(lengths.num_targets[part.example].sum()) if name == BACKBONE else None,
+                reached=reached,
+                recomputed=recomputed.get(name, 0) if isinstance(recomputed, Mapping) else name in recomputed,
+                microbatch=None if ranks is None else ranks[chosen],
+                segments=part.segments,
+                num_media=part.num_media,
+                num_tokens=part.num_tokens,
+            )
     return flops
+
+
+def _reached(spec: ModelSpec, name: str, lengths: BatchLengths, backward_of: BackwardOf) -> BoolArray:
+    """Whether a gradient goes through the items of a module to what learns before it, bool [num_examples]."""
+    learners = spec.learners_before(name)
+    if backward_of == "all":
+        return np.full(lengths.num_examples, bool(learners))
+    has_items = np.zeros(lengths.num_examples, dtype=np.bool_)
+    for learner in learners:
+        has_items[lengths.of(learner).example] = True
+    return has_items if backward_of == "example" else np.full(lengths.num_examples, has_items.any())
 
 
 def mfu(spec: ModelSpec, batches: Iterable[BatchLengths], time_s: float, peak_flops: float) -> float:
@@ -230,14 +257,16 @@ def hfu(
     time_s: float,
     peak_flops: float,
     recomputed: Collection[str] | Mapping[str, int] = (),
+    backward_of: BackwardOf = "microbatch",
 ) -> float:
-    """Hardware FLOPs utilisation: as `mfu`, with recomputation and padding.
+    """Hardware FLOPs utilisation: as `mfu`, with recomputation, padding, and gradients that no example needs.
 
     batches: the lengths and `computed_on` of each microbatch, as in `batch_flops`. recomputed: as there.
     """
     total = 0
-    for lengths, computed_on in batches:
-        total += sum(batch_flops(spec, lengths, recomputed=recomputed, computed_on=computed_on).values())
+    for lengths, ranks in batches:
+        done = batch_flops(spec, lengths, recomputed=recomputed, computed_on=ranks, backward_of=backward_of)
+        total += sum(done.values())
     return total / time_s / peak_flops
 
 

@@ -35,8 +35,8 @@ from motet.data.copies import Copies
 from motet.data.media import IN_ANSWER, IN_RECORD, LISTED, MediaRef
 from motet.data.remote import is_url, located
 
-# Increment it when the contents of the files change: older indexes are then rebuilt.
-FORMAT_VERSION = 9
+# Increment it when what is read of the same manifest changes: older indexes are then rebuilt.
+FORMAT_VERSION = 10
 SCHEMA = pa.schema(
     {
         "num_tokens": pa.int32(),

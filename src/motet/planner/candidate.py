@@ -76,7 +76,8 @@ class RuledOut:
     what:            the degrees; "" stands for all of the strategy's.
     why:             a sentence: how much memory which rank lacks, or what does not divide.
     shortfall_bytes: memory that the fullest rank lacks; 0 where memory is not the reason.
-    remedies:        changes that make it fit, e.g. "a batch of 24". Each was tried.
+    remedies:        changes that make it fit, e.g. "ZeRO 3". Each was tried.
+    batches:         batch sizes that do divide where the job's does not, which have not been tried.
     """
 
     strategy: str
@@ -84,6 +85,7 @@ class RuledOut:
     why: str
     shortfall_bytes: float = 0.0
     remedies: tuple[str, ...] = ()
+    batches: tuple[int, ...] = ()
 
 
 def size_words(size_bytes: float) -> str:

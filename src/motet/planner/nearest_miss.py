@@ -1,8 +1,8 @@
 """Where nothing fits: the Plan that comes nearest, and the changes that would make it fit.
 
-The search has tried all that is not pinned. So what can change are the pins, one at a time or all; the strategies
-beside the pinned ones; and the number of nodes. Each change that is named was tried: the strategy proposes a Plan with
-it.
+The search has tried all that is not pinned. So what can change are the batch, where it does not divide; the pins, one
+at a time or all; the strategies beside the pinned ones; and the number of nodes. Each change that is named was tried:
+the strategy proposes a Plan with it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ def would_fit(job: Job, strategies: Mapping[str, Strategy], pins: Pins, nearest:
     """
     strategy = strategies.get(nearest.strategy)
     remedies = list(nearest.remedies)
-    # 1. One pin less.
+    # 1. Another batch, and one pin less.
     if strategy is not None:
+        sizes = (size for size in nearest.batches if _proposed(strategy, replace(job, batch_size=size), pins))
+        remedies += [f"a batch of {size:,}" for size in sizes]
         remedies += _without_a_pin(job, strategy, pins)
     # 2. No pins.
     no_pins = Pins(strategies=pins.strategies)

@@ -40,6 +40,7 @@ def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()
     if read.recipe is not None:
         check_counted(path, read.recipe)
     cluster = cluster_of(path, read.cluster, options.cluster, "cpu" if read.trains else None, overrides)
+    read.check_peak(path, cluster)
     for said in (
         words_of_another(path, read.cluster, options.cluster, overrides),
         words_of_unused_peaks(path, read.cluster, options.cluster, overrides, read.precision),

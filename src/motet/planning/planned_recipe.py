@@ -24,10 +24,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.core.limits import MAX_EXAMPLES
 from motet.core.module_degrees import ModuleDegrees
@@ -36,12 +37,16 @@ from motet.core.shape_tables import ModelShapes
 from motet.core.spec import ModelSpec
 from motet.core.workload import Workload
 from motet.cost.catalogue import ClusterConfig
+from motet.cost.memory import PRECISION_OF_DTYPE
 from motet.train.recipe.drawn_items import unfit_items
 from motet.train.recipe.errors import recipe_error
 from motet.train.recipe.reading import RecipeText, read_recipe
 
 if TYPE_CHECKING:
     from motet.train.recipe.recipe import Recipe
+
+PlannedPrecision = Literal["bf16", "fp16", "fp32"]
+"""What the job of a planning recipe may compute in."""
 
 
 class PlannedRun(BaseModel):
@@ -59,7 +64,7 @@ class PlanRecipe(BaseModel):
 
     run: PlannedRun
     model: ModelShapes
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    precision: PlannedPrecision = "bf16"
     cluster: ClusterConfig | None = None
     workload: Sampler | None = None
     parallel: dict[str, ModuleDegrees] = Field(default_factory=dict)
@@ -86,6 +91,23 @@ class JobRecipe:
     def trains(self) -> bool:
         """Whether it is read as a training recipe."""
         return self.recipe is not None
+
+    def check_peak(self, path: Path, cluster: Cluster) -> None:
+        """Raise UserError if the devices state no peak of what the job computes in. path: of the recipe."""
+        peaks = cluster.device.peak_flops
+        if self.precision in peaks:
+            return
+        if self.recipe is None:
+            key, values = "precision", [name for name in get_args(PlannedPrecision) if name in peaks]
+        else:
+            key, allowed = "run.dtype", {"fp32", "fp64"}
+            if self.recipe.fsdp.param_dtype:
+                key, allowed = "fsdp.param_dtype", set(PRECISION_OF_DTYPE.values())
+            values = [dtype for dtype, name in PRECISION_OF_DTYPE.items() if name in allowed & peaks.keys()]
+        raise UserError(
+            f"{path} computes in {self.precision} ({key}), of which {cluster.device.name} has no peak: set {key} to "
+            f"{' or '.join(map(repr, values))}, name another device (--cluster), or state it (cluster.peak_tflops)."
+        )
 
 
 def read_job_recipe(path: Path, overrides: Sequence[str] = (), *, as_trained: bool = False) -> JobRecipe:

@@ -396,7 +396,12 @@ class _Run:
                     "tokens_per_s": round(tokens_per_s, 1),
                     "tokens_per_s_per_rank": round(tokens_per_s / self.world.num_ranks, 1),
                     **utilisation_metrics(
-                        self.spec, fed.batches, self.recomputed, joined["step_s"], self.peak_flops_per_s
+                        self.spec,
+                        fed.batches,
+                        self.recomputed,
+                        joined["step_s"],
+                        self.peak_flops_per_s,
+                        in_stages=isinstance(self.job.step, PlannedStep),
                     ),
                     **joined,
                     **prediction_metrics(prediction),

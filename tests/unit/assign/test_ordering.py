@@ -215,8 +215,24 @@ def test_caps_that_are_too_small_are_widened():
 def test_a_plan_says_how_its_examples_are_ordered():
     made = plan(Unit("all", CHAIN, dp=2, pp=3), batch_size=48, microbatch_size=4)
     words = {order: " ".join(plan_in_words(replace(made, order=order))) for order in ("given", *ORDERS)}
-    assert "every step" not in words["given"]
-    assert "replicas are even" in words["intra"] and "short bubbles" not in words["intra"]
-    assert "short bubbles" in words["inter"] and "replicas are even" not in words["inter"]
-    assert "short bubbles" in words["both"] and "replicas are even" in words["both"]
+    even = "xamples are dealt out in every step so that microbatches and replicas are even"
+    ordered = "icrobatches are taken in the order that leaves the shortest bubbles"
+    assert "every step" not in words["given"] and "order" not in words["given"]
+    assert f" E{even}." in words["intra"] and "order" not in words["intra"]
+    assert f" M{ordered}." in words["inter"] and "even" not in words["inter"]
+    assert f" E{even}, and m{ordered}." in words["both"]
     assert "at most 500 of image and 360 of backbone" in " ".join(plan_in_words(capped("both")))
+
+
+def test_a_plan_says_no_more_of_its_order_than_there_is_to_choose():
+    """One microbatch a replica, one replica, and both; then single examples, which no microbatch can be even by."""
+
+    def words(order, dp, batch_size, microbatch_size=4):
+        made = plan(Unit("all", CHAIN, dp=dp, pp=3), batch_size=batch_size, microbatch_size=microbatch_size)
+        return plan_in_words(replace(made, order=order))[1]
+
+    assert words("both", 2, 8).endswith(" Examples are dealt out in every step so that replicas are even.")
+    assert words("inter", 2, 8) == words("given", 2, 8)
+    assert "so that microbatches are even, and microbatches are taken in the order" in words("both", 1, 8)
+    assert words("both", 1, 4) == words("intra", 1, 4) == words("given", 1, 4)
+    assert "so that replicas are even, and microbatches are taken" in words("both", 2, 8, 1)

@@ -150,6 +150,25 @@ def test_a_microbatch_is_the_sum_of_its_items():
     }
 
 
+def test_no_gradient_is_needed_of_an_example_without_items_of_what_learns():
+    """Example 1 has an image, example 0 none; the backbone is frozen but for its last layer."""
+    image = module(layer(7, width=1), name="image")
+    frozen, last = layer(3, width=2, causal=True, trainable=False), layer(5, kind="head", targets_only=True)
+    lengths = replace(BATCH, items={"image": ItemLengths(np.array([1]), np.array([4]), np.array([1]))})
+    for learns, stacks in (("head", (frozen, last)), ("nothing", (frozen, replace(last, trainable=False)))):
+        spec = shapes.multimodal(learns, module(*stacks, name=BACKBONE), [image])
+        text, backbone = lengths.take(np.array([0])), spec.module(BACKBONE)
+        of_each = [step_flops(backbone, np.array([n]), k, reached=k == 1) for n, k in ((9, 3), (2, 1))]
+        assert batch_flops(spec, lengths)[BACKBONE] == sum(of_each)
+        assert batch_flops(spec, text)[BACKBONE] == of_each[0]
+        assert batch_flops(spec, text, backward_of="microbatch") == batch_flops(spec, text)
+        whole = step_flops(backbone, lengths.sequence, 4, reached=True)
+        for backward_of in ("microbatch", "all"):
+            assert batch_flops(spec, lengths, backward_of=backward_of)[BACKBONE] == whole > sum(of_each)
+        alone = batch_flops(spec, text, backward_of="all")[BACKBONE]
+        assert alone == step_flops(backbone, text.sequence, 3, reached=True) > of_each[0]
+
+
 def test_padding_counts_only_as_far_as_the_longest_of_a_rank():
     spec, computed_on = image_and_text(padded=True), {"image": np.array([0, 0, 1])}
     plain, padded = batch_flops(spec, BATCH), batch_flops(spec, BATCH, computed_on=computed_on)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.core import shapes
-from motet.core.spec import Attention, Layer, ModelSpec
+from motet.core.spec import Attention, Layer, ModelSpec, Module
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.cost.flops import batch_flops, step_flops
 from motet.cost.operations import Operations
@@ -26,7 +26,7 @@ def model(scale: int = 1, **frozen: bool) -> ModelSpec:
     text = replace(GEMMA, hidden=64 * scale, mlp=128 * scale)
     layers = [text.layer(trainable=trainable[BACKBONE]), replace(text, window=24).layer(trainable=trainable[BACKBONE])]
     head = shapes.head(500 * scale, text.hidden, trainable=trainable[BACKBONE])
-    backbone = shapes.Module.of(BACKBONE, [shapes.embedding(500, text.hidden), *layers, head])
+    backbone = Module.of(BACKBONE, [shapes.embedding(500, text.hidden), *layers, head])
     return shapes.multimodal("it", backbone, [shapes.connect(each, text.hidden) for each in (image, audio)])
 
 
@@ -94,7 +94,7 @@ def test_a_longer_item_is_never_less(seed):
 def test_a_mask_that_leaves_a_share_of_the_pairs_counts_that_share():
     def of(density):
         layer = Layer("attention", 10, 10, 1, 1, Attention(4, 4, density=density))
-        spec = shapes.multimodal("it", shapes.Module.of(BACKBONE, [layer]), [])
+        spec = shapes.multimodal("it", Module.of(BACKBONE, [layer]), [])
         lengths = BatchLengths(np.array([50]), np.array([0]), np.zeros(1, np.int32), {})
         return int(Operations(spec)(lengths)[BACKBONE][0])
 

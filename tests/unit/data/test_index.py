@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import motet.data.index_build
+import motet.data.media
 from motet.core.errors import UserError
 from motet.data.index import Index
 from motet.data.index_build import open_index, publish_index
@@ -52,6 +53,21 @@ def test_it_is_built_when_something_changed_and_only_then(folder, tokenizer, bac
     assert was_built(monkeypatch, manifest, tokenizer)
     files = sorted(path.suffix for path in (folder / "m.jsonl.motet-index").iterdir())
     assert files == [".arrow", ".arrow", ".lock", ".lock", ".rows", ".rows"], "nothing outdated is left behind"
+
+
+def test_an_index_from_before_other_endings_were_media_is_built_anew(folder, tokenizer, monkeypatch):
+    write_image(folder / "0.avif", format="AVIF")
+    (folder / "0.json").write_text(json.dumps(a_record()))
+    with tarfile.open(folder / "a.tar", "w") as tar:
+        for name in ("0.avif", "0.json"):
+            tar.add(folder / name, name)
+    with monkeypatch.context() as before:
+        before.setattr(motet.data.media, "_IMAGE_SUFFIXES", (".png", ".jpg"))
+        for module in (motet.data.index, motet.data.index_build):
+            before.setattr(module, "FORMAT_VERSION", 9)
+        assert not open_index(folder / "a.tar", tokenizer).media_refs(0)
+    with pytest.raises(UserError, match="has 0 <image> in its text, but 1 file in 'image'"):
+        open_index(folder / "a.tar", tokenizer)
 
 
 def test_identities(folder, tokenizer):

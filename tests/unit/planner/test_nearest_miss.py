@@ -114,6 +114,14 @@ def test_a_degree_that_does_not_divide_is_let_go():
     assert batches[::-1] == ["a batch of 30", "a batch of 35"]
 
 
+@pytest.mark.parametrize(("memory_mbytes", "pins"), [(60, Pins(dp=5)), (4000, Pins(dp=5, microbatch_size=4))])
+def test_a_batch_that_divides_and_does_not_fit_either_is_not_named(memory_mbytes, pins):
+    pins = replace(pins, strategies=("data parallel",))
+    found = searched(pins, memory_mbytes)
+    assert not found.results
+    assert not [remedy for remedy in found.remedies if remedy.startswith("a batch of")]
+
+
 def test_where_no_pin_alone_is_to_blame_all_are_let_go():
     pins = Pins(strategies=("chain",), tp=1, pp=1, dp=2, microbatch_size=16, recompute="none")
     (remedy, *_) = searched(pins, 400).remedies

@@ -23,7 +23,7 @@ from motet.models.whole.family import (
     one_tower,
     vision_family,
 )
-from motet.models.whole.processor import Images, PannedSquares, pans_and_scans
+from motet.models.whole.processor import Images, PannedSquares, check_token_counts, pans_and_scans
 from motet.models.whole.projector import PooledProjectorConfig
 from motet.models.whole.tiles import Tiles
 
@@ -39,6 +39,7 @@ def _parts(config: Gemma3Config, directory: WholeDirectory) -> WholeParts:
     side, rows = tower.image_size // tower.patch_size, config.mm_tokens_per_image
     sides = [count * count for count in range(1, side + 1) if side % count == 0]
     check_option(where, "mm_tokens_per_image", rows, *sides)
+    check_token_counts(directory.path, image_seq_length=rows)
     names = {own: _PROJECTOR + theirs for own, theirs in _WEIGHTS.items()}
     has_crops = pans_and_scans(directory.path)
     encoder = WholeEncoderConfig(

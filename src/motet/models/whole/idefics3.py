@@ -34,7 +34,7 @@ from motet.models.whole.family import (
     language_family,
     one_tower,
 )
-from motet.models.whole.processor import SplitTiles
+from motet.models.whole.processor import SplitTiles, check_token_counts
 from motet.models.whole.projector import UnbiasedProjectorConfig
 from motet.models.whole.tiles import Tiles
 from motet.models.whole.video_processor import FrameTiles
@@ -53,6 +53,7 @@ def _parts(
     tile, patch_size, joined = one_side(tower, "image_size"), one_side(tower, "patch_size"), config.scale_factor
     side = tile // patch_size
     check_option(where, f"the number of patches of a tile's side modulo scale_factor = {joined}", side % joined, 0)
+    check_token_counts(directory.path, image_seq_len=(side // joined) ** 2)
     encoder = TowerConfig(
         family=family,
         path=directory.path,

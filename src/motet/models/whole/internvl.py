@@ -20,7 +20,7 @@ from motet.models.whole.family import (
     one_tower,
     vision_family,
 )
-from motet.models.whole.processor import CroppedTiles
+from motet.models.whole.processor import CroppedTiles, check_token_counts
 from motet.models.whole.projector import NormedProjectorConfig
 from motet.models.whole.tiles import Tiles
 
@@ -45,6 +45,7 @@ def _parts(config: InternVLConfig, directory: WholeDirectory) -> WholeParts:
     tile, patch_size = one_side(tower, "image_size"), one_side(tower, "patch_size")
     side = tile // patch_size
     check_option(where, "the number of patches of a tile's side modulo 2", side % 2, 0)
+    check_token_counts(directory.path, image_seq_length=(side // 2) ** 2)
     weights = {own: _PROJECTOR + theirs for own, theirs in _WEIGHTS.items()}
     encoder = WholeEncoderConfig(
         family=family,

@@ -21,7 +21,7 @@ from motet.models.whole.family import (
     one_tower,
     vision_family,
 )
-from motet.models.whole.processor import Images
+from motet.models.whole.processor import Images, check_token_counts
 from motet.models.whole.projector import StoredProjectorConfig
 
 if TYPE_CHECKING:
@@ -53,6 +53,13 @@ def llava_parts(
     check_option(where, "multimodal_projector_bias", config.multimodal_projector_bias, True)
     strategy = "default" if ENCODERS[family].class_row else "full"
     check_option(where, "vision_feature_select_strategy", config.vision_feature_select_strategy, strategy)
+    check_token_counts(
+        directory.path,
+        patch_size=config.vision_config.patch_size,
+        num_additional_image_tokens=int(ENCODERS[family].class_row),
+        num_image_tokens=(config.vision_config.image_size // config.vision_config.patch_size) ** 2,
+        vision_feature_select_strategy=strategy,
+    )
     weights = {own: _PROJECTOR + theirs for own, theirs in _WEIGHTS.items()}
     encoder = WholeEncoderConfig(
         family=family,

@@ -22,7 +22,7 @@ from motet.core.errors import UserError
 from motet.models.stored import TensorInFile
 from motet.models.whole.family import WholeFamily, WholeParts
 from motet.models.whole.llava import llava_parts
-from motet.models.whole.processor import AnyResTiles
+from motet.models.whole.processor import AnyResTiles, check_token_counts
 from motet.models.whole.projector import with_weights
 from motet.models.whole.tiles import Newlines, Tiles, anyres_counts
 from motet.models.whole.video_processor import TiledVideos
@@ -44,6 +44,7 @@ def _onevision_parts(config: LlavaOnevisionConfig, directory: WholeDirectory) ->
             f"{directory.file}: vision_aspect_ratio is {said!r}, which Motet does not compute; it must be "
             "'anyres_max_9', or such with another number."
         )
+    check_token_counts(directory.path, vision_aspect_ratio=said)
     return _tiled_parts(config, directory, int(found.group(1)), partial(TiledVideos, squares=True))
 
 

@@ -22,7 +22,7 @@ from motet.models.whole.family import (
     one_tower,
     vision_family,
 )
-from motet.models.whole.processor import Images
+from motet.models.whole.processor import Images, check_token_counts
 from motet.models.whole.projector import StoredProjectorConfig
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ def _parts(config: PaliGemmaConfig, directory: WholeDirectory) -> WholeParts:
     check_option(where, "projection_dim", config.projection_dim, config.text_config.hidden_size)
     # It stands for the mask that the whole model makes, of the prefix alone.
     check_option(where, "use_bidirectional_attention", config.text_config.use_bidirectional_attention, True)
+    tower = config.vision_config
+    check_token_counts(directory.path, image_seq_length=(tower.image_size // tower.patch_size) ** 2)
     weights = {f"layers.0.{kind}": f"{_PROJECTOR}{kind}" for kind in ("weight", "bias")}
     encoder = WholeEncoderConfig(
         family=vision_family(config, where, "siglip"),
@@ -64,7 +66,7 @@ def _parts(config: PaliGemmaConfig, directory: WholeDirectory) -> WholeParts:
         ),
         "image",
         encoder,
-        Images.of(config.vision_config),
+        Images.of(tower),
         VISION_TOWER,
         weights,
     )

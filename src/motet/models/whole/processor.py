@@ -20,6 +20,7 @@ from transformers.models.mllama.image_processing_pil_mllama import get_all_suppo
 
 from motet.core.crops import CropRule
 from motet.core.errors import UserError
+from motet.core.text_files import read_optional_object
 from motet.models.config_file import one_line, quiet_transformers
 
 _ONLY = {"do_resize": (True,), "do_rescale": (True,), "do_convert_rgb": (True, None)}
@@ -348,6 +349,25 @@ def check_values(where: str, options: dict[str, Any], **needed: object) -> None:
     for key, value in needed.items():
         if options[key] != value:
             raise UserError(f"{where} has {key} = {options[key]!r}; for this model it must be {value!r}.")
+
+
+def check_token_counts(path: Path, **made: object) -> None:
+    """Raise UserError where a directory's processor counts other tokens of an image than its model makes rows.
+
+    made: options of the processor as they follow from config.json. Those that the processor's files leave out are not
+    looked at. transformers refuses such a directory when it merges the first image for which they differ.
+    """
+    of_all = read_optional_object(path / "processor_config.json") or {}
+    named = [("processor_config.json", of_all), ("processor_config.json", of_all.get("image_processor"))]
+    if named[1][1] is None:
+        named[1] = "preprocessor_config.json", read_optional_object(path / "preprocessor_config.json")
+    for file, stored in named:
+        for key, value in made.items() if isinstance(stored, dict) else ():
+            if (said := stored.get(key)) not in (None, value):
+                raise UserError(
+                    f"model.path: {path / file} has {key} = {said!r}, and by config.json it is {value!r}, so that an "
+                    f"image would have other tokens than rows; set it to {value!r} if config.json is right."
+                )
 
 
 def check_made(where: str, made: tuple[Any, Any], taken: tuple[int, int]) -> None:

@@ -249,17 +249,10 @@ def load_of(job: Job, assignment: StepAssignment, unit: Unit) -> Load:
     def work(name: str, layer: Layer) -> Work:
         return work_like(name, like_layer(layer))
 
-    learning = {name: _has_learners(job, name, assignment) for name in assignment.modules}
+    # A microbatch has a backward pass through a module if it has items of what learns.
+    learning = {name: assignment.has_any(job.model.learners(name)).astype(float) for name in assignment.modules}
     load = _load(job, unit.tp, work, shape, learning, lambda name: _moved_bytes(job, name, assignment, unit))
     return replace(load, methods=assignment.methods)
-
-
-def _has_learners(job: Job, name: str, assignment: StepAssignment) -> Float64Array:
-    """[num_microbatches]: 1 where a module has a backward pass, as a microbatch has items of what learns; else 0."""
-    found = np.zeros(assignment.num_microbatches)
-    for learner in job.model.learners(name):
-        found[assignment.modules[learner].microbatch] = 1.0
-    return found
 
 
 def load_alone(job: Job, items: Mapping[str, ItemLengths], num_targets: int) -> Load:

@@ -75,12 +75,13 @@ def _proposals(search: DataParallelSearch, best_s: float) -> Iterator[PlacedShar
     if search.floor_s() >= best_s:
         return
     estimates, lacking = search.estimate_all(best_s)
-    yield from _without_memory(search, estimates, lacking)
     placed = list(search.place(estimates, best_s))
     if best_s == math.inf and estimates and all(one.estimate.fit.shortfall_bytes for one in placed):
         # Real balance is not perfect, and nothing fits: slower shardings that take less memory are needed.
-        estimates, _ = search.estimate_all(best_s, max_slowdown=math.inf)
-        placed = list(search.place(estimates, best_s))
+        slower, _ = search.estimate_all(best_s, max_slowdown=math.inf)
+        placed = list(search.place(slower, best_s))
+    found = [one.estimate for one in placed if not one.estimate.fit.shortfall_bytes]
+    yield from _without_memory(search, estimates, lacking, sorted(found, key=lambda one: one.estimate_s))
     for one in placed:
         yield _lacks(search, one.estimate) if one.estimate.fit.shortfall_bytes else one
 
@@ -96,9 +97,9 @@ def _wrong(search: DataParallelSearch) -> RuledOut | None:
         return RuledOut(DATA_PARALLEL, what, why)
     if size % search.dp:
         below = size // search.dp * search.dp
-        batches = [f"a batch of {near:,}" for near in (below, below + search.dp) if near]
+        batches = tuple(near for near in (below, below + search.dp) if near)
         why = f"a batch of {size:,} does not divide among the replicas."
-        return RuledOut(DATA_PARALLEL, what, why, remedies=tuple(batches))
+        return RuledOut(DATA_PARALLEL, what, why, batches=batches)
     if not search.microbatch_sizes:
         why = (
             f"a rank has {counted_words(size // search.dp, 'example')}, no multiple of {search.pins.microbatch_size} "
@@ -113,11 +114,15 @@ def _wrong(search: DataParallelSearch) -> RuledOut | None:
 
 
 def _without_memory(
-    search: DataParallelSearch, fitting: Sequence[ShardingEstimate], lacking: Sequence[ShardingEstimate]
+    search: DataParallelSearch,
+    fitting: Sequence[ShardingEstimate],
+    lacking: Sequence[ShardingEstimate],
+    found: Sequence[ShardingEstimate],
 ) -> Iterator[RuledOut]:
     """The nearest misses: of each ZeRO stage that never fits, and of microbatches larger than those that fit.
 
-    If nothing fits, the nearest of all.
+    If nothing fits, the nearest of all. fitting: in perfect balance. found: those that fit as the batch is balanced,
+    fastest first; they alone are remedies.
     """
     if not fitting:
         yield from (_lacks(search, missed) for missed in lacking[:1])
@@ -125,11 +130,12 @@ def _without_memory(
     for zero in (3, 2, 0):
         missed = [one for one in lacking if one.sharding.zero == zero]
         if missed and all(one.sharding.zero != zero for one in fitting):
-            yield _lacks(search, missed[0], f"ZeRO {fitting[0].sharding.zero}")
+            yield _lacks(search, missed[0], *(f"ZeRO {one.sharding.zero}" for one in found[:1]))
     largest = max(one.microbatch_size for one in fitting)
     larger = [one for one in lacking if one.microbatch_size > largest]
     if larger:
-        yield _lacks(search, larger[0], f"{_examples(largest)} at a time")
+        smaller = max((one.microbatch_size for one in found), default=0)
+        yield _lacks(search, larger[0], *([f"{_examples(smaller)} at a time"] if smaller else []))
 
 
 def _lacks(search: DataParallelSearch, missed: ShardingEstimate, *remedies: str) -> RuledOut:

@@ -31,13 +31,6 @@ _POLICIES = {
     "padded": "padded to the longest",
     "padded_attention": "padded in attention alone",
 }
-_ORDERS = {
-    "given": "",
-    "intra": " Examples are dealt out in every step so that replicas are even.",
-    "inter": " Replicas take the microbatches of every step in the order that leaves short bubbles.",
-    "both": " Examples are dealt out in every step so that replicas are even, and take their microbatches in the order "
-    "that leaves short bubbles.",
-}
 
 
 def plan_in_words(plan: Plan) -> list[str]:
@@ -75,13 +68,27 @@ def plan_in_words(plan: Plan) -> list[str]:
         caps = _listed([f"{cap:,} of {name}" for name, cap in plan.microbatch_caps.items()])
         step += f" That is the mean: a microbatch is a group of examples whose lengths sum up to at most {caps}."
         step += " Where a sequence is cut, replicas share the groups beside it." if plan.balance == "split" else ""
-    if num_microbatches * backbone.dp > 1:  # Otherwise there is nothing to deal out.
-        step += _ORDERS[plan.order]
+    step += _order(plan, num_microbatches, backbone.dp)
     if plan.fills:
         step += f" Encoders run beside the backbone, in {_number(len(plan.fills), 'slice')} placed among its passes."
     if plan.filling == "by_step":
         step += " Each step decides by its lengths which encoder pipeline takes which microbatch, and where."
     return [first, step, *(_unit(unit, plan) for unit in plan.units)]
+
+
+def _order(plan: Plan, num_microbatches: int, num_replicas: int) -> str:
+    """` Examples are dealt out in every step so that replicas are even.`; "" if there is nothing to choose."""
+    even, done = [], []
+    if num_microbatches > 1 and (plan.microbatch_size > 1 or plan.microbatch_caps):
+        even.append("microbatches")
+    if num_replicas > 1:
+        even.append("replicas")
+    if plan.order in ("intra", "both") and even:
+        done.append(f"examples are dealt out in every step so that {' and '.join(even)} are even")
+    if plan.order in ("inter", "both") and num_microbatches > 1:
+        done.append("microbatches are taken in the order that leaves the shortest bubbles")
+    sentence = ", and ".join(done)
+    return f" {sentence[0].upper()}{sentence[1:]}." if sentence else ""
 
 
 def _learning(model: ModelSpec) -> str:

@@ -8,6 +8,7 @@ weights (preprocessor_config.json).
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch.func import functional_call
 
 from motet.core.errors import UserError
+from motet.core.modalities import IMAGE
 from motet.core.text_files import read_optional_object
 from motet.data.transforms import Transform
 from motet.models.contract import AudioRows, ImageRows
@@ -122,12 +124,45 @@ def _check_preprocessed(name: str, transform: Transform, path: Path) -> None:
     for file, stored in _preprocessed(path):
         if stored.get("do_normalize") is False:
             stored = stored | {"image_mean": 0.0, "image_std": 1.0}
+        white = _white(path / file, stored) if transform.modality == IMAGE else 1.0
         for ours, theirs in _PREPROCESSED.get(transform.modality, {}).items():
-            if theirs in stored and not _equal(getattr(transform, ours), stored[theirs]):
+            if theirs not in stored:
+                if white != 1.0:
+                    raise UserError(
+                        f"{path / file} scales pixels to 0 ... {white:.6g} and has no {theirs}, so that it does not "
+                        f"say what they become; write it there, or remove the file and set transforms.{name}.{ours}."
+                    )
+                continue
+            told, made = f"{theirs} = {stored[theirs]}", stored[theirs]
+            if white != 1.0:
+                made = _divided(made, white)
+                told += f" of pixels from 0 to {white:.6g} (do_rescale, rescale_factor), which is {made} from 0 to 1"
+            if not _equal(getattr(transform, ours), made):
                 raise UserError(
-                    f"transforms.{name}.{ours} is not what the weights in {path} were made with: {file} has {theirs} = "
-                    f"{stored[theirs]}; set {ours} to that, or remove the file if you mean another."
+                    f"transforms.{name}.{ours} is not what the weights in {path} were made with: {file} has {told}; "
+                    f"set {ours} to that, or remove the file if you mean another."
                 )
+
+
+def _white(file: Path, stored: dict[str, Any]) -> float:
+    """What HF's processor scales a pixel of 255 to, before it subtracts the mean; 1.0 also if about 1."""
+    factor = stored.get("rescale_factor")
+    if stored.get("do_rescale") is False:
+        factor = 1
+    elif factor is None:
+        return 1.0
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
+        raise UserError(f"{file} has rescale_factor = {factor!r}; it must be a number above 0, mostly 1 / 255.")
+    return 1.0 if _equal(1.0, 255 * factor) else float(255 * factor)
+
+
+def _divided(stored: Any, divisor: float) -> Any:
+    """A number, or a list of them, divided; anything else as it is, which then equals nothing."""
+    try:
+        values: Any = np.round(np.asarray(stored, np.float64) / divisor, 6).tolist()
+    except (TypeError, ValueError):
+        return stored
+    return values
 
 
 def _equal(made: float | tuple[float, ...], stored: Any) -> bool:

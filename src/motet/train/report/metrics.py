@@ -26,7 +26,7 @@ from motet.core.arrays import Int64Array
 from motet.core.assignment import Assignment
 from motet.core.spec import ModelSpec, Module
 from motet.core.workload import BACKBONE
-from motet.cost.flops import hfu, mfu
+from motet.cost.flops import BackwardOf, hfu, mfu
 from motet.data.decode import Decoder
 from motet.dispatch import RankBatch
 from motet.runtime.step import StepResult
@@ -279,7 +279,13 @@ def _by_degree(degrees: Counter[int]) -> dict[str, int]:
 
 
 def utilisation_metrics(
-    spec: ModelSpec, batches: Sequence[RankBatch], recomputed: Mapping[str, int], step_s: float, peak_flops: float
+    spec: ModelSpec,
+    batches: Sequence[RankBatch],
+    recomputed: Mapping[str, int],
+    step_s: float,
+    peak_flops: float,
+    *,
+    in_stages: bool = False,
 ) -> dict[str, float]:
     """Shares of the peak, and of operations, over all ranks.
 
@@ -289,20 +295,25 @@ def utilisation_metrics(
     hfu:        operations that the hardware computes / peak: with recomputation and padding.
     padding:    the share of operations that padding takes, recomputation aside; 0 where all modules are packed.
     recomputed: per module, the number of its recomputed blocks. peak_flops: operations a second of all ranks together.
+    in_stages:  backward runs through each microbatch, also through one without items of what learns.
     """
+    backward_of: BackwardOf = "all" if in_stages else "microbatch"
     padded_modules = [module.name for module in spec.modules if module.padded]
     computed = [
         (batch.lengths, {name: batch.decision.assignments[name].ranks.astype(np.int64) for name in padded_modules})
         for batch in batches
     ]
     needed = mfu(spec, [batch.lengths for batch in batches], step_s, peak_flops)
-    with_padding = hfu(spec, computed, step_s, peak_flops)
+    with_padding, packed = (
+        hfu(spec, each, step_s, peak_flops, backward_of=backward_of)
+        for each in (computed, [(lengths, {}) for lengths, _ in computed])
+    )
     return {
         "mfu": needed,
         "bound_s": needed * step_s,
         "regret": 1 / needed - 1 if needed else math.inf,
-        "hfu": hfu(spec, computed, step_s, peak_flops, recomputed),
-        "padding": _rounded(1 - needed / with_padding) if with_padding else 0.0,
+        "hfu": hfu(spec, computed, step_s, peak_flops, recomputed, backward_of),
+        "padding": _rounded(1 - packed / with_padding) if with_padding else 0.0,
     }
 
 

@@ -1,5 +1,6 @@
 """Colocated data parallelism: what is proposed fits, takes what was estimated, and is no worse than all there is."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -17,12 +18,14 @@ from motet.cost.analytic import Analytic
 from motet.planner.candidate import Candidate, Pins, RuledOut, size_words
 from motet.planner.data_parallel.loads import EvenBatch, assigned_load, state_of
 from motet.planner.data_parallel.propose import propose_data_parallel
+from motet.planner.data_parallel.search import DataParallelSearch
 from motet.planner.data_parallel.zero import ShardedUnit, shardings, step_s
 from motet.planner.job import Job
 from motet.schedule import planned
 from motet.simulate.predict.predict import assign_batch, predict
 from motet.simulate.predict.stage_pricing import Pricing
 from motet.simulate.predict.traffic import Traffic
+from unit.planner import jobs
 from unit.planner.jobs import predicted
 
 LLM = Transformer(512, 2048, 8, 2, gated=True, norm="rms", biases=(), causal=True)
@@ -176,10 +179,18 @@ def test_a_batch_that_does_not_divide_is_ruled_out_with_sizes_that_do():
     candidates, (ruled_out,) = proposed(job(batch_size=30), Pins(tp=1, dp=8))
     assert not candidates
     assert ruled_out.why == "a batch of 30 does not divide among the replicas."
-    assert ruled_out.remedies == ("a batch of 24", "a batch of 32")
+    assert ruled_out.batches == (24, 32)
     assert proposed(job(batch_size=24))[0] and proposed(job(batch_size=32))[0]
     _, (ruled_out,) = proposed(job(batch_size=3), Pins(tp=1, dp=8))
-    assert ruled_out.remedies == ("a batch of 8",)
+    assert ruled_out.batches == (8,)
+
+
+def test_what_fits_in_perfect_balance_alone_is_no_remedy():
+    given_job = jobs.job(memory_mbytes=195, batch_size=16, spread=0.7)
+    search = DataParallelSearch(given_job, Pins(tp=1), 1, EvenBatch(given_job))
+    assert search.estimate_all(math.inf)[0], "in perfect balance some fit"
+    candidates, ruled_out = proposed(given_job, Pins(tp=1))
+    assert not candidates and ruled_out and not [one.remedies for one in ruled_out if one.remedies]
 
 
 def test_as_many_ranks_as_the_batch_divides_among():

@@ -7,11 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
+from transformers import CLIPImageProcessorPil
 
 from motet.core.errors import UserError
 from motet.data.audio import AudioTransform
 from motet.data.images import ImageTransform
+from motet.data.media import MediaRef
 from motet.models.build import EncoderConfig, build_modality
 from motet.models.contract import ImageRows
 from motet.models.module import ModalityModule
@@ -142,6 +145,41 @@ def test_pixels_that_are_not_normalised(tmp_path):
     check(module, ImageTransform(4, mean=(0.0,), std=(1.0,)), tmp_path)
     with pytest.raises(UserError, match=r"transforms\.image\.mean"):
         check(module, ImageTransform(4), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "mean", "std"),
+    [
+        ({"rescale_factor": 1 / 127.5, "image_mean": 1, "image_std": 1}, 0.5, 0.5),
+        ({"rescale_factor": 0.0078, "image_mean": [1.0] * 3, "image_std": [1.0] * 3}, 1 / 1.989, 1 / 1.989),
+        ({"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [255.0] * 3}, 0.5, 1.0),
+        ({"do_rescale": False, "do_normalize": False}, 0.0, 1 / 255),
+        ({"do_rescale": True, "rescale_factor": 1 / 255, "image_mean": 0.5, "image_std": 0.5}, 0.5, 0.5),
+    ],
+)
+def test_pixels_are_scaled_as_the_weights_were_made_with(tmp_path, options, mean, std):
+    module = directory(tmp_path, "clip", "preprocessor_config.json", options)
+    ours = ImageTransform(4, mean=(mean,), std=(std,))
+    check(module, ours, tmp_path)
+    for other in (ImageTransform(4, mean=(0.3,), std=(std,)), ImageTransform(4, mean=(mean,), std=(0.3,))):
+        with pytest.raises(UserError, match=r"is not what the weights in .*; set (mean|std) to that"):
+            check(module, other, tmp_path)
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    made = ours.load(MediaRef("image", str(tmp_path / "a.png"))).values.reshape(3, 4, 4)
+    plain = CLIPImageProcessorPil(do_resize=False, do_center_crop=False, **options)
+    theirs = plain(images=pixels, return_tensors="np", input_data_format="channels_last")["pixel_values"][0]
+    assert made == pytest.approx(theirs, abs=1e-3, rel=1e-3)
+
+
+def test_pixels_of_which_a_file_says_half_are_refused(tmp_path):
+    module = directory(tmp_path, "clip", "preprocessor_config.json", {"rescale_factor": 1 / 127.5})
+    with pytest.raises(UserError, match=r"scales pixels to 0 \.\.\. 2 and has no image_mean"):
+        check(module, ImageTransform(4), tmp_path)
+    for factor in ("1/255", 0, -1, True):
+        directory(tmp_path, "clip", "preprocessor_config.json", CLIP | {"rescale_factor": factor})
+        with pytest.raises(UserError, match=r"has rescale_factor = .*; it must be a number above 0"):
+            check(module, ImageTransform(4), tmp_path)
 
 
 def test_sound_is_cut_as_the_weights_were_made_with(tmp_path):

@@ -37,6 +37,42 @@ def test_processors_of_tiles_that_are_refused(tiled, tmp_path, changes, said):
     assert said in complaint(job)
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("llava", {"patch_size": 16}, "has patch_size = 16, and by config.json it is"),
+        (
+            "llava",
+            {"num_additional_image_tokens": 5},
+            "has num_additional_image_tokens = 5, and by config.json it is 1",
+        ),
+        (
+            "llava_onevision",
+            {"vision_aspect_ratio": "anyres_max_9"},
+            "has vision_aspect_ratio = 'anyres_max_9', and by",
+        ),
+        ("llava_onevision", {"num_image_tokens": 7}, "has num_image_tokens = 7, and by config.json it is"),
+        ("internvl", {"image_seq_length": 7}, "so that an image would have other tokens than rows; set it to"),
+        ("idefics3", {"image_seq_len": 7}, "has image_seq_len = 7, and by config.json it is"),
+        ("gemma3", {"image_seq_length": 7}, "has image_seq_length = 7, and by config.json it is"),
+        (
+            "paligemma",
+            {"image_processor": {"image_seq_length": 7}},
+            "has image_seq_length = 7, and by config.json it is",
+        ),
+    ],
+)
+def test_a_processor_that_counts_other_tokens_than_the_model_makes_rows(tmp_path, kind, changes, said):
+    """transformers refuses it as well, when it merges an image."""
+    load_recipe(whole_models.write_job(tmp_path, kind, num_examples=1))
+    file = tmp_path / "model" / "processor_config.json"
+    stored = json.loads(file.read_text())
+    images = changes.pop("image_processor", {})
+    stored["image_processor"] |= images
+    file.write_text(json.dumps(stored | changes))
+    assert said in complaint(tmp_path)
+
+
 def test_canvases_that_are_not_made_of_tiles(tiled, tmp_path):
     job = shutil.copytree(tiled, tmp_path / "job")
     for file, table in (("config.json", None), ("processor_config.json", "image_processor")):
