@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from motet.chunked import ColumnProducts
 from motet.core.workload import BACKBONE
@@ -22,6 +23,7 @@ from motet.dropout import set_divided
 from motet.models.backbone import Backbone
 from motet.models.block import is_changed
 from motet.models.dit import DiT
+from motet.models.exact import Float64RMSNorm
 from motet.models.experts import divide_experts, expert_parameters
 from motet.models.families.branches import (
     DIT_BRANCHES,
@@ -40,6 +42,7 @@ from motet.models.families.registry import (
     TOWERS,
 )
 from motet.models.families.shaped_denoiser import ShapedDenoiser
+from motet.models.families.shaped_layer import ShapedRMSNorm
 from motet.models.fused import SplitLinear
 from motet.models.generator import GeneratorModule
 from motet.models.lora import Adapted, LoraLinear, column_linear, row_linear, split_linear
@@ -59,6 +62,8 @@ from motet.tensor_parallel import (
 )
 
 _DividedModule: TypeAlias = ModalityModule | Backbone | GeneratorModule
+_ROW_NORMS = Olmo2RMSNorm, ShapedRMSNorm, Float64RMSNorm
+"""Norms of rows of all heads, of which `divide_norm` takes the mean over ranks."""
 _PROJECTOR = (TensorBranch("", ("layers.0",), "layers.2"),)
 
 
@@ -79,6 +84,11 @@ def why_undivided(mllm: MLLM, name: str) -> str:
                 return f"{path} is a {type(product).__name__}, as another package puts it there, and not torch's"
             if product is not None and is_changed(product):
                 return f"{path} has a hook or a forward of its own, and each rank has a part of its product"
+        for path in _row_norm_paths(root, branch):
+            if not isinstance(norm := _at(root, path), _ROW_NORMS):
+                return f"{path} is a {type(norm).__name__} of all heads, and not the family's own, and ranks have some"
+            if is_changed(norm):
+                return f"{path} has a hook or a forward of its own, and each rank has some of the heads that it norms"
     return ""
 
 
@@ -227,7 +237,11 @@ def _head_norms(root: nn.Module, branch: TensorBranch) -> list[nn.Module]:
 
 def _row_norms(root: nn.Module, branch: TensorBranch) -> list[nn.Module]:
     """Norms of all heads together in a branch, in the order of the first products."""
-    return [_at(root, path) for path in (branch.head_norms if _norms_rows(root) else branch.row_norms)]
+    return [_at(root, path) for path in _row_norm_paths(root, branch)]
+
+
+def _row_norm_paths(root: nn.Module, branch: TensorBranch) -> tuple[str, ...]:
+    return branch.head_norms if _norms_rows(root) else branch.row_norms
 
 
 def _norms_rows(root: nn.Module) -> bool:
