@@ -105,9 +105,9 @@ def _shape(backbone: Backbone, block: Block) -> Transformer:
         "value": fused or attention.v_proj,
         "output": attention.o_proj,
     }
-    inner = getattr(mlp, "gate_up_proj", None) or getattr(mlp, "up_proj", None)
+    inner = getattr(mlp, "gate_up_proj", getattr(mlp, "up_proj", None))
     is_own = routed is None and (inner is None or not hasattr(mlp, "down_proj"))
-    if routed is None and not is_own:
+    if routed is None and inner is not None:
         products["mlp"] = inner
     normed = getattr(attention, "q_norm", None)
     by_head = normed is not None and normed.weight.numel() == attention.head_dim
