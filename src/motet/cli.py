@@ -404,13 +404,12 @@ def simulate_plan(
 
         options = JobOptions(ClusterOptions(cluster, nodes, ranks_per_node), workload, profile)
         job = SimulatedJob.of_recipe(plan, with_device(plan, overrides or (), cluster), options)
-    elif overrides or any(option is not None for option in (cluster, nodes, ranks_per_node)):
+    elif any(option is not None for option in (cluster, nodes, ranks_per_node)):
         raise UserError(
-            f"--cluster, --nodes, --ranks-per-node and --set are for a recipe; {plan} is a plan, which says all that "
-            "itself."
+            f"--cluster, --nodes and --ranks-per-node are for a recipe; {plan} is a plan, which says all that itself."
         )
     else:
-        job = SimulatedJob.of_plan(plan, workload, profile)
+        job = SimulatedJob.of_plan(plan, workload, profile, overrides or ())
     _keep_what_planning_makes()
     predicted = predictions(job.plan, job.lengths, job.cost, batches, seed=seed, jitter=jitter, **job.decided)
     about = {"title": f"{plan.stem}, predicted", "strategy": strategy_of(job.plan), "obstacle": untrained(job.plan)}

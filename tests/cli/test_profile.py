@@ -150,7 +150,8 @@ def test_ranks_measure_messages_and_shared_layers(measured):
     assert shared == {("backbone", "attention"), ("audio", "attention")}
     # Why the third cannot be shared is said in the file and in the table.
     assert [sentence.partition(":")[0] for sentence in found.left_out] == ["image"]
-    assert "Left out: image: tensor parallelism over 2 ranks" in printed[0]
+    assert "Left out: image: tensor parallelism: its layers have" in printed[0]
+    assert "proj, qkv" in found.why_unshared("image", 2)
 
 
 @pytest.mark.slow

@@ -242,16 +242,19 @@ def test_a_recipe_as_it_trains(job, simulate):
     assert "Items are balanced over ranks: one assignment for all modules or one" in " ".join(out.split())
 
 
-@pytest.mark.parametrize(
-    "option", [("--cluster", "h100"), ("--nodes", 2), ("--ranks-per-node", 2), ("--set", "run.batch_size=4")]
-)
+@pytest.mark.parametrize("option", [("--cluster", "h100"), ("--nodes", 2), ("--ranks-per-node", 2)])
 def test_options_of_recipes_are_not_for_plans(option, files, simulate):
     code, _, err = simulate("plan.json", "--workload", "lengths.toml", *option)
     assert code == 2
     assert err == (
-        "--cluster, --nodes, --ranks-per-node and --set are for a recipe; plan.json is a plan, which says all that "
-        "itself."
+        "--cluster, --nodes and --ranks-per-node are for a recipe; plan.json is a plan, which says all that itself."
     )
+
+
+@pytest.mark.parametrize("file", ["lengths.toml", "lengths.csv"])
+def test_settings_are_not_for_lengths_that_no_recipe_has(file, files, simulate):
+    said = f"--set is for a recipe; {file}, which has the lengths, is none."
+    assert simulate("plan.json", "--workload", file, "--set", "run.batch_size=4") == (2, "", said)
 
 
 @pytest.mark.parametrize(

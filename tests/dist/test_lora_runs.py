@@ -163,3 +163,19 @@ def test_adapters_beside_what_a_run_learned_before_and_on_from_them(job, tmp_pat
             torch.testing.assert_close(tensor, exported(then)[file][name], rtol=1e-7, atol=1e-11)
     with pytest.raises(RankFailed, match=r"the model has no weight .*lora_A"):
         run_ranks(train_under, 1, str(job), [*own, *on[-3:], f"run.dir={tmp_path / 'none'}"], None)
+
+
+@pytest.mark.slow
+def test_new_adapters_of_products_that_ranks_split_begin_beside_weights_of_another_run(job, tmp_path):
+    """Tensor-parallel ranks hold rows of B of a fused product, which have names of their own."""
+    first, alone, shared, file = (tmp_path / name for name in ("first", "alone", "shared", "plan.json"))
+    own = [*(each for each in LORA if "lora" not in each), "run.steps=1", "checkpoint.every_steps=1"]
+    run_ranks(train_under, 1, str(job), [*own, f"run.dir={first}"], None)
+    given = [*own, *(each for each in LORA if "lora" in each), f"run.start={first}"]
+    plan = plan_of(job, ({"image": 2, "audio": 2, "backbone": 3},))
+    model, where = read_job_recipe(job, given).model, replace(plan.cluster, ranks_per_node=2)
+    unit = Unit("all", plan.units[0].stages, zero=1, tp=2)
+    write_plan(replace(plan, model=model, units=(unit,), schedule="data_parallel", cluster=where), file)
+    run_ranks(train_under, 1, str(job), [*given, f"run.dir={alone}"], None)
+    run_ranks(train_under, 2, str(job), [*given, f"run.dir={shared}"], str(file))
+    assert_same(shared, alone)

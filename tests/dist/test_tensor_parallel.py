@@ -362,6 +362,20 @@ def test_products_with_hooks_or_another_forward_cannot_be_divided(path):
         assert why_undivided(mllm, BACKBONE).startswith(f"{path} has a hook or a forward of its own, and each rank")
 
 
+def test_norms_of_all_heads_with_hooks_or_another_forward_cannot_be_divided():
+    """Ranks give such a norm another forward, and would leave out what was set on it."""
+    for change, says in (
+        (lambda attention: None, ""),
+        (lambda attention: attention.k_norm.register_forward_hook(print), "self_attn.k_norm has a hook or a forward"),
+        (lambda attention: setattr(attention.q_norm, "forward", torch.tanh), "self_attn.q_norm has a hook or a for"),
+        (lambda attention: setattr(attention, "q_norm", nn.Tanh()), "self_attn.q_norm is a Tanh of all heads, and"),
+    ):
+        mllm = build_mllm(ModelConfig(backbone={"family": "olmo2", "config": BACKBONE_SIZES}), VOCABULARY)
+        change(mllm.backbone.blocks[1].inner.self_attn)
+        why = why_undivided(mllm, BACKBONE)
+        assert why.startswith(says) and bool(why) == bool(says)
+
+
 def test_a_generator_of_another_class_is_named():
     generator = nn.Identity()
     generator.condition_dim, generator.row_dim = 8, 4

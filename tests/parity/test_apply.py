@@ -22,6 +22,7 @@ from motet.core.errors import JointUserError, UserError
 from motet.core.plan import Plan, Unit
 from motet.cost.catalogue import cluster
 from motet.dropout import example_keys
+from motet.models.divided import why_undivided
 from motet.models.generator_build import build_generator
 from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
@@ -68,6 +69,56 @@ def alone():
         losses.append(reference_step(model, batch))
         optimizer.step()
     return losses, {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+
+
+class OwnMlp(nn.Module):
+    """An MLP that is no family's."""
+
+    def __init__(self):
+        super().__init__()
+        self.widen, self.narrow = nn.Linear(32, 20), nn.Linear(20, 32)
+
+    def forward(self, hidden):
+        return self.narrow(torch.relu(self.widen(hidden)))
+
+
+def with_own_mlp():
+    parts = example_module("hf_parts")
+    torch.manual_seed(0)
+    text = parts.language_model()
+    text.model.layers[1].mlp = OwnMlp()
+    return motet.compose(text.double(), {"image": parts.vision_tower().double()})
+
+
+def losses_with_own_mlp(rank, num_ranks, plan):
+    parallel = motet.apply(with_own_mlp(), plan, sgd)
+    return [parallel.step(batch).loss for batch in example_module("hf_parts").batches()[:3]]
+
+
+def test_an_mlp_of_a_users_own_trains_as_one_process_does():
+    model = with_own_mlp()
+    spec = model_spec(model)
+    parameters = sum(parameter.numel() for parameter in model.backbone.parameters())
+    assert sum(layer.parameters for layer in spec.module("backbone").layers) == parameters
+    optimizer, losses = sgd(model.parameters()), []
+    for batch in example_module("hf_parts").batches()[:3]:
+        optimizer.zero_grad()
+        losses.append(reference_step(model, batch))
+        optimizer.step()
+    assert run_ranks(losses_with_own_mlp, 2, plan_of(TOGETHER, spec))[0] == pytest.approx(losses, rel=1e-10)
+    stages = plan_of(CHAIN, spec, schedule="gpipe")
+    assert run_ranks(losses_with_own_mlp, 2, stages)[1] == pytest.approx(losses, rel=1e-10)
+
+
+def test_what_no_family_has_in_its_layers_is_refused_by_name():
+    """Each tensor-parallel rank would have a gradient of its own, of its rows alone."""
+    model = with_own_mlp()
+    assert why_undivided(model, "image") == ""
+    assert why_undivided(model, "backbone").startswith("mlp.widen.weight of a layer is in no product or norm of")
+    model.backbone.blocks[1].inner.self_attn = nn.Identity()
+    said = "The attention of layer 1 of Qwen2ForCausalLM is a Identity without q_proj, k_proj, v_proj, o_proj: only"
+    with pytest.raises(UserError, match=said):
+        model_spec(model)
 
 
 def losses_with_dropout(rank, num_ranks, plan, leave_in_eval=False, frozen=()):

@@ -206,6 +206,12 @@ class Profile(_Stored):
         """The times of a module; None if it was not measured."""
         return next((module for module in self.modules if module.name == name), None)
 
+    def why_unshared(self, name: str, tp: int) -> str:
+        """Why layers of a module could not be measured on `tp` ranks that share them; "" if that was not tried."""
+        starts = unshared(name, ""), unshared(name, "", tp)
+        found = (said.removeprefix(start) for said in self.left_out for start in starts if said.startswith(start))
+        return next(found, "")
+
     def write(self, path: Path) -> None:
         """Write the profile as JSON. Raises UserError if the file cannot be written."""
         try:
@@ -213,6 +219,11 @@ class Profile(_Stored):
             path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise UserError(f"The profile {path} cannot be written: {error.strerror}.") from error
+
+
+def unshared(name: str, why: str, tp: int = 0) -> str:
+    """What `Profile.left_out` says of a module whose layers ranks cannot share. tp: how many; 0: any number."""
+    return f"{name}: tensor parallelism{f' over {tp} ranks' if tp else ''}: {why}"
 
 
 def in_words(layer: Layer) -> str:

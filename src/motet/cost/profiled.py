@@ -130,12 +130,14 @@ class Profiled:
         module_times = self.profile.module(module)
         if module_times is not None and (times := module_times.of_layer(layer, tp)) is not None:
             return times
-        advice = "run `motet profile` on a recipe of this model"
+        advice = ": run `motet profile` on a recipe of this model"
         if tp > 1:
             advice += f", under torchrun with {tp} ranks"
+            if why := self.profile.why_unshared(module, tp):
+                advice = f", which `motet profile` cannot take ({why}): keep it at 1, or leave out --profile"
         raise UserError(
             f"The profile of {self.profile.recipe} has no times of layer {in_words(layer)} in "
-            f"module {module!r} at tensor parallelism {tp}: {advice}."
+            f"module {module!r} at tensor parallelism {tp}{advice}."
         )
 
     def _seconds(self, kind: MessageKind, size_bytes: Float64Array, ranks: Sequence[int]) -> Float64Array:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from motet.core.errors import UserError
 from motet.core.shapes import Transformer, crossing_layers, embedding, final_norm, head, query_tokens
+from motet.core.spec import Layer
 from motet.models.block import Block
 from motet.models.experts import RoutedExperts
 from motet.models.families.shaped import ShapedCausalLM
@@ -15,6 +18,8 @@ from motet.models.layers import LayerModules, any_trainable, as_it_learns, produ
 
 if TYPE_CHECKING:
     from motet.models.backbone import Backbone
+
+_PRODUCTS = "q_proj", "k_proj", "v_proj", "o_proj"
 
 
 def backbone_layers(backbone: Backbone) -> list[LayerModules]:
@@ -46,7 +51,8 @@ def _layers_of(backbone: Backbone, block: Block) -> list[LayerModules]:
     """The layers of a block. Rows of one that attends to keys count as if they saw all items of their sequence."""
     shape, trainable = _shape(backbone, block), any_trainable(block)
     if block.number not in backbone.text.crossing:
-        return [LayerModules(shape.layer(trainable=trainable), (block,))]
+        layer = shape.layer(trainable=trainable)
+        return [LayerModules(layer if shape.mlp else _with_own_mlp(layer, block.mlp), (block,))]
     layer, keys = crossing_layers(shape, sum(backbone.keys.values()), trainable=trainable)
     attention = block.cross_attn
     makes_keys = attention.k_proj, attention.v_proj, attention.k_norm
@@ -60,8 +66,24 @@ def _queries_layer(backbone: Backbone) -> LayerModules:
     return LayerModules(query_tokens(count, backbone.dim, trainable=learn), (backbone.queries,))
 
 
+def _with_own_mlp(layer: Layer, mlp: nn.Module) -> Layer:
+    """The layer of a block without MLP, with a module of a user's own in its place: a chain of its products."""
+    own = products_layer("mlp", mlp, layer.output_width).layer
+    # The norm before it, which is of the block, keeps what the first product reads.
+    inner = max(own.activation_width - layer.output_width, 0)
+    return replace(
+        layer,
+        weights=layer.weights + own.weights,
+        parameters=layer.parameters + own.parameters,
+        activation_width=layer.activation_width + inner,
+        divided_width=layer.divided_width + inner,
+        weight_width=layer.weight_width + inner,
+        divided_weight_width=layer.divided_weight_width + inner,
+    )
+
+
 def _shape(backbone: Backbone, block: Block) -> Transformer:
-    """The sizes of a block."""
+    """The sizes of a block; one whose MLP is a module of a user's own has `mlp` 0."""
     if isinstance(backbone.causal_lm, ShapedCausalLM):
         return backbone.causal_lm.shape
     if (own := backbone.text.shape(block)) is not None:
@@ -72,19 +94,26 @@ def _shape(backbone: Backbone, block: Block) -> Transformer:
     mlp = block.mlp if routed is None else routed.experts
     # Phi3 has one product for queries, keys and values, and one for both factors of the MLP.
     fused = getattr(attention, "qkv_proj", None)
+    if fused is None and (lacks := [name for name in _PRODUCTS if not hasattr(attention, name)]):
+        raise UserError(
+            f"The attention of layer {block.number} of {type(backbone.causal_lm).__name__} is a "
+            f"{type(attention).__name__} without {', '.join(lacks)}: only attention of the family can be trained."
+        )
     products = {
         "query": fused or attention.q_proj,
         "key": fused or attention.k_proj,
         "value": fused or attention.v_proj,
         "output": attention.o_proj,
     }
-    if routed is None:
-        products["mlp"] = getattr(mlp, "gate_up_proj", None) or mlp.up_proj
+    inner = getattr(mlp, "gate_up_proj", getattr(mlp, "up_proj", None))
+    is_own = routed is None and (inner is None or not hasattr(mlp, "down_proj"))
+    if routed is None and inner is not None:
+        products["mlp"] = inner
     normed = getattr(attention, "q_norm", None)
     by_head = normed is not None and normed.weight.numel() == attention.head_dim
     return Transformer(
         config.hidden_size,
-        config.intermediate_size if routed is None else routed.experts.intermediate_dim,
+        0 if is_own else mlp.down_proj.in_features if routed is None else routed.experts.intermediate_dim,
         config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=attention.head_dim,

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from motet.chunked import ColumnProducts
 from motet.core.workload import BACKBONE
@@ -22,7 +23,8 @@ from motet.dropout import set_divided
 from motet.models.backbone import Backbone
 from motet.models.block import is_changed
 from motet.models.dit import DiT
-from motet.models.experts import divide_experts, expert_parameters
+from motet.models.exact import Float64RMSNorm
+from motet.models.experts import RoutedExperts, divide_experts, expert_parameters
 from motet.models.families.branches import (
     DIT_BRANCHES,
     PIXART_BRANCHES,
@@ -40,6 +42,7 @@ from motet.models.families.registry import (
     TOWERS,
 )
 from motet.models.families.shaped_denoiser import ShapedDenoiser
+from motet.models.families.shaped_layer import ShapedRMSNorm
 from motet.models.fused import SplitLinear
 from motet.models.generator import GeneratorModule
 from motet.models.lora import Adapted, LoraLinear, column_linear, row_linear, split_linear
@@ -59,6 +62,8 @@ from motet.tensor_parallel import (
 )
 
 _DividedModule: TypeAlias = ModalityModule | Backbone | GeneratorModule
+_ROW_NORMS = Olmo2RMSNorm, ShapedRMSNorm, Float64RMSNorm
+"""Norms of rows of all heads, of which `divide_norm` takes the mean over ranks."""
 _PROJECTOR = (TensorBranch("", ("layers.0",), "layers.2"),)
 
 
@@ -79,6 +84,13 @@ def why_undivided(mllm: MLLM, name: str) -> str:
                 return f"{path} is a {type(product).__name__}, as another package puts it there, and not torch's"
             if product is not None and is_changed(product):
                 return f"{path} has a hook or a forward of its own, and each rank has a part of its product"
+        for path in _row_norm_paths(root, branch):
+            if not isinstance(norm := _at(root, path), _ROW_NORMS):
+                return f"{path} is a {type(norm).__name__} of all heads, and not the family's own, and ranks have some"
+            if is_changed(norm):
+                return f"{path} has a hook or a forward of its own, and each rank has some of the heads that it norms"
+    if unknown := _unknown_parameter(mllm, name):
+        return f"{unknown} of a layer is in no product or norm of the family's, and ranks would not sum its gradient"
     return ""
 
 
@@ -141,11 +153,40 @@ def divide(mllm: MLLM, ranks: Mapping[str, TensorRanks]) -> None:
 
 def _share_norms(layer: nn.Module, branches: Sequence[TensorBranch], parts: RowParts) -> None:
     """Norms of whole rows, and factors of rows: the parameters of a layer that are in no branch."""
-    head_norms = [_at(layer, path) for branch in branches for path in (*branch.head_norms, *branch.row_norms)]
-    for module in (layer, *layer.children()):
-        is_product = isinstance(module, nn.Linear) or module in head_norms
-        if not is_product and any(parameter is not None for parameter in module._parameters.values()):
+    for module in _row_modules(layer, branches):
+        if any(parameter is not None for parameter in module._parameters.values()):
             sum_gradients(module, parts.shared)
+
+
+def _row_modules(layer: nn.Module, branches: Sequence[TensorBranch]) -> list[nn.Module]:
+    """A layer, and of its children those that are no products and in no branch."""
+    head_norms = [_at(layer, path) for branch in branches for path in (*branch.head_norms, *branch.row_norms)]
+    return [each for each in (layer, *layer.children()) if not isinstance(each, nn.Linear) and each not in head_norms]
+
+
+def _unknown_parameter(mllm: MLLM, name: str) -> str:
+    """A parameter of a layer that ranks neither cut nor have whole, with a gradient that they sum; "" if there is none.
+
+    Of generators further products are whole on every rank, which all compute from what they all have.
+    """
+    module = _module(mllm, name)
+    if isinstance(module, GeneratorModule):
+        return ""
+    layers, branches = _layers(module), _branches_of(_tower(module))
+    shared = {id(p) for layer in layers for each in _row_modules(layer, branches) for p in each._parameters.values()}
+    shared |= {
+        id(p)
+        for layer in layers
+        for each in layer.modules()
+        if isinstance(each, RoutedExperts)
+        for p in each.parameters()
+    }
+    for root, branch in _branches(module):
+        paths = *branch.columns, *branch.beside, *branch.rows, *branch.head_norms, *branch.row_norms, branch.fused
+        parts = (_at(root, path) for path in paths if path)
+        shared |= {id(p) for part in parts if part is not None for p in part.parameters()}
+    found = (path for layer in layers for path, p in layer.named_parameters() if id(p) not in shared)
+    return next(found, "")
 
 
 def _divide_branch(root: nn.Module, branch: TensorBranch, parts: RowParts) -> None:
@@ -227,7 +268,11 @@ def _head_norms(root: nn.Module, branch: TensorBranch) -> list[nn.Module]:
 
 def _row_norms(root: nn.Module, branch: TensorBranch) -> list[nn.Module]:
     """Norms of all heads together in a branch, in the order of the first products."""
-    return [_at(root, path) for path in (branch.head_norms if _norms_rows(root) else branch.row_norms)]
+    return [_at(root, path) for path in _row_norm_paths(root, branch)]
+
+
+def _row_norm_paths(root: nn.Module, branch: TensorBranch) -> tuple[str, ...]:
+    return branch.head_norms if _norms_rows(root) else branch.row_norms
 
 
 def _norms_rows(root: nn.Module) -> bool:

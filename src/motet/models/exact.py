@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from motet.models.block import is_changed
+
 
 class Float64RMSNorm(nn.Module):
     """HF's RMSNorm in float64, with the same parameter under the same name.
@@ -30,13 +32,14 @@ class Float64RMSNorm(nn.Module):
 def keep_float64(model: nn.Module) -> None:
     """Replace HF's RMSNorms in a float64 model, and keep the factor of Gemma 3's embeddings in float64.
 
-    A model of any other dtype stays as it is.
+    A model of any other dtype stays as it is, and so does a norm with a hook or a `forward` of its own.
     """
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             kind = type(child).__name__
             eps = getattr(child, "eps" if kind.startswith("Gemma") else "variance_epsilon", None)
-            if kind.endswith("RMSNorm") and eps is not None and child.weight.dtype == torch.float64:
+            is_hf = kind.endswith("RMSNorm") and eps is not None and not is_changed(child)
+            if is_hf and child.weight.dtype == torch.float64:
                 parent._modules[name] = Float64RMSNorm(child.weight, eps, from_one=kind.startswith("Gemma"))
             if hasattr(child, "scalar_embed_scale") and child.weight.dtype == torch.float64:
                 child.embed_scale = torch.tensor(child.scalar_embed_scale, dtype=torch.float64)

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
+from motet.core.errors import UserError
 from motet.expert_ranks import ExpertRanks
 from motet.grouped import GroupedLinear
-from motet.models.block import Block
+from motet.models.block import Block, is_changed
 from motet.models.router_loss import RouterLoss
 from motet.tensor_parallel import RowParts, copied, counted_once
 
@@ -122,14 +123,31 @@ def use_routed_experts(layers: Any) -> int:
     """Replace HF's MoE blocks in layers of a model, in place, if it is not done yet; returns how many there are.
 
     In a model with experts, all layers take `ROUTER_LOSS` as a keyword, those without one too.
+    Raises UserError for a block that computes something else than HF's.
     """
     routed = [number for number, layer in enumerate(layers) if hasattr(getattr(layer, "mlp", None), "experts")]
     if routed and not isinstance(layers[routed[0]].mlp, RoutedExperts):
         for number in routed:
+            _check_is_hf(number, layers[number].mlp)
             layers[number].mlp = RoutedExperts(number, layers[number].mlp)
         for layer in layers:
             layer.register_forward_pre_hook(_take_router_loss, with_kwargs=True)
     return len(routed)
+
+
+def _check_is_hf(number: int, block: Any) -> None:
+    """Raise UserError for what a user has put into a MoE block, or set on it: all but its parameters is replaced."""
+    for module in (block, block.experts, getattr(block, "gate", None)):
+        name = type(module).__name__
+        if not type(module).__module__.startswith("transformers.models."):
+            raise UserError(
+                f"The experts of layer {number} have a {name}, and only those of a family's own can be trained."
+            )
+        if is_changed(module):
+            raise UserError(
+                f"The {name} of layer {number} has a hook or a forward of its own, and experts run without it: "
+                "remove it, or set it on the layer."
+            )
 
 
 def expert_parameters(blocks: Iterable[nn.Module | Block]) -> Iterator[nn.Parameter]:

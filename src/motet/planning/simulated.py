@@ -39,8 +39,13 @@ class SimulatedJob:
         return cls(plan, job.workload, job.cost, decided)
 
     @classmethod
-    def of_plan(cls, file: Path, workload: Path | None, profile: Path | None) -> SimulatedJob:
-        """A Plan from its file, on given lengths, or on those of the recipe that it names. Raises UserError."""
-        plan, lengths = read_plan_and_workload(file, workload)
+    def of_plan(
+        cls, file: Path, workload: Path | None, profile: Path | None, overrides: Sequence[str] = ()
+    ) -> SimulatedJob:
+        """A Plan from its file, on given lengths, or on those of the recipe that it names. Raises UserError.
+
+        overrides: of the recipe that has the lengths.
+        """
+        plan, lengths = read_plan_and_workload(file, workload, overrides)
         cost = cost_model(plan.cluster, plan.precision, profile, moments=plan.moments, any_device=False)
         return cls(plan, lengths, cost)

@@ -7,6 +7,7 @@ imported where they are needed: a plan file that names no other file is simulate
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,34 +32,46 @@ if TYPE_CHECKING:
     from motet.train.recipe.recipe import Recipe
 
 
-def read_plan_and_workload(plan_file: Path, workload_file: Path | None) -> tuple[Plan, Workload]:
+def read_plan_and_workload(
+    plan_file: Path, workload_file: Path | None, overrides: Sequence[str] = ()
+) -> tuple[Plan, Workload]:
     """A plan file, and the lengths for which it is simulated.
 
     workload_file: a manifest, a CSV of lengths (both as in `motet analyze`), a TOML of distributions
                    (`core/sampler.py`), or a recipe; by default the recipe that the plan file names as its model.
+    overrides:     of the recipe that has the lengths, as in `--set`; also where the plan file names it as its model.
     Raises UserError for what is wrong with either.
     """
     recipes: list[Path] = []
-    plan = plan_at(plan_file, recipes)
+
+    def overrides_of(recipe: Path) -> Sequence[str]:
+        return overrides if workload_file is None or recipe.resolve() == workload_file.resolve() else ()
+
+    plan = plan_at(plan_file, recipes, overrides_of)
     source = workload_file or next(iter(recipes), None)
     if source is None:
         raise UserError(
             f"{plan_file} names no recipe, so --workload must say which lengths to simulate: a manifest, a CSV of "
             "lengths, a TOML of distributions, or a recipe."
         )
-    return plan, workload_at(source)
+    return plan, workload_at(source, overrides)
 
 
-def plan_at(plan_file: Path, recipes: list[Path] | None = None) -> Plan:
+def plan_at(
+    plan_file: Path,
+    recipes: list[Path] | None = None,
+    overrides_of: Callable[[Path], Sequence[str]] = lambda recipe: (),
+) -> Plan:
     """A plan file, whose Plan fits its own model and cluster. Raises UserError, which names the file.
 
-    recipes: gets the recipe that the file names as its model, if it does.
+    recipes:      gets the recipe that the file names as its model, if it does.
+    overrides_of: such a recipe -> what is set in it, as by `--set`.
     """
 
     def model_at(path: Path) -> ModelSpec:
         if path.suffix == ".toml" and recipes is not None:
             recipes.append(path)
-        return _model_at(path)
+        return _model_at(path, overrides_of(path))
 
     plan = read_plan(plan_file, model_at=model_at, cluster_named=cluster)
     try:
@@ -68,32 +81,35 @@ def plan_at(plan_file: Path, recipes: list[Path] | None = None) -> Plan:
     return plan
 
 
-def _model_at(path: Path) -> ModelSpec:
+def _model_at(path: Path, overrides: Sequence[str]) -> ModelSpec:
     """The model of a recipe, or of an HF model's directory."""
     if path.suffix == ".toml":
-        return read_job_recipe(path).model
+        return read_job_recipe(path, overrides).model
     from motet.models.spec import spec_of_directory
 
     return spec_of_directory(path)
 
 
-def workload_at(path: Path) -> Workload:
+def workload_at(path: Path, overrides: Sequence[str] = ()) -> Workload:
     """The lengths in a manifest, a CSV, a TOML of distributions, or a recipe, which also ends in .toml.
 
-    Raises UserError for what is wrong with the file.
+    overrides: of a recipe, as in `--set`.
+    Raises UserError for what is wrong with the file, and for overrides of one that is no recipe.
     """
     if path.is_dir():
         raise UserError(f"{path} is a folder; name the manifest in it, or another file of lengths.")
-    if path.suffix != ".toml":
+    tables = _tables(path) if path.suffix == ".toml" else None
+    if overrides and (tables is None or "task" in tables):
+        raise UserError(f"--set is for a recipe; {path}, which has the lengths, is none.")
+    if tables is None:
         from motet.analyze.lengths import read_lengths
 
         return read_lengths(path).workload()
-    tables = _tables(path)
     if "task" in tables:
         return replace(read_sampler(path).workload(), source=str(path))
     if not {"data", "workload"} & tables.keys():
         raise UserError(f"{path} is to say which lengths there are; it has neither [data], [workload] nor [[task]].")
-    read = read_job_recipe(path)
+    read = read_job_recipe(path, overrides)
     if read.recipe is not None:
         return workload_of(read.recipe, str(path))
     assert read.workload is not None, "a recipe without data that has [workload]"

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from motet.core.arrays import Float64Array
-from motet.cost.profile import LayerTimes, MessageKind, MessageTimes
+from motet.cost.profile import LayerTimes, MessageKind, MessageTimes, unshared
 from motet.cost.profiled import message_fit
 from motet.models.block import Block
 from motet.profiling.measure import BOTH, FORWARD, INPUT, WEIGHTS, MeasuredSubject, Stopwatch, kept_calls, time_passes
@@ -214,9 +214,10 @@ def measure_shared(
         if layer.attention is None or not isinstance(module, Block):
             continue
         reason = "some of its layers attend to rows of images" if subject.spec.key_blocks else ""
-        reason = reason or _obstacle(module, layer.attention.kv_width, layer.attention.width, world.num_ranks)
-        if reason:
-            return [], [f"{subject.name}: tensor parallelism over {world.num_ranks} ranks: {reason}"]
+        if reason := reason or _obstacle(module):
+            return [], [unshared(subject.name, reason)]
+        if reason := _remainder(module, layer.attention.kv_width, layer.attention.width, world.num_ranks):
+            return [], [unshared(subject.name, reason, world.num_ranks)]
         shared = _shared(module, world)
         samples = [
             [_shared_once(measured, index, module, shared, watch) for index in range(len(measured.batches))]
@@ -237,8 +238,8 @@ def measure_shared(
     return times, []
 
 
-def _obstacle(block: Block, kv_width: int, width: int, num_ranks: int) -> str:
-    """Why a block cannot be shared by so many ranks; "" if it can."""
+def _obstacle(block: Block) -> str:
+    """Why a block cannot be shared here by any number of ranks; "" if it can by some."""
     names = {name.rpartition(".")[2] for name, child in block.inner.named_modules() if isinstance(child, nn.Linear)}
     if unknown := sorted(names - _COLUMNS - _ROWS):
         return f"its layers have {', '.join(unknown)}, of which it is not known how to share them"
@@ -246,6 +247,12 @@ def _obstacle(block: Block, kv_width: int, width: int, num_ranks: int) -> str:
     for name, child in block.inner.self_attn.named_children():
         if not isinstance(child, nn.Linear) and getattr(child, "weight", torch.empty(0)).numel() > head_dim:
             return f"its {name} is of all heads together, and ranks have some of them"
+    return ""
+
+
+def _remainder(block: Block, kv_width: int, width: int, num_ranks: int) -> str:
+    """Why a block cannot be shared by so many ranks; "" if it can."""
+    head_dim = block.inner.self_attn.head_dim
     for what, count in (("heads", width // head_dim), ("key-value heads", kv_width // head_dim)):
         if count % num_ranks:
             return f"its layers have {count} {what}, which is no multiple"

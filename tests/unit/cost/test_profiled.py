@@ -16,7 +16,16 @@ from motet.cost.catalogue import cluster as of_catalogue
 from motet.cost.fit import PassOperations, Surface, fit_curve, relative_error
 from motet.cost.model import Beyond, Work
 from motet.cost.phases import phase_times
-from motet.cost.profile import LayerTimes, MessageTimes, ModuleTimes, OptimizerTimes, Points, Profile, read_profile
+from motet.cost.profile import (
+    LayerTimes,
+    MessageTimes,
+    ModuleTimes,
+    OptimizerTimes,
+    Points,
+    Profile,
+    read_profile,
+    unshared,
+)
 from motet.cost.profiled import Profiled
 from motet.cost.source import cost_model
 from motet.simulate.predict.beyond_profile import extrapolated, guesses
@@ -236,6 +245,19 @@ def test_what_was_not_measured_is_named(profile):
         attention(profile, [1], [1], tp=2)
     with pytest.raises(UserError, match="exchange between ranks of several nodes"):
         Profiled(profile, cluster(ranks_per_node=2)).exchange_seconds(sent(1.0, 4), range(4))
+
+
+@pytest.mark.parametrize(
+    ("left_out", "degrees"), [(unshared("backbone", "7 heads", 2), [2]), (unshared("backbone", "qkv"), [2, 8])]
+)
+def test_what_cannot_be_measured_is_not_asked_for(left_out, degrees, profile):
+    """Under torchrun `motet profile` would leave it out again."""
+    tried = profile.model_copy(update={"left_out": (unshared("image", "other"), left_out)})
+    why = left_out.rpartition(": ")[2]
+    for tp in (2, 8):
+        cannot = rf"at tensor parallelism {tp}, which `motet profile` cannot take \({why}\): keep it at 1, or leave out"
+        with pytest.raises(UserError, match=cannot if tp in degrees else f"torchrun with {tp} ranks"):
+            attention(tried, [1], [1], tp=tp)
 
 
 def test_what_ranks_do_not_share_takes_as_long_as_on_one(profile):

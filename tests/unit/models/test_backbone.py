@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
+from transformers import MixtralConfig, MixtralForCausalLM
 
+import motet
 from motet.core.errors import UserError
 from motet.models.backbone import Backbone
 from motet.models.merge import merge_rows
@@ -224,3 +227,35 @@ def test_refuses_a_model_with_another_attention():
     config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=10)
     with pytest.raises(ValueError, match="motet_packed"):
         Backbone(LlamaForCausalLM(config))
+
+
+def _composed(change):
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
+    text = MixtralForCausalLM(MixtralConfig(**sizes, **heads)).double()
+    change(text.model.layers[1])
+    return motet.compose(text, {})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda layer: layer.mlp.register_forward_hook(print), "The MixtralSparseMoeBlock of layer 1 has a hook or a"),
+        (lambda layer: setattr(layer.mlp.gate, "forward", torch.tanh), "The MixtralTopKRouter of layer 1 has a hook"),
+        (lambda layer: layer.mlp.experts.register_forward_hook(print), "The MixtralExperts of layer 1 has a hook or"),
+        (lambda layer: setattr(layer.mlp, "gate", nn.Linear(32, 4)), "The experts of layer 1 have a Linear, and only"),
+    ],
+)
+def test_what_is_set_on_experts_is_refused(change, said):
+    """Motet computes them from their weights alone."""
+    with pytest.raises(UserError, match=said):
+        _composed(change)
+
+
+def test_a_norm_with_a_hook_keeps_it_in_float64():
+    def double(layer):
+        layer.input_layernorm.register_forward_hook(lambda module, args, output: 2 * output)
+
+    (first, second) = (block.inner.input_layernorm for block in _composed(double).backbone.blocks)
+    rows = torch.randn(3, 32, dtype=torch.float64)
+    torch.testing.assert_close(second(rows), 2 * first(rows), rtol=1e-6, atol=1e-6)

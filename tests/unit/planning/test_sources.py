@@ -37,6 +37,18 @@ def test_a_plan_that_names_a_recipe_is_of_its_model_and_data(job):
     assert (batch.num_targets > 0).all() and (batch.num_targets < batch.sequence).all()
 
 
+@pytest.mark.parametrize("named", ["model", "workload", "both"])
+def test_overrides_are_of_the_recipe_that_has_the_lengths(named, job, tmp_path):
+    (job.parent / "other.toml").write_text(job.read_text())
+    model = {"model": "recipe.toml", "workload": "other.toml", "both": "recipe.toml"}[named]
+    overrides = "data.train=['heldout.jsonl']", "model.encoders.image.projector.kind='mlp'"
+    workload_file = None if named == "model" else job
+    plan, workload = read_plan_and_workload(write_plan(job.parent, model=model), workload_file, overrides)
+    assert workload.examples.num_examples == 8
+    projector = plan.model.module("image").stacks[-1].layer
+    assert (projector.inner_weights > 0) == (named != "workload")
+
+
 def test_a_workload_of_distributions(job, tmp_path):
     (tmp_path / "tasks.toml").write_text(TASKS)
     _, workload = read_plan_and_workload(write_plan(job.parent, model="recipe.toml"), tmp_path / "tasks.toml")

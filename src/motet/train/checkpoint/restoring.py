@@ -73,8 +73,14 @@ def load_weights(
         stored = {key: tensor for key, tensor in read_tensors(checkpoint).items() if is_weight(key)}
     tensors, adapted = weights_of(model), {model_part(key) for key in stored if is_lora(key)}
     if may_lack_adapters:
-        tensors = {key: each for key, each in tensors.items() if not is_lora(key) or model_part(key) in adapted}
+        tensors = {key: each for key, each in tensors.items() if not _is_adapter(key) or model_part(key) in adapted}
     _read(checkpoint, stored, tensors, group, together)
+
+
+def _is_adapter(key: str) -> bool:
+    """Whether a tensor is of an adapter: whole, or those of its rows that a rank trains."""
+    rows = NamedRows.of(key)
+    return is_lora(key if rows is None else rows.name)
 
 
 @contextmanager
