@@ -214,6 +214,10 @@ class Dataset:
         """The names of the phases that compute an item, in their order: of generators, if it is theirs to make."""
         return self._phases.of_item(ref)
 
+    def takes_rows(self, phase: str) -> bool:
+        """As of `Examples`."""
+        return self._phases.takes_rows(phase)
+
     @property
     def transforms(self) -> dict[str, Transform]:
         """The transform of each phase, as `Decoder` takes them."""
