@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -170,6 +170,13 @@ class BatchLengths:
         for column in self.items.values():
             counts += np.bincount(column.example, minlength=self.num_examples)
         return counts
+
+    def has_any(self, phases: Iterable[str]) -> BoolArray:
+        """Whether an example has an item of any of these phases, bool [num_examples]."""
+        found = np.zeros(self.num_examples, dtype=np.bool_)
+        for phase in phases:
+            found[self.of(phase).example] = True
+        return found
 
     def keep(self, kept: BoolArray) -> BatchLengths:
         """The examples where `kept`, bool [num_examples], is True, renumbered."""

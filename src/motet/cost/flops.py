@@ -237,9 +237,7 @@ def _reached(spec: ModelSpec, name: str, lengths: BatchLengths, backward_of: Bac
     learners = spec.learners_before(name)
     if backward_of == "all":
         return np.full(lengths.num_examples, bool(learners))
-    has_items = np.zeros(lengths.num_examples, dtype=np.bool_)
-    for learner in learners:
-        has_items[lengths.of(learner).example] = True
+    has_items = lengths.has_any(learners)
     return has_items if backward_of == "example" else np.full(lengths.num_examples, has_items.any())
 
 

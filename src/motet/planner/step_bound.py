@@ -135,10 +135,7 @@ class ExampleRows:
         each = work_of_items(layer, items, items.example, batch.num_examples, num_targets=targets)
         every = np.stack([each.rows, each.pairs])
         # A microbatch without items of what learns has no backward pass under data parallelism.
-        has_items = np.zeros(batch.num_examples)
-        for learner in self.job.model.learners(name):
-            has_items[batch.of(learner).example] = 1.0
-        return _Rows(np.stack([every, every * has_items]))
+        return _Rows(np.stack([every, every * batch.has_any(self.job.model.learners(name))]))
 
 
 def step_bound(

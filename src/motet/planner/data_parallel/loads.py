@@ -179,9 +179,7 @@ class EvenBatch:
         batch = self.job.batch
         if name != BACKBONE:
             return 1.0
-        is_learnt = np.zeros(batch.num_examples, dtype=np.bool_)
-        for learner in self.job.model.learners(name):
-            is_learnt[batch.of(learner).example] = True
+        is_learnt = batch.has_any(self.job.model.learners(name))
         if is_learnt.all():
             return 1.0
         rows = batch.sequence.astype(np.float64)
