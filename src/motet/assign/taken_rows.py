@@ -39,9 +39,11 @@ class Taking:
     @staticmethod
     def of(plan: Plan, phase: str) -> Taking:
         """Of an encoder, or of a generator's items, under a Plan."""
-        gathered = gathering_ranks(plan, plan.unit_of(phase)) if phase in plan.model.sources(BACKBONE) else 1
-        over = phase in plan.model.sources(BACKBONE) and cuts_beside_sequences(plan, phase)
-        return Taking(plan.unit_of(BACKBONE).cp, phase in on_backbone_ranks(plan), gathered, over)
+        cp, is_here = plan.unit_of(BACKBONE).cp, phase in on_backbone_ranks(plan)
+        if phase not in plan.model.sources(BACKBONE):
+            return Taking(cp, is_here)
+        gathered = gathering_ranks(plan, plan.unit_of(phase))
+        return Taking(cp, is_here, gathered, cuts_beside_sequences(plan, phase))
 
     def taken(
         self, decision: Decision, lengths: BatchLengths, phase: str, listed: Int64Array

@@ -34,7 +34,7 @@ from motet.planner.infeasible import tensor_degrees
 from motet.planner.job import Job
 from motet.planner.order import is_even
 from motet.planner.stages.partition import partition
-from motet.schedule.plan_units import backbone_unit, units_in_bubbles
+from motet.schedule.plan_units import backbone_unit, recomputed_in, units_in_bubbles
 
 _SAME_STAGES: Mapping[ScheduleKind, ScheduleKind] = {
     "1f1b": "zb_h1",
@@ -56,7 +56,9 @@ def neighbours(job: Job, plan: Plan) -> Iterator[Plan]:
     # Caps are of groups of a number, for the microbatches and replicas that there are.
     without_caps = replace(plan, microbatch_caps={})
     # What takes less memory may need no recomputation. What lacks memory without any is given some (`refinement.py`).
-    starts = [_without_recomputation(without_caps), without_caps] if _recomputes(plan) else [without_caps]
+    starts = (
+        [_without_recomputation(without_caps), without_caps] if any(recomputed_in(plan).values()) else [without_caps]
+    )
     for start in starts:
         yield from _microbatches(start)
     yield from _schedules(job, plan)
@@ -72,10 +74,6 @@ def neighbours(job: Job, plan: Plan) -> Iterator[Plan]:
             yield from _degrees(job, start)
     yield from _less_recomputed(plan)
     yield from _dealt(job, plan)
-
-
-def _recomputes(plan: Plan) -> bool:
-    return any(any(stage.values()) for unit in plan.units for stage in unit.recompute)
 
 
 def _without_recomputation(plan: Plan) -> Plan:

@@ -43,7 +43,7 @@ from motet.planner.search_result import SimulatedCandidate
 from motet.planner.step_bound import step_bound
 from motet.planner.variants import fastest_variant
 from motet.schedule import check_fit
-from motet.schedule.plan_units import units_in_bubbles
+from motet.schedule.plan_units import recomputed_in, units_in_bubbles
 from motet.simulate.predict.prediction import Prediction
 
 BUDGET, SIMULATION = 120_000, 1_500
@@ -278,7 +278,7 @@ class Refinement:
     def _allows(self, plan: Plan) -> bool:
         """Whether a Plan that fits is as pinned."""
         unit, pins = plan.unit_of(BACKBONE), self.pins
-        if pins.recompute == "none" and any(any(stage.values()) for each in plan.units for stage in each.recompute):
+        if pins.recompute == "none" and any(recomputed_in(plan).values()):
             return False
         degrees = pins.allow(tp=unit.tp, pp=unit.pp, dp=unit.dp, microbatch_size=plan.microbatch_size)
         rest = pins.allow(schedule=plan.schedule, order=plan.order, balance=plan.balance)

@@ -20,7 +20,7 @@ from motet.planner.job import Job
 from motet.planner.pins import pins_in_words
 from motet.planner.search_result import SearchResult, SimulatedCandidate
 from motet.planner.why_it_wins import against, device_hours, in_bubbles
-from motet.schedule.plan_units import rank_of_stage
+from motet.schedule.plan_units import rank_of_stage, recomputed_in
 from motet.simulate.predict.beyond_profile import extrapolated
 from motet.simulate.show.plan_words import plan_in_words
 
@@ -84,7 +84,7 @@ def bound_in_words(result: SearchResult) -> Iterator[str]:
 
 def recomputed_in_words(plan: Plan) -> Iterator[str]:
     """Recomputed layers by pipeline rank, as in OmniBal's Table 9; `plan_in_words` names those of a single stage."""
-    if not any(any(stage.values()) for unit in plan.units for stage in unit.recompute):
+    if not any(recomputed_in(plan).values()):
         yield "Nothing is recomputed."
     for unit in plan.units:
         if unit.pp > 1 and any(any(stage.values()) for stage in unit.recompute):
