@@ -24,7 +24,7 @@ from motet.cost.memory import LayerBytes, StageLayer, plan_precision, stage_laye
 from motet.schedule import PlannedStage, planned
 from motet.schedule.plan_units import sharing_ranks
 from motet.simulate.predict.memory import MAX_LOGITS
-from motet.simulate.predict.tied import tied_apart
+from motet.simulate.predict.tied import tied_apart, untied
 
 _WHOLE: Mapping[str, int] = MappingProxyType({})
 
@@ -79,9 +79,7 @@ def fixed_bytes(plan: Plan, stages: list[PlannedStage]) -> int:
         state += sum(tied.state(precision))
     for stage in stages:
         unit = replace(stage.unit, zero=stage.zero, shard_size=stage.shard_size)
-        layers = stage_layers(plan.model, stage.layers, stage.recomputed)
-        if tied is not None and tied.is_on(stage):
-            layers = [placed._replace(layer=tied.without(placed.layer)) for placed in layers]
+        layers = untied(tied, stage, stage_layers(plan.model, stage.layers, stage.recomputed))
         memory = stage_memory(unit, layers, lambda *_: 0.0, 0, precision, by_stage=by_stage)
         state, gathered = state + memory.held_bytes, max(gathered, memory.transient)
     return state + gathered

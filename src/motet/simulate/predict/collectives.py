@@ -14,7 +14,7 @@ from motet.core.spec import Layer
 from motet.cost.memory import parameters_of_rank, updated_of_rank
 from motet.schedule import PlannedStage
 from motet.simulate.predict.stage_pricing import Pricing
-from motet.simulate.predict.tied import tied_apart
+from motet.simulate.predict.tied import tied_apart, untied
 
 _TOTALS_BYTES = 3 * 8
 """Bytes that NORM sums: three float64 numbers."""
@@ -123,9 +123,8 @@ class Collectives:
         FSDP has a message for each of its slices in data parallelism; a pipeline has one for the whole stage.
         """
         ranks, ep, size = stage.data_ranks, stage.unit.ep, stage.shard_size
-        layers = [placed.layer.with_experts_of(ep) for placed in self.pricing.layers(stage)]
-        if self.tied is not None and self.tied.is_on(stage):
-            layers = list(map(self.tied.without, layers))
+        placed = untied(self.tied, stage, self.pricing.layers(stage))
+        layers = [each.layer.with_experts_of(ep) for each in placed]
         slices = fsdp_slices(layers) if self.plan.schedule == "data_parallel" else [layers]
         whole = [_size_of(slice_, stage.unit.tp, size) for slice_ in slices]
         if ep == 1:

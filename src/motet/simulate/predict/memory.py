@@ -14,7 +14,7 @@ from motet.cost.memory import StageMemory, stage_memory
 from motet.schedule import PlannedStage, high_water
 from motet.schedule.coordinates import first_ranks, ranks_a_program_rank
 from motet.simulate.predict.stage_pricing import Pricing
-from motet.simulate.predict.tied import TiedApart, tied_apart
+from motet.simulate.predict.tied import TiedApart, tied_apart, untied
 
 MAX_LOGITS = 1 << 28
 """Most logits that exist at a time: Motet's backbone computes the loss slice by slice."""
@@ -82,7 +82,5 @@ def _stage_memory(pricing: Pricing, stage: PlannedStage, tied: TiedApart | None)
 
     unit = replace(stage.unit, zero=stage.zero, shard_size=stage.shard_size)
     by_stage = pricing.plan.schedule != "data_parallel"
-    layers, copies = pricing.layers(stage), pricing.layer_pricing.largest_copies
-    if tied is not None and tied.is_on(stage):
-        layers = [placed._replace(layer=tied.without(placed.layer)) for placed in layers]
+    layers, copies = untied(tied, stage, pricing.layers(stage)), pricing.layer_pricing.largest_copies
     return stage_memory(unit, layers, rows, 0, pricing.precision, by_stage=by_stage, copies=copies)

@@ -37,7 +37,6 @@ from motet.simulate.predict.memory import MemoryOfRanks
 from motet.simulate.predict.met_passes import met_passes
 from motet.simulate.predict.prediction import Prediction
 from motet.simulate.predict.program_times import stage_times_of, times_in_islands
-from motet.simulate.predict.skipped_flops import skipped_flops
 from motet.simulate.predict.stage_pricing import Pricing, Recomputed, Recomputes
 from motet.simulate.predict.step_seconds import PricedSteps
 from motet.simulate.predict.traffic import Traffic
@@ -133,7 +132,7 @@ def predict_assigned(
         assignment.batch.num_examples,
         int(assignment.batch.sequence.sum()),
         sum(batch_flops(plan.model, assignment.batch).values()),
-        pricing.hardware_flops() - skipped_flops(plan, assignment, recomputed or {}),
+        pricing.hardware_flops(),
         len(ranks) * plan.cluster.device.peak_flops[plan.precision],
         MemoryOfRanks(pricing, ranks),
         plan.cluster.device.memory_bytes,

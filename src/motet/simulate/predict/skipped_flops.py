@@ -5,22 +5,23 @@ Stages run a backward pass of each microbatch, so they leave out none.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from motet.assign.step import ModuleAssignment, StepAssignment
+from motet.assign.step import ModuleAssignment
 from motet.core.arrays import Int64Array
-from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.cost.flops import step_flops
 from motet.schedule.plan_units import recomputed_in
-from motet.simulate.predict.stage_pricing import Recomputed
+
+if TYPE_CHECKING:
+    from motet.simulate.predict.stage_pricing import Pricing
 
 
-def skipped_flops(plan: Plan, assignment: StepAssignment, recomputed: Recomputed) -> int:
-    """The operations of a step that `Pricing.hardware_flops` counts and that are left out, over all ranks.
-
-    recomputed: as of `Pricing`, in place of the Plan's numbers.
-    """
+def skipped_flops(pricing: Pricing) -> int:
+    """The operations that whole stages have in all microbatches and that are left out, over all ranks."""
+    plan, assignment, recomputed = pricing.plan, pricing.assignment, pricing.recomputed
     if plan.schedule != "data_parallel":
         return 0
     skipped = 0
@@ -33,16 +34,17 @@ def skipped_flops(plan: Plan, assignment: StepAssignment, recomputed: Recomputed
             blocks = recomputed[name][items.replica, items.microbatch]
         for number in np.unique(blocks[is_left_out]).tolist():
             chosen = np.flatnonzero(is_left_out & (blocks == number))
-            skipped += _input_flops(plan, assignment, name, chosen, number)
+            skipped += _input_flops(pricing, name, chosen, number)
     return skipped
 
 
-def _input_flops(plan: Plan, assignment: StepAssignment, name: str, chosen: Int64Array, num_recomputed: int) -> int:
+def _input_flops(pricing: Pricing, name: str, chosen: Int64Array, num_recomputed: int) -> int:
     """What a module computes on some items only for the gradient of its input, its first blocks again included."""
+    assignment = pricing.assignment
     items: ModuleAssignment = assignment.modules[name]
     with_gradient, without = (
         step_flops(
-            plan.model.module(name),
+            pricing.plan.model.module(name),
             items.length[chosen],
             int(assignment.batch.num_targets[items.example[chosen]].sum()) if name == BACKBONE else None,
             reached=reached,

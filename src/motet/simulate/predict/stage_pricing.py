@@ -29,6 +29,7 @@ from motet.simulate.engine.stage_times import Part
 from motet.simulate.predict.given_seconds import given_seconds
 from motet.simulate.predict.layer_pricing import LayerPricing
 from motet.simulate.predict.pass_parts import is_finer, parts_of_pass
+from motet.simulate.predict.skipped_flops import skipped_flops
 
 _ZERO = np.zeros(())
 _FEW = 8
@@ -95,7 +96,7 @@ class Pricing:
         self._known_parts: dict[object, tuple[Part, ...]] = {}
         self._known_totals: dict[object, StagePrices] = {}
         self._first = {kind.stage.key: kind.stage for kind in planned.kinds}
-        self._recomputed = recomputed or {}
+        self.recomputed = recomputed or {}
         self._layers: dict[tuple[object, ...], Counter[StageLayer]] = {} if like is None else like._layers
 
     @property
@@ -198,11 +199,13 @@ class Pricing:
         return tuple(map(float, passes))
 
     def hardware_flops(self) -> int:
-        """Operations of all ranks, with padding, recomputation and replicated encoders."""
+        """Operations of all ranks, with padding, recomputation and replicated encoders, less those of passes that data
+        parallelism leaves out.
+        """
         stages = self.planned.stages
         every = stages.first if isinstance(stages, AlikeItems) else stages
         distinct = {(stage.unit.name, stage.index, stage.modules): stage for stage in every}
-        return round(sum(self._stage_flops(stage) for stage in distinct.values()))
+        return round(sum(self._stage_flops(stage) for stage in distinct.values())) - skipped_flops(self)
 
     def none(self, stage: PlannedStage) -> Float64Array:
         """Zeros of all replicas and microbatches, of which nothing can be written, without memory of their own."""
@@ -254,7 +257,7 @@ class Pricing:
 
     def _cases(self, stage: PlannedStage) -> Iterator[tuple[Mapping[StageLayer, int], BoolArray]]:
         """The layers of a stage, and the microbatches, [num_replicas, num_microbatches], that recompute so."""
-        numbers = self._recomputed.get(stage.modules[0])
+        numbers = self.recomputed.get(stage.modules[0])
         if numbers is None:
             if stage.key not in self._layers:
                 self._layers[stage.key] = Counter(self.layers(stage))

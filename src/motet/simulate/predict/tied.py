@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from motet.core.plan import Plan
-from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
-from motet.cost.memory import MixedPrecision, StateBytes, state_bytes
+from motet.cost.memory import MixedPrecision, StageLayer, StateBytes, state_bytes
 from motet.schedule import PlannedProgram, PlannedStage
 
 
@@ -43,13 +43,21 @@ class TiedApart:
         holders = (kind.stage.data_ranks for kind in planned.kinds if self.is_on(kind.stage))
         return tuple(sorted({rank for ranks in holders for rank in ranks}))
 
-    def without(self, layer: Layer) -> Layer:
+    def without(self, placed: StageLayer) -> StageLayer:
         """A layer of either stage without these weights."""
-        return replace(layer, parameters=layer.parameters - self.weights) if layer.kind == "embedding" else layer
+        layer = placed.layer
+        if layer.kind != "embedding":
+            return placed
+        return placed._replace(layer=replace(layer, parameters=layer.parameters - self.weights))
 
     def state(self, precision: MixedPrecision) -> StateBytes:
         """What a rank holds of them between passes."""
         return state_bytes(self.number, self.updated, precision=precision)
+
+
+def untied(tied: TiedApart | None, stage: PlannedStage, layers: Sequence[StageLayer]) -> Sequence[StageLayer]:
+    """The layers of a stage without the tied weights that a Plan has on two stages, if it has any."""
+    return layers if tied is None or not tied.is_on(stage) else [tied.without(placed) for placed in layers]
 
 
 def tied_apart(plan: Plan) -> TiedApart | None:
