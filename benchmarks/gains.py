@@ -199,7 +199,9 @@ class Side:
             model.encoders["image"].requires_grad_(False)
         self.plan = plan_of(model, way, case.num_ranks, first)
         self.step = rank_step(self.plan, model, rank)
-        for name, module in {**model.encoders, BACKBONE: model.backbone}.items():
+        # A rank's model has no backbone where its stages are all of encoders.
+        held = {**model.encoders, **({} if model.backbone is None else {BACKBONE: model.backbone})}
+        for name, module in held.items():
             for block in module.blocks:
                 block.register_forward_pre_hook(partial(sleep_before, name))
                 block.register_forward_hook(partial(sleep_in_backward, name))
