@@ -16,6 +16,7 @@ from torch import Tensor
 
 from motet.core.arrays import Int64Array
 from motet.dropout import mixed_bits, stream
+from motet.on_device import on_device
 
 _GAMMA = -0x61C8864680B583EB
 """The odd constant of SplitMix64 as int64."""
@@ -34,7 +35,7 @@ def normal_of_rows(keys: Int64Array, counts: Int64Array, width: int, name: str, 
     """
     of_item = stream(keys.view(np.uint64) ^ np.uint64(crc32(name.encode())), np.zeros(1, np.int64))
     row = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    rows = torch.from_numpy(stream(np.repeat(of_item, counts), row).view(np.int64)).to(device)
+    rows = on_device(stream(np.repeat(of_item, counts), row).view(np.int64), device)
     columns = torch.arange(1, 2 * width + 1, device=device) * _GAMMA
     # The upper 53 bits, which the shift of a signed number fills with its sign.
     bits = mixed_bits(rows[:, None] + columns) >> 11 & 2**53 - 1

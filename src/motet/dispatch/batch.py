@@ -51,6 +51,8 @@ class PackedSequences:
                        the sequence (`models/key_items.py`): at an item's token how many of them text sees, else 0.
     turn_rows:         phase -> the rows of the turn that each of its items reads, int64 [num_items], of generators that
                        are given turns.
+    host:              the same sequences on the CPU, where these are on a device or in pinned memory: who reads values
+                       there does not wait for the device.
 
     Example:
         >>> text = TokenSequence(np.array([7, 0, 9]), np.array([False, False, True]), ("image",), np.array([1]))
@@ -70,6 +72,7 @@ class PackedSequences:
     grid_positions: Tensor | None = None
     key_rows: Tensor | None = None
     turn_rows: Mapping[str, Int64Array] = field(default_factory=dict)
+    host: PackedSequences | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -150,6 +153,7 @@ class PackedSequences:
             targets=change(self.targets),
             feature_positions={phase: change(positions) for phase, positions in self.feature_positions.items()},
             context=None if self.context is None else self.context.with_tensors(change),
+            host=self.host or self,
         )
 
 

@@ -21,6 +21,7 @@ from motet.core.attention_table import AttentionTable
 from motet.dropout import next_rows, of_heads
 from motet.models.kernel_calls import KernelCalls, plan_calls
 from motet.models.scores import attended
+from motet.on_device import on_device
 
 if TYPE_CHECKING:
     from motet.models.table_items import TableItems
@@ -161,7 +162,7 @@ class PackedItems:
         from torch.nn.attention.varlen import varlen_attn
 
         if query.device not in self._device_offsets:
-            self._device_offsets[query.device] = torch.from_numpy(self.offsets.astype(np.int32)).to(query.device)
+            self._device_offsets[query.device] = on_device(self.offsets.astype(np.int32), query.device)
         offsets = self._device_offsets[query.device]
         out = varlen_attn(
             *(x[0].transpose(0, 1).contiguous() for x in (query, key, value)),
@@ -221,7 +222,7 @@ class QueriedItems:
             raise ValueError(f"{query.shape[2]} queries and {key.shape[2]} keys do not fit the items of this attention")
         if query.device not in self._indices:
             order, keys = torch.from_numpy(self._order), torch.from_numpy(self._keys)
-            self._indices[query.device] = tuple(x.to(query.device) for x in (order, keys, order.argsort()))
+            self._indices[query.device] = tuple(on_device(x, query.device) for x in (order, keys, order.argsort()))
         order, keys, restore = self._indices[query.device]
         drawn = _drawn(dropout, (len(self.counts), self.num_queries), query.device)
         rows = [None] * len(self._calls)
@@ -259,7 +260,7 @@ class PaddedClips:
 
     def __init__(self, lengths: Int64Array, longest: int, device: torch.device) -> None:
         real = np.arange(longest) < np.asarray(lengths)[:, None]
-        self.keys = None if real.all() else torch.from_numpy(real[:, None, None, :]).to(device)
+        self.keys = None if real.all() else on_device(real[:, None, None, :], device)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, window: int | None

@@ -37,7 +37,7 @@ from motet.models.backbone_layers import backbone_layers
 from motet.models.block import Block, outside_blocks, wrap_blocks
 from motet.models.callbacks import callback_name, check_callback
 from motet.models.context_items import ContextItems, SharedMerge, SharedRows, context_of, keys_here, placed, spare_row
-from motet.models.contract import Sequences
+from motet.models.contract import Sequences, on_host
 from motet.models.exact import keep_float64
 from motet.models.experts import ROUTER_LOSS, use_routed_experts
 from motet.models.extents import rows_together
@@ -51,6 +51,7 @@ from motet.models.merge import merge_rows, places_of
 from motet.models.rotary import document_lengths, use_document_rotary
 from motet.models.router_loss import RouterLoss
 from motet.models.table_items import TableItems
+from motet.on_device import on_device
 from motet.tensor_parallel import RowParts, TensorRanks, copied, likeliest_entry, vocabulary_cross_entropy
 
 _QUERY_STD = 0.02
@@ -260,7 +261,7 @@ class Backbone(nn.Module):
             return rows.repeat(len(self._places(name, sequences)) // len(rows), 1)
         places = self._places(name, context.whole).numpy()
         number = np.flatnonzero(context.rows.owner[places] == context.rank) % len(rows)
-        return rows[torch.from_numpy(number).to(rows.device)]
+        return rows[on_device(number, rows.device)]
 
     def router_loss(self, sequences: Sequences, gradient: float | None = None) -> RouterLoss | None:
         """The router loss of a pass through layers with experts; None if there is none to compute.
@@ -276,8 +277,9 @@ class Backbone(nn.Module):
         documents = torch.arange(len(lengths)).repeat_interleave(lengths)
         targets = getattr(whole, "num_targets", None)
         if targets is None:
-            targets = torch.zeros_like(lengths, device=whole.tokens.device)
-            targets = targets.index_add(0, documents.to(whole.tokens.device), _is_predicted(whole).long())
+            is_predicted = _is_predicted(on_host(whole)).long()
+            targets = torch.zeros_like(lengths, device=is_predicted.device)
+            targets = targets.index_add(0, on_device(documents, targets.device), is_predicted)
         if context is not None:
             # The last document is that of a spare row.
             own = torch.from_numpy(context.own)
@@ -287,7 +289,7 @@ class Backbone(nn.Module):
             )
         return RouterLoss(
             self._balance_weight,
-            *(each.to(device) for each in (documents, lengths, targets)),
+            *(on_device(each, device) for each in (documents, lengths, targets)),
             summed=None if context is None else partial(_sum_choices, context),
             gradient=gradient,
         )
@@ -303,7 +305,7 @@ class Backbone(nn.Module):
         Where ranks share sequences, of those whose last row is here.
         """
         context = context_of(sequences)
-        last = sequences.offsets[1:].to(hidden.device, torch.int64) - 1 if context is None else context.ends
+        last = on_device(sequences.offsets[1:].long() - 1, hidden.device) if context is None else context.ends
         logits = self.logits(hidden[last])
         if self.tensor_ranks is not None:
             return likeliest_entry(logits, self.tensor_ranks, self.causal_lm.config.vocab_size)
@@ -453,7 +455,7 @@ class Backbone(nn.Module):
             arranged(2 * first, lambda: self._rows_between(sequences, len(hidden))),
             document_lengths(self.causal_lm, of_rows),
         ):
-            position_ids = torch.from_numpy(positions + self.first_position).to(hidden.device).unsqueeze(-2)
+            position_ids = on_device(positions + self.first_position, hidden.device).unsqueeze(-2)
             routed = {} if router_loss is None else {ROUTER_LOSS: router_loss}
             if any(first <= number < stop for number in self._text.crossing):
                 routed |= self._crossing(hidden, features, sequences)
@@ -478,7 +480,7 @@ class Backbone(nn.Module):
         whole = sequences if context is None else context.whole
         for name, num_rows in self.keys.items():
             rows = features.get(name, hidden.new_zeros(0, self.row_width(name))).to(hidden.dtype)
-            places = places_of(name, rows, sequences) if context is None else whole.feature_positions[name]
+            places = places_of(name, rows, on_host(sequences)) if context is None else whole.feature_positions[name]
             places = places.cpu().numpy()
             num_seen = whole.key_rows[places].numpy() if len(places) else places  # None where there is no item.
             items = KeyItems.packed(whole.offsets.numpy().astype(np.int64), places, num_seen, num_rows)
@@ -527,7 +529,7 @@ class Backbone(nn.Module):
             return hidden.sum(dtype=torch.promote_types(hidden.dtype, torch.float32)), 0
         if (context := context_of(sequences)) is not None:
             return self.loss(hidden[context.predicted], context.labels), len(context.labels)
-        rows = _predicted_rows(sequences).to(hidden.device)
+        rows = on_device(_predicted_rows(on_host(sequences)), hidden.device)
         return self.loss(hidden[rows - 1], sequences.tokens[rows]), len(rows)
 
     @contextmanager
@@ -595,7 +597,7 @@ def _sum_choices(context: SharedRows, choices: Tensor) -> None:
     """
     shared = choices[context.num_whole : -1]
     everywhere = choices.new_zeros(context.num_shared, choices.shape[1])
-    numbers = torch.from_numpy(context.numbers).to(choices.device)
+    numbers = on_device(context.numbers, choices.device)
     everywhere[numbers] = shared
     num_ranks = dist.get_world_size(context.group)
     context.count_bytes(2 * everywhere.nbytes * (num_ranks - 1) / num_ranks)
@@ -607,7 +609,7 @@ def _is_predicted(sequences: Sequences) -> Tensor:
     """Which rows are targets, bool [total]; first tokens of documents are none, as nothing predicts them."""
     predicted = sequences.targets.clone()
     starts = sequences.offsets[:-1].long()
-    predicted[starts[starts < len(predicted)].to(predicted.device)] = False
+    predicted[on_device(starts[starts < len(predicted)], predicted.device)] = False
     return predicted
 
 

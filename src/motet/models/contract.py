@@ -123,6 +123,8 @@ class Sequences(Protocol):
                        positions are those of a grid; None where no item has one.
     num_targets:       optional, int64 [num_sequences] on the host: the targets of each document, without first tokens.
     turn_rows:         optional, generator -> the rows of the turn that each of its items reads, int64 [num_items].
+    host:              optional, the same documents where all tensors are on the host, so that who reads them does not
+                       wait for the device; None where these are.
     context:           optional, a `context_items.SharedRows` where ranks share the documents: tokens, targets and
                        positions are then of the rows of this rank, and offsets of all.
     """
@@ -131,3 +133,8 @@ class Sequences(Protocol):
     targets: Tensor
     offsets: Tensor
     feature_positions: dict[str, Tensor]
+
+
+def on_host(sequences: Sequences) -> Sequences:
+    """The documents as the host has them; those that were given, if it has none."""
+    return getattr(sequences, "host", None) or sequences

@@ -20,6 +20,7 @@ from motet.models.layers import LayerModules
 from motet.models.noise_schedule import NoiseConfig, SamplingConfig
 from motet.models.vae import VAE
 from motet.noise import normal_of_rows
+from motet.on_device import on_device
 
 
 class Diffusion(nn.Module):
@@ -146,7 +147,7 @@ class Diffusion(nn.Module):
             return hidden
         slots, num_rows = self._slots(sizes)
         packed = hidden.new_zeros(num_rows * self.carried_divisor, latents.shape[1])
-        packed[slots.to(hidden.device)] = latents.to(hidden.dtype)
+        packed[on_device(slots, hidden.device)] = latents.to(hidden.dtype)
         rows = packed.view(num_rows, -1)
         return torch.cat([hidden, pad(rows, (0, self._width - rows.shape[1]))])
 
@@ -168,7 +169,11 @@ class Diffusion(nn.Module):
         if self.carried_divisor:
             slots, along = self._slots(sizes)[0], self._parted(hidden, sizes)[1]
             channels = self.denoiser.row_dim
-            values = along[:, : self.carried_divisor * channels].reshape(-1, channels)[slots.to(hidden.device)].detach()
+            values = (
+                along[:, : self.carried_divisor * channels]
+                .reshape(-1, channels)[on_device(slots, hidden.device)]
+                .detach()
+            )
         elif self.vae is not None:
             values = self.vae.encode(values, sizes, keys)
         times, noise = self._drawn(values, sizes, keys)
@@ -264,7 +269,7 @@ class Diffusion(nn.Module):
     @staticmethod
     def _of_rows(of_items: Float64Array, num_rows: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
         """A number of each item for each of its rows, [sum(rows), 1]."""
-        return torch.from_numpy(of_items).repeat_interleave(num_rows)[:, None].to(device, dtype)
+        return on_device(torch.from_numpy(of_items).repeat_interleave(num_rows)[:, None].to(dtype), device)
 
 
 def _if_ragged(counts: Int64Array | None) -> tuple[Int64Array, ...]:

@@ -24,6 +24,7 @@ from motet.core.spec import Layer
 from motet.models.attention import PackedItems
 from motet.models.conditions import in_rows, numbers_in
 from motet.models.layers import LayerModules, any_trainable
+from motet.on_device import on_device
 
 _LONGEST_WAVE = 10_000.0
 
@@ -118,19 +119,19 @@ class DiT(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """As `enter`: hidden states, and what steers the blocks."""
         dtype, device, num_items = noised.dtype, noised.device, len(sizes)
-        waves = sine_waves(times.numpy()[:, None].astype(np.float64), self.config.hidden).to(device, dtype)
+        waves = on_device(sine_waves(times.numpy()[:, None].astype(np.float64), self.config.hidden).to(dtype), device)
         means, places = self._of_conditions(conditions, num_items, counts)
         steering = silu(self.time(waves) + means)
-        rows = self.entrance(noised) + _places(sizes.numpy(), self.config.hidden).to(device, dtype)
+        rows = self.entrance(noised) + on_device(_places(sizes.numpy(), self.config.hidden).to(dtype), device)
         order, _ = in_turn(*self._num_rows(sizes, counts))
-        return torch.cat([conditions + places, rows])[torch.from_numpy(order).to(device)], steering
+        return torch.cat([conditions + places, rows])[on_device(order, device)], steering
 
     def _through(
         self, hidden: Tensor, steering: Tensor, sizes: Tensor, counts: Int64Array | None, first: int, stop: int
     ) -> Tensor:
         """Hidden states after the blocks first ... stop - 1."""
         num_rows, counts = self._num_rows(sizes, counts)
-        item = torch.from_numpy(np.repeat(np.arange(len(counts)), num_rows + counts)).to(hidden.device)
+        item = on_device(np.repeat(np.arange(len(counts)), num_rows + counts), hidden.device)
         extents = PackedItems.from_lengths(num_rows + counts)
         for layer in self.blocks[first:stop]:
             hidden = layer(hidden, steering, item, extents)
@@ -140,7 +141,7 @@ class DiT(nn.Module):
         num_rows, counts = self._num_rows(sizes, counts)
         order, item = in_turn(num_rows, counts)
         restore = np.flatnonzero(order >= counts.sum())
-        of_items, own = (torch.from_numpy(each).to(hidden.device) for each in (item[restore], restore))
+        of_items, own = (on_device(each, hidden.device) for each in (item[restore], restore))
         shift, scale = self.last_modulation(steering)[of_items].chunk(2, dim=-1)
         return self.exit(_normed(hidden[own]) * (1 + scale) + shift)
 
@@ -156,7 +157,7 @@ class DiT(nn.Module):
             of_items = conditions.unflatten(0, (num_items, self.num_conditions))
             return of_items.mean(dim=1), self.places.weight.repeat(num_items, 1)
         padded = in_rows(conditions, counts)
-        number = torch.from_numpy(numbers_in(counts)).to(conditions.device)
+        number = on_device(numbers_in(counts), conditions.device)
         return padded.sum(dim=1) / torch.from_numpy(counts)[:, None].to(conditions), self.places.weight[number]
 
     def layers(self) -> list[LayerModules]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from motet.core.arrays import BoolArray, Int64Array
-from motet.models.contract import Sequences
+from motet.models.contract import Sequences, on_host
 
 
 def rows_together(sequences: Sequences, bidirectional: Sequence[str], prefix: bool) -> Int64Array:
@@ -19,10 +19,12 @@ def rows_together(sequences: Sequences, bidirectional: Sequence[str], prefix: bo
     sequences:     with all of their rows.
     bidirectional: encoders of which rows that follow each other without a token between are a run.
     prefix:        whether the rows of a document before its first target are one.
-    Reads tensors on the host. Raises ValueError where tokens were not read, as rows have no known places then.
+    Reads what the host has, else waits for the device. Raises ValueError where tokens were not read, as rows have no
+    known places then.
     """
     if not (bidirectional or prefix):
         return np.zeros((0, 2), dtype=np.int64)
+    sequences = on_host(sequences)
     offsets = sequences.offsets.numpy().astype(np.int64)
     if len(sequences.tokens) != offsets[-1]:
         raise ValueError("this rank did not read the tokens, and so does not know where rows stand that see each other")

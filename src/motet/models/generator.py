@@ -28,6 +28,7 @@ from motet.models.layers import LayerModules, any_trainable, as_it_learns, froze
 from motet.models.noise_schedule import SamplingConfig
 from motet.models.projector import Projector
 from motet.noise import uniform_of_items
+from motet.on_device import on_device
 
 
 class OutputProjector(nn.Module):
@@ -51,7 +52,7 @@ class OutputProjector(nn.Module):
         if self.nothing is None or dropped is None:
             return conditions
         if counts is not None:
-            of_rows = dropped.repeat_interleave(torch.from_numpy(counts).to(dropped.device), output_size=len(rows))
+            of_rows = dropped.repeat_interleave(on_device(counts, dropped.device), output_size=len(rows))
             return torch.where(of_rows[:, None], self.nothing, conditions)
         of_items = conditions.unflatten(0, (len(dropped), -1))
         return torch.where(dropped[:, None, None], self.nothing, of_items).flatten(0, 1)
@@ -230,7 +231,7 @@ class GeneratorModule(nn.Module):
         """What the generator is given of rows of the backbone, for which some items get what stands for nothing."""
         rows, dropped = rows.to(self._dtype), None
         if self.entrance.drop and self.training:
-            dropped = (uniform_of_items(keys, "condition") < self.entrance.drop).to(rows.device)
+            dropped = on_device(uniform_of_items(keys, "condition") < self.entrance.drop, rows.device)
         return self.entrance(rows, dropped, *self._turns(counts))
 
     def _turns(self, counts: Int64Array | None) -> tuple[Int64Array, ...]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from motet.core.arrays import Int64Array
+from motet.on_device import on_device
 
 _SHORT = 48
 """Segments shorter than this may share a call.
@@ -62,14 +63,14 @@ def plan_calls(offsets: Int64Array, device: torch.device) -> KernelCalls:
     for group in groups:
         column = np.arange(lengths[group[0]])
         real = column < lengths[group, None]
-        keys = None if real.all() else torch.from_numpy(real[:, None, None, :]).to(device)
+        keys = None if real.all() else on_device(real[:, None, None, :], device)
         calls.append(KernelCall(len(group), len(column), keys))
         gather.append((starts[group, None] + np.minimum(column, lengths[group, None] - 1)).ravel())
         is_real.append(real.ravel())
     rows, real_rows = np.concatenate(gather), np.flatnonzero(np.concatenate(is_real))
     restore = np.empty(offsets[-1], dtype=np.int64)
     restore[rows[real_rows]] = real_rows
-    return KernelCalls(calls, torch.from_numpy(rows).to(device), torch.from_numpy(restore).to(device))
+    return KernelCalls(calls, on_device(rows, device), on_device(restore, device))
 
 
 def _group_short(lengths: Int64Array) -> list[Int64Array]:

@@ -19,6 +19,7 @@ from motet.core.arrays import BoolArray, Int64Array
 from motet.core.attention_table import AttentionTable
 from motet.dropout import ItemRows
 from motet.models.table_items import TableItems
+from motet.on_device import on_device
 
 
 class KeyItems:
@@ -95,5 +96,5 @@ class KeyItems:
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """`rows` as LongTensor [n], and `sees` as BoolTensor [n, 1]."""
         if device not in self._on:
-            self._on[device] = tuple(torch.from_numpy(each).to(device) for each in (self.rows, self.sees[:, None]))
+            self._on[device] = tuple(on_device(each, device) for each in (self.rows, self.sees[:, None]))
         return self._on[device]

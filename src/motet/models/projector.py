@@ -22,6 +22,7 @@ from motet.core.shapes import projector
 from motet.models.config_file import one_line
 from motet.models.cross_projector import CrossProjector
 from motet.models.layers import LayerModules, any_trainable
+from motet.on_device import on_device
 
 
 class ProjectorConfig(BaseModel):
@@ -200,7 +201,7 @@ class Projector(nn.Module):
             if own is not None:
                 number, place = np.divmod(places[self.rows_for(extents, own)], self.downsample)
                 places = np.searchsorted(own, number) * self.downsample + place
-            positions = torch.from_numpy(places).to(rows.device)
+            positions = on_device(places, rows.device)
             rows = rows.new_zeros(num_blocks * self.downsample, width).index_copy(0, positions, rows)
         return rows.reshape(num_blocks, width * self.downsample)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
+from motet.on_device import on_device
 
 
 def by_size(sizes: Int64Array) -> Iterator[tuple[tuple[int, int], Int64Array, Int64Array]]:
@@ -35,10 +36,10 @@ def in_batches(rows: Tensor, sizes: Tensor, compute: Callable[[Tensor, Tensor], 
     computed, order = [], []
     for (height, width), items, of_items in by_size(sizes.numpy()):
         order.append(of_items)
-        own = rows[torch.from_numpy(of_items).to(rows.device)].unflatten(0, (len(items), height, width))
+        own = rows[on_device(of_items, rows.device)].unflatten(0, (len(items), height, width))
         found = compute(own.permute(0, 3, 1, 2).contiguous(), torch.from_numpy(items))
         computed.append(found.permute(0, 2, 3, 1).flatten(0, 2))
-    restore = torch.from_numpy(np.argsort(np.concatenate(order))).to(rows.device)
+    restore = on_device(np.argsort(np.concatenate(order)), rows.device)
     return torch.cat(computed)[restore]
 
 

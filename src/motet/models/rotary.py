@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from motet.core.arrays import Int64Array
+from motet.on_device import on_device
 
 
 class Rotation:
@@ -53,7 +54,7 @@ class DocumentRotary(nn.Module):
         """position_ids int64 [1, rows] -> cos, sin [1, rows, channels]. They count from 0 in each document."""
         cos, sin = self._turns(x, position_ids, self.rotary.inv_freq)
         for length in self.lengths[self.lengths > self.original].unique().tolist():
-            is_so_long = (self.lengths == length).to(position_ids.device)[..., None]
+            is_so_long = on_device(self.lengths == length, position_ids.device)[..., None]
             turns = self._turns(x, position_ids, self._frequencies(length, position_ids.device))
             cos, sin = (torch.where(is_so_long, new, old) for new, old in zip(turns, (cos, sin), strict=True))
         return cos, sin

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from motet.core.arrays import Int64Array
 from motet.core.context_rows import RowMoves
+from motet.on_device import on_device
 
 if TYPE_CHECKING:
     from motet.models.context_items import SharedAttention, SharedItemRows, SharedRows
@@ -27,7 +28,7 @@ class RowCopies:
     """Copies of rows that go from rank to rank. moves: which rows. share: has their group, and counts their bytes."""
 
     def __init__(self, moves: RowMoves, share: SharedRows | SharedAttention, device: torch.device) -> None:
-        self.send, self.order = (torch.from_numpy(index).to(device) for index in (moves.send, moves.order))
+        self.send, self.order = (on_device(index, device) for index in (moves.send, moves.order))
         self.num_sent, self.num_received = list(moves.num_sent), list(moves.num_received)
         self.share = share
 
@@ -59,7 +60,7 @@ def rows_wanted(rows: Tensor, shared: SharedItemRows, wanted: Callable[[int], In
     """
     of_shared, own = shared.rows.after(shared.num_whole), wanted(shared.rank)
     num_whole = shared.rows.num_rows - of_shared.num_rows
-    of_whole = torch.from_numpy(own[own < num_whole]).to(rows.device)
+    of_whole = on_device(own[own < num_whole], rows.device)
     beyond = [_from(wanted(rank), num_whole) for rank in range(of_shared.num_ranks)]
     copies = RowCopies(of_shared.moves(shared.rank, beyond), shared, rows.device)
     return torch.cat([rows[:num_whole].index_select(0, of_whole), copies.of(rows[num_whole:])])

@@ -22,6 +22,7 @@ from motet.models.module_sizes import sums
 from motet.models.row_copies import rows_wanted
 from motet.models.shared_queries import SharedReading
 from motet.models.whole.tiles import Newlines
+from motet.on_device import on_device
 
 if TYPE_CHECKING:
     from motet.models.module import ModalityModule
@@ -155,7 +156,7 @@ class SharedPath:
         if not shared.num_rows_out:
             return take_part(rows[:0], after.parameters())
         rows = after(rows.to(callback_dtype(after, rows.dtype)), sizes)
-        own = torch.from_numpy(shared.outputs.rows[shared.rank]).to(rows.device)
+        own = on_device(shared.outputs.rows[shared.rank], rows.device)
         return rows.index_select(0, own).to(module.weights_dtype(rows.dtype))
 
     @staticmethod

@@ -19,6 +19,7 @@ from motet.core.context_rows import ContextRows
 from motet.models.context_items import ContextItems, SharedItemRows
 from motet.models.row_copies import RowCopies
 from motet.models.table_items import TableItems
+from motet.on_device import on_device
 
 
 class SharedReading(NamedTuple):
@@ -96,6 +97,6 @@ class SharedQueries:
     def _indices(self, device: torch.device) -> tuple[Tensor, Tensor, RowCopies]:
         """Which queries of an item are here; the order of keys by item; copies of those of others."""
         if device not in self._on:
-            own, order = (torch.from_numpy(index).to(device) for index in (self._own, self._order))
+            own, order = (on_device(index, device) for index in (self._own, self._order))
             self._on[device] = own, order, RowCopies(self._moves, self._share, device)
         return self._on[device]

@@ -19,6 +19,7 @@ from motet.core.arrays import Int64Array
 from motet.models.block import wrap_blocks
 from motet.models.conditions import numbers_in
 from motet.models.denoiser import Denoiser
+from motet.on_device import on_device
 
 
 class ItemBatch(NamedTuple):
@@ -46,7 +47,7 @@ class ItemBatch(NamedTuple):
 
     def packed(self, padded: Tensor) -> Tensor:
         """What `padded` has made, without padding."""
-        return padded.flatten(0, 1) if self.there is None else padded[self.there.to(padded.device)]
+        return padded.flatten(0, 1) if self.there is None else padded[on_device(self.there, padded.device)]
 
 
 class ItemBatches:
@@ -187,10 +188,10 @@ class StackedDenoiser(Denoiser):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `_parts`."""
         latents, given = (
-            rows[torch.from_numpy(order).to(rows.device)]
+            rows[on_device(order, rows.device)]
             for rows, order in ((noised, batches.latents), (conditions, batches.conditions))
         )
-        times, area, made = times[torch.from_numpy(batches.order)].to(noised.device), self.divisor**2, []
+        times, area, made = on_device(times[torch.from_numpy(batches.order)], noised.device), self.divisor**2, []
         for batch in batches:
             own = latents[area * batch.patches.start : area * batch.patches.stop]
             size = len(times[batch.items]), self.divisor * batch.height, self.divisor * batch.width
@@ -216,7 +217,7 @@ class StackedDenoiser(Denoiser):
             latents = self.projected(own, steers).unflatten(-1, (side, side, -1))[..., : self.row_dim]
             in_rows = latents.unflatten(1, (batch.height, batch.width)).permute(0, 1, 3, 2, 4, 5)
             made.append(in_rows.flatten(0, 4))
-        restore = torch.from_numpy(np.argsort(batches.latents)).to(patches.device)
+        restore = on_device(np.argsort(batches.latents), patches.device)
         return torch.cat(made)[restore]
 
 
@@ -237,7 +238,7 @@ def _in_batches(
             patches[batch.patches].unflatten(0, (num, -1)),
             batch.padded(rows),
             _of_items(steering, batches, batch),
-            None if there is None else there.to(patches.device),
+            None if there is None else on_device(there, patches.device),
         )
         if isinstance(found, tuple):
             found, context = found

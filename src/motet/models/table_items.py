@@ -25,6 +25,7 @@ from motet.models.attention import PackedItems
 from motet.models.flex import FlexTable, has_flex
 from motet.models.row_runs import RowRun, attend_causal_run, row_runs
 from motet.models.scores import Scoring, attended
+from motet.on_device import on_device
 
 _TILE = 256
 """The most rows of a tile: causal rows of a long document then have few keys in their mask that they do not see."""
@@ -113,7 +114,7 @@ class TableItems:
         scale, dropout, window, softcap, sinks = how
         table, at = self.table.windowed(window), (window, query.device)
         if at not in self._bounds:
-            self._bounds[at] = tuple(torch.from_numpy(x).to(query.device) for x in (table.start, table.end))
+            self._bounds[at] = tuple(on_device(x, query.device) for x in (table.start, table.end))
         draws, columns = self._draws(dropout, query)
         has_scores = softcap is not None or sinks is not None or draws is not None
         has_runs = not (has_scores or dropout) and query.device.type == "cpu"
@@ -169,7 +170,7 @@ class TableItems:
         drawn = next_rows((query.shape[2],), query.device) if dropout else None
         if drawn is None:
             return None, None
-        document, keys = (torch.from_numpy(x).to(query.device) for x in (self.table.document, self.table.keys))
+        document, keys = (on_device(x, query.device) for x in (self.table.document, self.table.keys))
         return counted_from(of_heads(drawn[None], query.shape[1]), document), keys
 
 

@@ -19,6 +19,7 @@ from motet.models.denoiser import Alone, Denoiser, check_defaults
 from motet.models.layers import LayerModules
 from motet.models.rasters import in_batches
 from motet.models.unet_layers import unet_layers
+from motet.on_device import on_device
 
 _BLOCKS = {
     "down_block_types": {"DownBlock2D", "CrossAttnDownBlock2D"},
@@ -64,9 +65,11 @@ class UNet(Denoiser):
         def predicted(images: Tensor, items: Tensor) -> Tensor:
             own = num_rows[items]
             given = pad_sequence([of_items[item] for item in items.tolist()], batch_first=True)
-            there = None if (own == own[0]).all() else (torch.arange(given.shape[1]) < own[:, None]).to(images.device)
+            there = (
+                None if (own == own[0]).all() else on_device(torch.arange(given.shape[1]) < own[:, None], images.device)
+            )
             masked = {"encoder_attention_mask": there, "return_dict": False}
-            found: Tensor = self.model(images, times[items].to(images.device), given, **masked)[0]
+            found: Tensor = self.model(images, on_device(times[items], images.device), given, **masked)[0]
             return found
 
         return in_batches(noised, sizes, predicted)

@@ -22,6 +22,7 @@ from motet.models.context_items import ContextItems, SharedItemRows
 from motet.models.contract import AudioRows
 from motet.models.layers import LayerModules, any_trainable
 from motet.models.row_copies import rows_wanted
+from motet.on_device import on_device
 
 
 def _attention(layer: nn.Module, hidden: Tensor, extents: PaddedClips) -> Tensor:
@@ -118,7 +119,7 @@ class AudioEncoder(nn.Module):
         model, frames = self.model, self.num_inputs(sizes.numpy())
         if shared is not None:
             hidden = convolved_here(model, values, shared.with_rows(frames), shared)
-            positions = torch.from_numpy(shared.rows.positions[shared.own]).to(hidden.device)
+            positions = on_device(shared.rows.positions[shared.own], hidden.device)
             hidden = hidden + model.embed_positions.weight[positions]
             return dropout(hidden, p=model.dropout, training=model.training)
         padded = values.new_empty(len(frames), int(frames.max()))
@@ -190,9 +191,9 @@ def convolved_here(model: nn.Module, values: Tensor, frames: SharedItemRows, hid
     # Each run is a clip that begins two frames before the one in the middle of what its first row sees.
     longest, clips = 2 * int(counts.max()) + 3, np.arange(len(counts))
     places = rows_of_runs(clips * longest + begin - (2 * first - 2), num_frames)
-    rows = convolved(model, values, torch.from_numpy(places).to(values.device), len(clips), longest)
+    rows = convolved(model, values, on_device(places, values.device), len(clips), longest)
     own = rows_of_runs(clips * rows.shape[1] + 1, counts)
-    return rows.flatten(0, 1).index_select(0, torch.from_numpy(own).to(rows.device))
+    return rows.flatten(0, 1).index_select(0, on_device(own, rows.device))
 
 
 def averaged_here(hidden: Tensor, shared: SharedItemRows, pairs: Int64Array) -> Tensor:
@@ -216,4 +217,4 @@ def real_rows(counts: Int64Array, padded: Tensor) -> Tensor:
     padded: [num_clips, longest, ...].
     """
     starts = np.arange(len(counts)) * padded.shape[1] - (np.cumsum(counts) - counts)
-    return torch.from_numpy(np.arange(counts.sum()) + np.repeat(starts, counts)).to(padded.device)
+    return on_device(np.arange(counts.sum()) + np.repeat(starts, counts), padded.device)

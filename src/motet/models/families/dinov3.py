@@ -29,6 +29,7 @@ from motet.models.families.patches import (
 )
 from motet.models.families.qwen2_vl import patch_coordinates
 from motet.models.layers import LayerModules, any_trainable, unused_layer
+from motet.on_device import on_device
 
 _NOTHING_DRAWN = {"pos_embed_shift": 0, "pos_embed_jitter": 1, "pos_embed_rescale": 1, "drop_path_rate": 0}
 """Option -> the value at which training draws nothing, as None does."""
@@ -112,10 +113,10 @@ class Dinov3Encoder(PatchEncoder):
         sides = torch.from_numpy(grids).repeat_interleave(torch.from_numpy(counts), 0)
         places = 2 * (torch.from_numpy(patch_coordinates(grids, 1)).to(dtype) + 0.5) / sides - 1
         frequencies = self.model.rope_embeddings.inv_freq.to(dtype)
-        turned = (2 * math.pi * places.to(hidden.device)[:, :, None] * frequencies).flatten(1).repeat(1, 2)
+        turned = (2 * math.pi * on_device(places, hidden.device)[:, :, None] * frequencies).flatten(1).repeat(1, 2)
         turned = rows_here(turned, shared)
         angles = turned.new_zeros(len(hidden), turned.shape[1])
-        angles[torch.from_numpy(own_positions(counts, self.class_rows, shared)).to(hidden.device)] = turned
+        angles[on_device(own_positions(counts, self.class_rows, shared), hidden.device)] = turned
         return {"position_embeddings": (angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype))}
 
     def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:

@@ -8,6 +8,7 @@ from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionTransfo
 
 from motet.models.families.patches import FeatureLayer
 from motet.models.families.siglip import SiglipEncoder
+from motet.on_device import on_device
 
 
 class Idefics3Tower(SiglipEncoder):
@@ -25,7 +26,7 @@ class Idefics3Tower(SiglipEncoder):
         by_grid = {grid: self._rows_of(*grid) for grid in {(height, width) for height, width in sizes.tolist()}}
         rows = torch.cat([by_grid[height, width] for height, width in sizes.tolist()])
         table = self.model.embeddings.position_embedding.weight
-        return table[rows.to(table.device)]
+        return table[on_device(rows, table.device)]
 
     def _rows_of(self, height: int, width: int) -> Tensor:
         """The row of the table of each patch, int64 [height * width]."""

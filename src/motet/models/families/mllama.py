@@ -28,6 +28,7 @@ from motet.models.families.text import TextModel
 from motet.models.key_items import KeyItems
 from motet.models.layers import LayerModules, any_trainable
 from motet.models.table_items import TableItems
+from motet.on_device import on_device
 
 _MULTIPLE = 8
 """Rows of a tile are filled up to a multiple of this, which 1 + n * n never is."""
@@ -117,11 +118,11 @@ class MllamaTower(nn.Module):
     def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
         """The rows of all tiles with their places, and zeros behind them, [num_images * lengths, width]."""
         model, shape = self.model, (len(sizes), self.num_tiles)
-        own = torch.from_numpy(self._own_patches(sizes.numpy())).to(values.device)
+        own = on_device(self._own_patches(sizes.numpy()), values.device)
         patches = embed_patches(model.patch_embedding, values)
         tiles = patches.new_zeros(len(sizes) * self.num_tiles * self.tile_patches, self.width)
         tiles = tiles.index_copy(0, own, patches).unflatten(0, (*shape, self.tile_patches))
-        numbers = self._numbers(sizes).to(values.device)
+        numbers = on_device(self._numbers(sizes), values.device)
         tiles = model.pre_tile_positional_embedding(tiles, numbers)
         tiles = model.apply_class_embedding(tiles.flatten(0, 1)).unflatten(0, shape)
         rows = model.layernorm_pre(model.gated_positional_embedding(tiles, numbers)).flatten(1, 2)
@@ -144,7 +145,7 @@ class MllamaTower(nn.Module):
             hidden = block(hidden[None], segments)[0]
             inner += [hidden] * self.inner.count(number)
             if number == self.num_local - 1:
-                hidden = self._between(hidden, self._numbers(sizes).to(hidden.device))
+                hidden = self._between(hidden, on_device(self._numbers(sizes), hidden.device))
         return torch.cat([hidden, *inner], dim=1)
 
     def _segments(self, sizes: Int64Array) -> TableItems:

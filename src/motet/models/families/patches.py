@@ -22,6 +22,7 @@ from motet.models.attention import PackedItems
 from motet.models.context_items import ContextItems, SharedAttention, SharedItemRows
 from motet.models.contract import ImageRows
 from motet.models.layers import LayerModules, any_trainable, unused_layer
+from motet.on_device import on_device
 
 FeatureLayer = int | tuple[int, ...] | None
 """The layer, or layers, whose outputs are a tower's rows (`taken_layers`)."""
@@ -255,7 +256,7 @@ def patch_positions(table: Tensor, grids: Int64Array) -> Tensor:
 
 def rows_here(rows: Tensor, shared: SharedItemRows | None) -> Tensor:
     """Of rows of whole images, [n, dim], those that are here, where ranks share images."""
-    return rows if shared is None else rows[torch.from_numpy(shared.own).to(rows.device)]
+    return rows if shared is None else rows[on_device(shared.own, rows.device)]
 
 
 def add_class_rows(
@@ -270,7 +271,7 @@ def add_class_rows(
     own = numbers == len(class_rows)
     order = np.where(own, len(class_rows) + np.cumsum(own) - 1, numbers)
     # All ranks have all class rows in the graph, so that each has a gradient on each.
-    return torch.cat([class_rows, rows]).index_select(0, torch.from_numpy(order).to(rows.device))
+    return torch.cat([class_rows, rows]).index_select(0, on_device(order, rows.device))
 
 
 def without_class_rows(
@@ -278,7 +279,7 @@ def without_class_rows(
 ) -> Tensor:
     """The rows of `add_class_rows` without the class rows, so many an image: [sum(counts), dim]."""
     places = own_positions(counts, num_before, shared)
-    return rows.index_select(0, torch.from_numpy(places).to(rows.device))
+    return rows.index_select(0, on_device(places, rows.device))
 
 
 def own_positions(counts: Int64Array, num_before: int, shared: SharedItemRows | None = None) -> Int64Array:

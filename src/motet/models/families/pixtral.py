@@ -15,6 +15,7 @@ from motet.models.exact import keep_float64
 from motet.models.families.patches import FeatureLayer, PatchEncoder, embed_patches, zero_image
 from motet.models.families.qwen2_vl import patch_coordinates
 from motet.models.layers import LayerModules, any_trainable
+from motet.on_device import on_device
 
 
 def _attention(layer: nn.Module, hidden: Tensor, segments: PackedItems, **turns: Any) -> Tensor:
@@ -67,7 +68,7 @@ class PixtralEncoder(PatchEncoder):
         places = patch_coordinates(sizes.numpy(), 1)[slice(None) if shared is None else shared.own]
         frequencies = self.model.patch_positional_embedding.inv_freq
         frequencies = frequencies.to(torch.promote_types(hidden.dtype, torch.float32)).view(2, -1)
-        angles = (torch.from_numpy(places).to(hidden.device)[:, :, None] * frequencies).flatten(1).repeat(1, 2)
+        angles = (on_device(places, hidden.device)[:, :, None] * frequencies).flatten(1).repeat(1, 2)
         return {"position_embeddings": (angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype))}
 
     def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:

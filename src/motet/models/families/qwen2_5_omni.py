@@ -25,6 +25,7 @@ from motet.models.contract import AudioRows
 from motet.models.families.audio import averaged_here, convolved, convolved_here, real_rows
 from motet.models.families.patches import item_extents
 from motet.models.layers import LayerModules, any_trainable, unused_layer
+from motet.on_device import on_device
 
 
 class PackedAudioAttention(nn.Module):
@@ -145,7 +146,7 @@ class _ChunkedAudio(nn.Module):
             of_frames = _of_chunks(shared.with_rows(sizes.numpy()[:, 0]), chunks, frames)
             hidden = convolved_here(model, values, of_frames, of_chunks)
             positions = torch.from_numpy(of_chunks.rows.positions[of_chunks.own])
-            return hidden + table.to(hidden.dtype)[positions.to(hidden.device)]
+            return hidden + table.to(hidden.dtype)[on_device(positions, hidden.device)]
         padded = values.new_empty(len(frames), int(frames.max()))
         hidden = convolved(model, values, real_rows(frames, padded), *padded.shape)
         hidden = hidden + table[: hidden.shape[1]].to(hidden.dtype)
@@ -169,7 +170,7 @@ class _ChunkedAudio(nn.Module):
         if shared is not None:
             return self.model.ln_post(averaged_here(hidden, shared, pairs))
         starts = np.repeat(np.cumsum(rows) - rows - 2 * (np.cumsum(pairs) - pairs), pairs)
-        first = torch.from_numpy(starts + 2 * np.arange(pairs.sum())).to(hidden.device)
+        first = on_device(starts + 2 * np.arange(pairs.sum()), hidden.device)
         return self.model.ln_post((hidden[first] + hidden[first + 1]) / 2)
 
 

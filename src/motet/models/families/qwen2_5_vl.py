@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
@@ -32,6 +31,7 @@ from motet.models.families.qwen2_vl import (
     qwen_mlp_half,
 )
 from motet.models.layers import LayerModules, any_trainable
+from motet.on_device import on_device
 
 
 class _Qwen25VLBlocks(nn.Module):
@@ -100,7 +100,7 @@ class _Qwen25VLBlocks(nn.Module):
     def enter(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """The patch embedding; rows of a window are consecutive behind it. shared: as of `through`."""
         order, _ = self._rows_here(frames_of(sizes.numpy()), shared)
-        return embed_patches(self.model.patch_embed.proj, values)[torch.from_numpy(order).to(values.device)]
+        return embed_patches(self.model.patch_embed.proj, values)[on_device(order, values.device)]
 
     def through(
         self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedItemRows | None = None
@@ -119,7 +119,7 @@ class _Qwen25VLBlocks(nn.Module):
     def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """The rows in the order of their patches. shared: as of `through`."""
         back = np.argsort(self._rows_here(frames_of(sizes.numpy()), shared)[0])
-        return hidden[torch.from_numpy(back).to(hidden.device)]
+        return hidden[on_device(back, hidden.device)]
 
     def _extents(
         self, grids: Int64Array, shared: SharedItemRows | None, num_whole: int

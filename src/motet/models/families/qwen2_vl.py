@@ -32,6 +32,7 @@ from motet.models.families.patches import (
 )
 from motet.models.layers import LayerModules, any_trainable
 from motet.models.rotary import Rotation
+from motet.on_device import on_device
 
 
 class PackedVisionAttention(nn.Module):
@@ -179,7 +180,7 @@ def patch_rotation(frequencies: Tensor, coordinates: Int64Array, like: Tensor) -
     least float32, they get.
     """
     frequencies = frequencies.to(torch.promote_types(like.dtype, torch.float32))
-    angles = (torch.from_numpy(coordinates).to(like.device)[:, :, None] * frequencies).flatten(1).repeat(1, 2)
+    angles = (on_device(coordinates, like.device)[:, :, None] * frequencies).flatten(1).repeat(1, 2)
     return Rotation(angles.cos(), angles.sin())
 
 

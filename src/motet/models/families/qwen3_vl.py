@@ -37,6 +37,7 @@ from motet.models.families.qwen2_vl import (
     qwen_mlp_half,
 )
 from motet.models.layers import LayerModules, any_trainable, unused_layer
+from motet.on_device import on_device
 
 
 class _Qwen3VLBlocks(nn.Module):
@@ -102,7 +103,7 @@ class _Qwen3VLBlocks(nn.Module):
         rows, weights = get_vision_interpolation_indices_and_weights(
             grids, model.num_grid_per_side, align_corners=True, spatial_merge_size=self.merge
         )
-        rows, weights = (rows_here(each.to(embedded.device), shared) for each in (rows, weights))
+        rows, weights = (rows_here(on_device(each, embedded.device), shared) for each in (rows, weights))
         return embedded + (model.pos_embed(rows) * weights[:, :, None]).sum(1).to(embedded.dtype)
 
     def through(

@@ -27,6 +27,7 @@ from motet.models.families.patches import add_class_rows, item_extents, rows_her
 from motet.models.families.shaped_layer import LAYER_SCALE, ShapedLayer, shaped_norm
 from motet.models.layers import LayerModules, any_trainable
 from motet.models.rotary import Rotation
+from motet.on_device import on_device
 
 _ROPE_BASE = 10_000.0
 """Of a vision transformer; that of an LM is an option of its config."""
@@ -230,7 +231,7 @@ class ShapedVisionEncoder(nn.Module):
         model, counts = self.model, sizes.numpy()[:, 0]
         hidden = model.patches(values)
         if model.positions is not None:
-            positions = rows_here(_within_items(counts), shared).to(hidden.device)
+            positions = on_device(rows_here(_within_items(counts), shared), hidden.device)
             hidden = hidden + model.positions(positions + self.class_rows)
         if model.class_row is None:
             return hidden
@@ -248,7 +249,7 @@ class ShapedVisionEncoder(nn.Module):
         rotation = None
         if not config.num_positions:
             positions = rows_here(_within_items(counts), shared)
-            rotation = shaped_rotation(positions.to(hidden.device), hidden, config.head_dim)
+            rotation = shaped_rotation(on_device(positions, hidden.device), hidden, config.head_dim)
         hidden, segments = hidden[None], item_extents(counts, shared)
         for layer in self.blocks[first:stop]:
             hidden = layer(hidden, segments, rotation)

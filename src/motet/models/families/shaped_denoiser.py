@@ -19,6 +19,7 @@ from motet.models.dit import in_turn, sine_waves
 from motet.models.families.shaped import check_num_positions, described_layers, shaped_rotation
 from motet.models.families.shaped_layer import ShapedLayer, shaped_norm
 from motet.models.layers import LayerModules
+from motet.on_device import on_device
 
 
 class ShapedDenoiser(nn.Module):
@@ -86,14 +87,14 @@ class ShapedDenoiser(nn.Module):
         hidden = torch.cat([hidden, self.patches(noised)])[_placed(rows, before, conditions)]
         if self.positions is None:
             return hidden
-        return hidden + self.positions(torch.from_numpy(numbers_in(rows + before)).to(hidden.device))
+        return hidden + self.positions(on_device(numbers_in(rows + before), hidden.device))
 
     def through(self, hidden: Tensor, sizes: Tensor, counts: Int64Array | None, first: int, stop: int) -> Tensor:
         """Hidden states after the blocks first ... stop - 1."""
         lengths = np.add(*self._num_rows(sizes, counts))
         rotation = None
         if self.positions is None:
-            places = torch.from_numpy(numbers_in(lengths)).to(hidden.device)
+            places = on_device(numbers_in(lengths), hidden.device)
             rotation = shaped_rotation(places, hidden, self.shape.head_width)
         hidden, extents = hidden[None], PackedItems.from_lengths(lengths)
         for layer in self.blocks[first:stop]:
@@ -104,7 +105,7 @@ class ShapedDenoiser(nn.Module):
         """What stands behind the blocks: what is predicted, [sum(rows), row_dim]."""
         rows, before = self._num_rows(sizes, counts)
         is_own = numbers_in(rows + before) >= np.repeat(before, rows + before)
-        own = torch.from_numpy(np.flatnonzero(is_own)).to(hidden.device)
+        own = on_device(np.flatnonzero(is_own), hidden.device)
         return self.exit(self.norm(hidden[own]))
 
     def _num_rows(self, sizes: Tensor, counts: Int64Array | None) -> tuple[Int64Array, Int64Array]:
@@ -117,4 +118,4 @@ class ShapedDenoiser(nn.Module):
 def _placed(rows: Int64Array, counts: Int64Array, like: Tensor) -> Tensor:
     """Indexes that put the rows of each item behind others of it, on the device of `like`. counts: of these others."""
     order, _ = in_turn(rows, counts)
-    return torch.from_numpy(order).to(like.device)
+    return on_device(order, like.device)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from motet.core.errors import UserError
 from motet.core.shapes import BIASES, Transformer
+from motet.on_device import on_device
 
 
 class TextModel:
@@ -79,7 +80,7 @@ class TextModel:
                 f"a sequence of {last + 1} rows is longer than the {len(table)} that its backbone has positions for; "
                 f"set data.max_sequence_length to {len(table)} at most"
             )
-        return rows + nn.functional.embedding(positions.to(rows.device), table).to(rows.dtype)
+        return rows + nn.functional.embedding(on_device(positions, rows.device), table).to(rows.dtype)
 
     def through(self, hidden: Tensor, position_ids: Tensor, **arguments: Any) -> Tensor:
         """The layers and the last norm on rows [1, total, dim]. arguments: of each layer."""
