@@ -567,6 +567,12 @@ class ModelSpec:
         """
         return self.sent(name, 0 if name in self.generators else len(self.module(name).blocks))
 
+    def takes_whole(self, name: str, layer: Layer) -> bool:
+        """Whether a layer has whole sequences, each on one of the ranks that share it: the embedding and the merge,
+        where this is the user's own.
+        """
+        return self.merges and name == BACKBONE and layer.kind in ("embedding", "merge")
+
     def entries(self, source: str, sink: str) -> tuple[int, ...]:
         """The blocks of a sink before which it takes in a source's outputs, ascending: the first, and reentries; of
         outputs that are keys of these, reentries alone.

@@ -12,6 +12,7 @@ import numpy as np
 
 from motet.assign.item_shares import shares_of_cells
 from motet.assign.step import StepAssignment
+from motet.assign.taken_rows import most_merged
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.cuts import rows_between_cuts, shares_between
 from motet.core.plan import Plan
@@ -64,6 +65,9 @@ class LayerWork:
             dealt = self._dealt(name, layer)
             return Work(*(column.reshape(-1, num_ranks).max(axis=1) for column in (dealt.rows, dealt.pairs)))
         whole = self.of_replicas(name, layer)
+        if self.plan.model.takes_whole(name, layer):
+            rows = most_merged(self.assignment.modules[name], self.assignment.num_microbatches, num_ranks)
+            return Work(rows, 0.0 * rows)
         return whole if num_ranks == 1 else Work(whole.rows / num_ranks, whole.pairs / num_ranks)
 
     def moved_of_items(self, name: str, layer: Layer) -> Float64Array:
