@@ -163,6 +163,13 @@ class Layer:
         return hash((self.kind, self.weights, self.parameters, self.divisor, self.trainable))
 
     @property
+    def makes_keys(self) -> bool:
+        """Whether it makes keys of the images of a sequence. Ranks that share it make those that their rows see. Text
+        before the first image sees all, so that its rank makes as many as one that has the sequence whole.
+        """
+        return self.of_media and self.item_rows > 0
+
+    @property
     def updated_weights(self) -> int:
         """The entries of the matrices that get a gradient if the layer is trainable."""
         return self.weights - self.frozen_weights

@@ -78,6 +78,7 @@ class RankMemory:
             own = layer_bytes(placed, size, rows, np.zeros(count))
             seen = 0.0 * rows if name in self._tiled else _copied(layer, rows)
             copies = layer_bytes(placed, size, np.zeros(count), seen * self._precision.compute)
+            copies = own if layer.makes_keys else copies  # A fragment has as much as the whole item.
             kept, copied = kept + times * own[0], copied + times * copies[0]
             working.append(own[1])
             copied_working.append(copies[1])

@@ -68,7 +68,7 @@ class LayerWork:
         if self.plan.model.takes_whole(name, layer):
             rows = most_merged(self.assignment.modules[name], self.assignment.num_microbatches, num_ranks)
             return Work(rows, 0.0 * rows)
-        return whole if num_ranks == 1 else Work(whole.rows / num_ranks, whole.pairs / num_ranks)
+        return whole if num_ranks == 1 or layer.makes_keys else Work(whole.rows / num_ranks, whole.pairs / num_ranks)
 
     def moved_of_items(self, name: str, layer: Layer) -> Float64Array:
         """The most rows that a rank gives or gets in a layer's attention over items that ranks share, by replica and
@@ -110,7 +110,8 @@ class LayerWork:
         whole = cuts.whole_among(np.arange(len(items.example)))
         cell = np.concatenate([items.batch_index(num)[whole], cuts.rank * num + items.microbatch[cuts.item]])
         item = np.concatenate([whole, cuts.item])
-        share = np.concatenate([np.ones(len(whole)), (cuts.end - cuts.begin) / cuts.units])
+        of_cut = np.ones(len(cuts.item)) if like.makes_keys else (cuts.end - cuts.begin) / cuts.units
+        share = np.concatenate([np.ones(len(whole)), of_cut])
         columns = (column[item] * share for column in (of_each.rows, of_each.pairs))
         size = items.num_replicas * num
         return Work(*(np.bincount(cell, column, size).astype(np.float64) for column in columns))
