@@ -67,6 +67,7 @@ def operation_costs(
         held=held_elements(model, recompute),
         keys=key_exchanges(model, recompute, element_bytes),
         merges=model.merges,
+        again=tuple(dict.fromkeys(source for source, sink, _ in model.reentries if sink == BACKBONE)),
     )
     return StepCosts({name: cost_of(policy) for name, policy in balanced_as.items()}, work, times)
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from motet.assign.context_rows import context_rows
 from motet.assign.orchestrator import Decision
 from motet.assign.rows import takers
-from motet.core.arrays import BoolArray, Int32Array, Int64Array
+from motet.assign.step import ModuleAssignment
+from motet.core.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 from motet.core.context_rows import rows_of_runs
 from motet.core.cuts import ItemCuts
 from motet.core.plan import Plan
@@ -92,6 +94,28 @@ def merging_ranks(decision: Decision, replica: int, cp: int) -> Int64Array:
         merges_on[own] += replica * cp
         merges_on[cuts.items] = decision.backbone.ranks[cuts.items].astype(np.int64) * cp + cuts.items % cp
     return merges_on
+
+
+def most_merged(sequences: ModuleAssignment, num_microbatches: int, cp: int) -> Float64Array:
+    """Rows of the sequences that the busiest rank of each replica merges whole in each microbatch, as of
+    `merging_ranks`, float64 [num_replicas * num_microbatches].
+    """
+    cell, cuts = sequences.batch_index(num_microbatches), sequences.cuts
+    merges_on = _turns(sequences.microbatch, np.arange(len(cell))) % cp
+    whole = np.arange(len(cell)) if cuts is None else cuts.whole_among(np.arange(len(cell)))
+    merges_on[whole] = _turns(cell[whole], sequences.position[whole]) % cp
+    size = sequences.num_replicas * num_microbatches * cp
+    rows = np.bincount(cell * cp + merges_on, sequences.length, size).reshape(-1, cp)
+    most: Float64Array = rows.max(axis=1)
+    return most
+
+
+def _turns(group: NDArray[np.integer], position: NDArray[np.integer]) -> Int64Array:
+    """The number of each item among those of its group, from 0, by position; int64, as both columns [n]."""
+    order = np.lexsort((position, group))
+    turns = np.empty(len(order), dtype=np.int64)
+    turns[order] = np.arange(len(order)) - np.searchsorted(group[order], group[order])
+    return turns
 
 
 @dataclass(frozen=True, eq=False)

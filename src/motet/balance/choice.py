@@ -385,7 +385,7 @@ def _option(
 
 def _taking_in(backbone: Phase, fragments: Split | None) -> Split | None:
     """The fragments of sequences that take in rows of encoders; None: the ranks that have most of each sequence do."""
-    return None if backbone.merged_bytes else fragments
+    return None if backbone.merged else fragments
 
 
 def _exchange(

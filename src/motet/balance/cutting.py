@@ -194,12 +194,13 @@ def _keys(cut: Split, phase: Phase, num_ranks: int, network: Network) -> tuple[f
         item, sink = cut.item[further], cut.assignment.ranks[further]
         seconds += 2 * float(network.exchange_s(moved(first[item], sink, phase.beside[item], node))[0])
         size_bytes += 2 * int(phase.beside[item].sum())
-    if phase.merged_bytes:
-        merging, sink = largest_fragments(cut)[cut.item], cut.assignment.ranks
-        own = rows_of_fragments(phase.rows[cut.item], cut.begin, cut.end, cut.units[cut.item])
-        given = own * phase.merged_bytes * (merging != sink)
-        seconds += 2 * float(network.exchange_s(moved(merging, sink, given, node))[0])
-        size_bytes += 2 * int(given.sum())
+    if phase.merged:
+        merging, sink, whole = largest_fragments(cut)[cut.item], cut.assignment.ranks, phase.rows[cut.item]
+        own = rows_of_fragments(whole, cut.begin, cut.end, cut.units[cut.item]) * (merging != sink)
+        for of_sequences, times in phase.merged:
+            given = of_sequences[cut.item] * own // np.maximum(whole, 1)
+            seconds += times * float(network.exchange_s(moved(merging, sink, given, node))[0])
+            size_bytes += times * int(given.sum())
     return seconds, size_bytes
 
 

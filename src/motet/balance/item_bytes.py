@@ -1,12 +1,13 @@
 """What the items of a microbatch take of their ranks' memory, and what a placement of them lacks.
 
 A rank keeps all of its items from their forward to their backward pass. Beside that it has what one layer works on. Of
-a cut item it has a share, and copies of the keys and values of the rest, which its rows see in attention.
+a cut item it has a share, and copies of the keys and values of the rest, which its rows see in attention. Some layers
+have an item whole all the same, on the rank with its largest fragment: those in which a merge of the user's own has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +25,7 @@ class ItemBytes:
     working: int64 [num_items, num_kinds], beside that, while a layer of a kind runs.
     most:    int64 [num_kinds], the most that a kind works on at once, whatever the rank has (logits come in pieces).
     copied, copied_working: as `kept` and `working`, of copies of the keys and values of all of an item's rows.
+    whole:   of layers that have items whole, cut or not; None: there are none. All else is of the other layers.
 
     Example:
         A rank with a quarter of an item keeps a quarter of it, and copies of three quarters:
@@ -39,6 +41,7 @@ class ItemBytes:
     most: Int64Array
     copied: Int64Array
     copied_working: Int64Array
+    whole: ItemBytes | None = None
 
     def of_fragments(self, item: Int64Array, size: Int64Array, units: Int64Array) -> tuple[Int64Array, Int64Array]:
         """What fragments keep, int64 [n], and work on, int64 [n, num_kinds]. Each has `size` of an item's `units`."""
@@ -53,7 +56,9 @@ class ItemBytes:
     @property
     def alone(self) -> Int64Array:
         """What each item takes of a rank that has nothing else, int64 [num_items]."""
-        needed: Int64Array = self.kept + np.minimum(self.working, self.most).max(axis=1, initial=0)
+        layers = [self] if self.whole is None else [self, self.whole]
+        busiest = [np.minimum(each.working, each.most).max(axis=1, initial=0) for each in layers]
+        needed: Int64Array = np.sum([each.kept for each in layers], axis=0) + np.max(busiest, axis=0)
         return needed
 
     @property
@@ -65,7 +70,8 @@ class ItemBytes:
     def take(self, has_item: BoolArray) -> ItemBytes:
         """Of some of the items. has_item: bool [num_items]."""
         columns = ("kept", "working", "copied", "copied_working")
-        return replace(self, **{name: getattr(self, name)[has_item] for name in columns})
+        whole = None if self.whole is None else self.whole.take(has_item)
+        return replace(self, whole=whole, **{name: getattr(self, name)[has_item] for name in columns})
 
 
 def lacking_bytes(
@@ -80,9 +86,7 @@ def lacking_bytes(
     if room_bytes is None:
         return 0
     kept, working = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
-    for items, placed, cut in phases:
-        if items is None:
-            continue
+    for items, placed, cut in _by_layers(phases):
         own_kept, own_working, ranks = items.kept, items.working, placed.ranks
         if cut is not None:
             own_kept, own_working = items.of_fragments(cut.item, cut.end - cut.begin, cut.units[cut.item])
@@ -90,6 +94,17 @@ def lacking_bytes(
         np.add.at(kept, ranks, own_kept)
         working = np.maximum(working, _working(own_working, items.most, ranks, num_ranks))
     return max(int((kept + working).max()) - room_bytes, 0)
+
+
+def _by_layers(
+    phases: Iterable[tuple[ItemBytes | None, Assignment, Split | None]],
+) -> Iterator[tuple[ItemBytes, Assignment, Split | None]]:
+    """The same, of layers that have items whole by themselves: there an item is on the rank that `placed` says."""
+    for items, placed, cut in phases:
+        if items is not None:
+            yield items, placed, cut
+            if items.whole is not None:
+                yield items.whole, placed, None
 
 
 def _working(own: Int64Array, most: Int64Array, ranks: Int32Array, num_ranks: int) -> Int64Array:

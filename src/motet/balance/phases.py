@@ -17,7 +17,7 @@ from motet.balance.home import assign_from_home, renamed
 from motet.balance.item_bytes import ItemBytes
 from motet.balance.placement import assign, score
 from motet.balance.weights import item_weights
-from motet.core.arrays import Int32Array, Int64Array
+from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.assignment import Assignment
 from motet.core.errors import ArgumentError
 from motet.core.exchange import NS_PER_S
@@ -71,8 +71,9 @@ class Phase:
     beside:           int64 [num_items], bytes of what rows of a sequence attend to beside it. Each further rank that
                       shares the sequence gets a copy, and sends back a gradient; None: nothing.
     tile_rows:        how many of these rows stay together, as tiles that do not see each other; 0: any can be apart.
-    merged_bytes:     of a row of a sequence that is merged whole, on the rank with most of its rows: others that share
-                      it get theirs from there, and what moves to the sequence goes there; 0: it is not.
+    merged:           what others that share a sequence get of it from the rank with most of its rows, which merges it
+                      whole, and to which all goes that moves to it: by exchange the bytes of each sequence, int64
+                      [num_items], and how often they move; (): sequences are not merged whole.
     waits:            whether ranks wait for each other in the phase, as those that shard a module gather its weights
                       layer by layer. Else they meet where rows are exchanged, and at the end.
 
@@ -98,8 +99,20 @@ class Phase:
     key_lengths: Int64Array | None = None
     beside: Int64Array | None = None
     tile_rows: int = 0
-    merged_bytes: int = 0
+    merged: tuple[tuple[Int64Array, int], ...] = ()
     waits: bool = True
+
+    def take(self, has_item: BoolArray, owner: Int64Array) -> Phase:
+        """Of some of its items. has_item: bool [num_items]. owner: int64 [n], the example of each that is left."""
+        columns = ("lengths", "output_bytes", "held", "rows", "key_lengths", "beside")
+        taken = {name: column[has_item] for name in columns if (column := getattr(self, name)) is not None}
+        return replace(
+            self,
+            owner=owner,
+            bytes=None if self.bytes is None else self.bytes.take(has_item),
+            merged=tuple((size[has_item], times) for size, times in self.merged),
+            **taken,
+        )
 
     def compute_ns(self, assignment: Assignment) -> int:
         """Compute time of the busiest rank, in nanoseconds."""

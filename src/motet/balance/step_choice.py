@@ -8,7 +8,7 @@ each microbatch of both steps (choice.py), and the faster step is taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -172,20 +172,8 @@ def _fullest(phases: Sequence[Phase], choice: Choice) -> int:
 def _phases_of(phases: Sequence[Phase], has_example: BoolArray) -> list[Phase]:
     """The phases of some of the examples, numbered anew in ascending order. has_example: bool [num_examples]."""
     new_number = np.cumsum(has_example) - 1
-
-    def taken(values: Int64Array | None, has_item: BoolArray) -> Int64Array | None:
-        return None if values is None else values[has_item]
-
     return [
-        replace(
-            phase,
-            lengths=phase.lengths[has_item],
-            owner=new_number[phase.owner[has_item]],
-            output_bytes=taken(phase.output_bytes, has_item),
-            held=taken(phase.held, has_item),
-            bytes=None if phase.bytes is None else phase.bytes.take(has_item),
-            rows=taken(phase.rows, has_item),
-        )
+        phase.take(has_item, new_number[phase.owner[has_item]])
         for phase in phases
         for has_item in [has_example[phase.owner]]
     ]

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
+
 from motet.balance.costs import Cost, Packed, Padded
 from motet.balance.item_bytes import ItemBytes
 from motet.balance.phases import KeyExchange, Phase
@@ -143,6 +145,7 @@ class StepTimes:
     read_by:     encoder -> as of `core.spec.Module`, of those whose rows queries read.
     tile_rows:   encoder -> as of `Phase`, of those whose items can be cut between tiles alone.
     merges:      whether the rank with most of a sequence's rows merges it whole, and gives others theirs.
+    again:       encoders whose rows enter the backbone again behind a merge: they move to their places from there.
     waits:       whether ranks wait for each other in each phase, as of `Phase`.
     memory:      what items take of a rank's memory; None: it is not known, and nothing is placed by it.
 
@@ -164,6 +167,7 @@ class StepTimes:
     read_by: Mapping[str, int] = field(default_factory=dict)
     tile_rows: Mapping[str, int] = field(default_factory=dict)
     merges: bool = False
+    again: tuple[str, ...] = ()
     waits: bool = True
     memory: ItemMemory | None = None
 
@@ -262,8 +266,20 @@ class StepCosts(PhaseCosts):
                 key_lengths=items.length,
                 beside=None if items.num_media is None else items.num_media * self.times.media_bytes,
                 tile_rows=self.times.tile_rows.get(name, 0),
-                merged_bytes=self.times.token_bytes * (self.times.merges and name == BACKBONE),
+                merged=self._merged(lengths) if name == BACKBONE and self.times.merges else (),
                 waits=self.times.waits,
             )
 
         return [phase(name) for name in self.names]
+
+    def _merged(self, lengths: BatchLengths) -> tuple[tuple[Int64Array, int], ...]:
+        """As of `Phase`: rows that are merged, and those of each encoder that enter again. Gradients of these come back
+        if it learns.
+        """
+        times, found = self.times, [(lengths.sequence * self.times.token_bytes, 2)]
+        for name in times.again:
+            items, size_bytes = lengths.items[name], np.zeros(lengths.num_examples, dtype=np.int64)
+            row_bytes = times.row_bytes.get(name, times.token_bytes)
+            np.add.at(size_bytes, items.example, items.num_tokens * row_bytes)
+            found.append((size_bytes, 1 if name in times.frozen else 2))
+        return tuple(found)

@@ -163,6 +163,13 @@ class Layer:
         return hash((self.kind, self.weights, self.parameters, self.divisor, self.trainable))
 
     @property
+    def makes_keys(self) -> bool:
+        """Whether it makes keys of the images of a sequence. Ranks that share it make those that their rows see. Text
+        before the first image sees all, so that its rank makes as many as one that has the sequence whole.
+        """
+        return self.of_media and self.item_rows > 0
+
+    @property
     def updated_weights(self) -> int:
         """The entries of the matrices that get a gradient if the layer is trainable."""
         return self.weights - self.frozen_weights
@@ -566,6 +573,12 @@ class ModelSpec:
         generator is given.
         """
         return self.sent(name, 0 if name in self.generators else len(self.module(name).blocks))
+
+    def takes_whole(self, name: str, layer: Layer) -> bool:
+        """Whether a layer has whole sequences, each on one of the ranks that share it: the embedding and the merge,
+        where this is the user's own.
+        """
+        return self.merges and name == BACKBONE and layer.kind in ("embedding", "merge")
 
     def entries(self, source: str, sink: str) -> tuple[int, ...]:
         """The blocks of a sink before which it takes in a source's outputs, ascending: the first, and reentries; of

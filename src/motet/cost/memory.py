@@ -19,6 +19,9 @@
   and input, or with the logits and their float32 copies.
 - Copies (context parallelism). A layer that is not recomputed keeps the keys and values that its rows see of other
   ranks, as attention reads them again in backward; while it runs, they are in a buffer to send and one to receive.
+- Merges (`ModelSpec.takes_whole`). Where a merge of the user's own takes sequences whole, one of the ranks that share a
+  sequence has all of its rows in the embedding and in the merge, and all others have none. Keys of images beside a
+  sequence are whole on the rank that has its first rows (`Layer.makes_keys`).
 
 Not counted: fragmentation, buffers of communication libraries, and temporaries of the optimizer's step, which runs when
 no activations are left.

@@ -132,7 +132,8 @@ class _Rows:
             self._known[name, layer] = work.rows
         rows, num_examples = self._known[name, layer], self._lengths.num_examples
         if name == BACKBONE:
-            share = rows / self._num_sharing(name, stage)
+            is_whole = layer.makes_keys or self._plan.model.takes_whole(name, layer)
+            share = rows if is_whole else rows / self._num_sharing(name, stage)
             return np.minimum(share, MAX_LOGITS / layer.output_width) if layer.targets_only else share
         longest = np.zeros(num_examples)
         if not _is_together(self._plan, stage.unit):

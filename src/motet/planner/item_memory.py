@@ -6,6 +6,8 @@ By the memory model of `alone.py`, but item by item, so that a placement of many
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -41,7 +43,7 @@ class RankMemory:
     """
 
     def __init__(self, plan: Plan) -> None:
-        (stages,) = on_ranks(plan)
+        (stages,), self._model = on_ranks(plan), plan.model
         self._tp, self._precision = plan.unit_of(BACKBONE).tp, plan_precision(plan)
         self._layers: dict[str, Counter[StageLayer]] = {module.name: Counter() for module in plan.model.modules}
         self._tiled = {module.name for module in plan.model.modules if module.tile_rows}  # Nothing is copied.
@@ -52,14 +54,23 @@ class RankMemory:
 
     def __call__(self, lengths: BatchLengths) -> dict[str, ItemBytes]:
         """What the items of each phase take. O(kinds of layers * items)."""
-        return {name: self._of(name, lengths) for name in (BACKBONE, *lengths.items)}
+        return {name: self._of_layers(name, lengths) for name in (BACKBONE, *lengths.items)}
 
-    def _of(self, name: str, lengths: BatchLengths) -> ItemBytes:
+    def _of_layers(self, name: str, lengths: BatchLengths) -> ItemBytes:
+        """What the items of a phase take: in layers that have them whole, and in all others."""
+        layers = self._layers[name]
+        whole = {placed: times for placed, times in layers.items() if self._model.takes_whole(name, placed.layer)}
+        if not whole:
+            return self._of(name, layers, lengths)
+        others = {placed: times for placed, times in layers.items() if placed not in whole}
+        return replace(self._of(name, others, lengths), whole=self._of(name, whole, lengths))
+
+    def _of(self, name: str, layers: Mapping[StageLayer, int], lengths: BatchLengths) -> ItemBytes:
         items = lengths.of(name)
         count, targets = items.num_items, lengths.num_targets if name == BACKBONE else None
         kept, copied = np.zeros(count), np.zeros(count)
         working, copied_working, most = list[Float64Array](), list[Float64Array](), list[int]()
-        for placed, times in self._layers[name].items():
+        for placed, times in layers.items():
             layer, size = placed.layer, LayerBytes.of(placed, 1.0, self._tp, self._precision)
             work = work_of_items(layer, items, np.arange(count), count, num_targets=targets)
             at_once = MAX_LOGITS / layer.output_width if layer.targets_only else np.inf
@@ -67,6 +78,7 @@ class RankMemory:
             own = layer_bytes(placed, size, rows, np.zeros(count))
             seen = 0.0 * rows if name in self._tiled else _copied(layer, rows)
             copies = layer_bytes(placed, size, np.zeros(count), seen * self._precision.compute)
+            copies = own if layer.makes_keys else copies  # A fragment has as much as the whole item.
             kept, copied = kept + times * own[0], copied + times * copies[0]
             working.append(own[1])
             copied_working.append(copies[1])

@@ -361,7 +361,7 @@ def test_outputs_go_to_all_ranks_that_share_the_sequence_of_their_item():
 
 def test_a_sequence_that_is_merged_whole_goes_to_the_other_rank_from_where_it_is_merged():
     """The image's 100 bytes stay, and the 500 rows of the other rank move, 3 bytes each, there and back."""
-    merged = replace(cuttable([1000], KeyExchange(0, 0, 0)), merged_bytes=3)
+    merged = replace(cuttable([1000], KeyExchange(0, 0, 0)), merged=((np.array([3000]), 2),))
     link = Link(bytes_per_s=100.0, latency_s=0.25)
     choice = choose([merged, encoder("image", [0], [100])], 2, link, methods=["split"])
     assert choice.moved_bytes == 2 * 3 * 500

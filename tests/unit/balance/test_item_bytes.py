@@ -96,3 +96,13 @@ def test_phases_share_a_rank_one_after_the_other():
     assert lacking_bytes([(first, placed, None), (second, placed, None), (None, placed, None)], 1, 0) == 33 + 200
     assert lacking_bytes([(second, placed, None)], 1, 3) == 150
     assert lacking_bytes([(second, placed, None)], 1, None) == 0
+
+
+def test_layers_with_a_whole_item_are_on_the_rank_with_its_largest_fragment():
+    """A merge of the user's own keeps 100 of a sequence and works on 500, of which each rank keeps half."""
+    taken = replace(bytes_of([4000]), whole=bytes_of([100], working=500))
+    assert taken.alone.tolist() == [4600]
+    assert taken.take(np.array([False])).whole.kept.tolist() == []
+    for room, lacks in ((2600, 0), (2599, 1)):
+        choice = choose([backbone([400], taken)], 2, SLOW, methods=["split"], room_bytes=room)
+        assert choice.fragments.num_cut == 1 and choice.lacking_bytes == lacks

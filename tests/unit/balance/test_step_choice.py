@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.balance import METHODS, Link, choose, choose_step
+from motet.balance.phases import KeyExchange
 from motet.balance.step_choice import MIN_GAIN, _phases_of
 from motet.core.errors import ArgumentError
-from unit.balance.test_choice import FAST, SLOW, backbone, draw_phases
+from unit.balance.test_choice import FAST, SLOW, backbone, cuttable, draw_phases
 
 
 @given(st.integers(0, 99), st.integers(0, 30), st.integers(1, 5), st.integers(1, 4))
@@ -118,3 +119,19 @@ def test_one_microbatch_has_nothing_to_defer():
 def test_wrong_microbatches(microbatch, message):
     with pytest.raises(ArgumentError, match=message):
         choose_step([backbone([1, 2])], microbatch, 2, FAST)
+
+
+def test_a_microbatch_is_priced_by_its_own_items():
+    """By their keys, what is beside them and what is merged of them, not by those of the step's first items."""
+    rows, size = np.array([1000, 10, 30, 700]), 1 + np.arange(4)
+
+    def phase(own):
+        beside, merged = (10 * size)[own], ((rows[own], 2), (size[own], 1))
+        cut = cuttable(rows[own].tolist(), KeyExchange(0, 1, 3))
+        return replace(cut, key_lengths=2 * rows[own], beside=beside, merged=merged)
+
+    step, second = phase(np.arange(4)), np.array([False, False, True, True])
+    (of_step,), link = _phases_of([step], second), Link(1e4, 0.0)
+    found, expected = (choose([one], 2, link, methods=["split"]) for one in (of_step, phase(np.flatnonzero(second))))
+    assert found.fragments.num_cut and found.moved_bytes == expected.moved_bytes
+    assert found.predicted_s == expected.predicted_s

@@ -10,6 +10,7 @@ from motet.assign.context_rows import moved_rows
 from motet.core.cluster import Cluster, Device, Link
 from motet.core.plan import Plan, Unit
 from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
+from motet.core.spec import Layer, Module
 from motet.core.workload import BatchLengths, ItemLengths
 from motet.cost.analytic import Analytic
 from motet.planner.alone import bytes_alone
@@ -18,6 +19,17 @@ from motet.simulate.predict.predict import assign_batch, predict_assigned
 
 BLOCK = Transformer(64, 128, 4, 2, norm="rms", biases=(), causal=True)
 MODEL = multimodal("tiny", language_model(BLOCK, 4, 100), [connect(vit("image", BLOCK, 2), 64, "linear")])
+MERGED = replace(
+    MODEL,
+    modules=tuple(
+        Module.of(module.name, [module.layers[0], Layer("merge", 64**2, 64**2, 64, 64), *module.layers[1:]])
+        if module.name == "backbone"
+        else module
+        for module in MODEL.modules
+    ),
+    merges=True,
+)
+"""With a merge of the user's own, of one matrix."""
 DEVICE, LINK = Device("test", {"bf16": 1e12, "fp32": 1e12}, 10**9, 1e12), Link(1e11, 1e-6)
 WHOLE = {"image": 2, "backbone": 4}
 
@@ -119,3 +131,16 @@ def test_a_plan_may_share_more_than_its_unit_says():
     assert bytes_alone(plan, text, shared_by={"backbone": 4}) == pytest.approx(
         bytes_alone(plan_of(shared, "1f1b"), text), rel=0.05
     )
+
+
+@pytest.mark.parametrize("cp", [2, 16])
+def test_a_merge_of_the_users_own_has_a_sequence_whole_on_one_of_its_ranks(cp):
+    """It keeps the whole sequence, and works on embeddings of all of it with their gradients."""
+    unit = Unit("all", (WHOLE,), zero=0, cp=cp, recompute=(WHOLE,))
+    merged, dealt = (plan_of(unit, "1f1b", model=replace(MERGED, merges=merges)) for merges in (True, False))
+    one, cost = lengths_of([4000], [[]]), Analytic(merged.cluster, merged.precision)
+    found = [predict_assigned(plan, planned(plan), assign_batch(plan, one, cost), cost) for plan in (merged, dealt)]
+    more = found[0].memory_bytes["activations"].max() - found[1].memory_bytes["activations"].max()
+    assert more == pytest.approx((1 - 1 / cp) * 4000 * (64 + 1) * 4, rel=1e-3)
+    assert found[0].memory_bytes["transient"].max() >= 2 * 4000 * 64 * 4
+    assert bytes_alone(merged, one)[0] == pytest.approx(int(found[0].peak_bytes.max()), rel=0.04)

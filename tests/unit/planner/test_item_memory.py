@@ -8,13 +8,14 @@ from motet.core.plan import Unit
 from motet.cost.memory import USABLE_MEMORY
 from motet.planner.alone import bytes_alone
 from motet.planner.item_memory import RankMemory
-from unit.planner.test_alone import DEVICE, WHOLE, lengths_of, plan_of
+from unit.planner.test_alone import DEVICE, MERGED, MODEL, WHOLE, lengths_of, plan_of
 
 
+@pytest.mark.parametrize("model", [MODEL, MERGED], ids=["dealt out", "merged whole"])
 @pytest.mark.parametrize("recompute", [(), ({"backbone": 3, "image": 2},)])
 @pytest.mark.parametrize(("sequence", "image"), [(900, 0), (300, 4000)])
-def test_an_item_takes_what_its_example_takes_alone(recompute, sequence, image):
-    plan = plan_of(Unit("all", (WHOLE,), dp=4, zero=2, recompute=recompute), "data_parallel", "auto")
+def test_an_item_takes_what_its_example_takes_alone(model, recompute, sequence, image):
+    plan = plan_of(Unit("all", (WHOLE,), dp=4, zero=2, recompute=recompute), "data_parallel", "auto", model)
     lengths = lengths_of([sequence], [[image] if image else []])
     memory = RankMemory(plan)
     fixed = int(DEVICE.memory_bytes * USABLE_MEMORY) - memory.room_bytes
@@ -25,8 +26,12 @@ def test_an_item_takes_what_its_example_takes_alone(recompute, sequence, image):
     name = "image" if image else "backbone"
     one, units = np.zeros(1, dtype=np.int64), np.array([4])
     kept, working = of_phases[name].of_fragments(one, units // 4, units)
+    needed, merged = int(kept[0] + working.max()), of_phases[name].whole
+    if merged is not None:
+        needed = int(kept[0] + merged.kept[0] + max(working.max(), merged.working.max()))
     shared = bytes_alone(plan, lengths, shared_by={name: 4, "backbone": 4}, exchange="group_cast")[0]
-    assert fixed + int(kept[0] + working.max()) == pytest.approx(shared, rel=1e-4)
+    assert (merged is not None) == (model.merges and name == "backbone")
+    assert fixed + needed == pytest.approx(shared, rel=1e-4)
 
 
 def test_overhead_of_a_cut_covers_copies():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from motet.assign.rows import num_given_rows
 from motet.core.arrays import Float64Array
 from motet.core.plan import Unit
+from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
 from motet.schedule import PlannedStage
 from motet.schedule.plan_units import gathering_ranks
@@ -26,25 +27,34 @@ def given_seconds(pricing: Pricing, stage: PlannedStage) -> tuple[Float64Array, 
     forward = backward = pricing.none(stage)
     unit, model = stage.unit, pricing.plan.model
     if BACKBONE in stage.layers and (unit.cp > 1 or pricing.assignment.modules[BACKBONE].cuts is not None):
-        first, stop = stage.layers[BACKBONE]
-        merges = model.merges and first == 0
-        times = {
-            name: sum(first + merges <= block < stop for block in model.entries(name, BACKBONE))
-            for name in model.sources(BACKBONE)
-        }
+        merges = model.merges and stage.layers[BACKBONE][0] == 0
+        times = {name: _times(model, stage, name) for name in model.sources(BACKBONE)}
         for name, seconds in merge_seconds(pricing).items() if merges else ():
             forward = forward + seconds
             backward = backward + seconds * (name == BACKBONE or model.moved(name)[1])
-        times |= dict.fromkeys(model.generators, int(stop == model.num_blocks[BACKBONE]))
-        for name in (name for name, number in times.items() if number):
+        is_last = stage.layers[BACKBONE][1] == model.num_blocks[BACKBONE]
+        times |= dict.fromkeys(model.generators, (int(is_last), 0))
+        for name in (name for name, numbers in times.items() if any(numbers)):
             rows, width = num_given_rows(pricing.assignment, name, None), model.moved(name)[0].output_width
-            seconds = times[name] * evenly_moved_s(pricing, rows, width * pricing.precision.compute)
-            forward = forward + seconds
-            backward = backward + seconds * model.moved(name)[1]
+            once, (number, again) = evenly_moved_s(pricing, rows, width * pricing.precision.compute), times[name]
+            forward = forward + number * once
+            backward = backward + (number * model.moved(name)[1] + again) * once
     if gathering_ranks(pricing.plan, unit) > 1 and stage.index == len(unit.stages) - 1:
         for name in unit.modules:
             forward = forward + _gathered_s(pricing, name, unit).reshape(forward.shape)
     return forward, backward
+
+
+def _times(model: ModelSpec, stage: PlannedStage, name: str) -> tuple[int, int]:
+    """How often a stage moves the rows of an encoder to their places in forward, and how often in recomputation.
+
+    Before the first block, but where a merge of the user's own has taken them there, and once for all later blocks that
+    are recomputed, and once for all that are not (`runtime/sections.py`).
+    """
+    first, stop = stage.layers[BACKBONE]
+    entries, recomputed = model.entries(name, BACKBONE), first + stage.recomputed.get(BACKBONE, 0)
+    later = {block < recomputed for block in entries if max(first, 1) <= block < stop}
+    return int(first == 0 and 0 in entries and not model.merges) + len(later), int(True in later)
 
 
 def _gathered_s(pricing: Pricing, name: str, unit: Unit) -> Float64Array:

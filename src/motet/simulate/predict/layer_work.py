@@ -12,6 +12,7 @@ import numpy as np
 
 from motet.assign.item_shares import shares_of_cells
 from motet.assign.step import StepAssignment
+from motet.assign.taken_rows import most_merged
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.cuts import rows_between_cuts, shares_between
 from motet.core.plan import Plan
@@ -64,7 +65,10 @@ class LayerWork:
             dealt = self._dealt(name, layer)
             return Work(*(column.reshape(-1, num_ranks).max(axis=1) for column in (dealt.rows, dealt.pairs)))
         whole = self.of_replicas(name, layer)
-        return whole if num_ranks == 1 else Work(whole.rows / num_ranks, whole.pairs / num_ranks)
+        if self.plan.model.takes_whole(name, layer):
+            rows = most_merged(self.assignment.modules[name], self.assignment.num_microbatches, num_ranks)
+            return Work(rows, 0.0 * rows)
+        return whole if num_ranks == 1 or layer.makes_keys else Work(whole.rows / num_ranks, whole.pairs / num_ranks)
 
     def moved_of_items(self, name: str, layer: Layer) -> Float64Array:
         """The most rows that a rank gives or gets in a layer's attention over items that ranks share, by replica and
@@ -106,7 +110,8 @@ class LayerWork:
         whole = cuts.whole_among(np.arange(len(items.example)))
         cell = np.concatenate([items.batch_index(num)[whole], cuts.rank * num + items.microbatch[cuts.item]])
         item = np.concatenate([whole, cuts.item])
-        share = np.concatenate([np.ones(len(whole)), (cuts.end - cuts.begin) / cuts.units])
+        of_cut = np.ones(len(cuts.item)) if like.makes_keys else (cuts.end - cuts.begin) / cuts.units
+        share = np.concatenate([np.ones(len(whole)), of_cut])
         columns = (column[item] * share for column in (of_each.rows, of_each.pairs))
         size = items.num_replicas * num
         return Work(*(np.bincount(cell, column, size).astype(np.float64) for column in columns))

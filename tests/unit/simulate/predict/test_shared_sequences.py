@@ -19,6 +19,7 @@ from motet.cost.catalogue import cluster
 from motet.dispatch.context import ContextPlace
 from motet.dispatch.stage_batch import assemble_stages
 from motet.runtime.place import Place
+from motet.runtime.sections import spans_of
 from motet.schedule import planned
 from motet.simulate.predict import merge_prices
 from motet.simulate.predict.exchange_seconds import evenly_moved_s
@@ -175,6 +176,52 @@ def test_a_merge_of_the_users_own_takes_what_moves_for_it(dp, cp):
     expected = expected * WIDTH * 2 * EXCHANGE_S - np.stack([images, learns * images])
     assert taken[0][0] - taken[1][0] == pytest.approx(expected, abs=1e-12)
     assert (taken[0][1] == taken[1][1]).all() and expected.max() > 0
+
+
+@pytest.mark.parametrize(("dp", "cp"), [(4, 1), (4, 2), (1, 4)])
+def test_the_busiest_rank_merges_whole_sequences(dp, cp):
+    plan = plan_of(dp, cp, microbatch_size=1 if dp > 1 else 4)
+    plan = replace(plan, model=replace(plan.model, merges=True), balance="split" if dp > 1 else "off")
+    step = assign_step(plan, lengths_of())
+    pricing = Pricing(plan, planned(plan), step, Linear(plan.cluster))
+    embedding = plan.model.module(BACKBONE).layers[0]
+    found, most = pricing.layer_pricing.price(BACKBONE, embedding).work.rows.reshape(dp, -1), 0
+    for number, part in enumerate(microbatches_of(plan, step)):
+        for each in merge_moves(plan, part.decision, part.lengths):
+            merged = each.rows[BACKBONE].sum(axis=1).reshape(-1, cp).max(axis=1)
+            assert found[each.replicas, number].tolist() == merged.tolist()
+            most = max(most, int(merged.max()))
+    assert pricing.layer_pricing.largest_rows(BACKBONE, embedding) == most * cp >= 900 * cp
+
+
+@pytest.mark.parametrize("recomputed", [0, 2, 3])
+@pytest.mark.parametrize("merges", [False, True])
+def test_rows_that_enter_again_move_once_in_each_section(recomputed, merges):
+    """As the sections of a stage run: each moves rows once, however many of its blocks take them in, and once more
+    where it is recomputed.
+    """
+    plan, each = plan_of(dp=1, cp=4, num_images=len(LENGTHS), microbatch_size=4), np.arange(len(LENGTHS))
+    blocks = ({"image": 1, "backbone": 4},)
+    backbone = language_model(Transformer(WIDTH, 32, 2, causal=True), 4, 100)
+    model = multimodal("tiny", backbone, plan.model.modules[:1], again={"image": (1, 2, 3)})
+    unit = Unit("llm", blocks, cp=4, recompute=({"backbone": recomputed},) if recomputed else ())
+    plan = replace(plan, model=model, units=(unit,), balance="off")
+    assert plan.model.moved("image")[1]
+    (stage,) = planned(plan).stages
+    spans = [span for span in spans_of(stage, model) if span.module == BACKBONE]
+    later = [span for span in spans if any(span.first <= block < span.stop for block in (1, 2, 3))]
+    times = np.array([(not merges) + len(later), (not merges) + len(later) + sum(s.is_recomputed for s in later)])
+    lengths = replace(lengths_of(), items={"image": ItemLengths(each, 16 + each, 4 + each)})
+    step, taken = assign_step(plan, lengths), []
+    plan = replace(plan, model=replace(model, merges=merges))
+    for cost in (Linear, WithoutExchanges):
+        pricing = Pricing(plan, planned(plan), step, cost(plan.cluster))
+        prices = pricing.islands(pricing.planned.stages[0])
+        taken.append(np.stack([prices.forward_tensor, prices.backward_tensor]))
+        if cost is Linear:
+            once = evenly_moved_s(pricing, num_given_rows(step, "image", None), WIDTH * 2)
+            merge_s = sum(merge_prices.merge_seconds(pricing).values()) if merges else 0.0
+    assert taken[0] - taken[1] == pytest.approx(times[:, None, None] * once + merge_s)
 
 
 def moved_away(rows, axis):

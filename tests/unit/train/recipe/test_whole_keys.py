@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from motet.assign.balancing import operation_costs
+from motet.assign.context_rows import context_rows
 from motet.balance.cutting import cut_phase
 from motet.balance.step_costs import ASSUMED_SPEEDS
 from motet.core.cluster import Link
@@ -27,7 +28,10 @@ from motet.cost.profile import LayerTimes, ModuleTimes, Points, Profile
 from motet.cost.source import cost_model
 from motet.data.conversation import parse_conversation
 from motet.models.build import build_mllm
+from motet.models.key_items import KeyItems
 from motet.models.spec import model_spec
+from motet.planner.alone import bytes_alone
+from motet.planner.item_memory import RankMemory
 from motet.profiling.measure import MeasuredSubject, entry_once, measure_once
 from motet.profiling.subjects import one_layer_deep, subjects
 from motet.schedule import planned
@@ -173,6 +177,45 @@ def test_steps_are_predicted_by_the_images_of_each_sequence(mllama):
 
     for uneven, even in zip(prices(1, 3, 0, 1), prices(1, 1, 1, 1)):
         assert uneven[0] > even[0] == even[1] > uneven[1]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_rank_that_shares_a_sequence_makes_keys_of_all_images_that_it_sees(mllama, num_ranks):
+    """Text before the first image sees all: its rank makes as many keys as one that has the sequence whole."""
+    recipe = load_recipe(mllama / "recipe.toml")
+    with torch.device("meta"):
+        spec = model_spec(build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size))
+    keys, batch = next(layer for layer in spec.module(BACKBONE).layers if layer.makes_keys), sequences_with(3)
+    length, num_rows = batch.sequence, keys.item_rows
+    items = KeyItems.packed(np.array([0, length[0]]), np.array([2, 5, 9]), np.full(3, num_rows), num_rows)
+    made = num_rows * max(len(items.items_of(own)) for own in context_rows(length, num_ranks).rows)
+    on_ranks = cluster("h100", ranks_per_node=num_ranks)
+    shared = Plan(spec, on_ranks, (Unit("all", (spec.num_blocks,), cp=num_ranks, zero=0),), 1, balance="off")
+    cost = cost_model(on_ranks, "bf16")
+    pricing = Pricing(shared, planned(shared), assign_batch(shared, batch, cost), cost)
+    assert pricing.layer_pricing.price(BACKBONE, keys).work.rows.tolist() == [made] == [3 * num_rows]
+    plans = [replace(shared, model=_with_more_kept(spec)), shared]
+    of_keys = sum(layer == keys for layer in spec.module(BACKBONE).layers) * made * 1000 * 2
+    assert np.subtract(*(bytes_alone(plan, batch)[0] for plan in plans)) == of_keys
+    units, one = np.array([num_ranks]), np.array([0])
+    dealt = {
+        "units": (Unit("all", (spec.num_blocks,), dp=num_ranks, zero=0),),
+        "schedule": "data_parallel",
+        "batch_size": num_ranks,
+    }
+    taken = [RankMemory(replace(plan, **dealt))(batch)[BACKBONE] for plan in plans]
+    kept = [each.of_fragments(one, units // num_ranks, units)[0][0] for each in taken]
+    assert kept[0] - kept[1] == pytest.approx(of_keys, abs=4)
+
+
+def _with_more_kept(spec):
+    """The model whose layers that make keys keep 1,000 elements a row more."""
+    [image, backbone] = spec.modules
+    layers = [
+        replace(layer, activation_width=layer.activation_width + 1000) if layer.makes_keys else layer
+        for layer in backbone.layers
+    ]
+    return replace(spec, modules=(image, Module.of(BACKBONE, layers)))
 
 
 def test_what_ranks_that_share_a_sequence_exchange_beside_images(mllama):
