@@ -1,18 +1,21 @@
 """`motet train` as a user starts it: alone, under torchrun, and killed in mid-step."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from cli.meddling import Meddling, motet
+from cli.meddling import PROGRAM, Meddling, motet
 from cli.on_ranks import motet_under_agent
-from cli.test_stop import arguments, torchrun
+from cli.test_stop import STEP, TIMEOUT_S, arguments, torchrun
 from cli.tiny_job import losses, metrics
 from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
-from ranks import run_ranks
+from ranks import free_port, run_ranks
 
 
 def killed(*, step):
@@ -103,6 +106,36 @@ def test_killed_in_mid_step_and_restarted_by_torchrun(job, tmp_path):
     assert int(resumed[-1][0]) in (first + 3, first + 6)
     assert resumed[-1][1] == str(tmp_path / "killed"), "its own, and not PATH again"
     assert [step["loss"] for step in metrics(tmp_path / "killed")] == losses(tmp_path / "whole")[first:]
+
+
+@pytest.mark.slow
+@pytest.mark.torchrun
+def test_killed_on_one_of_two_machines_and_restarted_on_both(job, tmp_path):
+    """torchrun counts a restart where the rank has died; where ranks do not fail by then, it counts none."""
+    dies = "import time; os.environ['RANK'] == '1' and stop(signal.SIGKILL, os.getpid()); time.sleep(4)"
+    meddling = Meddling(STEP, 6, -1, dies)
+    overrides = ("run.steps=8", "checkpoint.every_steps=2", "data.heldout=[]", "run.wait_limit_s=60")
+    port, command = free_port(), arguments(job, tmp_path, *overrides)
+    meets = ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=job", "--local-addr=localhost")
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=1"]
+    machines = [
+        subprocess.Popen(
+            [*agent, *meets, PROGRAM, *meddling.arguments(), *command, "--resume", "never"],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        said = [machine.communicate(timeout=TIMEOUT_S)[0] for machine in machines]
+    finally:
+        for machine in machines:
+            machine.kill()
+    assert [machine.returncode for machine in machines] == [0, 0], said
+    assert re.search(r"Resuming after step [24] from", "".join(said)), "what the first attempt saved is not removed"
+    assert len(losses(tmp_path)) == 8
 
 
 @pytest.mark.slow

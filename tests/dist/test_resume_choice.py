@@ -1,7 +1,6 @@
 """Which checkpoint a run goes on from: the newest whole one, agreed upon by all ranks; nothing is lost by choosing."""
 
 import dataclasses
-import os
 import shutil
 from pathlib import Path
 
@@ -37,10 +36,9 @@ def names(folder):
 
 def choose_rank(rank, num_ranks, asked, folder, launch, attempt):
     """What was chosen, the line that led there, and what was said; or the sentence that was raised."""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
     said = []
     with join_world("cpu") as world:
-        world = dataclasses.replace(world, launch=launch)
+        world = dataclasses.replace(world, launch=launch, is_restarted=attempt > 0)
         try:
             start = choose_checkpoint(str(asked), folder, world, said.append)
         except UserError as error:
@@ -160,11 +158,10 @@ def test_an_attempt_after_a_crash_goes_on_from_what_its_own_launch_has_saved(run
     assert len(names(run)) == 4
 
 
-def test_never_removes_the_runs_own_and_after_a_crash_nothing(run, monkeypatch):
+def test_never_removes_the_runs_own_and_after_a_crash_nothing(run):
     damages.flip(run / "step-00000002" / "manifest.json", 0.5)
     shutil.copytree(run / "step-00000004", run / "step-00000004.superseded")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    remove_all(run)
+    remove_all(run, is_restarted=True)
     assert names(run) == [
         "step-00000002.superseded",
         "step-00000004.superseded",
@@ -173,7 +170,6 @@ def test_never_removes_the_runs_own_and_after_a_crash_nothing(run, monkeypatch):
         "step-00000008.superseded",
     ]
     shutil.copytree(run / "step-00000008.superseded", run / "step-00000008")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     remove_all(run)
     assert len(names(run)) == 5 and "step-00000008" not in names(run)
 

@@ -126,9 +126,15 @@ class Watch:
         end_rank(sentence)
 
 
-def come(store: dist.Store, rank: int) -> None:
-    """Let the other ranks know that this one has come to their meeting, in its store."""
-    store.set(f"came/{rank}", "")
+def come(store: dist.Store, rank: int, mark: str = "") -> None:
+    """Let the other ranks know that this one has come to their meeting, in its store. mark: what it leaves there."""
+    store.set(f"came/{rank}", mark)
+
+
+def who_came(store: dist.Store, num_ranks: int) -> list[str]:
+    """The marks of all ranks, once all of them have come; [] before."""
+    keys = [f"came/{rank}" for rank in range(num_ranks)]
+    return [store.get(key).decode() for key in keys] if store.check(keys) else []
 
 
 def who_is_missing(store: dist.Store, rank: int, num_ranks: int) -> tuple[bool, str]:

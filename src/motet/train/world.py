@@ -32,6 +32,7 @@ from motet.core.heap import share_heap
 from motet.core.words import counted_words
 from motet.runtime.groups import new_group
 from motet.runtime.mesh import of_other_examples
+from motet.train.attempt import agreed_attempt
 from motet.train.watch import Watch, come, who_is_missing
 
 LOOPBACK = "127.0.0.1"
@@ -59,6 +60,7 @@ class World:
     control: host group of the main thread.
     saving:  host group of the thread that writes checkpoints. (The prefetch thread uses `Mesh.host_group`.)
     launch:  an id that all attempts of one torchrun share; "" without torchrun.
+    is_restarted: whether torchrun has started the ranks anew, after a crash of some.
 
     Example:
         >>> cpu = torch.device("cpu")
@@ -74,6 +76,7 @@ class World:
     control: dist.ProcessGroup
     saving: dist.ProcessGroup
     launch: str = ""
+    is_restarted: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -153,12 +156,16 @@ def _on_even_nodes(world: World) -> World:
 
 
 class Meeting(NamedTuple):
-    """The store in which ranks find each other, this rank, and the number of ranks. launch: as in `World`."""
+    """The store in which ranks find each other, this rank, and the number of ranks.
+
+    launch, is_restarted: as in `World`.
+    """
 
     store: dist.Store
     rank: int
     num_ranks: int
     launch: str = ""
+    is_restarted: bool = False
 
 
 class StartedRanks(NamedTuple):
@@ -208,20 +215,23 @@ def join_world(
     """
     chosen_device = _device(device)
     share_heap(chosen_device.type)
-    borrowed, launch, watch = dist.is_initialized(), "", None
+    borrowed, watch = dist.is_initialized(), None
     is_watched = not borrowed and meeting is None  # Trials, which have a Meeting, are watched by their parents.
     if not borrowed:
+        _check_interfaces()
         with _print_if_ranks_are_late():
             meeting = meeting or _meeting(wait_limit_s, used, in_phase)
             _init_process_group(chosen_device, meeting, timedelta(seconds=wait_limit_s))
-        launch = meeting.launch
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     ranks_per_node = _number("LOCAL_WORLD_SIZE", num_ranks)
     if used is not None:
         started = StartedRanks.at_hand().ranks_per_node
         ranks_per_node = sum(each // started == used[0] // started for each in used)
     control, saving = new_group(backend="gloo"), new_group(backend="gloo")
-    world = _on_even_nodes(World(rank, num_ranks, ranks_per_node, chosen_device, control, saving, launch))
+    world = World(rank, num_ranks, ranks_per_node, chosen_device, control, saving)
+    if not borrowed and meeting is not None:
+        world = replace(world, launch=meeting.launch, is_restarted=meeting.is_restarted)
+    world = _on_even_nodes(world)
     if is_watched and meeting is not None and num_ranks > 1:
         watch = Watch(meeting.store, rank, num_ranks)
     away = meeting.store if in_phase and used is not None and meeting is not None and rank == 0 else None
@@ -253,8 +263,8 @@ def stay_away(wait_limit_s: float) -> None:
 
     wait_limit_s: how long to wait for the process that serves the store.
     """
+    store = _meeting(wait_limit_s, None, in_phase=True).store
     with suppress(RuntimeError):  # That process has ended, and with it the phase.
-        store = _meeting(wait_limit_s, None, in_phase=True).store
         while not store.check([_ENDED]):
             time.sleep(_LOOK_EVERY_S)
         failed = store.get(_ENDED)
@@ -300,7 +310,6 @@ def _device(name: str) -> torch.device:
 
 
 def _init_process_group(device: torch.device, meeting: Meeting, wait_limit: timedelta) -> None:
-    _check_interfaces()
     if is_on_one_machine() and _LOOPBACK_INTERFACE in (interface for _, interface in socket.if_nameindex()):
         for name in _INTERFACE_VARIABLES:
             # Backends take the interface of the machine's name otherwise, which others can reach.
@@ -394,25 +403,32 @@ def _meeting(wait_limit_s: float, used: Sequence[int] | None, in_phase: bool) ->
     rank, num_ranks = _number("RANK"), _number("WORLD_SIZE")
     if not rank < num_ranks:
         raise UserError(f"The environment has RANK = {rank} and WORLD_SIZE = {num_ranks}; ranks count from 0.")
-    started = rank, num_ranks
+    comes = rank, num_ranks
     if used is not None:
         rank, num_ranks = used.index(rank), len(used)
+    if not in_phase:  # Ranks that are left over in a phase stay: the same rank serves the store in all of them.
+        comes = rank, num_ranks
     try:
-        # Ranks that are left over in a phase stay, so that the same rank serves the store in all of them.
-        store = _launch_store(*(started if in_phase else (rank, num_ranks)), _number("MASTER_PORT"), wait_limit_s)
+        store = _launch_store(*comes, _number("MASTER_PORT"), wait_limit_s)
     except (dist.DistError, OSError) as error:
         raise UserError(
             f"Rank {rank} cannot meet the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} "
             f"({str(error).splitlines()[0].rstrip('.')}); MASTER_ADDR and MASTER_PORT, which torchrun sets, must be "
             "the machine of rank 0 and a free port of it."
         ) from error
+    launch, number, store = _attempt(store, *comes, wait_limit_s)
+    # With a prefix of its own, a training phase does not read the addresses of ranks in the phase before.
+    store = dist.PrefixStore(f"meeting_{next(_MEETINGS)}", store)
+    is_restarted = number > 1 or _number("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    return Meeting(store, rank, num_ranks, launch, is_restarted)
+
+
+@cache
+def _attempt(store: dist.Store, rank: int, num_ranks: int, wait_limit_s: float) -> tuple[str, int, dist.Store]:
+    """The launch as in `World`, the number of the attempt, and its part of the store: of this process in all phases."""
     # torchrun keeps one store over its restarts, so the first rank of the first attempt names the launch for all.
     launch = store.compare_set("motet/launch", "", uuid4().hex).decode()
-    # With a prefix of its own, an attempt does not read the addresses of ranks that died in an earlier one, nor a
-    # training phase those of the phase before.
-    attempt = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    store = dist.PrefixStore(f"motet/{attempt}/{next(_MEETINGS)}", store)
-    return Meeting(store, rank, num_ranks, launch)
+    return launch, *agreed_attempt(dist.PrefixStore("motet", store), rank, num_ranks, wait_limit_s)
 
 
 @cache

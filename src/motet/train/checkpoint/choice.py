@@ -13,7 +13,6 @@ they are renamed to `superseded` (`publish_checkpoint`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,16 +82,17 @@ def verified_start(path: Path, world: World) -> str:
         return digest_of(path)
 
 
-def remove_all(folder: Path, url: str | None = None) -> None:
+def remove_all(folder: Path, url: str | None = None, *, is_restarted: bool = False) -> None:
     """Remove the checkpoints of a run that starts anew; after a crash under torchrun, rename them instead.
 
-    url: `checkpoint.url`, where the first attempt removes them, too. Raises UserError if they cannot be removed.
+    url: `checkpoint.url`, where the first attempt removes them, too. is_restarted: as in `World`.
+    Raises UserError if they cannot be removed.
     """
-    if url is not None and not _is_restarted():
+    if url is not None and not is_restarted:
         RemoteCheckpoints(url).remove_all()
     try:
         for checkpoint in checkpoints(folder):
-            if _is_restarted():
+            if is_restarted:
                 set_aside(checkpoint, "superseded")
             else:
                 remove(checkpoint)
@@ -100,16 +100,11 @@ def remove_all(folder: Path, url: str | None = None) -> None:
         raise UserError(f"The checkpoints in {folder} cannot be removed: {error.strerror}.") from error
 
 
-def _is_restarted() -> bool:
-    """Whether torchrun has started this attempt after a crash."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
 def _look(folder: Path, world: World) -> _Folder:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         named = checkpoints(folder)
-        saved = [path for path in named if _is_restarted() and _launch_of(path) == world.launch != ""]
+        saved = [path for path in named if world.is_restarted and _launch_of(path) == world.launch != ""]
         return _Folder(named, checkpoints_set_aside(folder), saved)
     except OSError as error:
         raise UserError(f"The run's checkpoints cannot be in {folder}: {error.strerror}.") from error

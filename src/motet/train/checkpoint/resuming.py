@@ -59,7 +59,8 @@ def resume_run(
         begun = _begun(recipe, world, model, start, say)
         with world.together():
             if resume == "never" and world.is_first:
-                remove_all(folder, recipe.checkpoint.url)  # Only now: a start that cannot be read costs nothing.
+                # Only now: a start that cannot be read costs nothing.
+                remove_all(folder, recipe.checkpoint.url, is_restarted=world.is_restarted)
         return begun, []
     store_frozen(model, (start.beside or {}).keys() - (chosen.state.beside or {}).keys())
     progress = load(chosen.path, model, optimizer, world.control, world.together)

@@ -1,0 +1,53 @@
+"""Ranks that torchrun has started meet in one attempt, whatever those before them have left in the store."""
+
+from concurrent.futures import ThreadPoolExecutor
+from time import sleep
+
+import pytest
+import torch.distributed as dist
+
+from motet.core.errors import has_waited_in_vain, origin_of
+from motet.train.attempt import agreed_attempt
+
+
+def meet(store, order, num_ranks=3, limit_s=20.0):
+    """The attempts that ranks find which come in this order."""
+    with ThreadPoolExecutor(num_ranks) as pool:
+        found = []
+        for rank in order:
+            found.append(pool.submit(agreed_attempt, store, rank, num_ranks, limit_s))
+            sleep(0.1)
+        return [each.result()[0] for each in found]
+
+
+def test_ranks_that_start_before_the_first_one_wait_for_its_attempt():
+    """As where torchrun on their machine was the first to start them again."""
+    store = dist.HashStore()
+    assert meet(store, (2, 1, 0)) == [1, 1, 1]
+    assert meet(store, (1, 2, 0)) == [2, 2, 2]
+    assert meet(store, (0, 2, 1)) == [3, 3, 3]
+    assert meet(store, (1, 0), num_ranks=2) == [4, 4], "on fewer machines"
+    _, here = agreed_attempt(store, 0, 1, 1.0)
+    here.set("key", "value")
+    assert not agreed_attempt(store, 0, 1, 1.0)[1].check(["key"])
+
+
+def test_an_attempt_that_died_before_all_had_come_is_not_met_in():
+    store = dist.HashStore()
+    with pytest.raises(RuntimeError):
+        agreed_attempt(store, 0, 2, 0.1)
+    assert meet(store, (1, 0), num_ranks=2) == [2, 2]
+
+
+@pytest.mark.parametrize("before", [0, 1], ids=["first attempt", "second attempt"])
+def test_who_waits_in_vain_says_once_who_has_not_come(before):
+    for come, missing in (((0, 2), "rank 1 has not come"), ((1, 2), "rank 0 has not come")):
+        store = dist.HashStore()
+        for _ in range(before):
+            meet(store, (0, 1, 2))
+        with ThreadPoolExecutor(2) as pool:
+            waiting = [pool.submit(agreed_attempt, store, rank, 3, 0.3) for rank in come]
+            errors = [each.exception() for each in waiting]
+        assert all(has_waited_in_vain(error) and "300ms" in str(error) for error in errors)
+        said = [origin_of(error).others for error in errors if origin_of(error).speaks]
+        assert said == [f", as {missing}"]
