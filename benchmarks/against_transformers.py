@@ -51,6 +51,8 @@ from motet.train.recipe.recipe_file import load_recipe
 from motet.train.recipe.whole import WholeRecipe
 from unit.models.wide import InFloat64  # parts.py lets tests be imported.
 
+CPU = torch.device("cpu")
+
 _MOST = dict.fromkeys(("loss", "gradients", "packed against one at a time"), 1e-9)
 """Columns of both tables, and the most that a figure of each may be."""
 
@@ -372,32 +374,40 @@ def placeholder_of(processor: Any) -> str:
     return f"<{kind}>\n" if breaks_line else f"<{kind}>"
 
 
-def ours(folder: Path, *, packed: bool = True, overrides: Sequence[str] = (), checkpoint: Path | None = None) -> Step:
+def ours(
+    folder: Path,
+    *,
+    packed: bool = True,
+    overrides: Sequence[str] = (),
+    checkpoint: Path | None = None,
+    device: torch.device = CPU,
+) -> Step:
     """Motet's step on the same job. packed: all examples in one pack; else one at a time. overrides: of the recipe.
 
-    checkpoint: whose weights it has; by default those of the directory.
+    checkpoint: whose weights it has; by default those of the directory. device: where it computes.
     """
     recipe = load_recipe(folder / "recipe.toml", ["run.dtype=float64", *overrides])
     assert isinstance(recipe, WholeRecipe)
     vocabulary = recipe.vocabulary()
     model = build_mllm(recipe.modules, vocabulary.vocabulary_size, torch.float64, deferred=True)
-    materialise(model, recipe.modules, 0, torch.device("cpu"))
+    materialise(model, recipe.modules, 0, CPU)
     if checkpoint is not None:
         load_weights(checkpoint, model, None)
+    model.to(device)
     dataset = open_dataset(recipe, recipe.data.train, vocabulary, model, lambda sentence: None)
     numbers = range(dataset.num_examples)
     batches = [numbers] if packed else [[number] for number in numbers]
-    total, num_targets = torch.zeros((), dtype=torch.float64), 0
+    total, num_targets = torch.zeros((), dtype=torch.float64, device=device), 0
     for batch in batches:
-        loss, count = _loss_of(model, dataset, batch)
+        loss, count = _loss_of(model, dataset, batch, device)
         total, num_targets = total + loss, num_targets + count
     (total / num_targets).backward()
     names = names_of(recipe.directory, model)
-    gradients = {names[name]: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    gradients = {names[name]: each.grad.cpu() for name, each in model.named_parameters() if each.grad is not None}
     return Step(total.item() / num_targets, num_targets, gradients)
 
 
-def _loss_of(model: MLLM, dataset: Any, numbers: Sequence[int]) -> tuple[torch.Tensor, int]:
+def _loss_of(model: MLLM, dataset: Any, numbers: Sequence[int], device: torch.device = CPU) -> tuple[torch.Tensor, int]:
     sequences = [dataset.tokens(number) for number in numbers]
     items: dict[str, list[Any]] = {name: [] for name in model.encoders}
     for ref in (ref for number in numbers for ref in dataset.media_refs(number)):
@@ -410,6 +420,12 @@ def _loss_of(model: MLLM, dataset: Any, numbers: Sequence[int]) -> tuple[torch.T
     packed = pack(sequences, rows)
     if packed.offsets.diff().tolist() != dataset.batch_lengths(np.array(numbers), 1).sequence.tolist():
         raise ValueError("sequences are not as long as the index says")
+    if device != CPU:
+        packed = packed.pin_memory().to(device, non_blocking=True)
+        media = {
+            phase: (values.pin_memory().to(device, non_blocking=True), sizes)
+            for phase, (values, sizes) in media.items()
+        }
     return model(packed, media)
 
 

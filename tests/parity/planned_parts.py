@@ -83,8 +83,8 @@ class WholeMerge(nn.Module):
         self.linear, self.dropout = nn.Linear(dim, dim), nn.Dropout(dropout)
 
     def forward(self, embeds: Tensor, features: dict[str, Tensor], sequences: PackedSequences) -> Tensor:
-        merged, lengths = merge_rows(embeds, features, sequences), sequences.offsets.diff().long()
-        number = torch.arange(len(lengths)).repeat_interleave(lengths)
+        merged, lengths = merge_rows(embeds, features, sequences), sequences.offsets.diff().long().to(embeds.device)
+        number = torch.arange(len(lengths), device=embeds.device).repeat_interleave(lengths)
         means = merged.new_zeros(len(lengths), merged.shape[1]).index_add(0, number, merged) / lengths[:, None]
         return merged + self.dropout(torch.tanh(self.linear(means))[number])
 

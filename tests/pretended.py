@@ -1,0 +1,165 @@
+"""A device that CPU tensors pretend to be on: `from pretended import pretend, waits`.
+
+Operations refuse to mix its tensors with others, as CUDA does, and what the host would wait for on a GPU is counted.
+Values are those of CPU tensors within, so that results can be compared. torch calls it a Python backend.
+
+Not as on a GPU: storages cannot be resized, and collectives are gloo's.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map
+
+import motet
+
+NAME = "pretended"
+INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+"""CUDA takes indices from the host."""
+COPYING = {"aten::copy_", "aten::_to_copy"}
+READING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::bincount"}
+"""Of tensors on the device: the result has a size or a value that the host needs."""
+
+SOURCE = str(Path(motet.__file__).parent) + "/"
+ELSEWHERE = "a line outside of Motet"
+
+waits: Counter[tuple[str, str]] = Counter()
+"""How often the host would wait for the device, by file and line, and operation."""
+
+
+class Pretended(torch.Tensor):
+    """A tensor on the device. inner: its values, on the CPU."""
+
+    inner: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Pretended:
+        made: Pretended = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=torch.device(NAME, 0),
+        )
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def pretend() -> torch.device:
+    """Make the device known to this process, once, before its first backward pass, and return it."""
+
+    class Module(backend_registration._DummyBackendModule):
+        def get_amp_supported_dtype(self):
+            return [torch.bfloat16]
+
+    class Guard(torch._C._acc.DeviceGuard):
+        def type_(self):
+            return torch._C._autograd.DeviceType.PrivateUse1
+
+        def exchange_device(self, *index):
+            return 0
+
+    backend_registration._setup_privateuseone_for_python_backend(NAME, Module(), device_guard=Guard())
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(lambda operation, *args, **kwargs: _run(operation, args, kwargs), "PrivateUse1")
+    _kept.append(library)
+    torch.Tensor.pin_memory, torch.Tensor.tolist = _pinned, _listed
+    torch.__future__.set_swap_module_params_on_conversion(True)  # Else tied parameters come apart, as on no GPU.
+    return torch.device(NAME, 0)
+
+
+_kept: list[torch.library.Library] = []
+
+
+def _pinned(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+    """A copy that is marked: a CPU has no pinned memory without an accelerator."""
+    copy = tensor.clone()
+    copy.is_marked = True
+    return copy
+
+
+_LISTED = torch.Tensor.tolist
+
+
+def _listed(tensor: torch.Tensor) -> Any:
+    if isinstance(tensor, Pretended):
+        waits[_where(), "tolist"] += 1
+        return _LISTED(tensor.detach().inner)
+    return _LISTED(tensor)
+
+
+def _run(operation: Any, args: tuple, kwargs: dict) -> Any:
+    """The operation on the values within."""
+    name, device = operation._schema.name, kwargs.get("device")
+    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    is_here = any(isinstance(each, Pretended) for each in tensors)
+    stays = is_here if device is None else torch.device(device).type == NAME
+    _count(name, args, kwargs, stays)
+    _check(name, tensors, is_here)
+    if name == "aten::_fused_sdp_choice":
+        return 0  # Plain operations.
+    within: dict[int, Pretended] = {}
+
+    def unwrapped(value: Any) -> Any:
+        if isinstance(value, Pretended):
+            within[id(value.inner)] = value
+            return value.inner
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    def wrapped(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or id(value) in within:
+            return within.get(id(value), value)
+        return Pretended(value) if stays else value
+
+    if kwargs.get("pin_memory"):
+        kwargs = kwargs | {"pin_memory": False}
+    made = operation(*tree_map(unwrapped, args), **tree_map(unwrapped, kwargs))
+    if name == "aten::copy_":
+        return args[0]
+    result = tree_map(wrapped, made)
+    return return_and_correct_aliasing(operation, args, kwargs, result) if is_here and stays else result
+
+
+def _check(name: str, tensors: list[torch.Tensor], is_here: bool) -> None:
+    """Raise RuntimeError where tensors of the device and of the host meet; numbers may be on the host."""
+    if not is_here or name in COPYING or name.startswith("c10d"):
+        return
+    others = [each for each in tensors if not isinstance(each, Pretended) and each.dim()]
+    if name in INDEXING:
+        others = [each for each in others if each.dtype not in (torch.int64, torch.bool)]
+    if others:
+        raise RuntimeError(f"{name} of tensors on two devices, at {_where()}")
+
+
+def _count(name: str, args: tuple, kwargs: dict, stays: bool) -> None:
+    if name == "aten::copy_":
+        target, source, *rest = args
+        is_free = bool(rest and rest[0]) or kwargs.get("non_blocking", False)
+        if isinstance(target, Pretended) == isinstance(source, Pretended) or not source.dim():
+            return
+        is_free &= getattr(source, "is_marked", False)
+    elif name == "aten::_to_copy":
+        is_free = isinstance(args[0], Pretended) == stays
+    else:
+        is_free = not (name in READING and isinstance(args[0], Pretended))
+    if not is_free:
+        waits[_where(), name] += 1
+
+
+def _where() -> str:
+    """The innermost line of Motet, or ELSEWHERE."""
+    frames = [each for each in traceback.extract_stack() if each.filename.startswith(SOURCE)]
+    return f"{frames[-1].filename.removeprefix(SOURCE)}:{frames[-1].lineno}" if frames else ELSEWHERE
