@@ -3,13 +3,14 @@
 Operations refuse to mix its tensors with others, as CUDA does, and what the host would wait for on a GPU is counted.
 Values are those of CPU tensors within, so that results can be compared. torch calls it a Python backend.
 
-Not as on a GPU: storages cannot be resized, and collectives are gloo's.
+Not as on a GPU: storages keep their size, and collectives are gloo's.
 """
 
 from __future__ import annotations
 
 import traceback
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ COPYING = {"aten::copy_", "aten::_to_copy"}
 READING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::bincount"}
 """Of tensors on the device: the result has a size or a value that the host needs."""
 
+RESIZING = (torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step)
+"""Made empty, and resized then, which a tensor with values within cannot be."""
 SOURCE = str(Path(motet.__file__).parent) + "/"
 ELSEWHERE = "a line outside of Motet"
 
@@ -75,8 +78,12 @@ def pretend() -> torch.device:
     backend_registration._setup_privateuseone_for_python_backend(NAME, Module(), device_guard=Guard())
     library = torch.library.Library("_", "IMPL")
     library.fallback(lambda operation, *args, **kwargs: _run(operation, args, kwargs), "PrivateUse1")
-    _kept.append(library)
+    ranges = torch.library.Library("aten", "IMPL")
+    for overload in RESIZING:
+        ranges.impl(overload.name().partition("::")[2], partial(_run_new, overload), "PrivateUse1")
+    _kept.extend((library, ranges))
     torch.Tensor.pin_memory, torch.Tensor.tolist = _pinned, _listed
+    torch.UntypedStorage.resize_ = _not_resized
     torch.__future__.set_swap_module_params_on_conversion(True)  # Else tied parameters come apart, as on no GPU.
     return torch.device(NAME, 0)
 
@@ -89,6 +96,23 @@ def _pinned(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
     copy = tensor.clone()
     copy.is_marked = True
     return copy
+
+
+def _run_new(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    return _run(operation, args, kwargs)
+
+
+_RESIZED = torch.UntypedStorage.resize_
+
+
+def _not_resized(storage: torch.UntypedStorage, size: int) -> Any:
+    """Memory that is freed by it is kept."""
+    try:
+        return _RESIZED(storage, size)
+    except RuntimeError as error:
+        if "python storage" not in str(error):
+            raise
+        return storage
 
 
 _LISTED = torch.Tensor.tolist

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmark import benchmark
-from parity import planned, test_planned, test_schedules, test_tensor_parallel_plans
+from parity import planned, test_context, test_planned, test_schedules, test_tensor_parallel_plans
 from pretended import ELSEWHERE, pretend, waits
 from ranks import run_ranks
 
@@ -17,6 +17,7 @@ KNOWN = ("models/experts.py",)
 """Each layer learns there how many rows each expert has (docs/gpu_checks.md)."""
 PLANS = {
     "chain": test_planned.CASES[:3],
+    "cp": test_context.OF_BACKBONES[2][:2],
     "zb_v": test_schedules.cases_of("zb_v", 2)[:2],
     "tp": test_tensor_parallel_plans.IN_CHUNKS[:1],
 }
