@@ -45,6 +45,7 @@ from motet.models.exact import keep_float64
 from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
 from motet.models.whole.export import names_of
+from motet.on_device import on_device
 from motet.train.checkpoint.restoring import load_weights
 from motet.train.input.datasets import open_dataset
 from motet.train.recipe.recipe_file import load_recipe
@@ -420,13 +421,8 @@ def _loss_of(model: MLLM, dataset: Any, numbers: Sequence[int], device: torch.de
     packed = pack(sequences, rows)
     if packed.offsets.diff().tolist() != dataset.batch_lengths(np.array(numbers), 1).sequence.tolist():
         raise ValueError("sequences are not as long as the index says")
-    if device != CPU:
-        packed = packed.pin_memory().to(device, non_blocking=True)
-        media = {
-            phase: (values.pin_memory().to(device, non_blocking=True), sizes)
-            for phase, (values, sizes) in media.items()
-        }
-    return model(packed, media)
+    media = {phase: (on_device(values, device), sizes) for phase, (values, sizes) in media.items()}
+    return model(packed.with_tensors(partial(on_device, device=device)), media)
 
 
 def main() -> None:

@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
+from motet.on_device import on_device
 
 _SECOND_HALF = 2**15
 """The number of the first draw of a block's second half, so that it draws the same where the halves run apart."""
@@ -290,7 +291,7 @@ def next_rows(shape: torch.Size | tuple[int, ...], device: torch.device) -> Tens
     draw = stream(np.array([crc32(draws.module.encode())], np.uint64), np.array([draws.place * 2**16 + draws.number]))
     draws.number += 1
     keys = stream(stream(draws.keys.view(np.uint64) ^ draw, np.zeros(1, np.int64))[item], row)
-    return torch.from_numpy(keys.view(np.int64)).view(tuple(shape)).to(device)
+    return on_device(keys.view(np.int64), device).view(tuple(shape))
 
 
 def _rows_of_items(draws: _Draws, shape: tuple[int, ...]) -> tuple[Int64Array, Int64Array]:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm, linear
 
+from motet.on_device import on_device
+
 _ALIGNED = 16
 """Bytes of which the kernel's addresses and widths must be multiples."""
 _Waits = Callable[[nn.Parameter, Tensor, Tensor, Sequence[int]], bool]
@@ -56,7 +58,7 @@ def is_one_kernel(rows: Tensor, weights: Tensor) -> bool:
 
 
 def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(list(accumulate(counts)), dtype=torch.int32).to(device, non_blocking=True)
+    return on_device(torch.tensor(list(accumulate(counts)), dtype=torch.int32), device)
 
 
 def _multiplied(rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:

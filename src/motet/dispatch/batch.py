@@ -27,6 +27,7 @@ from motet.dispatch.exchange import exchange, exchange_rows
 from motet.dispatch.route import GatherRoute, Route, compose_route
 from motet.dispatch.shared_items import SharedItems, shared_items
 from motet.dropout import item_keys
+from motet.on_device import on_device
 
 _NO_TARGET = -100
 """The label of a token on which no loss is taken: `ignore_index` of torch's cross entropy."""
@@ -98,12 +99,12 @@ class PackedSequences:
         """
         lengths = self.offsets.diff().long()
         starts = torch.repeat_interleave(self.offsets[:-1].long(), lengths, output_size=self.num_tokens)
-        return (torch.arange(self.num_tokens) - starts).to(self.tokens.device, non_blocking=True)
+        return on_device(torch.arange(self.num_tokens) - starts, self.tokens.device)
 
     @property
     def cu_seqlens(self) -> Tensor:
         """`offsets` on the device of the tokens, IntTensor [num_sequences + 1], as variable-length kernels take it."""
-        return self.offsets.to(self.tokens.device, non_blocking=True)
+        return on_device(self.offsets, self.tokens.device)
 
     @property
     def max_seqlen(self) -> int:

@@ -277,7 +277,7 @@ class Backbone(nn.Module):
         documents = torch.arange(len(lengths)).repeat_interleave(lengths)
         targets = getattr(whole, "num_targets", None)
         if targets is None:
-            is_predicted = _is_predicted(on_host(whole)).long()
+            is_predicted = _is_predicted(whole).long()
             targets = torch.zeros_like(lengths, device=is_predicted.device)
             targets = targets.index_add(0, on_device(documents, targets.device), is_predicted)
         if context is not None:
@@ -529,7 +529,7 @@ class Backbone(nn.Module):
             return hidden.sum(dtype=torch.promote_types(hidden.dtype, torch.float32)), 0
         if (context := context_of(sequences)) is not None:
             return self.loss(hidden[context.predicted], context.labels), len(context.labels)
-        rows = on_device(_predicted_rows(on_host(sequences)), hidden.device)
+        rows = on_device(_predicted_rows(sequences), hidden.device)
         return self.loss(hidden[rows - 1], sequences.tokens[rows]), len(rows)
 
     @contextmanager
@@ -606,8 +606,10 @@ def _sum_choices(context: SharedRows, choices: Tensor) -> None:
 
 
 def _is_predicted(sequences: Sequences) -> Tensor:
-    """Which rows are targets, bool [total]; first tokens of documents are none, as nothing predicts them."""
-    predicted = sequences.targets.clone()
+    """Which rows are targets, bool [total], on the host if it has them; first tokens of documents are none, as nothing
+    predicts them.
+    """
+    predicted = on_host(sequences).targets.clone()
     starts = sequences.offsets[:-1].long()
     predicted[on_device(starts[starts < len(predicted)], predicted.device)] = False
     return predicted

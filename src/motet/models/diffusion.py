@@ -167,13 +167,9 @@ class Diffusion(nn.Module):
     ) -> Tensor:
         """The loss of what `through` gives behind the last block: noise and timesteps are drawn of the keys again."""
         if self.carried_divisor:
-            slots, along = self._slots(sizes)[0], self._parted(hidden, sizes)[1]
+            slots, along = on_device(self._slots(sizes)[0], hidden.device), self._parted(hidden, sizes)[1]
             channels = self.denoiser.row_dim
-            values = (
-                along[:, : self.carried_divisor * channels]
-                .reshape(-1, channels)[on_device(slots, hidden.device)]
-                .detach()
-            )
+            values = along[:, : self.carried_divisor * channels].reshape(-1, channels)[slots].detach()
         elif self.vae is not None:
             values = self.vae.encode(values, sizes, keys)
         times, noise = self._drawn(values, sizes, keys)

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from motet.core.attention_table import AttentionTable
 from motet.core.block_table import BlockTable
+from motet.on_device import on_device
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MIN_HEAD_DIM = 16
@@ -149,7 +150,6 @@ def _of_constants(scale: float | None, softcap: float | None, block: int) -> Cal
 
 def _moved(columns: list[np.ndarray], device: torch.device) -> list[Tensor]:
     """Whole numbers on a device as int32, in one copy that the host does not wait for."""
-    flat = torch.from_numpy(np.concatenate([column.ravel() for column in columns], dtype=np.int32, casting="unsafe"))
-    flat = flat.pin_memory() if device.type == "cuda" else flat
-    parts = flat.to(device, non_blocking=True).split([column.size for column in columns])
+    flat = np.concatenate([column.ravel() for column in columns], dtype=np.int32, casting="unsafe")
+    parts = on_device(flat, device).split([column.size for column in columns])
     return [part.view(column.shape) for part, column in zip(parts, columns, strict=True)]

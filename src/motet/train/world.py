@@ -403,11 +403,11 @@ def _meeting(wait_limit_s: float, used: Sequence[int] | None, in_phase: bool) ->
     rank, num_ranks = _number("RANK"), _number("WORLD_SIZE")
     if not rank < num_ranks:
         raise UserError(f"The environment has RANK = {rank} and WORLD_SIZE = {num_ranks}; ranks count from 0.")
-    comes = rank, num_ranks
+    started = rank, num_ranks
     if used is not None:
         rank, num_ranks = used.index(rank), len(used)
-    if not in_phase:  # Ranks that are left over in a phase stay: the same rank serves the store in all of them.
-        comes = rank, num_ranks
+    # Ranks that are left over in a phase stay: the same rank serves the store in all of them.
+    comes = started if in_phase else (rank, num_ranks)
     try:
         store = _launch_store(*comes, _number("MASTER_PORT"), wait_limit_s)
     except (dist.DistError, OSError) as error:

@@ -122,7 +122,7 @@ class MllamaTower(nn.Module):
         patches = embed_patches(model.patch_embedding, values)
         tiles = patches.new_zeros(len(sizes) * self.num_tiles * self.tile_patches, self.width)
         tiles = tiles.index_copy(0, own, patches).unflatten(0, (*shape, self.tile_patches))
-        numbers = on_device(self._numbers(sizes), values.device)
+        numbers = self._numbers(sizes, values.device)
         tiles = model.pre_tile_positional_embedding(tiles, numbers)
         tiles = model.apply_class_embedding(tiles.flatten(0, 1)).unflatten(0, shape)
         rows = model.layernorm_pre(model.gated_positional_embedding(tiles, numbers)).flatten(1, 2)
@@ -133,9 +133,10 @@ class MllamaTower(nn.Module):
         counts, most = self.num_inputs(sizes), self.num_tiles * self.tile_patches
         return np.flatnonzero(np.arange(most) < counts[:, None])
 
-    def _numbers(self, sizes: Tensor) -> Tensor:
+    def _numbers(self, sizes: Tensor, device: torch.device) -> Tensor:
         """The number of each image's arrangement of tiles, int64 [num_images]: 0 would be none."""
-        return torch.tensor([self._number[rows, columns] for rows, columns in sizes.tolist()], dtype=torch.int64)
+        numbers = [self._number[rows, columns] for rows, columns in sizes.tolist()]
+        return on_device(torch.tensor(numbers, dtype=torch.int64), device)
 
     def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
         """The blocks first ... stop - 1. hidden: wide rows, with those of inner blocks so far."""
@@ -145,7 +146,7 @@ class MllamaTower(nn.Module):
             hidden = block(hidden[None], segments)[0]
             inner += [hidden] * self.inner.count(number)
             if number == self.num_local - 1:
-                hidden = self._between(hidden, on_device(self._numbers(sizes), hidden.device))
+                hidden = self._between(hidden, self._numbers(sizes, hidden.device))
         return torch.cat([hidden, *inner], dim=1)
 
     def _segments(self, sizes: Int64Array) -> TableItems:
