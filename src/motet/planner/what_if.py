@@ -1,5 +1,5 @@
-"""What would change if replicas shared long sequences, if the devices had more memory, if there were one node more, or
-if batches were larger.
+"""What would change if products were in bf16, if replicas shared long sequences, if the devices had more memory, if
+there were one node more, or if batches were larger.
 
 Each change of the job is planned anew, by the strategy of the best Plan alone and with its TP, so that a gain is at
 least what is said. The best Plan itself counts as an answer: more memory and a further node take nothing away. Shared
@@ -16,6 +16,7 @@ from typing import NamedTuple
 from motet.core.errors import UserError
 from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
+from motet.cost.analytic import Analytic
 from motet.planner.candidate import Candidate, Strategy, predict_candidate
 from motet.planner.evaluation import NO_QUOTA, Quota
 from motet.planner.job import Job
@@ -60,13 +61,23 @@ def what_if(result: SearchResult, strategies: Mapping[str, Strategy], quota: Quo
     """
     with suppress(UserError):
         yield from _shared_sequences(result, quota)
-    for changes in (_memory, _node, _batches):
+    for changes in (_precision, _memory, _node, _batches):
         with suppress(UserError):
             yield from changes(result, lambda job: _planned(job, result, strategies, quota))
 
 
 _Plans = Callable[[Job], SimulatedCandidate | None]
 """Plans a changed job; None: there is no Plan."""
+
+
+def _precision(result: SearchResult, planned: _Plans) -> Iterator[Change]:
+    """A job in fp32 in bf16; nothing where its seconds were measured, as they were in one type."""
+    job, peaks = result.job, result.job.cluster.device.peak_flops
+    if job.precision != "fp32" or not isinstance(job.cost, Analytic) or peaks.get("bf16", 0.0) <= peaks["fp32"]:
+        return
+    cost = Analytic(job.cluster, "bf16", job.cost.efficiency, job.cost.moments)
+    words = 'In bf16 instead of fp32 (fsdp.param_dtype = "bfloat16", reduce_dtype = "float32")'
+    yield _change(words, result.best, planned(replace(job, precision=cost.precision, cost=cost)), "")
 
 
 def _memory(result: SearchResult, planned: _Plans) -> Iterator[Change]:
@@ -124,14 +135,16 @@ def _planned(
     job: Job, result: SearchResult, strategies: Mapping[str, Strategy], quota: Quota
 ) -> SimulatedCandidate | None:
     """The fastest Plan found for a changed job, by tokens a second; None if there is none."""
-    best, pins = result.best.candidate, result.pins
+    best, pins, precision = result.best.candidate, result.pins, result.job.precision
+    # What trains does not hang on the precision, in which a Plan and its recipe agree.
+    suits = replace(quota, suitable=lambda plan: quota.suitable(replace(plan, precision=precision)))
     found = [one for one in (_as_it_is(job, best),) if one is not None]
     tp = best.plan.unit_of(BACKBONE).tp
     pins = replace(pins, strategies=(best.strategy,), tp=tp)
     try:
         search_of_one = {best.strategy: strategies[best.strategy]}
-        anew = search(job, search_of_one, pins, max_simulated=_MAX_SIMULATED, quota=quota)
-        found += [one for one in anew.results if not quota.num_plans or quota.suitable(one.candidate.plan)]
+        anew = search(job, search_of_one, pins, max_simulated=_MAX_SIMULATED, quota=suits)
+        found += [one for one in anew.results if not quota.num_plans or suits.suitable(one.candidate.plan)]
     except UserError:  # No Plan of the changed job is as pinned.
         pass
     return max(found, key=lambda one: one.prediction.tokens_per_s, default=None)
@@ -139,7 +152,7 @@ def _planned(
 
 def _as_it_is(job: Job, best: Candidate) -> SimulatedCandidate | None:
     """The best Plan in the changed job; None if it cannot be, as its fills and caps name microbatches."""
-    plan = replace(best.plan, cluster=job.cluster, batch_size=job.batch_size)
+    plan = replace(best.plan, cluster=job.cluster, batch_size=job.batch_size, precision=job.precision)
     if job.batch_size != best.plan.batch_size and (plan.fills or plan.microbatch_caps):
         return None
     candidate = replace(best, plan=plan)

@@ -129,6 +129,7 @@ def plan_measured(request: MeasureRequest, outputs: PlanOutputs) -> None:
         with world.together():
             if world.is_first:
                 job, recipe = _job(request, world), load_recipe(request.recipe, request.overrides, trains=False)
+                recipe.check_weights()
                 pins, obstacle = request.pins, on_all_ranks(obstacle_in(recipe))
                 found = find_plans(job, pins, Quota(request.num_plans, lambda plan: not obstacle(plan)))
                 plans = [each.candidate.plan for each in (found.best, *found.results[1:])]

@@ -30,7 +30,7 @@ from motet.core.plan import BalancingMethod, Plan, Unit
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths, Workload, home_ranks
 from motet.cost.analytic import Analytic
-from motet.cost.catalogue import cluster, device_called
+from motet.cost.catalogue import cluster
 from motet.cost.memory import held_elements, stage_layers
 from motet.data.order import ExampleOrder, StepExamples
 from motet.dispatch import RankBatch
@@ -40,6 +40,7 @@ from motet.planner.data_parallel.recomputation import fit_recomputation
 from motet.planner.job import Job
 from motet.planner.stages.recompute import Fit
 from motet.train.balancing import recipe_orchestrator
+from motet.train.device import catalogued
 from motet.train.input.largest import LengthsOf, largest_steps
 from motet.train.recipe.recipe import Recipe
 from motet.train.recompute_measured import RESIDENT_RESOLUTION_BYTES, PeakCorrection
@@ -303,7 +304,7 @@ def known_memory_bytes(recipe: Recipe, device: torch.device) -> int | None:
         return None
     if stated is not None:
         return cluster(stated.device).device.memory_bytes
-    known = device_called(torch.cuda.get_device_name(device))
+    known = catalogued(device)
     # As a simulation has it; a vendor's gigabytes are a little less than what the driver counts.
     return torch.cuda.get_device_properties(device).total_memory if known is None else known.memory_bytes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from motet.core.cluster import Device
 from motet.core.errors import JointUserError
 from motet.core.words import counted_words
 from motet.data.examples import Examples
@@ -31,6 +32,23 @@ def in_steps(recipe: Recipe, dataset: Examples | OwnSplits, order: EpochOrder, w
     if short := never_reached(recipe.optimizer, run.num_steps):
         say(short)
     return recipe.model_copy(update={"run": run})
+
+
+def slow_precision_words(recipe: Recipe, device: Device | None) -> str:
+    """What of its device's peak a recipe in float32 cannot reach, as a sentence; "" for none, and where it was chosen.
+
+    device: of the catalogue; None for one that is not in it.
+    """
+    is_stated = "dtype" in recipe.run.model_fields_set or "param_dtype" in recipe.fsdp.model_fields_set
+    peaks = {} if device is None else device.peak_flops
+    if is_stated or recipe.plan_precision != "fp32" or peaks.get("bf16", 0.0) <= peaks.get("fp32", 0.0):
+        return ""
+    times = f"{peaks['bf16'] / peaks['fp32']:.3g} times"
+    return (
+        f"Modules compute in float32, the default; this device's peak in bfloat16 is {times} as high. For that, set "
+        'fsdp.param_dtype = "bfloat16" and fsdp.reduce_dtype = "float32": weights, their sums of gradients and the '
+        'optimizer\'s state stay in float32. run.dtype = "float32" chooses float32 without this sentence.'
+    )
 
 
 def check_steps_of_epochs(run: RunConfig, progress: Progress, order: EpochOrder) -> None:

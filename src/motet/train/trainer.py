@@ -23,6 +23,7 @@ from motet.train.bad_step import BadSteps, BrokenWeights, Cause, examine
 from motet.train.changing_buffers import Buffers
 from motet.train.checkpoint.choice import Say
 from motet.train.checkpoint.resuming import has_ended
+from motet.train.device import catalogued
 from motet.train.evaluate import Evaluation
 from motet.train.export import EXPORT, export
 from motet.train.input.feed import Feed, StepInput, StepRange
@@ -56,6 +57,7 @@ from motet.train.report.rank_time import RankTime
 from motet.train.report.step_lines import heldout_steps, to_json
 from motet.train.report.summary import summarise, summary_lines
 from motet.train.run_folder import locked_run_folder, writing
+from motet.train.run_start import slow_precision_words
 from motet.train.same_recipe import check_same_recipe
 from motet.train.stop import StopSignal
 from motet.train.world import StartedRanks, World, join_world, stay_away
@@ -122,6 +124,8 @@ def train(
             say(f"{name}: {recipe.run.length}, in {recipe.run.dir}.")
         if plan is not None:
             recipe, chosen = plan(world, say)
+        if slow := slow_precision_words(recipe, catalogued(world.device)):
+            say(slow)
         job = build_job(recipe, world, resume, say, cleanup, chosen and chosen.closed_up)
         predicted = None if chosen is None else cleanup.enter_context(PredictedRun(recipe, chosen, world, say))
         _Run(job, trace, start_s, predicted).run()

@@ -95,11 +95,11 @@ class WholeDirectory:
     def keys(self) -> dict[Path, dict[str, str]]:
         """File -> name in it -> name in transformers' class, for all weights of the directory, or of its inner model.
 
-        Raises UserError for weights that are missing, quantised, of another shape, or not part of the model.
+        Empty for a directory without files of weights, which can be planned. Raises UserError for weights that are
+        missing, quantised, of another shape, or not part of the model.
         """
-        files = weight_files(self.path)
-        if files is None:
-            raise UserError(f"model.path: {self.path} holds no model.safetensors, nor an index of such files.")
+        if (files := self._files) is None:
+            return {}
         names = self._names
         needed = dict(self.shapes.named_parameters())
         found: dict[Path, dict[str, str]] = {}
@@ -131,6 +131,19 @@ class WholeDirectory:
                 f"{self.family.model.__name__}, {absent[0]} for one."
             )
         return found
+
+    def check_weights(self) -> None:
+        """Raises UserError for a directory without files of weights, which cannot be trained."""
+        if self._files is None:
+            raise UserError(
+                f"model.path: {self.path} holds no model.safetensors, nor a file that an index of such files names; "
+                "without weights a model can be planned, and not trained."
+            )
+
+    @cached_property
+    def _files(self) -> list[Path] | None:
+        files = weight_files(self.path)
+        return files if files and any(file.is_file() for file in files) else None
 
     def name_of(self, key: str) -> str:
         """The name in transformers' class of a weight that has the name `key` in some format of it."""
@@ -168,8 +181,13 @@ class WholeDirectory:
         return found
 
     def tensors_at(self, names: Mapping[str, str]) -> dict[str, TensorInFile]:
-        """Own name -> stored tensor. names: own ones, and those in transformers' class."""
+        """Own name -> stored tensor, of which only the names are right where the directory has no weights.
+
+        names: own ones, and those in transformers' class.
+        """
         stored = {name: TensorInFile(file, key) for file, keys in self.keys.items() for key, name in keys.items()}
+        if self._files is None:
+            stored = {name: TensorInFile(self.path / "model.safetensors", name) for name in names.values()}
         stored |= self.saved
         return {own: stored[theirs] for own, theirs in names.items()}
 

@@ -386,6 +386,9 @@ class Recipe(BaseModel):
         """The model to build."""
         return self.model
 
+    def check_weights(self) -> None:
+        """Raise UserError for a whole model without weights, which can only be planned. Parts are read when built."""
+
     def vocabulary(self) -> ChatTokenizer | DrawnVocabulary:
         """What makes tokens, read from its directory. Raises UserError."""
         return ChatTokenizer.from_directory(self.data.tokenizer)

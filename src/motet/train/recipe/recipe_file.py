@@ -42,7 +42,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, trains: bool = Tru
     """Read, override and validate a recipe; paths in the result are absolute.
 
     overrides: "table.key=value", the value in TOML (a bare word is a string).
-    trains:    False if it is only planned: a recipe whose examples are drawn then needs no run.dir and run.steps.
+    trains:    False if it is only planned: a whole model then needs no weights, and a recipe whose examples are drawn
+               neither run.dir nor run.steps.
     Raises UserError if the file is missing or no TOML, and for the first wrong key.
     """
     read = read_recipe(path, overrides)
@@ -72,6 +73,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, trains: bool = Tru
     resolved = schema.model_validate(absolute(recipe.model_dump(exclude_unset=True), path.resolve().parent))
     try:
         _ = resolved.modules
+        if trains:
+            resolved.check_weights()
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     return resolved

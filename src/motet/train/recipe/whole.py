@@ -221,6 +221,10 @@ class WholeRecipe(Recipe):
             )
         return config
 
+    def check_weights(self) -> None:
+        """Raise UserError for a directory without files of weights."""
+        self.directory.check_weights()
+
     def vocabulary(self) -> ChatTokenizer:
         """The model's own tokenizer with its chat template, read from its directory. Raises UserError."""
         template = self.directory.family.template

@@ -16,6 +16,7 @@ from motet.data.conversation import parse_conversation
 from motet.models.build import build_mllm
 from motet.models.lora_read import SavedAdapter
 from motet.models.whole.export import export_whole
+from motet.planning.planned_recipe import read_job_recipe
 from motet.train.recipe.recipe_file import dump_recipe, load_recipe
 from whole_jobs import changed, complaint, whole_job, whole_models
 
@@ -288,9 +289,20 @@ def test_weights_that_are_not_there(job):
     (job / "model" / "model.safetensors").write_bytes(b"cut")
     assert "cannot be read" in complaint(job)
     (job / "model" / "model.safetensors").unlink()
-    assert "holds no model.safetensors, nor an index of such files" in complaint(job)
+    assert "holds no model.safetensors, nor a file that an index of such files names; without w" in complaint(job)
     shutil.rmtree(job / "model")
     assert "there is no model/config.json; give a local directory" in complaint(job)
+
+
+def test_without_weights_a_model_is_planned_as_with_them(job):
+    recipe = job / "recipe.toml"
+    spec = read_job_recipe(recipe).model
+    (job / "model" / "model.safetensors").unlink()
+    assert read_job_recipe(recipe).model == spec
+    index = job / "model" / "model.safetensors.index.json"  # As is there where JSON files alone were fetched.
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}))
+    assert read_job_recipe(recipe).model == spec
+    assert "without weights a model can be planned, and not trained" in complaint(job)
 
 
 def test_tied_weights_by_the_flag_of_the_whole_model(job):
