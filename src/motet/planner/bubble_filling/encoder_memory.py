@@ -17,7 +17,7 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
-from motet.cost.memory import Spans, unit_spans
+from motet.cost.memory import Spans, taken_bytes, unit_spans
 from motet.planner.bubble_filling.backbone_shapes import EncoderDegrees
 from motet.planner.bubble_filling.encoder_plans import EncoderPlan, EncoderPlans
 from motet.planner.candidate import BUBBLE_FILLING, RuledOut, size_words
@@ -132,7 +132,7 @@ class EncoderMemory:
         degrees = unit.name, unit.tp, unit.cp, unit.dp
         own = degrees, *spans.items()
         if own not in self._bytes:
-            alike = degrees, *(self._layers(name, *span) for name, span in spans.items())
+            alike = degrees, *self._taken(spans), *(self._layers(name, *span) for name, span in spans.items())
             if alike not in self._bytes:
                 self._bytes[alike] = self._counted_bytes(unit, spans)
             self._bytes[own] = self._bytes[alike]
@@ -155,7 +155,14 @@ class EncoderMemory:
 
         precision = self._job.mixed_precision(pipeline=True)
         found = stage_bytes(self._job.model, unit, spans, rows, 1, precision)
-        return self._with_copies(found, unit, spans)
+        work = plans.unscheduled_pricing.layer_pricing.work
+        taken = sum(size * float(work.taken_in(name).max()) for name, size in self._taken(spans).items())
+        return self._with_copies(replace(found, kept_bytes=found.kept_bytes + ceil(taken)), unit, spans)
+
+    def _taken(self, spans: Spans) -> dict[str, int]:
+        """`taken_bytes` of a stage."""
+        precision = self._job.mixed_precision(pipeline=True)
+        return taken_bytes(self._job.model, spans, precision.compute, by_stage=True)
 
     def _with_copies(self, found: StageBytes, unit: Unit, spans: Spans) -> StageBytes:
         """With what ranks keep of items that they share: keys and values of each other's rows."""
