@@ -354,16 +354,19 @@ def taken_bytes(model: ModelSpec, spans: Spans, element_bytes: int, *, by_stage:
 
 def held_elements(model: ModelSpec, recompute: Mapping[str, int]) -> dict[str, int]:
     """Elements that forward keeps for backward for a unit of an item's length, by module; rows added to items are not.
+    What the backbone keeps of an encoder's rows is with the encoder.
 
     recompute: as in `stage_layers`.
     """
-    held = {}
+    held, taken = {}, taken_bytes(model, {BACKBONE: (0, model.num_blocks[BACKBONE])}, 1, by_stage=False)
     for name, count in model.num_blocks.items():
         widths = [
             activation_bytes(each.layer, 1, element_bytes=1, recomputed=each.recomputed) / each.layer.divisor
             for each in stage_layers(model, {name: (0, count)}, recompute)
             if each.has_backward and not each.layer.targets_only and not each.layer.item_rows
         ]
+        if name in taken and not (layer := model.moved(name)[0]).item_rows:
+            widths.append(taken[name] / layer.divisor)
         held[name] = math.ceil(sum(widths))
     return held
 
