@@ -246,16 +246,16 @@ class Job:
         padded = self.model.module(name).padded
         return work_of_items(layer, items, microbatch, count, padded=padded, num_targets=targets)
 
+    def taken_rows(self, name: str, num_examples: int) -> float:
+        """Rows of an encoder that the backbone takes in, in the largest microbatch of num_examples examples."""
+        items, microbatch, count, _ = self._microbatches(name, num_examples)
+        return float(np.bincount(microbatch, items.num_tokens, count).max())
+
     def taken_bytes(self, num_examples: int) -> dict[str, float]:
-        """By encoder, what a stage of the backbone keeps of the rows that it takes in, in the largest microbatch of
-        num_examples examples.
-        """
-        spans, found = {BACKBONE: (0, self.model.num_blocks[BACKBONE])}, {}
-        element_bytes = self.mixed_precision(pipeline=True).compute
-        for name, row_bytes in taken_bytes(self.model, spans, element_bytes, by_stage=True).items():
-            items, microbatch, count, _ = self._microbatches(name, num_examples)
-            found[name] = row_bytes * float(np.bincount(microbatch, items.num_tokens, count).max())
-        return found
+        """By encoder, what a stage of the backbone keeps of these rows."""
+        spans = {BACKBONE: (0, self.model.num_blocks[BACKBONE])}
+        row_bytes = taken_bytes(self.model, spans, self.mixed_precision(pipeline=True).compute, by_stage=True)
+        return {name: size * self.taken_rows(name, num_examples) for name, size in row_bytes.items()}
 
     def why_unpriced(self, tp: int) -> str:
         """Why the cost model has no times at this tensor-parallel degree, as a sentence; "" if it has. Cached."""

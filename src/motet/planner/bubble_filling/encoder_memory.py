@@ -132,7 +132,12 @@ class EncoderMemory:
         degrees = unit.name, unit.tp, unit.cp, unit.dp
         own = degrees, *spans.items()
         if own not in self._bytes:
-            alike = degrees, *self._taken(spans), *(self._layers(name, *span) for name, span in spans.items())
+            # Alike layers may take in other rows: DeepStack's enter before some blocks.
+            alike = (
+                degrees,
+                *taken_bytes(self._job.model, spans, 1, by_stage=True),
+                *(self._layers(name, *span) for name, span in spans.items()),
+            )
             if alike not in self._bytes:
                 self._bytes[alike] = self._counted_bytes(unit, spans)
             self._bytes[own] = self._bytes[alike]
@@ -153,16 +158,12 @@ class EncoderMemory:
             # Of all ranks that share a replica's items, if each had as many as the fullest.
             return share * unit.cp * plans.unscheduled_pricing.layer_pricing.largest_of_replica(name, layer)
 
-        precision = self._job.mixed_precision(pipeline=True)
-        found = stage_bytes(self._job.model, unit, spans, rows, 1, precision)
-        work = plans.unscheduled_pricing.layer_pricing.work
-        taken = sum(size * float(work.taken_in(name).max()) for name, size in self._taken(spans).items())
-        return self._with_copies(replace(found, kept_bytes=found.kept_bytes + ceil(taken)), unit, spans)
+        def taken_rows(name: str) -> float:
+            return float(plans.unscheduled_pricing.layer_pricing.work.taken_in(name).max())
 
-    def _taken(self, spans: Spans) -> dict[str, int]:
-        """`taken_bytes` of a stage."""
         precision = self._job.mixed_precision(pipeline=True)
-        return taken_bytes(self._job.model, spans, precision.compute, by_stage=True)
+        found = stage_bytes(self._job.model, unit, spans, rows, taken_rows, 1, precision)
+        return self._with_copies(found, unit, spans)
 
     def _with_copies(self, found: StageBytes, unit: Unit, spans: Spans) -> StageBytes:
         """With what ranks keep of items that they share: keys and values of each other's rows."""
