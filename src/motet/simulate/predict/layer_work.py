@@ -51,11 +51,12 @@ class LayerWork:
         self._known_shares: dict[str, _Shares] = {}
 
     def of_replicas(self, name: str, layer: Layer) -> Work:
-        """What all ranks compute that share a replica's work."""
+        """What all ranks compute that share a replica's work: keys whole on each of them."""
         like = like_layer(layer)
         if (name, like) not in self._known_work:
-            is_cut = self.assignment.modules[name].cuts is not None
-            self._known_work[name, like] = (self._of_fragments if is_cut else self._of_whole)(name, like)
+            is_cut, times = self.assignment.modules[name].cuts is not None, self._num_ranks(name)
+            work = (self._of_fragments if is_cut else self._of_whole)(name, like)
+            self._known_work[name, like] = Work(work.rows * times, work.pairs * times) if like.makes_keys else work
         return self._known_work[name, like]
 
     def of_busiest(self, name: str, layer: Layer) -> Work:
@@ -68,7 +69,7 @@ class LayerWork:
         if self.plan.model.takes_whole(name, layer):
             rows = most_merged(self.assignment.modules[name], self.assignment.num_microbatches, num_ranks)
             return Work(rows, 0.0 * rows)
-        return whole if num_ranks == 1 or layer.makes_keys else Work(whole.rows / num_ranks, whole.pairs / num_ranks)
+        return whole if num_ranks == 1 else Work(whole.rows / num_ranks, whole.pairs / num_ranks)
 
     def moved_of_items(self, name: str, layer: Layer) -> Float64Array:
         """The most rows that a rank gives or gets in a layer's attention over items that ranks share, by replica and
